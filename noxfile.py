@@ -1,0 +1,132 @@
+"""What a developer or CI runs, one short session each: `nox -l` lists them, plain `nox` runs `tests`.
+
+Nothing here knows a registry or pins a version: ranges live in each package's pyproject.toml, development
+tools in the dependency groups of the root pyproject.toml. Sessions see only what they install.
+"""
+
+import os
+from pathlib import Path
+
+import nox
+from nox.project import dependency_groups, load_toml
+from packaging.requirements import Requirement
+
+nox.needs_version = ">=2025.2.9"
+nox.options.default_venv_backend = "uv|virtualenv"
+nox.options.reuse_venv = "yes"
+nox.options.sessions = ["tests"]
+
+ROOT = Path(__file__).parent
+ROOT_PYPROJECT = load_toml(ROOT / "pyproject.toml")
+PYPROJECTS = {path.parent.name: load_toml(path) for path in sorted(ROOT.glob("packages/*/pyproject.toml"))}
+BENCHMARKS = sorted(path.stem for path in ROOT.glob("tools/bench/*.py"))
+
+# What sessions install: every package from its sources, what all their tests need, what a backend needs.
+SOURCES = [argument for name in PYPROJECTS for argument in ("-e", f"./packages/{name}")]
+TEST_REQUIREMENTS = sorted(
+    {text for pyproject in (ROOT_PYPROJECT, *PYPROJECTS.values()) for text in dependency_groups(pyproject, "test")}
+)
+BACKENDS = {
+    "cpu": [],
+    "xla": ["torch==2.9.1", "torch_xla==2.9.0"],
+    "neuron": ["torch-neuronx", "neuronx-cc"],  # from AWS's index, which that machine's settings must name
+}
+
+os.environ.pop("PYTHONPATH", None)  # else a session could import sources that it did not install
+if "PIP_FIND_LINKS" in os.environ:  # uv does not read pip's variables, and separates by commas
+    os.environ.setdefault("UV_FIND_LINKS", ",".join(os.environ["PIP_FIND_LINKS"].split()))
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """All unit tests and the quick integration tests, on the sources as they stand."""
+    session.install(*SOURCES, *TEST_REQUIREMENTS)
+    session.run("pytest", "-m", "not slow", *session.posargs)
+
+
+@nox.session(reuse_venv=False)
+@nox.parametrize("package", [nox.param(name, id=name) for name in PYPROJECTS])
+def unit(session: nox.Session, package: str) -> None:
+    """One package's tests against its built wheel, with only what it declares installed."""
+    tmp = Path(session.create_tmp())
+    for name in sorted(with_siblings(package, "test")):
+        build_wheel(session, ROOT / "packages" / name, tmp / "wheels")
+    wheels = [str(wheel) for wheel in (tmp / "wheels").glob("*.whl")]
+    session.install(*wheels, *dependency_groups(PYPROJECTS[package], "test"))
+    session.chdir(tmp)  # away from src/, so that the wheel is what gets imported
+    config = str(ROOT / "pyproject.toml")
+    session.run("pytest", "-c", config, str(ROOT / "packages" / package / "tests"), *session.posargs)
+
+
+@nox.session
+@nox.parametrize("backend", [nox.param(name, id=name) for name in BACKENDS])
+def integration(session: nox.Session, backend: str) -> None:
+    """What crosses packages, slow tests included: cpu runs all, xla and neuron the tests marked so."""
+    if backend == "neuron" and not Path("/dev/neuron0").exists():
+        session.skip("no Neuron device here (/dev/neuron0 does not exist)")
+    session.install(*SOURCES, *TEST_REQUIREMENTS, *BACKENDS[backend])
+    if backend == "cpu":
+        anywhere = "not xla and not neuron and not gpu"
+        session.run("pytest", "-m", anywhere, "tests-integration", "tools/tests", *session.posargs)
+    else:
+        env = {"PJRT_DEVICE": "CPU"} if backend == "xla" else {}
+        session.run("pytest", "-m", backend, *session.posargs, env=env)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Style, types, and who may import whom."""
+    session.install(*SOURCES, *dependency_groups(ROOT_PYPROJECT, "lint"))
+    session.run("ruff", "check")
+    session.run("ruff", "format", "--check")
+    session.run("mypy")
+    session.run("python", "tools/check_imports.py")
+
+
+@nox.session(venv_backend="uv", reuse_venv=False)
+def minimums(session: nox.Session) -> None:
+    """The tests with the lowest versions that the packages' ranges, those of extras included, allow."""
+    sources = []
+    for name, pyproject in PYPROJECTS.items():
+        extras = ",".join(pyproject["project"].get("optional-dependencies", {}))
+        sources += ["-e", f"./packages/{name}[{extras}]"]
+    session.install("--resolution", "lowest-direct", *sources, *TEST_REQUIREMENTS)
+    session.run("pytest", "-m", "not slow", *session.posargs)
+
+
+@nox.session
+def demo(session: nox.Session) -> None:
+    """Trains a small Llama, resumes it at another layout, writes text and exports it."""
+    session.install(*SOURCES, "nxd-trainer[report]")
+    session.run("python", "tools/demo.py", *session.posargs)
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """The benchmarks in tools/bench, all or those named: `nox -s bench -- tp_step`."""
+    session.install(*SOURCES)
+    for name in session.posargs or BENCHMARKS:
+        session.run("python", f"tools/bench/{name}.py")
+
+
+@nox.session
+def wheels(session: nox.Session) -> None:
+    """The release checks; builds every wheel and sdist into dist/ and installs each wheel alone."""
+    session.install(*dependency_groups(ROOT_PYPROJECT, "release"))
+    session.run("python", "tools/release.py", *session.posargs)
+
+
+def with_siblings(package: str, *groups: str) -> set[str]:
+    """`package` and those of this repository that it and its dependency `groups` need."""
+    pyproject = PYPROJECTS[package]
+    requirements = [*pyproject["project"]["dependencies"], *dependency_groups(pyproject, *groups)]
+    required = {Requirement(text).name for text in requirements} & PYPROJECTS.keys() - {package}
+    return {package}.union(*map(with_siblings, required))
+
+
+def build_wheel(session: nox.Session, package: Path, directory: Path) -> None:
+    if session.venv_backend == "uv":
+        build = ["uv", "build", "--quiet", "--wheel", "--out-dir"]
+    else:
+        build = ["pip", "wheel", "--quiet", "--no-deps", "--wheel-dir"]
+    session.run_install(*build, str(directory), str(package))

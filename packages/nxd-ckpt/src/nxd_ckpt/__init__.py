@@ -1,0 +1,35 @@
+"""Sharded, crash-safe checkpoints that load at any layout.
+
+Save and load `{logical name: ShardedTensor | torch.Tensor}` with one process or many. Knows nothing of how a trainer
+cuts its tensors: a `ShardedTensor` says which boxes of a global tensor this rank holds, and that is enough.
+"""
+
+from nxd_ckpt.catalog import CheckpointInfo, delete, latest, list_checkpoints, retain
+from nxd_ckpt.coordinator import Coordinator
+from nxd_ckpt.errors import CheckpointError
+from nxd_ckpt.loading import LoadedObjects, load
+from nxd_ckpt.reader import Checkpoint, TensorInfo, open_checkpoint
+from nxd_ckpt.saving import save
+from nxd_ckpt.sharded_tensor import Shard, ShardedTensor
+
+__all__ = [
+    # what a rank holds
+    "Shard",
+    "ShardedTensor",
+    # by all ranks together
+    "save",
+    "load",
+    "LoadedObjects",
+    "Coordinator",
+    # by one process
+    "open_checkpoint",
+    "Checkpoint",
+    "TensorInfo",
+    "list_checkpoints",
+    "CheckpointInfo",
+    "latest",
+    "delete",
+    "retain",
+    # when it goes wrong
+    "CheckpointError",
+]

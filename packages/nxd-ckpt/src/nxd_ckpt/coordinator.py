@@ -1,0 +1,124 @@
+"""How the ranks of one save or load talk to one another: gather small objects, and fail together.
+
+Three ways to have ranks: a torch process group, a world of one, or any object with the three members of `Coordinator`.
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+import torch.distributed as dist
+
+from nxd_ckpt.errors import CheckpointError
+
+Result = TypeVar("Result")
+
+
+@runtime_checkable
+class Coordinator(Protocol):
+    """What saving and loading need to know of the other ranks."""
+
+    @property
+    def rank(self) -> int:
+        """Number of this rank, `0 <= rank < world_size`."""
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks take part."""
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Returns every rank's value, in rank order; raises when a rank is gone."""
+
+
+class _WorldOfOne:
+    rank = 0
+    world_size = 1
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        return [value]
+
+
+class _ProcessGroupCoordinator:
+    def __init__(self, process_group: "dist.ProcessGroup | None") -> None:
+        self._group = process_group
+        self.rank = dist.get_rank(process_group)
+        self.world_size = dist.get_world_size(process_group)
+        if self.rank < 0:
+            raise ValueError("this process is not a member of the given process_group")
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        values = [None] * self.world_size
+        try:
+            dist.all_gather_object(values, value, group=self._group)
+        except RuntimeError as error:
+            raise CheckpointError(
+                f"rank {self.rank} of {self.world_size} lost contact with the other ranks: {error}"
+            ) from error
+        return values
+
+
+def coordinator_for(process_group: "dist.ProcessGroup | Coordinator | None") -> Coordinator:
+    """None means torch's default process group if there is one, else a world of one."""
+    if isinstance(process_group, Coordinator):
+        return process_group
+    if process_group is None and not (dist.is_available() and dist.is_initialized()):
+        return _WorldOfOne()
+    return _ProcessGroupCoordinator(process_group)
+
+
+def on_every_rank(
+    coordinator: Coordinator,
+    doing: str,
+    action: Callable[[], Result],
+    *,
+    error_type: type[Exception] = CheckpointError,
+) -> Result:
+    """Runs `action` here, waits until all ranks have run theirs, and returns what it returned here.
+
+    Raises:
+        error_type: on every rank, with the same text, if the action raised on any of them.
+    """
+    results: list[Result] = []
+    gather_from_every_rank(coordinator, doing, lambda: results.append(action()), error_type=error_type)
+    return results[0]
+
+
+def on_rank_zero(coordinator: Coordinator, doing: str, action: Callable[[], Result]) -> Result:
+    """Runs `action` on rank 0 alone and gives every rank its result, or its error."""
+    results = gather_from_every_rank(coordinator, doing, action if coordinator.rank == 0 else lambda: None)
+    return results[0]  # type: ignore[return-value]
+
+
+def gather_from_every_rank(
+    coordinator: Coordinator,
+    doing: str,
+    action: Callable[[], Result],
+    *,
+    error_type: type[Exception] = CheckpointError,
+) -> list[Result]:
+    """Runs `action` on every rank and returns what all of them returned, in rank order; raises as `on_every_rank`."""
+    result: Result | None = None
+    cause: Exception | None = None
+    try:
+        result = action()
+    except Exception as error:  # whatever it was, the other ranks must hear of it instead of waiting
+        cause = error
+    outcomes = coordinator.all_gather_object((result, None if cause is None else _describe(cause)))
+    failures = [(rank, failure) for rank, (_, failure) in enumerate(outcomes) if failure is not None]
+    if failures:
+        raise error_type(f"{doing} failed{_listed(failures, coordinator.world_size)}") from cause
+    return [result for result, _ in outcomes]
+
+
+def _listed(failures: list[tuple[int, str]], world_size: int) -> str:
+    if world_size == 1:
+        return f": {failures[0][1]}"
+    lines = [f"  rank {rank}: {failure}" for rank, failure in failures[:8]]
+    if len(failures) > 8:
+        lines.append(f"  and {len(failures) - 8} more ranks")
+    return f" on {len(failures)} of {world_size} ranks\n" + "\n".join(lines)
+
+
+def _describe(error: Exception) -> str:
+    """Own errors speak for themselves; of others the type is part of the message."""
+    own = isinstance(error, CheckpointError) or type(error) is ValueError
+    return str(error) if own else f"{type(error).__name__}: {error}"

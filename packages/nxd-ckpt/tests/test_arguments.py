@@ -1,0 +1,134 @@
+"""What a caller can get wrong before any file is involved."""
+
+import pytest
+import torch
+
+from nxd_ckpt import Shard, ShardedTensor, load, open_checkpoint, save
+from nxd_ckpt.testing import outcomes_on_threads
+
+BAD_TAGS = ["", ".", "..", ".hidden", "a/b", "../a", "a\\b", "a\nb", "a\0b", "x" * 201, 7]
+
+
+@pytest.mark.parametrize("tag", BAD_TAGS)
+def test_bad_tag_is_refused_everywhere(tmp_path, tag):
+    with pytest.raises(ValueError, match="is not allowed: a tag is the name of a folder"):
+        save(tmp_path, tag, {})
+    with pytest.raises(ValueError, match="is not allowed: a tag is the name of a folder"):
+        load(tmp_path, tag, into={})
+    with pytest.raises(ValueError, match="is not allowed: a tag is the name of a folder"):
+        open_checkpoint(tmp_path, tag)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_url_is_refused():
+    with pytest.raises(ValueError, match=r"path='s3://bucket/run' is a URL"):
+        save("s3://bucket/run", "a", {})
+
+
+@pytest.mark.parametrize(
+    ("objects", "message"),
+    [
+        ({"a": {1: 2}}, r"objects\['a'\] has the key 1; JSON keys are strings, so use '1'"),
+        ([0, {"x": torch.ones(1)}], r"objects\[1\]\['x'\] is a Tensor, which JSON cannot hold"),
+        ({1, 2}, "objects is a set, which JSON cannot hold"),
+    ],
+)
+def test_save_objects_that_json_cannot_hold_names_the_place(tmp_path, objects, message):
+    with pytest.raises(ValueError, match=message):
+        save(tmp_path, "a", {}, objects=objects)
+
+
+@pytest.mark.parametrize("step", [-1, 1.5, "3", True])
+def test_save_bad_step_is_refused(tmp_path, step):
+    with pytest.raises(ValueError, match=f"step={step!r} is not a number of steps"):
+        save(tmp_path, "a", {}, step=step)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ([1.0], "'w' is a list; expected a ShardedTensor or a torch.Tensor"),
+        (torch.ones(2, dtype=torch.complex128), "torch.complex128 cannot be stored; use one of"),
+        (torch.ones(2, device="meta"), "a shard must be a dense tensor with data, got device meta"),
+        (torch.eye(2).to_sparse(), "a shard must be a dense tensor with data, got device cpu, torch.sparse_coo"),
+    ],
+    ids=["list", "complex128", "meta", "sparse"],
+)
+def test_save_value_that_cannot_be_stored_is_refused(tmp_path, value, message):
+    with pytest.raises(ValueError, match=message):
+        save(tmp_path, "a", {"w": value})
+
+
+def test_sharded_tensor_of_a_wrapper_subclass_is_refused():
+    class Wrapper(torch.Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+            raise NotImplementedError
+
+    wrapper = torch.Tensor._make_wrapper_subclass(Wrapper, (2,))
+
+    with pytest.raises(ValueError, match="a shard must be a plain tensor, got a Wrapper; pass its local tensor"):
+        ShardedTensor((2,), [Shard(wrapper, (0,))])
+
+
+@pytest.mark.parametrize("offsets", [(3, 0), (-1, 0), (0,), (0, 0, 0)])
+def test_sharded_tensor_shard_outside_is_refused(offsets):
+    with pytest.raises(ValueError, match=r"does not lie inside the global shape \[4, 2\]"):
+        ShardedTensor((4, 2), [Shard(torch.ones(2, 2), offsets)])
+
+
+def test_sharded_tensor_without_one_dtype_is_refused():
+    two = [Shard(torch.ones(1), (0,)), Shard(torch.ones(1).half(), (1,))]
+
+    with pytest.raises(ValueError, match=r"got torch.float16, torch.float32"):
+        ShardedTensor((2,), two)
+    with pytest.raises(ValueError, match="got no shard and no dtype; pass dtype="):
+        ShardedTensor((2,))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([{"tag": "a"}, {"tag": "b"}], r"is \('a', None, False\) on rank 0 but \('b', None, False\) on rank 1"),
+        ([{"step": 1}, {"step": 2}], r"is \('a', 1, False\) on rank 0 but \('a', 2, False\) on rank 1"),
+        ([{}, {"overwrite": True}], r"is \('a', None, False\) on rank 0 but \('a', None, True\) on rank 1"),
+        ([{}, {"tag": "../b"}], r"failed on 1 of 2 ranks\n  rank 1: tag '../b' is not allowed"),
+        ([{}, {"state": {"w": 3}}], r"rank 1: unusable tensors:\n  'w': 'w' is a int"),
+        (
+            [{}, {"state": {"w": torch.ones(3)}}],
+            r"'w' is F32 \[2\] on rank 0 but F32 \[3\] on rank 1",
+        ),
+        (
+            [{"state": {"w": ShardedTensor((4,), [Shard(torch.ones(2), (r,))])}} for r in (0, 1)],
+            r"'w' \[4\]: no rank holds \[3:4\]",
+        ),
+    ],
+)
+def test_save_arguments_that_differ_raise_the_same_error_on_every_rank(tmp_path, arguments, message):
+    def save_one(ranks):
+        given = {"tag": "a", "state": {"w": torch.ones(2)}} | arguments[ranks.rank]
+        tag, state = given.pop("tag"), given.pop("state")
+        save(tmp_path, tag, state, process_group=ranks, **given)
+
+    first, second = outcomes_on_threads(save_one, world_size=2)
+
+    assert isinstance(first, ValueError)
+    with pytest.raises(ValueError, match=message):
+        raise first
+    assert str(first) == str(second)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("offsets", "shape"), [((0,), (3, 3)), ((2, 2), (3, 1)), ((-1, 0), (1, 1))])
+def test_read_box_outside_is_refused(tmp_path, offsets, shape):
+    save(tmp_path, "a", {"w": torch.ones(4, 3)})
+
+    with pytest.raises(ValueError, match=r"does not lie inside 'w' \[4, 3\]"):
+        open_checkpoint(tmp_path).read_box("w", offsets, shape)
+
+
+def test_read_unknown_name_is_refused(tmp_path):
+    save(tmp_path, "a", {"w": torch.ones(4)})
+
+    with pytest.raises(ValueError, match="checkpoint 'a' has no tensor 'v'"):
+        open_checkpoint(tmp_path).read("v")

@@ -1,0 +1,76 @@
+"""Each rank reads the bytes that it needs and no others, counted at the system call."""
+
+import os
+
+import pytest
+import torch
+
+from nxd_ckpt import load, open_checkpoint, save
+
+
+@pytest.fixture
+def bytes_read(monkeypatch):
+    """A list that grows by the size of each read from a data file."""
+    sizes = []
+    preadv = os.preadv
+
+    def counting(fd, buffers, offset):
+        count = preadv(fd, buffers, offset)
+        sizes.append(count)
+        return count
+
+    monkeypatch.setattr(os, "preadv", counting)
+    return sizes
+
+
+def test_load_rows_reads_only_these_rows(tmp_path, rows_of, bytes_read):
+    save(tmp_path, "a", {"w": torch.randn(64, 1024)})
+
+    load(tmp_path, into={"w": rows_of(torch.zeros(64, 1024), 1, 4)})
+
+    assert sum(bytes_read) == 16 * 1024 * 4
+    assert len(bytes_read) == 1
+
+
+def test_load_columns_wide_apart_reads_only_these_columns(tmp_path, columns_of, bytes_read):
+    save(tmp_path, "a", {"w": torch.randn(8, 8192)})
+
+    load(tmp_path, into={"w": columns_of(torch.zeros(8, 8192), 2, 4)})
+
+    assert sum(bytes_read) == 8 * 2048 * 4
+    assert len(bytes_read) == 8
+
+
+def test_load_columns_closer_than_a_page_reads_over_the_gaps_in_one_go(tmp_path, columns_of, bytes_read):
+    save(tmp_path, "a", {"w": torch.randn(64, 128)})
+
+    load(tmp_path, into={"w": columns_of(torch.zeros(64, 128), 0, 2)})
+
+    assert len(bytes_read) == 1
+    assert sum(bytes_read) == (63 * 128 + 64) * 4
+
+
+def test_load_one_tensor_of_many_reads_no_other(tmp_path, bytes_read):
+    save(tmp_path, "a", {f"w{i}": torch.randn(100) for i in range(5)})
+
+    load(tmp_path, into={"w3": torch.zeros(100)}, strict=False)
+
+    assert sum(bytes_read) == 400
+
+
+def test_open_checkpoint_alone_reads_no_data(tmp_path, bytes_read):
+    save(tmp_path, "a", {"w": torch.randn(100)})
+
+    checkpoint = open_checkpoint(tmp_path)
+
+    assert checkpoint.tensors["w"].global_shape == (100,)
+    assert bytes_read == []
+
+
+def test_read_box_reads_only_the_box(tmp_path, bytes_read):
+    save(tmp_path, "a", {"w": torch.arange(1000)})
+
+    box = open_checkpoint(tmp_path).read_box("w", (10,), (5,))
+
+    assert torch.equal(box, torch.arange(10, 15))
+    assert sum(bytes_read) == 5 * 8

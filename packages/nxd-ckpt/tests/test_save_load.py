@@ -1,0 +1,248 @@
+import random
+import tempfile
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import nxd_ckpt.tensor_bytes
+from nxd_ckpt import LoadedObjects, Shard, ShardedTensor, load, open_checkpoint, save
+from nxd_ckpt.boxes import Box
+from nxd_ckpt.dtypes import CODE_OF_DTYPE
+from nxd_ckpt.testing import run_on_threads
+
+
+def random_tensor(shape, dtype, seed=0):
+    """Any bit pattern that the type allows, NaN included."""
+    generator = torch.Generator().manual_seed(seed)
+    if dtype is torch.bool:
+        return torch.randint(0, 2, shape, generator=generator).bool()
+    data = torch.randint(0, 256, (*shape, dtype.itemsize), dtype=torch.uint8, generator=generator)
+    return data.view(dtype).reshape(shape)
+
+
+@pytest.mark.parametrize("dtype", list(CODE_OF_DTYPE), ids=str)
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (5,), (3, 4), (2, 3, 4)], ids=str)
+def test_load_into_plain_tensors_gives_the_same_bits(tmp_path, bits, dtype, shape):
+    saved = random_tensor(shape, dtype)
+    loaded = torch.zeros(shape, dtype=dtype)
+
+    save(tmp_path, "a", {"x": saved})
+    load(tmp_path, "a", into={"x": loaded})
+
+    assert bits(loaded) == bits(saved)
+
+
+@pytest.mark.parametrize("dtype", list(CODE_OF_DTYPE), ids=str)
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda tensor: tensor.t(),
+        lambda tensor: tensor[:, 1:3],
+        lambda tensor: tensor[::2],
+        lambda tensor: tensor[1:, ::3],
+    ],
+    ids=["transposed", "columns", "every second row", "every third column"],
+)
+def test_save_and_load_strided_views_give_the_same_bits(tmp_path, bits, dtype, view):
+    saved = view(random_tensor((6, 8), dtype))
+    loaded = view(torch.zeros((6, 8), dtype=dtype))
+
+    save(tmp_path, "a", {"x": saved})
+    load(tmp_path, "a", into={"x": loaded})
+
+    assert not saved.is_contiguous()
+    assert bits(loaded) == bits(saved)
+
+
+def test_save_conjugated_and_negated_views_stores_their_values(tmp_path):
+    number = torch.tensor([1 + 2j, 3 - 4j])
+
+    save(tmp_path, "a", {"conj": number.conj(), "imag": number.conj().imag})
+
+    checkpoint = open_checkpoint(tmp_path)
+    assert torch.equal(checkpoint.read("conj"), torch.tensor([1 - 2j, 3 + 4j]))
+    assert torch.equal(checkpoint.read("imag"), torch.tensor([-2.0, 4.0]))
+
+
+def test_load_parameters_that_require_grad_fills_them_in_place(tmp_path):
+    saved, loaded = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+
+    save(tmp_path, "a", dict(saved.named_parameters()))
+    load(tmp_path, "a", into=dict(loaded.named_parameters()))
+
+    assert torch.equal(loaded.weight, saved.weight)
+    assert torch.equal(loaded.bias, saved.bias)
+
+
+@pytest.mark.parametrize("save_cut", ["rows", "columns", "whole"])
+@pytest.mark.parametrize("load_cut", ["rows", "columns", "whole"])
+@pytest.mark.parametrize(("save_ranks", "load_ranks"), [(4, 2), (2, 4), (1, 3), (3, 1)])
+def test_load_other_layout_gives_the_same_bits(
+    tmp_path, rows_of, columns_of, save_cut, load_cut, save_ranks, load_ranks
+):
+    cuts = {"rows": rows_of, "columns": columns_of, "whole": lambda whole, rank, world_size: whole}
+    saved, loaded = torch.randn(12, 24), [torch.zeros(12, 24) for _ in range(load_ranks)]
+
+    run_on_threads(
+        lambda ranks: save(tmp_path, "a", {"w": cuts[save_cut](saved, ranks.rank, save_ranks)}, process_group=ranks),
+        save_ranks,
+    )
+    run_on_threads(
+        lambda ranks: load(
+            tmp_path, into={"w": cuts[load_cut](loaded[ranks.rank], ranks.rank, load_ranks)}, process_group=ranks
+        ),
+        load_ranks,
+    )
+
+    total = loaded[0] if load_cut == "whole" else torch.stack(loaded).sum(dim=0)
+    assert torch.equal(total, saved)
+
+
+@pytest.mark.parametrize("shape", [(3000,), (70, 50), (4, 6, 130)])
+def test_save_and_load_larger_than_a_scratch_block_gives_the_same_bits(tmp_path, monkeypatch, shape):
+    monkeypatch.setattr(nxd_ckpt.tensor_bytes, "BLOCK_BYTES", 1024)
+    saved = torch.randn(*shape, 2)[..., 0]
+    loaded = torch.zeros(*shape, 2)[..., 0]
+    corner = tuple(size // 2 for size in shape)
+
+    save(tmp_path, "a", {"x": saved})
+    load(tmp_path, into={"x": loaded})
+    box = open_checkpoint(tmp_path).read_box("x", (1,) * len(shape), corner)
+
+    assert torch.equal(loaded, saved)
+    assert torch.equal(box, saved[tuple(slice(1, 1 + size) for size in corner)])
+
+
+def test_ranks_with_different_names_each_get_their_own(tmp_path):
+    stages = [{"first": torch.randn(3)}, {"last": torch.randn(4)}, {}]
+
+    run_on_threads(lambda ranks: save(tmp_path, "a", stages[ranks.rank], process_group=ranks), 3)
+    into = [{"last": torch.zeros(4)}, {"first": torch.zeros(3)}]
+    run_on_threads(lambda ranks: load(tmp_path, into=into[ranks.rank], process_group=ranks), 2)
+
+    assert torch.equal(into[0]["last"], stages[1]["last"])
+    assert torch.equal(into[1]["first"], stages[0]["first"])
+
+
+def test_load_returns_common_objects_and_those_of_the_own_rank(tmp_path):
+    objects = {"lr": 0.5, "betas": [0.9, 0.95], "name": "é", "none": None, "best": float("inf")}
+
+    def save_one(ranks):
+        save(
+            tmp_path,
+            "a",
+            {},
+            step=7,
+            objects=objects if ranks.rank == 0 else "ignored",
+            rank_objects={"position": 10 * ranks.rank},
+            process_group=ranks,
+        )
+
+    run_on_threads(save_one, 2)
+    loaded = run_on_threads(lambda ranks: load(tmp_path, into={}, process_group=ranks), 3)
+
+    expected = [{"position": 0}, {"position": 10}, None]
+    assert loaded == [LoadedObjects("a", 7, 2, objects, rank_objects) for rank_objects in expected]
+
+
+def test_load_without_strict_takes_only_what_is_asked_for(tmp_path):
+    save(tmp_path, "a", {"model": torch.ones(2), "optimizer": torch.ones(2)})
+    model = torch.zeros(2)
+
+    load(tmp_path, into={"model": model}, strict=False)
+
+    assert torch.equal(model, torch.ones(2))
+
+
+def test_open_checkpoint_reads_whole_tensors_and_boxes(tmp_path, columns_of):
+    whole = torch.arange(48).reshape(6, 8)
+    run_on_threads(
+        lambda ranks: save(
+            tmp_path, "a", {"w": columns_of(whole, ranks.rank, 4)}, step=3, objects=[1], process_group=ranks
+        ),
+        4,
+    )
+
+    checkpoint = open_checkpoint(tmp_path)
+
+    assert (checkpoint.tag, checkpoint.step, checkpoint.objects, checkpoint.world_size) == ("a", 3, [1], 4)
+    assert checkpoint.tensors["w"].dtype is torch.int64
+    assert checkpoint.tensors["w"].global_shape == (6, 8)
+    assert torch.equal(checkpoint.read("w"), whole)
+    assert torch.equal(checkpoint.read_box("w", (1, 1), (4, 6)), whole[1:5, 1:7])
+
+
+def cut_at_random(rng, box, pieces):
+    """Cuts a box into about this many boxes."""
+    boxes = [box]
+    while len(boxes) < pieces:
+        piece = boxes.pop(rng.randrange(len(boxes)))
+        dims = [dim for dim, size in enumerate(piece.shape) if size > 1]
+        if not dims:
+            return [*boxes, piece]
+        dim = rng.choice(dims)
+        at = rng.randrange(1, piece.shape[dim])
+        for start, size in ((0, at), (at, piece.shape[dim] - at)):
+            offsets = [*piece.offsets[:dim], piece.offsets[dim] + start, *piece.offsets[dim + 1 :]]
+            boxes.append(Box(tuple(offsets), (*piece.shape[:dim], size, *piece.shape[dim + 1 :])))
+    return boxes
+
+
+def memory_at_random(rng, shape, dtype):
+    """A zeroed tensor of this shape with contiguous, padded or reversed-dims memory."""
+    kind = rng.choice(["contiguous", "padded", "reversed"])
+    if kind == "padded":
+        return torch.zeros([size + 2 for size in shape], dtype=dtype)[tuple(slice(1, 1 + size) for size in shape)]
+    if kind == "reversed":
+        return torch.zeros(shape[::-1], dtype=dtype).permute(tuple(reversed(range(len(shape)))))
+    return torch.zeros(shape, dtype=dtype)
+
+
+def layout_at_random(rng, shape, dtype, world_size):
+    """One ShardedTensor per rank; together they hold every box, some of them several times."""
+    shards = [[] for _ in range(world_size)]
+    for box in cut_at_random(rng, Box.whole(shape), rng.randint(1, 2 * world_size)):
+        for rank in rng.sample(range(world_size), rng.randint(1, world_size)):
+            shards[rank].append(Shard(memory_at_random(rng, box.shape, dtype), box.offsets))
+    return [ShardedTensor(shape, held, dtype=dtype) for held in shards]
+
+
+shapes = st.lists(st.integers(0, 9), min_size=0, max_size=3).map(tuple)
+dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.complex64, torch.int64])
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    tensors=st.lists(st.tuples(shapes, dtypes), min_size=1, max_size=4),
+    save_ranks=st.integers(1, 4),
+    load_ranks=st.integers(1, 4),
+    seed=st.integers(0, 2**32),
+)
+def test_any_layout_loads_at_any_other_with_the_same_bits(bits, tensors, save_ranks, load_ranks, seed):
+    rng = random.Random(seed)
+    wholes = [random_tensor(shape, dtype, seed + index) for index, (shape, dtype) in enumerate(tensors)]
+    saved = [layout_at_random(rng, shape, dtype, save_ranks) for shape, dtype in tensors]
+    wanted = [layout_at_random(rng, shape, dtype, load_ranks) for shape, dtype in tensors]
+    for whole, layout in zip(wholes, saved, strict=True):
+        for shard in (shard for tensor in layout for shard in tensor.shards):
+            shard.tensor.copy_(whole[shard.box.slices()])
+
+    with tempfile.TemporaryDirectory() as root:
+        run_on_threads(
+            lambda ranks: save(
+                root, "a", {f"t{i}": layout[ranks.rank] for i, layout in enumerate(saved)}, process_group=ranks
+            ),
+            save_ranks,
+        )
+        run_on_threads(
+            lambda ranks: load(
+                root, into={f"t{i}": layout[ranks.rank] for i, layout in enumerate(wanted)}, process_group=ranks
+            ),
+            load_ranks,
+        )
+
+    for whole, layout in zip(wholes, wanted, strict=True):
+        for shard in (shard for tensor in layout for shard in tensor.shards):
+            assert bits(shard.tensor) == bits(whole[shard.box.slices()])

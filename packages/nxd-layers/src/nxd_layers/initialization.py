@@ -1,0 +1,64 @@
+"""Making parameters whose values do not depend on the layout.
+
+Every rank draws the whole logical weight in float32 on the CPU, from the same random state, and keeps its part. So
+weights are the same at any tensor-parallel degree and on any device, and the random state moves on alike on all ranks.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+from nxd_state import ShardSpec, set_partition_attributes, set_shard_spec
+from torch import Tensor, nn
+
+InitMethod = Callable[[Tensor], object]
+
+
+def empty_parameter(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str | None) -> nn.Parameter:
+    """An uninitialised parameter; without a device it goes where torch's default device says."""
+    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+
+
+def empty_sharded_parameter(
+    spec: ShardSpec,
+    *,
+    partition_dim: int,
+    num_partitions: int,
+    stride: int = 1,
+    dtype: torch.dtype,
+    device: torch.device | str | None,
+) -> nn.Parameter:
+    """An uninitialised parameter that knows its shard metadata."""
+    parameter = empty_parameter(spec.local_shape, dtype, device)
+    if num_partitions > 1:
+        set_shard_spec(parameter, spec)
+        set_partition_attributes(parameter, partition_dim=partition_dim, num_partitions=num_partitions, stride=stride)
+    return parameter
+
+
+@torch.no_grad()
+def fill_from_logical(
+    parameter: nn.Parameter, spec: ShardSpec, logical_shape: tuple[int, ...], init_method: InitMethod
+) -> None:
+    """Draw the whole tensor of `logical_shape` with `init_method` and keep what `spec` says; padding becomes zero.
+
+    A parameter on the meta device is left alone, and nothing is drawn for it.
+    """
+    if parameter.is_meta:
+        return
+    whole = torch.empty(logical_shape, dtype=torch.float32, device="cpu")
+    init_method(whole)
+    parameter.zero_()
+    for piece in spec.pieces:
+        parameter[piece.local.slices] = whole[piece.logical.slices].to(parameter.device, parameter.dtype)
+
+
+def default_linear_init(weight: Tensor) -> None:
+    """What `nn.Linear` does: uniform within 1/sqrt(in)."""
+    nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
+
+
+def default_bias_init(input_size: int) -> InitMethod:
+    """What `nn.Linear` does for a bias: uniform within 1/sqrt(in)."""
+    bound = 1 / math.sqrt(input_size) if input_size > 0 else 0.0
+    return lambda bias: nn.init.uniform_(bias, -bound, bound)

@@ -1,0 +1,167 @@
+"""Borders between the regions of a tensor-parallel model, as autograd functions.
+
+A tensor is either whole on every rank of the tensor-parallel group, split along one of its dims, or a partial sum.
+Each function here takes it from one of these forms to another, and its gradient the other way: the conjugate
+operators of Shoeybi et al. 2019 ("Megatron-LM") and, for the sequence-parallel ones, of Korthikanti et al. 2022
+("Reducing Activation Recomputation in Large Transformer Models"). Without an initialised mesh, or with one rank,
+each is the identity.
+"""
+
+from typing import Any
+
+from nxd_state import Group, active_group, all_gather, all_reduce, all_reduce_, reduce_scatter
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+# The autograd functions below return one gradient per argument of `forward`; only the tensor has one.
+
+
+class _Copy(Function):
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return whole.view_as(whole)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return all_reduce(grad, ctx.group), None
+
+
+class _Reduce(Function):
+    @staticmethod
+    def forward(ctx: Any, partial: Tensor, group: Group) -> Tensor:
+        return all_reduce(partial, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _ReduceInPlace(Function):
+    @staticmethod
+    def forward(ctx: Any, partial: Tensor, group: Group) -> Tensor:
+        ctx.mark_dirty(partial)
+        return all_reduce_(partial, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _Split(Function):
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, group: Group, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return _own_part(whole, group, dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return all_gather(grad, ctx.group, dim=ctx.dim), None, None
+
+
+class _Gather(Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: Group, dim: int, grad_is_partial: bool) -> Tensor:
+        ctx.group, ctx.dim, ctx.grad_is_partial = group, dim, grad_is_partial
+        return all_gather(part, group, dim=dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        if ctx.grad_is_partial:
+            return reduce_scatter(grad, ctx.group, dim=ctx.dim), None, None, None
+        return _own_part(grad, ctx.group, ctx.dim), None, None, None
+
+
+class _ReduceScatter(Function):
+    @staticmethod
+    def forward(ctx: Any, partial: Tensor, group: Group, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return reduce_scatter(partial, group, dim=dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return all_gather(grad, ctx.group, dim=ctx.dim), None, None
+
+
+def copy_to_tensor_model_parallel_region(input_: Tensor) -> Tensor:
+    """Whole to whole, used by split weights: identity forward, gradients summed over the ranks."""
+    group = active_group("tp")
+    return input_ if group.size == 1 else _Copy.apply(input_, group)
+
+
+def reduce_from_tensor_model_parallel_region(input_: Tensor) -> Tensor:
+    """Partial sums to whole: summed over the ranks forward, identity backward. The input is not changed."""
+    group = active_group("tp")
+    return input_ if group.size == 1 else _Reduce.apply(input_, group)
+
+
+def reduce_from_tensor_model_parallel_region_(input_: Tensor) -> Tensor:
+    """`reduce_from_tensor_model_parallel_region` in place, for an input that no backward needs (a matmul's output)."""
+    group = active_group("tp")
+    return input_ if group.size == 1 else _ReduceInPlace.apply(input_, group)
+
+
+def scatter_to_tensor_model_parallel_region(input_: Tensor, dim: int = -1) -> Tensor:
+    """Whole to split along `dim` (the last one unless said otherwise); gradients are gathered."""
+    group = active_group("tp")
+    return input_ if group.size == 1 else _Split.apply(input_, group, _check_dim(input_, dim))
+
+
+def gather_from_tensor_model_parallel_region(input_: Tensor, dim: int = -1) -> Tensor:
+    """Split along `dim` to whole; each rank keeps its part of the gradient, which must be whole and equal."""
+    group = active_group("tp")
+    return input_ if group.size == 1 else _Gather.apply(input_, group, _check_dim(input_, dim), False)
+
+
+def scatter_to_sequence_parallel_region(input_: Tensor, sequence_dimension: int = 0) -> Tensor:
+    """Whole `[seq, batch, hidden]` to `[seq/tp, batch, hidden]`; gradients are gathered."""
+    group = active_group("tp")
+    return input_ if group.size == 1 else _Split.apply(input_, group, _check_dim(input_, sequence_dimension))
+
+
+def gather_from_sequence_parallel_region(
+    input_: Tensor, sequence_dimension: int = 0, to_model_parallel: bool = True
+) -> Tensor:
+    """`[seq/tp, batch, hidden]` to whole `[seq, batch, hidden]`.
+
+    Args:
+        input_: this rank's part of the sequence.
+        sequence_dimension: the dim that is split.
+        to_model_parallel: what follows is computed with split weights, so each rank has a partial gradient and they
+            are reduce-scattered. False where what follows is the same on all ranks, as at the end of a model: each
+            rank keeps its part of the gradient.
+    """
+    group = active_group("tp")
+    if group.size == 1:
+        return input_
+    return _Gather.apply(input_, group, _check_dim(input_, sequence_dimension), to_model_parallel)
+
+
+def reduce_scatter_to_sequence_parallel_region(input_: Tensor, sequence_dimension: int = 0) -> Tensor:
+    """Partial sums `[seq, batch, hidden]` to their sum, split as `[seq/tp, batch, hidden]`; gradients are gathered."""
+    group = active_group("tp")
+    if group.size == 1:
+        return input_
+    return _ReduceScatter.apply(input_, group, _check_dim(input_, sequence_dimension))
+
+
+def _own_part(whole: Tensor, group: Group, dim: int) -> Tensor:
+    if whole.shape[dim] % group.size:
+        raise ValueError(
+            f"tensor_model_parallel_size={group.size} does not divide dim {dim} of shape {tuple(whole.shape)}; "
+            f"pad it to {-(-whole.shape[dim] // group.size) * group.size}"
+        )
+    return whole.chunk(group.size, dim=dim)[group.rank].contiguous()
+
+
+def _check_dim(tensor: Tensor, dim: int) -> int:
+    if not -tensor.dim() <= dim < tensor.dim():
+        raise ValueError(f"dim={dim} is outside a tensor of shape {tuple(tensor.shape)}")
+    return dim % tensor.dim()

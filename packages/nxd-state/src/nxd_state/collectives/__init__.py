@@ -1,0 +1,183 @@
+"""Collectives on a `Group`: the one way ranks exchange tensors in these packages.
+
+Every function takes a tensor and a group, leaves its input as it was, and returns a new tensor, except those
+that end in an underscore, which work in place. A group of one costs nothing. Inputs may be non-contiguous and of
+any dtype. With `async_op=True` a `Pending` comes back at once; its `wait()` gives the tensor.
+
+Behind this line sits torch.distributed (`eager`), or, while torch.compile or torch.export records a graph, its
+functional collectives (`functional`). With `NXD_DEBUG_COLLECTIVES=1` the ranks first agree on what they are
+about to do (`debug`).
+"""
+
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from nxd_state.collectives import debug, eager, functional
+from nxd_state.collectives.eager import Pending, ReduceOp
+from nxd_state.group import Group
+
+__all__ = [
+    "Pending",
+    "ReduceOp",
+    "all_gather",
+    "all_gather_object",
+    "all_reduce",
+    "all_reduce_",
+    "all_to_all",
+    "barrier",
+    "broadcast",
+    "recv",
+    "reduce_scatter",
+    "send",
+]
+
+
+def _announce(name: str, group: Group, tensor: Tensor | None = None, **details: Any) -> None:
+    if debug.enabled():
+        debug.agree(name, group, tensor, details)
+
+
+@overload
+def all_reduce(tensor: Tensor, group: Group, *, op: ReduceOp = "sum", async_op: Literal[False] = False) -> Tensor: ...
+@overload
+def all_reduce(tensor: Tensor, group: Group, *, op: ReduceOp = "sum", async_op: Literal[True]) -> Pending: ...
+def all_reduce(tensor: Tensor, group: Group, *, op: ReduceOp = "sum", async_op: bool = False) -> Tensor | Pending:
+    """Combine the ranks' tensors elementwise; every rank gets the result, in a new tensor."""
+    if group.size == 1:
+        return Pending(tensor) if async_op else tensor
+    if torch.compiler.is_compiling():
+        reduced = functional.all_reduce(tensor, group, op)
+        return Pending(reduced) if async_op else reduced
+    return all_reduce_(tensor.clone(memory_format=torch.contiguous_format), group, op=op, async_op=async_op)
+
+
+@overload
+def all_reduce_(tensor: Tensor, group: Group, *, op: ReduceOp = "sum", async_op: Literal[False] = False) -> Tensor: ...
+@overload
+def all_reduce_(tensor: Tensor, group: Group, *, op: ReduceOp = "sum", async_op: Literal[True]) -> Pending: ...
+@overload
+def all_reduce_(tensor: Tensor, group: Group, *, op: ReduceOp = "sum", async_op: bool = False) -> Tensor | Pending: ...
+def all_reduce_(tensor: Tensor, group: Group, *, op: ReduceOp = "sum", async_op: bool = False) -> Tensor | Pending:
+    """`all_reduce` that writes into `tensor` itself, for buffers and temporaries that nobody else reads."""
+    if group.size == 1:
+        return Pending(tensor) if async_op else tensor
+    if torch.compiler.is_compiling():
+        reduced = tensor.copy_(functional.all_reduce(tensor, group, op))
+        return Pending(reduced) if async_op else reduced
+    _announce("all_reduce", group, tensor, op=op)
+    pending = eager.all_reduce_(tensor, group, op)
+    return pending if async_op else pending.wait()
+
+
+@overload
+def all_gather(tensor: Tensor, group: Group, *, dim: int = 0, async_op: Literal[False] = False) -> Tensor: ...
+@overload
+def all_gather(tensor: Tensor, group: Group, *, dim: int = 0, async_op: Literal[True]) -> Pending: ...
+def all_gather(tensor: Tensor, group: Group, *, dim: int = 0, async_op: bool = False) -> Tensor | Pending:
+    """Concatenate the ranks' tensors, which have one shape, along `dim` in group order."""
+    if group.size == 1:
+        return Pending(tensor) if async_op else tensor
+    dim = _check_dim(dim, tensor)
+    if torch.compiler.is_compiling():
+        gathered = functional.all_gather(tensor, group, dim)
+        return Pending(gathered) if async_op else gathered
+    _announce("all_gather", group, tensor, dim=dim)
+    pending = eager.all_gather(tensor, group, dim)
+    return pending if async_op else pending.wait()
+
+
+@overload
+def reduce_scatter(
+    tensor: Tensor, group: Group, *, dim: int = 0, op: ReduceOp = "sum", async_op: Literal[False] = False
+) -> Tensor: ...
+@overload
+def reduce_scatter(
+    tensor: Tensor, group: Group, *, dim: int = 0, op: ReduceOp = "sum", async_op: Literal[True]
+) -> Pending: ...
+def reduce_scatter(
+    tensor: Tensor, group: Group, *, dim: int = 0, op: ReduceOp = "sum", async_op: bool = False
+) -> Tensor | Pending:
+    """Combine the ranks' tensors and keep this rank's equal part along `dim`.
+
+    Raises:
+        ValueError: the group's size does not divide `tensor.shape[dim]`.
+    """
+    if group.size == 1:
+        return Pending(tensor) if async_op else tensor
+    dim = _check_dim(dim, tensor)
+    _check_divides(tensor, dim, group)
+    if torch.compiler.is_compiling():
+        scattered = functional.reduce_scatter(tensor, group, dim, op)
+        return Pending(scattered) if async_op else scattered
+    _announce("reduce_scatter", group, tensor, dim=dim, op=op)
+    pending = eager.reduce_scatter(tensor, group, dim, op)
+    return pending if async_op else pending.wait()
+
+
+def all_to_all(tensor: Tensor, group: Group, *, split_dim: int, concat_dim: int) -> Tensor:
+    """Cut `tensor` along `split_dim` into one part per rank; concatenate what the ranks send along `concat_dim`.
+
+    Raises:
+        ValueError: the group's size does not divide `tensor.shape[split_dim]`.
+    """
+    if group.size == 1:
+        return tensor
+    split_dim, concat_dim = _check_dim(split_dim, tensor), _check_dim(concat_dim, tensor)
+    _check_divides(tensor, split_dim, group)
+    if torch.compiler.is_compiling():
+        return functional.all_to_all(tensor, group, split_dim, concat_dim)
+    _announce("all_to_all", group, tensor, split_dim=split_dim, concat_dim=concat_dim)
+    return eager.all_to_all(tensor, group, split_dim, concat_dim)
+
+
+def broadcast(tensor: Tensor, group: Group, *, source: int = 0) -> Tensor:
+    """The tensor of the rank with index `source` in the group, on every rank; inputs give shape and dtype."""
+    if not 0 <= source < group.size:
+        raise ValueError(f"source={source} is outside {group}; use 0..{group.size - 1}")
+    if group.size == 1:
+        return tensor
+    if torch.compiler.is_compiling():
+        return functional.broadcast(tensor, group, source)
+    _announce("broadcast", group, tensor, source=source)
+    return eager.broadcast(tensor, group, source)
+
+
+def send(tensor: Tensor, group: Group, *, destination: int) -> None:
+    """Send to the rank with index `destination` in the group; returns when the tensor may be reused."""
+    eager.send(tensor, group, destination)
+
+
+def recv(tensor: Tensor, group: Group, *, source: int) -> Tensor:
+    """Receive into `tensor` (contiguous, of the shape and dtype sent) from index `source` in the group."""
+    return eager.recv(tensor, group, source)
+
+
+def barrier(group: Group) -> None:
+    """Return once every rank of the group has come here."""
+    if group.size > 1:
+        _announce("barrier", group)
+        eager.barrier(group)
+
+
+def all_gather_object(value: Any, group: Group) -> list[Any]:
+    """Every rank's (picklable, small) Python value, in group order: for plans and error reports, not for data."""
+    if group.size == 1:
+        return [value]
+    _announce("all_gather_object", group)
+    return eager.all_gather_object(value, group)
+
+
+def _check_dim(dim: int, tensor: Tensor) -> int:
+    if not -tensor.dim() <= dim < tensor.dim():
+        raise ValueError(f"dim={dim} is outside a tensor of shape {tuple(tensor.shape)}")
+    return dim % tensor.dim()
+
+
+def _check_divides(tensor: Tensor, dim: int, group: Group) -> None:
+    if tensor.shape[dim] % group.size:
+        raise ValueError(
+            f"{group} of {group.size} ranks does not divide dim {dim} of shape {tuple(tensor.shape)}; "
+            f"pad it to {-(-tensor.shape[dim] // group.size) * group.size}"
+        )

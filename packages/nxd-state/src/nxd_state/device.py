@@ -1,0 +1,81 @@
+"""Which device this process computes on, and the torch.distributed backend that goes with it.
+
+The choice: `NXD_DEVICE` if set (`NXD_CPU_MODE=1` is the older spelling of `NXD_DEVICE=cpu`), else XLA when
+`PJRT_DEVICE` or a Neuron device says so, else CUDA when visible, else CPU. torch-xla is imported only here.
+"""
+
+import importlib.util
+import os
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+BACKENDS = {"cpu": "gloo", "cuda": "nccl", "xla": "xla"}
+
+
+def device_type() -> str:
+    """Type of this process's device: "cpu", "cuda" or "xla".
+
+    Raises:
+        ValueError: `NXD_DEVICE` names a type that is not known.
+        RuntimeError: the environment asks for a device that is not there.
+    """
+    asked = "cpu" if os.environ.get("NXD_CPU_MODE") == "1" else os.environ.get("NXD_DEVICE", "")
+    if asked:
+        return _check_asked(asked)
+    if "PJRT_DEVICE" in os.environ:
+        if not _has_torch_xla():
+            raise RuntimeError(
+                f"PJRT_DEVICE={os.environ['PJRT_DEVICE']} asks for torch-xla, which is not installed; "
+                "install torch_xla, or unset PJRT_DEVICE, or set NXD_DEVICE=cpu"
+            )
+        return "xla"
+    if Path("/dev/neuron0").exists() and _has_torch_xla():
+        return "xla"
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def get_device() -> torch.device:
+    """This process's device: `cuda:LOCAL_RANK`, the XLA device, or the CPU."""
+    kind = device_type()
+    if kind == "cuda":
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    if kind == "xla":
+        return torch.device(_torch_xla().device())
+    return torch.device("cpu")
+
+
+def step_boundary() -> None:
+    """End of a training step: hands the graph recorded so far to the XLA compiler; elsewhere nothing happens."""
+    if device_type() == "xla":
+        _torch_xla().sync()
+
+
+def peak_memory_bytes() -> int:
+    """Most memory this process has used so far: CUDA's allocator peak, else the resident set's."""
+    if device_type() == "cuda":
+        return torch.cuda.max_memory_allocated()
+    import resource  # noqa: PLC0415  (not on every platform)
+    import sys  # noqa: PLC0415
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux kibibytes
+
+
+def _check_asked(asked: str) -> str:
+    if asked not in BACKENDS:
+        raise ValueError(f"NXD_DEVICE={asked!r} is not known; use one of {sorted(BACKENDS)}")
+    if asked == "cuda" and not torch.cuda.is_available():
+        raise RuntimeError("NXD_DEVICE=cuda, but torch sees no CUDA device; check the driver or use NXD_DEVICE=cpu")
+    if asked == "xla" and not _has_torch_xla():
+        raise RuntimeError("NXD_DEVICE=xla needs torch-xla; install torch_xla of the same version as torch")
+    return asked
+
+
+def _has_torch_xla() -> bool:
+    return importlib.util.find_spec("torch_xla") is not None
+
+
+def _torch_xla() -> ModuleType:
+    return importlib.import_module("torch_xla")

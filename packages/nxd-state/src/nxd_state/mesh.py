@@ -1,0 +1,163 @@
+"""The mesh of ranks: which rank sits where along each axis of parallelism.
+
+Pure arithmetic. Nothing here needs a process group or a device, so a laptop can answer for a cluster of
+100,000 ranks. Process groups are made from these answers in `parallel_state`.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from nxd_state.rank_order import rank_order
+
+DENSE_AXES = ("pp", "dp", "cp", "tp")
+EXPERT_AXES = ("pp", "dp_exp", "ep", "tp")
+
+RankGroups = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Ranks laid out row-major over the axes `[pp, dp, cp, tp]`, `tp` fastest.
+
+    The same ranks are seen as `[pp, dp_exp, ep, tp]` inside expert layers, with `dp_exp * ep == dp * cp`.
+
+    Args:
+        world_size: number of ranks.
+        pp: pipeline stages.
+        dp: data-parallel replicas; -1 takes what the other axes leave.
+        cp: context-parallel ranks, which split one sequence.
+        tp: tensor-parallel ranks, which split one layer.
+        ep: expert-parallel ranks, which split the experts of a layer.
+        order: name of the rank order (see `rank_order`): how positions in the mesh map to launched ranks.
+
+    Raises:
+        ValueError: a degree is not positive, or the degrees do not multiply to `world_size`.
+    """
+
+    world_size: int
+    pp: int = 1
+    dp: int = -1
+    cp: int = 1
+    tp: int = 1
+    ep: int = 1
+    order: str = "row_major"
+
+    def __post_init__(self) -> None:
+        for axis in ("world_size", "pp", "cp", "tp", "ep"):
+            if getattr(self, axis) < 1:
+                raise ValueError(f"{axis}={getattr(self, axis)} is not a positive degree; use 1 to switch it off")
+        model_size = self.pp * self.cp * self.tp
+        if self.dp == -1:
+            self._check_divides(model_size)
+            object.__setattr__(self, "dp", self.world_size // model_size)
+        if self.dp * model_size != self.world_size:
+            raise ValueError(
+                f"pp={self.pp} x dp={self.dp} x cp={self.cp} x tp={self.tp} = {self.dp * model_size} is not "
+                f"world_size={self.world_size}; leave dp out to have it computed"
+            )
+        if (self.dp * self.cp) % self.ep:
+            raise ValueError(
+                f"ep={self.ep} does not divide dp x cp = {self.dp * self.cp}; use {_list_divisors(self.dp * self.cp)}"
+            )
+        rank_order(self)
+
+    def _check_divides(self, model_size: int) -> None:
+        if self.world_size % model_size == 0:
+            return
+        usable = self.world_size // (self.pp * self.cp)
+        advice = (
+            f"use tp={_list_divisors(usable)}"
+            if usable and self.world_size % (self.pp * self.cp) == 0
+            else "lower pp or cp, or start more ranks"
+        )
+        raise ValueError(
+            f"pp={self.pp} x cp={self.cp} x tp={self.tp} = {model_size} does not divide "
+            f"world_size={self.world_size}; {advice}"
+        )
+
+    @property
+    def dp_exp(self) -> int:
+        """Data-parallel replicas of each expert: `dp * cp / ep`."""
+        return self.dp * self.cp // self.ep
+
+    def size(self, *axes: str) -> int:
+        """Number of ranks in a group of these axes."""
+        size = 1
+        for axis in self._view(axes):
+            if axis in axes:
+                size *= getattr(self, axis)
+        return size
+
+    def groups(self, *axes: str) -> RankGroups:
+        """All groups of one axis, or of several combined: ranks that differ only along these axes.
+
+        `groups("tp")` are the tensor-parallel groups, `groups("dp", "cp")` those that share gradients,
+        `groups("pp", "tp")` those that hold one replica of the model. Ranks within a group are in mesh order.
+        """
+        return _groups(self, tuple(axes))
+
+    def group_of(self, rank: int, *axes: str) -> tuple[int, ...]:
+        """The one group of these axes that `rank` is in."""
+        self._check_rank(rank)
+        coordinates = self.coordinates(rank)
+        view = self._view(axes)
+        fixed = {axis: coordinates[axis] for axis in view if axis not in axes}
+        index = tuple(fixed.get(axis, slice(None)) for axis in view)
+        return tuple(_ranks_in_mesh_order(self, view)[index].reshape(-1).tolist())
+
+    def embedding_groups(self) -> RankGroups:
+        """First and last stage of each pipeline: the ranks that hold a tied embedding and head."""
+        return tuple(tuple(dict.fromkeys((group[0], group[-1]))) for group in self.groups("pp"))
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Position of `rank` along every axis, expert axes included."""
+        self._check_rank(rank)
+        position = rank_order(self).index(rank) if self.order != "row_major" else rank
+        found: dict[str, int] = {}
+        for view in (DENSE_AXES, EXPERT_AXES):
+            rest = position
+            for axis in reversed(view):
+                rest, found[axis] = divmod(rest, getattr(self, axis))
+        return found
+
+    def rank_at(self, *, pp: int = 0, dp: int = 0, cp: int = 0, tp: int = 0) -> int:
+        """The rank at these coordinates."""
+        coordinates = {"pp": pp, "dp": dp, "cp": cp, "tp": tp}
+        for axis, value in coordinates.items():
+            if not 0 <= value < getattr(self, axis):
+                raise ValueError(f"{axis}={value} is outside 0..{getattr(self, axis) - 1}")
+        return int(_ranks_in_mesh_order(self, DENSE_AXES)[pp, dp, cp, tp])
+
+    def _check_rank(self, rank: int) -> None:
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank={rank} is outside 0..{self.world_size - 1}")
+
+    def _view(self, axes: tuple[str, ...]) -> tuple[str, ...]:
+        """The axis order, dense or expert, in which all of `axes` occur."""
+        for view in (DENSE_AXES, EXPERT_AXES):
+            if axes and set(axes) <= set(view):
+                return view
+        raise ValueError(f"axes={axes}: expected one or more of {DENSE_AXES}, or of {EXPERT_AXES}")
+
+
+@lru_cache(maxsize=64)
+def _ranks_in_mesh_order(mesh: Mesh, view: tuple[str, ...]) -> torch.Tensor:
+    """Every rank at its place in the mesh, one tensor dim per axis of `view`."""
+    ranks = torch.tensor(rank_order(mesh), dtype=torch.int64)
+    return ranks.reshape([getattr(mesh, axis) for axis in view])
+
+
+@lru_cache(maxsize=64)
+def _groups(mesh: Mesh, axes: tuple[str, ...]) -> RankGroups:
+    view = mesh._view(axes)
+    outer = [dim for dim, axis in enumerate(view) if axis not in axes]
+    inner = [dim for dim, axis in enumerate(view) if axis in axes]
+    ranks = _ranks_in_mesh_order(mesh, view).permute(outer + inner).reshape(-1, mesh.size(*axes))
+    return tuple(tuple(group) for group in ranks.tolist())
+
+
+def _list_divisors(number: int) -> str:
+    divisors = [str(value) for value in range(1, number + 1) if number % value == 0]
+    return divisors[0] if len(divisors) == 1 else f"{', '.join(divisors[:-1])} or {divisors[-1]}"

@@ -1,0 +1,283 @@
+"""The one mesh of this process: made by `initialize_model_parallel`, asked by everything else.
+
+Holds the state (mesh and process groups) and the documented getters. The arithmetic is in `mesh`.
+"""
+
+import os
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from nxd_state.device import BACKENDS, device_type, get_device
+from nxd_state.group import Group
+from nxd_state.mesh import Mesh, RankGroups
+
+GROUP_AXES: tuple[tuple[str, ...], ...] = (
+    ("tp",),
+    ("dp",),
+    ("pp",),
+    ("cp",),
+    ("ep",),
+    ("dp_exp",),
+    ("dp", "cp"),
+    ("pp", "tp"),
+    ("pp", "dp", "cp", "tp"),
+)
+WORLD_AXES = ("pp", "dp", "cp", "tp")
+
+
+@dataclass
+class _ParallelState:
+    mesh: Mesh
+    rank: int
+    groups: dict[str, Group]
+    created: list[dist.ProcessGroup] = field(default_factory=list)
+    owns_world: bool = False  # we started torch.distributed, so we also end it
+
+
+_state: _ParallelState | None = None
+
+
+def initialize_model_parallel(
+    tensor_model_parallel_size: int = 1,
+    pipeline_model_parallel_size: int = 1,
+    expert_model_parallel_size: int = 1,
+    *,
+    context_parallel_size: int = 1,
+    rank_order: str = "row_major",
+    timeout: timedelta | None = None,
+) -> None:
+    """Lay the launched ranks out as a mesh and make the process groups of every axis.
+
+    Starts torch.distributed if nobody has: from torchrun's environment if there is one, else as a world of one.
+    Data parallelism takes the ranks that the given degrees leave.
+
+    Args:
+        tensor_model_parallel_size: ranks that split each layer.
+        pipeline_model_parallel_size: pipeline stages.
+        expert_model_parallel_size: ranks that split the experts of a layer.
+        context_parallel_size: ranks that split each sequence.
+        rank_order: how mesh positions map to ranks; see `nxd_state.rank_order`.
+        timeout: how long a collective may wait for a peer; torch's default if None.
+
+    Raises:
+        RuntimeError: already initialised.
+        ValueError: degrees that do not divide the world size.
+    """
+    global _state  # noqa: PLW0603  (the process has one mesh)
+    if _state is not None:
+        raise RuntimeError(
+            f"model parallelism is already initialised as {_state.mesh}; call destroy_model_parallel() first"
+        )
+    rank, world_size = _launched_rank_and_world_size()
+    mesh = Mesh(
+        world_size,
+        pp=pipeline_model_parallel_size,
+        cp=context_parallel_size,
+        tp=tensor_model_parallel_size,
+        ep=expert_model_parallel_size,
+        order=rank_order,
+    )
+    owns_world = not dist.is_initialized()
+    if owns_world:
+        _start_torch_distributed(rank, world_size, timeout)
+    state = _ParallelState(mesh=mesh, rank=rank, groups={}, owns_world=owns_world)
+    _make_groups(state, timeout)
+    _state = state
+
+
+def model_parallel_is_initialized() -> bool:
+    """Whether `initialize_model_parallel` has been called (and not undone)."""
+    return _state is not None
+
+
+def destroy_model_parallel() -> None:
+    """Undo `initialize_model_parallel`; it can be called again afterwards. Does nothing if not initialised."""
+    global _state  # noqa: PLW0603
+    if _state is None:
+        return
+    state, _state = _state, None
+    if state.owns_world:
+        dist.destroy_process_group()
+        return
+    for process_group in reversed(state.created):
+        dist.destroy_process_group(process_group)
+
+
+def get_mesh() -> Mesh:
+    """The mesh of this job."""
+    return _current().mesh
+
+
+def get_group(*axes: str) -> Group:
+    """This rank's group along an axis ("tp", "dp", "pp", "cp", "ep", "dp_exp", "embedding") or a combination.
+
+    Combinations made at start: ("dp", "cp"), ("pp", "tp"), and all four dense axes for the world.
+
+    Raises:
+        RuntimeError: not initialised.
+        ValueError: no such group.
+    """
+    state = _current()
+    key = "+".join(axes)
+    if key not in state.groups:
+        raise ValueError(f"no group for axes {axes}; there are {sorted(state.groups)}")
+    return state.groups[key]
+
+
+def active_group(*axes: str) -> Group:
+    """`get_group(*axes)`, or a group of one where no mesh is initialised: layers then act as ordinary ones."""
+    return get_group(*axes) if model_parallel_is_initialized() else Group.solo("+".join(axes))
+
+
+def get_world_group() -> Group:
+    """The group of all ranks."""
+    return get_group(*WORLD_AXES)
+
+
+def _current() -> _ParallelState:
+    if _state is None:
+        raise RuntimeError("model parallelism is not initialised; call initialize_model_parallel() first")
+    return _state
+
+
+def _launched_rank_and_world_size() -> tuple[int, int]:
+    if dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size > 1 and device_type() == "xla":
+        raise RuntimeError(
+            f"WORLD_SIZE={world_size} on an XLA device: collectives through torch-xla are not part of this release; "
+            "use one rank, or NXD_DEVICE=cpu"
+        )
+    return int(os.environ.get("RANK", "0")), world_size
+
+
+def _start_torch_distributed(rank: int, world_size: int, timeout: timedelta | None) -> None:
+    kind = device_type()
+    if kind == "cuda":
+        torch.cuda.set_device(get_device())
+    if world_size == 1:
+        # A world of one needs no rendezvous, hence no free port and no launcher.
+        backend = "gloo" if kind == "xla" else BACKENDS[kind]
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        return
+    dist.init_process_group(BACKENDS[kind], rank=rank, world_size=world_size, timeout=timeout)
+
+
+def _make_groups(state: _ParallelState, timeout: timedelta | None) -> None:
+    """Fill `state.groups`; axes whose groups hold the same ranks share one process group."""
+    by_ranks: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    world = dist.group.WORLD
+    if world is not None:
+        by_ranks[tuple(range(state.mesh.world_size))] = world
+
+    def add(axis: str, replica_groups: RankGroups) -> None:
+        ranks = next((group for group in replica_groups if state.rank in group), None)
+        if ranks is None:  # a middle stage is in no embedding group
+            return
+        if ranks not in by_ranks:
+            process_group = _new_process_group(ranks, timeout)
+            by_ranks[ranks] = process_group
+            state.created.append(process_group)
+        process_group = by_ranks[ranks]
+        state.groups[axis] = Group(
+            axis=axis,
+            ranks=ranks,
+            rank=ranks.index(state.rank),
+            replica_groups=replica_groups,
+            process_group=process_group,
+            name=process_group.group_name,
+        )
+
+    for axes in GROUP_AXES:
+        add("+".join(axes), state.mesh.groups(*axes))
+    add("embedding", state.mesh.embedding_groups())
+
+
+def _new_process_group(ranks: tuple[int, ...], timeout: timedelta | None) -> dist.ProcessGroup:
+    # torch numbers the members by sorted rank unless told otherwise; the mesh's order is what counts here.
+    ordering = {} if list(ranks) == sorted(ranks) else {"sort_ranks": False}
+    # Only the members take part, so the cost does not grow with the number of groups.
+    return dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True, **ordering)
+
+
+def _group(axes: tuple[str, ...], as_list: bool) -> dist.ProcessGroup | list[list[int]]:
+    group = get_group(*axes)
+    if as_list:
+        return [list(ranks) for ranks in group.replica_groups]
+    if group.process_group is None:
+        raise RuntimeError(f"{group} has no process group behind it")
+    return group.process_group
+
+
+def get_tensor_model_parallel_size() -> int:
+    """Ranks that split each layer."""
+    return get_group("tp").size
+
+
+def get_tensor_model_parallel_rank() -> int:
+    """This rank's index in its tensor-parallel group."""
+    return get_group("tp").rank
+
+
+def get_tensor_model_parallel_group(as_list: bool = False) -> dist.ProcessGroup | list[list[int]]:
+    """The tensor-parallel process group, or with `as_list` the ranks of all groups of this axis."""
+    return _group(("tp",), as_list)
+
+
+def get_pipeline_model_parallel_size() -> int:
+    """Number of pipeline stages."""
+    return get_group("pp").size
+
+
+def get_pipeline_model_parallel_rank() -> int:
+    """This rank's stage."""
+    return get_group("pp").rank
+
+
+def get_pipeline_model_parallel_group(as_list: bool = False) -> dist.ProcessGroup | list[list[int]]:
+    """The pipeline process group, or with `as_list` the ranks of all groups of this axis."""
+    return _group(("pp",), as_list)
+
+
+def get_data_parallel_size() -> int:
+    """Number of model replicas: pass it to a DistributedSampler as `num_replicas`."""
+    return get_group("dp").size
+
+
+def get_data_parallel_rank() -> int:
+    """This rank's replica: pass it to a DistributedSampler as `rank`."""
+    return get_group("dp").rank
+
+
+def get_data_parallel_group(as_list: bool = False) -> dist.ProcessGroup | list[list[int]]:
+    """The data-parallel process group, or with `as_list` the ranks of all groups of this axis."""
+    return _group(("dp",), as_list)
+
+
+def get_context_parallel_size() -> int:
+    """Ranks that split each sequence."""
+    return get_group("cp").size
+
+
+def get_context_parallel_rank() -> int:
+    """This rank's index in its context-parallel group."""
+    return get_group("cp").rank
+
+
+def get_expert_model_parallel_size() -> int:
+    """Ranks that split the experts of a layer."""
+    return get_group("ep").size
+
+
+def get_expert_model_parallel_rank() -> int:
+    """This rank's index in its expert-parallel group."""
+    return get_group("ep").rank
+
+
+# The tensor-parallel guide spells these two differently.
+get_tensor_parallel_size = get_tensor_model_parallel_size
+get_data_parallel_world_size = get_data_parallel_size

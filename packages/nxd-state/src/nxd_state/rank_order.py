@@ -1,0 +1,72 @@
+"""Rank orders: which launched rank takes which position of the mesh.
+
+Positions are row-major, so neighbours along `tp` sit next to each other. Some instance types wire their
+cores so that other ranks are neighbours; an order is the permutation, within each node, that puts them there.
+"""
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from nxd_state.mesh import Mesh
+
+TRN1_RANKS_PER_NODE = 32
+TRN2_RANKS_PER_NODE = 64
+TRN2_ROWS = 4
+
+
+def _row_major(mesh: "Mesh") -> list[int]:
+    return list(range(mesh.world_size))
+
+
+def _strided(mesh: "Mesh") -> list[int]:
+    """Tensor-parallel ranks spread evenly over a node of 32 (trn1 with tp 4: [0, 8, 16, 24], [1, 9, ...], ...)."""
+    per_node = _check_node(mesh, TRN1_RANKS_PER_NODE)
+    stride = per_node // mesh.tp
+    return [
+        node + group + member * stride
+        for node in range(0, mesh.world_size, per_node)
+        for group in range(stride)
+        for member in range(mesh.tp)
+    ]
+
+
+def _row_paired(mesh: "Mesh") -> list[int]:
+    """Rows of a node of 64 paired first with last, second with third (trn2 with tp 32: [0..15, 48..63], ...)."""
+    per_node = _check_node(mesh, TRN2_RANKS_PER_NODE)
+    row_length = per_node // TRN2_ROWS
+    return [
+        node + row * row_length + column
+        for node in range(0, mesh.world_size, per_node)
+        for row in (0, 3, 1, 2)
+        for column in range(row_length)
+    ]
+
+
+def _check_node(mesh: "Mesh", per_node: int) -> int:
+    if mesh.world_size % per_node or per_node % mesh.tp:
+        raise ValueError(
+            f"order={mesh.order!r} needs whole nodes of {per_node} ranks and a tp that divides {per_node}; "
+            f"world_size={mesh.world_size}, tp={mesh.tp}: use order='row_major'"
+        )
+    return per_node
+
+
+RANK_ORDERS: dict[str, Callable[["Mesh"], list[int]]] = {
+    "row_major": _row_major,
+    "strided": _strided,
+    "row_paired": _row_paired,
+}
+
+
+@lru_cache(maxsize=64)
+def rank_order(mesh: "Mesh") -> list[int]:
+    """The launched rank at each position of `mesh`.
+
+    Raises:
+        ValueError: the mesh names an unknown order, or one that its sizes do not allow.
+    """
+    if mesh.order not in RANK_ORDERS:
+        raise ValueError(f"order={mesh.order!r} is not known; use one of {sorted(RANK_ORDERS)}")
+    return RANK_ORDERS[mesh.order](mesh)

@@ -1,0 +1,92 @@
+"""Random numbers under model parallelism: one stream that all tensor-parallel ranks share, one of each rank's own.
+
+The default generator is the shared stream: dropout on activations that every tensor-parallel rank holds must drop
+the same elements everywhere. Inside `rng_stream("tp")` each tensor-parallel rank draws from a stream of its own, for
+activations that are split over the ranks. Replicas and stages always differ from each other.
+(Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", describes both regions.)
+"""
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from nxd_state.device import device_type
+from nxd_state.parallel_state import get_group, model_parallel_is_initialized
+
+SHARED_STREAM = "default"
+_streams: dict[str, dict[str, Tensor]] = {}
+
+
+def seed_model_parallel(seed: int) -> None:
+    """Seed both streams of this rank from `seed`, its stage, its replica and, for "tp", its tensor-parallel rank.
+
+    Call it after the weights are initialised: those must come from one seed on all ranks.
+    """
+    coordinates = [0, 0, 0, 0]
+    if model_parallel_is_initialized():
+        coordinates = [get_group(axis).rank for axis in ("pp", "dp", "cp", "tp")]
+    pp, dp, cp, tp = coordinates
+    torch.manual_seed(_mix(seed, "tp", pp, dp, cp, tp))
+    _streams["tp"] = _generator_states()
+    torch.manual_seed(_mix(seed, "shared", pp, dp, cp))
+
+
+@contextmanager
+def rng_stream(name: str) -> Iterator[None]:
+    """Draw from another stream inside the `with` block, where it left off the last time.
+
+    Raises:
+        RuntimeError: `seed_model_parallel` has not been called.
+        ValueError: there is no such stream.
+    """
+    if not _streams:
+        raise RuntimeError("model-parallel streams are not seeded; call seed_model_parallel(seed) first")
+    if name not in _streams:
+        raise ValueError(f"no random stream {name!r}; there are {sorted(_streams)}")
+    shared = _generator_states()
+    _set_generator_states(_streams[name])
+    try:
+        yield
+    finally:
+        _streams[name] = _generator_states()
+        _set_generator_states(shared)
+
+
+def get_rng_state() -> dict[str, dict[str, Tensor]]:
+    """State of every stream of this rank as `{stream: {device type: uint8 tensor}}`, to save with a checkpoint."""
+    return {SHARED_STREAM: _generator_states(), **{name: dict(states) for name, states in _streams.items()}}
+
+
+def set_rng_state(state: dict[str, dict[str, Tensor]]) -> None:
+    """Go on where `get_rng_state` was taken.
+
+    Raises:
+        ValueError: the state has no shared stream.
+    """
+    if SHARED_STREAM not in state:
+        raise ValueError(f"random state has streams {sorted(state)}; expected {SHARED_STREAM!r} among them")
+    _streams.clear()
+    _streams.update({name: dict(states) for name, states in state.items() if name != SHARED_STREAM})
+    _set_generator_states(state[SHARED_STREAM])
+
+
+def _generator_states() -> dict[str, Tensor]:
+    states = {"cpu": torch.get_rng_state()}
+    if device_type() == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def _set_generator_states(states: dict[str, Tensor]) -> None:
+    torch.set_rng_state(states["cpu"])
+    if "cuda" in states and device_type() == "cuda":
+        torch.cuda.set_rng_state(states["cuda"])
+
+
+def _mix(seed: int, *coordinates: object) -> int:
+    """A 63-bit seed; hashed, since neighbouring seeds give correlated streams in some generators."""
+    text = repr((seed, *coordinates)).encode()
+    return int.from_bytes(hashlib.sha256(text).digest()[:8], "little") >> 1

@@ -1,0 +1,247 @@
+"""Shard metadata: how the part of a parameter on this rank maps to whole, *logical* tensors.
+
+The logical tensors have the names and shapes of the unsharded model, and are the truth: optimizers count and
+checkpoints store them, whatever the layout. A parameter without a `ShardSpec` is whole on every rank.
+
+A spec is a list of pieces, each a box of the local tensor and the box of a logical tensor it holds. That covers
+plain, strided and fused shards (several logical tensors in one parameter), rows held by several ranks
+(`copies`), and padding (local elements in no piece).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+import torch
+from torch import Tensor
+
+_SPEC_ATTRIBUTE = "shard_spec"
+
+DOCUMENTED_ATTRIBUTES = (
+    "tensor_model_parallel",
+    "partition_dim",
+    "partition_stride",
+    "num_partitions",
+    "sequence_parallel_enabled",
+    "shared",
+)
+
+
+@dataclass(frozen=True)
+class Box:
+    """A box of a tensor: where it begins and how long it is along each dim."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The box as an index: `tensor[box.slices]` is a view of it."""
+        return tuple(slice(start, start + length) for start, length in zip(self.offset, self.shape, strict=True))
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    def fits(self, shape: Sequence[int]) -> bool:
+        """Whether the box lies inside a tensor of this shape."""
+        return len(self.shape) == len(shape) and all(
+            start >= 0 and length >= 0 and start + length <= size
+            for start, length, size in zip(self.offset, self.shape, shape, strict=True)
+        )
+
+    def overlaps(self, other: "Box") -> bool:
+        """Whether the two boxes share an element."""
+        return all(
+            max(a, b) < min(a + m, b + n)
+            for a, m, b, n in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
+        )
+
+
+@dataclass(frozen=True)
+class ShardPiece:
+    """One box of a local tensor and the box of a logical tensor behind it.
+
+    Attributes:
+        local: box of the parameter on this rank.
+        logical: box of the logical tensor; same shape as `local`.
+        logical_shape: shape of the whole logical tensor.
+        name: "" where the logical tensor has the parameter's own name; otherwise its name relative to the parent
+            of the module that owns the parameter, such as "q_proj.weight" for a fused `attention.qkv_proj`.
+        copies: how many ranks of the axis hold this same box.
+    """
+
+    local: Box
+    logical: Box
+    logical_shape: tuple[int, ...]
+    name: str = ""
+    copies: int = 1
+
+
+@dataclass(frozen=True)
+class ShardSpec:
+    """What one rank's part of a parameter holds.
+
+    Attributes:
+        local_shape: shape of the parameter on this rank.
+        pieces: the boxes that hold something; elements outside of them are padding.
+        axis: the mesh axis along which the ranks hold different pieces.
+    """
+
+    local_shape: tuple[int, ...]
+    pieces: tuple[ShardPiece, ...]
+    axis: str = "tp"
+
+    def __post_init__(self) -> None:
+        for piece in self.pieces:
+            if piece.local.shape != piece.logical.shape:
+                raise ValueError(f"{piece}: local and logical box must have one shape")
+            if not piece.local.fits(self.local_shape) or not piece.logical.fits(piece.logical_shape):
+                raise ValueError(f"{piece} does not fit local shape {self.local_shape}, logical {piece.logical_shape}")
+        for index, piece in enumerate(self.pieces):
+            if any(piece.local.overlaps(other.local) for other in self.pieces[:index]):
+                raise ValueError(f"{piece} overlaps another piece of the same parameter")
+
+
+def shard_along(
+    logical_shape: Sequence[int],
+    dim: int,
+    *,
+    rank: int,
+    size: int,
+    stride: int = 1,
+    padded_length: int | None = None,
+    copies: int = 1,
+    name: str = "",
+    axis: str = "tp",
+) -> ShardSpec:
+    """The spec of equal shards along one dim.
+
+    Args:
+        logical_shape: shape of the whole tensor.
+        dim: the dim that is cut.
+        rank: index of the shard.
+        size: number of shards.
+        stride: number of matrices fused along `dim`; each is cut on its own, so a shard holds chunks `[rank::size]`
+            of `stride * size` chunks.
+        padded_length: length of `dim` after padding at its end; the logical length if None.
+        copies: ranks that hold each shard; see `ShardPiece.copies`.
+        name: see `ShardPiece.name`.
+        axis: see `ShardSpec.axis`.
+
+    Raises:
+        ValueError: the number of chunks does not divide the (padded) length.
+    """
+    length = logical_shape[dim] if padded_length is None else padded_length
+    if length < logical_shape[dim]:
+        raise ValueError(f"padded_length={length} is shorter than dim {dim} of {tuple(logical_shape)}")
+    if length % (size * stride):
+        parts = f"{size} shards" if stride == 1 else f"{size} shards of {stride} fused matrices"
+        raise ValueError(
+            f"{parts} do not divide dim {dim} of shape {tuple(logical_shape)} (length {length}); "
+            f"pad it to {-(-length // (size * stride)) * size * stride} or use fewer ranks"
+        )
+    chunk = length // (size * stride)
+
+    def box(start: int, span: int) -> Box:
+        offset, shape = [0] * len(logical_shape), list(logical_shape)
+        offset[dim], shape[dim] = start, span
+        return Box(tuple(offset), tuple(shape))
+
+    pieces = []
+    for matrix in range(stride):
+        start = (matrix * size + rank) * chunk
+        held = min(chunk, logical_shape[dim] - start)  # the rest is padding
+        if held > 0:
+            local, logical = box(matrix * chunk, held), box(start, held)
+            pieces.append(ShardPiece(local, logical, tuple(logical_shape), name, copies))
+    return ShardSpec(box(0, chunk * stride).shape, tuple(pieces), axis)
+
+
+def fuse_along(specs: Sequence[ShardSpec], dim: int) -> ShardSpec:
+    """The spec of one parameter that holds several, concatenated along `dim` on each rank.
+
+    Raises:
+        ValueError: the specs differ in axis or in a local length other than that of `dim`.
+    """
+    start, pieces = 0, []
+    for spec in specs:
+        rest = [list(s.local_shape[:dim] + s.local_shape[dim + 1 :]) for s in (specs[0], spec)]
+        if spec.axis != specs[0].axis or rest[0] != rest[1]:
+            raise ValueError(
+                f"{spec.local_shape} over {spec.axis} cannot be fused along dim {dim} with "
+                f"{specs[0].local_shape} over {specs[0].axis}"
+            )
+        for piece in spec.pieces:
+            offset = list(piece.local.offset)
+            offset[dim] += start
+            pieces.append(replace(piece, local=Box(tuple(offset), piece.local.shape)))
+        start += spec.local_shape[dim]
+    shape = list(specs[0].local_shape)
+    shape[dim] = start
+    return ShardSpec(tuple(shape), tuple(pieces), specs[0].axis)
+
+
+def set_shard_spec(parameter: Tensor, spec: ShardSpec) -> None:
+    """Attach `spec` to `parameter`.
+
+    Raises:
+        ValueError: the spec is for another local shape.
+    """
+    if tuple(parameter.shape) != spec.local_shape:
+        raise ValueError(f"spec of local shape {spec.local_shape} given for a tensor of {tuple(parameter.shape)}")
+    setattr(parameter, _SPEC_ATTRIBUTE, spec)
+
+
+def get_shard_spec(parameter: Tensor) -> ShardSpec | None:
+    """The spec attached to `parameter`; None if it is whole on every rank."""
+    spec: ShardSpec | None = getattr(parameter, _SPEC_ATTRIBUTE, None)
+    return spec
+
+
+def set_partition_attributes(parameter: Tensor, *, partition_dim: int, num_partitions: int, stride: int = 1) -> None:
+    """Set the documented attributes of a parameter that is split over the tensor-parallel ranks."""
+    parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
+    parameter.partition_dim = partition_dim  # type: ignore[attr-defined]
+    parameter.partition_stride = stride  # type: ignore[attr-defined]
+    parameter.num_partitions = num_partitions  # type: ignore[attr-defined]
+
+
+def copy_parameter_attributes(source: Tensor, target: Tensor) -> None:
+    """Carry spec and documented attributes over, for code that replaces a parameter by another of its shape."""
+    spec = get_shard_spec(source)
+    if spec is not None:
+        set_shard_spec(target, spec)
+    for attribute in DOCUMENTED_ATTRIBUTES:
+        if hasattr(source, attribute):
+            setattr(target, attribute, getattr(source, attribute))
+
+
+def check_shard_specs(specs: Sequence[ShardSpec]) -> None:
+    """Check the specs of one parameter on all ranks of its axis against each other.
+
+    Raises:
+        ValueError: an element of a logical tensor is held by no rank, or by another number than `copies` says, or
+            the ranks disagree about a logical tensor's shape.
+    """
+    pieces_by_name: dict[str, list[ShardPiece]] = {}
+    for spec in specs:
+        for piece in spec.pieces:
+            pieces_by_name.setdefault(piece.name, []).append(piece)
+    for name, pieces in pieces_by_name.items():
+        shapes = {piece.logical_shape for piece in pieces}
+        if len(shapes) > 1:
+            raise ValueError(f"logical tensor {name!r} has several shapes: {sorted(shapes)}")
+        holders = torch.zeros(pieces[0].logical_shape, dtype=torch.int32)
+        promised = torch.zeros_like(holders)
+        for piece in pieces:
+            holders[piece.logical.slices] += 1
+            promised[piece.logical.slices] = piece.copies
+        wrong = (holders != promised) | (holders == 0)
+        if wrong.any():
+            index = tuple(wrong.nonzero()[0].tolist())
+            raise ValueError(
+                f"element {index} of logical tensor {name!r} {pieces[0].logical_shape} is held by "
+                f"{int(holders[index])} ranks, but its spec says {int(promised[index])}"
+            )

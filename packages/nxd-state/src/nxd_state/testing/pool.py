@@ -1,0 +1,272 @@
+"""The pool of warm worker processes, and `run_on_ranks`, which runs a function on the pool of this process.
+
+A job of N ranks uses the first N workers, which are started when first needed and serve until this process ends.
+They meet through one TCPStore that lives here, each job under its own prefix, so that no job picks a port.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import os
+import pickle
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from multiprocessing.connection import wait
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+from nxd_state.testing.failure import FailedRank, RankFailure, prefix_output
+from nxd_state.testing.messages import RELEASE, Job, Raised, Success, TornDown, receive, send
+from nxd_state.testing.worker_process import WorkerProcess, import_path
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
+T = TypeVar("T")
+
+# How long ranks may take to end by themselves once another one has failed, or the job is over.
+_GRACE_SECONDS = 2.0
+
+
+def run_on_ranks(
+    fn: Callable[..., T],
+    world_size: int,
+    *args: Any,
+    timeout: float = 60.0,
+    backend: str = "gloo",
+    env: Mapping[str, str] | None = None,
+) -> list[T]:
+    """Calls `fn(*args)` on each of `world_size` processes with torch.distributed initialised.
+
+    Every job starts from the same state: one thread, float32, gradients on, random seed 0, and the environment
+    that torchrun would set. The processes are reused by later jobs; modules that they imported stay imported.
+    What the ranks print is printed here when they are done, each line with its rank.
+
+    Args:
+        fn: any function, closures and lambdas included.
+        world_size: the number of ranks.
+        *args: picklable arguments, the same for every rank; `RANK` and `torch.distributed` tell the ranks apart.
+        timeout: seconds until ranks still at work are ended and their Python stacks shown.
+        backend: the backend of the process group.
+        env: environment variables of this job. Later changes of this process's own are not seen by the ranks.
+
+    Returns:
+        What `fn` returned, by rank; tensors as detached CPU tensors.
+
+    Raises:
+        RankFailure: a rank raised, died or took too long; the next job is not affected.
+        ValueError: `world_size` or `timeout` is not positive.
+    """
+    return _pool_of_this_process().run(fn, world_size, *args, timeout=timeout, backend=backend, env=env)
+
+
+class RankPool:
+    """Worker processes that are the ranks of one job after the other; ended by `shutdown` or by `with`."""
+
+    def __init__(self) -> None:
+        self._workers: list[WorkerProcess] = []
+        self._store: TCPStore | None = None
+        self._number_of_jobs = 0
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    def run(
+        self,
+        fn: Callable[..., T],
+        world_size: int,
+        *args: Any,
+        timeout: float = 60.0,
+        backend: str = "gloo",
+        env: Mapping[str, str] | None = None,
+    ) -> list[T]:
+        """Runs one job; see `run_on_ranks`."""
+        # Imported late because it needs the extra, and torch, which the pytest plugin must not import.
+        from nxd_state.testing.serialization import dumps_call  # noqa: PLC0415
+
+        if world_size < 1:
+            raise ValueError(f"world_size={world_size} ranks cannot run anything; use 1 or more")
+        if timeout <= 0:
+            raise ValueError(f"timeout={timeout} s leaves no time to run; use a positive number of seconds")
+        call = dumps_call(fn, args)
+        with self._lock:
+            try:
+                workers = self._ready_workers(world_size)
+                self._send_jobs(workers, call, backend, env or {})
+                run = _Run(workers, timeout)
+                run.collect()
+                run.finish()
+            except BaseException:  # an interrupt: nobody knows where the ranks are
+                self._end_all()
+                raise
+            outputs = {rank: text for rank, worker in enumerate(workers) if (text := worker.take_output())}
+            for rank in run.dead:
+                self._workers[rank] = WorkerProcess(self._store_port())
+        if run.failures:
+            raise RankFailure(list(run.failures.values()), world_size, outputs)
+        for rank, text in outputs.items():
+            sys.stdout.write(prefix_output(rank, text))
+        return [pickle.loads(run.results[rank]) for rank in range(world_size)]
+
+    def shutdown(self) -> None:
+        """Ends the worker processes; a later job would start new ones."""
+        with self._lock:
+            for worker in self._workers:
+                worker.close()
+            for worker in self._workers:
+                worker.end()
+            self._workers = []
+
+    def _end_all(self) -> None:
+        for worker in self._workers:
+            worker.kill()
+        self._workers = []
+
+    def _ready_workers(self, world_size: int) -> list[WorkerProcess]:
+        while len(self._workers) < world_size:
+            self._workers.append(WorkerProcess(self._store_port()))
+        for worker in self._workers[:world_size]:
+            worker.wait_until_ready()
+        return self._workers[:world_size]
+
+    def _store_port(self) -> int:
+        if self._store is None:
+            from torch.distributed import TCPStore  # noqa: PLC0415
+
+            self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        return self._store.port
+
+    def _send_jobs(self, workers: list[WorkerProcess], call: bytes, backend: str, env: Mapping[str, str]) -> None:
+        self._number_of_jobs += 1
+        for rank, worker in enumerate(workers):
+            job = Job(
+                number=self._number_of_jobs,
+                rank=rank,
+                world_size=len(workers),
+                backend=backend,
+                env=self._environment(rank, len(workers)) | dict(env),
+                working_directory=os.getcwd(),
+                import_path=import_path(),
+                call=call,
+            )
+            # A worker that died while idle shows when its answer is awaited.
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                send(worker.connection, job)
+
+    def _environment(self, rank: int, world_size: int) -> dict[str, str]:
+        """What torchrun sets. The restart count keeps the keys of jobs apart that initialise from `env://`."""
+        return {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_WORLD_SIZE": str(world_size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self._store_port()),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": str(self._number_of_jobs),
+            "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+        }
+
+
+class _Run:
+    """One job under way: who has answered, who has failed, who is dead."""
+
+    def __init__(self, workers: list[WorkerProcess], timeout: float) -> None:
+        self._workers = dict(enumerate(workers))
+        self._timeout = timeout
+        self._released: set[int] = set()
+        self.results: dict[int, bytes] = {}
+        self.failures: dict[int, FailedRank] = {}
+        self.dead: set[int] = set()
+
+    def collect(self) -> None:
+        """Waits until every rank has returned, raised, died or had its time."""
+        deadline = time.monotonic() + self._timeout
+        waiting = dict(self._workers)
+        while waiting and (remaining := deadline - time.monotonic()) > 0:
+            for rank in self._answering(waiting, remaining):
+                self._take_answer(rank, waiting.pop(rank))
+            if self.failures:
+                # Ranks that wait for one which has answered shall see its connections close.
+                self._release(self._workers.keys() - waiting.keys())
+                first_failure = min(failed.time for failed in self.failures.values())
+                deadline = min(deadline, first_failure + _GRACE_SECONDS)
+        self._stop(waiting)
+
+    def finish(self) -> None:
+        """Lets the ranks tear down their process groups, and waits for that."""
+        tearing_down = {rank: worker for rank, worker in self._workers.items() if rank not in self.dead}
+        self._release(tearing_down)
+        deadline = time.monotonic() + _GRACE_SECONDS
+        while tearing_down and (remaining := deadline - time.monotonic()) > 0:
+            for rank in self._answering(tearing_down, remaining):
+                self._take_torn_down(rank, tearing_down.pop(rank))
+        self._abort(tearing_down, "did not tear down its process groups")
+
+    def _answering(self, workers: Mapping[int, WorkerProcess], seconds: float) -> list[int]:
+        ready = wait([worker.connection for worker in workers.values()], seconds)
+        return [rank for rank, worker in workers.items() if worker.connection in ready]
+
+    def _take_answer(self, rank: int, worker: WorkerProcess) -> None:
+        try:
+            answer: Success | Raised = receive(worker.connection)
+        except EOFError:
+            self._fail(rank, worker.end(), worker.stacks(), dead=True)
+            return
+        if isinstance(answer, Success):
+            self.results[rank] = answer.result
+        else:
+            self.failures[rank] = FailedRank(rank, answer.summary, answer.traceback, answer.time)
+
+    def _take_torn_down(self, rank: int, worker: WorkerProcess) -> None:
+        try:
+            answer: TornDown = receive(worker.connection)
+        except EOFError:
+            self._fail(rank, worker.end(), worker.stacks(), dead=True)
+            return
+        if answer.error is not None and rank not in self.failures:
+            self._fail(rank, "tearing down the process groups raised", answer.error)
+
+    def _stop(self, workers: Mapping[int, WorkerProcess]) -> None:
+        """Ends the ranks that did not answer in time."""
+        if self.failures:
+            summary = f"still running {_GRACE_SECONDS} s after another rank had failed"
+            self._abort(workers, summary, stopped=True)
+        else:
+            self._abort(workers, f"still running after timeout={self._timeout} s")
+
+    def _abort(self, workers: Mapping[int, WorkerProcess], summary: str, *, stopped: bool = False) -> None:
+        for worker in workers.values():
+            worker.abort()  # all at once: a rank that sees another one die is no longer where it hung
+        for rank, worker in workers.items():
+            worker.end()
+            stacks = worker.stacks() or "(killed before it wrote its Python stacks)"
+            self._fail(rank, summary, stacks, dead=True, stopped=stopped)
+
+    def _fail(self, rank: int, summary: str, traceback: str, *, dead: bool = False, stopped: bool = False) -> None:
+        self.failures.setdefault(rank, FailedRank(rank, summary, traceback, time.monotonic(), stopped))
+        if dead:
+            self.dead.add(rank)
+
+    def _release(self, ranks: Iterable[int]) -> None:
+        for rank in set(ranks) - self._released - self.dead:
+            self._released.add(rank)
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                send(self._workers[rank].connection, RELEASE)
+
+
+@functools.cache
+def _pool_of_this_process() -> RankPool:
+    pool = RankPool()
+    atexit.register(pool.shutdown)
+    return pool

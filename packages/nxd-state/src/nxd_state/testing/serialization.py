@@ -1,0 +1,91 @@
+"""Pickles of calls and of their results, by cloudpickle.
+
+A call may name functions and classes of modules that only the parent process can import (a test module loaded by
+pytest, a script, a notebook): those travel by value, all others by reference. Results bring tensors back as plain
+CPU tensors.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.machinery
+import io
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+
+try:
+    import cloudpickle
+except ImportError as error:
+    raise ImportError(
+        "nxd_state.testing needs cloudpickle, which is not installed; run: pip install 'nxd-state[testing]'"
+    ) from error
+
+
+def dumps_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    """Pickles a call so that any process with the same `sys.path` can load it."""
+    buffer = io.BytesIO()
+    pickler = _CallPickler(buffer)
+    try:
+        pickler.dump((fn, args))
+    finally:
+        for module in pickler.modules_by_value:
+            cloudpickle.unregister_pickle_by_value(module)
+    return buffer.getvalue()
+
+
+def dumps_result(result: Any) -> bytes:
+    """Pickles what a rank returned; every tensor in it becomes a detached, contiguous copy on the CPU."""
+    buffer = io.BytesIO()
+    _ResultPickler(buffer).dump(result)
+    return buffer.getvalue()
+
+
+class _CallPickler(cloudpickle.Pickler):  # type: ignore[misc]
+    def __init__(self, buffer: io.BytesIO) -> None:
+        super().__init__(buffer)
+        self.modules_by_value: list[ModuleType] = []
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, FunctionType | type):
+            module = sys.modules.get(obj.__module__)
+            if (
+                module is not None
+                and module not in self.modules_by_value
+                and not _workers_can_import(module.__name__, getattr(module, "__file__", None))
+            ):
+                cloudpickle.register_pickle_by_value(module)
+                self.modules_by_value.append(module)
+        return super().reducer_override(obj)
+
+
+class _ResultPickler(cloudpickle.Pickler):  # type: ignore[misc]
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, torch.Tensor) and not obj.is_meta:
+            plain = obj.detach().cpu().clone(memory_format=torch.contiguous_format)
+            return plain.__reduce_ex__(2)
+        return super().reducer_override(obj)
+
+
+@functools.cache
+def _workers_can_import(module_name: str, file: str | None) -> bool:
+    """Whether an import by name, along `sys.path` alone, finds this very file.
+
+    `importlib.util.find_spec` cannot tell: it trusts `sys.modules`, where pytest puts modules under names that no
+    other process can import.
+    """
+    if file is None:  # built in, or a namespace
+        return module_name != "__main__"
+    search_path: list[str] | None = None
+    parts = module_name.split(".")
+    for end in range(1, len(parts) + 1):
+        spec = importlib.machinery.PathFinder.find_spec(".".join(parts[:end]), search_path)
+        if spec is None:
+            return False
+        if spec.submodule_search_locations is not None:
+            search_path = list(spec.submodule_search_locations)
+    return spec is not None and spec.origin is not None and Path(spec.origin) == Path(file)

@@ -1,0 +1,128 @@
+"""The program of one worker process: take a job, be one rank of it, give the result back, and be as new.
+
+Started by `nxd_state.testing.worker_process`; what the two say to each other is in `nxd_state.testing.messages`.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import pickle
+import random
+import resource
+import signal
+import sys
+import threading
+import time
+import traceback
+from multiprocessing.connection import Connection
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _world
+
+import nxd_state
+from nxd_state.testing.messages import READY, Job, Raised, Success, TornDown, receive, send
+from nxd_state.testing.serialization import dumps_result
+
+
+def serve(connection_fd: int, stacks_fd: int, store_port: int) -> None:
+    """Runs jobs until the connection closes.
+
+    Args:
+        connection_fd: the socket to the pool.
+        stacks_fd: a file for the Python stacks of all threads, written when a signal ends this process.
+        store_port: where the pool's TCPStore listens.
+    """
+    _die_with_the_parent()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    connection = Connection(connection_fd)
+    store = dist.TCPStore("127.0.0.1", store_port, is_master=False, wait_for_workers=False)
+    send(connection, READY)
+    while True:
+        try:
+            job: Job = receive(connection)
+        except EOFError:
+            return
+        faulthandler.enable(stacks_fd, all_threads=True)
+        environment, directory = dict(os.environ), os.getcwd()
+        send(connection, _run(job, store))
+        receive(connection)  # RELEASE: no rank waits for this one any more
+        torn_down = TornDown(_tear_down())
+        _restore(environment, directory)
+        send(connection, torn_down)
+
+
+def _die_with_the_parent() -> None:
+    """Kills this process group when the parent's end of standard input closes, which its death does."""
+    lifeline = os.dup(0)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+
+    def watch() -> None:
+        os.read(lifeline, 1)
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=watch, name="parent watchdog", daemon=True).start()
+
+
+def _run(job: Job, store: dist.Store) -> Success | Raised:
+    try:
+        _enter(job)
+        dist.init_process_group(
+            job.backend,
+            store=dist.PrefixStore(f"job{job.number}", store),
+            rank=job.rank,
+            world_size=job.world_size,
+        )
+        fn, args = pickle.loads(job.call)
+        return Success(dumps_result(fn(*args)))
+    except BaseException as error:  # SystemExit too: the function must not end the worker unnoticed
+        moment = time.monotonic()
+        own_frame_left_out = error.with_traceback(error.__traceback__.tb_next if error.__traceback__ else None)
+        return Raised(
+            summary="".join(traceback.format_exception_only(error)).strip(),
+            traceback="".join(traceback.format_exception(own_frame_left_out)),
+            time=moment,
+        )
+
+
+def _enter(job: Job) -> None:
+    """Gives every job the same start, whatever the one before it left behind."""
+    os.chdir(job.working_directory)
+    sys.path[:] = job.import_path
+    os.environ.update(job.env)
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
+    torch.set_grad_enabled(True)
+    if torch.are_deterministic_algorithms_enabled():  # turning them off imports the compiler, for a second
+        torch.use_deterministic_algorithms(False)
+    torch.manual_seed(0)
+    random.seed(0)
+
+
+def _tear_down() -> str | None:
+    # gloo's destructor waits for its event loop, some 10 ms per peer and group: let no job wait for that. It
+    # runs where the last reference to a group is dropped.
+    groups = list(_world.pg_map)
+    try:
+        if nxd_state.model_parallel_is_initialized():
+            nxd_state.destroy_model_parallel()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    except Exception:
+        return traceback.format_exc()
+    finally:
+        threading.Thread(target=groups.clear, name="process group destructor").start()
+    return None
+
+
+def _restore(environment: dict[str, str], directory: str) -> None:
+    for name in os.environ.keys() - environment.keys():
+        del os.environ[name]
+    for name, value in environment.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value
+    os.chdir(directory)

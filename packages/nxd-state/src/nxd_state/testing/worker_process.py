@@ -1,0 +1,120 @@
+"""The pool's handle of one worker process: start it, know whether it lives, read what it printed, end it.
+
+What runs inside it is `nxd_state.testing.worker`; which job it gets is the business of `nxd_state.testing.pool`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from multiprocessing.connection import Connection
+
+from nxd_state.testing.failure import describe_exit
+from nxd_state.testing.messages import READY, receive
+
+_SECONDS_TO_START = 120.0
+_SECONDS_TO_DIE = 2.0
+
+
+class WorkerProcess:
+    """A fresh interpreter in its own session, so that Ctrl-C reaches the parent alone.
+
+    Not a `multiprocessing.Process`: that one would import the parent's main module, pytest for example, again.
+    """
+
+    def __init__(self, store_port: int) -> None:
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
+        self._stacks = tempfile.TemporaryFile()  # noqa: SIM115
+        ours, theirs = socket.socketpair()
+        fds = (theirs.fileno(), self._stacks.fileno())
+        program = (
+            f"import sys; sys.path[:] = {import_path()!r}; "
+            f"from nxd_state.testing.worker import serve; serve({fds[0]}, {fds[1]}, {store_port})"
+        )
+        self._process = subprocess.Popen(
+            [sys.executable, "-u", "-c", program],
+            stdin=subprocess.PIPE,  # never written to: it closes when this process dies
+            stdout=self._output,
+            stderr=self._output,
+            pass_fds=fds,
+            start_new_session=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        theirs.close()
+        self.connection = Connection(ours.detach())
+        self._is_ready = False
+
+    def wait_until_ready(self) -> None:
+        """Waits for the first sign of life of a process just started.
+
+        Raises:
+            RuntimeError: it ended, or said nothing in two minutes.
+        """
+        if self._is_ready:
+            return
+        try:
+            self._is_ready = self.connection.poll(_SECONDS_TO_START) and receive(self.connection) == READY
+        except EOFError:
+            raise RuntimeError(
+                f"a worker process {self.end()} while it started; it printed:\n{self.take_output()}"
+            ) from None
+        if not self._is_ready:
+            self.kill()
+            raise RuntimeError(f"a worker process did not start in {_SECONDS_TO_START:.0f} s")
+
+    def take_output(self) -> str:
+        """Returns what was printed since the last call, stdout and stderr as they were interleaved."""
+        output = _read(self._output.fileno())
+        # The file offset is shared with the worker, which therefore goes on writing at the start.
+        os.ftruncate(self._output.fileno(), 0)
+        os.lseek(self._output.fileno(), 0, os.SEEK_SET)
+        return output
+
+    def stacks(self) -> str:
+        """Returns the Python stacks that the process wrote when a signal ended it, empty if it wrote none."""
+        # Paragraphs: one per thread; the watchdog's and the list of extension modules tell nobody anything.
+        paragraphs = _read(self._stacks.fileno()).split("\n\n")
+        return "\n\n".join(
+            text for text in paragraphs if "in watch\n" not in text and not text.startswith("Extension modules")
+        )
+
+    def abort(self) -> None:
+        """Makes the process write the stacks of all its threads and die; `end` waits for that."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._process.pid, signal.SIGABRT)  # on which faulthandler writes them
+
+    def end(self) -> str:
+        """Waits until a process on its way out is gone, kills what is left of it, and says how it ended."""
+        try:
+            returncode = self._process.wait(_SECONDS_TO_DIE)
+        except subprocess.TimeoutExpired:
+            returncode = -signal.SIGKILL
+        self.kill()
+        return describe_exit(returncode)
+
+    def close(self) -> None:
+        """Asks an idle process to leave; `end` waits for it."""
+        self.connection.close()
+
+    def kill(self) -> None:
+        """Kills the process and its children, now."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self.connection.close()
+
+
+def import_path() -> list[str]:
+    """`sys.path` as another process in another directory must have it."""
+    return [os.path.abspath(entry) for entry in sys.path]
+
+
+def _read(fd: int) -> str:
+    return os.pread(fd, os.fstat(fd).st_size, 0).decode(errors="replace")

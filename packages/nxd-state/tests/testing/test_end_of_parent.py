@@ -1,0 +1,81 @@
+"""No worker process outlives the process whose pool it belongs to."""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+# Each rank holds the writing end of a pipe: its reader sees the end of file when the last of them is gone.
+PARENT = """
+    import os, sys, time
+    from nxd_state.testing import run_on_ranks
+
+    def hold(path, seconds):
+        os.write(os.open(path, os.O_WRONLY), b".")
+        time.sleep(seconds)
+
+    run_on_ranks(hold, 2, sys.argv[1], float(sys.argv[2]), timeout=1000.0)
+"""
+
+
+@pytest.fixture
+def pipe(tmp_path):
+    path = tmp_path / "held_by_the_ranks"
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    yield path, reader
+    os.close(reader)
+
+
+def read(reader: int, size: int) -> bytes:
+    """Reads `size` bytes, fewer where all writers are gone."""
+    received = b""
+    while len(received) < size:
+        ready, _, _ = select.select([reader], [], [], 60)
+        assert ready, f"{received!r} received, and the ranks still hold the pipe"
+        chunk = os.read(reader, size - len(received))
+        if not chunk:
+            break
+        received += chunk
+    return received
+
+
+def start_parent(path, seconds: float) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(PARENT), str(path), str(seconds)],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_end_of_parent_by_signal_during_a_job_ends_the_workers(pipe, signal_number):
+    path, reader = pipe
+    # Opened here as well while the ranks start, or an early reader would see the end of file.
+    own_writer = os.open(path, os.O_WRONLY)
+    parent = start_parent(path, seconds=1000)
+    assert read(reader, 2) == b".."
+    os.close(own_writer)
+
+    parent.send_signal(signal_number)
+
+    _, stderr = parent.communicate()
+    assert read(reader, 1) == b""
+    assert ("KeyboardInterrupt" in stderr) == (signal_number == signal.SIGINT)
+
+
+def test_end_of_parent_by_its_own_exit_ends_the_workers(pipe):
+    path, reader = pipe
+    own_writer = os.open(path, os.O_WRONLY)
+    parent = start_parent(path, seconds=0)
+    assert read(reader, 2) == b".."
+    os.close(own_writer)
+
+    _, stderr = parent.communicate()
+
+    assert (parent.returncode, stderr) == (0, "")
+    assert read(reader, 1) == b""

@@ -1,0 +1,109 @@
+"""The bridge from shard metadata to checkpoints: what a model and its optimizer hold, as logical tensors.
+
+Names and shapes are those of the unsharded model, so a checkpoint does not know the layout it came from. Optimizer
+state lies beside the weights as `optimizer/<logical name>/<key>`. Files and layouts on disk are nxd_ckpt's.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+from nxd_ckpt import Shard, ShardedTensor
+from nxd_state import ShardPiece, get_shard_spec
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+CheckpointState = dict[str, ShardedTensor | Tensor]
+
+OPTIMIZER_PREFIX = "optimizer/"
+
+
+def model_state(model: nn.Module) -> CheckpointState:
+    """Parameters and persistent buffers of `model` as logical tensors; they share its memory.
+
+    A tied parameter appears once, under its first name.
+    """
+    state: CheckpointState = {}
+    for name, parameter in model.named_parameters():
+        state.update(_logical_tensors(name, parameter, parameter.detach()))
+    persistent = model.state_dict(keep_vars=True)
+    for name, buffer in model.named_buffers():
+        if name in persistent:
+            state[name] = buffer
+    return state
+
+
+def optimizer_state(model: nn.Module, optimizer: Optimizer) -> CheckpointState:
+    """The optimizer's state as logical tensors: what has a parameter's shape is sharded as the parameter is.
+
+    Raises:
+        ValueError: the optimizer holds a parameter that is not the model's, or state that is no tensor.
+    """
+    state: CheckpointState = {}
+    for name, parameter in _optimized_parameters(model, optimizer):
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if not isinstance(value, Tensor):
+                raise ValueError(f"optimizer state {key!r} of {name} is a {type(value).__name__}; expected a tensor")
+            if value.shape == parameter.shape:
+                for logical, tensor in _logical_tensors(name, parameter, value).items():
+                    state[f"{OPTIMIZER_PREFIX}{logical}/{key}"] = tensor
+            else:
+                state[f"{OPTIMIZER_PREFIX}{name}/{key}"] = value
+    return state
+
+
+def allocate_optimizer_state(
+    model: nn.Module, optimizer: Optimizer, stored: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+) -> None:
+    """Make room in a new optimizer for the state that a checkpoint holds, so that it can be loaded in place.
+
+    Args:
+        model: the model whose parameters the optimizer has.
+        optimizer: its existing state is replaced.
+        stored: dtype and global shape of every tensor in the checkpoint.
+    """
+    keys_by_name: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]] = {}
+    for full_name, description in stored.items():
+        if full_name.startswith(OPTIMIZER_PREFIX):
+            name, _, key = full_name.removeprefix(OPTIMIZER_PREFIX).rpartition("/")
+            keys_by_name.setdefault(name, {})[key] = description
+    for name, parameter in _optimized_parameters(model, optimizer):
+        logical_names = list(_logical_tensors(name, parameter, parameter))
+        optimizer.state[parameter] = {
+            key: torch.zeros_like(parameter, dtype=dtype) if shape else torch.zeros((), dtype=dtype)
+            for logical in dict.fromkeys([name, *logical_names])
+            for key, (dtype, shape) in keys_by_name.get(logical, {}).items()
+        }
+
+
+def _optimized_parameters(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, nn.Parameter]]:
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter not in names:
+                raise ValueError(f"the optimizer holds a {tuple(parameter.shape)} parameter that is not the model's")
+            yield names[parameter], parameter
+
+
+def _logical_tensors(name: str, parameter: Tensor, tensor: Tensor) -> CheckpointState:
+    """`tensor`, which is split as `parameter` is, as views by logical name."""
+    spec = get_shard_spec(parameter)
+    if spec is None:
+        return {name: tensor}
+    pieces: dict[str, list[ShardPiece]] = {}
+    for piece in spec.pieces:
+        pieces.setdefault(logical_name(name, piece.name), []).append(piece)
+    return {logical: _sharded_tensor(tensor, found) for logical, found in pieces.items()}
+
+
+def _sharded_tensor(tensor: Tensor, pieces: Iterable[ShardPiece]) -> ShardedTensor:
+    pieces = list(pieces)
+    shards = [Shard(tensor[piece.local.slices], piece.logical.offset) for piece in pieces]
+    return ShardedTensor(pieces[0].logical_shape, shards)
+
+
+def logical_name(parameter_name: str, relative: str) -> str:
+    """The full name behind a `ShardPiece.name`: the parameter's own, or one beside the module that owns it."""
+    if not relative:
+        return parameter_name
+    parent = parameter_name.split(".")[:-2]
+    return ".".join([*parent, relative])

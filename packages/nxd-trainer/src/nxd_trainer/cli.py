@@ -1,0 +1,199 @@
+"""The console script `nxd`: train, generate, export.
+
+Only reads the command line and prints; the work is done by `training`, `generate` and `export`, which are imported
+when they are needed, so that `nxd --help` answers at once.
+"""
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn, TypeVar
+
+from nxd_trainer.launch import EXIT_STOPPED, is_launched, launch_ranks
+from nxd_trainer.recipe import Recipe, check_layout, load_recipe, recipe_keys, render_recipe_help
+
+EXIT_MISTAKE = 2
+
+T = TypeVar("T")
+
+
+class _Mistake(Exception):
+    """Something the user can mend: shown as one line, without a traceback."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the process's exit code: 0, 2 for a user's mistake, 143 after a signal."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    options = _make_parser().parse_args(_flags_to_settings(arguments))
+    try:
+        code: int = options.run(options)
+    except _Mistake as mistake:
+        # Every rank makes the same mistake; one rank of each host says so.
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"nxd {options.command}: {mistake}", file=sys.stderr)
+        return EXIT_MISTAKE
+    except Exception:
+        _fail_at_once()
+    return code
+
+
+def _train(options: argparse.Namespace) -> int:
+    recipe = _mendable(lambda: _recipe_from_settings(options.settings))
+    if options.nproc is not None and not is_launched():
+        _mendable(lambda: _check_ranks(recipe, options.nproc))
+        return launch_ranks(options.nproc, "nxd_trainer", ["train", *options.settings])
+
+    from nxd_state import destroy_model_parallel, initialize_model_parallel  # noqa: PLC0415
+
+    from nxd_trainer.training import prepare_run, run_training  # noqa: PLC0415
+
+    _mendable(lambda: initialize_model_parallel(recipe.parallel.tensor_parallel_size))
+    result = run_training(*_mendable(lambda: prepare_run(recipe)))
+    destroy_model_parallel()
+    return EXIT_STOPPED if result.stopped else 0
+
+
+def _generate(options: argparse.Namespace) -> int:
+    if options.nproc is not None and not is_launched():
+        return launch_ranks(options.nproc, "nxd_trainer", sys.argv[1:])
+
+    import torch  # noqa: PLC0415
+    from nxd_state import destroy_model_parallel, get_world_group, initialize_model_parallel  # noqa: PLC0415
+
+    from nxd_trainer.generate import generate, load_for_generation  # noqa: PLC0415
+
+    initialize_model_parallel(int(os.environ.get("WORLD_SIZE", "1")))
+    model, tokenizer = _mendable(lambda: load_for_generation(options.checkpoints, options.tag))
+    prompt = torch.from_numpy(tokenizer.encode(options.prompt))
+    tokens = generate(
+        model,
+        prompt,
+        max_new_tokens=options.max_new_tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        end_token=tokenizer.end_of_document,
+        seed=options.seed,
+    )
+    new_tokens = _mendable(lambda: [token for token in tokens if token != tokenizer.end_of_document])
+    if get_world_group().rank == 0:
+        print(options.prompt + tokenizer.decode(new_tokens))
+    destroy_model_parallel()
+    return 0
+
+
+def _export(options: argparse.Namespace) -> int:
+    from nxd_trainer.export import export_hugging_face  # noqa: PLC0415
+    from nxd_trainer.training.run_state import DTYPES  # noqa: PLC0415
+
+    dtype = None if options.dtype is None else DTYPES[options.dtype]
+    target = _mendable(lambda: export_hugging_face(options.checkpoints, options.target, options.tag, dtype=dtype))
+    print(f"wrote {target / 'config.json'} and {target / 'model.safetensors'}")
+    return 0
+
+
+def _make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="nxd", description="Train and serve large models with tensor and data parallelism."
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    train = commands.add_parser(
+        "train",
+        help="train a Llama from a recipe",
+        description="Train a Llama on text. Every key of the recipe is a flag too: --train.steps 100.",
+        epilog=render_recipe_help(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    train.add_argument(
+        "settings", nargs="*", metavar="RECIPE | KEY=VALUE", help="a .toml, .yaml or .json recipe, and single keys"
+    )
+    _add_nproc(train)
+    train.set_defaults(run=_train)
+
+    generate = commands.add_parser("generate", help="write text with a trained model")
+    _add_checkpoint(generate)
+    generate.add_argument("--prompt", default="def ", help="text to go on from (default: %(default)r)")
+    generate.add_argument("--max-new-tokens", type=int, default=200, metavar="N", help="default: %(default)s")
+    generate.add_argument(
+        "--temperature", type=float, default=0.8, metavar="T", help="0: likeliest token (default: 0.8)"
+    )
+    generate.add_argument("--top-k", type=int, default=40, metavar="K", help="0: all tokens (default: %(default)s)")
+    generate.add_argument("--seed", type=int, default=0, help="of the draws (default: %(default)s)")
+    _add_nproc(generate)
+    generate.set_defaults(run=_generate)
+
+    export = commands.add_parser("export", help="write a Hugging Face folder from a checkpoint")
+    _add_checkpoint(export)
+    export.add_argument("target", type=Path, help="folder to write")
+    export.add_argument(
+        "--dtype", choices=["float32", "bfloat16", "float64"], help="of the weights; as stored if unset"
+    )
+    export.set_defaults(run=_export)
+    return parser
+
+
+def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoints", type=Path, help="folder of a run's checkpoints")
+    parser.add_argument("--tag", help="which checkpoint; the newest if unset")
+
+
+def _add_nproc(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--nproc", type=int, metavar="N", help="start N ranks on this machine; unset: this process, or torchrun's ranks"
+    )
+
+
+def _flags_to_settings(arguments: list[str]) -> list[str]:
+    """`--train.steps 100` and `--train.steps=100` as `train.steps=100`; other arguments as they are."""
+    settings: list[str] = []
+    rest = iter(arguments)
+    for argument in rest:
+        name, equals, value = argument.removeprefix("--").partition("=")
+        if argument.startswith("--") and ("." in name or name in recipe_keys()):
+            settings.append(f"{name}={value if equals else next(rest, '')}")
+        else:
+            settings.append(argument)
+    return settings
+
+
+def _recipe_from_settings(settings: list[str]) -> Recipe:
+    files = [setting for setting in settings if "=" not in setting]
+    if len(files) > 1:
+        raise ValueError(f"one recipe file is enough, got {', '.join(files)}")
+    return load_recipe(files[0] if files else None, [setting for setting in settings if "=" in setting])
+
+
+def _check_ranks(recipe: Recipe, nproc: int) -> None:
+    """What can be known before any rank is started."""
+    degree = recipe.parallel.tensor_parallel_size
+    if nproc < 1 or nproc % degree:
+        raise ValueError(
+            f"--nproc {nproc} is not a multiple of parallel.tensor_parallel_size={degree}; "
+            f"use {max(1, nproc // degree) * degree}"
+        )
+    check_layout(recipe, nproc // degree)
+
+
+def _mendable(call: Callable[[], T]) -> T:
+    """Call something whose errors are the user's to mend, and the same on every rank."""
+    from nxd_ckpt import CheckpointError  # noqa: PLC0415
+
+    try:
+        return call()
+    except (ValueError, FileNotFoundError, CheckpointError) as error:
+        raise _Mistake(str(error)) from error
+
+
+def _fail_at_once() -> NoReturn:
+    """Show the traceback, then end without tearing anything down.
+
+    Peers learn of the failure only when this process is gone, so the cause is printed before what follows from it.
+    """
+    rank = os.environ.get("RANK")
+    heading = "" if rank is None else f"rank {rank} failed:\n"
+    print(heading + traceback.format_exc(), file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os._exit(1)

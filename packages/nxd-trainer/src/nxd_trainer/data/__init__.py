@@ -1,0 +1,30 @@
+"""From text files to batches of token ids: sources, tokenizers, the token cache, packing, and the loaders.
+
+Every order is a function of seeds and counts, never of the number of ranks, and nothing here communicates:
+ranks are told who they are by plain numbers.
+"""
+
+from nxd_trainer.data.corpus import Corpus, build_corpus, open_corpus
+from nxd_trainer.data.loader import Batch, HeldOutLoader, TrainLoader
+from nxd_trainer.data.packed import PackedSequences, pack_corpus
+from nxd_trainer.data.sources import find_text_files
+from nxd_trainer.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, load_tokenizer
+
+__all__ = [
+    # tokenizers
+    "Tokenizer",
+    "ByteTokenizer",
+    "HuggingFaceTokenizer",
+    "load_tokenizer",
+    # text files to a memory-mapped row of tokens
+    "find_text_files",
+    "build_corpus",
+    "open_corpus",
+    "Corpus",
+    # tokens to batches
+    "pack_corpus",
+    "PackedSequences",
+    "TrainLoader",
+    "HeldOutLoader",
+    "Batch",
+]

@@ -1,0 +1,161 @@
+"""The token cache: a corpus is tokenised once into one flat file, and memory-mapped ever after.
+
+A cache entry is a folder named by a digest of the files' names and contents and the tokenizer. It is written
+under a temporary name and published by one rename, so an entry that exists is whole, and any number of
+processes may build the same one at the same time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nxd_trainer.data.sources import TEXT_SUFFIXES, TextFile, find_text_files, read_pieces, scan_text_files
+from nxd_trainer.data.tokenizer import Tokenizer
+
+FORMAT = 1
+TOKENS_FILE = "tokens.bin"
+INDEX_FILE = "index.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorpusIndex:
+    """What is known of a tokenised corpus without reading its tokens."""
+
+    digest: str  # of everything the tokens depend on; also the entry's name
+    dtype: str  # uint16 or uint32
+    num_tokens: int
+    num_documents: int
+    num_bytes: int  # of the text
+    vocab_size: int
+    end_of_document: int
+    skipped: dict[str, int]  # files left out, by reason
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A tokenised corpus: its documents one after another, each followed by the end-of-document token."""
+
+    tokens: NDArray[Any]  # [num_tokens], memory-mapped, uint16 or uint32
+    index: CorpusIndex
+
+
+def build_corpus(
+    path: str | Path | None,
+    tokenizer: Tokenizer,
+    *,
+    cache_folder: str | Path,
+    suffixes: Sequence[str] = TEXT_SUFFIXES,
+    include_tests: bool = False,
+) -> Path:
+    """Tokenise a corpus, unless the cache already has it, and return its entry for `open_corpus`.
+
+    Every text file is a document. The files are read once to find out whether the entry is still right.
+
+    Args:
+        path, suffixes, include_tests: which files, as for `find_text_files`.
+        tokenizer: makes the tokens.
+        cache_folder: folder of the cache; made if need be.
+
+    Raises:
+        ValueError: no file, or none with text in it.
+    """
+    found = find_text_files(path, suffixes=suffixes, include_tests=include_tests)
+    files, skipped = scan_text_files(found)
+    if not files:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in skipped.items())
+        source = "the standard library" if path is None else f"data.path={path}"
+        raise ValueError(f"{source} holds no text: {reasons}; set data.path to UTF-8 text files")
+    digest = _corpus_digest(files, tokenizer)
+    entry = Path(cache_folder) / digest
+    if entry.is_dir():
+        return entry
+    entry.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(prefix=f".{digest}.", dir=entry.parent))
+    try:
+        dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
+        num_tokens = _write_tokens(unfinished / TOKENS_FILE, _tokenise(files, tokenizer), dtype)
+        index = CorpusIndex(
+            digest=digest,
+            dtype=dtype,
+            num_tokens=num_tokens,
+            num_documents=len(files),
+            num_bytes=sum(file.num_bytes for file in files),
+            vocab_size=tokenizer.vocab_size,
+            end_of_document=tokenizer.end_of_document,
+            skipped=dict(skipped),
+        )
+        (unfinished / INDEX_FILE).write_text(json.dumps(asdict(index), indent=2) + "\n", encoding="utf-8")
+        unfinished.chmod(0o755)  # mkdtemp's folders are private, but a cache is shared
+        _publish(unfinished, entry)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return entry
+
+
+def open_corpus(entry: str | Path) -> Corpus:
+    """Memory-map a cache entry that `build_corpus` returned, on this or another process.
+
+    Raises:
+        ValueError: the entry is missing or damaged.
+    """
+    entry = Path(entry)
+    advice = f"delete {entry} to have it made anew"
+    try:
+        index = CorpusIndex(**json.loads((entry / INDEX_FILE).read_text(encoding="utf-8")))
+        num_bytes = (entry / TOKENS_FILE).stat().st_size
+    except OSError as error:
+        raise ValueError(f"token cache entry cannot be read: {error}; {advice}") from error
+    except (TypeError, json.JSONDecodeError) as error:
+        raise ValueError(f"token cache entry {entry} has a damaged {INDEX_FILE}; {advice}") from error
+    expected = index.num_tokens * np.dtype(index.dtype).itemsize
+    if num_bytes != expected:
+        raise ValueError(f"{entry / TOKENS_FILE} has {num_bytes} bytes, not {expected}; {advice}")
+    tokens = np.memmap(entry / TOKENS_FILE, dtype=index.dtype, mode="r", shape=(index.num_tokens,))
+    return Corpus(tokens, index)
+
+
+def _corpus_digest(files: list[TextFile], tokenizer: Tokenizer) -> str:
+    content = {
+        "format": FORMAT,
+        "tokenizer": [tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.end_of_document],
+        "files": [(file.name, file.num_bytes, file.digest) for file in files],
+    }
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]
+
+
+def _tokenise(files: Iterable[TextFile], tokenizer: Tokenizer) -> Iterator[NDArray[np.int64]]:
+    end_of_document = np.array([tokenizer.end_of_document], dtype=np.int64)
+    for file in files:
+        for piece in read_pieces(file.path):
+            yield tokenizer.encode(piece)
+        yield end_of_document
+
+
+def _write_tokens(file: Path, pieces: Iterable[NDArray[np.int64]], dtype: str) -> int:
+    num_tokens = 0
+    with file.open("wb") as stream:
+        for piece in pieces:
+            stream.write(piece.astype(dtype).tobytes())
+            num_tokens += len(piece)
+        stream.flush()
+        os.fsync(stream.fileno())
+    return num_tokens
+
+
+def _publish(unfinished: Path, entry: Path) -> None:
+    try:
+        unfinished.rename(entry)
+    except OSError:
+        if not entry.is_dir():  # else another process was first, with the same content
+            raise

@@ -1,0 +1,178 @@
+"""Batches of token ids for a data-parallel rank, in an order that does not depend on the layout.
+
+All samples of a run form one endless row: one shuffled epoch after another. A step takes the next
+`global_batch_size` of them, cuts them into microbatches, and each rank takes its slice of each microbatch. So
+the position is one number, the samples consumed, and a run can go on with other ranks or microbatches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from nxd_trainer.data.order import shuffled
+from nxd_trainer.data.packed import PackedSequences
+
+
+class Batch(NamedTuple):
+    """What one rank computes at a time; labels are the inputs moved by one token."""
+
+    input_ids: torch.Tensor  # [microbatch/dp, seq], int64
+    labels: torch.Tensor  # [microbatch/dp, seq], int64
+
+
+class _Slicer:
+    """Cuts the samples of a global batch into this rank's microbatches."""
+
+    def __init__(self, global_batch_size: int, gradient_accumulation_steps: int, dp_rank: int, dp_size: int):
+        if not 0 <= dp_rank < dp_size:
+            raise ValueError(f"dp_rank={dp_rank} is not one of the {dp_size} data-parallel ranks")
+        if global_batch_size < 1 or global_batch_size % (gradient_accumulation_steps * dp_size):
+            raise ValueError(
+                f"global_batch_size={global_batch_size} is not a multiple of gradient_accumulation_steps="
+                f"{gradient_accumulation_steps} x data-parallel size {dp_size}"
+            )
+        self.global_batch_size = global_batch_size
+        self._shape = (gradient_accumulation_steps, dp_size, -1)
+        self._dp_rank = dp_rank
+
+    def microbatches(self, sequences: PackedSequences, samples: NDArray[np.int64]) -> list[Batch]:
+        """This rank's part of samples `[global_batch_size]`, one batch for each microbatch."""
+        batches = []
+        for rank_samples in samples.reshape(self._shape)[:, self._dp_rank]:  # [microbatch/dp]
+            tokens = torch.from_numpy(sequences.take(rank_samples))  # [microbatch/dp, seq + 1]
+            batches.append(Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()))
+        return batches
+
+
+class TrainLoader:
+    """The training batches of one rank, step after step, without end.
+
+    Args:
+        sequences: what to train on.
+        global_batch_size: samples of a step, over all ranks and microbatches.
+        gradient_accumulation_steps: microbatches of a step.
+        dp_rank: this data-parallel rank.
+        dp_size: data-parallel ranks.
+        seed: chooses the order.
+
+    Attributes:
+        samples_consumed: samples of all steps taken so far, over all ranks and epochs.
+
+    Raises:
+        ValueError: the batch does not divide, or there is nothing to train on.
+    """
+
+    def __init__(
+        self,
+        sequences: PackedSequences,
+        *,
+        global_batch_size: int,
+        gradient_accumulation_steps: int = 1,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        seed: int = 0,
+    ):
+        if not len(sequences):
+            raise ValueError("there are no sequences to train on; add text or lower data.held_out_fraction")
+        self._slicer = _Slicer(global_batch_size, gradient_accumulation_steps, dp_rank, dp_size)
+        self._sequences = sequences
+        self._seed = seed
+        self.samples_consumed = 0
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next sample, from 0."""
+        return self.samples_consumed // len(self._sequences)
+
+    def next_step(self) -> list[Batch]:
+        """This rank's microbatches of the next optimizer step; the position moves on by a global batch."""
+        first = self.samples_consumed
+        self.samples_consumed += self._slicer.global_batch_size
+        samples = self._samples_at(np.arange(first, self.samples_consumed))
+        return self._slicer.microbatches(self._sequences, samples)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, as plain numbers; the same on every rank."""
+        return {
+            "samples_consumed": self.samples_consumed,
+            "seed": self._seed,
+            "num_samples": len(self._sequences),
+            "sequence_length": self._sequences.sequence_length,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on after the samples that `state` has consumed, at this loader's own layout.
+
+        Raises:
+            ValueError: the state is of another order: of other data, sequence length or seed.
+        """
+        own = self.state_dict()
+        keys = {"num_samples": "data", "sequence_length": "data.sequence_length", "seed": "train.seed"}
+        differences = [
+            f"{name}={own[name]} where the checkpoint has {state[name]} (from {key})"
+            for name, key in keys.items()
+            if state[name] != own[name]
+        ]
+        if differences:
+            raise ValueError(
+                f"the run cannot go on in the same data: {'; '.join(differences)}; restore what has changed, "
+                "or start anew with checkpoint.resume=never"
+            )
+        self.samples_consumed = state["samples_consumed"]
+
+    def _samples_at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The samples at positions `[count]` of the endless row."""
+        num_samples = len(self._sequences)
+        epochs, offsets = np.divmod(positions, num_samples)
+        samples = np.empty_like(offsets)
+        for epoch in range(int(epochs[0]), int(epochs[-1]) + 1):
+            here = epochs == epoch
+            samples[here] = shuffled(offsets[here], num_samples, seed=self._seed, epoch=epoch)
+        return samples
+
+
+class HeldOutLoader:
+    """The same held-out batches at every evaluation, cut as a training step is.
+
+    The samples are spread evenly over the held-out part and do not depend on the layout. Where that part is
+    smaller than `num_batches` global batches, fewer are used; where it is smaller than one, samples repeat;
+    where it is empty, there are no batches.
+
+    Args:
+        sequences: the held-out part.
+        num_batches: global batches of an evaluation.
+        global_batch_size, gradient_accumulation_steps, dp_rank, dp_size: as for `TrainLoader`.
+
+    Raises:
+        ValueError: the batch does not divide.
+    """
+
+    def __init__(
+        self,
+        sequences: PackedSequences,
+        *,
+        num_batches: int,
+        global_batch_size: int,
+        gradient_accumulation_steps: int = 1,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+    ):
+        self._slicer = _Slicer(global_batch_size, gradient_accumulation_steps, dp_rank, dp_size)
+        self._sequences = sequences
+        available = min(num_batches, max(1, len(sequences) // global_batch_size)) if len(sequences) else 0
+        count = available * global_batch_size
+        self._samples = np.arange(count) * len(sequences) // max(1, count)  # [available * global batch]
+        self._accumulation = gradient_accumulation_steps
+
+    def __len__(self) -> int:
+        """Batches that one iteration gives, the same number on every rank."""
+        return len(self._samples) // self._slicer.global_batch_size * self._accumulation
+
+    def __iter__(self) -> Iterator[Batch]:
+        for samples in self._samples.reshape(-1, self._slicer.global_batch_size):
+            yield from self._slicer.microbatches(self._sequences, samples)

@@ -1,0 +1,162 @@
+"""Tokenizers: one token per byte, or a Hugging Face tokenizer from a local file or folder.
+
+Training a tokenizer is not done here, and nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+# Marks of the end of a document in well-known vocabularies, for a tokenizer that does not name its own.
+END_OF_DOCUMENT_TEXTS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
+
+
+class Tokenizer(Protocol):
+    """What the data and the generation of text ask of a tokenizer."""
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id."""
+
+    @property
+    def end_of_document(self) -> int:
+        """The id that is put after each document."""
+
+    @property
+    def fingerprint(self) -> str:
+        """A text that is another one whenever the same text would give other ids."""
+
+    def encode(self, text: str) -> NDArray[np.int64]:
+        """The ids of a text, without marks at its beginning or end; `[tokens]`."""
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """The text of ids; the end of a document and ids outside the vocabulary give nothing."""
+
+
+class ByteTokenizer:
+    """One token per byte of UTF-8, and 256 for the end of a document.
+
+    >>> ByteTokenizer().encode("nxd").tolist()
+    [110, 120, 100]
+    """
+
+    vocab_size = 257
+    end_of_document = 256
+    fingerprint = "bytes"
+
+    def encode(self, text: str) -> NDArray[np.int64]:
+        """The UTF-8 bytes of the text; `[tokens]`."""
+        return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int64)
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """The text of bytes; what is not valid UTF-8 becomes U+FFFD."""
+        return bytes(token for token in tokens if token < self.end_of_document).decode("utf-8", errors="replace")
+
+
+class HuggingFaceTokenizer:
+    """A tokenizer as Hugging Face models ship it: `tokenizer.json`, or a folder with one or with older files.
+
+    A `tokenizer.json` is read with the package `tokenizers`; a folder without one needs `transformers`.
+
+    Args:
+        path: the file or the folder.
+
+    Raises:
+        ValueError: nothing usable at the path, or no mark for the end of a document.
+        RuntimeError: the package that reads it is not installed.
+    """
+
+    def __init__(self, path: str | Path):
+        path = Path(path)
+        file = path / "tokenizer.json" if path.is_dir() else path
+        if file.is_file():
+            self._load_file(file)
+        elif path.is_dir():
+            self._load_folder(path)
+        else:
+            raise ValueError(f"data.tokenizer={path} does not exist; give a tokenizer.json or its folder")
+        self.vocab_size = max(self._vocabulary.values()) + 1
+
+    def _load_file(self, file: Path) -> None:
+        tokenizers = _import_reader("tokenizers", file)
+        try:
+            tokenizer: Any = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the package raises plain Exception for whatever it cannot read
+            raise ValueError(f"data.tokenizer: {file} is not a Hugging Face tokenizer: {error}") from error
+        self._vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
+        self._encode = lambda text: tokenizer.encode(text, add_special_tokens=False).ids
+        self._decode = lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True)
+        self.end_of_document = _find_end_of_document(file, self._vocabulary)
+        self.fingerprint = f"tokenizers {self.end_of_document} {_digest([file])}"
+
+    def _load_folder(self, folder: Path) -> None:
+        transformers = _import_reader("transformers", folder)
+        try:
+            tokenizer: Any = transformers.AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        except (OSError, ValueError) as error:
+            reason = str(error).splitlines()[0]
+            raise ValueError(f"data.tokenizer={folder} holds no Hugging Face tokenizer: {reason}") from error
+        if tokenizer.eos_token_id is None:
+            raise ValueError(f"data.tokenizer={folder} has no eos_token, which must end each document")
+        self._vocabulary = tokenizer.get_vocab()
+        self._encode = lambda text: tokenizer.encode(text, add_special_tokens=False)
+        self._decode = lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True)
+        self.end_of_document = int(tokenizer.eos_token_id)
+        files = sorted(file for file in folder.iterdir() if file.suffix in (".json", ".txt", ".model"))
+        self.fingerprint = f"transformers {self.end_of_document} {_digest(files)}"
+
+    def encode(self, text: str) -> NDArray[np.int64]:
+        """The ids of the text, without special tokens around it; `[tokens]`."""
+        return np.asarray(self._encode(text), dtype=np.int64)
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """The text of the ids, without special tokens."""
+        text: str = self._decode([token for token in tokens if token < self.vocab_size])
+        return text
+
+
+def load_tokenizer(path: str | Path | None) -> Tokenizer:
+    """The tokenizer that `data.tokenizer` names: bytes for None, else a Hugging Face file or folder."""
+    return ByteTokenizer() if path is None else HuggingFaceTokenizer(path)
+
+
+def _import_reader(package: str, path: Path) -> Any:
+    try:
+        return import_module(package)
+    except ImportError as error:
+        raise RuntimeError(
+            f"data.tokenizer={path} needs the package {package}: pip install {package}, "
+            "or leave data.tokenizer unset for one token per byte"
+        ) from error
+
+
+def _find_end_of_document(file: Path, vocabulary: dict[str, int]) -> int:
+    """The `eos_token` of the tokenizer_config.json beside the file, else a well-known one."""
+    config_file = file.with_name("tokenizer_config.json")
+    config = json.loads(config_file.read_text(encoding="utf-8")) if config_file.is_file() else {}
+    declared = config.get("eos_token")
+    declared = declared.get("content") if isinstance(declared, dict) else declared
+    candidates = END_OF_DOCUMENT_TEXTS if declared is None else (declared,)
+    for candidate in candidates:
+        if candidate in vocabulary:
+            return vocabulary[candidate]
+    raise ValueError(
+        f"data.tokenizer: {file} has none of {', '.join(candidates)} to end a document with; "
+        f'name one as "eos_token" in {config_file.name} beside it'
+    )
+
+
+def _digest(files: list[Path]) -> str:
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(f"{file.name}\0{file.stat().st_size}\0".encode())
+        digest.update(file.read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,57 @@
+"""Starting several ranks on this machine, through torchrun's own agent.
+
+Under torchrun, or Slurm with one task per rank, nothing is started: the process is a rank already.
+"""
+
+import logging
+import os
+import sys
+import uuid
+from collections.abc import Sequence
+
+EXIT_STOPPED = 143  # 128 + SIGTERM
+
+
+def is_launched() -> bool:
+    """Whether this process is a rank that torchrun (or another launcher that sets RANK) has started."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def launch_ranks(nproc: int, module: str, arguments: Sequence[str]) -> int:
+    """Run `python -m module arguments` on `nproc` ranks of this machine and wait for them.
+
+    When a rank fails, torchrun ends the others; the failed rank's traceback is what the ranks print first.
+
+    Returns:
+        Exit code: 0, 143 after a signal, a rank's own exit code if it is more than 1, else 1.
+    """
+    # torchrun takes half a second to import, which a single rank should not pay.
+    from torch.distributed.elastic.multiprocessing.api import SignalException  # noqa: PLC0415
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError  # noqa: PLC0415
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch  # noqa: PLC0415
+
+    # Ranks that share the cores must not each start a thread per core.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
+    # The agent would report a failure in its own words, after the rank has said what happened.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=nproc,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",  # a port the system picks
+        max_restarts=0,
+    )
+    try:
+        elastic_launch(config, sys.executable)("-m", module, *arguments)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        if failure.exitcode > 1:  # the rank has said what is to be mended, or that it was stopped
+            return failure.exitcode
+        print(f"nxd: rank {rank} failed first; the other ranks were ended", file=sys.stderr)
+        return 1
+    except SignalException as error:
+        print(f"nxd: stopped by signal {int(error.sigval)}; all ranks have ended", file=sys.stderr)
+        return EXIT_STOPPED
+    return 0

@@ -1,0 +1,311 @@
+"""Llama (Touvron et al. 2023): RMSNorm, rotary positions, grouped-query attention, SwiGLU; tied or untied head.
+
+Parameter names are those of the Hugging Face model, so its weights fit. With one rank this is an ordinary PyTorch
+model; with more, each layer holds its part. Notable:
+
+- hidden states are `[seq, batch, hidden]`, so that sequence parallelism splits contiguous memory;
+- query, key and value share one input, as do gate and up: one collective per direction for each such set;
+- the loss never sees whole logits.
+
+Legend for shapes: S sequence, B batch, H hidden, N heads on this rank, K key-value heads on this rank, D head size,
+V vocabulary. In sequence-parallel regions S is the rank's part of the sequence.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from nxd_layers import (
+    ColumnParallelLinear,
+    ParallelEmbedding,
+    RMSNorm,
+    RowParallelLinear,
+    column_parallel_linears,
+    parallel_cross_entropy,
+)
+from nxd_state import active_group
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+IGNORED_LABEL = -100
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """Sizes of a Llama; the names are those of a Hugging Face `config.json`."""
+
+    vocab_size: int = 32000
+    hidden_size: int = 4096
+    intermediate_size: int = 11008
+    num_hidden_layers: int = 32
+    num_attention_heads: int = 32
+    num_key_value_heads: int = 32
+    max_position_embeddings: int = 4096  # longest sequence the model is made for
+    rope_theta: float = 10000.0  # base of the rotary frequencies
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False  # the head is the embedding table
+    initializer_range: float = 0.02  # standard deviation of the initial weights
+
+    @property
+    def head_size(self) -> int:
+        """Length of each head's vectors."""
+        return self.hidden_size // self.num_attention_heads
+
+    def check(self, tensor_parallel_size: int) -> None:
+        """Check that the sizes fit each other and the tensor-parallel degree.
+
+        Raises:
+            ValueError: naming every size that does not divide, and the degrees that would work.
+        """
+        mistakes = []
+        if self.hidden_size % self.num_attention_heads or self.head_size % 2:
+            mistakes.append(
+                f"hidden_size={self.hidden_size} must be num_attention_heads={self.num_attention_heads} "
+                "times an even head size"
+            )
+        if self.num_attention_heads % self.num_key_value_heads:
+            mistakes.append(
+                f"num_key_value_heads={self.num_key_value_heads} does not divide "
+                f"num_attention_heads={self.num_attention_heads}"
+            )
+        split = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
+        for name in split:
+            size = getattr(self, name)
+            if size % tensor_parallel_size:
+                mistakes.append(f"tensor_parallel_size={tensor_parallel_size} does not divide {name}={size}")
+        if mistakes:
+            usable = [d for d in range(1, 65) if all(getattr(self, name) % d == 0 for name in split)]
+            raise ValueError("; ".join(mistakes) + f". Degrees that divide all sizes: {usable}")
+
+
+@dataclass
+class KeyValueCache:
+    """Keys and values of the tokens seen so far, per layer, for generation."""
+
+    keys: list[Tensor] = field(default_factory=list)  # [B, K, S, D] per layer
+    values: list[Tensor] = field(default_factory=list)
+
+    @property
+    def length(self) -> int:
+        """Tokens held."""
+        return self.keys[0].shape[2] if self.keys else 0
+
+    def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Append the new tokens' keys and values of one layer; returns all of them."""
+        if layer == len(self.keys):
+            self.keys.append(key)
+            self.values.append(value)
+        else:
+            self.keys[layer] = torch.cat([self.keys[layer], key], dim=2)
+            self.values[layer] = torch.cat([self.values[layer], value], dim=2)
+        return self.keys[layer], self.values[layer]
+
+
+def rotary_tables(start: int, length: int, config: LlamaConfig, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines `[S, D]` for positions from `start` on, in the dtype and on the device of `like`."""
+    # float32 as in the original, whatever the model's dtype.
+    exponents = torch.arange(0, config.head_size, 2, device=like.device, dtype=torch.float32) / config.head_size
+    positions = torch.arange(start, start + length, device=like.device, dtype=torch.float32)
+    angles = torch.outer(positions, config.rope_theta**-exponents)  # [S, D/2]
+    angles = torch.cat([angles, angles], dim=-1)
+    return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
+
+
+def rotate(x_bnsd: Tensor, cos_sd: Tensor, sin_sd: Tensor) -> Tensor:
+    """Rotate each pair (i, i + D/2) of a head's elements by its position's angle (Su et al. 2021)."""
+    first, second = x_bnsd.chunk(2, dim=-1)
+    return x_bnsd * cos_sd + torch.cat([-second, first], dim=-1) * sin_sd
+
+
+@dataclass(frozen=True)
+class _LayerFactory:
+    """Makes the layers of one model: what they have in common is said once, here."""
+
+    config: LlamaConfig
+    sequence_parallel: bool
+    dtype: torch.dtype
+    device: torch.device | str | None
+
+    def _initialize(self, weight: Tensor) -> None:
+        nn.init.normal_(weight, std=self.config.initializer_range)
+
+    def embedding(self) -> ParallelEmbedding:
+        return ParallelEmbedding(
+            self.config.vocab_size,
+            self.config.hidden_size,
+            init_method=self._initialize,
+            dtype=self.dtype,
+            device=self.device,
+            sequence_parallel_enabled=self.sequence_parallel,
+        )
+
+    def column(self, input_size: int, output_size: int) -> ColumnParallelLinear:
+        return ColumnParallelLinear(
+            input_size,
+            output_size,
+            bias=False,
+            gather_output=False,
+            sequence_parallel_enabled=self.sequence_parallel,
+            dtype=self.dtype,
+            device=self.device,
+            init_method=self._initialize,
+        )
+
+    def row(self, input_size: int, output_size: int) -> RowParallelLinear:
+        return RowParallelLinear(
+            input_size,
+            output_size,
+            bias=False,
+            input_is_parallel=True,
+            sequence_parallel_enabled=self.sequence_parallel,
+            dtype=self.dtype,
+            device=self.device,
+            init_method=self._initialize,
+        )
+
+    def norm(self) -> RMSNorm:
+        return RMSNorm(
+            self.config.hidden_size,
+            self.config.rms_norm_eps,
+            sequence_parallel_enabled=self.sequence_parallel,
+            dtype=self.dtype,
+            device=self.device,
+        )
+
+
+class LlamaAttention(nn.Module):
+    """Causal self-attention; each rank computes its share of the heads."""
+
+    def __init__(self, make: _LayerFactory, layer: int) -> None:
+        super().__init__()
+        config = make.config
+        self.layer = layer
+        self.head_size = config.head_size
+        self.queries_per_key = config.num_attention_heads // config.num_key_value_heads
+        self.q_proj = make.column(config.hidden_size, config.hidden_size)
+        self.k_proj = make.column(config.hidden_size, config.num_key_value_heads * config.head_size)
+        self.v_proj = make.column(config.hidden_size, config.num_key_value_heads * config.head_size)
+        self.o_proj = make.row(config.hidden_size, config.hidden_size)
+
+    def forward(self, hidden_sbh: Tensor, rotary: tuple[Tensor, Tensor], cache: KeyValueCache | None) -> Tensor:
+        """`[S, B, H]` to `[S, B, H]`."""
+        projected = column_parallel_linears(hidden_sbh, [self.q_proj, self.k_proj, self.v_proj])
+        q_bnsd, k_bksd, v_bksd = (self._split_heads(p) for p in projected)
+        q_bnsd, k_bksd = rotate(q_bnsd, *rotary), rotate(k_bksd, *rotary)
+        if cache is not None:
+            k_bksd, v_bksd = cache.extend(self.layer, k_bksd, v_bksd)
+        if self.queries_per_key > 1:
+            k_bksd = k_bksd.repeat_interleave(self.queries_per_key, dim=1)
+            v_bksd = v_bksd.repeat_interleave(self.queries_per_key, dim=1)
+        # A single new token may look at everything before it; several are the first tokens of their sequence.
+        causal = q_bnsd.shape[2] > 1
+        mixed_bnsd = F.scaled_dot_product_attention(q_bnsd, k_bksd, v_bksd, is_causal=causal)
+        output: Tensor = self.o_proj(mixed_bnsd.permute(2, 0, 1, 3).flatten(2))
+        return output
+
+    def _split_heads(self, projected_sbx: Tensor) -> Tensor:
+        """`[S, B, N*D]` to `[B, N, S, D]`."""
+        return projected_sbx.unflatten(-1, (-1, self.head_size)).permute(1, 2, 0, 3)
+
+
+class LlamaMLP(nn.Module):
+    """SwiGLU (Shazeer 2020): `down(silu(gate(x)) * up(x))`."""
+
+    def __init__(self, make: _LayerFactory) -> None:
+        super().__init__()
+        self.gate_proj = make.column(make.config.hidden_size, make.config.intermediate_size)
+        self.up_proj = make.column(make.config.hidden_size, make.config.intermediate_size)
+        self.down_proj = make.row(make.config.intermediate_size, make.config.hidden_size)
+
+    def forward(self, hidden_sbh: Tensor) -> Tensor:
+        """`[S, B, H]` to `[S, B, H]`."""
+        gate, up = column_parallel_linears(hidden_sbh, [self.gate_proj, self.up_proj])
+        output: Tensor = self.down_proj(F.silu(gate) * up)
+        return output
+
+
+class LlamaDecoderLayer(nn.Module):
+    """Attention and MLP, each after a norm and added to the residual stream."""
+
+    def __init__(self, make: _LayerFactory, layer: int) -> None:
+        super().__init__()
+        self.self_attn = LlamaAttention(make, layer)
+        self.mlp = LlamaMLP(make)
+        self.input_layernorm = make.norm()
+        self.post_attention_layernorm = make.norm()
+
+    def forward(self, hidden_sbh: Tensor, rotary: tuple[Tensor, Tensor], cache: KeyValueCache | None) -> Tensor:
+        """`[S, B, H]` to `[S, B, H]`."""
+        hidden_sbh = hidden_sbh + self.self_attn(self.input_layernorm(hidden_sbh), rotary, cache)
+        return hidden_sbh + self.mlp(self.post_attention_layernorm(hidden_sbh))
+
+
+class LlamaModel(nn.Module):
+    """Embedding, decoder layers and final norm."""
+
+    def __init__(self, make: _LayerFactory) -> None:
+        super().__init__()
+        self.config = make.config
+        self.embed_tokens = make.embedding()
+        self.layers = nn.ModuleList([LlamaDecoderLayer(make, i) for i in range(make.config.num_hidden_layers)])
+        self.norm = make.norm()
+
+    def forward(self, input_ids_bs: Tensor, cache: KeyValueCache | None) -> Tensor:
+        """Token ids `[B, S]` to hidden states `[S, B, H]`."""
+        hidden_sbh = self.embed_tokens(input_ids_bs.t())
+        start = 0 if cache is None else cache.length
+        rotary = rotary_tables(start, input_ids_bs.shape[1], self.config, like=hidden_sbh)
+        for layer in self.layers:
+            hidden_sbh = layer(hidden_sbh, rotary, cache)
+        output: Tensor = self.norm(hidden_sbh)
+        return output
+
+
+class LlamaForCausalLM(nn.Module):
+    """Llama with its language-model head.
+
+    Args:
+        config: sizes.
+        sequence_parallel: split the residual stream along the sequence between the layers.
+        dtype: of all parameters.
+        device: of all parameters; torch's default device if None.
+
+    Raises:
+        ValueError: sizes that do not fit each other or the tensor-parallel degree.
+    """
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        *,
+        sequence_parallel: bool = False,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        config.check(active_group("tp").size)
+        self.config = config
+        self.sequence_parallel = sequence_parallel
+        make = _LayerFactory(config, sequence_parallel, dtype, device)
+        self.model = LlamaModel(make)
+        self.lm_head = make.column(config.hidden_size, config.vocab_size)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None, cache: KeyValueCache | None = None) -> Tensor:
+        """Logits, or the loss if there are labels.
+
+        Args:
+            input_ids: token ids `[B, S]`; S is a multiple of the tensor-parallel degree if sequence parallel.
+            labels: `[B, S]`, the token that follows each input token; -100 where there is none.
+            cache: keys and values of earlier tokens; extended in place. Not with sequence parallelism.
+
+        Returns:
+            Without labels this rank's part of the logits, `[B, S, V/tp]`; with labels the mean loss, 0-d.
+        """
+        if cache is not None and self.sequence_parallel:
+            raise ValueError("generation with a cache needs a model built with sequence_parallel=False")
+        logits_sbv = self.lm_head(self.model(input_ids, cache))
+        if labels is None:
+            return logits_sbv.transpose(0, 1)
+        losses_sb = parallel_cross_entropy(logits_sbv, labels.t(), ignore_index=IGNORED_LABEL)
+        return losses_sb.sum() / (labels != IGNORED_LABEL).sum().clamp(min=1)

@@ -1,0 +1,44 @@
+"""The recipe: everything that defines a training run, as frozen dataclasses.
+
+A recipe is read from a TOML, YAML or JSON file plus `section.key=value` overrides, checked as a whole, and
+saved beside the run. What the keys mean to the model, the data or the loop is the business of those folders.
+"""
+
+from nxd_trainer.recipe.checks import check_layout, padded_vocab_size
+from nxd_trainer.recipe.errors import RecipeError
+from nxd_trainer.recipe.keys import RecipeKey, recipe_keys, render_recipe_help
+from nxd_trainer.recipe.load import load_recipe, recipe_from_dict
+from nxd_trainer.recipe.save import recipe_to_dict, save_recipe
+from nxd_trainer.recipe.sections import (
+    CheckpointSection,
+    DataSection,
+    ModelSection,
+    OptimizerSection,
+    ParallelSection,
+    Recipe,
+    TrainSection,
+)
+
+__all__ = [
+    # the recipe
+    "Recipe",
+    "ModelSection",
+    "ParallelSection",
+    "DataSection",
+    "TrainSection",
+    "OptimizerSection",
+    "CheckpointSection",
+    # reading and writing
+    "load_recipe",
+    "recipe_from_dict",
+    "recipe_to_dict",
+    "save_recipe",
+    # checking
+    "RecipeError",
+    "check_layout",
+    "padded_vocab_size",
+    # describing
+    "RecipeKey",
+    "recipe_keys",
+    "render_recipe_help",
+]

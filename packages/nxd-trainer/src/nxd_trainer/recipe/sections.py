@@ -1,0 +1,128 @@
+# ruff: noqa: RUF009  (`option` makes a dataclass field, as `dataclasses.field` does)
+"""Every key of a recipe, with its default and meaning. Nothing here reads files or checks values.
+
+The defaults train a small Llama on the running Python's standard library within minutes on a laptop.
+Numbers that switch something off are 0; a key that may be left unset is None.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from nxd_trainer.recipe.options import option
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSection:
+    """The Llama to train; the names are those of a Hugging Face LlamaConfig."""
+
+    hidden_size: int = option(256, "width of the residual stream", at_least=1)
+    intermediate_size: int = option(768, "width inside the MLP", at_least=1)
+    num_hidden_layers: int = option(4, "decoder layers", at_least=1)
+    num_attention_heads: int = option(8, "query heads", at_least=1)
+    num_key_value_heads: int = option(4, "key/value heads, each shared by a group of query heads", at_least=1)
+    max_position_embeddings: int = option(2048, "longest sequence the model is made for", at_least=1)
+    rope_theta: float = option(10000.0, "base of the rotary frequencies", above=0)
+    rms_norm_eps: float = option(1e-5, "added to the mean square in RMSNorm", above=0)
+    tie_word_embeddings: bool = option(False, "use the token embedding as output head, too")
+    vocab_size: int | None = option(
+        None, "rows of the embedding; unset: the tokenizer's, rounded up to a multiple of 64", at_least=1
+    )
+    initializer_range: float = option(0.02, "standard deviation of the initial weights", above=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelSection:
+    """How one model is spread over ranks; the ranks left over are data parallel."""
+
+    tensor_parallel_size: int = option(1, "ranks that share each layer", at_least=1)
+    sequence_parallel: bool = option(False, "also shard the sequence between the layers' matrix products")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSection:
+    """The text to train on and how it is cut into sequences."""
+
+    path: Path | None = option(None, "text file or folder; unset: the sources of the running Python's standard library")
+    suffixes: tuple[str, ...] = option((".py", ".txt", ".md", ".rst"), "files read from a folder")
+    include_tests: bool = option(False, "with path unset: read the standard library's own tests, too")
+    tokenizer: Path | None = option(
+        None, "Hugging Face tokenizer.json, or a folder with a tokenizer; unset: one token per byte"
+    )
+    sequence_length: int = option(256, "tokens in a training sequence", at_least=1)
+    held_out_fraction: float = option(0.05, "share of the sequences kept for evaluation; 0: none", at_least=0, below=1)
+    cache_folder: Path | None = option(None, "where tokenised text is kept; unset: tokens/ in the output folder")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSection:
+    """Length, batch, precision and rhythm of the training loop."""
+
+    steps: int = option(300, "optimizer steps of the whole run", at_least=1)
+    stop_after: int | None = option(
+        None, "end this invocation after that step, to be resumed later; unset: run to the end", at_least=1
+    )
+    global_batch_size: int = option(16, "sequences in one optimizer step, over all ranks", at_least=1)
+    gradient_accumulation_steps: int = option(1, "microbatches each rank cuts its share into", at_least=1)
+    seed: int = option(0, "seed of the initial weights, dropout and the order of the data", at_least=0)
+    dtype: Literal["float32", "bfloat16", "float64"] = option("float32", "type of the weights")
+    autocast: Literal["none", "bfloat16"] = option("none", "type of the matrix products of float32 weights")
+    max_grad_norm: float = option(1.0, "gradients are scaled down to this norm; 0: never", at_least=0)
+    log_every: int = option(10, "steps between two logged lines", at_least=1)
+    eval_every: int = option(50, "steps between two evaluations on held-out text; 0: none", at_least=0)
+    eval_batches: int = option(4, "global batches in an evaluation", at_least=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerSection:
+    """AdamW and its learning-rate schedule."""
+
+    lr: float = option(1e-3, "learning rate after the warm-up", above=0)
+    betas: tuple[float, float] = option((0.9, 0.95), "decay of the two moments", at_least=0, below=1)
+    eps: float = option(1e-8, "added to the root of the second moment", above=0)
+    weight_decay: float = option(0.1, "decoupled weight decay", at_least=0)
+    warmup_steps: int = option(20, "steps of linear warm-up", at_least=0)
+    min_lr_ratio: float = option(0.1, "learning rate at the end, as a share of lr", at_least=0, at_most=1)
+    schedule: Literal["cosine", "linear", "constant"] = option("cosine", "decay after the warm-up")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSection:
+    """When checkpoints are written, how many stay, and whether a run goes on from one."""
+
+    folder: Path | None = option(None, "where checkpoints lie; unset: checkpoints/ in the output folder")
+    save_every: int = option(100, "steps between two checkpoints; 0: only at the end", at_least=0)
+    keep: int = option(3, "newest checkpoints kept; 0: all", at_least=0)
+    resume: Literal["latest", "never", "required"] = option(
+        "latest", "go on from the newest checkpoint if there is one, never, or fail where there is none"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A whole training run."""
+
+    model: ModelSection = field(default_factory=ModelSection)
+    parallel: ParallelSection = field(default_factory=ParallelSection)
+    data: DataSection = field(default_factory=DataSection)
+    train: TrainSection = field(default_factory=TrainSection)
+    optimizer: OptimizerSection = field(default_factory=OptimizerSection)
+    checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
+    output: Path = option(Path("runs/nxd"), "folder of the run: recipe, metrics, loss curve")
+
+    @property
+    def checkpoint_folder(self) -> Path:
+        """Where this run's checkpoints lie."""
+        return self.checkpoint.folder or self.output / "checkpoints"
+
+    @property
+    def token_cache_folder(self) -> Path:
+        """Where this run's tokenised text lies."""
+        return self.data.cache_folder or self.output / "tokens"
+
+    @property
+    def last_step(self) -> int:
+        """The step at which this invocation ends: `train.stop_after` where set, else `train.steps`."""
+        return self.train.steps if self.train.stop_after is None else self.train.stop_after

@@ -1,0 +1,26 @@
+"""What a training run shows and leaves behind: a live line, metrics, the loss curve and a summary.
+
+Only one rank writes; the others hold the same objects and stay silent. Nothing here knows the model: the loop
+hands over one `StepRecord` for each logged step.
+"""
+
+from nxd_trainer.report.loss_curve import draw_loss_curve
+from nxd_trainer.report.measure import Throughput, peak_memory_bytes
+from nxd_trainer.report.metrics import MetricsLog
+from nxd_trainer.report.progress import Progress
+from nxd_trainer.report.record import StepRecord, read_records
+from nxd_trainer.report.summary import render_summary
+
+__all__ = [
+    # one logged step
+    "StepRecord",
+    "read_records",
+    "Throughput",
+    "peak_memory_bytes",
+    # while the run goes on
+    "Progress",
+    "MetricsLog",
+    # when it has ended
+    "draw_loss_curve",
+    "render_summary",
+]

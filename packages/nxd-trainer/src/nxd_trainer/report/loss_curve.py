@@ -1,0 +1,117 @@
+"""The loss curve of a run as a PNG, drawn from its records, where matplotlib is installed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from nxd_trainer.report.extras import missing_extra
+from nxd_trainer.report.record import StepRecord
+
+TRAIN, HELD_OUT, INK, FAINT = "#2563eb", "#ea580c", "#1f2937", "#9ca3af"
+STYLE = {
+    "font.family": "sans-serif",
+    "font.size": 10,
+    "text.color": INK,
+    "axes.edgecolor": FAINT,
+    "axes.labelcolor": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#e5e7eb",
+    "grid.linewidth": 0.8,
+    "axes.axisbelow": True,
+    "xtick.color": "#6b7280",
+    "ytick.color": "#6b7280",
+    "legend.frameon": False,
+}
+
+
+def draw_loss_curve(
+    records: Sequence[StepRecord],
+    file: str | Path,
+    *,
+    title: str = "Training loss",
+    say: Callable[[str], None] = print,
+) -> Path | None:
+    """Draw training loss, its running mean, held-out loss, and a line at each resume.
+
+    Args:
+        records: all records of the run, as `read_records` gives them.
+        file: the PNG; its folder is made if need be.
+        title: stands above the curve.
+        say: is given a line to show if there is nothing to draw or nothing to draw it with.
+
+    Returns:
+        The file; None where it could not be drawn.
+    """
+    if not records:
+        say("loss curve left out: no step was logged")
+        return None
+    try:
+        from matplotlib import rc_context  # noqa: PLC0415  (optional package)
+        from matplotlib.figure import Figure  # noqa: PLC0415
+    except ImportError:
+        say(missing_extra("matplotlib", "loss curve"))
+        return None
+    file = Path(file)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with rc_context(STYLE):
+        # A bare Figure saves through Agg, whatever backend the process uses, and needs no display.
+        figure = Figure(figsize=(8, 4.5), layout="constrained")
+        _draw(figure.subplots(), records, title)
+        figure.savefig(file, dpi=160)
+    return file
+
+
+def running_mean(values: Sequence[float], *, half_life: float) -> list[float]:
+    """Exponential mean, without the bias of its beginning; a value counts half after `half_life` more."""
+    decay = 0.5 ** (1 / half_life)
+    total = weight = 0.0
+    means = []
+    for value in values:
+        total = decay * total + value
+        weight = decay * weight + 1
+        means.append(total / weight)
+    return means
+
+
+def _draw(axes: Any, records: Sequence[StepRecord], title: str) -> None:
+    steps = [record.step for record in records]
+    losses = [record.loss for record in records]
+    smooth = running_mean(losses, half_life=max(1.0, len(losses) / 40))
+    axes.plot(steps, losses, color=TRAIN, alpha=0.25, linewidth=1)
+    axes.plot(steps, smooth, color=TRAIN, linewidth=2, label=f"train (smoothed)  {smooth[-1]:.3f}")
+    held_out = [(record.step, record.held_out_loss) for record in records if record.held_out_loss is not None]
+    if held_out:
+        axes.plot(
+            *zip(*held_out, strict=True),
+            color=HELD_OUT,
+            linewidth=1.5,
+            marker="o",
+            markersize=4,
+            label=f"held-out  {held_out[-1][1]:.3f}",
+        )
+    _mark_resumes(axes, records)
+    axes.set_title(title, loc="left", fontweight="bold", fontsize=12)
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss (nats per token)")
+    axes.margins(x=0.01)
+    axes.legend(loc="upper right")
+
+
+def _mark_resumes(axes: Any, records: Sequence[StepRecord]) -> None:
+    for record in records:
+        if record.resumed_from is None:
+            continue
+        axes.axvline(record.resumed_from, color=FAINT, linewidth=1, linestyle=(0, (4, 3)))
+        axes.annotate(
+            f"resumed at {record.resumed_from}" + (f"\n{record.layout}" if record.layout else ""),
+            xy=(record.resumed_from, 0),
+            xycoords=("data", "axes fraction"),
+            xytext=(5, 6),
+            textcoords="offset points",
+            fontsize=8,
+            color="#6b7280",
+        )

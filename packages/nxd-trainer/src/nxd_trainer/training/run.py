@@ -1,0 +1,162 @@
+"""The training loop: from a recipe to a trained model, its checkpoints, metrics and loss curve."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from nxd_state import (
+    all_reduce,
+    get_device,
+    get_world_group,
+)
+from torch import Tensor
+
+from nxd_trainer.recipe import Recipe, save_recipe
+from nxd_trainer.report import (
+    MetricsLog,
+    Progress,
+    StepRecord,
+    Throughput,
+    draw_loss_curve,
+    peak_memory_bytes,
+    read_records,
+    render_summary,
+)
+from nxd_trainer.training.checkpoints import resume_run, save_run
+from nxd_trainer.training.run_state import RunState, build_run_state
+from nxd_trainer.training.step import evaluate, learning_rate, train_step
+from nxd_trainer.training.stop_request import StopRequest
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """How an invocation ended, the same on every rank.
+
+    Attributes:
+        step: optimizer steps taken since the run began.
+        loss: training loss of the last step; nan if no step was taken.
+        stopped: whether SIGTERM or Ctrl-C on any rank ended the run early, after a checkpoint.
+    """
+
+    step: int
+    loss: float
+    stopped: bool
+
+
+def prepare_run(recipe: Recipe) -> tuple[RunState, str | None]:
+    """Data, model and optimizer of a run, and the tag of the checkpoint it goes on from (None at its beginning).
+
+    The mesh must be initialised with the recipe's degrees.
+
+    Raises:
+        ValueError: the recipe does not fit the ranks, the data or the checkpoint; the same error on every rank.
+    """
+    state = build_run_state(recipe)
+    return state, resume_run(state)
+
+
+def train(recipe: Recipe) -> TrainResult:
+    """Train as the recipe says, from the beginning or from the newest checkpoint. Call it on every rank.
+
+    The mesh must be initialised with the recipe's degrees.
+
+    Raises:
+        ValueError: as for `prepare_run`.
+    """
+    return run_training(*prepare_run(recipe))
+
+
+def run_training(state: RunState, resumed: str | None) -> TrainResult:
+    """The steps of a prepared run, with progress, metrics, checkpoints and the report at its end."""
+    with (
+        StopRequest() as stop,
+        Progress(state.recipe.last_step, first_step=state.step, is_writer=state.is_writer) as progress,
+        MetricsLog(
+            state.recipe.output,
+            is_writer=state.is_writer,
+            first_step=state.step,
+            layout=state.layout,
+            say=progress.message,
+        ) as metrics,
+    ):
+        _announce(state, progress, resumed)
+        result = _run_steps(state, progress, metrics, stop)
+    if state.is_writer:
+        _report(state, metrics.file)
+    return result
+
+
+def _run_steps(state: RunState, progress: Progress, metrics: MetricsLog, stop: StopRequest) -> TrainResult:
+    recipe = state.recipe
+    throughput = Throughput()
+    loss, stopped, saved_at = float("nan"), False, state.step
+    while state.step < recipe.last_step and not stopped:
+        rate = learning_rate(state)
+        rank_loss, norm = train_step(state)
+        throughput.add(recipe.train.global_batch_size * recipe.data.sequence_length)
+        loss, stopped = _agree(rank_loss, stop)
+        progress.advance(state.step)
+        is_last = stopped or state.step == recipe.last_step
+        held_out_loss = None
+        if recipe.train.eval_every and not stopped and (is_last or _is_due(state.step, recipe.train.eval_every)):
+            with throughput.paused():
+                held_out_loss = evaluate(state)
+        if _is_due(state.step, recipe.train.log_every) or is_last or held_out_loss is not None or state.step == 1:
+            record = StepRecord(
+                step=state.step,
+                loss=loss,
+                learning_rate=rate,
+                tokens=state.step * recipe.train.global_batch_size * recipe.data.sequence_length,
+                tokens_per_second=throughput.lap(),
+                seconds=throughput.seconds,
+                peak_memory_bytes=peak_memory_bytes(get_device()),
+                grad_norm=None if norm is None else float(norm),
+                held_out_loss=held_out_loss,
+            )
+            progress.log(record)
+            metrics.log(record)
+        if _is_due(state.step, recipe.checkpoint.save_every) or is_last:
+            with throughput.paused():
+                saved_at = _save_once(state, saved_at, progress)
+    return TrainResult(step=state.step, loss=loss, stopped=stopped)
+
+
+def _save_once(state: RunState, saved_at: int, progress: Progress) -> int:
+    """Save unless this step has been saved; returns the step saved last."""
+    if saved_at != state.step:
+        tag = save_run(state)
+        progress.message(f"saved {state.recipe.checkpoint_folder / tag}")
+    return state.step
+
+
+def _agree(rank_loss: Tensor, stop: StopRequest) -> tuple[float, bool]:
+    """Mean loss over all ranks, and whether any of them has been asked to stop: one message for both."""
+    group = get_world_group()
+    mine = torch.stack([rank_loss.double().cpu(), torch.tensor(float(stop.signal_number > 0), dtype=torch.float64)])
+    total = all_reduce(mine.to(get_device()), group).cpu()
+    return float(total[0]) / group.size, bool(total[1] > 0)
+
+
+def _is_due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _announce(state: RunState, progress: Progress, resumed: str | None) -> None:
+    if not state.is_writer:
+        return
+    save_recipe(state.recipe, state.recipe.output / "recipe.toml")
+    count = sum(p.numel() for p in state.model.parameters())
+    begins = f"goes on from {resumed}" if resumed else "begins"
+    progress.message(f"{state.layout} on {get_device().type}, {count:,} parameters on this rank; the run {begins}")
+
+
+def _report(state: RunState, metrics_file: Path) -> None:
+    recipe = state.recipe
+    records = read_records(metrics_file)
+    curve = draw_loss_curve(records, recipe.output / "loss.png", title=f"Training loss, {state.layout}")
+    files: dict[str, str | Path | None] = {
+        "checkpoints": recipe.checkpoint_folder,
+        "metrics": metrics_file,
+        "loss curve": curve,
+    }
+    print(render_summary(records, files))

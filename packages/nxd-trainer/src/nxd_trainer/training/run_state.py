@@ -1,0 +1,166 @@
+"""Everything a training run holds on one rank, built from a recipe."""
+
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from typing import TypeVar
+
+import torch
+from nxd_optim import GradientReducer
+from nxd_state import (
+    all_gather_object,
+    get_device,
+    get_group,
+    get_mesh,
+    get_world_group,
+    move_model_to_device,
+    seed_model_parallel,
+)
+from torch import nn
+from torch.optim import AdamW
+
+from nxd_trainer.data import (
+    HeldOutLoader,
+    Tokenizer,
+    TrainLoader,
+    build_corpus,
+    load_tokenizer,
+    open_corpus,
+    pack_corpus,
+)
+from nxd_trainer.models import LlamaConfig, LlamaForCausalLM
+from nxd_trainer.recipe import ModelSection, Recipe, check_layout, padded_vocab_size
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+T = TypeVar("T")
+
+
+@dataclass
+class RunState:
+    """What a training run holds on one rank.
+
+    Attributes:
+        step: optimizer steps taken since the run began, over all invocations.
+    """
+
+    recipe: Recipe
+    model: LlamaForCausalLM
+    optimizer: AdamW
+    reducer: GradientReducer
+    train_loader: TrainLoader
+    held_out_loader: HeldOutLoader
+    tokenizer: Tokenizer
+    step: int = 0
+
+    @property
+    def is_writer(self) -> bool:
+        """Whether this rank writes metrics and shows progress."""
+        return get_world_group().rank == 0
+
+    @property
+    def layout(self) -> str:
+        """Such as "TP 2 x DP 2"."""
+        mesh = get_mesh()
+        sequence_parallel = " + SP" if self.recipe.parallel.sequence_parallel else ""
+        return f"TP {mesh.tp}{sequence_parallel} x DP {mesh.dp}"
+
+
+def build_run_state(recipe: Recipe, *, say: Callable[[str], None] = print) -> RunState:
+    """Data, model and optimizer of a run that begins at step 0. The mesh must be initialised.
+
+    Raises:
+        ValueError: the recipe does not fit the layout, or the data cannot be used; the same error on every rank.
+    """
+    data_parallel = get_group("dp")
+    tokenizer = load_tokenizer(recipe.data.tokenizer)
+    vocab_size = padded_vocab_size(recipe, tokenizer.vocab_size)
+    check_layout(recipe, data_parallel.size, vocab_size=vocab_size)
+    entry = on_first_rank_of_each_host(
+        lambda: build_corpus(
+            recipe.data.path,
+            tokenizer,
+            cache_folder=recipe.token_cache_folder,
+            suffixes=recipe.data.suffixes,
+            include_tests=recipe.data.include_tests,
+        )
+    )
+    train_sequences, held_out_sequences = pack_corpus(
+        open_corpus(entry),
+        sequence_length=recipe.data.sequence_length,
+        held_out_fraction=recipe.data.held_out_fraction,
+    )
+    train_loader = TrainLoader(
+        train_sequences,
+        global_batch_size=recipe.train.global_batch_size,
+        gradient_accumulation_steps=recipe.train.gradient_accumulation_steps,
+        dp_rank=data_parallel.rank,
+        dp_size=data_parallel.size,
+        seed=recipe.train.seed,
+    )
+    held_out_loader = HeldOutLoader(
+        held_out_sequences,
+        num_batches=recipe.train.eval_batches,
+        global_batch_size=recipe.train.global_batch_size,
+        gradient_accumulation_steps=recipe.train.gradient_accumulation_steps,
+        dp_rank=data_parallel.rank,
+        dp_size=data_parallel.size,
+    )
+    model = _build_model(recipe, vocab_size)
+    return RunState(
+        recipe=recipe,
+        model=model,
+        optimizer=_build_optimizer(recipe, model),
+        reducer=GradientReducer(model.parameters()),
+        train_loader=train_loader,
+        held_out_loader=held_out_loader,
+        tokenizer=tokenizer,
+    )
+
+
+def on_first_rank_of_each_host(make: Callable[[], T]) -> T:
+    """Call `make` on one rank of each host while the others wait; all get its value.
+
+    Raises:
+        Exception: what `make` raised on any host, on every rank.
+    """
+    outcome: tuple[T | None, Exception | None] = (None, None)
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        try:
+            outcome = (make(), None)
+        except Exception as error:  # handed to every rank, where it is raised again
+            outcome = (None, error)
+    outcomes = all_gather_object(outcome, get_world_group())
+    for _, failure in outcomes:
+        if failure is not None:
+            raise failure
+    return next(value for value, _ in outcomes if value is not None)
+
+
+def _build_model(recipe: Recipe, vocab_size: int) -> LlamaForCausalLM:
+    sizes = {field.name: getattr(recipe.model, field.name) for field in fields(ModelSection)}
+    torch.manual_seed(recipe.train.seed)  # one seed on all ranks: weights do not depend on the layout
+    model = LlamaForCausalLM(
+        LlamaConfig(**sizes | {"vocab_size": vocab_size}),
+        sequence_parallel=recipe.parallel.sequence_parallel,
+        dtype=DTYPES[recipe.train.dtype],
+    )
+    seed_model_parallel(recipe.train.seed)
+    return move_model_to_device(model, get_device())
+
+
+def _build_optimizer(recipe: Recipe, model: nn.Module) -> AdamW:
+    """AdamW that decays matrices and leaves norms alone."""
+    options = recipe.optimizer
+    parameters = list(model.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": options.weight_decay},
+        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    fused = parameters[0].device.type in ("cpu", "cuda")
+    return AdamW(groups, lr=options.lr, betas=options.betas, eps=options.eps, fused=fused)
+
+
+def describe_model(state: RunState) -> dict[str, object]:
+    """The model's sizes as a checkpoint keeps them."""
+    return asdict(state.model.config)
