@@ -51,7 +51,7 @@ def unit(session: nox.Session, package: str) -> None:
     tmp = Path(session.create_tmp())
     for name in sorted(with_siblings(package, "test")):
         build_wheel(session, ROOT / "packages" / name, tmp / "wheels")
-    wheels = [str(wheel) for wheel in (tmp / "wheels").glob("*.whl")]
+    wheels = sorted(map(str, (tmp / "wheels").glob("*.whl")))
     session.install(*wheels, *dependency_groups(PYPROJECTS[package], "test"))
     session.chdir(tmp)  # away from src/, so that the wheel is what gets imported
     config = str(ROOT / "pyproject.toml")

@@ -78,9 +78,7 @@ def read_source(path: Path, package: str) -> Source:
     return Source(path, package, tree, tuple(imports_below(tree)))
 
 
-def imports_below(
-    node: ast.AST, *, inside_function: bool = False, for_types: bool = False
-) -> Iterator[Import]:
+def imports_below(node: ast.AST, *, inside_function: bool = False, for_types: bool = False) -> Iterator[Import]:
     """The absolute imports in `node`; `for_types` marks those under `if TYPE_CHECKING`."""
     if isinstance(node, ast.Import):
         for alias in node.names:
@@ -93,9 +91,7 @@ def imports_below(
     inside_function = inside_function or isinstance(node, FUNCTIONS)
     guarded = node.body if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test) else []
     for child in ast.iter_child_nodes(node):
-        yield from imports_below(
-            child, inside_function=inside_function, for_types=for_types or child in guarded
-        )
+        yield from imports_below(child, inside_function=inside_function, for_types=for_types or child in guarded)
 
 
 def is_private(name: str) -> bool:
@@ -163,9 +159,7 @@ def find_problems(packages: Path) -> list[str]:
     for pyproject in sorted(packages.glob("*/pyproject.toml")):
         roots = [path for path in sorted(pyproject.parent.glob("src/*")) if path.name.isidentifier()]
         unknown = [path for path in roots if path.name not in MAY_IMPORT]
-        problems += [
-            f"{path}: say in MAY_IMPORT of tools/check_imports.py whom it may import" for path in unknown
-        ]
+        problems += [f"{path}: say in MAY_IMPORT of tools/check_imports.py whom it may import" for path in unknown]
         known = [path for path in roots if path not in unknown]
         sources = [read_source(path, root.name) for root in known for path in sorted(root.rglob("*.py"))]
         for source in sources:

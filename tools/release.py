@@ -153,8 +153,7 @@ def check_ranges(packages: Sequence[Package]) -> Iterator[str]:
             current = versions.get(requirement.name)
             if current and not requirement.specifier.contains(current, prereleases=True):
                 yield (
-                    f"{package.name}: requires {requirement}, but {requirement.name} is at {current}; "
-                    "widen the range"
+                    f"{package.name}: requires {requirement}, but {requirement.name} is at {current}; widen the range"
                 )
 
 
@@ -197,12 +196,8 @@ def find_problems(root: Path, *, base: str | None, check_only: bool) -> list[str
 
 
 def main(arguments: Sequence[str] | None = None, *, root: Path = ROOT) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--base", metavar="REF", help="compare with this git ref, not with the last release tags"
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--base", metavar="REF", help="compare with this git ref, not with the last release tags")
     parser.add_argument("--check-only", action="store_true", help="do 1 and 2, build nothing")
     options = parser.parse_args(arguments)
     start = time.monotonic()

@@ -57,9 +57,7 @@ def test_find_problems_of_allowed_imports_is_empty(tmp_path: Path, source: str) 
         ("nxd-new/src/nxd_new/a.py", "", "say in MAY_IMPORT of tools/check_imports.py whom it may import"),
     ],
 )
-def test_find_problems_of_forbidden_import_names_line(
-    tmp_path: Path, path: str, source: str, problem: str
-) -> None:
+def test_find_problems_of_forbidden_import_names_line(tmp_path: Path, path: str, source: str, problem: str) -> None:
     write_module(tmp_path, path, source)
 
     [found] = find_problems(tmp_path)

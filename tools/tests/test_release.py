@@ -130,13 +130,14 @@ def test_check_with_two_release_tags_compares_with_the_higher_version(
         git(repository, "add", ".")
         git(repository, "commit", "-m", version)
         git(repository, "tag", f"nxd-state-v{version}")
+    (repository / STATE / "README.md").write_text("changed")
 
-    assert check() == []
+    [problem] = check()
+
+    assert problem.startswith("nxd-state: changed since nxd-state-v0.10.0")
 
 
-def test_check_with_base_compares_with_it_instead_of_the_tag(
-    repository: Path, check: Callable[..., list[str]]
-) -> None:
+def test_check_with_base_compares_with_it_instead_of_the_tag(repository: Path, check: Callable[..., list[str]]) -> None:
     write_state(repository, version="0.1.0", changes="## 0.1.0\n")
     git(repository, "add", ".")
     git(repository, "commit", "-m", "a change")
@@ -184,9 +185,7 @@ def test_main_builds_wheels_that_install_alone(repository: Path) -> None:
 
 
 @pytest.mark.slow
-def test_main_of_wheel_with_undeclared_dependency_fails(
-    repository: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_main_of_wheel_with_undeclared_dependency_fails(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (repository / "packages/nxd-layers/src/nxd_layers/__init__.py").write_text("import undeclared\n")
 
     assert main([], root=repository) == 1

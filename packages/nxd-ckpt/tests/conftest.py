@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-
 from nxd_ckpt import Shard, ShardedTensor
 
 Cut = Callable[[torch.Tensor, int, int], ShardedTensor]

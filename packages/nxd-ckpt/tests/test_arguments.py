@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-
 from nxd_ckpt import Shard, ShardedTensor, load, open_checkpoint, save
 from nxd_ckpt.testing import outcomes_on_threads
 
@@ -117,6 +116,28 @@ def test_save_arguments_that_differ_raise_the_same_error_on_every_rank(tmp_path,
         raise first
     assert str(first) == str(second)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([{}, {"tag": "b"}], r"is \('a', True\) on rank 0 but \('b', True\) on rank 1"),
+        ([{}, {"strict": False}], r"is \('a', True\) on rank 0 but \('a', False\) on rank 1"),
+        ([{}, {"into": {"w": "x"}}], "failed on 1 of 2 ranks\n  rank 1: unusable tensors:\n  'w': 'w' is a str"),
+    ],
+)
+def test_load_arguments_that_differ_raise_the_same_error_on_every_rank(tmp_path, arguments, message):
+    def load_one(ranks):
+        given = {"tag": "a", "into": {}} | arguments[ranks.rank]
+        load(tmp_path, given.pop("tag"), process_group=ranks, **given)
+
+    save(tmp_path, "a", {"w": torch.ones(2)})
+    first, second = outcomes_on_threads(load_one, world_size=2)
+
+    assert isinstance(first, ValueError)
+    with pytest.raises(ValueError, match=message):
+        raise first
+    assert str(first) == str(second)
 
 
 @pytest.mark.parametrize(("offsets", "shape"), [((0,), (3, 3)), ((2, 2), (3, 1)), ((-1, 0), (1, 1))])

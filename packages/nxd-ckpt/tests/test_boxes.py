@@ -2,7 +2,6 @@ import itertools
 
 from hypothesis import given
 from hypothesis import strategies as st
-
 from nxd_ckpt.boxes import Box, subtract, uncovered
 
 

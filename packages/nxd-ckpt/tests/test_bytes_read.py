@@ -2,9 +2,9 @@
 
 import os
 
+import nxd_ckpt.tensor_bytes
 import pytest
 import torch
-
 from nxd_ckpt import load, open_checkpoint, save
 
 
@@ -74,3 +74,20 @@ def test_read_box_reads_only_the_box(tmp_path, bytes_read):
 
     assert torch.equal(box, torch.arange(10, 15))
     assert sum(bytes_read) == 5 * 8
+
+
+@pytest.mark.parametrize("shape", [(5000,), (100, 60), (4, 6, 200)])
+def test_strided_tensors_move_in_blocks_of_bounded_size(tmp_path, monkeypatch, bytes_read, shape):
+    monkeypatch.setattr(nxd_ckpt.tensor_bytes, "BLOCK_BYTES", 1024)
+    strided = torch.zeros(*shape, 2)[..., 0]
+    bytes_written = []
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda fd, content: (bytes_written.append(len(content)), write(fd, content))[1])
+
+    save(tmp_path, "a", {"w": strided})
+    load(tmp_path, into={"w": strided})
+
+    blocks = bytes_written[1:-1]  # the header comes before them, the manifest after
+    assert sum(blocks) == sum(bytes_read) == strided.nbytes
+    assert max(blocks) <= 1024
+    assert max(bytes_read) <= 1024

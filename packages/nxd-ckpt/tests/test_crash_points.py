@@ -10,7 +10,6 @@ import threading
 
 import pytest
 import torch
-
 from nxd_ckpt import CheckpointError, list_checkpoints, load, open_checkpoint, save
 from nxd_ckpt.testing import Killed, outcomes_on_threads, run_on_threads
 

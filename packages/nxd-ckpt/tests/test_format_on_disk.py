@@ -11,7 +11,6 @@ import pytest
 import safetensors
 import safetensors.torch
 import torch
-
 from nxd_ckpt import open_checkpoint, save
 from nxd_ckpt.dtypes import CODE_OF_DTYPE
 from nxd_ckpt.testing import run_on_threads
@@ -59,7 +58,9 @@ def test_data_file_opens_with_stock_safetensors(tmp_path, bits, columns_of):
 
 
 def test_data_file_chunks_are_aligned_to_their_element_size(tmp_path):
-    state = {f"{dtype}": torch.ones(3).to(dtype) for dtype in (torch.int8, torch.bfloat16, torch.float64, torch.float32)}
+    state = {
+        f"{dtype}": torch.ones(3).to(dtype) for dtype in (torch.int8, torch.bfloat16, torch.float64, torch.float32)
+    }
 
     save(tmp_path, "a", state)
 
@@ -84,7 +85,9 @@ def test_manifest_gives_each_chunk_place_in_its_file(tmp_path, rows_of):
         assert chunk["box"] == [[2 * index, 0], [2, 3]]
         assert chunk["bytes"] == 4 * math.prod(chunk["box"][1])
         assert manifest["files"][chunk["file"]] == len(content)
-        stored = torch.frombuffer(bytearray(content), dtype=torch.float32, count=6, offset=chunk["offset"]).reshape(2, 3)
+        stored = torch.frombuffer(bytearray(content), dtype=torch.float32, count=6, offset=chunk["offset"]).reshape(
+            2, 3
+        )
         assert torch.equal(stored, whole[2 * index : 2 * index + 2])
         assert chunk["key"] in safetensors.safe_open(tmp_path / "a" / "data" / chunk["file"], "pt").keys()  # noqa: SIM118
 

@@ -6,7 +6,6 @@ import shutil
 
 import pytest
 import torch
-
 from nxd_ckpt import CheckpointError, Shard, ShardedTensor, load, open_checkpoint, save
 from nxd_ckpt.manifest import decode, encode
 from nxd_ckpt.testing import outcomes_on_threads
@@ -109,7 +108,7 @@ def test_load_data_file_replaced_by_a_link_is_refused(root, tmp_path):
     path.rename(tmp_path / "elsewhere")
     path.symlink_to(tmp_path / "elsewhere")
 
-    with pytest.raises(CheckpointError, match="data file .* cannot be read: .*symbolic link"):
+    with pytest.raises(CheckpointError, match=r"data file .* cannot be read: .*symbolic link"):
         open_checkpoint(root).read("a")
 
 
@@ -178,6 +177,19 @@ def test_decode_gives_back_what_was_encoded(root):
     manifest = decode((root / "t" / "manifest.json").read_bytes(), "here")
 
     assert decode(encode(manifest), "there") == manifest
+
+
+def test_load_ranks_that_find_different_saves_under_a_tag_are_refused(tmp_path):
+    for rank in (0, 1):
+        save(tmp_path / str(rank), "t", STATE)
+
+    outcomes = outcomes_on_threads(
+        lambda ranks: load(tmp_path / str(ranks.rank), "t", into={}, strict=False, process_group=ranks), 2
+    )
+
+    for outcome in outcomes:
+        with pytest.raises(CheckpointError, match="ranks found different saves under this tag"):
+            raise outcome
 
 
 def test_load_absent_tag_says_which_there_are(root):

@@ -1,7 +1,6 @@
 import math
 
 import pytest
-
 from nxd_ckpt.boxes import Box, uncovered
 from nxd_ckpt.manifest import Chunk
 from nxd_ckpt.plan import TensorDescription, plan_read, plan_save
@@ -32,13 +31,13 @@ def test_plan_save_replicas_are_written_once_and_spread():
     assert written_bytes(plan) == [2800, 2000, 1600, 1600]
 
 
-def test_plan_save_replicas_go_to_the_holder_without_own_shards():
-    own = {"big": TensorDescription("F32", (64,), (Box((0,), (64,)),)), "shared": whole((8,))}
+def test_plan_save_replica_goes_to_the_holder_without_own_shards_even_if_it_is_larger():
+    busy = {"own": whole((4,)), "shared": whole((8,))}
     free = {"shared": whole((8,))}
 
-    plan = plan_save([own, free])
+    plan = plan_save([busy, free])
 
-    assert [[write.name for write in writes] for writes in plan.writes] == [["big"], ["shared"]]
+    assert [[write.name for write in writes] for writes in plan.writes] == [["own"], ["shared"]]
 
 
 def test_plan_save_box_held_twice_by_one_rank_is_written_once():

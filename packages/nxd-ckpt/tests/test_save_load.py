@@ -1,12 +1,11 @@
 import random
 import tempfile
 
+import nxd_ckpt.tensor_bytes
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-import nxd_ckpt.tensor_bytes
 from nxd_ckpt import LoadedObjects, Shard, ShardedTensor, load, open_checkpoint, save
 from nxd_ckpt.boxes import Box
 from nxd_ckpt.dtypes import CODE_OF_DTYPE
@@ -66,6 +65,19 @@ def test_save_conjugated_and_negated_views_stores_their_values(tmp_path):
     assert torch.equal(checkpoint.read("imag"), torch.tensor([-2.0, 4.0]))
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_save_and_load_on_an_accelerator_gives_the_same_bits(tmp_path, bits):
+    saved = torch.randn(64, 32, device="cuda")
+    loaded, columns = torch.zeros_like(saved), torch.zeros(64, 64, device="cuda")[:, ::4]
+
+    save(tmp_path, "a", {"w": saved, "strided": saved[:, ::2]})
+    load(tmp_path, into={"w": loaded, "strided": columns})
+
+    assert bits(loaded.cpu()) == bits(saved.cpu())
+    assert bits(columns.cpu()) == bits(saved[:, ::2].cpu())
+
+
 def test_load_parameters_that_require_grad_fills_them_in_place(tmp_path):
     saved, loaded = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
 
@@ -76,25 +88,27 @@ def test_load_parameters_that_require_grad_fills_them_in_place(tmp_path):
     assert torch.equal(loaded.bias, saved.bias)
 
 
+@pytest.fixture(scope="session")
+def cuts(rows_of, columns_of):
+    return {"rows": rows_of, "columns": columns_of, "whole": lambda whole, rank, world_size: whole}
+
+
 @pytest.mark.parametrize("save_cut", ["rows", "columns", "whole"])
 @pytest.mark.parametrize("load_cut", ["rows", "columns", "whole"])
-@pytest.mark.parametrize(("save_ranks", "load_ranks"), [(4, 2), (2, 4), (1, 3), (3, 1)])
-def test_load_other_layout_gives_the_same_bits(
-    tmp_path, rows_of, columns_of, save_cut, load_cut, save_ranks, load_ranks
-):
-    cuts = {"rows": rows_of, "columns": columns_of, "whole": lambda whole, rank, world_size: whole}
+@pytest.mark.parametrize("num_ranks", [(4, 2), (2, 4), (1, 3), (3, 1)])
+def test_load_other_layout_gives_the_same_bits(tmp_path, cuts, save_cut, load_cut, num_ranks):
+    save_ranks, load_ranks = num_ranks
     saved, loaded = torch.randn(12, 24), [torch.zeros(12, 24) for _ in range(load_ranks)]
 
-    run_on_threads(
-        lambda ranks: save(tmp_path, "a", {"w": cuts[save_cut](saved, ranks.rank, save_ranks)}, process_group=ranks),
-        save_ranks,
-    )
-    run_on_threads(
-        lambda ranks: load(
-            tmp_path, into={"w": cuts[load_cut](loaded[ranks.rank], ranks.rank, load_ranks)}, process_group=ranks
-        ),
-        load_ranks,
-    )
+    def save_one(ranks):
+        save(tmp_path, "a", {"w": cuts[save_cut](saved, ranks.rank, save_ranks)}, process_group=ranks)
+
+    def load_one(ranks):
+        wanted = cuts[load_cut](loaded[ranks.rank], ranks.rank, load_ranks)
+        load(tmp_path, into={"w": wanted}, process_group=ranks)
+
+    run_on_threads(save_one, save_ranks)
+    run_on_threads(load_one, load_ranks)
 
     total = loaded[0] if load_cut == "whole" else torch.stack(loaded).sum(dim=0)
     assert torch.equal(total, saved)

@@ -39,9 +39,14 @@ class Box:
 
     def intersect(self, other: "Box") -> "Box | None":
         """The elements in both boxes, or None if there are none."""
-        offsets = tuple(map(max, self.offsets, other.offsets))
-        shape = tuple(end - offset for end, offset in zip(map(min, self.ends, other.ends), offsets, strict=True))
-        return Box(offsets, shape) if all(size > 0 for size in shape) else None
+        offsets, shape = [], []
+        for a, a_size, b, b_size in zip(self.offsets, self.shape, other.offsets, other.shape, strict=True):
+            start, end = max(a, b), min(a + a_size, b + b_size)
+            if start >= end:
+                return None
+            offsets.append(start)
+            shape.append(end - start)
+        return Box(tuple(offsets), tuple(shape))
 
     def relative_to(self, outer: "Box") -> "Box":
         """The same elements, counted from the first element of `outer`."""
@@ -57,6 +62,8 @@ class Box:
 
 def subtract(box: Box, hole: Box) -> list[Box]:
     """Disjoint boxes that together hold the elements of `box` that are not in `hole`."""
+    if box == hole:
+        return []
     common = box.intersect(hole)
     if common is None:
         return [box] if box.num_elements else []

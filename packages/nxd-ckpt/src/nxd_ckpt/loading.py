@@ -59,7 +59,7 @@ def load(
         process_group: the ranks; default: torch's default group if initialised, else this process alone.
 
     Raises:
-        ValueError: the arguments of a rank are wrong.
+        ValueError: the arguments of a rank are wrong or differ from the others'.
         CheckpointError: there is no such checkpoint, it does not fit `into` (one error lists all differences of
             name, shape and dtype), or files are missing, damaged or unreadable. All ranks raise, with the same text.
             Only an error while reading, after all checks, can leave destinations filled in part.
@@ -74,6 +74,7 @@ def load(
 
     doing = "checking the arguments of load"
     wanted = on_every_rank(coordinator, doing, check_arguments, error_type=ValueError)
+    _check_same_load(coordinator.all_gather_object((tag, strict)))
     root = root_folder(path)
     found = on_rank_zero(coordinator, f"loading from {root}", lambda: find_tag(root, tag))
     doing = f"loading checkpoint {found!r} from {root}"
@@ -89,6 +90,14 @@ def load(
         objects=checkpoint.objects,
         rank_objects=checkpoint.rank_objects.get(coordinator.rank),
     )
+
+
+def _check_same_load(asked: list[tuple[str | None, bool]]) -> None:
+    for rank, found in enumerate(asked):
+        if found != asked[0]:
+            raise ValueError(
+                f"ranks want different loads: (tag, strict) is {asked[0]} on rank 0 but {found} on rank {rank}"
+            )
 
 
 def _check_fit(

@@ -1,7 +1,8 @@
 """Moves bytes between files and tensor memory, without a copy where the memory is one piece on the CPU.
 
-Everything else (strided views, accelerators) goes through a scratch block of at most `BLOCK_BYTES`, so that saving or
-loading a tensor never needs a second one of its size.
+Strided views go through a scratch block of at most `BLOCK_BYTES`, so that they need no second tensor of their size.
+Tensors of accelerators pass through CPU memory one at a time, as a whole: cutting them up there would cost a launch, or
+on XLA a compilation, per block.
 """
 
 import ctypes
@@ -24,13 +25,13 @@ PAGE_BYTES = 4096
 
 def write_tensor(fd: int, tensor: torch.Tensor) -> None:
     """Appends the elements in row-major order to the file."""
-    tensor = tensor.detach()
+    tensor = tensor.detach().cpu()
     if _is_one_piece(tensor):
         write_fully(fd, _memory(tensor))
         return
     shape = tuple(tensor.shape)
     for block in _blocks(shape, _row_major_strides(shape), tensor.element_size()):
-        scratch = tensor[block.slices()].resolve_conj().resolve_neg().cpu().contiguous()
+        scratch = tensor[block.slices()].resolve_conj().resolve_neg().contiguous()
         write_fully(fd, _memory(scratch))
 
 
@@ -48,6 +49,11 @@ def read_tensor(fd: int, position: int, stored_shape: tuple[int, ...], box: Box,
         CheckpointError: the file ended early.
     """
     destination = destination.detach()
+    if destination.device.type != "cpu":
+        on_cpu = torch.empty(box.shape, dtype=destination.dtype)
+        read_tensor(fd, position, stored_shape, box, on_cpu)
+        destination.copy_(on_cpu)
+        return
     itemsize, strides = destination.element_size(), _row_major_strides(stored_shape)
     first_element = _element_number(box.offsets, strides)
     for block in _blocks(box.shape, strides, itemsize):
@@ -106,7 +112,7 @@ def _row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def _is_one_piece(tensor: torch.Tensor) -> bool:
     """Whether the tensor's values are its memory, in row-major order."""
-    return tensor.is_contiguous() and tensor.device.type == "cpu" and not (tensor.is_conj() or tensor.is_neg())
+    return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 
 def _memory(tensor: torch.Tensor) -> memoryview:

@@ -29,9 +29,11 @@ class _ColumnLinear(Function):
         count = len(weights_and_biases) // 2
         weights, biases = weights_and_biases[:count], weights_and_biases[count:]
         whole = input_ if sequence_dim is None else all_gather(input_, group, dim=sequence_dim)
-        # The gathered input is kept: gathering it again backward would cost a third collective.
-        ctx.save_for_backward(whole, *weights)
-        ctx.group, ctx.sequence_dim = group, sequence_dim
+        # The gathered input is kept (gathering it again backward would cost a third collective), but not for
+        # frozen weights: only their own gradients need it.
+        weights_learn = any(ctx.needs_input_grad[3 : 3 + count])
+        ctx.save_for_backward(whole if weights_learn else None, *weights)
+        ctx.group, ctx.sequence_dim, ctx.whole_shape = group, sequence_dim, whole.shape
         return tuple(F.linear(whole, w, b) for w, b in zip(weights, biases, strict=True) if w is not None)
 
     @staticmethod
@@ -40,10 +42,10 @@ class _ColumnLinear(Function):
         whole, *weights = ctx.saved_tensors
         needs_input, _, _, *needs_rest = ctx.needs_input_grad
         rows = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
-        pending = _sum_input_grad(ctx, whole, rows, weights) if needs_input else None
-        whole_rows = whole.reshape(-1, whole.shape[-1])
+        pending = _sum_input_grad(ctx, rows, weights) if needs_input else None
+        whole_rows = None if whole is None else whole.reshape(-1, whole.shape[-1])
         weight_grads = [
-            grad.t().mm(whole_rows) if needed else None
+            grad.t().mm(whole_rows) if needed and whole_rows is not None else None
             for grad, needed in zip(rows, needs_rest[: len(rows)], strict=True)
         ]
         bias_grads = [
@@ -52,12 +54,12 @@ class _ColumnLinear(Function):
         return (pending.wait() if pending else None, None, None, *weight_grads, *bias_grads)
 
 
-def _sum_input_grad(ctx: Any, whole: Tensor, rows: list[Tensor], weights: list[Tensor]) -> Pending:
+def _sum_input_grad(ctx: Any, rows: list[Tensor], weights: list[Tensor]) -> Pending:
     """Start the sum over the ranks of the input's gradient."""
     grad_rows = rows[0].mm(weights[0])
     for grad, weight in zip(rows[1:], weights[1:], strict=True):
         grad_rows.addmm_(grad, weight)
-    grad_input = grad_rows.view(whole.shape)
+    grad_input = grad_rows.view(ctx.whole_shape)
     if ctx.sequence_dim is None:
         return all_reduce_(grad_input, ctx.group, async_op=True)
     return reduce_scatter(grad_input, ctx.group, dim=ctx.sequence_dim, async_op=True)
@@ -88,8 +90,12 @@ def column_linear(
     if torch.is_autocast_enabled(input_.device.type):
         # Cast here, so that the collectives move the short dtype and autograd casts the gradients back.
         dtype = torch.get_autocast_dtype(input_.device.type)
-        input_ = input_.to(dtype)
-        weights = [weight.to(dtype) for weight in weights]
-        biases = [None if bias is None else bias.to(dtype) for bias in biases]
+        input_ = _autocast(input_, dtype)
+        weights = [_autocast(weight, dtype) for weight in weights]
+        biases = [None if bias is None else _autocast(bias, dtype) for bias in biases]
     outputs: tuple[Tensor, ...] = _ColumnLinear.apply(input_, group, sequence_dim, *weights, *biases)
     return outputs
+
+
+def _autocast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor if tensor.dtype == torch.float64 else tensor.to(dtype)  # torch leaves float64 alone as well

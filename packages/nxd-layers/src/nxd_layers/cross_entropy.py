@@ -21,12 +21,13 @@ class _ParallelCrossEntropy(Function):
     ) -> Tensor:
         local_vocab = logits.shape[-1]
         vocab = local_vocab * group.size
-        wide = logits.float() if logits.itemsize < 4 else logits
-        largest = all_reduce_(wide.detach().amax(dim=-1), group, op="max")
-        shifted = wide - largest.unsqueeze(-1)
+        ignored = labels == ignore_index
         local_label = labels - group.rank * local_vocab
-        is_mine = (local_label >= 0) & (local_label < local_vocab) & (labels != ignore_index)
+        is_mine = (local_label >= 0) & (local_label < local_vocab) & ~ignored
         index = local_label.masked_fill(~is_mine, 0).unsqueeze(-1)
+
+        largest = all_reduce_(_widened(logits.amax(dim=-1)), group, op="max")
+        shifted = logits - largest.unsqueeze(-1)
         label_logit = shifted.gather(-1, index).squeeze(-1).masked_fill(~is_mine, 0.0)
         sums = [label_logit] if label_smoothing == 0.0 else [label_logit, shifted.sum(dim=-1)]
         exponentials = shifted.exp_()
@@ -35,7 +36,6 @@ class _ParallelCrossEntropy(Function):
         loss = log_normalizer - (1.0 - label_smoothing) * totals[1]
         if label_smoothing != 0.0:
             loss -= label_smoothing / vocab * totals[2]
-        ignored = labels == ignore_index
         ctx.save_for_backward(exponentials, totals[0], index, is_mine, ignored)
         ctx.label_smoothing, ctx.vocab, ctx.dtype = label_smoothing, vocab, logits.dtype
         return loss.masked_fill(ignored, 0.0)
@@ -51,6 +51,11 @@ class _ParallelCrossEntropy(Function):
         on_label = (scale * (ctx.label_smoothing - 1.0)).masked_fill(~is_mine.unsqueeze(-1), 0.0)
         grad.scatter_add_(-1, index, on_label)
         return grad.to(ctx.dtype), None, None, None, None
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    """In float32 if the dtype is shorter."""
+    return tensor.float() if tensor.itemsize < 4 else tensor
 
 
 def parallel_cross_entropy(
@@ -69,14 +74,15 @@ def parallel_cross_entropy(
         `[...]`, float32 or float64; 0 at ignored tokens. Take the mean over the others yourself.
 
     Raises:
-        ValueError: shapes that do not match, a smoothing outside [0, 1], or (on the CPU) a label outside the
-            vocabulary.
+        ValueError: shapes that do not match, labels that are no integers, a smoothing outside [0, 1], or (on the
+            CPU) a label outside the vocabulary.
     """
     group = active_group("tp")
     _check_arguments(parallel_logits, labels, label_smoothing, ignore_index, group)
+    labels = labels.long()
     if group.size > 1:
         return _ParallelCrossEntropy.apply(parallel_logits, labels, label_smoothing, ignore_index, group)
-    wide = parallel_logits.float() if parallel_logits.itemsize < 4 else parallel_logits
+    wide = _widened(parallel_logits)
     return F.cross_entropy(
         wide.reshape(-1, wide.shape[-1]),
         labels.reshape(-1),
@@ -92,10 +98,12 @@ def _check_arguments(logits: Tensor, labels: Tensor, label_smoothing: float, ign
             f"labels of shape {tuple(labels.shape)} do not fit logits of shape {tuple(logits.shape)}; expected "
             f"{tuple(logits.shape[:-1])}"
         )
+    if labels.is_floating_point():
+        raise ValueError(f"labels of dtype {labels.dtype} are not ids of the vocabulary; expected integers")
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"label_smoothing={label_smoothing} is outside [0, 1]")
     # Elsewhere a look at the values would stall the device.
-    if labels.device.type == "cpu" and labels.numel() and not torch.compiler.is_compiling():
+    if labels.device.type == "cpu" and not torch.compiler.is_compiling():
         vocab = logits.shape[-1] * group.size
         wrong = ((labels < 0) | (labels >= vocab)) & (labels != ignore_index)
         if wrong.any():

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nxd_layers.initialization import InitMethod, empty_sharded_parameter, fill_from_logical
+from nxd_layers.layer_group import layer_group
 from nxd_layers.regions import (
     gather_from_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region_,
@@ -28,7 +29,7 @@ class ParallelEmbedding(nn.Module):
         device: of the table; torch's default device if None.
         padding_idx: a token whose vector is zero at the start and gets no gradient.
         shard_across_embedding: split the vectors instead of the vocabulary.
-        pad: allow a vocabulary that does not divide: the last rank's rows are padded with zeros.
+        pad: allow a vocabulary that does not divide: rows of zeros, of no token, fill up the last ranks' parts.
         sequence_parallel_enabled: leave the output split along the sequence.
         sequence_dimension: which dim of the token ids is the sequence.
 
@@ -63,6 +64,7 @@ class ParallelEmbedding(nn.Module):
         self.sequence_parallel_enabled = sequence_parallel_enabled
         self.sequence_dimension = sequence_dimension
         group = active_group("tp")
+        self.tensor_parallel_size = group.size
         dim = 1 if shard_across_embedding else 0
         padded = -(-num_embeddings // group.size) * group.size if pad and dim == 0 else None
         self._spec = shard_along(
@@ -92,17 +94,18 @@ class ParallelEmbedding(nn.Module):
         # Elsewhere a look at the values would stall the device.
         if input_.device.type == "cpu" and not torch.compiler.is_compiling():
             self._check_ids(input_)
-        group = active_group("tp")
-        if group.size == 1:
+        if layer_group(self.tensor_parallel_size).size == 1:
             return F.embedding(input_, self.weight, self.padding_idx)
+        # Counted from the end, the sequence is one dim further in the vectors than in the ids.
+        sequence_dim = self.sequence_dimension if self.sequence_dimension >= 0 else self.sequence_dimension - 1
         if self.shard_across_embedding:
             vectors = gather_from_tensor_model_parallel_region(F.embedding(input_, self.weight, self.padding_idx))
             if self.sequence_parallel_enabled:
-                return scatter_to_sequence_parallel_region(vectors, self.sequence_dimension)
+                return scatter_to_sequence_parallel_region(vectors, sequence_dim)
             return vectors
         partial = self._lookup_own_tokens(input_)
         if self.sequence_parallel_enabled:
-            return reduce_scatter_to_sequence_parallel_region(partial, self.sequence_dimension)
+            return reduce_scatter_to_sequence_parallel_region(partial, sequence_dim)
         return reduce_from_tensor_model_parallel_region_(partial)
 
     def _lookup_own_tokens(self, ids: Tensor) -> Tensor:

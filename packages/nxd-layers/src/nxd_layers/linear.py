@@ -20,6 +20,7 @@ from nxd_layers.initialization import (
     empty_sharded_parameter,
     fill_from_logical,
 )
+from nxd_layers.layer_group import layer_group
 from nxd_layers.regions import (
     gather_from_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region_,
@@ -67,7 +68,7 @@ class ColumnParallelLinear(nn.Module):
         sequence_dimension: int = 0,
     ) -> None:
         super().__init__()
-        _check_sizes(input_size, output_size, sequence_parallel_enabled)
+        _check_arguments(input_size, output_size, sequence_parallel_enabled)
         self.input_size, self.output_size = input_size, output_size
         self.gather_output = gather_output
         self.sequence_parallel_enabled = sequence_parallel_enabled
@@ -75,6 +76,7 @@ class ColumnParallelLinear(nn.Module):
         self.stride = stride
         self.init_method = init_method or default_linear_init
         group = active_group("tp")
+        self.tensor_parallel_size = group.size
         self._weight_spec = shard_along((output_size, input_size), 0, rank=group.rank, size=group.size, stride=stride)
         self._bias_spec = shard_along((output_size,), 0, rank=group.rank, size=group.size, stride=stride)
         self.weight = empty_sharded_parameter(
@@ -131,23 +133,33 @@ def column_parallel_linears(input_: Tensor, layers: Sequence[ColumnParallelLinea
     """
     first = layers[0]
     for layer in layers[1:]:
-        if (layer.sequence_parallel_enabled, layer.sequence_dimension, layer.input_size) != (
-            first.sequence_parallel_enabled,
-            first.sequence_dimension,
-            first.input_size,
-        ):
+        if _expected_input(layer) != _expected_input(first):
             raise ValueError(f"layers that share an input must expect the same one; got {first} and {layer}")
     outputs = column_linear(
         input_,
         [layer.weight for layer in layers],
         [layer.bias for layer in layers],
-        active_group("tp"),
+        layer_group(first.tensor_parallel_size),
         sequence_dim=first.sequence_dimension if first.sequence_parallel_enabled else None,
     )
     return tuple(
-        gather_from_tensor_model_parallel_region(output) if layer.gather_output else output
+        _gathered(output, layer) if layer.gather_output else output
         for layer, output in zip(layers, outputs, strict=True)
     )
+
+
+def _gathered(output: Tensor, layer: ColumnParallelLinear) -> Tensor:
+    whole = gather_from_tensor_model_parallel_region(output)
+    if layer.stride == 1:
+        return whole
+    # Each rank's part is a chunk of every fused matrix: back to matrix after matrix.
+    chunks = whole.unflatten(-1, (layer.tensor_parallel_size, layer.stride, -1))
+    return chunks.transpose(-3, -2).flatten(-3)
+
+
+def _expected_input(layer: ColumnParallelLinear) -> tuple[int, bool, int, int]:
+    sequence_dim = layer.sequence_dimension if layer.sequence_parallel_enabled else 0
+    return layer.input_size, layer.sequence_parallel_enabled, sequence_dim, layer.tensor_parallel_size
 
 
 class RowParallelLinear(nn.Module):
@@ -187,7 +199,7 @@ class RowParallelLinear(nn.Module):
         sequence_dimension: int = 0,
     ) -> None:
         super().__init__()
-        _check_sizes(input_size, output_size, sequence_parallel_enabled)
+        _check_arguments(input_size, output_size, sequence_parallel_enabled)
         if sequence_parallel_enabled and not input_is_parallel:
             raise ValueError(
                 "sequence_parallel_enabled=True needs input_is_parallel=True: a sequence-parallel region ends at a "
@@ -200,6 +212,7 @@ class RowParallelLinear(nn.Module):
         self.init_method = init_method or default_linear_init
         target = None if isinstance(device, bool) else device
         group = active_group("tp")
+        self.tensor_parallel_size = group.size
         self._weight_spec = shard_along((output_size, input_size), 1, rank=group.rank, size=group.size)
         self._bias_spec = shard_along((output_size,), 0, rank=0, size=1)
         self.weight = empty_sharded_parameter(
@@ -220,9 +233,10 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, input_: Tensor) -> Tensor:
         """`[..., in]` (`[..., in/tp]` if parallel) to `[..., out]`; `[seq/tp, ..., out]` if sequence parallel."""
+        group = layer_group(self.tensor_parallel_size)
         if not self.input_is_parallel:
             input_ = scatter_to_tensor_model_parallel_region(input_)
-        if active_group("tp").size == 1:
+        if group.size == 1:
             return F.linear(input_, self.weight, self.bias)
         partial = F.linear(input_, self.weight)
         if self.sequence_parallel_enabled:
@@ -240,7 +254,7 @@ class RowParallelLinear(nn.Module):
         )
 
 
-def _check_sizes(input_size: int, output_size: int, sequence_parallel_enabled: object) -> None:
+def _check_arguments(input_size: int, output_size: int, sequence_parallel_enabled: object) -> None:
     if input_size < 1 or output_size < 1:
         raise ValueError(f"input_size={input_size}, output_size={output_size}: both must be positive")
     if not isinstance(sequence_parallel_enabled, bool):

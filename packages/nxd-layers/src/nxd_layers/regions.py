@@ -9,6 +9,7 @@ each is the identity.
 
 from typing import Any
 
+import torch
 from nxd_state import Group, active_group, all_gather, all_reduce, all_reduce_, reduce_scatter
 from torch import Tensor
 from torch.autograd import Function
@@ -104,6 +105,8 @@ def reduce_from_tensor_model_parallel_region(input_: Tensor) -> Tensor:
 
 def reduce_from_tensor_model_parallel_region_(input_: Tensor) -> Tensor:
     """`reduce_from_tensor_model_parallel_region` in place, for an input that no backward needs (a matmul's output)."""
+    if torch.compiler.is_compiling():  # it cannot trace an in-place autograd function, and drops the copy itself
+        return reduce_from_tensor_model_parallel_region(input_)
     group = active_group("tp")
     return input_ if group.size == 1 else _ReduceInPlace.apply(input_, group)
 

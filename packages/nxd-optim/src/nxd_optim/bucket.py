@@ -1,36 +1,36 @@
-"""A bucket: gradients of several parameters in one contiguous buffer, so that they travel in one message."""
+"""A bucket: gradients of several parameters in one contiguous buffer, so that they travel in one message.
+
+Which parameters share a bucket, and in which order buckets leave, is decided here; when they leave is not.
+"""
 
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 
 class GradientBucket:
     """One flat buffer whose slices are the `.grad` of its parameters.
 
-    Gradients are accumulated straight into the buffer, so nothing is copied before or after communication.
+    Once a parameter's `.grad` is its slice, backward adds to it in place: there is no second copy of the gradient,
+    and nothing is copied before or after communication.
 
     Args:
         parameters: of one dtype and device.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
         first = parameters[0]
         self.parameters = list(parameters)
         self.buffer = torch.zeros(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
         slices = self.buffer.split([p.numel() for p in parameters])
         self._views = {id(p): part.view(p.shape) for p, part in zip(parameters, slices, strict=True)}
 
-    @property
-    def nbytes(self) -> int:
-        """Size of the buffer in bytes."""
-        return self.buffer.numel() * self.buffer.element_size()
-
-    def adopt(self, parameter: nn.Parameter) -> None:
+    def adopt(self, parameter: Tensor) -> None:
         """Make the bucket's slice the parameter's gradient, taking over what has been accumulated elsewhere.
 
-        Needed whenever somebody set `.grad` to None or to another tensor: the first backward then makes a new one.
+        Needed whenever somebody set `.grad` to None or to another tensor: the next backward makes a new one or adds
+        to that. No gradient counts as zero.
         """
         view = self._views[id(parameter)]
         if parameter.grad is view:
@@ -38,29 +38,38 @@ class GradientBucket:
         if parameter.grad is None:
             view.zero_()
         else:
-            view.copy_(parameter.grad)
+            # Detached, since backward(create_graph=True) gives gradients a history; dense, since an
+            # nn.Embedding(sparse=True) gives them another layout.
+            view.copy_(parameter.grad.detach().to_dense())
         parameter.grad = view
 
     def adopt_all(self) -> None:
-        """`adopt` for every parameter; one without a gradient counts as zero."""
+        """`adopt` for every parameter."""
         for parameter in self.parameters:
             self.adopt(parameter)
 
+    def zero_grad(self) -> None:
+        """Make the slices, all zero, the gradients."""
+        self.buffer.zero_()
+        for parameter in self.parameters:
+            parameter.grad = self._views[id(parameter)]
 
-def make_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[GradientBucket]:
-    """Cut the parameters into buckets of about `bucket_bytes`, in reverse order: backward fills the last ones first.
 
-    A bucket holds one dtype and device. A parameter larger than `bucket_bytes` gets a bucket of its own.
+def make_buckets(parameters: Sequence[Tensor], bucket_bytes: int) -> list[GradientBucket]:
+    """Cut the parameters into buckets of at most `bucket_bytes`, listed in the order in which backward fills them.
+
+    Backward is taken to reach the parameters in reverse order. A bucket holds one dtype and device. A parameter
+    larger than `bucket_bytes` gets a bucket of its own.
     """
-    groups: dict[tuple[torch.dtype, torch.device], list[list[nn.Parameter]]] = {}
-    for parameter in reversed(parameters):
-        batches = groups.setdefault((parameter.dtype, parameter.device), [[]])
-        filled = sum(_nbytes(p) for p in batches[-1])
-        if batches[-1] and filled + _nbytes(parameter) > bucket_bytes:
+    batches_of_kind: dict[tuple[torch.dtype, torch.device], list[list[Tensor]]] = {}
+    reached = {}
+    for position, parameter in enumerate(reversed(parameters)):
+        reached[id(parameter)] = position
+        batches = batches_of_kind.setdefault((parameter.dtype, parameter.device), [[]])
+        if batches[-1] and sum(p.nbytes for p in batches[-1]) + parameter.nbytes > bucket_bytes:
             batches.append([])
         batches[-1].append(parameter)
-    return [GradientBucket(batch) for batches in groups.values() for batch in batches]
-
-
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+    # A bucket is full with its last parameter. Listed by dtype, one that fills late would hold back all others.
+    batches = [batch for batches_of_one in batches_of_kind.values() for batch in batches_of_one]
+    batches.sort(key=lambda batch: reached[id(batch[-1])])
+    return [GradientBucket(batch) for batch in batches]

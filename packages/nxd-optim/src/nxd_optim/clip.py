@@ -6,10 +6,9 @@ rows with several copies, and tied weights kept on two stages.
 
 import math
 from collections.abc import Iterable
-from typing import Literal
 
 import torch
-from nxd_state import Group, active_group, all_reduce_, get_shard_spec
+from nxd_state import active_group, all_gather, all_reduce_, get_device, get_shard_spec
 from torch import Tensor
 
 CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_ and Megatron-LM have it
@@ -19,29 +18,33 @@ CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_ and Megatron-LM have it
 def grad_norm(parameters: Iterable[Tensor] | Tensor, norm_type: float | str = 2.0) -> Tensor:
     """The p-norm of the gradients of the whole model, the same on every rank.
 
+    Every rank that holds a part of the model must call this, also one without any gradient. A parameter marked
+    `shared` is the second copy of a tied weight and is left out, since its first copy counts.
+
     Args:
-        parameters: this rank's parameters; those without gradient are skipped. Every rank of a replica must call.
+        parameters: this rank's parameters, as a tensor or any iterable, also a generator. Those that come twice
+            count once, those without gradient not at all.
         norm_type: p > 0, or inf (also as "inf").
 
     Returns:
-        0-d tensor, float32, or float64 where the gradients are.
+        0-d tensor, float64 (float32 on XLA devices). Half-precision gradients are accumulated in float32.
 
     Raises:
-        ValueError: `norm_type` is not positive.
+        ValueError: `norm_type` is not positive, or a parameter is sharded along another axis than "tp".
     """
     power = _check_norm_type(norm_type)
-    counted = _counted_gradients(parameters)
+    by_copies = _gradients_by_copies(_as_list(parameters))
+    device = next((grads[0].device for grads in by_copies.values()), get_device())
+    # Not the gradients' own dtype: other ranks may have others, or none, and powers of float32 norms overflow.
+    total = torch.zeros(1, dtype=torch.float32 if device.type == "xla" else torch.float64, device=device)
     group = active_group("pp", "tp")
-    grads = [grad for tensors in counted.values() for grad in tensors]
-    dtype = torch.float64 if any(grad.dtype == torch.float64 for grad in grads) else torch.float32
-    total = torch.zeros((), dtype=dtype, device=grads[0].device if grads else None)
     if math.isinf(power):
-        for norms in (_norms(tensors, power, dtype) for tensors in counted.values()):
-            total = torch.maximum(total, norms.max())
-        return _over_model(total, group, "max")
-    for copies, tensors in counted.items():
-        total += _norms(tensors, power, dtype).pow(power).sum() / copies
-    return _over_model(total, group, "sum").pow(1.0 / power)
+        for grads in by_copies.values():
+            total = torch.maximum(total, _norms(grads, power, total).max())
+        return all_gather(total, group).max()  # not a reduction by max, in which gloo and nccl may lose a NaN
+    for copies, grads in by_copies.items():
+        total += _norms(grads, power, total).pow(power).sum() / copies
+    return all_reduce_(total, group).pow(1.0 / power).squeeze(0)
 
 
 @torch.no_grad()
@@ -51,53 +54,62 @@ def clip_grad_norm(parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_
     The scale is `max_norm / (norm + 1e-6)` where that is below 1.
 
     Args:
-        parameters: this rank's parameters, as a tensor or any iterable, also a generator.
+        parameters: as for `grad_norm`.
         max_norm: largest norm allowed.
         norm_type: as for `grad_norm`.
 
     Returns:
-        The norm before clipping, 0-d, the same on every rank.
+        The norm before clipping, as `grad_norm` gives it.
 
     Raises:
-        ValueError: `max_norm` is negative or not a number, or `norm_type` is not positive.
+        ValueError: `max_norm` is negative or not a number, or as for `grad_norm`.
     """
-    if math.isnan(float(max_norm)) or float(max_norm) < 0:
+    if not float(max_norm) >= 0:
         raise ValueError(f"max_norm={max_norm} must be zero or more")
-    chosen = [parameters] if isinstance(parameters, Tensor) else list(dict.fromkeys(parameters))
-    norm = grad_norm(chosen, norm_type)
+    parameters = _as_list(parameters)
+    norm = grad_norm(parameters, norm_type)
     # No branch on the value: reading it would stall the device.
     scale = torch.clamp(float(max_norm) / (norm + CLIP_EPSILON), max=1.0)
-    for parameter in chosen:
+    for parameter in parameters:
         if parameter.grad is not None:
             parameter.grad.mul_(scale.to(parameter.grad.device))
     return norm
 
 
-def _counted_gradients(parameters: Iterable[Tensor] | Tensor) -> dict[int, list[Tensor]]:
-    """Gradients (or boxes of them) by the number of tensor-parallel ranks that hold the same elements."""
-    chosen = [parameters] if isinstance(parameters, Tensor) else dict.fromkeys(parameters)
+def _as_list(parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
+    return [parameters] if isinstance(parameters, Tensor) else list(dict.fromkeys(parameters))
+
+
+def _gradients_by_copies(parameters: list[Tensor]) -> dict[int, list[Tensor]]:
+    """Gradients, or boxes of them, by the number of tensor-parallel ranks that hold the same elements."""
     tensor_parallel_size = active_group("tp").size
-    counted: dict[int, list[Tensor]] = {}
-    for parameter in chosen:
-        if parameter.grad is None or getattr(parameter, "shared", False):
+    by_copies: dict[int, list[Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is None or parameter.numel() == 0 or getattr(parameter, "shared", False):
             continue
         spec = get_shard_spec(parameter)
         if spec is None:
-            counted.setdefault(tensor_parallel_size, []).append(parameter.grad)
+            by_copies.setdefault(tensor_parallel_size, []).append(parameter.grad)
             continue
+        if spec.axis != "tp":
+            raise ValueError(
+                f"a parameter of shape {spec.local_shape} is sharded along axis={spec.axis!r}; gradient norms are "
+                "summed over 'tp' and 'pp' only"
+            )
         for piece in spec.pieces:
             whole = piece.local.shape == spec.local_shape
             grad = parameter.grad if whole else parameter.grad[piece.local.slices]
-            counted.setdefault(piece.copies, []).append(grad)
-    return counted
+            by_copies.setdefault(piece.copies, []).append(grad)
+    return by_copies
 
 
-def _norms(tensors: list[Tensor], power: float, dtype: torch.dtype) -> Tensor:
-    return torch.stack([torch.linalg.vector_norm(tensor, power, dtype=dtype) for tensor in tensors])
-
-
-def _over_model(value: Tensor, group: Group, op: Literal["sum", "max"]) -> Tensor:
-    return all_reduce_(value, group, op=op)
+def _norms(grads: list[Tensor], power: float, like: Tensor) -> Tensor:
+    """The norm of each gradient, `[len(grads)]`, with device and dtype of `like`."""
+    norms = []
+    for grad in grads:
+        dtype = torch.float64 if grad.dtype == torch.float64 else torch.float32
+        norms.append(torch.linalg.vector_norm(grad, power, dtype=dtype).to(like))
+    return torch.stack(norms)
 
 
 def _check_norm_type(norm_type: float | str) -> float:

@@ -1,17 +1,18 @@
-"""Gradients of parameters that stand in a sequence-parallel region: each rank has seen only its part of the sequence."""
+"""Gradients of parameters in a sequence-parallel region, where each rank has seen only its part of the sequence."""
 
 from collections.abc import Iterable
 
 import torch
 from nxd_state import Group, active_group, all_reduce_
-from torch import Tensor, nn
+from torch import Tensor
 
 
 @torch.no_grad()
-def reduce_sequence_parallel_gradients(parameters: Iterable[nn.Parameter], group: Group | None = None) -> None:
+def reduce_sequence_parallel_gradients(parameters: Iterable[Tensor], group: Group | None = None) -> None:
     """Sum the gradients of parameters marked `sequence_parallel_enabled` over the tensor-parallel ranks, in place.
 
-    One message per dtype. A marked parameter without a gradient counts as zero.
+    One message per dtype. A marked parameter without a gradient counts as zero. Once a step, before or after the
+    average over data-parallel replicas, but not while that is under way: so after `GradientReducer.finish`.
 
     Args:
         parameters: all parameters of the model; the others are left alone.

@@ -65,7 +65,7 @@ def peak_memory_bytes() -> int:
 
 def _check_asked(asked: str) -> str:
     if asked not in BACKENDS:
-        raise ValueError(f"NXD_DEVICE={asked!r} is not known; use one of {sorted(BACKENDS)}")
+        raise ValueError(f"NXD_DEVICE={asked!r} is not known; use one of {', '.join(sorted(BACKENDS))}")
     if asked == "cuda" and not torch.cuda.is_available():
         raise RuntimeError("NXD_DEVICE=cuda, but torch sees no CUDA device; check the driver or use NXD_DEVICE=cpu")
     if asked == "xla" and not _has_torch_xla():

@@ -114,7 +114,7 @@ class Mesh:
     def coordinates(self, rank: int) -> dict[str, int]:
         """Position of `rank` along every axis, expert axes included."""
         self._check_rank(rank)
-        position = rank_order(self).index(rank) if self.order != "row_major" else rank
+        position = _positions(self)[rank]
         found: dict[str, int] = {}
         for view in (DENSE_AXES, EXPERT_AXES):
             rest = position
@@ -147,6 +147,12 @@ def _ranks_in_mesh_order(mesh: Mesh, view: tuple[str, ...]) -> torch.Tensor:
     """Every rank at its place in the mesh, one tensor dim per axis of `view`."""
     ranks = torch.tensor(rank_order(mesh), dtype=torch.int64)
     return ranks.reshape([getattr(mesh, axis) for axis in view])
+
+
+@lru_cache(maxsize=64)
+def _positions(mesh: Mesh) -> list[int]:
+    """The position in the mesh of each rank: the inverse of its rank order."""
+    return torch.tensor(rank_order(mesh)).argsort().tolist()
 
 
 @lru_cache(maxsize=64)

@@ -1,60 +1,56 @@
 """Moving a model to a device without losing what its parameters know about themselves.
 
-`Module.to` may replace parameters by new ones without their attributes (it does when the type of device changes
-to XLA or away from meta), and unties shared ones. `move_model_to_device` keeps both.
+`Module.to` replaces parameters by new ones, without their attributes and unties shared ones, whenever old and new
+tensor are of different kinds (away from meta, to XLA). `move_model_to_device` keeps both.
 """
 
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
-from torch import nn
-
-from nxd_state.shard_spec import copy_parameter_attributes
+from torch import Tensor, nn
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
 def move_model_to_device(model: ModuleT, device: torch.device | str) -> ModuleT:
-    """Move parameters and buffers to `device`, in place, keeping shard metadata, ties and `requires_grad`.
+    """Move parameters and buffers to `device`, in place, keeping attributes, ties, gradients and `requires_grad`.
 
-    From the meta device the tensors come out uninitialised: fill them with an init function or a checkpoint.
+    A parameter stays the same object where torch allows it, so that an optimizer made before goes on to work; away
+    from meta and to XLA it becomes a new one. From meta the tensors come out uninitialised: fill them with an init
+    function or a checkpoint.
 
     Returns:
         The model itself.
     """
     device = torch.device(device)
-    moved: dict[int, torch.Tensor] = {}
+    moved: dict[Tensor, Tensor] = {}  # tensors are hashed by identity: one that is tied is moved once
     for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                module._parameters[name] = _moved_parameter(parameter, device, moved)
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                if id(buffer) not in moved:
-                    moved[id(buffer)] = _to_device(buffer, device)
-                module._buffers[name] = moved[id(buffer)]
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is None:
+                    continue
+                if tensor not in moved:
+                    moved[tensor] = _moved(tensor, device)
+                tensors[name] = cast(nn.Parameter, moved[tensor])
     return model
 
 
-def _moved_parameter(parameter: nn.Parameter, device: torch.device, moved: dict[int, torch.Tensor]) -> nn.Parameter:
-    found = moved.get(id(parameter))
-    if isinstance(found, nn.Parameter):
-        return found
-    if parameter.device == device:
-        moved[id(parameter)] = parameter
-        return parameter
-    with torch.no_grad():
-        new = nn.Parameter(_to_device(parameter.detach(), device), requires_grad=parameter.requires_grad)
-        if parameter.grad is not None:
-            new.grad = _to_device(parameter.grad, device)
-    copy_parameter_attributes(parameter, new)
-    moved[id(parameter)] = new
-    # The caller's optimizer may hold the old parameter only through the model: keep its id from being reused.
-    moved[id(new)] = new
+@torch.no_grad()
+def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    data = _to_device(tensor.detach(), device)
+    grad = None if tensor.grad is None else _to_device(tensor.grad, device)
+    # What Module.to asks as well: whether the tensor may take over the other's memory.
+    if torch._has_compatible_shallow_copy_type(tensor, data):
+        tensor.data = data
+        new = tensor
+    else:
+        new = nn.Parameter(data, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else data
+        new.__dict__.update(tensor.__dict__)
+    new.grad = grad
     return new
 
 
-def _to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
     if tensor.device.type == "meta" and device.type != "meta":
         return torch.empty_like(tensor, device=device)
     return tensor.to(device)

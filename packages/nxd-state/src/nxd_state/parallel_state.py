@@ -7,12 +7,12 @@ import os
 from dataclasses import dataclass, field
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 
-from nxd_state.device import BACKENDS, device_type, get_device
+from nxd_state.device import device_type
 from nxd_state.group import Group
 from nxd_state.mesh import Mesh, RankGroups
+from nxd_state.process_groups import new_process_group, start_torch_distributed
 
 GROUP_AXES: tuple[tuple[str, ...], ...] = (
     ("tp",),
@@ -82,7 +82,7 @@ def initialize_model_parallel(
     )
     owns_world = not dist.is_initialized()
     if owns_world:
-        _start_torch_distributed(rank, world_size, timeout)
+        start_torch_distributed(rank, world_size, timeout)
     state = _ParallelState(mesh=mesh, rank=rank, groups={}, owns_world=owns_world)
     _make_groups(state, timeout)
     _state = state
@@ -94,11 +94,16 @@ def model_parallel_is_initialized() -> bool:
 
 
 def destroy_model_parallel() -> None:
-    """Undo `initialize_model_parallel`; it can be called again afterwards. Does nothing if not initialised."""
-    global _state  # noqa: PLW0603
+    """Undo `initialize_model_parallel`; it can be called again afterwards. Does nothing if not initialised.
+
+    Ends torch.distributed only if `initialize_model_parallel` started it.
+    """
+    global _state
     if _state is None:
         return
     state, _state = _state, None
+    if not dist.is_initialized():  # the caller has ended torch.distributed, and our groups with it
+        return
     if state.owns_world:
         dist.destroy_process_group()
         return
@@ -155,34 +160,23 @@ def _launched_rank_and_world_size() -> tuple[int, int]:
     return int(os.environ.get("RANK", "0")), world_size
 
 
-def _start_torch_distributed(rank: int, world_size: int, timeout: timedelta | None) -> None:
-    kind = device_type()
-    if kind == "cuda":
-        torch.cuda.set_device(get_device())
-    if world_size == 1:
-        # A world of one needs no rendezvous, hence no free port and no launcher.
-        backend = "gloo" if kind == "xla" else BACKENDS[kind]
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-        return
-    dist.init_process_group(BACKENDS[kind], rank=rank, world_size=world_size, timeout=timeout)
-
-
 def _make_groups(state: _ParallelState, timeout: timedelta | None) -> None:
-    """Fill `state.groups`; axes whose groups hold the same ranks share one process group."""
-    by_ranks: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    """Fill `state.groups`. Every rank makes every group, in one order; axes that cut the world alike share them."""
+    mesh = state.mesh
+    partitions = {"+".join(axes): mesh.groups(*axes) for axes in GROUP_AXES}
+    partitions["embedding"] = mesh.embedding_groups()
     world = dist.group.WORLD
-    if world is not None:
-        by_ranks[tuple(range(state.mesh.world_size))] = world
-
-    def add(axis: str, replica_groups: RankGroups) -> None:
-        ranks = next((group for group in replica_groups if state.rank in group), None)
-        if ranks is None:  # a middle stage is in no embedding group
-            return
-        if ranks not in by_ranks:
-            process_group = _new_process_group(ranks, timeout)
-            by_ranks[ranks] = process_group
-            state.created.append(process_group)
-        process_group = by_ranks[ranks]
+    process_groups: dict[RankGroups, dist.ProcessGroup | None] = {(tuple(range(mesh.world_size)),): world}
+    for axis, replica_groups in partitions.items():
+        if replica_groups not in process_groups:
+            made = [new_process_group(ranks, timeout) for ranks in replica_groups]
+            mine = next((process_group for process_group in made if process_group is not None), None)
+            process_groups[replica_groups] = mine
+            state.created += [mine] if mine is not None else []
+        process_group = process_groups[replica_groups]
+        if process_group is None:  # a middle stage is in no embedding group
+            continue
+        ranks = next(ranks for ranks in replica_groups if state.rank in ranks)
         state.groups[axis] = Group(
             axis=axis,
             ranks=ranks,
@@ -191,17 +185,6 @@ def _make_groups(state: _ParallelState, timeout: timedelta | None) -> None:
             process_group=process_group,
             name=process_group.group_name,
         )
-
-    for axes in GROUP_AXES:
-        add("+".join(axes), state.mesh.groups(*axes))
-    add("embedding", state.mesh.embedding_groups())
-
-
-def _new_process_group(ranks: tuple[int, ...], timeout: timedelta | None) -> dist.ProcessGroup:
-    # torch numbers the members by sorted rank unless told otherwise; the mesh's order is what counts here.
-    ordering = {} if list(ranks) == sorted(ranks) else {"sort_ranks": False}
-    # Only the members take part, so the cost does not grow with the number of groups.
-    return dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True, **ordering)
 
 
 def _group(axes: tuple[str, ...], as_list: bool) -> dist.ProcessGroup | list[list[int]]:

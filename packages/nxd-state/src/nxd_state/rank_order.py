@@ -68,5 +68,5 @@ def rank_order(mesh: "Mesh") -> list[int]:
         ValueError: the mesh names an unknown order, or one that its sizes do not allow.
     """
     if mesh.order not in RANK_ORDERS:
-        raise ValueError(f"order={mesh.order!r} is not known; use one of {sorted(RANK_ORDERS)}")
+        raise ValueError(f"order={mesh.order!r} is not known; use one of {', '.join(sorted(RANK_ORDERS))}")
     return RANK_ORDERS[mesh.order](mesh)

@@ -131,11 +131,17 @@ def shard_along(
         axis: see `ShardSpec.axis`.
 
     Raises:
-        ValueError: the number of chunks does not divide the (padded) length.
+        ValueError: no such dim or rank, or the number of chunks does not divide the (padded) length.
     """
+    dim = _check_dim(dim, logical_shape)
+    if not 0 <= rank < size:
+        raise ValueError(f"rank={rank} is outside the {size} shards; use 0..{size - 1}")
     length = logical_shape[dim] if padded_length is None else padded_length
     if length < logical_shape[dim]:
-        raise ValueError(f"padded_length={length} is shorter than dim {dim} of {tuple(logical_shape)}")
+        raise ValueError(
+            f"padded_length={length} is shorter than dim {dim} of shape {tuple(logical_shape)}; "
+            f"use {logical_shape[dim]} or more"
+        )
     if length % (size * stride):
         parts = f"{size} shards" if stride == 1 else f"{size} shards of {stride} fused matrices"
         raise ValueError(
@@ -163,8 +169,11 @@ def fuse_along(specs: Sequence[ShardSpec], dim: int) -> ShardSpec:
     """The spec of one parameter that holds several, concatenated along `dim` on each rank.
 
     Raises:
-        ValueError: the specs differ in axis or in a local length other than that of `dim`.
+        ValueError: there are no specs, or they differ in axis or in a local length other than that of `dim`.
     """
+    if not specs:
+        raise ValueError("no specs to fuse; give at least one")
+    dim = _check_dim(dim, specs[0].local_shape)
     start, pieces = 0, []
     for spec in specs:
         rest = [list(s.local_shape[:dim] + s.local_shape[dim + 1 :]) for s in (specs[0], spec)]
@@ -233,15 +242,36 @@ def check_shard_specs(specs: Sequence[ShardSpec]) -> None:
         shapes = {piece.logical_shape for piece in pieces}
         if len(shapes) > 1:
             raise ValueError(f"logical tensor {name!r} has several shapes: {sorted(shapes)}")
-        holders = torch.zeros(pieces[0].logical_shape, dtype=torch.int32)
-        promised = torch.zeros_like(holders)
-        for piece in pieces:
-            holders[piece.logical.slices] += 1
-            promised[piece.logical.slices] = piece.copies
-        wrong = (holders != promised) | (holders == 0)
-        if wrong.any():
-            index = tuple(wrong.nonzero()[0].tolist())
-            raise ValueError(
-                f"element {index} of logical tensor {name!r} {pieces[0].logical_shape} is held by "
-                f"{int(holders[index])} ranks, but its spec says {int(promised[index])}"
-            )
+        _check_cover(name, pieces)
+
+
+def _check_cover(name: str, pieces: Sequence[ShardPiece]) -> None:
+    """Count the holders of every cell of the grid that the boxes' edges cut the logical tensor into."""
+    shape = pieces[0].logical_shape
+    edges = [
+        sorted({0, size}.union(*({box.start, box.stop} for box in (piece.logical.slices[dim] for piece in pieces))))
+        for dim, size in enumerate(shape)
+    ]
+    holders = torch.zeros([len(cuts) - 1 for cuts in edges], dtype=torch.int64)
+    promised = torch.zeros_like(holders)
+    for piece in pieces:
+        cells = tuple(
+            slice(cuts.index(box.start), cuts.index(box.stop))
+            for cuts, box in zip(edges, piece.logical.slices, strict=True)
+        )
+        holders[cells] += 1
+        promised[cells] = piece.copies
+    wrong = (holders != promised) | (holders == 0)
+    if wrong.any():
+        cell = tuple(wrong.nonzero()[0].tolist())
+        element = tuple(cuts[index] for cuts, index in zip(edges, cell, strict=True))
+        raise ValueError(
+            f"element {element} of logical tensor {name!r} {shape} is held by {int(holders[cell])} ranks, "
+            f"but its spec says {int(promised[cell])}; give each rank its own part, and say how many copies there are"
+        )
+
+
+def _check_dim(dim: int, shape: Sequence[int]) -> int:
+    if not -len(shape) <= dim < len(shape):
+        raise ValueError(f"dim={dim} is outside a tensor of shape {tuple(shape)}")
+    return dim % len(shape)

@@ -36,7 +36,7 @@ def test_rank_failure_one_rank_raises_shows_it_first():
     assert message.startswith("rank 1 of 3 failed: ValueError: boom on purpose\n")
     assert "in fail_on_rank_1" in message
     assert 'raise ValueError("boom on purpose")' in message
-    assert list(caught.value.failures)[0] == 1
+    assert next(iter(caught.value.failures)) == 1
     assert set(caught.value.failures) == {0, 1, 2}
     assert all(caught.value.failures[rank].is_consequence for rank in (0, 2))
 
@@ -116,7 +116,7 @@ def test_rank_failure_process_killed_is_named_before_its_peers():
         run_on_ranks(die, 3)
 
     assert str(caught.value).startswith("rank 1 of 3 failed: killed by SIGKILL (exit code -9)\n")
-    assert list(caught.value.failures)[0] == 1
+    assert next(iter(caught.value.failures)) == 1
 
 
 def test_rank_failure_process_that_exits_is_named_with_its_code():

@@ -224,9 +224,7 @@ def test_run_on_ranks_output_of_a_job_is_printed_once(capsys):
     assert capsys.readouterr().out == "[rank 0] first\n[rank 0] second\n"
 
 
-@pytest.mark.parametrize(
-    ("world_size", "timeout", "match"), [(0, 1.0, "world_size=0"), (1, 0.0, "timeout=0.0")]
-)
+@pytest.mark.parametrize(("world_size", "timeout", "match"), [(0, 1.0, "world_size=0"), (1, 0.0, "timeout=0.0")])
 def test_run_on_ranks_number_not_positive_raises(world_size, timeout, match):
     with pytest.raises(ValueError, match=match):
         run_on_ranks(rank, world_size, timeout=timeout)

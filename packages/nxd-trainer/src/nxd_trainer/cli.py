@@ -27,13 +27,15 @@ class _Mistake(Exception):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the process's exit code: 0, 2 for a user's mistake, 143 after a signal."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    options = _make_parser().parse_args(_flags_to_settings(arguments))
+    remaining, settings = _take_settings(arguments) if arguments[:1] == ["train"] else (arguments, [])
+    options = _make_parser().parse_args(remaining, argparse.Namespace(arguments=arguments, settings=settings))
     try:
         code: int = options.run(options)
     except _Mistake as mistake:
         # Every rank makes the same mistake; one rank of each host says so.
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"nxd {options.command}: {mistake}", file=sys.stderr)
+        _leave_mesh()
         return EXIT_MISTAKE
     except Exception:
         _fail_at_once()
@@ -41,27 +43,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _train(options: argparse.Namespace) -> int:
-    recipe = _mendable(lambda: _recipe_from_settings(options.settings))
+    recipe = _mendable(lambda: load_recipe(options.recipe, options.settings))
     if options.nproc is not None and not is_launched():
         _mendable(lambda: _check_ranks(recipe, options.nproc))
-        return launch_ranks(options.nproc, "nxd_trainer", ["train", *options.settings])
+        return launch_ranks(options.nproc, "nxd_trainer", options.arguments)
 
-    from nxd_state import destroy_model_parallel, initialize_model_parallel  # noqa: PLC0415
+    from nxd_state import initialize_model_parallel  # noqa: PLC0415
 
     from nxd_trainer.training import prepare_run, run_training  # noqa: PLC0415
 
     _mendable(lambda: initialize_model_parallel(recipe.parallel.tensor_parallel_size))
     result = run_training(*_mendable(lambda: prepare_run(recipe)))
-    destroy_model_parallel()
+    _leave_mesh()
     return EXIT_STOPPED if result.stopped else 0
 
 
 def _generate(options: argparse.Namespace) -> int:
     if options.nproc is not None and not is_launched():
-        return launch_ranks(options.nproc, "nxd_trainer", sys.argv[1:])
+        return launch_ranks(options.nproc, "nxd_trainer", options.arguments)
 
     import torch  # noqa: PLC0415
-    from nxd_state import destroy_model_parallel, get_world_group, initialize_model_parallel  # noqa: PLC0415
+    from nxd_state import get_world_group, initialize_model_parallel  # noqa: PLC0415
 
     from nxd_trainer.generate import generate, load_for_generation  # noqa: PLC0415
 
@@ -80,7 +82,7 @@ def _generate(options: argparse.Namespace) -> int:
     new_tokens = _mendable(lambda: [token for token in tokens if token != tokenizer.end_of_document])
     if get_world_group().rank == 0:
         print(options.prompt + tokenizer.decode(new_tokens))
-    destroy_model_parallel()
+    _leave_mesh()
     return 0
 
 
@@ -103,13 +105,12 @@ def _make_parser() -> argparse.ArgumentParser:
     train = commands.add_parser(
         "train",
         help="train a Llama from a recipe",
-        description="Train a Llama on text. Every key of the recipe is a flag too: --train.steps 100.",
+        usage="nxd train [RECIPE] [--nproc N] [--KEY VALUE | KEY=VALUE ...]",
+        description="Train a Llama on text. Every key of the recipe is a flag, as in --train.steps 100.",
         epilog=render_recipe_help(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    train.add_argument(
-        "settings", nargs="*", metavar="RECIPE | KEY=VALUE", help="a .toml, .yaml or .json recipe, and single keys"
-    )
+    train.add_argument("recipe", nargs="?", metavar="RECIPE", help="a .toml, .yaml or .json file; defaults if unset")
     _add_nproc(train)
     train.set_defaults(run=_train)
 
@@ -146,24 +147,23 @@ def _add_nproc(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _flags_to_settings(arguments: list[str]) -> list[str]:
-    """`--train.steps 100` and `--train.steps=100` as `train.steps=100`; other arguments as they are."""
+def _take_settings(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """The arguments without the recipe's keys, and those keys as `key=value`.
+
+    A key may come as `--train.steps 100`, `--train.steps=100` or `train.steps=100`.
+    """
+    remaining: list[str] = []
     settings: list[str] = []
     rest = iter(arguments)
     for argument in rest:
         name, equals, value = argument.removeprefix("--").partition("=")
         if argument.startswith("--") and ("." in name or name in recipe_keys()):
             settings.append(f"{name}={value if equals else next(rest, '')}")
-        else:
+        elif equals and not argument.startswith("-"):
             settings.append(argument)
-    return settings
-
-
-def _recipe_from_settings(settings: list[str]) -> Recipe:
-    files = [setting for setting in settings if "=" not in setting]
-    if len(files) > 1:
-        raise ValueError(f"one recipe file is enough, got {', '.join(files)}")
-    return load_recipe(files[0] if files else None, [setting for setting in settings if "=" in setting])
+        else:
+            remaining.append(argument)
+    return remaining, settings
 
 
 def _check_ranks(recipe: Recipe, nproc: int) -> None:
@@ -185,6 +185,13 @@ def _mendable(call: Callable[[], T]) -> T:
         return call()
     except (ValueError, FileNotFoundError, CheckpointError) as error:
         raise _Mistake(str(error)) from error
+
+
+def _leave_mesh() -> None:
+    """End the process groups, if there are any: their threads must not be alive when the interpreter ends."""
+    from nxd_state import destroy_model_parallel  # noqa: PLC0415
+
+    destroy_model_parallel()
 
 
 def _fail_at_once() -> NoReturn:

@@ -1,15 +1,17 @@
 """Collectives on a `Group`: the one way ranks exchange tensors in these packages.
 
 Every function takes a tensor and a group, leaves its input as it was, and returns a new tensor, except those
-that end in an underscore, which work in place. A group of one costs nothing. Inputs may be non-contiguous and of
-any dtype. With `async_op=True` a `Pending` comes back at once; its `wait()` gives the tensor.
+that end in an underscore, which work in place. A group of one costs nothing: the tensor itself comes back. Inputs
+may be non-contiguous and of any dtype (reductions: of any that the transport can add). With `async_op=True` a
+`Pending` comes back at once; its `wait()` gives the tensor. Results carry no gradient: the differentiable forms
+are the regions of nxd_layers.
 
 Behind this line sits torch.distributed (`eager`), or, while torch.compile or torch.export records a graph, its
 functional collectives (`functional`). With `NXD_DEBUG_COLLECTIVES=1` the ranks first agree on what they are
 about to do (`debug`).
 """
 
-from typing import Any, Literal, overload
+from typing import Any, Literal, get_args, overload
 
 import torch
 from torch import Tensor
@@ -44,13 +46,19 @@ def all_reduce(tensor: Tensor, group: Group, *, op: ReduceOp = "sum", async_op: 
 @overload
 def all_reduce(tensor: Tensor, group: Group, *, op: ReduceOp = "sum", async_op: Literal[True]) -> Pending: ...
 def all_reduce(tensor: Tensor, group: Group, *, op: ReduceOp = "sum", async_op: bool = False) -> Tensor | Pending:
-    """Combine the ranks' tensors elementwise; every rank gets the result, in a new tensor."""
+    """Combine the ranks' tensors elementwise; every rank gets the result, in a new tensor.
+
+    Raises:
+        ValueError: no such `op`, or an average of integers.
+    """
+    _check_op(op, tensor)
     if group.size == 1:
         return Pending(tensor) if async_op else tensor
     if torch.compiler.is_compiling():
         reduced = functional.all_reduce(tensor, group, op)
         return Pending(reduced) if async_op else reduced
-    return all_reduce_(tensor.clone(memory_format=torch.contiguous_format), group, op=op, async_op=async_op)
+    copy = tensor.detach().clone(memory_format=torch.contiguous_format)
+    return all_reduce_(copy, group, op=op, async_op=async_op)
 
 
 @overload
@@ -61,6 +69,7 @@ def all_reduce_(tensor: Tensor, group: Group, *, op: ReduceOp = "sum", async_op:
 def all_reduce_(tensor: Tensor, group: Group, *, op: ReduceOp = "sum", async_op: bool = False) -> Tensor | Pending: ...
 def all_reduce_(tensor: Tensor, group: Group, *, op: ReduceOp = "sum", async_op: bool = False) -> Tensor | Pending:
     """`all_reduce` that writes into `tensor` itself, for buffers and temporaries that nobody else reads."""
+    _check_op(op, tensor)
     if group.size == 1:
         return Pending(tensor) if async_op else tensor
     if torch.compiler.is_compiling():
@@ -76,10 +85,14 @@ def all_gather(tensor: Tensor, group: Group, *, dim: int = 0, async_op: Literal[
 @overload
 def all_gather(tensor: Tensor, group: Group, *, dim: int = 0, async_op: Literal[True]) -> Pending: ...
 def all_gather(tensor: Tensor, group: Group, *, dim: int = 0, async_op: bool = False) -> Tensor | Pending:
-    """Concatenate the ranks' tensors, which have one shape, along `dim` in group order."""
+    """Concatenate the ranks' tensors, which have one shape, along `dim` in group order.
+
+    Raises:
+        ValueError: the tensor has no such `dim`.
+    """
+    dim = _check_dim(dim, tensor)
     if group.size == 1:
         return Pending(tensor) if async_op else tensor
-    dim = _check_dim(dim, tensor)
     if torch.compiler.is_compiling():
         gathered = functional.all_gather(tensor, group, dim)
         return Pending(gathered) if async_op else gathered
@@ -102,12 +115,13 @@ def reduce_scatter(
     """Combine the ranks' tensors and keep this rank's equal part along `dim`.
 
     Raises:
-        ValueError: the group's size does not divide `tensor.shape[dim]`.
+        ValueError: the group's size does not divide `tensor.shape[dim]`; no such `op`, or an average of integers.
     """
-    if group.size == 1:
-        return Pending(tensor) if async_op else tensor
+    _check_op(op, tensor)
     dim = _check_dim(dim, tensor)
     _check_divides(tensor, dim, group)
+    if group.size == 1:
+        return Pending(tensor) if async_op else tensor
     if torch.compiler.is_compiling():
         scattered = functional.reduce_scatter(tensor, group, dim, op)
         return Pending(scattered) if async_op else scattered
@@ -122,10 +136,10 @@ def all_to_all(tensor: Tensor, group: Group, *, split_dim: int, concat_dim: int)
     Raises:
         ValueError: the group's size does not divide `tensor.shape[split_dim]`.
     """
-    if group.size == 1:
-        return tensor
     split_dim, concat_dim = _check_dim(split_dim, tensor), _check_dim(concat_dim, tensor)
     _check_divides(tensor, split_dim, group)
+    if group.size == 1:
+        return tensor
     if torch.compiler.is_compiling():
         return functional.all_to_all(tensor, group, split_dim, concat_dim)
     _announce("all_to_all", group, tensor, split_dim=split_dim, concat_dim=concat_dim)
@@ -133,9 +147,12 @@ def all_to_all(tensor: Tensor, group: Group, *, split_dim: int, concat_dim: int)
 
 
 def broadcast(tensor: Tensor, group: Group, *, source: int = 0) -> Tensor:
-    """The tensor of the rank with index `source` in the group, on every rank; inputs give shape and dtype."""
-    if not 0 <= source < group.size:
-        raise ValueError(f"source={source} is outside {group}; use 0..{group.size - 1}")
+    """The tensor of the rank with index `source` in the group, on every rank; inputs give shape and dtype.
+
+    Raises:
+        ValueError: the group has no such index.
+    """
+    _check_index("source", source, group)
     if group.size == 1:
         return tensor
     if torch.compiler.is_compiling():
@@ -145,12 +162,31 @@ def broadcast(tensor: Tensor, group: Group, *, source: int = 0) -> Tensor:
 
 
 def send(tensor: Tensor, group: Group, *, destination: int) -> None:
-    """Send to the rank with index `destination` in the group; returns when the tensor may be reused."""
+    """Send to the rank with index `destination` in the group; returns when the tensor may be reused.
+
+    Raises:
+        ValueError: the group has no such index, or it is this rank's own.
+    """
+    _check_index("destination", destination, group, other_than_own=True)
+    if debug.enabled():
+        debug.agree("send to recv", debug.pair(group, group.rank, destination), tensor, {})
     eager.send(tensor, group, destination)
 
 
 def recv(tensor: Tensor, group: Group, *, source: int) -> Tensor:
-    """Receive into `tensor` (contiguous, of the shape and dtype sent) from index `source` in the group."""
+    """Receive into `tensor` (contiguous, of the shape and dtype sent) from index `source` in the group.
+
+    Raises:
+        ValueError: the group has no such index, or it is this rank's own; or `tensor` is not contiguous.
+    """
+    _check_index("source", source, group, other_than_own=True)
+    if not tensor.is_contiguous():
+        raise ValueError(
+            f"cannot receive into a non-contiguous tensor of shape {tuple(tensor.shape)}; "
+            "receive into a contiguous one and copy"
+        )
+    if debug.enabled():
+        debug.agree("send to recv", debug.pair(group, source, group.rank), tensor, {})
     return eager.recv(tensor, group, source)
 
 
@@ -169,9 +205,19 @@ def all_gather_object(value: Any, group: Group) -> list[Any]:
     return eager.all_gather_object(value, group)
 
 
+def _check_op(op: str, tensor: Tensor) -> None:
+    if op not in get_args(ReduceOp):
+        raise ValueError(f"op={op!r} is not a reduction; use one of {', '.join(get_args(ReduceOp))}")
+    if op == "avg" and not (tensor.is_floating_point() or tensor.is_complex()):
+        raise ValueError(f"op='avg' of {tensor.dtype} has no result of that dtype; use op='sum' or convert to float")
+
+
 def _check_dim(dim: int, tensor: Tensor) -> int:
     if not -tensor.dim() <= dim < tensor.dim():
-        raise ValueError(f"dim={dim} is outside a tensor of shape {tuple(tensor.shape)}")
+        raise ValueError(
+            f"dim={dim} is outside a tensor of shape {tuple(tensor.shape)}; "
+            + (f"use {-tensor.dim()}..{tensor.dim() - 1}" if tensor.dim() else "reshape it to (1,) first")
+        )
     return dim % tensor.dim()
 
 
@@ -181,3 +227,10 @@ def _check_divides(tensor: Tensor, dim: int, group: Group) -> None:
             f"{group} of {group.size} ranks does not divide dim {dim} of shape {tuple(tensor.shape)}; "
             f"pad it to {-(-tensor.shape[dim] // group.size) * group.size}"
         )
+
+
+def _check_index(name: str, index: int, group: Group, *, other_than_own: bool = False) -> None:
+    if not 0 <= index < group.size:
+        raise ValueError(f"{name}={index} is outside {group}; use an index in the group, 0..{group.size - 1}")
+    if other_than_own and index == group.rank:
+        raise ValueError(f"{name}={index} is this rank itself in {group}; no message is needed")

@@ -1,17 +1,22 @@
 """Agreement before each collective, over a side channel, so that a mismatch raises instead of hanging.
 
 On with `NXD_DEBUG_COLLECTIVES=1`. Every rank posts what it is about to do in the job's key-value store and reads
-what its peers posted. Two things raise, on every rank concerned, with the call sites of both: peers that post
-something else for the same turn of the same group, and a peer that is itself waiting for this rank in another group.
+what its peers posted. Three things raise, with the call sites of all ranks concerned: a peer that posted something
+else for the same turn of the same group; ranks that wait for each other in different groups; and a peer that raised
+one of these instead of coming here, so that the error reaches every rank that depends on it. A job that got it is
+over: the ranks have lost count of each other's turns.
 """
 
 import json
 import os
+import sys
 import time
-import traceback
 from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, Literal
 
 import torch.distributed as dist
 from torch import Tensor
@@ -19,9 +24,40 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from nxd_state.group import Group
 
-_PACKAGE = str(Path(__file__).parents[1])
-_TORCH = str(Path(dist.__file__).parents[1])
-_POLL_SECONDS = 0.001
+_NOT_CALL_SITES = (str(Path(__file__).parents[1]), str(Path(dist.__file__).parents[1]), "<frozen")
+_FRAMES_SHOWN = 3
+_FIRST_POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.001, 0.05
+
+
+class CollectiveMismatch(RuntimeError):
+    """Ranks of a group were about to run different collectives."""
+
+
+@dataclass(frozen=True)
+class _Announcement:
+    """What a rank last said: which collective it came to, and whether it waits there, went on, or raised."""
+
+    rank: int
+    does: str
+    at: str
+    axis: str
+    ranks: tuple[int, ...]
+    group_name: str
+    turn: int
+    state: Literal["waited", "went on", "raised"] = "waited"
+    error: str = ""
+
+    @property
+    def key(self) -> str:
+        """Where it is posted for the peers of this turn."""
+        return self.key_of(self.rank)
+
+    def key_of(self, rank: int) -> str:
+        """Where `rank` posts its announcement of this turn of this group."""
+        return f"nxd_debug/{self.group_name}/{self.turn}/{rank}"
+
+    def __str__(self) -> str:
+        return f"  rank {self.rank}: {self.does} in group {self.axis} {list(self.ranks)}\n    at {self.at}"
 
 
 class _Turns:
@@ -41,72 +77,124 @@ class _Turns:
 _turns = _Turns()
 
 
-class CollectiveMismatch(RuntimeError):
-    """Ranks of a group were about to run different collectives."""
-
-
 def enabled() -> bool:
     """Whether `NXD_DEBUG_COLLECTIVES=1` is set."""
     return os.environ.get("NXD_DEBUG_COLLECTIVES") == "1"
+
+
+def pair(group: Group, source: int, destination: int) -> Group:
+    """The two members of `group` that exchange a message, as a group with its own turns."""
+    ranks = (group.ranks[source], group.ranks[destination])
+    index = ranks.index(group.ranks[group.rank])
+    name = f"{group.name}/{source}>{destination}"
+    return replace(group, ranks=ranks, rank=index, replica_groups=(ranks,), name=name)
 
 
 def agree(name: str, group: Group, tensor: Tensor | None, details: dict[str, Any]) -> None:
     """Wait until every rank of `group` has announced this same collective.
 
     Raises:
-        CollectiveMismatch: a peer announced another operation, shape, dtype or argument; or waits elsewhere for us;
-            or announced nothing within the process group's timeout.
+        CollectiveMismatch: see the module; or a peer announced nothing within the process group's timeout.
     """
     store = _get_default_store()
-    turn = _turns.next(store, group.name)
-    prefix = f"nxd_debug/{group.name}/{turn}"
-    mine = {"does": _describe(name, tensor, details), "at": _call_site()}
-    me = group.ranks[group.rank]
-    posted = json.dumps(mine | {"group": list(group.ranks), "axis": group.axis, "turn": turn})
-    store.set(f"{prefix}/{group.rank}", posted)
-    store.set(f"nxd_debug/waits/{me}", posted)
-    announced = {
-        index: mine if index == group.rank else _await_peer(store, f"{prefix}/{index}", rank, group, mine)
-        for index, rank in enumerate(group.ranks)
-    }
-    store.set(f"nxd_debug/waits/{me}", "")
-    if any(peer["does"] != mine["does"] for peer in announced.values()):
-        lines = [f"  rank {group.ranks[i]}: {peer['does']}\n    {peer['at']}" for i, peer in announced.items()]
-        raise CollectiveMismatch(
-            f"ranks of group {group.axis} {list(group.ranks)} disagree at collective {turn}:\n" + "\n".join(lines)
-        )
+    mine = _Announcement(
+        rank=group.ranks[group.rank],
+        does=_describe(name, tensor, details),
+        at=_call_site(),
+        axis=group.axis,
+        ranks=group.ranks,
+        group_name=group.name,
+        turn=_turns.next(store, group.name),
+    )
+    _set_last(store, mine)
+    _write(store, mine.key, mine)
+    try:
+        for rank in mine.ranks:
+            _check_same(mine, _await_peer(store, mine, rank))
+    except CollectiveMismatch as mismatch:
+        _set_last(store, replace(mine, state="raised", error=str(mismatch)))
+        raise
+    _set_last(store, replace(mine, state="went on"))
+    # All have come to this turn, so all have read what was posted for the one before.
+    store.delete_key(replace(mine, turn=mine.turn - 1).key)
 
 
-def _await_peer(store: dist.Store, key: str, rank: int, group: Group, mine: dict[str, str]) -> dict[str, str]:
-    deadline = time.monotonic() + store.timeout.total_seconds()
-    me = group.ranks[group.rank]
-    while not store.check([key]):
-        elsewhere = _read(store, f"nxd_debug/waits/{rank}")
-        waits_for_me = elsewhere is not None and me in elsewhere["group"]
-        if waits_for_me and elsewhere["group"] != list(group.ranks) and not store.check([key]):
-            raise CollectiveMismatch(
-                f"ranks {me} and {rank} wait for each other in different groups:\n"
-                f"  rank {me}: {mine['does']} in group {group.axis} {list(group.ranks)}\n    {mine['at']}\n"
-                f"  rank {rank}: {elsewhere['does']} in group {elsewhere['axis']} {elsewhere['group']}\n"
-                f"    {elsewhere['at']}"
-            )
+def _check_same(mine: _Announcement, peer: _Announcement) -> None:
+    if peer.does != mine.does:
+        first, second = sorted((mine, peer), key=lambda announced: announced.rank)
+        raise CollectiveMismatch(f"ranks came to different collectives:\n{first}\n{second}")
+
+
+def _await_peer(store: dist.Store, mine: _Announcement, rank: int) -> _Announcement:
+    """What `rank` announced for this turn, as soon as it has."""
+    patience: float = store.timeout.total_seconds()  # type: ignore[attr-defined]  # torch's stubs lack it
+    deadline = time.monotonic() + patience
+    pause = _FIRST_POLL_SECONDS
+    while (peer := _read(store, mine.key_of(rank))) is None:
+        cycle = _find_cycle(store, mine)
+        if cycle:
+            shown = "\n".join(map(str, sorted(cycle, key=lambda announced: announced.rank)))
+            raise CollectiveMismatch(f"ranks wait for each other in different groups:\n{shown}")
+        last = _last(store, rank)
+        if last is not None and last.state == "raised":
+            raise CollectiveMismatch(f"rank {rank} will not come to this collective:\n{mine}\n{last.error}")
         if time.monotonic() > deadline:
+            whereabouts = f"it last {last.state}:\n{last}" if last else "it has announced none so far"
             raise CollectiveMismatch(
-                f"rank {rank} announced no collective in group {group.axis} {list(group.ranks)}; "
-                f"rank {me} waits at {mine['does']}\n    {mine['at']}"
+                f"rank {rank} did not come to this collective in {patience:.0f} s:\n{mine}\n{whereabouts}"
             )
-        time.sleep(_POLL_SECONDS)
-    peer = _read(store, key)
-    assert peer is not None
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_POLL_SECONDS)
     return peer
 
 
-def _read(store: dist.Store, key: str) -> dict[str, Any] | None:
+def _find_cycle(store: dist.Store, mine: _Announcement) -> list[_Announcement]:
+    """Ranks that wait for each other in a circle that this rank is part of; empty if there is none."""
+    paths = [[mine]]
+    visited = {mine.rank}
+    while paths:
+        path = paths.pop()
+        for rank in _missing(store, path[-1]):
+            if rank == mine.rank:
+                return path if _all_still_wait(store, path) else []
+            last = _last(store, rank)
+            if rank not in visited and last is not None and last.state == "waited":
+                visited.add(rank)
+                paths.append([*path, last])
+    return []
+
+
+def _all_still_wait(store: dist.Store, cycle: list[_Announcement]) -> bool:
+    """A second look at what was read one after the other: what is unchanged was true of all at the same time."""
+    followers = [*cycle[1:], cycle[0]]
+    return all(
+        _last(store, waiting.rank) == waiting and follower.rank in _missing(store, waiting)
+        for waiting, follower in zip(cycle, followers, strict=True)
+    )
+
+
+def _missing(store: dist.Store, waiting: _Announcement) -> Iterator[int]:
+    """Ranks that have not come to the turn at which `waiting` waits."""
+    return (rank for rank in waiting.ranks if not store.check([waiting.key_of(rank)]))
+
+
+def _set_last(store: dist.Store, announcement: _Announcement) -> None:
+    _write(store, f"nxd_debug/last/{announcement.rank}", announcement)
+
+
+def _last(store: dist.Store, rank: int) -> _Announcement | None:
+    return _read(store, f"nxd_debug/last/{rank}")
+
+
+def _write(store: dist.Store, key: str, announcement: _Announcement) -> None:
+    store.set(key, json.dumps(asdict(announcement)))
+
+
+def _read(store: dist.Store, key: str) -> _Announcement | None:
     if not store.check([key]):
         return None
-    text = store.get(key).decode()
-    found: dict[str, Any] | None = json.loads(text) if text else None
-    return found
+    fields = json.loads(store.get(key))
+    return _Announcement(**fields | {"ranks": tuple(fields["ranks"])})
 
 
 def _describe(name: str, tensor: Tensor | None, details: dict[str, Any]) -> str:
@@ -117,6 +205,11 @@ def _describe(name: str, tensor: Tensor | None, details: dict[str, Any]) -> str:
 
 
 def _call_site() -> str:
-    """The innermost frames outside this package and torch, outermost first."""
-    frames = [frame for frame in traceback.extract_stack() if not frame.filename.startswith((_PACKAGE, _TORCH, "<"))]
-    return " -> ".join(f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in frames[-3:])
+    """The innermost frames outside this package and torch, innermost first."""
+    frames: list[str] = []
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and len(frames) < _FRAMES_SHOWN:
+        if not frame.f_code.co_filename.startswith(_NOT_CALL_SITES):
+            frames.append(f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}")
+        frame = frame.f_back
+    return " <- ".join(frames)

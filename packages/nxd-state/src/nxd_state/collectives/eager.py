@@ -1,10 +1,11 @@
 """Collectives on torch.distributed process groups (gloo, nccl), run as they are called.
 
-Callers have checked their arguments and handled groups of one.
+What only moves data moves it as bytes, so that it serves every dtype. Callers have checked their arguments and
+handled groups of one. Nothing here is recorded by autograd.
 """
 
 from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -21,11 +22,15 @@ _REDUCE_OPS = {
     "min": dist.ReduceOp.MIN,
 }
 _LOCAL_REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "sum": lambda parts: parts.sum(dim=0),
+    "sum": lambda parts: parts.sum(dim=0, dtype=parts.dtype),
     "avg": lambda parts: parts.mean(dim=0),
     "max": lambda parts: parts.amax(dim=0),
     "min": lambda parts: parts.amin(dim=0),
 }
+
+# torch 2.13 gives these two a shorter name and warns about the one before.
+_all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 class Pending:
@@ -49,86 +54,103 @@ class Pending:
         return self._result
 
 
+@torch.no_grad()
 def all_reduce_(tensor: Tensor, group: Group, op: ReduceOp) -> Pending:
-    _check_op(op)
-    buffer = tensor if tensor.is_contiguous() else tensor.contiguous()
+    """Reduce into `tensor`; by way of a contiguous copy where it is not contiguous."""
+    buffer = tensor.contiguous()  # `tensor` itself where it is contiguous
     work = dist.all_reduce(buffer, op=_REDUCE_OPS[op], group=group.process_group, async_op=True)
 
+    @torch.no_grad()
     def finish(reduced: Tensor) -> Tensor:
         if op == "avg":
-            reduced = reduced.div_(group.size)
-        return reduced if reduced is tensor else tensor.copy_(reduced)
+            reduced.div_(group.size)
+        return tensor if reduced is tensor else tensor.copy_(reduced)
 
     return Pending(buffer, work, finish)
 
 
+@torch.no_grad()
 def all_gather(tensor: Tensor, group: Group, dim: int) -> Pending:
-    source = _as_bytes(tensor.contiguous())
-    gathered = source.new_empty((group.size, *source.shape))
-    work = dist.all_gather_into_tensor(gathered.view(-1), source.view(-1), group=group.process_group, async_op=True)
-    return Pending(gathered, work, lambda parts: _join(parts.view(tensor.dtype), dim))
+    """Gather along `dim`."""
+    sent = _as_bytes(tensor)
+    received = sent.new_empty(group.size * sent.numel())
+    work = _all_gather_single(received, sent, group=group.process_group, async_op=True)
+    dtype, shape = tensor.dtype, (group.size, *tensor.shape)
+    return Pending(received, work, lambda data: _join(data.view(dtype).view(shape), dim))
 
 
+@torch.no_grad()
 def reduce_scatter(tensor: Tensor, group: Group, dim: int, op: ReduceOp) -> Pending:
-    _check_op(op)
+    """Reduce, and keep this rank's part along `dim`."""
     parts = _split(tensor, group.size, dim)
-    if dist.get_backend(group.process_group) == "gloo":
+    if tensor.device.type == "cpu":
         # gloo reduces everything everywhere and then drops the rest: exchanging the parts and summing them
         # here moves half the bytes, and adds in rank order, so that the result does not depend on timing.
-        received = torch.empty_like(parts)
-        work = dist.all_to_all_single(received, parts, group=group.process_group, async_op=True)
-        return Pending(received, work, _LOCAL_REDUCTIONS[op])
+        received, work = _exchange(parts, group)
+        return Pending(received, work, lambda data: _LOCAL_REDUCTIONS[op](data.view(parts.dtype).view(parts.shape)))
     result = torch.empty_like(parts[0])
-    work = dist.reduce_scatter_tensor(result, parts, op=_REDUCE_OPS[op], group=group.process_group, async_op=True)
+    work = _reduce_scatter_single(result, parts, op=_REDUCE_OPS[op], group=group.process_group, async_op=True)
     return Pending(result, work, (lambda reduced: reduced.div_(group.size)) if op == "avg" else None)
 
 
+@torch.no_grad()
 def all_to_all(tensor: Tensor, group: Group, split_dim: int, concat_dim: int) -> Tensor:
-    parts = _as_bytes(_split(tensor, group.size, split_dim))
-    received = torch.empty_like(parts)
-    dist.all_to_all_single(received, parts, group=group.process_group)
-    return _join(received.view(tensor.dtype), concat_dim)
+    """Exchange along `split_dim`, concatenate along `concat_dim`."""
+    parts = _split(tensor, group.size, split_dim)
+    received, work = _exchange(parts, group)
+    work.wait()
+    return _join(received.view(parts.dtype).view(parts.shape), concat_dim)
 
 
+@torch.no_grad()
 def broadcast(tensor: Tensor, group: Group, source: int) -> Tensor:
-    buffer = _as_bytes(tensor.clone(memory_format=torch.contiguous_format))
-    dist.broadcast(buffer, src=group.ranks[source], group=group.process_group)
-    return buffer.view(tensor.dtype)
+    """A copy of `tensor`, overwritten with that of the rank with index `source` in the group."""
+    copy = tensor.clone(memory_format=torch.contiguous_format)
+    dist.broadcast(_as_bytes(copy), src=group.ranks[source], group=group.process_group)
+    return copy
 
 
+@torch.no_grad()
 def send(tensor: Tensor, group: Group, destination: int) -> None:
-    dist.send(_as_bytes(tensor.contiguous()), dst=group.ranks[destination], group=group.process_group)
+    """Send to the rank with index `destination` in the group."""
+    dist.send(_as_bytes(tensor), dst=group.ranks[destination], group=group.process_group)
 
 
+@torch.no_grad()
 def recv(tensor: Tensor, group: Group, source: int) -> Tensor:
+    """Receive into the contiguous `tensor`."""
     dist.recv(_as_bytes(tensor), src=group.ranks[source], group=group.process_group)
     return tensor
 
 
 def barrier(group: Group) -> None:
+    """Wait for all ranks of the group."""
     dist.barrier(group=group.process_group)
 
 
 def all_gather_object(value: Any, group: Group) -> list[Any]:
+    """Gather by pickle."""
     values: list[Any] = [None] * group.size
     dist.all_gather_object(values, value, group=group.process_group)
     return values
 
 
-def _check_op(op: str) -> None:
-    if op not in _REDUCE_OPS:
-        raise ValueError(f"op={op!r} is not a reduction; use one of {list(get_args(ReduceOp))}")
+def _exchange(parts: Tensor, group: Group) -> tuple[Tensor, dist.Work]:
+    """Send part i of the stack to rank i of the group; the bytes received lie in the same order."""
+    sent = _as_bytes(parts)
+    received = torch.empty_like(sent)
+    return received, dist.all_to_all_single(received, sent, group=group.process_group, async_op=True)
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    """Float8 and the like, which transports do not know, travel as bytes; other dtypes as they are."""
-    return tensor.view(torch.uint8) if tensor.is_floating_point() and tensor.itemsize == 1 else tensor
+    """The elements as a flat tensor of bytes, in the same memory where the tensor is contiguous."""
+    return tensor.resolve_conj().contiguous().view(-1).view(torch.uint8)
 
 
 def _split(tensor: Tensor, parts: int, dim: int) -> Tensor:
     """Equal parts along `dim`, stacked on a new dim 0, contiguous."""
     if dim == 0:
-        return tensor.contiguous().view(parts, -1, *tensor.shape[1:])
+        return tensor.contiguous().view(parts, tensor.shape[0] // parts, *tensor.shape[1:])
     return torch.stack(tensor.chunk(parts, dim=dim))
 
 

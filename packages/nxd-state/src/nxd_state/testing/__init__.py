@@ -1,11 +1,22 @@
-"""Run a function on N ranks, for tests: warm worker processes, real collectives, failures that name the rank.
+"""Run a function on N ranks, for tests: warm processes, real collectives, failures that name the rank.
 
-Here live the pool of ranks, its pytest plugin and a runner for command lines under torchrun. What is tested with
-them does not. Needs the extra `nxd-state[testing]`.
+Here live the pool of ranks, its pytest plugin and a runner for command lines under torchrun; the tests that
+use them do not. Needs the extra `nxd-state[testing]`.
 """
 
 from nxd_state.testing.failure import FailedRank, RankFailure
+from nxd_state.testing.logical import LogicalPiece, assemble_logical, logical_pieces
 from nxd_state.testing.pool import RankPool, run_on_ranks
 from nxd_state.testing.torchrun import TorchrunResult, run_torchrun
 
-__all__ = ["run_on_ranks", "RankPool", "RankFailure", "FailedRank", "run_torchrun", "TorchrunResult"]
+__all__ = [
+    "logical_pieces",
+    "assemble_logical",
+    "LogicalPiece",
+    "run_on_ranks",
+    "RankPool",
+    "RankFailure",
+    "FailedRank",
+    "run_torchrun",
+    "TorchrunResult",
+]

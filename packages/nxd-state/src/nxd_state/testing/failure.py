@@ -44,8 +44,8 @@ class RankFailure(RuntimeError):
     """At least one rank of a job failed.
 
     Attributes:
-        failures: the failed ranks, root cause first: the earliest failure, then the later ones, then the ranks
-            that only failed because a peer was gone.
+        failures: the failed ranks, root cause first: the earliest failure, then the later ones, then the
+            ranks that only failed because a peer was gone.
         outputs: what each rank that printed wrote to stdout and stderr.
     """
 
@@ -67,7 +67,7 @@ def describe_exit(returncode: int) -> str:
 
 
 def prefix_output(rank: int, output: str) -> str:
-    """Puts `[rank 1] ` before each line of what a rank printed, of which the end is kept if it is very long."""
+    """Puts `[rank 1] ` before each line of what a rank printed; of a very long output, keeps the end."""
     if len(output) > _LONGEST_OUTPUT:
         output = f"... {len(output) - _LONGEST_OUTPUT} characters left out ...\n{output[-_LONGEST_OUTPUT:]}"
     return "".join(f"[rank {rank}] {line}\n" for line in output.splitlines())

@@ -1,8 +1,8 @@
 """What the pool and a worker process say to each other over their connection.
 
-One job is: the pool sends a `Job`, the worker answers with a `Success` or a `Raised`, the pool sends `RELEASE` once
-no rank needs this one any more, the worker tears its process groups down and answers with a `TornDown`. Only plain
-data is defined here; `call` and `result` are the pickles of `nxd_state.testing.serialization`.
+A job goes like this: the pool sends a `Job`; the worker answers with a `Success` or a `Raised`; the pool sends
+`RELEASE` once no rank needs this one any more; the worker tears its process groups down and answers with a
+`TornDown`. Only plain data is defined here; how calls and results are pickled is in `serialization`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The pool of warm worker processes, and `run_on_ranks`, which runs a function on the pool of this process.
 
-A job of N ranks uses the first N workers, which are started when first needed and serve until this process ends.
-They meet through one TCPStore that lives here, each job under its own prefix, so that no job picks a port.
+A job of N ranks uses the first N workers, which are started when first needed and serve until this process
+ends. They meet through one TCPStore that lives here, each job under its own prefix, so no job picks a port.
+What the ranks do is in `worker`, how a failure reads in `failure`.
 """
 
 from __future__ import annotations
@@ -42,14 +43,15 @@ def run_on_ranks(
 ) -> list[T]:
     """Calls `fn(*args)` on each of `world_size` processes with torch.distributed initialised.
 
-    Every job starts from the same state: one thread, float32, gradients on, random seed 0, and the environment
-    that torchrun would set. The processes are reused by later jobs; modules that they imported stay imported.
-    What the ranks print is printed here when they are done, each line with its rank.
+    Every job starts from the same state: one thread, float32, gradients on, random seed 0, this process's
+    working directory and `sys.path`, and the environment that torchrun would set. Later jobs reuse the
+    processes; modules imported there stay imported. What the ranks print is printed here when they are done,
+    each line with its rank.
 
     Args:
         fn: any function, closures and lambdas included.
         world_size: the number of ranks.
-        *args: picklable arguments, the same for every rank; `RANK` and `torch.distributed` tell the ranks apart.
+        *args: picklable arguments, the same for every rank; `torch.distributed` tells the ranks apart.
         timeout: seconds until ranks still at work are ended and their Python stacks shown.
         backend: the backend of the process group.
         env: environment variables of this job. Later changes of this process's own are not seen by the ranks.

@@ -1,7 +1,7 @@
 """The pytest plugin: the fixture `run_ranks`.
 
 Registered as an entry point of nxd-state; where the package is not installed, `pytest -p
-nxd_state.testing.pytest_plugin` does the same. What ranks print goes to stdout with their numbers, so that pytest
+nxd_state.testing.pytest_plugin` does the same. What ranks print goes to stdout with their numbers, so pytest
 shows it with the test that fails.
 """
 

@@ -1,8 +1,8 @@
 """Pickles of calls and of their results, by cloudpickle.
 
-A call may name functions and classes of modules that only the parent process can import (a test module loaded by
-pytest, a script, a notebook): those travel by value, all others by reference. Results bring tensors back as plain
-CPU tensors.
+A call may name functions and classes of modules that only the parent process can import (a test module loaded
+by pytest, a script, a notebook): those travel by value, all others by reference. Results bring tensors back
+as plain CPU tensors.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def dumps_result(result: Any) -> bytes:
     return buffer.getvalue()
 
 
-class _CallPickler(cloudpickle.Pickler):  # type: ignore[misc]
+class _CallPickler(cloudpickle.Pickler):
     def __init__(self, buffer: io.BytesIO) -> None:
         super().__init__(buffer)
         self.modules_by_value: list[ModuleType] = []
@@ -63,7 +63,7 @@ class _CallPickler(cloudpickle.Pickler):  # type: ignore[misc]
         return super().reducer_override(obj)
 
 
-class _ResultPickler(cloudpickle.Pickler):  # type: ignore[misc]
+class _ResultPickler(cloudpickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, torch.Tensor) and not obj.is_meta:
             plain = obj.detach().cpu().clone(memory_format=torch.contiguous_format)
@@ -75,8 +75,8 @@ class _ResultPickler(cloudpickle.Pickler):  # type: ignore[misc]
 def _workers_can_import(module_name: str, file: str | None) -> bool:
     """Whether an import by name, along `sys.path` alone, finds this very file.
 
-    `importlib.util.find_spec` cannot tell: it trusts `sys.modules`, where pytest puts modules under names that no
-    other process can import.
+    `importlib.util.find_spec` cannot tell: it trusts `sys.modules`, where pytest puts modules under names
+    that no other process can import.
     """
     if file is None:  # built in, or a namespace
         return module_name != "__main__"

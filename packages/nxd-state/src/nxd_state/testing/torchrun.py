@@ -1,4 +1,4 @@
-"""Runs a command line under torchrun as a subprocess, for tests of programs that start as their users start them.
+"""Runs a command line under torchrun as a subprocess, to test programs as their users start them.
 
 Functions of a test are quicker on the warm pool of `nxd_state.testing.pool`.
 """
@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from typing import IO, NamedTuple
 
@@ -41,7 +42,7 @@ def run_torchrun(
         timeout: seconds until torchrun and its ranks are killed.
 
     Raises:
-        TimeoutError: the command took too long; the message shows what it printed and each rank's Python stacks.
+        TimeoutError: the command took too long; the message shows its output and each rank's Python stacks.
     """
     command = [
         sys.executable,
@@ -78,11 +79,13 @@ def run_torchrun(
 
 def _kill_tree(process: subprocess.Popen[bytes]) -> None:
     """Kills a process and all its descendants; torchrun gives each rank a session of its own."""
+    os.kill(process.pid, signal.SIGSTOP)  # or torchrun would end the other ranks when it sees the first one die
     descendants = _descendants(process.pid)
-    _signal(descendants, signal.SIGABRT)  # on which faulthandler writes the stacks
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(_SECONDS_TO_WRITE_STACKS)
-    _signal([process.pid, *descendants], signal.SIGKILL)
+    for pid in descendants:
+        _signal(pid, signal.SIGABRT)  # on which faulthandler writes the stacks; one by one, or they would mix
+        _wait_until_dead(pid)
+    for pid in [process.pid, *descendants]:
+        _signal(pid, signal.SIGKILL)
     process.wait()
 
 
@@ -98,10 +101,18 @@ def _descendants(pid: int) -> list[int]:
     return found[1:]
 
 
-def _signal(pids: Sequence[int], number: signal.Signals) -> None:
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)
+def _wait_until_dead(pid: int) -> None:
+    deadline = time.monotonic() + _SECONDS_TO_WRITE_STACKS
+    while time.monotonic() < deadline:
+        state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False)
+        if state.stdout.strip()[:1] in ("", "Z"):  # gone, or a zombie that torchrun has not reaped
+            return
+        time.sleep(0.01)
+
+
+def _signal(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
 
 
 def _text(file: IO[bytes]) -> str:

@@ -1,6 +1,6 @@
 """The program of one worker process: take a job, be one rank of it, give the result back, and be as new.
 
-Started by `nxd_state.testing.worker_process`; what the two say to each other is in `nxd_state.testing.messages`.
+Started by `nxd_state.testing.worker_process`; what the two say to each other is in `messages`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The pool's handle of one worker process: start it, know whether it lives, read what it printed, end it.
 
-What runs inside it is `nxd_state.testing.worker`; which job it gets is the business of `nxd_state.testing.pool`.
+What runs inside it is `nxd_state.testing.worker`; which job it gets is the business of `pool`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SECONDS_TO_DIE = 2.0
 class WorkerProcess:
     """A fresh interpreter in its own session, so that Ctrl-C reaches the parent alone.
 
-    Not a `multiprocessing.Process`: that one would import the parent's main module, pytest for example, again.
+    Not a `multiprocessing.Process`: that would import the parent's main module, pytest for example, again.
     """
 
     def __init__(self, store_port: int) -> None:

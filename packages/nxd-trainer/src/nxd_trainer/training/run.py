@@ -80,6 +80,8 @@ def run_training(state: RunState, resumed: str | None) -> TrainResult:
         ) as metrics,
     ):
         _announce(state, progress, resumed)
+        if resumed and state.recipe.train.eval_every:
+            progress.message(f"held-out loss as resumed, at step {state.step}: {evaluate(state):.4f}")
         result = _run_steps(state, progress, metrics, stop)
     if state.is_writer:
         _report(state, metrics.file)

@@ -1,0 +1,145 @@
+import os
+import time
+
+import pytest
+import torch
+from nxd_ckpt import CheckpointError, delete, latest, list_checkpoints, load, open_checkpoint, retain, save
+
+
+def save_steps(root, *steps):
+    for step in steps:
+        save(root, f"step-{step}", {"w": torch.full((4,), float(step))}, step=step)
+
+
+def tags(root):
+    return [info.tag for info in list_checkpoints(root)]
+
+
+def test_list_checkpoints_orders_by_step_whatever_the_file_times_say(tmp_path):
+    save_steps(tmp_path, 10, 9, 100)
+    for age, tag in enumerate(["step-100", "step-10", "step-9"]):
+        for path in [tmp_path / tag, tmp_path / tag / "manifest.json"]:
+            os.utime(path, (1e9 - age, 1e9 - age))
+
+    assert tags(tmp_path) == ["step-9", "step-10", "step-100"]
+    assert latest(tmp_path).tag == "step-100"
+    assert open_checkpoint(tmp_path).step == 100
+
+
+def test_list_checkpoints_same_or_no_step_orders_by_commit_time(tmp_path, monkeypatch):
+    for clock, (tag, step) in enumerate([("b", 5), ("a", 5), ("late", None), ("d", 5), ("later", None)]):
+        monkeypatch.setattr(time, "time", lambda clock=clock: 1000.0 + clock)
+        save(tmp_path, tag, {}, step=step)
+
+    assert tags(tmp_path) == ["late", "later", "b", "a", "d"]
+
+
+def test_list_checkpoints_tells_what_the_manifest_says(tmp_path):
+    save(tmp_path, "a", {"w": torch.ones(4)}, step=3)
+
+    (info,) = list_checkpoints(tmp_path)
+
+    (file,) = (tmp_path / "a" / "data").iterdir()
+    assert (info.tag, info.step, info.world_size) == ("a", 3, 1)
+    assert info.num_bytes == file.stat().st_size
+    assert info.save_id == open_checkpoint(tmp_path, "a").save_id
+    assert 0 <= time.time() - info.committed_at < 3600
+
+
+def test_list_checkpoints_of_an_absent_folder_is_empty(tmp_path):
+    assert list_checkpoints(tmp_path / "absent") == []
+    assert latest(tmp_path / "absent") is None
+
+
+def test_list_checkpoints_skips_what_is_not_a_whole_checkpoint(tmp_path):
+    save_steps(tmp_path, 1, 2)
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "log.txt").write_text("x")
+    (tmp_path / "no-manifest" / "data").mkdir(parents=True)
+    (tmp_path / ".hidden").mkdir()
+    (tmp_path / ".hidden" / "manifest.json").write_text("{}")
+    damaged = tmp_path / "step-2" / "manifest.json"
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+
+    with pytest.warns(UserWarning, match=r"skipping .*step-2/manifest.json is damaged"):
+        found = tags(tmp_path)
+
+    assert found == ["step-1"]
+
+
+def test_load_without_tag_takes_the_newest_complete_one(tmp_path):
+    save_steps(tmp_path, 2, 1)
+    wanted = torch.zeros(4)
+
+    loaded = load(tmp_path, into={"w": wanted})
+
+    assert (loaded.tag, loaded.step) == ("step-2", 2)
+    assert torch.equal(wanted, torch.full((4,), 2.0))
+
+
+def test_delete_takes_a_checkpoint_away(tmp_path):
+    save_steps(tmp_path, 1, 2)
+
+    delete(tmp_path, "step-2")
+
+    assert tags(tmp_path) == ["step-1"]
+    assert sorted(os.listdir(tmp_path)) == [".staging", ".trash", "step-1"]
+    assert os.listdir(tmp_path / ".trash") == []
+
+
+def test_delete_what_is_not_a_checkpoint_is_refused(tmp_path):
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "thesis.tex").write_text("five years")
+
+    with pytest.raises(CheckpointError, match=r"there is no checkpoint 'notes' in .*; there are: none"):
+        delete(tmp_path, "notes")
+    with pytest.raises(ValueError, match=r"tag '../x' is not allowed"):
+        delete(tmp_path, "../x")
+
+    assert (tmp_path / "notes" / "thesis.tex").exists()
+
+
+def test_delete_interrupted_leaves_no_half_checkpoint_and_the_next_save_tidies_up(tmp_path, monkeypatch):
+    save_steps(tmp_path, 1, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", lambda *args, **kwargs: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            delete(tmp_path, "step-2")
+
+    assert tags(tmp_path) == ["step-1"]
+    assert len(os.listdir(tmp_path / ".trash")) == 1
+    save_steps(tmp_path, 3)
+    assert os.listdir(tmp_path / ".trash") == []
+
+
+def test_save_removes_what_a_dead_save_left_in_staging(tmp_path):
+    (tmp_path / ".staging" / "dead" / "data").mkdir(parents=True)
+    (tmp_path / ".staging" / "dead" / "data" / "x.safetensors").write_bytes(b"half")
+
+    save_steps(tmp_path, 1)
+
+    assert os.listdir(tmp_path / ".staging") == ["lock"]
+
+
+@pytest.mark.parametrize(("keep_last", "kept"), [(1, [30]), (2, [20, 30]), (3, [10, 20, 30]), (9, [10, 20, 30])])
+def test_retain_keeps_the_newest_and_nothing_that_is_not_a_checkpoint_counts(tmp_path, keep_last, kept):
+    save_steps(tmp_path, 30, 10, 20)
+    (tmp_path / "zz-incomplete" / "data").mkdir(parents=True)
+    (tmp_path / "notes").mkdir()
+
+    removed = retain(tmp_path, keep_last=keep_last)
+
+    assert tags(tmp_path) == [f"step-{step}" for step in kept]
+    assert removed == [f"step-{step}" for step in (10, 20, 30) if step not in kept]
+    assert (tmp_path / "zz-incomplete" / "data").exists()
+    assert (tmp_path / "notes").exists()
+
+
+@pytest.mark.parametrize("keep_last", [0, -1])
+def test_retain_nothing_is_refused(tmp_path, keep_last):
+    save_steps(tmp_path, 1)
+
+    with pytest.raises(ValueError, match=f"keep_last={keep_last} would remove the newest checkpoint; use 1 or more"):
+        retain(tmp_path, keep_last=keep_last)
+
+    assert tags(tmp_path) == ["step-1"]

@@ -1,0 +1,18 @@
+import re
+from pathlib import Path
+
+import pytest
+
+README = Path(__file__).parents[1] / "README.md"
+EXAMPLES = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
+
+
+@pytest.mark.parametrize("source", EXAMPLES)
+def test_readme_example_runs_as_written(tmp_path, monkeypatch, source):
+    monkeypatch.chdir(tmp_path)
+
+    exec(compile(source, str(README), "exec"), {})
+
+
+def test_readme_has_examples():
+    assert EXAMPLES

@@ -1,0 +1,82 @@
+"""Starting torch.distributed and making process groups, in a way that can be repeated in one process.
+
+Which groups there are is the business of `parallel_state`; what travels over them, of `collectives`.
+"""
+
+import inspect
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.rendezvous import rendezvous
+
+from nxd_state.device import BACKENDS, device_type, get_device
+
+# What torchrun, or whoever launched this process, sets: the same values mean the same launch.
+_LAUNCH_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
+
+# Kept for the life of the process: where rank 0 hosts the store, a second one could not have its port.
+_launcher_stores: dict[tuple[str | None, ...], dist.Store] = {}
+
+
+def start_torch_distributed(rank: int, world_size: int, timeout: timedelta | None) -> None:
+    """Start torch.distributed on this process's device: a world of one by itself, else as the launcher says."""
+    kind = device_type()
+    if kind == "cuda":
+        torch.cuda.set_device(get_device())
+    # A world of one needs no rendezvous, hence no free port, no launcher, and no device's transport but gloo.
+    backend = "gloo" if world_size == 1 and kind == "xla" else BACKENDS[kind]
+    store = dist.HashStore() if world_size == 1 else _fresh_store(rank, world_size, timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def _fresh_store(rank: int, world_size: int, timeout: timedelta | None) -> dist.Store:
+    """The launcher's key-value store, seen through a prefix of its own for each start of torch.distributed.
+
+    Without it a second start would find the addresses that the ranks had during the first.
+    """
+    launch = tuple(os.environ.get(name) for name in _LAUNCH_VARIABLES)
+    if launch not in _launcher_stores:
+        timeout = timeout or distributed_c10d.default_pg_timeout
+        _launcher_stores[launch], _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
+    store = _launcher_stores[launch]
+    start = store.add(f"nxd_state/starts_of_rank_{rank}", 1)
+    return dist.PrefixStore(f"nxd_state/start_{start}", store)
+
+
+def new_process_group(ranks: tuple[int, ...], timeout: timedelta | None) -> dist.ProcessGroup | None:
+    """A process group whose members are numbered in the order of `ranks`; None on a rank that is no member.
+
+    Every rank of the world calls this, in the same order: torch then names the group by a count that is the same
+    everywhere. (`use_local_synchronization` would spare the others the call, but names groups by what each rank has
+    made so far, and so hangs once ranks differ in that.)
+    """
+    if list(ranks) == sorted(ranks):
+        process_group = dist.new_group(list(ranks), timeout=timeout)
+    elif "sort_ranks" in inspect.signature(dist.new_group).parameters:
+        process_group = dist.new_group(list(ranks), timeout=timeout, sort_ranks=False)
+    else:
+        process_group = _new_unsorted_group(ranks, timeout)
+    return None if process_group == dist.GroupMember.NON_GROUP_MEMBER else process_group
+
+
+def _new_unsorted_group(ranks: tuple[int, ...], timeout: timedelta | None) -> dist.ProcessGroup:
+    """`new_group(sort_ranks=False)` for versions of torch without that argument, which always sort."""
+    state = distributed_c10d._world
+    world = distributed_c10d._get_default_group()
+    backend, store = state.pg_map[world]
+    process_group, _ = distributed_c10d._new_process_group_helper(
+        len(ranks),
+        ranks.index(dist.get_rank()) if dist.get_rank() in ranks else None,
+        list(ranks),
+        dist.Backend(backend),
+        store,
+        distributed_c10d._process_group_name(list(ranks), use_hashed_name=False),
+        timeout=timeout or distributed_c10d._get_default_timeout(dist.Backend(backend)),
+        device_id=world.bound_device_id,
+    )
+    if process_group != dist.GroupMember.NON_GROUP_MEMBER:
+        state.pg_group_ranks[process_group] = {rank: index for index, rank in enumerate(ranks)}
+    return process_group

@@ -1,0 +1,70 @@
+"""Whole tensors out of what the ranks of a test return, so that a layout can be compared with one process."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from nxd_state.shard_spec import Box, get_shard_spec
+
+
+@dataclass(frozen=True)
+class LogicalPiece:
+    """A box of a logical tensor, with its values."""
+
+    name: str
+    shape: tuple[int, ...]  # of the whole tensor
+    box: Box
+    values: Tensor
+
+
+def logical_pieces(named: Iterable[tuple[str, nn.Parameter, Tensor]]) -> list[LogicalPiece]:
+    """What this rank holds of some tensors (weights, gradients, ...), each split as its parameter is.
+
+    Args:
+        named: name, parameter, and the tensor of the parameter's shape.
+    """
+    pieces = []
+    for name, parameter, tensor in named:
+        values = tensor.detach()
+        spec = get_shard_spec(parameter)
+        if spec is None:
+            whole = Box((0,) * values.dim(), tuple(values.shape))
+            pieces.append(LogicalPiece(name, whole.shape, whole, values.clone()))
+            continue
+        for piece in spec.pieces:
+            full_name = f"{name}:{piece.name}" if piece.name else name
+            part = values[piece.local.slices].clone()
+            pieces.append(LogicalPiece(full_name, piece.logical_shape, piece.logical, part))
+    return pieces
+
+
+def assemble_logical(pieces_by_rank: Sequence[Sequence[LogicalPiece]], *, rtol: float = 1e-12) -> dict[str, Tensor]:
+    """The whole tensors by name.
+
+    Args:
+        pieces_by_rank: what `logical_pieces` gave on each rank.
+        rtol: how far ranks that hold the same box may differ.
+
+    Raises:
+        AssertionError: an element that no rank holds, or that ranks disagree about.
+    """
+    wholes: dict[str, Tensor] = {}
+    held: dict[str, Tensor] = {}
+    for pieces in pieces_by_rank:
+        for piece in pieces:
+            whole = wholes.setdefault(piece.name, torch.zeros(piece.shape, dtype=piece.values.dtype))
+            seen = held.setdefault(piece.name, torch.zeros(piece.shape, dtype=torch.bool))
+            index = piece.box.slices
+            torch.testing.assert_close(
+                torch.where(seen[index], whole[index], piece.values),
+                piece.values,
+                rtol=rtol,
+                atol=1e-14,
+                msg=lambda text, name=piece.name: f"ranks disagree about {name}: {text}",
+            )
+            whole[index], seen[index] = piece.values, True
+    missing = [name for name, seen in held.items() if not seen.all()]
+    assert not missing, f"no rank holds all of {missing}"
+    return wholes

@@ -1,0 +1,88 @@
+"""What a user can get wrong on the command line: one line that says what to change, and exit code 2."""
+
+import re
+
+import pytest
+from nxd_trainer.cli import main
+
+MISTAKES = {
+    "heads": (
+        ["--nproc", "3", "parallel.tensor_parallel_size=3"],
+        "tensor_parallel_size=3 does not divide model.num_attention_heads=4",
+    ),
+    "ranks": (
+        ["--nproc", "3", "parallel.tensor_parallel_size=2"],
+        "--nproc 3 is not a multiple of parallel.tensor_parallel_size=2; use 2",
+    ),
+    "hidden size": (
+        ["--nproc", "1", "model.hidden_size=34"],
+        "model.num_attention_heads=4 does not divide model.hidden_size=34",
+    ),
+    "vocabulary": (
+        ["--nproc", "2", "parallel.tensor_parallel_size=2", "model.vocab_size=301"],
+        "tensor_parallel_size=2 does not divide model.vocab_size=301",
+    ),
+    "sequence": (
+        [
+            "--nproc",
+            "2",
+            "parallel.tensor_parallel_size=2",
+            "parallel.sequence_parallel=true",
+            "data.sequence_length=31",
+        ],
+        "tensor_parallel_size=2 does not divide data.sequence_length=31",
+    ),
+    "batch": (["--nproc", "3"], "train.global_batch_size=4 is not a multiple of 3"),
+    "key": (["--train.step", "5"], "unknown key train.step; did you mean train.steps?"),
+    "section": (["--trian.steps", "5"], "unknown section [trian]; did you mean [train]?"),
+    "value": (["train.steps=many"], "train.steps='many'"),
+    "recipe file": (["nowhere.toml"], "nowhere.toml"),
+}
+
+FOUND_BY_RANKS = {
+    "no data": ("data.suffixes=.rst", "holds no file that ends in .rst"),
+    "no path": ("data.path=nowhere", "data.path=nowhere does not exist"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "expected"), MISTAKES.values(), ids=MISTAKES.keys())
+def test_train_mistake_is_one_line_that_says_what_to_change(capsys, monkeypatch, tmp_path, tiny, arguments, expected):
+    monkeypatch.chdir(tmp_path)
+    files = [argument for argument in arguments if argument.endswith(".toml")]
+    rest = [argument for argument in arguments if argument not in files]
+
+    code = main(["train", *files, *tiny, *rest])
+
+    errors = capsys.readouterr().err
+    assert code == 2
+    assert expected in errors
+    assert errors.startswith("nxd train: ")
+    assert len(errors.splitlines()) == 1
+
+
+@pytest.mark.parametrize(("setting", "expected"), FOUND_BY_RANKS.values(), ids=FOUND_BY_RANKS.keys())
+def test_train_mistake_that_only_ranks_can_find_is_said_once(nxd, tiny, setting, expected):
+    result = nxd("train", "--nproc", "2", *tiny, setting)
+
+    assert result.returncode == 2
+    assert expected in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_generate_without_checkpoint_says_so(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+
+    code = main(["generate", "nowhere"])
+
+    assert code == 2
+    assert re.fullmatch(r"nxd generate: there is no complete checkpoint in .*nowhere\n", capsys.readouterr().err)
+
+
+def test_generate_at_a_degree_that_does_not_divide_names_it(nxd, tiny):
+    assert nxd("train", *tiny, "train.steps=1", "train.eval_every=0").returncode == 0
+
+    result = nxd("generate", "run/checkpoints", "--nproc", "3")
+
+    assert result.returncode == 2
+    assert "tensor_parallel_size=3 does not divide num_attention_heads=4" in result.stderr
+    assert len(result.stderr.splitlines()) == 1

@@ -1,0 +1,76 @@
+"""When something goes wrong during a run: every rank ends, the cause is said first, and no checkpoint is broken."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import nxd_ckpt
+import pytest
+from nxd_state.testing import run_torchrun
+
+PROGRAMS = Path(__file__).parent / "programs"
+
+
+def processes_with(marker: str) -> list[int]:
+    """Processes whose environment holds `marker`: what a run has started, and what is left of it."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if marker.encode() in entry.read_bytes():
+                found.append(int(entry.parent.name))
+        except OSError:  # it has ended, or is not ours
+            continue
+    return found
+
+
+def test_train_rank_that_raises_ends_all_ranks_with_its_traceback_first(tiny, tmp_path):
+    result = run_torchrun(
+        [
+            str(PROGRAMS / "train_with_failing_rank.py"),
+            "train",
+            *tiny,
+            f"output={tmp_path / 'run'}",
+            f"data.path={tmp_path / 'text'}",
+        ],
+        2,
+        timeout=120,
+    )
+
+    assert result.returncode != 0
+    assert "RuntimeError: made to fail in step 3" in result.stderr
+    cause = result.stderr.index("rank 1 failed:")
+    assert "rank 0 failed:" not in result.stderr[:cause]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_train_signal_saves_and_leaves_no_process(tiny, tmp_path, signal_number, nproc):
+    marker = f"NXD_TEST_MARKER={tmp_path.name}-{os.getpid()}"
+    name, value = marker.split("=")
+    long_run = [*tiny, "train.steps=100000", "train.eval_every=0", "checkpoint.save_every=0"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "nxd_trainer", "train", "--nproc", str(nproc), *long_run],
+        cwd=tmp_path,
+        text=True,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        env=os.environ | {name: value},
+    ) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if line.startswith("step"):
+                break
+        process.send_signal(signal_number)
+        errors = process.stderr.read()
+        process.wait(timeout=60)
+
+    assert process.returncode == 143, errors
+    newest = nxd_ckpt.latest(tmp_path / "run/checkpoints")
+    assert newest is not None
+    assert f"saved run/checkpoints/{newest.tag}" in errors
+    checkpoint = nxd_ckpt.open_checkpoint(tmp_path / "run/checkpoints")
+    assert checkpoint.read("model.norm.weight").shape == (32,)
+    assert processes_with(marker) == []

@@ -1,0 +1,81 @@
+"""The whole way: train, go on at another layout, write text, export."""
+
+import json
+
+import nxd_ckpt
+import pytest
+import torch
+from nxd_trainer.report import read_records
+from safetensors.torch import load_file
+
+
+@pytest.fixture
+def trained(nxd, tiny, tmp_path):
+    """A run of six steps that changed its layout after three."""
+    first = nxd("train", "--nproc", "2", "--parallel.tensor_parallel_size", "2", *tiny, "train.stop_after=3")
+    assert first.returncode == 0, first.stderr
+    second = nxd("train", "--nproc", "2", *tiny)
+    assert second.returncode == 0, second.stderr
+    return tmp_path / "run", second
+
+
+def test_train_resumed_at_another_layout_goes_on_where_it_was(trained):
+    folder, second = trained
+
+    records = read_records(folder / "metrics.jsonl")
+
+    assert [record.step for record in records] == [1, 2, 3, 4, 5, 6]
+    assert [record.layout for record in records if record.layout] == ["TP 2 x DP 1", "TP 1 x DP 2"]
+    assert f"held-out loss as resumed, at step 3: {records[2].held_out_loss:.4f}" in second.stderr
+    assert "goes on from step-00000003" in second.stderr
+
+
+def test_generate_writes_the_same_text_at_every_degree(trained, nxd):
+    arguments = ["generate", "run/checkpoints", "--prompt", "the quick", "--max-new-tokens", "24"]
+
+    whole, split = nxd(*arguments), nxd(*arguments, "--nproc", "2")
+
+    assert whole.returncode == split.returncode == 0, split.stderr
+    assert whole.stdout.startswith("the quick")
+    assert split.stdout == whole.stdout
+
+
+def test_export_has_the_names_and_values_of_the_hugging_face_model(trained, nxd):
+    folder, _ = trained
+
+    result = nxd("export", "run/checkpoints", "exported", "--dtype", "bfloat16")
+
+    assert result.returncode == 0, result.stderr
+    tensors = load_file(folder.parent / "exported/model.safetensors")
+    checkpoint = nxd_ckpt.open_checkpoint(folder / "checkpoints")
+    assert torch.equal(tensors["lm_head.weight"], checkpoint.read("lm_head.weight").bfloat16())
+    assert "model.layers.1.self_attn.k_proj.weight" in tensors
+    config = json.loads((folder.parent / "exported/config.json").read_text())
+    assert config["num_key_value_heads"] == 2
+    assert config["torch_dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize("tied", ["true", "false"])
+def test_export_gives_transformers_the_same_logits(nxd, tiny, tmp_path, tied):
+    transformers = pytest.importorskip("transformers")
+    from nxd_trainer.generate import load_for_generation
+
+    tied_setting = f"model.tie_word_embeddings={tied}"
+    assert nxd("train", *tiny, tied_setting, "train.steps=2", "train.eval_every=0").returncode == 0
+    assert nxd("export", "run/checkpoints", "exported").returncode == 0
+
+    ours, _ = load_for_generation(tmp_path / "run/checkpoints")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.float32)
+
+    tokens = torch.arange(64).reshape(2, 32)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_export_into_a_folder_with_a_model_refuses(trained, nxd):
+    assert nxd("export", "run/checkpoints", "exported").returncode == 0
+
+    result = nxd("export", "run/checkpoints", "exported")
+
+    assert result.returncode == 2
+    assert "exported already holds a model.safetensors" in result.stderr

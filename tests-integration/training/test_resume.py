@@ -1,0 +1,94 @@
+"""Stopping and going on gives the run that never stopped: bitwise at the same layout, within rounding at another."""
+
+import nxd_ckpt
+import pytest
+import torch
+from nxd_state import get_rng_state, initialize_model_parallel
+from nxd_trainer.recipe import load_recipe
+from nxd_trainer.training import prepare_run, run_training
+
+LAYOUTS = {
+    "one": (1, 1, False),
+    "dp2": (2, 1, False),
+    "tp2": (2, 2, False),
+    "tp2-sp": (2, 2, True),
+    "tp2-dp2": (4, 2, False),
+}
+
+
+def run(settings: list[str]) -> tuple[float, dict[str, dict[str, torch.Tensor]], list[int]]:
+    recipe = load_recipe(None, settings)
+    initialize_model_parallel(recipe.parallel.tensor_parallel_size)
+    state, resumed = prepare_run(recipe)
+    consumed = [state.train_loader.samples_consumed]
+    result = run_training(state, resumed)
+    return result.loss, get_rng_state(), [*consumed, state.train_loader.samples_consumed]
+
+
+def at(layout: str, run_ranks, settings: list[str], *more: str):
+    world, tp, sequence_parallel = LAYOUTS[layout]
+    parallel = [f"parallel.tensor_parallel_size={tp}", f"parallel.sequence_parallel={str(sequence_parallel).lower()}"]
+    return run_ranks(run, world, [*settings, *parallel, *more])
+
+
+def tensors(folder) -> dict[str, torch.Tensor]:
+    checkpoint = nxd_ckpt.open_checkpoint(folder)
+    return {name: checkpoint.read(name) for name in checkpoint.tensors}
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_resume_same_layout_is_bitwise_the_run_that_never_stopped(layout, accumulation, run_ranks, settings, tmp_path):
+    settings = [*settings, f"train.gradient_accumulation_steps={accumulation}"]
+    whole = at(layout, run_ranks, settings, f"output={tmp_path / 'whole'}")
+
+    at(layout, run_ranks, settings, "train.stop_after=10")
+    resumed = at(layout, run_ranks, settings)
+
+    for (loss, streams, samples), (expected_loss, expected_streams, _) in zip(resumed, whole, strict=True):
+        assert loss == expected_loss
+        assert samples == [80, 160]
+        for stream, states in expected_streams.items():
+            assert torch.equal(streams[stream]["cpu"], states["cpu"])
+    found, expected = tensors(tmp_path / "run/checkpoints"), tensors(tmp_path / "whole/checkpoints")
+    assert found.keys() == expected.keys()
+    assert [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)] == []
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [("tp2-dp2", "dp2"), ("one", "tp2-sp"), ("dp2", "tp2-dp2"), ("tp2-sp", "one")]
+)
+def test_resume_other_layout_equals_the_run_that_never_stopped(first, second, run_ranks, settings, tmp_path):
+    [(expected_loss, _, _)] = at("one", run_ranks, settings, f"output={tmp_path / 'whole'}")
+
+    at(first, run_ranks, settings, "train.stop_after=10")
+    resumed = at(second, run_ranks, settings)
+
+    for loss, _, _ in resumed:
+        assert loss == pytest.approx(expected_loss, rel=1e-9)
+    found, expected = tensors(tmp_path / "run/checkpoints"), tensors(tmp_path / "whole/checkpoints")
+    for name, tensor in expected.items():
+        if not name.startswith("rng/"):
+            scale = tensor.abs().max().item()
+            torch.testing.assert_close(
+                found[name], tensor, rtol=1e-8, atol=1e-8 * scale, msg=lambda m, n=name: f"{n}: {m}"
+            )
+
+
+def test_resume_never_refuses_a_folder_with_checkpoints(run_ranks, settings):
+    at("one", run_ranks, settings, "train.stop_after=2")
+
+    with pytest.raises(RuntimeError, match=r"resume=never, but .* holds checkpoints up to step-00000002"):
+        at("one", run_ranks, settings, "checkpoint.resume=never")
+
+
+def test_resume_of_another_model_names_the_size(run_ranks, settings):
+    at("one", run_ranks, settings, "train.stop_after=2")
+
+    with pytest.raises(RuntimeError, match=r"num_hidden_layers=3 where the checkpoint has 2"):
+        at("one", run_ranks, settings, "model.num_hidden_layers=3")
+
+
+def test_resume_required_without_checkpoint_says_so(run_ranks, settings):
+    with pytest.raises(RuntimeError, match=r"resume=required, but there is no complete checkpoint"):
+        at("one", run_ranks, settings, "checkpoint.resume=required")
