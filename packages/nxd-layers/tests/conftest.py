@@ -31,7 +31,7 @@ def _logical(parameter, tensor=None):
     group = nxd_state.get_group("tp")
     nxd_state.check_shard_specs(nxd_state.all_gather_object(spec, group))
     boxes = [(piece.logical, piece.logical_shape, tensor.detach()[piece.local.slices]) for piece in spec.pieces]
-    gathered = sum(nxd_state.all_gather_object(boxes, group), [])
+    gathered = [box for boxes_of_rank in nxd_state.all_gather_object(boxes, group) for box in boxes_of_rank]
     whole = torch.full(gathered[0][1], float("nan"), dtype=tensor.dtype)
     for box, _, part in gathered:
         whole[box.slices] = part

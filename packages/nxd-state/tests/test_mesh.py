@@ -3,7 +3,6 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from nxd_state import Mesh
 
 AXES = ["pp", "dp", "cp", "tp", "ep", "dp_exp"]
@@ -146,7 +145,10 @@ def _dense(coordinates: dict[str, int]) -> dict[str, int]:
         ({"world_size": 8, "dp": 3, "tp": 2}, "dp=3 .* = 6 is not world_size=8; leave dp out"),
         ({"world_size": 8, "dp": 0}, "dp=0 .* is not world_size=8"),
         ({"world_size": 8, "tp": 2, "ep": 3}, "ep=3 does not divide dp x cp = 4; use 1, 2 or 4"),
-        ({"world_size": 8, "order": "spiral"}, "order='spiral' is not known; use one of row_major, row_paired, strided"),
+        (
+            {"world_size": 8, "order": "spiral"},
+            "order='spiral' is not known; use one of row_major, row_paired, strided",
+        ),
         ({"world_size": 8, "order": "strided"}, "whole nodes of 32 ranks .* world_size=8, tp=1: use order='row_major'"),
         ({"world_size": 192, "tp": 3, "order": "row_paired"}, "a tp that divides 64; world_size=192, tp=3"),
     ],

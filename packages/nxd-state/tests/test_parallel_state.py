@@ -3,11 +3,10 @@
 import subprocess
 import sys
 
+import nxd_state
 import pytest
 import torch
 import torch.distributed as dist
-
-import nxd_state
 from nxd_state import rank_order
 from nxd_state.testing import run_on_ranks, run_torchrun
 
@@ -306,5 +305,5 @@ def test_initialize_several_ranks_on_an_xla_device_raises_what_to_do(clean_world
     monkeypatch.setenv("NXD_DEVICE", "xla")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
 
-    with pytest.raises(RuntimeError, match="WORLD_SIZE=2 on an XLA device.*NXD_DEVICE=cpu"):
+    with pytest.raises(RuntimeError, match=r"WORLD_SIZE=2 on an XLA device.*NXD_DEVICE=cpu"):
         nxd_state.initialize_model_parallel()

@@ -1,9 +1,8 @@
 """Arguments that make no sense raise before anything is sent, in a group of one as in a larger one."""
 
+import nxd_state
 import pytest
 import torch
-
-import nxd_state
 from nxd_state.testing import run_on_ranks
 
 TENSOR = torch.ones(4, 5)
@@ -66,7 +65,7 @@ def test_unknown_op_raises_naming_those_there_are(call, group):
 @in_any_group
 @pytest.mark.parametrize("reduce", [nxd_state.all_reduce, nxd_state.all_reduce_, nxd_state.reduce_scatter])
 def test_average_of_integers_raises(reduce, group):
-    with pytest.raises(ValueError, match="op='avg' of torch.int64 has no result of that dtype; use op='sum'"):
+    with pytest.raises(ValueError, match=r"op=.avg. of torch\.int64 has no result of that dtype; use op=.sum."):
         reduce(torch.ones(4, dtype=torch.int64), group, op="avg")
 
 

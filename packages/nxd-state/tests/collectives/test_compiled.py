@@ -1,9 +1,8 @@
 """Collectives inside torch.compile and torch.export: in the graph, without breaks, with the numbers of eager mode."""
 
+import nxd_state
 import torch
 import torch.distributed as dist
-
-import nxd_state
 from nxd_state.testing import run_on_ranks
 
 
@@ -24,7 +23,7 @@ def programs():
         "all_reduce avg": lambda x, group: nxd_state.all_reduce(x.t(), group, op="avg"),
         "all_reduce max": lambda x, group: nxd_state.all_reduce(x, group, op="max", async_op=True).wait(),
         "all_reduce_": lambda x, group: nxd_state.all_reduce_(2 * x, group),
-        "all_gather": lambda x, group: nxd_state.all_gather(x, group),
+        "all_gather": nxd_state.all_gather,
         "all_gather dim 1": lambda x, group: nxd_state.all_gather(x.t(), group, dim=1, async_op=True).wait(),
         "reduce_scatter": lambda x, group: nxd_state.reduce_scatter(x.t(), group),
         "reduce_scatter avg": lambda x, group: nxd_state.reduce_scatter(x, group, dim=-1, op="avg"),
@@ -60,7 +59,8 @@ def test_compiled_collectives_on_a_subgroup_of_the_world_stay_within_it():
         nxd_state.initialize_model_parallel(2)
         for axis in ("tp", "dp"):
             group = nxd_state.get_group(axis)
-            for name, program in programs().items():
+            for name in ("all_reduce", "all_gather", "broadcast"):
+                program = programs()[name]
                 compiled = torch.compile(program, fullgraph=True, backend="aot_eager")
                 assert torch.equal(compiled(rank_tensor(group), group), program(rank_tensor(group), group)), name
 

@@ -2,11 +2,10 @@
 
 import itertools
 
+import nxd_state
 import pytest
 import torch
 import torch.distributed as dist
-
-import nxd_state
 from nxd_state.testing import run_on_ranks
 
 WORLD_SIZES = [2, 3, 4]

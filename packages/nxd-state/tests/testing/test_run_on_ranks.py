@@ -2,17 +2,18 @@
 
 import os
 import random
+import subprocess
+import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+import nxd_state
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-
-import nxd_state
 from nxd_state.testing import RankFailure, RankPool, run_on_ranks
+from torch import nn
 
 
 @dataclass
@@ -244,3 +245,17 @@ def test_rank_pool_after_exit_has_no_processes_left():
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+def test_run_on_ranks_without_cloudpickle_says_what_to_install():
+    program = """
+import sys
+sys.modules["cloudpickle"] = None  # as if it were not installed
+from nxd_state.testing import run_on_ranks
+run_on_ranks(print, 1)
+"""
+
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+
+    assert "ImportError: nxd_state.testing needs cloudpickle" in result.stderr
+    assert "pip install 'nxd-state[testing]'" in result.stderr

@@ -3,7 +3,6 @@
 import subprocess
 
 import pytest
-
 from nxd_state.testing import run_torchrun
 
 GREET = """

@@ -109,8 +109,7 @@ def agree(name: str, group: Group, tensor: Tensor | None, details: dict[str, Any
     _set_last(store, mine)
     _write(store, mine.key, mine)
     try:
-        for rank in mine.ranks:
-            _check_same(mine, _await_peer(store, mine, rank))
+        _await_peers(store, mine)
     except CollectiveMismatch as mismatch:
         _set_last(store, replace(mine, state="raised", error=str(mismatch)))
         raise
@@ -119,33 +118,40 @@ def agree(name: str, group: Group, tensor: Tensor | None, details: dict[str, Any
     store.delete_key(replace(mine, turn=mine.turn - 1).key)
 
 
-def _check_same(mine: _Announcement, peer: _Announcement) -> None:
-    if peer.does != mine.does:
-        first, second = sorted((mine, peer), key=lambda announced: announced.rank)
-        raise CollectiveMismatch(f"ranks came to different collectives:\n{first}\n{second}")
-
-
-def _await_peer(store: dist.Store, mine: _Announcement, rank: int) -> _Announcement:
-    """What `rank` announced for this turn, as soon as it has."""
+def _await_peers(store: dist.Store, mine: _Announcement) -> None:
     patience: float = store.timeout.total_seconds()  # type: ignore[attr-defined]  # torch's stubs lack it
     deadline = time.monotonic() + patience
     pause = _FIRST_POLL_SECONDS
-    while (peer := _read(store, mine.key_of(rank))) is None:
+    awaited = set(mine.ranks)
+    while True:
+        awaited -= {rank for rank in awaited if _has_come(store, mine, rank)}
+        if not awaited:
+            return
         cycle = _find_cycle(store, mine)
         if cycle:
-            shown = "\n".join(map(str, sorted(cycle, key=lambda announced: announced.rank)))
-            raise CollectiveMismatch(f"ranks wait for each other in different groups:\n{shown}")
-        last = _last(store, rank)
-        if last is not None and last.state == "raised":
-            raise CollectiveMismatch(f"rank {rank} will not come to this collective:\n{mine}\n{last.error}")
+            raise CollectiveMismatch(f"ranks wait for each other in different groups:\n{_listed(cycle)}")
         if time.monotonic() > deadline:
+            rank = min(awaited)
+            last = _last(store, rank)
             whereabouts = f"it last {last.state}:\n{last}" if last else "it has announced none so far"
             raise CollectiveMismatch(
                 f"rank {rank} did not come to this collective in {patience:.0f} s:\n{mine}\n{whereabouts}"
             )
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_POLL_SECONDS)
-    return peer
+
+
+def _has_come(store: dist.Store, mine: _Announcement, rank: int) -> bool:
+    """Whether `rank` announced this same collective; raises if it announced another one, or never will."""
+    last = _last(store, rank)  # before its post, so that what it raises after posting is not taken for a reason
+    peer = _read(store, mine.key_of(rank))
+    if peer is None:
+        if last is not None and last.state == "raised":
+            raise CollectiveMismatch(f"rank {rank} will not come to this collective:\n{mine}\n{last.error}")
+        return False
+    if peer.does != mine.does:
+        raise CollectiveMismatch(f"ranks came to different collectives:\n{_listed([mine, peer])}")
+    return True
 
 
 def _find_cycle(store: dist.Store, mine: _Announcement) -> list[_Announcement]:
@@ -195,6 +201,10 @@ def _read(store: dist.Store, key: str) -> _Announcement | None:
         return None
     fields = json.loads(store.get(key))
     return _Announcement(**fields | {"ranks": tuple(fields["ranks"])})
+
+
+def _listed(announcements: list[_Announcement]) -> str:
+    return "\n".join(map(str, sorted(announcements, key=lambda announced: announced.rank)))
 
 
 def _describe(name: str, tensor: Tensor | None, details: dict[str, Any]) -> str:

@@ -1,6 +1,6 @@
 """The error that the parent process raises when a job fails, and how it reads: root cause first.
 
-How a failure is noticed is the business of `nxd_state.testing.pool`.
+How a failure is noticed is the business of `job_run`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 _LONGEST_OUTPUT = 10_000
 
 # What gloo says on a rank whose peer is gone.
-_PEER_IS_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed")
+_PEER_IS_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "connectFullMesh failed")
 
 
 @dataclass(frozen=True)

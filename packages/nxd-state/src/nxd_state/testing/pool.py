@@ -2,7 +2,7 @@
 
 A job of N ranks uses the first N workers, which are started when first needed and serve until this process
 ends. They meet through one TCPStore that lives here, each job under its own prefix, so no job picks a port.
-What the ranks do is in `worker`, how a failure reads in `failure`.
+What the ranks do is in `worker`, how their answers are awaited in `job_run`.
 """
 
 from __future__ import annotations
@@ -14,23 +14,19 @@ import os
 import pickle
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterable, Mapping
-from multiprocessing.connection import wait
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from nxd_state.testing.failure import FailedRank, RankFailure, prefix_output
-from nxd_state.testing.messages import RELEASE, Job, Raised, Success, TornDown, receive, send
+from nxd_state.testing.failure import RankFailure, prefix_output
+from nxd_state.testing.job_run import JobRun
+from nxd_state.testing.messages import Job, send
 from nxd_state.testing.worker_process import WorkerProcess, import_path
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
 T = TypeVar("T")
-
-# How long ranks may take to end by themselves once another one has failed, or the job is over.
-_GRACE_SECONDS = 2.0
 
 
 def run_on_ranks(
@@ -105,7 +101,7 @@ class RankPool:
             try:
                 workers = self._ready_workers(world_size)
                 self._send_jobs(workers, call, backend, env or {})
-                run = _Run(workers, timeout)
+                run = JobRun(workers, timeout)
                 run.collect()
                 run.finish()
             except BaseException:  # an interrupt: nobody knows where the ranks are
@@ -178,93 +174,6 @@ class RankPool:
             "TORCHELASTIC_RESTART_COUNT": str(self._number_of_jobs),
             "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
         }
-
-
-class _Run:
-    """One job under way: who has answered, who has failed, who is dead."""
-
-    def __init__(self, workers: list[WorkerProcess], timeout: float) -> None:
-        self._workers = dict(enumerate(workers))
-        self._timeout = timeout
-        self._released: set[int] = set()
-        self.results: dict[int, bytes] = {}
-        self.failures: dict[int, FailedRank] = {}
-        self.dead: set[int] = set()
-
-    def collect(self) -> None:
-        """Waits until every rank has returned, raised, died or had its time."""
-        deadline = time.monotonic() + self._timeout
-        waiting = dict(self._workers)
-        while waiting and (remaining := deadline - time.monotonic()) > 0:
-            for rank in self._answering(waiting, remaining):
-                self._take_answer(rank, waiting.pop(rank))
-            if self.failures:
-                # Ranks that wait for one which has answered shall see its connections close.
-                self._release(self._workers.keys() - waiting.keys())
-                first_failure = min(failed.time for failed in self.failures.values())
-                deadline = min(deadline, first_failure + _GRACE_SECONDS)
-        self._stop(waiting)
-
-    def finish(self) -> None:
-        """Lets the ranks tear down their process groups, and waits for that."""
-        tearing_down = {rank: worker for rank, worker in self._workers.items() if rank not in self.dead}
-        self._release(tearing_down)
-        deadline = time.monotonic() + _GRACE_SECONDS
-        while tearing_down and (remaining := deadline - time.monotonic()) > 0:
-            for rank in self._answering(tearing_down, remaining):
-                self._take_torn_down(rank, tearing_down.pop(rank))
-        self._abort(tearing_down, "did not tear down its process groups")
-
-    def _answering(self, workers: Mapping[int, WorkerProcess], seconds: float) -> list[int]:
-        ready = wait([worker.connection for worker in workers.values()], seconds)
-        return [rank for rank, worker in workers.items() if worker.connection in ready]
-
-    def _take_answer(self, rank: int, worker: WorkerProcess) -> None:
-        try:
-            answer: Success | Raised = receive(worker.connection)
-        except EOFError:
-            self._fail(rank, worker.end(), worker.stacks(), dead=True)
-            return
-        if isinstance(answer, Success):
-            self.results[rank] = answer.result
-        else:
-            self.failures[rank] = FailedRank(rank, answer.summary, answer.traceback, answer.time)
-
-    def _take_torn_down(self, rank: int, worker: WorkerProcess) -> None:
-        try:
-            answer: TornDown = receive(worker.connection)
-        except EOFError:
-            self._fail(rank, worker.end(), worker.stacks(), dead=True)
-            return
-        if answer.error is not None and rank not in self.failures:
-            self._fail(rank, "tearing down the process groups raised", answer.error)
-
-    def _stop(self, workers: Mapping[int, WorkerProcess]) -> None:
-        """Ends the ranks that did not answer in time."""
-        if self.failures:
-            summary = f"still running {_GRACE_SECONDS} s after another rank had failed"
-            self._abort(workers, summary, stopped=True)
-        else:
-            self._abort(workers, f"still running after timeout={self._timeout} s")
-
-    def _abort(self, workers: Mapping[int, WorkerProcess], summary: str, *, stopped: bool = False) -> None:
-        for worker in workers.values():
-            worker.abort()  # all at once: a rank that sees another one die is no longer where it hung
-        for rank, worker in workers.items():
-            worker.end()
-            stacks = worker.stacks() or "(killed before it wrote its Python stacks)"
-            self._fail(rank, summary, stacks, dead=True, stopped=stopped)
-
-    def _fail(self, rank: int, summary: str, traceback: str, *, dead: bool = False, stopped: bool = False) -> None:
-        self.failures.setdefault(rank, FailedRank(rank, summary, traceback, time.monotonic(), stopped))
-        if dead:
-            self.dead.add(rank)
-
-    def _release(self, ranks: Iterable[int]) -> None:
-        for rank in set(ranks) - self._released - self.dead:
-            self._released.add(rank)
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                send(self._workers[rank].connection, RELEASE)
 
 
 @functools.cache

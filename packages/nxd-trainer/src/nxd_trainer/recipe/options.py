@@ -56,4 +56,5 @@ def option(
     bounds = Bounds(at_least=at_least, above=above, at_most=at_most, below=below)
     # A dataclass field is declared by assigning what `field` returns, which type checkers see as the default.
     field: Any = dataclasses.field(default=default, metadata={"description": description, "bounds": bounds})
-    return field  # type: ignore[no-any-return]
+    declared: Value = field
+    return declared

@@ -9,6 +9,7 @@ from typing import Any
 from nxd_trainer.report.extras import missing_extra
 from nxd_trainer.report.record import StepRecord
 
+RESUME_LABEL_HEIGHT = 0.6  # of the axes: above a falling curve, below the legend
 TRAIN, HELD_OUT, INK, FAINT = "#2563eb", "#ea580c", "#1f2937", "#9ca3af"
 STYLE = {
     "font.family": "sans-serif",
@@ -35,7 +36,7 @@ def draw_loss_curve(
     title: str = "Training loss",
     say: Callable[[str], None] = print,
 ) -> Path | None:
-    """Draw training loss, its running mean, held-out loss, and a line at each resume.
+    """Draw training loss, its mean over neighbouring records, held-out loss, and a line at each resume.
 
     Args:
         records: all records of the run, as `read_records` gives them.
@@ -65,22 +66,23 @@ def draw_loss_curve(
     return file
 
 
-def running_mean(values: Sequence[float], *, half_life: float) -> list[float]:
-    """Exponential mean, without the bias of its beginning; a value counts half after `half_life` more."""
-    decay = 0.5 ** (1 / half_life)
-    total = weight = 0.0
+def smoothed(values: Sequence[float], *, reach: int) -> list[float]:
+    """The mean of each value and up to `reach` neighbours on either side, as many on the one as on the other.
+
+    The window is symmetric up to both ends, so that the smooth curve neither lags nor bends away there.
+    """
     means = []
-    for value in values:
-        total = decay * total + value
-        weight = decay * weight + 1
-        means.append(total / weight)
+    for position in range(len(values)):
+        near = min(reach, position, len(values) - 1 - position)
+        window = values[position - near : position + near + 1]
+        means.append(sum(window) / len(window))
     return means
 
 
 def _draw(axes: Any, records: Sequence[StepRecord], title: str) -> None:
     steps = [record.step for record in records]
     losses = [record.loss for record in records]
-    smooth = running_mean(losses, half_life=max(1.0, len(losses) / 40))
+    smooth = smoothed(losses, reach=len(losses) // 30)
     axes.plot(steps, losses, color=TRAIN, alpha=0.25, linewidth=1)
     axes.plot(steps, smooth, color=TRAIN, linewidth=2, label=f"train (smoothed)  {smooth[-1]:.3f}")
     held_out = [(record.step, record.held_out_loss) for record in records if record.held_out_loss is not None]
@@ -108,9 +110,9 @@ def _mark_resumes(axes: Any, records: Sequence[StepRecord]) -> None:
         axes.axvline(record.resumed_from, color=FAINT, linewidth=1, linestyle=(0, (4, 3)))
         axes.annotate(
             f"resumed at {record.resumed_from}" + (f"\n{record.layout}" if record.layout else ""),
-            xy=(record.resumed_from, 0),
+            xy=(record.resumed_from, RESUME_LABEL_HEIGHT),
             xycoords=("data", "axes fraction"),
-            xytext=(5, 6),
+            xytext=(5, 0),
             textcoords="offset points",
             fontsize=8,
             color="#6b7280",

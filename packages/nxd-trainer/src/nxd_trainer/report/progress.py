@@ -15,7 +15,8 @@ from tqdm import tqdm
 from nxd_trainer.report.record import StepRecord
 from nxd_trainer.report.units import show_count, show_duration, show_memory
 
-BAR_FORMAT = "{percentage:3.0f}% {bar:12} {n_fmt}/{total_fmt} | {desc} | ETA {remaining}"
+# What matters most stands first: a narrow terminal cuts off the end.
+BAR_FORMAT = "{n_fmt}/{total_fmt} {bar:10} ETA {remaining} | {desc}"
 
 
 class Progress:
@@ -64,7 +65,7 @@ class Progress:
         remaining = (perf_counter() - self._began) / max(1, done) * (self._last_step - record.step)
         line = describe(record, held_out_loss=record.held_out_loss)
         eta = show_duration(remaining)
-        self.message(f"step {record.step:{width}}/{self._last_step} | {line} | ETA {eta}")
+        self.message(f"step {record.step:{width}}/{self._last_step} | ETA {eta} | {line}")
 
     def message(self, text: str) -> None:
         """Print a line of text, above the bar where there is one."""
@@ -95,9 +96,9 @@ def describe(record: StepRecord, *, held_out_loss: float | None) -> str:
     parts = [f"loss {record.loss:.4f}"]
     if held_out_loss is not None:
         parts.append(f"held-out {held_out_loss:.4f}")
+    parts.append(f"{show_count(record.tokens_per_second)} tok/s")
     if record.grad_norm is not None:
         parts.append(f"grad {record.grad_norm:.2f}")
-    parts.append(f"lr {record.learning_rate:.2e}")
-    parts.append(f"{show_count(record.tokens_per_second)} tok/s")
+    parts.append(f"lr {record.learning_rate:.1e}")
     parts.append(show_memory(record.peak_memory_bytes))
     return "  ".join(parts)

@@ -1,0 +1,104 @@
+"""Which device is picked, by environment and by what is installed."""
+
+import importlib.util
+import types
+
+import nxd_state
+import pytest
+import torch
+from nxd_state import device
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Sets what this machine seems to have: nothing but a CPU, unless said otherwise."""
+    for name in ("NXD_DEVICE", "NXD_CPU_MODE", "PJRT_DEVICE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+    def has(*, cuda=False, torch_xla=False, neuron=False):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if torch_xla else None)
+        monkeypatch.setattr(device.Path, "exists", lambda path: neuron and str(path) == "/dev/neuron0")
+        return monkeypatch
+
+    has()
+    return has
+
+
+@pytest.mark.parametrize(
+    ("has", "environment", "expected"),
+    [
+        ({}, {}, "cpu"),
+        ({"cuda": True}, {}, "cuda"),
+        ({"cuda": True}, {"NXD_DEVICE": "cpu"}, "cpu"),
+        ({"cuda": True}, {"NXD_CPU_MODE": "1"}, "cpu"),
+        ({"cuda": True}, {"NXD_CPU_MODE": "0"}, "cuda"),
+        ({"cuda": True, "torch_xla": True}, {"PJRT_DEVICE": "CPU"}, "xla"),
+        ({"cuda": True, "torch_xla": True}, {"NXD_DEVICE": "cuda", "PJRT_DEVICE": "CPU"}, "cuda"),
+        ({"torch_xla": True}, {}, "cpu"),
+        ({"torch_xla": True}, {"NXD_DEVICE": "xla"}, "xla"),
+        ({"torch_xla": True, "neuron": True}, {}, "xla"),
+        ({"torch_xla": True, "neuron": True}, {"NXD_CPU_MODE": "1"}, "cpu"),
+        ({"neuron": True}, {}, "cpu"),
+    ],
+)
+def test_device_type_follows_environment_then_what_is_there(machine, has, environment, expected):
+    monkeypatch = machine(**has)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+
+    assert nxd_state.device_type() == expected
+
+
+@pytest.mark.parametrize(
+    ("environment", "error", "message"),
+    [
+        ({"NXD_DEVICE": "tpu"}, ValueError, "NXD_DEVICE='tpu' is not known; use one of cpu, cuda, xla"),
+        ({"NXD_DEVICE": "cuda"}, RuntimeError, "torch sees no CUDA device; check the driver or use NXD_DEVICE=cpu"),
+        ({"NXD_DEVICE": "xla"}, RuntimeError, "NXD_DEVICE=xla needs torch-xla; install torch_xla"),
+        ({"PJRT_DEVICE": "NEURON"}, RuntimeError, "PJRT_DEVICE=NEURON asks for torch-xla, .*unset PJRT_DEVICE"),
+    ],
+)
+def test_device_that_is_not_there_raises_what_to_do(machine, environment, error, message):
+    monkeypatch = machine()
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+
+    with pytest.raises(error, match=message):
+        nxd_state.device_type()
+
+
+def test_get_device_on_cpu_is_the_cpu(machine):
+    assert nxd_state.get_device() == torch.device("cpu")
+
+
+def test_get_device_on_cuda_is_that_of_the_local_rank(machine):
+    machine(cuda=True).setenv("LOCAL_RANK", "3")
+
+    assert nxd_state.get_device() == torch.device("cuda", 3)
+
+
+def test_xla_device_and_step_boundary_come_from_torch_xla(machine, monkeypatch):
+    machine(torch_xla=True).setenv("NXD_DEVICE", "xla")
+    boundaries = []
+    torch_xla = types.SimpleNamespace(device=lambda: "xla:0", sync=lambda: boundaries.append("sync"))
+    monkeypatch.setitem(__import__("sys").modules, "torch_xla", torch_xla)
+
+    found = nxd_state.get_device()
+    nxd_state.step_boundary()
+
+    assert found == torch.device("xla", 0)
+    assert boundaries == ["sync"]
+
+
+def test_step_boundary_on_cpu_does_nothing(machine):
+    assert nxd_state.step_boundary() is None
+
+
+def test_peak_memory_grows_with_what_is_held(machine):
+    before = nxd_state.peak_memory_bytes()
+    held = torch.ones(before // 2, dtype=torch.uint8)  # half again of what the process had at most
+
+    assert before > 50 * 2**20
+    assert nxd_state.peak_memory_bytes() > before
+    assert held.numel() == before // 2

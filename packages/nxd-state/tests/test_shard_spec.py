@@ -1,0 +1,263 @@
+"""Shard metadata: that the boxes of all ranks cover each logical tensor exactly, whatever the way it is cut."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from nxd_state import (
+    Box,
+    ShardPiece,
+    ShardSpec,
+    check_shard_specs,
+    copy_parameter_attributes,
+    fuse_along,
+    get_shard_spec,
+    set_partition_attributes,
+    set_shard_spec,
+    shard_along,
+)
+
+sizes = st.integers(1, 5)
+quick = settings(deadline=None, max_examples=100)
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> list[int]:
+    return draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
+
+
+def cut(logical: torch.Tensor, spec: ShardSpec, padding: float = -1.0) -> torch.Tensor:
+    """The local tensor that `spec` describes."""
+    local = torch.full(spec.local_shape, padding)
+    for piece in spec.pieces:
+        local[piece.local.slices] = logical[piece.logical.slices]
+    return local
+
+
+def assemble(locals_: list[torch.Tensor], specs: list[ShardSpec], name: str = "") -> torch.Tensor:
+    """The logical tensor from all ranks' parts; nan where nobody has anything."""
+    shape = next(piece.logical_shape for spec in specs for piece in spec.pieces if piece.name == name)
+    logical = torch.full(shape, float("nan"))
+    for local, spec in zip(locals_, specs, strict=True):
+        for piece in spec.pieces:
+            if piece.name == name:
+                logical[piece.logical.slices] = local[piece.local.slices]
+    return logical
+
+
+def holders(specs: list[ShardSpec], name: str = "") -> torch.Tensor:
+    """How many ranks hold each element of the logical tensor, counted one by one."""
+    shape = next(piece.logical_shape for spec in specs for piece in spec.pieces if piece.name == name)
+    count = torch.zeros(shape, dtype=torch.int64)
+    for spec in specs:
+        for piece in spec.pieces:
+            if piece.name == name:
+                count[piece.logical.slices] += 1
+    return count
+
+
+@quick
+@given(shapes(), sizes, sizes, st.data())
+def test_plain_and_strided_shards_cover_the_tensor_once(shape, size, stride, data):
+    dim = data.draw(st.integers(-len(shape), len(shape) - 1))
+    shape[dim] *= size * stride
+    logical = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
+
+    specs = [shard_along(shape, dim, rank=rank, size=size, stride=stride) for rank in range(size)]
+
+    check_shard_specs(specs)
+    assert (holders(specs) == 1).all()
+    chunks = logical.chunk(size * stride, dim)
+    for rank, spec in enumerate(specs):
+        assert torch.equal(cut(logical, spec), torch.cat(chunks[rank::size], dim))
+
+
+@quick
+@given(shapes(), sizes, st.integers(0, 7), st.data())
+def test_padded_shards_cover_the_tensor_once_and_name_the_padding(shape, size, padding, data):
+    dim = data.draw(st.integers(0, len(shape) - 1))
+    shape[dim] += 2 * size
+    padded = -(-(shape[dim] + padding) // size) * size
+    logical = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
+
+    specs = [shard_along(shape, dim, rank=rank, size=size, padded_length=padded) for rank in range(size)]
+
+    check_shard_specs(specs)
+    assert (holders(specs) == 1).all()
+    locals_ = [cut(logical, spec) for spec in specs]
+    assert torch.equal(torch.cat(locals_, dim).narrow(dim, 0, shape[dim]), logical)
+    assert (torch.cat(locals_, dim).narrow(dim, shape[dim], padded - shape[dim]) == -1).all()
+
+
+@quick
+@given(sizes, sizes, sizes)
+def test_replicated_shards_cover_the_tensor_as_often_as_there_are_copies(size, copies, rows):
+    shape = (size * rows, 3)
+    specs = [shard_along(shape, 0, rank=rank // copies, size=size, copies=copies) for rank in range(size * copies)]
+
+    check_shard_specs(specs)
+    assert (holders(specs) == copies).all()
+
+
+@quick
+@given(sizes, st.integers(1, 3), st.integers(1, 3), st.integers(1, 4), st.sampled_from([0, 1, -1, -2]))
+def test_fused_shards_cover_each_of_their_tensors(size, copies, head_rows, columns, dim):
+    ranks = size * copies
+    lengths = {"q_proj.weight": ranks * head_rows, "k_proj.weight": size * head_rows, "v_proj.weight": size * head_rows}
+    along = {name: (n, columns) if dim in (0, -2) else (columns, n) for name, n in lengths.items()}
+    logical = {name: torch.randn(shape) for name, shape in along.items()}
+
+    def spec_of(rank):
+        q = shard_along(along["q_proj.weight"], dim, rank=rank, size=ranks, name="q_proj.weight")
+        kv = [
+            shard_along(along[name], dim, rank=rank // copies, size=size, copies=copies, name=name)
+            for name in ("k_proj.weight", "v_proj.weight")
+        ]
+        return fuse_along([q, *kv], dim)
+
+    specs = [spec_of(rank) for rank in range(ranks)]
+
+    check_shard_specs(specs)
+    for name, expected_holders in (("q_proj.weight", 1), ("k_proj.weight", copies), ("v_proj.weight", copies)):
+        assert (holders(specs, name) == expected_holders).all()
+    for spec in specs:
+        assert sum(piece.local.numel for piece in spec.pieces) == torch.Size(spec.local_shape).numel()
+    locals_ = [torch.empty(spec.local_shape) for spec in specs]
+    for local, spec in zip(locals_, specs, strict=True):
+        for piece in spec.pieces:
+            local[piece.local.slices] = logical[piece.name][piece.logical.slices]
+    assert all(torch.equal(assemble(locals_, specs, name), tensor) for name, tensor in logical.items())
+
+
+def test_shard_along_gate_up_of_two_ranks_interleaves_as_documented():
+    spec = shard_along((8, 2), 0, rank=1, size=2, stride=2)
+
+    assert spec.local_shape == (4, 2)
+    assert [(piece.local.offset[0], piece.logical.offset[0]) for piece in spec.pieces] == [(0, 2), (2, 6)]
+
+
+def test_shard_along_rank_of_padding_alone_has_no_pieces():
+    spec = shard_along((4, 2), 0, rank=2, size=3, padded_length=6)
+
+    assert spec == ShardSpec((2, 2), ())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"size": 3}, r"3 shards do not divide dim 0 of shape \(10, 4\) \(length 10\); pad it to 12"),
+        ({"size": 4, "padded_length": 11}, r"\(length 11\); pad it to 12 or use fewer ranks"),
+        ({"size": 2, "stride": 3}, "2 shards of 3 fused matrices do not divide .*; pad it to 12"),
+        ({"size": 2, "padded_length": 8}, r"padded_length=8 is shorter than dim 0 of shape \(10, 4\); use 10 or more"),
+        ({"size": 2, "rank": 2}, r"rank=2 is outside the 2 shards; use 0\.\.1"),
+        ({"size": 2, "rank": -1}, "rank=-1 is outside the 2 shards"),
+        ({"size": 2, "dim": 2}, r"dim=2 is outside a tensor of shape \(10, 4\)"),
+    ],
+)
+def test_shard_along_impossible_cut_raises_naming_numbers_and_what_to_use(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        shard_along((10, 4), **{"dim": 0, "rank": 0} | arguments)
+
+
+@pytest.mark.parametrize(
+    "specs",
+    [
+        [],
+        [shard_along((4, 2), 0, rank=0, size=2), shard_along((4, 3), 0, rank=0, size=2)],
+        [shard_along((4, 2), 0, rank=0, size=2), shard_along((4, 2), 0, rank=0, size=2, axis="ep")],
+    ],
+    ids=["none", "widths", "axes"],
+)
+def test_fuse_along_specs_that_do_not_fit_raises(specs):
+    with pytest.raises(ValueError, match=r"no specs to fuse|cannot be fused along dim 0"):
+        fuse_along(specs, 0)
+
+
+WHOLE = Box((0, 0), (2, 2))
+
+
+@pytest.mark.parametrize(
+    ("pieces", "message"),
+    [
+        ([ShardPiece(WHOLE, Box((0, 0), (2, 1)), (2, 2))], "must have one shape"),
+        ([ShardPiece(WHOLE, Box((1, 0), (2, 2)), (2, 2))], "does not fit"),
+        ([ShardPiece(Box((0, 1), (2, 2)), WHOLE, (2, 2))], "does not fit"),
+        ([ShardPiece(Box((-1, 0), (2, 2)), WHOLE, (2, 2))], "does not fit"),
+        ([ShardPiece(WHOLE, WHOLE, (2, 2, 1))], "does not fit"),
+        ([ShardPiece(WHOLE, WHOLE, (2, 2)), ShardPiece(WHOLE, WHOLE, (2, 2), "other")], "overlaps another piece"),
+    ],
+)
+def test_spec_of_impossible_boxes_raises(pieces, message):
+    with pytest.raises(ValueError, match=message):
+        ShardSpec((2, 2), tuple(pieces))
+
+
+def test_check_of_specs_with_a_missing_rank_raises_naming_the_element():
+    specs = [shard_along((6, 2), 0, rank=rank, size=3) for rank in (0, 2)]
+
+    with pytest.raises(ValueError, match=r"element \(2, 0\) of logical tensor '' \(6, 2\) is held by 0 ranks"):
+        check_shard_specs(specs)
+
+
+def test_check_of_specs_with_a_rank_twice_raises_naming_the_element():
+    specs = [shard_along((4, 2), 0, rank=rank, size=2) for rank in (0, 1, 1)]
+
+    with pytest.raises(ValueError, match=r"element \(2, 0\) .* is held by 2 ranks, but its spec says 1"):
+        check_shard_specs(specs)
+
+
+def test_check_of_specs_that_disagree_about_the_shape_raises():
+    specs = [shard_along((4, 2), 0, rank=0, size=2), shard_along((4, 3), 0, rank=1, size=2)]
+
+    with pytest.raises(ValueError, match=r"logical tensor '' has several shapes: \[\(4, 2\), \(4, 3\)\]"):
+        check_shard_specs(specs)
+
+
+def test_check_of_specs_of_a_huge_tensor_needs_no_memory_of_its_size():
+    shape = (1 << 40, 1 << 40)
+
+    check_shard_specs([shard_along(shape, 0, rank=rank, size=64, stride=2) for rank in range(64)])
+
+
+def test_set_shard_spec_of_another_shape_raises():
+    with pytest.raises(ValueError, match=r"spec of local shape \(2, 2\) given for a tensor of \(3, 2\)"):
+        set_shard_spec(torch.empty(3, 2), shard_along((4, 2), 0, rank=0, size=2))
+
+
+def test_get_shard_spec_gives_what_was_set_and_none_otherwise():
+    parameter, spec = torch.nn.Parameter(torch.empty(2, 2)), shard_along((4, 2), 0, rank=0, size=2)
+    before = get_shard_spec(parameter)
+
+    set_shard_spec(parameter, spec)
+
+    assert before is None
+    assert get_shard_spec(parameter) is spec
+
+
+def test_set_partition_attributes_sets_the_documented_ones():
+    parameter = torch.nn.Parameter(torch.empty(2, 2))
+
+    set_partition_attributes(parameter, partition_dim=1, num_partitions=4, stride=2)
+
+    assert parameter.tensor_model_parallel is True
+    assert (parameter.partition_dim, parameter.num_partitions, parameter.partition_stride) == (1, 4, 2)
+
+
+def test_copy_parameter_attributes_carries_spec_and_documented_attributes():
+    source, target = (torch.nn.Parameter(torch.empty(2, 2)) for _ in range(2))
+    set_shard_spec(source, shard_along((4, 2), 0, rank=1, size=2))
+    set_partition_attributes(source, partition_dim=0, num_partitions=2)
+    source.sequence_parallel_enabled = True
+    source.shared = True
+
+    copy_parameter_attributes(source, target)
+
+    assert vars(target) == vars(source)
+
+
+def test_copy_parameter_attributes_to_another_shape_raises():
+    source = torch.nn.Parameter(torch.empty(2, 2))
+    set_shard_spec(source, shard_along((4, 2), 0, rank=1, size=2))
+
+    with pytest.raises(ValueError, match="given for a tensor of"):
+        copy_parameter_attributes(source, torch.empty(4, 2))

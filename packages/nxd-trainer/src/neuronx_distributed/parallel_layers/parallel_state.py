@@ -1,0 +1,3 @@
+"""`neuronx_distributed.parallel_layers.parallel_state`: the same module as `neuronx_distributed.parallel_state`."""
+
+from neuronx_distributed.parallel_state import *  # noqa: F403

@@ -1,0 +1,135 @@
+import pytest
+from nxd_trainer.recipe import RecipeError, check_layout, load_recipe, padded_vocab_size
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (
+            ["model.hidden_size=100"],
+            "model.num_attention_heads=8 does not divide model.hidden_size=100; use 1, 2, 4, 5, 10, 20, 25, 50 or 100",
+        ),
+        (
+            ["model.num_key_value_heads=3"],
+            "model.num_key_value_heads=3 does not divide model.num_attention_heads=8; use 1, 2, 4 or 8",
+        ),
+        (
+            ["model.hidden_size=24"],
+            "model.hidden_size=24 over model.num_attention_heads=8 gives heads of size 3; "
+            "rotary embedding needs an even size",
+        ),
+        (
+            ["data.sequence_length=4096"],
+            "data.sequence_length=4096 is more than model.max_position_embeddings=2048; "
+            "lower it or raise model.max_position_embeddings",
+        ),
+        (
+            ["train.steps=10", "train.stop_after=11"],
+            "train.stop_after=11 is more than train.steps=10; lower it or raise train.steps",
+        ),
+        (
+            ["train.dtype=float64", "train.autocast=bfloat16"],
+            "train.autocast=bfloat16 needs train.dtype=float32, not float64; "
+            "set train.autocast=none or train.dtype=float32",
+        ),
+    ],
+)
+def test_values_that_do_not_fit_together_say_what_would(overrides, expected):
+    with pytest.raises(RecipeError) as raised:
+        load_recipe(overrides=overrides)
+
+    assert raised.value.mistakes == (expected,)
+
+
+def test_rules_over_a_wrong_value_are_not_reported():
+    with pytest.raises(RecipeError) as raised:
+        load_recipe(overrides=["model.hidden_size=abc", "model.num_attention_heads=7", "train.steps=-1"])
+
+    assert [mistake.partition("=")[0] for mistake in raised.value.mistakes] == [
+        "model.hidden_size",
+        "train.steps",
+        "model.num_key_value_heads",
+    ]
+
+
+@pytest.mark.parametrize(("tp_size", "dp_size", "accumulation"), [(1, 1, 1), (2, 2, 2), (4, 16, 1), (4, 1, 16)])
+def test_layout_that_divides_is_accepted(tp_size, dp_size, accumulation):
+    recipe = load_recipe(
+        overrides=[
+            f"parallel.tensor_parallel_size={tp_size}",
+            "parallel.sequence_parallel=true",
+            f"train.gradient_accumulation_steps={accumulation}",
+        ]
+    )
+
+    check_layout(recipe, dp_size, vocab_size=320)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "vocab_size", "uneven", "degrees"),
+    [
+        (["model.num_attention_heads=4"], None, "model.num_attention_heads=4 and model.num_key_value_heads=4", "1, 2 or 4"),
+        (["model.num_key_value_heads=8", "model.intermediate_size=684"], None, "model.intermediate_size=684", "1, 2 or 4"),
+        (["model.num_key_value_heads=8"], 260, "model.vocab_size=260", "1, 2 or 4"),
+        (["model.num_key_value_heads=8", "model.vocab_size=300"], None, "model.vocab_size=300", "1, 2 or 4"),
+        (
+            ["model.num_key_value_heads=8", "parallel.sequence_parallel=true", "data.sequence_length=130"],
+            320,
+            "data.sequence_length=130",
+            "1 or 2",
+        ),
+    ],
+)  # fmt: skip
+def test_degree_that_does_not_divide_names_sizes_and_degrees(overrides, vocab_size, uneven, degrees):
+    recipe = load_recipe(overrides=["parallel.tensor_parallel_size=8", *overrides])
+
+    with pytest.raises(RecipeError) as raised:
+        check_layout(recipe, 1, vocab_size=vocab_size)
+
+    (mistake,) = raised.value.mistakes
+    assert mistake.startswith(f"parallel.tensor_parallel_size=8 does not divide {uneven}; use {degrees}, or change")
+
+
+def test_hidden_size_that_does_not_divide_is_named():
+    recipe = load_recipe(overrides=["parallel.tensor_parallel_size=3", "model.intermediate_size=768"])
+
+    with pytest.raises(RecipeError, match="model.hidden_size=256"):
+        check_layout(recipe, 1)
+
+
+def test_sequence_length_is_free_without_sequence_parallel():
+    recipe = load_recipe(overrides=["parallel.tensor_parallel_size=4", "data.sequence_length=130"])
+
+    check_layout(recipe, 1, vocab_size=320)
+
+
+@pytest.mark.parametrize(
+    ("batch", "accumulation", "dp_size", "expected"),
+    [
+        (10, 3, 2, "is not a multiple of 6, which is train.gradient_accumulation_steps=3 x data-parallel size 2; use 6 or 12"),
+        (2, 1, 4, "is not a multiple of 4, which is train.gradient_accumulation_steps=1 x data-parallel size 4; use 4"),
+    ],
+)  # fmt: skip
+def test_batch_that_does_not_divide_names_the_next_that_do(batch, accumulation, dp_size, expected):
+    recipe = load_recipe(
+        overrides=[f"train.global_batch_size={batch}", f"train.gradient_accumulation_steps={accumulation}"]
+    )
+
+    with pytest.raises(RecipeError) as raised:
+        check_layout(recipe, dp_size)
+
+    assert raised.value.mistakes == (f"train.global_batch_size={batch} {expected}",)
+
+
+@pytest.mark.parametrize(("tokenizer_size", "expected"), [(257, 320), (320, 320), (321, 384), (1, 64)])
+def test_vocab_size_unset_is_rounded_up_to_a_multiple_of_64(tokenizer_size, expected):
+    assert padded_vocab_size(load_recipe(), tokenizer_size) == expected
+
+
+def test_vocab_size_given_is_kept():
+    assert padded_vocab_size(load_recipe(overrides=["model.vocab_size=258"]), 257) == 258
+
+
+def test_vocab_size_below_the_tokenizers_is_refused():
+    with pytest.raises(RecipeError, match="model.vocab_size=256 is less than the tokenizer's 257 ids"):
+        padded_vocab_size(load_recipe(overrides=["model.vocab_size=256"]), 257)

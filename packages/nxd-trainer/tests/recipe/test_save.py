@@ -1,0 +1,73 @@
+import json
+import tomllib
+
+import pytest
+from nxd_trainer.recipe import (
+    Recipe,
+    load_recipe,
+    recipe_from_dict,
+    recipe_keys,
+    recipe_to_dict,
+    render_recipe_help,
+    save_recipe,
+)
+
+CHANGED = [
+    "train.steps=9",
+    "train.stop_after=3",
+    "optimizer.lr=1e-5",
+    "optimizer.betas=0.5,0.25",
+    "data.suffixes=.a,.b",
+    'data.path=/with "quotes" \\ and\ttab é\x7f',
+    "model.tie_word_embeddings=true",
+    "model.vocab_size=1024",
+    "output=runs/x",
+]
+
+
+@pytest.mark.parametrize("overrides", [[], CHANGED], ids=["defaults", "changed"])
+@pytest.mark.parametrize("suffix", [".toml", ".json"])
+def test_saved_recipe_loads_back_equal(tmp_path, suffix, overrides):
+    recipe = load_recipe(overrides=overrides)
+
+    file = save_recipe(recipe, tmp_path / "run" / f"recipe{suffix}")
+
+    assert load_recipe(file) == recipe
+
+
+@pytest.mark.parametrize("overrides", [[], CHANGED], ids=["defaults", "changed"])
+def test_recipe_to_dict_is_plain_json_and_comes_back_equal(overrides):
+    recipe = load_recipe(overrides=overrides)
+
+    content = json.loads(json.dumps(recipe_to_dict(recipe)))
+
+    assert recipe_from_dict(content) == recipe
+
+
+def test_saved_toml_holds_every_set_key_with_its_meaning(tmp_path):
+    text = save_recipe(Recipe(), tmp_path / "recipe.toml").read_text()
+    content = tomllib.loads(text)
+
+    for key in recipe_keys().values():
+        if key.default is None:
+            continue
+        section = content[key.section] if key.section else content
+        assert key.field in section
+        assert f"  # {key.description}\n" in text
+
+
+def test_save_with_another_suffix_says_what_is_allowed(tmp_path):
+    with pytest.raises(ValueError, match=r"suffix '\.txt'; expected \.toml or \.json"):
+        save_recipe(Recipe(), tmp_path / "recipe.txt")
+
+
+def test_help_lists_every_key_with_default_and_meaning():
+    text = render_recipe_help()
+
+    for key in recipe_keys().values():
+        assert f"  {key.name} ({key.type_name}, default " in text
+        assert key.description in text
+    assert "optimizer.betas (float,float, default 0.9,0.95)" in text
+    assert "data.path (path, default unset)" in text
+    assert "parallel.sequence_parallel (true|false, default false)" in text
+    assert max(len(line) for line in text.splitlines()) <= 110

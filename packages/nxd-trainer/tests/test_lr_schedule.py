@@ -1,0 +1,57 @@
+import math
+
+import pytest
+import torch
+from nxd_trainer.lr_schedule import lr_multiplier, make_lr_scheduler
+
+
+def test_warm_up_rises_linearly_and_moves_at_once():
+    rates = [lr_multiplier(step, total_steps=100, warmup_steps=4) for step in range(5)]
+
+    assert rates == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0])
+
+
+@pytest.mark.parametrize(
+    ("schedule", "half_way", "end"), [("cosine", 0.55, 0.1), ("linear", 0.55, 0.1), ("constant", 1.0, 1.0)]
+)
+def test_decay_reaches_its_middle_and_its_end(schedule, half_way, end):
+    settings = {"total_steps": 110, "warmup_steps": 10, "min_lr_ratio": 0.1, "schedule": schedule}
+
+    assert lr_multiplier(10, **settings) == 1.0
+    assert lr_multiplier(60, **settings) == pytest.approx(half_way)
+    assert lr_multiplier(110, **settings) == pytest.approx(end)
+    assert lr_multiplier(500, **settings) == pytest.approx(end)
+
+
+def test_cosine_differs_from_linear_at_a_quarter():
+    assert lr_multiplier(25, total_steps=100, schedule="cosine") == pytest.approx((1 + math.cos(math.pi / 4)) / 2)
+    assert lr_multiplier(25, total_steps=100, schedule="linear") == pytest.approx(0.75)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear"])
+def test_multiplier_never_rises_after_the_warm_up(schedule):
+    rates = [lr_multiplier(step, total_steps=50, warmup_steps=5, schedule=schedule) for step in range(4, 60)]
+
+    assert rates == sorted(rates, reverse=True)
+    assert rates[-1] == 0.0
+
+
+def test_warm_up_longer_than_the_run_never_divides_by_zero():
+    assert lr_multiplier(9, total_steps=10, warmup_steps=20) == 0.5
+    assert lr_multiplier(20, total_steps=10, warmup_steps=20, min_lr_ratio=0.1) == 1.0
+
+
+def test_unknown_schedule_says_which_there_are():
+    with pytest.raises(ValueError, match="schedule='step' is unknown; use cosine, linear or constant"):
+        lr_multiplier(0, total_steps=1, schedule="step")
+
+
+def test_scheduler_follows_the_multiplier():
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.5)
+    settings = {"total_steps": 8, "warmup_steps": 3, "min_lr_ratio": 0.2, "schedule": "cosine"}
+    scheduler = make_lr_scheduler(optimizer, **settings)
+
+    for step in range(10):
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.5 * lr_multiplier(step, **settings))
+        optimizer.step()
+        scheduler.step()

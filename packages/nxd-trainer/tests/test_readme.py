@@ -1,0 +1,31 @@
+"""The README's Python blocks run as written, and so do its `nxd` commands."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+README = Path(__file__).parents[1] / "README.md"
+BLOCKS = re.findall(r"```(python|console)\n(.*?)```", README.read_text(), flags=re.DOTALL)
+EXAMPLES = [source for language, source in BLOCKS if language == "python"]
+COMMANDS = [line for language, block in BLOCKS if language == "console" for line in block.splitlines()]
+
+
+def run(arguments: list[str], folder: Path) -> None:
+    result = subprocess.run(arguments, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("source", EXAMPLES)
+def test_readme_example_runs_as_written(tmp_path, source):
+    run([sys.executable, "-c", source], tmp_path)
+
+
+def test_readme_commands_run_as_written(tmp_path):
+    for line in COMMANDS:
+        prompt, program, *arguments = shlex.split(line)
+        assert (prompt, program) == ("$", "nxd")
+        run([sys.executable, "-m", "nxd_trainer", *arguments], tmp_path)

@@ -1,0 +1,55 @@
+"""What the packages cost: modules imported beyond torch's, and distributions installed beyond torch's."""
+
+import json
+import subprocess
+import sys
+from importlib import metadata
+
+import pytest
+from packaging.requirements import Requirement
+
+PACKAGES = ["nxd_state", "nxd_layers", "nxd_optim", "nxd_ckpt", "nxd_trainer", "neuronx_distributed"]
+MODULES_OF_TORCH = "import torch, torch.distributed"
+LISTING = "import sys, json; print(json.dumps(sorted({name.partition('.')[0] for name in sys.modules})))"
+MOST_DISTRIBUTIONS = 14
+
+
+def imported_after(statement: str) -> set[str]:
+    """Top-level modules that a fresh interpreter has after `statement`."""
+    output = subprocess.run(
+        [sys.executable, "-c", f"{statement}; {LISTING}"], capture_output=True, text=True, check=True
+    )
+    return set(json.loads(output.stdout))
+
+
+def distributions(name: str) -> set[str]:
+    """A distribution and all that it needs, without extras."""
+    found: set[str] = set()
+    waiting = [name]
+    while waiting:
+        name = waiting.pop().lower().replace("_", "-")
+        if name in found:
+            continue
+        found.add(name)
+        for text in metadata.requires(name) or []:
+            requirement = Requirement(text)
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+                waiting.append(requirement.name)
+    return found
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_import_adds_only_the_packages_own_modules_to_torchs(package):
+    with_torch = imported_after(MODULES_OF_TORCH)
+    standard_library = set(sys.stdlib_module_names)
+
+    added = imported_after(f"{MODULES_OF_TORCH}; import {package}") - with_torch - standard_library
+
+    own = {name for name in added if name.startswith("nxd_") or name == "neuronx_distributed"}
+    assert added - own <= {"safetensors", "__mp_main__"}
+
+
+def test_full_stack_brings_few_distributions():
+    beyond_torch = distributions("nxd-trainer") - distributions("torch")
+
+    assert len(beyond_torch) <= MOST_DISTRIBUTIONS, sorted(beyond_torch)

@@ -1,0 +1,34 @@
+"""The documented import paths lead to our objects."""
+
+import neuronx_distributed as nxd
+import pytest
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "parallel_state.initialize_model_parallel",
+        "parallel_state.get_data_parallel_size",
+        "parallel_state.get_tensor_model_parallel_group",
+        "parallel_layers.ParallelEmbedding",
+        "parallel_layers.ColumnParallelLinear",
+        "parallel_layers.RowParallelLinear",
+        "parallel_layers.clip_grad_norm",
+        "parallel_layers.layers.RowParallelLinear",
+        "parallel_layers.parallel_state.get_pipeline_model_parallel_rank",
+        "parallel_layers.loss_functions.parallel_cross_entropy",
+        "parallel_layers.mappings.gather_from_sequence_parallel_region",
+        "parallel_layers.grads.clip_grad_norm",
+    ],
+)
+def test_documented_path_is_served_by_an_nxd_package(path):
+    found = nxd
+    for name in path.split("."):
+        found = getattr(found, name)
+
+    assert found.__module__.startswith("nxd_")
+
+
+def test_unknown_attribute_names_what_there_is():
+    with pytest.raises(AttributeError, match="no attribute 'trainr'; there are parallel_state, parallel_layers"):
+        _ = nxd.trainr
