@@ -92,3 +92,12 @@ def test_resume_of_another_model_names_the_size(run_ranks, settings):
 def test_resume_required_without_checkpoint_says_so(run_ranks, settings):
     with pytest.raises(RuntimeError, match=r"resume=required, but there is no complete checkpoint"):
         at("one", run_ranks, settings, "checkpoint.resume=required")
+
+
+def test_diverged_run_stops_on_every_rank_and_keeps_the_checkpoint_from_before(run_ranks, settings, tmp_path):
+    at("tp2", run_ranks, settings, "train.stop_after=2")
+
+    with pytest.raises(RuntimeError, match=r"TrainingDiverged: the loss is (nan|inf) in step \d+; lower optimizer.lr"):
+        at("tp2", run_ranks, settings, "optimizer.lr=1e300", "train.max_grad_norm=0")
+
+    assert nxd_ckpt.latest(tmp_path / "run/checkpoints").step == 2

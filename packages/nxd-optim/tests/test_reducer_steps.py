@@ -208,8 +208,25 @@ def test_step_that_failed_in_an_earlier_backward_is_dropped_by_zero_grad(run_ran
     assert run_ranks(step, 2) == [(0, [[0.5, 0.5]] * 3)] * 2
 
 
+def test_close_leaves_gradients_to_autograd(run_ranks):
+    def step():
+        initialize_model_parallel()
+        parameters = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+        reducer = GradientReducer(parameters)
+        storages = []
+        for _ in range(2):
+            for parameter in parameters:
+                parameter.grad = None
+                parameter.sum().backward()
+            storages.append(len({p.grad.untyped_storage().data_ptr() for p in parameters}))
+            reducer.close()
+        return storages
+
+    assert run_ranks(step, 2) == [[1, 2]] * 2
+
+
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_close_ends_the_reducer_and_another_may_follow(run_ranks, recorded_messages, replicas):
+def test_another_reducer_may_follow_one_that_was_closed(run_ranks, recorded_messages, replicas):
     def step():
         reducer = make_reducer()
         reducer.close()

@@ -42,7 +42,7 @@ def test_one_message_per_dtype_carries_all_gradients(run_ranks, recorded_message
         dtypes = [torch.float32, torch.bfloat16, torch.float32, torch.bfloat16]
         parameters = [marked([1.0 + i] * (1 + i), dtype) for i, dtype in enumerate(dtypes)]
         with recorded_messages() as messages:
-            reduce_sequence_parallel_gradients(parameters)
+            reduce_sequence_parallel_gradients(parameters + parameters)
         return [message[1:] for message in messages], [(p.grad.dtype, p.grad.tolist()) for p in parameters]
 
     for messages, gradients in run_ranks(reduce, 2):

@@ -1,14 +1,11 @@
 """The mesh of this process: initialise, ask, destroy. A world of one runs here, larger ones on worker processes."""
 
-import subprocess
-import sys
-
 import nxd_state
 import pytest
 import torch
 import torch.distributed as dist
 from nxd_state import rank_order
-from nxd_state.testing import run_on_ranks, run_torchrun
+from nxd_state.testing import run_on_ranks
 
 GETTERS = [getattr(nxd_state, name) for name in nxd_state.__all__ if name.startswith("get_") and "parallel" in name]
 
@@ -271,33 +268,6 @@ def test_initialize_impossible_degree_raises_on_every_rank():
 
     expected = "pp=1 x cp=1 x tp=3 = 3 does not divide world_size=2; use tp=1 or 2"
     assert run_on_ranks(message, 2) == [expected] * 2
-
-
-PROGRAM = """
-import nxd_state, torch
-nxd_state.initialize_model_parallel(tensor_model_parallel_size={degree})
-group = nxd_state.get_group("tp")
-print(f"rank {{group.rank}} of {{group.size}}: {{nxd_state.all_reduce(torch.ones(1), group).item()}}")
-nxd_state.destroy_model_parallel()
-"""
-
-
-def test_initialize_under_torchrun_takes_its_ranks(tmp_path):
-    script = tmp_path / "program.py"
-    script.write_text(PROGRAM.format(degree=2))
-
-    result = run_torchrun([str(script)], 2)
-
-    assert result.returncode == 0, result.stderr
-    assert sorted(result.stdout.splitlines()) == ["rank 0 of 2: 2.0", "rank 1 of 2: 2.0"]
-
-
-def test_initialize_as_plain_program_is_a_world_of_one():
-    result = subprocess.run(
-        [sys.executable, "-c", PROGRAM.format(degree=1)], capture_output=True, text=True, check=False
-    )
-
-    assert (result.returncode, result.stdout) == (0, "rank 0 of 1: 1.0\n"), result.stderr
 
 
 def test_initialize_several_ranks_on_an_xla_device_raises_what_to_do(clean_world, monkeypatch):

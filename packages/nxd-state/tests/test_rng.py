@@ -175,5 +175,5 @@ def test_unknown_stream_raises_naming_those_there_are(unseeded):
 
 
 def test_state_without_a_shared_stream_raises():
-    with pytest.raises(ValueError, match="random state has streams .* expected 'default' among them"):
+    with pytest.raises(ValueError, match=r"random state has streams .* expected 'default' among them"):
         nxd_state.set_rng_state({"tp": {}})

@@ -66,9 +66,8 @@ class GradientReducer:
         _check_same_parameters(self.parameters, self.group)
         self._buckets = make_buckets(self.parameters, bucket_bytes) if self.group.size > 1 else []
         self._bucket_of = {id(p): index for index, bucket in enumerate(self._buckets) for p in bucket.parameters}
-        self._hooks = [
-            p.register_post_accumulate_grad_hook(self._on_gradient) for p in self.parameters if self._buckets
-        ]
+        watched = [p for bucket in self._buckets for p in bucket.parameters]
+        self._hooks = [p.register_post_accumulate_grad_hook(self._on_gradient) for p in watched]
         self._phase: Phase = "accumulating"
         self._missing: list[set[int]] = []  # by bucket: parameters that have no gradient yet from this backward
         self._pending: list[Pending] = []  # messages of the first buckets, in order

@@ -112,12 +112,11 @@ class Mesh:
         return tuple(tuple(dict.fromkeys((group[0], group[-1]))) for group in self.groups("pp"))
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Position of `rank` along every axis, expert axes included."""
+        """Position of `rank` along every axis: pp, dp, cp and tp, then dp_exp and ep."""
         self._check_rank(rank)
-        position = _positions(self)[rank]
-        found: dict[str, int] = {}
+        found = dict.fromkeys((*DENSE_AXES, *EXPERT_AXES), 0)
         for view in (DENSE_AXES, EXPERT_AXES):
-            rest = position
+            rest = _positions(self)[rank]
             for axis in reversed(view):
                 rest, found[axis] = divmod(rest, getattr(self, axis))
         return found
@@ -152,7 +151,8 @@ def _ranks_in_mesh_order(mesh: Mesh, view: tuple[str, ...]) -> torch.Tensor:
 @lru_cache(maxsize=64)
 def _positions(mesh: Mesh) -> list[int]:
     """The position in the mesh of each rank: the inverse of its rank order."""
-    return torch.tensor(rank_order(mesh)).argsort().tolist()
+    positions: list[int] = torch.tensor(rank_order(mesh)).argsort().tolist()
+    return positions
 
 
 @lru_cache(maxsize=64)

@@ -44,16 +44,23 @@ def read(reader: int, size: int) -> bytes:
     return received
 
 
-def start_parent(path, seconds: float) -> "subprocess.Popen[str]":
-    return subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(PARENT), str(path), str(seconds)],
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+@pytest.fixture
+def start_parent():
+    parents = []
+
+    def start(path, seconds: float) -> "subprocess.Popen[str]":
+        command = [sys.executable, "-c", textwrap.dedent(PARENT), str(path), str(seconds)]
+        parents.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True))
+        return parents[-1]
+
+    yield start
+    for parent in parents:
+        parent.kill()
+        parent.wait()
 
 
 @pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_end_of_parent_by_signal_during_a_job_ends_the_workers(pipe, signal_number):
+def test_end_of_parent_by_signal_during_a_job_ends_the_workers(pipe, start_parent, signal_number):
     path, reader = pipe
     # Opened here as well while the ranks start, or an early reader would see the end of file.
     own_writer = os.open(path, os.O_WRONLY)
@@ -68,7 +75,7 @@ def test_end_of_parent_by_signal_during_a_job_ends_the_workers(pipe, signal_numb
     assert ("KeyboardInterrupt" in stderr) == (signal_number == signal.SIGINT)
 
 
-def test_end_of_parent_by_its_own_exit_ends_the_workers(pipe):
+def test_end_of_parent_by_its_own_exit_ends_the_workers(pipe, start_parent):
     path, reader = pipe
     own_writer = os.open(path, os.O_WRONLY)
     parent = start_parent(path, seconds=0)

@@ -14,6 +14,7 @@ from typing import NoReturn, TypeVar
 
 from nxd_trainer.launch import EXIT_STOPPED, is_launched, launch_ranks
 from nxd_trainer.recipe import Recipe, check_layout, load_recipe, recipe_keys, render_recipe_help
+from nxd_trainer.slurm import slurm_environment
 
 EXIT_MISTAKE = 2
 
@@ -30,6 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     remaining, settings = _take_settings(arguments) if arguments[:1] == ["train"] else (arguments, [])
     options = _make_parser().parse_args(remaining, argparse.Namespace(arguments=arguments, settings=settings))
     try:
+        os.environ.update(_mendable(lambda: slurm_environment(os.environ)))
         code: int = options.run(options)
     except _Mistake as mistake:
         # Every rank makes the same mistake; one rank of each host says so.

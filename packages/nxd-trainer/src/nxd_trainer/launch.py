@@ -1,6 +1,6 @@
 """Starting several ranks on this machine, through torchrun's own agent.
 
-Under torchrun, or Slurm with one task per rank, nothing is started: the process is a rank already.
+Under torchrun or as a task of a Slurm step nothing is started: the process is a rank already.
 """
 
 import logging

@@ -8,9 +8,7 @@ CONTENT = {
     ".toml": 'output = "runs/a"\n[train]\nsteps = 7\n[optimizer]\nbetas = [0.8, 0.9]\nlr = 1e-3\n',
     ".yaml": "output: runs/a\ntrain:\n  steps: 7\noptimizer:\n  betas: [0.8, 0.9]\n  lr: 1e-3\n",
     ".yml": "{output: runs/a, train: {steps: 7}, optimizer: {betas: [0.8, 0.9], lr: 0.001}}",
-    ".json": json.dumps(
-        {"output": "runs/a", "train": {"steps": 7}, "optimizer": {"betas": [0.8, 0.9], "lr": 1e-3}}
-    ),
+    ".json": json.dumps({"output": "runs/a", "train": {"steps": 7}, "optimizer": {"betas": [0.8, 0.9], "lr": 1e-3}}),
 }
 
 
@@ -151,9 +149,7 @@ def test_wrong_value_says_what_is_allowed(section, field, value, expected):
 
 def test_all_mistakes_come_in_one_error():
     with pytest.raises(ValueError, match="recipe: 4 mistakes") as raised:
-        recipe_from_dict(
-            {"train": {"steps": -1}, "model": {"hidden_size": 100}, "optimiser": {}}, ["train.seeds=1"]
-        )
+        recipe_from_dict({"train": {"steps": -1}, "model": {"hidden_size": 100}, "optimiser": {}}, ["train.seeds=1"])
 
     lines = str(raised.value).splitlines()[1:]
     assert [line.split()[1] for line in lines] == [

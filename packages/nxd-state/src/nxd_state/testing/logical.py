@@ -57,13 +57,8 @@ def assemble_logical(pieces_by_rank: Sequence[Sequence[LogicalPiece]], *, rtol: 
             whole = wholes.setdefault(piece.name, torch.zeros(piece.shape, dtype=piece.values.dtype))
             seen = held.setdefault(piece.name, torch.zeros(piece.shape, dtype=torch.bool))
             index = piece.box.slices
-            torch.testing.assert_close(
-                torch.where(seen[index], whole[index], piece.values),
-                piece.values,
-                rtol=rtol,
-                atol=1e-14,
-                msg=lambda text, name=piece.name: f"ranks disagree about {name}: {text}",
-            )
+            before = torch.where(seen[index], whole[index], piece.values)
+            assert torch.allclose(before, piece.values, rtol=rtol, atol=1e-14), f"ranks disagree about {piece.name}"
             whole[index], seen[index] = piece.values, True
     missing = [name for name, seen in held.items() if not seen.all()]
     assert not missing, f"no rank holds all of {missing}"

@@ -81,7 +81,7 @@ def scan_text_files(files: Iterable[tuple[str, Path]]) -> tuple[list[TextFile], 
         try:
             text_file = _scan(name, path)
         except UnicodeDecodeError:
-            skipped["not UTF-8 text"] += 1
+            skipped["binary or not UTF-8"] += 1
         except OSError:
             skipped["unreadable"] += 1
         else:

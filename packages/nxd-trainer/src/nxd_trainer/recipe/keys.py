@@ -75,11 +75,14 @@ def _keys_of(section: str, cls: type[Any]) -> list[RecipeKey]:
 
 def unknown_key(name: str) -> str:
     """The mistake line for a key that does not exist, with the nearest one that does."""
-    in_other_section = [key.name for key in recipe_keys().values() if key.field == name.rpartition(".")[2]]
-    by_field = {key.field: key.name for key in recipe_keys().values()}
-    similar = difflib.get_close_matches(name, recipe_keys(), n=1, cutoff=0.6)
-    similar_field = difflib.get_close_matches(name.rpartition(".")[2], by_field, n=1, cutoff=0.6)
-    nearest = in_other_section or similar or [by_field[field] for field in similar_field]
+    section, _, field = name.rpartition(".")
+    own = {key.field: key.name for key in recipe_keys().values() if key.section == section}
+    everywhere = {key.field: key.name for key in recipe_keys().values()}
+    nearest = [
+        candidates[match]
+        for candidates, cutoff in ((everywhere, 1.0), (own, 0.6), (everywhere, 0.6))
+        for match in difflib.get_close_matches(field, candidates, n=1, cutoff=cutoff)
+    ]
     hint = f"; did you mean {nearest[0]}?" if nearest else "; `nxd train --help` lists all keys"
     return f"unknown key {name}{hint}"
 

@@ -96,7 +96,7 @@ def _flatten(content: Mapping[str, object], mistakes: list[str]) -> dict[str, ob
             if value is None:  # an empty section in YAML
                 continue
             if not isinstance(value, dict):
-                mistakes.append(f"{name}={value!r}: {name} is a section; write its keys under it, as [{name}]")
+                mistakes.append(f"{name}={value!r}: {name} is a section; write its keys under [{name}]")
                 continue
             given |= {f"{name}.{field}": setting for field, setting in value.items()}
         elif isinstance(value, dict):

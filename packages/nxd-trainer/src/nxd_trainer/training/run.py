@@ -1,5 +1,6 @@
 """The training loop: from a recipe to a trained model, its checkpoints, metrics and loss curve."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +27,10 @@ from nxd_trainer.training.checkpoints import resume_run, save_run
 from nxd_trainer.training.run_state import RunState, build_run_state
 from nxd_trainer.training.step import evaluate, learning_rate, train_step
 from nxd_trainer.training.stop_request import StopRequest
+
+
+class TrainingDiverged(RuntimeError):
+    """The loss is no longer a finite number."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,11 @@ def train(recipe: Recipe) -> TrainResult:
 
 
 def run_training(state: RunState, resumed: str | None) -> TrainResult:
-    """The steps of a prepared run, with progress, metrics, checkpoints and the report at its end."""
+    """The steps of a prepared run, with progress, metrics, checkpoints and the report at its end.
+
+    Raises:
+        TrainingDiverged: the loss became infinite or nan.
+    """
     with (
         StopRequest() as stop,
         Progress(state.recipe.last_step, first_step=state.step, is_writer=state.is_writer) as progress,
@@ -80,8 +89,6 @@ def run_training(state: RunState, resumed: str | None) -> TrainResult:
         ) as metrics,
     ):
         _announce(state, progress, resumed)
-        if resumed and state.recipe.train.eval_every:
-            progress.message(f"held-out loss as resumed, at step {state.step}: {evaluate(state):.4f}")
         result = _run_steps(state, progress, metrics, stop)
     if state.is_writer:
         _report(state, metrics.file)
@@ -91,12 +98,13 @@ def run_training(state: RunState, resumed: str | None) -> TrainResult:
 def _run_steps(state: RunState, progress: Progress, metrics: MetricsLog, stop: StopRequest) -> TrainResult:
     recipe = state.recipe
     throughput = Throughput()
-    loss, stopped, saved_at = float("nan"), False, state.step
+    loss, stopped = float("nan"), False
     while state.step < recipe.last_step and not stopped:
         rate = learning_rate(state)
         rank_loss, norm = train_step(state)
-        throughput.add(recipe.train.global_batch_size * recipe.data.sequence_length)
+        throughput.add(_tokens_per_step(recipe))
         loss, stopped = _agree(rank_loss, stop)
+        _check_finite(loss, state)
         progress.advance(state.step)
         is_last = stopped or state.step == recipe.last_step
         held_out_loss = None
@@ -108,7 +116,7 @@ def _run_steps(state: RunState, progress: Progress, metrics: MetricsLog, stop: S
                 step=state.step,
                 loss=loss,
                 learning_rate=rate,
-                tokens=state.step * recipe.train.global_batch_size * recipe.data.sequence_length,
+                tokens=state.step * _tokens_per_step(recipe),
                 tokens_per_second=throughput.lap(),
                 seconds=throughput.seconds,
                 peak_memory_bytes=peak_memory_bytes(get_device()),
@@ -119,16 +127,18 @@ def _run_steps(state: RunState, progress: Progress, metrics: MetricsLog, stop: S
             metrics.log(record)
         if _is_due(state.step, recipe.checkpoint.save_every) or is_last:
             with throughput.paused():
-                saved_at = _save_once(state, saved_at, progress)
+                tag = save_run(state)
+            progress.message(f"saved {recipe.checkpoint_folder / tag}")
     return TrainResult(step=state.step, loss=loss, stopped=stopped)
 
 
-def _save_once(state: RunState, saved_at: int, progress: Progress) -> int:
-    """Save unless this step has been saved; returns the step saved last."""
-    if saved_at != state.step:
-        tag = save_run(state)
-        progress.message(f"saved {state.recipe.checkpoint_folder / tag}")
-    return state.step
+def _check_finite(loss: float, state: RunState) -> None:
+    """Stop before a broken model is saved. The loss is the same on every rank, so all of them stop."""
+    if not math.isfinite(loss):
+        raise TrainingDiverged(
+            f"the loss is {loss} in step {state.step}; lower optimizer.lr or lengthen optimizer.warmup_steps, and go "
+            f"on from the newest checkpoint in {state.recipe.checkpoint_folder}, which is from before"
+        )
 
 
 def _agree(rank_loss: Tensor, stop: StopRequest) -> tuple[float, bool]:
@@ -139,17 +149,24 @@ def _agree(rank_loss: Tensor, stop: StopRequest) -> tuple[float, bool]:
     return float(total[0]) / group.size, bool(total[1] > 0)
 
 
+def _tokens_per_step(recipe: Recipe) -> int:
+    return recipe.train.global_batch_size * recipe.data.sequence_length
+
+
 def _is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
 def _announce(state: RunState, progress: Progress, resumed: str | None) -> None:
-    if not state.is_writer:
-        return
-    save_recipe(state.recipe, state.recipe.output / "recipe.toml")
+    if state.is_writer:
+        save_recipe(state.recipe, state.recipe.output / "recipe.toml")
     count = sum(p.numel() for p in state.model.parameters())
     begins = f"goes on from {resumed}" if resumed else "begins"
     progress.message(f"{state.layout} on {get_device().type}, {count:,} parameters on this rank; the run {begins}")
+    if resumed and state.recipe.train.eval_every:
+        held_out_loss = evaluate(state)  # shows that the run is where it was
+        if held_out_loss is not None:
+            progress.message(f"held-out loss as resumed, at step {state.step}: {held_out_loss:.4f}")
 
 
 def _report(state: RunState, metrics_file: Path) -> None:

@@ -1,0 +1,41 @@
+"""A folder with a little text, and rows of numbered tokens that show where each token of a batch comes from."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from nxd_trainer.data import Corpus, PackedSequences, pack_corpus
+from nxd_trainer.data.corpus import CorpusIndex
+
+
+@pytest.fixture
+def text_folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "text"
+    (folder / "b").mkdir(parents=True)
+    (folder / "b" / "second.txt").write_text("zwei")
+    (folder / "a.txt").write_text("one\r\ntwo\n")
+    return folder
+
+
+@pytest.fixture
+def numbered() -> Callable[..., tuple[PackedSequences, PackedSequences]]:
+    """`numbered(num_pieces, sequence_length, held_out_fraction)`: token i of the row is i."""
+
+    def pack(
+        num_pieces: int, *, sequence_length: int = 4, held_out_fraction: float = 0.0
+    ) -> tuple[PackedSequences, PackedSequences]:
+        tokens = np.arange(num_pieces * sequence_length + 1, dtype=np.uint32)
+        index = CorpusIndex(
+            digest="",
+            dtype="uint32",
+            num_tokens=len(tokens),
+            num_documents=1,
+            num_bytes=len(tokens),
+            vocab_size=len(tokens),
+            end_of_document=0,
+            skipped={},
+        )
+        return pack_corpus(Corpus(tokens, index), sequence_length=sequence_length, held_out_fraction=held_out_fraction)
+
+    return pack

@@ -1,0 +1,135 @@
+import json
+import sys
+
+import pytest
+from nxd_trainer.data import ByteTokenizer, HuggingFaceTokenizer, load_tokenizer
+
+
+@pytest.fixture
+def tokenizer_folder(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<unk>", "<stop>", "</s>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+    )
+    tokenizer.train_from_iterator(["the cat sat on the mat", "the dog sat on the cat"], trainer)
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<stop> $A </s>", special_tokens=[("<stop>", 1), ("</s>", 2)]
+    )
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    return tmp_path
+
+
+@pytest.mark.parametrize("text", ["", "def f():\n\treturn 1\r\n", "naïve 日本 🙂\x00"])
+def test_byte_tokenizer_round_trip(text):
+    tokenizer = load_tokenizer(None)
+
+    tokens = tokenizer.encode(text)
+
+    assert tokens.tolist() == list(text.encode())
+    assert tokenizer.decode(tokens.tolist()) == text
+
+
+def test_byte_tokenizer_end_of_document_is_the_last_id_and_decodes_to_nothing():
+    tokenizer = ByteTokenizer()
+
+    assert (tokenizer.vocab_size, tokenizer.end_of_document) == (257, 256)
+    assert tokenizer.decode([104, 256, 105, 300]) == "hi"
+
+
+def test_byte_tokenizer_decodes_cut_characters_to_the_replacement_mark():
+    assert ByteTokenizer().decode([104, 0xE6, 0x97]) == "h\ufffd"
+
+
+def test_hugging_face_round_trip_without_special_tokens(tokenizer_folder):
+    tokenizer = HuggingFaceTokenizer(tokenizer_folder)
+
+    tokens = tokenizer.encode("the cat sat")
+
+    assert tokenizer.decode(tokens.tolist()) == "the cat sat"
+    assert len(tokens) < len("the cat sat")
+    assert tokens.max() < tokenizer.vocab_size
+    assert tokens.min() > 2
+
+
+def test_hugging_face_file_and_folder_are_the_same(tokenizer_folder):
+    from_file = HuggingFaceTokenizer(tokenizer_folder / "tokenizer.json")
+    from_folder = HuggingFaceTokenizer(tokenizer_folder)
+
+    assert from_file.fingerprint == from_folder.fingerprint
+    assert from_file.vocab_size == from_folder.vocab_size
+
+
+def test_hugging_face_end_of_document_is_a_well_known_one_without_a_declared_one(tokenizer_folder):
+    assert HuggingFaceTokenizer(tokenizer_folder).end_of_document == 2
+
+
+@pytest.mark.parametrize("declared", ["<stop>", {"content": "<stop>", "lstrip": False}])
+def test_hugging_face_end_of_document_is_the_declared_one(tokenizer_folder, declared):
+    before = HuggingFaceTokenizer(tokenizer_folder).fingerprint
+    (tokenizer_folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": declared}))
+
+    tokenizer = HuggingFaceTokenizer(tokenizer_folder)
+
+    assert tokenizer.end_of_document == 1
+    assert tokenizer.fingerprint != before
+
+
+def test_hugging_face_without_end_of_document_says_where_to_name_one(tokenizer_folder):
+    (tokenizer_folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<absent>"}))
+
+    with pytest.raises(ValueError, match='none of <absent> .*"eos_token" in tokenizer_config.json'):
+        HuggingFaceTokenizer(tokenizer_folder)
+
+
+def test_hugging_face_ids_of_a_padded_vocabulary_decode_to_nothing(tokenizer_folder):
+    tokenizer = HuggingFaceTokenizer(tokenizer_folder)
+
+    assert tokenizer.decode([*tokenizer.encode("the").tolist(), tokenizer.vocab_size + 5]) == "the"
+
+
+def test_damaged_tokenizer_file_is_named(tmp_path):
+    pytest.importorskip("tokenizers")
+    (tmp_path / "tokenizer.json").write_text("{}")
+
+    with pytest.raises(ValueError, match=r"tokenizer\.json is not a Hugging Face tokenizer"):
+        HuggingFaceTokenizer(tmp_path)
+
+
+def test_folder_of_older_files_is_read_with_transformers(tmp_path):
+    pytest.importorskip("transformers")
+    vocabulary = {"<|endoftext|>": 0, "h": 1, "i": 2, "hi": 3}
+    (tmp_path / "vocab.json").write_text(json.dumps(vocabulary))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\nh i\n")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer"}))
+
+    tokenizer = HuggingFaceTokenizer(tmp_path)
+
+    assert tokenizer.encode("hi").tolist() == [3]
+    assert tokenizer.decode([3, 0]) == "hi"
+    assert (tokenizer.end_of_document, tokenizer.vocab_size) == (0, 4)
+
+
+def test_folder_without_a_tokenizer_is_named(tmp_path):
+    pytest.importorskip("transformers")
+
+    with pytest.raises(ValueError, match="holds no Hugging Face tokenizer"):
+        HuggingFaceTokenizer(tmp_path)
+
+
+def test_missing_path_is_named(tmp_path):
+    with pytest.raises(ValueError, match="data.tokenizer=.*absent does not exist"):
+        load_tokenizer(tmp_path / "absent")
+
+
+@pytest.mark.parametrize(("name", "package"), [("tokenizer.json", "tokenizers"), ("vocab.json", "transformers")])
+def test_missing_package_says_what_to_install(tmp_path, monkeypatch, name, package):
+    (tmp_path / name).write_text("{}")
+    monkeypatch.setitem(sys.modules, package, None)
+
+    with pytest.raises(RuntimeError, match=f"pip install {package}, or leave data.tokenizer unset"):
+        load_tokenizer(tmp_path)

@@ -1,0 +1,49 @@
+"""What torchrun would have said, from what Slurm says."""
+
+import pytest
+from nxd_trainer.slurm import first_host, slurm_environment
+
+TASK = {
+    "SLURM_JOB_ID": "123456",
+    "SLURM_LOCALID": "1",
+    "SLURM_PROCID": "9",
+    "SLURM_STEP_NODELIST": "trn[07-08]",
+    "SLURM_STEP_NUM_TASKS": "16",
+}
+
+
+def test_task_of_a_step_gets_torchruns_variables():
+    assert slurm_environment(TASK) == {
+        "RANK": "9",
+        "WORLD_SIZE": "16",
+        "LOCAL_RANK": "1",
+        "MASTER_ADDR": "trn07",
+        "MASTER_PORT": "23456",
+    }
+
+
+@pytest.mark.parametrize("environ", [{}, TASK | {"RANK": "0"}, TASK | {"SLURM_STEP_NUM_TASKS": "1"}])
+def test_elsewhere_nothing_is_said(environ):
+    assert slurm_environment(environ) == {}
+
+
+def test_variables_that_are_set_stay():
+    assert slurm_environment(TASK | {"MASTER_ADDR": "other"}).keys() == {
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "MASTER_PORT",
+    }
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "host"),
+    [("trn07", "trn07"), ("trn[07-12,15],login", "trn07"), ("a,b", "a"), ("rack1-[3,5]-gpu", "rack1-3-gpu")],
+)
+def test_first_host(nodelist, host):
+    assert first_host(nodelist) == host
+
+
+def test_first_host_of_nonsense_says_what_to_set():
+    with pytest.raises(ValueError, match="set MASTER_ADDR"):
+        first_host("")
