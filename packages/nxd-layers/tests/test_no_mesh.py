@@ -51,8 +51,8 @@ def test_embedding_without_a_mesh_is_torchs(arguments, padding_idx):
     ids = torch.tensor([[0, 2], [6, 6]])
 
     output, wanted = layer(ids), expected(ids)
-    output.square().sum().backward()
-    wanted.square().sum().backward()
+    output.sum().backward()
+    wanted.sum().backward()
 
     assert layer.padding_idx == expected.padding_idx
     assert torch.equal(output, wanted)

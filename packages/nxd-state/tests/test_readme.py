@@ -17,6 +17,11 @@ OUTPUTS = re.findall(r"^```output\n(.*?)^```", README, flags=re.MULTILINE | re.D
 CONSOLES = dict(re.findall(r"^```console\n\$ (.*?)\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL))
 
 
+def lines(output):
+    """Without what gloo itself says on stdout in older versions of torch."""
+    return [line for line in output.splitlines() if not line.startswith("[Gloo]")]
+
+
 @pytest.fixture
 def folder(tmp_path):
     """A folder with the programs that have a name."""
@@ -37,7 +42,7 @@ def test_program_of_one_process_prints_what_the_readme_says():
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
     )
 
-    assert [result.stdout] == OUTPUTS, result.stderr
+    assert lines(result.stdout) == lines(*OUTPUTS), result.stderr
 
 
 def test_program_of_several_ranks_prints_what_the_readme_says(folder):
@@ -45,7 +50,7 @@ def test_program_of_several_ranks_prints_what_the_readme_says(folder):
 
     result = run_torchrun([str(folder / "ranks.py")], 4)
 
-    assert sorted(result.stdout.splitlines()) == output.splitlines(), result.stderr
+    assert sorted(lines(result.stdout)) == lines(output), result.stderr
 
 
 def test_program_of_ranks_that_disagree_raises_what_the_readme_says(folder):

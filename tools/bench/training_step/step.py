@@ -1,10 +1,11 @@
-"""One training step, timed by phase: zeroed gradients, forward, backward, AdamW."""
+"""One training step, timed by phase: forward, backward, AdamW."""
 
 import time
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from nxd_optim import reduce_sequence_parallel_gradients
+from torch.distributed.tensor import DTensor
 
 from training_step.plain_llama import PlainLlama
 from training_step.sizes import Size
@@ -26,29 +27,34 @@ class StepTime:
 
 
 class Trainee:
-    """A model in training on one batch, with the same initial weights for every variant and on every rank."""
+    """A model in training on one batch, with the same initial weights for every variant and on every rank.
+
+    Attributes:
+        losses: of the steps so far.
+    """
 
     def __init__(self, variant: Variant, size: Size) -> None:
         torch.manual_seed(0)
         self._model = variant.build(PlainLlama(size.config), size)
         self._context = variant.context
-        # Norms apart, as in training; and DTensor cannot update plain tensors and its own in one fused call.
-        parameters = list(self._model.parameters())
-        groups = [[p for p in parameters if p.dim() > 1], [p for p in parameters if p.dim() <= 1]]
-        self._optimizer = torch.optim.AdamW([{"params": group} for group in groups], lr=1e-3, fused=True)
         self._input_ids, self._labels = size.tokens()
-        self.losses: list[Tensor] = []
+        self._parameters = list(self._model.parameters())
+        # Norms apart, as in training; and DTensor cannot update plain tensors and its own in one fused call.
+        groups = [[p for p in self._parameters if p.dim() > 1], [p for p in self._parameters if p.dim() == 1]]
+        self._optimizer = torch.optim.AdamW([{"params": group} for group in groups], lr=1e-3, fused=True)
+        self.losses: list[float] = []
 
     def step(self) -> StepTime:
-        """One step; keeps its loss."""
-        moments = [time.perf_counter()]
+        """One step, timed; keeps its loss."""
+        start = time.perf_counter()
         with self._context():
             loss = self._model(self._input_ids, self._labels)
-            moments.append(time.perf_counter())
+            after_forward = time.perf_counter()
             loss.backward()
-        moments.append(time.perf_counter())
+        reduce_sequence_parallel_gradients(self._parameters)  # does something only for ours, sequence parallel
+        after_backward = time.perf_counter()
         self._optimizer.step()
         self._optimizer.zero_grad()
-        moments.append(time.perf_counter())
-        self.losses.append(loss.detach())
-        return StepTime(*(end - start for start, end in zip(moments, moments[1:], strict=False)))
+        end = time.perf_counter()
+        self.losses.append((loss.full_tensor() if isinstance(loss, DTensor) else loss).item())
+        return StepTime(after_forward - start, after_backward - after_forward, end - after_backward)

@@ -227,28 +227,32 @@ def test_debug_mode_leaves_results_of_agreeing_ranks_unchanged():
 
 
 def test_debug_mode_keeps_no_more_keys_the_longer_a_job_runs():
-    def growth():
+    def counts():
         group = tensor_parallel_group()
         store = dist.distributed_c10d._get_default_store()
-        counts = []
+        found = []
         for _ in range(3):
             for _ in range(10):
                 nxd_state.barrier(group)
             dist.barrier()
-            counts.append(sum("nxd_debug" in key for key in store.list_keys()))
+            found.append(store.num_keys())
             dist.barrier()
-        return counts
+        return found
 
-    for counts in run_on_ranks(growth, 2, env=DEBUG):
-        assert counts[0] == counts[-1] > 0
+    for first, *_, last in run_on_ranks(counts, 2, env=DEBUG):
+        assert first == last
 
 
-def test_debug_mode_off_posts_nothing():
-    def keys():
-        nxd_state.barrier(tensor_parallel_group())
-        return [key for key in dist.distributed_c10d._get_default_store().list_keys() if "nxd_debug" in key]
+def posts_anything():
+    nxd_state.barrier(tensor_parallel_group())
+    return dist.distributed_c10d._get_default_store().check(["nxd_debug/last/0"])
 
-    assert run_on_ranks(keys, 2) == [[], []]
+
+@pytest.mark.parametrize(
+    ("environment", "posts"), [(DEBUG, True), ({}, False), ({"NXD_DEBUG_COLLECTIVES": "0"}, False)]
+)
+def test_debug_mode_posts_only_where_it_is_on(environment, posts):
+    assert run_on_ranks(posts_anything, 2, env=environment) == [posts] * 2
 
 
 def test_debug_mode_serves_meshes_made_one_after_the_other():

@@ -28,8 +28,8 @@ def shuffled(positions: NDArray[np.int64], num_samples: int, *, seed: int, epoch
     Returns:
         `[count]` numbers of samples, in the order of the positions.
     """
-    # Numbers are two halves of equal width; of one bit each, they would mix badly.
-    half_bits = max(2, ((num_samples - 1).bit_length() + 1) // 2)
+    # Numbers are two halves of equal width. Narrower than three bits each, these would mix badly.
+    half_bits = max(3, ((num_samples - 1).bit_length() + 1) // 2)
     keys = [_mix(_mix(_mix(seed) ^ epoch) + round_number) for round_number in range(NUM_ROUNDS)]
     samples = _permute(positions.astype(np.uint64), half_bits, keys)
     while (outside := samples >= num_samples).any():

@@ -1,0 +1,24 @@
+"""The README's example runs as written, alone and under torchrun, and prints what the README says."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from nxd_state.testing import run_torchrun
+
+README = (Path(__file__).parents[1] / "README.md").read_text()
+(EXAMPLE,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+PRINTED = re.findall(r"^\$ .*\n(.*)\n", README, flags=re.MULTILINE)
+
+
+def test_example_prints_the_same_loss_alone_and_under_torchrun(tmp_path):
+    script = tmp_path / "block.py"
+    script.write_text(EXAMPLE)
+
+    alone = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+    ranks = run_torchrun([str(script)], 2)
+
+    assert alone.returncode == 0, alone.stderr
+    assert ranks.returncode == 0, ranks.stderr
+    assert [alone.stdout, ranks.stdout] == [f"{line}\n" for line in PRINTED]

@@ -1,0 +1,93 @@
+import pytest
+import torch
+from nxd_trainer.report import Throughput, measure, peak_memory_bytes
+from nxd_trainer.report.units import show_count, show_duration, show_memory
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that the test sets: `clock["now"] = 5.0`."""
+    time = {"now": 100.0}
+    monkeypatch.setattr(measure, "perf_counter", lambda: time["now"])
+    return time
+
+
+def test_lap_counts_the_tokens_since_the_lap_before(clock):
+    throughput = Throughput()
+    throughput.add(300)
+    throughput.add(300)
+    clock["now"] += 2
+    first = throughput.lap()
+    throughput.add(100)
+    clock["now"] += 4
+
+    assert (first, throughput.lap()) == (300.0, 25.0)
+    assert throughput.seconds == 6.0
+
+
+def test_lap_leaves_out_pauses_but_seconds_do_not(clock):
+    throughput = Throughput()
+    throughput.add(100)
+    clock["now"] += 1
+    with throughput.paused():
+        clock["now"] += 9
+    clock["now"] += 1
+
+    assert throughput.lap() == 50.0
+    assert throughput.seconds == 11.0
+
+
+def test_pause_ends_when_its_block_raises(clock):
+    throughput = Throughput()
+    throughput.add(10)
+
+    def fail_while_paused():
+        with throughput.paused():
+            clock["now"] += 3
+            raise OSError
+
+    with pytest.raises(OSError):
+        fail_while_paused()
+    clock["now"] += 1
+
+    assert throughput.lap() == 10.0
+
+
+def test_peak_memory_of_the_process_grows_with_what_it_touches():
+    before = peak_memory_bytes(torch.device("cpu"))
+    block = torch.ones(before // 4 + (64 << 20), dtype=torch.float32)  # four bytes each: more than all before
+
+    assert peak_memory_bytes(torch.device("cpu")) > max(before, block.nbytes)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_peak_memory_of_a_cuda_device_is_its_own():
+    device = torch.device("cuda")
+    torch.cuda.reset_peak_memory_stats(device)
+    before = peak_memory_bytes(device)
+    torch.ones(1 << 20, dtype=torch.uint8, device=device)
+
+    assert peak_memory_bytes(device) - before == 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [(0, "0:00"), (7.4, "0:07"), (59.6, "1:00"), (754, "12:34"), (3723, "1:02:03"), (360_000, "100:00:00")],
+)
+def test_duration_is_shown_as_a_clock(seconds, shown):
+    assert show_duration(seconds) == shown
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "shown"), [(0, "0 MiB"), (512 << 20, "512 MiB"), (1 << 30, "1.0 GiB"), (3 << 29, "1.5 GiB")]
+)
+def test_memory_is_shown_in_its_unit(num_bytes, shown):
+    assert show_memory(num_bytes) == shown
+
+
+@pytest.mark.parametrize(
+    ("count", "shown"), [(0, "0"), (950, "950"), (12_345, "12.3k"), (4_096_000, "4.10M"), (1.2e9, "1.20B")]
+)
+def test_count_is_shown_in_its_unit(count, shown):
+    assert show_count(count) == shown
