@@ -21,4 +21,5 @@ def test_example_prints_the_same_loss_alone_and_under_torchrun(tmp_path):
 
     assert alone.returncode == 0, alone.stderr
     assert ranks.returncode == 0, ranks.stderr
-    assert [alone.stdout, ranks.stdout] == [f"{line}\n" for line in PRINTED]
+    # The last lines: gloo of torch 2.9 says hello on stdout.
+    assert [run.stdout.splitlines()[-1] for run in (alone, ranks)] == PRINTED

@@ -251,13 +251,13 @@ def test_initialize_again_with_a_world_of_its_own_connects_anew():
     def totals():
         dist.destroy_process_group()
         found = []
-        for degree in (1, 2, 1, 2):
+        for degree in (1, 2) * 6:
             nxd_state.initialize_model_parallel(degree)
             found.append(nxd_state.all_reduce(torch.ones(1), nxd_state.get_world_group()).item())
             nxd_state.destroy_model_parallel()
         return found, dist.is_initialized()
 
-    assert run_on_ranks(totals, 2, timeout=30) == [([2.0] * 4, False)] * 2
+    assert run_on_ranks(totals, 2, timeout=30) == [([2.0] * 12, False)] * 2
 
 
 def test_initialize_impossible_degree_raises_on_every_rank():

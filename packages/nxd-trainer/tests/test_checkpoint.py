@@ -1,5 +1,7 @@
 """The bridge: parameters and optimizer state as logical tensors that share memory with them."""
 
+import copy
+
 import pytest
 import torch
 from nxd_ckpt import ShardedTensor
@@ -56,6 +58,22 @@ def test_model_state_shares_memory_with_the_parameters():
     model_state(model)["attention.k_proj.weight"].shards[0].tensor.zero_()
 
     assert not model.attention.qk_proj.weight[4:].any()
+
+
+def test_model_state_of_a_layer_that_lost_its_metadata_is_refused(run_ranks):
+    def copy_and_ask() -> str:
+        from nxd_layers import ColumnParallelLinear
+        from nxd_state import initialize_model_parallel
+
+        initialize_model_parallel(tensor_model_parallel_size=2)
+        model = nn.Sequential(ColumnParallelLinear(4, 4))
+        assert set(model_state(model)) == {"0.weight", "0.bias"}
+        with pytest.raises(ValueError, match="no shard metadata") as raised:
+            model_state(copy.deepcopy(model))
+        return str(raised.value)
+
+    for message in run_ranks(copy_and_ask, 2):
+        assert message.startswith("0.weight is split over 2 ranks")
 
 
 @pytest.mark.parametrize(

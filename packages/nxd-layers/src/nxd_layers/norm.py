@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 class _RMSNorm(Function):
     """Forward and backward with as few passes over the input as plain tensor operations allow.
 
-    On a CPU that is three times as fast as autograd through the formula, which is what torch itself does there.
+    On a CPU that is more than twice as fast as autograd through the formula, which is what torch itself does there.
     """
 
     @staticmethod

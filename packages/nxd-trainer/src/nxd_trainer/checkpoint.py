@@ -21,7 +21,11 @@ def model_state(model: nn.Module) -> CheckpointState:
     """Parameters and persistent buffers of `model` as logical tensors; they share its memory.
 
     A tied parameter appears once, under its first name.
+
+    Raises:
+        ValueError: a layer's weight has lost its shard metadata, so that its part would be taken for the whole.
     """
+    _check_shard_metadata(model)
     state: CheckpointState = {}
     for name, parameter in model.named_parameters():
         state.update(_logical_tensors(name, parameter, parameter.detach()))
@@ -73,6 +77,16 @@ def allocate_optimizer_state(
             for logical in dict.fromkeys([name, *logical_names])
             for key, (dtype, shape) in keys_by_name.get(logical, {}).items()
         }
+
+
+def _check_shard_metadata(model: nn.Module) -> None:
+    """Copies and moves by torch's own means (`deepcopy`, `to_empty`, `load_state_dict(assign=True)`) drop it."""
+    for name, module in model.named_modules():
+        if getattr(module, "tensor_parallel_size", 1) > 1 and get_shard_spec(module.weight) is None:
+            raise ValueError(
+                f"{name}.weight is split over {module.tensor_parallel_size} ranks but has no shard metadata any more; "
+                "move models with move_model_to_device, and carry it over with copy_parameter_attributes"
+            )
 
 
 def _optimized_parameters(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, nn.Parameter]]:

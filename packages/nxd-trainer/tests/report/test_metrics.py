@@ -95,9 +95,7 @@ def test_without_tensorboard_one_line_says_what_to_install(tmp_path, record, wit
 
     file = write(tmp_path, record, [1, 2], say=said.append)
 
-    assert said == [
-        "TensorBoard scalars left out: tensorboard is not installed (pip install 'nxd-trainer[report]')"
-    ]
+    assert said == ["TensorBoard scalars left out: tensorboard is not installed (pip install 'nxd-trainer[report]')"]
     assert steps_in(file) == [1, 2]
     assert os.listdir(tmp_path) == ["metrics.jsonl"]
 

@@ -7,9 +7,7 @@ from nxd_trainer.report.record import line_to_record, record_to_line
 
 
 def test_line_gives_the_record_back(record):
-    full = record(
-        7, grad_norm=0.1, held_out_loss=3.25, layout="TP 2 x DP 2", resumed_from=6, tokens_per_second=1 / 3
-    )
+    full = record(7, grad_norm=0.1, held_out_loss=3.25, layout="TP 2 x DP 2", resumed_from=6, tokens_per_second=1 / 3)
 
     assert line_to_record(record_to_line(full)) == full
     assert line_to_record(record_to_line(record(7))) == record(7)
