@@ -10,8 +10,8 @@ Takes about two minutes on two idle cores, and leaves nothing behind. Measured i
 - all of these at world size one with a tiny model: the overhead of the layers themselves.
 
 All start from the same weights, and the losses are checked to be equal. Times are medians over rounds in which
-each variant has its turn; ratios are medians of each round's ratio. Anything else that runs on the machine disturbs
-two processes that wait for one another more than it disturbs one: run it on idle cores.
+each variant has its turn; ratios are medians of each round's ratio. Run it on idle cores: on busy ones the floor
+suffers most, because its two threads wait for one another at every operator.
 """
 
 import argparse
@@ -19,7 +19,6 @@ import os
 import sys
 
 import torch
-
 from training_step import report
 from training_step.rounds import Entry, check_losses, measure
 from training_step.sizes import LARGE, TINY
@@ -32,6 +31,8 @@ WARM_UP = 3
 def main() -> int:
     options = parse_arguments()
     print(f"torch {torch.__version__}, {os.cpu_count()} cores, {options.rounds} rounds")
+    if os.getloadavg()[0] > 0.5:
+        print(f"The load of this machine is {os.getloadavg()[0]:.1f}: what else runs here disturbs the times below.")
     compare_on_two_ranks(options.rounds, with_profile=options.profile)
     compare_on_one_rank(options.rounds)
     return 0
@@ -56,9 +57,7 @@ def compare_on_two_ranks(rounds: int, *, with_profile: bool) -> None:
         dtensor = [Entry(f"{variant.name}, TP 2", pair, variant) for variant in DTENSOR]
         entries = [floor, ours_alone, ours, ours_sequence_parallel, *dtensor]
 
-        timings = dict(
-            zip(entries, measure(entries, rounds=rounds, steps_per_turn=1, warm_up=WARM_UP), strict=True)
-        )
+        timings = measure(entries, rounds=rounds, steps_per_turn=1, warm_up=WARM_UP)
         check_losses(entries, steps=WARM_UP)
         best = min(dtensor, key=lambda entry: timings[entry].median)
         print(f"\nLlama: {LARGE}")
@@ -78,9 +77,7 @@ def compare_on_one_rank(rounds: int) -> None:
     with Team(layout) as solo:
         entries = [Entry(variant.name, solo, variant) for variant in layout.variants]
         plain, ours, *dtensor = entries
-        timings = dict(
-            zip(entries, measure(entries, rounds=rounds, steps_per_turn=21, warm_up=WARM_UP), strict=True)
-        )
+        timings = measure(entries, rounds=rounds, steps_per_turn=21, warm_up=WARM_UP)
         check_losses(entries, steps=WARM_UP)
         best = min(dtensor, key=lambda entry: timings[entry].median)
         print(f"\nTiny Llama at world size one: {TINY}")

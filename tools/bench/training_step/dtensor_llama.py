@@ -5,8 +5,6 @@ along the vocabulary, otherwise they are gathered; with sequence parallelism wha
 sequence.
 """
 
-from contextlib import nullcontext
-
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
@@ -16,7 +14,6 @@ from torch.distributed.tensor.parallel import (
     PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
-    loss_parallel,
     parallelize_module,
 )
 

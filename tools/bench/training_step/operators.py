@@ -1,8 +1,8 @@
 """The operators of one step, as PyTorch's dispatcher sees them: how often and how long each runs, collectives too."""
 
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 from torch._ops import OpOverload
@@ -20,7 +20,7 @@ _COLLECTIVES = {
     "_c10d_functional.all_gather_into_tensor": "all-gather",
     "_c10d_functional.reduce_scatter_tensor": "reduce-scatter",
 }
-_NO_COLLECTIVES = {"_c10d_functional.wait_tensor"}
+_NO_COLLECTIVES = {"_c10d_functional.wait_tensor", "_c10d_functional._wrap_tensor_autograd"}
 
 
 class _OperatorLog(TorchDispatchMode):
@@ -29,7 +29,7 @@ class _OperatorLog(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.calls: Counter[str] = Counter()
-        self.seconds: Counter[str] = Counter()
+        self.seconds: dict[str, float] = defaultdict(float)
 
     def __torch_dispatch__(
         self,

@@ -52,9 +52,7 @@ def print_traffic(entries: Sequence[Entry]) -> None:
         steps = [entry.team.call(measure_traffic, entry.variant)[0] for _ in range(REPEATS)]
         for kind, traffic in steps[0].items():
             waited = median(step[kind].seconds_waited for step in steps)
-            print_row(
-                f"{entry.label}: {kind}", f"{traffic.number}", f"{traffic.bytes / 1e6:.2f}", milliseconds(waited)
-            )
+            print_row(f"{entry.label}: {kind}", f"{traffic.number}", f"{traffic.bytes / 1e6:.2f}", milliseconds(waited))
 
 
 def print_operators(entries: Sequence[Entry]) -> None:
@@ -66,13 +64,13 @@ def print_operators(entries: Sequence[Entry]) -> None:
         columns.append({name: median(step.get(name, 0.0) for step in steps) for name in names})
     longest = sorted(set().union(*columns), key=lambda name: -max(column.get(name, 0.0) for column in columns))
     print()
-    print_row("ms in operators, rank 0, medians", *(entry.label.split(" (")[0] for entry in entries), width=32)
+    print_row("ms in operators, rank 0, medians", *(entry.label.split(" (")[0] for entry in entries), width=36)
     for name in longest[:LONGEST_OPERATORS]:
-        print_row(name, *(milliseconds(column.get(name, 0.0)) for column in columns), width=32)
+        print_row(name, *(milliseconds(column.get(name, 0.0)) for column in columns), width=36)
 
 
-def print_row(label: str, *cells: str, width: int = 17) -> None:
-    print(f"{label:52}" + "".join(f"{cell:>{width}}" for cell in cells), flush=True)
+def print_row(label: str, *cells: str, width: int = 18) -> None:
+    print(f"{label:58}" + "".join(f"{cell:>{width}}" for cell in cells), flush=True)
 
 
 def milliseconds(seconds: float) -> str:

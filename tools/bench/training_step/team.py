@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -73,15 +73,21 @@ class Team:
         """
         for connection in self._connections:
             connection.send((variant.name, function))
-        answers: dict[Connection, T] = {}
+        answers: dict[int, T] = {}
         while len(answers) < len(self._connections):
             # Whichever comes first: a rank that fails leaves the others waiting for it.
-            for connection in wait([c for c in self._connections if c not in answers]):
-                try:
-                    answers[connection] = connection.recv()  # type: ignore[union-attr, index]
-                except EOFError:
-                    raise RuntimeError(f"a rank failed at {variant.name!r}; see its traceback above") from None
-        return [answers[connection] for connection in self._connections]
+            ready = wait([c for rank, c in enumerate(self._connections) if rank not in answers])
+            for rank, connection in enumerate(self._connections):
+                if connection in ready:
+                    answers[rank] = self._receive(connection, variant)
+        return [answers[rank] for rank in range(len(self._connections))]
+
+    @staticmethod
+    def _receive(connection: Connection, variant: Variant) -> Any:
+        try:
+            return connection.recv()
+        except EOFError:
+            raise RuntimeError(f"a rank failed at {variant.name!r}; see its traceback above") from None
 
 
 def _serve(layout: Layout, rank: int, store: Path, connection: Connection) -> None:

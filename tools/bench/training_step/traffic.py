@@ -14,6 +14,7 @@ from torch import Tensor
 
 from training_step.step import Trainee
 
+
 @dataclass
 class Traffic:
     """Of one kind of collective in one step, on one rank."""

@@ -45,10 +45,9 @@ def build_ours(plain: PlainLlama, size: Size, *, sequence_parallel: bool = False
     whole = plain.state_dict()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if getattr(parameter, "tensor_model_parallel", False):
-                parameter.copy_(whole[name].chunk(group.size, dim=parameter.partition_dim)[group.rank])
-            else:
-                parameter.copy_(whole[name])
+            split_dim: int | None = getattr(parameter, "partition_dim", None)
+            weight = whole[name]
+            parameter.copy_(weight if split_dim is None else weight.chunk(group.size, dim=split_dim)[group.rank])
     return model
 
 

@@ -117,7 +117,7 @@ class ParallelEmbedding(nn.Module):
         if padding_row is not None and not 0 <= padding_row < rows:
             padding_row = None
         vectors = F.embedding(local.masked_fill(elsewhere, 0), self.weight, padding_row)
-        return vectors.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        return vectors.masked_fill_(elsewhere.unsqueeze(-1), 0.0)
 
     def _check_ids(self, ids: Tensor) -> None:
         wrong = (ids < 0) | (ids >= self.num_embeddings)

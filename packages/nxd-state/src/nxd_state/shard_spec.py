@@ -248,10 +248,10 @@ def check_shard_specs(specs: Sequence[ShardSpec]) -> None:
 def _check_cover(name: str, pieces: Sequence[ShardPiece]) -> None:
     """Count the holders of every cell of the grid that the boxes' edges cut the logical tensor into."""
     shape = pieces[0].logical_shape
-    edges = [
-        sorted({0, size}.union(*({box.start, box.stop} for box in (piece.logical.slices[dim] for piece in pieces))))
-        for dim, size in enumerate(shape)
-    ]
+    edges = []
+    for dim, size in enumerate(shape):
+        boxes = [piece.logical.slices[dim] for piece in pieces]
+        edges.append(sorted({0, size, *(box.start for box in boxes), *(box.stop for box in boxes)}))
     holders = torch.zeros([len(cuts) - 1 for cuts in edges], dtype=torch.int64)
     promised = torch.zeros_like(holders)
     for piece in pieces:

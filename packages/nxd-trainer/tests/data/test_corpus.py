@@ -107,7 +107,7 @@ def test_no_text_at_all_says_why(tmp_path):
     (tmp_path / "text" / "a.txt").touch()
     (tmp_path / "text" / "b.txt").write_bytes(b"\xff")
 
-    with pytest.raises(ValueError, match="holds no text: 1 empty, 1 binary or not UTF-8; set data.path"):
+    with pytest.raises(ValueError, match=r"holds no text: 1 empty, 1 binary or not UTF-8; set data\.path"):
         build(tmp_path / "text", tmp_path)
 
 

@@ -41,7 +41,7 @@ def test_standard_library_without_its_tests_and_installed_packages():
 
 
 def test_missing_path_says_what_to_give(tmp_path):
-    with pytest.raises(ValueError, match="data.path=.*absent does not exist; give a text file or a folder"):
+    with pytest.raises(ValueError, match=r"data\.path=.*absent does not exist; give a text file or a folder"):
         find_text_files(tmp_path / "absent")
 
 

@@ -82,7 +82,7 @@ def test_hugging_face_end_of_document_is_the_declared_one(tokenizer_folder, decl
 def test_hugging_face_without_end_of_document_says_where_to_name_one(tokenizer_folder):
     (tokenizer_folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<absent>"}))
 
-    with pytest.raises(ValueError, match='none of <absent> .*"eos_token" in tokenizer_config.json'):
+    with pytest.raises(ValueError, match=r'none of <absent> .*"eos_token" in tokenizer_config\.json'):
         HuggingFaceTokenizer(tokenizer_folder)
 
 
@@ -122,7 +122,7 @@ def test_folder_without_a_tokenizer_is_named(tmp_path):
 
 
 def test_missing_path_is_named(tmp_path):
-    with pytest.raises(ValueError, match="data.tokenizer=.*absent does not exist"):
+    with pytest.raises(ValueError, match=r"data\.tokenizer=.*absent does not exist"):
         load_tokenizer(tmp_path / "absent")
 
 

@@ -164,7 +164,7 @@ def test_one_mistake_is_one_line_with_the_file(tmp_path):
     file = tmp_path / "a.toml"
     file.write_text("[train]\nstep = 1\n")
 
-    with pytest.raises(ValueError, match="did you mean train.steps") as raised:
+    with pytest.raises(ValueError, match=r"did you mean train\.steps") as raised:
         load_recipe(file)
 
     assert str(raised.value) == f"recipe {file}: unknown key train.step; did you mean train.steps?"

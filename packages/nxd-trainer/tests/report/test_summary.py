@@ -4,7 +4,8 @@ from nxd_trainer.report import render_summary
 
 
 def rows(text):
-    return {line[:14].strip(): line[14:].strip() for line in text.splitlines()}
+    """The summary's rows as `{name: value}`; two spaces or more stand between them."""
+    return {name: value.strip() for name, value in (line.strip().split("  ", 1) for line in text.splitlines())}
 
 
 def test_summary_of_a_resumed_run(tmp_path, record):

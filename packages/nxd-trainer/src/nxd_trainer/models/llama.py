@@ -113,7 +113,7 @@ def rotary_tables(start: int, length: int, config: LlamaConfig, like: Tensor) ->
 def rotate(x_bnsd: Tensor, cos_sd: Tensor, sin_sd: Tensor) -> Tensor:
     """Rotate each pair (i, i + D/2) of a head's elements by its position's angle (Su et al. 2021)."""
     first, second = x_bnsd.chunk(2, dim=-1)
-    return x_bnsd * cos_sd + torch.cat([-second, first], dim=-1) * sin_sd
+    return torch.addcmul(x_bnsd * cos_sd, torch.cat([-second, first], dim=-1), sin_sd)
 
 
 @dataclass(frozen=True)
