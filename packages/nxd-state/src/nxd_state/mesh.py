@@ -61,7 +61,7 @@ class Mesh:
             raise ValueError(
                 f"ep={self.ep} does not divide dp x cp = {self.dp * self.cp}; use {_list_divisors(self.dp * self.cp)}"
             )
-        rank_order(self)
+        rank_order(self.order, self.world_size, self.tp)
 
     def _check_divides(self, model_size: int) -> None:
         if self.world_size % model_size == 0:
@@ -144,14 +144,14 @@ class Mesh:
 @lru_cache(maxsize=64)
 def _ranks_in_mesh_order(mesh: Mesh, view: tuple[str, ...]) -> torch.Tensor:
     """Every rank at its place in the mesh, one tensor dim per axis of `view`."""
-    ranks = torch.tensor(rank_order(mesh), dtype=torch.int64)
+    ranks = torch.tensor(rank_order(mesh.order, mesh.world_size, mesh.tp), dtype=torch.int64)
     return ranks.reshape([getattr(mesh, axis) for axis in view])
 
 
 @lru_cache(maxsize=64)
 def _positions(mesh: Mesh) -> list[int]:
     """The position in the mesh of each rank: the inverse of its rank order."""
-    positions: list[int] = torch.tensor(rank_order(mesh)).argsort().tolist()
+    positions: list[int] = torch.tensor(rank_order(mesh.order, mesh.world_size, mesh.tp)).argsort().tolist()
     return positions
 
 
