@@ -14,7 +14,7 @@ from nxd_state.collectives import (
     send,
 )
 from nxd_state.collectives.debug import CollectiveMismatch
-from nxd_state.device import device_type, get_device, peak_memory_bytes, step_boundary
+from nxd_state.device import device_type, get_device, step_boundary
 from nxd_state.group import Group
 from nxd_state.mesh import Mesh
 from nxd_state.move_model import move_model_to_device
@@ -112,7 +112,6 @@ __all__ = [
     "device_type",
     "get_device",
     "step_boundary",
-    "peak_memory_bytes",
     "move_model_to_device",
     "seed_model_parallel",
     "rng_stream",

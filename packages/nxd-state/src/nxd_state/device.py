@@ -52,17 +52,6 @@ def step_boundary() -> None:
         _torch_xla().sync()
 
 
-def peak_memory_bytes() -> int:
-    """Most memory this process has used so far: CUDA's allocator peak, else the resident set's."""
-    if device_type() == "cuda":
-        return torch.cuda.max_memory_allocated()
-    import resource  # noqa: PLC0415  (not on every platform)
-    import sys  # noqa: PLC0415
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux kibibytes
-
-
 def _check_asked(asked: str) -> str:
     if asked not in BACKENDS:
         raise ValueError(f"NXD_DEVICE={asked!r} is not known; use one of {', '.join(sorted(BACKENDS))}")

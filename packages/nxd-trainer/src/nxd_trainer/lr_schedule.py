@@ -6,11 +6,7 @@ The schedule depends on nothing but the step, so a resumed run is on it at once.
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Literal
-
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 
 Schedule = Literal["cosine", "linear", "constant"]
 
@@ -47,22 +43,3 @@ def lr_multiplier(
     decayed = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
     remaining = (1 + math.cos(math.pi * decayed)) / 2 if schedule == "cosine" else 1 - decayed
     return min_lr_ratio + (1 - min_lr_ratio) * remaining
-
-
-def make_lr_scheduler(
-    optimizer: Optimizer,
-    *,
-    total_steps: int,
-    warmup_steps: int = 0,
-    min_lr_ratio: float = 0.0,
-    schedule: Schedule = "cosine",
-) -> LambdaLR:
-    """A torch LambdaLR that follows `lr_multiplier`; call its `step()` after each optimizer step."""
-    multiplier = partial(
-        lr_multiplier,
-        total_steps=total_steps,
-        warmup_steps=warmup_steps,
-        min_lr_ratio=min_lr_ratio,
-        schedule=schedule,
-    )
-    return LambdaLR(optimizer, multiplier)
