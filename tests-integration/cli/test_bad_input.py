@@ -12,7 +12,7 @@ MISTAKES = {
     ),
     "ranks": (
         ["--nproc", "3", "parallel.tensor_parallel_size=2"],
-        "--nproc 3 is not a multiple of parallel.tensor_parallel_size=2; use 2",
+        "parallel.tensor_parallel_size=2 needs a multiple of 2 ranks, not 3; use --nproc 2",
     ),
     "hidden size": (
         ["--nproc", "1", "model.hidden_size=34"],

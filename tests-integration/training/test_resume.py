@@ -5,7 +5,7 @@ import pytest
 import torch
 from nxd_state import get_rng_state, initialize_model_parallel
 from nxd_trainer.recipe import load_recipe
-from nxd_trainer.training import prepare_run, run_training
+from nxd_trainer.training import StopRequest, prepare_run, run_training
 
 LAYOUTS = {
     "one": (1, 1, False),
@@ -21,7 +21,8 @@ def run(settings: list[str]) -> tuple[float, dict[str, dict[str, torch.Tensor]],
     initialize_model_parallel(recipe.parallel.tensor_parallel_size)
     state, resumed = prepare_run(recipe)
     consumed = [state.train_loader.samples_consumed]
-    result = run_training(state, resumed)
+    with StopRequest() as stop:
+        result = run_training(state, resumed, stop)
     return result.loss, get_rng_state(), [*consumed, state.train_loader.samples_consumed]
 
 
@@ -85,7 +86,7 @@ def test_resume_never_refuses_a_folder_with_checkpoints(run_ranks, settings):
 def test_resume_of_another_model_names_the_size(run_ranks, settings):
     at("one", run_ranks, settings, "train.stop_after=2")
 
-    with pytest.raises(RuntimeError, match=r"num_hidden_layers=3 where the checkpoint has 2"):
+    with pytest.raises(RuntimeError, match=r"model.num_hidden_layers is 3, the checkpoint has 2"):
         at("one", run_ranks, settings, "model.num_hidden_layers=3")
 
 
@@ -97,7 +98,57 @@ def test_resume_required_without_checkpoint_says_so(run_ranks, settings):
 def test_diverged_run_stops_on_every_rank_and_keeps_the_checkpoint_from_before(run_ranks, settings, tmp_path):
     at("tp2", run_ranks, settings, "train.stop_after=2")
 
-    with pytest.raises(RuntimeError, match=r"TrainingDiverged: the loss is (nan|inf) in step \d+; lower optimizer.lr"):
+    with pytest.raises(
+        RuntimeError, match=r"TrainingDiverged: (the loss is|a weight is infinite) .* step \d+; lower optimizer.lr"
+    ):
         at("tp2", run_ranks, settings, "optimizer.lr=1e300", "train.max_grad_norm=0")
 
     assert nxd_ckpt.latest(tmp_path / "run/checkpoints").step == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("data.held_out_fraction=0.2", r"data.held_out_fraction is 0.2, the checkpoint has 0.05"),
+        ("train.dtype=float32", r"train.dtype is float32, the checkpoint has float64"),
+    ],
+)
+def test_resume_of_another_run_names_what_differs(run_ranks, settings, change, message):
+    at("one", run_ranks, settings, "train.stop_after=2")
+
+    with pytest.raises(RuntimeError, match=message):
+        at("one", run_ranks, settings, change)
+
+
+def test_resume_on_other_text_of_the_same_length_is_refused(run_ranks, settings, text_folder, tmp_path):
+    at("one", run_ranks, settings, "train.stop_after=2")
+    (tmp_path / "other").mkdir()
+    for file in text_folder.iterdir():
+        (tmp_path / "other" / file.name).write_text(file.read_text().swapcase())
+
+    with pytest.raises(RuntimeError, match=r"data.digest is \w+, the checkpoint has \w+"):
+        at("one", run_ranks, settings, f"data.path={tmp_path / 'other'}")
+
+
+def test_resume_beside_a_damaged_checkpoint_is_refused(run_ranks, settings, tmp_path):
+    at("one", run_ranks, settings, "train.stop_after=2")
+    at("one", run_ranks, settings, "train.stop_after=3")
+    (tmp_path / "run/checkpoints/step-00000003/manifest.json").write_text("{")
+
+    with pytest.raises(RuntimeError, match=r"step-00000003.*remove that folder to go on without it"):
+        at("one", run_ranks, settings)
+
+
+def test_two_runs_in_one_folder_are_refused(run_ranks, settings):
+    def run_twice() -> str:
+        recipe = load_recipe(None, settings)
+        initialize_model_parallel()
+        first = prepare_run(recipe)
+        with pytest.raises(ValueError, match="another run is at work") as raised:
+            prepare_run(recipe)
+        del first
+        prepare_run(recipe)
+        return str(raised.value)
+
+    [message] = run_ranks(run_twice, 1)
+    assert message.endswith("wait for it, or choose another output folder")

@@ -58,9 +58,11 @@ def test_generate_ends_after_the_end_token(model):
     [
         (torch.tensor([], dtype=torch.int64), {}, "the prompt is empty"),
         (PROMPT, {"temperature": -1.0}, "temperature=-1.0"),
+        (PROMPT, {"temperature": float("nan")}, "temperature=nan"),
         (PROMPT, {"top_k": -1}, "top_k=-1"),
+        (PROMPT, {"max_new_tokens": 5000}, "more than the model's max_position_embeddings=4096; ask for 4093 or fewer"),
     ],
 )
 def test_generate_bad_arguments_are_named(model, prompt, options, message):
     with pytest.raises(ValueError, match=message):
-        next(generate(model, prompt, max_new_tokens=1, **options))
+        next(generate(model, prompt, **{"max_new_tokens": 1} | options))

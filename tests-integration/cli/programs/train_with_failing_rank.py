@@ -6,14 +6,14 @@ import sys
 from nxd_trainer.cli import main
 from nxd_trainer.training import run
 
-train_step = run.train_step
+compute_gradients = run.compute_gradients
 
 
-def failing_train_step(state):
+def failing_compute_gradients(state):
     if state.step == 2 and os.environ["RANK"] == "1":
         raise RuntimeError("made to fail in step 3")
-    return train_step(state)
+    return compute_gradients(state)
 
 
-run.train_step = failing_train_step
+run.compute_gradients = failing_compute_gradients
 sys.exit(main())

@@ -131,6 +131,8 @@ def column_parallel_linears(input_: Tensor, layers: Sequence[ColumnParallelLinea
     Raises:
         ValueError: the layers expect different inputs.
     """
+    if not layers:
+        raise ValueError("no layers given; expected at least one ColumnParallelLinear")
     first = layers[0]
     for layer in layers[1:]:
         if _expected_input(layer) != _expected_input(first):

@@ -4,6 +4,7 @@ Pure arithmetic. Nothing here needs a process group or a device, so a laptop can
 100,000 ranks. Process groups are made from these answers in `parallel_state`.
 """
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -165,5 +166,6 @@ def _groups(mesh: Mesh, axes: tuple[str, ...]) -> RankGroups:
 
 
 def _list_divisors(number: int) -> str:
-    divisors = [str(value) for value in range(1, number + 1) if number % value == 0]
+    small = [value for value in range(1, math.isqrt(number) + 1) if number % value == 0]
+    divisors = [str(value) for value in sorted({*small, *(number // value for value in small)})]
     return divisors[0] if len(divisors) == 1 else f"{', '.join(divisors[:-1])} or {divisors[-1]}"

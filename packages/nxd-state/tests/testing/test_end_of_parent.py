@@ -11,8 +11,10 @@ import pytest
 
 # Each rank holds the writing end of a pipe: its reader sees the end of file when the last of them is gone.
 PARENT = """
-    import os, sys, time
+    import os, signal, sys, time
     from nxd_state.testing import run_on_ranks
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background inherits "ignored"
 
     def hold(path, seconds):
         os.write(os.open(path, os.O_WRONLY), b".")
@@ -70,7 +72,7 @@ def test_end_of_parent_by_signal_during_a_job_ends_the_workers(pipe, start_paren
 
     parent.send_signal(signal_number)
 
-    _, stderr = parent.communicate()
+    _, stderr = parent.communicate(timeout=60)
     assert read(reader, 1) == b""
     assert ("KeyboardInterrupt" in stderr) == (signal_number == signal.SIGINT)
 
@@ -82,7 +84,7 @@ def test_end_of_parent_by_its_own_exit_ends_the_workers(pipe, start_parent):
     assert read(reader, 2) == b".."
     os.close(own_writer)
 
-    _, stderr = parent.communicate()
+    _, stderr = parent.communicate(timeout=60)
 
     assert (parent.returncode, stderr) == (0, "")
     assert read(reader, 1) == b""

@@ -8,8 +8,9 @@ from nxd_state.testing import run_torchrun
 GREET = """
 import os, sys
 rank, size, example = (os.environ[name] for name in ("RANK", "WORLD_SIZE", "EXAMPLE"))
-print(f"rank {rank} of {size} got {sys.argv[1:]} and {example}")
-print("a warning", file=sys.stderr)
+# Each line in one write: both ranks have the same pipe, and torchrun makes Python's output unbuffered.
+sys.stdout.write(f"rank {rank} of {size} got {sys.argv[1:]} and {example}\\n")
+sys.stderr.write("a warning\\n")
 """
 
 HANG = """

@@ -46,22 +46,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _train(options: argparse.Namespace) -> int:
     recipe = _mendable(lambda: load_recipe(options.recipe, options.settings))
+    if not is_launched():
+        _mendable(lambda: _check_ranks(recipe, 1 if options.nproc is None else options.nproc))
     if options.nproc is not None and not is_launched():
-        _mendable(lambda: _check_ranks(recipe, options.nproc))
         return launch_ranks(options.nproc, "nxd_trainer", options.arguments)
 
+    from nxd_ckpt import CheckpointError  # noqa: PLC0415
     from nxd_state import initialize_model_parallel  # noqa: PLC0415
 
-    from nxd_trainer.training import prepare_run, run_training  # noqa: PLC0415
+    from nxd_trainer.training import StopRequest, TrainingDiverged, prepare_run, run_training  # noqa: PLC0415
 
-    _mendable(lambda: initialize_model_parallel(recipe.parallel.tensor_parallel_size))
-    result = run_training(*_mendable(lambda: prepare_run(recipe)))
+    with StopRequest() as stop:
+        _mendable(lambda: initialize_model_parallel(recipe.parallel.tensor_parallel_size))
+        prepared = _mendable(lambda: prepare_run(recipe))
+        try:
+            result = run_training(*prepared, stop)
+        except (CheckpointError, TrainingDiverged) as error:  # every rank raises the same
+            raise _Mistake(str(error)) from error
     _leave_mesh()
     return EXIT_STOPPED if result.stopped else 0
 
 
 def _generate(options: argparse.Namespace) -> int:
     if options.nproc is not None and not is_launched():
+        _mendable(lambda: _check_nproc(options.nproc))
         return launch_ranks(options.nproc, "nxd_trainer", options.arguments)
 
     import torch  # noqa: PLC0415
@@ -161,7 +169,7 @@ def _take_settings(arguments: list[str]) -> tuple[list[str], list[str]]:
         name, equals, value = argument.removeprefix("--").partition("=")
         if argument.startswith("--") and ("." in name or name in recipe_keys()):
             settings.append(f"{name}={value if equals else next(rest, '')}")
-        elif equals and not argument.startswith("-"):
+        elif equals and not argument.startswith("-") and not Path(argument).exists():
             settings.append(argument)
         else:
             remaining.append(argument)
@@ -170,13 +178,19 @@ def _take_settings(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 def _check_ranks(recipe: Recipe, nproc: int) -> None:
     """What can be known before any rank is started."""
+    _check_nproc(nproc)
     degree = recipe.parallel.tensor_parallel_size
-    if nproc < 1 or nproc % degree:
+    if nproc % degree:
         raise ValueError(
-            f"--nproc {nproc} is not a multiple of parallel.tensor_parallel_size={degree}; "
-            f"use {max(1, nproc // degree) * degree}"
+            f"parallel.tensor_parallel_size={degree} needs a multiple of {degree} ranks, not {nproc}; "
+            f"use --nproc {max(1, nproc // degree) * degree}"
         )
     check_layout(recipe, nproc // degree)
+
+
+def _check_nproc(nproc: int) -> None:
+    if nproc < 1:
+        raise ValueError(f"--nproc {nproc} must be 1 or more")
 
 
 def _mendable(call: Callable[[], T]) -> T:
@@ -185,7 +199,7 @@ def _mendable(call: Callable[[], T]) -> T:
 
     try:
         return call()
-    except (ValueError, FileNotFoundError, CheckpointError) as error:
+    except (ValueError, OSError, CheckpointError) as error:
         raise _Mistake(str(error)) from error
 
 

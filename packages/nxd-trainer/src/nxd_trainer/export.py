@@ -46,15 +46,16 @@ def export_hugging_face(
     stored_dtype = next(iter(tensors.values())).dtype
     unfinished = target / ".model.safetensors.unfinished"
     save_file(tensors, unfinished, metadata={"format": "pt"})
+    content = hugging_face_config(config, stored_dtype, end_token=checkpoint.objects["end_of_document"])
     config_file = target / "config.json"
-    config_file.write_text(json.dumps(hugging_face_config(config, stored_dtype), indent=2) + "\n")
+    config_file.write_text(json.dumps(content, indent=2) + "\n")
     shutil.copymode(config_file, unfinished)  # safetensors makes files that only their owner may read
     _copy_tokenizer(checkpoint.objects["recipe"], target)
     unfinished.rename(target / "model.safetensors")
     return target
 
 
-def hugging_face_config(config: LlamaConfig, dtype: torch.dtype) -> dict[str, Any]:
+def hugging_face_config(config: LlamaConfig, dtype: torch.dtype, *, end_token: int) -> dict[str, Any]:
     """The `config.json` of a LlamaForCausalLM with these sizes."""
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -76,7 +77,7 @@ def hugging_face_config(config: LlamaConfig, dtype: torch.dtype) -> dict[str, An
         "mlp_bias": False,
         "torch_dtype": str(dtype).removeprefix("torch."),
         "bos_token_id": None,
-        "eos_token_id": None,
+        "eos_token_id": end_token,
     }
 
 

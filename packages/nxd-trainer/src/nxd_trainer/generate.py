@@ -58,12 +58,18 @@ def generate(
         seed: of the draws.
 
     Raises:
-        ValueError: an empty prompt, or a negative temperature or top_k.
+        ValueError: an empty prompt, more tokens than the model has positions, or a negative number.
     """
     if prompt.numel() == 0:
         raise ValueError("the prompt is empty; give at least one token")
-    if temperature < 0 or top_k < 0:
-        raise ValueError(f"temperature={temperature}, top_k={top_k}: both must be 0 or more")
+    if not 0 <= temperature < torch.inf or top_k < 0 or max_new_tokens < 0:
+        raise ValueError(f"temperature={temperature}, top_k={top_k}, max_new_tokens={max_new_tokens}: use 0 or more")
+    longest = model.config.max_position_embeddings
+    if prompt.numel() + max_new_tokens > longest:
+        raise ValueError(
+            f"{prompt.numel()} prompt tokens and {max_new_tokens} new ones are more than the model's "
+            f"max_position_embeddings={longest}; ask for {max(0, longest - prompt.numel())} or fewer"
+        )
     # Draws are made on the CPU from one seed on every rank, so all ranks choose the same token.
     generator = torch.Generator().manual_seed(seed)
     cache = KeyValueCache()
@@ -84,5 +90,5 @@ def _choose(logits: Tensor, temperature: float, top_k: int, generator: torch.Gen
     if 0 < top_k < logits.numel():
         smallest = logits.topk(top_k).values[-1]
         logits = logits.masked_fill(logits < smallest, -torch.inf)
-    probabilities = torch.softmax(logits / temperature, dim=-1)
+    probabilities = torch.softmax((logits - logits.max()) / temperature, dim=-1)
     return int(torch.multinomial(probabilities, 1, generator=generator))

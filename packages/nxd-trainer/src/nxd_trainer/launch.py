@@ -33,7 +33,9 @@ def launch_ranks(nproc: int, module: str, arguments: Sequence[str]) -> int:
     # Ranks that share the cores must not each start a thread per core.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
     # The agent would report a failure in its own words, after the rank has said what happened.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -49,7 +51,8 @@ def launch_ranks(nproc: int, module: str, arguments: Sequence[str]) -> int:
         rank, failure = error.get_first_failure()
         if failure.exitcode > 1:  # the rank has said what is to be mended, or that it was stopped
             return failure.exitcode
-        print(f"nxd: rank {rank} failed first; the other ranks were ended", file=sys.stderr)
+        killed = f" (killed by signal {-failure.exitcode})" if failure.exitcode < 0 else ""
+        print(f"nxd: rank {rank} failed first{killed}; the other ranks were ended", file=sys.stderr)
         return 1
     except SignalException as error:
         print(f"nxd: stopped by signal {int(error.sigval)}; all ranks have ended", file=sys.stderr)

@@ -131,5 +131,5 @@ def test_missing_package_says_what_to_install(tmp_path, monkeypatch, name, packa
     (tmp_path / name).write_text("{}")
     monkeypatch.setitem(sys.modules, package, None)
 
-    with pytest.raises(RuntimeError, match=f"pip install {package}, or leave data.tokenizer unset"):
+    with pytest.raises(ValueError, match=f"pip install {package}, or leave data.tokenizer unset"):
         load_tokenizer(tmp_path)

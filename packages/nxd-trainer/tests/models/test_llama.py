@@ -86,6 +86,14 @@ def test_cache_token_by_token_equals_the_whole_sequence():
     torch.testing.assert_close(torch.cat(parts, dim=1), model(tokens))
 
 
+def test_cache_in_pieces_equals_the_whole_sequence():
+    model, tokens, cache = make_model(), torch.randint(0, 32, (2, 9)), KeyValueCache()
+
+    parts = [model(tokens[:, start : start + 3], cache=cache) for start in (0, 3, 6)]
+
+    torch.testing.assert_close(torch.cat(parts, dim=1), model(tokens))
+
+
 def test_cache_with_sequence_parallel_is_refused():
     model = LlamaForCausalLM(LlamaConfig(**SIZES), sequence_parallel=True)
 
@@ -104,6 +112,7 @@ def test_tied_head_is_the_embedding_table():
     [
         ({"hidden_size": 18}, "hidden_size=18 must be num_attention_heads=4 times an even head size"),
         ({"num_attention_heads": 16}, "must be num_attention_heads=16 times an even head size"),
+        ({"num_attention_heads": 0}, "num_attention_heads=0 must be positive"),
         ({"num_key_value_heads": 3}, "num_key_value_heads=3 does not divide num_attention_heads=4"),
     ],
 )

@@ -4,7 +4,7 @@ Every order is a function of seeds and counts, never of the number of ranks, and
 ranks are told who they are by plain numbers.
 """
 
-from nxd_trainer.data.corpus import Corpus, build_corpus, open_corpus
+from nxd_trainer.data.corpus import Corpus, CorpusIndex, build_corpus, open_corpus
 from nxd_trainer.data.loader import Batch, HeldOutLoader, TrainLoader
 from nxd_trainer.data.packed import PackedSequences, pack_corpus
 from nxd_trainer.data.sources import find_text_files
@@ -21,6 +21,7 @@ __all__ = [
     "build_corpus",
     "open_corpus",
     "Corpus",
+    "CorpusIndex",
     # tokens to batches
     "pack_corpus",
     "PackedSequences",

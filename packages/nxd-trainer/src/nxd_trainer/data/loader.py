@@ -121,7 +121,7 @@ class TrainLoader:
         if differences:
             raise ValueError(
                 f"the run cannot go on in the same data: {'; '.join(differences)}; restore what has changed, "
-                "or start anew with checkpoint.resume=never"
+                "or start anew in another output folder"
             )
         self.samples_consumed = state["samples_consumed"]
 

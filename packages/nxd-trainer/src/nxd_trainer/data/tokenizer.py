@@ -132,7 +132,7 @@ def _import_reader(package: str, path: Path) -> Any:
     try:
         return import_module(package)
     except ImportError as error:
-        raise RuntimeError(
+        raise ValueError(
             f"data.tokenizer={path} needs the package {package}: pip install {package}, "
             "or leave data.tokenizer unset for one token per byte"
         ) from error

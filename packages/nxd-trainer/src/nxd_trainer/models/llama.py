@@ -56,7 +56,10 @@ class LlamaConfig:
         Raises:
             ValueError: naming every size that does not divide, and the degrees that would work.
         """
-        mistakes = []
+        positive = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+        mistakes = [f"{name}={getattr(self, name)} must be positive" for name in positive if getattr(self, name) < 1]
+        if mistakes:
+            raise ValueError("; ".join(mistakes))
         if self.hidden_size % self.num_attention_heads or self.head_size % 2:
             mistakes.append(
                 f"hidden_size={self.hidden_size} must be num_attention_heads={self.num_attention_heads} "
@@ -172,6 +175,17 @@ class _LayerFactory:
         )
 
 
+def _mask_after_cached(num_queries: int, num_keys: int, device: torch.device) -> Tensor | None:
+    """Which keys each query may look at, `[num_queries, num_keys]`, where earlier keys come from the cache.
+
+    None where there are no earlier ones: that is plain causal attention, which has a kernel of its own.
+    """
+    if num_queries == num_keys:
+        return None
+    allowed = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
+    return allowed.tril(diagonal=num_keys - num_queries)
+
+
 class LlamaAttention(nn.Module):
     """Causal self-attention; each rank computes its share of the heads."""
 
@@ -196,9 +210,8 @@ class LlamaAttention(nn.Module):
         if self.queries_per_key > 1:
             k_bksd = k_bksd.repeat_interleave(self.queries_per_key, dim=1)
             v_bksd = v_bksd.repeat_interleave(self.queries_per_key, dim=1)
-        # A single new token may look at everything before it; several are the first tokens of their sequence.
-        causal = q_bnsd.shape[2] > 1
-        mixed_bnsd = F.scaled_dot_product_attention(q_bnsd, k_bksd, v_bksd, is_causal=causal)
+        mask = _mask_after_cached(q_bnsd.shape[2], k_bksd.shape[2], q_bnsd.device)
+        mixed_bnsd = F.scaled_dot_product_attention(q_bnsd, k_bksd, v_bksd, attn_mask=mask, is_causal=mask is None)
         output: Tensor = self.o_proj(mixed_bnsd.permute(2, 0, 1, 3).flatten(2))
         return output
 

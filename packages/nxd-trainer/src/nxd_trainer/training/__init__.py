@@ -1,5 +1,7 @@
 """Training a model from a recipe."""
 
-from nxd_trainer.training.run import TrainingDiverged, TrainResult, prepare_run, run_training, train
+from nxd_trainer.training.checkpoints import TrainingDiverged
+from nxd_trainer.training.run import TrainResult, prepare_run, run_training, train
+from nxd_trainer.training.stop_request import StopRequest
 
-__all__ = ["train", "prepare_run", "run_training", "TrainResult", "TrainingDiverged"]
+__all__ = ["train", "prepare_run", "run_training", "StopRequest", "TrainResult", "TrainingDiverged"]

@@ -1,11 +1,22 @@
 """Saving a run and going on from a checkpoint, at the same layout or another one."""
 
+import warnings
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import nxd_ckpt
-from nxd_state import barrier, get_mesh, get_rng_state, get_world_group, seed_model_parallel, set_rng_state
+import torch
+from nxd_state import (
+    all_reduce,
+    barrier,
+    get_device,
+    get_mesh,
+    get_rng_state,
+    get_world_group,
+    seed_model_parallel,
+    set_rng_state,
+)
 from torch import Tensor
 
 from nxd_trainer.checkpoint import CheckpointState, allocate_optimizer_state, model_state, optimizer_state
@@ -13,12 +24,20 @@ from nxd_trainer.recipe import recipe_to_dict
 from nxd_trainer.training.run_state import RunState, describe_model
 
 
+class TrainingDiverged(RuntimeError):
+    """The loss, a gradient or a weight is no longer a finite number."""
+
+
 def save_run(state: RunState) -> str:
     """Write a checkpoint of the run under the tag of its step, then drop those that are no longer kept.
 
     Returns:
         The tag.
+
+    Raises:
+        TrainingDiverged: there is nothing worth saving.
     """
+    _check_weights(state)
     tag = f"step-{state.step:08d}"
     folder = state.recipe.checkpoint_folder
     nxd_ckpt.save(
@@ -29,6 +48,8 @@ def save_run(state: RunState) -> str:
         objects={
             "mesh": asdict(get_mesh()),
             "model": describe_model(state),
+            "data": _describe_data(state),
+            "end_of_document": state.tokenizer.end_of_document,
             "recipe": recipe_to_dict(state.recipe),
             "train_loader": state.train_loader.state_dict(),
         },
@@ -52,8 +73,7 @@ def resume_run(state: RunState) -> str | None:
     """
     wish = state.recipe.checkpoint.resume
     folder = state.recipe.checkpoint_folder
-    newest = nxd_ckpt.latest(folder)
-    tag = None if newest is None else newest.tag
+    tag = _newest_tag(folder)
     if tag is not None and wish == "never":
         raise ValueError(
             f"checkpoint.resume=never, but {folder} holds checkpoints up to {tag}; choose another output folder or "
@@ -64,7 +84,7 @@ def resume_run(state: RunState) -> str | None:
             raise ValueError(f"checkpoint.resume=required, but there is no complete checkpoint in {folder}")
         return None
     checkpoint = nxd_ckpt.open_checkpoint(folder, tag)
-    _check_model(state, checkpoint.objects, folder / tag)
+    _check_same_run(state, checkpoint.objects, folder / tag)
     allocate_optimizer_state(
         state.model,
         state.optimizer,
@@ -86,18 +106,58 @@ def _run_tensors(state: RunState) -> CheckpointState:
     return model_state(state.model) | optimizer_state(state.model, state.optimizer)
 
 
-def _check_model(state: RunState, objects: dict[str, Any], where: Path) -> None:
-    own = describe_model(state)
+def _newest_tag(folder: Path) -> str | None:
+    """Tag of the newest checkpoint.
+
+    Raises:
+        ValueError: one of the checkpoints is damaged: going on from an older one, or anew, is not for us to choose.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        try:
+            newest = nxd_ckpt.latest(folder)
+        except UserWarning as damage:
+            raise ValueError(f"{damage}; remove that folder to go on without it") from damage
+    return None if newest is None else newest.tag
+
+
+def _describe_data(state: RunState) -> dict[str, object]:
+    """What the run's tokens and their split depend on."""
+    return {"digest": state.corpus.digest, "held_out_fraction": state.recipe.data.held_out_fraction}
+
+
+def _check_same_run(state: RunState, objects: dict[str, Any], where: Path) -> None:
+    """Raise ValueError if the checkpoint is of another model, precision or text."""
+    own: dict[str, dict[str, object]] = {
+        "model": describe_model(state),
+        "data": _describe_data(state),
+        "train": {"dtype": state.recipe.train.dtype},
+    }
+    theirs = {**objects, "train": objects["recipe"]["train"]}
     differences = [
-        f"{name}={value} where the checkpoint has {objects['model'].get(name)}"
-        for name, value in own.items()
-        if objects["model"].get(name) != value
+        f"{section}.{name} is {value}, the checkpoint has {theirs[section].get(name)}"
+        for section, values in own.items()
+        for name, value in values.items()
+        if theirs[section].get(name) != value
     ]
     if differences:
         raise ValueError(
-            f"{where} is of another model: {', '.join(differences)}; use its sizes, another output folder, "
-            "or checkpoint.resume=never"
+            f"{where} is of another run: {'; '.join(differences)}. Restore that, or take another output folder"
         )
+
+
+def _check_weights(state: RunState) -> None:
+    """Raise TrainingDiverged on every rank if a weight on any of them is infinite or nan: before it is saved."""
+    finite = torch.stack([parameter.isfinite().all() for parameter in state.model.parameters()]).all()
+    if not bool(all_reduce(finite.float().cpu().to(get_device()), get_world_group(), op="min")):
+        raise diverged(state, f"a weight is infinite or nan after step {state.step}")
+
+
+def diverged(state: RunState, what: str) -> TrainingDiverged:
+    """The error of a run that can only go on from its last checkpoint."""
+    newest = nxd_ckpt.latest(state.recipe.checkpoint_folder)
+    advice = "start again" if newest is None else f"go on from {state.recipe.checkpoint_folder / newest.tag}"
+    return TrainingDiverged(f"{what}; lower optimizer.lr or lengthen optimizer.warmup_steps, and {advice}")
 
 
 def _own_rng_state() -> dict[str, Tensor]:

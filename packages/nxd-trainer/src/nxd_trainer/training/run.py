@@ -23,14 +23,10 @@ from nxd_trainer.report import (
     read_records,
     render_summary,
 )
-from nxd_trainer.training.checkpoints import resume_run, save_run
+from nxd_trainer.training.checkpoints import diverged, resume_run, save_run
 from nxd_trainer.training.run_state import RunState, build_run_state
-from nxd_trainer.training.step import evaluate, learning_rate, train_step
+from nxd_trainer.training.step import compute_gradients, evaluate, learning_rate, update_weights
 from nxd_trainer.training.stop_request import StopRequest
-
-
-class TrainingDiverged(RuntimeError):
-    """The loss is no longer a finite number."""
 
 
 @dataclass(frozen=True)
@@ -68,17 +64,19 @@ def train(recipe: Recipe) -> TrainResult:
     Raises:
         ValueError: as for `prepare_run`.
     """
-    return run_training(*prepare_run(recipe))
+    with StopRequest() as stop:
+        return run_training(*prepare_run(recipe), stop)
 
 
-def run_training(state: RunState, resumed: str | None) -> TrainResult:
+def run_training(state: RunState, resumed: str | None, stop: StopRequest) -> TrainResult:
     """The steps of a prepared run, with progress, metrics, checkpoints and the report at its end.
 
+    `stop` is asked between steps; it may have been active during the preparation already.
+
     Raises:
-        TrainingDiverged: the loss became infinite or nan.
+        TrainingDiverged: the loss, a gradient or a weight became infinite or nan; it has not been saved.
     """
     with (
-        StopRequest() as stop,
         Progress(state.recipe.last_step, first_step=state.step, is_writer=state.is_writer) as progress,
         MetricsLog(
             state.recipe.output,
@@ -101,10 +99,13 @@ def _run_steps(state: RunState, progress: Progress, metrics: MetricsLog, stop: S
     loss, stopped = float("nan"), False
     while state.step < recipe.last_step and not stopped:
         rate = learning_rate(state)
-        rank_loss, norm = train_step(state)
-        throughput.add(_tokens_per_step(recipe))
+        rank_loss, norm = compute_gradients(state)
         loss, stopped = _agree(rank_loss, stop)
-        _check_finite(loss, state)
+        if not math.isfinite(loss) or (norm is not None and not math.isfinite(norm)):
+            gradient = "" if norm is None else f" and the gradient norm {float(norm)}"
+            raise diverged(state, f"the loss is {loss}{gradient} in step {state.step + 1}")
+        update_weights(state)
+        throughput.add(recipe.train.global_batch_size * recipe.data.sequence_length)
         progress.advance(state.step)
         is_last = stopped or state.step == recipe.last_step
         held_out_loss = None
@@ -116,7 +117,7 @@ def _run_steps(state: RunState, progress: Progress, metrics: MetricsLog, stop: S
                 step=state.step,
                 loss=loss,
                 learning_rate=rate,
-                tokens=state.step * _tokens_per_step(recipe),
+                tokens=state.train_loader.samples_consumed * recipe.data.sequence_length,
                 tokens_per_second=throughput.lap(),
                 seconds=throughput.seconds,
                 peak_memory_bytes=peak_memory_bytes(get_device()),
@@ -132,25 +133,12 @@ def _run_steps(state: RunState, progress: Progress, metrics: MetricsLog, stop: S
     return TrainResult(step=state.step, loss=loss, stopped=stopped)
 
 
-def _check_finite(loss: float, state: RunState) -> None:
-    """Stop before a broken model is saved. The loss is the same on every rank, so all of them stop."""
-    if not math.isfinite(loss):
-        raise TrainingDiverged(
-            f"the loss is {loss} in step {state.step}; lower optimizer.lr or lengthen optimizer.warmup_steps, and go "
-            f"on from the newest checkpoint in {state.recipe.checkpoint_folder}, which is from before"
-        )
-
-
 def _agree(rank_loss: Tensor, stop: StopRequest) -> tuple[float, bool]:
     """Mean loss over all ranks, and whether any of them has been asked to stop: one message for both."""
     group = get_world_group()
     mine = torch.stack([rank_loss.double().cpu(), torch.tensor(float(stop.signal_number > 0), dtype=torch.float64)])
     total = all_reduce(mine.to(get_device()), group).cpu()
     return float(total[0]) / group.size, bool(total[1] > 0)
-
-
-def _tokens_per_step(recipe: Recipe) -> int:
-    return recipe.train.global_batch_size * recipe.data.sequence_length
 
 
 def _is_due(step: int, every: int) -> bool:
@@ -163,6 +151,10 @@ def _announce(state: RunState, progress: Progress, resumed: str | None) -> None:
     count = sum(p.numel() for p in state.model.parameters())
     begins = f"goes on from {resumed}" if resumed else "begins"
     progress.message(f"{state.layout} on {get_device().type}, {count:,} parameters on this rank; the run {begins}")
+    for reason, count in state.corpus.skipped.items():
+        progress.message(f"left out of the text: {count} {reason}")
+    if state.step >= state.recipe.last_step:
+        progress.message(f"nothing to do: the run is at step {state.step}, and is to end at {state.recipe.last_step}")
     if resumed and state.recipe.train.eval_every:
         held_out_loss = evaluate(state)  # shows that the run is where it was
         if held_out_loss is not None:

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
-from typing import TypeVar
+from typing import IO, TypeVar
 
 import torch
 from nxd_optim import GradientReducer
@@ -20,6 +20,7 @@ from torch import nn
 from torch.optim import AdamW
 
 from nxd_trainer.data import (
+    CorpusIndex,
     HeldOutLoader,
     Tokenizer,
     TrainLoader,
@@ -30,6 +31,7 @@ from nxd_trainer.data import (
 )
 from nxd_trainer.models import LlamaConfig, LlamaForCausalLM
 from nxd_trainer.recipe import ModelSection, Recipe, check_layout, padded_vocab_size
+from nxd_trainer.training.output_lock import lock_output
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -41,6 +43,7 @@ class RunState:
     """What a training run holds on one rank.
 
     Attributes:
+        output_lock: keeps other runs out of the output folder while this object lives.
         step: optimizer steps taken since the run began, over all invocations.
     """
 
@@ -51,6 +54,8 @@ class RunState:
     train_loader: TrainLoader
     held_out_loader: HeldOutLoader
     tokenizer: Tokenizer
+    corpus: CorpusIndex
+    output_lock: IO[str] | None
     step: int = 0
 
     @property
@@ -66,12 +71,13 @@ class RunState:
         return f"TP {mesh.tp}{sequence_parallel} x DP {mesh.dp}"
 
 
-def build_run_state(recipe: Recipe, *, say: Callable[[str], None] = print) -> RunState:
+def build_run_state(recipe: Recipe) -> RunState:
     """Data, model and optimizer of a run that begins at step 0. The mesh must be initialised.
 
     Raises:
         ValueError: the recipe does not fit the layout, or the data cannot be used; the same error on every rank.
     """
+    lock = lock_output(recipe.output)
     data_parallel = get_group("dp")
     tokenizer = load_tokenizer(recipe.data.tokenizer)
     vocab_size = padded_vocab_size(recipe, tokenizer.vocab_size)
@@ -85,8 +91,9 @@ def build_run_state(recipe: Recipe, *, say: Callable[[str], None] = print) -> Ru
             include_tests=recipe.data.include_tests,
         )
     )
+    corpus = open_corpus(entry)
     train_sequences, held_out_sequences = pack_corpus(
-        open_corpus(entry),
+        corpus,
         sequence_length=recipe.data.sequence_length,
         held_out_fraction=recipe.data.held_out_fraction,
     )
@@ -115,6 +122,8 @@ def build_run_state(recipe: Recipe, *, say: Callable[[str], None] = print) -> Ru
         train_loader=train_loader,
         held_out_loader=held_out_loader,
         tokenizer=tokenizer,
+        corpus=corpus.index,
+        output_lock=lock,
     )
 
 

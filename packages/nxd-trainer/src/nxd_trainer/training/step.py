@@ -12,8 +12,8 @@ from nxd_trainer.lr_schedule import lr_multiplier
 from nxd_trainer.training.run_state import RunState
 
 
-def train_step(state: RunState) -> tuple[Tensor, Tensor | None]:
-    """Forward and backward over the step's microbatches, average, clip, update.
+def compute_gradients(state: RunState) -> tuple[Tensor, Tensor | None]:
+    """Forward and backward over the next step's microbatches; average and clip. The weights stay as they are.
 
     Returns:
         The mean loss of this rank's microbatches and the gradient norm before clipping (None without clipping), 0-d.
@@ -32,13 +32,17 @@ def train_step(state: RunState) -> tuple[Tensor, Tensor | None]:
     norm = None
     if state.recipe.train.max_grad_norm > 0:
         norm = clip_grad_norm(state.model.parameters(), state.recipe.train.max_grad_norm)
+    return torch.stack(losses).mean(), norm
+
+
+def update_weights(state: RunState) -> None:
+    """Apply the gradients, at this step's learning rate."""
     for group in state.optimizer.param_groups:
         group["lr"] = learning_rate(state)
     state.optimizer.step()
     state.reducer.zero_grad()
     step_boundary()
     state.step += 1
-    return torch.stack(losses).mean(), norm
 
 
 def learning_rate(state: RunState) -> float:
