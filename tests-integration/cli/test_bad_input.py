@@ -35,6 +35,9 @@ MISTAKES = {
     "batch": (["--nproc", "3"], "train.global_batch_size=4 is not a multiple of 3"),
     "key": (["--train.step", "5"], "unknown key train.step; did you mean train.steps?"),
     "section": (["--trian.steps", "5"], "unknown section [trian]; did you mean [train]?"),
+    "flag": (["--ouput", "there"], "unknown key ouput; did you mean output?"),
+    "flag without value": (["--train.steps", "--nproc", "1"], "train.steps=''"),
+    "ranks not started": (["parallel.tensor_parallel_size=2"], "needs a multiple of 2 ranks, not 1; use --nproc 2"),
     "value": (["train.steps=many"], "train.steps='many'"),
     "recipe file": (["nowhere.toml"], "nowhere.toml"),
 }

@@ -47,8 +47,8 @@ class Mesh:
 
     def __post_init__(self) -> None:
         for axis in ("world_size", "pp", "cp", "tp", "ep"):
-            if getattr(self, axis) < 1:
-                raise ValueError(f"{axis}={getattr(self, axis)} is not a positive degree; use 1 to switch it off")
+            if type(getattr(self, axis)) is not int or getattr(self, axis) < 1:
+                raise ValueError(f"{axis}={getattr(self, axis)!r} is not a positive degree; use 1 to switch it off")
         model_size = self.pp * self.cp * self.tp
         if self.dp == -1:
             self._check_divides(model_size)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from nxd_trainer.launch import EXIT_STOPPED, is_launched, launch_ranks
-from nxd_trainer.recipe import Recipe, check_layout, load_recipe, recipe_keys, render_recipe_help
+from nxd_trainer.recipe import Recipe, check_layout, load_recipe, render_recipe_help
 from nxd_trainer.slurm import slurm_environment
 
 EXIT_MISTAKE = 2
@@ -160,15 +160,19 @@ def _add_nproc(parser: argparse.ArgumentParser) -> None:
 def _take_settings(arguments: list[str]) -> tuple[list[str], list[str]]:
     """The arguments without the recipe's keys, and those keys as `key=value`.
 
-    A key may come as `--train.steps 100`, `--train.steps=100` or `train.steps=100`.
+    A key may come as `--train.steps 100`, `--train.steps=100` or `train.steps=100`. What is no key is taken along:
+    the recipe knows best which one was meant.
     """
     remaining: list[str] = []
     settings: list[str] = []
-    rest = iter(arguments)
-    for argument in rest:
+    waiting = list(reversed(arguments))
+    while waiting:
+        argument = waiting.pop()
         name, equals, value = argument.removeprefix("--").partition("=")
-        if argument.startswith("--") and ("." in name or name in recipe_keys()):
-            settings.append(f"{name}={value if equals else next(rest, '')}")
+        if argument.startswith("--") and name not in ("nproc", "help"):
+            if not equals and waiting and not waiting[-1].startswith("--"):
+                value = waiting.pop()
+            settings.append(f"{name}={value}")
         elif equals and not argument.startswith("-") and not Path(argument).exists():
             settings.append(argument)
         else:
