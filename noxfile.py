@@ -26,6 +26,8 @@ SOURCES = [argument for name in PYPROJECTS for argument in ("-e", f"./packages/{
 TEST_REQUIREMENTS = sorted(
     {text for pyproject in (ROOT_PYPROJECT, *PYPROJECTS.values()) for text in dependency_groups(pyproject, "test")}
 )
+ANYWHERE = "not xla and not neuron and not gpu"
+QUICK = f"not slow and {ANYWHERE}"
 BACKENDS = {
     "cpu": [],
     "xla": ["torch==2.9.1", "torch_xla==2.9.0"],
@@ -41,7 +43,7 @@ if "PIP_FIND_LINKS" in os.environ:  # uv does not read pip's variables, and sepa
 def tests(session: nox.Session) -> None:
     """All unit tests and the quick integration tests, on the sources as they stand."""
     session.install(*SOURCES, *TEST_REQUIREMENTS)
-    session.run("pytest", "-m", "not slow", *session.posargs)
+    session.run("pytest", "-m", QUICK, *session.posargs)
 
 
 @nox.session(reuse_venv=False)
@@ -66,8 +68,7 @@ def integration(session: nox.Session, backend: str) -> None:
         session.skip("no Neuron device here (/dev/neuron0 does not exist)")
     session.install(*SOURCES, *TEST_REQUIREMENTS, *BACKENDS[backend])
     if backend == "cpu":
-        anywhere = "not xla and not neuron and not gpu"
-        session.run("pytest", "-m", anywhere, "tests-integration", "tools/tests", *session.posargs)
+        session.run("pytest", "-m", ANYWHERE, "tests-integration", "tools/tests", *session.posargs)
     else:
         env = {"PJRT_DEVICE": "CPU"} if backend == "xla" else {}
         session.run("pytest", "-m", backend, *session.posargs, env=env)
@@ -91,7 +92,7 @@ def minimums(session: nox.Session) -> None:
         extras = ",".join(pyproject["project"].get("optional-dependencies", {}))
         sources += ["-e", f"./packages/{name}[{extras}]"]
     session.install("--resolution", "lowest-direct", *sources, *TEST_REQUIREMENTS)
-    session.run("pytest", "-m", "not slow", *session.posargs)
+    session.run("pytest", "-m", QUICK, *session.posargs)
 
 
 @nox.session
