@@ -21,4 +21,5 @@ def test_example_prints_the_same_alone_and_under_torchrun(tmp_path):
 
     assert alone.stderr == ""
     assert replicas.returncode == 0, replicas.stderr
-    assert [alone.stdout, replicas.stdout] == [f"{line}\n" for line in PRINTED]
+    # gloo of torch 2.9 reports its connections first.
+    assert [run.stdout.splitlines()[-1] for run in (alone, replicas)] == PRINTED

@@ -73,7 +73,8 @@ class WorkerProcess:
         # The file offset is shared with the worker, which therefore goes on writing at the start.
         os.ftruncate(self._output.fileno(), 0)
         os.lseek(self._output.fileno(), 0, os.SEEK_SET)
-        return output
+        # gloo of torch 2.9 reports each connection on stdout.
+        return "".join(line for line in output.splitlines(keepends=True) if not line.startswith("[Gloo] Rank "))
 
     def stacks(self) -> str:
         """Returns the Python stacks that the process wrote when a signal ended it, empty if it wrote none."""
