@@ -9,6 +9,8 @@ from typing import TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from nxd_state.shard_spec import get_shard_spec
+
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
@@ -17,7 +19,7 @@ def move_model_to_device(model: ModuleT, device: torch.device | str) -> ModuleT:
 
     A parameter stays the same object where torch allows it, so that an optimizer made before goes on to work; away
     from meta and to XLA it becomes a new one. From meta the tensors come out uninitialised: fill them with an init
-    function or a checkpoint.
+    function or a checkpoint. Only those with padding come out as zeros.
 
     Returns:
         The model itself.
@@ -38,6 +40,9 @@ def move_model_to_device(model: ModuleT, device: torch.device | str) -> ModuleT:
 @torch.no_grad()
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:
     data = _to_device(tensor.detach(), device)
+    spec = get_shard_spec(tensor)
+    if tensor.is_meta and not data.is_meta and spec is not None and spec.has_padding:
+        data.zero_()  # no checkpoint fills padding, and layers count on it being zero
     grad = None if tensor.grad is None else _to_device(tensor.grad, device)
     # What Module.to asks as well: whether the tensor may take over the other's memory.
     if torch._has_compatible_shallow_copy_type(tensor, data):

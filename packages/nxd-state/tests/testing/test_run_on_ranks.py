@@ -129,6 +129,7 @@ def test_run_on_ranks_environment_is_that_of_torchrun():
 
 def test_run_on_ranks_function_that_initialises_from_the_environment_succeeds():
     def initialise_again():
+        dist.barrier()  # until then another rank may still be connecting
         dist.destroy_process_group()
         dist.init_process_group("gloo")
         total = torch.ones(1)

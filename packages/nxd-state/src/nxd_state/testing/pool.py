@@ -162,7 +162,7 @@ class RankPool:
                 send(worker.connection, job)
 
     def _environment(self, rank: int, world_size: int) -> dict[str, str]:
-        """What torchrun sets. The restart count keeps the keys of jobs apart that initialise from `env://`."""
+        """What torchrun sets."""
         return {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),

@@ -6,6 +6,7 @@ Started by `nxd_state.testing.worker_process`; what the two say to each other is
 from __future__ import annotations
 
 import faulthandler
+import itertools
 import os
 import pickle
 import random
@@ -15,11 +16,13 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
+from torch.distributed.rendezvous import _rendezvous_handlers
 
 import nxd_state
 from nxd_state.testing.messages import READY, Job, Raised, Success, TornDown, receive, send
@@ -70,9 +73,11 @@ def _die_with_the_parent() -> None:
 def _run(job: Job, store: dist.Store) -> Success | Raised:
     try:
         _enter(job)
+        store = dist.PrefixStore(f"job{job.number}", store)
+        _rendezvous_in(store)
         dist.init_process_group(
             job.backend,
-            store=dist.PrefixStore(f"job{job.number}", store),
+            store=dist.PrefixStore("start0", store),
             rank=job.rank,
             world_size=job.world_size,
         )
@@ -101,6 +106,20 @@ def _enter(job: Job) -> None:
         torch.use_deterministic_algorithms(False)
     torch.manual_seed(0)
     random.seed(0)
+
+
+def _rendezvous_in(store: dist.Store) -> None:
+    """Lets the job's own starts from `env://` meet in `store`.
+
+    torch's handler would meet under the same keys in every job, and find there the addresses of the job before.
+    """
+    starts = itertools.count(1)
+
+    def rendezvous(url: str, **kwargs: object) -> Iterator[tuple[dist.Store, int, int]]:
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        yield dist.PrefixStore(f"start{next(starts)}", store), rank, world_size
+
+    _rendezvous_handlers["env"] = rendezvous
 
 
 def _tear_down() -> str | None:
