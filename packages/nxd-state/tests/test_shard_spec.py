@@ -90,6 +90,26 @@ def test_padded_shards_cover_the_tensor_once_and_name_the_padding(shape, size, p
 
 
 @quick
+@given(sizes, sizes, sizes, st.integers(0, 7))
+def test_padded_strided_shards_pad_each_fused_matrix_at_its_own_end(size, stride, rows, padding):
+    padded = -(-(rows + padding) // size) * size
+    logical = torch.arange(float(stride * rows * 2)).reshape(stride * rows, 2)
+
+    specs = [
+        shard_along(logical.shape, 0, rank=rank, size=size, stride=stride, padded_length=stride * padded)
+        for rank in range(size)
+    ]
+
+    check_shard_specs(specs)
+    assert (holders(specs) == 1).all()
+    assert [spec.has_padding for spec in specs] == [padded * (rank + 1) > rows * size for rank in range(size)]
+    locals_ = torch.stack([cut(logical, spec) for spec in specs])  # [size, stride * chunk, 2]
+    matrices = locals_.unflatten(1, (stride, -1)).transpose(0, 1).flatten(1, 2)  # [stride, padded, 2]
+    assert torch.equal(matrices[:, :rows], logical.view(stride, rows, 2))
+    assert (matrices[:, rows:] == -1).all()
+
+
+@quick
 @given(sizes, sizes, sizes)
 def test_replicated_shards_cover_the_tensor_as_often_as_there_are_copies(size, copies, rows):
     shape = (size * rows, 3)
@@ -147,7 +167,9 @@ def test_shard_along_rank_of_padding_alone_has_no_pieces():
     [
         ({"size": 3}, r"3 shards do not divide dim 0 of shape \(10, 4\) \(length 10\); pad it to 12"),
         ({"size": 4, "padded_length": 11}, r"\(length 11\); pad it to 12 or use fewer ranks"),
-        ({"size": 2, "stride": 3}, "2 shards of 3 fused matrices do not divide .*; pad it to 12"),
+        ({"size": 3, "stride": 2}, "3 shards of 2 fused matrices do not divide .*; pad it to 12"),
+        ({"size": 2, "stride": 3}, r"\(10, 4\) cannot be 3 fused matrices of equal length; .* that 3 divides"),
+        ({"size": 2, "stride": 3, "padded_length": 12}, "cannot be 3 fused matrices"),
         ({"size": 2, "padded_length": 8}, r"padded_length=8 is shorter than dim 0 of shape \(10, 4\); use 10 or more"),
         ({"size": 2, "rank": 2}, r"rank=2 is outside the 2 shards; use 0\.\.1"),
         ({"size": 2, "rank": -1}, "rank=-1 is outside the 2 shards"),

@@ -1,9 +1,11 @@
 """Cross entropy over logits that are split along the vocabulary.
 
 Each rank reduces its own part of the logits to three numbers per token, and only those are exchanged: the whole
-logits exist nowhere (Shoeybi et al. 2019, section 3). Two small all-reduces forward, none backward.
+logits exist nowhere (Shoeybi et al. 2019, section 3). Two small all-reduces forward, none backward. `chunked_loss`
+builds on the same two functions, and never has all tokens' logits at once either.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,52 +16,112 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 
-class _ParallelCrossEntropy(Function):
-    @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, label_smoothing: float, ignore_index: int, group: Group
-    ) -> Tensor:
-        local_vocab = logits.shape[-1]
-        vocab = local_vocab * group.size
-        ignored = labels == ignore_index
-        local_label = labels - group.rank * local_vocab
-        is_mine = (local_label >= 0) & (local_label < local_vocab) & ~ignored
-        index = local_label.masked_fill(~is_mine, 0).unsqueeze(-1)
+@dataclass(frozen=True)
+class LossDefinition:
+    """What the loss of a token is, given its logits and label.
 
-        largest = all_reduce_(_widened(logits.amax(dim=-1)), group, op="max")
-        shifted = logits - largest.unsqueeze(-1)
-        label_logit = shifted.gather(-1, index).squeeze(-1).masked_fill(~is_mine, 0.0)
-        sums = [label_logit] if label_smoothing == 0.0 else [label_logit, shifted.sum(dim=-1)]
-        exponentials = shifted.exp_()
-        totals = all_reduce_(torch.stack([exponentials.sum(dim=-1), *sums]), group)
-        log_normalizer = totals[0].log()
-        loss = log_normalizer - (1.0 - label_smoothing) * totals[1]
-        if label_smoothing != 0.0:
-            loss -= label_smoothing / vocab * totals[2]
-        ctx.save_for_backward(exponentials, totals[0], index, is_mine, ignored)
-        ctx.label_smoothing, ctx.vocab, ctx.dtype = label_smoothing, vocab, logits.dtype
-        return loss.masked_fill(ignored, 0.0)
+    Attributes:
+        label_smoothing: share of the target that is spread over the vocabulary.
+        ignore_index: label of tokens without loss.
+        vocab_size: number of tokens; logits beyond are padding.
+        group: the ranks that the vocabulary is split over.
+    """
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, None, None, None, None]:
-        exponentials, normalizer, index, is_mine, ignored = ctx.saved_tensors
-        scale = grad_loss.masked_fill(ignored, 0.0).unsqueeze(-1)
-        grad = exponentials * (scale / normalizer.unsqueeze(-1))
-        if ctx.label_smoothing != 0.0:
-            grad -= scale * (ctx.label_smoothing / ctx.vocab)
-        on_label = (scale * (ctx.label_smoothing - 1.0)).masked_fill(~is_mine.unsqueeze(-1), 0.0)
-        grad.scatter_add_(-1, index, on_label)
-        return grad.to(ctx.dtype), None, None, None, None
+    label_smoothing: float
+    ignore_index: int
+    vocab_size: int
+    group: Group
+
+    def num_tokens_of(self, local_vocab: int) -> int:
+        """How many of this rank's `local_vocab` logits belong to tokens."""
+        return min(max(self.vocab_size - self.group.rank * local_vocab, 0), local_vocab)
 
 
-def _widened(tensor: Tensor) -> Tensor:
+def token_losses(
+    logits: Tensor, labels: Tensor, definition: LossDefinition, *, overwrite: bool
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Losses `[...]`, and what `logits_grad` needs: two all-reduces, without gradient of their own.
+
+    Args:
+        logits: `[..., vocab/tp]`.
+        labels: `[...]` int64.
+        definition: of the loss.
+        overwrite: whether the logits (float32 or float64) may be used as memory.
+    """
+    group, smoothing = definition.group, definition.label_smoothing
+    local_vocab = logits.shape[-1]
+    num_tokens = definition.num_tokens_of(local_vocab)
+    ignored = labels == definition.ignore_index
+    local_label = labels - group.rank * local_vocab
+    is_mine = (local_label >= 0) & (local_label < num_tokens) & ~ignored
+    index = local_label.masked_fill(~is_mine, 0).unsqueeze(-1)
+
+    largest = all_reduce_(widened(_largest(logits[..., :num_tokens])), group, op="max")
+    shifted = torch.sub(logits, largest.unsqueeze(-1), out=logits if overwrite else None)
+    shifted[..., num_tokens:] = -torch.inf
+    label_logit = shifted.gather(-1, index).squeeze(-1).masked_fill(~is_mine, 0.0)
+    sums = [label_logit] if smoothing == 0.0 else [label_logit, shifted[..., :num_tokens].sum(dim=-1)]
+    exponentials = shifted.exp_()
+    totals = all_reduce_(torch.stack([exponentials.sum(dim=-1), *sums]), group)
+    losses = totals[0].log() - (1.0 - smoothing) * totals[1]
+    if smoothing != 0.0:
+        losses -= smoothing / definition.vocab_size * totals[2]
+    return losses.masked_fill(ignored, 0.0), (exponentials, totals[0], index, is_mine, ignored)
+
+
+def logits_grad(
+    saved: tuple[Tensor, ...], grad_losses: Tensor, definition: LossDefinition, *, overwrite: bool
+) -> Tensor:
+    """Gradient of this rank's logits, `[..., vocab/tp]`; zero at padding.
+
+    Args:
+        saved: the second result of `token_losses`.
+        grad_losses: `[...]`.
+        definition: the one given to `token_losses`.
+        overwrite: whether `saved` may be used as memory.
+    """
+    exponentials, normalizer, index, is_mine, ignored = saved
+    scale = grad_losses.masked_fill(ignored, 0.0).unsqueeze(-1)
+    grad = torch.mul(exponentials, scale / normalizer.unsqueeze(-1), out=exponentials if overwrite else None)
+    smoothing = definition.label_smoothing
+    if smoothing != 0.0:
+        grad[..., : definition.num_tokens_of(grad.shape[-1])] -= scale * (smoothing / definition.vocab_size)
+    on_label = (scale * (smoothing - 1.0)).masked_fill(~is_mine.unsqueeze(-1), 0.0)
+    return grad.scatter_add_(-1, index, on_label)
+
+
+def widened(tensor: Tensor) -> Tensor:
     """In float32 if the dtype is shorter."""
     return tensor.float() if tensor.itemsize < 4 else tensor
 
 
+def _largest(logits: Tensor) -> Tensor:
+    if logits.shape[-1] == 0:  # this rank has padding alone
+        return logits.new_full(logits.shape[:-1], -torch.inf)
+    return logits.amax(dim=-1)
+
+
+class _ParallelCrossEntropy(Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, definition: LossDefinition) -> Tensor:
+        losses, saved = token_losses(logits, labels, definition, overwrite=False)
+        ctx.save_for_backward(*saved)
+        ctx.definition, ctx.dtype = definition, logits.dtype
+        return losses
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_losses: Tensor) -> tuple[Tensor, None, None]:
+        return logits_grad(ctx.saved_tensors, grad_losses, ctx.definition, overwrite=False).to(ctx.dtype), None, None
+
+
 def parallel_cross_entropy(
-    parallel_logits: Tensor, labels: Tensor, label_smoothing: float = 0.0, *, ignore_index: int = -100
+    parallel_logits: Tensor,
+    labels: Tensor,
+    label_smoothing: float = 0.0,
+    *,
+    ignore_index: int = -100,
+    vocab_size: int | None = None,
 ) -> Tensor:
     """Loss per token from logits split along the vocabulary; the same on every rank, and the same as torch's.
 
@@ -69,20 +131,24 @@ def parallel_cross_entropy(
         label_smoothing: share of the target spread evenly over the vocabulary, in [0, 1], as in
             `torch.nn.functional.cross_entropy`.
         ignore_index: label of tokens without loss and gradient.
+        vocab_size: number of tokens, if the logits' dim is padded: logits beyond, whatever they are, have no part in
+            the loss and get no gradient.
 
     Returns:
         `[...]`, float32 or float64; 0 at ignored tokens. Take the mean over the others yourself.
 
     Raises:
-        ValueError: shapes that do not match, labels that are no integers, a smoothing outside [0, 1], or (on the
-            CPU) a label outside the vocabulary.
+        ValueError: shapes that do not match, labels that are no integers, a smoothing outside [0, 1], a vocab_size of
+            more than there are logits, or (on the CPU) a label outside the vocabulary.
     """
     group = active_group("tp")
-    _check_arguments(parallel_logits, labels, label_smoothing, ignore_index, group)
+    vocab = parallel_logits.shape[-1] * group.size if vocab_size is None else vocab_size
+    definition = LossDefinition(label_smoothing, ignore_index, vocab, group)
+    check_loss_arguments((*parallel_logits.shape[:-1], parallel_logits.shape[-1] * group.size), labels, definition)
     labels = labels.long()
     if group.size > 1:
-        return _ParallelCrossEntropy.apply(parallel_logits, labels, label_smoothing, ignore_index, group)
-    wide = _widened(parallel_logits)
+        return _ParallelCrossEntropy.apply(parallel_logits, labels, definition)
+    wide = widened(parallel_logits if vocab_size is None else parallel_logits[..., :vocab_size])
     return F.cross_entropy(
         wide.reshape(-1, wide.shape[-1]),
         labels.reshape(-1),
@@ -92,19 +158,31 @@ def parallel_cross_entropy(
     ).view(labels.shape)
 
 
-def _check_arguments(logits: Tensor, labels: Tensor, label_smoothing: float, ignore_index: int, group: Group) -> None:
-    if logits.shape[:-1] != labels.shape:
+def check_loss_arguments(logits_shape: tuple[int, ...], labels: Tensor, definition: LossDefinition) -> None:
+    """Check what a user gave, before anything is computed or sent.
+
+    Args:
+        logits_shape: of the whole logits, padding included.
+        labels: as the user gave them.
+        definition: of the loss.
+
+    Raises:
+        ValueError: as for `parallel_cross_entropy`.
+    """
+    if logits_shape[:-1] != labels.shape:
         raise ValueError(
-            f"labels of shape {tuple(labels.shape)} do not fit logits of shape {tuple(logits.shape)}; expected "
-            f"{tuple(logits.shape[:-1])}"
+            f"labels of shape {tuple(labels.shape)} do not fit logits of shape {logits_shape}; expected "
+            f"{logits_shape[:-1]}"
         )
     if labels.is_floating_point():
         raise ValueError(f"labels of dtype {labels.dtype} are not ids of the vocabulary; expected integers")
-    if not 0.0 <= label_smoothing <= 1.0:
-        raise ValueError(f"label_smoothing={label_smoothing} is outside [0, 1]")
+    if not 0.0 <= definition.label_smoothing <= 1.0:
+        raise ValueError(f"label_smoothing={definition.label_smoothing} is outside [0, 1]")
+    vocab, ignore_index = definition.vocab_size, definition.ignore_index
+    if not 0 < vocab <= logits_shape[-1]:
+        raise ValueError(f"vocab_size={vocab} does not fit {logits_shape[-1]} logits; use 1..{logits_shape[-1]}")
     # Elsewhere a look at the values would stall the device.
     if labels.device.type == "cpu" and not torch.compiler.is_compiling():
-        vocab = logits.shape[-1] * group.size
         wrong = ((labels < 0) | (labels >= vocab)) & (labels != ignore_index)
         if wrong.any():
             raise ValueError(

@@ -7,7 +7,7 @@ With one rank, or without an initialised mesh, both are `nn.Linear`.
 from collections.abc import Sequence
 
 import torch
-from nxd_state import active_group, shard_along
+from nxd_state import ShardSpec, active_group, shard_along
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -21,6 +21,9 @@ from nxd_layers.initialization import (
     fill_from_logical,
 )
 from nxd_layers.layer_group import layer_group
+from nxd_layers.padding.gradient import zero_padding_gradient
+from nxd_layers.padding.heads import length_for_heads
+from nxd_layers.padding.repartition import repartition
 from nxd_layers.regions import (
     gather_from_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region_,
@@ -44,13 +47,16 @@ class ColumnParallelLinear(nn.Module):
             chunks `[rank::tp]`.
         init_method: fills the whole weight in place; as in `nn.Linear` if None.
         sequence_dimension: which dim of the input is the sequence.
+        pad: allow an `output_size` that does not divide: zeros fill up the last ranks' parts. A gathered output is cut
+            to its real size; without `gather_output` the padded outputs are zero, and get no gradient.
 
     Attributes:
         weight: `[out/tp, in]`.
         bias: `[out/tp]` or None.
+        padded_output_size: length that is cut into equal parts, `out` if there is no padding.
 
     Raises:
-        ValueError: the tensor-parallel degree (times stride) does not divide `output_size`.
+        ValueError: the tensor-parallel degree (times stride) does not divide `output_size`, and `pad` is False.
     """
 
     def __init__(
@@ -66,6 +72,7 @@ class ColumnParallelLinear(nn.Module):
         stride: int = 1,
         init_method: InitMethod | None = None,
         sequence_dimension: int = 0,
+        pad: bool = False,
     ) -> None:
         super().__init__()
         _check_arguments(input_size, output_size, sequence_parallel_enabled)
@@ -77,8 +84,8 @@ class ColumnParallelLinear(nn.Module):
         self.init_method = init_method or default_linear_init
         group = active_group("tp")
         self.tensor_parallel_size = group.size
-        self._weight_spec = shard_along((output_size, input_size), 0, rank=group.rank, size=group.size, stride=stride)
-        self._bias_spec = shard_along((output_size,), 0, rank=group.rank, size=group.size, stride=stride)
+        self.padded_output_size = _round_up(output_size, group.size * stride) if pad else output_size
+        self._weight_spec, self._bias_spec = self._specs_of(group.rank)
         self.weight = empty_sharded_parameter(
             self._weight_spec,
             partition_dim=0,
@@ -99,11 +106,50 @@ class ColumnParallelLinear(nn.Module):
             )
         self.reset_parameters()
 
+    def _specs_of(self, rank: int) -> tuple[ShardSpec, ShardSpec]:
+        """Of weight and bias, on a tensor-parallel rank."""
+        weight, bias = (
+            shard_along(
+                shape,
+                0,
+                rank=rank,
+                size=self.tensor_parallel_size,
+                stride=self.stride,
+                padded_length=self.padded_output_size,
+            )
+            for shape in [(self.output_size, self.input_size), (self.output_size,)]
+        )
+        return weight, bias
+
     def reset_parameters(self) -> None:
         """Draw weight and bias anew, the same at every tensor-parallel degree."""
         fill_from_logical(self.weight, self._weight_spec, (self.output_size, self.input_size), self.init_method)
         if self.bias is not None:
             fill_from_logical(self.bias, self._bias_spec, (self.output_size,), default_bias_init(self.input_size))
+
+    def pad_heads(self, num_heads: int, padded_num_heads: int) -> None:
+        """Pad `out` to what it would be if the model had `padded_num_heads`; called by `pad_model`.
+
+        Raises:
+            ValueError: that is no whole number, or not one that the tensor-parallel degree divides.
+        """
+        group = layer_group(self.tensor_parallel_size)
+        padded = length_for_heads(self.output_size, num_heads, padded_num_heads, num_parts=group.size * self.stride)
+        if padded == self.padded_output_size:
+            return
+        old_specs = [self._specs_of(rank) for rank in range(group.size)]
+        self.padded_output_size = padded
+        self._weight_spec, self._bias_spec = self._specs_of(group.rank)
+        repartition(self.weight, [weight for weight, _ in old_specs], self._weight_spec, group)
+        if self.bias is not None:
+            repartition(self.bias, [bias for _, bias in old_specs], self._bias_spec, group)
+
+    def weight_and_bias(self) -> tuple[Tensor, Tensor | None]:
+        """The parameters as the product reads them: padding gets no gradient."""
+        if self.padded_output_size == self.output_size:
+            return self.weight, self.bias
+        bias = None if self.bias is None else zero_padding_gradient(self.bias, self._bias_spec)
+        return zero_padding_gradient(self.weight, self._weight_spec), bias
 
     def forward(self, input_: Tensor) -> Tensor:
         """`[..., in]` to `[..., out/tp]`, or `[..., out]` with `gather_output`; `[seq/tp, ...]` in if split so."""
@@ -137,10 +183,11 @@ def column_parallel_linears(input_: Tensor, layers: Sequence[ColumnParallelLinea
     for layer in layers[1:]:
         if _expected_input(layer) != _expected_input(first):
             raise ValueError(f"layers that share an input must expect the same one; got {first} and {layer}")
+    parameters = [layer.weight_and_bias() for layer in layers]
     outputs = column_linear(
         input_,
-        [layer.weight for layer in layers],
-        [layer.bias for layer in layers],
+        [weight for weight, _ in parameters],
+        [bias for _, bias in parameters],
         layer_group(first.tensor_parallel_size),
         sequence_dim=first.sequence_dimension if first.sequence_parallel_enabled else None,
     )
@@ -151,12 +198,15 @@ def column_parallel_linears(input_: Tensor, layers: Sequence[ColumnParallelLinea
 
 
 def _gathered(output: Tensor, layer: ColumnParallelLinear) -> Tensor:
+    """`[..., out/tp]` to `[..., out]`, without padding."""
     whole = gather_from_tensor_model_parallel_region(output)
+    is_padded = layer.padded_output_size != layer.output_size
     if layer.stride == 1:
-        return whole
+        return whole[..., : layer.output_size] if is_padded else whole
     # Each rank's part is a chunk of every fused matrix: back to matrix after matrix.
     chunks = whole.unflatten(-1, (layer.tensor_parallel_size, layer.stride, -1))
-    return chunks.transpose(-3, -2).flatten(-3)
+    matrices = chunks.transpose(-3, -2).flatten(-2)
+    return (matrices[..., : layer.output_size // layer.stride] if is_padded else matrices).flatten(-2)
 
 
 def _expected_input(layer: ColumnParallelLinear) -> tuple[int, bool, int, int]:
@@ -177,14 +227,17 @@ class RowParallelLinear(nn.Module):
         device: of weight and bias; torch's default device if None (or False, as one document spells it).
         init_method: fills the whole weight in place; as in `nn.Linear` if None.
         sequence_dimension: which dim of the output is the sequence.
+        pad: allow an `input_size` that does not divide: zeros fill up the last ranks' parts. A whole input is padded
+            here; one that is parallel comes padded, as a column-parallel layer with `pad` leaves it.
 
     Attributes:
         weight: `[out, in/tp]`.
         bias: `[out]` or None, whole on every rank.
+        padded_input_size: length that is cut into equal parts, `in` if there is no padding.
 
     Raises:
-        ValueError: the tensor-parallel degree does not divide `input_size`; or sequence parallelism with an input
-            that is not split.
+        ValueError: the tensor-parallel degree does not divide `input_size`, and `pad` is False; or sequence
+            parallelism with an input that is not split.
     """
 
     def __init__(
@@ -199,6 +252,7 @@ class RowParallelLinear(nn.Module):
         *,
         init_method: InitMethod | None = None,
         sequence_dimension: int = 0,
+        pad: bool = False,
     ) -> None:
         super().__init__()
         _check_arguments(input_size, output_size, sequence_parallel_enabled)
@@ -215,7 +269,8 @@ class RowParallelLinear(nn.Module):
         target = None if isinstance(device, bool) else device
         group = active_group("tp")
         self.tensor_parallel_size = group.size
-        self._weight_spec = shard_along((output_size, input_size), 1, rank=group.rank, size=group.size)
+        self.padded_input_size = _round_up(input_size, group.size) if pad else input_size
+        self._weight_spec = self._weight_spec_of(group.rank)
         self._bias_spec = shard_along((output_size,), 0, rank=0, size=1)
         self.weight = empty_sharded_parameter(
             self._weight_spec, partition_dim=1, num_partitions=group.size, dtype=dtype, device=target
@@ -227,20 +282,45 @@ class RowParallelLinear(nn.Module):
             self.bias.sequence_parallel_enabled = sequence_parallel_enabled  # type: ignore[attr-defined]
         self.reset_parameters()
 
+    def _weight_spec_of(self, rank: int) -> ShardSpec:
+        return shard_along(
+            (self.output_size, self.input_size),
+            1,
+            rank=rank,
+            size=self.tensor_parallel_size,
+            padded_length=self.padded_input_size,
+        )
+
     def reset_parameters(self) -> None:
         """Draw weight and bias anew, the same at every tensor-parallel degree."""
         fill_from_logical(self.weight, self._weight_spec, (self.output_size, self.input_size), self.init_method)
         if self.bias is not None:
             fill_from_logical(self.bias, self._bias_spec, (self.output_size,), default_bias_init(self.input_size))
 
+    def pad_heads(self, num_heads: int, padded_num_heads: int) -> None:
+        """Pad `in` to what it would be if the model had `padded_num_heads`; called by `pad_model`.
+
+        Raises:
+            ValueError: that is no whole number, or not one that the tensor-parallel degree divides.
+        """
+        group = layer_group(self.tensor_parallel_size)
+        padded = length_for_heads(self.input_size, num_heads, padded_num_heads, num_parts=group.size)
+        if padded == self.padded_input_size:
+            return
+        old_specs = [self._weight_spec_of(rank) for rank in range(group.size)]
+        self.padded_input_size = padded
+        self._weight_spec = self._weight_spec_of(group.rank)
+        repartition(self.weight, old_specs, self._weight_spec, group)
+
     def forward(self, input_: Tensor) -> Tensor:
         """`[..., in]` (`[..., in/tp]` if parallel) to `[..., out]`; `[seq/tp, ..., out]` if sequence parallel."""
         group = layer_group(self.tensor_parallel_size)
+        padding = self.padded_input_size - self.input_size
         if not self.input_is_parallel:
-            input_ = scatter_to_tensor_model_parallel_region(input_)
+            input_ = scatter_to_tensor_model_parallel_region(F.pad(input_, (0, padding)) if padding else input_)
         if group.size == 1:
             return F.linear(input_, self.weight, self.bias)
-        partial = F.linear(input_, self.weight)
+        partial = F.linear(input_, zero_padding_gradient(self.weight, self._weight_spec) if padding else self.weight)
         if self.sequence_parallel_enabled:
             output = reduce_scatter_to_sequence_parallel_region(partial, self.sequence_dimension)
         else:
@@ -254,6 +334,10 @@ class RowParallelLinear(nn.Module):
             f"bias={self.bias is not None}, input_is_parallel={self.input_is_parallel}, "
             f"sequence_parallel={self.sequence_parallel_enabled}"
         )
+
+
+def _round_up(length: int, multiple: int) -> int:
+    return -(-length // multiple) * multiple
 
 
 def _check_arguments(input_size: int, output_size: int, sequence_parallel_enabled: object) -> None:

@@ -93,6 +93,11 @@ class ShardSpec:
     pieces: tuple[ShardPiece, ...]
     axis: str = "tp"
 
+    @property
+    def has_padding(self) -> bool:
+        """Whether some element of the local tensor is in no piece."""
+        return sum(piece.local.numel for piece in self.pieces) < prod(self.local_shape)
+
     def __post_init__(self) -> None:
         for piece in self.pieces:
             if piece.local.shape != piece.logical.shape:
@@ -125,13 +130,14 @@ def shard_along(
         size: number of shards.
         stride: number of matrices fused along `dim`; each is cut on its own, so a shard holds chunks `[rank::size]`
             of `stride * size` chunks.
-        padded_length: length of `dim` after padding at its end; the logical length if None.
+        padded_length: length of `dim` after padding at the end of each fused matrix; the logical length if None.
         copies: ranks that hold each shard; see `ShardPiece.copies`.
         name: see `ShardPiece.name`.
         axis: see `ShardSpec.axis`.
 
     Raises:
-        ValueError: no such dim or rank, or the number of chunks does not divide the (padded) length.
+        ValueError: no such dim or rank, or the number of chunks does not divide the (padded) length, or `stride` the
+            logical one.
     """
     dim = _check_dim(dim, logical_shape)
     if not 0 <= rank < size:
@@ -141,6 +147,12 @@ def shard_along(
         raise ValueError(
             f"padded_length={length} is shorter than dim {dim} of shape {tuple(logical_shape)}; "
             f"use {logical_shape[dim]} or more"
+        )
+    matrix_length, odd = divmod(logical_shape[dim], stride)
+    if odd:
+        raise ValueError(
+            f"dim {dim} of shape {tuple(logical_shape)} cannot be {stride} fused matrices of equal length; "
+            f"give it a length that {stride} divides"
         )
     if length % (size * stride):
         parts = f"{size} shards" if stride == 1 else f"{size} shards of {stride} fused matrices"
@@ -156,12 +168,10 @@ def shard_along(
         return Box(tuple(offset), tuple(shape))
 
     pieces = []
-    for matrix in range(stride):
-        start = (matrix * size + rank) * chunk
-        held = min(chunk, logical_shape[dim] - start)  # the rest is padding
-        if held > 0:
-            local, logical = box(matrix * chunk, held), box(start, held)
-            pieces.append(ShardPiece(local, logical, tuple(logical_shape), name, copies))
+    held = min(chunk, matrix_length - rank * chunk)  # of each matrix; the rest is padding
+    for matrix in range(stride if held > 0 else 0):
+        local, logical = box(matrix * chunk, held), box(matrix * matrix_length + rank * chunk, held)
+        pieces.append(ShardPiece(local, logical, tuple(logical_shape), name, copies))
     return ShardSpec(box(0, chunk * stride).shape, tuple(pieces), axis)
 
 

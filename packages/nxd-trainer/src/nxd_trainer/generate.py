@@ -5,6 +5,7 @@ from pathlib import Path
 
 import nxd_ckpt
 import torch
+from nxd_layers import parallel_argmax, parallel_topk
 from nxd_state import active_group, all_gather, get_device, move_model_to_device
 from torch import Tensor
 
@@ -76,8 +77,7 @@ def generate(
     tokens = prompt.unsqueeze(0).to(get_device())
     for _ in range(max_new_tokens):
         logits = model(tokens, cache=cache)[0, -1]  # [vocab/tp]
-        whole = all_gather(logits, active_group("tp")).float().cpu()
-        token = _choose(whole, temperature, top_k, generator)
+        token = _choose(logits, temperature, top_k, generator)
         yield token
         if token == end_token:
             return
@@ -85,10 +85,15 @@ def generate(
 
 
 def _choose(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
+    """A token, from this rank's part of the logits, `[vocab/tp]`."""
     if temperature == 0:
-        return int(logits.argmax())
-    if 0 < top_k < logits.numel():
-        smallest = logits.topk(top_k).values[-1]
-        logits = logits.masked_fill(logits < smallest, -torch.inf)
-    probabilities = torch.softmax((logits - logits.max()) / temperature, dim=-1)
-    return int(torch.multinomial(probabilities, 1, generator=generator))
+        return int(parallel_argmax(logits))
+    group = active_group("tp")
+    vocab = logits.numel() * group.size
+    if 0 < top_k < vocab:
+        candidates, ids = parallel_topk(logits, top_k)
+    else:
+        candidates, ids = all_gather(logits, group), torch.arange(vocab)
+    candidates = candidates.float().cpu()
+    probabilities = torch.softmax((candidates - candidates.max()) / temperature, dim=-1)
+    return int(ids[torch.multinomial(probabilities, 1, generator=generator)])

@@ -1,6 +1,6 @@
 """`neuronx_distributed.parallel_layers`: layers from nxd_layers, clipping from nxd_optim."""
 
-from neuronx_distributed.parallel_layers import grads, layers, loss_functions, mappings, parallel_state
+from neuronx_distributed.parallel_layers import grads, layers, loss_functions, mappings, pad, parallel_state, utils
 from neuronx_distributed.parallel_layers.grads import clip_grad_norm
 from neuronx_distributed.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
 from neuronx_distributed.parallel_layers.parallel_state import move_model_to_device
@@ -15,5 +15,7 @@ __all__ = [
     "layers",
     "loss_functions",
     "mappings",
+    "pad",
     "parallel_state",
+    "utils",
 ]
