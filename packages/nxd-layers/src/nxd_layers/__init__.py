@@ -4,6 +4,7 @@ from nxd_layers.chunked_loss import linear_cross_entropy
 from nxd_layers.cross_entropy import parallel_cross_entropy
 from nxd_layers.embedding import ParallelEmbedding
 from nxd_layers.linear import ColumnParallelLinear, RowParallelLinear, column_parallel_linears
+from nxd_layers.lora import LoraConfig, LoRAModel, LoraModel
 from nxd_layers.norm import LayerNorm, RMSNorm
 from nxd_layers.padding import divide, get_number_of_extra_heads, pad_model
 from nxd_layers.regions import (
@@ -33,6 +34,9 @@ __all__ = [
     "pad_model",
     "get_number_of_extra_heads",
     "divide",
+    "LoraConfig",
+    "LoraModel",
+    "LoRAModel",
     "copy_to_tensor_model_parallel_region",
     "reduce_from_tensor_model_parallel_region",
     "scatter_to_tensor_model_parallel_region",

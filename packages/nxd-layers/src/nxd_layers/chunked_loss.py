@@ -150,11 +150,16 @@ def linear_cross_entropy(
         0-d, float32 or float64, the same on every rank.
 
     Raises:
-        ValueError: as for `parallel_cross_entropy`; a head of fused matrices, no such reduction, or a chunk_size below
-            one.
+        ValueError: as for `parallel_cross_entropy`; a head of fused matrices or with a LoRA adapter that is not
+            merged, no such reduction, or a chunk_size below one.
     """
     if head.stride != 1:
         raise ValueError(f"a head of stride={head.stride} fused matrices has no one vocabulary; expected stride=1")
+    if hasattr(head, "lora") and not head.lora.is_merged:
+        raise ValueError(
+            "the head has a LoRA adapter, which linear_cross_entropy would pass by; merge it, or use the head and "
+            "parallel_cross_entropy"
+        )
     if reduction not in get_args(Reduction):
         raise ValueError(f"reduction={reduction!r} is unknown; use one of {', '.join(get_args(Reduction))}")
     if chunk_size < 1:

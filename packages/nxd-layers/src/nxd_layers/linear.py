@@ -153,7 +153,7 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, input_: Tensor) -> Tensor:
         """`[..., in]` to `[..., out/tp]`, or `[..., out]` with `gather_output`; `[seq/tp, ...]` in if split so."""
-        return column_parallel_linears(input_, [self])[0]
+        return _outputs(input_, [self])[0]
 
     def extra_repr(self) -> str:
         """Sizes and the arguments that change the computation."""
@@ -169,7 +169,8 @@ def column_parallel_linears(input_: Tensor, layers: Sequence[ColumnParallelLinea
 
     Args:
         input_: as for `ColumnParallelLinear.forward`.
-        layers: query, key and value, or gate and up; alike in their sequence-parallel arguments.
+        layers: query, key and value, or gate and up; alike in their sequence-parallel arguments. Adapters that
+            `nxd_layers.lora` gave them communicate together, too.
 
     Returns:
         One output per layer.
@@ -179,6 +180,16 @@ def column_parallel_linears(input_: Tensor, layers: Sequence[ColumnParallelLinea
     """
     if not layers:
         raise ValueError("no layers given; expected at least one ColumnParallelLinear")
+    outputs = _outputs(input_, layers)
+    if not any(hasattr(layer, "lora") for layer in layers):
+        return outputs
+    from nxd_layers.lora.linear import add_column_branches  # noqa: PLC0415 - adapters are built on the layers
+
+    return add_column_branches(input_, layers, outputs)
+
+
+def _outputs(input_: Tensor, layers: Sequence[ColumnParallelLinear]) -> tuple[Tensor, ...]:
+    """Of the layers themselves, without what hooks make of them."""
     first = layers[0]
     for layer in layers[1:]:
         if _expected_input(layer) != _expected_input(first):
@@ -192,12 +203,12 @@ def column_parallel_linears(input_: Tensor, layers: Sequence[ColumnParallelLinea
         sequence_dim=first.sequence_dimension if first.sequence_parallel_enabled else None,
     )
     return tuple(
-        _gathered(output, layer) if layer.gather_output else output
+        gathered_output(output, layer) if layer.gather_output else output
         for layer, output in zip(layers, outputs, strict=True)
     )
 
 
-def _gathered(output: Tensor, layer: ColumnParallelLinear) -> Tensor:
+def gathered_output(output: Tensor, layer: ColumnParallelLinear) -> Tensor:
     """`[..., out/tp]` to `[..., out]`, without padding."""
     whole = gather_from_tensor_model_parallel_region(output)
     is_padded = layer.padded_output_size != layer.output_size

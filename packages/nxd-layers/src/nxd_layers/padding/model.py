@@ -90,6 +90,8 @@ def _layers_within(model: nn.Module, wrapped: Iterable[nn.Module]) -> list[Padda
     for name, module in model.named_modules():
         if module not in inside or isinstance(module, ParallelEmbedding):
             continue
+        if hasattr(module, "lora"):
+            raise ValueError(f"{name} has a LoRA adapter, which cannot be padded; pad the model before wrapping it")
         if isinstance(module, PaddableLayer):
             layers.append(module)
         elif any(get_shard_spec(parameter) for parameter in module.parameters(recurse=False)):

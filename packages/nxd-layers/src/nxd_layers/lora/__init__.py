@@ -1,0 +1,26 @@
+"""Low-rank adapters (LoRA) on plain and parallel layers: training, merging, saving, Hugging Face PEFT's files."""
+
+from nxd_layers.lora.adapter_config import adapter_config, config_from_adapter_config
+from nxd_layers.lora.config import LoraConfig
+from nxd_layers.lora.model import LoraModel
+from nxd_layers.lora.peft_files import load_peft_adapter, read_peft_config, save_peft_adapter, write_adapter_config
+from nxd_layers.lora.state import adapter_names, gather_adapter, load_adapter
+
+LoRAModel = LoraModel  # the documents' spelling
+
+__all__ = [
+    "LoraConfig",
+    "LoraModel",
+    "LoRAModel",
+    # the adapter as whole tensors, and what describes it
+    "adapter_names",
+    "gather_adapter",
+    "load_adapter",
+    "adapter_config",
+    "config_from_adapter_config",
+    # Hugging Face PEFT's files
+    "save_peft_adapter",
+    "load_peft_adapter",
+    "read_peft_config",
+    "write_adapter_config",
+]

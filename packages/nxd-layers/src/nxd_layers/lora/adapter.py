@@ -1,0 +1,118 @@
+"""`LoraAdapter`: what turns an ordinary layer into one with a low-rank branch, in place, and back.
+
+The layer stays the object it was, with its class, its place and its parameters' names; it gets two more parameters,
+the factors, and a forward hook that adds their product to its output.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from nxd_state import get_shard_spec
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from nxd_layers.lora.config import LoraConfig
+from nxd_layers.padding.gradient import zero_padding_gradient
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """How one class of layers is adapted.
+
+    Attributes:
+        factor_names: what A and B are called; PEFT's names, so that its files need only a prefix.
+        add_factors: `(layer, config)`: registers both factors with the layer and fills them.
+        output_delta: `(layer, input)`: what the branch adds to the layer's output.
+        weight_deltas: `(layer)`: what merging adds to the layer's weights, by parameter name; `widened`.
+    """
+
+    factor_names: tuple[str, str]
+    add_factors: Callable[[Any, LoraConfig], None]
+    output_delta: Callable[[Any, Tensor], Tensor]
+    weight_deltas: Callable[[Any], dict[str, Tensor]]
+
+
+@dataclass(eq=False)
+class LoraAdapter:
+    """The state of one layer's adapter besides its factors; the layer has it as `layer.lora`.
+
+    Attributes:
+        kind: how layers of this class are adapted.
+        scale: what the branch is multiplied by.
+        dropout: probability to drop an element of the branch's input.
+        unmerged_weights: while merged, the layer's own weights, in host memory.
+    """
+
+    kind: LayerKind
+    scale: float
+    dropout: float
+    unmerged_weights: dict[str, Tensor] = field(default_factory=dict)
+    hook: RemovableHandle | None = None
+
+    @property
+    def is_merged(self) -> bool:
+        """Whether the layer's weights contain the branch."""
+        return bool(self.unmerged_weights)
+
+
+def attach(layer: nn.Module, kind: LayerKind, config: LoraConfig) -> None:
+    """Give `layer` its factors and its branch."""
+    adapter = LoraAdapter(kind, config.scale, config.lora_dropout)
+    layer.lora = adapter  # type: ignore[assignment]
+    kind.add_factors(layer, config)
+    adapter.hook = layer.register_forward_hook(_add_branch, with_kwargs=True)
+
+
+def detach(layer: nn.Module) -> None:
+    """Take factors and branch away again; what is merged stays merged."""
+    adapter = require_adapter(layer)
+    if adapter.hook is not None:
+        adapter.hook.remove()
+    for name in adapter.kind.factor_names:
+        delattr(layer, name)
+    del layer.lora
+
+
+def adapter_of(layer: nn.Module) -> LoraAdapter | None:
+    """The layer's adapter, if it has one."""
+    adapter = getattr(layer, "lora", None)
+    return adapter if isinstance(adapter, LoraAdapter) else None
+
+
+def require_adapter(layer: nn.Module) -> LoraAdapter:
+    """The adapter of a layer that has one."""
+    adapter = adapter_of(layer)
+    assert adapter is not None, f"{type(layer).__name__} has no adapter"
+    return adapter
+
+
+def scale_of(layer: nn.Module) -> float:
+    """What the branch of an adapted layer is multiplied by."""
+    return require_adapter(layer).scale
+
+
+def adapted_layers(module: nn.Module) -> dict[str, nn.Module]:
+    """Layers with an adapter, by name."""
+    return {name: layer for name, layer in module.named_modules() if adapter_of(layer) is not None}
+
+
+def factor(layer: nn.Module, index: int) -> Tensor:
+    """A (0) or B (1) of an adapted layer, as its branch reads it: padding gets no gradient."""
+    parameter: nn.Parameter = getattr(layer, require_adapter(layer).kind.factor_names[index])
+    spec = get_shard_spec(parameter)
+    return zero_padding_gradient(parameter, spec) if spec is not None and spec.has_padding else parameter
+
+
+def widened(tensor: Tensor) -> Tensor:
+    """In float32 if the dtype is shorter."""
+    return tensor.float() if tensor.itemsize < 4 else tensor
+
+
+def _add_branch(layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Tensor) -> Tensor:
+    """The forward hook; the layer's input is its first argument, however it is passed."""
+    adapter = adapter_of(layer)
+    if adapter is None or adapter.is_merged:
+        return output
+    input_ = args[0] if args else next(iter(kwargs.values()))
+    return output + adapter.kind.output_delta(layer, input_)

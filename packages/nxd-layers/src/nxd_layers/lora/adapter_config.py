@@ -1,0 +1,109 @@
+"""What describes an adapter, as a JSON-able dict in the words of PEFT's `adapter_config.json`."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from nxd_state import active_group, all_gather_object
+
+from nxd_layers.lora.adapter import adapted_layers
+from nxd_layers.lora.config import LoraConfig
+from nxd_layers.lora.model import LoraModel
+from nxd_layers.lora.state import adapter_names
+
+# Entries of PEFT's file that say nothing about what the adapter computes. Any other that is set must be understood.
+_WITHOUT_EFFECT = {
+    "peft_version",
+    "auto_mapping",
+    "base_model_name_or_path",
+    "revision",
+    "task_type",
+    "inference_mode",
+    "fan_in_fan_out",
+    "layers_pattern",
+    "megatron_config",
+    "megatron_core",
+    "loftq_config",
+    "qalora_group_size",
+}
+_UNDERSTOOD = {
+    "peft_type",
+    "r",
+    "lora_alpha",
+    "lora_dropout",
+    "bias",
+    "target_modules",
+    "use_rslora",
+    "init_lora_weights",
+}
+
+
+def adapter_config(model: LoraModel, *, base_model_name_or_path: str | None = None) -> dict[str, Any]:
+    """The description of `model`'s adapter, with the unsharded model's names of layers. Called by all ranks."""
+    config = model.lora_config
+    return {
+        "peft_type": "LORA",
+        "task_type": None,
+        "base_model_name_or_path": base_model_name_or_path,
+        "inference_mode": True,
+        "r": config.lora_rank,
+        "lora_alpha": config.lora_alpha,
+        "lora_dropout": config.lora_dropout,
+        "bias": config.bias,
+        "target_modules": _targets(model),
+        "use_rslora": config.use_rslora,
+        "init_lora_weights": True if config.init_lora_weights == "default" else config.init_lora_weights,
+        "fan_in_fan_out": any(type(layer).__name__ == "Conv1D" for layer in adapted_layers(model.module).values()),
+    }
+
+
+def config_from_adapter_config(content: Mapping[str, Any]) -> LoraConfig:
+    """The config behind a description, also one that PEFT wrote.
+
+    Raises:
+        ValueError: it is not of a LoRA adapter, or asks for something that is not supported; lists all of it.
+    """
+    if content.get("peft_type") != "LORA" or "r" not in content:
+        raise ValueError(
+            f"not the config of a LoRA adapter: peft_type={content.get('peft_type')!r}, r={content.get('r')}"
+        )
+    initialization = content.get("init_lora_weights", True)
+    problems = [
+        f"{name}={value!r}" for name, value in content.items() if value and name not in _UNDERSTOOD | _WITHOUT_EFFECT
+    ]
+    if initialization not in (True, False, "gaussian"):
+        problems.append(f"init_lora_weights={initialization!r}")  # it would change the base model
+    if problems:
+        raise ValueError(f"the adapter uses what is not supported here: {', '.join(problems)}")
+    return LoraConfig(
+        lora_rank=content["r"],
+        lora_alpha=content.get("lora_alpha", 8),
+        lora_dropout=content.get("lora_dropout", 0.0),
+        bias=content.get("bias", "none"),
+        target_modules=content.get("target_modules"),
+        use_rslora=bool(content.get("use_rslora", False)),
+        init_lora_weights="gaussian" if initialization == "gaussian" else "default",
+    )
+
+
+def adapted_logical_layers(model: LoraModel) -> set[str]:
+    """Names of the adapted layers in the unsharded model, of all pipeline stages. Called by all ranks."""
+    names = {name.rpartition(".")[0] for name in adapter_names(model, with_biases=False)}
+    return set().union(*all_gather_object(names, active_group("pp")))
+
+
+def _targets(model: LoraModel) -> list[str]:
+    """Last parts of the adapted layers' names where no other layer ends so, whole names elsewhere.
+
+    PEFT and this package find the same layers by them, whatever the user's spelling was.
+    """
+    adapted = adapted_logical_layers(model)
+    modules = {name for name, _ in model.module.named_modules()}
+    others = set().union(*all_gather_object(modules, active_group("pp"))) - adapted
+    targets: set[str] = set()
+    for last in {name.rpartition(".")[2] for name in adapted}:
+        targets |= _ending_in(last, adapted) if _ending_in(last, others) else {last}
+    return sorted(targets)
+
+
+def _ending_in(last: str, names: Iterable[str]) -> set[str]:
+    return {name for name in names if name.rpartition(".")[2] == last}

@@ -1,0 +1,117 @@
+"""`LoraConfig`: what a user says about adapters. Which layers a target names is found in `targets`."""
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+BIAS_MODES = ("none", "all", "lora_only")
+INITIALIZATIONS = ("default", "gaussian")
+_FLAGS = (
+    "enable_lora",
+    "use_rslora",
+    "save_lora_base",
+    "merge_lora",
+    "save_lora_config_adapter",
+    "load_lora_from_ckpt",
+    "lora_verbose",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Low-rank adapters (Hu et al. 2021): `y = x W^T + scale * dropout(x) A^T B^T`, where only A and B train.
+
+    Attributes:
+        enable_lora: False leaves the model as it is.
+        lora_rank: r, the rows of A and columns of B.
+        lora_alpha: scale is lora_alpha / r, or lora_alpha / sqrt(r) with `use_rslora`.
+        lora_dropout: probability to drop an element of the branch's input; not used on embeddings.
+        bias: which biases of the model train as well: "none", "all", or "lora_only", those of adapted layers.
+        target_modules: a list of names, each of a layer, of the end of its name (`"q_proj"`), or of a part between
+            dots (`"self_attn"`); or one regular expression that matches the whole name.
+        use_rslora: rank-stabilised scale (Kalajdzievski 2023).
+        init_lora_weights: A is drawn "default", as nn.Linear's weight, or "gaussian", N(0, 1/r^2). B starts at zero.
+        save_lora_base: save the base model as well.
+        merge_lora: save base and adapter merged; needs `save_lora_base`.
+        save_lora_config_adapter: keep this config inside the checkpoint only; False writes it as
+            `lora_adapter/adapter_config.json`, too.
+        load_lora_from_ckpt: take the adapter, and what describes it above, from a checkpoint.
+        lora_save_dir: folder of that checkpoint.
+        lora_load_tag: its tag; the newest one if None.
+        lora_verbose: rank 0 prints what has been adapted.
+
+    Raises:
+        ValueError: lists every mistake.
+    """
+
+    enable_lora: bool = True
+    lora_rank: int = 16
+    lora_alpha: float = 8
+    lora_dropout: float = 0.0
+    bias: str = "none"
+    target_modules: Sequence[str] | str | None = None
+    use_rslora: bool = False
+    init_lora_weights: str = "default"
+    save_lora_base: bool = False
+    merge_lora: bool = False
+    save_lora_config_adapter: bool = True
+    load_lora_from_ckpt: bool = False
+    lora_save_dir: str | None = None
+    lora_load_tag: str | None = None
+    lora_verbose: bool = False
+
+    def __post_init__(self) -> None:
+        mistakes = [
+            f"{name}={getattr(self, name)!r} must be True or False"
+            for name in _FLAGS
+            if not isinstance(getattr(self, name), bool)
+        ]
+        mistakes += _mistakes_in_numbers(self)
+        if self.bias not in BIAS_MODES:
+            mistakes.append(f"bias={self.bias!r} must be one of {', '.join(BIAS_MODES)}")
+        if self.init_lora_weights not in INITIALIZATIONS:
+            mistakes.append(f"init_lora_weights={self.init_lora_weights!r} must be one of {', '.join(INITIALIZATIONS)}")
+        mistakes += _mistakes_in_targets(self.target_modules)
+        if self.merge_lora is True and self.save_lora_base is False:
+            mistakes.append("merge_lora=True saves the merged base model, so it needs save_lora_base=True")
+        if self.load_lora_from_ckpt is True and not self.lora_save_dir:
+            mistakes.append("load_lora_from_ckpt=True needs lora_save_dir, the folder of the checkpoint")
+        if mistakes:
+            raise ValueError("LoraConfig: " + "; ".join(mistakes))
+
+    @property
+    def scale(self) -> float:
+        """What the branch's output is multiplied by."""
+        return self.lora_alpha / (math.sqrt(self.lora_rank) if self.use_rslora else self.lora_rank)
+
+
+def _mistakes_in_numbers(config: LoraConfig) -> list[str]:
+    rank, alpha, dropout = config.lora_rank, config.lora_alpha, config.lora_dropout
+    mistakes = []
+    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+        mistakes.append(f"lora_rank={rank!r} must be an integer, 1 or more")
+    if not _is_number(alpha) or not 0 < alpha < math.inf:
+        mistakes.append(f"lora_alpha={alpha!r} must be a positive number")
+    if not _is_number(dropout) or not 0 <= dropout < 1:
+        mistakes.append(f"lora_dropout={dropout!r} must be a probability below 1")
+    return mistakes
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _mistakes_in_targets(targets: Any) -> list[str]:
+    if targets is None:
+        return []
+    if isinstance(targets, str):
+        try:
+            re.compile(targets)
+        except re.error as error:
+            return [f"target_modules={targets!r} is not a regular expression ({error}); give plain names in a list"]
+        return [] if targets else ["target_modules='' matches nothing"]
+    if not isinstance(targets, list | tuple | set | frozenset) or not all(isinstance(name, str) for name in targets):
+        return [f"target_modules={targets!r} must be a list of names, or one regular expression"]
+    return [] if targets and all(targets) else [f"target_modules={targets!r} must hold at least one name, none empty"]

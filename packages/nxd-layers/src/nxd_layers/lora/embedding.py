@@ -1,0 +1,87 @@
+"""The branch beside embeddings: A `[r, vocab]` is a second table of short vectors, which B `[hidden, r]` lengthens.
+
+As in PEFT, A starts at zero, B is drawn from N(0, 1), and there is no dropout. Only short vectors, `[..., r]`, cross
+the ranks.
+"""
+
+from typing import Any
+
+from nxd_state import active_group
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from nxd_layers.embedding import ParallelEmbedding
+from nxd_layers.lora.adapter import LayerKind, factor, scale_of, widened
+from nxd_layers.lora.config import LoraConfig
+from nxd_layers.lora.factors import fill_factor, make_factor
+from nxd_layers.regions import (
+    gather_from_sequence_parallel_region,
+    gather_from_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region_,
+    reduce_scatter_to_sequence_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
+
+
+def _add_factors(layer: Any, config: LoraConfig) -> None:
+    rank = config.lora_rank
+    partial = getattr(layer, "sequence_parallel_enabled", False)
+    layer.lora_embedding_A = make_factor(layer.weight, 0, lora_rank=rank, rank_dim=0, sequence_parallel=partial)
+    layer.lora_embedding_B = make_factor(layer.weight, 1, lora_rank=rank, rank_dim=1, sequence_parallel=partial)
+    fill_factor(layer.lora_embedding_A, layer.num_embeddings, rank_dim=0, init_method=nn.init.zeros_)
+    fill_factor(layer.lora_embedding_B, layer.embedding_dim, rank_dim=1, init_method=nn.init.normal_)
+
+
+def _weight_deltas(layer: Any) -> dict[str, Tensor]:
+    product = widened(layer.lora_embedding_B) @ widened(layer.lora_embedding_A)  # [hidden, vocab]
+    return {"weight": scale_of(layer) * product.t()}
+
+
+def _embedding_delta(layer: Any, ids: Tensor) -> Tensor:
+    short = F.embedding(ids, factor(layer, 0).t(), layer.padding_idx)
+    return F.linear(short * scale_of(layer), factor(layer, 1))
+
+
+def _parallel_embedding_delta(layer: Any, ids: Tensor) -> Tensor:
+    if layer.tensor_parallel_size == 1:
+        return _embedding_delta(layer, ids)
+    if layer.shard_across_embedding:
+        return _delta_across_embedding(layer, ids)
+    short = _lookup_own_tokens(layer, ids) * scale_of(layer)  # [..., r], zeros for other ranks' tokens
+    if layer.sequence_parallel_enabled:
+        # Counted from the end, the sequence is one dim further in the vectors than in the ids.
+        dim = layer.sequence_dimension if layer.sequence_dimension >= 0 else layer.sequence_dimension - 1
+        short = reduce_scatter_to_sequence_parallel_region(short, dim)
+    else:
+        short = reduce_from_tensor_model_parallel_region_(short)
+    return F.linear(short, factor(layer, 1))
+
+
+def _delta_across_embedding(layer: ParallelEmbedding, ids: Tensor) -> Tensor:
+    """A is whole and B split: gathering B is cheaper than gathering its product."""
+    rows = factor(layer, 1)
+    if layer.sequence_parallel_enabled:
+        ids = scatter_to_sequence_parallel_region(ids, layer.sequence_dimension)
+        whole = gather_from_sequence_parallel_region(rows)  # each rank's gradient is of its part of the sequence
+    else:
+        whole = gather_from_tensor_model_parallel_region(rows, dim=0)
+    short = F.embedding(ids, factor(layer, 0).t(), layer.padding_idx)
+    return F.linear(short * scale_of(layer), whole)
+
+
+def _lookup_own_tokens(layer: ParallelEmbedding, ids: Tensor) -> Tensor:
+    """Short vectors `[..., r]` of the tokens in this rank's part of the vocabulary, zeros for the others."""
+    table = factor(layer, 0).t()  # [vocab/tp, r]
+    first = active_group("tp").rank * table.shape[0]
+    local = ids - first
+    elsewhere = (local < 0) | (local >= table.shape[0])
+    padding = None if layer.padding_idx is None else layer.padding_idx - first
+    if padding is not None and not 0 <= padding < table.shape[0]:
+        padding = None
+    vectors = F.embedding(local.masked_fill(elsewhere, 0), table, padding)
+    return vectors.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+
+
+_FACTOR_NAMES = ("lora_embedding_A", "lora_embedding_B")
+PLAIN_EMBEDDING = LayerKind(_FACTOR_NAMES, _add_factors, _embedding_delta, _weight_deltas)
+PARALLEL_EMBEDDING = LayerKind(_FACTOR_NAMES, _add_factors, _parallel_embedding_delta, _weight_deltas)

@@ -1,0 +1,173 @@
+"""The branch beside linear layers: plain ones, and those whose weight is split along outputs or inputs.
+
+Only products with A, `[..., r]`, cross the ranks, never a second copy of what the layer itself communicates. In a
+sequence-parallel region they cross as the layer's own input or output does; then a factor that is whole on every
+rank has seen a part of the sequence, and its gradient is partial (see `factors`). All other gradients are complete.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from nxd_layers.initialization import default_linear_init
+from nxd_layers.linear import ColumnParallelLinear, RowParallelLinear, gathered_output
+from nxd_layers.lora.adapter import LayerKind, adapter_of, factor, require_adapter, scale_of, widened
+from nxd_layers.lora.config import LoraConfig
+from nxd_layers.lora.dropout import branch_dropout
+from nxd_layers.lora.factors import fill_factor, make_factor
+from nxd_layers.regions import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    gather_from_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region_,
+    reduce_scatter_to_sequence_parallel_region,
+)
+
+FACTOR_NAMES = ("lora_A", "lora_B")
+
+
+def gaussian_init(lora_rank: int) -> Any:
+    """Fills A with N(0, 1/r^2)."""
+    return lambda values: nn.init.normal_(values, std=1.0 / lora_rank)
+
+
+def _add_factors(layer: Any, config: LoraConfig, *, sizes: tuple[int, int], out_dim: int = 0) -> None:
+    """Register A and B with `layer`.
+
+    Args:
+        layer: the layer.
+        config: rank and initialisation.
+        sizes: in and out of the whole layer.
+        out_dim: the dim of the layer's weight along which its outputs lie.
+    """
+    rank = config.lora_rank
+    parallel = getattr(layer, "sequence_parallel_enabled", None)
+    partial = getattr(layer.weight, "sequence_parallel_enabled", False) if parallel is None else parallel
+    layer.lora_A = make_factor(layer.weight, 1 - out_dim, lora_rank=rank, rank_dim=0, sequence_parallel=partial)
+    layer.lora_B = make_factor(layer.weight, out_dim, lora_rank=rank, rank_dim=1, sequence_parallel=partial)
+    init = default_linear_init if config.init_lora_weights == "default" else gaussian_init(rank)
+    fill_factor(layer.lora_A, sizes[0], rank_dim=0, init_method=init)
+    fill_factor(layer.lora_B, sizes[1], rank_dim=1, init_method=nn.init.zeros_)
+
+
+def scaled_down(layer: nn.Module, input_: Tensor, weight: Tensor, *, split_dim: int | None = None) -> Tensor:
+    """`scale * dropout(input) A^T`, `[..., r]`."""
+    adapter = require_adapter(layer)
+    dropped = branch_dropout(input_, adapter.dropout, training=layer.training, split_dim=split_dim)
+    return F.linear(dropped, weight) * adapter.scale
+
+
+def _product(layer: Any) -> Tensor:
+    """`scale * B A`, `[out, in]` on this rank."""
+    return scale_of(layer) * (widened(layer.lora_B) @ widened(layer.lora_A))
+
+
+# Plain layers: whole on every rank.
+
+
+def _linear_delta(layer: nn.Module, input_: Tensor) -> Tensor:
+    return F.linear(scaled_down(layer, input_, factor(layer, 0)), factor(layer, 1))
+
+
+def _add_linear_factors(layer: Any, config: LoraConfig) -> None:
+    _add_factors(layer, config, sizes=(layer.in_features, layer.out_features))
+
+
+def _add_transposed_factors(layer: Any, config: LoraConfig) -> None:
+    _add_factors(layer, config, sizes=tuple(layer.weight.shape), out_dim=1)
+
+
+def _weight_delta(layer: Any) -> dict[str, Tensor]:
+    return {"weight": _product(layer)}
+
+
+def _transposed_weight_delta(layer: Any) -> dict[str, Tensor]:
+    return {"weight": _product(layer).t()}
+
+
+PLAIN_LINEAR = LayerKind(FACTOR_NAMES, _add_linear_factors, _linear_delta, _weight_delta)
+# Hugging Face's Conv1D (GPT-2) is a linear layer with its weight transposed, [in, out].
+TRANSPOSED_LINEAR = LayerKind(FACTOR_NAMES, _add_transposed_factors, _linear_delta, _transposed_weight_delta)
+
+
+def _add_parallel_factors(layer: Any, config: LoraConfig) -> None:
+    _add_factors(layer, config, sizes=(layer.input_size, layer.output_size))
+
+
+# Column-parallel: A whole, B split along outputs.
+
+
+def column_deltas(input_: Tensor, layers: Sequence[ColumnParallelLinear]) -> list[Tensor]:
+    """The branches of several column-parallel layers of one input, with one collective per direction for all.
+
+    Args:
+        input_: `[..., in]`, or this rank's part of the sequence.
+        layers: adapted, and alike in their sequence-parallel arguments.
+
+    Returns:
+        What to add to each layer's output.
+    """
+    if len({layer.gather_output for layer in layers}) > 1:
+        return [column_deltas(input_, [layer])[0] for layer in layers]
+    first = layers[0]
+    split_dim = first.sequence_dimension if first.sequence_parallel_enabled else None
+    downs = [scaled_down(layer, input_, factor(layer, 0), split_dim=split_dim) for layer in layers]
+    crossed = _to_columns(torch.cat(downs, dim=-1) if len(downs) > 1 else downs[0], first)
+    parts = torch.split(crossed, [down.shape[-1] for down in downs], dim=-1)
+    return [F.linear(part, _rows_for_output(layer)) for part, layer in zip(parts, layers, strict=True)]
+
+
+def add_column_branches(
+    input_: Tensor, layers: Sequence[ColumnParallelLinear], outputs: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    """Outputs of layers that were computed together, with the branches of those that are adapted."""
+    adapters = [adapter_of(layer) for layer in layers]
+    active = [index for index, adapter in enumerate(adapters) if adapter is not None and not adapter.is_merged]
+    added = list(outputs)
+    deltas = column_deltas(input_, [layers[index] for index in active]) if active else []
+    for index, delta in zip(active, deltas, strict=True):
+        added[index] = outputs[index] + delta
+    return tuple(added)
+
+
+def _to_columns(down: Tensor, layer: ColumnParallelLinear) -> Tensor:
+    """Whole, with a gradient that becomes complete: of split outputs each rank knows a part of it."""
+    if layer.sequence_parallel_enabled:
+        return gather_from_sequence_parallel_region(
+            down, layer.sequence_dimension, to_model_parallel=not layer.gather_output
+        )
+    return down if layer.gather_output else copy_to_tensor_model_parallel_region(down)
+
+
+def _rows_for_output(layer: ColumnParallelLinear) -> Tensor:
+    """B for the outputs that the layer returns. Gathering B is cheaper than gathering its product."""
+    rows = factor(layer, 1)
+    return gathered_output(rows.t(), layer).t() if layer.gather_output and layer.tensor_parallel_size > 1 else rows
+
+
+def _column_delta(layer: ColumnParallelLinear, input_: Tensor) -> Tensor:
+    return column_deltas(input_, [layer])[0]
+
+
+COLUMN_PARALLEL_LINEAR = LayerKind(FACTOR_NAMES, _add_parallel_factors, _column_delta, _weight_delta)
+
+
+# Row-parallel: A split along inputs, B whole.
+
+
+def _row_delta(layer: RowParallelLinear, input_: Tensor) -> Tensor:
+    rows, columns = factor(layer, 1), factor(layer, 0)
+    if not layer.input_is_parallel:
+        # The input is whole on every rank: gathering A is cheaper than splitting the input a second time.
+        whole = gather_from_tensor_model_parallel_region(columns)[:, : layer.input_size]
+        return F.linear(scaled_down(layer, input_, whole), rows)
+    down = scaled_down(layer, input_, columns, split_dim=-1)
+    if layer.sequence_parallel_enabled:
+        return F.linear(reduce_scatter_to_sequence_parallel_region(down, layer.sequence_dimension), rows)
+    return F.linear(reduce_from_tensor_model_parallel_region_(down), rows)
+
+
+ROW_PARALLEL_LINEAR = LayerKind(FACTOR_NAMES, _add_parallel_factors, _row_delta, _weight_delta)

@@ -1,0 +1,147 @@
+"""`LoraModel`: a model some of whose layers have adapters, and alone these train."""
+
+from typing import Any
+
+from nxd_state import active_group, model_parallel_is_initialized
+from torch import nn
+
+from nxd_layers.lora.adapter import adapted_layers, attach, detach, require_adapter
+from nxd_layers.lora.config import LoraConfig
+from nxd_layers.lora.kinds import kind_of
+from nxd_layers.lora.merge import merge_adapters, unmerge_adapters
+from nxd_layers.lora.targets import match_targets
+
+
+class LoraModel(nn.Module):
+    """Adds adapters to the target layers of a model, in place, and freezes everything else.
+
+    Plain linears and embeddings, Hugging Face's `Conv1D` and the parallel layers of this package can be adapted. They
+    stay what and where they are, so names of their parameters do not change; the factors are parameters beside
+    `weight`: `lora_A` `[r, in]` and `lora_B` `[out, r]`, or `lora_embedding_A` and `lora_embedding_B`. On several
+    ranks each is split as its layer's weight is, or whole.
+
+    After backward all gradients are complete, except, as for norm weights, those of whole factors at the border of a
+    sequence-parallel region: these are marked `sequence_parallel_enabled` for the optimizer to sum.
+
+    Build the model, load or pad its weights and move it first, then wrap it. Attributes that this class does not have
+    are the wrapped model's (`config`, `dtype`, `generate`).
+
+    Args:
+        module: the model.
+        config: `enable_lora=False` leaves the model as it is.
+
+    Attributes:
+        module: the same model, with adapters.
+        lora_config: the config.
+
+    Raises:
+        ValueError: a target names nothing that can be adapted; the model has adapters already.
+    """
+
+    def __init__(self, module: nn.Module, config: LoraConfig) -> None:
+        super().__init__()
+        self.module = module
+        self.lora_config = config
+        self._trained_before = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+        if config.enable_lora:
+            self._add_adapters()
+        if config.lora_verbose and (not model_parallel_is_initialized() or _world_rank() == 0):
+            print(self.summary())
+
+    def _add_adapters(self) -> None:
+        module, config = self.module, self.lora_config
+        if adapted_layers(module):
+            raise ValueError("this model has adapters already; unload() them first")
+        kinds = {name: kind_of(layer) for name, layer in module.named_modules()}
+        others = {name: type(layer).__name__ for name, layer in module.named_modules() if kinds[name] is None}
+        adaptable = [name for name, kind in kinds.items() if kind is not None]
+        targets = match_targets(config.target_modules, adaptable, others)
+        module.requires_grad_(False)
+        for name in targets:
+            kind = kinds[name]
+            if kind is not None:
+                attach(module.get_submodule(name), kind, config)
+        for parameter in self._trained_biases().values():
+            parameter.requires_grad_(True)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The wrapped model's forward."""
+        return self.module(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":  # not set yet
+                raise
+            return getattr(self.module, name)
+
+    @property
+    def is_merged(self) -> bool:
+        """Whether the adapters are in the weights at the moment."""
+        return any(require_adapter(layer).is_merged for layer in adapted_layers(self.module).values())
+
+    def merge(self) -> None:
+        """Add the adapters to the weights, so that they cost nothing at inference. On all ranks; not to train on.
+
+        The layers' own weights are kept in host memory meanwhile.
+
+        Raises:
+            ValueError: an adapted weight is tied to another layer's.
+        """
+        merge_adapters(self.module)
+
+    def unmerge(self) -> None:
+        """Undo `merge`: every weight is bit for bit what it was."""
+        unmerge_adapters(self.module)
+
+    def merge_and_unload(self) -> nn.Module:
+        """The plain model with the adapters in its weights; what trained before wrapping trains again."""
+        self.merge()
+        return self._detach_all()
+
+    def unload(self) -> nn.Module:
+        """The plain model as it was before wrapping, but for trained biases."""
+        self.unmerge()
+        return self._detach_all()
+
+    def _detach_all(self) -> nn.Module:
+        for layer in adapted_layers(self.module).values():
+            detach(layer)
+        for name, parameter in self.module.named_parameters():
+            parameter.requires_grad_(name in self._trained_before)
+        return self.module
+
+    def adapter_parameters(self) -> dict[str, nn.Parameter]:
+        """What the adapter consists of, by its name in the wrapped model: the factors, and biases that train."""
+        return self.factors() | self._trained_biases()
+
+    def factors(self) -> dict[str, nn.Parameter]:
+        """A and B of every adapted layer, by their names in the wrapped model."""
+        return {
+            f"{name}.{factor}" if name else factor: layer.get_parameter(factor)
+            for name, layer in adapted_layers(self.module).items()
+            for factor in require_adapter(layer).kind.factor_names
+        }
+
+    def _trained_biases(self) -> dict[str, nn.Parameter]:
+        mode = self.lora_config.bias
+        owners = {"none": {}, "all": dict(self.module.named_modules()), "lora_only": adapted_layers(self.module)}[mode]
+        return {
+            f"{owner}.{name}" if owner else name: parameter
+            for owner, layer in owners.items()
+            for name, parameter in layer.named_parameters(recurse=False)
+            if name == "bias" or name.startswith("bias_")
+        }
+
+    def summary(self) -> str:
+        """One line: how many layers are adapted, and how many of this rank's parameters train."""
+        layers = adapted_layers(self.module)
+        last_parts = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in layers)) or "none"
+        total = sum(parameter.numel() for parameter in self.module.parameters())
+        trained = sum(parameter.numel() for parameter in self.module.parameters() if parameter.requires_grad)
+        return f"LoRA: {len(layers)} layers adapted ({last_parts}); {trained:,} of {total:,} parameters train"
+
+
+def _world_rank() -> int:
+    return active_group("pp", "dp", "cp", "tp").rank

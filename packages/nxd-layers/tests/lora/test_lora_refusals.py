@@ -1,0 +1,36 @@
+"""What would pass an adapter by, or break it, is refused."""
+
+import pytest
+import torch
+from nxd_layers import ColumnParallelLinear, linear_cross_entropy, pad_model
+from nxd_layers.lora import LoraConfig, LoraModel
+from nxd_state import initialize_model_parallel
+from torch import nn
+
+
+def adapted():
+    model = nn.Sequential(ColumnParallelLinear(4, 6, bias=False))
+    return LoraModel(model, LoraConfig(lora_rank=2, target_modules=["0"]))
+
+
+def test_chunked_loss_of_a_head_with_adapter_raises_until_it_is_merged(fill_adapter):
+    model = adapted()
+    fill_adapter(model)
+    head, hidden, labels = model.module[0], torch.randn(3, 4), torch.tensor([0, 5, 2])
+
+    with pytest.raises(ValueError, match="merge it"):
+        linear_cross_entropy(hidden, head, labels)
+    unmerged = nn.functional.cross_entropy(head(hidden), labels)
+    model.merge()
+    merged = linear_cross_entropy(hidden, head, labels)
+
+    torch.testing.assert_close(merged, unmerged)
+
+
+def test_pad_model_of_a_layer_with_adapter_raises(run_ranks):
+    def pad():
+        initialize_model_parallel(tensor_model_parallel_size=2)
+        with pytest.raises(ValueError, match="pad the model before wrapping it"):
+            pad_model(adapted().module, 2, 3)
+
+    run_ranks(pad, 2)
