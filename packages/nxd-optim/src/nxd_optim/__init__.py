@@ -1,9 +1,54 @@
-"""Gradient averaging, accumulation and exact clipping for data- and tensor-parallel training."""
+"""ZeRO-1, gradient averaging, exact clipping and mixed precision for training on many ranks."""
 
 from nxd_optim.clip import clip_grad_norm, grad_norm
+from nxd_optim.gradient_histogram import (
+    LARGEST_EXPONENT,
+    SMALLEST_EXPONENT,
+    GradientHistogram,
+    GradientHistograms,
+    gradient_histograms,
+)
+from nxd_optim.loss_scaler import LossScaler
+from nxd_optim.mixed_precision import MixedPrecision, resolve_mixed_precision
+from nxd_optim.parameter_groups import parameter_groups
 from nxd_optim.reducer import GradientReducer
 from nxd_optim.sequence_parallel import reduce_sequence_parallel_gradients
+from nxd_optim.stochastic_rounding import StochasticRounding, stochastic_round
+from nxd_optim.weight_average import WeightAverage
+from nxd_optim.zero1 import (
+    MASTER_KEY,
+    MemoryBytes,
+    MemoryReport,
+    NeuronZero1Optimizer,
+    StateShard,
+    StateTensor,
+    ZeroRedundancyOptimizer,
+)
 
 __version__ = "0.1.0"
 
-__all__ = ["GradientReducer", "reduce_sequence_parallel_gradients", "grad_norm", "clip_grad_norm"]
+__all__ = [
+    "NeuronZero1Optimizer",
+    "ZeroRedundancyOptimizer",
+    "StateTensor",
+    "StateShard",
+    "MASTER_KEY",
+    "MemoryReport",
+    "MemoryBytes",
+    "GradientReducer",
+    "reduce_sequence_parallel_gradients",
+    "grad_norm",
+    "clip_grad_norm",
+    "parameter_groups",
+    "MixedPrecision",
+    "resolve_mixed_precision",
+    "LossScaler",
+    "StochasticRounding",
+    "stochastic_round",
+    "WeightAverage",
+    "GradientHistogram",
+    "GradientHistograms",
+    "gradient_histograms",
+    "SMALLEST_EXPONENT",
+    "LARGEST_EXPONENT",
+]

@@ -56,10 +56,15 @@ class GradientBucket:
 
 
 def make_buckets(parameters: Sequence[Tensor], bucket_bytes: int) -> list[GradientBucket]:
-    """Cut the parameters into buckets of at most `bucket_bytes`, listed in the order in which backward fills them.
+    """Buckets of at most `bucket_bytes`, listed in the order in which backward fills them; see `batch_parameters`."""
+    return [GradientBucket(batch) for batch in batch_parameters(parameters, bucket_bytes)]
 
-    Backward is taken to reach the parameters in reverse order. A bucket holds one dtype and device. A parameter
-    larger than `bucket_bytes` gets a bucket of its own.
+
+def batch_parameters(parameters: Sequence[Tensor], bucket_bytes: int) -> list[list[Tensor]]:
+    """Cut the parameters into batches of at most `bucket_bytes`, listed in the order in which backward fills them.
+
+    Backward is taken to reach the parameters in reverse order. A batch holds one dtype and device. A parameter
+    larger than `bucket_bytes` gets a batch of its own.
     """
     batches_of_kind: dict[tuple[torch.dtype, torch.device], list[list[Tensor]]] = {}
     reached = {}
@@ -69,7 +74,7 @@ def make_buckets(parameters: Sequence[Tensor], bucket_bytes: int) -> list[Gradie
         if batches[-1] and sum(p.nbytes for p in batches[-1]) + parameter.nbytes > bucket_bytes:
             batches.append([])
         batches[-1].append(parameter)
-    # A bucket is full with its last parameter. Listed by dtype, one that fills late would hold back all others.
+    # A batch is full with its last parameter. Listed by dtype, one that fills late would hold back all others.
     batches = [batch for batches_of_one in batches_of_kind.values() for batch in batches_of_one]
     batches.sort(key=lambda batch: reached[id(batch[-1])])
-    return [GradientBucket(batch) for batch in batches]
+    return batches

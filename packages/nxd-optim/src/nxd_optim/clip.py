@@ -5,10 +5,10 @@ rows with several copies, and tied weights kept on two stages.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
-from nxd_state import active_group, all_gather, all_reduce_, get_device, get_shard_spec
+from nxd_state import ShardSpec, active_group, all_gather, all_reduce_, get_device, get_shard_spec
 from torch import Tensor
 
 CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_ and Megatron-LM have it
@@ -35,15 +35,14 @@ def grad_norm(parameters: Iterable[Tensor] | Tensor, norm_type: float | str = 2.
     power = _check_norm_type(norm_type)
     by_copies = _gradients_by_copies(_as_list(parameters))
     device = next((grads[0].device for grads in by_copies.values()), get_device())
-    # Not the gradients' own dtype: other ranks may have others, or none, and powers of float32 norms overflow.
-    total = torch.zeros(1, dtype=torch.float32 if device.type == "xla" else torch.float64, device=device)
+    total = norm_accumulator(device)
     group = active_group("pp", "tp")
     if math.isinf(power):
         for grads in by_copies.values():
-            total = torch.maximum(total, _norms(grads, power, total).max())
+            total = torch.maximum(total, tensor_norms(grads, power, total).max())
         return all_gather(total, group).max()  # not a reduction by max, in which gloo and nccl may lose a NaN
     for copies, grads in by_copies.items():
-        total += _norms(grads, power, total).pow(power).sum() / copies
+        total += tensor_norms(grads, power, total).pow(power).sum() / copies
     return all_reduce_(total, group).pow(1.0 / power).squeeze(0)
 
 
@@ -91,11 +90,7 @@ def _gradients_by_copies(parameters: list[Tensor]) -> dict[int, list[Tensor]]:
         if spec is None:
             by_copies.setdefault(tensor_parallel_size, []).append(parameter.grad)
             continue
-        if spec.axis != "tp":
-            raise ValueError(
-                f"a parameter of shape {spec.local_shape} is sharded along axis={spec.axis!r}; gradient norms are "
-                "summed over 'tp' and 'pp' only"
-            )
+        check_axis(spec)
         for piece in spec.pieces:
             whole = piece.local.shape == spec.local_shape
             grad = parameter.grad if whole else parameter.grad[piece.local.slices]
@@ -103,13 +98,28 @@ def _gradients_by_copies(parameters: list[Tensor]) -> dict[int, list[Tensor]]:
     return by_copies
 
 
-def _norms(grads: list[Tensor], power: float, like: Tensor) -> Tensor:
-    """The norm of each gradient, `[len(grads)]`, with device and dtype of `like`."""
+def norm_accumulator(device: torch.device) -> Tensor:
+    """A zero, `[1]`, to add powers of norms to."""
+    # Not the gradients' own dtype: other ranks may have others, or none, and powers of float32 norms overflow.
+    return torch.zeros(1, dtype=torch.float32 if device.type == "xla" else torch.float64, device=device)
+
+
+def tensor_norms(tensors: Sequence[Tensor], power: float, like: Tensor) -> Tensor:
+    """The norm of each tensor, `[len(tensors)]`, with device and dtype of `like`."""
     norms = []
-    for grad in grads:
-        dtype = torch.float64 if grad.dtype == torch.float64 else torch.float32
-        norms.append(torch.linalg.vector_norm(grad, power, dtype=dtype).to(like))
+    for tensor in tensors:
+        dtype = torch.float64 if tensor.dtype == torch.float64 else torch.float32
+        norms.append(torch.linalg.vector_norm(tensor, power, dtype=dtype).to(like))
     return torch.stack(norms)
+
+
+def check_axis(spec: ShardSpec) -> None:
+    """Raise a ValueError for a parameter that is sharded along another axis than norms are summed over."""
+    if spec.axis != "tp":
+        raise ValueError(
+            f"a parameter of shape {spec.local_shape} is sharded along axis={spec.axis!r}; gradient norms are "
+            "summed over 'tp' and 'pp' only"
+        )
 
 
 def _check_norm_type(norm_type: float | str) -> float:

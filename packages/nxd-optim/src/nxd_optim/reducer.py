@@ -7,23 +7,15 @@ Gradients may be accumulated over any number of backward passes; nothing is comm
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal
 
 import torch
 from nxd_state import Group, Pending, active_group, all_gather_object, all_reduce_
 from torch import Tensor
 
 from nxd_optim.bucket import make_buckets
+from nxd_optim.bucket_sender import BucketSender
 
 DEFAULT_BUCKET_BYTES = 25 * 2**20
-
-# Where a step stands. "sent": every bucket has left; "failed": an exception left the gradients incomplete.
-Phase = Literal["accumulating", "overlapping", "sent", "failed"]
-_REFUSALS: dict[Phase, str] = {
-    "overlapping": "leave the block of overlap_backward() first",
-    "sent": "this step's gradients have left; call finish() first",
-    "failed": "this step failed, its gradients are incomplete; drop them on every rank with zero_grad() of the reducer",
-}
 
 
 class GradientReducer:
@@ -63,14 +55,9 @@ class GradientReducer:
             raise ValueError(f"bucket_bytes={bucket_bytes} must be positive; the default is {DEFAULT_BUCKET_BYTES}")
         self.group = group if group is not None else active_group("dp", "cp")
         self.parameters = [p for p in dict.fromkeys(parameters) if p.requires_grad]
-        _check_same_parameters(self.parameters, self.group)
+        check_same_parameters(self.parameters, self.group)
         self._buckets = make_buckets(self.parameters, bucket_bytes) if self.group.size > 1 else []
-        self._bucket_of = {id(p): index for index, bucket in enumerate(self._buckets) for p in bucket.parameters}
-        watched = [p for bucket in self._buckets for p in bucket.parameters]
-        self._hooks = [p.register_post_accumulate_grad_hook(self._on_gradient) for p in watched]
-        self._phase: Phase = "accumulating"
-        self._missing: list[set[int]] = []  # by bucket: parameters that have no gradient yet from this backward
-        self._pending: list[Pending] = []  # messages of the first buckets, in order
+        self._sender = BucketSender(self._buckets, self._send, finish="finish()", drop="zero_grad() of the reducer")
 
     @contextmanager
     def overlap_backward(self) -> Iterator[None]:
@@ -82,16 +69,8 @@ class GradientReducer:
         Raises:
             RuntimeError: the last step is not finished, or a parameter gets a second gradient in the block.
         """
-        self._refuse("overlap_backward()", "overlapping", "sent", "failed")
-        self._missing = [{id(p) for p in bucket.parameters} for bucket in self._buckets]
-        self._phase = "overlapping"
-        try:
+        with self._sender.overlap_backward():
             yield
-            self._send_rest()
-        except BaseException:
-            self._phase = "failed"
-            raise
-        self._phase = "sent"
 
     def finish(self) -> None:
         """Send what has not left yet, and wait: afterwards every `.grad` is the mean over the replicas.
@@ -101,8 +80,8 @@ class GradientReducer:
         Raises:
             RuntimeError: inside `overlap_backward`, or after it failed.
         """
-        self._refuse("finish()", "overlapping", "failed")
-        self._complete()
+        self._sender.refuse("finish()", "overlapping", "failed")
+        self._sender.complete()
         if not self._buckets:
             for parameter in self.parameters:
                 if parameter.grad is None:
@@ -116,11 +95,8 @@ class GradientReducer:
         Raises:
             RuntimeError: inside `overlap_backward`.
         """
-        self._refuse("zero_grad()", "overlapping")
-        if self._phase != "accumulating":
-            # Ranks may have failed at different points. Were a message left out here that another rank has sent,
-            # it would be taken for one of the next step.
-            self._complete()
+        self._sender.refuse("zero_grad()", "overlapping")
+        self._sender.drop()
         for bucket in self._buckets:
             bucket.zero_grad()
         if not self._buckets:
@@ -129,49 +105,15 @@ class GradientReducer:
 
     def close(self) -> None:
         """Take the hooks off the parameters."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        self._sender.close()
 
-    def _refuse(self, call: str, *phases: Phase) -> None:
-        if self._phase in phases:
-            raise RuntimeError(f"{call} cannot be called now: {_REFUSALS[self._phase]}")
-
-    def _on_gradient(self, parameter: Tensor) -> None:
-        """Called by autograd after each accumulation into `parameter.grad`."""
-        index = self._bucket_of[id(parameter)]
-        if self._phase == "sent" or (self._phase == "overlapping" and id(parameter) not in self._missing[index]):
-            self._phase = "failed"
-            raise RuntimeError(
-                f"a parameter of shape {tuple(parameter.shape)} got a second gradient in or after overlap_backward(), "
-                "when it may have left: enter it for the last backward of a step only. Reentrant checkpoints around "
-                "tied weights do this too: use checkpoint(..., use_reentrant=False)"
-            )
-        self._buckets[index].adopt(parameter)
-        if self._phase == "overlapping":
-            self._missing[index].remove(id(parameter))
-            # Buckets leave in one order on all ranks, whatever order they fill in.
-            while len(self._pending) < len(self._buckets) and not self._missing[len(self._pending)]:
-                self._send_next()
-
-    def _send_next(self) -> None:
-        bucket = self._buckets[len(self._pending)]
+    def _send(self, index: int) -> Pending:
+        bucket = self._buckets[index]
         bucket.adopt_all()
-        self._pending.append(all_reduce_(bucket.buffer, self.group, op="avg", async_op=True))
-
-    def _send_rest(self) -> None:
-        while len(self._pending) < len(self._buckets):
-            self._send_next()
-
-    def _complete(self) -> None:
-        self._send_rest()
-        for pending in self._pending:
-            pending.wait()
-        self._pending = []
-        self._phase = "accumulating"
+        return all_reduce_(bucket.buffer, self.group, op="avg", async_op=True)
 
 
-def _check_same_parameters(parameters: Sequence[Tensor], group: Group) -> None:
+def check_same_parameters(parameters: Sequence[Tensor], group: Group) -> None:
     """Raise on every rank unless all gave parameters of the same shapes and dtypes in the same order."""
     text = repr([(tuple(p.shape), p.dtype) for p in parameters])
     mine = (len(parameters), sum(p.numel() for p in parameters), hashlib.sha256(text.encode()).hexdigest())

@@ -1,0 +1,124 @@
+"""When buckets of gradients leave: as backward fills them, or when the caller says so, in one order on all ranks.
+
+What a bucket holds and what sending it means is its owner's business: the average over replicas of
+`GradientReducer`, the reduce-scatter of the ZeRO-1 optimizer.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, Protocol
+
+from torch import Tensor
+
+# Where a step stands. "sent": every bucket has left; "failed": an exception left the gradients incomplete.
+Phase = Literal["accumulating", "overlapping", "sent", "failed"]
+
+
+class Bucket(Protocol):
+    """Gradients that leave together."""
+
+    parameters: list[Tensor]
+
+    def adopt(self, parameter: Tensor) -> None:
+        """Take a parameter's new gradient in."""
+
+
+class Message(Protocol):
+    """What is under way."""
+
+    def wait(self) -> Any:
+        """Return when it has arrived."""
+
+
+class BucketSender:
+    """Follows backward by hooks on the parameters and sends each bucket when its turn has come.
+
+    Args:
+        buckets: in the order in which they leave.
+        send: starts the message of the bucket of an index.
+        finish: the owner's call that ends a step, for messages.
+        drop: the owner's call that drops a failed step, for messages.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], send: Callable[[int], Message], *, finish: str, drop: str) -> None:
+        self._buckets = buckets
+        self._send = send
+        self._refusals: dict[Phase, str] = {
+            "overlapping": "leave the block of overlap_backward() first",
+            "sent": f"this step's gradients have left; call {finish} first",
+            "failed": f"this step failed, its gradients are incomplete; drop them on every rank with {drop}",
+        }
+        self._bucket_of = {id(p): index for index, bucket in enumerate(buckets) for p in bucket.parameters}
+        watched = [p for bucket in buckets for p in bucket.parameters]
+        self._hooks = [p.register_post_accumulate_grad_hook(self._on_gradient) for p in watched]
+        self._phase: Phase = "accumulating"
+        self._missing: list[set[int]] = []  # by bucket: parameters that have no gradient yet from this backward
+        self._messages: list[Message] = []  # of the first buckets, in order
+
+    @contextmanager
+    def overlap_backward(self) -> Iterator[None]:
+        """Send each bucket as soon as backward has filled it, and at the end those that it has not filled.
+
+        Raises:
+            RuntimeError: the last step is not finished, or a parameter gets a second gradient in the block.
+        """
+        self.refuse("overlap_backward()", "overlapping", "sent", "failed")
+        self._missing = [{id(p) for p in bucket.parameters} for bucket in self._buckets]
+        self._phase = "overlapping"
+        try:
+            yield
+            self._send_rest()
+        except BaseException:
+            self._phase = "failed"
+            raise
+        self._phase = "sent"
+
+    def complete(self) -> None:
+        """Send what has not left yet, and wait for all: a new step may begin."""
+        self._send_rest()
+        for message in self._messages:
+            message.wait()
+        self._messages = []
+        self._phase = "accumulating"
+
+    def drop(self) -> None:
+        """Make an end of a step that failed or was not finished, if every rank does so."""
+        if self._phase != "accumulating":
+            # Ranks may have failed at different points. Were a message left out here that another rank has sent,
+            # it would be taken for one of the next step.
+            self.complete()
+
+    def refuse(self, call: str, *phases: Phase) -> None:
+        """Raise a RuntimeError that says what to do if the step is in one of these phases."""
+        if self._phase in phases:
+            raise RuntimeError(f"{call} cannot be called now: {self._refusals[self._phase]}")
+
+    def close(self) -> None:
+        """Take the hooks off the parameters."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _on_gradient(self, parameter: Tensor) -> None:
+        """Called by autograd after each accumulation into `parameter.grad`."""
+        index = self._bucket_of[id(parameter)]
+        if self._phase == "sent" or (self._phase == "overlapping" and id(parameter) not in self._missing[index]):
+            self._phase = "failed"
+            raise RuntimeError(
+                f"a parameter of shape {tuple(parameter.shape)} got a second gradient in or after overlap_backward(), "
+                "when it may have left: enter it for the last backward of a step only. Reentrant checkpoints around "
+                "tied weights do this too: use checkpoint(..., use_reentrant=False)"
+            )
+        self._buckets[index].adopt(parameter)
+        if self._phase == "overlapping":
+            self._missing[index].remove(id(parameter))
+            # Buckets leave in one order on all ranks, whatever order they fill in.
+            while len(self._messages) < len(self._buckets) and not self._missing[len(self._messages)]:
+                self._send_next()
+
+    def _send_next(self) -> None:
+        self._messages.append(self._send(len(self._messages)))
+
+    def _send_rest(self) -> None:
+        while len(self._messages) < len(self._buckets):
+            self._send_next()

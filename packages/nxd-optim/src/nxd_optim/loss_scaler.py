@@ -1,0 +1,142 @@
+"""Dynamic loss scaling for float16 gradients, decided alike on all ranks.
+
+Micikevicius et al. 2018, "Mixed Precision Training": the loss is multiplied by a large number, so that small gradients
+do not vanish in float16, and the gradients are divided by it again in float32. A step whose gradients overflow is left
+out, and the number halved.
+"""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from nxd_state import active_group, all_reduce_, get_device
+from torch import Tensor
+from torch.optim import Optimizer
+
+from nxd_optim.zero1 import NeuronZero1Optimizer
+
+
+class LossScaler:
+    """Scales the loss, and leaves out steps whose gradients overflow on any rank of the job.
+
+    A step is::
+
+        scaler.scale(loss).backward()
+        reducer.finish()                          # not with NeuronZero1Optimizer, which averages in its step
+        scaler.unscale_(model.parameters())       # only to clip or look at gradients before the step; not with ZeRO-1
+        stepped = scaler.step(optimizer)
+
+    With `NeuronZero1Optimizer` parameters may be float16 themselves: it divides its float32 part of the gradients.
+    Other optimizers need float32 parameters (under autocast), since unscaled float16 gradients would vanish again.
+
+    Args:
+        initial_scale: of the first step.
+        growth_factor: by which the scale grows after `growth_interval` steps without overflow.
+        backoff_factor: by which it shrinks after an overflow.
+        growth_interval: steps.
+
+    Attributes:
+        scale_factor: the current scale.
+        skipped_steps: steps left out so far.
+
+    Raises:
+        ValueError: numbers that would not scale.
+    """
+
+    def __init__(
+        self,
+        *,
+        initial_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+    ) -> None:
+        if not (0 < initial_scale < math.inf and growth_factor > 1 > backoff_factor > 0 and growth_interval >= 1):
+            raise ValueError(
+                f"initial_scale={initial_scale}, growth_factor={growth_factor}, backoff_factor={backoff_factor}, "
+                f"growth_interval={growth_interval}: expected a positive scale, growth above 1, a backoff between 0 "
+                "and 1, and an interval of 1 or more"
+            )
+        self.scale_factor = initial_scale
+        self.growth_factor, self.backoff_factor = growth_factor, backoff_factor
+        self.growth_interval = growth_interval
+        self.skipped_steps = 0
+        self._steps_since_change = 0
+        self._finite: bool | None = None  # of this step's gradients, once they are unscaled
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss to call `backward` on."""
+        return loss * self.scale_factor
+
+    @torch.no_grad()
+    def unscale_(self, parameters: Iterable[Tensor]) -> bool:
+        """Divide complete gradients by the scale, in place; whether all of them are finite, on all ranks.
+
+        Every rank of the job calls it, once per step.
+
+        Raises:
+            RuntimeError: they are unscaled already.
+            ValueError: a gradient is float16.
+        """
+        if self._finite is not None:
+            raise RuntimeError("this step's gradients are unscaled already; call step() before unscale_() again")
+        grads = [p.grad for p in dict.fromkeys(parameters) if p.grad is not None]
+        for grad in grads:
+            if grad.dtype == torch.float16:
+                raise ValueError(
+                    "float16 gradients vanish when they are divided by the scale; keep parameters in float32 and use "
+                    "autocast, or train with NeuronZero1Optimizer"
+                )
+        finite = torch.ones((), device=grads[0].device if grads else get_device())
+        for grad in grads:
+            grad.mul_(1.0 / self.scale_factor)
+            finite.mul_(grad.isfinite().all())
+        everywhere = all_reduce_(finite, active_group("pp", "dp", "cp", "tp"), op="min")
+        self._finite = bool(everywhere.item())
+        return self._finite
+
+    def step(self, optimizer: Optimizer) -> bool:
+        """Take the optimizer's step unless gradients have overflowed, and adapt the scale; whether it was taken.
+
+        Raises:
+            ValueError: as `unscale_`.
+        """
+        taken = self._step_zero1(optimizer) if isinstance(optimizer, NeuronZero1Optimizer) else self._step(optimizer)
+        self._finite = None
+        self._steps_since_change += 1
+        if not taken:
+            self.skipped_steps += 1
+            self.scale_factor *= self.backoff_factor
+            self._steps_since_change = 0
+        elif self._steps_since_change == self.growth_interval:
+            self.scale_factor *= self.growth_factor
+            self._steps_since_change = 0
+        return taken
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs."""
+        return {
+            "scale_factor": self.scale_factor,
+            "skipped_steps": self.skipped_steps,
+            "steps_since_change": self._steps_since_change,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken."""
+        self.scale_factor = float(state["scale_factor"])
+        self.skipped_steps = int(state["skipped_steps"])
+        self._steps_since_change = int(state["steps_since_change"])
+
+    def _step(self, optimizer: Optimizer) -> bool:
+        if self._finite is None:
+            self.unscale_(p for group in optimizer.param_groups for p in group["params"])
+        if self._finite:
+            optimizer.step()
+        return bool(self._finite)
+
+    def _step_zero1(self, optimizer: NeuronZero1Optimizer) -> bool:
+        before = optimizer.skipped_steps
+        optimizer.loss_scale, optimizer.skip_non_finite_steps = self.scale_factor, True
+        optimizer.step()
+        return optimizer.skipped_steps == before

@@ -1,0 +1,88 @@
+"""Stochastic rounding: training bfloat16 weights without a float32 copy of them.
+
+Rounding to nearest loses every update smaller than half a unit in the last of bfloat16's 8 bits. Rounding up with a
+probability equal to the part that is cut off keeps such updates on average (Gupta et al. 2015, "Deep Learning with
+Limited Numerical Precision"; Zamirai et al. 2020, "Revisiting BFloat16 Training").
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+def stochastic_round(values: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """float32 to bfloat16, to one of the two neighbours at random, so that the mean over many draws is exact.
+
+    Args:
+        values: any shape. Infinities and NaN stay what they are.
+        generator: source of the noise, on the same device; torch's default one if None.
+
+    Raises:
+        ValueError: `values` is not float32.
+    """
+    if values.dtype != torch.float32:
+        raise ValueError(f"stochastic rounding of {values.dtype}; expected torch.float32")
+    # bfloat16 is the upper half of float32's bits: noise added to the lower half carries with the right probability.
+    bits = values.contiguous().view(torch.int32)
+    noise = torch.randint(0, 1 << 16, bits.shape, dtype=torch.int32, device=bits.device, generator=generator)
+    rounded = ((bits + noise) & -(1 << 16)).view(torch.float32)
+    return torch.where(values.isfinite(), rounded, values).to(torch.bfloat16)
+
+
+class StochasticRounding:
+    """Makes an optimizer update its bfloat16 parameters in float32 and round the result stochastically.
+
+    Attach it to any optimizer, also to the one inside `NeuronZero1Optimizer`; parameters of other dtypes are left to
+    the optimizer alone. Its state becomes float32. During `step`, a float32 copy of the parameters exists.
+
+    Replicas stay bitwise equal, and so do copies of a weight on other ranks: equal tensors get equal noise, which is
+    drawn from `seed` and the number of the step alone.
+
+    Args:
+        optimizer: any torch optimizer.
+        seed: the same on every rank.
+    """
+
+    def __init__(self, optimizer: Optimizer, *, seed: int = 0) -> None:
+        self.seed = seed
+        self.steps = 0
+        self._rounded: list[tuple[Tensor, Tensor, Tensor]] = []  # parameter, its bfloat16 data and gradient
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._widen),
+            optimizer.register_step_post_hook(self._round),
+        ]
+
+    def state_dict(self) -> dict[str, int]:
+        """What to save, so that a resumed run draws the noise it would have drawn."""
+        return {"seed": self.seed, "steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on where `state_dict` was taken."""
+        self.seed, self.steps = state["seed"], state["steps"]
+
+    def close(self) -> None:
+        """Take the hooks off the optimizer."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _widen(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.dtype == torch.bfloat16 and parameter.grad is not None:
+                    self._rounded.append((parameter, parameter.data, parameter.grad))
+                    grad, parameter.grad = parameter.grad, None
+                    parameter.data = parameter.data.float()
+                    parameter.grad = grad.float()
+
+    def _round(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self.steps += 1
+        for parameter, data, grad in self._rounded:
+            generator = torch.Generator(device=data.device).manual_seed((self.seed << 32) + self.steps)
+            data.copy_(stochastic_round(parameter.data, generator))
+            parameter.grad = None
+            parameter.data = data
+            parameter.grad = grad
+        self._rounded = []

@@ -1,0 +1,93 @@
+"""An exponential moving average of the weights, shared out over the replicas as ZeRO-1 shares out its states.
+
+Polyak and Juditsky 1992 average weights to get rid of the noise of the last steps; each rank keeps the average of its
+part of the elements only, in float32 or wider.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from nxd_state import Group, active_group, all_gather
+from torch import Tensor
+
+from nxd_optim.reducer import check_same_parameters
+from nxd_optim.zero1.sharded_state import StateTensor, shards_of_range
+
+AVERAGE_KEY = "weight_average"
+
+
+class WeightAverage:
+    """`average = decay * average + (1 - decay) * weight`, after each step.
+
+    Args:
+        parameters: the same on every rank and in the same order; those that need gradients are taken, each once.
+        decay: between 0 and 1, such as 0.999: about as many steps are averaged as 1 / (1 - decay).
+        group: ranks that hold the same parameters and share the average; data times context parallel if None.
+
+    Raises:
+        ValueError: a decay outside (0, 1), or the ranks gave different parameters.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor], decay: float, *, group: Group | None = None) -> None:
+        if not 0.0 < decay < 1.0:
+            raise ValueError(f"decay={decay} must be between 0 and 1, such as 0.999")
+        self.decay = decay
+        self.group = group if group is not None else active_group("dp", "cp")
+        self.parameters = [p for p in dict.fromkeys(parameters) if p.requires_grad]
+        check_same_parameters(self.parameters, self.group)
+        # (start, stop) of the elements of each parameter that this rank averages, in C order; cut alike for all, so
+        # that each parameter can be gathered on its own.
+        self._ranges = [_part_of(p.numel(), self.group.rank, self.group.size) for p in self.parameters]
+        self._averages = [self._own(p, bounds).clone() for p, bounds in zip(self.parameters, self._ranges, strict=True)]
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take in the weights as they are now; call it after the optimizer's step."""
+        for parameter, bounds, average in zip(self.parameters, self._ranges, self._averages, strict=True):
+            average.lerp_(self._own(parameter, bounds), 1.0 - self.decay)
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """The parameters are the averages inside the block, to evaluate or export them; afterwards as before.
+
+        All ranks of the group enter it. A copy of this rank's parameters is kept meanwhile.
+        """
+        saved = [parameter.detach().clone() for parameter in self.parameters]
+        self._fill_parameters()
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for parameter, own in zip(self.parameters, saved, strict=True):
+                    parameter.copy_(own)
+
+    def sharded_state(self) -> list[StateTensor]:
+        """The average as boxes of logical tensors, under the key "weight_average".
+
+        They share memory with it, so a checkpoint of any layout can be loaded into them.
+        """
+        return [
+            StateTensor(parameter, AVERAGE_KEY, shards=shards_of_range(parameter, start, stop, average))
+            for parameter, (start, stop), average in zip(self.parameters, self._ranges, self._averages, strict=True)
+            if start < stop
+        ]
+
+    @torch.no_grad()
+    def _fill_parameters(self) -> None:
+        for parameter, average in zip(self.parameters, self._averages, strict=True):
+            longest = -(-parameter.numel() // self.group.size)  # collectives want equal parts: pad the last ones
+            padded = torch.nn.functional.pad(average, (0, longest - average.numel()))
+            whole = all_gather(padded, self.group)[: parameter.numel()]
+            parameter.copy_(whole.view(parameter.shape))
+
+    @staticmethod
+    def _own(parameter: Tensor, bounds: tuple[int, int]) -> Tensor:
+        """This rank's elements, flat, in at least float32."""
+        dtype = torch.promote_types(parameter.dtype, torch.float32)
+        return parameter.detach().reshape(-1)[slice(*bounds)].to(dtype)
+
+
+def _part_of(length: int, rank: int, size: int) -> tuple[int, int]:
+    part = -(-length // size)
+    return min(rank * part, length), min((rank + 1) * part, length)

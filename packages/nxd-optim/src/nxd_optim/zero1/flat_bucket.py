@@ -1,0 +1,236 @@
+"""A bucket of ZeRO-1: parameters that live in one flat buffer, of which each rank updates one part.
+
+Here is the memory: parameters, gradients while they are needed, and the weights that the optimizer of this rank gets.
+The order of sending and the step are in `optimizer`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from nxd_state import Group
+from torch import Tensor, nn
+
+from nxd_optim.zero1.transfers import Transfer, all_gather_, reduce_scatter_mean
+
+ALIGNMENT_BYTES = 64  # a cache line, and more than any kernel asks of its operands
+
+
+@dataclass(frozen=True, eq=False)
+class OwnRange:
+    """What this rank updates of a parameter.
+
+    Attributes:
+        parameter: the model's.
+        start: first element, in C order, that this rank owns.
+        stop: one past the last.
+        offset: where they begin in this rank's part of the bucket.
+        weight: these elements, flat, as the optimizer updates them.
+    """
+
+    parameter: Tensor
+    start: int
+    stop: int
+    offset: int
+    weight: nn.Parameter
+
+    def of(self, part: Tensor) -> Tensor:
+        """This range of a tensor that is laid out as this rank's part is."""
+        return part[self.offset : self.offset + self.stop - self.start]
+
+
+@dataclass(frozen=True)
+class Dtypes:
+    """What a bucket computes in.
+
+    Attributes:
+        master: of the weights that the optimizer updates.
+        gradient: in which gradients are accumulated.
+        reduction: in which they are added over the ranks.
+    """
+
+    master: torch.dtype
+    gradient: torch.dtype
+    reduction: torch.dtype
+
+
+class FlatBucket:
+    """Parameters in one buffer, and the part of them that this rank owns.
+
+    The parameters become views of the buffer, so that gathering fills them in place. Where gradients are accumulated
+    in the parameters' own dtype, each `.grad` is a view of a second buffer from its first gradient until the bucket
+    is sent; then that memory is free for the next bucket and `.grad` is None. Otherwise `.grad` is None after each
+    backward, since the sum lies in a dtype that `.grad` cannot have.
+
+    Args:
+        parameters: of one dtype and device; they are moved into the buffer.
+        group: the ranks that share the bucket.
+        dtypes: see `Dtypes`.
+
+    Attributes:
+        own: this rank's part of the parameters, 1-d.
+        master: the same in the optimizer's dtype; `own` itself where that is the parameters'.
+        ranges: what this rank owns of each parameter, if anything.
+        used: the ids of parameters that had a gradient, once the bucket is sent.
+        gradient: the mean gradient of this rank's part between `wait` and `update`, in the optimizer's dtype.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], group: Group, dtypes: Dtypes) -> None:
+        first = parameters[0]
+        self.parameters = list(parameters)
+        self._group = group
+        self._dtypes = dtypes
+        self._starts, length = _lay_out(parameters, group.size)
+        self._buffer = torch.zeros(length, dtype=first.dtype, device=first.device)
+        self._places = self._views_of(self._buffer)
+        for parameter in self.parameters:
+            view = self._places[id(parameter)]
+            view.copy_(parameter.detach())
+            parameter.data = view
+        self.own = self._buffer.chunk(group.size)[group.rank]
+        self.master = self.own.to(dtypes.master)
+        self.ranges = self._own_ranges()
+        self.used: set[int] = set()
+        self.gradient: Tensor | None = None
+        self._gradients: Tensor | None = None
+        self._gradient_views: dict[int, Tensor] = {}
+        self._filled: set[int] = set()  # parameters whose sum lies in the buffer, where `.grad` cannot be it
+        self._reduction: Transfer | None = None
+        self._gathering: Transfer | None = None
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Of the buffer, padding included."""
+        return self._buffer.nbytes
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of the gradients that there are now."""
+        return sum(part.nbytes for part in (self._gradients, self.gradient) if part is not None)
+
+    @property
+    def gradient_itemsize(self) -> int:
+        """Bytes per element of the gradients while they are accumulated."""
+        return self._dtypes.gradient.itemsize
+
+    def adopt(self, parameter: Tensor) -> None:
+        """Take a parameter's new gradient into the bucket's buffer."""
+        if parameter.grad is None:
+            return
+        if self._gradients is None:
+            self._gradients = torch.empty_like(self._buffer, dtype=self._dtypes.gradient)
+            self._gradient_views = self._views_of(self._gradients)
+        view = self._gradient_views[id(parameter)]
+        if parameter.grad is view:
+            return
+        # Detached, since backward(create_graph=True) gives gradients a history; dense, since an
+        # nn.Embedding(sparse=True) gives them another layout.
+        grad = parameter.grad.detach().to_dense()
+        if view.dtype == parameter.dtype:
+            view.copy_(grad)
+            parameter.grad = view
+            return
+        if id(parameter) in self._filled:
+            view.add_(grad)
+        else:
+            view.copy_(grad)
+        self._filled.add(id(parameter))
+        parameter.grad = None
+
+    def send(self) -> None:
+        """Start to average the gradients over the ranks; a parameter without one counts as zero."""
+        for parameter in self.parameters:
+            self.adopt(parameter)
+        if self._gradients is None:
+            self._gradients = torch.zeros_like(self._buffer, dtype=self._dtypes.gradient)
+        self.used = self._filled | {id(p) for p in self.parameters if p.grad is not None}
+        for parameter in self.parameters:
+            if id(parameter) not in self.used and self._gradient_views:
+                self._gradient_views[id(parameter)].zero_()
+        self._reduction = reduce_scatter_mean(
+            self._gradients, self._group, sum_dtype=self._dtypes.reduction, dtype=self._dtypes.master
+        )
+        self._release_gradients()
+
+    def wait(self) -> None:
+        """Wait for the average, which is then in `gradient`."""
+        if self._reduction is not None:
+            self.gradient = self._reduction.wait()
+            self._reduction = None
+
+    def drop_gradients(self) -> None:
+        """Forget all gradients of a step."""
+        self.gradient = None
+        self._release_gradients()
+
+    def zero_gradients(self) -> None:
+        """Set those gradients to zero that there are."""
+        for key, view in self._gradient_views.items():
+            if key in self._filled:
+                view.zero_()
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                parameter.grad.detach().zero_()
+
+    def gather(self) -> None:
+        """Start to send this rank's part to the others and to fill the buffer with theirs."""
+        if self.master is not self.own:
+            self.own.copy_(self.master)
+        self._gathering = all_gather_(self._buffer, self._group)
+
+    def wait_for_parameters(self) -> None:
+        """Return when all parameters are whole again."""
+        if self._gathering is not None:
+            self._gathering.wait()
+            self._gathering = None
+
+    def check_places(self) -> None:
+        """Raise a RuntimeError if somebody has moved a parameter out of the buffer."""
+        if self._buffer.device.type == "xla":  # which does not say where a tensor lies
+            return
+        for parameter in self.parameters:
+            if parameter.data_ptr() != self._places[id(parameter)].data_ptr():
+                raise RuntimeError(
+                    f"a parameter of shape {tuple(parameter.shape)} got other memory after the optimizer was made, so "
+                    "updates would not reach it; move, convert or assign parameters before that, or pass lazy_init=True"
+                    " and call init_zero() afterwards"
+                )
+
+    def _release_gradients(self) -> None:
+        self._gradients = None
+        self._gradient_views = {}
+        self._filled = set()
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def _views_of(self, flat: Tensor) -> dict[int, Tensor]:
+        places = zip(self.parameters, self._starts, strict=True)
+        return {id(p): flat[start : start + p.numel()].view(p.shape) for p, start in places}
+
+    def _own_ranges(self) -> list[OwnRange]:
+        part = self.own.numel()
+        part_start = self._group.rank * part
+        ranges = []
+        for parameter, start in zip(self.parameters, self._starts, strict=True):
+            first = max(start, part_start)
+            last = min(start + parameter.numel(), part_start + part)
+            if first < last:
+                offset = first - part_start
+                weight = nn.Parameter(self.master[offset : offset + last - first])
+                ranges.append(OwnRange(parameter, first - start, last - start, offset, weight))
+        return ranges
+
+
+def _lay_out(parameters: Sequence[Tensor], parts: int) -> tuple[list[int], int]:
+    """Where each parameter starts, and the buffer's length, which `parts` divides.
+
+    A parameter starts at a multiple of `ALIGNMENT_BYTES` if it is so large that the gap before it is under 1% of it.
+    """
+    starts, end = [], 0
+    for parameter in parameters:
+        if parameter.nbytes > 100 * ALIGNMENT_BYTES:
+            elements = ALIGNMENT_BYTES // parameter.element_size()
+            end = -(-end // elements) * elements
+        starts.append(end)
+        end += parameter.numel()
+    return starts, -(-max(end, 1) // parts) * parts

@@ -1,0 +1,99 @@
+"""What is done to mean gradients, of which each rank has a part, before the update: missing sums, and the norm.
+
+All of it costs 1/dp of what it would cost on whole gradients.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from nxd_state import Group, active_group, all_gather_object, all_reduce_, get_shard_spec
+from torch import Tensor
+
+from nxd_optim.clip import check_axis, norm_accumulator, tensor_norms
+from nxd_optim.zero1.flat_bucket import FlatBucket, OwnRange
+from nxd_optim.zero1.flat_ranges import pieces_of_flat_range
+
+
+@torch.no_grad()
+def sum_sequence_parallel(buckets: Sequence[FlatBucket]) -> None:
+    """Add up the gradients of sequence-parallel regions, where each tensor-parallel rank has seen a part; in place."""
+    group = active_group("tp")
+    if group.size == 1:
+        return
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for bucket, own in _sequence_parallel_ranges(buckets):
+        assert bucket.gradient is not None
+        gradient = own.of(bucket.gradient)
+        by_dtype.setdefault(gradient.dtype, []).append(gradient)
+    for gradients in by_dtype.values():
+        summed = all_reduce_(torch.cat(gradients), group)
+        for gradient, total in zip(gradients, summed.split([g.numel() for g in gradients]), strict=True):
+            gradient.copy_(total)
+
+
+def check_same_sequence_parallel_ranges(buckets: Sequence[FlatBucket]) -> None:
+    """Raise a ValueError on every rank unless the tensor-parallel ranks own the same parts of those parameters."""
+    group = active_group("tp")
+    mine = [(own.start, own.stop) for _, own in _sequence_parallel_ranges(buckets)]
+    for rank, ranges in zip(group.ranks, all_gather_object(mine, group), strict=True):
+        if ranges != mine:
+            raise ValueError(
+                f"rank {rank} owns {ranges} of the parameters marked sequence_parallel_enabled, this rank {mine}; give "
+                "parameters of the same local shapes, marked alike, in the same order on all tensor-parallel ranks"
+            )
+
+
+@torch.no_grad()
+def average_over_contexts(buckets: Sequence[FlatBucket]) -> None:
+    """Average over the context-parallel ranks, which still differ if states are sharded over "dp" only; in place."""
+    for bucket in buckets:
+        assert bucket.gradient is not None
+        all_reduce_(bucket.gradient, active_group("cp"), op="avg")
+
+
+@torch.no_grad()
+def norm_of_parts(buckets: Sequence[FlatBucket], groups: Iterable[Group], device: torch.device) -> Tensor:
+    """The 2-norm of the mean gradients, from the parts that the ranks have of them; the same on all ranks.
+
+    Args:
+        buckets: with their `gradient`.
+        groups: the ranks that share the buckets, and those that hold the other parts of the model.
+        device: of the result.
+
+    Returns:
+        0-d tensor, float64 (float32 on XLA devices).
+    """
+    by_copies: dict[int, list[Tensor]] = {}
+    for bucket in buckets:
+        assert bucket.gradient is not None
+        for own in bucket.ranges:
+            for copies, part in _counted(own, own.of(bucket.gradient)):
+                by_copies.setdefault(copies, []).append(part)
+    total = norm_accumulator(device)
+    for copies, parts in by_copies.items():
+        total += tensor_norms(parts, 2.0, total).square().sum() / copies
+    for group in groups:
+        total = all_reduce_(total, group)
+    return total.sqrt().squeeze(0)
+
+
+def _counted(own: OwnRange, gradient: Tensor) -> list[tuple[int, Tensor]]:
+    """The parts of a gradient that count, and how many tensor-parallel ranks hold each."""
+    if getattr(own.parameter, "shared", False):  # the second copy of a tied weight; its first copy counts
+        return []
+    spec = get_shard_spec(own.parameter)
+    if spec is None:
+        return [(active_group("tp").size, gradient)]
+    check_axis(spec)
+    if len(spec.pieces) == 1 and spec.pieces[0].local.shape == spec.local_shape:
+        return [(spec.pieces[0].copies, gradient)]
+    return [(piece.copies, piece.view(gradient)) for piece in pieces_of_flat_range(spec, own.start, own.stop)]
+
+
+def _sequence_parallel_ranges(buckets: Sequence[FlatBucket]) -> list[tuple[FlatBucket, OwnRange]]:
+    return [
+        (bucket, own)
+        for bucket in buckets
+        for own in bucket.ranges
+        if getattr(own.parameter, "sequence_parallel_enabled", False)
+    ]

@@ -1,0 +1,90 @@
+"""What ZeRO-1 keeps on this rank, counted, beside what the sizes of the model let expect.
+
+What passes through (messages under way, temporaries of the update) is named by its largest size only.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from nxd_optim.zero1.rank_state import Parts
+
+
+@dataclass(frozen=True)
+class MemoryBytes:
+    """Bytes on this rank.
+
+    Attributes:
+        parameters: that are trained.
+        gradients: measured: those that there are now. Predicted: before a step, of all parameters.
+        master_weights: of this rank's part; none where the parameters are updated themselves.
+        state: of the optimizer, for this rank's part.
+        buckets: measured: of the largest bucket, which is the most that a message adds. Predicted: none.
+    """
+
+    parameters: int
+    gradients: int
+    master_weights: int
+    state: int
+    buckets: int
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Measured and predicted bytes; `str()` makes a table of it."""
+
+    measured: MemoryBytes
+    predicted: MemoryBytes
+
+    def __str__(self) -> str:
+        rows = [f"{'':16}{'measured':>12}{'predicted':>12}"]
+        for kind in MemoryBytes.__dataclass_fields__:
+            numbers = (getattr(self.measured, kind), getattr(self.predicted, kind))
+            rows.append(f"{kind.replace('_', ' '):16}" + "".join(f"{number / 2**20:8.1f} MiB" for number in numbers))
+        return "\n".join(rows)
+
+
+def memory_report(parts: Parts, group_size: int, make_optimizer: Callable[[Any], Optimizer]) -> MemoryReport:
+    """Count what each bucket and its optimizer hold.
+
+    Args:
+        parts: each bucket and the optimizer of this rank's part.
+        group_size: ranks that share states.
+        make_optimizer: makes one for a list of parameters, to see which states it keeps.
+    """
+    parts = list(parts)
+    measured = MemoryBytes(
+        parameters=sum(bucket.parameter_bytes for bucket, _ in parts),
+        gradients=sum(bucket.gradient_bytes for bucket, _ in parts),
+        master_weights=sum(bucket.master.nbytes for bucket, _ in parts if bucket.master is not bucket.own),
+        state=sum(_state_bytes(base) for _, base in parts),
+        buckets=max((bucket.parameter_bytes for bucket, _ in parts), default=0),
+    )
+    parameters = gradients = masters = state = 0
+    for bucket, _ in parts:
+        elements = sum(parameter.numel() for parameter in bucket.parameters)
+        parameters += elements * bucket.own.itemsize
+        gradients += elements * bucket.gradient_itemsize
+        masters += 0 if bucket.master is bucket.own else elements * bucket.master.itemsize // group_size
+        state += elements * _state_bytes_per_element(make_optimizer, bucket.master.dtype) // group_size
+    return MemoryReport(measured, MemoryBytes(parameters, gradients, masters, state, 0))
+
+
+def _state_bytes(optimizer: Optimizer) -> int:
+    return sum(
+        value.nbytes for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)
+    )
+
+
+def _state_bytes_per_element(make_optimizer: Callable[[Any], Optimizer], dtype: torch.dtype) -> int:
+    """Found out by a step with a tiny parameter."""
+    parameter = nn.Parameter(torch.ones(2, dtype=dtype))
+    optimizer = make_optimizer([parameter])
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    state = optimizer.state[parameter].values()
+    return sum(value.itemsize for value in state if isinstance(value, Tensor) and value.shape == parameter.shape)

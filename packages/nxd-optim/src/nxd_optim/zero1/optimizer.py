@@ -1,0 +1,480 @@
+"""`NeuronZero1Optimizer`: an elementwise optimizer whose states and work are shared out over the replicas.
+
+Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", stage 1. Here is what
+a user calls and the order of a step; memory and messages are in `flat_bucket`, saving in `sharded_state` and
+`sharded_files`.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from os import PathLike
+from typing import Any
+
+import torch
+from nxd_state import Group, Pending, active_group, all_reduce_
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from nxd_optim.bucket import batch_parameters
+from nxd_optim.bucket_sender import BucketSender
+from nxd_optim.clip import CLIP_EPSILON
+from nxd_optim.reducer import DEFAULT_BUCKET_BYTES, check_same_parameters
+from nxd_optim.zero1 import sharded_files
+from nxd_optim.zero1.elementwise import check_elementwise
+from nxd_optim.zero1.flat_bucket import Dtypes, FlatBucket
+from nxd_optim.zero1.forward_gather import ForwardGather
+from nxd_optim.zero1.gradient_parts import (
+    average_over_contexts,
+    check_same_sequence_parallel_ranges,
+    norm_of_parts,
+    sum_sequence_parallel,
+)
+from nxd_optim.zero1.groups import RankLists, check_grad_norm_groups, find_sharding_group
+from nxd_optim.zero1.memory_report import MemoryReport, memory_report
+from nxd_optim.zero1.rank_state import check_rank_state, load_rank_state, rank_state
+from nxd_optim.zero1.sharded_state import StateTensor, StoredKeys, allocate_state, logical_state
+
+MAX_MESSAGES = 2  # of reduce-scatters under way: enough to keep the transport busy, and no more buffers than that
+
+
+class NeuronZero1Optimizer(Optimizer):
+    """Trains like `optimizer_class` on one process with the whole batch; each replica keeps a part of the states.
+
+    A step is::
+
+        for microbatch in microbatches[:-1]:
+            loss(microbatch).backward()
+        with optimizer.overlap_backward():  # optional: gradients leave while backward goes on
+            loss(microbatches[-1]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    `step` averages the gradients over the replicas, adds those of sequence-parallel regions over the tensor-parallel
+    ranks (so do not call `reduce_sequence_parallel_gradients`), clips, updates this rank's part of the weights and
+    gathers the parts of the others. After it every `.grad` is None. As in torch, a parameter without a gradient on
+    any rank is left alone; one that has a gradient on some rank counts as zero on the others.
+
+    It is an ordinary torch optimizer: schedulers change `param_groups`, and `state_dict` gives this rank's part. The
+    replicas must start from equal weights. Parameters move into flat buffers when the optimizer is made: assign, move
+    and convert them before. A frozen parameter that is to be trained later is added by `add_param_group`.
+
+    Args:
+        params: parameters or groups of them, in the same order on every rank.
+        optimizer_class: an elementwise one, such as AdamW or SGD with momentum. Which is found out by trying it.
+        optimizer_dtype: of the weights and states that are updated. float32 if None, or the parameter's own dtype
+            where that is wider. Where it differs from the parameter's, this rank keeps master weights for its part.
+        grad_clipping: scale the gradients so that the norm of the whole model's is at most `max_norm`.
+        max_norm: 1.0 if None.
+        pin_layout: accepted for torch-xla's signature; nothing here needs it.
+        sharding_groups: the ranks of every group that shares states, or None for data times context parallel.
+            Gradients are averaged over this group.
+        grad_norm_groups: accepted for torch-xla's signature. Norms count the whole model, as the mesh lays it out.
+        lazy_init: do nothing to the parameters until `init_zero` is called.
+        bucket_cap_mb_all_gather: most MB of a bucket that a rank sends when parameters are gathered; 0 for no limit.
+        bucket_cap_mb_reduce_scatter: most MB of a bucket; 0 for 25. A parameter above it travels alone.
+        use_grad_acc_hook: accumulate gradients over microbatches in float32, or the parameter's dtype where wider.
+        save_master_weights: put master weights into `state_dict` and `sharded_state`. Without them a run goes on from
+            the rounded parameters.
+        higher_cc_precision: average gradients in float32 or wider as well. The CPU always does so.
+        **defaults: for `optimizer_class`.
+
+    Attributes:
+        skip_non_finite_steps: whether a step whose gradient norm is infinite or nan changes nothing. Set it at will.
+        skipped_steps: how many have been skipped.
+        loss_scale: what the loss was multiplied by; `step` divides the gradients by it, in `optimizer_dtype`.
+
+    Raises:
+        RuntimeError: there are several ranks but no mesh.
+        ValueError: the optimizer is not elementwise, the ranks gave different parameters, or an argument is wrong.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        optimizer_class: type[Optimizer],
+        optimizer_dtype: torch.dtype | None = None,
+        grad_clipping: bool = True,
+        max_norm: float | None = None,
+        pin_layout: bool = True,
+        sharding_groups: RankLists | None = None,
+        grad_norm_groups: RankLists | None = None,
+        lazy_init: bool = False,
+        bucket_cap_mb_all_gather: float = 0,
+        bucket_cap_mb_reduce_scatter: float = 0,
+        use_grad_acc_hook: bool = False,
+        save_master_weights: bool = False,
+        higher_cc_precision: bool = False,
+        **defaults: Any,
+    ) -> None:
+        self.inited = False
+        self.optimizer_class = optimizer_class
+        self._arguments = defaults
+        self.optimizer_dtype = optimizer_dtype
+        self.grad_clipping = grad_clipping
+        self.max_norm = _check_max_norm(max_norm)
+        self.pin_layout = pin_layout
+        self.sharding_groups = sharding_groups
+        self.grad_norm_groups = grad_norm_groups
+        self.bucket_cap_mb_all_gather = _check_cap("bucket_cap_mb_all_gather", bucket_cap_mb_all_gather)
+        self.bucket_cap_mb_reduce_scatter = _check_cap("bucket_cap_mb_reduce_scatter", bucket_cap_mb_reduce_scatter)
+        self.use_grad_acc_hook = use_grad_acc_hook
+        self.save_master_weights = save_master_weights
+        self.higher_cc_precision = higher_cc_precision
+        self.skip_non_finite_steps = False
+        self.skipped_steps = 0
+        self.loss_scale = 1.0
+        self._grad_norm: Tensor | None = None
+        self._buckets: list[FlatBucket] = []
+        self._base_optimizers: list[Optimizer] = []  # one per bucket, so that a bucket can be gathered once updated
+        self._forward_gather: ForwardGather | None = None
+        super().__init__(params, check_elementwise(optimizer_class, defaults))
+        if not lazy_init:
+            self.init_zero()
+
+    def init_zero(self) -> None:
+        """Move the parameters into buckets, of which each rank updates a part. Only needed after `lazy_init`.
+
+        Raises:
+            RuntimeError: done already, or there are several ranks but no mesh.
+            ValueError: parameters on the meta device, or others on another rank; groups that do not fit the ranks.
+        """
+        if self.inited:
+            raise RuntimeError("init_zero() has been called already; call it once, and only with lazy_init=True")
+        self.group: Group = find_sharding_group(self.sharding_groups)
+        check_grad_norm_groups(self.grad_norm_groups)
+        self.inited = True
+        self._add_buckets([p for group in self.param_groups for p in group["params"]])
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters with settings of their own, at any time but between `overlap_backward` and `step`.
+
+        Raises:
+            RuntimeError: between `overlap_backward` and `step`.
+            ValueError: as for torch's optimizers, or as for `init_zero`.
+        """
+        if self.inited:
+            self._sender.refuse("add_param_group()", "overlapping", "sent", "failed")
+        super().add_param_group(param_group)
+        if self.inited:
+            for base in self._base_optimizers:
+                base.add_param_group(_settings(self.param_groups[-1]) | {"params": []})
+            self._sender.close()
+            self._add_buckets(self.param_groups[-1]["params"])
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """The 2-norm of the last step's gradients before clipping; None before the first step or without clipping."""
+        return self._grad_norm
+
+    @contextmanager
+    def overlap_backward(self) -> Iterator[None]:
+        """Send each bucket of gradients as soon as backward has filled it. For the last backward before `step` only.
+
+        If the block raises, the step is void: `zero_grad` on every rank drops it. Inside the block, leave the group's
+        ranks no other messages to exchange once backward has begun.
+
+        Raises:
+            RuntimeError: the last step is not finished, or a parameter gets a second gradient in the block.
+        """
+        self._check_inited()
+        with self._sender.overlap_backward():
+            yield
+
+    def overlap_forward(self, model: nn.Module) -> None:
+        """From now on `step` returns while parameters are still arriving; each module waits for its own at its forward.
+
+        `model.state_dict()` waits for all. Who reads parameters in any other way calls `wait_for_parameters` first.
+
+        Args:
+            model: whose modules hold the parameters.
+        """
+        self._check_inited()
+        if self._forward_gather is not None:
+            self._forward_gather.close()
+        self._forward_gather = ForwardGather(model, self._buckets)
+
+    def wait_for_parameters(self) -> None:
+        """Return when all parameters are whole; only needed after `overlap_forward`."""
+        for bucket in self._buckets:
+            bucket.wait_for_parameters()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Average, clip, update, gather.
+
+        Args:
+            closure: computes loss and gradients; called once.
+
+        Returns:
+            What `closure` returned.
+
+        Raises:
+            RuntimeError: inside `overlap_backward` or after it failed, or a parameter has moved or was frozen.
+        """
+        self._check_inited()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._sender.refuse("step()", "overlapping", "failed")
+        self.wait_for_parameters()
+        self._check_parameters()
+        self._sender.complete()
+        if not self._buckets:
+            return loss
+        used = self._used_anywhere()
+        if self.group is active_group("dp"):
+            average_over_contexts(self._buckets)
+        sum_sequence_parallel(self._buckets)
+        if self._clip():
+            self._update(used)
+        for bucket in self._buckets:
+            bucket.drop_gradients()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Begin a new step; drops one that failed or was not finished, if every rank does so.
+
+        Args:
+            set_to_none: forget the gradients. Otherwise those that there are become zero.
+
+        Raises:
+            RuntimeError: inside `overlap_backward`.
+        """
+        if not self.inited:
+            super().zero_grad(set_to_none)
+            return
+        self._sender.refuse("zero_grad()", "overlapping")
+        self._sender.drop()
+        for bucket in self._buckets:
+            if set_to_none:
+                bucket.drop_gradients()
+            else:
+                bucket.zero_gradients()
+
+    def refresh_master_weights(self) -> None:
+        """Take the master weights from the parameters, after somebody has loaded or changed those."""
+        for bucket in self._buckets:
+            if bucket.master is not bucket.own:
+                bucket.master.copy_(bucket.own)
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part of the states, in a form that fits this rank of this layout only; see `sharded_state`.
+
+        Returns:
+            "param_groups" as of any torch optimizer, "state" by parameter index: flat tensors of the elements that
+            this rank owns, "ranges": which those are, and "master_weights" if `save_master_weights`.
+        """
+        self._check_inited()
+        own = rank_state(self.parts(), self._indices(), with_masters=self.save_master_weights)
+        return super().state_dict() | own
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave on the same rank of the same layout.
+
+        Without master weights among it, these are taken from the parameters: load the model first.
+
+        Raises:
+            ValueError: it is from another layout, or not from this optimizer.
+        """
+        self._check_inited()
+        check_rank_state(state_dict, self.parts(), self._indices())
+        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        self.refresh_master_weights()
+        load_rank_state(state_dict, self.parts(), self._indices())
+
+    def sharded_state(self) -> list[StateTensor]:
+        """All states as boxes of logical tensors, for checkpoints that load at any layout; they share memory.
+
+        Raises:
+            ValueError: a state is no tensor.
+        """
+        self._check_inited()
+        return logical_state(self.parts(), with_masters=self.save_master_weights)
+
+    def allocate_state(self, stored: StoredKeys) -> None:
+        """Make room for states of a checkpoint: afterwards the tensors of `sharded_state()` can be filled in place.
+
+        Existing states are dropped, and master weights taken from the parameters. Call `refresh_master_weights` after
+        filling if the parameters are loaded later and the checkpoint has no master weights.
+
+        Args:
+            stored: for a parameter, dtype and shape of each of its states by key; shape () is a scalar such as "step".
+        """
+        self._check_inited()
+        self.refresh_master_weights()
+        allocate_state(self.parts(), stored)
+
+    def save_sharded_state_dict(self, output_dir: str | PathLike[str], save_serially: bool = True) -> None:
+        """Write each rank's `state_dict` to `optim/dp_rank_DD_tp_rank_TT_pp_rank_PP.pt`. Called by all ranks.
+
+        Args:
+            output_dir: a folder that all ranks share; made if missing.
+            save_serially: one data-parallel rank at a time, which needs the least memory and bandwidth.
+
+        Raises:
+            RuntimeError: a rank could not write; all ranks raise.
+        """
+        sharded_files.save(self.state_dict(), output_dir, serially=save_serially)
+
+    def load_sharded_state_dict(self, output_dir: str | PathLike[str], num_workers_per_step: int = 8) -> None:
+        """Read what `save_sharded_state_dict` wrote at the same layout. Called by all ranks.
+
+        Args:
+            output_dir: the folder that was given there.
+            num_workers_per_step: how many ranks of a host read at a time.
+
+        Raises:
+            RuntimeError: a rank could not read its file, or it is from another layout or save; all ranks raise.
+        """
+        self._check_inited()
+        sharded_files.load(self.load_state_dict, output_dir, num_workers_per_step)
+
+    def memory_report(self) -> MemoryReport:
+        """What this rank keeps for training, in bytes: measured, and as the sizes of the model predict it."""
+        self._check_inited()
+        return memory_report(self.parts(), self.group.size, lambda p: self.optimizer_class(p, **self._arguments))
+
+    def parts(self) -> Iterator[tuple[FlatBucket, Optimizer]]:
+        """Each bucket with the optimizer that updates this rank's part of it."""
+        return zip(self._buckets, self._base_optimizers, strict=True)
+
+    def _indices(self) -> dict[int, int]:
+        """The index of each parameter, by id, as torch counts them in a `state_dict`."""
+        parameters = (p for group in self.param_groups for p in group["params"])
+        return {id(parameter): index for index, parameter in enumerate(parameters)}
+
+    def _check_inited(self) -> None:
+        if not self.inited:
+            raise RuntimeError("the optimizer was made with lazy_init=True; call init_zero() first")
+
+    def _add_buckets(self, parameters: Sequence[Tensor]) -> None:
+        trained = [p for p in dict.fromkeys(parameters) if p.requires_grad]
+        if any(p.is_meta for p in trained):
+            raise ValueError("parameters on the meta device cannot be trained; materialise them, then call init_zero()")
+        check_same_parameters(trained, self.group)
+        # Small parameters (norms, biases) travel apart and last. They are often listed apart from the matrices, so
+        # nobody can tell when backward reaches them, and a bucket waits for the last of its parameters.
+        for kind in ([p for p in trained if p.dim() > 1], [p for p in trained if p.dim() <= 1]):
+            for batch in batch_parameters(kind, self._bucket_bytes()):
+                bucket = FlatBucket(batch, self.group, self._dtypes(batch[0].dtype))
+                self._buckets.append(bucket)
+                self._base_optimizers.append(self._make_base_optimizer(bucket))
+        check_same_sequence_parallel_ranges(self._buckets)
+        self._sender = BucketSender(self._buckets, self._send, finish="step()", drop="zero_grad() of the optimizer")
+        self._usage: Pending | None = None
+        self._frozen = [p for group in self.param_groups for p in group["params"] if not p.requires_grad]
+        if self._forward_gather is not None:
+            self.overlap_forward(self._forward_gather.model)
+
+    def _bucket_bytes(self) -> int:
+        cap = self.bucket_cap_mb_reduce_scatter * 2**20 or DEFAULT_BUCKET_BYTES
+        if self.bucket_cap_mb_all_gather:
+            cap = min(cap, self.bucket_cap_mb_all_gather * 2**20 * self.group.size)
+        return int(cap)
+
+    def _dtypes(self, parameter: torch.dtype) -> Dtypes:
+        wide = torch.promote_types(parameter, torch.float32)
+        gradient = wide if self.use_grad_acc_hook else parameter
+        return Dtypes(self.optimizer_dtype or wide, gradient, wide if self.higher_cc_precision else gradient)
+
+    def _make_base_optimizer(self, bucket: FlatBucket) -> Optimizer:
+        weights = {own.parameter: own.weight for own in bucket.ranges}
+        groups = [
+            _settings(group) | {"params": [weights[p] for p in group["params"] if p in weights]}
+            for group in self.param_groups
+        ]
+        return self.optimizer_class(groups, **self._arguments)
+
+    def _send(self, index: int) -> FlatBucket:
+        if index >= MAX_MESSAGES:
+            self._buckets[index - MAX_MESSAGES].wait()
+        bucket = self._buckets[index]
+        bucket.send()
+        if index == len(self._buckets) - 1 and self.group.size > 1:
+            used = [id(p) in each.used for each in self._buckets for p in each.parameters]
+            flags = torch.tensor(used, dtype=torch.uint8, device=bucket.own.device)
+            self._usage = all_reduce_(flags, self.group, op="max", async_op=True)
+        return bucket
+
+    def _used_anywhere(self) -> set[int]:
+        """Ids of the parameters that have a gradient on some rank."""
+        if self._usage is None:
+            return {key for bucket in self._buckets for key in bucket.used}
+        flags = self._usage.wait().tolist()
+        self._usage = None
+        parameters = (p for bucket in self._buckets for p in bucket.parameters)
+        return {id(p) for p, flag in zip(parameters, flags, strict=True) if flag}
+
+    def _check_parameters(self) -> None:
+        for bucket in self._buckets:
+            bucket.check_places()
+        for parameter in self._frozen:
+            if parameter.grad is not None:
+                raise RuntimeError(
+                    f"a parameter of shape {tuple(parameter.shape)} was frozen when the optimizer was made, and has a "
+                    "gradient now; leave it out there, and use add_param_group() once it is to be trained"
+                )
+
+    def _clip(self) -> bool:
+        """Scale the gradients by their norm and the loss scale; whether the step is to be taken."""
+        device = self._buckets[0].own.device
+        scale = torch.tensor(1.0 / self.loss_scale, dtype=torch.float64, device=device)
+        self._grad_norm = None
+        if self.grad_clipping or self.skip_non_finite_steps:
+            norm = norm_of_parts(self._buckets, (self.group, active_group("pp", "tp")), device) / self.loss_scale
+            if self.grad_clipping:
+                self._grad_norm = norm
+                scale = scale * torch.clamp(self.max_norm / (norm + CLIP_EPSILON), max=1.0)
+            if self.skip_non_finite_steps and not norm.isfinite():
+                self.skipped_steps += 1
+                return False
+        # On the CPU the value is at hand; elsewhere reading it would stall the device.
+        if not (device.type == "cpu" and scale == 1):
+            for bucket in self._buckets:
+                assert bucket.gradient is not None
+                bucket.gradient.mul_(scale.to(bucket.gradient.dtype))
+        return True
+
+    def _update(self, used: set[int]) -> None:
+        """Step on this rank's part of each bucket, and gather the bucket while the next one is updated."""
+        for base in self._base_optimizers:
+            _copy_settings(self.param_groups, base.param_groups)
+        for bucket, base in reversed(list(self.parts())):  # in the order in which the next forward needs them
+            if not any(id(p) in used for p in bucket.parameters):
+                continue
+            assert bucket.gradient is not None
+            for own in bucket.ranges:
+                own.weight.grad = own.of(bucket.gradient) if id(own.parameter) in used else None
+            base.step()
+            for own in bucket.ranges:
+                own.weight.grad = None
+            bucket.gradient = None
+            bucket.gather()
+        _copy_settings(self._base_optimizers[0].param_groups, self.param_groups)  # some optimizers count steps there
+        if self._forward_gather is None:
+            self.wait_for_parameters()
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    """A parameter group without its parameters."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def _copy_settings(sources: list[dict[str, Any]], targets: list[dict[str, Any]]) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        target.update(_settings(source))
+
+
+def _check_max_norm(max_norm: float | None) -> float:
+    if max_norm is None:
+        return 1.0
+    if not float(max_norm) >= 0:
+        raise ValueError(f"max_norm={max_norm} must be zero or more; pass grad_clipping=False to switch clipping off")
+    return float(max_norm)
+
+
+def _check_cap(argument: str, megabytes: float) -> float:
+    if megabytes < 0:
+        raise ValueError(f"{argument}={megabytes} must be positive, or 0 for the default")
+    return megabytes

@@ -1,0 +1,104 @@
+"""Histograms of gradients count each element of the logical model once, whatever the layout."""
+
+import pytest
+import torch
+from nxd_optim import SMALLEST_EXPONENT, GradientHistograms, gradient_histograms
+from nxd_state import fuse_along, get_group, initialize_model_parallel, set_shard_spec, shard_along
+from torch import nn
+
+
+def with_gradient(gradient):
+    parameter = nn.Parameter(torch.zeros_like(gradient))
+    parameter.grad = gradient
+    return parameter
+
+
+def test_histogram_counts_by_power_of_two():
+    gradient = torch.tensor([1.0, -1.5, 1.99, 2.0, 0.5, 0.0, float("inf"), float("nan")])
+
+    histogram = gradient_histograms([("w", with_gradient(gradient))])["w"]
+
+    counts = {SMALLEST_EXPONENT + i: int(n) for i, n in enumerate(histogram.counts) if n}
+    assert counts == {0: 3, 1: 1, -1: 1}
+    assert (histogram.zeros, histogram.nonfinite, histogram.elements) == (1, 2, 8)
+
+
+def test_histogram_of_half_precision_and_extreme_magnitudes_loses_no_element():
+    gradient = torch.tensor([1e-7, 65504.0, 1e-4], dtype=torch.float16)
+    tiny = torch.tensor([1e-300, 1e300], dtype=torch.float64)
+
+    histograms = gradient_histograms([("half", with_gradient(gradient)), ("double", with_gradient(tiny))])
+
+    assert histograms["half"].elements == 3
+    assert histograms["half"].zeros == 0
+    assert histograms["double"].counts[0] == 1
+    assert histograms["double"].counts[-1] == 1
+
+
+def test_histogram_leaves_out_parameters_without_gradient():
+    assert gradient_histograms([("frozen", nn.Parameter(torch.zeros(2)))]) == {}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_histogram_over_ranks_is_that_of_the_logical_gradient(run_ranks, size):
+    generator = torch.Generator().manual_seed(1)
+    column = torch.randn(8, 3, generator=generator)
+    key = torch.randn(4, 3, generator=generator)
+    norm = torch.randn(5, generator=generator)
+    padded = torch.randn(5, 3, generator=generator)
+
+    def local(spec, *logical):
+        parameter = nn.Parameter(torch.zeros(spec.local_shape))
+        parameter.grad = torch.full(spec.local_shape, 1e9)  # what stands in the padding must not count
+        by_name = dict(zip(("q", "k") if len(logical) > 1 else ("",), logical, strict=True))
+        for piece in spec.pieces:
+            parameter.grad[piece.local.slices] = by_name[piece.name][piece.logical.slices]
+        set_shard_spec(parameter, spec)
+        return parameter
+
+    def count():
+        initialize_model_parallel(tensor_model_parallel_size=size)
+        rank = get_group("tp").rank
+        fused = fuse_along(
+            [
+                shard_along((8, 3), 0, rank=rank, size=size, name="q"),
+                shard_along((4, 3), 0, rank=rank // 2, size=size // 2, copies=2, name="k"),
+            ],
+            0,
+        )
+        parameters = [
+            ("qk", local(fused, column, key)),
+            ("padded", local(shard_along((5, 3), 0, rank=rank, size=size, padded_length=8), padded)),
+            ("norm", with_gradient(norm.clone())),
+        ]
+        return gradient_histograms(parameters)
+
+    expected = gradient_histograms(
+        [
+            ("qk", with_gradient(torch.cat([column, key]))),
+            ("padded", with_gradient(padded)),
+            ("norm", with_gradient(norm)),
+        ]
+    )
+    for histograms in run_ranks(count, size):
+        for name, histogram in expected.items():
+            assert torch.equal(histograms[name].counts, histogram.counts)
+            assert histograms[name].elements == histogram.elements
+
+
+def test_histograms_hook_reports_every_so_many_steps():
+    reports = []
+    weight = with_gradient(torch.ones(3))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    hook = GradientHistograms([("w", weight)], lambda step, found: reports.append((step, found["w"].elements)), every=2)
+    optimizer.register_step_pre_hook(hook)
+
+    for _ in range(5):
+        optimizer.step()
+
+    assert reports == [(2, 3), (4, 3)]
+
+
+def test_histograms_hook_of_no_step_raises():
+    with pytest.raises(ValueError, match="every=0 must be 1 or more"):
+        GradientHistograms([], print, every=0)
