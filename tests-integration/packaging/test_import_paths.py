@@ -1,6 +1,7 @@
 """The documented import paths lead to our objects."""
 
 import neuronx_distributed as nxd
+import nxd_state
 import pytest
 
 
@@ -19,6 +20,12 @@ import pytest
         "parallel_layers.loss_functions.parallel_cross_entropy",
         "parallel_layers.mappings.gather_from_sequence_parallel_region",
         "parallel_layers.grads.clip_grad_norm",
+        "parallel_layers.pad.pad_model",
+        "parallel_layers.utils.divide",
+        "modules.qkv_linear.GQAQKVColumnParallelLinear",
+        "modules.lora.LoraConfig",
+        "modules.lora.LoRAModel",
+        "optimizer.NeuronZero1Optimizer",
     ],
 )
 def test_documented_path_is_served_by_an_nxd_package(path):
@@ -27,6 +34,14 @@ def test_documented_path_is_served_by_an_nxd_package(path):
         found = getattr(found, name)
 
     assert found.__module__.startswith("nxd_")
+
+
+def test_every_getter_and_alias_of_the_mesh_is_served_under_its_own_name():
+    getters = {name for name in nxd_state.__all__ if name.startswith("get_") and "parallel" in name}
+
+    assert getters <= set(nxd.parallel_state.__all__)
+    for name in nxd.parallel_state.__all__:
+        assert getattr(nxd.parallel_state, name) is getattr(nxd_state, name)
 
 
 def test_unknown_attribute_names_what_there_is():

@@ -1,4 +1,4 @@
-"""The README's example runs as written, alone and under torchrun, and prints what the README says."""
+"""The README's examples run as written, alone and under torchrun, and print what the README says."""
 
 import re
 import subprocess
@@ -8,7 +8,7 @@ from pathlib import Path
 from nxd_state.testing import run_torchrun
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
-(EXAMPLE,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+EXAMPLE, LORA_EXAMPLE = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
 PRINTED = re.findall(r"^\$ .*\n(.*)\n", README, flags=re.MULTILINE)
 
 
@@ -23,3 +23,9 @@ def test_example_prints_the_same_loss_alone_and_under_torchrun(tmp_path):
     assert ranks.returncode == 0, ranks.stderr
     # The last lines: gloo of torch 2.9 says hello on stdout.
     assert [run.stdout.splitlines()[-1] for run in (alone, ranks)] == PRINTED
+
+
+def test_lora_example_prints_the_names_in_its_comment(capsys):
+    exec(LORA_EXAMPLE, {})
+
+    assert f"# {capsys.readouterr().out.strip()}" in LORA_EXAMPLE.splitlines()

@@ -101,7 +101,8 @@ def test_optimizer_state_is_sharded_as_the_parameters_are():
         "optimizer/attention.q_proj.weight/exp_avg_sq",
         "optimizer/attention.k_proj.weight/exp_avg",
         "optimizer/attention.k_proj.weight/exp_avg_sq",
-        "optimizer/attention.qk_proj.weight/step",
+        "optimizer/attention.q_proj.weight/step",
+        "optimizer/attention.k_proj.weight/step",
     }
 
 
@@ -127,6 +128,15 @@ def test_optimizer_state_of_another_models_parameter_is_refused():
 
     with pytest.raises(ValueError, match=r"a \(3, 2\) parameter that is not the model's"):
         optimizer_state(TiedModel(), optimizer)
+
+
+def test_optimizer_state_that_is_no_tensor_is_named():
+    model = TiedModel()
+    optimizer = torch.optim.SGD(model.parameters())
+    optimizer.state[model.head.weight]["momentum"] = 0.5
+
+    with pytest.raises(ValueError, match=r"optimizer state 'momentum' of embedding.weight is a float"):
+        optimizer_state(model, optimizer)
 
 
 def shape(tensor) -> tuple[int, ...]:

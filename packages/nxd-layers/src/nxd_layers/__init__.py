@@ -1,12 +1,20 @@
-"""Tensor- and sequence-parallel layers and losses for PyTorch."""
+"""Tensor- and sequence-parallel layers, attention, losses and LoRA for PyTorch."""
 
+from nxd_layers.activation_checkpoint import (
+    apply_activation_checkpointing,
+    matmul_outputs,
+    remove_activation_checkpointing,
+)
+from nxd_layers.attention import CoreAttention, attention_mask, document_ids_from_lengths
 from nxd_layers.chunked_loss import linear_cross_entropy
 from nxd_layers.cross_entropy import parallel_cross_entropy
 from nxd_layers.embedding import ParallelEmbedding
+from nxd_layers.key_value_heads import kv_size_multiplier_for
 from nxd_layers.linear import ColumnParallelLinear, RowParallelLinear, column_parallel_linears
 from nxd_layers.lora import LoraConfig, LoRAModel, LoraModel
 from nxd_layers.norm import LayerNorm, RMSNorm
 from nxd_layers.padding import divide, get_number_of_extra_heads, pad_model
+from nxd_layers.qkv_linear import GQAQKVColumnParallelLinear
 from nxd_layers.regions import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -24,7 +32,12 @@ __all__ = [
     "ColumnParallelLinear",
     "RowParallelLinear",
     "column_parallel_linears",
+    "GQAQKVColumnParallelLinear",
+    "kv_size_multiplier_for",
     "ParallelEmbedding",
+    "CoreAttention",
+    "attention_mask",
+    "document_ids_from_lengths",
     "RMSNorm",
     "LayerNorm",
     "parallel_cross_entropy",
@@ -34,6 +47,9 @@ __all__ = [
     "pad_model",
     "get_number_of_extra_heads",
     "divide",
+    "apply_activation_checkpointing",
+    "remove_activation_checkpointing",
+    "matmul_outputs",
     "LoraConfig",
     "LoraModel",
     "LoRAModel",

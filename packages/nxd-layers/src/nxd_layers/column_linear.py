@@ -2,7 +2,8 @@
 
 Layers that read the same input (query, key and value; gate and up) go through one call, so that the group
 communicates once in each direction: an all-gather of a sequence-parallel input forward, and one sum of the input's
-gradient backward, which runs while the weight gradients are computed.
+gradient backward, which runs while the weight gradients are computed. Where several ranks hold the same key and value
+heads, their gradients are added up in one more sum, which runs while the gradients of the other rows are computed.
 """
 
 from typing import Any
@@ -14,44 +15,81 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from nxd_layers.key_value_heads import HeadCopies
+
 
 class _ColumnLinear(Function):
     """`outputs[i] = input @ weights[i].T + biases[i]` for weights split on dim 0.
 
     Arguments of `forward`: input `[..., in]` (`[seq/tp, ..., in]` if sequence_dim is given), group, sequence_dim,
-    then all weights `[out_i/tp, in]`, then all biases `[out_i/tp]` or None.
+    copies, then all weights `[out_i/tp, in]`, then all biases `[out_i/tp]` or None.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, input_: Tensor, group: Group, sequence_dim: int | None, *weights_and_biases: Tensor | None
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
+        # Taken together: torch.compile tells whether `forward` takes a ctx by counting its parameters and arguments.
+        input_, group, sequence_dim, copies, *weights_and_biases = arguments
         count = len(weights_and_biases) // 2
         weights, biases = weights_and_biases[:count], weights_and_biases[count:]
         whole = input_ if sequence_dim is None else all_gather(input_, group, dim=sequence_dim)
         # The gathered input is kept (gathering it again backward would cost a third collective), but not for
         # frozen weights: only their own gradients need it.
-        weights_learn = any(ctx.needs_input_grad[3 : 3 + count])
+        weights_learn = any(ctx.needs_input_grad[4 : 4 + count])
         ctx.save_for_backward(whole if weights_learn else None, *weights)
         ctx.group, ctx.sequence_dim, ctx.whole_shape = group, sequence_dim, whole.shape
+        ctx.copies = copies
         return tuple(F.linear(whole, w, b) for w, b in zip(weights, biases, strict=True) if w is not None)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         whole, *weights = ctx.saved_tensors
-        needs_input, _, _, *needs_rest = ctx.needs_input_grad
         rows = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
-        pending = _sum_input_grad(ctx, rows, weights) if needs_input else None
+        pending = _sum_input_grad(ctx, rows, weights) if ctx.needs_input_grad[0] else None
         whole_rows = None if whole is None else whole.reshape(-1, whole.shape[-1])
-        weight_grads = [
-            grad.t().mm(whole_rows) if needed and whole_rows is not None else None
-            for grad, needed in zip(rows, needs_rest[: len(rows)], strict=True)
-        ]
-        bias_grads = [
-            grad.sum(dim=0) if needed else None for grad, needed in zip(rows, needs_rest[len(rows) :], strict=True)
-        ]
-        return (pending.wait() if pending else None, None, None, *weight_grads, *bias_grads)
+        parameter_grads = _grads_of_copied_rows_first if ctx.copies is not None else _parameter_grads
+        weight_grads, bias_grads = parameter_grads(ctx, rows, whole_rows)
+        return (pending.wait() if pending else None, None, None, None, *weight_grads, *bias_grads)
+
+
+_Grads = list[Tensor | None]
+
+
+def _parameter_grads(ctx: Any, rows: list[Tensor], whole_rows: Tensor | None) -> tuple[_Grads, _Grads]:
+    """Of the weights and of the biases; None for what does not learn."""
+    needs = ctx.needs_input_grad[4:]
+    weight_grads = [
+        grad.t().mm(whole_rows) if needed and whole_rows is not None else None
+        for grad, needed in zip(rows, needs[: len(rows)], strict=True)
+    ]
+    bias_grads = [grad.sum(dim=0) if needed else None for grad, needed in zip(rows, needs[len(rows) :], strict=True)]
+    return weight_grads, bias_grads
+
+
+def _grads_of_copied_rows_first(ctx: Any, rows: list[Tensor], whole_rows: Tensor | None) -> tuple[_Grads, _Grads]:
+    """As `_parameter_grads`, with the copies' gradients added up while those of the other rows are computed."""
+    needs = ctx.needs_input_grad[4:]
+    bias_grads = [grad.sum(dim=0) if needed else None for grad, needed in zip(rows, needs[len(rows) :], strict=True)]
+    weight_grads = [
+        grad.new_empty(grad.shape[1], whole_rows.shape[1]) if needed and whole_rows is not None else None
+        for grad, needed in zip(rows, needs[: len(rows)], strict=True)
+    ]
+    copied = [slice(grad.shape[1] - length, None) for grad, length in zip(rows, ctx.copies.rows, strict=True)]
+    others = [slice(part.start) for part in copied]
+
+    def multiply(parts: list[slice]) -> None:
+        for grad, weight_grad, part in zip(rows, weight_grads, parts, strict=True):
+            if weight_grad is not None and whole_rows is not None:
+                torch.mm(grad[:, part].t(), whole_rows, out=weight_grad[part])
+
+    multiply(copied)
+    grads = zip(weight_grads + bias_grads, copied * 2, strict=True)
+    partial = [grad[part] for grad, part in grads if grad is not None and part.start < len(grad)]
+    finish = ctx.copies.start_sum(partial) if partial else None
+    multiply(others)
+    if finish is not None:
+        finish()
+    return weight_grads, bias_grads
 
 
 def _sum_input_grad(ctx: Any, rows: list[Tensor], weights: list[Tensor]) -> Pending:
@@ -72,6 +110,7 @@ def column_linear(
     group: Group,
     *,
     sequence_dim: int | None = None,
+    copies: HeadCopies | None = None,
 ) -> tuple[Tensor, ...]:
     """Apply several column-parallel weights to one input.
 
@@ -81,6 +120,7 @@ def column_linear(
         biases: `[out_i/tp]` or None each.
         group: the tensor-parallel group.
         sequence_dim: the dim along which the input is split over the group, if it is.
+        copies: of the heads in some weights' last rows, if there are any; their gradients are added up.
 
     Returns:
         `[..., out_i/tp]` each, over the whole sequence.
@@ -93,7 +133,7 @@ def column_linear(
         input_ = _autocast(input_, dtype)
         weights = [_autocast(weight, dtype) for weight in weights]
         biases = [None if bias is None else _autocast(bias, dtype) for bias in biases]
-    outputs: tuple[Tensor, ...] = _ColumnLinear.apply(input_, group, sequence_dim, *weights, *biases)
+    outputs: tuple[Tensor, ...] = _ColumnLinear.apply(input_, group, sequence_dim, copies, *weights, *biases)
     return outputs
 
 

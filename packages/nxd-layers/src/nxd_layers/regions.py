@@ -7,6 +7,9 @@ operators of Shoeybi et al. 2019 ("Megatron-LM") and, for the sequence-parallel 
 each is the identity.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -14,6 +17,8 @@ from nxd_state import Group, active_group, all_gather, all_reduce, all_reduce_, 
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+
+_reduce_in_place = ContextVar("_reduce_in_place", default=True)
 
 # The autograd functions below return one gradient per argument of `forward`; only the tensor has one.
 
@@ -105,10 +110,21 @@ def reduce_from_tensor_model_parallel_region(input_: Tensor) -> Tensor:
 
 def reduce_from_tensor_model_parallel_region_(input_: Tensor) -> Tensor:
     """`reduce_from_tensor_model_parallel_region` in place, for an input that no backward needs (a matmul's output)."""
-    if torch.compiler.is_compiling():  # it cannot trace an in-place autograd function, and drops the copy itself
+    # torch.compile cannot trace an in-place autograd function, and drops the copy itself.
+    if torch.compiler.is_compiling() or not _reduce_in_place.get():
         return reduce_from_tensor_model_parallel_region(input_)
     group = active_group("tp")
     return input_ if group.size == 1 else _ReduceInPlace.apply(input_, group)
+
+
+@contextmanager
+def reductions_out_of_place() -> Iterator[None]:
+    """Inside, `reduce_from_tensor_model_parallel_region_` leaves its input alone: somebody keeps it after all."""
+    token = _reduce_in_place.set(False)
+    try:
+        yield
+    finally:
+        _reduce_in_place.reset(token)
 
 
 def scatter_to_tensor_model_parallel_region(input_: Tensor, dim: int = -1) -> Tensor:

@@ -41,6 +41,7 @@ from nxd_state.parallel_state import (
     get_world_group,
     initialize_model_parallel,
     model_parallel_is_initialized,
+    subgroup,
 )
 from nxd_state.rng import get_rng_state, rng_stream, seed_model_parallel, set_rng_state
 from nxd_state.shard_spec import (
@@ -68,6 +69,7 @@ __all__ = [
     "get_mesh",
     "get_group",
     "active_group",
+    "subgroup",
     "get_world_group",
     "get_tensor_model_parallel_size",
     "get_tensor_model_parallel_rank",

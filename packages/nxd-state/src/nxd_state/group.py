@@ -14,7 +14,7 @@ class Group:
         ranks: global ranks of this group, in mesh order.
         rank: this process's index in `ranks`.
         replica_groups: the ranks of every group of this axis; one of them is `ranks`.
-        process_group: the torch process group behind it; None in a world of one without torch.distributed.
+        process_group: the torch process group behind it; None where nobody else is in it.
         name: the process group's registered name, which compiled graphs refer to.
     """
 

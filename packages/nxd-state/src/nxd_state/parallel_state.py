@@ -4,7 +4,7 @@ Holds the state (mesh and process groups) and the documented getters. The arithm
 """
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from nxd_state.device import device_type
 from nxd_state.group import Group
 from nxd_state.mesh import Mesh, RankGroups
-from nxd_state.process_groups import new_process_group, start_torch_distributed
+from nxd_state.process_groups import new_process_group, new_process_group_of_members, start_torch_distributed
 
 GROUP_AXES: tuple[tuple[str, ...], ...] = (
     ("tp",),
@@ -34,6 +34,8 @@ class _ParallelState:
     rank: int
     groups: dict[str, Group]
     created: list[dist.ProcessGroup] = field(default_factory=list)
+    subgroups: dict[tuple[str, int], Group] = field(default_factory=dict)  # by axis and size
+    timeout: timedelta | None = None
     owns_world: bool = False  # we started torch.distributed, so we also end it
 
 
@@ -83,8 +85,10 @@ def initialize_model_parallel(
     owns_world = not dist.is_initialized()
     if owns_world:
         start_torch_distributed(rank, world_size, timeout)
-    state = _ParallelState(mesh=mesh, rank=rank, groups={}, owns_world=owns_world)
-    _make_groups(state, timeout)
+    state = _ParallelState(mesh=mesh, rank=rank, groups={}, timeout=timeout, owns_world=owns_world)
+    _make_groups(state)
+    if world_size > 1:
+        dist.barrier()  # a rank that went on and ended at once would close connections that others are still making
     _state = state
 
 
@@ -142,6 +146,21 @@ def get_world_group() -> Group:
     return get_group(*WORLD_AXES)
 
 
+def subgroup(axis: str, size: int) -> Group:
+    """This rank's run of `size` consecutive ranks of its group along `axis`; the same object at each call.
+
+    The first call makes the process group and waits for the other members' first calls; nobody else need call it.
+
+    Raises:
+        RuntimeError: not initialised.
+        ValueError: no such axis, or `size` does not divide the ranks along it.
+    """
+    state = _current()
+    if (axis, size) not in state.subgroups:
+        state.subgroups[axis, size] = _make_subgroup(state, get_group(axis), size)
+    return state.subgroups[axis, size]
+
+
 def _current() -> _ParallelState:
     if _state is None:
         raise RuntimeError("model parallelism is not initialised; call initialize_model_parallel() first")
@@ -160,7 +179,7 @@ def _launched_rank_and_world_size() -> tuple[int, int]:
     return int(os.environ.get("RANK", "0")), world_size
 
 
-def _make_groups(state: _ParallelState, timeout: timedelta | None) -> None:
+def _make_groups(state: _ParallelState) -> None:
     """Fill `state.groups`. Every rank makes every group, in one order; axes that cut the world alike share them."""
     mesh = state.mesh
     partitions = {"+".join(axes): mesh.groups(*axes) for axes in GROUP_AXES}
@@ -169,7 +188,7 @@ def _make_groups(state: _ParallelState, timeout: timedelta | None) -> None:
     process_groups: dict[RankGroups, dist.ProcessGroup | None] = {(tuple(range(mesh.world_size)),): world}
     for axis, replica_groups in partitions.items():
         if replica_groups not in process_groups:
-            made = [new_process_group(ranks, timeout) for ranks in replica_groups]
+            made = [new_process_group(ranks, state.timeout) for ranks in replica_groups]
             mine = next((process_group for process_group in made if process_group is not None), None)
             process_groups[replica_groups] = mine
             state.created += [mine] if mine is not None else []
@@ -185,6 +204,23 @@ def _make_groups(state: _ParallelState, timeout: timedelta | None) -> None:
             process_group=process_group,
             name=process_group.group_name,
         )
+
+
+def _make_subgroup(state: _ParallelState, whole: Group, size: int) -> Group:
+    if size < 1 or whole.size % size:
+        raise ValueError(
+            f"size={size} does not divide the {whole.size} ranks of {whole}; use a divisor of {whole.size}"
+        )
+    if size == whole.size:
+        return whole
+    runs = [ranks[start : start + size] for ranks in whole.replica_groups for start in range(0, whole.size, size)]
+    ranks = next(ranks for ranks in runs if state.rank in ranks)
+    group = Group(axis=whole.axis, ranks=ranks, rank=ranks.index(state.rank), replica_groups=tuple(runs))
+    if size == 1:
+        return group
+    process_group = new_process_group_of_members(ranks, state.timeout)
+    state.created.append(process_group)
+    return replace(group, process_group=process_group, name=process_group.group_name)
 
 
 def _group(axes: tuple[str, ...], as_list: bool) -> dist.ProcessGroup | list[list[int]]:

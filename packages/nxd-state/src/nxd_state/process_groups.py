@@ -7,6 +7,7 @@ import atexit
 import inspect
 import os
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -71,8 +72,30 @@ def new_process_group(ranks: tuple[int, ...], timeout: timedelta | None) -> dist
     return None if process_group == dist.GroupMember.NON_GROUP_MEMBER else process_group
 
 
+def new_process_group_of_members(ranks: tuple[int, ...], timeout: timedelta | None) -> dist.ProcessGroup:
+    """A process group that only its members make, each as often as the others: the rest of the world does not know.
+
+    So its name cannot be a count of the world's groups. It is made of the ranks, and of how often they made one.
+    """
+    world = distributed_c10d._get_default_group()
+    _, store = distributed_c10d._world.pg_map[world]
+    members = "_".join(map(str, ranks))
+    # Counted in the store, which lives and ends with the names that earlier groups have left in it.
+    count = store.add(f"nxd_state/groups_of_members/{members}/by_rank_{dist.get_rank()}", 1)
+    # A world bound to a device would split its communicator for the new group, in which all its ranks must take part.
+    bound_device, world.bound_device_id = world.bound_device_id, None
+    try:
+        return _new_named_group(ranks, f"nxd_members_{members}_{count}", timeout)
+    finally:
+        world.bound_device_id = bound_device
+
+
 def _new_unsorted_group(ranks: tuple[int, ...], timeout: timedelta | None) -> dist.ProcessGroup:
     """`new_group(sort_ranks=False)` for versions of torch without that argument, which always sort."""
+    return _new_named_group(ranks, distributed_c10d._process_group_name(list(ranks), use_hashed_name=False), timeout)
+
+
+def _new_named_group(ranks: tuple[int, ...], name: Any, timeout: timedelta | None) -> dist.ProcessGroup:
     state = distributed_c10d._world
     world = distributed_c10d._get_default_group()
     backend, store = state.pg_map[world]
@@ -82,7 +105,7 @@ def _new_unsorted_group(ranks: tuple[int, ...], timeout: timedelta | None) -> di
         list(ranks),
         dist.Backend(backend),
         store,
-        distributed_c10d._process_group_name(list(ranks), use_hashed_name=False),
+        name,
         timeout=timeout or distributed_c10d._get_default_timeout(dist.Backend(backend)),
         device_id=world.bound_device_id,
     )

@@ -6,7 +6,7 @@ Submodules are imported when they are first used, so that `import neuronx_distri
 import importlib
 from types import ModuleType
 
-_SUBMODULES = ("parallel_state", "parallel_layers")
+_SUBMODULES = ("parallel_state", "parallel_layers", "modules", "optimizer")
 
 __all__ = list(_SUBMODULES)
 

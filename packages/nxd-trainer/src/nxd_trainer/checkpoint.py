@@ -50,8 +50,9 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> CheckpointState:
             if value.shape == parameter.shape:
                 for logical, tensor in _logical_tensors(name, parameter, value).items():
                     state[f"{OPTIMIZER_PREFIX}{logical}/{key}"] = tensor
-            else:
-                state[f"{OPTIMIZER_PREFIX}{name}/{key}"] = value
+            else:  # such as a count of steps, which each logical tensor of a fused parameter has
+                names = list(_logical_tensors(name, parameter, parameter)) or [name]
+                state.update({f"{OPTIMIZER_PREFIX}{logical}/{key}": value for logical in names})
     return state
 
 
@@ -82,11 +83,14 @@ def allocate_optimizer_state(
 def _check_shard_metadata(model: nn.Module) -> None:
     """Copies and moves by torch's own means (`deepcopy`, `to_empty`, `load_state_dict(assign=True)`) drop it."""
     for name, module in model.named_modules():
-        if getattr(module, "tensor_parallel_size", 1) > 1 and get_shard_spec(module.weight) is None:
-            raise ValueError(
-                f"{name}.weight is split over {module.tensor_parallel_size} ranks but has no shard metadata any more; "
-                "move models with move_model_to_device, and carry it over with copy_parameter_attributes"
-            )
+        if getattr(module, "tensor_parallel_size", 1) == 1:
+            continue
+        for own_name, parameter in module.named_parameters(prefix=name, recurse=False):
+            if own_name.rpartition(".")[2].startswith("weight") and get_shard_spec(parameter) is None:
+                raise ValueError(
+                    f"{own_name} is split over {module.tensor_parallel_size} ranks but has no shard metadata any more; "
+                    "move models with move_model_to_device, and carry it over with copy_parameter_attributes"
+                )
 
 
 def _optimized_parameters(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, nn.Parameter]]:

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from nxd_state import initialize_model_parallel
+from nxd_state.testing import assemble_logical, logical_pieces
 from nxd_trainer.models import KeyValueCache, LlamaConfig, LlamaForCausalLM
 from torch.nn import functional as F
 
@@ -41,6 +43,56 @@ def test_parameter_names_are_those_of_the_hugging_face_model():
         "lm_head.weight",
         *(f"model.layers.{number}.{name}.weight" for number in range(2) for name in layer),
     }
+
+
+def logits_by_hand(model: LlamaForCausalLM, tokens: torch.Tensor) -> torch.Tensor:
+    """`[seq]` to `[seq, vocab]` by the papers' formulas, head by head, from the weights alone."""
+    weights, config = dict(model.named_parameters()), model.config
+    size, queries_per_key = config.head_size, config.num_attention_heads // config.num_key_value_heads
+    speeds = config.rope_theta ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
+    angles = torch.outer(torch.arange(len(tokens)), speeds)
+    later = torch.ones(len(tokens), len(tokens), dtype=torch.bool).triu(1)
+
+    def linear(x, name):
+        return x @ weights[f"{name}.weight"].T
+
+    def norm(x, name):
+        return x / (x.square().mean(-1, keepdim=True) + config.rms_norm_eps).sqrt() * weights[f"{name}.weight"]
+
+    def turn(x):  # pairs (i, i + size/2) are complex numbers, turned by the angle of their position
+        turned = torch.complex(*x.chunk(2, dim=-1)) * torch.polar(torch.ones_like(angles), angles)
+        return torch.cat([turned.real, turned.imag], dim=-1)
+
+    hidden = weights["model.embed_tokens.weight"][tokens]
+    for layer in (f"model.layers.{number}" for number in range(config.num_hidden_layers)):
+        normed = norm(hidden, f"{layer}.input_layernorm")
+        queries, keys, values = (linear(normed, f"{layer}.self_attn.{x}_proj").split(size, dim=-1) for x in "qkv")
+        heads = []
+        for number, query in enumerate(queries):
+            scores = turn(query) @ turn(keys[number // queries_per_key]).T / size**0.5
+            heads.append(scores.masked_fill(later, -torch.inf).softmax(-1) @ values[number // queries_per_key])
+        hidden = hidden + linear(torch.cat(heads, dim=-1), f"{layer}.self_attn.o_proj")
+        normed = norm(hidden, f"{layer}.post_attention_layernorm")
+        gate, up = linear(normed, f"{layer}.mlp.gate_proj"), linear(normed, f"{layer}.mlp.up_proj")
+        hidden = hidden + linear(gate * gate.sigmoid() * up, f"{layer}.mlp.down_proj")
+    return linear(norm(hidden, "model.norm"), "lm_head")
+
+
+def test_logits_are_those_of_the_formulas():
+    model = make_model(initializer_range=0.4, rope_theta=50.0, rms_norm_eps=0.1)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:  # norms begin as ones, which would hide them
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    tokens = torch.randint(0, 32, (7,))
+
+    # The rotary tables are float32.
+    torch.testing.assert_close(model(tokens[None])[0], logits_by_hand(model, tokens), rtol=1e-5, atol=1e-5)
+
+
+def test_initial_weights_have_the_spread_of_the_recipe():
+    for parameter in make_model(initializer_range=0.5).parameters():
+        spread = parameter.std().item()
+        assert spread == pytest.approx(0.5 if parameter.dim() > 1 else 0.0, rel=0.2)
 
 
 def test_loss_is_the_mean_cross_entropy_of_the_logits():
@@ -94,6 +146,55 @@ def test_cache_in_pieces_equals_the_whole_sequence():
     torch.testing.assert_close(torch.cat(parts, dim=1), model(tokens))
 
 
+@pytest.mark.parametrize("sizes", [{"num_key_value_heads": 1}, {"num_attention_heads": 12, "num_key_value_heads": 3}])
+def test_cache_of_copied_heads_equals_the_whole_sequence(run_ranks, sizes):
+    def check():
+        initialize_model_parallel(tensor_model_parallel_size=4)
+        model, cache = make_model(**{"hidden_size": 48, **sizes}), KeyValueCache()
+        tokens = torch.arange(16).view(2, 8)
+
+        parts = [model(tokens[:, :3], cache=cache), *(model(tokens[:, i : i + 1], cache=cache) for i in range(3, 8))]
+
+        torch.testing.assert_close(torch.cat(parts, dim=1), model(tokens))
+        return cache.keys[0].shape[1]
+
+    assert run_ranks(check, 4) == [sizes.get("num_attention_heads", 4) // 4] * 4
+
+
+def test_copied_heads_have_the_weights_of_one_process(run_ranks):
+    def weights(tp):
+        initialize_model_parallel(tensor_model_parallel_size=tp)
+        return logical_pieces((name, p, p) for name, p in make_model().named_parameters())
+
+    [alone], together = run_ranks(weights, 1, 1), run_ranks(weights, 4, 4)
+
+    expected, found = assemble_logical([alone]), assemble_logical(together)
+    for name in "qkv":
+        attention = "model.layers.1.self_attn"
+        fused = found[f"{attention}.qkv_proj.weight_qkv:{name}_proj.weight"]
+        assert torch.equal(fused, expected[f"{attention}.{name}_proj.weight"])
+
+
+def test_packed_documents_give_the_logits_of_each_alone():
+    model, tokens = make_model(initializer_range=0.4), torch.randint(0, 32, (2, 9))
+
+    logits = model(tokens, document_ids=torch.tensor([[0] * 4 + [1] * 5] * 2))
+
+    # The rotary tables are float32.
+    alone = torch.cat([model(tokens[:, :4]), model(tokens[:, 4:])], dim=1)
+    torch.testing.assert_close(logits, alone, rtol=1e-5, atol=1e-6)
+    assert not torch.allclose(logits, model(tokens), rtol=1e-2)
+
+
+def test_packed_documents_with_a_cache_give_the_logits_without():
+    model, tokens, cache = make_model(), torch.randint(0, 32, (1, 9)), KeyValueCache()
+    documents = torch.tensor([[0] * 4 + [1] * 5])
+
+    parts = [model(tokens[:, i : i + 3], cache=cache, document_ids=documents[:, : i + 3]) for i in (0, 3, 6)]
+
+    torch.testing.assert_close(torch.cat(parts, dim=1), model(tokens, document_ids=documents))
+
+
 def test_cache_with_sequence_parallel_is_refused():
     model = LlamaForCausalLM(LlamaConfig(**SIZES), sequence_parallel=True)
 
@@ -123,13 +224,13 @@ def test_sizes_that_do_not_fit_are_named(sizes, message):
 
 def test_degree_that_does_not_divide_names_every_size_and_the_degrees_that_do(run_ranks):
     def build() -> str:
-        from nxd_state import initialize_model_parallel
-
         initialize_model_parallel(tensor_model_parallel_size=4)
         with pytest.raises(ValueError, match="tensor_parallel_size=4 does not divide") as raised:
-            make_model(vocab_size=34)
+            make_model(vocab_size=34, intermediate_size=26)
         return str(raised.value)
 
     for message in run_ranks(build, 4):
-        assert "num_key_value_heads=2; tensor_parallel_size=4 does not divide vocab_size=34" in message
-        assert message.endswith("Degrees that divide all sizes: [1, 2]")
+        assert message == (
+            "tensor_parallel_size=4 does not divide intermediate_size=26; "
+            "tensor_parallel_size=4 does not divide vocab_size=34. Degrees that divide all sizes: [1, 2]"
+        )

@@ -1,8 +1,6 @@
 import pytest
 from nxd_trainer.recipe import RecipeError, check_layout, load_recipe, padded_vocab_size
 
-KV_HEADS_8 = ["model.num_key_value_heads=8"]
-
 
 @pytest.mark.parametrize(
     ("overrides", "expected"),
@@ -70,18 +68,18 @@ def test_layout_that_divides_is_accepted(tp_size, dp_size, accumulation):
 @pytest.mark.parametrize(
     ("overrides", "vocab_size", "uneven", "degrees"),
     [
-        ([], None, "model.num_key_value_heads=4", "1, 2 or 4"),
+        (["model.num_attention_heads=4"], None, "model.num_attention_heads=4", "1, 2 or 4"),
         (
-            ["model.num_attention_heads=4"],
+            ["model.num_attention_heads=4", "model.intermediate_size=684"],
             None,
-            "model.num_attention_heads=4 and model.num_key_value_heads=4",
+            "model.num_attention_heads=4 and model.intermediate_size=684",
             "1, 2 or 4",
         ),
-        ([*KV_HEADS_8, "model.intermediate_size=684"], None, "model.intermediate_size=684", "1, 2 or 4"),
-        (KV_HEADS_8, 260, "model.vocab_size=260", "1, 2 or 4"),
-        ([*KV_HEADS_8, "model.vocab_size=300"], None, "model.vocab_size=300", "1, 2 or 4"),
+        (["model.intermediate_size=684"], None, "model.intermediate_size=684", "1, 2 or 4"),
+        ([], 260, "model.vocab_size=260", "1, 2 or 4"),
+        (["model.vocab_size=300"], None, "model.vocab_size=300", "1, 2 or 4"),
         (
-            [*KV_HEADS_8, "parallel.sequence_parallel=true", "data.sequence_length=130"],
+            ["parallel.sequence_parallel=true", "data.sequence_length=130"],
             320,
             "data.sequence_length=130",
             "1 or 2",
@@ -96,6 +94,19 @@ def test_degree_that_does_not_divide_names_sizes_and_degrees(overrides, vocab_si
 
     (mistake,) = raised.value.mistakes
     assert mistake.startswith(f"parallel.tensor_parallel_size=8 does not divide {uneven}; use {degrees}, or change")
+
+
+@pytest.mark.parametrize(("tp_size", "num_key_value_heads"), [(8, 4), (4, 1), (8, 2)])
+def test_degree_that_does_not_divide_the_key_value_heads_is_accepted(tp_size, num_key_value_heads):
+    recipe = load_recipe(
+        overrides=[
+            f"parallel.tensor_parallel_size={tp_size}",
+            f"model.num_key_value_heads={num_key_value_heads}",
+            "model.intermediate_size=704",
+        ]
+    )
+
+    check_layout(recipe, 1, vocab_size=320)
 
 
 def test_hidden_size_that_does_not_divide_is_named():

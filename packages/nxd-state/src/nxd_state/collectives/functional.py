@@ -29,14 +29,15 @@ def all_gather(tensor: Tensor, group: Group, dim: int) -> Tensor:
 
 def reduce_scatter(tensor: Tensor, group: Group, dim: int, op: str) -> Tensor:
     """Reduce, and keep this rank's part along `dim`."""
-    reduced = funcol.wait_tensor(_reduce_scatter_single(tensor.contiguous(), _summed(op), dim, _name(group)))
+    # torch 2.9's own way along other dims calls a node `self`, which breaks the code of strictly exported graphs.
+    parts = _split(tensor, group.size, dim).flatten(0, 1)
+    reduced = funcol.wait_tensor(_reduce_scatter_single(parts, _summed(op), 0, _name(group)))
     return reduced / group.size if op == "avg" else reduced
 
 
 def all_to_all(tensor: Tensor, group: Group, split_dim: int, concat_dim: int) -> Tensor:
     """Exchange along `split_dim`, concatenate along `concat_dim`."""
-    length = tensor.shape[split_dim] // group.size
-    parts = tensor.unflatten(split_dim, (group.size, length)).movedim(split_dim, 0).contiguous()
+    parts = _split(tensor, group.size, split_dim)
     received = funcol.wait_tensor(funcol.all_to_all_single(parts, None, None, _name(group)))
     return received.movedim(0, concat_dim).flatten(concat_dim, concat_dim + 1)
 
@@ -45,6 +46,11 @@ def broadcast(tensor: Tensor, group: Group, source: int) -> Tensor:
     """Copy from the rank with index `source` in the group."""
     # Unlike torch.distributed.broadcast, this counts the source within the group.
     return funcol.wait_tensor(funcol.broadcast(tensor.contiguous(), source, _name(group)))
+
+
+def _split(tensor: Tensor, parts: int, dim: int) -> Tensor:
+    """Equal parts along `dim`, stacked on a new dim 0, contiguous."""
+    return tensor.unflatten(dim, (parts, tensor.shape[dim] // parts)).movedim(dim, 0).contiguous()
 
 
 def _summed(op: str) -> str:

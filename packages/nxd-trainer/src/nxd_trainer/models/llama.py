@@ -5,6 +5,7 @@ model; with more, each layer holds its part. Notable:
 
 - hidden states are `[seq, batch, hidden]`, so that sequence parallelism splits contiguous memory;
 - query, key and value share one input, as do gate and up: one collective per direction for each such set;
+- where the tensor-parallel degree does not divide the key-value heads, several ranks hold copies of a head;
 - the loss never sees whole logits.
 
 Legend for shapes: S sequence, B batch, H hidden, N heads on this rank, K key-value heads on this rank, D head size,
@@ -22,6 +23,9 @@ from nxd_layers import (
     column_parallel_linears,
     parallel_cross_entropy,
 )
+from nxd_layers.attention import CoreAttention, attention_mask
+from nxd_layers.key_value_heads import kv_size_multiplier_for
+from nxd_layers.qkv_linear import GQAQKVColumnParallelLinear
 from nxd_state import active_group
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -70,7 +74,7 @@ class LlamaConfig:
                 f"num_key_value_heads={self.num_key_value_heads} does not divide "
                 f"num_attention_heads={self.num_attention_heads}"
             )
-        split = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
+        split = ("num_attention_heads", "intermediate_size", "vocab_size")
         for name in split:
             size = getattr(self, name)
             if size % tensor_parallel_size:
@@ -153,6 +157,21 @@ class _LayerFactory:
             init_method=self._initialize,
         )
 
+    def query_key_value(self) -> GQAQKVColumnParallelLinear:
+        config = self.config
+        return GQAQKVColumnParallelLinear(
+            config.hidden_size,
+            [config.hidden_size, config.num_key_value_heads * config.head_size],
+            bias=False,
+            gather_output=False,
+            sequence_parallel_enabled=self.sequence_parallel,
+            dtype=self.dtype,
+            device=self.device,
+            kv_size_multiplier=kv_size_multiplier_for(config.num_key_value_heads, active_group("tp").size),
+            init_method=self._initialize,
+            num_key_value_heads=config.num_key_value_heads,
+        )
+
     def row(self, input_size: int, output_size: int) -> RowParallelLinear:
         return RowParallelLinear(
             input_size,
@@ -175,45 +194,49 @@ class _LayerFactory:
         )
 
 
-def _mask_after_cached(num_queries: int, num_keys: int, device: torch.device) -> Tensor | None:
-    """Which keys each query may look at, `[num_queries, num_keys]`, where earlier keys come from the cache.
-
-    None where there are no earlier ones: that is plain causal attention, which has a kernel of its own.
-    """
-    if num_queries == num_keys:
-        return None
-    allowed = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
-    return allowed.tril(diagonal=num_keys - num_queries)
-
-
 class LlamaAttention(nn.Module):
-    """Causal self-attention; each rank computes its share of the heads."""
+    """Causal self-attention; each rank computes its share of the heads.
+
+    Where the tensor-parallel degree does not divide the key-value heads, `qkv_proj` takes the place of `q_proj`,
+    `k_proj` and `v_proj`; in checkpoints it has their names.
+    """
 
     def __init__(self, make: _LayerFactory, layer: int) -> None:
         super().__init__()
         config = make.config
         self.layer = layer
         self.head_size = config.head_size
-        self.queries_per_key = config.num_attention_heads // config.num_key_value_heads
-        self.q_proj = make.column(config.hidden_size, config.hidden_size)
-        self.k_proj = make.column(config.hidden_size, config.num_key_value_heads * config.head_size)
-        self.v_proj = make.column(config.hidden_size, config.num_key_value_heads * config.head_size)
+        self.has_copied_heads = config.num_key_value_heads % active_group("tp").size > 0
+        if self.has_copied_heads:
+            self.qkv_proj = make.query_key_value()
+        else:
+            self.q_proj = make.column(config.hidden_size, config.hidden_size)
+            self.k_proj = make.column(config.hidden_size, config.num_key_value_heads * config.head_size)
+            self.v_proj = make.column(config.hidden_size, config.num_key_value_heads * config.head_size)
         self.o_proj = make.row(config.hidden_size, config.hidden_size)
+        self.core = CoreAttention()
 
-    def forward(self, hidden_sbh: Tensor, rotary: tuple[Tensor, Tensor], cache: KeyValueCache | None) -> Tensor:
+    def forward(
+        self,
+        hidden_sbh: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        cache: KeyValueCache | None,
+        mask: Tensor | None = None,
+    ) -> Tensor:
         """`[S, B, H]` to `[S, B, H]`."""
-        projected = column_parallel_linears(hidden_sbh, [self.q_proj, self.k_proj, self.v_proj])
-        q_bnsd, k_bksd, v_bksd = (self._split_heads(p) for p in projected)
+        q_bnsd, k_bksd, v_bksd = (self._split_heads(p) for p in self._project(hidden_sbh))
         q_bnsd, k_bksd = rotate(q_bnsd, *rotary), rotate(k_bksd, *rotary)
         if cache is not None:
             k_bksd, v_bksd = cache.extend(self.layer, k_bksd, v_bksd)
-        if self.queries_per_key > 1:
-            k_bksd = k_bksd.repeat_interleave(self.queries_per_key, dim=1)
-            v_bksd = v_bksd.repeat_interleave(self.queries_per_key, dim=1)
-        mask = _mask_after_cached(q_bnsd.shape[2], k_bksd.shape[2], q_bnsd.device)
-        mixed_bnsd = F.scaled_dot_product_attention(q_bnsd, k_bksd, v_bksd, attn_mask=mask, is_causal=mask is None)
+        mixed_bnsd = self.core(q_bnsd, k_bksd, v_bksd, mask)
         output: Tensor = self.o_proj(mixed_bnsd.permute(2, 0, 1, 3).flatten(2))
         return output
+
+    def _project(self, hidden_sbh: Tensor) -> tuple[Tensor, ...]:
+        if self.has_copied_heads:
+            projected: tuple[Tensor, ...] = self.qkv_proj(hidden_sbh)
+            return projected
+        return column_parallel_linears(hidden_sbh, [self.q_proj, self.k_proj, self.v_proj])
 
     def _split_heads(self, projected_sbx: Tensor) -> Tensor:
         """`[S, B, N*D]` to `[B, N, S, D]`."""
@@ -246,9 +269,15 @@ class LlamaDecoderLayer(nn.Module):
         self.input_layernorm = make.norm()
         self.post_attention_layernorm = make.norm()
 
-    def forward(self, hidden_sbh: Tensor, rotary: tuple[Tensor, Tensor], cache: KeyValueCache | None) -> Tensor:
+    def forward(
+        self,
+        hidden_sbh: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        cache: KeyValueCache | None,
+        mask: Tensor | None = None,
+    ) -> Tensor:
         """`[S, B, H]` to `[S, B, H]`."""
-        hidden_sbh = hidden_sbh + self.self_attn(self.input_layernorm(hidden_sbh), rotary, cache)
+        hidden_sbh = hidden_sbh + self.self_attn(self.input_layernorm(hidden_sbh), rotary, cache, mask)
         return hidden_sbh + self.mlp(self.post_attention_layernorm(hidden_sbh))
 
 
@@ -262,13 +291,19 @@ class LlamaModel(nn.Module):
         self.layers = nn.ModuleList([LlamaDecoderLayer(make, i) for i in range(make.config.num_hidden_layers)])
         self.norm = make.norm()
 
-    def forward(self, input_ids_bs: Tensor, cache: KeyValueCache | None) -> Tensor:
+    def forward(
+        self, input_ids_bs: Tensor, cache: KeyValueCache | None, document_ids_bs: Tensor | None = None
+    ) -> Tensor:
         """Token ids `[B, S]` to hidden states `[S, B, H]`."""
         hidden_sbh = self.embed_tokens(input_ids_bs.t())
+        length = input_ids_bs.shape[1]
         start = 0 if cache is None else cache.length
-        rotary = rotary_tables(start, input_ids_bs.shape[1], self.config, like=hidden_sbh)
+        rotary = rotary_tables(start, length, self.config, like=hidden_sbh)
+        mask = None
+        if document_ids_bs is not None:  # made once for all layers
+            mask = attention_mask(length, start + length, document_ids=document_ids_bs)
         for layer in self.layers:
-            hidden_sbh = layer(hidden_sbh, rotary, cache)
+            hidden_sbh = layer(hidden_sbh, rotary, cache, mask)
         output: Tensor = self.norm(hidden_sbh)
         return output
 
@@ -304,20 +339,29 @@ class LlamaForCausalLM(nn.Module):
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
-    def forward(self, input_ids: Tensor, labels: Tensor | None = None, cache: KeyValueCache | None = None) -> Tensor:
+    def forward(
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+        document_ids: Tensor | None = None,
+    ) -> Tensor:
         """Logits, or the loss if there are labels.
 
         Args:
             input_ids: token ids `[B, S]`; S is a multiple of the tensor-parallel degree if sequence parallel.
             labels: `[B, S]`, the token that follows each input token; -100 where there is none.
             cache: keys and values of earlier tokens; extended in place. Not with sequence parallelism.
+            document_ids: which document each token belongs to in packed sequences, `[B, S]`, with a cache also for the
+                tokens in it: attention stays within a document. Positions need not start anew, since rotary ones
+                count as differences only.
 
         Returns:
             Without labels this rank's part of the logits, `[B, S, V/tp]`; with labels the mean loss, 0-d.
         """
         if cache is not None and self.sequence_parallel:
             raise ValueError("generation with a cache needs a model built with sequence_parallel=False")
-        logits_sbv = self.lm_head(self.model(input_ids, cache))
+        logits_sbv = self.lm_head(self.model(input_ids, cache, document_ids))
         if labels is None:
             return logits_sbv.transpose(0, 1)
         losses_sb = parallel_cross_entropy(logits_sbv, labels.t(), ignore_index=IGNORED_LABEL)

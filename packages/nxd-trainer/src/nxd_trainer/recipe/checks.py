@@ -71,7 +71,7 @@ def check_layout(recipe: Recipe, dp_size: int, *, vocab_size: int | None = None)
 
 
 def _model_mistakes(recipe: Recipe, vocab_size: int | None) -> Iterator[str]:
-    names = ["num_attention_heads", "num_key_value_heads", "hidden_size", "intermediate_size"]
+    names = ["num_attention_heads", "hidden_size", "intermediate_size"]  # key-value heads are copied where need be
     sharded = {f"model.{name}": _number(recipe, f"model.{name}") for name in names}
     if recipe.parallel.sequence_parallel:
         sharded["data.sequence_length"] = recipe.data.sequence_length

@@ -1,0 +1,81 @@
+"""Activation checkpointing: parts of a model that keep their inputs only, and compute the rest again for backward.
+
+Which parts is said here, and found in `find`; what a part then does differently is in `forward`. A part's `forward`
+is replaced in place, so parameter names, shard metadata, tied weights and the model's structure stay as they were.
+(Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"; the selective forms are from Korthikanti et al.
+2022, "Reducing Activation Recomputation in Large Transformer Models".)
+"""
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from nxd_layers.activation_checkpoint.find import ModuleClass, named_modules_of, named_transformer_layers
+from nxd_layers.activation_checkpoint.forward import CheckpointedForward, Keep, matmul_outputs
+
+__all__ = [
+    "apply_activation_checkpointing",
+    "remove_activation_checkpointing",
+    "matmul_outputs",
+    "CheckpointConfig",
+    "ModuleClass",
+    "Keep",
+]
+
+CheckpointConfig = ModuleClass | Sequence[ModuleClass] | None
+
+
+def apply_activation_checkpointing(
+    model: nn.Module,
+    config: CheckpointConfig = "full",
+    *,
+    transformer_layer_cls: ModuleClass | Sequence[ModuleClass] | None = None,
+    keep: Keep | None = None,
+) -> list[str]:
+    """Make parts of a model compute their activations again in backward instead of keeping them.
+
+    Loss and gradients are bitwise those without it, dropout in the streams of `nxd_state.rng_stream` included. The
+    collectives of a part run again as well, on all ranks alike, up to the last one whose result backward needs. What
+    an earlier call has set is replaced. Call it alike on all ranks, and after the model is cut into pipeline stages.
+
+    Args:
+        model: changed in place.
+        config: "full" for every transformer layer; a module class, or its name, or several of them for these modules;
+            None for no module.
+        transformer_layer_cls: what "full" means by a transformer layer. By default the model's `_no_split_modules`
+            (Hugging Face's models have it), else the elements of its `nn.ModuleList`s of one class.
+        keep: which operations' outputs to keep inside these modules, as `matmul_outputs` does, so that they are not
+            computed again. None keeps nothing.
+
+    Returns:
+        Names of the modules that are checkpointed now.
+
+    Raises:
+        ValueError: a class of which the model has no module, or no transformer layers are found.
+    """
+    chosen = _choose(model, config, transformer_layer_cls)
+    remove_activation_checkpointing(model)
+    for module in chosen.values():
+        # An attribute of the instance hides the method of its class, and `del` brings that back.
+        module.forward = CheckpointedForward(module.forward, keep)
+    return list(chosen)
+
+
+def remove_activation_checkpointing(model: nn.Module) -> None:
+    """Undo `apply_activation_checkpointing`."""
+    for module in model.modules():
+        checkpointed = module.__dict__.get("forward")
+        if isinstance(checkpointed, CheckpointedForward):
+            del module.forward
+            if module.forward != checkpointed.forward:  # the module had one of its own, not its class's
+                module.forward = checkpointed.forward
+
+
+def _choose(
+    model: nn.Module, config: CheckpointConfig, transformer_layer_cls: ModuleClass | Sequence[ModuleClass] | None
+) -> dict[str, nn.Module]:
+    if config is None:
+        return {}
+    if config == "full":
+        return named_transformer_layers(model, transformer_layer_cls)
+    return named_modules_of(model, config)

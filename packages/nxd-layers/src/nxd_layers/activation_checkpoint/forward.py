@@ -1,0 +1,112 @@
+"""What takes the place of a checkpointed module's `forward`.
+
+It is torch's non-reentrant `torch.utils.checkpoint`, which keeps autocast and torch's own random state; added are
+this repository's random streams, and the choice of operations whose outputs are kept. A recomputation stops where
+backward needs no more, which depends on the graph only: all ranks stop at the same place.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+import torch
+from nxd_state import get_rng_state, set_rng_state
+from torch._ops import OpOverload
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from nxd_layers.regions import reductions_out_of_place
+
+Keep = Callable[[OpOverload], bool]
+Context = AbstractContextManager[Any]
+
+_MATMULS = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+}
+
+
+def matmul_outputs(operation: OpOverload) -> bool:
+    """Whether an operation is a product with a weight, or an attention kernel: what costs most to compute again.
+
+    Batched products are not: attention without a kernel makes its `[seq, seq]` scores by them.
+    """
+    return operation in _MATMULS
+
+
+class CheckpointedForward:
+    """A module's `forward` that keeps its inputs, and runs again when backward asks for an activation.
+
+    Args:
+        forward: the module's own.
+        keep: which operations' outputs are kept all the same.
+    """
+
+    def __init__(self, forward: Callable[..., Any], keep: Keep | None) -> None:
+        self.forward = forward
+        self.keep = keep
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's output."""
+        if not torch.is_grad_enabled():
+            return self.forward(*args, **kwargs)
+        forward = partial(self.forward, **kwargs)  # bound here, since `checkpoint` has keywords of its own
+        if torch.compiler.is_compiling():  # the compiler replays random numbers itself, and takes no other contexts
+            if self.keep is None:
+                return checkpoint(forward, *args, use_reentrant=False)
+            return checkpoint(forward, *args, use_reentrant=False, context_fn=partial(_selection, self.keep))
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=partial(_contexts, self.keep))
+
+
+def _contexts(keep: Keep | None) -> tuple[Context, Context]:
+    """In which one forward runs, and in which it runs again."""
+    if keep is None:
+        return nullcontext(), _Recomputation(nullcontext)
+    forward, recomputation = _selection(keep)
+    return _selective(forward), _Recomputation(partial(_selective, recomputation))
+
+
+def _selection(keep: Keep) -> tuple[Context, Context]:
+    """Contexts that keep the outputs of some operations, and bring them back."""
+
+    def policy(context: object, operation: OpOverload, *args: object, **kwargs: object) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if keep(operation) else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+@contextmanager
+def _selective(selection: Context) -> Iterator[None]:
+    # A product that is kept must not turn into the sum over the ranks.
+    with selection, reductions_out_of_place():
+        yield
+
+
+class _Recomputation(AbstractContextManager[None]):
+    """Every random stream as it was when this was made, until the end; it can be entered again.
+
+    Args:
+        inner: makes the context inside.
+    """
+
+    def __init__(self, inner: Callable[[], Context]) -> None:
+        self._random_state = get_rng_state()
+        self._inner = inner
+        self._leave = ExitStack()
+
+    def __enter__(self) -> None:
+        with ExitStack() as stack:
+            stack.callback(set_rng_state, get_rng_state())
+            set_rng_state(self._random_state)
+            stack.enter_context(self._inner())
+            self._leave = stack.pop_all()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._leave.__exit__(kind, error, trace)

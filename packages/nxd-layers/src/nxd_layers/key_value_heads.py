@@ -1,0 +1,134 @@
+"""Where key and value heads lie when there are fewer of them than tensor-parallel ranks, or they do not divide.
+
+Each head is then repeated `copies` times, one copy after the other, and the ranks take equal runs of the repeated
+heads: expanded head j is logical head `j // copies`, and rank r holds expanded heads `[r * L, (r + 1) * L)`. Query
+heads stay in their natural order, so a rank's key and value heads, each repeated equally often, are those of its query
+heads. Here is the arithmetic of that layout, and the sum of the copies' gradients; the layer is in `qkv_linear`.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from nxd_state import Box, Group, ShardPiece, ShardSpec, all_reduce_
+from torch import Tensor
+
+
+def kv_size_multiplier_for(num_key_value_heads: int, tensor_parallel_size: int) -> int:
+    """The fewest copies of each key and value head with which the ranks get equally many."""
+    return tensor_parallel_size // math.gcd(num_key_value_heads, tensor_parallel_size)
+
+
+@dataclass(frozen=True)
+class KeyValueLayout:
+    """How the heads of a key or value projection lie on the ranks.
+
+    Attributes:
+        num_heads: of the model.
+        head_size: rows of the weight that belong to a head.
+        copies: of each head, over all ranks; divides the tensor-parallel size.
+        tensor_parallel_size: divides `num_heads * copies`.
+    """
+
+    num_heads: int
+    head_size: int
+    copies: int
+    tensor_parallel_size: int
+
+    @property
+    def heads_per_rank(self) -> int:
+        """Copies included."""
+        return self.num_heads * self.copies // self.tensor_parallel_size
+
+    @property
+    def rows_per_rank(self) -> int:
+        """Copies included."""
+        return self.heads_per_rank * self.head_size
+
+    @property
+    def sharing_ranks(self) -> int:
+        """Length of the runs of ranks of which none has a head that a rank outside has as well."""
+        return self.copies // math.gcd(self.copies, self.heads_per_rank)
+
+    def heads_of(self, tp_rank: int) -> list[int]:
+        """The logical head behind each head of a rank."""
+        first = tp_rank * self.heads_per_rank
+        return [expanded // self.copies for expanded in range(first, first + self.heads_per_rank)]
+
+    def spec(self, tp_rank: int, row_shape: tuple[int, ...], name: str) -> ShardSpec:
+        """What a rank's part `[rows_per_rank, *row_shape]` holds of the logical tensor called `name`."""
+        logical_shape = (self.num_heads * self.head_size, *row_shape)
+
+        def box(first_head: int, num_heads: int) -> Box:
+            offset = (first_head * self.head_size, *(0 for _ in row_shape))
+            return Box(offset, (num_heads * self.head_size, *row_shape))
+
+        runs: list[list[int]] = []  # of consecutive logical heads
+        for head in self.heads_of(tp_rank):
+            if runs and head == runs[-1][-1] + 1:
+                runs[-1].append(head)
+            else:
+                runs.append([head])
+        pieces, start = [], 0
+        for run in runs:
+            local, logical = box(start, len(run)), box(run[0], len(run))
+            pieces.append(ShardPiece(local, logical, logical_shape, name, self.copies))
+            start += len(run)
+        return ShardSpec((self.rows_per_rank, *row_shape), tuple(pieces))
+
+    def slots(self, tp_rank: int) -> tuple[int, ...]:
+        """The index of each head of a rank among the different heads of its run of sharing ranks."""
+        first_of_run = self.heads_of(tp_rank // self.sharing_ranks * self.sharing_ranks)[0]
+        return tuple(head - first_of_run for head in self.heads_of(tp_rank))
+
+    @property
+    def num_slots(self) -> int:
+        """How many different heads a run of sharing ranks has."""
+        return self.sharing_ranks * self.heads_per_rank // self.copies
+
+
+@dataclass(frozen=True)
+class HeadCopies:
+    """The copies of this rank's key and value heads, here and on other ranks, whose gradients belong together.
+
+    Attributes:
+        group: the ranks that share heads.
+        head_size: rows of the weight that belong to a head.
+        slots: for each head of this rank, its index among the different heads of the group.
+        num_slots: how many different heads the group has.
+        rows: of each weight and bias of a layer, how many of its last rows are these heads.
+    """
+
+    group: Group
+    head_size: int
+    slots: tuple[int, ...]
+    num_slots: int
+    rows: tuple[int, ...]
+
+    def start_sum(self, grads: Sequence[Tensor]) -> Callable[[], None]:
+        """Start to add up the copies' gradients, for all tensors in one message.
+
+        Args:
+            grads: `[k * heads * head_size, ...]` each, contiguous, for any k: keys, values, or both in one. They get
+                the sums.
+
+        Returns:
+            What to call to wait for the sums.
+        """
+        slots = torch.tensor(self.slots, device=grads[0].device)
+        by_head = [grad.view(-1, len(self.slots), self.head_size * math.prod(grad.shape[1:])) for grad in grads]
+        shapes = [(heads.shape[0], self.num_slots, heads.shape[2]) for heads in by_head]
+        buffer = grads[0].new_zeros(sum(map(math.prod, shapes)))
+        parts = buffer.split([math.prod(shape) for shape in shapes])
+        sums = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+        for own_sum, heads in zip(sums, by_head, strict=True):
+            own_sum.index_add_(1, slots, heads)
+        pending = all_reduce_(buffer, self.group, async_op=True)
+
+        def finish() -> None:
+            pending.wait()
+            for heads, whole_sum in zip(by_head, sums, strict=True):
+                heads.copy_(whole_sum.index_select(1, slots))
+
+        return finish

@@ -1,0 +1,5 @@
+"""`neuronx_distributed.modules`: the attention projections and LoRA, from nxd_layers."""
+
+from neuronx_distributed.modules import lora, qkv_linear
+
+__all__ = ["lora", "qkv_linear"]

@@ -1,0 +1,1 @@
+"""What `layers` and `activation_memory` measure and how: the layers, their rivals, the ranks, the bytes, the tables."""
