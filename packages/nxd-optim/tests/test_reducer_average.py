@@ -365,3 +365,25 @@ def test_reducer_without_a_mesh_leaves_the_gradients_of_one_process():
     reducer.finish()
 
     assert parameter.grad.tolist() == [1, 1]
+
+
+def test_average_of_bfloat16_gradients_in_float32_is_rounded_once(run_ranks):
+    values = [1.0, 2**-8, 2**-8, 2**-8]  # in bfloat16, 1 + 2**-8 is 1 again
+
+    def average(reduce_dtype):
+        initialize_model_parallel()
+        parameter = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
+        reducer = GradientReducer([parameter], reduce_dtype=reduce_dtype)
+        parameter.grad = torch.full_like(parameter, values[get_group("dp").rank])
+        reducer.finish()
+        assert parameter.grad.dtype == torch.bfloat16
+        return parameter.grad.tolist()
+
+    expected = torch.tensor(sum(values) / 4).to(torch.bfloat16).item()
+
+    assert run_ranks(average, 4, torch.float32) == [[expected] * 3] * 4
+
+
+def test_reduction_in_a_dtype_without_fractions_raises():
+    with pytest.raises(ValueError, match=r"reduce_dtype=torch.int32 cannot hold an average"):
+        GradientReducer([], reduce_dtype=torch.int32)

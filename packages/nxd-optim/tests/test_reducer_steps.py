@@ -54,7 +54,7 @@ def gradients(reducer):
 def test_second_backward_inside_overlap_raises(run_ranks):
     def step():
         reducer = make_reducer()
-        with pytest.raises(RuntimeError, match=r"shape \(2,\) got a second gradient in or after overlap_backward"):
+        with pytest.raises(RuntimeError, match=r"shape \(2,\) got a second gradient .* enter overlap_backward"):
             backward_overlapped(reducer, loss(reducer), loss(reducer))
 
     run_ranks(step, 2)
@@ -238,3 +238,59 @@ def test_another_reducer_may_follow_one_that_was_closed(run_ranks, recorded_mess
 
     average = (replicas - 1) / 2
     assert run_ranks(step, replicas) == [(3 if replicas > 1 else 0, [[average] * 2] * 3)] * replicas
+
+
+def two_backward_passes(prepare):
+    """Gradients and messages of a step in the shape of a DistributedDataParallel script."""
+
+    def job(recorded_messages):
+        initialize_model_parallel()
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+        reducer = GradientReducer(model.parameters(), bucket_bytes=1, every_backward=True)
+        batch = torch.arange(6.0).view(2, 3) + get_group("dp").rank
+        with recorded_messages() as messages:
+            prepare(reducer, model, batch)
+            sent_by_backward = len(messages)
+            reducer.finish()
+        return sent_by_backward, [parameter.grad for parameter in model.parameters()]
+
+    return job
+
+
+def test_every_backward_outside_no_sync_sends_all_buckets_by_itself(run_ranks, recorded_messages):
+    def like_distributed_data_parallel(reducer, model, batch):
+        with reducer.no_sync():
+            model(batch).sum().backward()
+        model(batch * 2).sum().backward()
+
+    results = run_ranks(two_backward_passes(like_distributed_data_parallel), 2, recorded_messages)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    for rank in range(2):
+        batch = torch.arange(6.0).view(2, 3) + rank
+        ((model(batch).sum() + model(batch * 2).sum()) / 2).backward()
+    for sent_by_backward, grads in results:
+        assert sent_by_backward == 4
+        torch.testing.assert_close(grads, [parameter.grad for parameter in model.parameters()])
+
+
+def test_second_backward_outside_no_sync_raises_and_can_be_dropped(run_ranks, recorded_messages):
+    def twice(reducer, model, batch):
+        model(batch).sum().backward()
+        with pytest.raises(RuntimeError, match=r"second gradient .* into no_sync\(\)"):
+            model(batch).sum().backward()
+        reducer.zero_grad()
+
+    for _, grads in run_ranks(two_backward_passes(twice), 2, recorded_messages):
+        assert all(torch.equal(grad, torch.zeros_like(grad)) for grad in grads)
+
+
+def test_no_sync_after_gradients_began_to_leave_raises(run_ranks, recorded_messages):
+    def too_late(reducer, model, batch):
+        model(batch).sum().backward()
+        with pytest.raises(RuntimeError, match=r"no_sync\(\) cannot be called now: .* call finish\(\) first"):
+            reducer.no_sync().__enter__()
+
+    run_ranks(two_backward_passes(too_late), 2, recorded_messages)

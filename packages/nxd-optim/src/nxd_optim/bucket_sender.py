@@ -10,8 +10,9 @@ from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
-# Where a step stands. "sent": every bucket has left; "failed": an exception left the gradients incomplete.
-Phase = Literal["accumulating", "overlapping", "sent", "failed"]
+# Where a step stands. "overlapping": in a block that ends by sending all; "following": buckets leave with a backward
+# that no block ends; "sent": every bucket has left; "failed": an exception left the gradients incomplete.
+Phase = Literal["accumulating", "overlapping", "following", "sent", "failed"]
 
 
 class Bucket(Protocol):
@@ -38,13 +39,24 @@ class BucketSender:
         send: starts the message of the bucket of an index.
         finish: the owner's call that ends a step, for messages.
         drop: the owner's call that drops a failed step, for messages.
+        every_backward: buckets leave with every backward outside `hold`, without `overlap_backward`.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], send: Callable[[int], Message], *, finish: str, drop: str) -> None:
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        send: Callable[[int], Message],
+        *,
+        finish: str,
+        drop: str,
+        every_backward: bool = False,
+    ) -> None:
         self._buckets = buckets
         self._send = send
+        self._follows = every_backward
         self._refusals: dict[Phase, str] = {
             "overlapping": "leave the block of overlap_backward() first",
+            "following": f"this step's gradients are leaving; call {finish} first",
             "sent": f"this step's gradients have left; call {finish} first",
             "failed": f"this step failed, its gradients are incomplete; drop them on every rank with {drop}",
         }
@@ -62,9 +74,8 @@ class BucketSender:
         Raises:
             RuntimeError: the last step is not finished, or a parameter gets a second gradient in the block.
         """
-        self.refuse("overlap_backward()", "overlapping", "sent", "failed")
-        self._missing = [{id(p) for p in bucket.parameters} for bucket in self._buckets]
-        self._phase = "overlapping"
+        self.refuse("overlap_backward()", "overlapping", "following", "sent", "failed")
+        self._begin("overlapping")
         try:
             yield
             self._send_rest()
@@ -72,6 +83,20 @@ class BucketSender:
             self._phase = "failed"
             raise
         self._phase = "sent"
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Let nothing leave with the backward passes inside the block.
+
+        Raises:
+            RuntimeError: this step's gradients are leaving already.
+        """
+        self.refuse("no_sync()", "overlapping", "following", "sent", "failed")
+        follows, self._follows = self._follows, False
+        try:
+            yield
+        finally:
+            self._follows = follows
 
     def complete(self) -> None:
         """Send what has not left yet, and wait for all: a new step may begin."""
@@ -102,19 +127,31 @@ class BucketSender:
     def _on_gradient(self, parameter: Tensor) -> None:
         """Called by autograd after each accumulation into `parameter.grad`."""
         index = self._bucket_of[id(parameter)]
-        if self._phase == "sent" or (self._phase == "overlapping" and id(parameter) not in self._missing[index]):
+        if self._phase == "accumulating" and self._follows:
+            self._begin("following")
+        leaving = self._phase in ("overlapping", "following")
+        if self._phase == "sent" or (leaving and id(parameter) not in self._missing[index]):
+            advice = (
+                "put the backward passes before the last one of a step into no_sync()"
+                if self._phase == "following"
+                else "enter overlap_backward() for the last backward of a step only"
+            )
             self._phase = "failed"
             raise RuntimeError(
-                f"a parameter of shape {tuple(parameter.shape)} got a second gradient in or after overlap_backward(), "
-                "when it may have left: enter it for the last backward of a step only. Reentrant checkpoints around "
-                "tied weights do this too: use checkpoint(..., use_reentrant=False)"
+                f"a parameter of shape {tuple(parameter.shape)} got a second gradient when the first may have left: "
+                f"{advice}. Reentrant checkpoints around tied weights do this too: use "
+                "checkpoint(..., use_reentrant=False)"
             )
         self._buckets[index].adopt(parameter)
-        if self._phase == "overlapping":
+        if leaving:
             self._missing[index].remove(id(parameter))
             # Buckets leave in one order on all ranks, whatever order they fill in.
             while len(self._messages) < len(self._buckets) and not self._missing[len(self._messages)]:
                 self._send_next()
+
+    def _begin(self, phase: Phase) -> None:
+        self._missing = [{id(p) for p in bucket.parameters} for bucket in self._buckets]
+        self._phase = phase
 
     def _send_next(self) -> None:
         self._messages.append(self._send(len(self._messages)))

@@ -7,13 +7,14 @@ Gradients may be accumulated over any number of backward passes; nothing is comm
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from nxd_state import Group, Pending, active_group, all_gather_object, all_reduce_
 from torch import Tensor
 
 from nxd_optim.bucket import make_buckets
-from nxd_optim.bucket_sender import BucketSender
+from nxd_optim.bucket_sender import BucketSender, Message
 
 DEFAULT_BUCKET_BYTES = 25 * 2**20
 
@@ -35,13 +36,20 @@ class GradientReducer:
     `optimizer.zero_grad()` does as well as `reducer.zero_grad()`, at the price of one more copy of each gradient.
     A change of `requires_grad` needs a new reducer.
 
+    A script made for DistributedDataParallel keeps its shape with `every_backward=True`: gradients leave with each
+    `backward()` that is not inside `no_sync()`, and `finish()` stands before the optimizer's step.
+
     Args:
         parameters: the same on every rank and in the same order; those that need gradients are taken, each once.
         group: ranks to average over; data times context parallel if None.
         bucket_bytes: largest size of a bucket. A parameter above it travels alone.
+        reduce_dtype: in which the ranks' gradients are added and sent, such as float32 for bfloat16 gradients; their
+            own dtype if None.
+        every_backward: overlap every backward outside `no_sync`, instead of those in `overlap_backward`.
 
     Raises:
-        ValueError: `bucket_bytes` is not positive, or the ranks gave different parameters.
+        ValueError: `bucket_bytes` is not positive, `reduce_dtype` is no float dtype, or the ranks gave different
+            parameters.
     """
 
     def __init__(
@@ -50,14 +58,25 @@ class GradientReducer:
         group: Group | None = None,
         *,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        reduce_dtype: torch.dtype | None = None,
+        every_backward: bool = False,
     ) -> None:
         if bucket_bytes < 1:
             raise ValueError(f"bucket_bytes={bucket_bytes} must be positive; the default is {DEFAULT_BUCKET_BYTES}")
+        if reduce_dtype is not None and not reduce_dtype.is_floating_point:
+            raise ValueError(f"reduce_dtype={reduce_dtype} cannot hold an average; use a float dtype")
+        self.reduce_dtype = reduce_dtype
         self.group = group if group is not None else active_group("dp", "cp")
         self.parameters = [p for p in dict.fromkeys(parameters) if p.requires_grad]
         check_same_parameters(self.parameters, self.group)
         self._buckets = make_buckets(self.parameters, bucket_bytes) if self.group.size > 1 else []
-        self._sender = BucketSender(self._buckets, self._send, finish="finish()", drop="zero_grad() of the reducer")
+        self._sender = BucketSender(
+            self._buckets,
+            self._send,
+            finish="finish()",
+            drop="zero_grad() of the reducer",
+            every_backward=every_backward,
+        )
 
     @contextmanager
     def overlap_backward(self) -> Iterator[None]:
@@ -70,6 +89,16 @@ class GradientReducer:
             RuntimeError: the last step is not finished, or a parameter gets a second gradient in the block.
         """
         with self._sender.overlap_backward():
+            yield
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Only accumulate in the backward passes inside the block; for `every_backward=True`, else they do so anyway.
+
+        Raises:
+            RuntimeError: this step's gradients are leaving already.
+        """
+        with self._sender.hold():
             yield
 
     def finish(self) -> None:
@@ -107,10 +136,24 @@ class GradientReducer:
         """Take the hooks off the parameters."""
         self._sender.close()
 
-    def _send(self, index: int) -> Pending:
+    def _send(self, index: int) -> Message:
         bucket = self._buckets[index]
         bucket.adopt_all()
-        return all_reduce_(bucket.buffer, self.group, op="avg", async_op=True)
+        if self.reduce_dtype in (None, bucket.buffer.dtype):
+            return all_reduce_(bucket.buffer, self.group, op="avg", async_op=True)
+        wide = bucket.buffer.to(self.reduce_dtype)
+        return _WideMessage(all_reduce_(wide, self.group, op="avg", async_op=True), bucket.buffer)
+
+
+@dataclass
+class _WideMessage:
+    """A bucket that travels in another dtype than it is kept in."""
+
+    pending: Pending
+    buffer: Tensor
+
+    def wait(self) -> None:
+        self.buffer.copy_(self.pending.wait())
 
 
 def check_same_parameters(parameters: Sequence[Tensor], group: Group) -> None:
