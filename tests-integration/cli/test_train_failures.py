@@ -46,13 +46,13 @@ def test_train_rank_that_raises_ends_all_ranks_with_its_traceback_first(tiny, tm
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("nproc", [1, 2])
-def test_train_signal_saves_and_leaves_no_process(tiny, tmp_path, signal_number, nproc):
+@pytest.mark.parametrize("ranks", [[], ["--nproc", "2"]], ids=["one process", "two ranks"])
+def test_train_signal_saves_and_leaves_no_process(tiny, tmp_path, signal_number, ranks):
     marker = f"NXD_TEST_MARKER={tmp_path.name}-{os.getpid()}"
     name, value = marker.split("=")
     long_run = [*tiny, "train.steps=100000", "train.eval_every=0", "checkpoint.save_every=0"]
     with subprocess.Popen(
-        [sys.executable, "-m", "nxd_trainer", "train", "--nproc", str(nproc), *long_run],
+        [sys.executable, "-m", "nxd_trainer", "train", *ranks, *long_run],
         cwd=tmp_path,
         text=True,
         stderr=subprocess.PIPE,

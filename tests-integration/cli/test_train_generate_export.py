@@ -50,6 +50,7 @@ def test_export_has_the_names_and_values_of_the_hugging_face_model(trained, nxd)
     checkpoint = nxd_ckpt.open_checkpoint(folder / "checkpoints")
     assert torch.equal(tensors["lm_head.weight"], checkpoint.read("lm_head.weight").bfloat16())
     assert "model.layers.1.self_attn.k_proj.weight" in tensors
+    assert all(name.startswith(("model.", "lm_head.")) for name in tensors)  # nothing of the optimizer
     config = json.loads((folder.parent / "exported/config.json").read_text())
     assert config["num_key_value_heads"] == 2
     assert config["torch_dtype"] == "bfloat16"
@@ -60,8 +61,10 @@ def test_export_gives_transformers_the_same_logits(nxd, tiny, tmp_path, tied):
     transformers = pytest.importorskip("transformers")
     from nxd_trainer.generate import load_for_generation
 
+    # Other than the defaults of either side, and large enough to be seen in the logits.
+    sizes = ["model.rope_theta=50", "model.rms_norm_eps=0.1", "model.initializer_range=0.2"]
     tied_setting = f"model.tie_word_embeddings={tied}"
-    assert nxd("train", *tiny, tied_setting, "train.steps=2", "train.eval_every=0").returncode == 0
+    assert nxd("train", *tiny, *sizes, tied_setting, "train.steps=2", "train.eval_every=0").returncode == 0
     assert nxd("export", "run/checkpoints", "exported").returncode == 0
 
     ours, _ = load_for_generation(tmp_path / "run/checkpoints")

@@ -49,6 +49,10 @@ def test_import_adds_only_the_packages_own_modules_to_torchs(package):
     assert added - own <= {"safetensors", "__mp_main__"}
 
 
+def test_command_line_answers_without_torch():
+    assert "torch" not in imported_after("import nxd_trainer.cli")
+
+
 def test_full_stack_brings_few_distributions():
     beyond_torch = distributions("nxd-trainer") - distributions("torch")
 

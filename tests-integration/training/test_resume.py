@@ -3,7 +3,7 @@
 import nxd_ckpt
 import pytest
 import torch
-from nxd_state import get_rng_state, initialize_model_parallel
+from nxd_state import get_rng_state, initialize_model_parallel, rng_stream
 from nxd_trainer.recipe import load_recipe
 from nxd_trainer.training import StopRequest, prepare_run, run_training
 
@@ -26,10 +26,24 @@ def run(settings: list[str]) -> tuple[float, dict[str, dict[str, torch.Tensor]],
     return result.loss, get_rng_state(), [*consumed, state.train_loader.samples_consumed]
 
 
-def at(layout: str, run_ranks, settings: list[str], *more: str):
+def draw(settings: list[str]) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, dict[str, torch.Tensor]]]:
+    """A run that uses random numbers, as dropout would: the streams' states as it finds and as it leaves them."""
+    recipe = load_recipe(None, settings)
+    initialize_model_parallel(recipe.parallel.tensor_parallel_size)
+    state, resumed = prepare_run(recipe)
+    found = get_rng_state()
+    torch.rand(3)
+    with rng_stream("tp"):
+        torch.rand(5)
+    with StopRequest() as stop:
+        run_training(state, resumed, stop)
+    return found, get_rng_state()
+
+
+def at(layout: str, run_ranks, settings: list[str], *more: str, program=run):
     world, tp, sequence_parallel = LAYOUTS[layout]
     parallel = [f"parallel.tensor_parallel_size={tp}", f"parallel.sequence_parallel={str(sequence_parallel).lower()}"]
-    return run_ranks(run, world, [*settings, *parallel, *more])
+    return run_ranks(program, world, [*settings, *parallel, *more])
 
 
 def tensors(folder) -> dict[str, torch.Tensor]:
@@ -76,6 +90,26 @@ def test_resume_other_layout_equals_the_run_that_never_stopped(first, second, ru
             )
 
 
+def test_resume_same_layout_goes_on_in_every_random_stream(run_ranks, settings):
+    first = at("tp2", run_ranks, settings, "train.stop_after=2", program=draw)
+
+    second = at("tp2", run_ranks, settings, "train.stop_after=3", program=draw)
+
+    for (_, left), (found, _) in zip(first, second, strict=True):
+        for stream in ("default", "tp"):
+            assert torch.equal(found[stream]["cpu"], left[stream]["cpu"]), stream
+
+
+def test_resume_other_layout_begins_random_streams_that_were_not_used_before(run_ranks, settings, tmp_path):
+    [(beginning, _)] = at("one", run_ranks, settings, f"output={tmp_path / 'new'}", "train.stop_after=1", program=draw)
+    at("tp2", run_ranks, settings, "train.stop_after=2", program=draw)
+
+    [(found, _)] = at("one", run_ranks, settings, "train.stop_after=3", program=draw)
+
+    for stream in ("default", "tp"):
+        assert not torch.equal(found[stream]["cpu"], beginning[stream]["cpu"]), stream
+
+
 def test_resume_never_refuses_a_folder_with_checkpoints(run_ranks, settings):
     at("one", run_ranks, settings, "train.stop_after=2")
 
@@ -95,13 +129,19 @@ def test_resume_required_without_checkpoint_says_so(run_ranks, settings):
         at("one", run_ranks, settings, "checkpoint.resume=required")
 
 
-def test_diverged_run_stops_on_every_rank_and_keeps_the_checkpoint_from_before(run_ranks, settings, tmp_path):
+@pytest.mark.parametrize(
+    ("last_step", "what"),
+    [(20, r"the loss is nan in step 4"), (3, r"a weight is infinite or nan after step 3")],
+    ids=["found by the loss", "found before saving"],
+)
+def test_diverged_run_stops_on_every_rank_and_keeps_the_checkpoint_from_before(
+    run_ranks, settings, tmp_path, last_step, what
+):
     at("tp2", run_ranks, settings, "train.stop_after=2")
+    overflow = ["optimizer.lr=1e300", "optimizer.weight_decay=1e300", "train.max_grad_norm=0"]
 
-    with pytest.raises(
-        RuntimeError, match=r"TrainingDiverged: (the loss is|a weight is infinite) .* step \d+; lower optimizer.lr"
-    ):
-        at("tp2", run_ranks, settings, "optimizer.lr=1e300", "train.max_grad_norm=0")
+    with pytest.raises(RuntimeError, match=rf"TrainingDiverged: {what}; lower optimizer.lr"):
+        at("tp2", run_ranks, settings, *overflow, f"train.stop_after={last_step}")
 
     assert nxd_ckpt.latest(tmp_path / "run/checkpoints").step == 2
 

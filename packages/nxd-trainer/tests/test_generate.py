@@ -45,6 +45,20 @@ def test_generate_top_1_is_greedy(model):
     assert list(generate(model, PROMPT, max_new_tokens=6, temperature=5.0, top_k=1)) == greedy
 
 
+def test_generate_near_temperature_0_is_greedy(model):
+    greedy = list(generate(model, PROMPT, max_new_tokens=6, temperature=0))
+
+    assert list(generate(model, PROMPT, max_new_tokens=6, temperature=1e-4)) == greedy
+
+
+def test_generate_top_k_draws_each_of_the_k_likeliest_tokens_and_no_other(model):
+    likeliest = model(PROMPT.unsqueeze(0))[0, -1].topk(3).indices
+
+    drawn = [list(generate(model, PROMPT, max_new_tokens=1, temperature=9.0, top_k=3, seed=s)) for s in range(40)]
+
+    assert {token for [token] in drawn} == set(likeliest.tolist())
+
+
 def test_generate_ends_after_the_end_token(model):
     greedy = list(generate(model, PROMPT, max_new_tokens=6, temperature=0))
 

@@ -3,6 +3,7 @@
 Holds the state (mesh and process groups) and the documented getters. The arithmetic is in `mesh`.
 """
 
+import atexit
 import os
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -85,6 +86,10 @@ def initialize_model_parallel(
     owns_world = not dist.is_initialized()
     if owns_world:
         start_torch_distributed(rank, world_size, timeout)
+        # For programs that end without it. Gloo's threads live as long as anything refers to a group, and one that
+        # lets go of a message's tensor while Python ends aborts the process: the groups must be forgotten, too.
+        atexit.unregister(destroy_model_parallel)
+        atexit.register(destroy_model_parallel)
     state = _ParallelState(mesh=mesh, rank=rank, groups={}, timeout=timeout, owns_world=owns_world)
     _make_groups(state)
     if world_size > 1:

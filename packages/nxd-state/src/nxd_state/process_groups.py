@@ -3,7 +3,6 @@
 Which groups there are is the business of `parallel_state`; what travels over them, of `collectives`.
 """
 
-import atexit
 import inspect
 import os
 from datetime import timedelta
@@ -32,14 +31,6 @@ def start_torch_distributed(rank: int, world_size: int, timeout: timedelta | Non
     backend = "gloo" if world_size == 1 and kind == "xla" else BACKENDS[kind]
     store = dist.HashStore() if world_size == 1 else _fresh_store(rank, world_size, timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-    # A program that ends without destroy_model_parallel() would abort on gloo's threads, which are still running.
-    atexit.unregister(_end_torch_distributed)
-    atexit.register(_end_torch_distributed)
-
-
-def _end_torch_distributed() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def _fresh_store(rank: int, world_size: int, timeout: timedelta | None) -> dist.Store:

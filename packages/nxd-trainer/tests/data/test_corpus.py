@@ -1,5 +1,6 @@
 import json
 import os
+import stat
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -58,6 +59,22 @@ def test_tokens_are_memory_mapped_in_the_narrowest_type(text_folder, tmp_path):
     assert isinstance(narrow, np.memmap)
     assert (narrow.dtype, wide.dtype) == (np.uint16, np.uint32)
     assert wide[0] == 99_000 + ord("o")
+
+
+@pytest.mark.parametrize(("vocab_size", "dtype"), [(1 << 16, np.uint16), ((1 << 16) + 1, np.uint32)])
+def test_tokens_are_wide_as_soon_as_the_largest_id_needs_it(text_folder, tmp_path, vocab_size, dtype):
+    tokenizer = ByteTokenizer()
+    tokenizer.vocab_size = vocab_size
+    tokenizer.end_of_document = vocab_size - 1
+
+    corpus = open_corpus(build(text_folder, tmp_path, tokenizer))
+
+    assert corpus.tokens.dtype == dtype
+    assert corpus.tokens[-1] == vocab_size - 1
+
+
+def test_entry_can_be_read_by_others(text_folder, tmp_path):
+    assert stat.S_IMODE(build(text_folder, tmp_path).stat().st_mode) == 0o755
 
 
 def test_second_build_uses_the_cache(text_folder, tmp_path):

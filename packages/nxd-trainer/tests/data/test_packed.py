@@ -31,6 +31,14 @@ def test_tokens_after_the_last_whole_piece_are_left_out(text_folder, tmp_path):
     assert sequences.take(np.arange(len(sequences))).tolist() == [[*b"one\r\ntw"], [*b"wo\n", 256, *b"zwe"]]
 
 
+def test_last_piece_needs_a_token_more_for_its_label(text_folder, tmp_path):
+    corpus = open_corpus(build_corpus(text_folder, ByteTokenizer(), cache_folder=tmp_path))
+
+    sequences, _ = pack_corpus(corpus, sequence_length=5)  # 15 tokens
+
+    assert len(sequences) == 2
+
+
 # The fixture only makes a function, so that sharing it between examples is harmless.
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(num_pieces=st.integers(2, 400), fraction=st.floats(0, 1, exclude_max=True))

@@ -8,8 +8,9 @@ def names(path, **settings):
 
 def test_folder_gives_its_text_files_sorted_by_name(text_folder):
     (text_folder / "Z.md").write_text("z")
+    (text_folder / "c.txt").write_text("c")  # a walk comes to it before the folder b
 
-    assert names(text_folder) == ["Z.md", "a.txt", "b/second.txt"]
+    assert names(text_folder) == ["Z.md", "a.txt", "b/second.txt", "c.txt"]
 
 
 def test_folder_leaves_out_other_suffixes_hidden_files_and_caches(text_folder):
@@ -38,6 +39,16 @@ def test_standard_library_without_its_tests_and_installed_packages():
     assert {"argparse.py", "json/__init__.py"} <= set(found)
     assert all(name.endswith(".py") for name in found)
     assert not any("site-packages" in name or name.startswith("test/") for name in found)
+
+
+def test_standard_library_tests_are_taken_on_request(tmp_path, monkeypatch):
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    for name in ("os.py", "test/test_os.py", "site-packages/other.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("pass")
+
+    assert names(None) == ["os.py"]
+    assert names(None, include_tests=True) == ["os.py", "test/test_os.py"]
 
 
 def test_missing_path_says_what_to_give(tmp_path):

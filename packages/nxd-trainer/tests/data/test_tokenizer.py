@@ -64,6 +64,14 @@ def test_hugging_face_file_and_folder_are_the_same(tokenizer_folder):
     assert from_file.vocab_size == from_folder.vocab_size
 
 
+def test_hugging_face_fingerprint_is_another_for_another_vocabulary(tokenizer_folder):
+    before = HuggingFaceTokenizer(tokenizer_folder).fingerprint
+    file = tokenizer_folder / "tokenizer.json"
+    file.write_text(file.read_text().replace("<unk>", "<any>"))
+
+    assert HuggingFaceTokenizer(tokenizer_folder).fingerprint != before
+
+
 def test_hugging_face_end_of_document_is_a_well_known_one_without_a_declared_one(tokenizer_folder):
     assert HuggingFaceTokenizer(tokenizer_folder).end_of_document == 2
 

@@ -51,6 +51,7 @@ def test_load_yaml_without_keys_gives_the_defaults(tmp_path, text):
         ("optimizer.betas=0.5,0.6", "optimizer", "betas", (0.5, 0.6)),
         ("data.suffixes=.c,.h", "data", "suffixes", (".c", ".h")),
         ("data.path=/corpus/a=b", "data", "path", Path("/corpus/a=b")),
+        ("data.path=~/corpus", "data", "path", Path.home() / "corpus"),
         ("data.path=none", "data", "path", None),
         ("model.vocab_size=512", "model", "vocab_size", 512),
         ("model.tie_word_embeddings=true", "model", "tie_word_embeddings", True),
@@ -224,9 +225,16 @@ def test_defaults_obey_their_own_bounds():
 
 
 def test_folders_unset_lie_in_the_output_folder():
-    recipe = load_recipe(overrides=["output=runs/b", "data.cache_folder=/cache"])
+    recipe = load_recipe(overrides=["output=runs/b"])
 
     assert recipe.checkpoint_folder == Path("runs/b/checkpoints")
+    assert recipe.token_cache_folder == Path("runs/b/tokens")
+
+
+def test_folders_given_are_kept():
+    recipe = load_recipe(overrides=["checkpoint.folder=/checkpoints", "data.cache_folder=/cache"])
+
+    assert recipe.checkpoint_folder == Path("/checkpoints")
     assert recipe.token_cache_folder == Path("/cache")
 
 

@@ -11,8 +11,8 @@ def rows(text):
 def test_summary_of_a_resumed_run(tmp_path, record):
     records = [
         record(10, held_out_loss=4.0, seconds=60.0, tokens_per_second=100.0),
-        record(20, loss=0.25, seconds=120.0),
-        record(30, loss=0.5, held_out_loss=3.5, seconds=7.0, resumed_from=20, peak_memory_bytes=1 << 31),
+        record(20, loss=0.25, seconds=120.0, tokens_per_second=99_000.0, peak_memory_bytes=1 << 31),
+        record(30, loss=0.5, held_out_loss=3.5, seconds=7.0, resumed_from=20),
     ]
 
     text = render_summary(records, {"metrics": tmp_path, "loss curve": None})

@@ -1,0 +1,95 @@
+"""What a run does and leaves behind: its updates follow the recipe, and so do its checkpoints and its metrics."""
+
+import nxd_ckpt
+import pytest
+import torch
+from nxd_state import initialize_model_parallel
+from nxd_trainer.recipe import load_recipe
+from nxd_trainer.report import StepRecord, read_records
+from nxd_trainer.training import train
+
+
+def run(settings: list[str]) -> None:
+    recipe = load_recipe(None, settings)
+    initialize_model_parallel(recipe.parallel.tensor_parallel_size)
+    train(recipe)
+
+
+@pytest.fixture
+def records_of(run_ranks, settings, tmp_path):
+    """`records_of(world, *more)`: the metrics of a run of five steps on `world` data-parallel ranks."""
+
+    def make(world: int, *more: str) -> list[StepRecord]:
+        folder = tmp_path / f"run-{world}-{len(list(tmp_path.iterdir()))}"
+        run_ranks(run, world, [*settings, "train.steps=5", *more, f"output={folder}"])
+        return read_records(folder / "metrics.jsonl")
+
+    return make
+
+
+def model_of(folder, step: int) -> dict[str, torch.Tensor]:
+    checkpoint = nxd_ckpt.open_checkpoint(folder / "checkpoints", f"step-{step:08d}")
+    return {name: checkpoint.read(name) for name in checkpoint.tensors if name.startswith(("model.", "lm_head."))}
+
+
+@pytest.mark.parametrize(("keep", "kept"), [(0, [2, 4, 5]), (2, [4, 5])])
+def test_run_saves_every_few_steps_and_at_its_end_and_keeps_the_newest(run_ranks, settings, tmp_path, keep, kept):
+    run_ranks(run, 1, [*settings, "train.steps=5", "checkpoint.save_every=2", f"checkpoint.keep={keep}"])
+
+    assert [info.step for info in nxd_ckpt.list_checkpoints(tmp_path / "run/checkpoints")] == kept
+
+
+def test_run_writes_its_recipe(run_ranks, settings, tmp_path):
+    settings = [*settings, "train.steps=1"]
+    run_ranks(run, 1, settings)
+
+    assert load_recipe(tmp_path / "run/recipe.toml") == load_recipe(None, settings)
+
+
+def test_update_has_the_scheduled_rate_and_decays_matrices_only(run_ranks, settings, tmp_path):
+    # Without memory of earlier gradients, AdamW moves each weight by the learning rate, up or down.
+    adamw = ["betas=0,0", "eps=1e-30", "weight_decay=0.5", "min_lr_ratio=0"]
+    every_step = ["train.steps=8", "checkpoint.save_every=1", "checkpoint.keep=0"]
+    run_ranks(run, 1, [*settings, *(f"optimizer.{setting}" for setting in adamw), *every_step])
+    records = read_records(tmp_path / "run/metrics.jsonl")
+
+    assert [record.learning_rate for record in records[:5]] == pytest.approx([0.0025, 0.005, 0.0075, 0.01, 0.01])
+    assert records[-1].learning_rate < 0.005
+    for record in records[1:]:
+        before, after = model_of(tmp_path / "run", record.step - 1), model_of(tmp_path / "run", record.step)
+        for name, weight in before.items():
+            decay = 0.5 if weight.dim() > 1 else 0.0
+            moved = (after[name] - weight * (1 - record.learning_rate * decay)).abs().max().item()
+            assert moved == pytest.approx(record.learning_rate, rel=1e-9), name
+
+
+def test_metrics_of_replicas_are_those_of_one_process(records_of):
+    one, replicas = records_of(1), records_of(2)
+
+    for name in ("loss", "grad_norm", "learning_rate", "tokens"):
+        expected = [getattr(record, name) for record in one]
+        assert [getattr(record, name) for record in replicas] == pytest.approx(expected, rel=1e-9)
+    assert replicas[-1].tokens == 5 * 8 * 16
+    assert replicas[-1].held_out_loss == pytest.approx(one[-1].held_out_loss, rel=1e-9)
+
+
+def test_metrics_are_logged_and_evaluated_at_their_own_rhythms(records_of):
+    records = records_of(1, "train.log_every=2", "train.eval_every=3")
+
+    assert [(r.step, r.held_out_loss is not None) for r in records] == [
+        (1, False),
+        (2, False),
+        (3, True),
+        (4, False),
+        (5, True),
+    ]
+
+
+def test_autocast_computes_in_bfloat16_and_keeps_float32_weights(records_of, tmp_path):
+    plain = records_of(1, "train.dtype=float32")
+    autocast = records_of(1, "train.dtype=float32", "train.autocast=bfloat16")
+
+    differences = [abs(a.loss - p.loss) for a, p in zip(autocast, plain, strict=True)]
+    assert 1e-6 < max(differences) < 0.05
+    [folder] = [file.parent for file in tmp_path.glob("*/recipe.toml") if "bfloat16" in file.read_text()]
+    assert {weight.dtype for weight in model_of(folder, 5).values()} == {torch.float32}
