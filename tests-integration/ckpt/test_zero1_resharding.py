@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from nxd_ckpt import Shard, ShardedTensor, load, open_checkpoint, save
-from nxd_optim.zero1 import MASTER_KEY, NeuronZero1Optimizer
+from nxd_ckpt import load, open_checkpoint, save
+from nxd_optim import MASTER_KEY, NeuronZero1Optimizer
 from nxd_state import active_group, all_reduce, initialize_model_parallel
-from nxd_trainer.checkpoint import OPTIMIZER_PREFIX, logical_name, model_state
+from nxd_trainer.checkpoint import allocate_optimizer_state, model_state, optimizer_state
 from nxd_trainer.models import LlamaConfig, LlamaForCausalLM
 
 CONFIG = LlamaConfig(
@@ -52,34 +52,8 @@ def train(model, optimizer, steps):
     return losses
 
 
-def optimizer_state(model, optimizer):
-    """The optimizer's states by the names of the unsharded model, for nxd_ckpt."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    shards, state = {}, {}
-    for entry in optimizer.sharded_state():
-        parameter_name = names[id(entry.parameter)]
-        if entry.scalar is not None:
-            state[f"{OPTIMIZER_PREFIX}{parameter_name}/{entry.key}"] = entry.scalar
-        for shard in entry.shards:
-            name = f"{OPTIMIZER_PREFIX}{logical_name(parameter_name, shard.name)}/{entry.key}"
-            shards.setdefault((name, shard.logical_shape), []).append(Shard(shard.tensor, shard.box.offset))
-    return state | {name: ShardedTensor(shape, found) for (name, shape), found in shards.items()}
-
-
-def allocate(model, optimizer, path):
-    """Room for the states in the checkpoint."""
-    tensors = open_checkpoint(path).tensors
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    elementwise = {"exp_avg", "exp_avg_sq"}
-    dtypes = {
-        name.rpartition("/")[2]: info.dtype for name, info in tensors.items() if name.startswith(OPTIMIZER_PREFIX)
-    }
-
-    def stored(parameter):
-        assert f"{OPTIMIZER_PREFIX}{names[id(parameter)]}/step" in tensors
-        return {key: (dtype, (1,) if key in elementwise else ()) for key, dtype in dtypes.items() if key != MASTER_KEY}
-
-    optimizer.allocate_state(stored)
+def stored_in(path):
+    return {name: (info.dtype, info.global_shape) for name, info in open_checkpoint(path).tensors.items()}
 
 
 def save_and_go_on(path, tp, dtype):
@@ -92,7 +66,7 @@ def save_and_go_on(path, tp, dtype):
 def load_save_and_go_on(path, tp, dtype):
     """Once more, so that the way back is walked too."""
     model, optimizer = make(tp, dtype)
-    allocate(model, optimizer, path)
+    allocate_optimizer_state(model, optimizer, stored_in(path))
     load(path, "a", into=model_state(model) | optimizer_state(model, optimizer))
     save(path, "b", model_state(model) | optimizer_state(model, optimizer))
     return train(model, optimizer, range(STEPS, 2 * STEPS))
@@ -127,3 +101,35 @@ def test_training_goes_on_bitwise_at_the_same_layout(run_ranks, tmp_path, tp):
     resumed = run_ranks(load_save_and_go_on, 2 * tp, str(tmp_path), tp, torch.bfloat16)
 
     assert resumed == [expected for _, expected in results]
+
+
+def train_plainly(model, optimizer, steps):
+    """As `train`, with torch's own optimizer and clipping, on one process."""
+    losses = []
+    for step in steps:
+        generator = torch.Generator().manual_seed(step % 2)
+        tokens = torch.randint(CONFIG.vocab_size, (4, 9), generator=generator)
+        loss = model(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def load_into_a_plain_optimizer(path):
+    model, sharded = make(1, torch.float64)
+    groups = [{"params": group["params"], "weight_decay": group["weight_decay"]} for group in sharded.param_groups]
+    optimizer = torch.optim.AdamW(groups, lr=0.05)
+    allocate_optimizer_state(model, optimizer, stored_in(path))
+    load(path, "a", into=model_state(model) | optimizer_state(model, optimizer))
+    return train_plainly(model, optimizer, range(STEPS, 2 * STEPS))
+
+
+def test_checkpoint_of_zero1_loads_into_a_plain_optimizer(run_ranks, tmp_path):
+    (_, expected), *_ = run_ranks(save_and_go_on, 2, str(tmp_path), 1, torch.float64)
+
+    (losses,) = run_ranks(load_into_a_plain_optimizer, 1, str(tmp_path))
+
+    assert losses == pytest.approx(expected, rel=1e-10)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from nxd_ckpt import Shard, ShardedTensor
+from nxd_optim import MASTER_KEY, NeuronZero1Optimizer
 from nxd_state import ShardPiece, get_shard_spec
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -39,9 +40,14 @@ def model_state(model: nn.Module) -> CheckpointState:
 def optimizer_state(model: nn.Module, optimizer: Optimizer) -> CheckpointState:
     """The optimizer's state as logical tensors: what has a parameter's shape is sharded as the parameter is.
 
+    With ZeRO-1 each rank gives the boxes that it owns; names, shapes and values are those without it, so a checkpoint
+    of one loads into the other.
+
     Raises:
         ValueError: the optimizer holds a parameter that is not the model's, or state that is no tensor.
     """
+    if isinstance(optimizer, NeuronZero1Optimizer):
+        return _zero1_state(model, optimizer)
     state: CheckpointState = {}
     for name, parameter in _optimized_parameters(model, optimizer):
         for key, value in optimizer.state.get(parameter, {}).items():
@@ -51,9 +57,24 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> CheckpointState:
                 for logical, tensor in _logical_tensors(name, parameter, value).items():
                     state[f"{OPTIMIZER_PREFIX}{logical}/{key}"] = tensor
             else:  # such as a count of steps, which each logical tensor of a fused parameter has
-                names = list(_logical_tensors(name, parameter, parameter)) or [name]
+                names = _logical_names(name, parameter)
                 state.update({f"{OPTIMIZER_PREFIX}{logical}/{key}": value for logical in names})
     return state
+
+
+def _zero1_state(model: nn.Module, optimizer: NeuronZero1Optimizer) -> CheckpointState:
+    names = {parameter: name for name, parameter in _optimized_parameters(model, optimizer)}
+    state: CheckpointState = {}
+    shards: dict[tuple[str, tuple[int, ...]], list[Shard]] = {}
+    for entry in optimizer.sharded_state():
+        name = names[entry.parameter]
+        if entry.scalar is not None:
+            logical_names = _logical_names(name, entry.parameter)
+            state.update({f"{OPTIMIZER_PREFIX}{logical}/{entry.key}": entry.scalar for logical in logical_names})
+        for shard in entry.shards:
+            full_name = f"{OPTIMIZER_PREFIX}{logical_name(name, shard.name)}/{entry.key}"
+            shards.setdefault((full_name, shard.logical_shape), []).append(Shard(shard.tensor, shard.box.offset))
+    return state | {name: ShardedTensor(shape, found) for (name, shape), found in shards.items()}
 
 
 def allocate_optimizer_state(
@@ -71,12 +92,23 @@ def allocate_optimizer_state(
         if full_name.startswith(OPTIMIZER_PREFIX):
             name, _, key = full_name.removeprefix(OPTIMIZER_PREFIX).rpartition("/")
             keys_by_name.setdefault(name, {})[key] = description
-    for name, parameter in _optimized_parameters(model, optimizer):
-        logical_names = list(_logical_tensors(name, parameter, parameter))
+    names = {parameter: name for name, parameter in _optimized_parameters(model, optimizer)}
+
+    def stored_keys(parameter: Tensor) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        return {
+            key: description
+            for logical in [names[parameter], *_logical_names(names[parameter], parameter)]
+            for key, description in keys_by_name.get(logical, {}).items()
+            if key != MASTER_KEY
+        }
+
+    if isinstance(optimizer, NeuronZero1Optimizer):
+        optimizer.allocate_state(stored_keys)
+        return
+    for parameter in names:
         optimizer.state[parameter] = {
             key: torch.zeros_like(parameter, dtype=dtype) if shape else torch.zeros((), dtype=dtype)
-            for logical in dict.fromkeys([name, *logical_names])
-            for key, (dtype, shape) in keys_by_name.get(logical, {}).items()
+            for key, (dtype, shape) in stored_keys(parameter).items()
         }
 
 
@@ -93,8 +125,8 @@ def _check_shard_metadata(model: nn.Module) -> None:
                 )
 
 
-def _optimized_parameters(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, nn.Parameter]]:
-    names = {parameter: name for name, parameter in model.named_parameters()}
+def _optimized_parameters(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter not in names:
@@ -111,6 +143,11 @@ def _logical_tensors(name: str, parameter: Tensor, tensor: Tensor) -> Checkpoint
     for piece in spec.pieces:
         pieces.setdefault(logical_name(name, piece.name), []).append(piece)
     return {logical: _sharded_tensor(tensor, found) for logical, found in pieces.items()}
+
+
+def _logical_names(name: str, parameter: Tensor) -> list[str]:
+    """Of the logical tensors that a parameter holds; its own where it is all padding."""
+    return list(_logical_tensors(name, parameter, parameter)) or [name]
 
 
 def _sharded_tensor(tensor: Tensor, pieces: Iterable[ShardPiece]) -> ShardedTensor:
