@@ -1,0 +1,39 @@
+"""Pipeline parallelism: schedules as data, made, checked and timed before any rank plays them."""
+
+from nxd_pipeline.schedules import (
+    SCHEDULE_NAMES,
+    Action,
+    ActionKind,
+    Costs,
+    Edge,
+    Schedule,
+    StageCost,
+    Timeline,
+    custom_schedule,
+    insert_communication,
+    make_schedule,
+    read_schedule,
+    simulate,
+    verify_schedule,
+    write_schedule,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "SCHEDULE_NAMES",
+    "make_schedule",
+    "custom_schedule",
+    "Schedule",
+    "Action",
+    "ActionKind",
+    "Edge",
+    "insert_communication",
+    "verify_schedule",
+    "simulate",
+    "Costs",
+    "StageCost",
+    "Timeline",
+    "read_schedule",
+    "write_schedule",
+]

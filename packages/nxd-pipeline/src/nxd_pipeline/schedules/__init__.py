@@ -1,0 +1,76 @@
+"""Pipeline schedules as data: lists of actions, made, checked, timed, drawn, read and written without any rank."""
+
+from nxd_pipeline.schedules.action import (
+    COMMUNICATION,
+    MAKES_GRADIENT,
+    RECEIVES,
+    SENDS,
+    Action,
+    ActionKind,
+    parse_action,
+)
+from nxd_pipeline.schedules.catalog import SCHEDULE_NAMES, make_schedule
+from nxd_pipeline.schedules.chart import save_chart, text_chart
+from nxd_pipeline.schedules.communication import insert_communication
+from nxd_pipeline.schedules.csv_file import format_schedule, parse_schedule, read_schedule, write_schedule
+from nxd_pipeline.schedules.edge import Dataflow, Edge, chain
+from nxd_pipeline.schedules.makers.dualpipe_v import dualpipe_v
+from nxd_pipeline.schedules.makers.forward_only import forward_only, inference
+from nxd_pipeline.schedules.makers.gpipe import gpipe
+from nxd_pipeline.schedules.makers.interleaved import interleaved_one_forward_one_backward
+from nxd_pipeline.schedules.makers.one_forward_one_backward import one_forward_one_backward
+from nxd_pipeline.schedules.makers.order import looped_placement, v_placement
+from nxd_pipeline.schedules.makers.zero_bubble_h1 import zero_bubble_h1
+from nxd_pipeline.schedules.makers.zero_bubble_v import zero_bubble_v
+from nxd_pipeline.schedules.memory import ActivationSize, activations_kept, peak_in_flight
+from nxd_pipeline.schedules.schedule import Schedule, custom_schedule
+from nxd_pipeline.schedules.simulation import Costs, StageCost, simulate
+from nxd_pipeline.schedules.timeline import Span, Timeline
+from nxd_pipeline.schedules.verification import verify_schedule
+
+__all__ = [
+    # what a schedule is
+    "Action",
+    "ActionKind",
+    "SENDS",
+    "RECEIVES",
+    "COMMUNICATION",
+    "MAKES_GRADIENT",
+    "parse_action",
+    "Schedule",
+    "custom_schedule",
+    "Edge",
+    "chain",
+    "Dataflow",
+    # making one
+    "SCHEDULE_NAMES",
+    "make_schedule",
+    "gpipe",
+    "one_forward_one_backward",
+    "interleaved_one_forward_one_backward",
+    "zero_bubble_h1",
+    "zero_bubble_v",
+    "dualpipe_v",
+    "inference",
+    "forward_only",
+    "looped_placement",
+    "v_placement",
+    "insert_communication",
+    # checking and measuring it
+    "verify_schedule",
+    "peak_in_flight",
+    "activations_kept",
+    "ActivationSize",
+    "simulate",
+    "Costs",
+    "StageCost",
+    "Timeline",
+    "Span",
+    # reading, writing, drawing it
+    "read_schedule",
+    "write_schedule",
+    "parse_schedule",
+    "format_schedule",
+    "text_chart",
+    "save_chart",
+]

@@ -1,0 +1,120 @@
+"""Checks that a schedule can be played: inputs exist, nothing is missing or done twice, and nobody waits for ever.
+
+It needs no ranks. Messages are matched in the strictest way, one after the other and each blocking at both ends:
+what passes cannot deadlock on a transport that blocks less or that matches messages by their order.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import product
+
+from nxd_pipeline.schedules.action import MAKES_GRADIENT, Action, ActionKind
+from nxd_pipeline.schedules.edge import Dataflow, Edge, backwards
+from nxd_pipeline.schedules.memory import activations_kept
+from nxd_pipeline.schedules.schedule import Schedule
+
+
+def verify_schedule(
+    schedule: Schedule, edges: Iterable[Edge] | None = None, *, max_in_flight: int | Sequence[int] | None = None
+) -> tuple[int, ...]:
+    """Checks a schedule with its messages.
+
+    Args:
+        schedule: see `insert_communication` for one that only says what is computed.
+        edges: who uses whose output; each stage that of the one before it, by default.
+        max_in_flight: the most activations that any rank, or each rank, may keep, counted as `peak_in_flight` does.
+
+    Returns:
+        How many activations each rank keeps at most.
+
+    Raises:
+        ValueError: the schedule cannot be played or keeps too much; the message names rank, position and action.
+    """
+    dataflow = Dataflow(schedule, edges)
+    if dataflow.crosses_ranks and not schedule.has_communication:
+        raise ValueError(f"schedule {schedule.name!r} has no messages; insert_communication(schedule) adds them")
+    for rank in range(schedule.num_ranks):
+        _check_rank(schedule, dataflow, rank)
+    _match_messages(schedule)
+    kept = activations_kept(schedule)
+    if max_in_flight is not None:
+        _check_memory(schedule, kept, max_in_flight)
+    return tuple(map(max, kept))
+
+
+def _check_rank(schedule: Schedule, dataflow: Dataflow, rank: int) -> None:
+    """What one rank's list tells: every action has its inputs, and each is there exactly once."""
+    done: dict[Action, int] = {}
+    for position, action in enumerate(schedule.actions[rank]):
+        problem = _why_not(dataflow, action, done)
+        if problem:
+            raise ValueError(f"{schedule.where(rank, position)}: {problem}")
+        done[action] = position
+    for missing in _missing(schedule, dataflow, rank, done):
+        raise ValueError(f"schedule {schedule.name!r}, rank {rank}: {missing} is missing")
+
+
+def _why_not(dataflow: Dataflow, action: Action, done: dict[Action, int]) -> str | None:
+    """Why the action must not come after what is done."""
+    if action.is_communication and not dataflow.carries(action):
+        return "no such message is needed: these stages share no such edge, or one rank"
+    rivals = backwards(action.stage, action.microbatch) if action.kind in MAKES_GRADIENT else (action,)
+    for rival in rivals:
+        if rival in done:
+            return f"{rival} is at position {done[rival]} already; leave one of them out"
+    for choice in (*dataflow.local_inputs(action), *((it,) for it in dataflow.receives(action))):
+        if not any(needed in done for needed in choice):
+            return f"{' or '.join(map(str, choice))} has to come before it"
+    return None
+
+
+def _missing(schedule: Schedule, dataflow: Dataflow, rank: int, done: dict[Action, int]) -> Iterator[str]:
+    """What the rank's stages leave undone."""
+    kinds: list[tuple[ActionKind, ...]] = [(ActionKind.FORWARD,)]
+    if not schedule.is_forward_only:
+        kinds += [(ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT), (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)]
+    for stage, microbatch in product(schedule.stages_of(rank), range(schedule.num_microbatches)):
+        for choice in kinds:
+            alternatives = [Action(kind, stage, microbatch) for kind in choice]
+            if not any(action in done for action in alternatives):
+                yield " or ".join(map(str, alternatives))
+    yield from (str(send) for action in done for send in dataflow.sends(action) if send not in done)
+
+
+def _match_messages(schedule: Schedule) -> None:
+    """Plays the messages, each a rendezvous, and goes on with both ranks of each that meets."""
+    rows = [[(place, it) for place, it in enumerate(row) if it.is_communication] for row in schedule.actions]
+    positions = [0] * schedule.num_ranks
+    moving = list(range(schedule.num_ranks))
+    while moving:
+        rank = moving.pop()
+        if positions[rank] == len(rows[rank]):
+            continue
+        counterpart = rows[rank][positions[rank]][1].counterpart()
+        peer_rank = schedule.rank_of_stage[counterpart.stage]
+        if positions[peer_rank] < len(rows[peer_rank]) and rows[peer_rank][positions[peer_rank]][1] == counterpart:
+            positions[rank] += 1
+            positions[peer_rank] += 1
+            moving += [rank, peer_rank]
+    stops = [
+        schedule.where(rank, row[position][0])
+        for rank, (row, position) in enumerate(zip(rows, positions, strict=True))
+        if position < len(row)
+    ]
+    if stops:
+        raise ValueError(
+            f"ranks wait for ever at these messages, because the other end has another one first, or none: "
+            f"{'; '.join(stops)}. Both ends need one order; insert_communication(schedule) finds it"
+        )
+
+
+def _check_memory(schedule: Schedule, kept: Sequence[Sequence[int]], max_in_flight: int | Sequence[int]) -> None:
+    bounds = [max_in_flight] * schedule.num_ranks if isinstance(max_in_flight, int) else max_in_flight
+    if len(bounds) != schedule.num_ranks:
+        raise ValueError(f"max_in_flight={max_in_flight} is for {len(bounds)} ranks; expected {schedule.num_ranks}")
+    for rank, (numbers, bound) in enumerate(zip(kept, bounds, strict=True)):
+        for position, number in enumerate(numbers):
+            if number > bound:
+                raise ValueError(
+                    f"{schedule.where(rank, position)}: this rank keeps {number} activations here, {max(numbers)} at "
+                    f"most: more than max_in_flight={bound}"
+                )

@@ -1,0 +1,44 @@
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from nxd_pipeline.schedules import (
+    format_schedule,
+    insert_communication,
+    make_schedule,
+    parse_schedule,
+    read_schedule,
+    verify_schedule,
+    write_schedule,
+)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.data())
+def test_parse_schedule_of_any_schedules_text_gives_the_schedule(draw_schedule, data):
+    schedule = draw_schedule(data)
+
+    assert parse_schedule(format_schedule(schedule), name=schedule.name) == schedule
+
+
+def test_write_schedule_and_read_schedule_give_it_back_named_like_the_file(tmp_path):
+    schedule = insert_communication(make_schedule("1f1b", 2, 2))
+
+    write_schedule(schedule, tmp_path / "1f1b.csv")
+
+    assert (tmp_path / "1f1b.csv").read_text() == (
+        "0F0,0SA0>1,0F1,0SA1>1,0RG0<1,0B0,0RG1<1,0B1\n1RA0<0,1RA1<0,1F0,1B0,1SG0>0,1F1,1B1,1SG1>0\n"
+    )
+    assert read_schedule(tmp_path / "1f1b.csv") == schedule
+
+
+def test_parse_schedule_with_idle_cells_can_be_completed_and_played():
+    text = "0F0,0F1,,,0B0,,0B1\n,1F0,1B0,1F1, ,1B1,\n"
+
+    schedule = insert_communication(parse_schedule(text))
+
+    assert verify_schedule(schedule) == (2, 1)
+
+
+def test_parse_schedule_of_a_cell_that_is_no_action_raises():
+    with pytest.raises(ValueError, match="rank 1: action '1FORWARD0' is not understood"):
+        parse_schedule("0F0,0B0\n1FORWARD0,1B0\n")

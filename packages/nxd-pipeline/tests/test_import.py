@@ -1,0 +1,19 @@
+"""What `import nxd_pipeline` costs over `import torch`."""
+
+import json
+import subprocess
+import sys
+
+PROGRAM = """
+import json, sys, torch
+before = set(sys.modules)
+import nxd_pipeline
+print(json.dumps(sorted(set(sys.modules) - before)))
+"""
+
+
+def test_import_adds_nothing_but_the_stack_and_the_standard_library():
+    result = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
+
+    added = {name.partition(".")[0] for name in json.loads(result.stdout)}
+    assert added - {"nxd_pipeline", "nxd_state", *sys.stdlib_module_names} == set()
