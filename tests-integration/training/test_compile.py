@@ -52,7 +52,7 @@ def check_compiled(sequence_parallel: bool, backend: str) -> None:
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_compiled_decoder_layer_without_graph_breaks_equals_the_eager_one(run_ranks, sequence_parallel):
-    run_ranks(check_compiled, 2, sequence_parallel, "aot_eager")
+    run_ranks(check_compiled, 2, sequence_parallel, "aot_eager", timeout=600)
 
 
 @pytest.mark.slow
@@ -71,4 +71,4 @@ def test_exported_decoder_layer_equals_the_eager_one(run_ranks, sequence_paralle
         exported = torch.export.export(layer, arguments, strict=strict).module()
         torch.testing.assert_close(exported(*arguments), layer(*arguments), rtol=1e-10, atol=1e-12)
 
-    run_ranks(check, 2)
+    run_ranks(check, 2, timeout=600)

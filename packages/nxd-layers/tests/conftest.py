@@ -13,12 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 def on_tp():
     """`on_tp(tp, fn, *args)`: what `fn(*args)` returns on each rank of a mesh of `tp` tensor-parallel ranks."""
 
-    def run(tp, fn, *args):
+    def run(tp, fn, *args, timeout=120):
         def job():
             nxd_state.initialize_model_parallel(tensor_model_parallel_size=tp)
             return fn(*args)
 
-        return run_on_ranks(job, tp)
+        return run_on_ranks(job, tp, timeout=timeout)
 
     return run
 

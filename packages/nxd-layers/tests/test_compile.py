@@ -158,7 +158,7 @@ def test_compiled_training_step_without_graph_breaks_equals_the_eager_one(on_tp,
             for _ in range(2):
                 assert_same(train(compiled, layer, input_), expected, name)
 
-    on_tp(2, check)
+    on_tp(2, check, timeout=600)  # the compiler is slow
 
 
 @pytest.mark.parametrize("cases", [linear_layers, other_layers])
@@ -170,7 +170,7 @@ def test_compiled_layer_without_gradients_equals_the_eager_one(on_tp, cases):
             compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
             assert_same([compiled(input_)], [layer(input_)], name)
 
-    on_tp(2, check)
+    on_tp(2, check, timeout=600)  # the compiler is slow
 
 
 @pytest.mark.parametrize("strict", [False, True])
@@ -183,4 +183,4 @@ def test_exported_layer_equals_the_eager_one(on_tp, cases, strict):
             exported = torch.export.export(layer, (input_,), strict=strict).module()
             assert_same([exported(input_)], [layer(input_)], name)
 
-    on_tp(2, check)
+    on_tp(2, check, timeout=600)  # the compiler is slow

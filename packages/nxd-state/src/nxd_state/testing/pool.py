@@ -33,7 +33,7 @@ def run_on_ranks(
     fn: Callable[..., T],
     world_size: int,
     *args: Any,
-    timeout: float = 60.0,
+    timeout: float = 120.0,
     backend: str = "gloo",
     env: Mapping[str, str] | None = None,
 ) -> list[T]:
@@ -84,7 +84,7 @@ class RankPool:
         fn: Callable[..., T],
         world_size: int,
         *args: Any,
-        timeout: float = 60.0,
+        timeout: float = 120.0,
         backend: str = "gloo",
         env: Mapping[str, str] | None = None,
     ) -> list[T]:
