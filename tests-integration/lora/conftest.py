@@ -4,6 +4,7 @@ import nxd_state
 import pytest
 import torch
 from nxd_state.testing import run_on_ranks
+from nxd_trainer.checkpoint import logical_name
 from nxd_trainer.models import LlamaConfig, LlamaForCausalLM
 
 SIZES = {
@@ -56,7 +57,7 @@ def our_llama():
                 if spec is None:
                     parameter.copy_(weights[name])
                 for piece in spec.pieces if spec is not None else ():
-                    parameter[piece.local.slices] = weights[name][piece.logical.slices]
+                    parameter[piece.local.slices] = weights[logical_name(name, piece.name)][piece.logical.slices]
         return model.eval()
 
     return make

@@ -14,7 +14,7 @@ SETTINGS = {
     "lora_rank": 4,
     "lora_alpha": 6,
     "use_rslora": True,
-    "target_modules": ["embed_tokens", "q_proj", "down_proj", "lm_head"],
+    "target_modules": ["embed_tokens", "q_proj", "v_proj", "down_proj", "lm_head"],
 }
 MODES = {
     "adapter": {},
@@ -55,7 +55,7 @@ def save(trained, whole_logits):
 
 
 @pytest.mark.parametrize("mode", ["adapter", "both"])
-@pytest.mark.parametrize(("save_tp", "load_tp"), [(2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize(("save_tp", "load_tp"), [(2, 1), (1, 2), (2, 2), (4, 2), (1, 4)])
 def test_adapter_comes_back_at_another_layout(
     on_tp, tmp_path, hugging_face_llama, our_llama, save, whole_logits, mode, save_tp, load_tp
 ):
@@ -83,7 +83,7 @@ def test_checkpoint_holds_what_the_mode_says_under_the_unsharded_models_names(
     factors = {
         f"model.layers.{i}.{name}.lora_{f}"
         for i in (0, 1)
-        for name in ("self_attn.q_proj", "mlp.down_proj")
+        for name in ("self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj")
         for f in "AB"
     }
     factors |= {f"model.embed_tokens.lora_embedding_{f}" for f in "AB"} | {f"lm_head.lora_{f}" for f in "AB"}

@@ -5,6 +5,7 @@ import pytest
 import torch
 from nxd_layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
 from nxd_layers.padding import divide, get_number_of_extra_heads, pad_model
+from nxd_layers.qkv_linear import GQAQKVColumnParallelLinear
 from nxd_state import (
     check_shard_specs,
     get_shard_spec,
@@ -22,16 +23,19 @@ HIDDEN, BATCH, SEQUENCE = 8, 2, 3
 class Attention(nn.Module):
     """Attention as the guide has it, with an output that is not zero where its heads are zero."""
 
-    def __init__(self, num_heads, num_kv_heads, head_size, *, fused, pad, sequence_parallel=False):
+    def __init__(self, num_heads, num_kv_heads, head_size, *, fused, pad, sequence_parallel=False, multiplier=1):
         super().__init__()
         tp = get_tensor_model_parallel_size() if nxd_state.model_parallel_is_initialized() else 1
         self.head_size, self.fused = head_size, fused
         self.num_heads = divide(num_heads + get_number_of_extra_heads(num_heads, tp), tp)
-        self.queries_per_key = num_heads // num_kv_heads
         self.split_size = num_heads * head_size
         arguments = {"dtype": torch.float64, "pad": pad, "sequence_parallel_enabled": sequence_parallel}
         column = {"gather_output": False, **arguments}
-        if fused:
+        if fused == "one layer":
+            del column["pad"]
+            sizes = [num_heads * head_size, num_kv_heads * head_size]
+            self.qkv = GQAQKVColumnParallelLinear(HIDDEN, sizes, kv_size_multiplier=multiplier, **column)
+        elif fused:
             self.qkv = ColumnParallelLinear(HIDDEN, 3 * num_heads * head_size, stride=3, **column)
         else:
             self.query = ColumnParallelLinear(HIDDEN, num_heads * head_size, **column)
@@ -40,13 +44,15 @@ class Attention(nn.Module):
         self.output = RowParallelLinear(num_heads * head_size, HIDDEN, input_is_parallel=True, **arguments)
 
     def forward(self, hidden):  # [seq, batch, hidden]
-        if self.fused:
+        if self.fused == "one layer":
+            parts = self.qkv(hidden)
+        elif self.fused:
             parts = self.qkv(hidden).chunk(3, dim=-1)
         else:
             parts = self.query(hidden), self.key(hidden), self.value(hidden)
         q, k, v = (part.unflatten(-1, (-1, self.head_size)).permute(1, 2, 0, 3) for part in parts)
         assert q.shape[1] == self.num_heads
-        k, v = (x.repeat_interleave(self.queries_per_key, dim=1) for x in (k, v))
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
         mixed = torch.cos(F.scaled_dot_product_attention(q, k, v, is_causal=True))
         return self.output(mixed.permute(2, 0, 1, 3).flatten(2))
 
@@ -108,13 +114,16 @@ ATTENTIONS = [(6, 6, 2), (6, 3, 4), (5, 5, 3), (3, 3, 5), (1, 1, 4)]
 @pytest.mark.parametrize("tp", [2, 4])
 def test_padded_model_trains_as_the_unpadded_one_does(tp, fused):
     cases = [case for case in ATTENTIONS if (not fused or case[0] == case[1]) and (tp == 4 or case[1] != 3)]
+    check_training(tp, [(case, {"fused": fused}) for case in cases])
 
+
+def check_training(tp, cases):
     def job(padded):
         if padded:
             initialize_model_parallel(tensor_model_parallel_size=tp)
         results = []
-        for case in cases:
-            model = Block(*case, fused=fused, pad=padded)
+        for case, arguments in cases:
+            model = Block(*case, pad=padded, **(arguments if padded else {**arguments, "multiplier": 1}))
             if padded:
                 assert pad_model(model, tp, case[0], [Attention]) is model
                 is_whole_heads = model.attention.output.weight.shape[1] % case[2] == 0
@@ -134,6 +143,41 @@ def test_padded_model_trains_as_the_unpadded_one_does(tp, fused):
             wholes = assemble_logical([by_rank[rank][index][position] for rank in range(tp)], rtol=1e-9)
             for name, whole in assemble_logical([pieces]).items():
                 torch.testing.assert_close(wholes[name], whole, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("tp", "cases"),
+    [
+        (2, [((3, 3, 2), 1), ((5, 5, 4), 1)]),
+        # The second has two copies of each head on a rank, the third on two ranks: 2 query heads and 1 become 4 and 2.
+        (4, [((6, 6, 2), 1), ((6, 3, 4), 1), ((6, 3, 4), 2), ((2, 1, 4), 2)]),
+    ],
+)
+def test_padded_model_with_a_qkv_linear_trains_as_the_unpadded_one_does(tp, cases):
+    check_training(tp, [(case, {"fused": "one layer", "multiplier": times}) for case, times in cases])
+
+
+@pytest.mark.parametrize("gather_output", [False, True])
+@pytest.mark.parametrize("fuse", [False, True])
+def test_padded_qkv_linear_keeps_its_padding_zero_whatever_reads_it(on_tp, fuse, gather_output):
+    def job():
+        layer = GQAQKVColumnParallelLinear(
+            HIDDEN, [8, 4], gather_output=gather_output, kv_size_multiplier=2, fuse_qkv=fuse
+        )
+        pad_model(layer, 4, 2)
+        optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1, weight_decay=0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            outputs = layer(torch.ones(3, HIDDEN))
+            sum(torch.cos(output + 1).square().sum() for output in outputs).backward()
+            optimizer.step()
+        padding = torch.cat([padding_of(parameter) for parameter in layer.parameters()])
+        assert torch.count_nonzero(padding) == 0
+        return len(padding), [output.shape[-1] for output in outputs]
+
+    # 2 query heads and 1 of keys and values, of 4 rows, became 4 and 2; the latter are on two ranks each.
+    shapes = [8, 4, 4] if gather_output else [4, 4, 4]
+    assert on_tp(4, job) == [(0, shapes)] * 2 + [(12 * (HIDDEN + 1), shapes)] * 2
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -291,7 +335,25 @@ def with_gradient():
             r"length 4 cannot be padded as 6 heads are to 8: 4 \* 8 / 6 must be a multiple of 4",
         ),
         (TiedModel, {}, ValueError, "embedding.weight is tied to head.weight, .* pass wrapped_classes"),
-        (split_without_padding, {}, ValueError, "0 is a Module, which is split .* kv_size_multiplier"),
+        (split_without_padding, {}, ValueError, "0 is a Module, which is split .* out of wrapped_classes"),
+        (
+            lambda: Block(6, 2, 4, fused="one layer", pad=True, multiplier=2),
+            {"wrapped_classes": [Attention]},
+            ValueError,
+            r"6 query heads cannot be padded to 8 with 2 key/value heads: .* have to be 2\.66667, .* divides 6",
+        ),
+        (
+            lambda: GQAQKVColumnParallelLinear(HIDDEN, [8, 4]),
+            {"n_heads": 2},
+            ValueError,
+            "1 key/value heads, padded to 2 as 2 query heads are to 4, .* build the layer with kv_size_multiplier=2",
+        ),
+        (
+            lambda: GQAQKVColumnParallelLinear(HIDDEN, [20, 20]),
+            {"n_heads": 6, "tp_degree": 4},
+            ValueError,
+            "length 20 cannot be padded as 6 heads are to 8",
+        ),
         (with_gradient, {"wrapped_classes": [Attention]}, RuntimeError, "query.weight has a gradient already"),
     ],
 )

@@ -29,12 +29,14 @@ class KeyValueLayout:
         head_size: rows of the weight that belong to a head.
         copies: of each head, over all ranks; divides the tensor-parallel size.
         tensor_parallel_size: divides `num_heads * copies`.
+        padding: rows at the end of the last heads that are no part of the model.
     """
 
     num_heads: int
     head_size: int
     copies: int
     tensor_parallel_size: int
+    padding: int = 0
 
     @property
     def heads_per_rank(self) -> int:
@@ -58,11 +60,10 @@ class KeyValueLayout:
 
     def spec(self, tp_rank: int, row_shape: tuple[int, ...], name: str) -> ShardSpec:
         """What a rank's part `[rows_per_rank, *row_shape]` holds of the logical tensor called `name`."""
-        logical_shape = (self.num_heads * self.head_size, *row_shape)
+        num_rows = self.num_heads * self.head_size - self.padding
 
-        def box(first_head: int, num_heads: int) -> Box:
-            offset = (first_head * self.head_size, *(0 for _ in row_shape))
-            return Box(offset, (num_heads * self.head_size, *row_shape))
+        def box(first_row: int, num_rows: int) -> Box:
+            return Box((first_row, *(0 for _ in row_shape)), (num_rows, *row_shape))
 
         runs: list[list[int]] = []  # of consecutive logical heads
         for head in self.heads_of(tp_rank):
@@ -72,9 +73,12 @@ class KeyValueLayout:
                 runs.append([head])
         pieces, start = [], 0
         for run in runs:
-            local, logical = box(start, len(run)), box(run[0], len(run))
-            pieces.append(ShardPiece(local, logical, logical_shape, name, self.copies))
-            start += len(run)
+            first, length = run[0] * self.head_size, len(run) * self.head_size
+            held = min(length, num_rows - first)  # the rest is padding
+            if held > 0:
+                local, logical = box(start, held), box(first, held)
+                pieces.append(ShardPiece(local, logical, (num_rows, *row_shape), name, self.copies))
+            start += length
         return ShardSpec((self.rows_per_rank, *row_shape), tuple(pieces))
 
     def slots(self, tp_rank: int) -> tuple[int, ...]:
@@ -86,6 +90,43 @@ class KeyValueLayout:
     def num_slots(self) -> int:
         """How many different heads a run of sharing ranks has."""
         return self.sharing_ranks * self.heads_per_rank // self.copies
+
+
+def padded_layout(
+    head_counts: tuple[int, int], padded_query_heads: int, *, head_size: int, copies: int, tensor_parallel_size: int
+) -> KeyValueLayout:
+    """The layout of key and value heads after padding query heads at their end.
+
+    Query head h attends to key and value head `h // (query heads / key and value heads)`. For that to stay, key and
+    value heads are padded by the same ratio.
+
+    Args:
+        head_counts: query heads, and key and value heads, of the model.
+        padded_query_heads: query heads with padding.
+        head_size: rows of the weights that belong to a head.
+        copies: as of `KeyValueLayout`.
+        tensor_parallel_size: as of `KeyValueLayout`.
+
+    Raises:
+        ValueError: that gives no whole number of heads, or not one that can be dealt out with so many copies.
+    """
+    query_heads, heads = head_counts
+    padded_heads, rest = divmod(heads * padded_query_heads, query_heads)
+    if rest:
+        raise ValueError(
+            f"{query_heads} query heads cannot be padded to {padded_query_heads} with {heads} key/value heads: these "
+            f"would have to be {heads * padded_query_heads / query_heads:g}, or query heads would get other key/value "
+            f"heads than now; use a tensor-parallel degree that divides {query_heads}"
+        )
+    if padded_heads * copies % tensor_parallel_size or padded_query_heads % (padded_heads * copies):
+        raise ValueError(
+            f"{heads} key/value heads, padded to {padded_heads} as {query_heads} query heads are to "
+            f"{padded_query_heads}, cannot be dealt out over tp {tensor_parallel_size} with kv_size_multiplier="
+            f"{copies}; build the layer with kv_size_multiplier="
+            f"{kv_size_multiplier_for(padded_heads, tensor_parallel_size)}"
+        )
+    padding = (padded_heads - heads) * head_size
+    return KeyValueLayout(padded_heads, head_size, copies, tensor_parallel_size, padding)
 
 
 @dataclass(frozen=True)

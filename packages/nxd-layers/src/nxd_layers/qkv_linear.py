@@ -27,12 +27,19 @@ from nxd_layers.initialization import (
     empty_parameter,
     fill_from_logical,
 )
-from nxd_layers.key_value_heads import HeadCopies, KeyValueLayout, kv_size_multiplier_for
+from nxd_layers.key_value_heads import HeadCopies, KeyValueLayout, kv_size_multiplier_for, padded_layout
 from nxd_layers.layer_group import layer_group
 from nxd_layers.linear import _check_arguments
+from nxd_layers.padding.gradient import zero_padding_gradient
+from nxd_layers.padding.heads import length_for_heads
+from nxd_layers.padding.repartition import repartition
 from nxd_layers.regions import gather_from_tensor_model_parallel_region
 
-_NAMES = ("q", "k", "v")
+# What the parameters' names end in, and the layers of the unsharded model.
+PROJECTIONS = {"q": "q_proj", "k": "k_proj", "v": "v_proj"}
+
+_Kind = Literal["weight", "bias"]
+_KINDS: tuple[_Kind, ...] = ("weight", "bias")
 
 
 class GQAQKVColumnParallelLinear(nn.Module):
@@ -64,6 +71,7 @@ class GQAQKVColumnParallelLinear(nn.Module):
         weight_qkv: `[(q + 2 * kv * kv_size_multiplier)/tp, in]`, q above k above v, if fused; otherwise `weight_q`
             `[q/tp, in]`, `weight_k` and `weight_v` `[kv * kv_size_multiplier/tp, in]`.
         bias_qkv: the same without `in`; otherwise `bias_q`, `bias_k`, `bias_v`. None without bias.
+        padded_q_size: length of q that is cut into equal parts, `q` unless `pad_model` has padded the heads.
 
     Raises:
         ValueError: sizes that the tensor-parallel degree does not divide; the message names a multiplier that helps.
@@ -98,29 +106,43 @@ class GQAQKVColumnParallelLinear(nn.Module):
         self.init_method = init_method or default_linear_init
         group = active_group("tp")
         self.tensor_parallel_size = group.size
-        self.key_value_layout = _layout(self.q_size, self.kv_size, num_key_value_heads, kv_size_multiplier, group.size)
-        self._local_sizes = (self.q_size // group.size, *[self.key_value_layout.rows_per_rank] * 2)
-        self._specs = {
-            "weight": self._specs_of("weight", (input_size,), group.rank),
-            "bias": self._specs_of("bias", (), group.rank),
-        }
+        self.num_key_value_heads = num_key_value_heads
+        layout = _layout(self.q_size, self.kv_size, num_key_value_heads, kv_size_multiplier, group.size)
+        self._lay_out(self.q_size, layout, group.rank)
         self._add_parameters("weight", dtype, device)
         self._add_parameters("bias", dtype if bias else None, device)
-        self._copies()  # makes their process group, which cannot be done while a graph is recorded
+        self.head_copies()  # makes their process group, which cannot be done while a graph is recorded
         self.reset_parameters()
 
-    def _specs_of(self, kind: str, row_shape: tuple[int, ...], tp_rank: int) -> list[ShardSpec]:
-        """Of q, k and v."""
-        whole = (self.q_size, *row_shape)
-        query = shard_along(whole, 0, rank=tp_rank, size=self.tensor_parallel_size, name=f"q_proj.{kind}")
-        return [query, *(self.key_value_layout.spec(tp_rank, row_shape, f"{name}_proj.{kind}") for name in _NAMES[1:])]
+    def _lay_out(self, padded_q_size: int, layout: KeyValueLayout, tp_rank: int) -> None:
+        """Set what follows from where the heads lie; the parameters are another matter."""
+        self.padded_q_size, self.key_value_layout = padded_q_size, layout
+        self._local_sizes = (padded_q_size // self.tensor_parallel_size, *[layout.rows_per_rank] * 2)
+        self._specs = {kind: self._specs_of(kind, tp_rank) for kind in _KINDS}
 
-    def _add_parameters(
-        self, kind: Literal["weight", "bias"], dtype: torch.dtype | None, device: torch.device | str | None
-    ) -> None:
+    def _specs_of(self, kind: _Kind, tp_rank: int) -> list[ShardSpec]:
+        """Of q, k and v."""
+        row_shape = (self.input_size,) if kind == "weight" else ()
+        query, *others = (f"{name}.{kind}" for name in PROJECTIONS.values())
+        return [
+            shard_along(
+                (self.q_size, *row_shape),
+                0,
+                rank=tp_rank,
+                size=self.tensor_parallel_size,
+                padded_length=self.padded_q_size,
+                name=query,
+            ),
+            *(self.key_value_layout.spec(tp_rank, row_shape, name) for name in others),
+        ]
+
+    def _held_specs(self, specs: list[ShardSpec]) -> list[ShardSpec]:
+        """Of the parameters that hold q, k and v with these specs."""
+        return [fuse_along(specs, 0)] if self.fuse_qkv else specs
+
+    def _add_parameters(self, kind: _Kind, dtype: torch.dtype | None, device: torch.device | str | None) -> None:
         """Register one fused parameter or three, uninitialised; without dtype, None in their place."""
-        specs = [fuse_along(self._specs[kind], 0)] if self.fuse_qkv else self._specs[kind]
-        for name, spec in zip(self._held_names(), specs, strict=True):
+        for name, spec in zip(self._held_names(), self._held_specs(self._specs[kind]), strict=True):
             parameter = None if dtype is None else empty_parameter(spec.local_shape, dtype, device)
             self.register_parameter(f"{kind}_{name}", parameter)
             if parameter is not None:
@@ -128,19 +150,19 @@ class GQAQKVColumnParallelLinear(nn.Module):
                 if self.tensor_parallel_size > 1:
                     set_partition_attributes(parameter, partition_dim=0, num_partitions=self.tensor_parallel_size)
 
-    def _held(self, kind: Literal["weight", "bias"]) -> list[nn.Parameter | None]:
+    def _held(self, kind: _Kind) -> list[nn.Parameter | None]:
         return [getattr(self, f"{kind}_{name}") for name in self._held_names()]
 
     def _held_names(self) -> tuple[str, ...]:
-        return ("qkv",) if self.fuse_qkv else _NAMES
+        return ("qkv",) if self.fuse_qkv else tuple(PROJECTIONS)
 
-    def _sections(self, kind: Literal["weight", "bias"]) -> list[nn.Parameter | None]:
+    def _sections(self, kind: _Kind) -> list[nn.Parameter | None]:
         """q, k and v, which share the memory of the parameter that holds them."""
         held = self._held(kind)
         if not self.fuse_qkv:
             return held
         if held[0] is None:
-            return [None] * len(_NAMES)
+            return [None] * len(PROJECTIONS)
         return [nn.Parameter(part, requires_grad=False) for part in held[0].detach().split(self._local_sizes)]
 
     def reset_parameters(self) -> None:
@@ -155,7 +177,58 @@ class GQAQKVColumnParallelLinear(nn.Module):
             if bias is not None:
                 fill_from_logical(bias, self._specs["bias"][index], (size,), bias_init)
 
-    def _copies(self) -> HeadCopies | None:
+    def pad_heads(self, num_heads: int, padded_num_heads: int) -> None:
+        """Pad q, k and v to what they would be if the model had `padded_num_heads`; called by `pad_model`.
+
+        All grow by the same ratio, so that query heads keep their key and value heads.
+
+        Raises:
+            ValueError: that is no whole number of heads, or not one that the tensor-parallel degree (with
+                `kv_size_multiplier`, of keys and values) divides.
+        """
+        group = layer_group(self.tensor_parallel_size)
+        padded_q_size = length_for_heads(self.q_size, num_heads, padded_num_heads, num_parts=group.size)
+        if padded_q_size == self.padded_q_size:
+            return
+        layout = self._padded_layout(num_heads, padded_q_size)
+        old = {kind: [self._held_specs(self._specs_of(kind, rank)) for rank in range(group.size)] for kind in _KINDS}
+        self._lay_out(padded_q_size, layout, group.rank)
+        for kind in _KINDS:
+            for index, (parameter, spec) in enumerate(
+                zip(self._held(kind), self._held_specs(self._specs[kind]), strict=True)
+            ):
+                if parameter is not None:
+                    repartition(parameter, [specs[index] for specs in old[kind]], spec, group)
+        self.head_copies()  # as after building
+
+    def _padded_layout(self, num_heads: int, padded_q_size: int) -> KeyValueLayout:
+        """Of keys and values; the heads are the model's if their number was not given."""
+        if self.num_key_value_heads is not None:
+            head_size = self.kv_size // self.num_key_value_heads
+        else:
+            head_size = self.q_size // num_heads
+        if head_size < 1 or any(size % head_size for size in (self.q_size, self.kv_size, padded_q_size)):
+            raise ValueError(
+                f"q of length {self.q_size} and k and v of length {self.kv_size} are no whole heads if the model has "
+                f"{num_heads} query heads; call pad_model with the number of this model"
+            )
+        return padded_layout(
+            (self.q_size // head_size, self.kv_size // head_size),
+            padded_q_size // head_size,
+            head_size=head_size,
+            copies=self.kv_size_multiplier,
+            tensor_parallel_size=self.tensor_parallel_size,
+        )
+
+    def _read(self, kind: _Kind) -> list[Tensor | None]:
+        """The parameters as the product reads them: padding gets no gradient."""
+        held = self._held(kind)
+        if self.padded_q_size == self.q_size:
+            return [*held]
+        specs = self._held_specs(self._specs[kind])
+        return [p if p is None else zero_padding_gradient(p, spec) for p, spec in zip(held, specs, strict=True)]
+
+    def head_copies(self) -> HeadCopies | None:
         """Of this rank's key and value heads; None if there are none."""
         layout = self.key_value_layout
         if layout.copies == 1:
@@ -182,26 +255,45 @@ class GQAQKVColumnParallelLinear(nn.Module):
         """
         outputs = column_linear(
             input_,
-            [weight for weight in self._held("weight") if weight is not None],
-            list(self._held("bias")),
+            [weight for weight in self._read("weight") if weight is not None],
+            self._read("bias"),
             layer_group(self.tensor_parallel_size),
             sequence_dim=self.sequence_dimension if self.sequence_parallel_enabled else None,
-            copies=self._copies(),
+            copies=self.head_copies(),
         )
         if self.gather_output and self.tensor_parallel_size > 1:
-            return self._gathered(outputs[0] if self.fuse_qkv else torch.cat(outputs, dim=-1))
+            query, key, value = self.gathered(outputs[0] if self.fuse_qkv else torch.cat(outputs, dim=-1))
+            return query, key, value
         query, key, value = outputs[0].split(self._local_sizes, dim=-1) if self.fuse_qkv else outputs
         return query, key, value
 
-    def _gathered(self, fused: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """`[..., (q + 2 * kv * kv_size_multiplier)/tp]` to q, k and v, whole and without copies."""
+    def weight_spec(self, projection: str) -> ShardSpec:
+        """How the weight of "q", "k" or "v" on this rank, `[out/tp, in]`, maps to the whole one."""
+        return self._specs["weight"][tuple(PROJECTIONS).index(projection)]
+
+    def gathered(self, fused: Tensor, projections: Sequence[str] = tuple(PROJECTIONS)) -> list[Tensor]:
+        """This rank's parts of some projections, one behind the other in the last dim, to whole ones without copies.
+
+        Args:
+            fused: `[..., (q + 2 * kv * kv_size_multiplier)/tp]` for all of them.
+            projections: which, of "q", "k" and "v".
+        """
+        sizes = [self._local_sizes[tuple(PROJECTIONS).index(name)] for name in projections]
         by_rank = gather_from_tensor_model_parallel_region(fused).unflatten(-1, (self.tensor_parallel_size, -1))
-        query, key, value = (part.flatten(-2) for part in by_rank.split(self._local_sizes, dim=-1))
+        parts = [part.flatten(-2) for part in by_rank.split(sizes, dim=-1)]
         layout = self.key_value_layout
         if layout.copies > 1:
             copies = (layout.num_heads, layout.copies, layout.head_size)
-            key, value = (part.unflatten(-1, copies)[..., 0, :].flatten(-2) for part in (key, value))
-        return query, key, value
+            parts = [
+                part if name == "q" else part.unflatten(-1, copies)[..., 0, :].flatten(-2)
+                for name, part in zip(projections, parts, strict=True)
+            ]
+        if self.padded_q_size == self.q_size:
+            return parts
+        return [
+            part[..., : self.q_size if name == "q" else self.kv_size]
+            for name, part in zip(projections, parts, strict=True)
+        ]
 
     def extra_repr(self) -> str:
         """Sizes and the arguments that change the computation."""

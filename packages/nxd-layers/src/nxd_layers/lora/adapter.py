@@ -4,7 +4,7 @@ The layer stays the object it was, with its class, its place and its parameters'
 the factors, and a forward hook that adds their product to its output.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,21 +16,31 @@ from nxd_layers.lora.config import LoraConfig
 from nxd_layers.padding.gradient import zero_padding_gradient
 
 
+def _own_bias(layer: nn.Module, parts: Sequence[str]) -> list[str]:
+    return ["bias"] if isinstance(getattr(layer, "bias", None), nn.Parameter) else []
+
+
 @dataclass(frozen=True)
 class LayerKind:
     """How one class of layers is adapted.
 
     Attributes:
         factor_names: what A and B are called; PEFT's names, so that its files need only a prefix.
-        add_factors: `(layer, config)`: registers both factors with the layer and fills them.
-        output_delta: `(layer, input)`: what the branch adds to the layer's output.
+        add_factors: `(layer, config)`: registers the factors with the layer and fills them.
+        output_delta: `(layer, input)`: what the branch adds to the layer's output; if that is several tensors, one for
+            each, or None.
         weight_deltas: `(layer)`: what merging adds to the layer's weights, by parameter name; `widened`.
+        parts: where a layer holds several layers of the unsharded model, which are adapted one by one: their names,
+            beside the layer in its parent, by the ending of their factors' names.
+        bias_names: `(layer, parts)`: the biases of these parts; a ValueError if they cannot train without others.
     """
 
     factor_names: tuple[str, str]
     add_factors: Callable[[Any, LoraConfig], None]
-    output_delta: Callable[[Any, Tensor], Tensor]
+    output_delta: Callable[[Any, Tensor], Tensor | tuple[Tensor | None, ...]]
     weight_deltas: Callable[[Any], dict[str, Tensor]]
+    parts: Mapping[str, str] = field(default_factory=lambda: {"": ""})
+    bias_names: Callable[[Any, Sequence[str]], list[str]] = _own_bias
 
 
 @dataclass(eq=False)
@@ -39,12 +49,14 @@ class LoraAdapter:
 
     Attributes:
         kind: how layers of this class are adapted.
+        parts: which parts of the layer are, out of `kind.parts`.
         scale: what the branch is multiplied by.
         dropout: probability to drop an element of the branch's input.
         unmerged_weights: while merged, the layer's own weights, in host memory.
     """
 
     kind: LayerKind
+    parts: tuple[str, ...]
     scale: float
     dropout: float
     unmerged_weights: dict[str, Tensor] = field(default_factory=dict)
@@ -55,10 +67,20 @@ class LoraAdapter:
         """Whether the layer's weights contain the branch."""
         return bool(self.unmerged_weights)
 
+    @property
+    def factor_names(self) -> list[str]:
+        """Of all factors that the layer has: A and B of each part."""
+        return [factor_name(name, part) for part in self.parts for name in self.kind.factor_names]
 
-def attach(layer: nn.Module, kind: LayerKind, config: LoraConfig) -> None:
-    """Give `layer` its factors and its branch."""
-    adapter = LoraAdapter(kind, config.scale, config.lora_dropout)
+
+def factor_name(name: str, part: str) -> str:
+    """The parameter that is A or B, called `name`, of a part of a layer."""
+    return f"{name}_{part}" if part else name
+
+
+def attach(layer: nn.Module, kind: LayerKind, parts: Sequence[str], config: LoraConfig) -> None:
+    """Give these parts of `layer` their factors, and the layer its branch."""
+    adapter = LoraAdapter(kind, tuple(parts), config.scale, config.lora_dropout)
     layer.lora = adapter  # type: ignore[assignment]
     kind.add_factors(layer, config)
     adapter.hook = layer.register_forward_hook(_add_branch, with_kwargs=True)
@@ -69,7 +91,7 @@ def detach(layer: nn.Module) -> None:
     adapter = require_adapter(layer)
     if adapter.hook is not None:
         adapter.hook.remove()
-    for name in adapter.kind.factor_names:
+    for name in adapter.factor_names:
         delattr(layer, name)
     del layer.lora
 
@@ -97,9 +119,10 @@ def adapted_layers(module: nn.Module) -> dict[str, nn.Module]:
     return {name: layer for name, layer in module.named_modules() if adapter_of(layer) is not None}
 
 
-def factor(layer: nn.Module, index: int) -> Tensor:
-    """A (0) or B (1) of an adapted layer, as its branch reads it: padding gets no gradient."""
-    parameter: nn.Parameter = getattr(layer, require_adapter(layer).kind.factor_names[index])
+def factor(layer: nn.Module, index: int, part: str = "") -> Tensor:
+    """A (0) or B (1) of a part of an adapted layer, as its branch reads it: padding gets no gradient."""
+    name = factor_name(require_adapter(layer).kind.factor_names[index], part)
+    parameter: nn.Parameter = getattr(layer, name)
     spec = get_shard_spec(parameter)
     return zero_padding_gradient(parameter, spec) if spec is not None and spec.has_padding else parameter
 
@@ -109,10 +132,13 @@ def widened(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.itemsize < 4 else tensor
 
 
-def _add_branch(layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Tensor) -> Tensor:
+def _add_branch(layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Any:
     """The forward hook; the layer's input is its first argument, however it is passed."""
     adapter = adapter_of(layer)
     if adapter is None or adapter.is_merged:
         return output
     input_ = args[0] if args else next(iter(kwargs.values()))
-    return output + adapter.kind.output_delta(layer, input_)
+    delta = adapter.kind.output_delta(layer, input_)
+    if isinstance(delta, Tensor):
+        return output + delta
+    return tuple(whole if part is None else whole + part for whole, part in zip(output, delta, strict=True))

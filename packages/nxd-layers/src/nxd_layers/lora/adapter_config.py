@@ -7,6 +7,7 @@ from nxd_state import active_group, all_gather_object
 
 from nxd_layers.lora.adapter import adapted_layers
 from nxd_layers.lora.config import LoraConfig
+from nxd_layers.lora.kinds import adaptable_layers
 from nxd_layers.lora.model import LoraModel
 from nxd_layers.lora.state import adapter_names
 
@@ -97,7 +98,7 @@ def _targets(model: LoraModel) -> list[str]:
     PEFT and this package find the same layers by them, whatever the user's spelling was.
     """
     adapted = adapted_logical_layers(model)
-    modules = {name for name, _ in model.module.named_modules()}
+    modules = {name for name, _ in model.module.named_modules()} | set(adaptable_layers(model.module))
     others = set().union(*all_gather_object(modules, active_group("pp"))) - adapted
     targets: set[str] = set()
     for last in {name.rpartition(".")[2] for name in adapted}:

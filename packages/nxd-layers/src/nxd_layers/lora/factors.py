@@ -26,8 +26,9 @@ def make_factor(
         sequence_parallel: the layer stands at the border of a sequence-parallel region: a whole factor sees only a
             part of the sequence, so its gradient is partial, and it is marked as norm weights are.
     """
-    spec = factor_spec(weight, weight_dim, lora_rank=lora_rank, rank_dim=rank_dim)
-    if spec is not None:
+    weight_spec = get_shard_spec(weight)
+    if weight_spec is not None and getattr(weight, "partition_dim", None) == weight_dim:
+        spec = factor_spec(weight_spec, weight_dim, lora_rank=lora_rank, rank_dim=rank_dim)
         return empty_sharded_parameter(
             spec,
             partition_dim=1 - rank_dim,
@@ -42,17 +43,15 @@ def make_factor(
     return factor
 
 
-def factor_spec(weight: nn.Parameter, weight_dim: int, *, lora_rank: int, rank_dim: int) -> ShardSpec | None:
-    """The split of `weight` along `weight_dim`, for a factor; None if it is not split along that dim."""
-    spec = get_shard_spec(weight)
-    if spec is None or getattr(weight, "partition_dim", None) != weight_dim:
-        return None
+def factor_spec(spec: ShardSpec, weight_dim: int, *, lora_rank: int, rank_dim: int, name: str = "") -> ShardSpec:
+    """The split of a weight along `weight_dim`, for a factor with the logical name `name` (see `ShardPiece.name`)."""
     pieces = [
         replace(
             piece,
             local=_box(piece.local, weight_dim, lora_rank, rank_dim),
             logical=_box(piece.logical, weight_dim, lora_rank, rank_dim),
             logical_shape=_shape(piece.logical_shape[weight_dim], lora_rank, rank_dim),
+            name=name,
         )
         for piece in spec.pieces
     ]

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nxd_layers.initialization import default_linear_init
+from nxd_layers.initialization import InitMethod, default_linear_init
 from nxd_layers.linear import ColumnParallelLinear, RowParallelLinear, gathered_output
 from nxd_layers.lora.adapter import LayerKind, adapter_of, factor, require_adapter, scale_of, widened
 from nxd_layers.lora.config import LoraConfig
 from nxd_layers.lora.dropout import branch_dropout
 from nxd_layers.lora.factors import fill_factor, make_factor
+from nxd_layers.qkv_linear import GQAQKVColumnParallelLinear
 from nxd_layers.regions import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -29,9 +30,11 @@ from nxd_layers.regions import (
 FACTOR_NAMES = ("lora_A", "lora_B")
 
 
-def gaussian_init(lora_rank: int) -> Any:
-    """Fills A with N(0, 1/r^2)."""
-    return lambda values: nn.init.normal_(values, std=1.0 / lora_rank)
+def init_of_a(config: LoraConfig) -> InitMethod:
+    """Fills A as nn.Linear fills its weight, or with N(0, 1/r^2)."""
+    if config.init_lora_weights == "default":
+        return default_linear_init
+    return lambda values: nn.init.normal_(values, std=1.0 / config.lora_rank)
 
 
 def _add_factors(layer: Any, config: LoraConfig, *, sizes: tuple[int, int], out_dim: int = 0) -> None:
@@ -48,8 +51,7 @@ def _add_factors(layer: Any, config: LoraConfig, *, sizes: tuple[int, int], out_
     partial = getattr(layer.weight, "sequence_parallel_enabled", False) if parallel is None else parallel
     layer.lora_A = make_factor(layer.weight, 1 - out_dim, lora_rank=rank, rank_dim=0, sequence_parallel=partial)
     layer.lora_B = make_factor(layer.weight, out_dim, lora_rank=rank, rank_dim=1, sequence_parallel=partial)
-    init = default_linear_init if config.init_lora_weights == "default" else gaussian_init(rank)
-    fill_factor(layer.lora_A, sizes[0], rank_dim=0, init_method=init)
+    fill_factor(layer.lora_A, sizes[0], rank_dim=0, init_method=init_of_a(config))
     fill_factor(layer.lora_B, sizes[1], rank_dim=1, init_method=nn.init.zeros_)
 
 
@@ -115,7 +117,7 @@ def column_deltas(input_: Tensor, layers: Sequence[ColumnParallelLinear]) -> lis
     first = layers[0]
     split_dim = first.sequence_dimension if first.sequence_parallel_enabled else None
     downs = [scaled_down(layer, input_, factor(layer, 0), split_dim=split_dim) for layer in layers]
-    crossed = _to_columns(torch.cat(downs, dim=-1) if len(downs) > 1 else downs[0], first)
+    crossed = to_columns(torch.cat(downs, dim=-1) if len(downs) > 1 else downs[0], first)
     parts = torch.split(crossed, [down.shape[-1] for down in downs], dim=-1)
     return [F.linear(part, _rows_for_output(layer)) for part, layer in zip(parts, layers, strict=True)]
 
@@ -133,7 +135,7 @@ def add_column_branches(
     return tuple(added)
 
 
-def _to_columns(down: Tensor, layer: ColumnParallelLinear) -> Tensor:
+def to_columns(down: Tensor, layer: ColumnParallelLinear | GQAQKVColumnParallelLinear) -> Tensor:
     """Whole, with a gradient that becomes complete: of split outputs each rank knows a part of it."""
     if layer.sequence_parallel_enabled:
         return gather_from_sequence_parallel_region(

@@ -1,5 +1,6 @@
 """`LoraModel`: a model some of whose layers have adapters, and alone these train."""
 
+import re
 from typing import Any
 
 from nxd_state import active_group, model_parallel_is_initialized
@@ -7,7 +8,7 @@ from torch import nn
 
 from nxd_layers.lora.adapter import adapted_layers, attach, detach, require_adapter
 from nxd_layers.lora.config import LoraConfig
-from nxd_layers.lora.kinds import kind_of
+from nxd_layers.lora.kinds import adaptable_layers, kind_of
 from nxd_layers.lora.merge import merge_adapters, unmerge_adapters
 from nxd_layers.lora.targets import match_targets
 
@@ -18,7 +19,9 @@ class LoraModel(nn.Module):
     Plain linears and embeddings, Hugging Face's `Conv1D` and the parallel layers of this package can be adapted. They
     stay what and where they are, so names of their parameters do not change; the factors are parameters beside
     `weight`: `lora_A` `[r, in]` and `lora_B` `[out, r]`, or `lora_embedding_A` and `lora_embedding_B`. On several
-    ranks each is split as its layer's weight is, or whole.
+    ranks each is split as its layer's weight is, or whole. A `GQAQKVColumnParallelLinear` is the three layers `q_proj`,
+    `k_proj` and `v_proj` beside it, with an adapter each (`lora_A_q`, ...), to targets as to checkpoints; its own name
+    means all three.
 
     After backward all gradients are complete, except, as for norm weights, those of whole factors at the border of a
     sequence-parallel region: these are marked `sequence_parallel_enabled` for the optimizer to sum.
@@ -52,15 +55,24 @@ class LoraModel(nn.Module):
         module, config = self.module, self.lora_config
         if adapted_layers(module):
             raise ValueError("this model has adapters already; unload() them first")
-        kinds = {name: kind_of(layer) for name, layer in module.named_modules()}
-        others = {name: type(layer).__name__ for name, layer in module.named_modules() if kinds[name] is None}
-        adaptable = [name for name, kind in kinds.items() if kind is not None]
-        targets = match_targets(config.target_modules, adaptable, others)
+        adaptable = adaptable_layers(module)
+        others = {name: type(layer).__name__ for name, layer in module.named_modules() if name not in adaptable}
+        targeted: dict[nn.Module, set[str]] = {}
+        holders = {name: holder for name, (holder, _) in adaptable.items()}
+        for target in match_targets(config.target_modules, holders, others):
+            name, parts_of_target = adaptable[target]
+            targeted.setdefault(module.get_submodule(name), set()).update(parts_of_target)
+        chosen = [
+            (layer, kind, [part for part in kind.parts if part in found])
+            for layer, found in targeted.items()
+            if (kind := kind_of(layer)) is not None
+        ]
+        if config.bias == "lora_only":
+            for layer, kind, parts in chosen:
+                kind.bias_names(layer, parts)  # raises before anything is changed
         module.requires_grad_(False)
-        for name in targets:
-            kind = kinds[name]
-            if kind is not None:
-                attach(module.get_submodule(name), kind, config)
+        for layer, kind, parts in chosen:
+            attach(layer, kind, parts, config)
         for parameter in self._trained_biases().values():
             parameter.requires_grad_(True)
 
@@ -121,17 +133,20 @@ class LoraModel(nn.Module):
         return {
             f"{name}.{factor}" if name else factor: layer.get_parameter(factor)
             for name, layer in adapted_layers(self.module).items()
-            for factor in require_adapter(layer).kind.factor_names
+            for factor in require_adapter(layer).factor_names
         }
 
     def _trained_biases(self) -> dict[str, nn.Parameter]:
         mode = self.lora_config.bias
-        owners = {"none": {}, "all": dict(self.module.named_modules()), "lora_only": adapted_layers(self.module)}[mode]
+        if mode == "none":
+            return {}
+        if mode == "all":
+            named = dict(self.module.named_parameters(remove_duplicate=False))
+            return {name: p for name, p in named.items() if re.match(r"bias(_|$)", name.rpartition(".")[2])}
         return {
-            f"{owner}.{name}" if owner else name: parameter
-            for owner, layer in owners.items()
-            for name, parameter in layer.named_parameters(recurse=False)
-            if name == "bias" or name.startswith("bias_")
+            f"{owner}.{name}" if owner else name: layer.get_parameter(name)
+            for owner, layer in adapted_layers(self.module).items()
+            for name in require_adapter(layer).kind.bias_names(layer, require_adapter(layer).parts)
         }
 
     def summary(self) -> str:

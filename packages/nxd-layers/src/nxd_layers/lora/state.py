@@ -94,17 +94,17 @@ def _logical_name(name: str, piece: ShardPiece) -> str:
 
 
 def _check_fit(tensors: Mapping[str, Tensor], known: Mapping[str, tuple[int, ...]], needed: set[str]) -> None:
-    """All stages raise alike: what one stage does not know may be another's."""
-    stages = active_group("pp")
+    """All ranks raise alike: what one stage does not know may be another's, and what one rank has only padding of."""
+    group = active_group("pp", "tp")
     missing = [f"{name} is missing" for name in sorted(needed - set(tensors))]
     shapes = [
         f"{name} has shape {tuple(tensor.shape)}, expected {known[name]}"
         for name, tensor in tensors.items()
         if name in known and tuple(tensor.shape) != known[name]
     ]
-    views = all_gather_object((missing + shapes, set(known)), stages)
+    views = all_gather_object((missing + shapes, set(known)), group)
     anywhere = set().union(*(names for _, names in views))
-    problems = [problem for found, _ in views for problem in found]
+    problems = list(dict.fromkeys(problem for found, _ in views for problem in found))
     problems += [f"the model has no {name}" for name in tensors if name not in anywhere]
     if problems:
         raise ValueError("the adapter does not fit this model:\n  " + "\n  ".join(problems))

@@ -2,17 +2,19 @@
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 
 def match_targets(
-    targets: Sequence[str] | str | None, adaptable: Iterable[str], others: Mapping[str, str]
+    targets: Sequence[str] | str | None, adaptable: Mapping[str, str], others: Mapping[str, str]
 ) -> list[str]:
     """The adaptable layers that are named.
 
     Args:
         targets: `LoraConfig.target_modules`.
-        adaptable: names of the layers that can have adapters, in the model's order.
+        adaptable: the layers that can have adapters, in the model's order: by name, the layer that holds it, which is
+            itself or one that holds several. A target that names some of these does not name the one that holds them:
+            `.*v_proj` matches `qkv_proj` by chance.
         others: class by name of every other module.
 
     Returns:
@@ -30,7 +32,8 @@ def match_targets(
     found: set[str] = set()
     for target in patterns:
         is_regex = isinstance(targets, str)
-        matched = [name for name in names if _matches(target, name, is_regex)]
+        matched = {name for name in names if _matches(target, name, is_regex)}
+        matched -= {adaptable[name] for name in matched if adaptable[name] != name}
         if not matched:
             problems.append(_why_nothing_matches(target, names, others, is_regex))
         found.update(matched)

@@ -97,8 +97,7 @@ def _layers_within(model: nn.Module, wrapped: Iterable[nn.Module]) -> list[Padda
         elif any(get_shard_spec(parameter) for parameter in module.parameters(recurse=False)):
             raise ValueError(
                 f"{name} is a {type(module).__name__}, which is split over the ranks but cannot be padded; leave its "
-                "class out of wrapped_classes (a GQAQKVColumnParallelLinear needs no padding with a "
-                "kv_size_multiplier for which its heads divide)"
+                "class out of wrapped_classes"
             )
     return layers
 
