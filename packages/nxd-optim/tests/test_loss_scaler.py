@@ -122,3 +122,39 @@ def test_overflow_on_one_rank_is_left_out_by_all(run_ranks, axis):
         return taken, parameter.tolist(), scaler.scale_factor
 
     assert run_ranks(job, 2) == [(False, [1.0] * 3, 2.0)] * 2
+
+
+def test_gradients_that_are_never_finite_raise_in_the_end():
+    parameter = nn.Parameter(torch.ones(1))
+    optimizer, scaler = torch.optim.SGD([parameter], lr=1.0), LossScaler()
+
+    def train():
+        for _ in range(50):
+            parameter.grad = torch.tensor([float("nan")])
+            scaler.step(optimizer)
+
+    with pytest.raises(RuntimeError, match="the loss or the weights are not finite"):
+        train()
+    assert parameter.item() == 1.0
+
+
+def test_scaler_and_reducer_on_several_ranks_without_a_mesh_raise(run_ranks):
+    def job():
+        parameter = nn.Parameter(torch.ones(1))
+        parameter.grad = torch.ones(1)
+        with pytest.raises(RuntimeError, match=r"2 ranks, but no mesh .* call nxd_state.initialize_model_parallel"):
+            LossScaler().unscale_([parameter])
+        with pytest.raises(RuntimeError, match="2 ranks, but no mesh"):
+            GradientReducer([parameter])
+
+    run_ranks(job, 2)
+
+
+def test_scaler_leaves_the_settings_of_zero1_as_they_were():
+    parameter = nn.Parameter(torch.ones(1))
+    optimizer = zero1([parameter])
+    parameter.grad = torch.ones(1)
+
+    LossScaler().step(optimizer)
+
+    assert (optimizer.loss_scale, optimizer.skip_non_finite_steps) == (1.0, False)

@@ -294,3 +294,16 @@ def test_no_sync_after_gradients_began_to_leave_raises(run_ranks, recorded_messa
             reducer.no_sync().__enter__()
 
     run_ranks(two_backward_passes(too_late), 2, recorded_messages)
+
+
+def test_backward_that_failed_while_gradients_were_leaving_is_not_taken_for_a_step(run_ranks, recorded_messages):
+    def fail(reducer, model, batch):
+        hidden = model[0](batch)
+        with pytest.raises(FloatingPointError):
+            model[1](BackwardFails.apply(hidden)).sum().backward()
+        with pytest.raises(RuntimeError, match=r"finish\(\) cannot be called now: this step failed"):
+            reducer.finish()
+        reducer.zero_grad()
+
+    for _, grads in run_ranks(two_backward_passes(fail), 2, recorded_messages):
+        assert all(torch.equal(grad, torch.zeros_like(grad)) for grad in grads)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from nxd_optim import StochasticRounding, stochastic_round
+from nxd_optim import NeuronZero1Optimizer, StochasticRounding, stochastic_round
 from nxd_state import get_group, initialize_model_parallel
 from torch import nn
 
@@ -76,22 +76,59 @@ def test_stochastic_rounding_leaves_parameter_and_gradient_as_they_were_but_for_
     assert (other < 1).all()
 
 
-def test_stochastic_rounding_resumed_draws_what_it_would_have_drawn():
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+def zero1(parameters):
+    return NeuronZero1Optimizer(parameters, torch.optim.AdamW, torch.bfloat16, lr=1e-3)
+
+
+@pytest.mark.parametrize("make_optimizer", [adamw, zero1])
+def test_stochastic_rounding_resumed_gives_the_weights_of_a_run_that_never_stopped(make_optimizer):
     def run(steps_before, steps_after):
         weight = nn.Parameter(torch.linspace(1, 2, 512).to(torch.bfloat16))
-        optimizer = torch.optim.SGD([weight], lr=1e-3)
+        optimizer = make_optimizer([weight])
         rounding = StochasticRounding(optimizer, seed=3)
         for step in range(steps_before + steps_after):
             if step == steps_before:
-                saved = rounding.state_dict()
-                rounding.close()
+                saved, state = rounding.state_dict(), optimizer.state_dict()
+                weight = nn.Parameter(weight.detach().clone())
+                optimizer = make_optimizer([weight])
                 rounding = StochasticRounding(optimizer)
+                optimizer.load_state_dict(state)
                 rounding.load_state_dict(saved)
-            weight.grad = torch.ones_like(weight)
+            weight.grad = torch.linspace(-1, 1.1, 512).mul(step + 1).to(torch.bfloat16)
             optimizer.step()
         return weight.detach()
 
     assert torch.equal(run(3, 3), run(6, 0))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_stochastic_rounding_inside_zero1_keeps_small_updates(run_ranks, size):
+    def job():
+        initialize_model_parallel()
+        weight = nn.Parameter(torch.ones(4096, dtype=torch.bfloat16))
+        optimizer = NeuronZero1Optimizer([weight], torch.optim.SGD, torch.bfloat16, grad_clipping=False, lr=2**-7 / 100)
+        StochasticRounding(optimizer)
+        for _ in range(100):
+            with optimizer.overlap_backward():
+                weight.float().sum().backward()
+            optimizer.step()
+        return weight.detach()
+
+    first, *others = run_ranks(job, size)
+
+    assert first.float().mean().item() == pytest.approx(1 - 2**-7, abs=1e-3)
+    assert all(torch.equal(first, other) for other in others)
+
+
+def test_stochastic_rounding_of_master_weights_raises():
+    optimizer = NeuronZero1Optimizer([nn.Parameter(torch.ones(2, dtype=torch.bfloat16))], torch.optim.SGD, lr=1.0)
+
+    with pytest.raises(ValueError, match="updates master weights"):
+        StochasticRounding(optimizer)
 
 
 def test_stochastic_rounding_is_bitwise_equal_on_all_ranks(run_ranks):

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any, Literal, Protocol
 
 from torch import Tensor
+from torch.autograd import Variable
 
 # Where a step stands. "overlapping": in a block that ends by sending all; "following": buckets leave with a backward
 # that no block ends; "sent": every bucket has left; "failed": an exception left the gradients incomplete.
@@ -64,6 +65,7 @@ class BucketSender:
         watched = [p for bucket in buckets for p in bucket.parameters]
         self._hooks = [p.register_post_accumulate_grad_hook(self._on_gradient) for p in watched]
         self._phase: Phase = "accumulating"
+        self._backward_ended = False  # of the backward that is followed
         self._missing: list[set[int]] = []  # by bucket: parameters that have no gradient yet from this backward
         self._messages: list[Message] = []  # of the first buckets, in order
 
@@ -115,6 +117,8 @@ class BucketSender:
 
     def refuse(self, call: str, *phases: Phase) -> None:
         """Raise a RuntimeError that says what to do if the step is in one of these phases."""
+        if self._phase == "following" and not self._backward_ended:
+            self._phase = "failed"
         if self._phase in phases:
             raise RuntimeError(f"{call} cannot be called now: {self._refusals[self._phase]}")
 
@@ -129,6 +133,8 @@ class BucketSender:
         index = self._bucket_of[id(parameter)]
         if self._phase == "accumulating" and self._follows:
             self._begin("following")
+            self._backward_ended = False
+            Variable._execution_engine.queue_callback(self._on_end_of_backward)  # not called if backward raises
         leaving = self._phase in ("overlapping", "following")
         if self._phase == "sent" or (leaving and id(parameter) not in self._missing[index]):
             advice = (
@@ -148,6 +154,9 @@ class BucketSender:
             # Buckets leave in one order on all ranks, whatever order they fill in.
             while len(self._messages) < len(self._buckets) and not self._missing[len(self._messages)]:
                 self._send_next()
+
+    def _on_end_of_backward(self) -> None:
+        self._backward_ended = True
 
     def _begin(self, phase: Phase) -> None:
         self._missing = [{id(p) for p in bucket.parameters} for bucket in self._buckets]

@@ -14,7 +14,10 @@ from nxd_state import active_group, all_reduce_, get_device
 from torch import Tensor
 from torch.optim import Optimizer
 
+from nxd_optim.mesh_check import require_mesh
 from nxd_optim.zero1 import NeuronZero1Optimizer
+
+SMALLEST_SCALE = 2.0**-24  # float16's smallest number: what overflows at this scale is not finite at any
 
 
 class LossScaler:
@@ -76,11 +79,12 @@ class LossScaler:
         Every rank of the job calls it, once per step.
 
         Raises:
-            RuntimeError: they are unscaled already.
+            RuntimeError: they are unscaled already, or there are several ranks but no mesh.
             ValueError: a gradient is float16.
         """
         if self._finite is not None:
             raise RuntimeError("this step's gradients are unscaled already; call step() before unscale_() again")
+        require_mesh()
         grads = [p.grad for p in dict.fromkeys(parameters) if p.grad is not None]
         for grad in grads:
             if grad.dtype == torch.float16:
@@ -100,6 +104,7 @@ class LossScaler:
         """Take the optimizer's step unless gradients have overflowed, and adapt the scale; whether it was taken.
 
         Raises:
+            RuntimeError: gradients are not finite at any scale; or as `unscale_`.
             ValueError: as `unscale_`.
         """
         taken = self._step_zero1(optimizer) if isinstance(optimizer, NeuronZero1Optimizer) else self._step(optimizer)
@@ -109,6 +114,12 @@ class LossScaler:
             self.skipped_steps += 1
             self.scale_factor *= self.backoff_factor
             self._steps_since_change = 0
+            if self.scale_factor < SMALLEST_SCALE:
+                raise RuntimeError(
+                    f"gradients are not finite even at a loss scale of {self.scale_factor / self.backoff_factor}, and "
+                    f"{self.skipped_steps} steps have been left out: the loss or the weights are not finite; resume from a "
+                    "checkpoint with a lower learning rate"
+                )
         elif self._steps_since_change == self.growth_interval:
             self.scale_factor *= self.growth_factor
             self._steps_since_change = 0
@@ -137,6 +148,10 @@ class LossScaler:
 
     def _step_zero1(self, optimizer: NeuronZero1Optimizer) -> bool:
         before = optimizer.skipped_steps
+        settings = optimizer.loss_scale, optimizer.skip_non_finite_steps
         optimizer.loss_scale, optimizer.skip_non_finite_steps = self.scale_factor, True
-        optimizer.step()
+        try:
+            optimizer.step()
+        finally:
+            optimizer.loss_scale, optimizer.skip_non_finite_steps = settings
         return optimizer.skipped_steps == before

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from nxd_optim.bucket import make_buckets
 from nxd_optim.bucket_sender import BucketSender, Message
+from nxd_optim.mesh_check import require_mesh
 
 DEFAULT_BUCKET_BYTES = 25 * 2**20
 
@@ -48,6 +49,7 @@ class GradientReducer:
         every_backward: overlap every backward outside `no_sync`, instead of those in `overlap_backward`.
 
     Raises:
+        RuntimeError: there are several ranks, but neither a mesh nor a `group`.
         ValueError: `bucket_bytes` is not positive, `reduce_dtype` is no float dtype, or the ranks gave different
             parameters.
     """
@@ -65,6 +67,8 @@ class GradientReducer:
             raise ValueError(f"bucket_bytes={bucket_bytes} must be positive; the default is {DEFAULT_BUCKET_BYTES}")
         if reduce_dtype is not None and not reduce_dtype.is_floating_point:
             raise ValueError(f"reduce_dtype={reduce_dtype} cannot hold an average; use a float dtype")
+        if group is None:
+            require_mesh()
         self.reduce_dtype = reduce_dtype
         self.group = group if group is not None else active_group("dp", "cp")
         self.parameters = [p for p in dict.fromkeys(parameters) if p.requires_grad]
@@ -107,7 +111,7 @@ class GradientReducer:
         Where no rank has a gradient the mean is zero, not None, with one replica as with many.
 
         Raises:
-            RuntimeError: inside `overlap_backward`, or after it failed.
+            RuntimeError: inside `overlap_backward`, or after a backward failed whose gradients were leaving.
         """
         self._sender.refuse("finish()", "overlapping", "failed")
         self._sender.complete()

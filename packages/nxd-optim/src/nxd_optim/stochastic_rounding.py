@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from nxd_optim.zero1 import NeuronZero1Optimizer
 
 
 def stochastic_round(values: Tensor, generator: torch.Generator | None = None) -> Tensor:
@@ -34,25 +37,27 @@ def stochastic_round(values: Tensor, generator: torch.Generator | None = None) -
 class StochasticRounding:
     """Makes an optimizer update its bfloat16 parameters in float32 and round the result stochastically.
 
-    Attach it to any optimizer, also to the one inside `NeuronZero1Optimizer`; parameters of other dtypes are left to
-    the optimizer alone. Its state becomes float32. During `step`, a float32 copy of the parameters exists.
+    Parameters of other dtypes are left to the optimizer alone. Its state becomes float32. During `step`, a float32 copy
+    of the parameters exists (with ZeRO-1, of this rank's part of a bucket).
 
     Replicas stay bitwise equal, and so do copies of a weight on other ranks: equal tensors get equal noise, which is
     drawn from `seed` and the number of the step alone.
 
     Args:
-        optimizer: any torch optimizer.
+        optimizer: any torch optimizer. A `NeuronZero1Optimizer` must have been made with
+            `optimizer_dtype=torch.bfloat16`, and have all its parameter groups.
         seed: the same on every rank.
+
+    Raises:
+        ValueError: a `NeuronZero1Optimizer` that keeps master weights, which need no such rounding.
     """
 
     def __init__(self, optimizer: Optimizer, *, seed: int = 0) -> None:
         self.seed = seed
         self.steps = 0
         self._rounded: list[tuple[Tensor, Tensor, Tensor]] = []  # parameter, its bfloat16 data and gradient
-        self._hooks = [
-            optimizer.register_step_pre_hook(self._widen),
-            optimizer.register_step_post_hook(self._round),
-        ]
+        self._loading: dict[str, Any] = {}
+        self._hooks = [hook for each in _updating_optimizers(optimizer) for hook in self._attach(each)]
 
     def state_dict(self) -> dict[str, int]:
         """What to save, so that a resumed run draws the noise it would have drawn."""
@@ -67,6 +72,28 @@ class StochasticRounding:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+
+    def _attach(self, optimizer: Optimizer) -> list[RemovableHandle]:
+        return [
+            optimizer.register_step_pre_hook(self._widen),
+            optimizer.register_step_post_hook(self._round),
+            optimizer.register_load_state_dict_pre_hook(self._remember),
+            optimizer.register_load_state_dict_post_hook(self._restore_state),
+        ]
+
+    def _remember(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        self._loading = state_dict
+
+    def _restore_state(self, optimizer: Optimizer) -> None:
+        """Bring back the float32 states that torch has rounded to their parameters' dtype on loading."""
+        indices = [index for group in self._loading["param_groups"] for index in group["params"]]
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for index, parameter in zip(indices, parameters, strict=True):
+            for key, value in self._loading["state"].get(index, {}).items():
+                if parameter.dtype == torch.bfloat16 and isinstance(value, Tensor) and value.dtype == torch.float32:
+                    place = optimizer.state[parameter][key].device
+                    optimizer.state[parameter][key] = value.to(place, copy=True)
+        self._loading = {}
 
     def _widen(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for group in optimizer.param_groups:
@@ -86,3 +113,15 @@ class StochasticRounding:
             parameter.data = data
             parameter.grad = grad
         self._rounded = []
+
+
+def _updating_optimizers(optimizer: Optimizer) -> list[Optimizer]:
+    """Those that update weights: with ZeRO-1, one for each bucket."""
+    if not isinstance(optimizer, NeuronZero1Optimizer):
+        return [optimizer]
+    if optimizer.optimizer_dtype != torch.bfloat16:
+        raise ValueError(
+            f"NeuronZero1Optimizer with optimizer_dtype={optimizer.optimizer_dtype} updates master weights, which are "
+            "not rounded; make it with optimizer_dtype=torch.bfloat16, or leave stochastic rounding out"
+        )
+    return [base for _, base in optimizer.parts()]
