@@ -117,7 +117,7 @@ class LossScaler:
             if self.scale_factor < SMALLEST_SCALE:
                 raise RuntimeError(
                     f"gradients are not finite even at a loss scale of {self.scale_factor / self.backoff_factor}, and "
-                    f"{self.skipped_steps} steps have been left out: the loss or the weights are not finite; resume from a "
+                    f"{self.skipped_steps} steps have been left out: loss or weights are not finite; resume from a "
                     "checkpoint with a lower learning rate"
                 )
         elif self._steps_since_change == self.growth_interval:
