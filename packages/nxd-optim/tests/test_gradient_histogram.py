@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from nxd_optim import SMALLEST_EXPONENT, GradientHistograms, gradient_histograms
+from nxd_optim import SMALLEST_EXPONENT, GradientHistograms, NeuronZero1Optimizer, gradient_histograms
 from nxd_state import fuse_along, get_group, initialize_model_parallel, set_shard_spec, shard_along
 from torch import nn
 
@@ -90,8 +90,9 @@ def test_histograms_hook_reports_every_so_many_steps():
     reports = []
     weight = with_gradient(torch.ones(3))
     optimizer = torch.optim.SGD([weight], lr=0.1)
-    hook = GradientHistograms([("w", weight)], lambda step, found: reports.append((step, found["w"].elements)), every=2)
-    optimizer.register_step_pre_hook(hook)
+    GradientHistograms(
+        optimizer, [("w", weight)], lambda step, found: reports.append((step, found["w"].elements)), every=2
+    )
 
     for _ in range(5):
         optimizer.step()
@@ -99,6 +100,35 @@ def test_histograms_hook_reports_every_so_many_steps():
     assert reports == [(2, 3), (4, 3)]
 
 
+@pytest.mark.parametrize(("size", "tp"), [(1, 1), (2, 1), (4, 2)])
+def test_histograms_with_zero1_are_of_the_mean_gradients_on_all_ranks(run_ranks, size, tp):
+    def train():
+        initialize_model_parallel(tensor_model_parallel_size=tp)
+        split = nn.Parameter(torch.zeros(6 // tp, 3))
+        if tp > 1:
+            set_shard_spec(split, shard_along((6, 3), 0, rank=get_group("tp").rank, size=tp))
+        whole = nn.Parameter(torch.zeros(5))
+        reports = []
+        optimizer = NeuronZero1Optimizer([split, whole], torch.optim.SGD, lr=1.0)
+        named = [("split", split), ("whole", whole)]
+        GradientHistograms(optimizer, named, lambda step, found: reports.append((step, found)), every=2)
+        replica = get_group("dp").rank
+        for _ in range(2):
+            with optimizer.overlap_backward():
+                ((split.sum() + whole.sum()) * (1 + 2 * replica)).backward()
+            optimizer.step()
+        return [(step, {name: one.counts for name, one in found.items()}) for step, found in reports]
+
+    mean = 1 if size == tp else 2  # of 1 and 3
+    for ((step, counts),) in run_ranks(train, size):
+        assert step == 2
+        for name, elements in (("split", 18), ("whole", 5)):
+            assert int(counts[name][mean.bit_length() - 1 - SMALLEST_EXPONENT]) == elements
+            assert int(counts[name].sum()) == elements
+
+
 def test_histograms_hook_of_no_step_raises():
+    optimizer = torch.optim.SGD([with_gradient(torch.ones(1))], lr=0.1)
+
     with pytest.raises(ValueError, match="every=0 must be 1 or more"):
-        GradientHistograms([], print, every=0)
+        GradientHistograms(optimizer, [], print, every=0)

@@ -1,12 +1,15 @@
 """Histograms of gradients by magnitude, of the whole model's logical parameters, to see underflow and outliers."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from nxd_state import active_group, all_reduce_, get_shard_spec
+from nxd_state import active_group, all_reduce_, get_device
 from torch import Tensor
+from torch.optim import Optimizer
+
+from nxd_optim.zero1 import NeuronZero1Optimizer, OwnGradient, counted_parts
 
 SMALLEST_EXPONENT, LARGEST_EXPONENT = -60, 20
 _MAGNITUDES = LARGEST_EXPONENT - SMALLEST_EXPONENT + 1
@@ -34,23 +37,26 @@ class GradientHistogram:
 
 
 class GradientHistograms:
-    """An optimizer hook that reports histograms every so many steps.
+    """Reports histograms of an optimizer's complete gradients, before clipping with ZeRO-1, every so many steps.
 
-    Register it where gradients are complete, before they are used::
-
-        optimizer.register_step_pre_hook(GradientHistograms(model.named_parameters(), report, every=100))
-
-    Every tensor-parallel rank of a stage must take part and gets the same histograms. Costs one pass over the
-    gradients and one message on the steps it reports, nothing on the others.
+    Every rank must take part: tensor-parallel ranks and, with ZeRO-1, replicas get the same histograms of their
+    stage. Costs one pass over the gradients and a small message on the steps it reports, nothing on the others.
 
     Args:
-        named_parameters: as `model.named_parameters()` gives them; those without a gradient are left out of a report.
+        optimizer: any torch optimizer, whose gradients are complete when its `step` is called; or a
+            `NeuronZero1Optimizer`, which completes them itself. It calls this at each step.
+        named_parameters: as `model.named_parameters()` gives them. Those without a gradient are left out of a report
+            (with ZeRO-1 they count as zeros).
         report: called with the number of the step, counted from 1, and the histogram of each parameter by its name.
         every: steps between reports.
+
+    Raises:
+        ValueError: `every` is below 1.
     """
 
     def __init__(
         self,
+        optimizer: Optimizer,
         named_parameters: Iterable[tuple[str, Tensor]],
         report: Callable[[int, dict[str, GradientHistogram]], None],
         *,
@@ -61,12 +67,32 @@ class GradientHistograms:
         self.named_parameters = list(named_parameters)
         self.report, self.every = report, every
         self.steps = 0
+        if isinstance(optimizer, NeuronZero1Optimizer):
+            self._group = optimizer.group
+            optimizer.register_gradient_hook(self._on_parts)
+        else:
+            optimizer.register_step_pre_hook(self._on_step)
 
-    def __call__(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """What torch calls before `optimizer.step`."""
-        self.steps += 1
-        if self.steps % self.every == 0:
+    def _on_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._is_due():
             self.report(self.steps, gradient_histograms(self.named_parameters))
+
+    @torch.no_grad()
+    def _on_parts(self, gradients: Sequence[OwnGradient]) -> None:
+        if not self._is_due() or not self.named_parameters:
+            return
+        rows = {parameter: row for row, (_, parameter) in enumerate(self.named_parameters)}
+        tallies = torch.zeros(len(rows), _MAGNITUDES + 2, dtype=torch.float64, device=get_device())
+        for own in gradients:
+            if own.parameter in rows:
+                for copies, part in counted_parts(own.parameter, own.start, own.stop, own.gradient):
+                    tallies[rows[own.parameter]] += _count(part) / copies
+        tallies = all_reduce_(all_reduce_(tallies, self._group), active_group("tp"))
+        self.report(self.steps, _histograms([name for name, _ in self.named_parameters], tallies))
+
+    def _is_due(self) -> bool:
+        self.steps += 1
+        return self.steps % self.every == 0
 
 
 @torch.no_grad()
@@ -77,33 +103,34 @@ def gradient_histograms(named_parameters: Iterable[tuple[str, Tensor]]) -> dict[
         named_parameters: the same names in the same order, and gradients of the same ones, on every rank of the
             tensor-parallel group.
     """
-    group = active_group("tp")
     found = [(name, parameter) for name, parameter in named_parameters if parameter.grad is not None]
     if not found:
         return {}
     # float64, since copies count as fractions and all of them must add up to whole numbers.
-    tallies = torch.stack([_tally(parameter, group.size) for _, parameter in found])
-    totals = all_reduce_(tallies, group).round().long().cpu()
+    tallies = torch.stack([_tally(parameter) for _, parameter in found])
+    return _histograms([name for name, _ in found], all_reduce_(tallies, active_group("tp")))
+
+
+def _histograms(names: Sequence[str], tallies: Tensor) -> dict[str, GradientHistogram]:
+    totals = tallies.round().long().cpu()
     return {
         name: GradientHistogram(total[:_MAGNITUDES], int(total[-2]), int(total[-1]))
-        for (name, _), total in zip(found, totals, strict=True)
+        for name, total in zip(names, totals, strict=True)
     }
 
 
-def _tally(parameter: Tensor, tensor_parallel_size: int) -> Tensor:
+def _tally(parameter: Tensor) -> Tensor:
     """Counts by magnitude, then zeros, then non-finite ones, `[83]` float64: this rank's share."""
     assert parameter.grad is not None
-    spec = get_shard_spec(parameter)
-    if spec is None:
-        return _count(parameter.grad) / tensor_parallel_size
     tally = torch.zeros(_MAGNITUDES + 2, dtype=torch.float64, device=parameter.device)
-    for piece in spec.pieces:
-        tally += _count(parameter.grad[piece.local.slices]) / piece.copies
+    flat = parameter.grad.detach().to_dense().reshape(-1)
+    for copies, part in counted_parts(parameter, 0, parameter.numel(), flat):
+        tally += _count(part) / copies
     return tally
 
 
 def _count(grad: Tensor) -> Tensor:
-    flat = grad.detach().to_dense().reshape(-1)
+    flat = grad.reshape(-1)
     flat = flat if flat.dtype == torch.float64 else flat.float()
     _, exponent = torch.frexp(flat)  # |g| = m * 2**exponent with 0.5 <= m < 1
     index = (exponent.long() - 1 - SMALLEST_EXPONENT).clamp(0, _MAGNITUDES - 1)

@@ -1,5 +1,6 @@
 """ZeRO stage 1: an optimizer whose states are shared out over the replicas, in flat buckets."""
 
+from nxd_optim.zero1.gradient_parts import OwnGradient, counted_parts
 from nxd_optim.zero1.memory_report import MemoryBytes, MemoryReport
 from nxd_optim.zero1.optimizer import NeuronZero1Optimizer
 from nxd_optim.zero1.sharded_state import MASTER_KEY, StateShard, StateTensor
@@ -12,6 +13,8 @@ __all__ = [
     "StateTensor",
     "StateShard",
     "MASTER_KEY",
+    "OwnGradient",
+    "counted_parts",
     "MemoryReport",
     "MemoryBytes",
 ]

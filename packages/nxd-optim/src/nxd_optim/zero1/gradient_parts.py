@@ -4,6 +4,7 @@ All of it costs 1/dp of what it would cost on whole gradients.
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from nxd_state import Group, active_group, all_gather_object, all_reduce_, get_shard_spec
@@ -12,6 +13,33 @@ from torch import Tensor
 from nxd_optim.clip import check_axis, norm_accumulator, tensor_norms
 from nxd_optim.zero1.flat_bucket import FlatBucket, OwnRange
 from nxd_optim.zero1.flat_ranges import pieces_of_flat_range
+
+
+@dataclass(frozen=True, eq=False)
+class OwnGradient:
+    """The mean gradient of what this rank updates of a parameter.
+
+    Attributes:
+        parameter: the model's.
+        start: first element, in C order, that this rank owns.
+        stop: one past the last.
+        gradient: of these elements, flat; shares memory with the optimizer.
+    """
+
+    parameter: Tensor
+    start: int
+    stop: int
+    gradient: Tensor
+
+
+def own_gradients(buckets: Sequence[FlatBucket]) -> list[OwnGradient]:
+    """All that this rank owns, once the buckets have arrived."""
+    return [
+        OwnGradient(own.parameter, own.start, own.stop, own.of(bucket.gradient))
+        for bucket in buckets
+        if bucket.gradient is not None
+        for own in bucket.ranges
+    ]
 
 
 @torch.no_grad()
@@ -67,7 +95,7 @@ def norm_of_parts(buckets: Sequence[FlatBucket], groups: Iterable[Group], device
     for bucket in buckets:
         assert bucket.gradient is not None
         for own in bucket.ranges:
-            for copies, part in _counted(own, own.of(bucket.gradient)):
+            for copies, part in counted_parts(own.parameter, own.start, own.stop, own.of(bucket.gradient)):
                 by_copies.setdefault(copies, []).append(part)
     total = norm_accumulator(device)
     for copies, parts in by_copies.items():
@@ -77,17 +105,24 @@ def norm_of_parts(buckets: Sequence[FlatBucket], groups: Iterable[Group], device
     return total.sqrt().squeeze(0)
 
 
-def _counted(own: OwnRange, gradient: Tensor) -> list[tuple[int, Tensor]]:
-    """The parts of a gradient that count, and how many tensor-parallel ranks hold each."""
-    if getattr(own.parameter, "shared", False):  # the second copy of a tied weight; its first copy counts
+def counted_parts(parameter: Tensor, start: int, stop: int, gradient: Tensor) -> list[tuple[int, Tensor]]:
+    """The parts of a gradient that count, and how many tensor-parallel ranks hold each.
+
+    Args:
+        parameter: whose gradient it is.
+        start: first element, in C order, of `gradient`.
+        stop: one past the last.
+        gradient: of these elements, flat.
+    """
+    if getattr(parameter, "shared", False):  # the second copy of a tied weight; its first copy counts
         return []
-    spec = get_shard_spec(own.parameter)
+    spec = get_shard_spec(parameter)
     if spec is None:
         return [(active_group("tp").size, gradient)]
     check_axis(spec)
     if len(spec.pieces) == 1 and spec.pieces[0].local.shape == spec.local_shape:
         return [(spec.pieces[0].copies, gradient)]
-    return [(piece.copies, piece.view(gradient)) for piece in pieces_of_flat_range(spec, own.start, own.stop)]
+    return [(piece.copies, piece.view(gradient)) for piece in pieces_of_flat_range(spec, start, stop)]
 
 
 def _sequence_parallel_ranges(buckets: Sequence[FlatBucket]) -> list[tuple[FlatBucket, OwnRange]]:

@@ -24,9 +24,11 @@ from nxd_optim.zero1.elementwise import check_elementwise
 from nxd_optim.zero1.flat_bucket import Dtypes, FlatBucket
 from nxd_optim.zero1.forward_gather import ForwardGather
 from nxd_optim.zero1.gradient_parts import (
+    OwnGradient,
     average_over_contexts,
     check_same_sequence_parallel_ranges,
     norm_of_parts,
+    own_gradients,
     sum_sequence_parallel,
 )
 from nxd_optim.zero1.groups import RankLists, check_grad_norm_groups, find_sharding_group
@@ -127,6 +129,7 @@ class NeuronZero1Optimizer(Optimizer):
         self._buckets: list[FlatBucket] = []
         self._base_optimizers: list[Optimizer] = []  # one per bucket, so that a bucket can be gathered once updated
         self._forward_gather: ForwardGather | None = None
+        self._gradient_hooks: list[Callable[[Sequence[OwnGradient]], None]] = []
         super().__init__(params, check_elementwise(optimizer_class, defaults))
         if not lazy_init:
             self.init_zero()
@@ -226,6 +229,8 @@ class NeuronZero1Optimizer(Optimizer):
         if self.group is active_group("dp"):
             average_over_contexts(self._buckets)
         sum_sequence_parallel(self._buckets)
+        for hook in self._gradient_hooks:
+            hook(own_gradients(self._buckets))
         if self._clip():
             self._update(used)
         for bucket in self._buckets:
@@ -329,6 +334,13 @@ class NeuronZero1Optimizer(Optimizer):
         """
         self._check_inited()
         sharded_files.load(self.load_state_dict, output_dir, num_workers_per_step)
+
+    def register_gradient_hook(self, hook: Callable[[Sequence[OwnGradient]], None]) -> None:
+        """Have `hook` called in every step with the mean gradients of this rank's parts, before they are clipped.
+
+        They are still multiplied by `loss_scale`. Every rank registers its hooks in the same order.
+        """
+        self._gradient_hooks.append(hook)
 
     def memory_report(self) -> MemoryReport:
         """What this rank keeps for training, in bytes: measured, and as the sizes of the model predict it."""
