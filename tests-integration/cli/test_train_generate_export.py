@@ -36,8 +36,10 @@ def test_generate_writes_the_same_text_at_every_degree(trained, nxd):
     whole, split = nxd(*arguments), nxd(*arguments, "--nproc", "2")
 
     assert whole.returncode == split.returncode == 0, split.stderr
-    assert whole.stdout.startswith("the quick")
-    assert split.stdout == whole.stdout
+    # gloo of torch 2.9 reports its connections first.
+    texts = [run.stdout[run.stdout.index("the quick") :] for run in (whole, split)]
+    assert len(texts[0]) > len("the quick")
+    assert texts[0] == texts[1]
 
 
 def test_export_has_the_names_and_values_of_the_hugging_face_model(trained, nxd):

@@ -50,7 +50,9 @@ def test_program_of_several_ranks_prints_what_the_readme_says(folder):
 
     result = run_torchrun([str(folder / "ranks.py")], 4)
 
-    assert sorted(lines(result.stdout)) == lines(output), result.stderr
+    # What gloo of torch 2.9 reports of its connections may come in between, and in pieces.
+    assert [line for line in lines(output) if line not in lines(result.stdout)] == [], result.stderr
+    assert result.stdout.count("tp rank") == len(lines(output))
 
 
 def test_program_of_ranks_that_disagree_raises_what_the_readme_says(folder):
