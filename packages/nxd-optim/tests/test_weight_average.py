@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from nxd_optim import WeightAverage
+from nxd_optim import NeuronZero1Optimizer, WeightAverage
 from nxd_state import get_group, initialize_model_parallel, set_shard_spec, shard_along
 from torch import nn
 
@@ -88,6 +88,28 @@ def test_weight_average_of_shards_knows_their_place_in_the_logical_tensor(run_ra
         return [(shard.logical_shape, shard.box.offset, shard.box.shape) for shard in state.shards]
 
     assert run_ranks(job, 2) == [[((4, 3), (0, 0), (2, 3))], [((4, 3), (2, 0), (2, 3))]]
+
+
+def test_weight_average_waits_for_parameters_that_overlap_the_next_forward(run_ranks):
+    def job():
+        initialize_model_parallel()
+        model = nn.Linear(4, 4, bias=False)
+        nn.init.zeros_(model.weight)
+        optimizer = NeuronZero1Optimizer(model.parameters(), torch.optim.SGD, grad_clipping=False, lr=1.0)
+        optimizer.overlap_forward(model)
+        average = WeightAverage(model.parameters(), 0.5, optimizer=optimizer)
+        waits = []
+        wait = optimizer.wait_for_parameters
+        model.weight.grad = torch.ones(4, 4)
+        optimizer.step()
+        optimizer.wait_for_parameters = lambda: (waits.append("waited"), wait())
+        average.update()
+        assert waits == ["waited"]
+        with average.applied():
+            return model.weight.detach().clone()
+
+    for weight in run_ranks(job, 2):
+        assert torch.equal(weight, torch.full((4, 4), -0.5))
 
 
 @pytest.mark.parametrize("decay", [0.0, 1.0, -1, 2])

@@ -12,7 +12,8 @@ from nxd_state import Group, active_group, all_gather
 from torch import Tensor
 
 from nxd_optim.reducer import check_same_parameters
-from nxd_optim.zero1.sharded_state import StateTensor, shards_of_range
+from nxd_optim.zero1 import NeuronZero1Optimizer, StateTensor
+from nxd_optim.zero1.sharded_state import shards_of_range
 
 AVERAGE_KEY = "weight_average"
 
@@ -24,15 +25,25 @@ class WeightAverage:
         parameters: the same on every rank and in the same order; those that need gradients are taken, each once.
         decay: between 0 and 1, such as 0.999: about as many steps are averaged as 1 / (1 - decay).
         group: ranks that hold the same parameters and share the average; data times context parallel if None.
+        optimizer: a ZeRO-1 optimizer with `overlap_forward`, whose parameters may still be arriving after its step: they
+            are waited for.
 
     Raises:
         ValueError: a decay outside (0, 1), or the ranks gave different parameters.
     """
 
-    def __init__(self, parameters: Iterable[Tensor], decay: float, *, group: Group | None = None) -> None:
+    def __init__(
+        self,
+        parameters: Iterable[Tensor],
+        decay: float,
+        *,
+        group: Group | None = None,
+        optimizer: NeuronZero1Optimizer | None = None,
+    ) -> None:
         if not 0.0 < decay < 1.0:
             raise ValueError(f"decay={decay} must be between 0 and 1, such as 0.999")
         self.decay = decay
+        self._optimizer = optimizer
         self.group = group if group is not None else active_group("dp", "cp")
         self.parameters = [p for p in dict.fromkeys(parameters) if p.requires_grad]
         check_same_parameters(self.parameters, self.group)
@@ -44,6 +55,7 @@ class WeightAverage:
     @torch.no_grad()
     def update(self) -> None:
         """Take in the weights as they are now; call it after the optimizer's step."""
+        self._wait_for_parameters()
         for parameter, bounds, average in zip(self.parameters, self._ranges, self._averages, strict=True):
             average.lerp_(self._own(parameter, bounds), 1.0 - self.decay)
 
@@ -53,9 +65,10 @@ class WeightAverage:
 
         All ranks of the group enter it. A copy of this rank's parameters is kept meanwhile.
         """
+        self._wait_for_parameters()
         saved = [parameter.detach().clone() for parameter in self.parameters]
-        self._fill_parameters()
         try:
+            self._fill_parameters()
             yield
         finally:
             with torch.no_grad():
@@ -72,6 +85,10 @@ class WeightAverage:
             for parameter, (start, stop), average in zip(self.parameters, self._ranges, self._averages, strict=True)
             if start < stop
         ]
+
+    def _wait_for_parameters(self) -> None:
+        if self._optimizer is not None:
+            self._optimizer.wait_for_parameters()
 
     @torch.no_grad()
     def _fill_parameters(self) -> None:
