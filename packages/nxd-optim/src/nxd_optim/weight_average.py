@@ -25,7 +25,7 @@ class WeightAverage:
         parameters: the same on every rank and in the same order; those that need gradients are taken, each once.
         decay: between 0 and 1, such as 0.999: about as many steps are averaged as 1 / (1 - decay).
         group: ranks that hold the same parameters and share the average; data times context parallel if None.
-        optimizer: a ZeRO-1 optimizer with `overlap_forward`, whose parameters may still be arriving after its step: they
+        optimizer: a ZeRO-1 optimizer with `overlap_forward`, whose parameters may arrive after its step: they
             are waited for.
 
     Raises:
