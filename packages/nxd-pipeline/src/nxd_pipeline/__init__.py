@@ -1,5 +1,7 @@
-"""Pipeline parallelism: schedules as data, made, checked and timed before any rank plays them."""
+"""Pipeline parallelism: models cut into stages, and schedules as data that are checked before any rank plays them."""
 
+from nxd_pipeline.model import NxDPPModel
+from nxd_pipeline.partition import Stage, manual_partition
 from nxd_pipeline.schedules import (
     SCHEDULE_NAMES,
     Action,
@@ -21,6 +23,9 @@ from nxd_pipeline.schedules import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "NxDPPModel",
+    "Stage",
+    "manual_partition",
     "SCHEDULE_NAMES",
     "make_schedule",
     "custom_schedule",

@@ -1,0 +1,69 @@
+"""Stages written by hand, for models that cannot be traced: a list of modules, or of `Stage` for free wiring."""
+
+import inspect
+from collections.abc import Sequence
+
+from torch import nn
+
+from nxd_pipeline.partition.stage import Stage
+
+
+def manual_partition(
+    stages: Sequence[nn.Module | Stage], *, input_names: Sequence[str], model: nn.Module | None = None
+) -> tuple[Stage, ...]:
+    """Make stages of modules.
+
+    The first module takes inputs of the model. Each further one takes as its first argument what the one before
+    returned (a tensor, tuple or dict), and behind it any inputs of the model; arguments are matched by their names.
+    Values that skip stages need `Stage`, which names them; either all are given so, or none.
+
+    Args:
+        stages: one per stage of the pipeline.
+        input_names: the model's inputs.
+        model: the unpartitioned model; where a stage holds modules of it, parameters keep their names there.
+
+    Raises:
+        ValueError: modules and `Stage` are mixed, or a module takes an argument that is no input of the model.
+    """
+    wired = [stage for stage in stages if isinstance(stage, Stage)]
+    if wired and len(wired) < len(stages):
+        raise ValueError(
+            f"{len(wired)} of {len(stages)} stages are of class Stage; give all as Stage, or all as modules"
+        )
+    paths = {module: path for path, module in model.named_modules()} if model is not None else {}
+    result = []
+    for index, stage in enumerate(stages):
+        if isinstance(stage, Stage):
+            module, inputs, outputs = stage.module, stage.inputs, stage.outputs
+        else:
+            module, inputs = stage, _chain_inputs(stage, index, input_names)
+            outputs = (_boundary(index),) if index < len(stages) - 1 else ()
+        names = {path: paths[submodule] for path, submodule in module.named_modules() if submodule in paths}
+        result.append(Stage(module, inputs, outputs, names))
+    return tuple(result)
+
+
+def _boundary(stage: int) -> str:
+    """The name of what a stage of a chain returns."""
+    return f"stage_{stage}.output"
+
+
+def _chain_inputs(module: nn.Module, index: int, input_names: Sequence[str]) -> tuple[str, ...]:
+    parameters = list(inspect.signature(module.forward).parameters.values())
+    inputs: list[str] = []
+    if index > 0:
+        inputs.append(_boundary(index - 1))
+        parameters = parameters[1:]
+    for parameter in parameters:
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.KEYWORD_ONLY):
+            break
+        if parameter.name in input_names:
+            inputs.append(parameter.name)
+        elif parameter.default is parameter.empty:
+            raise ValueError(
+                f"stage {index} ({type(module).__name__}) takes {parameter.name!r}, which is none of the inputs "
+                f"{list(input_names)}; rename it, or wire the stages with Stage(module, inputs, outputs)"
+            )
+        else:
+            break  # this and what follows keep their defaults
+    return tuple(inputs)

@@ -1,0 +1,107 @@
+"""A pipeline stage and how stages are wired: the one interface between partitioning and the runtime.
+
+How a model becomes stages is in `manual` and `traced`; how they run is not known here.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+from nxd_pipeline.schedules import Edge
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage of a model.
+
+    Attributes:
+        module: called with the values of `inputs` in their order.
+        inputs: names of the values it uses, each an input of the model or an output of an earlier stage.
+        outputs: names of what it returns: one value under one name, or a tuple of as many values as names. The last
+            stage has none; it returns what the model returns.
+        logical_names: by path in `module`, the path in the unpartitioned model of submodules that have another one.
+    """
+
+    module: nn.Module
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...] = ()
+    logical_names: Mapping[str, str] = field(default_factory=dict)
+
+    def logical_name(self, path: str) -> str:
+        """The unpartitioned model's name of a submodule, parameter or buffer of this stage."""
+        known, rest = path, ""
+        while known not in self.logical_names:
+            if not known:
+                return path
+            known, _, last = known.rpartition(".")
+            rest = f"{last}.{rest}" if rest else last
+        return ".".join(part for part in (self.logical_names[known], rest) if part)
+
+    def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """Its submodules by their logical names."""
+        return ((self.logical_name(path), module) for path, module in self.module.named_modules())
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Its parameters by their logical names."""
+        return ((self.logical_name(path), parameter) for path, parameter in self.module.named_parameters())
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Its parameters and persistent buffers by their logical names."""
+        return {self.logical_name(path): tensor for path, tensor in self.module.state_dict().items()}
+
+
+class Wiring:
+    """Which stage uses which values of which other: what every rank knows of all stages.
+
+    Attributes:
+        inputs: the value names that each stage uses.
+        outputs: the value names that each stage makes.
+        edges: one per pair of stages that share values.
+        model_inputs: the values that no stage makes.
+
+    Raises:
+        ValueError: a value has two makers or is made by no earlier stage, or the last stage names outputs.
+    """
+
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        self.inputs = tuple(stage.inputs for stage in stages)
+        self.outputs = tuple(stage.outputs for stage in stages)
+        self._carried: dict[tuple[int, int], tuple[str, ...]] = {}
+        if self.outputs and self.outputs[-1]:
+            raise ValueError(f"the last stage names outputs {self.outputs[-1]}; it returns what the model returns")
+        maker: dict[str, int] = {}
+        for index, names in enumerate(self.outputs):
+            for name in names:
+                if maker.setdefault(name, index) != index or names.count(name) > 1:
+                    raise ValueError(f"value {name!r} is an output of stages {maker[name]} and {index}; rename one")
+        for consumer, names in enumerate(self.inputs):
+            for name in names:
+                producer = maker.get(name)
+                if producer is None:
+                    continue
+                if producer >= consumer:
+                    raise ValueError(
+                        f"stage {consumer} uses value {name!r}, which stage {producer} makes; "
+                        "a stage uses only values of earlier ones"
+                    )
+                self._carried[producer, consumer] = (*self._carried.get((producer, consumer), ()), name)
+        self.edges = tuple(Edge(producer, consumer) for producer, consumer in sorted(self._carried))
+        self.model_inputs = frozenset(name for names in self.inputs for name in names if name not in maker)
+
+    @property
+    def num_stages(self) -> int:
+        """How many stages there are."""
+        return len(self.inputs)
+
+    def carried(self, producer: int, consumer: int) -> tuple[str, ...]:
+        """The values that go from one stage to another."""
+        return self._carried[producer, consumer]
+
+    def producers(self, stage: int) -> list[int]:
+        """The stages whose values this one uses."""
+        return [edge.producer for edge in self.edges if edge.consumer == stage]
+
+    def consumers(self, stage: int) -> list[int]:
+        """The stages that use this one's values."""
+        return [edge.consumer for edge in self.edges if edge.producer == stage]

@@ -1,0 +1,95 @@
+"""Tracing a model with torch.fx: its layers stay whole, and only the inputs in use become inputs of the graph.
+
+Cutting the graph into stages is in `traced`.
+"""
+
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+from torch import fx, nn
+
+
+class _LayerTracer(fx.Tracer):
+    """Keeps layers whole, and leaves inputs that nobody gives at the defaults of `forward`."""
+
+    proxy_buffer_attributes = True  # so that a buffer may be cut to the length of an input
+    layer_classes: tuple[type[nn.Module] | str, ...] = ()
+    layer_names: frozenset[str] = frozenset()
+    input_names: tuple[str, ...] = ()
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        """Layers by class or name, parallel layers, and what torch.fx never looks into."""
+        if module_qualified_name in self.layer_names or _is_parallel_layer(m):
+            return True
+        for cls in self.layer_classes:
+            if type(m).__name__ == cls if isinstance(cls, str) else isinstance(m, cls):
+                return True
+        return super().is_leaf_module(m, module_qualified_name)
+
+    def create_args_for_root(
+        self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
+    ) -> tuple[Callable[..., Any], list[Any]]:
+        """Only `input_names` become placeholders."""
+        inputs = {name: self.create_proxy("placeholder", name, (), {}) for name in self.input_names}
+
+        def traced(root: nn.Module) -> Any:
+            return root_fn(root, **inputs)
+
+        return traced, [self.root]
+
+
+def trace_model(
+    module: nn.Module,
+    *,
+    input_names: Sequence[str] | None = None,
+    leaf_classes: Sequence[type[nn.Module] | str] = (),
+    leaf_names: Sequence[str] = (),
+    autowrap_functions: Sequence[Callable[..., Any]] = (),
+    autowrap_modules: Sequence[ModuleType] = (),
+    tracer_cls: type[fx.Tracer] = fx.Tracer,
+) -> fx.Graph:
+    """The graph of a model's forward.
+
+    Args:
+        module: the model.
+        input_names: the arguments of `forward` that will be given; those without a default if None.
+        leaf_classes: classes, or their names, whose modules stay whole.
+        leaf_names: modules that stay whole, by name.
+        autowrap_functions: functions that stay whole.
+        autowrap_modules: Python modules whose functions stay whole.
+        tracer_cls: the tracer to build on.
+
+    Raises:
+        ValueError: `forward` does not take an input, or the model cannot be traced so.
+    """
+    parameters = inspect.signature(module.forward).parameters
+    if input_names is None:
+        positional = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        input_names = [it.name for it in parameters.values() if it.default is it.empty and it.kind in positional]
+    unknown = [name for name in input_names if name not in parameters]
+    if unknown and not any(it.kind is it.VAR_KEYWORD for it in parameters.values()):
+        raise ValueError(
+            f"input_names has {unknown}, which {type(module).__name__}.forward does not take; it takes "
+            f"{list(parameters)}"
+        )
+    made = type("LayerTracer", (_LayerTracer, tracer_cls), {})
+    tracer = made(autowrap_modules=(math, *autowrap_modules), autowrap_functions=tuple(autowrap_functions))
+    tracer.layer_classes = tuple(leaf_classes)
+    tracer.layer_names = frozenset(leaf_names)
+    tracer.input_names = tuple(input_names)
+    try:
+        return tracer.trace(module)
+    except (fx.proxy.TraceError, TypeError) as error:
+        raise ValueError(
+            f"{type(module).__name__} cannot be traced: {error}. Name the class of the module where this happens in "
+            "leaf_module_cls, its function in autowrap_functions, or give stages written by hand"
+        ) from error
+
+
+def _is_parallel_layer(module: nn.Module) -> bool:
+    """Layers of nxd_layers that have weights; their forward communicates, and a trace must not look into it."""
+    package = type(module).__module__.partition(".")[0]
+    return package == "nxd_layers" and any(True for _ in module.parameters(recurse=False))

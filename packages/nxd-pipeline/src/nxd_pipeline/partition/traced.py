@@ -1,0 +1,122 @@
+"""Cutting a traced graph into stages: each a graph of its own that holds only the submodules it calls.
+
+A value that a later stage uses goes there directly, over however many stages. Weights, constants, and what follows
+from the model's inputs alone (masks, positions) are not sent: every stage that uses them has or computes them itself.
+"""
+
+import operator
+from collections.abc import Iterable, Sequence, Set
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from nxd_pipeline.partition.stage import Stage
+
+_PURE_MODULES = ("_operator", "builtins", "math")  # where the functions of Python's operators live
+
+
+def traced_partition(module: nn.Module, graph: fx.Graph, cuts: Sequence[str]) -> tuple[Stage, ...]:
+    """Cut `graph` behind the layers named `cuts`.
+
+    Args:
+        module: the model that `graph` was traced from.
+        graph: see `trace_model`; the layers in `cuts` must be leaves of it.
+        cuts: the last layer of each stage but the last, in the order in which the model calls them.
+
+    Raises:
+        ValueError: a layer in `cuts` is never called, or they are called in another order.
+    """
+    parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    stage_of = _assign_stages(graph, cuts, parameters)
+    return tuple(_make_stage(module, graph, stage_of, stage, len(cuts) + 1) for stage in range(len(cuts) + 1))
+
+
+def _assign_stages(graph: fx.Graph, cuts: Sequence[str], parameters: Set[str]) -> dict[fx.Node, int]:
+    """The stage that computes each node; nodes that every stage computes for itself have none."""
+    position = {node: index for index, node in enumerate(graph.nodes)}
+    ends: list[int] = []
+    for cut in cuts:
+        calls = [position[node] for node in graph.nodes if node.op == "call_module" and node.target == cut]
+        if not calls:
+            raise ValueError(f"the model never calls the layer {cut!r} in pipeline_cuts; name a layer that it calls")
+        if ends and calls[-1] < ends[-1]:
+            before = cuts[len(ends) - 1]
+            raise ValueError(f"pipeline_cuts names {cut!r} behind {before!r}, but it is called before; swap them")
+        ends.append(calls[-1])
+    stage_of: dict[fx.Node, int] = {}
+    everywhere: set[fx.Node] = set()
+    for node in graph.nodes:
+        if _is_computed_everywhere(node, everywhere, parameters):
+            everywhere.add(node)
+        elif node.op == "output":
+            stage_of[node] = len(cuts)
+        elif node.target is operator.getitem and node.args[0] in stage_of:
+            stage_of[node] = stage_of[node.args[0]]  # only the part in use is sent, not the whole tuple
+        else:
+            stage_of[node] = sum(position[node] > end for end in ends)
+    return stage_of
+
+
+def _is_computed_everywhere(node: fx.Node, everywhere: Set[fx.Node], parameters: Set[str]) -> bool:
+    if node.op in ("placeholder", "get_attr"):
+        return True
+    if any(it not in everywhere or it.target in parameters for it in node.all_input_nodes):
+        return False
+    if node.op == "call_method":
+        return not _is_random(str(node.target)) and not str(node.target).endswith("_")
+    if node.op == "call_function":
+        name = getattr(node.target, "__name__", "")
+        if getattr(node.target, "__module__", None) in _PURE_MODULES:
+            return True
+        return hasattr(torch.ops.aten, name) and not _is_random(name)
+    return False
+
+
+def _is_random(name: str) -> bool:
+    """Whether torch's operator of that name draws random numbers, which would differ from stage to stage."""
+    packet = getattr(torch.ops.aten, name, None)
+    if packet is None:
+        return False
+    return any(torch.Tag.nondeterministic_seeded in getattr(packet, overload).tags for overload in packet.overloads())
+
+
+def _make_stage(module: nn.Module, graph: fx.Graph, stage_of: dict[fx.Node, int], stage: int, num_stages: int) -> Stage:
+    own = [node for node in graph.nodes if stage_of.get(node) == stage]
+    needed = _needed_by(own, stage_of, stage)
+    inputs = [node for node in graph.nodes if node in needed and (node.op == "placeholder" or node in stage_of)]
+    outputs = [node for node in own if any(stage_of[user] > stage for user in node.users)]
+    made = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {node: made.placeholder(_value_name(node)) for node in inputs}
+    for node in graph.nodes:
+        if node.op != "output" and node not in copies and (node in needed or stage_of.get(node) == stage):
+            copies[node] = made.node_copy(node, copies.__getitem__)
+    if stage == num_stages - 1:
+        output = next(node for node in own if node.op == "output")
+        made.output(fx.map_arg(output.args[0], copies.__getitem__))
+    else:
+        results = tuple(copies[node] for node in outputs)
+        made.output(results[0] if len(results) == 1 else results)
+    made.lint()
+    names = tuple(_value_name(node) for node in inputs)
+    stage_module = fx.GraphModule(module, made, class_name=f"{type(module).__name__}Stage{stage}")
+    return Stage(stage_module, names, () if stage == num_stages - 1 else tuple(map(_value_name, outputs)))
+
+
+def _needed_by(own: Iterable[fx.Node], stage_of: dict[fx.Node, int], stage: int) -> set[fx.Node]:
+    """What a stage's nodes use of other stages, and everything of what every stage computes for itself."""
+    needed: set[fx.Node] = set()
+    to_visit = [source for node in own for source in node.all_input_nodes]
+    while to_visit:
+        node = to_visit.pop()
+        if node in needed or stage_of.get(node) == stage:
+            continue
+        needed.add(node)
+        if node not in stage_of:
+            to_visit.extend(node.all_input_nodes)
+    return needed
+
+
+def _value_name(node: fx.Node) -> Any:
+    """An input of the model has its argument's name; another value that of its node."""
+    return node.target if node.op == "placeholder" else node.name

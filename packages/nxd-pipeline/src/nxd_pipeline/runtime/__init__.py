@@ -1,0 +1,9 @@
+"""Playing a schedule on the ranks of a pipeline: microbatches, messages, the executor, losses and tied weights."""
+
+from nxd_pipeline.runtime.executor import Executor
+from nxd_pipeline.runtime.loss import LossSpec, pick_loss
+from nxd_pipeline.runtime.mailbox import Mailbox
+from nxd_pipeline.runtime.microbatches import split_batch
+from nxd_pipeline.runtime.tied_weights import TiedWeights
+
+__all__ = ["Executor", "LossSpec", "Mailbox", "TiedWeights", "pick_loss", "split_batch"]

@@ -1,0 +1,49 @@
+"""Splitting a batch into microbatches along dim 0."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+
+def split_batch(batch: Mapping[str, Any], num_microbatches: int) -> list[dict[str, Any]]:
+    """Equal microbatches, in order, as views of the batch.
+
+    Tensors of `[batch, ...]` are cut; those of `[1, ...]`, scalars and everything else go to each microbatch whole.
+
+    Raises:
+        ValueError: there is no tensor to cut, tensors disagree about the batch, or it cannot be cut evenly.
+    """
+    if num_microbatches == 1:
+        return [dict(batch)]
+    lengths = {tensor.shape[0] for tensor in tree_leaves(dict(batch)) if isinstance(tensor, Tensor) and tensor.dim()}
+    lengths.discard(1)
+    if len(lengths) != 1:
+        shapes = {name: _shapes(value) for name, value in batch.items()}
+        found = "disagree about the length of dim 0" if lengths else "have no batch along dim 0"
+        raise ValueError(
+            f"the inputs {found}, which num_microbatches={num_microbatches} cuts: {shapes}; give each tensor the "
+            "batch, or length 1, on dim 0"
+        )
+    (length,) = lengths
+    if length % num_microbatches:
+        raise ValueError(
+            f"num_microbatches={num_microbatches} does not divide the batch of {length}; use a batch of "
+            f"{-(-length // num_microbatches) * num_microbatches}, or a number of microbatches that divides {length}"
+        )
+    size = length // num_microbatches
+
+    def part(value: Any, index: int) -> Any:
+        if isinstance(value, Tensor) and value.dim() and value.shape[0] == length:
+            return value.narrow(0, index * size, size)
+        return value
+
+    return [
+        {name: tree_map(lambda leaf, index=index: part(leaf, index), value) for name, value in batch.items()}
+        for index in range(num_microbatches)
+    ]
+
+
+def _shapes(value: Any) -> Any:
+    return tree_map(lambda leaf: tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__, value)

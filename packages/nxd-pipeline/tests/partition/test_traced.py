@@ -1,0 +1,119 @@
+"""A traced model's stages compute what the model does, hold only what they use, and send only what they must."""
+
+import pytest
+import torch
+from nxd_pipeline.partition import Wiring, trace_model, traced_partition
+from torch import nn
+from torch.nn import functional as F
+
+
+def cut(model, cuts, **options):
+    return traced_partition(model, trace_model(model, leaf_names=cuts, **options), cuts)
+
+
+def run(stages, **values):
+    """Plays the stages one after the other in this process."""
+    for stage in stages:
+        output = stage.module(*(values[name] for name in stage.inputs))
+        values.update(zip(stage.outputs, output if len(stage.outputs) > 1 else (output,), strict=False))
+    return output
+
+
+class Layer(nn.Linear):
+    """Returns more than the next layer uses."""
+
+    def forward(self, hidden, mask=None):
+        if mask is not None:  # a branch on an argument: not to be traced
+            hidden = hidden * mask
+        return super().forward(hidden), {"unused": hidden}
+
+
+class Model(nn.Module):
+    def __init__(self, num_layers=3):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(4, 4) for _ in range(num_layers))
+        self.unused = nn.Linear(4, 4)
+        self.gain = nn.Parameter(torch.ones(4))
+        self.register_buffer("causal", torch.tril(torch.ones(8, 4)))
+
+    def forward(self, x, flag=None, scale=2.0):
+        assert flag is None
+        mask = self.causal[: x.shape[0]] * (x > 0)
+        skipped = x * self.gain
+        hidden = skipped
+        for layer in self.layers:
+            hidden = layer(hidden, mask)[0]
+        return {"hidden": hidden * self.gain, "parts": (skipped, hidden.shape[0] * scale)}
+
+
+CUTS = ["layers.0", "layers.1"]
+
+
+def test_stages_in_order_give_the_output_and_gradients_of_the_model():
+    model = Model()
+    x = torch.randn(5, 4)
+    expected = model(x)
+    wanted = torch.autograd.grad(expected["hidden"].sum(), model.gain)
+
+    output = run(cut(model, CUTS), x=x)
+
+    assert torch.equal(output["hidden"], expected["hidden"])
+    assert torch.equal(output["parts"][0], expected["parts"][0])
+    assert output["parts"][1] == 10.0
+    torch.testing.assert_close(torch.autograd.grad(output["hidden"].sum(), model.gain), wanted)
+
+
+def test_stages_hold_only_what_they_use_under_its_names():
+    names = [{name for name, _ in stage.named_parameters()} for stage in cut(Model(), CUTS)]
+
+    layer = [{f"layers.{index}.weight", f"layers.{index}.bias"} for index in range(3)]
+    assert names == [layer[0] | {"gain"}, layer[1], layer[2] | {"gain"}]
+
+
+def test_values_skip_stages_and_what_follows_from_inputs_is_not_sent():
+    wiring = Wiring(cut(Model(), CUTS))
+
+    sent = {(edge.producer, edge.consumer): len(wiring.carried(edge.producer, edge.consumer)) for edge in wiring.edges}
+    assert sent == {(0, 1): 1, (0, 2): 1, (1, 2): 1}  # hidden states, the skip; no mask, nothing unused
+    assert all("x" in inputs for inputs in wiring.inputs)  # of which each stage computes its mask
+    assert wiring.model_inputs == {"x"}
+
+
+class Noisy(nn.Sequential):
+    def forward(self, x):
+        noise = F.dropout(x, 0.5)
+        return self[1](self[0](x) * noise) * noise
+
+
+def test_random_values_are_made_once_and_sent():
+    stages = cut(Noisy(nn.Linear(4, 4), nn.Linear(4, 4)), ["0"])
+
+    assert [[node.target for node in stage.module.graph.nodes].count(F.dropout) for stage in stages] == [1, 0]
+    assert len(stages[0].outputs) == 2
+
+
+def branching(x):
+    return x if x.sum() > 0 else -x
+
+
+class Branching(nn.Sequential):
+    def forward(self, x):
+        return self[1](branching(self[0](x)))
+
+
+def test_function_that_branches_needs_autowrap():
+    model = Branching(nn.Linear(4, 4), nn.Linear(4, 4))
+    x = torch.randn(2, 4)
+
+    with pytest.raises(ValueError, match=r"(?s)Branching cannot be traced.*autowrap_functions"):
+        cut(model, ["0"])
+    assert torch.equal(run(cut(model, ["0"], autowrap_functions=[branching]), x=x), model(x))
+
+
+@pytest.mark.parametrize(
+    ("cuts", "message"),
+    [(["layers.1", "layers.0"], "called before; swap them"), (["unused"], "never calls the layer 'unused'")],
+)
+def test_cuts_that_the_model_does_not_call_in_order_raise(cuts, message):
+    with pytest.raises(ValueError, match=message):
+        cut(Model(), cuts)
