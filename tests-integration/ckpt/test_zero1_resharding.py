@@ -19,7 +19,7 @@ CONFIG = LlamaConfig(
 STEPS = 6
 
 
-def make(tp, dtype):
+def make(tp, dtype, *, save_master_weights=True):
     initialize_model_parallel(tp)
     torch.manual_seed(0)
     model = LlamaForCausalLM(CONFIG, sequence_parallel=tp > 1, dtype=dtype)
@@ -29,7 +29,7 @@ def make(tp, dtype):
         [{"params": matrices, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}],
         torch.optim.AdamW,
         bucket_cap_mb_reduce_scatter=0.004,
-        save_master_weights=True,
+        save_master_weights=save_master_weights,
         lr=0.05,
         fused=True,
     )
@@ -101,6 +101,37 @@ def test_training_goes_on_bitwise_at_the_same_layout(run_ranks, tmp_path, tp):
     resumed = run_ranks(load_save_and_go_on, 2 * tp, str(tmp_path), tp, torch.bfloat16)
 
     assert resumed == [expected for _, expected in results]
+
+
+def save_and_round(path, saves):
+    """Save, and go on as after loading: from the parameters as they are, without what rounding has cut off."""
+    model, optimizer = make(1, torch.bfloat16, save_master_weights=saves)
+    train(model, optimizer, range(STEPS))
+    save(path, "a", model_state(model) | optimizer_state(model, optimizer))
+    optimizer.refresh_master_weights()
+    return train(model, optimizer, range(STEPS, 2 * STEPS))
+
+
+def load_into_other_weights(path, wants):
+    model, optimizer = make(1, torch.bfloat16, save_master_weights=wants)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2)
+    optimizer.refresh_master_weights()
+    allocate_optimizer_state(model, optimizer, stored_in(path))
+    load(path, "a", into=model_state(model) | optimizer_state(model, optimizer), strict=False)
+    return train(model, optimizer, range(STEPS, 2 * STEPS))
+
+
+@pytest.mark.parametrize(
+    ("saves", "wants"), [(False, False), (False, True), (True, False)], ids=["default", "not saved", "not wanted"]
+)
+def test_half_precision_training_goes_on_from_the_parameters_without_master_weights(run_ranks, tmp_path, saves, wants):
+    expected = run_ranks(save_and_round, 2, str(tmp_path), saves)
+
+    resumed = run_ranks(load_into_other_weights, 2, str(tmp_path), wants)
+
+    assert resumed == expected
 
 
 def train_plainly(model, optimizer, steps):

@@ -19,6 +19,17 @@ class LargeBatchSGD(torch.optim.SGD):
                     parameter.sub_(parameter.grad * (group["lr"] * parameter.norm() / parameter.grad.norm()))
 
 
+class NormalizedSGD(torch.optim.SGD):
+    """Divides by the norm of all gradients together, as methods that find their own learning rate do."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
+        for parameter in parameters:
+            parameter.sub_(parameter.grad / norm)
+
+
 class SignSGD(torch.optim.SGD):
     @torch.no_grad()
     def step(self, closure=None):
@@ -64,6 +75,7 @@ def test_own_elementwise_optimizer_is_taken():
     ("optimizer_class", "reason"),
     [
         (LargeBatchSGD, "LargeBatchSGD is not elementwise: it updates two flat parts of a matrix otherwise"),
+        (NormalizedSGD, "NormalizedSGD is not elementwise"),
         (torch.optim.Adafactor, "Adafactor is not elementwise"),
         (torch.optim.LBFGS, "LBFGS cannot update flat parts of parameters: ValueError: LBFGS doesn't support"),
         (torch.optim.SparseAdam, "SparseAdam cannot update flat parts of parameters: RuntimeError"),

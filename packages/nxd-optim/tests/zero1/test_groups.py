@@ -51,12 +51,36 @@ def test_norm_over_pipeline_stages_adds_their_parameters_and_counts_tied_weights
     assert run_ranks(train, 4) == [pytest.approx((10 * (1 + 4 + 9)) ** 0.5)] * 4
 
 
+@pytest.mark.parametrize("frozen_stage", [0, 1])
+def test_stage_without_trained_parameters_takes_part_in_the_norm_and_in_skipped_steps(run_ranks, frozen_stage):
+    def train():
+        initialize_model_parallel(pipeline_model_parallel_size=2)
+        is_frozen = get_group("pp").rank == frozen_stage
+        parameter = nn.Parameter(torch.zeros(5, 2), requires_grad=not is_frozen)
+        optimizer = NeuronZero1Optimizer([parameter], torch.optim.SGD, lr=1.0)
+        optimizer.skip_non_finite_steps = True
+        norms = []
+        for value in (2.0, float("nan")):
+            if not is_frozen:
+                parameter.grad = torch.full((5, 2), value)
+            optimizer.step()
+            norms.append(float(optimizer.grad_norm))
+        return norms, optimizer.skipped_steps
+
+    expected = [pytest.approx(2 * 10**0.5), pytest.approx(float("nan"), nan_ok=True)]
+    assert run_ranks(train, 2) == [(expected, 1)] * 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"sharding_groups": [[0, 1], [2]]}, r"must name each of the 4 ranks once, in lists of one length"),
         ({"sharding_groups": [[0, 1]]}, r"sharding_groups=\[\[0, 1\]\] must name each of the 4 ranks once"),
-        ({"sharding_groups": [[0, 1], [2, 3]]}, r"ranks \[0, 1\] hold different parts of the model"),
+        (
+            {"sharding_groups": [[0, 1], [2, 3]]},
+            r"sharding_groups=\[\[0, 1\], \[2, 3\]\] are not the replicas of the mesh",
+        ),
+        ({"sharding_groups": [[0], [1], [2], [3]]}, r"name \[\[0, 2\], \[1, 3\]\] .* or would drift apart"),
         ({"grad_norm_groups": [[0, 3], [1, 2]]}, r"are not the tensor- or pipeline-parallel groups of the mesh"),
         ({"grad_norm_groups": [[0, 1], [2, 2]]}, r"must name each of the 4 ranks once"),
     ],

@@ -44,3 +44,12 @@ def test_report_prints_a_table(run_ranks):
         "buckets",
     ]
     assert "1.0 MiB" in table
+
+
+def test_report_of_a_capturable_optimizer_is_that_of_an_ordinary_one():
+    reports = [
+        NeuronZero1Optimizer([nn.Parameter(torch.ones(8))], torch.optim.AdamW, capturable=capturable).memory_report()
+        for capturable in (True, False)
+    ]
+
+    assert reports[0] == reports[1]

@@ -79,6 +79,21 @@ def test_without_master_weights_in_the_state_training_goes_on_from_the_rounded_p
     assert master_of(other).tolist() == [1.0] * 3
 
 
+def test_skipped_steps_are_counted_on_after_loading():
+    parameter, again = (nn.Parameter(torch.ones(3)) for _ in range(2))
+    optimizer, other = (NeuronZero1Optimizer([p], torch.optim.SGD) for p in (parameter, again))
+    optimizer.skip_non_finite_steps = True
+    parameter.grad = torch.full_like(parameter, float("nan"))
+    optimizer.step()
+    scheduler = torch.optim.lr_scheduler.LambdaLR(other, lambda step: 0.5)
+
+    other.load_state_dict(optimizer.state_dict())
+
+    other.step()
+    scheduler.step()
+    assert other.skipped_steps == 1
+
+
 def test_files_hold_this_ranks_part_only_and_load_without_running_code(run_ranks, tmp_path):
     def save():
         initialize_model_parallel()

@@ -101,6 +101,45 @@ def test_states_saved_at_one_layout_are_filled_at_another(run_ranks, small_model
         assert torch.equal(found[name], value)
 
 
+def master_weights(optimizer):
+    return [s.tensor.tolist() for e in optimizer.sharded_state() if e.key == MASTER_KEY for s in e.shards]
+
+
+@pytest.mark.parametrize("save_master_weights", [True, False])
+def test_master_weights_that_a_checkpoint_lacks_are_those_of_the_parameters_at_the_next_step(save_master_weights):
+    parameter = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    optimizer = NeuronZero1Optimizer(
+        [parameter], torch.optim.SGD, grad_clipping=False, save_master_weights=save_master_weights, lr=1.0
+    )
+
+    optimizer.allocate_state(lambda _: {})
+    asked_for = master_weights(optimizer)
+    with torch.no_grad():
+        parameter.fill_(5.0)
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+
+    assert asked_for == []
+    assert parameter.tolist() == [4.0] * 3
+    assert master_weights(optimizer) == ([[4.0] * 3] if save_master_weights else [])
+
+
+def test_master_weights_of_a_checkpoint_are_not_replaced_by_the_parameters():
+    parameter = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    optimizer = NeuronZero1Optimizer(
+        [parameter], torch.optim.SGD, grad_clipping=False, save_master_weights=True, lr=1.0
+    )
+    optimizer.allocate_state(lambda _: {})
+    optimizer.allocate_state(lambda p: {MASTER_KEY: (torch.float32, tuple(p.shape))})
+    (entry,) = optimizer.sharded_state()
+    entry.shards[0].tensor.fill_(1 + 2**-9)  # which bfloat16 cannot hold
+    parameter.grad = torch.zeros_like(parameter)
+
+    optimizer.step()
+
+    assert master_weights(optimizer) == [[1 + 2**-9] * 3]
+
+
 def test_state_that_is_no_tensor_raises():
     class Counting(torch.optim.SGD):
         def step(self, closure=None):

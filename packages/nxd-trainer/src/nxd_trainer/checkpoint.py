@@ -82,6 +82,8 @@ def allocate_optimizer_state(
 ) -> None:
     """Make room in a new optimizer for the state that a checkpoint holds, so that it can be loaded in place.
 
+    Master weights of ZeRO-1 that the checkpoint lacks are taken from the parameters at the next step.
+
     Args:
         model: the model whose parameters the optimizer has.
         optimizer: its existing state is replaced.
@@ -99,7 +101,6 @@ def allocate_optimizer_state(
             key: description
             for logical in [names[parameter], *_logical_names(names[parameter], parameter)]
             for key, description in keys_by_name.get(logical, {}).items()
-            if key != MASTER_KEY
         }
 
     if isinstance(optimizer, NeuronZero1Optimizer):
@@ -109,6 +110,7 @@ def allocate_optimizer_state(
         optimizer.state[parameter] = {
             key: torch.zeros_like(parameter, dtype=dtype) if shape else torch.zeros((), dtype=dtype)
             for key, (dtype, shape) in stored_keys(parameter).items()
+            if key != MASTER_KEY
         }
 
 

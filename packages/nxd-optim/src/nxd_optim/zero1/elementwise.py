@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from nxd_optim.zero1.settings import for_the_cpu
+
 _SHAPE = (160, 144)  # some optimizers look at rows and columns of large matrices only
 _CUT = 10_007
 _STEPS = 3
@@ -17,6 +19,8 @@ _STEPS = 3
 
 def check_elementwise(optimizer_class: type[Optimizer], defaults: dict[str, Any]) -> dict[str, Any]:
     """Take a few steps with a small matrix, whole and in two flat parts, and compare.
+
+    Each part has an optimizer of its own, as it has on a rank, so that statistics over all parameters show as well.
 
     Returns:
         All defaults of the optimizer's parameter groups, also those that were not given.
@@ -26,7 +30,7 @@ def check_elementwise(optimizer_class: type[Optimizer], defaults: dict[str, Any]
     """
     # Made here for its complaints about arguments, before any of ours.
     complete = optimizer_class([{"params": [torch.zeros(1, 1)]}], **defaults).defaults
-    settings = {key: value for key, value in defaults.items() if key != "capturable"}  # which the CPU cannot
+    settings = for_the_cpu(defaults)
     if "lr" in inspect.signature(optimizer_class).parameters:
         settings["lr"] = 0.01  # a warm-up may start at zero, which would hide every difference
     whole = torch.linspace(-1, 1, _SHAPE[0] * _SHAPE[1], dtype=torch.float64).cos().mul(0.1)
@@ -51,13 +55,15 @@ def check_elementwise(optimizer_class: type[Optimizer], defaults: dict[str, Any]
 
 def _train(optimizer_class: type[Optimizer], settings: dict[str, Any], parts: list[Tensor]) -> Tensor:
     parameters = [torch.nn.Parameter(part) for part in parts]
-    groups: list[dict[str, Any]] = [{"params": parameters}, {"params": []}]  # a rank may own nothing of a group
-    optimizer = optimizer_class(groups, **settings)
+    optimizers = []
+    for parameter in parameters:  # a rank may own nothing of a group
+        groups: list[dict[str, Any]] = [{"params": [parameter]}, {"params": []}]
+        optimizers.append(optimizer_class(groups, **settings))
     for step in range(_STEPS):
         start = 0
-        for parameter in parameters:
+        for parameter, optimizer in zip(parameters, optimizers, strict=True):
             positions = torch.arange(start, start + parameter.numel(), dtype=torch.float64)
             parameter.grad = positions.mul(0.37 + step).sin().mul(positions.add(1).log()).view_as(parameter)
             start += parameter.numel()
-        optimizer.step()
+            optimizer.step()
     return torch.cat([parameter.detach().reshape(-1) for parameter in parameters])

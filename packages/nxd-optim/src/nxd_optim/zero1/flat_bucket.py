@@ -4,7 +4,7 @@ Here is the memory: parameters, gradients while they are needed, and the weights
 The order of sending and the step are in `optimizer`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -94,6 +94,7 @@ class FlatBucket:
         self.gradient: Tensor | None = None
         self._gradients: Tensor | None = None
         self._gradient_views: dict[int, Tensor] = {}
+        self._stale: set[int] = set()  # parameters whose master weights are still to be taken from them
         self._filled: set[int] = set()  # parameters whose sum lies in the buffer, where `.grad` cannot be it
         self._reduction: Transfer | None = None
         self._gathering: Transfer | None = None
@@ -171,6 +172,22 @@ class FlatBucket:
         for parameter in self.parameters:
             if parameter.grad is not None:
                 parameter.grad.detach().zero_()
+
+    def mark_masters_stale(self, parameters: Iterable[Tensor]) -> None:
+        """Have the master weights of these parameters, and of no others, taken from them by `refresh_stale_masters`."""
+        self._stale = {id(p) for p in parameters} if self.master is not self.own else set()
+
+    def has_stale_master(self, parameter: Tensor) -> bool:
+        """Whether the master weights of a parameter are still to be taken from it."""
+        return id(parameter) in self._stale
+
+    @torch.no_grad()
+    def refresh_stale_masters(self) -> None:
+        """Take over what the parameters are now, where that was asked for."""
+        for own in self.ranges:
+            if id(own.parameter) in self._stale:
+                own.weight.copy_(own.of(self.own))
+        self._stale = set()
 
     def gather(self) -> None:
         """Start to send this rank's part to the others and to fill the buffer with theirs."""

@@ -1,6 +1,6 @@
-"""Waiting for parameters where the next forward needs them, not where the step that sent them ends."""
+"""Waiting for parameters where the next forward reads them, not where the step that sent them ends."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,7 +10,11 @@ from nxd_optim.zero1.flat_bucket import FlatBucket
 
 
 class ForwardGather:
-    """Hooks on a model's modules: each waits, before its forward, for the buckets that hold its own parameters.
+    """Makes a model's modules wait for the bucket of a parameter whenever somebody reads it as their attribute.
+
+    Reading is what counts, not the call of the module that owns it: layers that share an input are computed by one
+    function of their weights, and a loss takes the weight of the head. A module also waits for its own parameters
+    before its forward, since some (`nn.LSTM`) keep them in a list besides.
 
     Args:
         model: also waits for all buckets before its state is read or loaded.
@@ -24,16 +28,37 @@ class ForwardGather:
             model.register_state_dict_pre_hook(partial(_wait, buckets)),
             model.register_load_state_dict_pre_hook(partial(_wait, buckets)),
         ]
-        for module in model.modules():
+        self._modules = [m for m in model.modules() if any(id(p) in bucket_of for p in m.parameters(recurse=False))]
+        for module in self._modules:
             found = [bucket_of[id(p)] for p in module.parameters(recurse=False) if id(p) in bucket_of]
-            if found:
-                needed = list(dict.fromkeys(found))
-                self._hooks.append(module.register_forward_pre_hook(partial(_wait, needed), prepend=True))
+            needed = list(dict.fromkeys(found))
+            self._hooks.append(module.register_forward_pre_hook(partial(_wait, needed), prepend=True))
+            module._parameters = _ArrivingParameters(module._parameters, bucket_of)
 
     def close(self) -> None:
-        """Take the hooks off."""
+        """Make the modules ordinary ones again."""
         for hook in self._hooks:
             hook.remove()
+        for module in self._modules:
+            module._parameters = dict(module._parameters)
+
+
+class _ArrivingParameters(dict[str, nn.Parameter | None]):
+    """A module's parameters by name, where `nn.Module` looks up its attributes; iterating over them does not wait."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter | None], bucket_of: Mapping[int, FlatBucket]) -> None:
+        super().__init__(parameters)
+        self._bucket_of = bucket_of
+
+    def __getitem__(self, name: str) -> nn.Parameter | None:
+        parameter = super().__getitem__(name)
+        bucket = self._bucket_of.get(id(parameter))
+        if bucket is not None:
+            bucket.wait_for_parameters()
+        return parameter
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)  # a copy of the module has parameters of its own, which no bucket holds
 
 
 def _wait(buckets: Sequence[FlatBucket], *_: Any) -> None:

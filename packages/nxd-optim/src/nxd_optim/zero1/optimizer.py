@@ -11,7 +11,7 @@ from os import PathLike
 from typing import Any
 
 import torch
-from nxd_state import Group, Pending, active_group, all_reduce_
+from nxd_state import Group, Pending, active_group, all_reduce_, get_device
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -34,6 +34,7 @@ from nxd_optim.zero1.gradient_parts import (
 from nxd_optim.zero1.groups import RankLists, check_grad_norm_groups, find_sharding_group
 from nxd_optim.zero1.memory_report import MemoryReport, memory_report
 from nxd_optim.zero1.rank_state import check_rank_state, load_rank_state, rank_state
+from nxd_optim.zero1.settings import check_cap, check_max_norm, copy_settings, for_the_cpu, settings_of
 from nxd_optim.zero1.sharded_state import StateTensor, StoredKeys, allocate_state, logical_state
 
 MAX_MESSAGES = 2  # of reduce-scatters under way: enough to keep the transport busy, and no more buffers than that
@@ -68,13 +69,14 @@ class NeuronZero1Optimizer(Optimizer):
         grad_clipping: scale the gradients so that the norm of the whole model's is at most `max_norm`.
         max_norm: 1.0 if None.
         pin_layout: accepted for torch-xla's signature; nothing here needs it.
-        sharding_groups: the ranks of every group that shares states, or None for data times context parallel.
-            Gradients are averaged over this group.
+        sharding_groups: the ranks of every group that shares states: those of data times context parallel, as with
+            None, or of data parallel alone.
         grad_norm_groups: accepted for torch-xla's signature. Norms count the whole model, as the mesh lays it out.
         lazy_init: do nothing to the parameters until `init_zero` is called.
         bucket_cap_mb_all_gather: most MB of a bucket that a rank sends when parameters are gathered; 0 for no limit.
         bucket_cap_mb_reduce_scatter: most MB of a bucket; 0 for 25. A parameter above it travels alone.
-        use_grad_acc_hook: accumulate gradients over microbatches in float32, or the parameter's dtype where wider.
+        use_grad_acc_hook: accumulate gradients over microbatches in float32, or the parameter's dtype where wider. The
+            sums are then not in `.grad`, so that `model.zero_grad()` does not drop them: call the optimizer's.
         save_master_weights: put master weights into `state_dict` and `sharded_state`. Without them a run goes on from
             the rounded parameters.
         higher_cc_precision: average gradients in float32 or wider as well. The CPU always does so.
@@ -113,12 +115,12 @@ class NeuronZero1Optimizer(Optimizer):
         self._arguments = defaults
         self.optimizer_dtype = optimizer_dtype
         self.grad_clipping = grad_clipping
-        self.max_norm = _check_max_norm(max_norm)
+        self.max_norm = check_max_norm(max_norm)
         self.pin_layout = pin_layout
         self.sharding_groups = sharding_groups
         self.grad_norm_groups = grad_norm_groups
-        self.bucket_cap_mb_all_gather = _check_cap("bucket_cap_mb_all_gather", bucket_cap_mb_all_gather)
-        self.bucket_cap_mb_reduce_scatter = _check_cap("bucket_cap_mb_reduce_scatter", bucket_cap_mb_reduce_scatter)
+        self.bucket_cap_mb_all_gather = check_cap("bucket_cap_mb_all_gather", bucket_cap_mb_all_gather)
+        self.bucket_cap_mb_reduce_scatter = check_cap("bucket_cap_mb_reduce_scatter", bucket_cap_mb_reduce_scatter)
         self.use_grad_acc_hook = use_grad_acc_hook
         self.save_master_weights = save_master_weights
         self.higher_cc_precision = higher_cc_precision
@@ -160,7 +162,7 @@ class NeuronZero1Optimizer(Optimizer):
         super().add_param_group(param_group)
         if self.inited:
             for base in self._base_optimizers:
-                base.add_param_group(_settings(self.param_groups[-1]) | {"params": []})
+                base.add_param_group(settings_of(self.param_groups[-1]) | {"params": []})
             self._sender.close()
             self._add_buckets(self.param_groups[-1]["params"])
 
@@ -184,9 +186,10 @@ class NeuronZero1Optimizer(Optimizer):
             yield
 
     def overlap_forward(self, model: nn.Module) -> None:
-        """From now on `step` returns while parameters are still arriving; each module waits for its own at its forward.
+        """From now on `step` returns while parameters are still arriving; who reads one from its module waits for it.
 
-        `model.state_dict()` waits for all. Who reads parameters in any other way calls `wait_for_parameters` first.
+        `model.state_dict()` waits for all. Who keeps or lists parameters (`model.parameters()`) calls
+        `wait_for_parameters` before looking into them.
 
         Args:
             model: whose modules hold the parameters.
@@ -222,9 +225,9 @@ class NeuronZero1Optimizer(Optimizer):
         self._sender.refuse("step()", "overlapping", "failed")
         self.wait_for_parameters()
         self._check_parameters()
+        for bucket in self._buckets:
+            bucket.refresh_stale_masters()
         self._sender.complete()
-        if not self._buckets:
-            return loss
         used = self._used_anywhere()
         if self.group is active_group("dp"):
             average_over_contexts(self._buckets)
@@ -260,19 +263,21 @@ class NeuronZero1Optimizer(Optimizer):
     def refresh_master_weights(self) -> None:
         """Take the master weights from the parameters, after somebody has loaded or changed those."""
         for bucket in self._buckets:
-            if bucket.master is not bucket.own:
-                bucket.master.copy_(bucket.own)
+            bucket.mark_masters_stale(bucket.parameters)
+            bucket.refresh_stale_masters()
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of the states, in a form that fits this rank of this layout only; see `sharded_state`.
 
         Returns:
             "param_groups" as of any torch optimizer, "state" by parameter index: flat tensors of the elements that
-            this rank owns, "ranges": which those are, and "master_weights" if `save_master_weights`.
+            this rank owns, "ranges": which those are, "master_weights" if `save_master_weights`, and "skipped_steps".
         """
         self._check_inited()
+        for bucket in self._buckets:
+            bucket.refresh_stale_masters()
         own = rank_state(self.parts(), self._indices(), with_masters=self.save_master_weights)
-        return super().state_dict() | own
+        return super().state_dict() | own | {"skipped_steps": self.skipped_steps}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what `state_dict` gave on the same rank of the same layout.
@@ -287,9 +292,12 @@ class NeuronZero1Optimizer(Optimizer):
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         self.refresh_master_weights()
         load_rank_state(state_dict, self.parts(), self._indices())
+        self.skipped_steps = state_dict.get("skipped_steps", 0)
 
     def sharded_state(self) -> list[StateTensor]:
         """All states as boxes of logical tensors, for checkpoints that load at any layout; they share memory.
+
+        Master weights that `allocate_state` has left to be taken from the parameters are not among them.
 
         Raises:
             ValueError: a state is no tensor.
@@ -300,15 +308,15 @@ class NeuronZero1Optimizer(Optimizer):
     def allocate_state(self, stored: StoredKeys) -> None:
         """Make room for states of a checkpoint: afterwards the tensors of `sharded_state()` can be filled in place.
 
-        Existing states are dropped, and master weights taken from the parameters. Call `refresh_master_weights` after
-        filling if the parameters are loaded later and the checkpoint has no master weights.
+        Existing states are dropped. Master weights are to be filled where the checkpoint has them and
+        `save_master_weights` is set; elsewhere the next step takes them from the parameters as they are then.
 
         Args:
-            stored: for a parameter, dtype and shape of each of its states by key; shape () is a scalar such as "step".
+            stored: for a parameter, dtype and shape of each of its states by key, "master_weight" among them; shape ()
+                is a scalar such as "step".
         """
         self._check_inited()
-        self.refresh_master_weights()
-        allocate_state(self.parts(), stored)
+        allocate_state(self.parts(), stored, with_masters=self.save_master_weights)
 
     def save_sharded_state_dict(self, output_dir: str | PathLike[str], save_serially: bool = True) -> None:
         """Write each rank's `state_dict` to `optim/dp_rank_DD_tp_rank_TT_pp_rank_PP.pt`. Called by all ranks.
@@ -345,7 +353,8 @@ class NeuronZero1Optimizer(Optimizer):
     def memory_report(self) -> MemoryReport:
         """What this rank keeps for training, in bytes: measured, and as the sizes of the model predict it."""
         self._check_inited()
-        return memory_report(self.parts(), self.group.size, lambda p: self.optimizer_class(p, **self._arguments))
+        arguments = for_the_cpu(self._arguments)
+        return memory_report(self.parts(), self.group.size, lambda p: self.optimizer_class(p, **arguments))
 
     def parts(self) -> Iterator[tuple[FlatBucket, Optimizer]]:
         """Each bucket with the optimizer that updates this rank's part of it."""
@@ -393,7 +402,7 @@ class NeuronZero1Optimizer(Optimizer):
     def _make_base_optimizer(self, bucket: FlatBucket) -> Optimizer:
         weights = {own.parameter: own.weight for own in bucket.ranges}
         groups = [
-            _settings(group) | {"params": [weights[p] for p in group["params"] if p in weights]}
+            settings_of(group) | {"params": [weights[p] for p in group["params"] if p in weights]}
             for group in self.param_groups
         ]
         return self.optimizer_class(groups, **self._arguments)
@@ -430,7 +439,7 @@ class NeuronZero1Optimizer(Optimizer):
 
     def _clip(self) -> bool:
         """Scale the gradients by their norm and the loss scale; whether the step is to be taken."""
-        device = self._buckets[0].own.device
+        device = self._buckets[0].own.device if self._buckets else get_device()
         scale = torch.tensor(1.0 / self.loss_scale, dtype=torch.float64, device=device)
         self._grad_norm = None
         if self.grad_clipping or self.skip_non_finite_steps:
@@ -451,7 +460,7 @@ class NeuronZero1Optimizer(Optimizer):
     def _update(self, used: set[int]) -> None:
         """Step on this rank's part of each bucket, and gather the bucket while the next one is updated."""
         for base in self._base_optimizers:
-            _copy_settings(self.param_groups, base.param_groups)
+            copy_settings(self.param_groups, base.param_groups)
         for bucket, base in reversed(list(self.parts())):  # in the order in which the next forward needs them
             if not any(id(p) in used for p in bucket.parameters):
                 continue
@@ -463,30 +472,7 @@ class NeuronZero1Optimizer(Optimizer):
                 own.weight.grad = None
             bucket.gradient = None
             bucket.gather()
-        _copy_settings(self._base_optimizers[0].param_groups, self.param_groups)  # some optimizers count steps there
+        for base in self._base_optimizers[:1]:
+            copy_settings(base.param_groups, self.param_groups)  # some optimizers count steps there
         if self._forward_gather is None:
             self.wait_for_parameters()
-
-
-def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    """A parameter group without its parameters."""
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
-
-
-def _copy_settings(sources: list[dict[str, Any]], targets: list[dict[str, Any]]) -> None:
-    for source, target in zip(sources, targets, strict=True):
-        target.update(_settings(source))
-
-
-def _check_max_norm(max_norm: float | None) -> float:
-    if max_norm is None:
-        return 1.0
-    if not float(max_norm) >= 0:
-        raise ValueError(f"max_norm={max_norm} must be zero or more; pass grad_clipping=False to switch clipping off")
-    return float(max_norm)
-
-
-def _check_cap(argument: str, megabytes: float) -> float:
-    if megabytes < 0:
-        raise ValueError(f"{argument}={megabytes} must be positive, or 0 for the default")
-    return megabytes

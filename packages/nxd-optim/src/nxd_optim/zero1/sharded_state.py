@@ -63,7 +63,7 @@ def logical_state(parts: Parts, *, with_masters: bool) -> list[StateTensor]:
     found = []
     for bucket, base in parts:
         for own in bucket.ranges:
-            if with_masters and bucket.master is not bucket.own:
+            if with_masters and bucket.master is not bucket.own and not bucket.has_stale_master(own.parameter):
                 found.append(StateTensor(own.parameter, MASTER_KEY, shards=_shards(own, own.weight.detach())))
             for key, value in base.state.get(own.weight, {}).items():
                 if not isinstance(value, Tensor):
@@ -82,9 +82,13 @@ def _shards(own: OwnRange, flat: Tensor) -> tuple[StateShard, ...]:
     return shards_of_range(own.parameter, own.start, own.stop, flat)
 
 
-def allocate_state(parts: Parts, stored: StoredKeys) -> None:
-    """Give every owned range zeros for the states that `stored` says there are of its parameter."""
+def allocate_state(parts: Parts, stored: StoredKeys, *, with_masters: bool) -> None:
+    """Give every owned range zeros for the states that `stored` says there are of its parameter.
+
+    Master weights that are not among them, or not wanted, are marked to be taken from the parameters.
+    """
     for bucket, base in parts:
+        bucket.mark_masters_stale(p for p in bucket.parameters if not (with_masters and MASTER_KEY in stored(p)))
         for group in base.param_groups:
             on_device = bool(group.get("fused") or group.get("capturable"))  # torch then keeps scalars there as well
             for own in bucket.ranges:
