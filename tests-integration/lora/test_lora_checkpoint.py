@@ -8,7 +8,12 @@ import torch
 from nxd_ckpt import CheckpointError
 from nxd_layers.lora import LoraConfig, LoraModel, config_from_adapter_config, gather_adapter
 from nxd_trainer.checkpoint import model_state
-from nxd_trainer.lora_checkpoint import initialize_lora_model, read_lora_config, save_lora_checkpoint
+from nxd_trainer.lora_checkpoint import (
+    initialize_lora_model,
+    load_lora_checkpoint,
+    read_lora_config,
+    save_lora_checkpoint,
+)
 
 SETTINGS = {
     "lora_rank": 4,
@@ -139,6 +144,47 @@ def test_merged_weights_are_not_saved_as_the_base_model(tmp_path, hugging_face_l
 
     with pytest.raises(RuntimeError, match=r"merged into the base model's weights; unmerge\(\) first"):
         save_lora_checkpoint(tmp_path, "first", model)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"lora_alpha": 8}, "lora_alpha=6 there, 8 in the model"),
+        ({"use_rslora": False}, "use_rslora=True there, False in the model"),
+        ({"lora_rank": 2}, "lora_rank=4 there, 2 in the model"),
+    ],
+)
+def test_checkpoint_of_another_scale_is_refused(tmp_path, settings, message):
+    make = {"lora_rank": 4, "lora_alpha": 6, "use_rslora": True, "target_modules": ["0"]}
+    save_lora_checkpoint(tmp_path, "first", LoraModel(torch.nn.Sequential(torch.nn.Linear(4, 4)), LoraConfig(**make)))
+    other = LoraModel(torch.nn.Sequential(torch.nn.Linear(4, 4)), LoraConfig(**make | settings))
+
+    with pytest.raises(ValueError, match=message):
+        load_lora_checkpoint(tmp_path, other)
+
+
+@pytest.mark.parametrize("settings", [{}, {"merge_lora": True, "save_lora_base": True}])
+def test_model_without_adapter_is_saved_as_an_ordinary_one(tmp_path, settings):
+    model = LoraModel(torch.nn.Linear(2, 2), LoraConfig(enable_lora=False, **settings))
+
+    save_lora_checkpoint(tmp_path, "first", model, objects={"seed": 1})
+
+    loaded = torch.nn.Linear(2, 2)
+    found = nxd_ckpt.load(tmp_path, "first", into=model_state(loaded))
+    assert torch.equal(loaded.weight, model.module.weight)
+    assert torch.equal(loaded.bias, model.module.bias)
+    assert found.objects == {"seed": 1}
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"enable_lora": False}, {"merge_lora": True, "save_lora_base": True}], ids=str
+)
+def test_object_under_the_adapters_key_is_refused(tmp_path, settings):
+    config = LoraConfig(**{"lora_rank": 2, "target_modules": ["0"], **settings})
+    model = LoraModel(torch.nn.Sequential(torch.nn.Linear(2, 2)), config)
+
+    with pytest.raises(ValueError, match="objects has the key 'lora', which describes the adapter"):
+        save_lora_checkpoint(tmp_path, "first", model, objects={"lora": 1})
 
 
 def test_training_goes_on_exactly_after_a_checkpoint(on_tp, tmp_path, hugging_face_llama, our_llama):

@@ -92,6 +92,23 @@ def test_hugging_face_model_with_biases_exchanges_adapters_with_peft(tmp_path, h
     assert set(again.adapter_parameters()) == set(ours.adapter_parameters())
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"lora_alpha": 8}, "lora_alpha=6 there, 8 in the model"),
+        ({"use_rslora": False}, "use_rslora=True there, False in the model"),
+        ({"lora_rank": 2}, "lora_rank=4 there, 2 in the model"),
+    ],
+)
+def test_adapter_files_of_another_scale_are_refused(tmp_path, settings, message):
+    make = {"lora_rank": 4, "lora_alpha": 6, "use_rslora": True, "target_modules": ["0"]}
+    save_peft_adapter(LoraModel(torch.nn.Sequential(torch.nn.Linear(4, 4)), LoraConfig(**make)), tmp_path)
+    other = LoraModel(torch.nn.Sequential(torch.nn.Linear(4, 4)), LoraConfig(**make | settings))
+
+    with pytest.raises(ValueError, match=message):
+        load_peft_adapter(other, tmp_path)
+
+
 def test_merged_weights_equal_those_that_peft_merges(tmp_path, hugging_face_llama):
     ours = LoraModel(hugging_face_llama(), LoraConfig(lora_rank=4, target_modules=["embed_tokens", "q_proj"]))
     randomize(ours)

@@ -283,3 +283,15 @@ def test_class_that_matches_nothing_raises_and_changes_nothing(config, message):
         apply_activation_checkpointing(model, config)
 
     assert train_once(model)[1] == 4
+
+
+@pytest.mark.parametrize("config", [ColumnParallelLinear, "ColumnParallelLinear", [Core, ColumnParallelLinear]])
+def test_column_parallel_linear_whose_forward_others_bypass_is_refused(config):
+    model = make_model()
+
+    with pytest.raises(
+        ValueError, match=r"layers\.0\.up is a ColumnParallelLinear, .* checkpoint the module around it"
+    ):
+        apply_activation_checkpointing(model, config)
+
+    assert not any("forward" in vars(module) for module in model.modules())

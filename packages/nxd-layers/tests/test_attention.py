@@ -195,9 +195,28 @@ def test_compiled_attention_equals_the_eager_one(assert_same, masked):
             lambda: CoreAttention()(*random_tensors(2, 2, 5, 5), torch.ones(2, 5)),
             r"mask has shape \(2, 5\); expected \[batch or 1, 1, 5, 5\], as attention_mask\(\)",
         ),
+        (
+            lambda: CoreAttention()(*random_tensors(2, 2, 5, 5), torch.ones(1, 1, 5, 5, **FLOAT64)),
+            r"the mask is torch\.float64; expected torch\.bool, true where",
+        ),
+        (
+            lambda: CoreAttention()(*random_tensors(2, 2, 5, 5), torch.ones(1, 1, 5, 5, dtype=torch.int64)),
+            r"the mask is torch\.int64; expected torch\.bool",
+        ),
         (lambda: attention_mask(5, 3), "5 queries are the last positions of a sequence, which has only 3"),
-        (lambda: attention_mask(2, 3, padding_mask=torch.ones(2, 2)), r"padding_mask has shape \(2, 2\); expected"),
-        (lambda: attention_mask(2, 3, document_ids=torch.ones(2)), r"document_ids has shape \(2,\); expected"),
+        (
+            lambda: attention_mask(2, 3, padding_mask=torch.ones(2, 2).bool()),
+            r"padding_mask has shape \(2, 2\) and dtype torch\.bool; expected \[batch, 3\] of bool",
+        ),
+        (lambda: attention_mask(2, 3, padding_mask=torch.ones(3).bool()), r"padding_mask has shape \(3,\)"),
+        (lambda: attention_mask(2, 3, padding_mask=torch.zeros(2, 3)), r"\(2, 3\) and dtype torch\.float32; expected"),
+        (
+            lambda: attention_mask(2, 3, document_ids=torch.ones(2).long()),
+            r"document_ids has shape \(2,\) and dtype torch\.int64; expected \[batch, 3\] or \[3\] of integers",
+        ),
+        (lambda: attention_mask(2, 3, document_ids=torch.ones(1, 1, 3).long()), r"document_ids has shape \(1, 1, 3\)"),
+        (lambda: attention_mask(2, 3, document_ids=torch.ones(2, 3)), r"dtype torch\.float32; expected .* of integers"),
+        (lambda: attention_mask(2, 3, document_ids=torch.ones(2, 3).bool()), r"dtype torch\.bool; expected"),
     ],
 )
 def test_wrong_arguments_raise(make, message):

@@ -8,6 +8,7 @@ from nxd_layers import (
     parallel_cross_entropy,
     scatter_to_sequence_parallel_region,
 )
+from nxd_layers.activation_checkpoint import apply_activation_checkpointing, matmul_outputs
 from nxd_layers.chunked_loss import linear_cross_entropy
 from torch import nn
 from torch.nn import functional as F
@@ -240,6 +241,42 @@ def test_chunked_loss_under_checkpoint_and_compile_equals_the_plain(on_tp):
         assert_all_close(loss_and_grads(compiled, hidden, head), expected)
 
     on_tp(2, job)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("bias", [True, False])
+def test_chunked_loss_in_a_module_that_keeps_matmuls_keeps_no_products_of_its_own(on_tp, bias, dtype):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(2)
+            self.first = nn.Linear(HIDDEN, HIDDEN, dtype=dtype)
+            self.head = make_head(bias=bias, dtype=dtype)
+
+        def forward(self, hidden, labels):
+            hidden = F.silu(self.first(hidden))
+            return linear_cross_entropy(hidden, self.head, labels, chunk_size=4) * hidden.sin().sum()
+
+    def job():
+        results, asked = [], []
+
+        def keep(operation):
+            asked.append(operation)
+            return matmul_outputs(operation)
+
+        for is_checkpointed in (False, True):
+            model = Model()
+            if is_checkpointed:
+                assert apply_activation_checkpointing(model, Model, keep=keep) == [""]
+            hidden, labels = make_tokens(dtype=dtype)
+            loss = model(hidden.requires_grad_(), labels)
+            kept = [operation for operation in asked if matmul_outputs(operation)]
+            loss.backward()
+            results.append([loss.detach(), hidden.grad, *(parameter.grad for parameter in model.parameters())])
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+        return len(kept)
+
+    assert on_tp(2, job) == [1, 1]  # that of `first`
 
 
 def test_chunked_loss_second_backward_raises_and_says_what_to_do():

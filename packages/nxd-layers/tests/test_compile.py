@@ -93,7 +93,10 @@ def linear_layers():
             QueryKeyValue(fuse_qkv=False, gather_output=False, sequence_parallel_enabled=True),
             hidden_part,
         ),
-        "query, key, value, copied heads": (QueryKeyValue(kv_size_multiplier=2, gather_output=False), hidden),
+        "query, key, value, copied heads": (
+            QueryKeyValue(kv_size_multiplier=2, num_key_value_heads=1, gather_output=False),
+            hidden,
+        ),
         "row": (row(WIDE, HIDDEN, **parallel, **FLOAT64), wide_part),
         "row of a whole input": (row(HIDDEN, WIDE, **FLOAT64), hidden),
         "row, sequence split": (row(WIDE, HIDDEN, **parallel, **SPLIT), wide_part),

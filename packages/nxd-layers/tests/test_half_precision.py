@@ -64,7 +64,7 @@ class QueryKeyValue(nn.Module):
         super().__init__()
         copies = max(1, active_group("tp").size // 2)
         self.projections = GQAQKVColumnParallelLinear(
-            HIDDEN, [HIDDEN, 16], dtype=dtype, fuse_qkv=False, kv_size_multiplier=copies
+            HIDDEN, [HIDDEN, 16], dtype=dtype, fuse_qkv=False, kv_size_multiplier=copies, num_key_value_heads=2
         )
 
     def forward(self, hidden):

@@ -257,6 +257,27 @@ def test_pad_model_sequence_parallel_and_compiled_equals_the_eager(on_tp, assert
     on_tp(2, job)
 
 
+@pytest.mark.parametrize("refusing", [ColumnParallelLinear, GQAQKVColumnParallelLinear])
+def test_pad_model_that_a_later_layer_refuses_changes_nothing(on_tp, refusing):
+    def job():
+        layers = [
+            ColumnParallelLinear(HIDDEN, 6),
+            GQAQKVColumnParallelLinear(HIDDEN, [6, 6]),
+            RowParallelLinear(6, HIDDEN),
+            refusing(HIDDEN, 4),
+        ]
+        model = nn.Sequential(*layers)
+        before = {name: (parameter.clone(), get_shard_spec(parameter)) for name, parameter in model.named_parameters()}
+        with pytest.raises(ValueError, match="length 4 cannot be padded as 3 heads are to 4"):
+            pad_model(model, 2, 3)
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter, before[name][0])
+            assert get_shard_spec(parameter) == before[name][1]
+        assert [layers[0].padded_output_size, layers[1].padded_q_size, layers[2].padded_input_size] == [6, 6, 6]
+
+    on_tp(2, job)
+
+
 def test_pad_model_calls_the_hook_with_each_wrapped_module_and_the_ratio(on_tp):
     def job():
         seen = []

@@ -1,6 +1,7 @@
 """`GQAQKVColumnParallelLinear` against three `nn.Linear` in one process, in float64."""
 
 import itertools
+import warnings
 
 import pytest
 import torch
@@ -203,8 +204,15 @@ def test_documented_call_needs_no_number_of_heads_for_one_per_rank(on_tp, assert
         query, key_value, multiplier = heads
         torch.manual_seed(0)
         sizes = [query * HEAD, key_value * HEAD]
-        layer = GQAQKVColumnParallelLinear(INPUT, sizes, True, False, False, torch.float64, None, multiplier)
-        other = make_layer(heads, gather_output=False)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            layer = GQAQKVColumnParallelLinear(INPUT, sizes, True, False, False, torch.float64, None, multiplier)
+        texts = [str(warning.message) for warning in caught if warning.category is UserWarning]
+        assert len(texts) == (multiplier > 1)
+        assert all("pass num_key_value_heads, of the model" in text for text in texts)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            other = make_layer(heads, gather_output=False)
         input_ = torch.ones(3, INPUT, **FLOAT64)
         for output, expected in zip(layer(input_), other(input_), strict=True):
             assert_same(output, expected)

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 def unseeded(monkeypatch):
     """No streams at the start, and the generator as it was at the end."""
     state = torch.get_rng_state()
-    monkeypatch.setattr(rng, "_streams", {})
+    monkeypatch.setattr(rng, "_streams", rng._Streams())
     yield
     torch.set_rng_state(state)
 
@@ -177,3 +177,20 @@ def test_unknown_stream_raises_naming_those_there_are(unseeded):
 def test_state_without_a_shared_stream_raises():
     with pytest.raises(ValueError, match=r"random state has streams .* expected 'default' among them"):
         nxd_state.set_rng_state({"tp": {}})
+
+
+@pytest.mark.parametrize("seeded_before_the_first_mesh", [False, True])
+def test_streams_of_another_mesh_are_not_drawn_from(seeded_before_the_first_mesh):
+    def job():
+        if seeded_before_the_first_mesh:
+            nxd_state.seed_model_parallel(3)
+        nxd_state.initialize_model_parallel(2)
+        if not seeded_before_the_first_mesh:
+            nxd_state.seed_model_parallel(3)
+            nxd_state.destroy_model_parallel()
+            nxd_state.initialize_model_parallel(2)
+        with pytest.raises(RuntimeError, match=r"not seeded; call seed_model_parallel\(seed\) first"):
+            draws()
+        return list(nxd_state.get_rng_state())
+
+    assert run_on_ranks(job, 2) == [["default"]] * 2

@@ -51,7 +51,7 @@ class CoreAttention(nn.Module):
             `[batch, heads/tp, queries, head]`; zeros for a query that may look at nothing.
 
         Raises:
-            ValueError: the key and value heads do not divide the query heads, or the mask has another shape.
+            ValueError: the key and value heads do not divide the query heads, or the mask has another shape or dtype.
         """
         num_queries, num_keys = query.shape[2], key.shape[2]
         if query.shape[1] % key.shape[1]:
@@ -65,6 +65,11 @@ class CoreAttention(nn.Module):
             raise ValueError(
                 f"the mask has shape {tuple(mask.shape)}; expected [batch or 1, 1, {num_queries}, {num_keys}], "
                 "as attention_mask() makes it from padding or documents"
+            )
+        if mask is not None and mask.dtype != torch.bool:  # torch would add it to the scores
+            raise ValueError(
+                f"the mask is {mask.dtype}; expected torch.bool, true where a query may look at a key, as "
+                "attention_mask() makes it"
             )
         with self._random_stream():
             return F.scaled_dot_product_attention(
@@ -102,21 +107,23 @@ def attention_mask(
         num_queries: the last positions of the sequence.
         num_keys: all positions, with those in a cache.
         causal: no query looks at later positions.
-        padding_mask: `[batch, keys]`, true (or 1) for tokens, false (or 0) for padding: nobody looks at padding.
-        document_ids: `[batch, keys]` or `[keys]` of a packed sequence; nobody looks at another document.
+        padding_mask: bool or integer `[batch, keys]`, true (or 1) for tokens, false (or 0) for padding: nobody looks
+            at padding.
+        document_ids: integer `[batch, keys]` or `[keys]` of a packed sequence; nobody looks at another document.
         device: of the mask; that of `padding_mask` or `document_ids` if there is one.
 
     Returns:
         bool `[batch or 1, 1, queries, keys]`, true where a query may look.
 
     Raises:
-        ValueError: more queries than keys, or another number of keys in a mask or in the ids.
+        ValueError: more queries than keys, or a mask or ids of another shape or dtype.
     """
     if num_queries > num_keys:
         raise ValueError(f"{num_queries} queries are the last positions of a sequence, which has only {num_keys}")
-    for name, given in (("padding_mask", padding_mask), ("document_ids", document_ids)):
-        if given is not None and given.shape[-1] != num_keys:
-            raise ValueError(f"{name} has shape {tuple(given.shape)}; expected [batch, {num_keys}], one for each key")
+    if padding_mask is not None:
+        _check_padding_mask(padding_mask, num_keys)
+    if document_ids is not None:
+        _check_document_ids(document_ids, num_keys)
     device = next((given.device for given in (padding_mask, document_ids) if given is not None), device)
     allowed = torch.ones(1, 1, num_queries, num_keys, dtype=torch.bool, device=device)
     if causal:
@@ -124,9 +131,31 @@ def attention_mask(
     if padding_mask is not None:
         allowed = allowed & padding_mask.bool()[:, None, None, :]
     if document_ids is not None:
-        ids = document_ids.view(-1, num_keys)
+        ids = document_ids.reshape(-1, num_keys)
         allowed = allowed & (ids[:, None, num_keys - num_queries :, None] == ids[:, None, None, :])
     return allowed
+
+
+def _check_padding_mask(padding_mask: Tensor, num_keys: int) -> None:
+    if padding_mask.dim() != 2 or padding_mask.shape[1] != num_keys or not _is_exact(padding_mask):
+        raise ValueError(
+            f"padding_mask has shape {tuple(padding_mask.shape)} and dtype {padding_mask.dtype}; expected "
+            f"[batch, {num_keys}] of bool, or of integers that are 1 for tokens and 0 for padding"
+        )
+
+
+def _check_document_ids(document_ids: Tensor, num_keys: int) -> None:
+    is_integer = _is_exact(document_ids) and document_ids.dtype != torch.bool
+    if document_ids.dim() not in (1, 2) or document_ids.shape[-1] != num_keys or not is_integer:
+        raise ValueError(
+            f"document_ids has shape {tuple(document_ids.shape)} and dtype {document_ids.dtype}; expected "
+            f"[batch, {num_keys}] or [{num_keys}] of integers, the number of each key's document"
+        )
+
+
+def _is_exact(tensor: Tensor) -> bool:
+    """Whether the elements are integers or bools."""
+    return not (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
 
 
 def document_ids_from_lengths(cumulative_lengths: Tensor, sequence_length: int) -> Tensor:

@@ -14,7 +14,6 @@ from nxd_state import Group, Pending, all_gather, all_reduce_, reduce_scatter
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
-from torch.nn import functional as F
 
 from nxd_layers.cross_entropy import LossDefinition, check_loss_arguments, logits_grad, token_losses, widened
 from nxd_layers.layer_group import layer_group
@@ -94,8 +93,15 @@ class _HeadInChunks:
         self.grad_weight = torch.zeros_like(weight, dtype=wide) if needed[1] else None
         self.grad_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and needed[2] else None
 
+    # Products write to memory made before: selective activation checkpointing, which keeps the results of products
+    # that make their own, would keep every chunk's.
+
     def logits(self, chunk: slice) -> Tensor:
-        return F.linear(self.rows[chunk], self.weight, self.bias)
+        rows = self.rows[chunk]
+        logits = rows.new_empty(rows.shape[0], self.weight.shape[0])
+        if self.bias is None:
+            return torch.mm(rows, self.weight.t(), out=logits)
+        return torch.addmm(self.bias, rows, self.weight.t(), out=logits)
 
     def add_input_grad(self, grad: Tensor, chunk: slice) -> None:
         if self.grad_rows is not None:
@@ -115,7 +121,8 @@ class _HeadInChunks:
             if self.grad_weight.dtype == grad.dtype:
                 self.grad_weight.addmm_(grad.t(), self.rows[chunk])
             else:
-                self.grad_weight += grad.t().mm(self.rows[chunk])
+                product = torch.empty_like(self.weight)
+                self.grad_weight += torch.mm(grad.t(), self.rows[chunk], out=product)
         if self.grad_bias is not None:
             self.grad_bias += grad.sum(dim=0, dtype=self.grad_bias.dtype)
 
@@ -155,7 +162,8 @@ def linear_cross_entropy(
     """
     if head.stride != 1:
         raise ValueError(f"a head of stride={head.stride} fused matrices has no one vocabulary; expected stride=1")
-    if hasattr(head, "lora") and not head.lora.is_merged:
+    adapter: Any = getattr(head, "lora", None)
+    if adapter is not None and not adapter.is_merged:
         raise ValueError(
             "the head has a LoRA adapter, which linear_cross_entropy would pass by; merge it, or use the head and "
             "parallel_cross_entropy"

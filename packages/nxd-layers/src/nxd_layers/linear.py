@@ -75,7 +75,7 @@ class ColumnParallelLinear(nn.Module):
         pad: bool = False,
     ) -> None:
         super().__init__()
-        _check_arguments(input_size, output_size, sequence_parallel_enabled)
+        check_linear_arguments(input_size, output_size, sequence_parallel_enabled)
         self.input_size, self.output_size = input_size, output_size
         self.gather_output = gather_output
         self.sequence_parallel_enabled = sequence_parallel_enabled
@@ -127,6 +127,14 @@ class ColumnParallelLinear(nn.Module):
         if self.bias is not None:
             fill_from_logical(self.bias, self._bias_spec, (self.output_size,), default_bias_init(self.input_size))
 
+    def _length_for_heads(self, num_heads: int, padded_num_heads: int) -> int:
+        num_parts = layer_group(self.tensor_parallel_size).size * self.stride
+        return length_for_heads(self.output_size, num_heads, padded_num_heads, num_parts=num_parts)
+
+    def check_pad_heads(self, num_heads: int, padded_num_heads: int) -> None:
+        """Raise what `pad_heads` would raise, and change nothing."""
+        self._length_for_heads(num_heads, padded_num_heads)
+
     def pad_heads(self, num_heads: int, padded_num_heads: int) -> None:
         """Pad `out` to what it would be if the model had `padded_num_heads`; called by `pad_model`.
 
@@ -134,7 +142,7 @@ class ColumnParallelLinear(nn.Module):
             ValueError: that is no whole number, or not one that the tensor-parallel degree divides.
         """
         group = layer_group(self.tensor_parallel_size)
-        padded = length_for_heads(self.output_size, num_heads, padded_num_heads, num_parts=group.size * self.stride)
+        padded = self._length_for_heads(num_heads, padded_num_heads)
         if padded == self.padded_output_size:
             return
         old_specs = [self._specs_of(rank) for rank in range(group.size)]
@@ -266,7 +274,7 @@ class RowParallelLinear(nn.Module):
         pad: bool = False,
     ) -> None:
         super().__init__()
-        _check_arguments(input_size, output_size, sequence_parallel_enabled)
+        check_linear_arguments(input_size, output_size, sequence_parallel_enabled)
         if sequence_parallel_enabled and not input_is_parallel:
             raise ValueError(
                 "sequence_parallel_enabled=True needs input_is_parallel=True: a sequence-parallel region ends at a "
@@ -308,6 +316,14 @@ class RowParallelLinear(nn.Module):
         if self.bias is not None:
             fill_from_logical(self.bias, self._bias_spec, (self.output_size,), default_bias_init(self.input_size))
 
+    def _length_for_heads(self, num_heads: int, padded_num_heads: int) -> int:
+        num_parts = layer_group(self.tensor_parallel_size).size
+        return length_for_heads(self.input_size, num_heads, padded_num_heads, num_parts=num_parts)
+
+    def check_pad_heads(self, num_heads: int, padded_num_heads: int) -> None:
+        """Raise what `pad_heads` would raise, and change nothing."""
+        self._length_for_heads(num_heads, padded_num_heads)
+
     def pad_heads(self, num_heads: int, padded_num_heads: int) -> None:
         """Pad `in` to what it would be if the model had `padded_num_heads`; called by `pad_model`.
 
@@ -315,7 +331,7 @@ class RowParallelLinear(nn.Module):
             ValueError: that is no whole number, or not one that the tensor-parallel degree divides.
         """
         group = layer_group(self.tensor_parallel_size)
-        padded = length_for_heads(self.input_size, num_heads, padded_num_heads, num_parts=group.size)
+        padded = self._length_for_heads(num_heads, padded_num_heads)
         if padded == self.padded_input_size:
             return
         old_specs = [self._weight_spec_of(rank) for rank in range(group.size)]
@@ -351,7 +367,8 @@ def _round_up(length: int, multiple: int) -> int:
     return -(-length // multiple) * multiple
 
 
-def _check_arguments(input_size: int, output_size: int, sequence_parallel_enabled: object) -> None:
+def check_linear_arguments(input_size: int, output_size: int, sequence_parallel_enabled: object) -> None:
+    """Raise a ValueError for sizes and flags that no linear layer of this package takes."""
     if input_size < 1 or output_size < 1:
         raise ValueError(f"input_size={input_size}, output_size={output_size}: both must be positive")
     if not isinstance(sequence_parallel_enabled, bool):

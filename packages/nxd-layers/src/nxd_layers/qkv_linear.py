@@ -4,6 +4,7 @@ Grouped-query attention (Ainslie et al. 2023) has fewer key and value heads than
 tensor-parallel ranks: then several ranks hold copies of a head. How the heads lie is in `key_value_heads`.
 """
 
+import warnings
 from collections.abc import Sequence
 from typing import Literal
 
@@ -29,7 +30,7 @@ from nxd_layers.initialization import (
 )
 from nxd_layers.key_value_heads import HeadCopies, KeyValueLayout, kv_size_multiplier_for, padded_layout
 from nxd_layers.layer_group import layer_group
-from nxd_layers.linear import _check_arguments
+from nxd_layers.linear import check_linear_arguments
 from nxd_layers.padding.gradient import zero_padding_gradient
 from nxd_layers.padding.heads import length_for_heads
 from nxd_layers.padding.repartition import repartition
@@ -64,7 +65,8 @@ class GQAQKVColumnParallelLinear(nn.Module):
         init_method: fills each whole weight in place; as in `nn.Linear` if None.
         sequence_dimension: which dim of the input is the sequence.
         num_key_value_heads: of the model, so that heads are copied and dealt out as wholes. None treats a rank's rows
-            as one head: right without copies, and where the multiplier just suffices for one head per rank.
+            as one head: right without copies, and where the multiplier just suffices for one head per rank; with
+            copies it warns.
         output_size: another spelling of `output_sizes`.
 
     Attributes:
@@ -97,7 +99,7 @@ class GQAQKVColumnParallelLinear(nn.Module):
         super().__init__()
         self.input_size = input_size
         self.q_size, self.kv_size = _query_and_key_size(output_sizes if output_size is None else output_size)
-        _check_arguments(input_size, min(self.q_size, self.kv_size), sequence_parallel_enabled)
+        check_linear_arguments(input_size, min(self.q_size, self.kv_size), sequence_parallel_enabled)
         self.gather_output = gather_output
         self.sequence_parallel_enabled = sequence_parallel_enabled
         self.sequence_dimension = sequence_dimension
@@ -107,6 +109,14 @@ class GQAQKVColumnParallelLinear(nn.Module):
         group = active_group("tp")
         self.tensor_parallel_size = group.size
         self.num_key_value_heads = num_key_value_heads
+        if kv_size_multiplier > 1 and num_key_value_heads is None:
+            warnings.warn(
+                f"kv_size_multiplier={kv_size_multiplier} without num_key_value_heads takes the rows of k (and v) on "
+                "each rank for one head, which is right if the multiplier was chosen to reach exactly one head per "
+                "rank, or if pad_model follows; else pass num_key_value_heads, of the model, so that heads are copied "
+                "as wholes",
+                stacklevel=2,
+            )
         layout = _layout(self.q_size, self.kv_size, num_key_value_heads, kv_size_multiplier, group.size)
         self._lay_out(self.q_size, layout, group.rank)
         self._add_parameters("weight", dtype, device)
@@ -177,6 +187,12 @@ class GQAQKVColumnParallelLinear(nn.Module):
             if bias is not None:
                 fill_from_logical(bias, self._specs["bias"][index], (size,), bias_init)
 
+    def check_pad_heads(self, num_heads: int, padded_num_heads: int) -> None:
+        """Raise what `pad_heads` would raise, and change nothing."""
+        padded_q_size = self._padded_q_size(num_heads, padded_num_heads)
+        if padded_q_size != self.padded_q_size:
+            self._padded_layout(num_heads, padded_q_size)
+
     def pad_heads(self, num_heads: int, padded_num_heads: int) -> None:
         """Pad q, k and v to what they would be if the model had `padded_num_heads`; called by `pad_model`.
 
@@ -187,7 +203,7 @@ class GQAQKVColumnParallelLinear(nn.Module):
                 `kv_size_multiplier`, of keys and values) divides.
         """
         group = layer_group(self.tensor_parallel_size)
-        padded_q_size = length_for_heads(self.q_size, num_heads, padded_num_heads, num_parts=group.size)
+        padded_q_size = self._padded_q_size(num_heads, padded_num_heads)
         if padded_q_size == self.padded_q_size:
             return
         layout = self._padded_layout(num_heads, padded_q_size)
@@ -200,6 +216,10 @@ class GQAQKVColumnParallelLinear(nn.Module):
                 if parameter is not None:
                     repartition(parameter, [specs[index] for specs in old[kind]], spec, group)
         self.head_copies()  # as after building
+
+    def _padded_q_size(self, num_heads: int, padded_num_heads: int) -> int:
+        num_parts = layer_group(self.tensor_parallel_size).size
+        return length_for_heads(self.q_size, num_heads, padded_num_heads, num_parts=num_parts)
 
     def _padded_layout(self, num_heads: int, padded_q_size: int) -> KeyValueLayout:
         """Of keys and values; the heads are the model's if their number was not given."""

@@ -9,28 +9,41 @@ activations that are split over the ranks. Replicas and stages always differ fro
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from nxd_state.device import device_type
-from nxd_state.parallel_state import get_group, model_parallel_is_initialized
+from nxd_state.mesh import Mesh
+from nxd_state.parallel_state import get_group, get_mesh, model_parallel_is_initialized
 
 SHARED_STREAM = "default"
-_streams: dict[str, dict[str, Tensor]] = {}
+
+
+@dataclass
+class _Streams:
+    """This rank's streams beside the shared one, by name and device type, and the mesh whose ranks they are for."""
+
+    mesh: Mesh | None = None
+    states: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+
+
+_streams = _Streams()
 
 
 def seed_model_parallel(seed: int) -> None:
     """Seed both streams of this rank from `seed`, its stage, its replica and, for "tp", its tensor-parallel rank.
 
-    Call it after the weights are initialised: those must come from one seed on all ranks.
+    Call it after the weights are initialised: those must come from one seed on all ranks. It holds for the current
+    mesh: another one, after `destroy_model_parallel`, has streams of its own.
     """
     coordinates = [0, 0, 0, 0]
     if model_parallel_is_initialized():
         coordinates = [get_group(axis).rank for axis in ("pp", "dp", "cp", "tp")]
     pp, dp, cp, tp = coordinates
     torch.manual_seed(_mix(seed, "tp", pp, dp, cp, tp))
-    _streams["tp"] = _generator_states()
+    _current_streams()["tp"] = _generator_states()
     torch.manual_seed(_mix(seed, "shared", pp, dp, cp))
 
 
@@ -39,25 +52,28 @@ def rng_stream(name: str) -> Iterator[None]:
     """Draw from another stream inside the `with` block, where it left off the last time.
 
     Raises:
-        RuntimeError: `seed_model_parallel` has not been called.
+        RuntimeError: `seed_model_parallel` has not been called since the mesh was made.
         ValueError: there is no such stream.
     """
-    if not _streams:
-        raise RuntimeError("model-parallel streams are not seeded; call seed_model_parallel(seed) first")
-    if name not in _streams:
-        raise ValueError(f"no random stream {name!r}; there are {sorted(_streams)}")
+    streams = _current_streams()
+    if not streams:
+        raise RuntimeError(
+            "model-parallel streams are not seeded; call seed_model_parallel(seed) first, anew for each mesh"
+        )
+    if name not in streams:
+        raise ValueError(f"no random stream {name!r}; there are {sorted(streams)}")
     shared = _generator_states()
-    _set_generator_states(_streams[name])
+    _set_generator_states(streams[name])
     try:
         yield
     finally:
-        _streams[name] = _generator_states()
+        streams[name] = _generator_states()
         _set_generator_states(shared)
 
 
 def get_rng_state() -> dict[str, dict[str, Tensor]]:
     """State of every stream of this rank as `{stream: {device type: uint8 tensor}}`, to save with a checkpoint."""
-    return {SHARED_STREAM: _generator_states(), **{name: dict(states) for name, states in _streams.items()}}
+    return {SHARED_STREAM: _generator_states(), **{name: dict(states) for name, states in _current_streams().items()}}
 
 
 def set_rng_state(state: dict[str, dict[str, Tensor]]) -> None:
@@ -68,9 +84,18 @@ def set_rng_state(state: dict[str, dict[str, Tensor]]) -> None:
     """
     if SHARED_STREAM not in state:
         raise ValueError(f"random state has streams {sorted(state)}; expected {SHARED_STREAM!r} among them")
-    _streams.clear()
-    _streams.update({name: dict(states) for name, states in state.items() if name != SHARED_STREAM})
+    streams = _current_streams()
+    streams.clear()
+    streams.update({name: dict(states) for name, states in state.items() if name != SHARED_STREAM})
     _set_generator_states(state[SHARED_STREAM])
+
+
+def _current_streams() -> dict[str, dict[str, Tensor]]:
+    """None of them if they are for another mesh than the current one."""
+    mesh = get_mesh() if model_parallel_is_initialized() else None
+    if _streams.mesh is not mesh:
+        _streams.mesh, _streams.states = mesh, {}
+    return _streams.states
 
 
 def _generator_states() -> dict[str, Tensor]:

@@ -23,6 +23,7 @@ from nxd_layers.lora import (
     LoraModel,
     adapter_config,
     adapter_names,
+    check_same_scale,
     config_from_adapter_config,
     write_adapter_config,
 )
@@ -45,6 +46,8 @@ def save_lora_checkpoint(
 ) -> None:
     """Save `model` as its config says. Called by all ranks; the model is the same afterwards, bit for bit.
 
+    With `enable_lora=False` there is no adapter, and the checkpoint is an ordinary one of the base model.
+
     Args:
         path: folder for checkpoints.
         tag: name of this one.
@@ -55,10 +58,16 @@ def save_lora_checkpoint(
 
     Raises:
         RuntimeError: the adapter is merged into the weights, which are to be saved without it.
-        ValueError: a weight to be merged is tied to another.
+        ValueError: a weight to be merged is tied to another, or `objects` has the key "lora".
         CheckpointError: the checkpoint cannot be written; on all ranks.
     """
     config = model.lora_config
+    if OBJECT_KEY in (objects or {}):
+        raise ValueError(f"objects has the key {OBJECT_KEY!r}, which describes the adapter; choose another one")
+    if not config.enable_lora:
+        state = model_state(model.module)
+        nxd_ckpt.save(path, tag, state, objects=dict(objects or {}), step=step, overwrite=overwrite)
+        return
     if config.merge_lora:
         _save_merged(path, tag, model, objects=dict(objects or {}), step=step, overwrite=overwrite)
         return
@@ -85,9 +94,12 @@ def load_lora_checkpoint(path: str | os.PathLike[str], model: LoraModel, tag: st
 
     Raises:
         RuntimeError: the adapter is merged into the weights.
+        ValueError: the checkpoint's rank, alpha or use_rslora are not the model's.
         CheckpointError: there is no such checkpoint, it holds no adapter, or another model's.
     """
     found, description = _describe(path, tag)
+    saved = config_from_adapter_config(description["adapter"])
+    check_same_scale(model, saved, f"checkpoint {found!r} in {os.fspath(path)}")
     nxd_ckpt.load(path, found, into=lora_state(model, with_base=description["has_base"]))
 
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from nxd_layers.activation_checkpoint.find import ModuleClass, named_modules_of, named_transformer_layers
 from nxd_layers.activation_checkpoint.forward import CheckpointedForward, Keep, matmul_outputs
+from nxd_layers.linear import ColumnParallelLinear
 
 __all__ = [
     "apply_activation_checkpointing",
@@ -51,9 +52,11 @@ def apply_activation_checkpointing(
         Names of the modules that are checkpointed now.
 
     Raises:
-        ValueError: a class of which the model has no module, or no transformer layers are found.
+        ValueError: a class of which the model has no module, `ColumnParallelLinear`, or no transformer layers are
+            found.
     """
     chosen = _choose(model, config, transformer_layer_cls)
+    _check_forwards_run(chosen)
     remove_activation_checkpointing(model)
     for module in chosen.values():
         # An attribute of the instance hides the method of its class, and `del` brings that back.
@@ -69,6 +72,16 @@ def remove_activation_checkpointing(model: nn.Module) -> None:
             del module.forward
             if module.forward != checkpointed.forward:  # the module had one of its own, not its class's
                 module.forward = checkpointed.forward
+
+
+def _check_forwards_run(chosen: dict[str, nn.Module]) -> None:
+    for name, module in chosen.items():
+        if isinstance(module, ColumnParallelLinear):
+            raise ValueError(
+                f"{name or 'the model'} is a {type(module).__name__}, whose forward does not run where "
+                "column_parallel_linears or linear_cross_entropy apply it together with others; checkpoint the module "
+                "around it, such as the attention's or the feed-forward's class"
+            )
 
 
 def _choose(

@@ -1,6 +1,6 @@
 """Low-rank adapters (LoRA) on plain and parallel layers: training, merging, saving, Hugging Face PEFT's files."""
 
-from nxd_layers.lora.adapter_config import adapter_config, config_from_adapter_config
+from nxd_layers.lora.adapter_config import adapter_config, check_same_scale, config_from_adapter_config
 from nxd_layers.lora.config import LoraConfig
 from nxd_layers.lora.model import LoraModel
 from nxd_layers.lora.peft_files import load_peft_adapter, read_peft_config, save_peft_adapter, write_adapter_config
@@ -18,6 +18,7 @@ __all__ = [
     "load_adapter",
     "adapter_config",
     "config_from_adapter_config",
+    "check_same_scale",
     # Hugging Face PEFT's files
     "save_peft_adapter",
     "load_peft_adapter",

@@ -86,6 +86,25 @@ def config_from_adapter_config(content: Mapping[str, Any]) -> LoraConfig:
     )
 
 
+def check_same_scale(model: LoraModel, saved: LoraConfig, source: str) -> None:
+    """Check that factors from `source`, described by `saved`, have the same effect in `model`.
+
+    Raises:
+        ValueError: the rank or what scales the factors' product differs; names both values.
+    """
+    own = model.lora_config
+    differing = [
+        f"{name}={getattr(saved, name)!r} there, {getattr(own, name)!r} in the model"
+        for name in ("lora_rank", "lora_alpha", "use_rslora")
+        if getattr(saved, name) != getattr(own, name)
+    ]
+    if differing:
+        raise ValueError(
+            f"the adapter in {source} does not have this model's scale: {'; '.join(differing)}; wrap the model with "
+            "the values there"
+        )
+
+
 def adapted_logical_layers(model: LoraModel) -> set[str]:
     """Names of the adapted layers in the unsharded model, of all pipeline stages. Called by all ranks."""
     names = {name.rpartition(".")[0] for name in adapter_names(model, with_biases=False)}

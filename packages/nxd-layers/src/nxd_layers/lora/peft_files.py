@@ -13,7 +13,12 @@ from typing import Any
 from nxd_state import all_gather_object, get_world_group, model_parallel_is_initialized
 from torch import Tensor
 
-from nxd_layers.lora.adapter_config import adapted_logical_layers, adapter_config, config_from_adapter_config
+from nxd_layers.lora.adapter_config import (
+    adapted_logical_layers,
+    adapter_config,
+    check_same_scale,
+    config_from_adapter_config,
+)
 from nxd_layers.lora.config import LoraConfig
 from nxd_layers.lora.model import LoraModel
 from nxd_layers.lora.state import gather_adapter, load_adapter
@@ -60,11 +65,14 @@ def load_peft_adapter(model: LoraModel, folder: str | os.PathLike[str]) -> None:
         folder: as PEFT's `save_pretrained` wrote it.
 
     Raises:
-        RuntimeError: a rank cannot read the file; on all ranks.
-        ValueError: the adapter does not fit the model.
+        RuntimeError: a rank cannot read the files; on all ranks.
+        ValueError: the adapter does not fit the model, or its rank, alpha or use_rslora are not the model's.
     """
     file = Path(folder) / TENSOR_FILE
     tensors = _on_every_rank(lambda: _safetensors().load_file(file), f"reading {file}")
+    config_file = Path(folder) / CONFIG_FILE
+    content = _on_every_rank(lambda: json.loads(config_file.read_text()), f"reading {config_file}")
+    check_same_scale(model, config_from_adapter_config(content), str(folder))
     load_adapter(model, {_own_name(name): tensor for name, tensor in tensors.items()})
 
 

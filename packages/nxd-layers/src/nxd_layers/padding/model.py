@@ -19,6 +19,9 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 class PaddableLayer(Protocol):
     """What a layer with a split dim offers to be padded."""
 
+    def check_pad_heads(self, num_heads: int, padded_num_heads: int) -> None:
+        """Raise what `pad_heads` would raise, and change nothing."""
+
     def pad_heads(self, num_heads: int, padded_num_heads: int) -> None:
         """Pad the split dim to what it would be if the model had `padded_num_heads` instead of `num_heads`."""
 
@@ -52,7 +55,7 @@ def pad_model(
 
     Raises:
         ValueError: `tp_degree` is not the current one, no module is of a wrapped class, a layer cannot be padded by
-            the ratio, or is tied to one that is not.
+            the ratio, or is tied to one that is not. The model is then as it was.
         RuntimeError: a weight to pad has a gradient already.
     """
     group = active_group("tp")
@@ -66,6 +69,8 @@ def pad_model(
     if padded_n_heads != n_heads:
         layers = _layers_within(model, wrapped)
         _check_not_shared(model, layers)
+        for layer in layers:  # all of them first: a model that cannot be padded stays as it is
+            layer.check_pad_heads(n_heads, padded_n_heads)
         for layer in layers:
             layer.pad_heads(n_heads, padded_n_heads)
     if pad_hook_fn is not None:
