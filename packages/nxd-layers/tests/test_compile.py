@@ -151,15 +151,7 @@ def assert_same(found, expected, name):
             torch.testing.assert_close(tensor, expected_tensor, rtol=1e-10, atol=1e-12, msg=lambda m: f"{name}: {m}")
 
 
-not_with_torch_2_9 = pytest.mark.skipif(
-    torch.__version__.startswith("2.9."),
-    reason="torch 2.9 imports the modules of functions that it compiles, which a test's cannot be on the ranks",
-)
-
-
-@pytest.mark.parametrize(
-    "cases", [linear_layers, other_layers, pytest.param(checkpointed_blocks, marks=not_with_torch_2_9)]
-)
+@pytest.mark.parametrize("cases", [linear_layers, other_layers, checkpointed_blocks])
 def test_compiled_training_step_without_graph_breaks_equals_the_eager_one(on_tp, cases):
     def check():
         for name, (layer, input_) in cases().items():

@@ -197,10 +197,6 @@ def test_copied_and_pickled_model_gives_the_same_numbers(fill_adapter):
         assert not torch.equal(other(ids), model(ids))
 
 
-@pytest.mark.skipif(
-    torch.__version__.startswith("2.9."),
-    reason="torch 2.9 imports the modules of functions that it compiles, which a test's cannot be on the ranks",
-)
 def test_compiled_model_with_adapters_gives_the_same_numbers(on_tp, fill_adapter, assert_same):
     def job():
         model, ids = LoraModel(Model(), config()), torch.arange(4)
