@@ -79,11 +79,37 @@ def test_average_of_integers_raises(reduce, group):
         (lambda: nxd_state.recv(TENSOR, PAIR, source=2), r"source=2 is outside Group.*0\.\.1"),
         (lambda: nxd_state.recv(TENSOR, PAIR, source=0), "source=0 is this rank itself"),
         (lambda: nxd_state.recv(TENSOR.t(), PAIR, source=1), r"non-contiguous tensor of shape \(5, 4\)"),
+        (lambda: nxd_state.isend(TENSOR, PAIR, destination=2), r"destination=2 is outside Group.*0\.\.1"),
+        (lambda: nxd_state.irecv(TENSOR, PAIR, source=0), "source=0 is this rank itself"),
+        (lambda: nxd_state.irecv(TENSOR.t(), PAIR, source=1), r"non-contiguous tensor of shape \(5, 4\)"),
+        (
+            lambda: nxd_state.batch_isend_irecv([nxd_state.Send(TENSOR, 1), nxd_state.Receive(TENSOR, 2)], PAIR),
+            r"source=2 is outside Group.*0\.\.1",
+        ),
     ],
 )
 def test_peer_or_buffer_that_cannot_serve_raises(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda tensor: nxd_state.send(tensor, PAIR, destination=1),
+        lambda tensor: nxd_state.recv(tensor, PAIR, source=1),
+        lambda tensor: nxd_state.isend(tensor, PAIR, destination=1),
+        lambda tensor: nxd_state.irecv(tensor, PAIR, source=1),
+        lambda tensor: nxd_state.batch_isend_irecv([nxd_state.Send(tensor, 1)], PAIR),
+    ],
+    ids=["send", "recv", "isend", "irecv", "batch"],
+)
+def test_message_on_xla_raises_saying_where_pipelines_run(call):
+    class OnXla:  # torch-xla need not be there
+        device = torch.device("xla:0")
+
+    with pytest.raises(RuntimeError, match=r"tensor on xla:0 .* XLA has only collectives.*cpu or cuda"):
+        call(OnXla())
 
 
 def test_bad_argument_on_every_rank_leaves_the_group_usable():

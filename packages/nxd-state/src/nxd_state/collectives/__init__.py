@@ -4,7 +4,7 @@ Every function takes a tensor and a group, leaves its input as it was, and retur
 that end in an underscore, which work in place. A group of one costs nothing: the tensor itself comes back. Inputs
 may be non-contiguous and of any dtype (reductions: of any that the transport can add). With `async_op=True` a
 `Pending` comes back at once; its `wait()` gives the tensor. Results carry no gradient: the differentiable forms
-are the regions of nxd_layers.
+are the regions of nxd_layers. Messages between two ranks are in `point_to_point`.
 
 Behind this line sits torch.distributed (`eager`), or, while torch.compile or torch.export records a graph, its
 functional collectives (`functional`). With `NXD_DEBUG_COLLECTIVES=1` the ranks first agree on what they are
@@ -17,19 +17,28 @@ import torch
 from torch import Tensor
 
 from nxd_state.collectives import debug, eager, functional
+from nxd_state.collectives.abort import abort_group
 from nxd_state.collectives.eager import Pending, ReduceOp
+from nxd_state.collectives.messages import Receive, Send
+from nxd_state.collectives.point_to_point import batch_isend_irecv, check_index, irecv, isend, recv, send
 from nxd_state.group import Group
 
 __all__ = [
     "Pending",
+    "Receive",
     "ReduceOp",
+    "Send",
+    "abort_group",
     "all_gather",
     "all_gather_object",
     "all_reduce",
     "all_reduce_",
     "all_to_all",
     "barrier",
+    "batch_isend_irecv",
     "broadcast",
+    "irecv",
+    "isend",
     "recv",
     "reduce_scatter",
     "send",
@@ -152,42 +161,13 @@ def broadcast(tensor: Tensor, group: Group, *, source: int = 0) -> Tensor:
     Raises:
         ValueError: the group has no such index.
     """
-    _check_index("source", source, group)
+    check_index("source", source, group)
     if group.size == 1:
         return tensor
     if torch.compiler.is_compiling():
         return functional.broadcast(tensor, group, source)
     _announce("broadcast", group, tensor, source=source)
     return eager.broadcast(tensor, group, source)
-
-
-def send(tensor: Tensor, group: Group, *, destination: int) -> None:
-    """Send to the rank with index `destination` in the group; returns when the tensor may be reused.
-
-    Raises:
-        ValueError: the group has no such index, or it is this rank's own.
-    """
-    _check_index("destination", destination, group, other_than_own=True)
-    if debug.enabled():
-        debug.agree("send to recv", debug.pair(group, group.rank, destination), tensor, {})
-    eager.send(tensor, group, destination)
-
-
-def recv(tensor: Tensor, group: Group, *, source: int) -> Tensor:
-    """Receive into `tensor` (contiguous, of the shape and dtype sent) from index `source` in the group.
-
-    Raises:
-        ValueError: the group has no such index, or it is this rank's own; or `tensor` is not contiguous.
-    """
-    _check_index("source", source, group, other_than_own=True)
-    if not tensor.is_contiguous():
-        raise ValueError(
-            f"cannot receive into a non-contiguous tensor of shape {tuple(tensor.shape)}; "
-            "receive into a contiguous one and copy"
-        )
-    if debug.enabled():
-        debug.agree("send to recv", debug.pair(group, source, group.rank), tensor, {})
-    return eager.recv(tensor, group, source)
 
 
 def barrier(group: Group) -> None:
@@ -227,10 +207,3 @@ def _check_divides(tensor: Tensor, dim: int, group: Group) -> None:
             f"{group} of {group.size} ranks does not divide dim {dim} of shape {tuple(tensor.shape)}; "
             f"pad it to {-(-tensor.shape[dim] // group.size) * group.size}"
         )
-
-
-def _check_index(name: str, index: int, group: Group, *, other_than_own: bool = False) -> None:
-    if not 0 <= index < group.size:
-        raise ValueError(f"{name}={index} is outside {group}; use an index in the group, 0..{group.size - 1}")
-    if other_than_own and index == group.rank:
-        raise ValueError(f"{name}={index} is this rank itself in {group}; no message is needed")

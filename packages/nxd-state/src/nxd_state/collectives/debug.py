@@ -34,7 +34,7 @@ class CollectiveMismatch(RuntimeError):
 
 
 @dataclass(frozen=True)
-class _Announcement:
+class Announcement:
     """What a rank last said: which collective it came to, and whether it waits there, went on, or raised."""
 
     rank: int
@@ -96,8 +96,17 @@ def agree(name: str, group: Group, tensor: Tensor | None, details: dict[str, Any
     Raises:
         CollectiveMismatch: see the module; or a peer announced nothing within the process group's timeout.
     """
+    mine = announce(name, group, tensor, details)
     store = _get_default_store()
-    mine = _Announcement(
+    _confirm(store, mine)
+    # All have come to this turn, so all have read what was posted for the one before.
+    store.delete_key(replace(mine, turn=mine.turn - 1).key)
+
+
+def announce(name: str, group: Group, tensor: Tensor | None, details: dict[str, Any]) -> Announcement:
+    """Say what this rank begins to do in its next turn of `group`, without waiting for the others."""
+    store = _get_default_store()
+    mine = Announcement(
         rank=group.ranks[group.rank],
         does=_describe(name, tensor, details),
         at=_call_site(),
@@ -106,23 +115,38 @@ def agree(name: str, group: Group, tensor: Tensor | None, details: dict[str, Any
         group_name=group.name,
         turn=_turns.next(store, group.name),
     )
-    _set_last(store, mine)
     _write(store, mine.key, mine)
+    return mine
+
+
+def confirm_message(mine: Announcement) -> None:
+    """Wait until the other end of a message (see `pair`) has announced the same.
+
+    Raises:
+        CollectiveMismatch: see `agree`.
+    """
+    store = _get_default_store()
+    _confirm(store, mine)
+    # Its one reader has read it. Turns need not be confirmed in their order, so none tells of those before it.
+    (peer,) = set(mine.ranks) - {mine.rank}
+    store.delete_key(mine.key_of(peer))
+
+
+def _confirm(store: dist.Store, mine: Announcement) -> None:
+    _set_last(store, mine)
     try:
         _await_peers(store, mine)
     except CollectiveMismatch as mismatch:
         _set_last(store, replace(mine, state="raised", error=str(mismatch)))
         raise
     _set_last(store, replace(mine, state="went on"))
-    # All have come to this turn, so all have read what was posted for the one before.
-    store.delete_key(replace(mine, turn=mine.turn - 1).key)
 
 
-def _await_peers(store: dist.Store, mine: _Announcement) -> None:
+def _await_peers(store: dist.Store, mine: Announcement) -> None:
     patience: float = store.timeout.total_seconds()  # type: ignore[attr-defined]  # torch's stubs lack it
     deadline = time.monotonic() + patience
     pause = _FIRST_POLL_SECONDS
-    awaited = set(mine.ranks)
+    awaited = set(mine.ranks) - {mine.rank}
     while True:
         awaited -= {rank for rank in awaited if _has_come(store, mine, rank)}
         if not awaited:
@@ -141,7 +165,7 @@ def _await_peers(store: dist.Store, mine: _Announcement) -> None:
         pause = min(2 * pause, _LONGEST_POLL_SECONDS)
 
 
-def _has_come(store: dist.Store, mine: _Announcement, rank: int) -> bool:
+def _has_come(store: dist.Store, mine: Announcement, rank: int) -> bool:
     """Whether `rank` announced this same collective; raises if it announced another one, or never will."""
     last = _last(store, rank)  # before its post, so that what it raises after posting is not taken for a reason
     peer = _read(store, mine.key_of(rank))
@@ -154,7 +178,7 @@ def _has_come(store: dist.Store, mine: _Announcement, rank: int) -> bool:
     return True
 
 
-def _find_cycle(store: dist.Store, mine: _Announcement) -> list[_Announcement]:
+def _find_cycle(store: dist.Store, mine: Announcement) -> list[Announcement]:
     """Ranks that wait for each other in a circle that this rank is part of; empty if there is none."""
     paths = [[mine]]
     visited = {mine.rank}
@@ -170,7 +194,7 @@ def _find_cycle(store: dist.Store, mine: _Announcement) -> list[_Announcement]:
     return []
 
 
-def _all_still_wait(store: dist.Store, cycle: list[_Announcement]) -> bool:
+def _all_still_wait(store: dist.Store, cycle: list[Announcement]) -> bool:
     """A second look at what was read one after the other: what is unchanged was true of all at the same time."""
     followers = [*cycle[1:], cycle[0]]
     return all(
@@ -179,31 +203,31 @@ def _all_still_wait(store: dist.Store, cycle: list[_Announcement]) -> bool:
     )
 
 
-def _missing(store: dist.Store, waiting: _Announcement) -> Iterator[int]:
+def _missing(store: dist.Store, waiting: Announcement) -> Iterator[int]:
     """Ranks that have not come to the turn at which `waiting` waits."""
-    return (rank for rank in waiting.ranks if not store.check([waiting.key_of(rank)]))
+    return (rank for rank in set(waiting.ranks) - {waiting.rank} if not store.check([waiting.key_of(rank)]))
 
 
-def _set_last(store: dist.Store, announcement: _Announcement) -> None:
+def _set_last(store: dist.Store, announcement: Announcement) -> None:
     _write(store, f"nxd_debug/last/{announcement.rank}", announcement)
 
 
-def _last(store: dist.Store, rank: int) -> _Announcement | None:
+def _last(store: dist.Store, rank: int) -> Announcement | None:
     return _read(store, f"nxd_debug/last/{rank}")
 
 
-def _write(store: dist.Store, key: str, announcement: _Announcement) -> None:
+def _write(store: dist.Store, key: str, announcement: Announcement) -> None:
     store.set(key, json.dumps(asdict(announcement)))
 
 
-def _read(store: dist.Store, key: str) -> _Announcement | None:
+def _read(store: dist.Store, key: str) -> Announcement | None:
     if not store.check([key]):
         return None
     fields = json.loads(store.get(key))
-    return _Announcement(**fields | {"ranks": tuple(fields["ranks"])})
+    return Announcement(**fields | {"ranks": tuple(fields["ranks"])})
 
 
-def _listed(announcements: list[_Announcement]) -> str:
+def _listed(announcements: list[Announcement]) -> str:
     return "\n".join(map(str, sorted(announcements, key=lambda announced: announced.rank)))
 
 

@@ -4,13 +4,14 @@ What only moves data moves it as bytes, so that it serves every dtype. Callers h
 handled groups of one. Nothing here is recorded by autograd.
 """
 
-from collections.abc import Callable
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nxd_state.collectives.messages import Receive, Send
 from nxd_state.group import Group
 
 ReduceOp = Literal["sum", "avg", "max", "min"]
@@ -33,11 +34,15 @@ _all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_ten
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
+class _Work(Protocol):
+    def wait(self) -> Any: ...
+
+
 class Pending:
     """A collective under way. `wait()` may be called more than once."""
 
     def __init__(
-        self, result: Tensor, work: dist.Work | None = None, finish: Callable[[Tensor], Tensor] | None = None
+        self, result: Tensor, work: _Work | None = None, finish: Callable[[Tensor], Tensor] | None = None
     ) -> None:
         self._result = result
         self._work = work
@@ -121,6 +126,33 @@ def recv(tensor: Tensor, group: Group, source: int) -> Tensor:
     """Receive into the contiguous `tensor`."""
     dist.recv(_as_bytes(tensor), src=group.ranks[source], group=group.process_group)
     return tensor
+
+
+@torch.no_grad()
+def batch_isend_irecv(messages: Sequence[Send | Receive], group: Group) -> list[Pending]:
+    """Begin all messages, which are at least one."""
+    if len(messages) == 1:
+        return [_begin(messages[0], group)]
+    works = dist.batch_isend_irecv([_operation(message, group) for message in messages])
+    if len(works) < len(messages):  # nccl makes one of them all
+        works *= len(messages)
+    return [Pending(message.tensor, work) for message, work in zip(messages, works, strict=True)]
+
+
+def _begin(message: Send | Receive, group: Group) -> Pending:
+    data = _as_bytes(message.tensor)
+    if isinstance(message, Send):
+        work = dist.isend(data, dst=group.ranks[message.destination], group=group.process_group)
+    else:
+        work = dist.irecv(data, src=group.ranks[message.source], group=group.process_group)
+    return Pending(message.tensor, work)
+
+
+def _operation(message: Send | Receive, group: Group) -> dist.P2POp:
+    data = _as_bytes(message.tensor)
+    if isinstance(message, Send):
+        return dist.P2POp(dist.isend, data, group.ranks[message.destination], group.process_group)
+    return dist.P2POp(dist.irecv, data, group.ranks[message.source], group.process_group)
 
 
 def barrier(group: Group) -> None:

@@ -1,0 +1,134 @@
+"""Messages between two ranks of a `Group`: blocking, without waiting, or several at once.
+
+Those from one rank to another arrive in the order in which they were sent, and both ends ask for them in that order.
+XLA has none: there a message is a part of the graph that all ranks share.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from nxd_state.collectives import debug, eager
+from nxd_state.collectives.eager import Pending
+from nxd_state.collectives.messages import Receive, Send
+from nxd_state.group import Group
+
+
+def send(tensor: Tensor, group: Group, *, destination: int) -> None:
+    """Send to the rank with index `destination` in the group; returns when the tensor may be reused.
+
+    Raises:
+        ValueError: the group has no such index, or it is this rank's own.
+        RuntimeError: the tensor is on an XLA device.
+    """
+    message = Send(tensor, destination)
+    _check(message, group)
+    if debug.enabled():
+        debug.confirm_message(_announce(message, group))
+    eager.send(tensor, group, destination)
+
+
+def recv(tensor: Tensor, group: Group, *, source: int) -> Tensor:
+    """Receive into `tensor` (contiguous, of the shape and dtype sent) from index `source` in the group.
+
+    Raises:
+        ValueError: the group has no such index, or it is this rank's own; or `tensor` is not contiguous.
+        RuntimeError: the tensor is on an XLA device.
+    """
+    message = Receive(tensor, source)
+    _check(message, group)
+    if debug.enabled():
+        debug.confirm_message(_announce(message, group))
+    return eager.recv(tensor, group, source)
+
+
+def isend(tensor: Tensor, group: Group, *, destination: int) -> Pending:
+    """Begin to send to index `destination` in the group; `wait()` returns when the tensor may be written again.
+
+    Raises:
+        ValueError: the group has no such index, or it is this rank's own.
+        RuntimeError: the tensor is on an XLA device.
+    """
+    (pending,) = batch_isend_irecv([Send(tensor, destination)], group)
+    return pending
+
+
+def irecv(tensor: Tensor, group: Group, *, source: int) -> Pending:
+    """Begin to receive into `tensor`, see `recv`; `wait()` gives it once it is there. Leave it alone until then.
+
+    Raises:
+        ValueError: the group has no such index, or it is this rank's own; or `tensor` is not contiguous.
+        RuntimeError: the tensor is on an XLA device.
+    """
+    (pending,) = batch_isend_irecv([Receive(tensor, source)], group)
+    return pending
+
+
+def batch_isend_irecv(messages: Sequence[Send | Receive], group: Group) -> list[Pending]:
+    """Begin several messages at once, so that two ranks that send to each other do not wait for one another.
+
+    Returns:
+        For each message what `isend` or `irecv` gives.
+
+    Raises:
+        ValueError: the group has no such index, or it is this rank's own; or a tensor to receive into is not
+            contiguous. Nothing has been sent then.
+        RuntimeError: a tensor is on an XLA device. Nothing has been sent then.
+    """
+    for message in messages:
+        _check(message, group)
+    if not messages:
+        return []
+    if not debug.enabled():
+        return eager.batch_isend_irecv(messages, group)
+    announced = [_announce(message, group) for message in messages]
+    under_way = eager.batch_isend_irecv(messages, group)
+    confirmed = map(_Confirmed, announced, under_way)
+    return [Pending(message.tensor, it) for message, it in zip(messages, confirmed, strict=True)]
+
+
+def check_index(name: str, index: int, group: Group) -> None:
+    """Raises ValueError where the group has no rank of that index."""
+    if not 0 <= index < group.size:
+        raise ValueError(f"{name}={index} is outside {group}; use an index in the group, 0..{group.size - 1}")
+
+
+@dataclass(frozen=True)
+class _Confirmed:
+    """A message in debug mode: whoever waits for it learns first whether the other end means the same."""
+
+    announcement: debug.Announcement
+    under_way: Pending
+
+    def wait(self) -> None:
+        debug.confirm_message(self.announcement)
+        self.under_way.wait()
+
+
+def _check(message: Send | Receive, group: Group) -> None:
+    if isinstance(message, Send):
+        name, peer = "destination", message.destination
+    else:
+        name, peer = "source", message.source
+    check_index(name, peer, group)
+    if peer == group.rank:
+        raise ValueError(f"{name}={peer} is this rank itself in {group}; no message is needed")
+    if message.tensor.device.type == "xla":
+        raise RuntimeError(
+            f"cannot exchange a tensor on {message.tensor.device} with one other rank: XLA has only collectives, which "
+            "all ranks of a group take part in; run pipelines on cpu or cuda (NXD_DEVICE=cpu)"
+        )
+    if isinstance(message, Receive) and not message.tensor.is_contiguous():
+        raise ValueError(
+            f"cannot receive into a non-contiguous tensor of shape {tuple(message.tensor.shape)}; "
+            "receive into a contiguous one and copy"
+        )
+
+
+def _announce(message: Send | Receive, group: Group) -> debug.Announcement:
+    if isinstance(message, Send):
+        ends = debug.pair(group, group.rank, message.destination)
+    else:
+        ends = debug.pair(group, message.source, group.rank)
+    return debug.announce("send to recv", ends, message.tensor, {})
