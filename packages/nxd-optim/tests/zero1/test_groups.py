@@ -37,6 +37,26 @@ def test_states_sharded_over_data_parallel_ranks_only_are_averaged_over_context_
     assert run_ranks(train, 4) == [([1.5] * 5, pytest.approx(1.5 * 5**0.5), 2)] * 4
 
 
+def test_parameter_with_a_gradient_on_one_context_parallel_rank_is_updated_on_all(run_ranks):
+    def train():
+        initialize_model_parallel(context_parallel_size=2)
+        used, unused = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.ones(3))
+        optimizer = NeuronZero1Optimizer(
+            [used, unused],
+            torch.optim.AdamW,
+            sharding_groups=[list(ranks) for ranks in get_group("dp").replica_groups],
+            lr=0.5,
+            weight_decay=0.1,
+        )
+        if get_group("cp").rank == 1:
+            used.grad = torch.ones(3)
+        optimizer.step()
+        return used.tolist(), unused.tolist()
+
+    for size in (2, 4):  # one data-parallel rank, and two
+        assert run_ranks(train, size) == [([pytest.approx(-0.5)] * 3, [1.0] * 3)] * size
+
+
 def test_norm_over_pipeline_stages_adds_their_parameters_and_counts_tied_weights_once(run_ranks):
     def train():
         initialize_model_parallel(pipeline_model_parallel_size=2)

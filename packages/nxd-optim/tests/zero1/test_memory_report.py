@@ -29,7 +29,7 @@ def test_report_predicts_what_it_measures(run_ranks, size, dtype, master_bytes):
     assert predicted.gradients == elements * dtype.itemsize
     assert predicted.state == elements * 8 // size
     assert predicted.master_weights == elements * master_bytes // size
-    for kind in ("parameters", "gradients", "master_weights", "state"):
+    for kind in ("parameters", "gradients", "mean_gradients", "master_weights", "state"):
         assert getattr(measured, kind) == pytest.approx(getattr(predicted, kind), rel=0.01)
 
 
@@ -39,6 +39,7 @@ def test_report_prints_a_table(run_ranks):
     assert [line.split()[0] for line in table.splitlines()[1:]] == [
         "parameters",
         "gradients",
+        "mean",
         "master",
         "state",
         "buckets",

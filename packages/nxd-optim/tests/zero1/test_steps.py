@@ -79,8 +79,8 @@ def test_gradients_leave_while_backward_goes_on_and_not_before(run_ranks):
     def train():
         optimizer, parameters = make_optimizer()
         events = []
-        isend = dist.isend
-        dist.isend = lambda tensor, *args, **kwargs: events.append("message") or isend(tensor, *args, **kwargs)
+        exchange = dist.batch_isend_irecv
+        dist.batch_isend_irecv = lambda operations: events.append("message") or exchange(operations)
         for index, parameter in enumerate(parameters):
             parameter.register_post_accumulate_grad_hook(lambda _, index=index: events.append(index))
         try:
@@ -89,7 +89,7 @@ def test_gradients_leave_while_backward_goes_on_and_not_before(run_ranks):
                 loss(parameters).backward()
             optimizer.step()
         finally:
-            dist.isend = isend
+            dist.batch_isend_irecv = exchange
         return events
 
     for events in run_ranks(train, 2):

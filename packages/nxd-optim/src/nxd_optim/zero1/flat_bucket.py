@@ -94,6 +94,7 @@ class FlatBucket:
         self.gradient: Tensor | None = None
         self._gradients: Tensor | None = None
         self._gradient_views: dict[int, Tensor] = {}
+        self._mean_memory = self._memory_of_means()
         self._stale: set[int] = set()  # parameters whose master weights are still to be taken from them
         self._filled: set[int] = set()  # parameters whose sum lies in the buffer, where `.grad` cannot be it
         self._reduction: Transfer | None = None
@@ -106,8 +107,14 @@ class FlatBucket:
 
     @property
     def gradient_bytes(self) -> int:
-        """Of the gradients that there are now."""
-        return sum(part.nbytes for part in (self._gradients, self.gradient) if part is not None)
+        """Of the gradients of whole parameters that there are now."""
+        return 0 if self._gradients is None else self._gradients.nbytes
+
+    @property
+    def mean_bytes(self) -> int:
+        """Of `gradient`, and of the memory kept for it between steps."""
+        mean = self.gradient if self._mean_memory is None else self._mean_memory
+        return 0 if mean is None else mean.nbytes
 
     @property
     def gradient_itemsize(self) -> int:
@@ -149,7 +156,11 @@ class FlatBucket:
             if id(parameter) not in self.used and self._gradient_views:
                 self._gradient_views[id(parameter)].zero_()
         self._reduction = reduce_scatter_mean(
-            self._gradients, self._group, sum_dtype=self._dtypes.reduction, dtype=self._dtypes.master
+            self._gradients,
+            self._group,
+            sum_dtype=self._dtypes.reduction,
+            dtype=self._dtypes.master,
+            out=self._mean_memory,
         )
         self._release_gradients()
 
@@ -212,6 +223,12 @@ class FlatBucket:
                     "updates would not reach it; move, convert or assign parameters before that, or pass lazy_init=True"
                     " and call init_zero() afterwards"
                 )
+
+    def _memory_of_means(self) -> Tensor | None:
+        """Where `gradient` lies in every step, on the CPU: pages that are new in each would cost more than the sums."""
+        if self._buffer.device.type != "cpu" or self._group.size == 1:
+            return None
+        return torch.empty_like(self.own, dtype=self._dtypes.master)
 
     def _release_gradients(self) -> None:
         self._gradients = None

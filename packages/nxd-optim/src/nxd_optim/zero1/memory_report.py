@@ -21,6 +21,7 @@ class MemoryBytes:
     Attributes:
         parameters: that are trained.
         gradients: measured: those that there are now. Predicted: before a step, of all parameters.
+        mean_gradients: for those of this rank's part, averaged over the replicas; kept between steps on the CPU only.
         master_weights: of this rank's part; none where the parameters are updated themselves.
         state: of the optimizer, for this rank's part.
         buckets: measured: of the largest bucket, which is the most that a message adds. Predicted: none.
@@ -28,6 +29,7 @@ class MemoryBytes:
 
     parameters: int
     gradients: int
+    mean_gradients: int
     master_weights: int
     state: int
     buckets: int
@@ -60,18 +62,20 @@ def memory_report(parts: Parts, group_size: int, make_optimizer: Callable[[Any],
     measured = MemoryBytes(
         parameters=sum(bucket.parameter_bytes for bucket, _ in parts),
         gradients=sum(bucket.gradient_bytes for bucket, _ in parts),
+        mean_gradients=sum(bucket.mean_bytes for bucket, _ in parts),
         master_weights=sum(bucket.master.nbytes for bucket, _ in parts if bucket.master is not bucket.own),
         state=sum(_state_bytes(base) for _, base in parts),
         buckets=max((bucket.parameter_bytes for bucket, _ in parts), default=0),
     )
-    parameters = gradients = masters = state = 0
+    parameters = gradients = means = masters = state = 0
     for bucket, _ in parts:
         elements = sum(parameter.numel() for parameter in bucket.parameters)
         parameters += elements * bucket.own.itemsize
         gradients += elements * bucket.gradient_itemsize
+        means += elements * bucket.master.itemsize // group_size if bucket.mean_bytes else 0
         masters += 0 if bucket.master is bucket.own else elements * bucket.master.itemsize // group_size
         state += elements * _state_bytes_per_element(make_optimizer, bucket.master.dtype) // group_size
-    return MemoryReport(measured, MemoryBytes(parameters, gradients, masters, state, 0))
+    return MemoryReport(measured, MemoryBytes(parameters, gradients, means, masters, state, 0))
 
 
 def _state_bytes(optimizer: Optimizer) -> int:

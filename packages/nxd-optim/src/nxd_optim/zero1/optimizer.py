@@ -11,15 +11,15 @@ from os import PathLike
 from typing import Any
 
 import torch
-from nxd_state import Group, Pending, active_group, all_reduce_, get_device
+from nxd_state import Group, active_group, get_device
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from nxd_optim.bucket import batch_parameters
 from nxd_optim.bucket_sender import BucketSender
 from nxd_optim.clip import CLIP_EPSILON
-from nxd_optim.reducer import DEFAULT_BUCKET_BYTES, check_same_parameters
+from nxd_optim.reducer import DEFAULT_BUCKET_BYTES
 from nxd_optim.zero1 import sharded_files
+from nxd_optim.zero1.build import choose_dtypes, make_base_optimizer, make_buckets
 from nxd_optim.zero1.elementwise import check_elementwise
 from nxd_optim.zero1.flat_bucket import Dtypes, FlatBucket
 from nxd_optim.zero1.forward_gather import ForwardGather
@@ -34,8 +34,10 @@ from nxd_optim.zero1.gradient_parts import (
 from nxd_optim.zero1.groups import RankLists, check_grad_norm_groups, find_sharding_group
 from nxd_optim.zero1.memory_report import MemoryReport, memory_report
 from nxd_optim.zero1.rank_state import check_rank_state, load_rank_state, rank_state
-from nxd_optim.zero1.settings import check_cap, check_max_norm, copy_settings, for_the_cpu, settings_of
+from nxd_optim.zero1.settings import check_cap, check_max_norm, for_the_cpu, settings_of
 from nxd_optim.zero1.sharded_state import StateTensor, StoredKeys, allocate_state, logical_state
+from nxd_optim.zero1.update import scale_gradients, update_and_gather
+from nxd_optim.zero1.usage import Usage
 
 MAX_MESSAGES = 2  # of reduce-scatters under way: enough to keep the transport busy, and no more buffers than that
 
@@ -228,14 +230,16 @@ class NeuronZero1Optimizer(Optimizer):
         for bucket in self._buckets:
             bucket.refresh_stale_masters()
         self._sender.complete()
-        used = self._used_anywhere()
+        used = self._usage.anywhere()
         if self.group is active_group("dp"):
             average_over_contexts(self._buckets)
         sum_sequence_parallel(self._buckets)
         for hook in self._gradient_hooks:
             hook(own_gradients(self._buckets))
         if self._clip():
-            self._update(used)
+            update_and_gather(self.parts(), used, self.param_groups)
+            if self._forward_gather is None:
+                self.wait_for_parameters()
         for bucket in self._buckets:
             bucket.drop_gradients()
         return loss
@@ -370,20 +374,13 @@ class NeuronZero1Optimizer(Optimizer):
             raise RuntimeError("the optimizer was made with lazy_init=True; call init_zero() first")
 
     def _add_buckets(self, parameters: Sequence[Tensor]) -> None:
-        trained = [p for p in dict.fromkeys(parameters) if p.requires_grad]
-        if any(p.is_meta for p in trained):
-            raise ValueError("parameters on the meta device cannot be trained; materialise them, then call init_zero()")
-        check_same_parameters(trained, self.group)
-        # Small parameters (norms, biases) travel apart and last. They are often listed apart from the matrices, so
-        # nobody can tell when backward reaches them, and a bucket waits for the last of its parameters.
-        for kind in ([p for p in trained if p.dim() > 1], [p for p in trained if p.dim() <= 1]):
-            for batch in batch_parameters(kind, self._bucket_bytes()):
-                bucket = FlatBucket(batch, self.group, self._dtypes(batch[0].dtype))
-                self._buckets.append(bucket)
-                self._base_optimizers.append(self._make_base_optimizer(bucket))
+        buckets = make_buckets(parameters, self.group, self._bucket_bytes(), self._dtypes)
+        self._buckets += buckets
+        self._base_optimizers += [make_base_optimizer(it, self.param_groups, self._make_optimizer) for it in buckets]
         check_same_sequence_parallel_ranges(self._buckets)
         self._sender = BucketSender(self._buckets, self._send, finish="step()", drop="zero_grad() of the optimizer")
-        self._usage: Pending | None = None
+        contexts = (active_group("cp"),) if self.group is active_group("dp") else ()
+        self._usage = Usage(self._buckets, (self.group, *contexts))
         self._frozen = [p for group in self.param_groups for p in group["params"] if not p.requires_grad]
         if self._forward_gather is not None:
             self.overlap_forward(self._forward_gather.model)
@@ -395,16 +392,14 @@ class NeuronZero1Optimizer(Optimizer):
         return int(cap)
 
     def _dtypes(self, parameter: torch.dtype) -> Dtypes:
-        wide = torch.promote_types(parameter, torch.float32)
-        gradient = wide if self.use_grad_acc_hook else parameter
-        return Dtypes(self.optimizer_dtype or wide, gradient, wide if self.higher_cc_precision else gradient)
+        return choose_dtypes(
+            parameter,
+            self.optimizer_dtype,
+            accumulate_wide=self.use_grad_acc_hook,
+            average_wide=self.higher_cc_precision,
+        )
 
-    def _make_base_optimizer(self, bucket: FlatBucket) -> Optimizer:
-        weights = {own.parameter: own.weight for own in bucket.ranges}
-        groups = [
-            settings_of(group) | {"params": [weights[p] for p in group["params"] if p in weights]}
-            for group in self.param_groups
-        ]
+    def _make_optimizer(self, groups: Any) -> Optimizer:
         return self.optimizer_class(groups, **self._arguments)
 
     def _send(self, index: int) -> FlatBucket:
@@ -412,20 +407,9 @@ class NeuronZero1Optimizer(Optimizer):
             self._buckets[index - MAX_MESSAGES].wait()
         bucket = self._buckets[index]
         bucket.send()
-        if index == len(self._buckets) - 1 and self.group.size > 1:
-            used = [id(p) in each.used for each in self._buckets for p in each.parameters]
-            flags = torch.tensor(used, dtype=torch.uint8, device=bucket.own.device)
-            self._usage = all_reduce_(flags, self.group, op="max", async_op=True)
+        if index == len(self._buckets) - 1:
+            self._usage.send()
         return bucket
-
-    def _used_anywhere(self) -> set[int]:
-        """Ids of the parameters that have a gradient on some rank."""
-        if self._usage is None:
-            return {key for bucket in self._buckets for key in bucket.used}
-        flags = self._usage.wait().tolist()
-        self._usage = None
-        parameters = (p for bucket in self._buckets for p in bucket.parameters)
-        return {id(p) for p, flag in zip(parameters, flags, strict=True) if flag}
 
     def _check_parameters(self) -> None:
         for bucket in self._buckets:
@@ -450,29 +434,5 @@ class NeuronZero1Optimizer(Optimizer):
             if self.skip_non_finite_steps and not norm.isfinite():
                 self.skipped_steps += 1
                 return False
-        # On the CPU the value is at hand; elsewhere reading it would stall the device.
-        if not (device.type == "cpu" and scale == 1):
-            for bucket in self._buckets:
-                assert bucket.gradient is not None
-                bucket.gradient.mul_(scale.to(bucket.gradient.dtype))
+        scale_gradients(self._buckets, scale)
         return True
-
-    def _update(self, used: set[int]) -> None:
-        """Step on this rank's part of each bucket, and gather the bucket while the next one is updated."""
-        for base in self._base_optimizers:
-            copy_settings(self.param_groups, base.param_groups)
-        for bucket, base in reversed(list(self.parts())):  # in the order in which the next forward needs them
-            if not any(id(p) in used for p in bucket.parameters):
-                continue
-            assert bucket.gradient is not None
-            for own in bucket.ranges:
-                own.weight.grad = own.of(bucket.gradient) if id(own.parameter) in used else None
-            base.step()
-            for own in bucket.ranges:
-                own.weight.grad = None
-            bucket.gradient = None
-            bucket.gather()
-        for base in self._base_optimizers[:1]:
-            copy_settings(base.param_groups, self.param_groups)  # some optimizers count steps there
-        if self._forward_gather is None:
-            self.wait_for_parameters()

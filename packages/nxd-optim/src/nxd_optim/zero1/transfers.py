@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
-from nxd_state import Group, reduce_scatter
-from nxd_state.collectives import debug
+from nxd_state import Group, Pending, Receive, Send, batch_isend_irecv, reduce_scatter
 from torch import Tensor
 
 # torch 2.13 gives this a shorter name and warns about the one before.
@@ -19,7 +18,7 @@ _all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_ten
 class Transfer:
     """A message under way. `wait()` may be called more than once."""
 
-    def __init__(self, works: Sequence[dist.Work], finish: Callable[[], Tensor]) -> None:
+    def __init__(self, works: Sequence[Pending | dist.Work], finish: Callable[[], Tensor]) -> None:
         self._works = works
         self._finish: Callable[[], Tensor] | None = finish
         self._result: Tensor | None = None
@@ -35,7 +34,9 @@ class Transfer:
 
 
 @torch.no_grad()
-def reduce_scatter_mean(buffer: Tensor, group: Group, *, sum_dtype: torch.dtype, dtype: torch.dtype) -> Transfer:
+def reduce_scatter_mean(
+    buffer: Tensor, group: Group, *, sum_dtype: torch.dtype, dtype: torch.dtype, out: Tensor | None = None
+) -> Transfer:
     """Start to average the ranks' buffers; this rank gets its part, in `dtype`.
 
     On the CPU, half-precision parts are always added in at least float32. The buffer may be reused after `wait()`.
@@ -45,6 +46,7 @@ def reduce_scatter_mean(buffer: Tensor, group: Group, *, sum_dtype: torch.dtype,
         group: the ranks.
         sum_dtype: in which the transport adds.
         dtype: of the result.
+        out: memory for the result, of its length and dtype; taken where several ranks of the CPU average.
     """
     if group.size == 1:
         return Transfer([], lambda: buffer.to(dtype))
@@ -53,10 +55,9 @@ def reduce_scatter_mean(buffer: Tensor, group: Group, *, sum_dtype: torch.dtype,
         return Transfer([], lambda: pending.wait().to(dtype))
     # Parts are sent straight to the rank that adds them: gloo's own reduce-scatter moves twice the bytes, and its
     # all-to-all copies them twice (24 MB among 2 ranks: 13 ms, 19 ms through all-to-all, 29 ms by all-reduce).
-    if debug.enabled():
-        debug.agree("reduce_scatter", group, buffer, {"op": "avg"})
     parts = buffer.chunk(group.size)
-    received = [torch.empty_like(part) for index, part in enumerate(parts) if index != group.rank]
+    received = [torch.empty_like(part) for part in parts[2:]]
+    received.insert(0, out if out is not None and out.dtype == buffer.dtype else torch.empty_like(parts[0]))
     works = _exchange(list(parts), received, group)
     own = parts[group.rank]
 
@@ -65,7 +66,8 @@ def reduce_scatter_mean(buffer: Tensor, group: Group, *, sum_dtype: torch.dtype,
         total = received[0].to(torch.promote_types(buffer.dtype, torch.float32))
         for part in (*received[1:], own):
             total += part
-        return total.div_(group.size).to(dtype)
+        total.div_(group.size)
+        return total.to(dtype) if out is None or out is total else out.copy_(total)
 
     return Transfer(works, add)
 
@@ -75,8 +77,6 @@ def all_gather_(buffer: Tensor, group: Group) -> Transfer:
     """Start to fill `buffer` with the ranks' parts of it, each rank sending its own from there."""
     if group.size == 1:
         return Transfer([], lambda: buffer)
-    if debug.enabled():
-        debug.agree("all_gather", group, buffer, {})
     parts = buffer.chunk(group.size)
     own = parts[group.rank]
     if buffer.device.type != "cpu":
@@ -85,12 +85,9 @@ def all_gather_(buffer: Tensor, group: Group) -> Transfer:
     return Transfer(_exchange([own] * group.size, others, group), lambda: buffer)
 
 
-def _exchange(sent: Sequence[Tensor], received: Sequence[Tensor], group: Group) -> list[dist.Work]:
+def _exchange(sent: Sequence[Tensor], received: Sequence[Tensor], group: Group) -> list[Pending]:
     """Send `sent[i]` to rank i of the group, and receive what the other ranks, in order, send here; as bytes."""
-    others = [(index, rank) for index, rank in enumerate(group.ranks) if index != group.rank]
-    works = [
-        dist.irecv(tensor.view(torch.uint8), src=rank, group=group.process_group)
-        for tensor, (_, rank) in zip(received, others, strict=True)
-    ]
-    works += [dist.isend(sent[index].view(torch.uint8), dst=rank, group=group.process_group) for index, rank in others]
-    return [work for work in works if work is not None]
+    others = [index for index in range(group.size) if index != group.rank]
+    receives = [Receive(tensor.view(torch.uint8), index) for tensor, index in zip(received, others, strict=True)]
+    sends = [Send(sent[index].view(torch.uint8), index) for index in others]
+    return batch_isend_irecv([*receives, *sends], group)

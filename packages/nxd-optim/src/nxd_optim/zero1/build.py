@@ -1,0 +1,55 @@
+"""Making the buckets of ZeRO-1, and the optimizer that updates this rank's part of each."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from nxd_state import Group
+from torch import Tensor
+from torch.optim import Optimizer
+
+from nxd_optim.bucket import batch_parameters
+from nxd_optim.reducer import check_same_parameters
+from nxd_optim.zero1.flat_bucket import Dtypes, FlatBucket
+from nxd_optim.zero1.settings import settings_of
+
+
+def choose_dtypes(
+    parameter: torch.dtype, optimizer_dtype: torch.dtype | None, *, accumulate_wide: bool, average_wide: bool
+) -> Dtypes:
+    """What parameters of a dtype are trained in; wide is float32, or the parameter's own dtype where wider."""
+    wide = torch.promote_types(parameter, torch.float32)
+    gradient = wide if accumulate_wide else parameter
+    return Dtypes(optimizer_dtype or wide, gradient, wide if average_wide else gradient)
+
+
+def make_buckets(
+    parameters: Iterable[Tensor], group: Group, bucket_bytes: int, dtypes_of: Callable[[torch.dtype], Dtypes]
+) -> list[FlatBucket]:
+    """Move the trained ones among the parameters into buckets, in the order in which those leave.
+
+    Raises:
+        ValueError: parameters on the meta device, or others on another rank of the group.
+    """
+    trained = [p for p in dict.fromkeys(parameters) if p.requires_grad]
+    if any(p.is_meta for p in trained):
+        raise ValueError("parameters on the meta device cannot be trained; materialise them, then call init_zero()")
+    check_same_parameters(trained, group)
+    # Small parameters (norms, biases) travel apart and last. They are often listed apart from the matrices, so
+    # nobody can tell when backward reaches them, and a bucket waits for the last of its parameters.
+    matrices, others = [p for p in trained if p.dim() > 1], [p for p in trained if p.dim() <= 1]
+    batches = (*batch_parameters(matrices, bucket_bytes), *batch_parameters(others, bucket_bytes))
+    return [FlatBucket(batch, group, dtypes_of(batch[0].dtype)) for batch in batches]
+
+
+def make_base_optimizer(
+    bucket: FlatBucket, param_groups: Sequence[dict[str, Any]], make: Callable[[Any], Optimizer]
+) -> Optimizer:
+    """The optimizer of what this rank owns of a bucket, in groups with the settings of a user's groups."""
+    weights = {own.parameter: own.weight for own in bucket.ranges}
+    return make(
+        [
+            settings_of(group) | {"params": [weights[p] for p in group["params"] if p in weights]}
+            for group in param_groups
+        ]
+    )

@@ -1,0 +1,42 @@
+"""Which parameters have a gradient on some replica: as in torch, the optimizer leaves the others alone."""
+
+from collections.abc import Sequence
+
+import torch
+from nxd_state import Group, Pending, all_reduce_
+from torch import Tensor
+
+from nxd_optim.zero1.flat_bucket import FlatBucket
+
+
+class Usage:
+    """Agrees on the parameters that a step is to update, in a message that travels behind the gradients.
+
+    Args:
+        buckets: of the optimizer.
+        groups: the ranks of these together are all replicas.
+    """
+
+    def __init__(self, buckets: Sequence[FlatBucket], groups: Sequence[Group]) -> None:
+        self._buckets = buckets
+        self._groups = [group for group in groups if group.size > 1]
+        self._flags: Tensor | None = None
+        self._pending: Pending | None = None
+
+    def send(self) -> None:
+        """Start to tell which parameters have a gradient here. Called once every bucket was sent."""
+        used = [id(p) in bucket.used for bucket in self._buckets for p in bucket.parameters]
+        self._flags = torch.tensor(used, dtype=torch.uint8, device=self._buckets[0].own.device)
+        if self._groups:
+            self._pending = all_reduce_(self._flags, self._groups[0], op="max", async_op=True)
+
+    def anywhere(self) -> set[int]:
+        """Ids of the parameters that have a gradient on some replica."""
+        if self._flags is None:
+            return set()
+        flags = self._flags if self._pending is None else self._pending.wait()
+        for group in self._groups[1:]:
+            flags = all_reduce_(flags, group, op="max")
+        self._flags = self._pending = None
+        parameters = (p for bucket in self._buckets for p in bucket.parameters)
+        return {id(p) for p, flag in zip(parameters, flags.tolist(), strict=True) if flag}
