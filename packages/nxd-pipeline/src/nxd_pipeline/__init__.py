@@ -1,7 +1,7 @@
 """Pipeline parallelism: models cut into stages, and schedules as data that are checked before any rank plays them."""
 
 from nxd_pipeline.model import NxDPPModel
-from nxd_pipeline.partition import Stage, manual_partition
+from nxd_pipeline.partition import Stage, layer_flops, manual_partition
 from nxd_pipeline.schedules import (
     SCHEDULE_NAMES,
     Action,
@@ -19,6 +19,7 @@ from nxd_pipeline.schedules import (
     verify_schedule,
     write_schedule,
 )
+from nxd_pipeline.timeline import BubbleReport, bubble_report, read_trace
 
 __version__ = "0.1.0"
 
@@ -26,6 +27,7 @@ __all__ = [
     "NxDPPModel",
     "Stage",
     "manual_partition",
+    "layer_flops",
     "SCHEDULE_NAMES",
     "make_schedule",
     "custom_schedule",
@@ -41,4 +43,7 @@ __all__ = [
     "Timeline",
     "read_schedule",
     "write_schedule",
+    "read_trace",
+    "bubble_report",
+    "BubbleReport",
 ]

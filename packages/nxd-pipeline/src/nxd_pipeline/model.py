@@ -1,33 +1,48 @@
 """`NxDPPModel`: a model cut into pipeline stages, trained and evaluated by a schedule."""
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from pathlib import Path
+from time import perf_counter_ns
 from types import ModuleType
 from typing import Any
 
 import torch
-from nxd_state import Group, broadcast, get_group, model_parallel_is_initialized
-from torch import Tensor, fx, nn
+from nxd_state import Group, broadcast, get_group, model_parallel_is_initialized, transport_device
+from torch import Tensor, nn
 
 from nxd_pipeline.partition import (
+    Balance,
+    LayerChain,
+    LayerClasses,
+    LocalParts,
+    LossFunction,
+    ParamInit,
+    PartitionedModel,
+    PartitionOptions,
     Stage,
+    StageOfLayers,
+    Tracer,
     Wiring,
-    check_cuts,
-    even_cuts,
-    layer_names,
-    manual_partition,
-    trace_model,
-    traced_partition,
+    is_hugging_face,
+    materialize,
+    partition_model,
 )
-from nxd_pipeline.partition.cuts import LayerClasses
-from nxd_pipeline.runtime.executor import Executor
-from nxd_pipeline.runtime.failure import first_failure_named
+from nxd_pipeline.runtime.executor import Executor, Record
+from nxd_pipeline.runtime.failure import Failures
 from nxd_pipeline.runtime.loss import LossSpec, check_loss, pick_loss, share_loss
-from nxd_pipeline.runtime.mailbox import Mailbox, message_device
+from nxd_pipeline.runtime.mailbox import Mailbox
 from nxd_pipeline.runtime.microbatches import split_batch
 from nxd_pipeline.runtime.tied_weights import TiedWeights
-from nxd_pipeline.schedules import Schedule, forward_only, insert_communication, make_schedule
+from nxd_pipeline.schedules import (
+    Action,
+    ActionKind,
+    Schedule,
+    forward_only,
+    insert_communication,
+    make_schedule,
+)
+from nxd_pipeline.timeline import BubbleReport, TraceFile, bubble_report
 
 
 class NxDPPModel(nn.Module):
@@ -39,7 +54,7 @@ class NxDPPModel(nn.Module):
 
     def __init__(
         self,
-        module: nn.Module,
+        module: nn.Module | Sequence[nn.Module],
         transformer_layer_cls: LayerClasses | None = None,
         num_microbatches: int = 1,
         output_loss_value_spec: LossSpec = None,
@@ -48,41 +63,65 @@ class NxDPPModel(nn.Module):
         pipeline_cuts: Sequence[str] | None = None,
         input_names: Sequence[str] | None = None,
         leaf_module_cls: Sequence[type[nn.Module] | str] | None = None,
-        autowrap_functions: Sequence[Callable[..., Any]] | None = None,
-        autowrap_modules: Sequence[ModuleType] | None = None,
-        tracer_cls: str | type[fx.Tracer] | None = None,
+        autowrap_functions: Sequence[Callable[..., Any] | ModuleType] | None = None,
+        autowrap_modules: Sequence[ModuleType | Callable[..., Any]] | None = None,
+        tracer_cls: Tracer | None = None,
+        param_init_fn: ParamInit | None = None,
+        trace_file_path: str | Path | None = None,
         use_zero1_optimizer: bool = False,
         auto_partition: bool = False,
         *,
+        balance: Balance = "layers",
         stages: Sequence[nn.Module | Stage] | None = None,
+        manual_pp_partition: bool = False,
+        manual_pp_stage_partition_fn: StageOfLayers | None = None,
+        manual_pp_loss_fn: LossFunction | None = None,
         virtual_pipeline_size: int = 1,
         schedule: str | Schedule | None = None,
         return_loss_on_cpu: bool = True,
+        deallocate_pipeline_outputs: bool = False,
+        use_optimizer_wrapper: bool = False,
     ) -> None:
         """Cut the model and keep this rank's stages.
 
         Args:
-            module: the model.
-            transformer_layer_cls: the class (or classes) of its layers, which a trace does not look into.
+            module: the model; with `manual_pp_partition` a list of layers. It may be on the meta device.
+            transformer_layer_cls: the class (or classes) of its layers, which a trace does not look into. Models of
+                transformers know theirs.
             num_microbatches: how many parts a batch is cut into, along dim 0.
             output_loss_value_spec: where in the model's output the loss is, as True in a tuple or dict of the
-                output's structure; None: the output is the loss.
+                output's structure; None: the output is the loss, or the `loss` in it if transformers made the model.
             return_mb_loss: `run_train` and `run_eval` return a list with each microbatch's loss.
             broadcast_and_average_loss: every rank gets the loss, averaged over the data-parallel ranks.
             pipeline_cuts: the last layer of each stage but the last.
-            input_names: the arguments of `forward` that calls give; those without a default if None.
+            input_names: the arguments of `forward` that calls give; those without a default if None. Calls of a
+                transformers model may leave out what `forward` has a default for.
             leaf_module_cls: further classes, or their names, that a trace does not look into.
             autowrap_functions: functions that a trace does not look into.
             autowrap_modules: Python modules whose functions a trace does not look into.
-            tracer_cls: "torch" or a subclass of `torch.fx.Tracer`.
+            tracer_cls: "torch" or a subclass of `torch.fx.Tracer` to trace with; "hf", the default for models of
+                transformers, cuts them by their structure and traces nothing.
+            param_init_fn: called with each module of this rank that is on the meta device, to fill its own
+                parameters and buffers; see `materialize`.
+            trace_file_path: a JSON file for the timeline of the first training steps on all ranks, which Perfetto
+                shows, with a picture beside it; see `TraceFile`.
             use_zero1_optimizer: taken for scripts that give it; averaging gradients over data-parallel ranks is
                 left to the optimizer in any case.
-            auto_partition: cut between layers of `transformer_layer_cls`, equally many to each stage.
+            auto_partition: cut between layers, as `balance` says.
+            balance: "layers": equally many to each stage, the remainder to later ones. "parameters" or "flops": so
+                that the largest stage is small, embeddings and head counted where they are. Costs of the layers, such
+                as measured times or those of `layer_flops`: the same by these.
             stages: stages written by hand, see `manual_partition`; nothing is traced then.
+            manual_pp_partition: `module` is a list of layers, called one after the other; inputs are `inputs` and,
+                with a loss function, `labels`.
+            manual_pp_stage_partition_fn: gives the stage of each layer of that list, see `sequence_partition`.
+            manual_pp_loss_fn: the loss, of what the last layer of that list returns and the labels.
             virtual_pipeline_size: stages per rank.
             schedule: a name, see `make_schedule`, or a schedule; None for 1F1B, interleaved if there are several
                 stages per rank.
             return_loss_on_cpu: losses come back as CPU tensors.
+            deallocate_pipeline_outputs: taken for scripts that give it; the runtime keeps what backward needs.
+            use_optimizer_wrapper: taken for scripts that give it.
 
         Raises:
             ValueError: arguments that exclude each other, or a model or schedule that cannot be cut or played so.
@@ -90,43 +129,61 @@ class NxDPPModel(nn.Module):
         super().__init__()
         if return_mb_loss and broadcast_and_average_loss:
             raise ValueError("return_mb_loss and broadcast_and_average_loss exclude each other; choose one")
+        if manual_pp_partition == isinstance(module, nn.Module):
+            raise ValueError(
+                f"manual_pp_partition={manual_pp_partition} and module is a {type(module).__name__}; give a list of "
+                "layers with manual_pp_partition=True, or a module without it"
+            )
         self._num_microbatches = num_microbatches
         self._loss_spec = output_loss_value_spec
+        if output_loss_value_spec is None and is_hugging_face(module):
+            self._loss_spec = {"loss": True}
         self._return_mb_loss = return_mb_loss
         self._broadcast_loss = broadcast_and_average_loss
         self._return_loss_on_cpu = return_loss_on_cpu
         self._group = get_group("pp") if model_parallel_is_initialized() else Group.solo("pp")
         self._schedule = _make_schedule(schedule, self._group.size, num_microbatches, virtual_pipeline_size)
-        cut = _Cut(
+        options = PartitionOptions(
             transformer_layer_cls,
             pipeline_cuts,
             auto_partition,
+            balance,
             input_names,
             tuple(leaf_module_cls or ()),
-            tuple(autowrap_functions or ()),
-            tuple(autowrap_modules or ()),
-            _tracer_class(tracer_cls),
+            (*(autowrap_functions or ()), *(autowrap_modules or ())),
+            tracer_cls,
+            stages,
+            manual_pp_stage_partition_fn,
+            manual_pp_loss_fn,
         )
+        whole = module if isinstance(module, nn.Module) else LayerChain(dict(enumerate(module)), manual_pp_loss_fn)
+        self._tied_names = LocalParts([whole]).tied_names()
         self._whole_model: nn.Module | None = None
         self._stages: dict[int, Stage] = {}
         if self._schedule.num_stages == 1:
-            self._whole_model = module
+            self._whole_model = whole
+            self._training_schedule = make_schedule("1f1b", 1, num_microbatches)
+            materialize(whole, param_init_fn)
         else:
-            every_stage = cut.apply(module, self._schedule.num_stages, stages)
-            self._keep_stages(every_stage)
+            self._keep_stages(partition_model(module, self._schedule.num_stages, options), whole, param_init_fn)
+        self._trace_file = None
+        if trace_file_path is not None:
+            self._trace_file = TraceFile(trace_file_path, self._training_schedule, self._group)
 
-    def _keep_stages(self, every_stage: Sequence[Stage]) -> None:
+    def _keep_stages(self, model: PartitionedModel, whole: nn.Module, param_init_fn: ParamInit | None) -> None:
         """Keep what this rank needs of all stages; the rest goes with the last reference to the model."""
-        wiring = Wiring(every_stage)
-        self._inputs = wiring.model_inputs
-        self._tied_weights = TiedWeights(every_stage, self._schedule.rank_of_stage, self._group)
-        self._stages = {index: every_stage[index] for index in self._schedule.stages_of(self._group.rank)}
+        wiring = Wiring(model.stages)
+        self._inputs, self._optional_inputs = wiring.model_inputs, model.optional_inputs
+        self._stages = {index: model.stages[index] for index in self._schedule.stages_of(self._group.rank)}
+        materialize(whole, param_init_fn, only=self._local.tensors())
+        self._tied_weights = TiedWeights(model.stages, self._schedule.rank_of_stage, self._group)
         self._local_modules = nn.ModuleList(stage.module for stage in self._stages.values())
         modules = {index: stage.module for index, stage in self._stages.items()}
+        self._failures = Failures(self._group)
         mailbox = Mailbox(self._group)
-        training = insert_communication(self._schedule, wiring.edges)
+        self._training_schedule = insert_communication(self._schedule, wiring.edges)
         evaluation = insert_communication(forward_only(self._schedule), wiring.edges)
-        self._train_executor = Executor(modules, wiring, training, mailbox)
+        self._train_executor = Executor(modules, wiring, self._training_schedule, mailbox)
         self._eval_executor = Executor(modules, wiring, evaluation, mailbox)
 
     def partition(self) -> None:
@@ -146,16 +203,28 @@ class NxDPPModel(nn.Module):
             ValueError: inputs are missing, unknown or cannot be cut into microbatches, or the model returned no loss.
         """
         microbatches = self._microbatches(kwargs)
-        if self._whole_model is not None:
-            losses = []
-            for microbatch in microbatches:
-                loss = self._training_loss(self._whole_model(**microbatch))
-                (loss / self._num_microbatches).backward()
-                losses.append(loss.detach())
-        else:
-            with first_failure_named(self._group), self._tied_weights.gradients_summed():
-                losses = self._train_executor.run(self._group.rank, microbatches, self._training_loss)
+        with nullcontext() if self._trace_file is None else self._trace_file.step() as record:
+            if self._whole_model is not None:
+                losses = self._train_whole(self._whole_model, microbatches, record)
+            else:
+                with self._failures.end_all_ranks(), self._tied_weights.gradients_summed():
+                    losses = self._train_executor.run(self._group.rank, microbatches, self._training_loss, record)
         return self._finished(losses)
+
+    def _train_whole(
+        self, model: nn.Module, microbatches: Sequence[Mapping[str, Any]], record: Record | None
+    ) -> list[Tensor]:
+        losses = []
+        for index, microbatch in enumerate(microbatches):
+            start = perf_counter_ns()
+            loss = self._training_loss(model(**microbatch))
+            middle = perf_counter_ns()
+            (loss / self._num_microbatches).backward()
+            losses.append(loss.detach())
+            if record is not None:
+                record(Action(ActionKind.FORWARD, 0, index), start, middle)
+                record(Action(ActionKind.BACKWARD, 0, index), middle, perf_counter_ns())
+        return losses
 
     def run_eval(self, **kwargs: Any) -> Any:
         """Forward of a batch, without gradients.
@@ -172,15 +241,26 @@ class NxDPPModel(nn.Module):
             with torch.no_grad():
                 results = [self._evaluated(self._whole_model(**microbatch)) for microbatch in microbatches]
         else:
-            with first_failure_named(self._group):
+            with self._failures.end_all_ranks():
                 results = self._eval_executor.run(self._group.rank, microbatches, self._evaluated)
         is_loss = all(isinstance(it, Tensor) and it.numel() == 1 for it in results)
         if self._broadcast_loss:  # only the last stage's rank has seen what the model returns
-            seen = torch.tensor(is_loss, device=message_device(self._group))
+            seen = torch.tensor(is_loss, device=transport_device(self._group))
             is_loss = bool(broadcast(seen, self._group, source=self._schedule.rank_of_stage[-1]))
         if is_loss:
             return self._finished(results)
         return results or None
+
+    def bubble_report(self) -> BubbleReport:
+        """How much of the last traced step this pipeline's ranks were idle, and what the simulator says.
+
+        Raises:
+            RuntimeError: no step has been traced.
+        """
+        step = None if self._trace_file is None else self._trace_file.last_step
+        if step is None:
+            raise RuntimeError("no step has been traced; give trace_file_path, and call run_train")
+        return bubble_report(step.timelines[step.pipelines.index(self._group.ranks)])
 
     def forward(self, **kwargs: Any) -> Any:
         """What the model returns, where the pipeline has one rank.
@@ -192,33 +272,45 @@ class NxDPPModel(nn.Module):
             raise RuntimeError("a model cut into stages has no forward of its own; call run_train or run_eval")
         return self._whole_model(**kwargs)
 
+    @property
+    def _local(self) -> LocalParts:
+        return LocalParts(list(self._stages.values()) if self._whole_model is None else [self._whole_model])
+
     def local_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's parameters by the unpartitioned model's names; a tied weight once per rank."""
-        seen: set[nn.Parameter] = set()
-        for part in self._local_parts():
-            for name, parameter in part.named_parameters():
-                if parameter not in seen:
-                    seen.add(parameter)
-                    yield name, parameter
+        return self._local.named_parameters()
 
     def local_parameters(self) -> Iterator[nn.Parameter]:
         """This rank's parameters."""
         return (parameter for _, parameter in self.local_named_parameters())
 
+    def local_named_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """This rank's buffers by the unpartitioned model's names."""
+        return self._local.named_buffers()
+
     def local_named_modules(self) -> Iterator[tuple[str, nn.Module]]:
         """This rank's modules by the unpartitioned model's names; each stage itself has the name of the whole, ""."""
-        for part in self._local_parts():
-            yield from part.named_modules()
+        return self._local.named_modules()
+
+    def tied_names(self) -> dict[str, str]:
+        """Of each further name of a tied weight of the unpartitioned model, the first, which checkpoints know it by."""
+        return dict(self._tied_names)
 
     def local_state_dict(self) -> dict[str, Tensor]:
         """This rank's parameters and persistent buffers by the unpartitioned model's names."""
-        return {name: tensor for part in self._local_parts() for name, tensor in part.state_dict().items()}
+        return self._local.state_dict()
 
-    def _local_parts(self) -> list[nn.Module | Stage]:
-        return list(self._stages.values()) if self._whole_model is None else [self._whole_model]
+    def load_local_state_dict(self, state: Mapping[str, Tensor], *, strict: bool = True) -> None:
+        """Copy values from a `local_state_dict`, or from the state of the unpartitioned model.
+
+        Raises:
+            ValueError: values of this rank are missing (if `strict`), or shapes differ.
+        """
+        self._local.load_state_dict(state, strict=strict)
 
     def _microbatches(self, batch: Mapping[str, Any]) -> list[dict[str, Any]]:
         if self._whole_model is None:
+            batch = {**self._optional_inputs, **batch}
             missing, unknown = sorted(self._inputs - batch.keys()), sorted(batch.keys() - self._inputs)
             if missing:
                 raise ValueError(f"the inputs {missing} are missing; the model was cut for {sorted(self._inputs)}")
@@ -234,8 +326,11 @@ class NxDPPModel(nn.Module):
 
     def _evaluated(self, output: Any) -> Any:
         """The loss where the output has one in its place, else the output."""
-        loss = pick_loss(output, self._loss_spec)
-        return output if loss is None else loss
+        try:
+            loss = pick_loss(output, self._loss_spec)
+        except ValueError:  # no labels, no loss
+            return output
+        return loss if isinstance(loss, Tensor) and loss.numel() == 1 else output
 
     def _finished(self, losses: Sequence[Tensor]) -> Tensor | list[Tensor] | None:
         if self._return_loss_on_cpu:
@@ -251,68 +346,6 @@ class NxDPPModel(nn.Module):
         return mean
 
 
-@dataclass(frozen=True)
-class _Cut:
-    """Where and how a model is to be cut; the fields are those of `NxDPPModel`."""
-
-    transformer_layer_cls: LayerClasses | None
-    pipeline_cuts: Sequence[str] | None
-    auto_partition: bool
-    input_names: Sequence[str] | None
-    leaf_classes: tuple[type[nn.Module] | str, ...]
-    autowrap_functions: tuple[Callable[..., Any], ...]
-    autowrap_modules: tuple[ModuleType, ...]
-    tracer_cls: type[fx.Tracer]
-
-    def apply(
-        self, module: nn.Module, num_stages: int, stages: Sequence[nn.Module | Stage] | None
-    ) -> tuple[Stage, ...]:
-        """All stages of the model."""
-        if stages is not None:
-            return self._by_hand(module, num_stages, stages)
-        cuts = self._cuts(module, num_stages)
-        layer_classes = self.transformer_layer_cls or ()
-        graph = trace_model(
-            module,
-            input_names=self.input_names,
-            leaf_classes=(
-                *((layer_classes,) if isinstance(layer_classes, type) else layer_classes),
-                *self.leaf_classes,
-            ),
-            leaf_names=cuts,
-            autowrap_functions=self.autowrap_functions,
-            autowrap_modules=self.autowrap_modules,
-            tracer_cls=self.tracer_cls,
-        )
-        return traced_partition(module, graph, cuts)
-
-    def _by_hand(self, module: nn.Module, num_stages: int, stages: Sequence[nn.Module | Stage]) -> tuple[Stage, ...]:
-        if self.pipeline_cuts is not None or self.auto_partition:
-            raise ValueError("stages are given by hand; leave out pipeline_cuts and auto_partition")
-        if len(stages) != num_stages:
-            raise ValueError(
-                f"{len(stages)} stages are given; this pipeline needs {num_stages}, one for each rank and each of its "
-                "virtual_pipeline_size"
-            )
-        names = list(inspect.signature(module.forward).parameters) if self.input_names is None else self.input_names
-        return manual_partition(stages, input_names=names, model=module)
-
-    def _cuts(self, module: nn.Module, num_stages: int) -> Sequence[str]:
-        if self.auto_partition:
-            if self.pipeline_cuts is not None:
-                raise ValueError("pipeline_cuts and auto_partition exclude each other; choose one")
-            if self.transformer_layer_cls is None:
-                raise ValueError("auto_partition needs transformer_layer_cls, the class of the layers to spread")
-            return even_cuts(layer_names(module, self.transformer_layer_cls), num_stages)
-        if self.pipeline_cuts is None:
-            raise ValueError(
-                f"nothing says where to cut the model into {num_stages} stages; give pipeline_cuts, or "
-                "auto_partition=True with transformer_layer_cls, or stages"
-            )
-        check_cuts(module, self.pipeline_cuts, num_stages)
-        return self.pipeline_cuts
-
-
 def _make_schedule(
     schedule: str | Schedule | None, pipeline_size: int, num_microbatches: int, virtual_pipeline_size: int
 ) -> Schedule:
@@ -326,11 +359,3 @@ def _make_schedule(
             f"microbatches; this pipeline has {pipeline_size} ranks and num_microbatches={num_microbatches}"
         )
     return schedule
-
-
-def _tracer_class(tracer: str | type[fx.Tracer] | None) -> type[fx.Tracer]:
-    if tracer is None or tracer == "torch":
-        return fx.Tracer
-    if isinstance(tracer, type) and issubclass(tracer, fx.Tracer):
-        return tracer
-    raise ValueError(f"tracer_cls={tracer!r} is not known; use 'torch', a subclass of torch.fx.Tracer, or stages")

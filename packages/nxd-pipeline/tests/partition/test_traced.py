@@ -105,9 +105,46 @@ def test_function_that_branches_needs_autowrap():
     model = Branching(nn.Linear(4, 4), nn.Linear(4, 4))
     x = torch.randn(2, 4)
 
-    with pytest.raises(ValueError, match=r"(?s)Branching cannot be traced.*autowrap_functions"):
+    with pytest.raises(ValueError, match=r"(?s)Branching cannot be traced in its own forward.*autowrap_functions"):
         cut(model, ["0"])
     assert torch.equal(run(cut(model, ["0"], autowrap_functions=[branching]), x=x), model(x))
+
+
+class Gate(nn.Module):
+    def forward(self, x):
+        return branching(x)
+
+
+class Gated(nn.Sequential):
+    def forward(self, x):
+        x = self[2](self[0](x)).view(x.shape[0], -1)
+        return self[1](x + torch.arange(x.shape[1], device=x.device)), {"rows": x.dim(), "shape": x.shape[0]}
+
+
+def test_module_that_branches_is_named_and_kept_whole_as_a_leaf():
+    model = Gated(nn.Linear(4, 4), nn.Linear(4, 4), Gate())
+    x = torch.randn(2, 4)
+
+    with pytest.raises(ValueError, match=r"(?s)forward of '2', a Gate: TraceError.*leaf_module_cls=\['Gate'\]"):
+        cut(model, ["0"])
+    for leaf in ("Gate", Gate):
+        output, sizes = run(cut(model, ["0"], leaf_classes=[leaf]), x=x)
+        assert torch.equal(output, model(x)[0])
+        assert sizes == {"rows": 2, "shape": 2}
+
+
+class WithExtras(nn.Sequential):
+    def forward(self, x, *, factor, **extras):
+        return self[1](self[0](x) * factor) + extras["shift"]
+
+
+def test_inputs_may_be_keywords_that_forward_does_not_name():
+    model = WithExtras(nn.Linear(4, 4), nn.Linear(4, 4))
+    x, shift = torch.randn(2, 4), torch.ones(4)
+
+    stages = cut(model, ["0"], input_names=["x", "factor", "shift"])
+
+    assert torch.equal(run(stages, x=x, factor=2.0, shift=shift), model(x, factor=2.0, shift=shift))
 
 
 @pytest.mark.parametrize(

@@ -51,9 +51,9 @@ def _make_model(**options):
     return Model(**options).double()
 
 
-def _make_batch(seed=0, *, seq=SEQ):
+def _make_batch(seed=0, *, size=BATCH, seq=SEQ):
     generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randint(VOCAB, (BATCH, seq), generator=generator) for name in ("input_ids", "labels")}
+    return {name: torch.randint(VOCAB, (size, seq), generator=generator) for name in ("input_ids", "labels")}
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""When one stage fails, the ranks of the others end with its error."""
+"""When one stage fails, all ranks end with its error, whether its own process goes on or not."""
 
 import os
 
@@ -8,21 +8,60 @@ from nxd_state import get_group, initialize_model_parallel
 from nxd_state.testing import RankFailure
 
 
+class Overflow(FloatingPointError):
+    """What the failing layer raises."""
+
+
+def fail(*_):
+    raise Overflow("a layer overflowed")
+
+
+def failing_pipeline(model, layer_class, *, layer, direction, schedule="1f1b"):
+    """A pipeline of one layer per stage, of which one fails."""
+    if direction == "forward":
+        model.layers[layer].register_forward_hook(fail)
+    else:
+        model.layers[layer].linear.weight.register_hook(fail)
+    return NxDPPModel(model, layer_class, 8, auto_partition=True, schedule=schedule)
+
+
+@pytest.mark.parametrize("pipeline_size", [2, 4])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_stage_that_fails_ends_all_ranks_with_its_error(
-    run_ranks, make_model, make_batch, layer_class, tmp_path, direction
+@pytest.mark.parametrize("stage", ["first", "middle", "last"])
+def test_stage_that_fails_and_is_caught_ends_all_ranks_with_its_error(
+    run_ranks, make_model, make_batch, layer_class, pipeline_size, direction, stage
 ):
-    def fail(*_):
-        raise FloatingPointError("layer 2 overflowed")
+    if stage == "middle" and pipeline_size == 2:
+        pytest.skip("two stages have no middle")
+    layer = {"first": 0, "middle": pipeline_size // 2, "last": pipeline_size - 1}[stage]
 
     def train():
+        initialize_model_parallel(pipeline_model_parallel_size=pipeline_size)
+        pipeline = failing_pipeline(make_model(num_layers=pipeline_size), layer_class, layer=layer, direction=direction)
+        messages = []
+        for _ in range(3):  # a rank that does not need the failed one any more learns of it in the next step
+            try:
+                pipeline.run_train(**make_batch())
+            except (Overflow, RuntimeError) as error:
+                messages.append(f"{type(error).__name__}: {error}")
+        return messages[:2]
+
+    results = run_ranks(train, pipeline_size, timeout=60.0)
+
+    first = f"pipeline rank {layer} failed with Overflow: a layer overflowed"
+    for rank, (message, later) in enumerate(results):
+        own, other = "Overflow: a layer overflowed", f"RuntimeError: this rank stopped because {first}"
+        assert message == (own if rank == layer else other)
+        assert later.startswith(f"RuntimeError: this pipeline has ended: {first}. ")
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_stage_whose_process_ends_ends_all_ranks_with_its_error(
+    run_ranks, make_model, make_batch, layer_class, tmp_path, schedule
+):
+    def train():
         initialize_model_parallel(pipeline_model_parallel_size=4)
-        model = make_model()
-        if direction == "forward":
-            model.layers[2].register_forward_hook(fail)
-        else:
-            model.layers[2].linear.weight.register_hook(fail)
-        pipeline = NxDPPModel(model, layer_class, 4, auto_partition=True)
+        pipeline = failing_pipeline(make_model(), layer_class, layer=2, direction="backward", schedule=schedule)
         try:
             pipeline.run_train(**make_batch())
         except Exception as error:
@@ -30,9 +69,9 @@ def test_stage_that_fails_ends_all_ranks_with_its_error(
             os._exit(1)  # as a program does whose error nobody catches
 
     with pytest.raises(RankFailure):
-        run_ranks(train, 4, timeout=20.0)
+        run_ranks(train, 4, timeout=60.0)
 
     messages = [(tmp_path / str(rank)).read_text() for rank in range(4)]
-    own = "FloatingPointError: layer 2 overflowed"
+    own = "Overflow: a layer overflowed"
     other = f"RuntimeError: this rank stopped because pipeline rank 2 failed with {own}"
     assert messages == [other, other, own, other]

@@ -49,6 +49,7 @@ from nxd_state.parallel_state import (
     model_parallel_is_initialized,
     subgroup,
 )
+from nxd_state.process_groups import transport_device
 from nxd_state.rng import get_rng_state, rng_stream, seed_model_parallel, set_rng_state
 from nxd_state.shard_spec import (
     Box,
@@ -125,6 +126,7 @@ __all__ = [
     # devices and random numbers
     "device_type",
     "get_device",
+    "transport_device",
     "step_boundary",
     "move_model_to_device",
     "seed_model_parallel",

@@ -14,6 +14,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import rendezvous
 
 from nxd_state.device import BACKENDS, device_type, get_device
+from nxd_state.group import Group
 
 # What torchrun, or whoever launched this process, sets: the same values mean the same launch.
 _LAUNCH_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
@@ -45,6 +46,13 @@ def _fresh_store(rank: int, world_size: int, timeout: timedelta | None) -> dist.
     store = _launcher_stores[launch]
     start = store.add(f"nxd_state/starts_of_rank_{rank}", 1)
     return dist.PrefixStore(f"nxd_state/start_{start}", store)
+
+
+def transport_device(group: Group) -> torch.device:
+    """The device of tensors that a group can exchange whatever the model's are on: the CPU over gloo, else our own."""
+    if group.size == 1 or dist.get_backend(group.process_group) == "gloo":
+        return torch.device("cpu")
+    return get_device()
 
 
 def new_process_group(ranks: tuple[int, ...], timeout: timedelta | None) -> dist.ProcessGroup | None:

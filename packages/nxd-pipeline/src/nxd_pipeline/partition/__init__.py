@@ -1,20 +1,48 @@
-"""Cutting a model into pipeline stages: by a trace of it, or by hand."""
+"""Cutting a model into pipeline stages: by a trace of it, by its structure, or by hand."""
 
-from nxd_pipeline.partition.cuts import check_cuts, even_cuts, layer_names
+from nxd_pipeline.partition.balance import balanced_cuts, layer_flops
+from nxd_pipeline.partition.cuts import LayerClasses, check_cuts, even_cuts, layer_names
+from nxd_pipeline.partition.hugging_face import hugging_face_structure, is_hugging_face
+from nxd_pipeline.partition.local_parts import LocalParts
 from nxd_pipeline.partition.manual import manual_partition
+from nxd_pipeline.partition.materialize import ParamInit, materialize
+from nxd_pipeline.partition.options import Balance, PartitionedModel, PartitionOptions, Tracer, partition_model
+from nxd_pipeline.partition.sequence import LayerChain, LossFunction, StageOfLayers, sequence_partition
 from nxd_pipeline.partition.stage import Stage, Wiring
+from nxd_pipeline.partition.structure import ModelStructure, structural_partition
 from nxd_pipeline.partition.trace import trace_model
 from nxd_pipeline.partition.traced import traced_partition
 
 __all__ = [
     "Stage",
     "Wiring",
+    # the choice of a way
+    "PartitionOptions",
+    "PartitionedModel",
+    "partition_model",
+    "Balance",
+    "Tracer",
+    "LayerClasses",
     # where to cut
     "layer_names",
     "even_cuts",
+    "balanced_cuts",
+    "layer_flops",
     "check_cuts",
     # ways to cut
-    "manual_partition",
     "traced_partition",
     "trace_model",
+    "structural_partition",
+    "ModelStructure",
+    "hugging_face_structure",
+    "is_hugging_face",
+    "manual_partition",
+    "sequence_partition",
+    "LayerChain",
+    "LossFunction",
+    "StageOfLayers",
+    # a rank's own part
+    "LocalParts",
+    "materialize",
+    "ParamInit",
 ]

@@ -27,17 +27,26 @@ def even_cuts(layers: Sequence[str], num_stages: int) -> list[str]:
     Raises:
         ValueError: there are fewer layers than stages.
     """
-    if len(layers) < num_stages:
-        raise ValueError(
-            f"{len(layers)} layers cannot fill {num_stages} stages; use at most {len(layers)} stages "
-            "(pipeline_model_parallel_size times virtual_pipeline_size)"
-        )
+    check_layer_count(len(layers), num_stages)
     per_stage, remainder = divmod(len(layers), num_stages)
     cuts, end = [], 0
     for stage in range(num_stages - 1):
         end += per_stage + (stage >= num_stages - remainder)
         cuts.append(layers[end - 1])
     return cuts
+
+
+def check_layer_count(num_layers: int, num_stages: int) -> None:
+    """Check that no stage need be empty.
+
+    Raises:
+        ValueError: there are fewer layers than stages.
+    """
+    if num_layers < num_stages:
+        raise ValueError(
+            f"{num_layers} layers cannot fill {num_stages} stages; use at most {num_layers} stages "
+            "(pipeline_model_parallel_size times virtual_pipeline_size)"
+        )
 
 
 def check_cuts(module: nn.Module, cuts: Sequence[str], num_stages: int) -> None:

@@ -39,8 +39,11 @@ class Stage:
         return ".".join(part for part in (self.logical_names[known], rest) if part)
 
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """Its submodules by their logical names."""
-        return ((self.logical_name(path), module) for path, module in self.module.named_modules())
+        """Its submodules by their logical names; the stage itself has that of the whole model, ""."""
+        for path, module in self.module.named_modules():
+            name = self.logical_name(path)
+            if name or not path:  # a model that a stage wraps is not named again
+                yield name, module
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Its parameters by their logical names."""

@@ -19,6 +19,17 @@ class _LayerTracer(fx.Tracer):
     layer_classes: tuple[type[nn.Module] | str, ...] = ()
     layer_names: frozenset[str] = frozenset()
     input_names: tuple[str, ...] = ()
+    failed_in: tuple[str, nn.Module] | None = None  # the innermost module whose forward could not be traced
+
+    def call_module(
+        self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """As torch.fx does, and remembers where it failed."""
+        try:
+            return super().call_module(m, forward, args, kwargs)
+        except Exception:
+            self.failed_in = self.failed_in or (self.path_of_module(m), m)
+            raise
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Layers by class or name, parallel layers, and what torch.fx never looks into."""
@@ -82,11 +93,22 @@ def trace_model(
     tracer.input_names = tuple(input_names)
     try:
         return tracer.trace(module)
-    except (fx.proxy.TraceError, TypeError) as error:
-        raise ValueError(
-            f"{type(module).__name__} cannot be traced: {error}. Name the class of the module where this happens in "
-            "leaf_module_cls, its function in autowrap_functions, or give stages written by hand"
-        ) from error
+    except Exception as error:  # whatever a model raises when it is given proxies in the place of values
+        raise ValueError(_not_traced(module, error, tracer.failed_in)) from error
+
+
+def _not_traced(module: nn.Module, error: Exception, failed_in: tuple[str, nn.Module] | None) -> str:
+    where, leaf = "in its own forward", "..."
+    if failed_in is not None:
+        path, inner = failed_in
+        where = f"in the forward of {path!r}, a {type(inner).__name__}"
+        leaf = repr(type(inner).__name__)
+    return (
+        f"{type(module).__name__} cannot be traced {where}: {type(error).__name__}: {error}. Keep "
+        f"modules whole by leaf_module_cls=[{leaf}] or functions by autowrap_functions, give only the inputs that are "
+        "used by input_names, cut a model of transformers by its structure (tracer_cls='hf'), or write the stages by "
+        "hand (stages=[...])"
+    )
 
 
 def _is_parallel_layer(module: nn.Module) -> bool:

@@ -5,7 +5,7 @@ from the model's inputs alone (masks, positions) are not sent: every stage that 
 """
 
 import operator
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any
 
 import torch
@@ -30,6 +30,34 @@ def traced_partition(module: nn.Module, graph: fx.Graph, cuts: Sequence[str]) ->
     parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     stage_of = _assign_stages(graph, cuts, parameters)
     return tuple(_make_stage(module, graph, stage_of, stage, len(cuts) + 1) for stage in range(len(cuts) + 1))
+
+
+def traced_costs(
+    module: nn.Module, graph: fx.Graph, layers: Sequence[str], measure: Callable[[nn.Module], float]
+) -> list[float]:
+    """The cost of each layer, with what the model calls before it since the last one; the rest is the last layer's.
+
+    Raises:
+        ValueError: the model never calls a layer.
+    """
+    costs: dict[str, float] = {}
+    seen: set[str] = set()
+    since_layer = 0.0
+    for node in graph.nodes:
+        if node.op not in ("call_module", "get_attr") or node.target in seen:
+            continue
+        seen.add(node.target)
+        if node.op == "call_module":
+            since_layer += measure(module.get_submodule(node.target))
+        elif isinstance(value := operator.attrgetter(node.target)(module), nn.Parameter):
+            since_layer += measure(nn.ParameterList([value]))
+        if node.target in layers:
+            costs[node.target], since_layer = since_layer, 0.0
+    missing = [layer for layer in layers if layer not in costs]
+    if missing:
+        raise ValueError(f"the model never calls the layers {missing}; choose pipeline_cuts among those that it calls")
+    costs[next(reversed(costs))] += since_layer
+    return [costs[layer] for layer in layers]
 
 
 def _assign_stages(graph: fx.Graph, cuts: Sequence[str], parameters: Set[str]) -> dict[fx.Node, int]:

@@ -1,96 +1,134 @@
 """Plays a schedule: computes this rank's stages in the order it says, and sends and receives what it says."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from time import perf_counter_ns
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils._pytree import TreeSpec
 
 from nxd_pipeline.partition.stage import Wiring
-from nxd_pipeline.runtime.layout import TensorLayout, differentiable, fill, layout_of, tensors_of
+from nxd_pipeline.runtime.layout import TensorLayout, ValueLayout, describe_value, leaves_of_a_graph
 from nxd_pipeline.runtime.mailbox import Incoming, Mailbox
+from nxd_pipeline.runtime.split_backward import SplitBackward
 from nxd_pipeline.schedules import Action, ActionKind, Schedule, verify_schedule
+from nxd_pipeline.schedules.action import RECEIVES
+from nxd_pipeline.schedules.edge import Dataflow
 
-_PLAYED = frozenset(ActionKind) - {ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT}
+Record = Callable[[Action, int, int], None]
+_Key = tuple[int, int, int]  # from stage, to stage, microbatch
 
 
 @dataclass
 class _Passage:
-    """What is kept of one microbatch in one stage from its forward to its backward."""
+    """What is kept of one microbatch in one stage from its forward to its backward.
 
-    incoming: dict[int, Any]  # by producer, with leaf tensors
-    outgoing: dict[int, Any]  # by consumer
-    loss: Tensor | None = None  # of the last stage, divided by the number of microbatches
+    Attributes:
+        inputs: by producer, the leaf tensors that need gradients.
+        outputs: by consumer, where the gradients enter that come back from it; None for those that are not needed.
+        loss: of the last stage, divided by the number of microbatches.
+    """
+
+    inputs: dict[int, list[Tensor]]
+    outputs: dict[int, list[GradientEdge | None]] = field(default_factory=dict)
+    loss: Tensor | None = None
 
 
 class Executor:
-    """Plays one schedule over and over; values come and go in dicts keyed by (producer, consumer, microbatch)."""
+    """Plays one schedule over and over."""
 
     def __init__(self, modules: Mapping[int, nn.Module], wiring: Wiring, schedule: Schedule, mailbox: Mailbox) -> None:
         """Takes the modules of this rank's stages and the wiring of all.
 
         Raises:
-            ValueError: the schedule cannot be played, or splits the backward in two.
+            ValueError: the schedule cannot be played.
         """
-        split = next((it for it in schedule.compute_actions() if it.kind not in _PLAYED), None)
-        if split is not None:
-            raise ValueError(
-                f"schedule {schedule.name!r} splits the backward ({split}), which the runtime does not play; "
-                "use gpipe, 1f1b or interleaved"
-            )
         verify_schedule(schedule, wiring.edges)
         self._modules = modules
         self._wiring = wiring
         self._schedule = schedule
+        self._dataflow = Dataflow(schedule, wiring.edges)
         self._mailbox = mailbox
-        self._signature: Hashable = None
+        self._shapes = _Shapes(schedule.is_forward_only)
+        self._indivisible: set[int] = set()  # stages whose backward is not split, see SplitBackward
+        self._play = {
+            ActionKind.FORWARD: self._forward,
+            ActionKind.BACKWARD: self._backward,
+            ActionKind.BACKWARD_INPUT: self._backward_input,
+            ActionKind.BACKWARD_WEIGHT: self._backward_weight,
+            ActionKind.SEND_ACTIVATION: self._send_activation,
+            ActionKind.RECV_ACTIVATION: self._receive_activation,
+            ActionKind.SEND_GRADIENT: self._send_gradient,
+            ActionKind.RECV_GRADIENT: self._receive_gradient,
+        }
+        self._forget()
+
+    def _forget(self) -> None:
+        """Let go of everything that belongs to one run."""
         self._microbatches: Sequence[Mapping[str, Any]] = ()
         self._read_output: Callable[[Any], Any] = _same
         self._results: dict[int, Any] = {}
         self._passages: dict[tuple[int, int], _Passage] = {}
-        self._values: dict[tuple[int, int, int], Any] = {}  # made here, for other stages
-        self._incoming_values: dict[tuple[int, int, int], Incoming] = {}
-        self._gradients: dict[tuple[int, int, int], list[Tensor]] = {}  # made here, for other stages
-        self._incoming_gradients: dict[tuple[int, int, int], Incoming] = {}
+        self._weight_halves: dict[tuple[int, int], SplitBackward] = {}
+        self._values: dict[_Key, Any] = {}  # made here, for other stages
+        self._gradients: dict[_Key, list[Tensor]] = {}  # made here, for other stages
+        self._incoming: dict[Action, Incoming] = {}  # by the receive
 
-    def run(self, rank: int, microbatches: Sequence[Mapping[str, Any]], read_output: Callable[[Any], Any]) -> list[Any]:
+    def run(
+        self,
+        rank: int,
+        microbatches: Sequence[Mapping[str, Any]],
+        read_output: Callable[[Any], Any],
+        record: Record | None = None,
+    ) -> list[Any]:
         """Play the schedule once; gradients are added to those that parameters have.
 
         Args:
             rank: this rank's index in the pipeline-parallel group.
             microbatches: the model's inputs of each microbatch.
             read_output: what of the model's output is wanted; in training the loss, a scalar.
+            record: called after each action with it and its start and end by `time.perf_counter_ns()`. The span of a
+                receive is the time for which the computation that needs it waited, right before that computation.
 
         Returns:
             What `read_output` gave for each microbatch, on the rank of the last stage; elsewhere nothing.
         """
-        self._microbatches, self._read_output, self._results = microbatches, read_output, {}
-        self._signature = (repr(layout_of(dict(microbatches[0]))), self._schedule.is_forward_only)
-        play = {
-            ActionKind.FORWARD: self._forward,
-            ActionKind.BACKWARD: self._backward,
-            ActionKind.SEND_ACTIVATION: self._send_activation,
-            ActionKind.RECV_ACTIVATION: self._receive_activation,
-            ActionKind.SEND_GRADIENT: self._send_gradient,
-            ActionKind.RECV_GRADIENT: self._receive_gradient,
-        }
-        with torch.set_grad_enabled(not self._schedule.is_forward_only):
-            for action in self._schedule.actions[rank]:
-                play[action.kind](action)
-        self._mailbox.finish()
-        return [self._results[microbatch] for microbatch in sorted(self._results)]
+        self._microbatches, self._read_output = microbatches, read_output
+        self._shapes.look_at(microbatches)
+        try:
+            with torch.set_grad_enabled(not self._schedule.is_forward_only):
+                for action in self._schedule.actions[rank]:
+                    self._await_inputs(action, record)
+                    start = perf_counter_ns()
+                    self._play[action.kind](action)
+                    if record is not None and action.kind not in RECEIVES:
+                        record(action, start, perf_counter_ns())
+            self._mailbox.finish()
+            return [self._results[microbatch] for microbatch in sorted(self._results)]
+        finally:
+            self._forget()
+
+    def _await_inputs(self, action: Action, record: Record | None) -> None:
+        for receive in self._dataflow.receives(action):
+            start = perf_counter_ns()
+            self._incoming[receive].tensors()
+            if record is not None:
+                record(receive, start, perf_counter_ns())
 
     def _forward(self, action: Action) -> None:
         stage, microbatch = action.stage, action.microbatch
-        incoming: dict[int, Any] = {}
+        passage = _Passage({})
         values = dict(self._microbatches[microbatch])
         for producer in self._wiring.producers(stage):
-            incoming[producer] = self._take_value(producer, stage, microbatch)
-            values.update(zip(self._wiring.carried(producer, stage), incoming[producer], strict=True))
+            layout, tensors = self._take_value(producer, stage, microbatch)
+            leaves = leaves_of_a_graph(layout.tensors, tensors)
+            passage.inputs[producer] = [leaf for leaf in leaves if leaf.requires_grad]
+            values.update(zip(self._wiring.carried(producer, stage), layout.fill(leaves), strict=True))
         output = self._modules[stage](*(values[name] for name in self._wiring.inputs[stage]))
-        passage = _Passage(incoming, self._outgoing(stage, output))
-        for consumer, value in passage.outgoing.items():
+        for consumer, value in self._outgoing(stage, output).items():
             self._values[stage, consumer, microbatch] = value
         if stage == self._wiring.num_stages - 1:
             result = self._read_output(output)
@@ -101,6 +139,7 @@ class Executor:
             self._passages[stage, microbatch] = passage
 
     def _outgoing(self, stage: int, output: Any) -> dict[int, Any]:
+        """By consumer, the values that it gets."""
         names = self._wiring.outputs[stage]
         if len(names) > 1 and not (isinstance(output, tuple) and len(output) == len(names)):
             raise ValueError(
@@ -112,66 +151,135 @@ class Executor:
             for consumer in self._wiring.consumers(stage)
         }
 
-    def _take_value(self, producer: int, stage: int, microbatch: int) -> Any:
-        """A value from another stage, in which gradients stop and are collected."""
-        key = (producer, stage, microbatch)
-        if key in self._incoming_values:
-            return self._incoming_values.pop(key).value()
-        value = self._values.pop(key)
-        return fill(layout_of(value), tensors_of(value))
+    def _take_value(self, producer: int, stage: int, microbatch: int) -> tuple[ValueLayout, list[Tensor]]:
+        """A value of another stage, received or made here."""
+        receive = Action(ActionKind.RECV_ACTIVATION, stage, microbatch, producer)
+        if receive in self._incoming:
+            incoming = self._incoming.pop(receive)
+            return incoming.layout, incoming.tensors()
+        value = self._values.pop((producer, stage, microbatch))
+        layout, tensors = describe_value(value)
+        self._keep_outputs(producer, stage, microbatch, layout, tensors)
+        return layout, tensors
 
-    def _backward(self, action: Action) -> None:
-        stage, microbatch = action.stage, action.microbatch
-        passage = self._passages.pop((stage, microbatch))
-        tensors: list[Tensor] = []
-        gradients: list[Tensor | None] = []
-        if passage.loss is not None:
-            tensors.append(passage.loss)
-            gradients.append(None)
-        for consumer, value in passage.outgoing.items():
-            tensors += differentiable(value)
-            gradients += self._take_gradients(consumer, stage, microbatch)
-        if tensors:
-            torch.autograd.backward(tensors, gradients)
-        for producer, value in passage.incoming.items():
-            self._gradients[stage, producer, microbatch] = [
-                torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in differentiable(value)
+    def _keep_outputs(
+        self, stage: int, consumer: int, microbatch: int, layout: ValueLayout, tensors: Sequence[Tensor]
+    ) -> None:
+        """Keep where gradients of a value enter, not its tensors: their memory may go."""
+        if not self._schedule.is_forward_only:
+            self._passages[stage, microbatch].outputs[consumer] = [
+                get_gradient_edge(tensor) if tensor.requires_grad else None
+                for expected, tensor in zip(layout.tensors, tensors, strict=True)
+                if expected.needs_gradient
             ]
 
-    def _take_gradients(self, consumer: int, stage: int, microbatch: int) -> list[Tensor]:
-        key = (consumer, stage, microbatch)
-        if key in self._incoming_gradients:
-            return self._incoming_gradients.pop(key).tensors()
-        return self._gradients.pop(key)
+    def _backward(self, action: Action) -> None:
+        passage, roots, gradients = self._roots(action)
+        if roots:
+            torch.autograd.backward(roots, gradients)
+        self._keep_gradients(action, passage)
+
+    def _backward_input(self, action: Action) -> None:
+        if action.stage in self._indivisible:
+            self._backward(action)
+            return
+        passage, roots, gradients = self._roots(action)
+        leaves = [leaf for tensors in passage.inputs.values() for leaf in tensors]
+        halves = SplitBackward(roots, gradients, leaves)
+        if halves.is_indivisible:
+            self._indivisible.add(action.stage)
+        self._weight_halves[action.stage, action.microbatch] = halves
+        self._keep_gradients(action, passage)
+
+    def _backward_weight(self, action: Action) -> None:
+        halves = self._weight_halves.pop((action.stage, action.microbatch), None)
+        if halves is not None:
+            halves.compute_weights()
+
+    def _roots(self, action: Action) -> tuple[_Passage, list[GradientEdge], list[Tensor]]:
+        """Where a backward begins, and with which gradients."""
+        passage = self._passages.pop((action.stage, action.microbatch))
+        roots: list[GradientEdge] = []
+        gradients: list[Tensor] = []
+        if passage.loss is not None:
+            roots.append(get_gradient_edge(passage.loss))
+            gradients.append(torch.ones_like(passage.loss))
+        for consumer, edges in passage.outputs.items():
+            for edge, gradient in zip(edges, self._take_gradients(action, consumer), strict=True):
+                if edge is not None:
+                    roots.append(edge)
+                    gradients.append(gradient)
+        return passage, roots, gradients
+
+    def _take_gradients(self, action: Action, consumer: int) -> list[Tensor]:
+        """The gradients of what a consumer used, received or made here."""
+        receive = Action(ActionKind.RECV_GRADIENT, action.stage, action.microbatch, consumer)
+        if receive in self._incoming:
+            gradients = self._incoming.pop(receive).tensors()
+            if gradients:
+                key = (action.stage, consumer, self._shapes.of(action.microbatch))
+                self._mailbox.let_go(key, action.microbatch)
+            return gradients
+        return self._gradients.pop((consumer, action.stage, action.microbatch))
+
+    def _keep_gradients(self, action: Action, passage: _Passage) -> None:
+        """Keep the gradients of the stage's inputs, until they are sent or used here."""
+        for producer, leaves in passage.inputs.items():
+            self._gradients[action.stage, producer, action.microbatch] = [
+                torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves
+            ]
 
     def _send_activation(self, action: Action) -> None:
-        consumer = self._peer(action)
-        value = self._values.pop((action.stage, consumer, action.microbatch))
-        key = (action.stage, consumer, self._signature)
-        self._mailbox.send_value(value, self._schedule.rank_of_stage[consumer], key)
+        stage, microbatch, consumer = action.stage, action.microbatch, self._peer(action)
+        value = self._values.pop((stage, consumer, microbatch))
+        key = (stage, consumer, self._shapes.of(microbatch))
+        layout, tensors = self._mailbox.send_value(value, self._schedule.rank_of_stage[consumer], key, microbatch)
+        self._keep_outputs(stage, consumer, microbatch, layout, tensors)
 
     def _receive_activation(self, action: Action) -> None:
         producer = self._peer(action)
-        key = (producer, action.stage, self._signature)
-        incoming = self._mailbox.receive_value(self._schedule.rank_of_stage[producer], key)
-        self._incoming_values[producer, action.stage, action.microbatch] = incoming
+        key = (producer, action.stage, self._shapes.of(action.microbatch))
+        self._incoming[action] = self._mailbox.receive_value(self._schedule.rank_of_stage[producer], key)
 
     def _send_gradient(self, action: Action) -> None:
-        producer = self._peer(action)
-        gradients = self._gradients.pop((action.stage, producer, action.microbatch))
-        self._mailbox.send_tensors(gradients, self._schedule.rank_of_stage[producer])
+        stage, microbatch, producer = action.stage, action.microbatch, self._peer(action)
+        gradients = self._gradients.pop((stage, producer, microbatch))
+        key = (producer, stage, self._shapes.of(microbatch))
+        self._mailbox.send_gradients(gradients, self._schedule.rank_of_stage[producer], key, microbatch)
 
     def _receive_gradient(self, action: Action) -> None:
         consumer = self._peer(action)
-        sent = differentiable(self._passages[action.stage, action.microbatch].outgoing[consumer])
-        layouts = [TensorLayout.of(tensor) for tensor in sent]
-        incoming = self._mailbox.receive_tensors(layouts, self._schedule.rank_of_stage[consumer])
-        self._incoming_gradients[consumer, action.stage, action.microbatch] = incoming
+        key = (action.stage, consumer, self._shapes.of(action.microbatch))
+        self._incoming[action] = self._mailbox.receive_gradients(self._schedule.rank_of_stage[consumer], key)
 
     @staticmethod
     def _peer(action: Action) -> int:
         assert action.peer is not None  # communication has one, see Action
         return action.peer
+
+
+class _Shapes:
+    """Tells inputs of one shape from those of another: what all ranks know, and layouts between stages depend on."""
+
+    def __init__(self, is_forward_only: bool) -> None:
+        self._is_forward_only = is_forward_only
+        self._of_microbatch: list[Hashable] = []
+        self._structure: tuple[TreeSpec, str] | None = None  # the last one, and its text, which takes long to make
+
+    def look_at(self, microbatches: Sequence[Mapping[str, Any]]) -> None:
+        """Describe the inputs of a run."""
+        self._of_microbatch = [self._describe(microbatch) for microbatch in microbatches]
+
+    def of(self, microbatch: int) -> Hashable:
+        """Equal for inputs of the same structure, shapes, dtypes and plain Python values."""
+        return self._of_microbatch[microbatch]
+
+    def _describe(self, inputs: Mapping[str, Any]) -> Hashable:
+        layout, _ = describe_value(dict(inputs))
+        if self._structure is None or self._structure[0] != layout.structure:
+            self._structure = (layout.structure, repr(layout.structure))
+        leaves = (leaf if isinstance(leaf, TensorLayout) else repr(leaf) for leaf in layout.leaves)
+        return (self._is_forward_only, self._structure[1], *leaves)
 
 
 def _same(output: Any) -> Any:

@@ -1,38 +1,35 @@
-"""A stage that fails ends its process, and so the connections that others wait on: here they learn whose error it was.
-
-Nothing here ends a process. A program that catches the error and lives on leaves the others waiting until their
-collectives time out.
-"""
+"""A stage that fails ends the run of all stages, and all of them say whose error it was."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch.distributed as dist
-from nxd_state import Group
-from torch.distributed.distributed_c10d import _get_default_store
+from nxd_state import Group, abort_group
 
 
-@contextmanager
-def first_failure_named(group: Group) -> Iterator[None]:
-    """Raises errors of the body; where another rank of the group failed before, one that says which and why.
+class Failures:
+    """What a pipeline knows of its end."""
 
-    Raises:
-        RuntimeError: the body failed, and another rank's failure was the first.
-    """
-    try:
-        yield
-    except Exception as error:
-        mine = f"pipeline rank {group.rank} failed with {type(error).__name__}: {error}"
-        first = _first_failure(group, mine) if group.size > 1 else mine
-        if first == mine:
-            raise
-        raise RuntimeError(f"this rank stopped because {first}") from error
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._first: str | None = None
 
+    @contextmanager
+    def end_all_ranks(self) -> Iterator[None]:
+        """Where the body fails, the other ranks are freed from waiting, and raise what failed first.
 
-def _first_failure(group: Group, mine: str) -> str:
-    """What the first rank of the group that failed has said, which is `mine` if nobody has."""
-    key = f"nxd_pipeline/first_failure/{','.join(map(str, group.ranks))}"
-    try:
-        return _get_default_store().compare_set(key, "", mine).decode()
-    except dist.DistError:  # the rank that serves the store has ended
-        return mine
+        Raises:
+            RuntimeError: the body failed, and another rank's failure was the first; or one failed before.
+        """
+        if self._first is not None:
+            raise RuntimeError(
+                f"this pipeline has ended: {self._first}. Its ranks no longer wait for each other; start the job "
+                "again from a checkpoint"
+            )
+        try:
+            yield
+        except BaseException as error:
+            mine = f"pipeline rank {self._group.rank} failed with {type(error).__name__}: {error}"
+            self._first = abort_group(self._group, mine)
+            if self._first == mine:
+                raise
+            raise RuntimeError(f"this rank stopped because {self._first}") from error

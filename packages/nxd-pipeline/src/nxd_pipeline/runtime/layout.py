@@ -1,12 +1,13 @@
 """The layout of a value: its structure with shapes and dtypes in the place of tensors, which can be sent ahead."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 
 @dataclass(frozen=True)
@@ -23,37 +24,63 @@ class TensorLayout:
         """The layout of a tensor."""
         return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, tensor.device.type)
 
-    def empty(self) -> Tensor:
-        """A contiguous tensor on this process's device of that type, to receive into; its elements are not set."""
-        return torch.empty(self.shape, dtype=self.dtype, device=self.device_type)
+    @cached_property
+    def num_bytes(self) -> int:
+        """Size of the elements."""
+        return self.dtype.itemsize * torch.Size(self.shape).numel()
 
 
-def layout_of(value: Any) -> Any:
-    """The value with a `TensorLayout` for each tensor; equal for values that can be received alike."""
-    return tree_map(lambda leaf: TensorLayout.of(leaf) if isinstance(leaf, Tensor) else leaf, value)
+@dataclass(frozen=True)
+class ValueLayout:
+    """A value's structure and what is at its leaves: a `TensorLayout` for each tensor, else the leaf itself."""
+
+    structure: TreeSpec
+    leaves: tuple[Any, ...]
+
+    @cached_property
+    def tensors(self) -> tuple[TensorLayout, ...]:
+        """Those of the tensors, in the order of the structure."""
+        return tuple(leaf for leaf in self.leaves if isinstance(leaf, TensorLayout))
+
+    @cached_property
+    def gradients(self) -> tuple[TensorLayout, ...]:
+        """Those of the tensors whose gradient goes back."""
+        return tuple(tensor for tensor in self.tensors if tensor.needs_gradient)
+
+    def fill(self, tensors: Iterable[Any]) -> Any:
+        """The value of this layout with these tensors in the place of its own."""
+        given = iter(tensors)
+        return tree_unflatten(
+            [next(given) if isinstance(leaf, TensorLayout) else leaf for leaf in self.leaves], self.structure
+        )
+
+    def described(self) -> str:
+        """The value with layouts in the place of tensors, for error messages."""
+        return repr(self.fill(self.tensors))
+
+    def allows(self, other: "ValueLayout") -> bool:
+        """Whether who expects this layout can take the other: but for gradients that it makes and nobody needs."""
+        if self.structure != other.structure or len(self.leaves) != len(other.leaves):
+            return False
+        return all(_allows(mine, theirs) for mine, theirs in zip(self.leaves, other.leaves, strict=True))
 
 
-def tensors_of(value: Any) -> list[Tensor]:
-    """The tensors in a value, in the order of its structure."""
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+def describe_value(value: Any) -> tuple[ValueLayout, list[Tensor]]:
+    """The layout of a value, and its tensors in the order of its structure."""
+    leaves, structure = tree_flatten(value)
+    layouts = tuple(TensorLayout.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+    return ValueLayout(structure, layouts), [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
-def differentiable(value: Any) -> list[Tensor]:
-    """Those tensors of a value whose gradient is asked for."""
-    return [tensor for tensor in tensors_of(value) if tensor.requires_grad]
+def leaves_of_a_graph(layouts: Sequence[TensorLayout], tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors without their history, as leaves that collect the gradients that the layouts ask for."""
+    return [
+        tensor.detach().requires_grad_(layout.needs_gradient) for layout, tensor in zip(layouts, tensors, strict=True)
+    ]
 
 
-def tensor_layouts(layout: Any) -> list[TensorLayout]:
-    """The tensors' layouts, in the same order."""
-    return [leaf for leaf in tree_leaves(layout) if isinstance(leaf, TensorLayout)]
-
-
-def fill(layout: Any, tensors: Iterable[Tensor]) -> Any:
-    """The value of this layout that holds these tensors, as leaves of a graph of their own."""
-    given = iter(tensors)
-    return tree_map(
-        lambda leaf: (
-            next(given).detach().requires_grad_(leaf.needs_gradient) if isinstance(leaf, TensorLayout) else leaf
-        ),
-        layout,
-    )
+def _allows(mine: Any, other: Any) -> bool:
+    if isinstance(mine, TensorLayout) and isinstance(other, TensorLayout):
+        same = (mine.shape, mine.dtype, mine.device_type) == (other.shape, other.dtype, other.device_type)
+        return same and (mine.needs_gradient or not other.needs_gradient)
+    return bool(mine == other)

@@ -4,10 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from nxd_state import Group, all_reduce, broadcast
+from nxd_state import Group, all_reduce, broadcast, transport_device
 from torch import Tensor
-
-from nxd_pipeline.runtime.mailbox import message_device
 
 LossSpec = Mapping[str, Any] | Sequence[Any] | None
 
@@ -53,7 +51,7 @@ def check_loss(loss: Any) -> Tensor:
 
 def share_loss(loss: Tensor | None, pipeline: Group, replicas: Group, *, source: int) -> Tensor:
     """The loss that pipeline rank `source` has, averaged over the replicas, on every rank, in float64."""
-    device = message_device(pipeline)
+    device = transport_device(pipeline)
     mine = (
         torch.zeros((), dtype=torch.float64, device=device)
         if loss is None

@@ -1,138 +1,163 @@
-"""Messages between the stages of different ranks: tensors without blocking, and layouts ahead of them when new.
+"""Messages between the stages of different ranks: without blocking, and with their layouts ahead of them when new.
 
 Both ends of a message come to it in one order (see `nxd_pipeline.schedules.insert_communication`), so messages
 between two ranks need no labels.
 """
 
 import pickle
-from collections import deque
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from nxd_state import Group, get_device, recv
+from nxd_state import Group, Pending, Receive, Send, barrier, batch_isend_irecv, recv, send, transport_device
 from torch import Tensor
+from torch.utils._pytree import tree_flatten
 
-from nxd_pipeline.runtime.layout import TensorLayout, fill, layout_of, tensor_layouts, tensors_of
+from nxd_pipeline.runtime.layout import ValueLayout, describe_value
+from nxd_pipeline.runtime.parcel import Parcel
 
 # A send that is this many messages old has been received, or soon will be; waiting for it bounds the memory it holds.
-SENDS_UNDER_WAY = 8
+SENDS_UNDER_WAY = 4
+
+# Layouts kept for a pair of stages; both forget the oldest at the same message. A Python number that counts steps
+# among the inputs makes a new one each time.
+LAYOUTS_KEPT = 1000
+
+Key = tuple[int, int, Hashable]  # the stages from which and to which values go, and what tells shapes of inputs apart
+
+
+@dataclass(frozen=True)
+class Route:
+    """What both ends know of the values that go from one stage to another, for inputs of one shape.
+
+    Attributes:
+        layout: that of the values.
+        values: how they travel.
+        gradients: how the gradients travel that go back for them.
+    """
+
+    layout: ValueLayout
+    values: Parcel
+    gradients: Parcel
+
+    @classmethod
+    def of(cls, layout: ValueLayout) -> "Route":
+        """The route of values of this layout."""
+        return cls(layout, Parcel.of(layout.tensors), Parcel.of(layout.gradients))
 
 
 class Incoming:
     """Tensors on their way to this rank."""
 
-    def __init__(self, tensors: list[Tensor], works: list[dist.Work], layout: Any = None) -> None:
+    def __init__(self, layout: ValueLayout, tensors: list[Tensor], pending: list[Pending]) -> None:
+        self.layout = layout
         self._tensors = tensors
-        self._works = works
-        self._layout = layout
+        self._pending = pending
 
     def tensors(self) -> list[Tensor]:
         """The tensors, once they are here."""
-        for work in self._works:
-            work.wait()
-        self._works = []
+        for pending in self._pending:
+            pending.wait()
+        self._pending = []
         return self._tensors
-
-    def value(self) -> Any:
-        """The value that they make, once they are here: with leaf tensors that collect gradients."""
-        return fill(self._layout, self.tensors())
 
 
 class Mailbox:
     """Sends and receives over a pipeline-parallel group.
 
-    Layouts are kept for each `key`: the two ends know from the key, without a message, whether the layout is known.
+    The two ends know from the key of a value, without a message, whether its layout is known.
     """
 
     def __init__(self, group: Group) -> None:
         self._group = group
-        self._device = message_device(group)  # of layouts; other tensors stay where they are
-        self._sent_layouts: dict[Hashable, Any] = {}
-        self._received_layouts: dict[Hashable, Any] = {}
-        self._sends: deque[tuple[dist.Work, Tensor]] = deque()
+        self._device = transport_device(group)  # of layouts; other tensors stay where they are
+        self._routes: dict[tuple[int, int], dict[Hashable, Route]] = {}
+        self._sends: dict[tuple[Key, int, str], list[Pending]] = {}  # in the order in which they began
+        if self._device.type != "cpu":
+            barrier(group)  # before nccl takes batches among some ranks of a group, it wants a call of them all
 
-    def send_value(self, value: Any, destination: int, key: Hashable) -> None:
-        """Send a value of any structure; its layout, too, the first time for this key.
+    def send_value(self, value: Any, destination: int, key: Key, microbatch: int) -> tuple[ValueLayout, list[Tensor]]:
+        """Begin to send a value of any structure; its layout goes ahead the first time for this key.
+
+        Returns:
+            The layout that the receiver expects, and the tensors.
 
         Raises:
             RuntimeError: the layout differs from that sent for this key before.
         """
-        layout = layout_of(value)
-        known = self._sent_layouts.setdefault(key, layout)
-        if known is layout:
-            data = torch.frombuffer(bytearray(pickle.dumps(layout)), dtype=torch.uint8)
-            self._send(torch.tensor([data.numel()], device=self._device), destination)
-            self._send(data.to(self._device), destination)
-        elif known != layout:
+        layout, tensors = describe_value(value)
+        route = self._known(key)
+        if route is None:
+            self._send_now(layout, destination)
+            route = self._learn(key, layout)
+        elif not route.layout.allows(layout):
             raise RuntimeError(
-                f"a stage returned {layout} where it returned {known} before, for inputs of the same shapes; the "
-                "stages after it expect the same. Make shapes, dtypes and plain Python values between stages depend "
-                "on the shapes of the inputs only, and freeze parameters before the pipeline is made"
+                f"a stage returned {layout.described()} where it returned {route.layout.described()} before, for "
+                "inputs of the same shapes; the stages after it expect the same. Make shapes, dtypes and plain Python "
+                "values between stages depend on the shapes of the inputs only; after unfreezing parameters, make the "
+                "pipeline anew"
             )
-        self.send_tensors(tensors_of(value), destination)
+        self._send((key, microbatch, "value"), route.values.pack(tensors), destination)
+        return route.layout, tensors
 
-    def receive_value(self, source: int, key: Hashable) -> Incoming:
+    def receive_value(self, source: int, key: Key) -> Incoming:
         """Begin to receive what `send_value` sends for the same key."""
-        if key not in self._received_layouts:
-            length = self._receive_now(torch.empty(1, dtype=torch.int64, device=self._device), source)
-            data = self._receive_now(torch.empty(int(length), dtype=torch.uint8, device=self._device), source)
-            self._received_layouts[key] = pickle.loads(bytes(data.tolist()))
-        layout = self._received_layouts[key]
-        return Incoming(*self._begin_to_receive(tensor_layouts(layout), source), layout)
+        route = self._known(key) or self._learn(key, self._receive_now(source))
+        return self._receive(route, route.values, source)
 
-    def send_tensors(self, tensors: Sequence[Tensor], destination: int) -> None:
-        """Begin to send tensors whose layouts the receiver knows."""
-        for tensor in tensors:
-            self._send(tensor, destination)
+    def send_gradients(self, gradients: Sequence[Tensor], destination: int, key: Key, microbatch: int) -> None:
+        """Begin to send the gradients of a value that has come by this key, of the tensors that need them."""
+        route = self._routes[key[:2]][key[2]]
+        self._send((key, microbatch, "gradient"), route.gradients.pack(gradients), destination)
 
-    def receive_tensors(self, layouts: Sequence[TensorLayout], source: int) -> Incoming:
-        """Begin to receive tensors of these layouts."""
-        return Incoming(*self._begin_to_receive(layouts, source))
+    def receive_gradients(self, source: int, key: Key) -> Incoming:
+        """Begin to receive what `send_gradients` sends for a value that was sent by this key."""
+        route = self._routes[key[:2]][key[2]]
+        return self._receive(route, route.gradients, source)
+
+    def let_go(self, key: Key, microbatch: int) -> None:
+        """Release the memory of a value that was sent, and has arrived: its gradient has come back."""
+        for pending in self._sends.pop((key, microbatch, "value"), ()):
+            pending.wait()
 
     def finish(self) -> None:
         """Return once everything sent has left."""
         while self._sends:
-            self._sends.popleft()[0].wait()
+            self._wait_for_oldest()
 
-    def _send(self, tensor: Tensor, destination: int) -> None:
-        if not tensor.numel():
-            return
-        sent = _as_bytes(tensor)
-        work = dist.isend(sent, dst=self._group.ranks[destination], group=self._group.process_group)
-        self._sends.append((_work(work), sent))
-        while len(self._sends) > SENDS_UNDER_WAY:
-            self._sends.popleft()[0].wait()
+    def _known(self, key: Key) -> Route | None:
+        return self._routes.get(key[:2], {}).get(key[2])
 
-    def _begin_to_receive(self, layouts: Sequence[TensorLayout], source: int) -> tuple[list[Tensor], list[dist.Work]]:
-        tensors = [layout.empty() for layout in layouts]
-        works = [
-            _work(dist.irecv(_as_bytes(tensor), src=self._group.ranks[source], group=self._group.process_group))
-            for tensor in tensors
-            if tensor.numel()
-        ]
-        return tensors, works
+    def _learn(self, key: Key, layout: ValueLayout) -> Route:
+        routes = self._routes.setdefault(key[:2], {})
+        if len(routes) == LAYOUTS_KEPT:
+            del routes[next(iter(routes))]
+        routes[key[2]] = Route.of(layout)
+        return routes[key[2]]
 
-    def _receive_now(self, tensor: Tensor, source: int) -> Tensor:
-        return recv(tensor, self._group, source=source)
+    def _send(self, label: tuple[Key, int, str], tensors: Sequence[Tensor], destination: int) -> None:
+        if tensors:
+            self._sends[label] = batch_isend_irecv([Send(tensor, destination) for tensor in tensors], self._group)
+            if len(self._sends) > SENDS_UNDER_WAY:
+                self._wait_for_oldest()
 
+    def _receive(self, route: Route, parcel: Parcel, source: int) -> Incoming:
+        packed, tensors = parcel.make_room()
+        pending = batch_isend_irecv([Receive(tensor, source) for tensor in packed], self._group)
+        return Incoming(route.layout, tensors, pending)
 
-def message_device(group: Group) -> torch.device:
-    """The device of the small tensors that a group exchanges beside those of the model."""
-    if group.size == 1 or dist.get_backend(group.process_group) == "gloo":
-        return torch.device("cpu")
-    return get_device()
+    def _wait_for_oldest(self) -> None:
+        for pending in self._sends.pop(next(iter(self._sends))):
+            pending.wait()
 
+    def _send_now(self, layout: ValueLayout, destination: int) -> None:
+        data = torch.frombuffer(bytearray(pickle.dumps(layout.fill(layout.tensors))), dtype=torch.uint8)
+        send(torch.tensor([data.numel()], device=self._device), self._group, destination=destination)
+        send(data.to(self._device), self._group, destination=destination)
 
-def _work(work: dist.Work | None) -> dist.Work:
-    if work is None:
-        raise RuntimeError(
-            "this rank is not in the pipeline-parallel group it was given; make the pipeline on its ranks"
-        )
-    return work
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    """The elements as a flat tensor of bytes, in the same memory where the tensor is contiguous."""
-    return tensor.detach().resolve_conj().contiguous().view(-1).view(torch.uint8)
+    def _receive_now(self, source: int) -> ValueLayout:
+        length = recv(torch.empty(1, dtype=torch.int64, device=self._device), self._group, source=source)
+        data = torch.empty(int(length), dtype=torch.uint8, device=self._device)
+        leaves, structure = tree_flatten(pickle.loads(bytes(recv(data, self._group, source=source).tolist())))
+        return ValueLayout(structure, tuple(leaves))

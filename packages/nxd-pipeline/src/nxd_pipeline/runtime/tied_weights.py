@@ -5,8 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
-from nxd_state import Group
+from nxd_state import Group, Receive, Send, batch_isend_irecv
 from torch import Tensor, nn
 
 from nxd_pipeline.partition.stage import Stage
@@ -58,32 +57,42 @@ class TiedWeights:
     @contextmanager
     def gradients_summed(self) -> Iterator[None]:
         """Adds to each copy's gradient what the body adds to the gradient of all copies."""
-        before = [weight.parameter.grad for weight in self.weights]
-        for weight in self.weights:
-            weight.parameter.grad = None
+        before = [_take_gradient(weight.parameter) for weight in self.weights]
         yield
         for weight, gradient in zip(self.weights, before, strict=True):
             if weight.parameter.requires_grad:
-                weight.parameter.grad = self._summed(weight, gradient)
+                self._sum(weight, gradient)
 
-    def _summed(self, weight: TiedWeight, before: Tensor | None) -> Tensor:
+    def _sum(self, weight: TiedWeight, before: Tensor | None) -> None:
         made = weight.parameter.grad
         copies = self._exchange(weight, torch.zeros_like(weight.parameter) if made is None else made)
         total = copies[0].clone()
         for copy in copies[1:]:  # in the order of ranks, so that all copies get the same bits
             total += copy
-        return total if before is None else before.add_(total)
+        if before is not None:
+            total += before
+        if made is None:
+            weight.parameter.grad = total
+        else:
+            made.copy_(total)
 
     def _exchange(self, weight: TiedWeight, tensor: Tensor) -> list[Tensor]:
         """The tensors of all ranks that hold the weight, in their order."""
         mine = tensor.detach().contiguous()
         copies = [mine if rank == self._group.rank else torch.empty_like(mine) for rank in weight.pipeline_ranks]
-        operations = []
+        messages: list[Send | Receive] = []
         for rank, copy in zip(weight.pipeline_ranks, copies, strict=True):
             if rank != self._group.rank:
-                peer, process_group = self._group.ranks[rank], self._group.process_group
-                operations.append(dist.P2POp(dist.isend, mine, peer, process_group))
-                operations.append(dist.P2POp(dist.irecv, copy, peer, process_group))
-        for work in dist.batch_isend_irecv(operations):
-            work.wait()
+                messages += [Send(mine, rank), Receive(copy, rank)]
+        for pending in batch_isend_irecv(messages, self._group):
+            pending.wait()
         return copies
+
+
+def _take_gradient(parameter: Tensor) -> Tensor | None:
+    """A copy of the gradient, which is zero afterwards; it stays in its memory, which may be a bucket's."""
+    if parameter.grad is None:
+        return None
+    gradient = parameter.grad.clone()
+    parameter.grad.zero_()
+    return gradient

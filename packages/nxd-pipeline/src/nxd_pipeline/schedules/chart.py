@@ -1,6 +1,7 @@
 """Pictures of a timeline, simulated or measured: a row per pipeline rank, as text or, with matplotlib, as an image."""
 
 from pathlib import Path
+from typing import Literal
 
 from nxd_pipeline.schedules.action import ActionKind
 from nxd_pipeline.schedules.timeline import Timeline
@@ -40,8 +41,22 @@ def text_chart(timeline: Timeline, *, columns: int = 100) -> str:
     return "".join(lines)
 
 
-def save_chart(timeline: Timeline, file: str | Path) -> Path:
+def save_chart(
+    timeline: Timeline,
+    file: str | Path,
+    *,
+    lanes: Literal["rank", "stage"] = "rank",
+    title: str | None = None,
+    unit: str = "",
+) -> Path:
     """An image of the timeline, in the format that the file's name ends in; later stages of a rank are paler.
+
+    Args:
+        timeline: simulated or measured.
+        file: where to; a file of that name is replaced.
+        lanes: a row for each rank, or for each stage, those of a rank together.
+        title: name and idle time by default.
+        unit: of the times.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -51,25 +66,38 @@ def save_chart(timeline: Timeline, file: str | Path) -> Path:
         from matplotlib.patches import Patch  # noqa: PLC0415
     except ImportError as error:
         raise ImportError("pictures of schedules need matplotlib: pip install nxd-pipeline[plot]") from error
-    figure = Figure(figsize=(14, 1.2 + 0.5 * len(timeline.spans)), layout="constrained")
+    places = {  # of each stage: its row, and how pale it is
+        stage: (rank, 1 - 0.5 * index / len(stages))
+        for rank, stages in enumerate(_stages_of_ranks(timeline))
+        for index, stage in enumerate(stages)
+    }
+    labels = [f"rank {rank}" for rank in range(len(timeline.spans))]
+    if lanes == "stage":
+        labels = [f"rank {rank}, stage {stage}" for stage, (rank, _) in places.items()]
+        places = {stage: (row, opacity) for row, (stage, (_, opacity)) in enumerate(places.items())}
+    figure = Figure(figsize=(14, 1.2 + 0.5 * len(labels)), layout="constrained")
     axes = figure.subplots()
-    kinds = set()
-    for rank, spans in enumerate(timeline.compute_spans):
-        stages = sorted({span.action.stage for span in spans})
-        for span in spans:
-            kinds.add(span.action.kind)
-            start, duration = span.start - timeline.start, span.end - span.start
-            opacity = 1 - 0.5 * stages.index(span.action.stage) / len(stages)
-            color = (COLORS[span.action.kind], opacity)
-            axes.barh(rank, duration, left=start, height=0.8, color=color, edgecolor="white", linewidth=0.5)
-            if duration > timeline.makespan / 100:
-                middle, label = start + duration / 2, str(span.action.microbatch)
-                axes.text(middle, rank, label, ha="center", va="center", fontsize=7, color=INK)
-    axes.set(xlabel="time", ylabel="pipeline rank", yticks=range(len(timeline.spans)))
-    axes.set_title(f"{timeline.name}: {timeline.bubble_fraction:.1%} of the time idle", color=INK)
+    bars: dict[tuple[int, ActionKind], list[tuple[float, float]]] = {}  # by stage and kind, for all at once is quicker
+    for span in (span for spans in timeline.compute_spans for span in spans):
+        start, duration = span.start - timeline.start, span.end - span.start
+        bars.setdefault((span.action.stage, span.action.kind), []).append((start, duration))
+        if duration > timeline.makespan / 100:
+            middle, (row, _), label = start + duration / 2, places[span.action.stage], str(span.action.microbatch)
+            axes.text(middle, row, label, ha="center", va="center", fontsize=7, color=INK)
+    for (stage, kind), extents in bars.items():
+        row, opacity = places[stage]
+        color = (COLORS[kind], opacity)
+        axes.broken_barh(extents, (row - 0.4, 0.8), facecolors=color, edgecolor="white", linewidth=0.5)
+    axes.set(xlabel=f"time, {unit}" if unit else "time", yticks=range(len(labels)), yticklabels=labels)
+    axes.set_title(title or f"{timeline.name}: {timeline.bubble_fraction:.1%} of the time idle", color=INK)
     axes.invert_yaxis()
     axes.spines[["top", "right"]].set_visible(False)
+    kinds = {kind for _, kind in bars}
     legend = [Patch(color=COLORS[kind], label=MEANING[kind]) for kind in MEANING if kind in kinds]
     figure.legend(handles=legend, loc="outside lower center", ncols=len(legend), frameon=False)
     figure.savefig(file, dpi=150)
     return Path(file)
+
+
+def _stages_of_ranks(timeline: Timeline) -> list[list[int]]:
+    return [sorted({span.action.stage for span in spans}) for spans in timeline.compute_spans]

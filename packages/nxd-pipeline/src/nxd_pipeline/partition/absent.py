@@ -1,0 +1,170 @@
+"""What stands in a stage for the modules that other stages hold, so that the model's own forward can run there.
+
+A stage runs the whole model's forward. What precedes its layers runs on values that are not a number, the layer
+before its first one answers with what the stage before sent, and the forward ends behind its last layer.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+OTHER_WAYS = "cut the model by a trace (tracer_cls='torch'), or write its stages by hand (stages=[...])"
+
+
+class StageEnd(Exception):
+    """Leaves the model's forward behind the stage's last layer."""
+
+
+@dataclass
+class Passage:
+    """One forward of a stage: what came in, and what goes out.
+
+    Attributes:
+        received: what the last layer of the stage before returned.
+        recorded: what the recorded modules of earlier stages, then of this one, returned, in the order of the layers.
+        leaving: what this stage's last layer returned.
+        is_active: whether the stage's forward is running; it is not when a checkpointed layer is computed again.
+        is_entered: whether the layers of earlier stages lie behind.
+        replayed: how many of `recorded` have been returned in the places where earlier stages have recorded them.
+    """
+
+    received: Any = None
+    recorded: list[Tensor] = field(default_factory=list)
+    leaving: Any = None
+    is_active: bool = False
+    is_entered: bool = False
+    replayed: int = 0
+
+    def begin(self, received: Any, recorded: list[Tensor]) -> None:
+        """The stage's forward begins."""
+        self.received, self.recorded, self.replayed = received, list(recorded), 0
+        self.is_active, self.is_entered = True, False
+
+    def end(self) -> None:
+        """The stage's forward is over, and nothing of it is kept."""
+        self.received = self.leaving = None
+        self.recorded = []
+        self.is_active = False
+
+
+class AbsentLayer(nn.Module):
+    """In the place of a layer of an earlier or later stage; it has the layer's plain attributes.
+
+    Earlier layers return what was received, so the model takes it for the output of the layer before the stage's own.
+    """
+
+    def __init__(self, layer: nn.Module, passage: Passage, *, is_behind: bool) -> None:
+        super().__init__()
+        own = {name: value for name, value in vars(layer).items() if name not in vars(self)}
+        self.__dict__.update({name: value for name, value in own.items() if not isinstance(value, Tensor | nn.Module)})
+        self._passage = passage
+        self._is_behind = is_behind
+        self._replays: list[nn.Module] = []
+
+    def add_replay(self, path: str, module: nn.Module) -> None:
+        """Have the layer call a module below it, for those who listen there."""
+        *parents, name = path.split(".")
+        parent: nn.Module = self
+        for part in parents:
+            if not hasattr(parent, part):
+                parent.add_module(part, nn.Module())
+            parent = getattr(parent, part)
+        parent.add_module(name, module)
+        self._replays.append(module)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            raise AttributeError(
+                f"the model asks a layer of another stage for {name!r}, which only the layer itself has; {OTHER_WAYS}"
+            ) from None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the last layer of the stage before has returned.
+
+        Raises:
+            RuntimeError: the layer is behind the stage's own.
+        """
+        if self._is_behind:
+            raise RuntimeError(f"the model calls a layer behind those of this stage before them; {OTHER_WAYS}")
+        for replay in self._replays:
+            replay()
+        self._passage.is_entered = True
+        return self._passage.received
+
+
+class AbsentModule(nn.Module):
+    """In the place of an embedding or a head that another stage holds."""
+
+    def __init__(self, name: str, module: nn.Module, passage: Passage) -> None:
+        super().__init__()
+        self._name = name
+        self._passage = passage
+        for size in ("embedding_dim", "out_features"):
+            if isinstance(getattr(module, size, None), int):
+                self.__dict__[size] = getattr(module, size)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Of the shape that the module returns, `nan` everywhere: what depends on it is caught at the layers.
+
+        Raises:
+            RuntimeError: it is called where its values matter.
+        """
+        given = next(tensors_in((args, kwargs)), None)
+        like = self._like()
+        if given is None or like is None:
+            raise RuntimeError(f"this stage calls {self._name!r}, which is on another stage; {OTHER_WAYS}")
+        shape = tuple(given.shape)
+        if "embedding_dim" in self.__dict__:
+            shape = (*shape, self.__dict__["embedding_dim"])
+        elif "out_features" in self.__dict__:
+            shape = (*shape[:-1], self.__dict__["out_features"])
+        return torch.full(shape, torch.nan, dtype=like.dtype, device=like.device)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            like = self._like() if name == "weight" else None
+            if like is not None:
+                return like.new_empty(0)  # models ask for its device or dtype
+            raise AttributeError(
+                f"this stage uses {name!r} of {self._name!r}, which is on another stage; {OTHER_WAYS}"
+            ) from None
+
+    def _like(self) -> Tensor | None:
+        """A tensor of the model's dtype and device, while the model is before its layers."""
+        if self._passage.is_entered:
+            return None
+        return next((it for it in tensors_in(self._passage.received) if it.is_floating_point()), None)
+
+
+def replay_of(module: nn.Module, passage: Passage) -> nn.Module:
+    """A module of the same class without parameters, which returns what that one has returned on its own stage."""
+    replay = shallow_copy(module)
+    replay._parameters, replay._modules = {}, {}
+
+    def forward() -> Tensor:
+        passage.replayed += 1
+        return passage.recorded[passage.replayed - 1]
+
+    replay.forward = forward
+    return replay
+
+
+def shallow_copy(module: nn.Module) -> nn.Module:
+    """A module of the same class, children, parameters and attributes, whose own registries may be changed."""
+    copy = module.__new__(type(module))
+    registries = {name: value.copy() for name, value in vars(module).items() if isinstance(value, dict | set)}
+    copy.__dict__.update({**vars(module), **registries})
+    return copy
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors of a structure."""
+    return (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))

@@ -1,0 +1,154 @@
+"""What a Hugging Face model says of its structure: its pipeline plan, its layers, embeddings and heads.
+
+transformers is never imported: its models are recognised by their class, and asked through their public methods.
+"""
+
+import inspect
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from nxd_pipeline.partition.cuts import LayerClasses, layer_names
+from nxd_pipeline.partition.structure import ModelStructure
+
+# Inputs of forward that belong to generation, or ask for values that a pipeline does not keep.
+_NOT_INPUTS = re.compile(r"past_key_values|past_key_value|use_cache|cache_.*|return_dict|output_.*|layer_past|self")
+
+
+def is_hugging_face(module: Any) -> bool:
+    """Whether it is a model of transformers."""
+    return any(
+        cls.__name__ == "PreTrainedModel" and cls.__module__.partition(".")[0] == "transformers"
+        for cls in type(module).__mro__
+    )
+
+
+def hugging_face_structure(model: nn.Module, transformer_layer_cls: LayerClasses | None = None) -> ModelStructure:
+    """Where a model of transformers can be cut.
+
+    Its layers are those of `transformer_layer_cls`, or of the pipeline plan, or of its one list of blocks. Input and
+    output embeddings, the plan's modules and the head go to the first or the last stage; all else is on every stage.
+
+    Raises:
+        ValueError: no list of layers can be made out, or the model is to return what a pipeline does not keep.
+    """
+    plan = dict(getattr(model, "_pp_plan", None) or {})
+    layers = _layers(model, plan, transformer_layer_cls)
+    _refuse_outputs(model)
+    layer_list = layers[0].rpartition(".")[0]
+    names = {module: name for name, module in model.named_modules()}
+    first = {names[it] for it in [_embeddings(model, "get_input_embeddings")] if it in names}
+    last = {names[it] for it in [_embeddings(model, "get_output_embeddings")] if it in names}
+    for name, (inputs, _) in plan.items():
+        if name != layer_list:
+            (first if {"input_ids", "inputs_embeds"} & set(inputs) else last).add(name)
+    base = getattr(model, "base_model", model)
+    if base is not model:
+        last |= {name for name, child in model.named_children() if child is not base and not _holds(child, layer_list)}
+    return ModelStructure(
+        layers,
+        first=frozenset(_outermost(model, first)),
+        last=frozenset(_outermost(model, last - first)),
+        recorded=_recorded_routers(model, layers),
+        arguments={"use_cache": False} if "use_cache" in _accepted(model) else {},
+    )
+
+
+def hugging_face_inputs(model: nn.Module) -> list[str]:
+    """The inputs of the model's forward that a pipeline takes."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [it.name for it in parameters if it.kind not in kinds and not _NOT_INPUTS.fullmatch(it.name)]
+
+
+def _layers(model: nn.Module, plan: dict[str, Any], transformer_layer_cls: LayerClasses | None) -> tuple[str, ...]:
+    modules = dict(model.named_modules())
+    if transformer_layer_cls is not None:
+        names = layer_names(model, transformer_layer_cls)
+        lists = sorted({name.rpartition(".")[0] for name in names})
+        if len(lists) == 1:
+            return tuple(names)
+        raise ValueError(
+            f"the layers of transformer_layer_cls are in several places of {type(model).__name__}, {lists}; give the "
+            "class of the layers of one list, or write the stages by hand (stages=[...])"
+        )
+    planned = [name for name in plan if isinstance(modules.get(name), nn.ModuleList)]
+    lists = planned or _lists_of_blocks(model)
+    if len(lists) != 1:
+        found = f"there are several, {lists}; give transformer_layer_cls" if lists else "there is none"
+        raise ValueError(
+            f"{type(model).__name__} has no pipeline plan, and no single nn.ModuleList of layers: {found}, or write "
+            "the stages by hand (stages=[...])"
+        )
+    return tuple(f"{lists[0]}.{index}" for index in range(len(modules[lists[0]]._modules)))
+
+
+def _lists_of_blocks(model: nn.Module) -> list[str]:
+    """Lists of modules that the model says must not be split; if none, those of one class with parts of their own."""
+    unsplit = set(getattr(model, "_no_split_modules", None) or ())
+    declared: list[str] = []
+    alike: list[str] = []
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList) or not len(module):
+            continue
+        classes = {type(child).__name__ for child in module}
+        if classes <= unsplit:
+            declared.append(name)
+        if len(classes) == 1 and any(module[0].children()):
+            alike.append(name)
+    found = declared or alike
+    return [name for name in found if not any(name.startswith(f"{it}.") for it in found)]
+
+
+def _refuse_outputs(model: Any) -> None:
+    for name in ("output_hidden_states", "output_attentions"):
+        if getattr(model.config, name, False):
+            raise ValueError(
+                f"config.{name} is set, but a pipeline does not keep what its layers return; set it to False"
+            )
+
+
+def _recorded_routers(model: Any, layers: Sequence[str]) -> dict[str, list[str]]:
+    """The routers in each layer whose logits the model's loss uses.
+
+    Raises:
+        ValueError: the model wants them, but does not say which modules make them.
+    """
+    if not getattr(model.config, "output_router_logits", False):
+        return {}
+    spec = (getattr(model.base_model, "_can_record_outputs", None) or {}).get("router_logits")
+    target = spec if isinstance(spec, type) else getattr(spec, "target_class", None)
+    if target is None or getattr(spec, "index", 0) != 0:
+        raise ValueError(
+            f"config.output_router_logits is set, but {type(model).__name__} does not say which modules make them; "
+            "set it to False"
+        )
+    found = {
+        layer: [name for name, module in model.get_submodule(layer).named_modules() if isinstance(module, target)]
+        for layer in layers
+    }
+    return {layer: names for layer, names in found.items() if names}
+
+
+def _embeddings(model: Any, getter: str) -> nn.Module | None:
+    try:
+        return getattr(model, getter)()
+    except (NotImplementedError, AttributeError):  # models of images or of sounds have none
+        return None
+
+
+def _accepted(model: nn.Module) -> set[str]:
+    return set(inspect.signature(model.forward).parameters)
+
+
+def _holds(module: nn.Module, path: str) -> bool:
+    """Whether `path` may name a module below this one: the layers are there."""
+    return any(isinstance(it, nn.ModuleList) and path.endswith(name) for name, it in module.named_modules() if name)
+
+
+def _outermost(model: nn.Module, names: set[str]) -> set[str]:
+    """Of these modules those with parameters that lie in none of the others."""
+    outer = {name for name in names if not any(name.startswith(f"{it}.") for it in names)}
+    return {name for name in outer if any(True for _ in model.get_submodule(name).parameters())}

@@ -1,0 +1,161 @@
+"""The one place that chooses how a model is cut: stages by hand, a list of layers, by structure, or by a trace."""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any, Literal
+
+from torch import fx, nn
+
+from nxd_pipeline.partition.balance import MEASURES, balanced_cuts
+from nxd_pipeline.partition.cuts import LayerClasses, check_cuts, even_cuts, layer_names
+from nxd_pipeline.partition.hugging_face import hugging_face_inputs, hugging_face_structure, is_hugging_face
+from nxd_pipeline.partition.manual import manual_partition
+from nxd_pipeline.partition.sequence import LABELS, LossFunction, StageOfLayers, sequence_partition
+from nxd_pipeline.partition.stage import Stage
+from nxd_pipeline.partition.structure import optional_inputs, structural_partition
+from nxd_pipeline.partition.trace import trace_model
+from nxd_pipeline.partition.traced import traced_costs, traced_partition
+
+Balance = Literal["layers", "parameters", "flops"] | Sequence[float]
+Tracer = Literal["hf", "torch"] | type[fx.Tracer]
+
+
+@dataclass(frozen=True)
+class PartitionOptions:
+    """Where and how a model is to be cut; the fields are arguments of `NxDPPModel`."""
+
+    transformer_layer_cls: LayerClasses | None = None
+    pipeline_cuts: Sequence[str] | None = None
+    auto_partition: bool = False
+    balance: Balance = "layers"
+    input_names: Sequence[str] | None = None
+    leaf_module_cls: Sequence[type[nn.Module] | str] = ()
+    autowrap: Sequence[Callable[..., Any] | ModuleType] = ()
+    tracer_cls: Tracer | None = None
+    stages: Sequence[nn.Module | Stage] | None = None
+    stage_of_layers: StageOfLayers | None = None
+    loss_fn: LossFunction | None = None
+
+
+@dataclass(frozen=True)
+class PartitionedModel:
+    """All stages of a model, and the inputs that calls may leave out, with their defaults."""
+
+    stages: tuple[Stage, ...]
+    optional_inputs: Mapping[str, Any] = field(default_factory=dict)
+
+
+def partition_model(
+    model: nn.Module | Sequence[nn.Module], num_stages: int, options: PartitionOptions
+) -> PartitionedModel:
+    """Cut a model into stages.
+
+    Raises:
+        ValueError: options exclude each other, or the model cannot be cut so.
+    """
+    _check_options(options)
+    if not isinstance(model, nn.Module):
+        stages = sequence_partition(model, num_stages, stage_of_layers=options.stage_of_layers, loss_fn=options.loss_fn)
+        return PartitionedModel(stages, {LABELS: None} if options.loss_fn is not None else {})
+    if options.stages is not None:
+        return PartitionedModel(_by_hand(model, num_stages, options.stages, options))
+    if options.tracer_cls == "hf" or (options.tracer_cls is None and is_hugging_face(model)):
+        return _by_structure(model, num_stages, options)
+    return PartitionedModel(_by_trace(model, num_stages, options))
+
+
+def _check_options(options: PartitionOptions) -> None:
+    if options.pipeline_cuts is not None and options.auto_partition:
+        raise ValueError("pipeline_cuts and auto_partition exclude each other; choose one")
+    if options.stages is not None and (options.pipeline_cuts is not None or options.auto_partition):
+        raise ValueError("stages are given by hand; leave out pipeline_cuts and auto_partition")
+    if isinstance(options.balance, str) and options.balance not in ("layers", *MEASURES):
+        raise ValueError(
+            f"balance={options.balance!r} is not known; use 'layers', {', '.join(map(repr, MEASURES))}, or a sequence "
+            "of costs, one for each layer"
+        )
+    if options.balance != "layers" and not options.auto_partition:
+        raise ValueError("balance says how auto_partition spreads layers; give auto_partition=True, or leave it out")
+
+
+def _by_hand(
+    model: nn.Module, num_stages: int, stages: Sequence[nn.Module | Stage], options: PartitionOptions
+) -> tuple[Stage, ...]:
+    if len(stages) != num_stages:
+        raise ValueError(
+            f"{len(stages)} stages are given; this pipeline needs {num_stages}, one for each rank and each of its "
+            "virtual_pipeline_size"
+        )
+    names = list(inspect.signature(model.forward).parameters) if options.input_names is None else options.input_names
+    return manual_partition(stages, input_names=names, model=model)
+
+
+def _by_structure(model: nn.Module, num_stages: int, options: PartitionOptions) -> PartitionedModel:
+    if not is_hugging_face(model):
+        raise ValueError(
+            f"tracer_cls='hf' is for models of transformers, and {type(model).__name__} is none; leave it out"
+        )
+    structure = hugging_face_structure(model, options.transformer_layer_cls)
+
+    def costs(measure: Callable[[nn.Module], float]) -> list[float]:
+        parts = (structure.first, *([name] for name in structure.layers), structure.last)
+        return [sum(measure(model.get_submodule(name)) for name in part) for part in parts]
+
+    cuts = _cuts(model, num_stages, options, structure.layers, costs)
+    names = hugging_face_inputs(model) if options.input_names is None else options.input_names
+    stages = structural_partition(model, structure, cuts, names)
+    return PartitionedModel(stages, optional_inputs(model, names))
+
+
+def _by_trace(model: nn.Module, num_stages: int, options: PartitionOptions) -> tuple[Stage, ...]:
+    classes = options.transformer_layer_cls or ()
+    classes = (classes,) if isinstance(classes, type) else tuple(classes)
+    if options.auto_partition and not classes:
+        raise ValueError("auto_partition needs transformer_layer_cls, the class of the layers to spread")
+    layers = layer_names(model, classes) if options.auto_partition else list(options.pipeline_cuts or ())
+    if not options.auto_partition:  # with names that can be cut at, before anything is traced
+        layers = _cuts(model, num_stages, options, layers, lambda _: [])
+    graph = trace_model(
+        model,
+        input_names=options.input_names,
+        leaf_classes=(*classes, *options.leaf_module_cls),
+        leaf_names=layers,
+        autowrap_functions=[it for it in options.autowrap if not isinstance(it, ModuleType)],
+        autowrap_modules=[it for it in options.autowrap if isinstance(it, ModuleType)],
+        tracer_cls=_tracer_class(options.tracer_cls),
+    )
+    cuts = _cuts(model, num_stages, options, layers, lambda measure: traced_costs(model, graph, layers, measure))
+    return traced_partition(model, graph, cuts)
+
+
+def _cuts(
+    model: nn.Module,
+    num_stages: int,
+    options: PartitionOptions,
+    layers: Sequence[str],
+    costs: Callable[[Callable[[nn.Module], float]], Sequence[float]],
+) -> list[str]:
+    """The last layer of each stage but the last; `costs` gives those of the layers by a measure of a module."""
+    if not options.auto_partition:
+        if options.pipeline_cuts is None:
+            raise ValueError(
+                f"nothing says where to cut the model into {num_stages} stages; give pipeline_cuts, or "
+                "auto_partition=True with transformer_layer_cls, or stages"
+            )
+        check_cuts(model, options.pipeline_cuts, num_stages)
+        return list(options.pipeline_cuts)
+    if options.balance == "layers":
+        return even_cuts(layers, num_stages)
+    if isinstance(options.balance, str):
+        return balanced_cuts(layers, costs(MEASURES[options.balance]), num_stages)
+    return balanced_cuts(layers, options.balance, num_stages)
+
+
+def _tracer_class(tracer: Any) -> type[fx.Tracer]:
+    if tracer is None or tracer == "torch":
+        return fx.Tracer
+    if isinstance(tracer, type) and issubclass(tracer, fx.Tracer):
+        return tracer
+    raise ValueError(f"tracer_cls={tracer!r} is not known; use 'hf', 'torch', a subclass of torch.fx.Tracer, or stages")

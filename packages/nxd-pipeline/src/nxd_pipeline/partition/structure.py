@@ -1,0 +1,224 @@
+"""Cutting a model by its structure: a list of layers, with modules that only its first or last stage needs.
+
+Every stage runs the model's own forward, with stand-ins for what it does not hold (see `absent`). So masks, positions
+and whatever else follows from the inputs are computed on each stage as the model computes them, and only what a layer
+returns is sent. Nothing is traced.
+"""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nxd_pipeline.partition.absent import (
+    OTHER_WAYS,
+    AbsentLayer,
+    AbsentModule,
+    Passage,
+    StageEnd,
+    replay_of,
+    shallow_copy,
+    tensors_in,
+)
+from nxd_pipeline.partition.stage import Stage
+
+
+@dataclass(frozen=True)
+class ModelStructure:
+    """What a cut by structure knows of a model.
+
+    Attributes:
+        layers: names of the layers in the order of calls, all in one `nn.ModuleList`.
+        first: names of modules used before the layers only, and only by what enters the first layer.
+        last: names of modules used behind the layers only.
+        recorded: by layer, names of modules in it whose output the model's last part uses, too.
+        arguments: arguments that every call of the model gets.
+    """
+
+    layers: tuple[str, ...]
+    first: frozenset[str] = frozenset()
+    last: frozenset[str] = frozenset()
+    recorded: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
+def structural_partition(
+    model: nn.Module, structure: ModelStructure, cuts: Sequence[str], input_names: Sequence[str]
+) -> tuple[Stage, ...]:
+    """Cut `model` behind the layers named `cuts`; every stage takes all inputs.
+
+    Modules that are neither layers nor in `first` or `last` are on every stage, their parameters as tied weights.
+
+    Raises:
+        ValueError: a cut is none of the layers, is the last one, or comes before another one.
+    """
+    ends = [_position(cut, structure.layers) for cut in cuts]
+    if sorted(set(ends)) != ends or (ends and ends[-1] == len(structure.layers) - 1):
+        raise ValueError(
+            f"pipeline_cuts={list(cuts)} must be in the order of the layers, each once and without the last layer, "
+            f"{structure.layers[-1]!r}"
+        )
+    bounds = [0, *(end + 1 for end in ends), len(structure.layers)]
+    stages = []
+    for index in range(len(bounds) - 1):
+        layers = _LayerRange(bounds[index], bounds[index + 1], len(structure.layers))
+        inputs = tuple(input_names) if layers.is_first else (_boundary(index - 1), *input_names)
+        outputs = () if layers.is_last else (_boundary(index),)
+        stages.append(Stage(StructuralStage(model, structure, layers, input_names), inputs, outputs, {"model": ""}))
+    return tuple(stages)
+
+
+@dataclass(frozen=True)
+class _LayerRange:
+    """A stage's layers: from `start` up to, without, `end`, of `total`."""
+
+    start: int
+    end: int
+    total: int
+
+    @property
+    def is_first(self) -> bool:
+        return self.start == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.end == self.total
+
+
+class StructuralStage(nn.Module):
+    """The model with stand-ins for other stages' modules.
+
+    Called with what the stage before returned, unless it is the first, and the model's inputs. Returns what its last
+    layer returned, with the outputs of recorded modules if there are any; the last stage what the model returns.
+    """
+
+    def __init__(
+        self, model: nn.Module, structure: ModelStructure, layers: _LayerRange, input_names: Sequence[str]
+    ) -> None:
+        super().__init__()
+        self._passage = Passage()
+        self._layers = layers
+        self._input_names = tuple(input_names)
+        self._arguments = dict(structure.arguments)
+        self._records = bool(structure.recorded)
+        self._is_checked = False
+        self._model_name = type(model).__name__
+        own = structure.layers[layers.start : layers.end]
+        modules = dict(model.named_modules())
+        for name in own:
+            modules[name].register_forward_pre_hook(self._check_arguments, with_kwargs=True)
+            for path in structure.recorded.get(name, ()):
+                modules[f"{name}.{path}"].register_forward_hook(self._record)
+        if not layers.is_last:
+            modules[own[-1]].register_forward_hook(self._leave)
+        self.model = _with_stand_ins(model, self._stand_ins(modules, structure))
+
+    def forward(self, *values: Any) -> Any:
+        """See the class."""
+        received, recorded = None, []
+        if not self._layers.is_first:
+            received, values = values[0], values[1:]
+            if self._records:
+                received, recorded = received
+        self._passage.begin(received, recorded)
+        try:
+            output = self.model(**dict(zip(self._input_names, values, strict=True)), **self._arguments)
+            self._check_course(ended=False)
+            return output
+        except StageEnd:
+            self._check_course(ended=True)
+            leaving = self._passage.leaving
+            return (leaving, tuple(self._passage.recorded)) if self._records else leaving
+        finally:
+            self._passage.end()
+
+    def _stand_ins(self, modules: Mapping[str, nn.Module], structure: ModelStructure) -> dict[str, nn.Module]:
+        stand_ins: dict[str, nn.Module] = {}
+        for index, name in enumerate(structure.layers):
+            if self._layers.start <= index < self._layers.end:
+                continue
+            absent = AbsentLayer(modules[name], self._passage, is_behind=index >= self._layers.end)
+            if self._layers.is_last:
+                for path in structure.recorded.get(name, ()):
+                    absent.add_replay(path, replay_of(modules[f"{name}.{path}"], self._passage))
+            stand_ins[name] = absent
+        if not self._layers.is_first:
+            stand_ins |= {name: AbsentModule(name, modules[name], self._passage) for name in structure.first}
+        if not self._layers.is_last:
+            stand_ins |= {name: AbsentModule(name, modules[name], self._passage) for name in structure.last}
+        return stand_ins
+
+    def _record(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._passage.is_active:
+            self._passage.recorded.append(output if isinstance(output, Tensor) else output[0])
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._passage.is_active:
+            self._passage.leaving = output
+            raise StageEnd
+
+    def _check_arguments(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """The first time: layers must not use what other stages' modules made, but by way of the layers before."""
+        if self._layers.is_first or self._is_checked or not self._passage.is_active:
+            return
+        if any(_has_nan(tensor) for tensor in tensors_in(self._passage.received)):
+            return
+        if any(_has_nan(tensor) for tensor in tensors_in((args, kwargs))):
+            raise ValueError(
+                f"a {type(module).__name__} of {self._model_name} uses more of the embeddings than the layer before "
+                f"returns; {OTHER_WAYS}"
+            )
+        self._is_checked = True
+
+    def _check_course(self, *, ended: bool) -> None:
+        entered = self._layers.is_first or self._passage.is_entered
+        if ended != (not self._layers.is_last) or not entered:
+            raise RuntimeError(
+                f"{self._model_name}.forward did not call its layers in order on the stage of layers "
+                f"{self._layers.start} to {self._layers.end - 1}; {OTHER_WAYS}"
+            )
+
+
+def optional_inputs(model: nn.Module, input_names: Sequence[str]) -> dict[str, Any]:
+    """The inputs that calls may leave out, with the defaults of the model's forward."""
+    parameters = inspect.signature(model.forward).parameters
+    return {
+        name: parameters[name].default
+        for name in input_names
+        if name in parameters and parameters[name].default is not inspect.Parameter.empty
+    }
+
+
+def _with_stand_ins(module: nn.Module, stand_ins: Mapping[str, nn.Module]) -> nn.Module:
+    """The module with others in the places named; modules above them are copied, all others are shared."""
+    if not stand_ins:
+        return module
+    copy = shallow_copy(module)
+    below: dict[str, dict[str, nn.Module]] = {}
+    for name, stand_in in stand_ins.items():
+        child, _, rest = name.partition(".")
+        if rest:
+            below.setdefault(child, {})[rest] = stand_in
+        else:
+            copy._modules[child] = stand_in
+    for child, inner in below.items():
+        copy._modules[child] = _with_stand_ins(module.get_submodule(child), inner)
+    return copy
+
+
+def _position(cut: str, layers: Sequence[str]) -> int:
+    if cut not in layers:
+        raise ValueError(f"pipeline_cuts names {cut!r}; cuts are behind layers, {layers[0]!r} to {layers[-2]!r}")
+    return layers.index(cut)
+
+
+def _boundary(stage: int) -> str:
+    """The name of what goes from a stage to the next."""
+    return f"stage_{stage}.output"
+
+
+def _has_nan(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and bool(torch.isnan(tensor).any())

@@ -1,0 +1,52 @@
+"""How much memory a step holds: activations, gradients and messages, counted as they come and go."""
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class StepMemory(TorchDispatchMode):
+    """Counts the bytes of the tensors that are made in its body, on any device, until they go.
+
+    `with StepMemory() as memory: model.run_train(...)` and then `memory.peak_bytes`. Whatever was there before does not
+    count, so a step before it lets parameters have their gradients. It makes every operation slower by microseconds.
+
+    Attributes:
+        held_bytes: of the tensors that are there now.
+        peak_bytes: the most that there were at once.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held_bytes = 0
+        self.peak_bytes = 0
+        self._known: set[int] = set()  # storages, by address of the object behind them
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {it.untyped_storage()._cdata for it in tree_leaves((args, kwargs)) if isinstance(it, Tensor)}
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in given:
+                self._count(leaf)
+        return result
+
+    def _count(self, made: Tensor) -> None:
+        storage = made.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._known:
+            return
+        self._known.add(key)
+        self.held_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
+        weakref.finalize(storage, self._forget, key, size)
+
+    def _forget(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.held_bytes -= size

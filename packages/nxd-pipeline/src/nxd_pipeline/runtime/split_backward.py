@@ -1,0 +1,186 @@
+"""A backward in two halves: gradients of a stage's inputs, and later those of its weights.
+
+The idea is that of Qi et al. 2023, "Zero Bubble Pipeline Parallelism": other stages wait for the first half only. The
+graph is cut at the *joints*, where weights meet what depends on the inputs. The first half keeps the gradient that
+each joint got, the second goes on from there to the weights. So every operation runs in one half, but for the joints,
+which make one part of their gradients in each. A custom `torch.autograd.Function` among them learns from
+`ctx.needs_input_grad` which part is asked for.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, Node
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+Gradients = tuple[Tensor | None, ...]
+
+# These cannot run twice, or would do all their work twice: whole layers that are one node.
+_INDIVISIBLE = ("CheckpointFunctionBackward", "CompiledFunctionBackward")
+
+
+class SplitBackward:
+    """One microbatch's backward of one stage.
+
+    Gradients of weights are those of a plain backward, and hooks on parameters are called once. There are exceptions
+    to what runs when: weights that join in several places get their gradients in the first half; and so does
+    everything where a module runs again during backward (activation checkpointing) or is one node of the graph
+    (torch.compile). Hooks on activations that weights join are called in both halves, and count once.
+
+    Attributes:
+        is_indivisible: whether the first half found that it had better be a plain backward.
+    """
+
+    def __init__(
+        self, roots: Sequence[GradientEdge], gradients: Sequence[Tensor | None], inputs: Sequence[Tensor]
+    ) -> None:
+        """Runs the first half, which adds to the gradients of `inputs`, leaf tensors.
+
+        Args:
+            roots: what the stage returned, and its loss, as far as they need gradients.
+            gradients: theirs.
+            inputs: what the stage was given and needs gradients.
+        """
+        self.is_indivisible = False
+        self._roots, self._gradients = list(roots), list(gradients)  # of what does not depend on the inputs
+        self._weights_of_roots: list[Tensor] | None = None  # all, if None
+        self._joints: list[_Joint] = []
+        if inputs and roots:
+            self._run_first_half(inputs)
+
+    def compute_weights(self) -> None:
+        """Run the second half, which adds to the gradients of weights; once."""
+        while self._joints:  # each lets its gradients go
+            self._joints.pop().compute_weights()
+        if self._roots:
+            torch.autograd.backward(self._roots, self._gradients, inputs=self._weights_of_roots)
+        self._roots, self._gradients = [], []
+
+    def _run_first_half(self, inputs: Sequence[Tensor]) -> None:
+        reach = _explore((edge.node for edge in self._roots), inputs)
+        if any(node.name() in _INDIVISIBLE for node in reach):
+            torch.autograd.backward(self._roots, self._gradients)
+            self.is_indivisible = True
+            self._roots, self._gradients = [], []
+            return
+        outside = [edge for edge in self._roots if not reach[edge.node].inputs]
+        roots_weights = frozenset[Tensor]().union(*(reach[edge.node].weights for edge in outside))
+        found = {node: it.weights for node, it in reach.items() if it.inputs and it.weights}
+        places = Counter(weight for weights in (*found.values(), roots_weights) for weight in weights)
+        several = [weight for weight, number in places.items() if number > 1]
+        once = places.keys() - set(several)
+        self._joints = [_Joint(node, weights & once, reach) for node, weights in found.items() if weights & once]
+        with ExitStack() as stack:
+            ran = stack.enter_context(_modules_that_run())
+            for joint in self._joints:
+                stack.enter_context(joint.gradients_kept())
+            torch.autograd.backward(self._roots, self._gradients, inputs=[*inputs, *several], retain_graph=True)
+        self.is_indivisible = bool(ran)
+        self._weights_of_roots = list(roots_weights & once)
+        kept = [index for index, edge in enumerate(self._roots) if not reach[edge.node].inputs]
+        self._roots = [self._roots[index] for index in kept if self._weights_of_roots]
+        self._gradients = [self._gradients[index] for index in kept if self._weights_of_roots]
+
+
+@dataclass(frozen=True, slots=True)
+class _Reach:
+    """What backward comes to from a node of the graph."""
+
+    inputs: bool  # whether to inputs
+    weights: frozenset[Tensor]  # to which weights, by ways on which no node leads to inputs
+
+
+def _explore(roots: Iterable[Node], inputs: Sequence[Tensor]) -> dict[Node, _Reach]:
+    """What each node of the graph behind the roots leads to."""
+    known = {id(tensor) for tensor in inputs}
+    reach: dict[Node, _Reach] = {}
+    stack = list(roots)
+    while stack:
+        node = stack[-1]
+        if node in reach:
+            stack.pop()
+            continue
+        behind = [child for child, _ in node.next_functions if child is not None]
+        unknown = [child for child in behind if child not in reach]
+        if unknown:
+            stack += unknown
+            continue
+        stack.pop()
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            is_input = id(leaf) in known
+            reach[node] = _Reach(is_input, frozenset() if is_input else frozenset((leaf,)))
+        else:
+            found = [reach[child] for child in behind]
+            weights = frozenset[Tensor]().union(*(it.weights for it in found if not it.inputs))
+            reach[node] = _Reach(any(it.inputs for it in found), weights)
+    return reach
+
+
+class _Joint:
+    """A node that leads to inputs, and to weights that nothing else leads to."""
+
+    def __init__(self, node: Node, weights: frozenset[Tensor], reach: dict[Node, _Reach]) -> None:
+        self._node = node
+        self._weights = list(weights)
+        self._gradients: Gradients = ()  # of what the node computed
+        edges = [reach[child] for child, _ in node.next_functions if child is not None]
+        self._for_weights = [not it.inputs and not weights.isdisjoint(it.weights) for it in edges]
+        self._for_inputs = [it.inputs or not it.weights <= weights for it in edges]
+
+    @contextmanager
+    def gradients_kept(self) -> Iterator[None]:
+        """While the first half runs."""
+        handle = self._node.register_prehook(self._keep)
+        try:
+            with self._asked_for(self._for_inputs):
+                yield
+        finally:
+            handle.remove()
+
+    def compute_weights(self) -> None:
+        """Go on from the gradients that were kept."""
+        edges = [GradientEdge(self._node, index) for index, it in enumerate(self._gradients) if it is not None]
+        if not edges:
+            return
+        # Hooks on the activation have been called already: what they return now does not count.
+        handle = self._node.register_prehook(lambda _: self._gradients)
+        try:
+            with self._asked_for(self._for_weights):
+                torch.autograd.backward(edges, [it for it in self._gradients if it is not None], inputs=self._weights)
+        finally:
+            handle.remove()
+
+    def _keep(self, gradients: Gradients) -> None:
+        self._gradients = tuple(gradients)
+
+    @contextmanager
+    def _asked_for(self, edges: Sequence[bool]) -> Iterator[None]:
+        """Tells a custom function for which of its arguments that need gradients they are computed now."""
+        function: Any = self._node
+        needed = getattr(function, "needs_input_grad", None)  # torch's own nodes have none, and know by themselves
+        if needed is None:
+            yield
+            return
+        asked = iter(edges)
+        function.needs_input_grad = tuple(it and next(asked, True) for it in needed)
+        try:
+            yield
+        finally:
+            function.needs_input_grad = needed
+
+
+@contextmanager
+def _modules_that_run() -> Iterator[list[nn.Module]]:
+    """The modules whose forward is called in the body."""
+    ran: list[nn.Module] = []
+    handle = register_module_forward_pre_hook(lambda module, _: ran.append(module))
+    try:
+        yield ran
+    finally:
+        handle.remove()

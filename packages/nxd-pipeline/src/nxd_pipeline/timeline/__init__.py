@@ -1,0 +1,20 @@
+"""Timelines of training steps: measured on all ranks, on one clock, kept in a file, drawn, and judged."""
+
+from nxd_pipeline.timeline.bubble import BubbleReport, bubble_report, measured_costs
+from nxd_pipeline.timeline.chrome_trace import read_trace
+from nxd_pipeline.timeline.clock import ClockOffset, clock_offsets
+from nxd_pipeline.timeline.trace_file import MAX_EVENTS, MAX_STEPS, TraceFile
+from nxd_pipeline.timeline.traced_step import TracedStep
+
+__all__ = [
+    "TraceFile",
+    "MAX_STEPS",
+    "MAX_EVENTS",
+    "TracedStep",
+    "read_trace",
+    "BubbleReport",
+    "bubble_report",
+    "measured_costs",
+    "ClockOffset",
+    "clock_offsets",
+]

@@ -1,0 +1,71 @@
+"""What is known of one training step that was traced, and how the ranks bring it together.
+
+All ranks know the schedule, so only times travel: a start and an end for each of a rank's actions.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from nxd_state import Group, all_gather, transport_device
+
+from nxd_pipeline.schedules import Action, Schedule, Span, Timeline
+from nxd_pipeline.timeline.clock import clock_offsets
+
+Times = Mapping[Action, tuple[int, int]]  # start and end by this process's `time.perf_counter_ns()`
+
+
+@dataclass(frozen=True)
+class TracedStep:
+    """One training step of all pipelines, in seconds since the trace began, by the clock of the first rank.
+
+    The span of a computation is the time for which it computed; that of a send the time that it took to hand the
+    message over; and that of a receive the time for which the computation that needs it waited for it.
+
+    Attributes:
+        number: of the step among those traced, from 0.
+        pipelines: the global ranks of each pipeline, by pipeline-parallel rank.
+        timelines: one per pipeline.
+        clock_error: what times of different ranks can be off by, at most; seconds.
+    """
+
+    number: int
+    pipelines: tuple[tuple[int, ...], ...]
+    timelines: tuple[Timeline, ...]
+    clock_error: float
+
+
+def gather_step(
+    number: int, times: Times, *, schedule: Schedule, pipeline: Group, world: Group, origin: int
+) -> TracedStep:
+    """The step from what each rank recorded of it; called by all ranks of the world, which all get the same.
+
+    Args:
+        number: of the step.
+        times: of every action of this rank.
+        schedule: what the ranks of every pipeline played.
+        pipeline: this rank's pipeline-parallel group.
+        world: all ranks.
+        origin: when the trace began, by the first rank's clock; that of other ranks does not count.
+    """
+    offsets = clock_offsets(world)
+    ahead = offsets[world.rank].ahead
+    actions = schedule.actions[pipeline.rank]
+    # [actions of the busiest rank + 1, start and end]; the first row is the origin
+    mine = torch.zeros(max(map(len, schedule.actions)) + 1, 2, dtype=torch.int64)
+    mine[0] = origin
+    mine[1 : len(actions) + 1] = torch.tensor([times[action] for action in actions]) - ahead
+    gathered = all_gather(mine.unsqueeze(0).to(transport_device(world)), world).cpu()
+    since_origin: list[list[list[int]]] = (gathered[:, 1:] - gathered[0, 0]).tolist()
+    of_rank = dict(zip(world.ranks, since_origin, strict=True))
+    timelines = tuple(
+        Timeline(schedule.name, tuple(map(_spans, schedule.actions, (of_rank[rank] for rank in ranks))))
+        for ranks in pipeline.replica_groups
+    )
+    error = max(offset.error for offset in offsets)
+    return TracedStep(number, pipeline.replica_groups, timelines, error * 1e-9)
+
+
+def _spans(actions: Sequence[Action], times: Sequence[Sequence[int]]) -> tuple[Span, ...]:
+    pairs = zip(actions, times[: len(actions)], strict=True)
+    return tuple(Span(action, start * 1e-9, end * 1e-9) for action, (start, end) in pairs)

@@ -1,0 +1,1 @@
+"""What `pp_step` measures, and how."""
