@@ -14,6 +14,18 @@ MISTAKES = {
         ["--nproc", "3", "parallel.tensor_parallel_size=2"],
         "parallel.tensor_parallel_size=2 needs a multiple of 2 ranks, not 3; use --nproc 2",
     ),
+    "ranks of a pipeline": (
+        ["--nproc", "6", "parallel.tensor_parallel_size=2", "parallel.pipeline_parallel_size=2"],
+        "tensor_parallel_size=2 x parallel.pipeline_parallel_size=2 needs a multiple of 4 ranks, not 6; use --nproc 4",
+    ),
+    "layers": (
+        ["--nproc", "4", "parallel.pipeline_parallel_size=4"],
+        "parallel.pipeline_parallel_size=4 is more than model.num_hidden_layers=2 can fill",
+    ),
+    "schedule": (
+        ["--nproc", "2", "parallel.pipeline_parallel_size=2", "pipeline.schedule=2f2b"],
+        "pipeline.schedule='2f2b' is not allowed; expected one of gpipe, 1f1b,",
+    ),
     "hidden size": (
         ["--nproc", "1", "model.hidden_size=34"],
         "model.num_attention_heads=4 does not divide model.hidden_size=34",

@@ -12,9 +12,11 @@ from safetensors.torch import load_file
 @pytest.fixture
 def trained(nxd, tiny, tmp_path):
     """A run of six steps that changed its layout after three."""
-    first = nxd("train", "--nproc", "2", "--parallel.tensor_parallel_size", "2", *tiny, "train.stop_after=3")
+    settings = [*tiny, "model.tie_word_embeddings=true", "train.gradient_accumulation_steps=2"]
+    pipeline = ["--parallel.pipeline_parallel_size", "2", "--pipeline.trace_file", "run/timeline.json"]
+    first = nxd("train", "--nproc", "2", *pipeline, *settings, "train.stop_after=3")
     assert first.returncode == 0, first.stderr
-    second = nxd("train", "--nproc", "2", *tiny)
+    second = nxd("train", "--nproc", "2", *settings)
     assert second.returncode == 0, second.stderr
     return tmp_path / "run", second
 
@@ -25,9 +27,17 @@ def test_train_resumed_at_another_layout_goes_on_where_it_was(trained):
     records = read_records(folder / "metrics.jsonl")
 
     assert [record.step for record in records] == [1, 2, 3, 4, 5, 6]
-    assert [record.layout for record in records if record.layout] == ["TP 2 x DP 1", "TP 1 x DP 2"]
+    assert [record.layout for record in records if record.layout] == ["TP 1 x PP 2 x DP 1", "TP 1 x DP 2"]
     assert f"held-out loss as resumed, at step 3: {records[2].held_out_loss:.4f}" in second.stderr
     assert "goes on from step-00000003" in second.stderr
+
+
+def test_train_pipeline_leaves_a_timeline_of_its_ranks(trained):
+    folder, _ = trained
+
+    events = json.loads((folder / "timeline.json").read_text())["traceEvents"]
+
+    assert {event["args"]["microbatch"] for event in events if "microbatch" in event.get("args", {})} == {0, 1}
 
 
 def test_generate_writes_the_same_text_at_every_degree(trained, nxd):
@@ -50,9 +60,11 @@ def test_export_has_the_names_and_values_of_the_hugging_face_model(trained, nxd)
     assert result.returncode == 0, result.stderr
     tensors = load_file(folder.parent / "exported/model.safetensors")
     checkpoint = nxd_ckpt.open_checkpoint(folder / "checkpoints")
-    assert torch.equal(tensors["lm_head.weight"], checkpoint.read("lm_head.weight").bfloat16())
+    embedding = "model.embed_tokens.weight"
+    assert torch.equal(tensors[embedding], checkpoint.read(embedding).bfloat16())
+    assert "lm_head.weight" not in checkpoint.tensors  # tied: saved once
     assert "model.layers.1.self_attn.k_proj.weight" in tensors
-    assert all(name.startswith(("model.", "lm_head.")) for name in tensors)  # nothing of the optimizer
+    assert all(name.startswith("model.") for name in tensors)  # nothing of the optimizer
     config = json.loads((folder.parent / "exported/config.json").read_text())
     assert config["num_key_value_heads"] == 2
     assert config["torch_dtype"] == "bfloat16"

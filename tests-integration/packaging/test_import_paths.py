@@ -26,6 +26,8 @@ import pytest
         "modules.lora.LoraConfig",
         "modules.lora.LoRAModel",
         "optimizer.NeuronZero1Optimizer",
+        "pipeline.NxDPPModel",
+        "pipeline.model.NxDPPModel",
     ],
 )
 def test_documented_path_is_served_by_an_nxd_package(path):

@@ -7,18 +7,22 @@ from nxd_state import get_rng_state, initialize_model_parallel, rng_stream
 from nxd_trainer.recipe import load_recipe
 from nxd_trainer.training import StopRequest, prepare_run, run_training
 
+SP, PP2 = "parallel.sequence_parallel=true", "parallel.pipeline_parallel_size=2"
+TP2, TIED = "parallel.tensor_parallel_size=2", "model.tie_word_embeddings=true"
 LAYOUTS = {
-    "one": (1, 1, False),
-    "dp2": (2, 1, False),
-    "tp2": (2, 2, False),
-    "tp2-sp": (2, 2, True),
-    "tp2-dp2": (4, 2, False),
+    "one": (1, []),
+    "dp2": (2, []),
+    "tp2": (2, [TP2]),
+    "tp2-sp": (2, [TP2, SP]),
+    "tp2-dp2": (4, [TP2]),
+    "pp2": (2, [PP2]),
+    "tp2-sp-pp2": (4, [TP2, SP, PP2]),
 }
 
 
 def run(settings: list[str]) -> tuple[float, dict[str, dict[str, torch.Tensor]], list[int]]:
     recipe = load_recipe(None, settings)
-    initialize_model_parallel(recipe.parallel.tensor_parallel_size)
+    initialize_model_parallel(recipe.parallel.tensor_parallel_size, recipe.parallel.pipeline_parallel_size)
     state, resumed = prepare_run(recipe)
     consumed = [state.train_loader.samples_consumed]
     with StopRequest() as stop:
@@ -29,7 +33,7 @@ def run(settings: list[str]) -> tuple[float, dict[str, dict[str, torch.Tensor]],
 def draw(settings: list[str]) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, dict[str, torch.Tensor]]]:
     """A run that uses random numbers, as dropout would: the streams' states as it finds and as it leaves them."""
     recipe = load_recipe(None, settings)
-    initialize_model_parallel(recipe.parallel.tensor_parallel_size)
+    initialize_model_parallel(recipe.parallel.tensor_parallel_size, recipe.parallel.pipeline_parallel_size)
     state, resumed = prepare_run(recipe)
     found = get_rng_state()
     torch.rand(3)
@@ -41,8 +45,7 @@ def draw(settings: list[str]) -> tuple[dict[str, dict[str, torch.Tensor]], dict[
 
 
 def at(layout: str, run_ranks, settings: list[str], *more: str, program=run):
-    world, tp, sequence_parallel = LAYOUTS[layout]
-    parallel = [f"parallel.tensor_parallel_size={tp}", f"parallel.sequence_parallel={str(sequence_parallel).lower()}"]
+    world, parallel = LAYOUTS[layout]
     return run_ranks(program, world, [*settings, *parallel, *more])
 
 
@@ -51,10 +54,10 @@ def tensors(folder) -> dict[str, torch.Tensor]:
     return {name: checkpoint.read(name) for name in checkpoint.tensors}
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("more", [[], [TIED, "train.gradient_accumulation_steps=2"]], ids=["", "tied-accumulating"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_resume_same_layout_is_bitwise_the_run_that_never_stopped(layout, accumulation, run_ranks, settings, tmp_path):
-    settings = [*settings, f"train.gradient_accumulation_steps={accumulation}"]
+def test_resume_same_layout_is_bitwise_the_run_that_never_stopped(layout, more, run_ranks, settings, tmp_path):
+    settings = [*settings, *more]
     whole = at(layout, run_ranks, settings, f"output={tmp_path / 'whole'}")
 
     at(layout, run_ranks, settings, "train.stop_after=10")
@@ -71,9 +74,19 @@ def test_resume_same_layout_is_bitwise_the_run_that_never_stopped(layout, accumu
 
 
 @pytest.mark.parametrize(
-    ("first", "second"), [("tp2-dp2", "dp2"), ("one", "tp2-sp"), ("dp2", "tp2-dp2"), ("tp2-sp", "one")]
+    ("first", "second", "more"),
+    [
+        ("tp2-dp2", "dp2", []),
+        ("one", "tp2-sp", []),
+        ("dp2", "tp2-dp2", []),
+        ("tp2-sp", "one", []),
+        ("tp2-sp-pp2", "dp2", [TIED]),
+        ("dp2", "tp2-sp-pp2", [TIED]),
+        ("tp2", "pp2", []),
+    ],
 )
-def test_resume_other_layout_equals_the_run_that_never_stopped(first, second, run_ranks, settings, tmp_path):
+def test_resume_other_layout_equals_the_run_that_never_stopped(first, second, more, run_ranks, settings, tmp_path):
+    settings = [*settings, "train.gradient_accumulation_steps=2", *more]
     [(expected_loss, _, _)] = at("one", run_ranks, settings, f"output={tmp_path / 'whole'}")
 
     at(first, run_ranks, settings, "train.stop_after=10")
@@ -82,12 +95,13 @@ def test_resume_other_layout_equals_the_run_that_never_stopped(first, second, ru
     for loss, _, _ in resumed:
         assert loss == pytest.approx(expected_loss, rel=1e-9)
     found, expected = tensors(tmp_path / "run/checkpoints"), tensors(tmp_path / "whole/checkpoints")
-    for name, tensor in expected.items():
-        if not name.startswith("rng/"):
-            scale = tensor.abs().max().item()
-            torch.testing.assert_close(
-                found[name], tensor, rtol=1e-8, atol=1e-8 * scale, msg=lambda m, n=name: f"{n}: {m}"
-            )
+    names = {name for name in expected if not name.startswith("rng/")}
+    assert {name for name in found if not name.startswith("rng/")} == names
+    for name in names:
+        scale = expected[name].abs().max().item()
+        torch.testing.assert_close(
+            found[name], expected[name], rtol=1e-8, atol=1e-8 * scale, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 def test_resume_same_layout_goes_on_in_every_random_stream(run_ranks, settings):

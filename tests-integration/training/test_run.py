@@ -11,7 +11,7 @@ from nxd_trainer.training import train
 
 def run(settings: list[str]) -> None:
     recipe = load_recipe(None, settings)
-    initialize_model_parallel(recipe.parallel.tensor_parallel_size)
+    initialize_model_parallel(recipe.parallel.tensor_parallel_size, recipe.parallel.pipeline_parallel_size)
     train(recipe)
 
 
@@ -71,6 +71,22 @@ def test_metrics_of_replicas_are_those_of_one_process(records_of):
         assert [getattr(record, name) for record in replicas] == pytest.approx(expected, rel=1e-9)
     assert replicas[-1].tokens == 5 * 8 * 16
     assert replicas[-1].held_out_loss == pytest.approx(one[-1].held_out_loss, rel=1e-9)
+
+
+@pytest.mark.parametrize("precision", ["train.dtype=float64", "train.autocast=bfloat16"])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_metrics_of_a_pipeline_are_those_of_one_process(records_of, schedule, precision):
+    settings = ["train.gradient_accumulation_steps=4", "model.num_hidden_layers=4", "train.dtype=float32", precision]
+    one = records_of(1, *settings)
+
+    pipeline = records_of(2, *settings, "parallel.pipeline_parallel_size=2", f"pipeline.schedule={schedule}")
+
+    tolerance = 1e-9 if precision == "train.dtype=float64" else 1e-6  # the order of sums, in float32
+    for name in ("loss", "grad_norm", "held_out_loss", "tokens"):
+        expected = [getattr(record, name) for record in one if record.held_out_loss is not None]
+        found = [getattr(record, name) for record in pipeline if record.held_out_loss is not None]
+        assert found == pytest.approx(expected, rel=tolerance), name
+    assert pipeline[0].layout == "TP 1 x PP 2 x DP 1"
 
 
 def test_metrics_are_logged_and_evaluated_at_their_own_rhythms(records_of):

@@ -6,7 +6,7 @@ Submodules are imported when they are first used, so that `import neuronx_distri
 import importlib
 from types import ModuleType
 
-_SUBMODULES = ("parallel_state", "parallel_layers", "modules", "optimizer")
+_SUBMODULES = ("parallel_state", "parallel_layers", "modules", "optimizer", "pipeline")
 
 __all__ = list(_SUBMODULES)
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from nxd_ckpt import Shard, ShardedTensor
 from nxd_optim import MASTER_KEY, NeuronZero1Optimizer
+from nxd_pipeline import NxDPPModel
 from nxd_state import ShardPiece, get_shard_spec
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -21,20 +22,17 @@ OPTIMIZER_PREFIX = "optimizer/"
 def model_state(model: nn.Module) -> CheckpointState:
     """Parameters and persistent buffers of `model` as logical tensors; they share its memory.
 
-    A tied parameter appears once, under its first name.
+    A tied parameter appears once, under its first name; so do its copies in several stages of a pipeline. A pipeline
+    gives what this rank holds, under the names of the model before it was cut.
 
     Raises:
         ValueError: a layer's weight has lost its shard metadata, so that its part would be taken for the whole.
     """
     _check_shard_metadata(model)
     state: CheckpointState = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in _named_parameters(model):
         state.update(_logical_tensors(name, parameter, parameter.detach()))
-    persistent = model.state_dict(keep_vars=True)
-    for name, buffer in model.named_buffers():
-        if name in persistent:
-            state[name] = buffer
-    return state
+    return state | _persistent_buffers(model)
 
 
 def optimizer_state(model: nn.Module, optimizer: Optimizer) -> CheckpointState:
@@ -116,7 +114,7 @@ def allocate_optimizer_state(
 
 def _check_shard_metadata(model: nn.Module) -> None:
     """Copies and moves by torch's own means (`deepcopy`, `to_empty`, `load_state_dict(assign=True)`) drop it."""
-    for name, module in model.named_modules():
+    for name, module in model.local_named_modules() if isinstance(model, NxDPPModel) else model.named_modules():
         if getattr(module, "tensor_parallel_size", 1) == 1:
             continue
         for own_name, parameter in module.named_parameters(prefix=name, recurse=False):
@@ -127,8 +125,24 @@ def _check_shard_metadata(model: nn.Module) -> None:
                 )
 
 
+def _named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Each parameter once, by its name in a checkpoint."""
+    if not isinstance(model, NxDPPModel):
+        return model.named_parameters()
+    first_names = model.tied_names()
+    return ((first_names.get(name, name), parameter) for name, parameter in model.local_named_parameters())
+
+
+def _persistent_buffers(model: nn.Module) -> CheckpointState:
+    if isinstance(model, NxDPPModel):
+        parameters = {name for name, _ in model.local_named_parameters()} | model.tied_names().keys()
+        return {name: tensor for name, tensor in model.local_state_dict().items() if name not in parameters}
+    persistent = model.state_dict(keep_vars=True)
+    return {name: buffer for name, buffer in model.named_buffers() if name in persistent}
+
+
 def _optimized_parameters(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
-    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    names: dict[Tensor, str] = {parameter: name for name, parameter in _named_parameters(model)}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter not in names:

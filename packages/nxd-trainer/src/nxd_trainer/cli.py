@@ -57,7 +57,8 @@ def _train(options: argparse.Namespace) -> int:
     from nxd_trainer.training import StopRequest, TrainingDiverged, prepare_run, run_training  # noqa: PLC0415
 
     with StopRequest() as stop:
-        _mendable(lambda: initialize_model_parallel(recipe.parallel.tensor_parallel_size))
+        parallel = recipe.parallel
+        _mendable(lambda: initialize_model_parallel(parallel.tensor_parallel_size, parallel.pipeline_parallel_size))
         prepared = _mendable(lambda: prepare_run(recipe))
         try:
             result = run_training(*prepared, stop)
@@ -108,7 +109,7 @@ def _export(options: argparse.Namespace) -> int:
 
 def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="nxd", description="Train and serve large models with tensor and data parallelism."
+        prog="nxd", description="Train and serve large models with tensor, pipeline and data parallelism."
     )
     commands = parser.add_subparsers(dest="command", required=True)
 
@@ -183,13 +184,15 @@ def _take_settings(arguments: list[str]) -> tuple[list[str], list[str]]:
 def _check_ranks(recipe: Recipe, nproc: int) -> None:
     """What can be known before any rank is started."""
     _check_nproc(nproc)
-    degree = recipe.parallel.tensor_parallel_size
-    if nproc % degree:
+    tp, pp = recipe.parallel.tensor_parallel_size, recipe.parallel.pipeline_parallel_size
+    model_ranks = tp * pp
+    if nproc % model_ranks:
+        pipeline = f" x parallel.pipeline_parallel_size={pp}" if pp > 1 else ""
         raise ValueError(
-            f"parallel.tensor_parallel_size={degree} needs a multiple of {degree} ranks, not {nproc}; "
-            f"use --nproc {max(1, nproc // degree) * degree}"
+            f"parallel.tensor_parallel_size={tp}{pipeline} needs a multiple of {model_ranks} ranks, not {nproc}; "
+            f"use --nproc {max(1, nproc // model_ranks) * model_ranks}"
         )
-    check_layout(recipe, nproc // degree)
+    check_layout(recipe, nproc // model_ranks)
 
 
 def _check_nproc(nproc: int) -> None:

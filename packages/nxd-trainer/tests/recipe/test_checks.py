@@ -1,5 +1,7 @@
 import pytest
+from nxd_pipeline import make_schedule
 from nxd_trainer.recipe import RecipeError, check_layout, load_recipe, padded_vocab_size
+from nxd_trainer.recipe.checks import STAGES_PER_RANK
 
 
 @pytest.mark.parametrize(
@@ -32,6 +34,21 @@ from nxd_trainer.recipe import RecipeError, check_layout, load_recipe, padded_vo
             "train.autocast=bfloat16 needs train.dtype=float32, not float64; "
             "set train.autocast=none or train.dtype=float32",
         ),
+        (
+            ["parallel.pipeline_parallel_size=8"],
+            "parallel.pipeline_parallel_size=8 is more than model.num_hidden_layers=4 can fill: 8 ranks need 8 layers; "
+            "use at most 4, or add layers",
+        ),
+        (
+            ["parallel.pipeline_parallel_size=3", "pipeline.schedule=zb-v"],
+            "parallel.pipeline_parallel_size=3 is more than model.num_hidden_layers=4 can fill: "
+            "3 ranks of 2 stages each need 6 layers; use at most 2, or add layers",
+        ),
+        (
+            ["parallel.pipeline_parallel_size=2", "pipeline.virtual_pipeline_size=2"],
+            "pipeline.virtual_pipeline_size=2 is not for pipeline.schedule=1f1b, which has 1; "
+            "leave it unset, or use gpipe, interleaved, zb-v or dualpipe-v",
+        ),
     ],
 )
 def test_values_that_do_not_fit_together_say_what_would(overrides, expected):
@@ -39,6 +56,21 @@ def test_values_that_do_not_fit_together_say_what_would(overrides, expected):
         load_recipe(overrides=overrides)
 
     assert raised.value.mistakes == (expected,)
+
+
+@pytest.mark.parametrize("schedule", STAGES_PER_RANK)
+def test_stages_of_a_schedule_are_those_that_nxd_pipeline_makes(schedule):
+    made = make_schedule(schedule, 2, 4)
+    settings = ["parallel.pipeline_parallel_size=2", f"pipeline.schedule={schedule}"]
+
+    load_recipe(overrides=[*settings, f"model.num_hidden_layers={made.num_stages}"])
+
+    with pytest.raises(RecipeError, match=f"need {made.num_stages} layers"):
+        load_recipe(overrides=[*settings, f"model.num_hidden_layers={made.num_stages - 1}"])
+
+
+def test_pipeline_settings_are_without_effect_on_one_stage():
+    load_recipe(overrides=["model.num_hidden_layers=1", "pipeline.schedule=zb-v"])
 
 
 def test_rules_over_a_wrong_value_are_not_reported():

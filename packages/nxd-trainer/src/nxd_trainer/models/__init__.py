@@ -1,5 +1,5 @@
 """Models that ship with the trainer."""
 
-from nxd_trainer.models.llama import KeyValueCache, LlamaConfig, LlamaForCausalLM
+from nxd_trainer.models.llama import KeyValueCache, LlamaConfig, LlamaDecoderLayer, LlamaForCausalLM
 
-__all__ = ["LlamaConfig", "LlamaForCausalLM", "KeyValueCache"]
+__all__ = ["LlamaConfig", "LlamaForCausalLM", "LlamaDecoderLayer", "KeyValueCache"]

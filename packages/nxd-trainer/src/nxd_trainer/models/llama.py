@@ -5,6 +5,7 @@ model; with more, each layer holds its part. Notable:
 
 - hidden states are `[seq, batch, hidden]`, so that sequence parallelism splits contiguous memory;
 - query, key and value share one input, as do gate and up: one collective per direction for each such set;
+- it can be traced by torch.fx, and so be cut into pipeline stages between its layers;
 - where the tensor-parallel degree does not divide the key-value heads, several ranks hold copies of a head;
 - the loss never sees whole logits.
 
@@ -27,10 +28,14 @@ from nxd_layers.attention import CoreAttention, attention_mask
 from nxd_layers.key_value_heads import kv_size_multiplier_for
 from nxd_layers.qkv_linear import GQAQKVColumnParallelLinear
 from nxd_state import active_group
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 IGNORED_LABEL = -100
+
+# A trace, which cuts the model into pipeline stages, takes these as they are and does not look into them.
+fx.wrap("rotary_tables")
+fx.wrap("parallel_cross_entropy")
 
 
 @dataclass(frozen=True)

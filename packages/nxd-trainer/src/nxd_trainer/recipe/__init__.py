@@ -15,6 +15,7 @@ from nxd_trainer.recipe.sections import (
     ModelSection,
     OptimizerSection,
     ParallelSection,
+    PipelineSection,
     Recipe,
     TrainSection,
 )
@@ -24,6 +25,7 @@ __all__ = [
     "Recipe",
     "ModelSection",
     "ParallelSection",
+    "PipelineSection",
     "DataSection",
     "TrainSection",
     "OptimizerSection",

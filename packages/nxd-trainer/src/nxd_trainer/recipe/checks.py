@@ -13,6 +13,10 @@ from nxd_trainer.recipe.sections import Recipe
 
 VOCAB_SIZE_MULTIPLE = 64
 
+# Stages on each rank that a schedule of nxd-pipeline has; 0 for any number. Said again here, since that package brings
+# torch in, and a recipe is checked without.
+STAGES_PER_RANK = {"gpipe": 0, "1f1b": 1, "interleaved": 0, "zb-h1": 1, "zb-v": 2, "dualpipe-v": 2}
+
 
 def consistency_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:
     """The keys involved and the mistake line, for each rule that holds at every layout and is broken."""
@@ -46,6 +50,31 @@ def consistency_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]
             "set train.autocast=none or train.dtype=float32"
         )
         yield ("train.autocast", "train.dtype"), mistake
+    if recipe.parallel.pipeline_parallel_size > 1:
+        yield from _pipeline_mistakes(recipe)
+
+
+def _pipeline_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:
+    schedule, virtual = recipe.pipeline.schedule, recipe.pipeline.virtual_pipeline_size
+    needed = STAGES_PER_RANK[schedule]
+    if virtual is not None and needed and virtual != needed:
+        fitting = [name for name, stages in STAGES_PER_RANK.items() if stages in (0, virtual)]
+        mistake = (
+            f"pipeline.virtual_pipeline_size={virtual} is not for pipeline.schedule={schedule}, which has {needed}; "
+            f"leave it unset, or use {_listed(fitting)}"
+        )
+        yield ("pipeline.virtual_pipeline_size", "pipeline.schedule"), mistake
+        return
+    per_rank = virtual or needed or (2 if schedule == "interleaved" else 1)
+    size, layers = recipe.parallel.pipeline_parallel_size, recipe.model.num_hidden_layers
+    if layers < size * per_rank:
+        each = f" of {per_rank} stages each" if per_rank > 1 else ""
+        mistake = (
+            f"parallel.pipeline_parallel_size={size} is more than model.num_hidden_layers={layers} can fill: "
+            f"{size} ranks{each} need {size * per_rank} layers; use at most {max(1, layers // per_rank)}, or add layers"
+        )
+        keys = ("parallel.pipeline_parallel_size", "model.num_hidden_layers", "pipeline.virtual_pipeline_size")
+        yield (*keys, "pipeline.schedule"), mistake
 
 
 def check_layout(recipe: Recipe, dp_size: int, *, vocab_size: int | None = None) -> None:

@@ -39,6 +39,22 @@ class ParallelSection:
 
     tensor_parallel_size: int = option(1, "ranks that share each layer", at_least=1)
     sequence_parallel: bool = option(False, "also shard the sequence between the layers' matrix products")
+    pipeline_parallel_size: int = option(1, "ranks that the layers are shared out to", at_least=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineSection:
+    """How the ranks that share out the layers work together; without effect on one such rank."""
+
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"] = option(
+        "1f1b", "order of the work, by its name in nxd-pipeline"
+    )
+    virtual_pipeline_size: int | None = option(
+        None, "stages on each rank; unset: 2 for interleaved, zb-v and dualpipe-v, else 1", at_least=1
+    )
+    trace_file: Path | None = option(
+        None, "timeline of a step on all ranks, for Perfetto, with a picture beside it; unset: none"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +81,9 @@ class TrainSection:
         None, "end this invocation after that step, to be resumed later; unset: run to the end", at_least=1
     )
     global_batch_size: int = option(16, "sequences in one optimizer step, over all ranks", at_least=1)
-    gradient_accumulation_steps: int = option(1, "microbatches each rank cuts its share into", at_least=1)
+    gradient_accumulation_steps: int = option(
+        1, "microbatches each rank cuts its share into; a pipeline's, too", at_least=1
+    )
     seed: int = option(0, "seed of the initial weights, dropout and the order of the data", at_least=0)
     dtype: Literal["float32", "bfloat16", "float64"] = option("float32", "type of the weights")
     autocast: Literal["none", "bfloat16"] = option("none", "type of the matrix products of float32 weights")
@@ -106,6 +124,7 @@ class Recipe:
 
     model: ModelSection = field(default_factory=ModelSection)
     parallel: ParallelSection = field(default_factory=ParallelSection)
+    pipeline: PipelineSection = field(default_factory=PipelineSection)
     data: DataSection = field(default_factory=DataSection)
     train: TrainSection = field(default_factory=TrainSection)
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)

@@ -24,8 +24,9 @@ from nxd_trainer.report import (
     render_summary,
 )
 from nxd_trainer.training.checkpoints import diverged, resume_run, save_run
+from nxd_trainer.training.pipeline import describe_pipeline
 from nxd_trainer.training.run_state import RunState, build_run_state
-from nxd_trainer.training.step import compute_gradients, evaluate, learning_rate, update_weights
+from nxd_trainer.training.step import compute_gradients, evaluate, learning_rate, loss_to_add, update_weights
 from nxd_trainer.training.stop_request import StopRequest
 
 
@@ -133,12 +134,11 @@ def _run_steps(state: RunState, progress: Progress, metrics: MetricsLog, stop: S
     return TrainResult(step=state.step, loss=loss, stopped=stopped)
 
 
-def _agree(rank_loss: Tensor, stop: StopRequest) -> tuple[float, bool]:
-    """Mean loss over all ranks, and whether any of them has been asked to stop: one message for both."""
-    group = get_world_group()
-    mine = torch.stack([rank_loss.double().cpu(), torch.tensor(float(stop.signal_number > 0), dtype=torch.float64)])
-    total = all_reduce(mine.to(get_device()), group).cpu()
-    return float(total[0]) / group.size, bool(total[1] > 0)
+def _agree(rank_loss: Tensor | None, stop: StopRequest) -> tuple[float, bool]:
+    """Mean loss over the ranks that have one, and whether any rank has been asked to stop: one message for both."""
+    stopping = torch.tensor(float(stop.signal_number > 0), dtype=torch.float64, device=get_device())
+    total = all_reduce(torch.stack([loss_to_add(rank_loss), stopping]), get_world_group()).cpu()
+    return float(total[0]), bool(total[1] > 0)
 
 
 def _is_due(step: int, every: int) -> bool:
@@ -151,6 +151,8 @@ def _announce(state: RunState, progress: Progress, resumed: str | None) -> None:
     count = sum(p.numel() for p in state.model.parameters())
     begins = f"goes on from {resumed}" if resumed else "begins"
     progress.message(f"{state.layout} on {get_device().type}, {count:,} parameters on this rank; the run {begins}")
+    if state.recipe.parallel.pipeline_parallel_size > 1:
+        progress.message(describe_pipeline(state.recipe))
     for reason, count in state.corpus.skipped.items():
         progress.message(f"left out of the text: {count} {reason}")
     if state.step >= state.recipe.last_step:
@@ -169,5 +171,6 @@ def _report(state: RunState, metrics_file: Path) -> None:
         "checkpoints": recipe.checkpoint_folder,
         "metrics": metrics_file,
         "loss curve": curve,
+        "timeline": recipe.pipeline.trace_file if recipe.parallel.pipeline_parallel_size > 1 else None,
     }
     print(render_summary(records, files))

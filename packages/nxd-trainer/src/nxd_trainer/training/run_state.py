@@ -7,6 +7,7 @@ from typing import IO, TypeVar
 
 import torch
 from nxd_optim import GradientReducer
+from nxd_pipeline import NxDPPModel
 from nxd_state import (
     all_gather_object,
     get_device,
@@ -32,6 +33,7 @@ from nxd_trainer.data import (
 from nxd_trainer.models import LlamaConfig, LlamaForCausalLM
 from nxd_trainer.recipe import ModelSection, Recipe, check_layout, padded_vocab_size
 from nxd_trainer.training.output_lock import lock_output
+from nxd_trainer.training.pipeline import cut_into_stages
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -43,12 +45,14 @@ class RunState:
     """What a training run holds on one rank.
 
     Attributes:
+        model: the Llama; where the pipeline has several ranks, this rank's stages of it.
         output_lock: keeps other runs out of the output folder while this object lives.
         step: optimizer steps taken since the run began, over all invocations.
     """
 
     recipe: Recipe
-    model: LlamaForCausalLM
+    config: LlamaConfig
+    model: LlamaForCausalLM | NxDPPModel
     optimizer: AdamW
     reducer: GradientReducer
     train_loader: TrainLoader
@@ -65,10 +69,11 @@ class RunState:
 
     @property
     def layout(self) -> str:
-        """Such as "TP 2 x DP 2"."""
+        """Such as "TP 2 x DP 2", or "TP 2 x PP 2 x DP 1" where there is a pipeline."""
         mesh = get_mesh()
         sequence_parallel = " + SP" if self.recipe.parallel.sequence_parallel else ""
-        return f"TP {mesh.tp}{sequence_parallel} x DP {mesh.dp}"
+        pipeline = f" x PP {mesh.pp}" if mesh.pp > 1 else ""
+        return f"TP {mesh.tp}{sequence_parallel}{pipeline} x DP {mesh.dp}"
 
 
 def build_run_state(recipe: Recipe) -> RunState:
@@ -113,9 +118,11 @@ def build_run_state(recipe: Recipe) -> RunState:
         dp_rank=data_parallel.rank,
         dp_size=data_parallel.size,
     )
-    model = _build_model(recipe, vocab_size)
+    config = _model_config(recipe, vocab_size)
+    model = _build_model(recipe, config)
     return RunState(
         recipe=recipe,
+        config=config,
         model=model,
         optimizer=_build_optimizer(recipe, model),
         reducer=GradientReducer(model.parameters()),
@@ -146,16 +153,19 @@ def on_first_rank_of_each_host(make: Callable[[], T]) -> T:
     return next(value for value, _ in outcomes if value is not None)
 
 
-def _build_model(recipe: Recipe, vocab_size: int) -> LlamaForCausalLM:
+def _model_config(recipe: Recipe, vocab_size: int) -> LlamaConfig:
     sizes = {field.name: getattr(recipe.model, field.name) for field in fields(ModelSection)}
+    return LlamaConfig(**sizes | {"vocab_size": vocab_size})
+
+
+def _build_model(recipe: Recipe, config: LlamaConfig) -> LlamaForCausalLM | NxDPPModel:
     torch.manual_seed(recipe.train.seed)  # one seed on all ranks: weights do not depend on the layout
     model = LlamaForCausalLM(
-        LlamaConfig(**sizes | {"vocab_size": vocab_size}),
-        sequence_parallel=recipe.parallel.sequence_parallel,
-        dtype=DTYPES[recipe.train.dtype],
+        config, sequence_parallel=recipe.parallel.sequence_parallel, dtype=DTYPES[recipe.train.dtype]
     )
     seed_model_parallel(recipe.train.seed)
-    return move_model_to_device(model, get_device())
+    move_model_to_device(model, get_device())
+    return cut_into_stages(model, recipe) if get_mesh().pp > 1 else model
 
 
 def _build_optimizer(recipe: Recipe, model: nn.Module) -> AdamW:
@@ -172,4 +182,4 @@ def _build_optimizer(recipe: Recipe, model: nn.Module) -> AdamW:
 
 def describe_model(state: RunState) -> dict[str, object]:
     """The model's sizes as a checkpoint keeps them."""
-    return asdict(state.model.config)
+    return asdict(state.config)

@@ -1,38 +1,53 @@
 """One optimizer step, and one evaluation: what is computed and what is communicated, in order."""
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 
 import torch
 from nxd_optim import clip_grad_norm, reduce_sequence_parallel_gradients
-from nxd_state import all_reduce, get_device, get_world_group, step_boundary
+from nxd_pipeline import NxDPPModel
+from nxd_state import all_reduce, get_device, get_mesh, get_world_group, step_boundary
 from torch import Tensor
 
 from nxd_trainer.data import Batch
 from nxd_trainer.lr_schedule import lr_multiplier
+from nxd_trainer.models import LlamaForCausalLM
+from nxd_trainer.training.pipeline import evaluate_on, train_on
+from nxd_trainer.training.precision import autocast
 from nxd_trainer.training.run_state import RunState
 
 
-def compute_gradients(state: RunState) -> tuple[Tensor, Tensor | None]:
+def compute_gradients(state: RunState) -> tuple[Tensor | None, Tensor | None]:
     """Forward and backward over the next step's microbatches; average and clip. The weights stay as they are.
 
     Returns:
-        The mean loss of this rank's microbatches and the gradient norm before clipping (None without clipping), 0-d.
+        The mean loss of this rank's microbatches, None on a rank without the last stage, and the gradient norm before
+        clipping, None without clipping; both 0-d.
     """
     batches = state.train_loader.next_step()
-    losses = []
-    for index, batch in enumerate(batches):
-        is_last = index == len(batches) - 1
-        # Gradients leave while the last backward is running; until then they are only accumulated.
-        with state.reducer.overlap_backward() if is_last else nullcontext():
-            loss = _loss(state, batch)
-            (loss / len(batches)).backward()
-        losses.append(loss.detach())
+    if isinstance(state.model, NxDPPModel):
+        # Every microbatch adds to every gradient, so that none is complete before the schedule is at its end.
+        loss = train_on(state.model, batches)
+    else:
+        loss = _accumulate_gradients(state, state.model, batches)
     state.reducer.finish()
     reduce_sequence_parallel_gradients(state.model.parameters())
     norm = None
     if state.recipe.train.max_grad_norm > 0:
         norm = clip_grad_norm(state.model.parameters(), state.recipe.train.max_grad_norm)
-    return torch.stack(losses).mean(), norm
+    return loss, norm
+
+
+def _accumulate_gradients(state: RunState, model: LlamaForCausalLM, batches: Sequence[Batch]) -> Tensor:
+    losses = []
+    for index, batch in enumerate(batches):
+        is_last = index == len(batches) - 1
+        # Gradients leave while the last backward is running; until then they are only accumulated.
+        with state.reducer.overlap_backward() if is_last else nullcontext():
+            loss = _loss(state, model, batch)
+            (loss / len(batches)).backward()
+        losses.append(loss.detach())
+    return torch.stack(losses).mean()
 
 
 def update_weights(state: RunState) -> None:
@@ -62,19 +77,29 @@ def evaluate(state: RunState) -> float | None:
     """Mean loss over the held-out batches, the same on every rank; None where nothing is held out."""
     if not len(state.held_out_loader):
         return None
-    state.model.eval()
-    losses = torch.stack([_loss(state, batch) for batch in state.held_out_loader])
-    state.model.train()
-    return float(all_reduce(losses.mean(), get_world_group(), op="avg"))
+    model = state.model
+    model.eval()
+    if isinstance(model, NxDPPModel):
+        loss = evaluate_on(model, state.held_out_loader, state.recipe.train.gradient_accumulation_steps)
+    else:
+        loss = torch.stack([_loss(state, model, batch) for batch in state.held_out_loader]).mean()
+    model.train()
+    return float(all_reduce(loss_to_add(loss), get_world_group()))
 
 
-def _loss(state: RunState, batch: Batch) -> Tensor:
+def loss_to_add(rank_loss: Tensor | None) -> Tensor:
+    """What a rank gives to a sum over the world, so that it is the mean of the losses, float64.
+
+    Args:
+        rank_loss: None on a rank without the last pipeline stage, which sees no loss.
+    """
+    reporting = get_world_group().size // get_mesh().pp
+    loss = torch.zeros(()) if rank_loss is None else rank_loss.detach()
+    return loss.double().to(get_device()) / reporting
+
+
+def _loss(state: RunState, model: LlamaForCausalLM, batch: Batch) -> Tensor:
     device = get_device()
-    autocast = (
-        torch.autocast(device.type, dtype=torch.bfloat16)
-        if state.recipe.train.autocast == "bfloat16"
-        else nullcontext()
-    )
-    with autocast:
-        loss: Tensor = state.model(batch.input_ids.to(device), batch.labels.to(device))
+    with autocast(state.recipe):
+        loss: Tensor = model(batch.input_ids.to(device), batch.labels.to(device))
     return loss
