@@ -41,3 +41,17 @@ def bits() -> Callable[[torch.Tensor], list[int]]:
         return plain
 
     return view
+
+
+@pytest.fixture(scope="session")
+def random_tensor() -> Callable[..., torch.Tensor]:
+    """`random_tensor(shape, dtype, seed=0)`: any bit pattern that the type allows, NaN included."""
+
+    def make(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        if dtype is torch.bool:
+            return torch.randint(0, 2, shape, generator=generator).bool()
+        data = torch.randint(0, 256, (*shape, dtype.itemsize), dtype=torch.uint8, generator=generator)
+        return data.view(dtype).reshape(shape)
+
+    return make

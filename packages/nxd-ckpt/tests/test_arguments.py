@@ -19,11 +19,6 @@ def test_bad_tag_is_refused_everywhere(tmp_path, tag):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_url_is_refused():
-    with pytest.raises(ValueError, match=r"path='s3://bucket/run' is a URL"):
-        save("s3://bucket/run", "a", {})
-
-
 @pytest.mark.parametrize(
     ("objects", "message"),
     [
@@ -35,6 +30,42 @@ def test_url_is_refused():
 def test_save_objects_that_json_cannot_hold_names_the_place(tmp_path, objects, message):
     with pytest.raises(ValueError, match=message):
         save(tmp_path, "a", {}, objects=objects)
+
+
+def test_save_objects_nested_too_deep_are_refused(tmp_path):
+    deep = []
+    for _ in range(70):
+        deep = [deep]
+
+    with pytest.raises(ValueError, match="is nested more than 64 deep"):
+        save(tmp_path, "a", {}, mesh=deep)
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0, float("nan")])
+def test_bad_timeout_is_refused(tmp_path, timeout):
+    with pytest.raises(ValueError, match="is not a number of seconds above 0"):
+        save(tmp_path, "a", {}, timeout=timeout)
+    with pytest.raises(ValueError, match="is not a number of seconds above 0"):
+        load(tmp_path, into={}, timeout=timeout)
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"../x": b""}, r"the name '../x' of an extra file is not allowed"),
+        ({".x": b""}, r"the name '.x' of an extra file is not allowed"),
+        ({"x" * 101: b""}, "of an extra file is not allowed"),
+        ({"x": "text"}, r"extra\['x'\] is a str; pass the file's content as bytes"),
+    ],
+)
+def test_save_bad_extra_file_is_refused(tmp_path, extra, message):
+    with pytest.raises(ValueError, match=message):
+        save(tmp_path, "a", {}, extra=extra)
+
+
+def test_load_fallback_with_a_tag_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="so tag='a' cannot be given"):
+        load(tmp_path, "a", into={}, fallback=True)
 
 
 @pytest.mark.parametrize("step", [-1, 1.5, "3", True])
@@ -121,8 +152,8 @@ def test_save_arguments_that_differ_raise_the_same_error_on_every_rank(tmp_path,
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([{}, {"tag": "b"}], r"is \('a', True\) on rank 0 but \('b', True\) on rank 1"),
-        ([{}, {"strict": False}], r"is \('a', True\) on rank 0 but \('a', False\) on rank 1"),
+        ([{}, {"tag": "b"}], "tag is 'a' on rank 0 but 'b' on rank 1"),
+        ([{}, {"strict": False}], "strict is True on rank 0 but False on rank 1"),
         ([{}, {"into": {"w": "x"}}], "failed on 1 of 2 ranks\n  rank 1: unusable tensors:\n  'w': 'w' is a str"),
     ],
 )

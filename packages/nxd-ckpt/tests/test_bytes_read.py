@@ -1,11 +1,12 @@
-"""Each rank reads the bytes that it needs and no others, counted at the system call."""
+"""Each rank reads the bytes that it needs and no others, or their blocks to verify them; counted at the system call."""
 
 import os
 
+import nxd_ckpt.checksums
 import nxd_ckpt.tensor_bytes
 import pytest
 import torch
-from nxd_ckpt import load, open_checkpoint, save
+from nxd_ckpt import Shard, ShardedTensor, load, open_checkpoint, save
 
 
 @pytest.fixture
@@ -26,7 +27,7 @@ def bytes_read(monkeypatch):
 def test_load_rows_reads_only_these_rows(tmp_path, rows_of, bytes_read):
     save(tmp_path, "a", {"w": torch.randn(64, 1024)})
 
-    load(tmp_path, into={"w": rows_of(torch.zeros(64, 1024), 1, 4)})
+    load(tmp_path, into={"w": rows_of(torch.zeros(64, 1024), 1, 4)}, verify=False)
 
     assert sum(bytes_read) == 16 * 1024 * 4
     assert len(bytes_read) == 1
@@ -35,7 +36,7 @@ def test_load_rows_reads_only_these_rows(tmp_path, rows_of, bytes_read):
 def test_load_columns_wide_apart_reads_only_these_columns(tmp_path, columns_of, bytes_read):
     save(tmp_path, "a", {"w": torch.randn(8, 8192)})
 
-    load(tmp_path, into={"w": columns_of(torch.zeros(8, 8192), 2, 4)})
+    load(tmp_path, into={"w": columns_of(torch.zeros(8, 8192), 2, 4)}, verify=False)
 
     assert sum(bytes_read) == 8 * 2048 * 4
     assert len(bytes_read) == 8
@@ -44,10 +45,21 @@ def test_load_columns_wide_apart_reads_only_these_columns(tmp_path, columns_of, 
 def test_load_columns_closer_than_a_page_reads_over_the_gaps_in_one_go(tmp_path, columns_of, bytes_read):
     save(tmp_path, "a", {"w": torch.randn(64, 128)})
 
-    load(tmp_path, into={"w": columns_of(torch.zeros(64, 128), 0, 2)})
+    load(tmp_path, into={"w": columns_of(torch.zeros(64, 128), 0, 2)}, verify=False)
 
     assert len(bytes_read) == 1
     assert sum(bytes_read) == (63 * 128 + 64) * 4
+
+
+def test_load_rows_verified_reads_the_blocks_that_they_touch(tmp_path, monkeypatch, bytes_read):
+    monkeypatch.setattr(nxd_ckpt.checksums, "BLOCK_BYTES", 4096)
+    whole, rows = torch.randn(64, 256), torch.zeros(10, 256)
+    save(tmp_path, "a", {"w": whole})
+
+    load(tmp_path, into={"w": ShardedTensor((64, 256), [Shard(rows, (6, 0))])})
+
+    assert torch.equal(rows, whole[6:16])
+    assert sum(bytes_read) == 3 * 4096  # rows 4 to 15
 
 
 def test_load_one_tensor_of_many_reads_no_other(tmp_path, bytes_read):
@@ -56,6 +68,18 @@ def test_load_one_tensor_of_many_reads_no_other(tmp_path, bytes_read):
     load(tmp_path, into={"w3": torch.zeros(100)}, strict=False)
 
     assert sum(bytes_read) == 400
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_load_small_tensors_that_lie_close_together_are_read_in_one_go(tmp_path, bytes_read, verify):
+    saved = {f"w{i}": torch.randn(100) for i in range(5)}
+    wanted = {name: torch.zeros(100) for name in ("w0", "w1", "w3")}
+    save(tmp_path, "a", saved)
+
+    load(tmp_path, into=wanted, strict=False, verify=verify)
+
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in wanted.items())
+    assert bytes_read == [4 * 400]
 
 
 def test_open_checkpoint_alone_reads_no_data(tmp_path, bytes_read):
@@ -70,7 +94,7 @@ def test_open_checkpoint_alone_reads_no_data(tmp_path, bytes_read):
 def test_read_box_reads_only_the_box(tmp_path, bytes_read):
     save(tmp_path, "a", {"w": torch.arange(1000)})
 
-    box = open_checkpoint(tmp_path).read_box("w", (10,), (5,))
+    box = open_checkpoint(tmp_path, verify=False).read_box("w", (10,), (5,))
 
     assert torch.equal(box, torch.arange(10, 15))
     assert sum(bytes_read) == 5 * 8
@@ -78,16 +102,15 @@ def test_read_box_reads_only_the_box(tmp_path, bytes_read):
 
 @pytest.mark.parametrize("shape", [(5000,), (100, 60), (4, 6, 200)])
 def test_strided_tensors_move_in_blocks_of_bounded_size(tmp_path, monkeypatch, bytes_read, shape):
-    monkeypatch.setattr(nxd_ckpt.tensor_bytes, "BLOCK_BYTES", 1024)
+    monkeypatch.setattr(nxd_ckpt.tensor_bytes, "SCRATCH_BYTES", 1024)
     strided = torch.zeros(*shape, 2)[..., 0]
     bytes_written = []
     write = os.write
     monkeypatch.setattr(os, "write", lambda fd, content: (bytes_written.append(len(content)), write(fd, content))[1])
 
     save(tmp_path, "a", {"w": strided})
-    load(tmp_path, into={"w": strided})
+    load(tmp_path, into={"w": strided}, verify=False)
 
-    blocks = bytes_written[1:-1]  # the header comes before them, the manifest after
+    blocks = bytes_written[1:-2]  # the header comes before them, the manifest and the hint LATEST after
     assert sum(blocks) == sum(bytes_read) == strided.nbytes
     assert max(blocks) <= 1024
-    assert max(bytes_read) <= 1024

@@ -83,7 +83,7 @@ def test_delete_takes_a_checkpoint_away(tmp_path):
     delete(tmp_path, "step-2")
 
     assert tags(tmp_path) == ["step-1"]
-    assert sorted(os.listdir(tmp_path)) == [".staging", ".trash", "step-1"]
+    assert sorted(os.listdir(tmp_path)) == [".staging", ".trash", "LATEST", "step-1"]
     assert os.listdir(tmp_path / ".trash") == []
 
 

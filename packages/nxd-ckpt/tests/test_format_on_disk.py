@@ -11,6 +11,7 @@ import pytest
 import safetensors
 import safetensors.torch
 import torch
+import xxhash
 from nxd_ckpt import open_checkpoint, save
 from nxd_ckpt.dtypes import CODE_OF_DTYPE
 from nxd_ckpt.testing import run_on_threads
@@ -30,6 +31,7 @@ def test_save_leaves_exactly_one_manifest_and_the_data_files(tmp_path):
     assert re.fullmatch("[0-9a-f]{32}", save_id)
     assert found == [
         ".staging/lock",
+        "LATEST",
         f"step-1/data/{save_id}-00000-0.safetensors",
         f"step-1/data/{save_id}-00001-0.safetensors",
         "step-1/manifest.json",
@@ -77,10 +79,10 @@ def test_manifest_gives_each_chunk_place_in_its_file(tmp_path, rows_of):
 
     manifest = manifest_of(tmp_path, "a")
     entry = manifest["tensors"]["w"]
-    assert (manifest["format"], manifest["version"], manifest["step"]) == ("nxd-ckpt", 1, 5)
+    assert (manifest["format"], manifest["version"], manifest["step"]) == ("nxd-ckpt", 2, 5)
     assert (manifest["world_size"], entry["dtype"], entry["shape"]) == (2, "F32", [4, 3])
     for index, chunk in enumerate(entry["chunks"]):
-        content = (tmp_path / "a" / "data" / chunk["file"]).read_bytes()
+        content = (tmp_path / "a" / chunk["file"]).read_bytes()
         assert chunk["box"] == [[2 * index, 0], [2, 3]]
         assert chunk["bytes"] == 4 * math.prod(chunk["box"][1])
         assert manifest["files"][chunk["file"]] == len(content)
@@ -88,7 +90,10 @@ def test_manifest_gives_each_chunk_place_in_its_file(tmp_path, rows_of):
             2, 3
         )
         assert torch.equal(stored, whole[2 * index : 2 * index + 2])
-        assert chunk["key"] in safetensors.safe_open(tmp_path / "a" / "data" / chunk["file"], "pt").keys()  # noqa: SIM118
+        payload = content[chunk["offset"] : chunk["offset"] + chunk["bytes"]]
+        assert chunk["xxh3"] == [xxhash.xxh3_64_hexdigest(payload)]
+        rows = f"w[{2 * index}:{2 * index + 2},0:3]"
+        assert rows in safetensors.safe_open(tmp_path / "a" / chunk["file"], "pt").keys()  # noqa: SIM118
 
 
 def test_manifest_digest_is_the_sha256_with_its_own_digits_zero(tmp_path):

@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import torch
+import xxhash
 from nxd_ckpt import CheckpointError, Shard, ShardedTensor, load, open_checkpoint, save
 from nxd_ckpt.manifest import decode, encode
 from nxd_ckpt.testing import outcomes_on_threads
@@ -49,17 +50,18 @@ def test_load_differences_are_listed_all_at_once_and_on_every_rank(root):
     assert str(outcomes[0]) == str(outcomes[1])
     assert str(outcomes[0]).splitlines() == [
         f"loading checkpoint 't' from {root} failed: it does not fit what is asked for",
-        "  'a' has shape [4, 2], asked for [2, 4]",
-        "  'b' is torch.bfloat16, asked for torch.float32 (rank 0)",
-        "  'd' is asked for but not in the checkpoint (rank 1)",
-        "  'c' is in the checkpoint but not asked for",
+        "  'a' is torch.float32 [4, 2] as [0:4,0:2], asked for torch.float32 [2, 4] as [0:2,0:4]",
+        "  'b' is torch.bfloat16 [3] as [0:3], asked for torch.float32 [3] as [0:3] (rank 0)",
+        "  (pass convert_dtype=True to convert) (rank 0)",
+        "  'd' torch.float32 [1] is asked for but not in the checkpoint (rank 1)",
+        "  'c' torch.float32 [1] as [0:1] is in the checkpoint but not asked for",
         "  (pass strict=False to leave out what is not asked for)",
     ]
     assert not any(tensor.any() for wanted in into for tensor in wanted.values())
 
 
 def test_load_without_strict_still_refuses_missing_names(root):
-    with pytest.raises(CheckpointError, match="'d' is asked for but not in the checkpoint"):
+    with pytest.raises(CheckpointError, match=r"'d' torch.float32 \[1\] is asked for but not in the checkpoint"):
         load(root, into={"d": torch.zeros(1)}, strict=False)
 
 
@@ -67,6 +69,7 @@ def test_load_elements_that_no_chunk_holds_are_refused_before_the_destination_ch
     def lose_second_half(content):
         chunk = content["tensors"]["a"]["chunks"][0]
         chunk["box"], chunk["bytes"] = [[0, 0], [2, 2]], 16
+        chunk["xxh3"] = [xxhash.xxh3_64_hexdigest(torch.ones(2, 2).numpy().tobytes())]
 
     rewrite_manifest(root, lose_second_half)
     wanted = {"a": torch.zeros(4, 2)}
@@ -142,7 +145,7 @@ def set_fields(**fields):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (set_fields(version=2), "it has format version 2, but this nxd-ckpt reads 1; upgrade nxd-ckpt"),
+        (set_fields(version=3), "it has format version 3, but this nxd-ckpt reads 2; upgrade nxd-ckpt"),
         (set_fields(format="other"), "it has format 'other'"),
         (set_fields(save_id="../x"), "it has save_id '../x'"),
         (set_fields(step=-1), "it has step -1"),
@@ -154,6 +157,13 @@ def set_fields(**fields):
         (set_chunk(offset=10**9), "it has chunk"),
         (set_chunk(offset=-8), "it has chunk"),
         (set_chunk(bytes=31), "it has chunk"),
+        (set_chunk(xxh3=[]), "it has chunk"),
+        (set_chunk(xxh3=["x" * 16]), "it has chunk"),
+        (set_chunk(xxh3=["0" * 16] * 2), "it has chunk"),
+        (set_chunk(file="data/../x"), "it has chunk"),
+        (set_fields(world_size="2"), "it has world_size '2'"),
+        (set_fields(extra={"../x": {"file": "extra/y", "xxh3": []}}), "it has extra file '../x'"),
+        (set_fields(mesh=json.loads("[" * 70 + "]" * 70)), "is nested more than 64 deep"),
         (set_chunk(box=[[1, 0], [4, 2]]), "it has chunk"),
         (set_chunk(box=[[0], [4, 2]]), "it has chunk"),
         (set_chunk(box=3), "TypeError"),

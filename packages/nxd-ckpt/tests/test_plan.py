@@ -31,6 +31,17 @@ def test_plan_save_replicas_are_written_once_and_spread():
     assert written_bytes(plan) == [2800, 2000, 1600, 1600]
 
 
+def test_plan_save_large_replica_is_split_over_its_holders():
+    shape = (3, 5, 8 * 2**20)
+
+    plan = plan_save([{"w": whole(shape)}] * 4)
+
+    boxes = [write.box for writes in plan.writes for write in writes]
+    assert [len(writes) for writes in plan.writes] == [1, 1, 1, 0]  # it has three rows
+    assert uncovered(Box.whole(shape), boxes) == []
+    assert written_bytes(plan) == [4 * math.prod(shape) // 3] * 3 + [0]
+
+
 def test_plan_save_replica_goes_to_the_holder_without_own_shards_even_if_it_is_larger():
     busy = {"own": whole((4,)), "shared": whole((8,))}
     free = {"shared": whole((8,))}
@@ -98,7 +109,7 @@ def test_plan_save_empty_and_scalar_tensors_are_complete(shape):
 
 
 def test_plan_read_overlapping_chunks_gives_each_element_once():
-    chunks = [Chunk("file", "key", 0, 0, Box((start,), (4,))) for start in (0, 2, 4, 8)]
+    chunks = [Chunk("file", 0, 0, Box((start,), (4,)), ()) for start in (0, 2, 4, 8)]
 
     reads, missing = plan_read(Box((1,), (10,)), chunks)
 
@@ -107,7 +118,7 @@ def test_plan_read_overlapping_chunks_gives_each_element_once():
 
 
 def test_plan_read_hole_between_chunks_is_reported():
-    chunks = [Chunk("file", "key", 0, 0, Box((start, 0), (2, 4))) for start in (0, 4)]
+    chunks = [Chunk("file", 0, 0, Box((start, 0), (2, 4)), ()) for start in (0, 4)]
 
     reads, missing = plan_read(Box((1, 1), (4, 2)), chunks)
 

@@ -4,13 +4,17 @@ Save and load `{logical name: ShardedTensor | torch.Tensor}` with one process or
 cuts its tensors: a `ShardedTensor` says which boxes of a global tensor this rank holds, and that is enough.
 """
 
-from nxd_ckpt.catalog import CheckpointInfo, delete, latest, list_checkpoints, retain
+from nxd_ckpt.asynchronous.handle import AsyncSave
+from nxd_ckpt.asynchronous.saving import async_save, end_async_saves
+from nxd_ckpt.catalog import CheckpointInfo, latest, list_checkpoints
 from nxd_ckpt.coordinator import Coordinator
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.loading import LoadedObjects, load
 from nxd_ckpt.reader import Checkpoint, TensorInfo, open_checkpoint
+from nxd_ckpt.retention import delete, gc, pin, retain, unpin
 from nxd_ckpt.saving import save
 from nxd_ckpt.sharded_tensor import Shard, ShardedTensor
+from nxd_ckpt.stores import Garbage
 
 __all__ = [
     # what a rank holds
@@ -18,6 +22,9 @@ __all__ = [
     "ShardedTensor",
     # by all ranks together
     "save",
+    "async_save",
+    "AsyncSave",
+    "end_async_saves",
     "load",
     "LoadedObjects",
     "Coordinator",
@@ -29,7 +36,11 @@ __all__ = [
     "CheckpointInfo",
     "latest",
     "delete",
+    "pin",
+    "unpin",
     "retain",
+    "gc",
+    "Garbage",
     # when it goes wrong
     "CheckpointError",
 ]

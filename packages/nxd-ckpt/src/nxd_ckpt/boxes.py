@@ -4,13 +4,15 @@ A box is an axis-aligned block of elements. Everything here is integers; tensors
 """
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Box:
-    """The elements `offsets[d] <= i < offsets[d] + shape[d]` of a global tensor; a 0-d box holds one element."""
+class Box(NamedTuple):
+    """The elements `offsets[d] <= i < offsets[d] + shape[d]` of a global tensor; a 0-d box holds one element.
+
+    A tuple, since plans of large models hash, compare and send hundreds of thousands of them.
+    """
 
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
@@ -35,6 +37,13 @@ class Box:
         return len(self.shape) == len(global_shape) and all(
             offset >= 0 and size >= 0 and offset + size <= whole
             for offset, size, whole in zip(self.offsets, self.shape, global_shape, strict=True)
+        )
+
+    def contains(self, other: "Box") -> bool:
+        """Whether every element of `other` is in this box."""
+        return all(
+            a <= b and b + b_size <= a + a_size
+            for a, a_size, b, b_size in zip(self.offsets, self.shape, other.offsets, other.shape, strict=True)
         )
 
     def intersect(self, other: "Box") -> "Box | None":
@@ -82,9 +91,49 @@ def subtract(box: Box, hole: Box) -> list[Box]:
 
 def uncovered(box: Box, covers: Iterable[Box]) -> list[Box]:
     """What is left of `box` when all `covers` are taken out; empty if they cover it."""
+    covers = list(covers)
+    if _covered_by_slabs(box, covers):
+        return []
     left = [box] if box.num_elements else []
     for cover in covers:
         if not left:
             break
         left = [rest for piece in left for rest in subtract(piece, cover)]
     return left
+
+
+def _covered_by_slabs(box: Box, covers: "list[Box]") -> bool:
+    """Quickly says yes to the usual case: slabs along dim 0, in order, that leave no gap."""
+    if not box.shape:
+        return bool(covers)
+    reached, end = box.offsets[0], box.offsets[0] + box.shape[0]
+    others = (box.offsets[1:], box.shape[1:])
+    for offsets, shape in covers:
+        if reached < end and offsets[0] <= reached and (offsets[1:], shape[1:]) == others:
+            reached = max(reached, offsets[0] + shape[0])
+    return reached >= end
+
+
+def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+    """Disjoint boxes that together are elements number `start` to `stop` - 1 of a row-major array, in that order."""
+    if start >= stop:
+        return
+    if not shape:
+        yield Box((), ())
+        return
+    inner = math.prod(shape[1:])
+    (first, first_rest), (last, last_rest) = divmod(start, inner), divmod(stop, inner)
+
+    def in_row(row: int, row_start: int, row_stop: int) -> Iterator[Box]:
+        for box in boxes_of_range(shape[1:], row_start, row_stop):
+            yield Box((row, *box.offsets), (1, *box.shape))
+
+    if first == last:
+        yield from in_row(first, first_rest, last_rest)
+        return
+    if first_rest:
+        yield from in_row(first, first_rest, inner)
+        first += 1
+    if first < last:
+        yield Box((first,) + (0,) * (len(shape) - 1), (last - first, *shape[1:]))
+    yield from in_row(last, 0, last_rest)

@@ -1,21 +1,34 @@
-"""Which checkpoints a folder holds, oldest first, and how they are thrown away again.
+"""Which checkpoints a folder holds, oldest first.
 
-Order comes from the step and the commit time in the manifests, never from file times. A folder without a whole
-manifest is not a checkpoint: it is neither listed nor counted nor touched.
+Order comes from the step, the commit time and the save id in the manifests, never from file times or from the hint
+LATEST. What has no whole manifest is not a checkpoint: it is neither listed nor counted.
 """
 
 import os
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.manifest import Manifest, decode
-from nxd_ckpt.store import check_tag, discard, manifest_path, read_manifest_bytes, root_folder, tags_with_manifest
+from nxd_ckpt.stores import Store, check_tag, open_store
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointInfo:
-    """One complete checkpoint: its tag, step, unique save id, commit time (seconds since 1970), ranks and bytes."""
+    """One complete checkpoint.
+
+    Attributes:
+        tag: its name.
+        step: the step it was saved at, if that was given.
+        save_id: unique to the save that wrote it.
+        committed_at: seconds since 1970.
+        world_size: how many ranks saved it.
+        num_bytes: of its data.
+        metrics: the numbers in `objects["metrics"]`, by name.
+        pinned: whether `pin` keeps it.
+    """
 
     tag: str
     step: int | None
@@ -23,6 +36,8 @@ class CheckpointInfo:
     committed_at: float
     world_size: int
     num_bytes: int
+    metrics: Mapping[str, float]
+    pinned: bool
 
 
 def list_checkpoints(path: "str | os.PathLike[str]") -> list[CheckpointInfo]:
@@ -30,18 +45,7 @@ def list_checkpoints(path: "str | os.PathLike[str]") -> list[CheckpointInfo]:
 
     A damaged manifest is skipped with a warning.
     """
-    root = root_folder(path)
-    found: list[tuple[str, Manifest]] = []
-    for tag in tags_with_manifest(root):
-        try:
-            found.append((tag, read_manifest(root, tag)))
-        except CheckpointError as error:
-            warnings.warn(f"skipping a folder that is no usable checkpoint: {error}", stacklevel=2)
-    found.sort(key=lambda item: item[1].order)
-    return [
-        CheckpointInfo(tag, it.step, it.save_id, it.committed_at, it.world_size, sum(it.files.values()))
-        for tag, it in found
-    ]
+    return _list(open_store(path))
 
 
 def latest(path: "str | os.PathLike[str]") -> CheckpointInfo | None:
@@ -50,53 +54,24 @@ def latest(path: "str | os.PathLike[str]") -> CheckpointInfo | None:
     return checkpoints[-1] if checkpoints else None
 
 
-def delete(path: "str | os.PathLike[str]", tag: str) -> None:
-    """Removes one checkpoint: it is gone as a whole at once, then its space is freed. Called by one process.
-
-    Raises:
-        ValueError: the tag is not allowed.
-        CheckpointError: there is no such checkpoint, or the folder is not one.
-    """
-    root = root_folder(path)
-    read_manifest(root, check_tag(tag))
-    discard(root, tag)
-
-
-def retain(path: "str | os.PathLike[str]", *, keep_last: int) -> list[str]:
-    """Removes all but the newest `keep_last` complete checkpoints. Called by one process.
-
-    Returns:
-        The removed tags, oldest first.
-
-    Raises:
-        ValueError: `keep_last` is below 1.
-    """
-    if keep_last < 1:
-        raise ValueError(f"keep_last={keep_last} would remove the newest checkpoint; use 1 or more")
-    doomed = [info.tag for info in list_checkpoints(path)[:-keep_last]]
-    for tag in doomed:
-        discard(root_folder(path), tag)
-    return doomed
-
-
-def read_manifest(root: str, tag: str) -> Manifest:
+def read_manifest(store: Store, tag: str) -> Manifest:
     """Reads and checks one checkpoint's manifest.
 
     Raises:
         CheckpointError: there is none, or it is damaged.
     """
-    source = manifest_path(root, tag)
+    source = store.where(tag)
     try:
-        content = read_manifest_bytes(root, tag)
-    except (FileNotFoundError, NotADirectoryError):
-        there = ", ".join(tags_with_manifest(root)) or "none"
-        raise CheckpointError(f"there is no checkpoint {tag!r} in {root}; there are: {there}") from None
+        content = store.read_manifest(tag)
+    except FileNotFoundError:
+        there = ", ".join(store.tags()) or "none"
+        raise CheckpointError(f"there is no checkpoint {tag!r} in {store.location}; there are: {there}") from None
     except OSError as error:
         raise CheckpointError(f"{source} cannot be read: {error}") from error
     return decode(content, source)
 
 
-def find_tag(root: str, tag: str | None) -> str:
+def find_tag(store: Store, tag: str | None) -> str:
     """The given tag, checked, or that of the newest checkpoint.
 
     Raises:
@@ -105,7 +80,44 @@ def find_tag(root: str, tag: str | None) -> str:
     """
     if tag is not None:
         return check_tag(tag)
-    newest = latest(root)
-    if newest is None:
-        raise CheckpointError(f"there is no complete checkpoint in {root}")
-    return newest.tag
+    checkpoints = _list(store)
+    if not checkpoints:
+        raise CheckpointError(f"there is no complete checkpoint in {store.location}")
+    return checkpoints[-1].tag
+
+
+def newest_first(store: Store) -> list[str]:
+    """Tags of the complete checkpoints."""
+    return [info.tag for info in reversed(_list(store))]
+
+
+def _list(store: Store) -> list[CheckpointInfo]:
+    found: list[tuple[str, Manifest]] = []
+    for tag in store.tags():
+        try:
+            found.append((tag, read_manifest(store, tag)))
+        except CheckpointError as error:
+            warnings.warn(f"skipping a folder that is no usable checkpoint: {error}", stacklevel=3)
+    found.sort(key=lambda item: item[1].order)
+    pinned = store.pinned()
+    return [
+        CheckpointInfo(
+            tag=tag,
+            step=it.step,
+            save_id=it.save_id,
+            committed_at=it.committed_at,
+            world_size=it.world_size,
+            num_bytes=sum(it.files.values()),
+            metrics=_metrics(it.objects),
+            pinned=tag in pinned,
+        )
+        for tag, it in found
+    ]
+
+
+def _metrics(objects: Any) -> dict[str, float]:
+    metrics = objects.get("metrics") if isinstance(objects, dict) else None
+    numbers = metrics.items() if isinstance(metrics, dict) else ()
+    return {
+        name: value for name, value in numbers if type(value) is float or (type(value) is int and abs(value) < 2**53)
+    }

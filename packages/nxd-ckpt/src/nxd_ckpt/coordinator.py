@@ -9,6 +9,9 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import torch.distributed as dist
 
 from nxd_ckpt.errors import CheckpointError
+from nxd_ckpt.store_coordinator import coordinator_of_group
+
+DEFAULT_TIMEOUT = 1800.0
 
 Result = TypeVar("Result")
 
@@ -37,32 +40,25 @@ class _WorldOfOne:
         return [value]
 
 
-class _ProcessGroupCoordinator:
-    def __init__(self, process_group: "dist.ProcessGroup | None") -> None:
-        self._group = process_group
-        self.rank = dist.get_rank(process_group)
-        self.world_size = dist.get_world_size(process_group)
-        if self.rank < 0:
-            raise ValueError("this process is not a member of the given process_group")
+def coordinator_for(
+    process_group: "dist.ProcessGroup | Coordinator | None", timeout: float = DEFAULT_TIMEOUT
+) -> Coordinator:
+    """None means torch's default process group if there is one, else a world of one.
 
-    def all_gather_object(self, value: Any) -> list[Any]:
-        values = [None] * self.world_size
-        try:
-            dist.all_gather_object(values, value, group=self._group)
-        except RuntimeError as error:
-            raise CheckpointError(
-                f"rank {self.rank} of {self.world_size} lost contact with the other ranks: {error}"
-            ) from error
-        return values
+    Args:
+        process_group: the ranks; a Coordinator is returned as it is.
+        timeout: seconds to wait for other ranks of a process group.
 
-
-def coordinator_for(process_group: "dist.ProcessGroup | Coordinator | None") -> Coordinator:
-    """None means torch's default process group if there is one, else a world of one."""
+    Raises:
+        ValueError: this process is not a member of the group, or the timeout is not above 0.
+    """
+    if not timeout > 0:
+        raise ValueError(f"timeout={timeout!r} is not a number of seconds above 0")
     if isinstance(process_group, Coordinator):
         return process_group
     if process_group is None and not (dist.is_available() and dist.is_initialized()):
         return _WorldOfOne()
-    return _ProcessGroupCoordinator(process_group)
+    return coordinator_of_group(process_group, timeout)
 
 
 def on_every_rank(

@@ -1,6 +1,6 @@
 """Small file operations that outlive a crash: what they have written or made is on the disk when they return.
 
-Nothing here knows what a checkpoint is; that is `store.py`.
+Nothing here knows what a checkpoint is; that is `stores/posix.py`.
 """
 
 import contextlib
@@ -8,7 +8,15 @@ import errno
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator
+import stat
+from collections.abc import Iterator, Sequence
+
+from nxd_ckpt.errors import CheckpointError
+
+# Disks read whole pages, so skipping less than a page between two wanted runs saves nothing.
+PAGE_BYTES = 4096
+
+_MAX_BUFFERS = 1024  # that one system call takes
 
 _LOCKS_UNSUPPORTED = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL}
 
@@ -32,13 +40,65 @@ def write_fully(fd: int, content: "bytes | memoryview") -> None:
 
 
 @contextlib.contextmanager
-def existing_file(path: str) -> Iterator[int]:
-    """Opens a file for reading; a symbolic link in its place is an error."""
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+def existing_file(folder: str, file: str) -> Iterator[int]:
+    """Opens a file for reading by its path below `folder`; links on that path, and what is not a file, are errors."""
+    *parents, name = file.split("/")
+    where = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
+        for parent in parents:
+            outer = where
+            where = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=outer)
+            os.close(outer)
+        fd = os.open(
+            name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=where
+        )  # pipes would block
+    finally:
+        os.close(where)
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "is not a regular file", file)
         yield fd
     finally:
         os.close(fd)
+
+
+def read_vectored(fd: int, pieces: Sequence[tuple[int, memoryview]]) -> None:
+    """Fills each memory from its byte of the file on, with as few system calls as the gaps between them allow.
+
+    Args:
+        fd: the open file.
+        pieces: (byte, memory), by ascending byte, not overlapping.
+
+    Raises:
+        CheckpointError: the file ends early.
+    """
+    run: list[memoryview] = []
+    start = end = 0
+    for offset, destination in pieces:
+        gap = offset - end
+        if run and (gap >= PAGE_BYTES or len(run) > _MAX_BUFFERS - 2):
+            _read_fully(fd, start, run)
+            run = []
+        if not run:
+            start = offset
+        elif gap:
+            run.append(memoryview(bytearray(gap)))  # read along and forgotten
+        run.append(destination)
+        end = offset + len(destination)
+    _read_fully(fd, start, run)
+
+
+def _read_fully(fd: int, position: int, buffers: list[memoryview]) -> None:
+    left = [buffer for buffer in buffers if len(buffer)]
+    while left:
+        count = os.preadv(fd, left, position)
+        if count == 0:
+            raise CheckpointError(f"the file ends at byte {position}, {sum(map(len, left))} bytes early")
+        position += count
+        while left and count >= len(left[0]):
+            count -= len(left.pop(0))
+        if count:
+            left[0] = left[0][count:]
 
 
 def sync_folder(path: str) -> None:

@@ -4,18 +4,26 @@ All ranks check everything first and agree that it is well; only then is the fir
 """
 
 import os
+import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nxd_ckpt.catalog import find_tag
-from nxd_ckpt.coordinator import Coordinator, coordinator_for, gather_from_every_rank, on_every_rank, on_rank_zero
+from nxd_ckpt.catalog import find_tag, list_checkpoints
+from nxd_ckpt.coordinator import (
+    DEFAULT_TIMEOUT,
+    Coordinator,
+    coordinator_for,
+    gather_from_every_rank,
+    on_every_rank,
+    on_rank_zero,
+)
 from nxd_ckpt.errors import CheckpointError
-from nxd_ckpt.reader import Checkpoint, TensorInfo, open_checkpoint
+from nxd_ckpt.reader import Checkpoint, open_checkpoint
 from nxd_ckpt.sharded_tensor import ShardedTensor, as_sharded_state
-from nxd_ckpt.store import check_tag, root_folder
+from nxd_ckpt.stores import check_tag, open_store
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -40,12 +48,27 @@ class LoadedObjects:
     rank_objects: Any
 
 
+@dataclass(frozen=True, slots=True)
+class _LoadOptions:
+    """How to load; the same on all ranks."""
+
+    tag: str | None
+    strict: bool
+    verify: bool
+    convert_dtype: bool
+    fallback: bool
+
+
 def load(
     path: "str | os.PathLike[str]",
     tag: str | None = None,
     *,
     into: Mapping[str, ShardedTensor | torch.Tensor],
     strict: bool = True,
+    verify: bool = True,
+    convert_dtype: bool = False,
+    fallback: bool = False,
+    timeout: float = DEFAULT_TIMEOUT,
     process_group: "dist.ProcessGroup | Coordinator | None" = None,
 ) -> LoadedObjects:
     """Fills tensors in place from a checkpoint, each rank reading only the bytes that it needs. Called by all ranks.
@@ -56,6 +79,12 @@ def load(
         into: what this rank wants of each logical tensor; the shards' memory is filled. Ranks may want different
             names and any boxes, whatever the layout was when saving.
         strict: the checkpoint must hold no tensor that no rank wants. Wanted tensors must be there in any case.
+        verify: compare the data with its checksums. Their unit is the block of 16 MiB, so a rank that wants a part of
+            a block reads the whole of it.
+        convert_dtype: convert tensors that were saved with another dtype instead of refusing them.
+        fallback: if the newest checkpoint cannot be read, warn and take the one before it, and so on. Destinations may
+            have been filled in part by those that were skipped. Not with `tag`.
+        timeout: seconds that this rank waits for the others, each time it does, before it gives up.
         process_group: the ranks; default: torch's default group if initialised, else this process alone.
 
     Raises:
@@ -64,22 +93,55 @@ def load(
             name, shape and dtype), or files are missing, damaged or unreadable. All ranks raise, with the same text.
             Only an error while reading, after all checks, can leave destinations filled in part.
     """
-    coordinator = coordinator_for(process_group)
+    coordinator = coordinator_for(process_group, timeout)
+    options = _LoadOptions(tag, strict, verify, convert_dtype, fallback)
 
     def check_arguments() -> dict[str, ShardedTensor]:
-        root_folder(path)
+        open_store(path)
         if tag is not None:
             check_tag(tag)
+            if fallback:
+                raise ValueError(f"fallback=True takes the newest readable checkpoint, so tag={tag!r} cannot be given")
         return as_sharded_state(into)
 
     doing = "checking the arguments of load"
     wanted = on_every_rank(coordinator, doing, check_arguments, error_type=ValueError)
-    _check_same_load(coordinator.all_gather_object((tag, strict)))
-    root = root_folder(path)
-    found = on_rank_zero(coordinator, f"loading from {root}", lambda: find_tag(root, tag))
-    doing = f"loading checkpoint {found!r} from {root}"
-    checkpoint = on_every_rank(coordinator, doing, lambda: open_checkpoint(root, found))
-    _check_fit(coordinator, doing, checkpoint, wanted, strict=strict)
+    _check_same_load(coordinator.all_gather_object(options))
+    store = open_store(path)
+    if not fallback:
+        found = on_rank_zero(coordinator, f"loading from {store.location}", lambda: find_tag(store, tag))
+        return _load_tag(path, found, wanted, options, coordinator)
+    newest_last = on_rank_zero(coordinator, f"loading from {store.location}", lambda: list_checkpoints(path))
+    skipped: list[str] = []
+    for found in [info.tag for info in reversed(newest_last)]:
+        try:
+            loaded = _load_tag(path, found, wanted, options, coordinator)
+        except _DoesNotFit:
+            raise
+        except CheckpointError as error:
+            skipped.append(str(error))
+            continue
+        for problem in skipped:
+            warnings.warn(f"skipped a checkpoint and loaded {found!r} instead: {problem}", stacklevel=2)
+        return loaded
+    listed = "".join(f"\n  {problem}" for problem in skipped) or " there is none"
+    raise CheckpointError(f"no checkpoint in {store.location} could be loaded:{listed}")
+
+
+class _DoesNotFit(CheckpointError):
+    """The checkpoint is sound, but not what is asked for: an older one would not be better."""
+
+
+def _load_tag(
+    path: "str | os.PathLike[str]",
+    tag: str,
+    wanted: Mapping[str, ShardedTensor],
+    options: _LoadOptions,
+    coordinator: Coordinator,
+) -> LoadedObjects:
+    doing = f"loading checkpoint {tag!r} from {open_store(path).location}"
+    checkpoint = on_every_rank(coordinator, doing, lambda: open_checkpoint(path, tag, verify=options.verify))
+    _check_fit(coordinator, doing, checkpoint, wanted, options)
     shards = {name: tensor.shards for name, tensor in wanted.items()}
     transfers = on_every_rank(coordinator, doing, lambda: checkpoint.plan(shards))
     on_every_rank(coordinator, doing, lambda: checkpoint.fill(transfers))
@@ -92,20 +154,32 @@ def load(
     )
 
 
-def _check_same_load(asked: list[tuple[str | None, bool]]) -> None:
+def _check_same_load(asked: list[_LoadOptions]) -> None:
     for rank, found in enumerate(asked):
         if found != asked[0]:
+            name = next(name for name in asdict(found) if getattr(found, name) != getattr(asked[0], name))
             raise ValueError(
-                f"ranks want different loads: (tag, strict) is {asked[0]} on rank 0 but {found} on rank {rank}"
+                f"ranks want different loads: {name} is {getattr(asked[0], name)!r} on rank 0 but "
+                f"{getattr(found, name)!r} on rank {rank}"
             )
 
 
 def _check_fit(
-    coordinator: Coordinator, doing: str, checkpoint: Checkpoint, wanted: Mapping[str, ShardedTensor], *, strict: bool
+    coordinator: Coordinator,
+    doing: str,
+    checkpoint: Checkpoint,
+    wanted: Mapping[str, ShardedTensor],
+    options: _LoadOptions,
 ) -> None:
     """Compares names, shapes and dtypes over all ranks; a name is unexpected only if no rank at all wants it."""
     views = gather_from_every_rank(
-        coordinator, doing, lambda: (checkpoint.save_id, list(wanted), _differences(checkpoint.tensors, wanted))
+        coordinator,
+        doing,
+        lambda: (
+            checkpoint.save_id,
+            list(wanted) if options.strict else [],
+            _differences(checkpoint, wanted, convert_dtype=options.convert_dtype),
+        ),
     )
     if len({save_id for save_id, _, _ in views}) > 1:
         raise CheckpointError(f"{doing} failed: ranks found different saves under this tag; was it just overwritten?")
@@ -117,25 +191,36 @@ def _check_fit(
         difference if len(ranks) == len(views) else f"{difference} (rank {', '.join(map(str, ranks))})"
         for difference, ranks in ranks_of.items()
     ]
-    if strict:
+    if options.strict:
         known = {name for _, names, _ in views for name in names}
         unexpected = [name for name in checkpoint.tensors if name not in known]
-        problems.extend(f"{name!r} is in the checkpoint but not asked for" for name in unexpected)
+        problems.extend(
+            f"{name!r} {_layout(checkpoint, name)} is in the checkpoint but not asked for" for name in unexpected
+        )
         if unexpected:
             problems.append("(pass strict=False to leave out what is not asked for)")
     if problems:
-        raise CheckpointError(f"{doing} failed: it does not fit what is asked for\n  " + "\n  ".join(problems))
+        raise _DoesNotFit(f"{doing} failed: it does not fit what is asked for\n  " + "\n  ".join(problems))
 
 
-def _differences(stored: Mapping[str, TensorInfo], wanted: Mapping[str, ShardedTensor]) -> list[str]:
+def _differences(checkpoint: Checkpoint, wanted: Mapping[str, ShardedTensor], *, convert_dtype: bool) -> list[str]:
     found = []
     for name, tensor in wanted.items():
-        if name not in stored:
-            found.append(f"{name!r} is asked for but not in the checkpoint")
-            continue
-        info = stored[name]
-        if tensor.global_shape != info.global_shape:
-            found.append(f"{name!r} has shape {list(info.global_shape)}, asked for {list(tensor.global_shape)}")
-        if tensor.dtype != info.dtype:
-            found.append(f"{name!r} is {info.dtype}, asked for {tensor.dtype}")
+        info = checkpoint.tensors.get(name)
+        asked = f"{tensor.dtype} {list(tensor.global_shape)}"
+        if info is None:
+            found.append(f"{name!r} {asked} is asked for but not in the checkpoint")
+        elif tensor.global_shape != info.global_shape or (tensor.dtype != info.dtype and not convert_dtype):
+            held = ", ".join(str(shard.box) for shard in tensor.shards) or "none of it"
+            found.append(f"{name!r} is {_layout(checkpoint, name)}, asked for {asked} as {held}")
+    hint = "(pass convert_dtype=True to convert)"
+    if any(tensor.dtype != checkpoint.tensors[n].dtype for n, tensor in wanted.items() if n in checkpoint.tensors):
+        found += [] if convert_dtype else [hint]
     return found
+
+
+def _layout(checkpoint: Checkpoint, name: str) -> str:
+    """How a stored tensor is cut."""
+    info, chunks = checkpoint.tensors[name], checkpoint.manifest.tensors[name].chunks
+    boxes = ", ".join(str(chunk.box) for chunk in chunks[:3]) + (", ..." if len(chunks) > 3 else "")
+    return f"{info.dtype} {list(info.global_shape)} as {boxes or 'nothing'}"

@@ -1,45 +1,56 @@
 """The manifest: what a checkpoint holds and where its bytes lie. A folder is a checkpoint once it has a whole one.
 
-Here it is written as JSON text and read back with every field checked, since a manifest may come from anywhere. The
-README specifies the format. Which boxes go into which file is decided in `plan.py`.
+Here it is written as JSON text and read back with every field checked, since a manifest may come from anywhere.
+FORMAT.md specifies the format. Which boxes go into which file is decided in `plan.py`.
 """
 
 import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from operator import add, le
+from typing import Any, NamedTuple
 
 from nxd_ckpt.boxes import Box
-from nxd_ckpt.dtypes import DTYPE_OF_CODE
+from nxd_ckpt.checksums import num_blocks
+from nxd_ckpt.collector import collector_paused
 from nxd_ckpt.errors import CheckpointError
+from nxd_ckpt.item_sizes import ITEM_SIZES
+from nxd_ckpt.objects import check_json
 
 FORMAT = "nxd-ckpt"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST_NAME = "manifest.json"
-DATA_FOLDER = "data"
+FILE_FOLDERS = ("data", "extra")
+MAX_MANIFEST_BYTES = 2**30
+MAX_DIMS = 64
 
 _SAVE_ID = re.compile(r"[0-9a-f]{32}")
-_DATA_FILE = re.compile(r"[0-9a-f]{32}-[0-9]{5,}-[0-9]+\.safetensors")
+_EXTRA_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
+_FILE = re.compile(
+    r"data/[0-9a-f]{32}-[0-9]{5,9}-[0-9]{1,9}\.safetensors|" rf"extra/[0-9a-f]{{32}}-{_EXTRA_NAME.pattern}"
+)
+_HASH = re.compile(r"[0-9a-f]{16}")
 _DIGEST_FIELD = re.compile(rb'"digest":"([0-9a-f]{64})"')
 _NO_DIGEST = b'"digest":"' + b"0" * 64 + b'"'
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """One stored box: `num_bytes` bytes from `offset` on in `file`, row-major; `key` is its name in that file."""
+class Chunk(NamedTuple):
+    """One stored box: `num_bytes` bytes from `offset` on in `file`, row-major.
+
+    `hashes` are those of each block of 16 MiB of these bytes, the last one shorter; see `checksums.py`.
+    """
 
     file: str
-    key: str
     offset: int
     num_bytes: int
     box: Box
+    hashes: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
+class TensorEntry(NamedTuple):
     """One logical tensor; `dtype` is the safetensors name, such as "BF16"."""
 
     dtype: str
@@ -47,16 +58,25 @@ class TensorEntry:
     chunks: tuple[Chunk, ...]
 
 
+class ExtraEntry(NamedTuple):
+    """A file of the user's: where it lies, and the hashes of its blocks as for a chunk."""
+
+    file: str
+    hashes: tuple[str, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Everything that is known of one checkpoint. `files` gives the size in bytes of each data file."""
+    """Everything that is known of one checkpoint. `files` gives the size in bytes of each file, by relative path."""
 
     save_id: str
     step: int | None
     committed_at: float
     world_size: int
+    mesh: Any
     files: Mapping[str, int]
     tensors: Mapping[str, TensorEntry]
+    extra: Mapping[str, ExtraEntry]
     objects: Any
     rank_objects: Mapping[int, Any]
 
@@ -67,13 +87,26 @@ class Manifest:
 
 
 def data_file_name(save_id: str, writer: int, number: int = 0) -> str:
-    """Name of one writer's data file, unique to this save."""
-    return f"{save_id}-{writer:05d}-{number}.safetensors"
+    """Relative path of one writer's data file, unique to this save."""
+    return f"data/{save_id}-{writer:05d}-{number}.safetensors"
 
 
-def is_data_file_name(name: str) -> bool:
-    """Whether this package could have written a data file of this name."""
-    return _DATA_FILE.fullmatch(name) is not None
+def extra_file_name(save_id: str, name: str) -> str:
+    """Relative path of a file of the user's, unique to this save.
+
+    Raises:
+        ValueError: the name is not allowed.
+    """
+    if not isinstance(name, str) or _EXTRA_NAME.fullmatch(name) is None:
+        raise ValueError(
+            f"the name {name!r} of an extra file is not allowed: use 1 to 100 letters, digits, and of _ . - (not first)"
+        )
+    return f"extra/{save_id}-{name}"
+
+
+def is_file_name(path: str) -> bool:
+    """Whether this package could have written a file of this relative path."""
+    return _FILE.fullmatch(path) is not None
 
 
 def encode(manifest: Manifest) -> bytes:
@@ -86,9 +119,11 @@ def encode(manifest: Manifest) -> bytes:
         "step": manifest.step,
         "committed_at": manifest.committed_at,
         "world_size": manifest.world_size,
+        "mesh": manifest.mesh,
         "objects": manifest.objects,
         "rank_objects": {str(rank): value for rank, value in manifest.rank_objects.items()},
         "files": dict(manifest.files),
+        "extra": {name: {"file": entry.file, "xxh3": entry.hashes} for name, entry in manifest.extra.items()},
         "tensors": {name: _tensor_to_json(entry) for name, entry in manifest.tensors.items()},
     }
     text = json.dumps(content, separators=(",", ":")).encode("ascii")
@@ -103,7 +138,7 @@ def decode(text: bytes, source: str) -> Manifest:
         source: where it came from, for messages.
 
     Raises:
-        CheckpointError: the text is damaged, of a newer version, or says something impossible.
+        CheckpointError: the text is damaged, of another version, or says something impossible.
     """
     digest = _DIGEST_FIELD.search(text, 0, 128)
     if digest is None:
@@ -111,13 +146,15 @@ def decode(text: bytes, source: str) -> Manifest:
     if hashlib.sha256(_DIGEST_FIELD.sub(_NO_DIGEST, text, count=1)).hexdigest().encode() != digest[1]:
         raise CheckpointError(f"{source} is damaged: its content does not match its digest; use another checkpoint")
     try:
-        content = json.loads(text)
+        with collector_paused():
+            content = json.loads(text, object_pairs_hook=_without_repeats)
         _expect(content["format"] == FORMAT, f"format {content['format']!r}, expected {FORMAT!r}")
         _expect(
             content["version"] == FORMAT_VERSION,
             f"format version {content['version']!r}, but this nxd-ckpt reads {FORMAT_VERSION}; upgrade nxd-ckpt",
         )
-        return _manifest_from_json(content)
+        with collector_paused():
+            return _manifest_from_json(content)
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{source} cannot be used: {type(error).__name__}: {error}") from error
 
@@ -126,10 +163,10 @@ def _tensor_to_json(entry: TensorEntry) -> dict[str, Any]:
     chunks = [
         {
             "file": chunk.file,
-            "key": chunk.key,
             "offset": chunk.offset,
             "bytes": chunk.num_bytes,
             "box": [chunk.box.offsets, chunk.box.shape],
+            "xxh3": chunk.hashes,
         }
         for chunk in entry.chunks
     ]
@@ -140,17 +177,22 @@ def _manifest_from_json(content: dict[str, Any]) -> Manifest:
     save_id, step = content["save_id"], content["step"]
     _expect(isinstance(save_id, str) and _SAVE_ID.fullmatch(save_id) is not None, f"save_id {save_id!r}")
     _expect(step is None or _is_size(step), f"step {step!r}")
+    _expect(_is_size(content["world_size"]), f"world_size {content['world_size']!r}")
     files: dict[str, int] = content["files"]
     for name, size in files.items():
-        _expect(is_data_file_name(name), f"data file name {name!r}")
+        _expect(is_file_name(name), f"data file name {name!r}")
         _expect(_is_size(size), f"size {size!r} of {name}")
+    for field in ("mesh", "objects", "rank_objects"):
+        check_json(content[field], field)
     return Manifest(
         save_id=save_id,
         step=step,
         committed_at=float(content["committed_at"]),
-        world_size=int(content["world_size"]),
+        world_size=content["world_size"],
+        mesh=content["mesh"],
         files=files,
         tensors={name: _tensor_from_json(name, entry, files) for name, entry in content["tensors"].items()},
+        extra={name: _extra_from_json(name, entry, files) for name, entry in content["extra"].items()},
         objects=content["objects"],
         rank_objects={int(rank): value for rank, value in content["rank_objects"].items()},
     )
@@ -158,27 +200,53 @@ def _manifest_from_json(content: dict[str, Any]) -> Manifest:
 
 def _tensor_from_json(name: str, entry: dict[str, Any], files: Mapping[str, int]) -> TensorEntry:
     dtype, shape = entry["dtype"], tuple(entry["shape"])
-    _expect(dtype in DTYPE_OF_CODE, f"dtype {dtype!r} of {name!r}")
-    _expect(all(map(_is_size, shape)), f"shape {shape} of {name!r}")
-    itemsize = DTYPE_OF_CODE[dtype].itemsize
+    _expect(dtype in ITEM_SIZES, f"dtype {dtype!r} of {name!r}")
+    _expect(len(shape) <= MAX_DIMS and all(map(_is_size, shape)), f"shape {shape} of {name!r}")
+    itemsize = ITEM_SIZES[dtype]
     chunks = []
     for item in entry["chunks"]:
         offsets, sizes = map(tuple, item["box"])
-        chunk = Chunk(item["file"], item["key"], item["offset"], item["bytes"], Box(offsets, sizes))
+        file, offset, num_bytes, hashes = item["file"], item["offset"], item["bytes"], tuple(item["xxh3"])
         possible = (
-            all(map(_is_size, (*offsets, *sizes, chunk.offset)))
-            and len(offsets) == len(sizes)
-            and chunk.box.fits_in(shape)
-            and chunk.num_bytes == math.prod(sizes) * itemsize
-            and chunk.offset + chunk.num_bytes <= files.get(chunk.file, -1)
+            all(map(_is_size, (offset, *offsets, *sizes)))
+            and len(offsets) == len(sizes) == len(shape)
+            and all(map(le, map(add, offsets, sizes), shape))
+            and num_bytes == math.prod(sizes) * itemsize
+            and offset + num_bytes <= files.get(file, -1)
+            and _are_hashes(hashes, num_bytes)
         )
-        _expect(possible, f"chunk {item} of {name!r} with shape {list(shape)}")
-        chunks.append(chunk)
+        if not possible:  # no call, whose text would cost more than all else here
+            raise ValueError(f"it has chunk {item} of {name!r} with shape {list(shape)}")
+        chunks.append(Chunk(file, offset, num_bytes, Box(offsets, sizes), hashes))
     return TensorEntry(dtype, shape, tuple(chunks))
 
 
+def _extra_from_json(name: str, entry: dict[str, Any], files: Mapping[str, int]) -> ExtraEntry:
+    extra = ExtraEntry(entry["file"], tuple(entry["xxh3"]))
+    possible = _EXTRA_NAME.fullmatch(name) and extra.file in files and _are_hashes(extra.hashes, files[extra.file])
+    _expect(bool(possible), f"extra file {name!r}: {entry}")
+    return extra
+
+
+def _are_hashes(hashes: Sequence[object], num_bytes: int) -> bool:
+    return len(hashes) == num_blocks(num_bytes) and all(map(_is_hash, hashes))
+
+
+def _is_hash(value: object) -> bool:
+    return isinstance(value, str) and _HASH.fullmatch(value) is not None
+
+
 def _is_size(value: object) -> bool:
-    return type(value) is int and value >= 0
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object whose keys are all different: readers do not agree on which of two values counts."""
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"it has a key more than once: {next(key for key in keys if keys.count(key) > 1)!r}")
+    return content
 
 
 def _expect(condition: bool, found: str) -> None:

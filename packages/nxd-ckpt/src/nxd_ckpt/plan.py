@@ -4,17 +4,18 @@ Pure functions of plain descriptions: no tensors, no files, no torch.distributed
 from the same gathered descriptions, and a thousand ranks can be planned for in one process.
 """
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from nxd_ckpt.boxes import Box, subtract, uncovered
+from nxd_ckpt.checksums import BLOCK_BYTES
+from nxd_ckpt.collector import collector_paused
 from nxd_ckpt.dtypes import DTYPE_OF_CODE
 from nxd_ckpt.manifest import Chunk
 
 
-@dataclass(frozen=True, slots=True)
-class TensorDescription:
+class TensorDescription(NamedTuple):
     """What one rank says of one tensor: its safetensors dtype name, global shape, and the boxes held here."""
 
     dtype: str
@@ -22,8 +23,7 @@ class TensorDescription:
     boxes: tuple[Box, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedWrite:
+class PlannedWrite(NamedTuple):
     """One box of one tensor, to be written by one rank."""
 
     name: str
@@ -31,8 +31,7 @@ class PlannedWrite:
     num_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedRead:
+class PlannedRead(NamedTuple):
     """The elements `box` of a tensor, to be taken from `chunk`."""
 
     chunk: Chunk
@@ -50,19 +49,22 @@ class SavePlan:
 def plan_save(descriptions: Sequence[Mapping[str, TensorDescription]]) -> SavePlan:
     """Gives every distinct box to one of its holders, so that all ranks write about the same number of bytes.
 
+    Boxes that several ranks hold and that are larger than a block are split, so that all holders can help.
+
     Args:
         descriptions: what each rank holds, in rank order.
 
     Raises:
         ValueError: ranks disagree on a dtype or shape, or elements of a tensor are held by no rank; lists all of them.
     """
-    tensors, problems = _merge(descriptions)
-    for name, tensor in tensors.items():
-        if name not in problems and (missing := uncovered(Box.whole(tensor.global_shape), tensor.boxes)):
-            problems[name] = f"{name!r} {list(tensor.global_shape)}: no rank holds {_listed(missing)}"
-    if problems:
-        raise ValueError("the ranks' tensors do not fit together:\n  " + "\n  ".join(problems.values()))
-    return SavePlan(tensors, _share_out(tensors, descriptions))
+    with collector_paused():
+        held, problems = _gather_holders(descriptions)
+        for name, tensor in held.items():
+            if name not in problems and (missing := uncovered(Box.whole(tensor.global_shape), tensor.holders)):
+                problems[name] = f"{name!r} {list(tensor.global_shape)}: no rank holds {_listed(missing)}"
+        if problems:
+            raise ValueError("the ranks' tensors do not fit together:\n  " + "\n  ".join(problems.values()))
+        return _share_out(held, len(descriptions))
 
 
 def plan_read(wanted: Box, chunks: Iterable[Chunk]) -> tuple[list[PlannedRead], list[Box]]:
@@ -79,52 +81,85 @@ def plan_read(wanted: Box, chunks: Iterable[Chunk]) -> tuple[list[PlannedRead], 
     return reads, left
 
 
-def _merge(
+class _HeldTensor(NamedTuple):
+    """A tensor as the first rank that has it describes it, and the ranks that hold each distinct box."""
+
+    dtype: str
+    global_shape: tuple[int, ...]
+    first_rank: int
+    holders: dict[Box, list[int]]
+
+
+def _gather_holders(
     descriptions: Sequence[Mapping[str, TensorDescription]],
-) -> tuple[dict[str, TensorDescription], dict[str, str]]:
-    """Each tensor with the distinct boxes of all ranks, and one problem per tensor on which the ranks disagree."""
-    first: dict[str, tuple[int, TensorDescription]] = {}
-    boxes: dict[str, set[Box]] = defaultdict(set)
+) -> tuple[dict[str, _HeldTensor], dict[str, str]]:
+    """Every tensor, its boxes sorted, and one problem per tensor on which the ranks disagree."""
+    held: dict[str, _HeldTensor] = {}
     problems: dict[str, str] = {}
     for rank, description in enumerate(descriptions):
-        for name, tensor in description.items():
-            first_rank, expected = first.setdefault(name, (rank, tensor))
-            if (tensor.dtype, tensor.global_shape) != (expected.dtype, expected.global_shape):
+        for name, (dtype, global_shape, boxes) in description.items():
+            tensor = held.get(name)
+            if tensor is None:
+                tensor = held[name] = _HeldTensor(dtype, global_shape, rank, {})
+            elif (dtype, global_shape) != (tensor.dtype, tensor.global_shape):
                 problems.setdefault(
                     name,
-                    f"{name!r} is {expected.dtype} {list(expected.global_shape)} on rank {first_rank} "
-                    f"but {tensor.dtype} {list(tensor.global_shape)} on rank {rank}",
+                    f"{name!r} is {tensor.dtype} {list(tensor.global_shape)} on rank {tensor.first_rank} "
+                    f"but {dtype} {list(global_shape)} on rank {rank}",
                 )
-            boxes[name].update(box for box in tensor.boxes if box.num_elements)
-    merged = {
-        name: TensorDescription(tensor.dtype, tensor.global_shape, tuple(sorted(boxes[name])))
-        for name, (_, tensor) in first.items()
+            for box in boxes if len(boxes) < 2 else set(boxes):
+                tensor.holders.setdefault(box, []).append(rank)
+    sorted_boxes = {
+        name: tensor._replace(holders={box: tensor.holders[box] for box in sorted(tensor.holders) if box.num_elements})
+        for name, tensor in held.items()
     }
-    return merged, problems
+    return sorted_boxes, problems
 
 
-def _share_out(
-    tensors: Mapping[str, TensorDescription], descriptions: Sequence[Mapping[str, TensorDescription]]
-) -> list[list[PlannedWrite]]:
+def _share_out(tensors: Mapping[str, _HeldTensor], world_size: int) -> SavePlan:
     """Boxes with one holder leave no choice; of the others each goes, largest first, to the holder with least to do."""
-    holders: dict[tuple[str, Box], list[int]] = defaultdict(list)
-    for rank, description in enumerate(descriptions):
-        for name, tensor in description.items():
-            for box in set(tensor.boxes):
-                holders[name, box].append(rank)
-    distinct = [
-        PlannedWrite(name, box, box.num_elements * DTYPE_OF_CODE[tensor.dtype].itemsize)
-        for name, tensor in tensors.items()
-        for box in tensor.boxes
-    ]
-    distinct.sort(key=lambda write: (len(holders[write.name, write.box]) > 1, -write.num_bytes))
-    writes: list[list[PlannedWrite]] = [[] for _ in descriptions]
-    load = [0] * len(descriptions)
-    for write in distinct:
-        writer = min(holders[write.name, write.box], key=load.__getitem__)
+    shared: list[tuple[PlannedWrite, list[int]]] = []
+    writes: list[list[PlannedWrite]] = [[] for _ in range(world_size)]
+    load = [0] * world_size
+    for name, tensor in tensors.items():
+        itemsize = DTYPE_OF_CODE[tensor.dtype].itemsize
+        for box, holders in tensor.holders.items():
+            num_bytes = box.num_elements * itemsize
+            if len(holders) == 1:
+                writes[holders[0]].append(PlannedWrite(name, box, num_bytes))
+                load[holders[0]] += num_bytes
+            else:
+                for part in _split(box, itemsize, len(holders)):
+                    shared.append((PlannedWrite(name, part, part.num_elements * itemsize), holders))
+    shared.sort(key=lambda item: -item[0].num_bytes)
+    for write, holders in shared:
+        writer = min(holders, key=load.__getitem__)
         writes[writer].append(write)
         load[writer] += write.num_bytes
-    return writes
+    planned = {
+        name: TensorDescription(tensor.dtype, tensor.global_shape, tuple(tensor.holders))
+        for name, tensor in tensors.items()
+    }
+    return SavePlan(planned, writes)
+
+
+def _split(box: Box, itemsize: int, num_holders: int) -> Iterator[Box]:
+    """Slabs of a box along its outermost dimension, so that each lies together in memory: at most one per holder, and
+    none smaller than a block.
+    """
+    num_bytes = box.num_elements * itemsize
+    outermost = next((dim for dim, size in enumerate(box.shape) if size > 1), 0)
+    length = box.shape[outermost] if box.shape else 1
+    parts = max(1, min(num_holders, num_bytes // BLOCK_BYTES, length))
+    if parts == 1:
+        yield box
+        return
+    for part in range(parts):
+        start, end = length * part // parts, length * (part + 1) // parts
+        yield Box(
+            (*box.offsets[:outermost], box.offsets[outermost] + start, *box.offsets[outermost + 1 :]),
+            (*box.shape[:outermost], end - start, *box.shape[outermost + 1 :]),
+        )
 
 
 def _listed(boxes: Sequence[Box]) -> str:

@@ -4,24 +4,27 @@ A read is planned and checked as a whole (coverage, files, sizes) before the fir
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from operator import attrgetter
 from typing import Any
 
 import torch
 
 from nxd_ckpt.boxes import Box
 from nxd_ckpt.catalog import find_tag, read_manifest
+from nxd_ckpt.checksums import block_hash, blocks_with_hashes
 from nxd_ckpt.dtypes import DTYPE_OF_CODE
 from nxd_ckpt.errors import CheckpointError
-from nxd_ckpt.files import existing_file
-from nxd_ckpt.manifest import Chunk, Manifest
+from nxd_ckpt.manifest import Manifest
 from nxd_ckpt.plan import plan_read
+from nxd_ckpt.reads import Read, Transfer, reads_of_chunk
 from nxd_ckpt.sharded_tensor import Shard
-from nxd_ckpt.store import check_sizes, data_path, root_folder
-from nxd_ckpt.tensor_bytes import read_tensor
+from nxd_ckpt.stores import Piece, Store, open_store
+
+# Small reads are gathered until they are worth a system call, and all of them until then are in memory.
+_BATCH_BYTES = 16 * 2**20
+_BATCH_READS = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,39 +35,29 @@ class TensorInfo:
     global_shape: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Transfer:
-    """A box of one chunk and the memory that it goes to."""
-
-    chunk: Chunk
-    box: Box
-    destination: torch.Tensor
-
-    @property
-    def place(self) -> tuple[str, int]:
-        """Sort key: the order in which the disk holds the chunks."""
-        return self.chunk.file, self.chunk.offset
-
-
 class Checkpoint:
     """One checkpoint, open for reading. Needs no process group; holds no file open.
 
     Attributes:
         tag: its name.
         step: the step it was saved at, if that was given.
+        manifest: all that is known of it, down to each chunk's place and hashes.
+        mesh: what `save` was given as mesh.
         objects: what `save` was given as objects.
         rank_objects: each saving rank's rank_objects.
         world_size: how many ranks saved it.
         tensors: dtype and global shape of every logical tensor.
     """
 
-    def __init__(self, root: str, tag: str, manifest: Manifest) -> None:
-        self._root = root
-        self._manifest = manifest
+    def __init__(self, store: Store, tag: str, manifest: Manifest, *, verify: bool = True) -> None:
+        self._store = store
+        self._verify = verify
         self.tag = tag
+        self.manifest = manifest
         self.step = manifest.step
         self.save_id = manifest.save_id
         self.world_size = manifest.world_size
+        self.mesh = manifest.mesh
         self.objects = manifest.objects
         self.rank_objects: Mapping[int, Any] = manifest.rank_objects
         self.tensors: Mapping[str, TensorInfo] = {
@@ -82,7 +75,7 @@ class Checkpoint:
         return self.read_box(name, (0,) * len(shape), shape)
 
     def read_box(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
-        """Returns the box of this shape that begins at `offsets`, reading no more than it.
+        """Returns the box of this shape that begins at `offsets`, reading no more than it, or its blocks to verify it.
 
         Raises:
             ValueError: there is no tensor of this name, or the box does not lie inside it.
@@ -99,6 +92,30 @@ class Checkpoint:
         self.fill(self.plan({name: [Shard(tensor, box.offsets)]}))
         return tensor
 
+    @property
+    def extra(self) -> list[str]:
+        """Names of the files that `save` was given as extra."""
+        return list(self.manifest.extra)
+
+    def read_extra(self, name: str) -> bytes:
+        """The content of a file that `save` was given as extra, verified.
+
+        Raises:
+            ValueError: there is none of this name.
+            CheckpointError: it is missing or damaged.
+        """
+        if name not in self.manifest.extra:
+            raise ValueError(f"checkpoint {self.tag!r} has no extra file {name!r}; it has {self.extra or 'none'}")
+        entry = self.manifest.extra[name]
+        self._check_sizes([entry.file])
+        content = bytearray(self.manifest.files[entry.file])
+        blocks = (
+            Read(start, memoryview(content)[start:stop], expected, None)
+            for start, stop, expected in blocks_with_hashes(len(content), entry.hashes)
+        )
+        self._run(entry.file, blocks)
+        return bytes(content)
+
     def plan(self, wanted: Mapping[str, Sequence[Shard]]) -> list[Transfer]:
         """Finds where every element comes from, and that the files are there; touches no destination.
 
@@ -108,33 +125,89 @@ class Checkpoint:
         transfers: list[Transfer] = []
         problems: list[str] = []
         for name, shards in wanted.items():
+            entry = self.manifest.tensors[name]
             for shard in shards:
-                reads, missing = plan_read(shard.box, self._manifest.tensors[name].chunks)
+                reads, missing = plan_read(shard.box, entry.chunks)
                 problems.extend(f"{name!r}: no data for {box}" for box in missing)
                 for read in reads:
                     destination = shard.tensor.detach()[read.box.relative_to(shard.box).slices()]
-                    transfers.append(Transfer(read.chunk, read.box.relative_to(read.chunk.box), destination))
+                    box = read.box.relative_to(read.chunk.box)
+                    transfers.append(Transfer(read.chunk, entry.dtype, box, destination))
         if problems:
             raise CheckpointError("the checkpoint lacks elements:\n  " + "\n  ".join(problems))
-        files = sorted({transfer.chunk.file for transfer in transfers})
-        check_sizes((data_path(self._root, self.tag, file), self._manifest.files[file]) for file in files)
-        return sorted(transfers, key=attrgetter("place"))
+        self._check_sizes(sorted({transfer.chunk.file for transfer in transfers}))
+        return sorted(transfers, key=lambda transfer: (transfer.chunk.file, transfer.chunk.offset, transfer.box))
 
     def fill(self, transfers: Sequence[Transfer]) -> None:
         """Reads what was planned, file by file.
 
         Raises:
-            CheckpointError: a file cannot be read; destinations may be filled in part.
+            CheckpointError: a file cannot be read or is damaged; destinations may be filled in part.
         """
-        for file, group in groupby(transfers, key=lambda transfer: transfer.chunk.file):
-            path = data_path(self._root, self.tag, file)
+        for file, of_file in groupby(transfers, key=lambda transfer: transfer.chunk.file):
+            self._run(file, self._reads(of_file))
+
+    def damage(self) -> list[str]:
+        """Reads everything and says what is wrong with it, by file; an empty list if all is well."""
+        problems: list[str] = []
+        for file in self.manifest.files:
             try:
-                with existing_file(path) as fd:
-                    for transfer in group:
-                        chunk = transfer.chunk
-                        read_tensor(fd, chunk.offset, chunk.box.shape, transfer.box, transfer.destination)
-            except (OSError, CheckpointError) as error:
-                raise CheckpointError(f"data file {path} cannot be read: {error}") from error
+                self._check_sizes([file])
+                self._run(file, self._reads_of_blocks(file))
+            except CheckpointError as error:
+                problems.append(str(error))
+        return problems
+
+    def _reads(self, transfers: Iterable[Transfer]) -> Iterator[Read]:
+        for _, of_chunk in groupby(transfers, key=lambda transfer: transfer.chunk.offset):
+            yield from reads_of_chunk(list(of_chunk), verify=self._verify)
+
+    def _reads_of_blocks(self, file: str) -> Iterator[Read]:
+        stretches = [
+            (chunk.offset, chunk.num_bytes, chunk.hashes)
+            for entry in self.manifest.tensors.values()
+            for chunk in entry.chunks
+            if chunk.file == file
+        ] + [
+            (0, self.manifest.files[file], entry.hashes) for entry in self.manifest.extra.values() if entry.file == file
+        ]
+        for offset, num_bytes, hashes in sorted(stretches):
+            for start, stop, expected in blocks_with_hashes(num_bytes, hashes):
+                yield Read(offset + start, memoryview(bytearray(stop - start)), expected, None)
+
+    def _run(self, file: str, reads: Iterable[Read]) -> None:
+        where = self._store.where(self.tag, file)
+        try:
+            for batch in _batches(reads):
+                self._store.read_into(self.tag, file, [Piece(read.offset, read.memory) for read in batch])
+                for read in batch:
+                    if read.expected_hash is not None and block_hash(read.memory) != read.expected_hash:
+                        raise CheckpointError(
+                            f"{len(read.memory)} bytes from byte {read.offset} on do not match their checksum; use "
+                            "another checkpoint"
+                        )
+                    if read.finish is not None:
+                        read.finish()
+                del batch, read  # before the next ones take their memory
+        except (OSError, CheckpointError) as error:
+            raise CheckpointError(f"data file {where} cannot be read: {error}") from error
+
+    def _check_sizes(self, files: Iterable[str]) -> None:
+        problems = []
+        for file in files:
+            where, expected = self._store.where(self.tag, file), self.manifest.files[file]
+            try:
+                found = self._store.file_size(self.tag, file)
+            except FileNotFoundError:
+                problems.append(f"data file {where} is missing")
+                continue
+            except OSError as error:
+                problems.append(f"data file {where} cannot be read: {error}")
+                continue
+            if found != expected:
+                problems.append(f"data file {where} has {found} bytes, expected {expected}")
+        if problems:
+            raise CheckpointError("; ".join(problems))
 
     def _info(self, name: str) -> TensorInfo:
         if name not in self.tensors:
@@ -144,17 +217,36 @@ class Checkpoint:
         return self.tensors[name]
 
 
-def open_checkpoint(path: "str | os.PathLike[str]", tag: str | None = None) -> Checkpoint:
+def open_checkpoint(path: "str | os.PathLike[str]", tag: str | None = None, *, verify: bool = True) -> Checkpoint:
     """Opens a checkpoint for reading in this process alone.
 
     Args:
         path: the folder that was given to `save`.
         tag: which one; default: the newest complete one.
+        verify: compare the data with its checksums; reads whole blocks of 16 MiB where less is asked for.
 
     Raises:
         ValueError: the tag is not allowed.
         CheckpointError: there is no such checkpoint, or its manifest is damaged.
     """
-    root = root_folder(path)
-    found = find_tag(root, tag)
-    return Checkpoint(root, found, read_manifest(root, found))
+    store = open_store(path)
+    found = find_tag(store, tag)
+    return Checkpoint(store, found, read_manifest(store, found), verify=verify)
+
+
+def _batches(reads: Iterable[Read]) -> Iterator[list[Read]]:
+    """Consecutive reads in lists that ascend and are small."""
+    batch: list[Read] = []
+    num_bytes = end = 0
+    for read in reads:
+        if batch and read.offset < end:
+            yield batch
+            batch, num_bytes = [], 0
+        batch.append(read)
+        num_bytes += len(read.memory)
+        end = read.offset + len(read.memory)
+        if len(batch) == _BATCH_READS or num_bytes >= _BATCH_BYTES:
+            yield batch
+            batch, num_bytes = [], 0
+    if batch:
+        yield batch

@@ -1,39 +1,47 @@
 """Data files in the safetensors format: an 8-byte little-endian length, a JSON header of that length, the payload.
 
-Written here rather than by the safetensors library, which neither fsyncs nor streams. Where a chunk lies in its file
-follows from the list of writes alone, so the rank that writes the manifest need not ask the others.
+Written here rather than by the safetensors library, which neither fsyncs nor streams nor takes checksums. Where a chunk
+lies in its file follows from the list of writes alone, so the rank that writes the manifest need not ask the others.
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import NamedTuple
 
 import torch
 
 from nxd_ckpt.boxes import Box
+from nxd_ckpt.checksums import BlockHasher
 from nxd_ckpt.dtypes import DTYPE_OF_CODE
-from nxd_ckpt.files import new_file, write_fully
-from nxd_ckpt.manifest import Chunk
 from nxd_ckpt.plan import PlannedWrite, TensorDescription
-from nxd_ckpt.tensor_bytes import write_tensor
+from nxd_ckpt.tensor_bytes import tensor_parts
 
 PAYLOAD_ALIGNMENT = 64
 
+Hashes = list[tuple[str, ...]]
 
-@dataclass(frozen=True, slots=True)
-class FileLayout:
-    """One data file: its first bytes, then the chunks of `chunks` one after another without holes."""
+
+class PlacedWrite(NamedTuple):
+    """One box of one tensor and where it lies in its file."""
+
+    name: str
+    box: Box
+    offset: int
+    num_bytes: int
+
+
+class FileLayout(NamedTuple):
+    """One data file: its first bytes, then the boxes of `placed` one after another without holes."""
 
     header: bytes
-    chunks: tuple[tuple[str, Chunk], ...]
+    placed: tuple[PlacedWrite, ...]
     size: int
 
 
-def lay_out(file: str, writes: Iterable[PlannedWrite], tensors: Mapping[str, TensorDescription]) -> FileLayout:
+def lay_out(writes: Iterable[PlannedWrite], tensors: Mapping[str, TensorDescription]) -> FileLayout:
     """Places one rank's writes in its file. Large element sizes come first, so that every chunk is aligned to its own.
 
     Args:
-        file: the file's name.
         writes: what the rank writes.
         tensors: dtype and global shape of every tensor.
     """
@@ -41,8 +49,9 @@ def lay_out(file: str, writes: Iterable[PlannedWrite], tensors: Mapping[str, Ten
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     begin = 0
     for write in ordered:
-        entries[_key(write, tensors)] = {
-            "dtype": tensors[write.name].dtype,
+        tensor = tensors[write.name]
+        entries[stored_name(write.name, write.box, tensor.global_shape)] = {
+            "dtype": tensor.dtype,
             "shape": write.box.shape,
             "data_offsets": [begin, begin + write.num_bytes],
         }
@@ -50,29 +59,33 @@ def lay_out(file: str, writes: Iterable[PlannedWrite], tensors: Mapping[str, Ten
     text = json.dumps(entries, separators=(",", ":")).encode("ascii")
     text += b" " * (-(8 + len(text)) % PAYLOAD_ALIGNMENT)
     header = len(text).to_bytes(8, "little") + text
-    chunks = []
+    placed = []
     position = len(header)
     for write in ordered:
-        chunks.append((write.name, Chunk(file, _key(write, tensors), position, write.num_bytes, write.box)))
+        placed.append(PlacedWrite(write.name, write.box, position, write.num_bytes))
         position += write.num_bytes
-    return FileLayout(header, tuple(chunks), position)
+    return FileLayout(header, tuple(placed), position)
 
 
-def write_file(path: str, layout: FileLayout, shard_of: Callable[[str, Box], torch.Tensor]) -> None:
-    """Creates the file and returns when it is on the disk.
+def file_parts(
+    layout: FileLayout, tensor_of: Callable[[str, Box], torch.Tensor], hashes: Hashes
+) -> "Iterator[bytes | memoryview]":
+    """The bytes of a file, each part valid until the next is asked for.
 
     Args:
-        path: where; must not exist.
-        layout: what.
-        shard_of: finds this rank's tensor of a name and box.
+        layout: what the file holds.
+        tensor_of: this rank's elements of a name and box.
+        hashes: takes each box's hashes, in the layout's order, as its bytes have gone by.
     """
-    with new_file(path) as fd:
-        write_fully(fd, layout.header)
-        for name, chunk in layout.chunks:
-            write_tensor(fd, shard_of(name, chunk.box))
+    yield layout.header
+    for write in layout.placed:
+        hasher = BlockHasher()
+        for part in tensor_parts(tensor_of(write.name, write.box)):
+            hasher.update(part)
+            yield part
+        hashes.append(hasher.hashes())
 
 
-def _key(write: PlannedWrite, tensors: Mapping[str, TensorDescription]) -> str:
-    """A whole tensor keeps its name; a part has its box behind it, as in `weight[0:4,8:16]`."""
-    whole = write.box.shape == tensors[write.name].global_shape
-    return write.name if whole else f"{write.name}{write.box}"
+def stored_name(name: str, box: Box, global_shape: tuple[int, ...]) -> str:
+    """A box's name in its file: a whole tensor keeps its own, a part has its box behind it, as in `w[0:4,8:16]`."""
+    return name if box.shape == global_shape else f"{name}{box}"

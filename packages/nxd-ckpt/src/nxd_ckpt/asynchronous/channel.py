@@ -1,0 +1,83 @@
+"""How the ranks of one background save talk to one another, apart from whatever the training does meanwhile.
+
+Each save has a channel of its own, so that nothing of an earlier one can be mistaken for it. It outlives the process
+group: training may destroy that while a save is still on its way.
+"""
+
+import contextlib
+import socket
+import time
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from nxd_ckpt.coordinator import Coordinator
+from nxd_ckpt.errors import CheckpointError
+from nxd_ckpt.store_coordinator import StoreCoordinator
+
+_FAREWELL_SECONDS = 10.0
+
+
+class Channel:
+    """A `Coordinator` for another thread than the caller's.
+
+    Args:
+        coordinator: the ranks, in the caller's thread; made by all of them together.
+        save_id: of the save.
+        timeout: seconds to wait for other ranks, each time.
+
+    Raises:
+        CheckpointError: the process that hosts the store cannot be reached.
+    """
+
+    def __init__(self, coordinator: Coordinator, save_id: str, timeout: float) -> None:
+        self.rank, self.world_size = coordinator.rank, coordinator.world_size
+        try:
+            self._source = _store_of(coordinator, timeout)
+            # A store takes one call at a time, and the training's may take long: hence a connection of our own.
+            own: dist.Store = self._source.clone()  # type: ignore[attr-defined]
+        except RuntimeError as error:
+            raise CheckpointError(
+                f"rank {self.rank} of {self.world_size} cannot reach the store through which the ranks talk to one "
+                f"another: {error}"
+            ) from error
+        self._store = dist.PrefixStore(f"nxd_ckpt/{save_id}", own)
+        self._coordinator = StoreCoordinator(self._store, self.rank, self.world_size, prefix="gather", timeout=timeout)
+
+    def all_gather_object(self, value: object) -> list[object]:
+        """See `Coordinator`."""
+        return self._coordinator.all_gather_object(value)
+
+    def leave(self) -> None:
+        """Called last. Rank 0 may host the store, so it stays until the others have heard how the save ended."""
+        with contextlib.suppress(RuntimeError):
+            if self.rank > 0:
+                self._store.set(f"left/{self.rank}", "")
+            else:
+                self._wait_for_the_others()
+        del self._coordinator, self._store, self._source  # connections end now, not when garbage is collected
+
+    def _wait_for_the_others(self) -> None:
+        left = [f"left/{rank}" for rank in range(1, self.world_size)]
+        deadline = time.monotonic() + _FAREWELL_SECONDS
+        while left and not self._store.check(left) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        for key in left:
+            self._store.delete_key(key)
+
+
+def _store_of(coordinator: Coordinator, timeout: float) -> dist.Store:
+    """The store behind a process group, or a new one that rank 0 hosts."""
+    if isinstance(coordinator, StoreCoordinator):
+        return coordinator.store
+    if coordinator.world_size == 1:
+        return dist.HashStore()
+    server: dist.TCPStore | None = None
+    if coordinator.rank == 0:
+        server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    hosts_and_ports = coordinator.all_gather_object((socket.gethostname(), server.port if server else 0))
+    if server is not None:
+        return server
+    host, port = hosts_and_ports[0]
+    here = host == socket.gethostname()
+    return dist.TCPStore("localhost" if here else host, port, timeout=timedelta(seconds=timeout))

@@ -1,0 +1,71 @@
+"""What `async_save` returns: how far a save has come, and how it ended."""
+
+import threading
+
+from nxd_ckpt.errors import CheckpointError
+
+
+class AsyncSave:
+    """One save in the background.
+
+    Attributes:
+        tag: of the checkpoint.
+        save_id: unique to this save, the same on all ranks.
+        failure: why it failed, once it has.
+        told: whether that has been raised to somebody.
+    """
+
+    def __init__(self, tag: str, save_id: str) -> None:
+        self.tag = tag
+        self.save_id = save_id
+        self.told = False
+        self.failure: str | None = None
+        self._staged = threading.Event()
+        self._done = threading.Event()
+
+    @property
+    def staged(self) -> bool:
+        """Whether the tensors are the caller's own again: they are when `async_save` has returned."""
+        return self._staged.is_set()
+
+    @property
+    def committed(self) -> bool:
+        """Whether the checkpoint is complete and on the disk."""
+        return self._done.is_set() and self.failure is None
+
+    def done(self) -> bool:
+        """Whether it is over, committed or failed."""
+        return self._done.is_set()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Returns when the checkpoint is complete and on the disk.
+
+        Args:
+            timeout: seconds; None means as long as it takes, which the save's own `timeout` bounds.
+
+        Raises:
+            TimeoutError: it is still going on.
+            CheckpointError: it failed, on all ranks with the same text. Not raised again by the next save then.
+        """
+        if not self._done.wait(timeout):
+            raise TimeoutError(f"saving checkpoint {self.tag!r} takes longer than {timeout:g} seconds; it goes on")
+        if self.failure is not None:
+            self.told = True
+            raise CheckpointError(self.failure)
+
+    def wait_until_done(self) -> None:
+        """Returns when it is over, whether it is committed or has failed."""
+        self._done.wait()
+
+    def set_staged(self) -> None:
+        """The caller's tensors are not needed any more."""
+        self._staged.set()
+
+    def set_done(self, failure: str | None) -> None:
+        """It is over: committed, or failed for this reason."""
+        self.failure = failure
+        self._done.set()
+
+    def __repr__(self) -> str:
+        how = "under way" if not self.done() else "committed" if self.failure is None else "failed"
+        return f"AsyncSave({self.tag!r}, {how})"

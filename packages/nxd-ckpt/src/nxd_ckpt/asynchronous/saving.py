@@ -1,0 +1,115 @@
+"""`async_save`: what `save` does, but for the copying of tensors in the background."""
+
+import atexit
+import copy
+import dataclasses
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nxd_ckpt.asynchronous import pending
+from nxd_ckpt.asynchronous.background import Background
+from nxd_ckpt.asynchronous.channel import Channel
+from nxd_ckpt.asynchronous.handle import AsyncSave
+from nxd_ckpt.asynchronous.termination import finish_saves_on_sigterm
+from nxd_ckpt.coordinator import DEFAULT_TIMEOUT, Coordinator, coordinator_for
+from nxd_ckpt.save_task import SaveOptions, prepare_save
+from nxd_ckpt.saving import tensors_of
+from nxd_ckpt.sharded_tensor import ShardedTensor
+from nxd_ckpt.stores import open_store
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+_MIN_MEMORY = 2**16
+
+_backgrounds: dict[pending.RankKey, Background] = {}
+
+
+def async_save(
+    path: "str | os.PathLike[str]",
+    tag: str,
+    state: Mapping[str, ShardedTensor | torch.Tensor],
+    *,
+    objects: Any = None,
+    rank_objects: Any = None,
+    extra: Mapping[str, bytes] | None = None,
+    mesh: Any = None,
+    step: int | None = None,
+    overwrite: bool = False,
+    memory_limit: int | None = None,
+    timeout: float = DEFAULT_TIMEOUT,
+    process_group: "dist.ProcessGroup | Coordinator | None" = None,
+) -> AsyncSave:
+    """Writes a checkpoint in the background. Called by all ranks; arguments not described here are those of `save`.
+
+    Returns when the tensors that this rank writes are copied to memory, so they may change again. A process of its own
+    writes them, and the ranks commit as soon as all have written, over a channel of their own. Saves of a rank are
+    written one after the other, and the next one's tensors are copied when those of the one before are written.
+
+    A program that ends in the usual way finishes its saves first; one that SIGTERM would end (because it does not
+    handle it) does so for up to 20 seconds. Ended in any other way, it leaves the checkpoint as it was before.
+
+    Args:
+        memory_limit: bytes of memory for the copy on this rank; default: this rank's share of half the memory that is
+            free at the first save. Tensors that need more are copied and written in turns, half the limit at a time,
+            and the call returns when the last are copied.
+        timeout: seconds that this rank waits for the others, and for a sign of life of its writing process, each time
+            it does.
+
+    Returns:
+        A handle to ask and to wait for the checkpoint.
+
+    Raises:
+        ValueError: as `save`.
+        CheckpointError: an earlier save in the background has failed, on any rank, and its `wait` was not called. This
+            save has not begun.
+    """
+    if memory_limit is not None and memory_limit < _MIN_MEMORY:
+        raise ValueError(f"memory_limit={memory_limit} bytes is too little; give at least {_MIN_MEMORY}, or None")
+    coordinator = coordinator_for(process_group, timeout)
+    options = SaveOptions(tag, step, overwrite, objects, rank_objects, extra, mesh)
+    task, sharded = prepare_save(path, state, options, coordinator)
+    task = dataclasses.replace(
+        task, options=copy.deepcopy(task.options), all_rank_objects=copy.deepcopy(task.all_rank_objects)
+    )
+    channel = Channel(coordinator, task.save_id, timeout)
+    save = AsyncSave(tag, task.save_id)
+    key = pending.RankKey(coordinator.rank, coordinator.world_size)
+    if key not in _backgrounds:
+        _backgrounds[key] = Background()
+    finish_saves_on_sigterm()
+    pending.note(key, save)
+    _backgrounds[key].begin(
+        task,
+        tensors_of(sharded),
+        channel,
+        save,
+        memory_limit=memory_limit,
+        timeout=timeout,
+        in_this_process=not open_store(path).capabilities.other_processes,
+    )
+    return save
+
+
+def end_async_saves() -> None:
+    """Waits for all background saves of this process, ends its writer processes and frees their memory.
+
+    Not needed before a program ends. A later `async_save` starts anew.
+    """
+    while _backgrounds:
+        _, background = _backgrounds.popitem()
+        background.close()
+
+
+def _end() -> None:
+    end_async_saves()
+    pending.report_at_exit()
+
+
+# Threads that see saves through are waited for before this is called.
+atexit.register(_end)
+# Writers are the parent's, not those of a child forked from it.
+os.register_at_fork(after_in_child=_backgrounds.clear)

@@ -1,0 +1,53 @@
+"""xxh3 checksums of bytes, one per block, so that a part can be read and verified without the rest."""
+
+from collections.abc import Iterator
+
+import xxhash
+
+BLOCK_BYTES = 16 * 2**20
+
+
+class BlockHasher:
+    """Takes bytes in order, in parts of any size."""
+
+    def __init__(self) -> None:
+        self._done: list[str] = []
+        self._state = xxhash.xxh3_64()
+        self._left_in_block = BLOCK_BYTES
+
+    def update(self, part: "bytes | memoryview") -> None:
+        """Goes on with the next bytes."""
+        rest = memoryview(part)
+        while len(rest) >= self._left_in_block:
+            self._state.update(rest[: self._left_in_block])
+            rest = rest[self._left_in_block :]
+            self._end_block()
+        self._state.update(rest)
+        self._left_in_block -= len(rest)
+
+    def hashes(self) -> tuple[str, ...]:
+        """The xxh3-64 of each block, of 16 hex digits; called once, at the end."""
+        if self._left_in_block < BLOCK_BYTES:
+            self._end_block()
+        return tuple(self._done)
+
+    def _end_block(self) -> None:
+        self._done.append(self._state.hexdigest())
+        self._state.reset()
+        self._left_in_block = BLOCK_BYTES
+
+
+def block_hash(block: memoryview) -> str:
+    """The hash of one block."""
+    return xxhash.xxh3_64_hexdigest(block)
+
+
+def num_blocks(num_bytes: int) -> int:
+    """How many hashes so many bytes have."""
+    return -(-num_bytes // BLOCK_BYTES)
+
+
+def blocks_with_hashes(num_bytes: int, hashes: tuple[str, ...]) -> Iterator[tuple[int, int, str]]:
+    """First byte, end and hash of each block."""
+    for number, expected in enumerate(hashes):
+        yield number * BLOCK_BYTES, min((number + 1) * BLOCK_BYTES, num_bytes), expected

@@ -1,0 +1,112 @@
+"""`nxd-ckpt convert`: from any format to any other."""
+
+import fnmatch
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+
+from nxd_ckpt.cli.formats import Place, opened
+from nxd_ckpt.cli.progress import progress_bar
+from nxd_ckpt.cli.report import Report, human_size
+from nxd_ckpt.interop import Selection, save_source, write_hugging_face, write_neuronx, write_torch_dcp
+from nxd_ckpt.interop.neuronx import Sharding
+from nxd_ckpt.interop.remote import is_remote
+from nxd_ckpt.interop.source import Progress, TensorSource, num_bytes
+
+TargetKind = Literal["nxd", "hf", "dcp", "neuronx-v1", "neuronx-v2"]
+TARGET_KINDS: tuple[TargetKind, ...] = get_args(TargetKind)
+
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
+}
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a checkpoint goes, and in which format; what a format has no use for is left unset.
+
+    Args:
+        path: a folder; for our own format also a URL.
+        kind: the format.
+        tag: name of the checkpoint in the folder, for nxd and neuronx-v2.
+        dtype: type that floating-point tensors are converted to.
+        step: for nxd.
+        max_shard_size: for hf.
+        sharding: for neuronx.
+        tensor_parallel_size: for neuronx.
+        stages: pipeline ranks by pattern of names, for neuronx; others are on rank 0.
+        xser: for neuronx.
+    """
+
+    path: str
+    kind: TargetKind
+    tag: str | None = None
+    dtype: torch.dtype | None = None
+    step: int | None = None
+    max_shard_size: str = "5GB"
+    sharding: Mapping[str, Sharding] | None = None
+    tensor_parallel_size: int = 1
+    stages: Mapping[str, int] | None = None
+    xser: bool = False
+
+
+def convert(place: Place, target: Target, *, include: list[str], exclude: list[str]) -> Report:
+    """Converts one checkpoint, one tensor in memory at a time.
+
+    Raises:
+        ValueError: something is missing that the target needs, or it is there already.
+        CheckpointError: the source cannot be read.
+    """
+    _check(target)
+    with opened(place) as found:
+        source = Selection(found.source, tuple(include), tuple(exclude))
+        total = sum(num_bytes(info) for info in source.tensors.values())
+        with progress_bar("convert", total) as advance:
+            _write(source, target, advance)
+    data = {"from": found.kind, "to": target.kind, "target": target.path, "num_tensors": len(source.tensors)}
+    line = f"wrote {len(source.tensors)} tensors, {human_size(total)} as they were, to {target.path} as {target.kind}"
+    return Report({**data, "bytes_read": total}, [line])
+
+
+def _check(target: Target) -> None:
+    if target.kind in ("nxd", "neuronx-v2") and not target.tag:
+        raise ValueError(f"--to {target.kind} needs --target-tag, the checkpoint's name in {target.path}")
+    if target.kind.startswith("neuronx") and target.sharding is None:
+        raise ValueError(f"--to {target.kind} needs --sharding llama, or a JSON file, to know how ranks share tensors")
+    if is_remote(target.path) and target.kind != "nxd":
+        raise ValueError(f"{target.path} is a URL; write {target.kind} to a folder and copy that")
+
+
+def _write(source: TensorSource, target: Target, progress: Progress) -> None:
+    if target.kind == "hf":
+        write_hugging_face(
+            source, target.path, dtype=target.dtype, max_shard_size=target.max_shard_size, progress=progress
+        )
+    elif target.kind == "dcp":
+        write_torch_dcp(source, target.path, dtype=target.dtype, progress=progress)
+    elif target.kind == "nxd":
+        save_source(source, target.path, target.tag or "", dtype=target.dtype, step=target.step, progress=progress)
+    else:
+        write_neuronx(
+            source,
+            os.path.abspath(target.path),
+            target.tag if target.kind == "neuronx-v2" else None,
+            sharding=target.sharding or {},
+            tensor_parallel_size=target.tensor_parallel_size,
+            pipeline_stage_of=_stage_of(target.stages or {}),
+            layout="v2" if target.kind == "neuronx-v2" else "v1",
+            xser=target.xser,
+            dtype=target.dtype,
+            progress=progress,
+        )
+
+
+def _stage_of(stages: Mapping[str, int]) -> Callable[[str], int]:
+    def stage_of(name: str) -> int:
+        return next((stage for pattern, stage in stages.items() if fnmatch.fnmatchcase(name, pattern)), 0)
+
+    return stage_of

@@ -1,0 +1,76 @@
+"""`nxd-ckpt diff`: what differs between two checkpoints, of whatever formats."""
+
+import math
+from typing import Any
+
+import torch
+
+from nxd_ckpt.cli.formats import Place, opened
+from nxd_ckpt.cli.progress import progress_bar
+from nxd_ckpt.cli.report import EXIT_DIFFERENT, EXIT_GOOD, Report
+from nxd_ckpt.interop.source import Selection, TensorSource, num_bytes, read_whole, same_bits
+
+
+def diff(
+    first: Place, second: Place, *, rtol: float | None, atol: float | None, include: list[str], exclude: list[str]
+) -> Report:
+    """Compares names, shapes, types and values: bit by bit, or with a tolerance, which lets types differ.
+
+    Raises:
+        CheckpointError: one of them cannot be read.
+    """
+    tolerance = None if rtol is None and atol is None else (rtol or 0.0, atol or 0.0)
+    with opened(first) as a, opened(second) as b:
+        sources = [Selection(found.source, tuple(include), tuple(exclude)) for found in (a, b)]
+        only_first = [name for name in sources[0].tensors if name not in sources[1].tensors]
+        only_second = [name for name in sources[1].tensors if name not in sources[0].tensors]
+        common = [name for name in sources[0].tensors if name in sources[1].tensors]
+        differing: dict[str, Any] = {}
+        with progress_bar("diff", sum(num_bytes(sources[0].tensors[name]) for name in common)) as advance:
+            for name in common:
+                difference = _compare(name, sources[0], sources[1], tolerance)
+                if difference is not None:
+                    differing[name] = difference
+                advance(name, num_bytes(sources[0].tensors[name]))
+    data = {
+        "equal": not (only_first or only_second or differing),
+        "compared": len(common),
+        "only_in_first": only_first,
+        "only_in_second": only_second,
+        "different": differing,
+    }
+    lines = [f"only in the first: {name}" for name in only_first]
+    lines += [f"only in the second: {name}" for name in only_second]
+    lines += [f"{name}: {_describe(difference)}" for name, difference in differing.items()]
+    how = "bit by bit" if tolerance is None else f"within rtol={tolerance[0]:g}, atol={tolerance[1]:g}"
+    lines.append(f"{len(common) - len(differing)} of {len(common)} common tensors are equal {how}")
+    return Report(data, lines, EXIT_GOOD if data["equal"] else EXIT_DIFFERENT)
+
+
+def _compare(
+    name: str, first: TensorSource, second: TensorSource, tolerance: tuple[float, float] | None
+) -> dict[str, Any] | None:
+    a_info, b_info = first.tensors[name], second.tensors[name]
+    if a_info.global_shape != b_info.global_shape:
+        return {"shapes": [list(a_info.global_shape), list(b_info.global_shape)]}
+    if tolerance is None and a_info.dtype != b_info.dtype:
+        return {"dtypes": [str(a_info.dtype), str(b_info.dtype)]}
+    a, b = read_whole(first, name), read_whole(second, name)
+    if same_bits(a, b):
+        return None
+    a, b = (tensor.to(torch.complex128 if tensor.is_complex() else torch.float64) for tensor in (a, b))
+    far = ~torch.isclose(a, b, rtol=tolerance[0], atol=tolerance[1], equal_nan=True) if tolerance else a != b
+    count = int(far.sum())
+    if tolerance and not count:
+        return None
+    gaps = (a - b).abs()
+    largest = float(gaps[~gaps.isnan()].max()) if (~gaps.isnan()).any() else math.nan
+    return {"elements": count, "of": a.numel(), "largest_gap": largest if math.isfinite(largest) else str(largest)}
+
+
+def _describe(difference: dict[str, Any]) -> str:
+    if "elements" not in difference:
+        (what, (a, b)), *_ = difference.items()
+        return f"{what} differ: {a} and {b}"
+    gap = difference["largest_gap"]
+    return f"{difference['elements']} of {difference['of']} elements differ, by at most {gap}"

@@ -1,0 +1,142 @@
+"""`nxd-ckpt inspect`: what is in a checkpoint, as a tree; and `nxd-ckpt list`: which there are."""
+
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from nxd_ckpt.catalog import list_checkpoints
+from nxd_ckpt.cli.formats import Opened, Place, opened
+from nxd_ckpt.cli.report import Report, human_size, table
+from nxd_ckpt.interop.source import num_bytes
+from nxd_ckpt.reader import Checkpoint
+
+_WRITER = re.compile(r".*-(\d+)-\d+\.safetensors")
+_SEPARATOR = re.compile(r"(?<=[./])")
+
+# A part of the tree: parts of it by name, or a tensor's description.
+Node = dict[str, Any]
+
+
+def inspect_checkpoint(place: Place, *, depth: int | None) -> Report:
+    """Describes one checkpoint; below `depth` levels the tree is summed up.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+    with opened(place) as found:
+        tensors = _describe_tensors(found)
+        about = _describe_checkpoint(found.checkpoint) if found.checkpoint else {}
+        total = sum(entry["bytes"] for entry in tensors.values())
+        data = {"kind": found.kind, **about, "num_tensors": len(tensors), "bytes": total, "tensors": tensors}
+        objects = found.source.objects
+        if isinstance(objects, dict):
+            data["objects"] = sorted(objects)
+    head = [f"{key}: {_shown(value)}" for key, value in data.items() if key not in ("tensors", "bytes", "files")]
+    lines = [*head, f"size: {human_size(total)}", ""]
+    lines += table(_tree_rows(_as_tree(tensors), depth=depth) or [("no tensors",)])
+    if "files" in data:
+        lines += ["", *table([(name, human_size(size)) for name, size in data["files"].items()] or [("no files",)])]
+    return Report(data, lines)
+
+
+def list_folder(path: str) -> Report:
+    """The complete checkpoints of a folder, oldest first."""
+    found = list_checkpoints(path)
+    rows: list[tuple[object, ...]] = [("TAG", "STEP", "COMMITTED (UTC)", "RANKS", "SIZE", "")]
+    for info in found:
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(info.committed_at))
+        step = "-" if info.step is None else info.step
+        rows.append(
+            (info.tag, step, when, info.world_size, human_size(info.num_bytes), "pinned" if info.pinned else "")
+        )
+    return Report([asdict(info) for info in found], table(rows) if found else [f"no complete checkpoint in {path}"])
+
+
+def _describe_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
+    manifest = checkpoint.manifest
+    return {
+        "tag": checkpoint.tag,
+        "step": checkpoint.step,
+        "save_id": checkpoint.save_id,
+        "committed_at": manifest.committed_at,
+        "world_size": checkpoint.world_size,
+        "mesh": checkpoint.mesh,
+        "extra": checkpoint.extra,
+        "files": dict(manifest.files),
+    }
+
+
+def _describe_tensors(found: Opened) -> dict[str, dict[str, Any]]:
+    entries = {}
+    for name, info in found.source.tensors.items():
+        entry = {"dtype": str(info.dtype).removeprefix("torch."), "shape": list(info.global_shape)}
+        entries[name] = entry | {"bytes": num_bytes(info)}
+        if found.checkpoint is not None:
+            files = {chunk.file for chunk in found.checkpoint.manifest.tensors[name].chunks}
+            entries[name]["written_by"] = sorted(
+                {int(match[1]) for file in files if (match := _WRITER.fullmatch(file))}
+            )
+    return entries
+
+
+def _as_tree(tensors: Mapping[str, Mapping[str, Any]]) -> Node:
+    root: Node = {}
+    for name, entry in tensors.items():
+        *parents, last = _SEPARATOR.split(name)
+        node = root
+        for part in parents:
+            node = node.setdefault(part, {})
+        node[last] = entry
+    return root
+
+
+def _tree_rows(node: Node, *, depth: int | None, level: int = 0) -> list[tuple[str, str, str, str, str]]:
+    rows = []
+    for name, child in node.items():
+        label, inner = name, child
+        while not _is_tensor(inner) and len(inner) == 1:  # a chain of single names is one line
+            (part, inner), *_ = inner.items()
+            label += part
+        label = "  " * level + label.rstrip("./")
+        if _is_tensor(inner):
+            writers = _ranges(inner["written_by"]) if "written_by" in inner else ""
+            rows.append((label, inner["dtype"], str(inner["shape"]), human_size(inner["bytes"]), writers))
+            continue
+        count, size = _sum(inner)
+        rows.append((label, "", f"{count} tensors", human_size(size), ""))
+        if depth is None or level + 1 < depth:
+            rows.extend(_tree_rows(inner, depth=depth, level=level + 1))
+    return rows
+
+
+def _sum(node: Node) -> tuple[int, int]:
+    if _is_tensor(node):
+        return 1, node["bytes"]
+    parts = [_sum(child) for child in node.values()]
+    return sum(count for count, _ in parts), sum(size for _, size in parts)
+
+
+def _is_tensor(node: Node) -> bool:
+    return not isinstance(node.get("bytes", {}), dict)
+
+
+def _ranges(ranks: list[int]) -> str:
+    """Such as "rank 0" or "ranks 0-3,6"."""
+    parts: list[list[int]] = []
+    for rank in ranks:
+        if parts and rank == parts[-1][-1] + 1:
+            parts[-1][1:] = [rank]
+        else:
+            parts.append([rank])
+    text = ",".join("-".join(map(str, part)) for part in parts)
+    return f"rank{'s' if len(ranks) > 1 else ''} {text}" if ranks else ""
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, float):
+        return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(value))
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "none"
+    return "none" if value is None else str(value)

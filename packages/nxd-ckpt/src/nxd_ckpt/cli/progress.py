@@ -1,0 +1,24 @@
+"""A progress bar on stderr, if there is a terminal and tqdm (the extra `cli`) is installed; else nothing."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def progress_bar(doing: str, total_bytes: int) -> Iterator[Callable[[str, int], None]]:
+    """Yields what is to be called with a name and the bytes done with it."""
+    try:
+        from tqdm import tqdm  # noqa: PLC0415
+    except ImportError:
+        yield lambda name, num_bytes: None
+        return
+    with tqdm(
+        total=total_bytes, desc=doing, unit="B", unit_scale=True, unit_divisor=1024, disable=None, file=sys.stderr
+    ) as bar:
+
+        def advance(name: str, num_bytes: int) -> None:
+            bar.set_postfix_str(name, refresh=False)
+            bar.update(num_bytes)
+
+        yield advance

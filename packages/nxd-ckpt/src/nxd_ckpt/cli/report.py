@@ -1,0 +1,35 @@
+"""What a command hands back: an exit code, data for `--json`, and lines for people."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+EXIT_GOOD = 0
+EXIT_DIFFERENT = 1
+EXIT_TROUBLE = 2
+
+
+@dataclass(frozen=True)
+class Report:
+    """The outcome of one command."""
+
+    data: Any
+    lines: Sequence[str]
+    exit_code: int = EXIT_GOOD
+
+
+def human_size(num_bytes: int) -> str:
+    """Such as "1.5 GiB"."""
+    size, unit = float(num_bytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{num_bytes} B" if unit == "B" else f"{size:.1f} {unit}"
+
+
+def table(rows: Sequence[Sequence[object]]) -> list[str]:
+    """Rows with their columns aligned."""
+    texts = [[str(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in texts]

@@ -1,0 +1,31 @@
+"""`nxd-ckpt gc`, `pin` and `unpin`: keeping a folder of checkpoints tidy."""
+
+from dataclasses import asdict
+
+from nxd_ckpt.cli.report import Report, human_size, table
+from nxd_ckpt.retention import gc, pin, unpin
+
+
+def collect_garbage(path: str, *, dry_run: bool) -> Report:
+    """Removes, or only lists, what dead saves and deletions left.
+
+    Raises:
+        CheckpointError: a save is at work.
+    """
+    found = gc(path, dry_run=dry_run)
+    total = sum(item.num_bytes for item in found)
+    done = "would free" if dry_run else "freed"
+    lines = [*(table([(item.path, human_size(item.num_bytes)) for item in found]) if found else [])]
+    lines.append(f"{done} {human_size(total)} in {len(found)} places")
+    return Report({"dry_run": dry_run, "bytes": total, "garbage": [asdict(item) for item in found]}, lines)
+
+
+def set_pinned(path: str, tag: str, *, to: bool) -> Report:
+    """Pins or unpins a checkpoint.
+
+    Raises:
+        ValueError: the tag is not allowed.
+        CheckpointError: there is no such checkpoint to pin.
+    """
+    (pin if to else unpin)(path, tag)
+    return Report({"tag": tag, "pinned": to}, [f"{tag} is {'pinned' if to else 'not pinned'}"])

@@ -1,0 +1,98 @@
+"""`nxd-ckpt verify`: is a checkpoint whole, and with `--deep`, is every byte what was saved."""
+
+import dataclasses
+import os
+
+import torch
+
+from nxd_ckpt.cli.formats import root_and_tag
+from nxd_ckpt.cli.progress import progress_bar
+from nxd_ckpt.cli.report import EXIT_DIFFERENT, EXIT_GOOD, Report, human_size
+from nxd_ckpt.errors import CheckpointError
+from nxd_ckpt.interop.huggingface.header import read_header
+from nxd_ckpt.reader import Checkpoint, open_checkpoint
+from nxd_ckpt.safetensors_file import stored_name
+from nxd_ckpt.sharded_tensor import Shard
+from nxd_ckpt.stores import Store, check_tag, open_store
+
+
+def verify(path: str, tag: str | None, *, deep: bool) -> Report:
+    """Checks one of our checkpoints: the manifest's digest, every element's place, the files' sizes; deep, all bytes.
+
+    Raises:
+        ValueError: the tag is not allowed.
+        CheckpointError: it cannot be told, as there is no such checkpoint, or it cannot be read at all.
+    """
+    root, found = root_and_tag(path, tag)
+    store = open_store(root)
+    if found is not None and check_tag(found) not in store.tags():
+        raise CheckpointError(f"there is no checkpoint {found!r} in {store.location}")
+    try:
+        checkpoint = open_checkpoint(root, found)
+    except CheckpointError as error:
+        # Without a tag it may be that there is none; with one, the manifest is there and says nothing usable.
+        if found is None or isinstance(error.__cause__, OSError) or "upgrade" in str(error):
+            raise
+        return _report(found, 0, [str(error)], deep=deep)
+    problems = _shallow_problems(checkpoint)
+    if deep and not problems:
+        problems = _deep_problems(store, checkpoint)
+    return _report(checkpoint.tag, sum(checkpoint.manifest.files.values()), problems, deep=deep)
+
+
+def _report(tag: str, num_bytes: int, problems: list[str], *, deep: bool) -> Report:
+    data = {"tag": tag, "deep": deep, "good": not problems, "bytes": num_bytes, "problems": problems}
+    if problems:
+        return Report(data, [f"{tag}: damaged", *problems], EXIT_DIFFERENT)
+    how = "every byte matches its checksum" if deep else "all files are there; --deep would compare their content"
+    return Report(data, [f"{tag}: good, {human_size(num_bytes)}; {how}"], EXIT_GOOD)
+
+
+def _shallow_problems(checkpoint: Checkpoint) -> list[str]:
+    """What planning to read everything finds, and the extra files, which are small."""
+    everything = {
+        name: [Shard(torch.empty(info.global_shape, dtype=info.dtype, device="meta"), (0,) * len(info.global_shape))]
+        for name, info in checkpoint.tensors.items()
+    }
+    problems = []
+    try:
+        checkpoint.plan(everything)
+        for name in checkpoint.extra:
+            checkpoint.read_extra(name)
+    except CheckpointError as error:
+        problems.append(str(error))
+    return problems
+
+
+def _deep_problems(store: Store, checkpoint: Checkpoint) -> list[str]:
+    problems = []
+    manifest = checkpoint.manifest
+    with progress_bar("verify", sum(manifest.files.values())) as advance:
+        for file, size in manifest.files.items():
+            of_file = dataclasses.replace(manifest, files={file: size})
+            problems.extend(Checkpoint(store, checkpoint.tag, of_file).damage())
+            problems.extend(_header_problems(store.where(checkpoint.tag, file), file, checkpoint))
+            advance(file, size)
+    return problems
+
+
+def _header_problems(path: str, file: str, checkpoint: Checkpoint) -> list[str]:
+    """Our readers never look at a data file's own header, but others do."""
+    if not file.endswith(".safetensors") or not os.path.isfile(path):
+        return []
+    expected = {
+        stored_name(name, chunk.box, entry.global_shape): (
+            checkpoint.tensors[name].dtype,
+            chunk.box.shape,
+            chunk.offset,
+        )
+        for name, entry in checkpoint.manifest.tensors.items()
+        for chunk in entry.chunks
+        if chunk.file == file
+    }
+    try:
+        header = read_header(path)
+    except CheckpointError as error:
+        return [str(error)]
+    found = {key: (stored.info.dtype, stored.info.global_shape, stored.begin) for key, stored in header.items()}
+    return [] if found == expected else [f"the header of {path} does not say what the manifest does"]

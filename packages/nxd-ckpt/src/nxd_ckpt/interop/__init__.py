@@ -1,0 +1,30 @@
+"""Other formats in and out: Hugging Face folders, torch's distributed checkpoints, the layouts of NeuronX Distributed.
+
+Every format is read as a `TensorSource`: names, shapes and types at once, the elements when they are asked for. So any
+of them can be written as any other, with no more than one tensor in memory, and none of them is ever unpickled without
+restrictions.
+"""
+
+from nxd_ckpt.interop.huggingface import open_hugging_face, write_hugging_face
+from nxd_ckpt.interop.neuronx import open_neuronx, write_neuronx
+from nxd_ckpt.interop.scratch import save_source
+from nxd_ckpt.interop.source import Progress, Selection, TensorSource, from_checkpoint, read_whole
+from nxd_ckpt.interop.torch_dcp import open_torch_dcp, write_torch_dcp
+
+__all__ = [
+    # what all have in common
+    "TensorSource",
+    "Selection",
+    "Progress",
+    "read_whole",
+    # ours
+    "from_checkpoint",
+    "save_source",
+    # theirs
+    "open_hugging_face",
+    "write_hugging_face",
+    "open_torch_dcp",
+    "write_torch_dcp",
+    "open_neuronx",
+    "write_neuronx",
+]

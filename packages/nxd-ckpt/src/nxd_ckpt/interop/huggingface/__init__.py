@@ -1,0 +1,9 @@
+"""Folders as the Hugging Face hub has them: `model.safetensors`, or several files and `model.safetensors.index.json`.
+
+Only the tensors; configuration and tokenizer files are copied by whoever has them.
+"""
+
+from nxd_ckpt.interop.huggingface.reading import open_hugging_face
+from nxd_ckpt.interop.huggingface.writing import write_hugging_face
+
+__all__ = ["open_hugging_face", "write_hugging_face"]

@@ -1,0 +1,108 @@
+"""The header of a safetensors file: read with every field checked, and written.
+
+An 8-byte little-endian length, that many bytes of JSON, then the elements of all tensors without holes.
+"""
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nxd_ckpt.boxes import Box
+from nxd_ckpt.dtypes import CODE_OF_DTYPE, DTYPE_OF_CODE
+from nxd_ckpt.errors import CheckpointError
+from nxd_ckpt.reader import TensorInfo
+
+MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
+_METADATA = "__metadata__"
+_ALIGNMENT = 64
+_SIZE_LIMIT = 2**48  # what processors can address
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One tensor of a file; its first element lies at byte `begin` of the file."""
+
+    info: TensorInfo
+    begin: int
+    num_bytes: int
+
+
+def read_header(path: str) -> dict[str, StoredTensor]:
+    """The tensors of a file, whose size has been checked.
+
+    Raises:
+        CheckpointError: there is no such file, or it is not a whole safetensors file.
+    """
+    try:
+        with open(path, "rb") as file:
+            file_size = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(8), "little")
+            if file_size < 8 or length > min(MAX_HEADER_BYTES, file_size - 8):
+                raise ValueError(f"its header claims {length} bytes of {file_size}, at most {MAX_HEADER_BYTES} allowed")
+            content = json.loads(file.read(length), object_pairs_hook=_without_duplicates)
+        return _parse(content, payload_begin=8 + length, file_size=file_size)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not a whole safetensors file: {error}") from error
+
+
+def make_header(tensors: Mapping[str, TensorInfo], metadata: Mapping[str, str]) -> bytes:
+    """The header of a file that holds these tensors in this order.
+
+    Raises:
+        ValueError: a type has no safetensors name, or the header would be too long to be read back.
+    """
+    content: dict[str, Any] = {_METADATA: dict(metadata)}
+    begin = 0
+    for name, info in tensors.items():
+        end = begin + Box.whole(info.global_shape).num_elements * info.dtype.itemsize
+        content[name] = {"dtype": CODE_OF_DTYPE[info.dtype], "shape": info.global_shape, "data_offsets": [begin, end]}
+        begin = end
+    text = json.dumps(content, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+    if len(text) > MAX_HEADER_BYTES:
+        raise ValueError(
+            f"the header of {len(tensors)} tensors is {len(text)} bytes long; use a smaller max_shard_size"
+        )
+    return len(text).to_bytes(8, "little") + text
+
+
+def _parse(content: dict[str, Any], *, payload_begin: int, file_size: int) -> dict[str, StoredTensor]:
+    tensors: dict[str, StoredTensor] = {}
+    for name, entry in content.items():
+        if name == _METADATA:
+            continue
+        code, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+        if code not in DTYPE_OF_CODE:
+            raise ValueError(f"{name!r} has the type {code!r}; known are {', '.join(DTYPE_OF_CODE)}")
+        if not _are_sizes((*shape, begin, end)) or math.prod(size or 1 for size in shape) >= _SIZE_LIMIT:
+            raise ValueError(f"{name!r} has the shape {list(shape)} and the bytes {begin} to {end}")
+        dtype = DTYPE_OF_CODE[code]
+        if end - begin != Box.whole(shape).num_elements * dtype.itemsize:
+            raise ValueError(f"{name!r} {code} {list(shape)} cannot be the bytes {begin} to {end}")
+        tensors[name] = StoredTensor(TensorInfo(dtype, shape), payload_begin + begin, end - begin)
+    position = payload_begin
+    for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].num_bytes)):
+        if tensor.begin != position:
+            raise ValueError(
+                f"{name!r} begins at byte {tensor.begin}, expected {position}: tensors overlap or have holes"
+            )
+        position += tensor.num_bytes
+    if position != file_size:
+        raise ValueError(f"its tensors end at byte {position}, the file at {file_size}")
+    return tensors
+
+
+def _are_sizes(numbers: Iterable[object]) -> bool:
+    return all(type(number) is int and number >= 0 for number in numbers)
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) != len(pairs):
+        raise ValueError("a name occurs twice in its header")
+    return content

@@ -1,0 +1,128 @@
+"""Writing a Hugging Face folder, one tensor in memory at a time."""
+
+import json
+import os
+import re
+from collections.abc import Mapping
+
+import torch
+
+from nxd_ckpt.files import make_folders, new_file, sync_folder, write_fully
+from nxd_ckpt.interop.huggingface.header import make_header
+from nxd_ckpt.interop.huggingface.reading import INDEX_FILE, SINGLE_FILE
+from nxd_ckpt.interop.source import Progress, TensorSource, converted, ignore_progress, num_bytes, read_whole
+from nxd_ckpt.reader import TensorInfo
+
+_UNFINISHED = ".unfinished"
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B", re.IGNORECASE)
+_METADATA = {"format": "pt"}  # transformers refuses files that do not say so
+
+
+def write_hugging_face(
+    source: TensorSource,
+    folder: "str | os.PathLike[str]",
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_size: int | str = "5GB",
+    progress: Progress = ignore_progress,
+) -> list[str]:
+    """Writes all tensors of a source as `transformers` and `safetensors` read them.
+
+    Memory: the largest tensor. A folder that was not finished holds no model, only files that end in ".unfinished" or
+    that no index names.
+
+    Args:
+        source: what to write; names are kept.
+        folder: made if missing.
+        dtype: type that floating-point tensors are converted to; default: as stored.
+        max_shard_size: most bytes of tensors in one file, such as "5GB" or "500MiB"; a larger tensor has its own file.
+        progress: called after each tensor has been written.
+
+    Returns:
+        The names of the files written, the index last.
+
+    Raises:
+        ValueError: the folder holds a model already, or `max_shard_size` is not a size.
+        CheckpointError: the source cannot be read.
+    """
+    path = os.path.abspath(folder)
+    limit = parse_size(max_shard_size)
+    for taken in (SINGLE_FILE, INDEX_FILE):
+        if os.path.lexists(os.path.join(path, taken)):
+            raise ValueError(f"{path} already holds a {taken}; remove it or choose another folder")
+    infos = {name: TensorInfo(converted(info.dtype, dtype), info.global_shape) for name, info in source.tensors.items()}
+    parts = _share_out(infos, limit)
+    files = _file_names(len(parts))
+    headers = [make_header(part, _METADATA) for part in parts]
+    make_folders(path)
+    for file, header, part in zip(files, headers, parts, strict=True):
+        _write_file(os.path.join(path, file), header, source, part, progress)
+    if len(files) > 1:
+        weight_map = {name: file for file, part in zip(files, parts, strict=True) for name in part}
+        total = sum(num_bytes(info) for info in infos.values())
+        _write_text(os.path.join(path, INDEX_FILE), {"metadata": {"total_size": total}, "weight_map": weight_map})
+        files.append(INDEX_FILE)
+    sync_folder(path)
+    return files
+
+
+def parse_size(size: int | str) -> int:
+    """Bytes, from a number or from text such as "5GB" (10**9) or "500MiB" (2**20).
+
+    Raises:
+        ValueError: it is no size above 0.
+    """
+    if isinstance(size, str):
+        match = _SIZE.fullmatch(size.strip())
+        if match is None:
+            raise ValueError(f"{size!r} is no size; expected a number and a unit, such as 500MB or 5GiB")
+        power = " KMGT".index(match[2].upper() or " ")
+        size = int(float(match[1]) * (1024 if match[3] else 1000) ** power)
+    if size < 1:
+        raise ValueError(f"{size} bytes is too small; use 1 byte or more, such as '5GB'")
+    return size
+
+
+def _share_out(infos: Mapping[str, TensorInfo], limit: int) -> list[dict[str, TensorInfo]]:
+    """Tensors in their order, file after file; in a file large element sizes come first, so that all are aligned."""
+    parts: list[dict[str, TensorInfo]] = [{}]
+    used = 0
+    for name, info in infos.items():
+        size = num_bytes(info)
+        if parts[-1] and used + size > limit:
+            parts.append({})
+            used = 0
+        parts[-1][name] = info
+        used += size
+    return [dict(sorted(part.items(), key=lambda item: -item[1].dtype.itemsize)) for part in parts]
+
+
+def _file_names(count: int) -> list[str]:
+    if count == 1:
+        return [SINGLE_FILE]
+    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+
+
+def _write_file(
+    path: str, header: bytes, source: TensorSource, infos: Mapping[str, TensorInfo], progress: Progress
+) -> None:
+    _remove_unfinished(path)
+    with new_file(path + _UNFINISHED) as fd:
+        write_fully(fd, header)
+        for name, info in infos.items():
+            whole = read_whole(source, name, info.dtype)
+            write_fully(fd, memoryview(whole.reshape(-1).view(torch.uint8).numpy().data))
+            progress(name, num_bytes(info))
+    os.replace(path + _UNFINISHED, path)
+
+
+def _write_text(path: str, content: object) -> None:
+    _remove_unfinished(path)
+    with new_file(path + _UNFINISHED) as fd:
+        write_fully(fd, json.dumps(content, indent=2).encode() + b"\n")
+    os.replace(path + _UNFINISHED, path)
+
+
+def _remove_unfinished(path: str) -> None:
+    if os.path.lexists(path + _UNFINISHED):
+        os.unlink(path + _UNFINISHED)

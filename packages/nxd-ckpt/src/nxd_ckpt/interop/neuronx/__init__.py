@@ -1,0 +1,22 @@
+"""The checkpoint layouts of NeuronX Distributed: `save_checkpoint`'s folders (v2) and `parallel_layers.save`'s (v1).
+
+They hold what each rank had, and not how that fits together: `Split` and `Pieces` say it.
+"""
+
+from nxd_ckpt.interop.neuronx.reading import complete_tags, open_neuronx, read_user_content
+from nxd_ckpt.interop.neuronx.sharding import LLAMA, Piece, Pieces, Sharding, Split
+from nxd_ckpt.interop.neuronx.writing import write_neuronx
+
+__all__ = [
+    # how ranks' tensors fit together
+    "Sharding",
+    "Split",
+    "Pieces",
+    "Piece",
+    "LLAMA",
+    # in and out
+    "open_neuronx",
+    "complete_tags",
+    "read_user_content",
+    "write_neuronx",
+]

@@ -1,0 +1,127 @@
+"""The optimizer's state of NeuronX Distributed, as parts of whole tensors named "optimizer/<parameter>/<key>".
+
+Without ZeRO-1 it is that of torch's optimizers, split as the parameters are. With ZeRO-1 each data-parallel rank holds
+rows of it: torch-xla's `ZeroRedundancyOptimizer` cuts a rank's parameter along dimension 0, padded at the end.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nxd_ckpt.boxes import Box
+from nxd_ckpt.errors import CheckpointError
+from nxd_ckpt.interop.neuronx.parts import LocalTensor, Part, placements_of
+from nxd_ckpt.interop.neuronx.rank_files import Rank
+from nxd_ckpt.interop.neuronx.sharding import Degrees, Sharding
+
+OPTIMIZER_PREFIX = "optimizer/"
+MASTER_KEY = "master_weight"
+
+_ZERO1_STATE = "base_state"
+_ZERO1_MASTERS = "sharded_master_weights"
+
+ParameterNames = Sequence[str] | Mapping[int, Sequence[str]]
+
+
+@dataclass(frozen=True, slots=True)
+class _StateTensor:
+    """One tensor of the optimizer's state of one rank."""
+
+    parameter: str
+    key: str
+    tensor: torch.Tensor
+    is_row_shard: bool
+
+
+def placed_optimizer_tensors(
+    states: Mapping[Rank, Any],
+    model: Sequence[LocalTensor],
+    sharding: Mapping[str, Sharding],
+    degrees: Degrees,
+    parameter_names: ParameterNames,
+) -> dict[str, list[Part]]:
+    """The parts of each whole tensor of the optimizer's state.
+
+    Args:
+        states: each rank's `state_dict`.
+        model: the model's tensors, for the shapes of parameters.
+        sharding: how parameters are split.
+        degrees: ranks of tensor and expert parallelism.
+        parameter_names: the parameters in the optimizer's order.
+
+    Raises:
+        CheckpointError: a parameter has no name or no weight, or its state has another shape.
+    """
+    shapes = {(local.name, local.rank.pp, local.rank.ep, local.rank.tp): tuple(local.tensor.shape) for local in model}
+    parts: dict[str, list[Part]] = {}
+    for rank, state in states.items():
+        names = parameter_names.get(rank.pp, ()) if isinstance(parameter_names, Mapping) else parameter_names
+        for entry in _state_tensors(state, names, rank):
+            shape = shapes.get((entry.parameter, rank.pp, rank.ep, rank.tp))
+            if shape is None:
+                raise CheckpointError(
+                    f"the optimizer has state of {entry.parameter!r}, but the model of {rank} lacks it"
+                )
+            for name, part in _place(entry, shape, rank, sharding, degrees):
+                parts.setdefault(f"{OPTIMIZER_PREFIX}{name}/{entry.key}", []).append(part)
+    return parts
+
+
+def parameter_groups(states: Mapping[Rank, Any]) -> Any:
+    """The hyperparameters of the first rank's groups, without the parameters' numbers."""
+    groups = next(iter(states.values())).get("param_groups", [])
+    return [
+        {key: value for key, value in group.items() if key != "params"} for group in groups if isinstance(group, dict)
+    ]
+
+
+def _state_tensors(state: Any, names: Sequence[str], rank: Rank) -> Iterator[_StateTensor]:
+    if not isinstance(state, dict):
+        raise CheckpointError(f"the optimizer's state of {rank} is a {type(state).__name__}, expected a dict")
+    is_zero1 = _ZERO1_STATE in state
+    by_number = state.get(_ZERO1_STATE if is_zero1 else "state", {})
+    masters = state.get(_ZERO1_MASTERS, {})
+    if not all(isinstance(part, dict) for part in (by_number, masters, *getattr(by_number, "values", list)())):
+        raise CheckpointError(f"the optimizer's state of {rank} is not a dict of dicts by parameter")
+    for number, values in [*by_number.items(), *((number, {MASTER_KEY: it}) for number, it in masters.items())]:
+        if not isinstance(number, int) or not 0 <= number < len(names):
+            raise CheckpointError(
+                f"the optimizer of {rank} has a parameter {number!r}, but parameter_names has {len(names)} names for it"
+            )
+        for key, value in values.items():
+            if not isinstance(value, torch.Tensor | int | float):
+                raise CheckpointError(
+                    f"{key!r} of {names[number]!r} in the optimizer of {rank} is a {type(value).__name__}, "
+                    "expected a tensor or a number"
+                )
+            tensor = value if isinstance(value, torch.Tensor) else torch.tensor(value)
+            yield _StateTensor(names[number], str(key), tensor, is_row_shard=is_zero1 and tensor.ndim > 0)
+
+
+def _place(
+    entry: _StateTensor, shape: tuple[int, ...], rank: Rank, sharding: Mapping[str, Sharding], degrees: Degrees
+) -> Iterator[tuple[str, Part]]:
+    """Scalars such as a count of steps belong to each whole tensor of a fused parameter, as they are."""
+    tensor, local_shape = entry.tensor, tuple(entry.tensor.shape)
+    found = placements_of(entry.parameter, shape, rank, sharding, degrees)
+    if not local_shape:
+        for name in {placement.name: None for placement in found}:
+            yield name, Part(rank, tensor, (), Box.whole(()))
+        return
+    held = Box.whole(local_shape)
+    if entry.is_row_shard:
+        held = Box((rank.dp * local_shape[0],) + (0,) * (len(shape) - 1), local_shape)
+    if local_shape != shape and not (entry.is_row_shard and local_shape[1:] == shape[1:]):
+        raise CheckpointError(
+            f"{entry.key!r} of {entry.parameter!r} is {list(local_shape)} on {rank}, the parameter {list(shape)}; "
+            "do parameter_names have the optimizer's order?"
+        )
+    for placement in found:
+        common = placement.local.intersect(held)
+        if common is not None:
+            begin = common.relative_to(placement.local).offsets
+            offsets = tuple(a + b for a, b in zip(placement.offsets, begin, strict=True))
+            part = tensor[common.relative_to(held).slices()]
+            yield placement.name, Part(rank, part, placement.global_shape, Box(offsets, common.shape))

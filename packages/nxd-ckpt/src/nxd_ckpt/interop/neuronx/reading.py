@@ -1,0 +1,232 @@
+"""Opening a NeuronX Distributed checkpoint: all ranks' files as one set of whole tensors, none of them in memory.
+
+What ranks are supposed to hold alike is compared bit by bit, so a sharding that was not declared is an error and not a
+tensor of one rank's values.
+"""
+
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nxd_ckpt.boxes import Box
+from nxd_ckpt.dtypes import CODE_OF_DTYPE
+from nxd_ckpt.errors import CheckpointError
+from nxd_ckpt.interop.neuronx.optimizer import parameter_groups, placed_optimizer_tensors
+from nxd_ckpt.interop.neuronx.parts import LocalTensor, Part, place
+from nxd_ckpt.interop.neuronx.rank_files import BEGUN_MARKER, DONE_MARKER, Rank, v1_files, v2_files
+from nxd_ckpt.interop.neuronx.sharding import Degrees, Sharding
+from nxd_ckpt.interop.neuronx.xser import load_rank_file
+from nxd_ckpt.interop.safe_pickle import load_torch_file, load_trusted_torch_file
+from nxd_ckpt.interop.source import TensorSource, same_bits
+from nxd_ckpt.objects import check_json
+from nxd_ckpt.reader import TensorInfo
+from nxd_ckpt.sharded_tensor import Shard
+
+_V1_MODEL_KEY = "model"
+_V1_OPTIMIZER_KEY = "optimizer"
+
+
+class _NeuronxCheckpoint:
+    is_mapped = True
+
+    def __init__(self, parts: Mapping[str, Sequence[Part]], objects: dict[str, Any]) -> None:
+        self._parts = parts
+        self.objects = objects
+        self.tensors: Mapping[str, TensorInfo] = {name: _agreed_info(name, found) for name, found in parts.items()}
+
+    def shards(self, name: str, box: Box) -> Sequence[Shard]:
+        first: dict[Box, Part] = {}
+        for part in self._parts[name]:
+            known = first.setdefault(part.box, part)
+            if known is not part and not same_bits(known.tensor, part.tensor):
+                raise CheckpointError(
+                    f"{name!r} {part.box} differs between {known.rank} and {part.rank}: it is not the same on all "
+                    "ranks; say in `sharding` how it is split"
+                )
+        return [Shard(part.tensor, box.offsets) for box, part in first.items()]
+
+
+@dataclass(frozen=True)
+class _Contents:
+    """Where the pieces of one checkpoint lie, whatever the layout."""
+
+    model: Mapping[Rank, Mapping[str, Any]]
+    optimizer: Mapping[Rank, Any]
+    scheduler: Any
+
+
+def open_neuronx(
+    path: "str | os.PathLike[str]",
+    tag: str | None = None,
+    *,
+    sharding: Mapping[str, Sharding],
+    parameter_names: Sequence[str] | Mapping[int, Sequence[str]] | None = None,
+    trust_user_content: bool = False,
+) -> TensorSource:
+    """Opens a v2 or v1 checkpoint, plain or xser. Files are unpickled with restrictions and nothing in them is run.
+
+    The files must not change while the result or a tensor of it is in use.
+
+    Args:
+        path: v2: the folder of the tags, or one tag's folder; v1: the folder that was given to `parallel_layers.save`.
+        tag: v2: which one; default: the only complete one.
+        sharding: how each tensor is split, by name or shell pattern, such as `LLAMA`; what is not named must be equal
+            on all ranks.
+        parameter_names: names of the parameters in the optimizer's order, one list, or one for each pp rank. Given,
+            the optimizer's state is read as well, of ZeRO-1 too, as "optimizer/<name>/<key>".
+        trust_user_content: unpickle the user content without restrictions. It can then run any code: only for files
+            that you wrote. Without, user content is taken if it is of plain values.
+
+    Raises:
+        ValueError: the sharding does not fit a tensor.
+        CheckpointError: there is no complete checkpoint, or a file is missing, damaged or not allowed.
+    """
+    folder = os.fspath(path)
+    if v1_files(folder):
+        contents, user_content = _read_v1(folder), None
+    else:
+        folder = _v2_folder(folder, tag)
+        contents = _read_v2(folder, with_optimizer=parameter_names is not None)
+        user_content = _user_content_or_warning(folder, trust=trust_user_content)
+    local = [
+        LocalTensor(name, rank, tensor) for rank, state in contents.model.items() for name, tensor in _tensors(state)
+    ]
+    degrees = _degrees(contents.model)
+    parts = place(local, sharding, degrees)
+    objects = {"scheduler": contents.scheduler, "user_content": user_content}
+    if parameter_names is not None:
+        if not contents.optimizer:
+            raise CheckpointError(f"{folder} holds no optimizer state; leave out parameter_names")
+        parts |= placed_optimizer_tensors(contents.optimizer, local, sharding, degrees, parameter_names)
+        objects["optimizer"] = {"param_groups": parameter_groups(contents.optimizer)}
+    return _NeuronxCheckpoint(parts, _jsonable(objects))
+
+
+def complete_tags(path: "str | os.PathLike[str]") -> list[str]:
+    """The tags of a v2 folder that have both markers, in alphabetical order."""
+    folder = os.fspath(path)
+    names = os.listdir(folder) if os.path.isdir(folder) else []
+    return sorted(name for name in names if _is_complete(os.path.join(folder, name)))
+
+
+def read_user_content(path: "str | os.PathLike[str]", tag: str, *, trust: bool = False) -> Any:
+    """The `user_content` of a v2 checkpoint, None if there is none.
+
+    Args:
+        path: the folder of the tags.
+        tag: which one.
+        trust: unpickle without restrictions; the file can then run any code.
+
+    Raises:
+        CheckpointError: it holds more than plain values and is not trusted, or is damaged.
+    """
+    file = os.path.join(path, tag, "user_content.pt")
+    if not os.path.isfile(file):
+        return None
+    return load_trusted_torch_file(file) if trust else load_torch_file(file)
+
+
+def _v2_folder(path: str, tag: str | None) -> str:
+    if tag is None and (_is_complete(path) or os.path.isdir(os.path.join(path, "model"))):
+        folder = path
+    elif tag is None:
+        tags = complete_tags(path)
+        if len(tags) != 1:
+            there = ", ".join(tags) or "none"
+            raise CheckpointError(f"{path} holds {len(tags)} complete checkpoints ({there}); give the tag of one")
+        folder = os.path.join(path, tags[0])
+    else:
+        folder = os.path.join(path, tag)
+    if not _is_complete(folder):
+        raise CheckpointError(
+            f"{folder} is no complete checkpoint: it needs the markers {BEGUN_MARKER!r} and {DONE_MARKER!r}, of which "
+            "the last is written when everything else is there"
+        )
+    return folder
+
+
+def _is_complete(folder: str) -> bool:
+    return all(os.path.isfile(os.path.join(folder, marker)) for marker in (BEGUN_MARKER, DONE_MARKER))
+
+
+def _read_v2(folder: str, *, with_optimizer: bool) -> _Contents:
+    model = {rank: load_rank_file(file) for rank, file in v2_files(os.path.join(folder, "model")).items()}
+    if not model:
+        raise CheckpointError(f"{folder} holds no files model/dp_rank_DD_tp_rank_TT_pp_rank_PP.pt")
+    optimizer_files = v2_files(os.path.join(folder, "optim")) if with_optimizer else {}
+    scheduler = os.path.join(folder, "scheduler.pt")
+    return _Contents(
+        model=model,
+        optimizer={rank: load_rank_file(file) for rank, file in optimizer_files.items()},
+        scheduler=load_torch_file(scheduler) if os.path.isfile(scheduler) else None,
+    )
+
+
+def _read_v1(folder: str) -> _Contents:
+    content = {rank: load_rank_file(file) for rank, file in v1_files(folder).items()}
+    model, optimizer = {}, {}
+    for rank, state in content.items():
+        if not isinstance(state, dict):
+            raise CheckpointError(f"{folder}: {rank} saved a {type(state).__name__}, expected a dict")
+        model[rank] = state.get(_V1_MODEL_KEY, state)
+        if _V1_OPTIMIZER_KEY in state:
+            optimizer[rank] = state[_V1_OPTIMIZER_KEY]
+    return _Contents(model=model, optimizer=optimizer, scheduler=None)
+
+
+def _user_content_or_warning(folder: str, *, trust: bool) -> Any:
+    parent, tag = os.path.split(os.path.abspath(folder))
+    try:
+        return read_user_content(parent, tag, trust=trust)
+    except CheckpointError as error:
+        warnings.warn(f"leaving out the user content: {error}; if you trust it, say so", stacklevel=3)
+        return None
+
+
+def _tensors(state: Any) -> list[tuple[str, torch.Tensor]]:
+    """The tensors of one rank's model; what else a module put into its state is left out with a warning."""
+    if not isinstance(state, dict):
+        raise CheckpointError(f"a model's state is a {type(state).__name__}, expected a dict of tensors")
+    others = [str(name) for name, value in state.items() if not isinstance(value, torch.Tensor) and value is not None]
+    if others:
+        warnings.warn(f"leaving out what is no tensor: {', '.join(others)}", stacklevel=4)
+    tensors = [(str(name), value) for name, value in state.items() if isinstance(value, torch.Tensor)]
+    for name, tensor in tensors:
+        if tensor.dtype not in CODE_OF_DTYPE or tensor.layout is not torch.strided or tensor.is_meta:
+            raise CheckpointError(
+                f"{name!r} is {tensor.dtype}, {tensor.layout} on {tensor.device}, and cannot be stored"
+            )
+    return tensors
+
+
+def _degrees(ranks: Mapping[Rank, Any]) -> Degrees:
+    return Degrees(
+        tp_size=1 + max(rank.tp for rank in ranks), tp_rank=0, ep_size=1 + max(rank.ep for rank in ranks), ep_rank=0
+    )
+
+
+def _agreed_info(name: str, parts: Sequence[Part]) -> TensorInfo:
+    first = parts[0]
+    for part in parts:
+        found, expected = (part.tensor.dtype, part.global_shape), (first.tensor.dtype, first.global_shape)
+        if found != expected:
+            raise CheckpointError(f"{name!r} is {expected} on {first.rank} but {found} on {part.rank}")
+    return TensorInfo(first.tensor.dtype, first.global_shape)
+
+
+def _jsonable(objects: dict[str, Any]) -> dict[str, Any]:
+    """What JSON can hold of the things that are there."""
+    kept = {}
+    for key, value in objects.items():
+        try:
+            check_json(value, key)
+        except ValueError as error:
+            warnings.warn(f"leaving out {error}", stacklevel=3)
+        else:
+            if value is not None:
+                kept[key] = value
+    return kept

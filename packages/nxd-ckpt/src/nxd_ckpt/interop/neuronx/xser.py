@@ -1,0 +1,99 @@
+"""The xser variant: a skeleton in which references stand for tensors, and a file for each tensor.
+
+`<path>` is the skeleton, `<path>.tensors/tensor_<i>.pt` are the tensors, `<path>.info.pt` gives their types and shapes
+(v2 only, and not in old ones).
+"""
+
+import os
+import pickle
+from types import ModuleType
+from typing import IO, Any
+
+import torch
+
+from nxd_ckpt.errors import CheckpointError
+from nxd_ckpt.interop.neuronx.rank_files import INFO_SUFFIX, TENSORS_SUFFIX
+from nxd_ckpt.interop.safe_pickle import load_torch_file
+
+_MODULE = "torch_xla.utils.serialization"
+_CLASS = "TensorReference"
+
+_PythonPickler: Any = pickle._Pickler  # written in Python, it lets globals be renamed
+
+
+class TensorReference:
+    """Stands for the tensor of this number. Pickled and read under the name of torch-xla's class, without torch-xla."""
+
+    __slots__ = ("tid",)
+
+    def __init__(self, tid: int) -> None:
+        self.tid = tid
+
+    def __setstate__(self, state: Any) -> None:
+        self.tid = state[1]["tid"] if isinstance(state, tuple) else state["tid"]
+
+
+def load_rank_file(path: str) -> Any:
+    """What a rank saved, xser or not: nested containers of tensors (views of mapped files) and plain values.
+
+    Raises:
+        CheckpointError: a file is missing, damaged or asks for something that is not allowed.
+    """
+    content = load_torch_file(path, extra=[(TensorReference, f"{_MODULE}.{_CLASS}")])
+    info = load_torch_file(path + INFO_SUFFIX) if os.path.isfile(path + INFO_SUFFIX) else None
+    if not isinstance(info, dict | None):
+        raise CheckpointError(f"{path + INFO_SUFFIX} holds a {type(info).__name__}, expected a dict")
+
+    def load_tensor(reference: TensorReference) -> torch.Tensor:
+        number = getattr(reference, "tid", None)
+        if type(number) is not int or number < 0:
+            raise CheckpointError(f"{path} refers to a tensor {number!r}, expected a number")
+        file = os.path.join(path + TENSORS_SUFFIX, f"tensor_{number}.pt")
+        tensor = load_torch_file(file)
+        if not isinstance(tensor, torch.Tensor):
+            raise CheckpointError(f"{file} holds a {type(tensor).__name__}, expected a tensor")
+        found = {"dtype": tensor.dtype, "shape": tensor.shape}
+        if info is not None and info.get(number, found) != found:
+            raise CheckpointError(f"{file} holds {found}, but {path + INFO_SUFFIX} says {info[number]}")
+        return tensor
+
+    return _replace(content, TensorReference, load_tensor)
+
+
+def save_skeleton(content: Any, stream: IO[bytes]) -> dict[int, torch.Tensor]:
+    """Writes the skeleton of nested containers, and returns the tensors that it refers to, to be written as well."""
+    tensors: dict[int, torch.Tensor] = {}
+
+    def refer(tensor: torch.Tensor) -> TensorReference:
+        tensors[len(tensors)] = tensor
+        return TensorReference(len(tensors) - 1)
+
+    skeleton = _replace(content, torch.Tensor, refer)
+    torch.save(skeleton, stream, pickle_module=_pickle_module())
+    return tensors
+
+
+class _SkeletonPickler(_PythonPickler):
+    def save_global(self, obj: Any, name: str | None = None) -> None:
+        if obj is TensorReference:
+            self.write(pickle.GLOBAL + f"{_MODULE}\n{_CLASS}\n".encode())
+            self.memoize(obj)
+        else:
+            super().save_global(obj, name)
+
+
+def _pickle_module() -> Any:
+    """What `torch.save` takes for a module like `pickle`."""
+    module: Any = ModuleType("pickle_of_skeletons")
+    module.Pickler = _SkeletonPickler
+    return module
+
+
+def _replace(content: Any, kind: type, replace: Any) -> Any:
+    if isinstance(content, kind):
+        return replace(content)
+    if isinstance(content, dict):
+        return {key: _replace(value, kind, replace) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return type(content)(_replace(value, kind, replace) for value in content)
+    return content

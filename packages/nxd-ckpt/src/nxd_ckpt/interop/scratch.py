@@ -1,0 +1,118 @@
+"""Writing any source as a checkpoint of this package, without having it in memory.
+
+`save` wants all tensors at once. Those of mapped files are given to it as they are. The others, and those whose type
+changes, are first put into a temporary file next to the checkpoints, whose pages the system writes back and drops.
+"""
+
+import mmap
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from nxd_ckpt.boxes import Box
+from nxd_ckpt.interop.remote import is_remote
+from nxd_ckpt.interop.source import Progress, TensorSource, converted, fill, ignore_progress, num_bytes
+from nxd_ckpt.reader import TensorInfo
+from nxd_ckpt.saving import save
+from nxd_ckpt.sharded_tensor import Shard, ShardedTensor
+
+_ALIGNMENT = 64
+
+
+def save_source(
+    source: TensorSource,
+    path: "str | os.PathLike[str]",
+    tag: str,
+    *,
+    dtype: torch.dtype | None = None,
+    step: int | None = None,
+    overwrite: bool = False,
+    progress: Progress = ignore_progress,
+) -> None:
+    """Writes a source as the checkpoint `tag`, with `source.objects` as its objects. Called by one process alone.
+
+    Memory: one part of one tensor. Disk, besides the result: as much again for a while, unless the source is mapped
+    (Hugging Face, NeuronX) and keeps its type.
+
+    Args:
+        source: what to write.
+        path: as for `save`.
+        tag: as for `save`.
+        dtype: type that floating-point tensors are converted to; default: as stored.
+        step: as for `save`.
+        overwrite: as for `save`.
+        progress: called after each tensor has been read.
+
+    Raises:
+        ValueError: a name or the tag is not allowed.
+        CheckpointError: the source cannot be read, or the tag is taken.
+    """
+    targets = {
+        name: TensorInfo(converted(info.dtype, dtype), info.global_shape) for name, info in source.tensors.items()
+    }
+    through_scratch = {
+        name: info for name, info in targets.items() if not source.is_mapped or info.dtype != source.tensors[name].dtype
+    }
+    with _scratch_tensors(path, through_scratch) as scratch:
+        state: dict[str, ShardedTensor | torch.Tensor] = {}
+        for name, info in targets.items():
+            if name in scratch:
+                fill(source, name, Box.whole(info.global_shape), scratch[name])
+                state[name] = scratch[name]
+            else:
+                state[name] = ShardedTensor(info.global_shape, _detached(source, name), info.dtype)
+            progress(name, num_bytes(info))
+        save(path, tag, state, objects=source.objects, step=step, overwrite=overwrite, process_group=_ThisProcess())
+
+
+class _ThisProcess:
+    """The only rank of a save, also where torch.distributed knows more."""
+
+    rank = 0
+    world_size = 1
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        return [value]
+
+
+def _detached(source: TensorSource, name: str) -> list[Shard]:
+    return [
+        Shard(shard.tensor.detach(), shard.offsets)
+        for shard in source.shards(name, Box.whole(source.tensors[name].global_shape))
+    ]
+
+
+@contextmanager
+def _scratch_tensors(
+    path: "str | os.PathLike[str]", infos: Mapping[str, TensorInfo]
+) -> Iterator[Mapping[str, torch.Tensor]]:
+    """Tensors whose memory is a temporary file that has no name and ends with the process at the latest."""
+    begins: dict[str, int] = {}
+    size = 0
+    for name, info in infos.items():
+        begins[name] = size
+        size += -(-num_bytes(info) // _ALIGNMENT) * _ALIGNMENT
+    if not size:
+        yield {name: torch.empty(info.global_shape, dtype=info.dtype) for name, info in infos.items()}
+        return
+    with tempfile.TemporaryFile(dir=_scratch_folder(os.fspath(path))) as file:
+        os.posix_fallocate(file.fileno(), 0, size)  # a full disk is an error here, and not a SIGBUS later
+        memory = torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.uint8)
+        yield {
+            name: memory[begins[name] : begins[name] + num_bytes(info)].view(info.dtype).reshape(info.global_shape)
+            for name, info in infos.items()
+        }
+
+
+def _scratch_folder(path: str) -> str | None:
+    """On the disk of the checkpoints, which has room for them, and is not memory as temporary folders can be."""
+    if is_remote(path):
+        return None
+    folder = os.path.abspath(path)
+    while not os.path.isdir(folder):
+        folder = os.path.dirname(folder)
+    return folder

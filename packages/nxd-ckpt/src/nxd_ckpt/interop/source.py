@@ -1,0 +1,177 @@
+"""What every format looks like to a reader: named tensors that lie in files until they are asked for.
+
+Formats are opened in their own folders; here is only what the writers need to know of them.
+"""
+
+import fnmatch
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+
+from nxd_ckpt.boxes import Box, uncovered
+from nxd_ckpt.errors import CheckpointError
+from nxd_ckpt.reader import Checkpoint, TensorInfo
+from nxd_ckpt.sharded_tensor import Shard
+
+Progress = Callable[[str, int], None]
+"""Called with a tensor's name and its bytes when it is done."""
+
+
+class TensorSource(Protocol):
+    """Named tensors in files, and what lies beside them."""
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Type and shape of every tensor."""
+
+    @property
+    def objects(self) -> Any:
+        """JSON-able things that were saved along, None if there are none."""
+
+    @property
+    def is_mapped(self) -> bool:
+        """Whether shards are views of mapped files, so that holding all of them takes no memory of its own."""
+
+    def shards(self, name: str, box: Box) -> Sequence[Shard]:
+        """Parts of one tensor that hold all elements of the box, and perhaps more; where they overlap they are equal.
+
+        Raises:
+            CheckpointError: they cannot be read.
+        """
+
+
+def ignore_progress(name: str, num_bytes: int) -> None:
+    """The progress report that nobody reads."""
+
+
+def fill(source: TensorSource, name: str, box: Box, destination: torch.Tensor) -> None:
+    """Copies a box of a tensor, converting it to the destination's type.
+
+    Raises:
+        CheckpointError: elements are missing or cannot be read.
+    """
+    shards = source.shards(name, box)
+    missing = uncovered(box, [shard.box for shard in shards])
+    if missing:
+        raise CheckpointError(f"{name!r} {list(source.tensors[name].global_shape)}: no stored part holds {missing[0]}")
+    for shard in shards:
+        common = shard.box.intersect(box)
+        if common is not None:
+            destination[common.relative_to(box).slices()].copy_(shard.tensor[common.relative_to(shard.box).slices()])
+
+
+def read_whole(source: TensorSource, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A whole tensor on the CPU, contiguous: the file's memory if that is possible, else new memory.
+
+    Args:
+        source: where it comes from.
+        name: which one.
+        dtype: type to convert to, see `converted`; default: as stored.
+
+    Raises:
+        CheckpointError: elements are missing or cannot be read.
+    """
+    info = source.tensors[name]
+    wanted = converted(info.dtype, dtype)
+    whole_box = Box.whole(info.global_shape)
+    if wanted == info.dtype:
+        shards = source.shards(name, whole_box)
+        if len(shards) == 1 and shards[0].tensor.shape == info.global_shape:
+            return shards[0].tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    whole = torch.empty(info.global_shape, dtype=wanted)
+    fill(source, name, whole_box, whole)
+    return whole
+
+
+def converted(stored: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    """The type in which a tensor is written: only floating-point ones are converted, so counts and masks stay."""
+    return wanted if wanted is not None and stored.is_floating_point else stored
+
+
+def num_bytes(info: TensorInfo) -> int:
+    """Size of a whole tensor."""
+    return Box.whole(info.global_shape).num_elements * info.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Some of a source's tensors.
+
+    Args:
+        source: where they come from.
+        include: shell patterns of which a name must match one; empty: all names.
+        exclude: shell patterns of which a name must match none.
+
+    Raises:
+        ValueError: nothing is left.
+    """
+
+    source: TensorSource
+    include: Sequence[str] = ()
+    exclude: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        if not self.tensors:
+            raise ValueError(
+                f"none of the {len(self.source.tensors)} tensors is left after include={list(self.include)}, "
+                f"exclude={list(self.exclude)}"
+            )
+
+    @cached_property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Type and shape of the chosen tensors."""
+        return {
+            name: info
+            for name, info in self.source.tensors.items()
+            if (not self.include or _matches(name, self.include)) and not _matches(name, self.exclude)
+        }
+
+    @property
+    def objects(self) -> Any:
+        """All of the source's."""
+        return self.source.objects
+
+    @property
+    def is_mapped(self) -> bool:
+        """As the source."""
+        return self.source.is_mapped
+
+    def shards(self, name: str, box: Box) -> Sequence[Shard]:
+        """As the source."""
+        return self.source.shards(name, box)
+
+
+@dataclass(frozen=True)
+class _CheckpointSource:
+    checkpoint: Checkpoint
+
+    is_mapped = False
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        return self.checkpoint.tensors
+
+    @property
+    def objects(self) -> Any:
+        return self.checkpoint.objects
+
+    def shards(self, name: str, box: Box) -> Sequence[Shard]:
+        return [Shard(self.checkpoint.read_box(name, box.offsets, box.shape), box.offsets)]
+
+
+def from_checkpoint(checkpoint: Checkpoint) -> TensorSource:
+    """A checkpoint of this package; only what is asked for is read."""
+    return _CheckpointSource(checkpoint)
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors of one type and shape have the same bits, NaN and -0.0 included."""
+    a, b = (tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1) for tensor in (a, b))
+    return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))

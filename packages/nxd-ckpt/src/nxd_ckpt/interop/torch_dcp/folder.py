@@ -1,0 +1,205 @@
+"""Folders of torch's file system writer: `.metadata`, and files in which each part of each tensor is torch-saved."""
+
+import io
+import os
+import re
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import WriteItem
+
+from nxd_ckpt.boxes import Box
+from nxd_ckpt.dtypes import CODE_OF_DTYPE
+from nxd_ckpt.errors import CheckpointError
+from nxd_ckpt.interop.safe_pickle import load_torch_stream
+from nxd_ckpt.interop.source import Progress, TensorSource, converted, ignore_progress, num_bytes, read_whole
+from nxd_ckpt.interop.torch_dcp.metadata import METADATA_FILE, read_metadata
+from nxd_ckpt.objects import check_json
+from nxd_ckpt.reader import TensorInfo
+from nxd_ckpt.sharded_tensor import Shard
+
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.distcp")
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A box of a tensor (None: a pickled object), and the bytes of the file that hold it, torch-saved."""
+
+    box: Box | None
+    file: str
+    offset: int
+    length: int
+
+
+class _TorchDcpFolder:
+    is_mapped = False
+
+    def __init__(self, folder: str, tensors: Mapping[str, TensorInfo], parts: Mapping[str, Sequence[_Part]]) -> None:
+        self._folder = folder
+        self._parts = parts
+        self.tensors = tensors
+        self.objects = self._read_objects([name for name in parts if name not in tensors])
+
+    def shards(self, name: str, box: Box) -> Sequence[Shard]:
+        return [
+            Shard(self._load_tensor(name, part, part.box), part.box.offsets)
+            for part in self._parts[name]
+            if part.box is not None and part.box.intersect(box) is not None
+        ]
+
+    def _load_tensor(self, name: str, part: _Part, box: Box) -> torch.Tensor:
+        tensor = self._load(name, part)
+        expected = (self.tensors[name].dtype, box.shape)
+        is_plain = isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided and not tensor.is_meta
+        if not is_plain or (tensor.dtype, tuple(tensor.shape)) != expected:
+            found = f"{tensor.dtype} {list(tensor.shape)}" if is_plain else f"a {type(tensor).__name__}"
+            raise CheckpointError(
+                f"{part.file} holds {found} for {name!r} {box}, but {METADATA_FILE} says "
+                f"{expected[0]} {list(box.shape)}"
+            )
+        return tensor
+
+    def _load(self, name: str, part: _Part) -> Any:
+        path = os.path.join(self._folder, part.file)
+        try:
+            with open(path, "rb") as file:
+                file.seek(part.offset)
+                content = file.read(part.length)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+        if len(content) != part.length:
+            raise CheckpointError(
+                f"{path} ends early: {name!r} should be {part.length} bytes from byte {part.offset} on"
+            )
+        return load_torch_stream(io.BytesIO(content), f"{name!r} in {path}")
+
+    def _read_objects(self, names: Sequence[str]) -> dict[str, Any] | None:
+        objects = {}
+        for name in names:
+            try:
+                value = self._load(name, self._parts[name][0])
+                check_json(value, name)
+            except (CheckpointError, ValueError) as error:
+                warnings.warn(f"leaving out an object: {error}", stacklevel=4)
+            else:
+                objects[name] = value
+        return objects or None
+
+
+def open_torch_dcp(folder: "str | os.PathLike[str]") -> TensorSource:
+    """Opens a folder that `torch.distributed.checkpoint.save` wrote. Everything is unpickled with restrictions.
+
+    Objects besides tensors are taken where they are plain values that JSON can hold, and left out with a warning
+    otherwise.
+
+    Raises:
+        CheckpointError: there is no whole checkpoint, or it is damaged, not allowed, or written with extensions.
+    """
+    path = os.fspath(folder)
+    metadata = read_metadata(path)
+    try:
+        tensors, parts = _describe(metadata)
+    except (AttributeError, TypeError, KeyError, ValueError) as error:
+        raise CheckpointError(f"{os.path.join(path, METADATA_FILE)} cannot be used: {error}") from error
+    return _TorchDcpFolder(path, tensors, parts)
+
+
+def write_torch_dcp(
+    source: TensorSource,
+    folder: "str | os.PathLike[str]",
+    *,
+    dtype: torch.dtype | None = None,
+    progress: Progress = ignore_progress,
+) -> None:
+    """Writes a folder that `torch.distributed.checkpoint.load` reads, with a file for each tensor. By one process.
+
+    Memory: the largest tensor. The source's objects are not written.
+
+    Args:
+        source: what to write.
+        folder: made if missing.
+        dtype: type that floating-point tensors are converted to; default: as stored.
+        progress: called after each tensor has been read.
+
+    Raises:
+        ValueError: the folder is not empty.
+        CheckpointError: the source cannot be read.
+    """
+    path = os.fspath(folder)
+    if os.path.isdir(path) and os.listdir(path):
+        raise ValueError(f"{path} is not empty; remove it or choose another folder")
+    state = {
+        name: torch.empty(info.global_shape, dtype=converted(info.dtype, dtype), device="meta")
+        for name, info in source.tensors.items()
+    }
+    # With a file for each tensor torch's writer lets go of one before it asks for the next.
+    writer = FileSystemWriter(path, single_file_per_rank=False, thread_count=1)
+    try:
+        dcp.save(state, storage_writer=writer, planner=_StreamingPlanner(source, dtype, progress), no_dist=True)
+    except dcp.CheckpointException as error:
+        cause, _ = next(iter(error.failures.values()))
+        raise CheckpointError(f"{path} could not be written: {cause}") from cause
+
+
+class _StreamingPlanner(dcp.DefaultSavePlanner):
+    """Plans with tensors that have no data, and reads each one when the writer asks for it."""
+
+    def __init__(self, source: TensorSource, dtype: torch.dtype | None, progress: Progress) -> None:
+        super().__init__()
+        self._source, self._dtype, self._progress = source, dtype, progress
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
+        name = write_item.index.fqn
+        tensor = read_whole(self._source, name, self._dtype)
+        self._progress(name, num_bytes(self._source.tensors[name]))
+        # torch.save writes all memory behind a tensor, and that may be a whole mapped file.
+        return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+
+
+def _describe(metadata: Metadata) -> tuple[dict[str, TensorInfo], dict[str, list[_Part]]]:
+    tensors: dict[str, TensorInfo] = {}
+    parts: dict[str, list[_Part]] = {}
+    places: Mapping[MetadataIndex, Any] = metadata.storage_data
+    for name, entry in metadata.state_dict_metadata.items():
+        if not isinstance(name, str):
+            raise TypeError(f"a name is {name!r}, expected text")
+        if isinstance(entry, BytesStorageMetadata):
+            parts[name] = [_part(name, None, places[MetadataIndex(name)])]
+        elif isinstance(entry, TensorStorageMetadata):
+            tensors[name] = info = TensorInfo(entry.properties.dtype, tuple(entry.size))
+            if info.dtype not in CODE_OF_DTYPE:
+                raise ValueError(f"{name!r} is {info.dtype}, which cannot be stored")
+            boxes = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
+            numbers = [*info.global_shape, *(number for box in boxes for number in (*box.offsets, *box.shape))]
+            if not all(type(number) is int and number >= 0 for number in numbers):
+                raise ValueError(f"{name!r} has sizes or places that are no numbers")
+            if not all(box.fits_in(info.global_shape) for box in boxes):
+                raise ValueError(f"{name!r} {list(info.global_shape)} has a part outside of it")
+            parts[name] = [_part(name, box, places[MetadataIndex(name, box.offsets)]) for box in boxes]
+        else:
+            raise TypeError(f"{name!r} is described by a {type(entry).__name__}")
+    return tensors, parts
+
+
+def _part(name: str, box: Box | None, place: Any) -> _Part:
+    file, offset, length = place.relative_path, place.offset, place.length
+    if getattr(place, "transform_descriptors", None):
+        raise ValueError(
+            f"{name!r} was written with the extensions {place.transform_descriptors}; only plain files are read"
+        )
+    if not isinstance(file, str) or not _FILE_NAME.fullmatch(file):
+        raise ValueError(f"{name!r} is said to be in {file!r}, which is no plain name of a .distcp file")
+    if not all(type(number) is int and number >= 0 for number in (offset, length)):
+        raise ValueError(f"{name!r} is said to be {length!r} bytes from byte {offset!r} on")
+    return _Part(box, file, offset, length)

@@ -1,0 +1,165 @@
+"""`torch.distributed.checkpoint.load` from this package's checkpoints: a rank reads only what torch's plan asks for."""
+
+import io
+import os
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from nxd_ckpt.coordinator import Coordinator
+from nxd_ckpt.errors import CheckpointError
+from nxd_ckpt.interop.safe_pickle import load_torch_stream
+from nxd_ckpt.interop.torch_dcp.storage_writer import OBJECTS_KEY, split_checkpoint_id
+from nxd_ckpt.loading import load
+from nxd_ckpt.reader import Checkpoint, open_checkpoint
+from nxd_ckpt.sharded_tensor import Shard, ShardedTensor
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+
+class NxdStorageReader(StorageReader):
+    """A `storage_reader` for checkpoints of this package, whether torch's `save` or `nxd_ckpt.save` wrote them.
+
+    Objects that torch pickled are unpickled here with restrictions, and handed on only as plain values: torch's own
+    planner would run whatever they say.
+
+    Args:
+        path: the folder for checkpoints, as for `nxd_ckpt.load`.
+        tag: which one; default: the newest complete one. A `checkpoint_id` given to torch's `load` takes the place of
+            both: `<path>/<tag>`.
+        process_group: the one given to torch's `load`.
+    """
+
+    def __init__(
+        self,
+        path: "str | os.PathLike[str]",
+        tag: str | None = None,
+        *,
+        process_group: "dist.ProcessGroup | Coordinator | None" = None,
+    ) -> None:
+        self._path, self._tag, self._process_group = os.fspath(path), tag, process_group
+
+    def reset(self, checkpoint_id: "str | os.PathLike[str] | None" = None) -> None:
+        """Takes path and tag from torch's `checkpoint_id`, if there is one."""
+        if checkpoint_id is not None:
+            self._path, self._tag = split_checkpoint_id(checkpoint_id)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """What torch's planners ask for: types and shapes, each tensor as if it were one piece.
+
+        Raises:
+            CheckpointError: there is no such checkpoint.
+        """
+        checkpoint = open_checkpoint(self._path, self._tag)
+        self._tag = checkpoint.tag
+        pickled, paths = _said_when_saving(checkpoint)
+        entries: dict[str, Any] = {
+            name: BytesStorageMetadata()
+            if name in pickled
+            else TensorStorageMetadata(
+                properties=TensorProperties(dtype=info.dtype),
+                size=torch.Size(info.global_shape),
+                chunks=[ChunkStorageMetadata(torch.Size([0] * len(info.global_shape)), torch.Size(info.global_shape))],
+            )
+            for name, info in checkpoint.tensors.items()
+        }
+        return Metadata(state_dict_metadata=entries, planner_data=paths or None)
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing to set up; `nxd_ckpt.load` does."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """As it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """As they are."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> "Future[None]":
+        """Reads what the plan asks for, all ranks together.
+
+        Raises:
+            CheckpointError: as `nxd_ckpt.load`, or an object holds more than plain values.
+        """
+        wanted = _PlannedState(plan, planner, open_checkpoint(self._path, self._tag))
+        load(self._path, self._tag, into=wanted, strict=False, process_group=self._process_group)
+        for item, tensor in wanted.tensors:
+            planner.commit_tensor(item, tensor)
+        for item, content in wanted.pickled:
+            what = f"the object {item.storage_index.fqn!r} of checkpoint {self._tag!r}"
+            value = load_torch_stream(io.BytesIO(content.numpy().tobytes()), what)
+            plain = io.BytesIO()
+            torch.save(value, plain)
+            plain.seek(0)
+            planner.load_bytes(item, plain)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: "str | os.PathLike[str]") -> bool:
+        """Whether it has both a folder and a tag."""
+        return all(split_checkpoint_id(checkpoint_id))
+
+
+class _PlannedState(Mapping[str, ShardedTensor]):
+    """A plan's items as what a load is to fill. They are resolved when `load` looks, as errors reach all ranks there.
+
+    Attributes:
+        tensors: each item and the planner's memory for it.
+        pickled: each item that is no tensor, and the memory for its bytes.
+    """
+
+    def __init__(self, plan: LoadPlan, planner: LoadPlanner, checkpoint: Checkpoint) -> None:
+        self._planner, self._stored = planner, checkpoint.tensors
+        self._items: dict[str, list[ReadItem]] = {}
+        for item in plan.items:
+            self._items.setdefault(item.storage_index.fqn, []).append(item)
+        self.tensors: list[tuple[ReadItem, torch.Tensor]] = []
+        self.pickled: list[tuple[ReadItem, torch.Tensor]] = []
+
+    def __getitem__(self, name: str) -> ShardedTensor:
+        if name not in self._stored:
+            raise CheckpointError(f"the checkpoint has no tensor {name!r}")
+        info = self._stored[name]
+        shards = []
+        for item in self._items[name]:
+            if item.type is LoadItemType.BYTE_IO:
+                content = torch.empty(info.global_shape, dtype=info.dtype)
+                self.pickled.append((item, content))
+                shards.append(Shard(content, (0,)))
+            else:
+                tensor = self._planner.resolve_tensor(item)
+                self.tensors.append((item, tensor))
+                shards.append(Shard(tensor.detach(), tuple(item.storage_offsets)))
+        return ShardedTensor(info.global_shape, shards)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+
+def _said_when_saving(checkpoint: Checkpoint) -> tuple[set[str], dict[str, tuple[Any, ...]]]:
+    """Names of pickled objects, and each name's path of keys in the nested state; nothing if torch did not save."""
+    pickled: set[str] = set()
+    paths: dict[str, tuple[Any, ...]] = {}
+    for said in checkpoint.rank_objects.values():
+        about = said.get(OBJECTS_KEY, {}) if isinstance(said, dict) else {}
+        pickled.update(about.get("pickled", []))
+        paths.update({name: tuple(path) for name, path in about.get("paths", {}).items()})
+    return pickled, paths

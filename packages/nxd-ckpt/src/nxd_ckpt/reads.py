@@ -1,0 +1,153 @@
+"""From wanted boxes to pieces of files: what is read, where it lands, what verifies it and what is done with it after.
+
+Verified, the unit is the block that has a checksum: a block that is wanted as a whole and lies together in the
+destination is read straight into it, any other passes through a scratch block. Unverified, only the wanted bytes are
+read, run by run. Either way the memory beside the destinations is bounded.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import product
+from typing import NamedTuple
+
+import torch
+
+from nxd_ckpt.boxes import Box, boxes_of_range
+from nxd_ckpt.checksums import blocks_with_hashes
+from nxd_ckpt.dtypes import DTYPE_OF_CODE
+from nxd_ckpt.files import PAGE_BYTES
+from nxd_ckpt.manifest import Chunk
+from nxd_ckpt.tensor_bytes import blocks_of, element_number, is_one_piece, memory_of, row_major_strides
+
+
+class Read(NamedTuple):
+    """One stretch of a file.
+
+    Attributes:
+        offset: its first byte.
+        memory: takes the bytes.
+        expected_hash: of these bytes, if they are a block that has to be verified.
+        finish: to be called once the memory is filled and verified.
+    """
+
+    offset: int
+    memory: memoryview
+    expected_hash: str | None
+    finish: Callable[[], object] | None
+
+
+class Transfer(NamedTuple):
+    """A box of one chunk, counted from the chunk's first element, and the memory that it goes to.
+
+    `dtype` is the safetensors name of what is stored; the destination's may differ and is then converted to.
+    """
+
+    chunk: Chunk
+    dtype: str
+    box: Box
+    destination: torch.Tensor
+
+
+def reads_of_chunk(transfers: Sequence[Transfer], *, verify: bool) -> Iterator[Read]:
+    """The reads that fill the destinations of all transfers from one chunk, by ascending offset within each transfer.
+
+    Accelerators' destinations are filled on the CPU first, as a whole: cut up there they would cost a launch, or on XLA
+    a compilation, per block.
+    """
+    on_cpu = [transfer for transfer in transfers if transfer.destination.device.type == "cpu"]
+    late: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for transfer in transfers:
+        if transfer.destination.device.type != "cpu":
+            staged = torch.empty(transfer.box.shape, dtype=DTYPE_OF_CODE[transfer.dtype])
+            on_cpu.append(transfer._replace(destination=staged))
+            late.append((transfer.destination, staged))
+    make_reads = _verified_reads if verify else _plain_reads
+    yield from make_reads(on_cpu)
+    if late:
+        yield Read(transfers[0].chunk.offset, memoryview(b""), None, lambda: [to.copy_(staged) for to, staged in late])
+
+
+def _verified_reads(transfers: Sequence[Transfer]) -> Iterator[Read]:
+    chunk, dtype = transfers[0].chunk, DTYPE_OF_CODE[transfers[0].dtype]
+    strides = row_major_strides(chunk.box.shape)
+    for first_byte, end_byte, expected in blocks_with_hashes(chunk.num_bytes, chunk.hashes):
+        start, stop = first_byte // dtype.itemsize, end_byte // dtype.itemsize
+        offset = chunk.offset + first_byte
+        direct = _direct_memory(transfers, dtype, start, stop)
+        if direct is not None:
+            yield Read(offset, direct, expected, None)
+            continue
+        deliveries = [
+            (transfer, common)
+            for transfer in transfers
+            for part in boxes_of_range(chunk.box.shape, start, stop)
+            if (common := part.intersect(transfer.box))
+        ]
+        if deliveries:
+            block = torch.empty(stop - start, dtype=dtype)
+            yield Read(offset, memory_of(block), expected, _delivery(block, start, strides, deliveries))
+
+
+def _direct_memory(transfers: Sequence[Transfer], dtype: torch.dtype, start: int, stop: int) -> memoryview | None:
+    """The destination's memory for the elements from `start` to `stop` of the chunk, if they are one piece in both."""
+    if len(transfers) != 1:
+        return None
+    (transfer,) = transfers
+    shape, box, destination = transfer.chunk.box.shape, transfer.box, transfer.destination
+    first = element_number(box.offsets, row_major_strides(shape))
+    if start < first or stop > first + box.num_elements or destination.dtype != dtype or not is_one_piece(destination):
+        return None
+    outer = next((dim for dim, size in enumerate(box.shape) if size > 1), len(shape))
+    if box.shape[outer + 1 :] != shape[outer + 1 :]:
+        return None
+    return memory_of(destination)[(start - first) * dtype.itemsize : (stop - first) * dtype.itemsize]
+
+
+def _delivery(
+    block: torch.Tensor, start: int, strides: tuple[int, ...], deliveries: Sequence[tuple[Transfer, Box]]
+) -> Callable[[], None]:
+    """Copies boxes of a chunk out of its elements from `start` on."""
+
+    def deliver() -> None:
+        for transfer, common in deliveries:
+            source = block.as_strided(common.shape, strides, element_number(common.offsets, strides) - start)
+            transfer.destination[common.relative_to(transfer.box).slices()].copy_(source)
+
+    return deliver
+
+
+def _plain_reads(transfers: Sequence[Transfer]) -> Iterator[Read]:
+    for transfer in transfers:
+        dtype, strides = DTYPE_OF_CODE[transfer.dtype], row_major_strides(transfer.chunk.box.shape)
+        first = element_number(transfer.box.offsets, strides)
+        for block in blocks_of(transfer.box.shape, strides, dtype.itemsize):
+            start = first + element_number(block.offsets, strides)
+            offset = transfer.chunk.offset + start * dtype.itemsize
+            yield from _reads_of_runs(offset, dtype, strides, transfer.destination[block.slices()])
+
+
+def _reads_of_runs(
+    offset: int, dtype: torch.dtype, strides: tuple[int, ...], destination: torch.Tensor
+) -> Iterator[Read]:
+    """Reads one block, whose first element lies at byte `offset`, run by run.
+
+    A run is a stretch of the file that is read in one go: as many of the inner dimensions as lie together there, but
+    for gaps of less than a page.
+    """
+    shape = tuple(destination.shape)
+    run_length, wanted_in_run, num_outer_dims = 1, 1, len(shape)
+    for dim in reversed(range(len(shape))):
+        if shape[dim] > 1 and (strides[dim] - run_length) * dtype.itemsize >= PAGE_BYTES:
+            break
+        run_length += (shape[dim] - 1) * strides[dim]
+        wanted_in_run *= shape[dim]
+        num_outer_dims = dim
+    for index in product(*map(range, shape[:num_outer_dims])):
+        run_offset = offset + element_number(index, strides[:num_outer_dims]) * dtype.itemsize
+        target = destination[index]
+        if run_length == wanted_in_run and target.dtype == dtype and is_one_piece(target):
+            yield Read(run_offset, memory_of(target), None, None)
+        else:
+            run = torch.empty(run_length, dtype=dtype)
+            source = run.as_strided(shape[num_outer_dims:], strides[num_outer_dims:])
+            yield Read(run_offset, memory_of(run), None, partial(target.copy_, source))

@@ -1,0 +1,129 @@
+"""Which checkpoints stay, and how the others go: all of it by one process, and none of it inside a save.
+
+Only complete checkpoints count. A checkpoint's manifest goes first, so what dies half-way leaves no half checkpoint,
+only files that `gc` finds.
+"""
+
+import math
+import os
+from collections.abc import Sequence
+from typing import Literal
+
+from nxd_ckpt.catalog import CheckpointInfo, list_checkpoints, read_manifest
+from nxd_ckpt.errors import CheckpointError
+from nxd_ckpt.stores import Garbage, check_tag, open_store
+
+DEAD_AFTER = 86_400.0
+
+
+def delete(path: "str | os.PathLike[str]", tag: str) -> None:
+    """Removes one checkpoint: it is gone as a whole at once, then its space is freed.
+
+    Raises:
+        ValueError: the tag is not allowed.
+        CheckpointError: there is no such checkpoint, the folder is not one, or it is pinned.
+    """
+    store = open_store(path)
+    read_manifest(store, check_tag(tag))
+    if tag in store.pinned():
+        raise CheckpointError(f"checkpoint {tag!r} in {store.location} is pinned; unpin it first")
+    store.delete(tag)
+
+
+def pin(path: "str | os.PathLike[str]", tag: str) -> None:
+    """Keeps a checkpoint from `retain` and `delete`, until `unpin`, also when it is overwritten.
+
+    Raises:
+        ValueError: the tag is not allowed.
+        CheckpointError: there is no such checkpoint.
+    """
+    store = open_store(path)
+    read_manifest(store, check_tag(tag))
+    store.set_pinned(tag, to=True)
+
+
+def unpin(path: "str | os.PathLike[str]", tag: str) -> None:
+    """Ends `pin`; does nothing where there is none.
+
+    Raises:
+        ValueError: the tag is not allowed.
+    """
+    open_store(path).set_pinned(check_tag(tag), to=False)
+
+
+def retain(
+    path: "str | os.PathLike[str]",
+    *,
+    keep_last: int,
+    keep_every: int | None = None,
+    keep_best: int = 0,
+    metric: str | None = None,
+    best: Literal["lowest", "highest"] = "lowest",
+) -> list[str]:
+    """Removes the complete checkpoints that no rule keeps. Pinned ones and the newest one always stay.
+
+    Args:
+        path: the folder of checkpoints.
+        keep_last: how many of the newest to keep.
+        keep_every: keep also those whose step is a multiple of this.
+        keep_best: how many of those with the best value of `metric` to keep as well. Those that lack it, or where it
+            is not finite, are never among them; of equals the newer counts as better.
+        metric: name of a number in `objects["metrics"]` of each save.
+        best: whether low or high values of it are good.
+
+    Returns:
+        The removed tags, oldest first.
+
+    Raises:
+        ValueError: a rule makes no sense, or would remove the newest checkpoint.
+    """
+    _check_rules(keep_last, keep_every, keep_best, metric, best)
+    checkpoints = list_checkpoints(path)
+    kept = {info.tag for info in checkpoints[-keep_last:]}
+    kept |= {info.tag for info in checkpoints if info.pinned}
+    if keep_every is not None:
+        kept |= {info.tag for info in checkpoints if info.step is not None and info.step % keep_every == 0}
+    if metric is not None:
+        kept |= {info.tag for info in _best(checkpoints, metric, highest=best == "highest")[:keep_best]}
+    doomed = [info.tag for info in checkpoints if info.tag not in kept]
+    for tag in doomed:
+        open_store(path).delete(tag)
+    return doomed
+
+
+def gc(path: "str | os.PathLike[str]", *, dry_run: bool = False, dead_after: float = DEAD_AFTER) -> list[Garbage]:
+    """Frees what saves and deletions that died have left; no checkpoint and no foreign file is touched.
+
+    Args:
+        path: the folder of checkpoints.
+        dry_run: only find it.
+        dead_after: in object stores, and on file systems without locks, nobody can tell a dead save from one at work.
+            There, only files that have not changed for so many seconds are taken: more than any save needs.
+
+    Returns:
+        What was found, with sizes.
+
+    Raises:
+        ValueError: `dead_after` is below 0.
+        CheckpointError: a save is at work in this folder.
+    """
+    if not dead_after >= 0:
+        raise ValueError(f"dead_after={dead_after!r} is not a number of seconds; use 0 or more")
+    return open_store(path).garbage(dead_after=dead_after, delete=not dry_run)
+
+
+def _check_rules(keep_last: int, keep_every: int | None, keep_best: int, metric: str | None, best: str) -> None:
+    if keep_last < 1:
+        raise ValueError(f"keep_last={keep_last} would remove the newest checkpoint; use 1 or more")
+    if keep_every is not None and keep_every < 1:
+        raise ValueError(f"keep_every={keep_every} is not a number of steps; use 1 or more, or None")
+    if keep_best < 0 or (keep_best > 0) != (metric is not None):
+        raise ValueError(f"keep_best={keep_best} and metric={metric!r} do not fit: give both, or neither")
+    if best not in ("lowest", "highest"):
+        raise ValueError(f"best={best!r} is neither 'lowest' nor 'highest'")
+
+
+def _best(checkpoints: Sequence[CheckpointInfo], metric: str, *, highest: bool) -> list[CheckpointInfo]:
+    """Those with a finite value, best first; `checkpoints` are oldest first."""
+    candidates = [info for info in reversed(checkpoints) if math.isfinite(info.metrics.get(metric, math.nan))]
+    return sorted(candidates, key=lambda info: info.metrics[metric], reverse=highest)

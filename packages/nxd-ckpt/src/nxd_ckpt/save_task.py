@@ -1,0 +1,189 @@
+"""From what the ranks want to save to one rank's part of it: checked, agreed on and planned, but nothing written yet.
+
+A `SaveTask` is plain data and can be pickled: what has been prepared in one process can be run in another one, which
+needs only the tensors of `task.layout` and a way to reach the other ranks.
+"""
+
+import os
+import pickle
+import re
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import xxhash
+
+from nxd_ckpt.asynchronous.pending import RankKey, failures, settle
+from nxd_ckpt.coordinator import Coordinator, gather_from_every_rank
+from nxd_ckpt.dtypes import CODE_OF_DTYPE
+from nxd_ckpt.errors import CheckpointError
+from nxd_ckpt.manifest import extra_file_name
+from nxd_ckpt.objects import check_json
+from nxd_ckpt.plan import SavePlan, TensorDescription, plan_save
+from nxd_ckpt.safetensors_file import FileLayout, lay_out
+from nxd_ckpt.sharded_tensor import ShardedTensor, as_sharded_state
+from nxd_ckpt.stores import SaveTransaction, check_tag, open_store
+
+# A part of a tensor is stored under its name with its box behind; a name of that form could be taken for one.
+_RESERVED_NAME = re.compile(r"|__metadata__|.*\[\d+:\d+(,\d+:\d+)*\]", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class SaveOptions:
+    """What a caller gives to a save besides tensors; `save` describes each."""
+
+    tag: str
+    step: int | None = None
+    overwrite: bool = False
+    objects: Any = None
+    rank_objects: Any = None
+    extra: Mapping[str, bytes] | None = None
+    mesh: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class SaveTask:
+    """One rank's part of a save.
+
+    Attributes:
+        save_id: unique to this save, the same on all ranks.
+        location: the store's folder, for messages.
+        transaction: the store's side of it, not begun.
+        layout: what this rank writes; its tensors are needed when the task is run.
+        plan: what all ranks write.
+        options: this rank's; `rank_objects` of all ranks are in `all_rank_objects`.
+        all_rank_objects: by rank number.
+    """
+
+    save_id: str
+    location: str
+    transaction: SaveTransaction
+    layout: FileLayout
+    plan: SavePlan
+    options: SaveOptions
+    all_rank_objects: Mapping[int, Any]
+
+
+class _Request(NamedTuple):
+    """What one rank asks for, as the others get to know it."""
+
+    save_id: str
+    common: tuple[str, int | None, bool]
+    rank_objects: Any
+    layout_digest: str
+    cached_plan: str
+    failed_saves: dict[str, str]
+
+
+class _CachedPlan(NamedTuple):
+    digest: str
+    plan: SavePlan
+    layout: FileLayout
+
+
+# Plans of the last layout, per rank: a run saves the same tensors again and again. Ranks are threads in some tests.
+_cache: dict[tuple[int, int], _CachedPlan] = {}
+_NO_PLAN = _CachedPlan("", SavePlan({}, ()), FileLayout(b"", (), 0))
+
+
+def prepare_save(
+    path: "str | os.PathLike[str]",
+    state: Mapping[str, ShardedTensor | torch.Tensor],
+    options: SaveOptions,
+    coordinator: Coordinator,
+) -> tuple[SaveTask, dict[str, ShardedTensor]]:
+    """Checks the arguments, compares them among the ranks, and plans who writes what. Called by all ranks.
+
+    Returns:
+        This rank's task, and the state with every value as a ShardedTensor.
+
+    Raises:
+        ValueError: the arguments of a rank are wrong or do not fit the others'; on every rank alike.
+        CheckpointError: an earlier save in the background has failed on any rank and nobody waited for it.
+    """
+    sharded: dict[str, ShardedTensor] = {}
+    descriptions: dict[str, TensorDescription] = {}
+    cache_key = (coordinator.rank, coordinator.world_size)
+    cached = _cache.get(cache_key, _NO_PLAN)
+
+    def check_arguments() -> _Request:
+        open_store(path)
+        sharded.update(as_sharded_state(state))
+        descriptions.update((_check_name(name), _describe(tensor)) for name, tensor in sharded.items())
+        _check_options(options)
+        return _Request(
+            save_id=uuid.uuid4().hex,
+            common=(options.tag, options.step, options.overwrite),
+            rank_objects=options.rank_objects,
+            layout_digest=xxhash.xxh3_128_hexdigest(pickle.dumps(descriptions)),
+            cached_plan=cached.digest,
+            failed_saves=failures(RankKey(coordinator.rank, coordinator.world_size)),
+        )
+
+    doing = "checking the arguments of save"
+    requests = gather_from_every_rank(coordinator, doing, check_arguments, error_type=ValueError)
+    _check_earlier_saves(requests, coordinator)
+    _check_same_save(requests)
+    digest = "".join(request.layout_digest for request in requests)
+    if any(request.cached_plan != digest for request in requests):
+        plan = plan_save(coordinator.all_gather_object(descriptions))
+        cached = _CachedPlan(digest, plan, lay_out(plan.writes[coordinator.rank], plan.tensors))
+        _cache[cache_key] = cached
+    store, save_id = open_store(path), requests[0].save_id
+    task = SaveTask(
+        save_id=save_id,
+        location=store.location,
+        transaction=store.begin_save(options.tag, save_id, overwrite=options.overwrite),
+        layout=cached.layout,
+        plan=cached.plan,
+        options=options,
+        all_rank_objects={
+            rank: request.rank_objects for rank, request in enumerate(requests) if request.rank_objects is not None
+        },
+    )
+    return task, sharded
+
+
+def _check_options(options: SaveOptions) -> None:
+    check_tag(options.tag)
+    step = options.step
+    if step is not None and (type(step) is not int or step < 0):
+        raise ValueError(f"step={step!r} is not a number of steps; pass an int of 0 or more, or None")
+    check_json(options.objects, "objects")
+    check_json(options.rank_objects, "rank_objects")
+    check_json(options.mesh, "mesh")
+    for name, content in (options.extra or {}).items():
+        extra_file_name("0" * 32, name)
+        if not isinstance(content, bytes):
+            raise ValueError(f"extra[{name!r}] is a {type(content).__name__}; pass the file's content as bytes")
+
+
+def _check_name(name: str) -> str:
+    if not isinstance(name, str) or _RESERVED_NAME.fullmatch(name):
+        raise ValueError(f"the name {name!r} is not allowed: empty, '__metadata__' or ending in a box like [0:4]")
+    return name
+
+
+def _describe(tensor: ShardedTensor) -> TensorDescription:
+    boxes = tuple(shard.box for shard in tensor.shards)
+    return TensorDescription(CODE_OF_DTYPE[tensor.dtype], tensor.global_shape, boxes)
+
+
+def _check_earlier_saves(requests: list[_Request], coordinator: Coordinator) -> None:
+    """Errors of saves in the background are raised here if nobody waited for those, on all ranks and once."""
+    failed = {save_id: text for request in requests for save_id, text in request.failed_saves.items()}
+    settle(RankKey(coordinator.rank, coordinator.world_size), set(failed))
+    if failed:
+        raise CheckpointError("; ".join(sorted(failed.values())) + "; this save has not begun")
+
+
+def _check_same_save(requests: list[_Request]) -> None:
+    expected = requests[0].common
+    for rank, request in enumerate(requests):
+        if request.common != expected:
+            raise ValueError(
+                f"ranks want different saves: (tag, step, overwrite) is {expected} on rank 0 but {request.common} on "
+                f"rank {rank}"
+            )

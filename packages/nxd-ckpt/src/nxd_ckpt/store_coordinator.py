@@ -1,0 +1,158 @@
+"""Gathering objects through a torch key-value store, with a deadline that names the ranks that did not answer.
+
+A process group's own collectives would not do: they say neither in time nor at all who is missing, and some backends
+take tensors of an accelerator only. The store is what every process group was made from, and one can also be opened
+from another process, so the same code serves a save in the background.
+"""
+
+import pickle
+import threading
+import time
+import zlib
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from nxd_ckpt.errors import CheckpointError
+
+# Stores refuse values of more than 8 MiB.
+_PART_BYTES = 4 * 2**20
+# What the exchange itself may take beyond the time that a rank waits.
+_GRACE_SECONDS = 5.0
+
+_of_group: "WeakKeyDictionary[dist.ProcessGroup, StoreCoordinator]" = WeakKeyDictionary()
+
+
+def coordinator_of_group(process_group: "dist.ProcessGroup | None", timeout: float) -> "StoreCoordinator":
+    """Gathers over the members of a process group of any backend, through the store that groups are made from.
+
+    Called once per save or load, by all members: what was left of an earlier one is not mistaken for this one.
+
+    Raises:
+        ValueError: this process is not a member.
+    """
+    group = process_group if process_group is not None else dist.group.WORLD
+    rank = dist.get_rank(group)
+    if rank < 0 or group is None:
+        raise ValueError("this process is not a member of the given process_group")
+    if group not in _of_group:
+        prefix = f"nxd_ckpt/{group.group_name}"
+        _of_group[group] = StoreCoordinator(_get_default_store(), rank, group.size(), prefix=prefix, timeout=timeout)
+    _of_group[group].begin(timeout)
+    return _of_group[group]
+
+
+class StoreCoordinator:
+    """A `Coordinator` over a key-value store that all ranks reach.
+
+    Args:
+        store: torch's TCPStore, FileStore or HashStore.
+        rank: number of this rank.
+        world_size: how many ranks take part.
+        prefix: of its keys; the same on all ranks and used by no other coordinator on this store.
+        timeout: seconds to wait for the others in each gather.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int, *, prefix: str, timeout: float) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self._store = dist.PrefixStore(prefix, store)
+        self._timeout = timeout
+        self._session = 0
+        self._round = 0
+        self._keys: list[str] = []
+
+    @property
+    def store(self) -> dist.Store:
+        """The store, as seen under this coordinator's prefix."""
+        return self._store
+
+    def begin(self, timeout: float) -> None:
+        """Starts anew, so that a rank which left the last save halfway is in step again. Called by all ranks."""
+        self._timeout = timeout
+        self._session += 1
+        self._round = 0
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Every rank's value, in rank order.
+
+        Raises:
+            CheckpointError: ranks did not answer in time; names them, on every rank that still runs.
+        """
+        result: list[Any] = []
+
+        def exchange() -> None:
+            try:
+                result.append(self._exchange(value))
+            except Exception as error:  # handed on to the thread that waits
+                result.append(error)
+
+        # In a thread of its own, since a call to the store blocks for good if the process that hosts it is stopped.
+        thread = threading.Thread(target=exchange, name="nxd_ckpt gather", daemon=True)
+        thread.start()
+        thread.join(self._timeout + _GRACE_SECONDS)
+        if not result:
+            raise CheckpointError(
+                f"rank {self.rank} of {self.world_size} heard nothing from the process that hosts the process group's "
+                f"store (rank 0, or its launcher) for {self._timeout:g} seconds: it is stopped or gone"
+            )
+        if isinstance(result[0], CheckpointError):
+            raise result[0]
+        if isinstance(result[0], Exception):
+            raise CheckpointError(
+                f"rank {self.rank} of {self.world_size} lost contact with the other ranks: {result[0]}"
+            ) from result[0]
+        return result[0]
+
+    def _exchange(self, value: Any) -> list[Any]:
+        """Rank 0 collects and publishes. Whoever waits too long publishes who is missing: the first word counts."""
+        here = f"{self._session}/{self._round}"
+        self._round += 1
+        deadline = time.monotonic() + self._timeout
+        stale, self._keys = self._keys, []
+        self._put(f"{here}/{self.rank}", zlib.compress(pickle.dumps(value), 1))
+        if self.rank == 0:
+            from_ranks = [f"{here}/{rank}" for rank in range(self.world_size)]
+            if self._wait(from_ranks, deadline):
+                self._put(f"{here}/all", pickle.dumps([self._get(key) for key in from_ranks]))
+                self._say(here, "complete")
+        if not self._wait([f"{here}/outcome"], deadline):
+            missing = [rank for rank in range(self.world_size) if not self._store.check([f"{here}/{rank}"])]
+            self._say(here, ", ".join(map(str, missing or [0])))
+        outcome = self._store.get(f"{here}/outcome").decode()
+        if outcome != "complete":
+            raise CheckpointError(
+                f"no answer within {self._timeout:g} seconds from rank {outcome} of {self.world_size}; it is stopped, "
+                "gone, or needs longer than timeout="
+            )
+        for key in stale:  # every rank has come this far, so none still reads what was said before
+            self._store.delete_key(key)
+        return [pickle.loads(zlib.decompress(data)) for data in pickle.loads(self._get(f"{here}/all"))]
+
+    def _say(self, here: str, outcome: str) -> None:
+        key = f"{here}/outcome"
+        self._store.compare_set(key, "", outcome)
+        self._keys.append(key)
+
+    def _wait(self, keys: list[str], deadline: float) -> bool:
+        """Whether all keys are there before the deadline. Asks again and again, so that other threads can, too."""
+        pause = 0.001
+        while not self._store.check(keys):
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+        return True
+
+    def _put(self, key: str, data: bytes) -> None:
+        parts = [data[start : start + _PART_BYTES] for start in range(0, len(data), _PART_BYTES)]
+        for number, part in enumerate(parts):
+            self._store.set(f"{key}/part{number}", part)  # type: ignore[arg-type]  # takes bytes, too
+            self._keys.append(f"{key}/part{number}")
+        self._store.set(key, str(len(parts)))
+        self._keys.append(key)
+
+    def _get(self, key: str) -> bytes:
+        return b"".join(self._store.get(f"{key}/part{number}") for number in range(int(self._store.get(key))))

@@ -1,0 +1,33 @@
+"""Where checkpoints lie: one small interface, and the kinds of storage behind it.
+
+`open_store` picks by the form of the path; each kind has a file of its own.
+"""
+
+import os
+
+from nxd_ckpt.stores.interface import Capabilities, Garbage, Piece, SaveTransaction, Store
+from nxd_ckpt.stores.posix import PosixStore
+from nxd_ckpt.stores.tags import check_tag
+
+__all__ = ["Capabilities", "Garbage", "Piece", "SaveTransaction", "Store", "check_tag", "open_store"]
+
+
+def open_store(path: "str | os.PathLike[str]") -> Store:
+    """The store at a path. Makes nothing yet, and needs none to be there.
+
+    Args:
+        path: a folder, or a URL that fsspec knows, such as "s3://bucket/runs". Options of its file system come from
+            fsspec's configuration or from the environment.
+
+    Raises:
+        ValueError: the scheme of the URL is not known.
+        ImportError: the package for this scheme is not installed; says which.
+    """
+    root = os.fspath(path)
+    if root.startswith("file://"):
+        root = root.removeprefix("file://")
+    if "://" not in root:
+        return PosixStore(os.path.abspath(root))
+    from nxd_ckpt.stores.fsspec_store import FsspecStore  # noqa: PLC0415 - fsspec takes its time to import
+
+    return FsspecStore(root)

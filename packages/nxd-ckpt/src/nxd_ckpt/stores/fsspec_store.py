@@ -1,0 +1,223 @@
+"""A checkpoint root in an object store, through the fsspec file system of its URL: `memory://`, `s3://`, `gs://`, ...
+
+    <root>/<tag>/manifest.json, <root>/<tag>/data/..., <root>/<tag>/extra/...
+    <root>/.pins/<tag>    says that this checkpoint is pinned
+    <root>/LATEST         the tag that was committed last, for people; nothing here reads it
+
+Nothing can be renamed here: files are written under their final keys, and the put of the manifest makes them a
+checkpoint (`fsspec_save.py`). Of this package, this file alone imports fsspec.
+"""
+
+import contextlib
+import re
+from collections.abc import Collection, Iterator, Sequence
+from datetime import UTC, datetime, timedelta
+
+import fsspec
+
+from nxd_ckpt.errors import CheckpointError
+from nxd_ckpt.manifest import FILE_FOLDERS, MANIFEST_NAME, MAX_MANIFEST_BYTES, decode, is_file_name
+from nxd_ckpt.stores.fsspec_objects import os_errors, protocols_of
+from nxd_ckpt.stores.fsspec_save import FsspecSave
+from nxd_ckpt.stores.interface import Capabilities, Garbage, Piece
+from nxd_ckpt.stores.tags import is_tag
+
+_PINS_FOLDER = ".pins"
+_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"}
+
+# fsspec takes some of these for patterns or options, and object stores ask to avoid the others.
+_UNSAFE_IN_KEYS = re.compile(r"[*?\[\]{}#%\"<>|^~`]|::")
+
+_REQUEST_BYTES = 16 * 2**20
+_PARALLEL_REQUESTS = 8
+_MAX_GAP = 64 * 2**10  # reading these bytes along is faster than another request
+
+
+class FsspecStore:
+    """A folder in an object store. Objects of this class can be pickled.
+
+    Raises:
+        ValueError: no file system of fsspec goes by this scheme.
+        ImportError: the package for this scheme is not installed.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.location = url.rstrip("/")
+        scheme = url.partition("://")[0]
+        try:
+            self.fs, self._root = fsspec.core.url_to_fs(url, use_listings_cache=False)
+        except ImportError as error:
+            remedy = f"pip install 'nxd-ckpt[{_EXTRAS[scheme]}]'" if scheme in _EXTRAS else "install what it names"
+            raise ImportError(f"path={url!r} cannot be opened: {error}; {remedy}") from error
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """See `Store.capabilities`."""
+        protocols = protocols_of(self.fs)
+        return Capabilities(
+            atomic_rename=False,
+            conditional_put=bool(protocols & {"s3", "gs", "memory"}),
+            checksums=bool(protocols & {"s3", "gs"}),
+            other_processes="memory" not in protocols,
+        )
+
+    def where(self, tag: str, file: str = MANIFEST_NAME) -> str:
+        """See `Store.where`."""
+        return f"{self.location}/{tag}/{file}"
+
+    def key(self, tag: str, file: str = MANIFEST_NAME) -> str:
+        """The address of a file as the file system takes it.
+
+        Raises:
+            ValueError: object stores do not take this tag.
+        """
+        if _UNSAFE_IN_KEYS.search(f"{tag}/{file}"):
+            raise ValueError(
+                f'tag {tag!r} is not allowed in an object store: leave out * ? [ ] {{ }} # % " < > | ^ ~ ` ::'
+            )
+        return f"{self._root}/{tag}/{file}"
+
+    def tags(self) -> list[str]:
+        """See `Store.tags`."""
+        return [tag for tag in self._folders() if self._has_manifest(tag)]
+
+    def read_manifest(self, tag: str) -> bytes:
+        """See `Store.read_manifest`."""
+        if self.file_size(tag, MANIFEST_NAME) > MAX_MANIFEST_BYTES:
+            raise CheckpointError(f"{self.where(tag)} is larger than a manifest can be ({MAX_MANIFEST_BYTES} bytes)")
+        with os_errors():
+            content: bytes = self.fs.cat_file(self.key(tag))
+        return content
+
+    def file_size(self, tag: str, file: str) -> int:
+        """See `Store.file_size`."""
+        with os_errors():
+            return int(self.fs.info(self.key(tag, file))["size"])
+
+    def read_into(self, tag: str, file: str, pieces: Sequence[Piece]) -> None:
+        """See `Store.read_into`: by ranges, several at a time."""
+        key, spans = self.key(tag, file), list(_spans(pieces))
+        for first in range(0, len(spans), _PARALLEL_REQUESTS):
+            group = spans[first : first + _PARALLEL_REQUESTS]
+            starts, ends = [span[0].offset for span in group], [_end(span[-1]) for span in group]
+            with os_errors():
+                contents = self.fs.cat_ranges([key] * len(group), starts, ends, on_error="return")
+                if failed := [content for content in contents if isinstance(content, Exception)]:
+                    raise failed[0]
+            for span, start, end, content in zip(group, starts, ends, contents, strict=True):
+                if len(content) < end - start:
+                    missing = end - start - len(content)
+                    raise CheckpointError(f"the file ends at byte {start + len(content)}, {missing} bytes early")
+                for piece in span:
+                    piece.destination[:] = memoryview(content)[piece.offset - start : _end(piece) - start]
+
+    def delete(self, tag: str) -> None:
+        """See `Store.delete`: the manifest, then the files it spoke of."""
+        files = decode(self.read_manifest(tag), self.where(tag)).files
+        with os_errors():
+            self.fs.rm_file(self.key(tag))
+        self.remove_files(tag, files)
+
+    def begin_save(self, tag: str, save_id: str, *, overwrite: bool) -> FsspecSave:
+        """See `Store.begin_save`."""
+        return FsspecSave(self, tag, save_id, overwrite=overwrite)
+
+    def pinned(self) -> set[str]:
+        """See `Store.pinned`."""
+        return set(self._names(f"{self._root}/{_PINS_FOLDER}"))
+
+    def set_pinned(self, tag: str, *, to: bool) -> None:
+        """See `Store.set_pinned`."""
+        pin = self.key(_PINS_FOLDER, tag)
+        with os_errors():
+            if to:
+                self.fs.pipe_file(pin, b"")
+            else:
+                with contextlib.suppress(FileNotFoundError):
+                    self.fs.rm_file(pin)
+
+    def garbage(self, *, dead_after: float, delete: bool) -> list[Garbage]:
+        """See `Store.garbage`: what no manifest speaks of and is older than `dead_after`."""
+        found = []
+        for tag in self._folders():
+            files = self.files(tag)  # before the manifest, which may appear meanwhile
+            dead = [file for file in self._unknown(tag, files) if self._is_older(tag, file, dead_after)]
+            found += [Garbage(self.where(tag, file), files[file]) for file in dead]
+            if delete:
+                self.remove_files(tag, dead)
+        return found
+
+    def files(self, tag: str) -> dict[str, int]:
+        """Names and sizes of all files under a tag that this package could have written, whether it is complete."""
+        found = {}
+        for folder in FILE_FOLDERS:
+            with os_errors(), contextlib.suppress(FileNotFoundError):
+                for entry in self.fs.ls(self.key(tag, folder), detail=True):
+                    found[f"{folder}/{_last_part(entry['name'])}"] = int(entry["size"] or 0)
+        return {file: size for file, size in sorted(found.items()) if is_file_name(file)}
+
+    def remove_files(self, tag: str, files: Collection[str]) -> None:
+        """Frees the space of files; those that are not there any more are fine."""
+        doomed = [self.key(tag, file) for file in self.files(tag) if file in files]
+        if doomed:
+            with os_errors(), contextlib.suppress(FileNotFoundError):
+                self.fs.rm(doomed)
+
+    def note_latest(self, tag: str) -> None:
+        """Leaves the hint `LATEST`."""
+        with os_errors():
+            self.fs.pipe_file(f"{self._root}/LATEST", f"{tag}\n".encode())
+
+    def _folders(self) -> list[str]:
+        return [name for name in self._names(self._root) if is_tag(name) and not _UNSAFE_IN_KEYS.search(name)]
+
+    def _names(self, folder: str) -> list[str]:
+        with os_errors():
+            try:
+                return sorted({_last_part(name) for name in self.fs.ls(folder, detail=False)})
+            except FileNotFoundError:
+                return []
+
+    def _has_manifest(self, tag: str) -> bool:
+        try:
+            self.file_size(tag, MANIFEST_NAME)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def _unknown(self, tag: str, files: Collection[str]) -> list[str]:
+        """Those of the files that no manifest speaks of; none where the manifest is damaged."""
+        try:
+            known = decode(self.read_manifest(tag), self.where(tag)).files
+        except FileNotFoundError:
+            return list(files)
+        except CheckpointError:
+            return []
+        return [file for file in files if file not in known]
+
+    def _is_older(self, tag: str, file: str, seconds: float) -> bool:
+        with os_errors():
+            changed: datetime = self.fs.modified(self.key(tag, file))
+        return datetime.now(UTC) - changed.astimezone(UTC) >= timedelta(seconds=seconds)
+
+
+def _last_part(name: str) -> str:
+    return name.rstrip("/").rpartition("/")[2]
+
+
+def _end(piece: Piece) -> int:
+    return piece.offset + piece.destination.nbytes
+
+
+def _spans(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
+    """Groups pieces that are fetched by one request each, cutting those that are too large for one."""
+    span: list[Piece] = []
+    for piece in pieces:
+        for start in range(0, piece.destination.nbytes, _REQUEST_BYTES):
+            part = Piece(piece.offset + start, piece.destination[start : start + _REQUEST_BYTES])
+            if span and (part.offset - _end(span[-1]) > _MAX_GAP or _end(part) - span[0].offset > _REQUEST_BYTES):
+                yield span
+                span = []
+            span.append(part)
+    if span:
+        yield span

@@ -1,0 +1,221 @@
+"""A checkpoint root on a POSIX file system: its folders, and the few operations that change them safely.
+
+    <root>/<tag>/manifest.json, <root>/<tag>/data/...   a checkpoint
+    <root>/.staging/lock, <root>/.staging/<save_id>/    a save that is not committed yet
+    <root>/.trash/                                      a checkpoint on its way out
+    <root>/.pins/, <root>/LATEST                        see `posix_housekeeping.py`
+
+A new checkpoint appears by one rename of its folder. One that is overwritten changes by one rename of its manifest: the
+new data files, whose names are unique to the save, are moved next to the old ones first. What the files contain is not
+known here, except for the names above.
+"""
+
+import os
+import uuid
+from collections.abc import Iterable, Sequence
+
+from nxd_ckpt.errors import CheckpointError
+from nxd_ckpt.files import (
+    existing_file,
+    make_folders,
+    new_file,
+    read_vectored,
+    remove,
+    sync_folder,
+    unlock,
+    write_fully,
+)
+from nxd_ckpt.manifest import FILE_FOLDERS, MANIFEST_NAME, MAX_MANIFEST_BYTES, is_file_name
+from nxd_ckpt.stores.interface import Capabilities, Garbage, Piece
+from nxd_ckpt.stores.posix_housekeeping import (
+    LOCK_NAME,
+    STAGING_FOLDER,
+    TRASH_FOLDER,
+    garbage,
+    note_latest,
+    pinned,
+    set_pinned,
+    take_lock,
+)
+from nxd_ckpt.stores.tags import is_tag
+
+
+class PosixStore:
+    """A local folder, or a mounted one that all ranks share."""
+
+    capabilities = Capabilities(atomic_rename=True, conditional_put=False, checksums=False, other_processes=True)
+
+    def __init__(self, root: str) -> None:
+        self.location = root
+
+    def where(self, tag: str, file: str = MANIFEST_NAME) -> str:
+        """See `Store.where`."""
+        return os.path.join(self.location, tag, file)
+
+    def tags(self) -> list[str]:
+        """See `Store.tags`."""
+        try:
+            names = os.listdir(self.location)
+        except FileNotFoundError:
+            return []
+        return [name for name in sorted(names) if is_tag(name) and os.path.isfile(self.where(name))]
+
+    def read_manifest(self, tag: str) -> bytes:
+        """See `Store.read_manifest`."""
+        try:
+            with (
+                existing_file(os.path.join(self.location, tag), MANIFEST_NAME) as fd,
+                os.fdopen(fd, "rb", closefd=False) as file,
+            ):
+                content = file.read(MAX_MANIFEST_BYTES + 1)
+        except NotADirectoryError as error:
+            raise FileNotFoundError(error.errno, error.strerror, self.where(tag)) from None
+        if len(content) > MAX_MANIFEST_BYTES:
+            raise CheckpointError(f"{self.where(tag)} is larger than a manifest can be ({MAX_MANIFEST_BYTES} bytes)")
+        return content
+
+    def file_size(self, tag: str, file: str) -> int:
+        """See `Store.file_size`."""
+        with existing_file(os.path.join(self.location, tag), file) as fd:
+            return os.fstat(fd).st_size
+
+    def read_into(self, tag: str, file: str, pieces: Sequence[Piece]) -> None:
+        """See `Store.read_into`."""
+        with existing_file(os.path.join(self.location, tag), file) as fd:
+            read_vectored(fd, [(piece.offset, piece.destination) for piece in pieces])
+
+    def delete(self, tag: str) -> None:
+        """See `Store.delete`: one rename out of sight, then its space is freed."""
+        trash = os.path.join(self.location, TRASH_FOLDER)
+        make_folders(trash)
+        doomed = os.path.join(trash, uuid.uuid4().hex)
+        os.rename(os.path.join(self.location, tag), doomed)
+        sync_folder(self.location)
+        remove(doomed)
+
+    def begin_save(self, tag: str, save_id: str, *, overwrite: bool) -> "PosixSave":
+        """See `Store.begin_save`."""
+        return PosixSave(self.location, tag, save_id, overwrite=overwrite)
+
+    def pinned(self) -> set[str]:
+        """See `Store.pinned`."""
+        return pinned(self.location)
+
+    def set_pinned(self, tag: str, *, to: bool) -> None:
+        """See `Store.set_pinned`."""
+        set_pinned(self.location, tag, to=to)
+
+    def garbage(self, *, dead_after: float, delete: bool) -> list[Garbage]:
+        """See `Store.garbage`."""
+        return garbage(self, dead_after=dead_after, delete=delete)
+
+
+class PosixSave:
+    """A `SaveTransaction` that stages in a folder beside the checkpoints and commits by one rename."""
+
+    def __init__(self, root: str, tag: str, save_id: str, *, overwrite: bool) -> None:
+        self._root = root
+        self._target = os.path.join(root, tag)
+        self._staging = os.path.join(root, STAGING_FOLDER)
+        self._staged = os.path.join(self._staging, save_id)
+        self._overwrite = overwrite
+        self._begun = False
+        self._lock: int | None = None
+
+    def begin(self) -> None:
+        """See `SaveTransaction.begin`: takes the root's lock and makes the staging folder."""
+        self._lock = take_lock(self._root)
+        self._begun = True
+        self._check_target()
+        if self._lock is not None:  # nobody else is saving, so whatever lies there belongs to a save that died
+            _clear(self._staging, keep=LOCK_NAME)
+            _clear(os.path.join(self._root, TRASH_FOLDER))
+        os.makedirs(os.path.join(self._staged, "data"))
+
+    def write_file(self, file: str, parts: "Iterable[bytes | memoryview]") -> None:
+        """See `SaveTransaction.write_file`: into the staging folder."""
+        if not os.path.isdir(self._staged):
+            raise CheckpointError(
+                f"{self._staged} is not here, though rank 0 made it; path must lie on a file system that all "
+                "ranks share"
+            )
+        path = os.path.join(self._staged, file)
+        if not os.path.isdir(os.path.dirname(path)):
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+        with new_file(path) as fd:
+            for part in parts:
+                write_fully(fd, part)
+
+    def file_size(self, file: str) -> int:
+        """See `SaveTransaction.file_size`."""
+        return os.lstat(os.path.join(self._staged, file)).st_size
+
+    def commit(self, manifest: bytes) -> None:
+        """See `SaveTransaction.commit`: by one rename, of the staged folder or of the manifest."""
+        with new_file(os.path.join(self._staged, MANIFEST_NAME)) as fd:
+            write_fully(fd, manifest)
+        self._check_target()
+        if os.path.lexists(self._target):
+            _replace(self._staged, self._target)
+        else:
+            _publish(self._staged, self._target)
+        note_latest(self._root, os.path.basename(self._target))
+
+    def end(self) -> None:
+        """See `SaveTransaction.end`: clears staging and releases the lock."""
+        try:
+            if self._begun:
+                remove(self._staged)
+        finally:
+            if self._lock is not None:
+                unlock(self._lock)
+            self._begun, self._lock = False, None
+
+    def _check_target(self) -> None:
+        if not os.path.lexists(self._target):
+            return
+        if not os.path.isfile(os.path.join(self._target, MANIFEST_NAME)):
+            raise CheckpointError(f"{self._target} exists and is not a checkpoint; move it or choose another tag")
+        if not self._overwrite:
+            raise CheckpointError(f"{self._target} exists; choose another tag or pass overwrite=True")
+
+
+def _file_folders(checkpoint: str) -> list[str]:
+    """The folders with files that a checkpoint has."""
+    folders = [os.path.join(checkpoint, name) for name in FILE_FOLDERS]
+    return [folder for folder in folders if os.path.isdir(folder)]
+
+
+def _publish(staged: str, target: str) -> None:
+    """Makes the staged folder a checkpoint by one rename."""
+    for folder in _file_folders(staged):
+        sync_folder(folder)
+    sync_folder(staged)
+    os.rename(staged, target)  # fails if a folder with content has appeared there
+    sync_folder(os.path.dirname(target))
+
+
+def _replace(staged: str, target: str) -> None:
+    """Turns the checkpoint in `target` into the staged one; the rename of the manifest is the commit."""
+    new_files: set[str] = set()
+    for folder in _file_folders(staged):
+        target_folder = os.path.join(target, os.path.basename(folder))
+        make_folders(target_folder)
+        for name in os.listdir(folder):
+            os.rename(os.path.join(folder, name), os.path.join(target_folder, name))
+            new_files.add(os.path.join(target_folder, name))
+        sync_folder(target_folder)
+    os.replace(os.path.join(staged, MANIFEST_NAME), os.path.join(target, MANIFEST_NAME))
+    sync_folder(target)
+    for folder in _file_folders(target):
+        for name in os.listdir(folder):
+            path = os.path.join(folder, name)
+            if path not in new_files and is_file_name(f"{os.path.basename(folder)}/{name}"):
+                remove(path)
+
+
+def _clear(folder: str, keep: str = "") -> None:
+    if os.path.isdir(folder):
+        for name in os.listdir(folder):
+            if name != keep:
+                remove(os.path.join(folder, name))

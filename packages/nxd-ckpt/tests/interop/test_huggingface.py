@@ -1,0 +1,196 @@
+import json
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from nxd_ckpt import CheckpointError, open_checkpoint, save
+from nxd_ckpt.interop import from_checkpoint, open_hugging_face, read_whole, save_source, write_hugging_face
+from safetensors.torch import load_file, save_file
+
+INDEX = "model.safetensors.index.json"
+
+
+def write_raw(path: Path, entries: dict | str, payload: bytes = b"") -> None:
+    text = (entries if isinstance(entries, str) else json.dumps(entries)).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + payload)
+
+
+def write_model(folder: Path, tensors: dict[str, torch.Tensor], **options) -> list[str]:
+    save(folder / "ours", "a", tensors)
+    return write_hugging_face(from_checkpoint(open_checkpoint(folder / "ours", "a")), folder / "hf", **options)
+
+
+def test_every_dtype_out_is_what_the_safetensors_library_reads(tmp_path, every_dtype, bits):
+    files = write_model(tmp_path, every_dtype)
+
+    read = load_file(tmp_path / "hf" / "model.safetensors")
+    assert files == ["model.safetensors"]
+    assert {name: bits(tensor) for name, tensor in read.items()} == {n: bits(t) for n, t in every_dtype.items()}
+    assert all((read[name].dtype, read[name].shape) == (t.dtype, t.shape) for name, t in every_dtype.items())
+
+
+def test_every_dtype_comes_in_bit_by_bit(tmp_path, every_dtype, bits):
+    save_file({name: tensor.contiguous() for name, tensor in every_dtype.items()}, tmp_path / "model.safetensors")
+
+    save_source(open_hugging_face(tmp_path), tmp_path / "ours", "a")
+
+    checkpoint = open_checkpoint(tmp_path / "ours", "a")
+    assert {n: bits(checkpoint.read(n)) for n in checkpoint.tensors} == {n: bits(t) for n, t in every_dtype.items()}
+
+
+def test_several_files_obey_max_shard_size_and_the_index(tmp_path, every_dtype):
+    tensors = {f"layers.{i}.weight": torch.randn(100) for i in range(5)} | {"large": torch.randn(1000)}
+
+    files = write_model(tmp_path, tensors, max_shard_size=1000)
+
+    index = json.loads((tmp_path / "hf" / INDEX).read_text())
+    assert files == [*(f"model-0000{i}-of-00004.safetensors" for i in (1, 2, 3, 4)), INDEX]
+    assert index["metadata"]["total_size"] == 4 * 1500
+    for file in files[:-1]:
+        read = load_file(tmp_path / "hf" / file)
+        assert sum(tensor.nbytes for tensor in read.values()) <= 1000 or list(read) == ["large"]
+        assert all(index["weight_map"][name] == file and torch.equal(read[name], tensors[name]) for name in read)
+    assert set(index["weight_map"]) == set(tensors)
+    source = open_hugging_face(tmp_path / "hf")
+    assert all(torch.equal(read_whole(source, name), tensor) for name, tensor in tensors.items())
+
+
+def test_conversion_leaves_counts_and_masks_alone(tmp_path):
+    tensors = {"w": torch.randn(4, 4), "count": torch.tensor(7), "mask": torch.tensor([True, False])}
+
+    write_model(tmp_path, tensors, dtype=torch.bfloat16)
+    save_source(open_hugging_face(tmp_path / "hf"), tmp_path / "back", "b", dtype=torch.float64)
+
+    read = load_file(tmp_path / "hf" / "model.safetensors")
+    back = open_checkpoint(tmp_path / "back", "b")
+    assert torch.equal(read["w"], tensors["w"].to(torch.bfloat16))
+    assert torch.equal(back.read("w"), read["w"].to(torch.float64))
+    assert torch.equal(back.read("count"), tensors["count"])
+    assert torch.equal(back.read("mask"), tensors["mask"])
+
+
+@pytest.mark.parametrize("conversion", [None, torch.bfloat16])
+def test_no_more_than_a_tensor_is_in_memory(tmp_path, own_memory, conversion):
+    for part in range(3):
+        tensors = {f"{part}.{i}": torch.full((2**20,), float(i)) for i in range(10)}
+        save_file(tensors, tmp_path / f"model-{part}.safetensors")
+    del tensors
+    weight_map = {f"{part}.{i}": f"model-{part}.safetensors" for part in range(3) for i in range(10)}
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    before, peaks = own_memory(), []
+
+    def watch(name: str, num_bytes: int) -> None:
+        peaks.append(own_memory() - before)
+
+    save_source(open_hugging_face(tmp_path), tmp_path / "ours", "a", dtype=conversion, progress=watch)
+    write_hugging_face(
+        from_checkpoint(open_checkpoint(tmp_path / "ours", "a")), tmp_path / "hf", dtype=conversion, progress=watch
+    )
+
+    assert len(peaks) == 60
+    assert max(peaks) < 24 * 2**20  # of 120 MiB; a tensor has 4
+
+
+@pytest.mark.parametrize(
+    "file",
+    ["../outside.safetensors", "/etc/outside.safetensors", "a/b.safetensors", ".safetensors", "model.bin", 7, None],
+)
+def test_an_index_can_only_name_plain_files(tmp_path, file):
+    save_file({"w": torch.ones(1)}, tmp_path / "outside.safetensors")
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / INDEX).write_text(json.dumps({"weight_map": {"w": file}}))
+
+    with pytest.raises(CheckpointError, match="no plain file name"):
+        open_hugging_face(tmp_path / "hf")
+
+
+@pytest.mark.parametrize("index", ["", "[]", "{}", '{"weight_map": 3}', "[" * 100_000])
+def test_an_index_that_is_none_is_refused(tmp_path, index):
+    (tmp_path / INDEX).write_text(index)
+
+    with pytest.raises(CheckpointError, match=r"index.json cannot be used"):
+        open_hugging_face(tmp_path)
+
+
+def test_an_index_and_files_that_contradict_one_another_are_refused(tmp_path):
+    save_file({"w": torch.ones(1), "secret": torch.ones(1)}, tmp_path / "a.safetensors")
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"w": "a.safetensors", "v": "a.safetensors"}}))
+
+    with pytest.raises(CheckpointError, match=r"(?s)'v' should be in a.safetensors.*'secret' is in a.safetensors"):
+        open_hugging_face(tmp_path)
+
+
+ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+
+
+@pytest.mark.parametrize(
+    ("entries", "payload", "message"),
+    [
+        ({"w": ENTRY}, bytes(7), "the file at"),
+        ({"w": ENTRY}, bytes(9), "the file at"),
+        ({"w": ENTRY, "v": ENTRY}, bytes(8), "overlap or have holes"),
+        ({"w": ENTRY | {"data_offsets": [4, 12]}}, bytes(12), "overlap or have holes"),
+        ({"w": ENTRY | {"shape": [3]}}, bytes(8), "cannot be the bytes"),
+        ({"w": ENTRY | {"shape": [-2]}}, bytes(8), "has the shape"),
+        ({"w": ENTRY | {"shape": [2**40]}}, bytes(8), "cannot be the bytes"),
+        ({"w": ENTRY | {"shape": [0, 2**40, 2**40], "data_offsets": [0, 0]}}, b"", "has the shape"),
+        ({"w": ENTRY | {"dtype": "F7"}}, bytes(8), "type 'F7'"),
+        ({"w": 3}, b"", "not a whole safetensors file"),
+        ('{"w": 1, "w": 2}', b"", "occurs twice"),
+        ("[]", b"", "not a whole safetensors file"),
+        ("[" * 100_000, b"", "not a whole safetensors file"),
+    ],
+)
+def test_a_header_that_lies_is_refused(tmp_path, entries, payload, message):
+    write_raw(tmp_path / "model.safetensors", entries, payload)
+
+    with pytest.raises(CheckpointError, match=message):
+        open_hugging_face(tmp_path)
+
+
+def test_a_header_that_is_longer_than_its_file_is_refused(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", 2**60) + b"{}")
+
+    with pytest.raises(CheckpointError, match="claims 1152921504606846976 bytes"):
+        open_hugging_face(tmp_path)
+
+
+def test_tensors_at_odd_bytes_are_read(tmp_path):
+    entries = {"a": {"dtype": "U8", "shape": [3], "data_offsets": [0, 3]}, "w": ENTRY | {"data_offsets": [3, 11]}}
+    write_raw(tmp_path / "model.safetensors", entries, b"\1\2\3" + struct.pack("<2f", 1.5, -2.0))
+
+    assert read_whole(open_hugging_face(tmp_path), "w").tolist() == [1.5, -2.0]
+
+
+def test_a_folder_without_a_model_is_refused_by_name(tmp_path):
+    with pytest.raises(CheckpointError, match=r"holds neither model.safetensors.index.json nor model.safetensors"):
+        open_hugging_face(tmp_path)
+
+
+def test_a_model_that_is_there_is_never_overwritten(tmp_path):
+    write_model(tmp_path, {"w": torch.ones(2)})
+
+    with pytest.raises(ValueError, match=r"already holds a model.safetensors"):
+        write_hugging_face(open_hugging_face(tmp_path / "hf"), tmp_path / "hf")
+
+
+@pytest.mark.parametrize("size", ["5 parsecs", "", "0GB", 0, -1])
+def test_a_size_that_is_none_is_refused(tmp_path, size):
+    save_file({"w": torch.ones(1)}, tmp_path / "model.safetensors")
+
+    with pytest.raises(ValueError, match=r"no size|too small"):
+        write_hugging_face(open_hugging_face(tmp_path), tmp_path / "hf", max_shard_size=size)
+
+
+def test_a_read_that_fails_leaves_no_model_behind(tmp_path):
+    save(tmp_path / "ours", "a", {"w": torch.ones(2), "v": torch.ones(2)})
+    checkpoint = open_checkpoint(tmp_path / "ours", "a")
+    for file in (tmp_path / "ours").rglob("*.safetensors"):
+        file.write_bytes(b"")
+
+    with pytest.raises(CheckpointError):
+        write_hugging_face(from_checkpoint(checkpoint), tmp_path / "hf")
+
+    with pytest.raises(CheckpointError, match="holds neither"):
+        open_hugging_face(tmp_path / "hf")

@@ -1,0 +1,52 @@
+"""Each kind of storage as an empty root: a folder, memory, and S3 played by a local server."""
+
+import uuid
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def s3_server():
+    """The address of a server that speaks S3."""
+    pytest.importorskip("s3fs", reason="needs s3fs: pip install 'nxd-ckpt[s3]'")
+    server = pytest.importorskip("moto.server", reason="needs a local S3: pip install 'moto[server]'")
+    running = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    running.start()
+    host, port = running.get_host_and_port()
+    yield f"http://{host}:{port}"
+    running.stop()
+
+
+@pytest.fixture
+def s3_bucket(s3_server, monkeypatch):
+    """The name of an empty bucket that `s3://` finds."""
+    import fsspec
+
+    for name, value in {
+        "AWS_ENDPOINT_URL": s3_server,
+        "AWS_ACCESS_KEY_ID": "nobody",
+        "AWS_SECRET_ACCESS_KEY": "nothing",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    bucket = f"b-{uuid.uuid4().hex}"
+    fsspec.filesystem("s3", skip_instance_cache=True).mkdir(bucket)
+    return bucket
+
+
+@pytest.fixture(params=["folder", "memory", "s3"])
+def root(request, tmp_path):
+    """An empty place for checkpoints in each kind of storage."""
+    if request.param == "folder":
+        return str(tmp_path / "root")
+    if request.param == "memory":
+        return f"memory://{uuid.uuid4().hex}"
+    return f"s3://{request.getfixturevalue('s3_bucket')}/runs"
+
+
+@pytest.fixture(params=["memory", "s3"])
+def object_root(request):
+    """An empty place for checkpoints in each kind of object store."""
+    if request.param == "memory":
+        return f"memory://{uuid.uuid4().hex}"
+    return f"s3://{request.getfixturevalue('s3_bucket')}/runs"

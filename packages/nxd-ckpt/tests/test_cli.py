@@ -1,0 +1,343 @@
+"""The console script, called as its entry point is; once as the process that it makes."""
+
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+from nxd_ckpt import Shard, ShardedTensor, list_checkpoints, open_checkpoint, save
+from nxd_ckpt.cli import main
+from nxd_ckpt.testing import run_on_threads
+from safetensors.torch import load_file
+from torch.distributed import checkpoint as dcp
+
+WEIGHT = torch.arange(64.0).reshape(8, 8)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Two checkpoints, of two ranks; the newer has another weight."""
+
+    def save_half(ranks) -> None:
+        rows = slice(4 * ranks.rank, 4 * ranks.rank + 4)
+        for step in (1, 2):
+            half = ShardedTensor((8, 8), [Shard(WEIGHT[rows] * step, (rows.start, 0))])
+            state = {"model.layers.0.q_proj.weight": half, "model.norm": torch.ones(2, dtype=torch.bfloat16)}
+            save(tmp_path / "runs", f"step-{step}", state, step=step, objects={"lr": 0.1}, process_group=ranks)
+
+    run_on_threads(save_half, world_size=2)
+    return tmp_path / "runs"
+
+
+@pytest.fixture
+def run(capsys):
+    """`run(*arguments)`: exit code, standard output, standard error."""
+
+    def call(*arguments) -> tuple[int, str, str]:
+        code = main([str(argument) for argument in arguments])
+        return code, *capsys.readouterr()
+
+    return call
+
+
+@pytest.fixture
+def run_json(run):
+    """`run_json(*arguments)`: exit code and what `--json` printed."""
+
+    def call(*arguments) -> tuple[int, object]:
+        code, out, _ = run(*arguments, "--json")
+        return code, json.loads(out)
+
+    return call
+
+
+def data_file(root: Path, tag: str) -> Path:
+    return max((root / tag).rglob("*.safetensors"), key=lambda file: file.stat().st_size)
+
+
+def flip_byte(file: Path, position: int) -> None:
+    content = bytearray(file.read_bytes())
+    content[position] ^= 1
+    file.write_bytes(content)
+
+
+def test_the_console_script_is_this_one():
+    pyproject = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
+
+    assert pyproject["project"]["scripts"]["nxd-ckpt"] == "nxd_ckpt.cli:main"
+
+
+def test_as_a_process_it_prints_one_line_and_exits_as_documented(root):
+    command = [sys.executable, "-m", "nxd_ckpt.cli", "verify", str(root), "--tag", "x"]
+
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+
+    assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (2, "", 1)
+    assert "there is no checkpoint 'x'" in ended.stderr
+
+
+def test_list_shows_the_checkpoints_oldest_first(run, run_json, root):
+    code, out, _ = run("list", root)
+
+    assert code == 0
+    assert [line.split()[0] for line in out.splitlines()] == ["TAG", "step-1", "step-2"]
+    assert [entry["tag"] for entry in run_json("list", root)[1]] == ["step-1", "step-2"]
+
+
+def test_inspect_shows_tree_shapes_sizes_and_writers(run, root):
+    code, out, _ = run("inspect", root)
+
+    assert code == 0
+    assert "tag: step-2" in out
+    assert "world_size: 2" in out
+    lines = {line.split()[0]: line for line in out.splitlines() if line.strip()}
+    assert re.split(r" {2,}", lines["layers.0.q_proj.weight"].strip())[1:] == [
+        "float32",
+        "[8, 8]",
+        "256 B",
+        "ranks 0-1",
+    ]
+    assert "bfloat16" in lines["norm"]
+    assert "2 tensors" in lines["model"]
+
+
+def test_inspect_sums_up_what_is_deeper(run, root):
+    _, out, _ = run("inspect", root, "--depth", 1)
+
+    assert "2 tensors" in out
+    assert "q_proj" not in out
+
+
+def test_inspect_as_json_says_everything(run_json, root):
+    code, data = run_json("inspect", root / "step-1")  # the checkpoint's own folder will do
+
+    assert code == 0
+    assert (data["tag"], data["step"], data["world_size"], data["num_tensors"]) == ("step-1", 1, 2, 2)
+    assert data["tensors"]["model.layers.0.q_proj.weight"] == {
+        "dtype": "float32",
+        "shape": [8, 8],
+        "bytes": 256,
+        "written_by": [0, 1],
+    }
+
+
+def test_verify_finds_a_whole_checkpoint_good(run_json, root):
+    assert run_json("verify", root)[0] == 0
+    assert run_json("verify", root, "--deep") == (
+        0,
+        {"tag": "step-2", "deep": True, "good": True, "bytes": pytest.approx(800, rel=0.5), "problems": []},
+    )
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda file: file.unlink(),
+        lambda file: file.write_bytes(file.read_bytes()[:-1]),
+        lambda file: file.write_bytes(file.read_bytes() + b"x"),
+        lambda file: (file.parents[1] / "manifest.json").write_bytes(b"{}"),
+        lambda file: flip_byte(file.parents[1] / "manifest.json", -20),
+    ],
+    ids=["missing", "truncated", "extended", "no manifest", "flipped manifest"],
+)
+def test_verify_sees_damage_without_reading_everything(run_json, root, damage):
+    damage(data_file(root, "step-2"))
+
+    code, data = run_json("verify", root, "--tag", "step-2")
+
+    assert code == 1
+    assert not data["good"]
+    assert data["problems"]
+
+
+@pytest.mark.parametrize("position", [-1, 10], ids=["data", "header"])
+def test_verify_deep_sees_a_flipped_bit(run_json, root, position):
+    flip_byte(data_file(root, "step-2"), position)
+
+    assert run_json("verify", root)[0] == 0
+    code, data = run_json("verify", root, "--deep")
+    assert code == 1
+    assert data_file(root, "step-2").name in data["problems"][0]
+
+
+def test_diff_of_equal_checkpoints_is_zero(run, root):
+    assert run("diff", root / "step-1", root / "step-1")[0] == 0
+    assert run("diff", root, root, "--first-tag", "step-2", "--second-tag", "step-2")[0] == 0
+
+
+def test_diff_names_what_differs(run, run_json, root):
+    code, out, _ = run("diff", root / "step-1", root / "step-2")
+
+    assert code == 1
+    assert "model.layers.0.q_proj.weight: 63 of 64 elements differ, by at most 63.0" in out
+    assert "1 of 2 common tensors are equal bit by bit" in out
+    assert run_json("diff", root / "step-1", root / "step-2", "--exclude", "*q_proj*")[0] == 0
+
+
+def test_diff_sees_names_shapes_types_and_the_sign_of_zero(run_json, tmp_path):
+    save(tmp_path, "a", {"x": torch.ones(2), "shape": torch.ones(2), "type": torch.ones(2), "zero": torch.zeros(1)})
+    second = {"y": torch.ones(2), "shape": torch.ones(3), "type": torch.ones(2).half(), "zero": -torch.zeros(1)}
+    save(tmp_path, "b", second)
+
+    code, data = run_json("diff", tmp_path / "a", tmp_path / "b")
+
+    assert code == 1
+    assert (data["only_in_first"], data["only_in_second"]) == (["x"], ["y"])
+    assert set(data["different"]) == {"shape", "type", "zero"}
+
+
+@pytest.mark.parametrize(("atol", "expected"), [(0.1, 0), (0.001, 1)])
+def test_diff_with_a_tolerance_lets_types_and_small_gaps_pass(run, tmp_path, atol, expected):
+    save(tmp_path, "a", {"x": torch.tensor([1.0, torch.nan])})
+    save(tmp_path, "b", {"x": torch.tensor([1.01, torch.nan], dtype=torch.float64)})
+
+    assert run("diff", tmp_path / "a", tmp_path / "b", "--atol", atol)[0] == expected
+
+
+def test_convert_goes_around_all_formats_and_back_bit_by_bit(run, root, tmp_path):
+    sharding = tmp_path / "sharding.json"
+    sharding.write_text(json.dumps({"*q_proj.weight": {"dim": 0}}))
+    stages = tmp_path / "stages.json"
+    stages.write_text(json.dumps({"model.norm": 1}))
+    to_v2 = ["--to", "neuronx-v2", "--target-tag", "t", "--tp", 2, "--xser", "--stages", stages, "--sharding", sharding]
+    steps = [
+        (root, tmp_path / "hf", "--to", "hf", "--max-shard-size", "100B"),
+        (tmp_path / "hf", tmp_path / "dcp", "--to", "dcp"),
+        (tmp_path / "dcp", tmp_path / "v2", *to_v2),
+        (tmp_path / "v2", tmp_path / "v1", "--to", "neuronx-v1", "--tp", 4, "--sharding", sharding),
+        (tmp_path / "v1", tmp_path / "back", "--to", "nxd", "--target-tag", "z", "--step", 7, "--sharding", sharding),
+    ]
+    for step in steps:
+        code, out, err = run("convert", *step)
+        assert (code, err) == (0, ""), step
+        assert out.startswith("wrote 2 tensors")
+
+    assert run("diff", root, tmp_path / "back")[0] == 0
+    assert [(info.tag, info.step) for info in list_checkpoints(tmp_path / "back")] == [("z", 7)]
+    assert (tmp_path / "v2" / "t" / "model" / "dp_rank_00_tp_rank_01_pp_rank_01.pt").exists()
+    assert run("diff", tmp_path / "hf", tmp_path / "v2", "--sharding", sharding)[0] == 0
+    state = {"model.norm": torch.zeros(2, dtype=torch.bfloat16)}
+    dcp.load(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert torch.equal(state["model.norm"], torch.ones(2, dtype=torch.bfloat16))
+
+
+def test_convert_selects_and_changes_types(run_json, root, tmp_path):
+    code, data = run_json(
+        "convert", root, tmp_path / "hf", "--to", "hf", "--include", "*weight", "--dtype", "bfloat16", "--tag", "step-1"
+    )
+
+    assert (code, data["from"], data["num_tensors"]) == (0, "nxd", 1)
+    read = load_file(tmp_path / "hf" / "model.safetensors")
+    assert list(read) == ["model.layers.0.q_proj.weight"]
+    assert torch.equal(read["model.layers.0.q_proj.weight"], WEIGHT.to(torch.bfloat16))
+
+
+def test_inspect_and_diff_take_other_formats(run, run_json, root, tmp_path):
+    run("convert", root, tmp_path / "hf", "--to", "hf")
+
+    assert run_json("inspect", tmp_path / "hf")[1]["kind"] == "hf"
+    assert run_json("inspect", tmp_path / "hf" / "model.safetensors")[1]["num_tensors"] == 2
+    assert run("diff", root, tmp_path / "hf")[0] == 0
+
+
+def test_foreign_formats_behind_a_url_are_read(run, run_json, root, tmp_path):
+    pytest.importorskip("fsspec")
+    run("convert", root, tmp_path / "hf", "--to", "hf")
+
+    code, data = run_json("inspect", f"local://{tmp_path / 'hf'}", "--from", "hf")
+
+    assert (code, data["num_tensors"]) == (0, 2)
+
+
+def test_pin_and_unpin_are_seen_by_list(run, run_json, root):
+    assert run("pin", root, "step-1")[0] == 0
+    assert [entry["pinned"] for entry in run_json("list", root)[1]] == [True, False]
+    assert run("unpin", root, "step-1")[0] == 0
+    assert [entry["pinned"] for entry in run_json("list", root)[1]] == [False, False]
+
+
+def test_gc_only_lists_with_dry_run_and_then_frees(run, run_json, root):
+    left = root / ".staging" / ("0" * 32)
+    left.mkdir(parents=True)
+    (left / "part").write_bytes(bytes(1000))
+
+    code, data = run_json("gc", root, "--dry-run")
+    assert (code, data["dry_run"]) == (0, True)
+    assert data["bytes"] >= 1000
+    assert left.exists()
+    assert run("gc", root)[0] == 0
+    assert not left.exists()
+    assert [info.tag for info in list_checkpoints(root)] == ["step-1", "step-2"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["inspect", "{tmp}/nowhere"], "does not exist"),
+        (["inspect", "{tmp}/empty"], "it is empty"),
+        (["inspect", "{root}", "--tag", "x"], "no checkpoint 'x' in"),
+        (["inspect", "{root}", "--tag", "../x"], "tag"),
+        (["verify", "{tmp}/nowhere"], "no complete checkpoint"),
+        (["verify", "{root}", "--tag", "x"], "no checkpoint 'x'"),
+        (["diff", "{root}", "{tmp}/nowhere"], "does not exist"),
+        (["diff", "{root}", "{root}", "--include", "nothing"], "none of the 2 tensors is left"),
+        (["convert", "{root}", "{tmp}/out", "--to", "nxd"], "needs --target-tag"),
+        (["convert", "{root}", "{tmp}/out", "--to", "neuronx-v1"], "needs --sharding"),
+        (["convert", "{root}", "s3://b/out", "--to", "hf"], "is a URL"),
+        (["convert", "{root}", "{tmp}/junk", "--to", "dcp"], "not empty"),
+        (["convert", "{root}", "{tmp}/out", "--to", "hf", "--max-shard-size", "big"], "no size"),
+        (["convert", "{tmp}/junk", "{tmp}/out", "--to", "hf"], "no checkpoint of a known kind"),
+        (["convert", "{root}", "{tmp}/o", "--to", "neuronx-v1", "--sharding", "{tmp}/junk/file"], "is no JSON"),
+        (["convert", "{root}", "{tmp}/o", "--to", "neuronx-v1", "--sharding", "llama", "--tp", "0"], "use 1 or more"),
+        (["convert", "{root}", "{tmp}/o", "--to", "neuronx-v1", "--sharding", "{tmp}/list.json"], "expected {pattern"),
+        (["convert", "{root}", "{tmp}/o", "--to", "hf", "--stages", "{tmp}/list.json"], "pipeline rank for each"),
+        (["convert", "{root}", "{tmp}/o", "--to", "hf", "--parameter-names", "{tmp}/list.json"], "list of names"),
+        (["pin", "{root}", "x"], "no checkpoint 'x'"),
+        (["inspect", "nosuch://x/y"], "nosuch"),
+    ],
+)
+def test_a_mistake_is_one_clear_line_and_exit_code_two(run, root, tmp_path, arguments, message):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "junk").mkdir()
+    (tmp_path / "junk" / "file").write_text("junk")
+    (tmp_path / "list.json").write_text("[1]")
+
+    code, out, err = run(*(argument.format(root=root, tmp=tmp_path) for argument in arguments))
+
+    assert (code, out) == (2, "")
+    assert err.count("\n") == 1
+    assert err.startswith(f"nxd-ckpt {arguments[0]}: ")
+    assert message in err
+
+
+def test_a_mistake_as_json_is_an_error_object(run_json, tmp_path):
+    assert run_json("inspect", tmp_path / "nowhere") == (2, {"error": f"{tmp_path / 'nowhere'} does not exist"})
+
+
+@pytest.mark.parametrize("file", ["hf/model.safetensors", "dcp/.metadata", "v1/tp_rank_00_pp_rank_00/checkpoint.pt"])
+@pytest.mark.parametrize("content", [b"", b"junk", b"\x80\x02cposix\nsystem\nX\x04\x00\x00\x00exit\x85R."])
+def test_hostile_files_are_one_line_too(run, tmp_path, file, content):
+    (tmp_path / file).parent.mkdir(parents=True)
+    (tmp_path / file).write_bytes(content)
+
+    code, out, err = run("inspect", tmp_path / file.partition("/")[0], "--sharding", "llama")
+
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert Path(file).name in err
+
+
+def test_an_unknown_command_is_a_usage_error(run):
+    with pytest.raises(SystemExit) as exit_:
+        run("explode")
+
+    assert exit_.value.code == 2
+
+
+def test_what_was_converted_keeps_its_objects(run, root, tmp_path):
+    run("convert", root, tmp_path / "copy", "--to", "nxd", "--target-tag", "a", "--dtype", "float64")
+
+    assert open_checkpoint(tmp_path / "copy").objects == {"lr": 0.1}

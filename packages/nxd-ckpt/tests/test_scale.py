@@ -1,0 +1,71 @@
+"""Large models and many ranks, planned and read back in one process, as no cluster is at hand."""
+
+import math
+
+import pytest
+from nxd_ckpt.boxes import Box, uncovered
+from nxd_ckpt.manifest import Chunk, Manifest, TensorEntry, data_file_name, decode, encode, num_blocks
+from nxd_ckpt.plan import TensorDescription, plan_read, plan_save
+from nxd_ckpt.safetensors_file import lay_out
+
+SAVE_ID = "0" * 32
+
+
+def manifest_of(plan):
+    """As a save would commit it, with made-up hashes."""
+    chunks = {name: [] for name in plan.tensors}
+    files = {}
+    for rank, writes in enumerate(plan.writes):
+        layout = lay_out(writes, plan.tensors)
+        file = data_file_name(SAVE_ID, rank)
+        files[file] = layout.size
+        for placed in layout.placed:
+            hashes = ("0" * 16,) * num_blocks(placed.num_bytes)
+            chunks[placed.name].append(Chunk(file, placed.offset, placed.num_bytes, placed.box, hashes))
+    tensors = {
+        name: TensorEntry(tensor.dtype, tensor.global_shape, tuple(chunks[name]))
+        for name, tensor in plan.tensors.items()
+    }
+    return Manifest(SAVE_ID, 1, 1.0, len(plan.writes), None, files, tensors, {}, None, {})
+
+
+@pytest.mark.slow
+def test_hundred_thousand_tensors_are_planned_encoded_and_read_back():
+    shape = (64, 16)
+    description = TensorDescription("BF16", shape, (Box.whole(shape),))
+    state = {f"model.layers.{i}.weight": description for i in range(100_000)}
+
+    plan = plan_save([state, state])
+    manifest = decode(encode(manifest_of(plan)), "here")
+
+    assert [len(writes) for writes in plan.writes] == [50_000, 50_000]
+    assert len(manifest.tensors) == 100_000
+    for entry in manifest.tensors.values():
+        reads, missing = plan_read(Box.whole(shape), entry.chunks)
+        assert len(reads) == 1
+        assert missing == []
+
+
+@pytest.mark.slow
+def test_thousand_ranks_with_sharded_optimizer_states_are_planned_and_read_at_another_layout():
+    tp, dp, rows = 8, 125, 512
+
+    def state_of(rank):
+        first = rank % tp * rows
+        low, high = rows * (rank // tp) // dp, rows * (rank // tp + 1) // dp
+        weight = TensorDescription("BF16", (tp * rows, 1024), (Box((first, 0), (rows, 1024)),))
+        moment = TensorDescription("F32", (tp * rows, 1024), (Box((first + low, 0), (high - low, 1024)),))
+        return {f"w{i}": weight for i in range(100)} | {f"m{i}": moment for i in range(100)}
+
+    plan = plan_save([state_of(rank) for rank in range(tp * dp)])
+    manifest = decode(encode(manifest_of(plan)), "here")
+
+    assert len(manifest.files) == tp * dp
+    for name, entry in manifest.tensors.items():
+        boxes = [chunk.box for chunk in entry.chunks]
+        assert sum(box.num_elements for box in boxes) == math.prod(entry.global_shape)
+        assert uncovered(Box.whole(entry.global_shape), boxes) == []
+        if name.startswith("m"):
+            reads, missing = plan_read(Box((1000, 0), (300, 1024)), entry.chunks)
+            assert sum(read.box.num_elements for read in reads) == 300 * 1024
+            assert missing == []
