@@ -51,6 +51,7 @@ class Executor:
         self._wiring = wiring
         self._schedule = schedule
         self._dataflow = Dataflow(schedule, wiring.edges)
+        self._receives: dict[Action, list[Action]] = {}  # that a computation needs, once it has been asked for
         self._mailbox = mailbox
         self._shapes = _Shapes(schedule.is_forward_only)
         self._indivisible: set[int] = set()  # stages whose backward is not split, see SplitBackward
@@ -112,7 +113,9 @@ class Executor:
             self._forget()
 
     def _await_inputs(self, action: Action, record: Record | None) -> None:
-        for receive in self._dataflow.receives(action):
+        if action not in self._receives:
+            self._receives[action] = self._dataflow.receives(action)
+        for receive in self._receives[action]:
             start = perf_counter_ns()
             self._incoming[receive].tensors()
             if record is not None:

@@ -21,7 +21,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 Gradients = tuple[Tensor | None, ...]
 
 # These cannot run twice, or would do all their work twice: whole layers that are one node.
-_INDIVISIBLE = ("CheckpointFunctionBackward", "CompiledFunctionBackward")
+_INDIVISIBLE = frozenset({"CheckpointFunctionBackward", "CompiledFunctionBackward"})
 
 
 class SplitBackward:
@@ -63,7 +63,7 @@ class SplitBackward:
 
     def _run_first_half(self, inputs: Sequence[Tensor]) -> None:
         reach = _explore((edge.node for edge in self._roots), inputs)
-        if any(node.name() in _INDIVISIBLE for node in reach):
+        if not _INDIVISIBLE.isdisjoint({type(node).__name__ for node in reach}):
             torch.autograd.backward(self._roots, self._gradients)
             self.is_indivisible = True
             self._roots, self._gradients = [], []
@@ -95,31 +95,40 @@ class _Reach:
     weights: frozenset[Tensor]  # to which weights, by ways on which no node leads to inputs
 
 
+_NOTHING = _Reach(inputs=False, weights=frozenset())
+_INPUTS_ONLY = _Reach(inputs=True, weights=frozenset())
+
+
 def _explore(roots: Iterable[Node], inputs: Sequence[Tensor]) -> dict[Node, _Reach]:
     """What each node of the graph behind the roots leads to."""
     known = {id(tensor) for tensor in inputs}
     reach: dict[Node, _Reach] = {}
+    behind: dict[Node, list[Node]] = {}
     stack = list(roots)
     while stack:
         node = stack[-1]
         if node in reach:
             stack.pop()
-            continue
-        behind = [child for child, _ in node.next_functions if child is not None]
-        unknown = [child for child in behind if child not in reach]
-        if unknown:
-            stack += unknown
-            continue
-        stack.pop()
-        leaf = getattr(node, "variable", None)
-        if leaf is not None:
-            is_input = id(leaf) in known
-            reach[node] = _Reach(is_input, frozenset() if is_input else frozenset((leaf,)))
+        elif node in behind:  # and what is behind it has been explored
+            stack.pop()
+            reach[node] = _reach_over([reach[it] for it in behind[node]])
         else:
-            found = [reach[child] for child in behind]
-            weights = frozenset[Tensor]().union(*(it.weights for it in found if not it.inputs))
-            reach[node] = _Reach(any(it.inputs for it in found), weights)
+            leaf = getattr(node, "variable", None)
+            if leaf is not None:
+                reach[node] = _INPUTS_ONLY if id(leaf) in known else _Reach(inputs=False, weights=frozenset((leaf,)))
+            behind[node] = [child for child, _ in node.next_functions if child is not None]
+            stack += behind[node]
     return reach
+
+
+def _reach_over(behind: Sequence[_Reach]) -> _Reach:
+    """That of a node from those behind it."""
+    if len(behind) == 1:  # as for most nodes
+        return _INPUTS_ONLY if behind[0].inputs else behind[0]
+    weights = [it.weights for it in behind if it.weights and not it.inputs]
+    if not weights:
+        return _INPUTS_ONLY if any(it.inputs for it in behind) else _NOTHING
+    return _Reach(any(it.inputs for it in behind), frozenset[Tensor]().union(*weights))
 
 
 class _Joint:

@@ -14,6 +14,8 @@ from torch import Tensor
 from nxd_state.collectives.messages import Receive, Send
 from nxd_state.group import Group
 
+_NO_TAG = 0  # messages between two ranks are told apart by their order
+
 ReduceOp = Literal["sum", "avg", "max", "min"]
 
 _REDUCE_OPS = {
@@ -128,24 +130,31 @@ def recv(tensor: Tensor, group: Group, source: int) -> Tensor:
     return tensor
 
 
-@torch.no_grad()
 def batch_isend_irecv(messages: Sequence[Send | Receive], group: Group) -> list[Pending]:
     """Begin all messages, which are at least one."""
-    if len(messages) == 1:
-        return [_begin(messages[0], group)]
+    if len(messages) > 1 and messages[0].tensor.device.type != "cpu":  # nccl may deadlock on one after the other
+        return _begin_as_one(messages, group)
+    return [_begin(message, group) for message in messages]
+
+
+@torch.no_grad()
+def _begin(message: Send | Receive, group: Group) -> Pending:
+    # The process group itself is asked: what dist.isend does besides takes longer than sending.
+    process_group, data = group.process_group, _as_bytes(message.tensor)
+    assert process_group is not None  # there is a peer
+    peer = message.destination if isinstance(message, Send) else message.source
+    peer = dist.get_group_rank(process_group, group.ranks[peer])
+    if isinstance(message, Send):
+        return Pending(message.tensor, process_group.send([data], peer, _NO_TAG))
+    return Pending(message.tensor, process_group.recv([data], peer, _NO_TAG))
+
+
+@torch.no_grad()
+def _begin_as_one(messages: Sequence[Send | Receive], group: Group) -> list[Pending]:
     works = dist.batch_isend_irecv([_operation(message, group) for message in messages])
     if len(works) < len(messages):  # nccl makes one of them all
         works *= len(messages)
     return [Pending(message.tensor, work) for message, work in zip(messages, works, strict=True)]
-
-
-def _begin(message: Send | Receive, group: Group) -> Pending:
-    data = _as_bytes(message.tensor)
-    if isinstance(message, Send):
-        work = dist.isend(data, dst=group.ranks[message.destination], group=group.process_group)
-    else:
-        work = dist.irecv(data, src=group.ranks[message.source], group=group.process_group)
-    return Pending(message.tensor, work)
 
 
 def _operation(message: Send | Receive, group: Group) -> dist.P2POp:
