@@ -30,7 +30,7 @@ from nxd_pipeline.partition import (
 )
 from nxd_pipeline.runtime.executor import Executor, Record
 from nxd_pipeline.runtime.failure import Failures
-from nxd_pipeline.runtime.loss import LossSpec, check_loss, pick_loss, share_loss
+from nxd_pipeline.runtime.loss import LossSpec, check_loss, check_loss_spec, pick_loss, share_loss
 from nxd_pipeline.runtime.mailbox import Mailbox
 from nxd_pipeline.runtime.microbatches import split_batch
 from nxd_pipeline.runtime.tied_weights import TiedWeights
@@ -116,7 +116,7 @@ class NxDPPModel(nn.Module):
                 with a loss function, `labels`.
             manual_pp_stage_partition_fn: gives the stage of each layer of that list, see `sequence_partition`.
             manual_pp_loss_fn: the loss, of what the last layer of that list returns and the labels.
-            virtual_pipeline_size: stages per rank.
+            virtual_pipeline_size: stages per rank; of a schedule that is given itself, what it says.
             schedule: a name, see `make_schedule`, or a schedule; None for 1F1B, interleaved if there are several
                 stages per rank.
             return_loss_on_cpu: losses come back as CPU tensors.
@@ -134,6 +134,7 @@ class NxDPPModel(nn.Module):
                 f"manual_pp_partition={manual_pp_partition} and module is a {type(module).__name__}; give a list of "
                 "layers with manual_pp_partition=True, or a module without it"
             )
+        check_loss_spec(output_loss_value_spec)
         self._num_microbatches = num_microbatches
         self._loss_spec = output_loss_value_spec
         if output_loss_value_spec is None and is_hugging_face(module):
@@ -142,6 +143,7 @@ class NxDPPModel(nn.Module):
         self._broadcast_loss = broadcast_and_average_loss
         self._return_loss_on_cpu = return_loss_on_cpu
         self._group = get_group("pp") if model_parallel_is_initialized() else Group.solo("pp")
+        self._failures = Failures(self._group)
         self._schedule = _make_schedule(schedule, self._group.size, num_microbatches, virtual_pipeline_size)
         options = PartitionOptions(
             transformer_layer_cls,
@@ -179,7 +181,6 @@ class NxDPPModel(nn.Module):
         self._tied_weights = TiedWeights(model.stages, self._schedule.rank_of_stage, self._group)
         self._local_modules = nn.ModuleList(stage.module for stage in self._stages.values())
         modules = {index: stage.module for index, stage in self._stages.items()}
-        self._failures = Failures(self._group)
         mailbox = Mailbox(self._group)
         self._training_schedule = insert_communication(self._schedule, wiring.edges)
         evaluation = insert_communication(forward_only(self._schedule), wiring.edges)
@@ -200,13 +201,20 @@ class NxDPPModel(nn.Module):
             None elsewhere, unless `broadcast_and_average_loss`.
 
         Raises:
-            ValueError: inputs are missing, unknown or cannot be cut into microbatches, or the model returned no loss.
+            ValueError: inputs are missing, unknown or cannot be cut into microbatches, the model returned no loss, or
+                the schedule is one for evaluation.
         """
+        if self._training_schedule.is_forward_only:
+            raise ValueError(
+                f"schedule {self._schedule.name!r} has no backward, so this pipeline can only run_eval; make it with "
+                "another schedule, see SCHEDULE_NAMES"
+            )
         microbatches = self._microbatches(kwargs)
         with nullcontext() if self._trace_file is None else self._trace_file.step() as record:
             if self._whole_model is not None:
                 losses = self._train_whole(self._whole_model, microbatches, record)
             else:
+                self.synchronize_tied_weights()
                 with self._failures.end_all_ranks(), self._tied_weights.gradients_summed():
                     losses = self._train_executor.run(self._group.rank, microbatches, self._training_loss, record)
         return self._finished(losses)
@@ -241,15 +249,27 @@ class NxDPPModel(nn.Module):
             with torch.no_grad():
                 results = [self._evaluated(self._whole_model(**microbatch)) for microbatch in microbatches]
         else:
+            self.synchronize_tied_weights()
             with self._failures.end_all_ranks():
                 results = self._eval_executor.run(self._group.rank, microbatches, self._evaluated)
-        is_loss = all(isinstance(it, Tensor) and it.numel() == 1 for it in results)
+        is_loss = all(map(_is_loss, results))
         if self._broadcast_loss:  # only the last stage's rank has seen what the model returns
             seen = torch.tensor(is_loss, device=transport_device(self._group))
-            is_loss = bool(broadcast(seen, self._group, source=self._schedule.rank_of_stage[-1]))
+            with self._failures.end_all_ranks():
+                is_loss = bool(broadcast(seen, self._group, source=self._schedule.rank_of_stage[-1]))
         if is_loss:
             return self._finished(results)
         return results or None
+
+    def synchronize_tied_weights(self) -> None:
+        """Give all copies of a tied weight the values of the first, which an optimizer leaves apart by rounding.
+
+        `run_train` and `run_eval` begin with it; only who reads the copies in between, calls it. By all ranks of the
+        pipeline; optimizer states of further copies mean nothing, and are not to be saved.
+        """
+        if self._whole_model is None:
+            with self._failures.end_all_ranks():
+                self._tied_weights.synchronize()
 
     def bubble_report(self) -> BubbleReport:
         """How much of the last traced step this pipeline's ranks were idle, and what the simulator says.
@@ -330,7 +350,7 @@ class NxDPPModel(nn.Module):
             loss = pick_loss(output, self._loss_spec)
         except ValueError:  # no labels, no loss
             return output
-        return loss if isinstance(loss, Tensor) and loss.numel() == 1 else output
+        return loss if _is_loss(loss) else output
 
     def _finished(self, losses: Sequence[Tensor]) -> Tensor | list[Tensor] | None:
         if self._return_loss_on_cpu:
@@ -341,9 +361,14 @@ class NxDPPModel(nn.Module):
         if self._broadcast_loss:
             source = self._schedule.rank_of_stage[-1]
             replicas = get_group("dp") if model_parallel_is_initialized() else Group.solo("dp")
-            mean = share_loss(mean, self._group, replicas, source=source)
+            with self._failures.end_all_ranks():
+                mean = share_loss(mean, self._group, replicas, source=source)
             return mean.cpu() if self._return_loss_on_cpu else mean
         return mean
+
+
+def _is_loss(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() == 1 and value.is_floating_point()
 
 
 def _make_schedule(
@@ -357,5 +382,10 @@ def _make_schedule(
         raise ValueError(
             f"schedule {schedule.name!r} is for {schedule.num_ranks} ranks and {schedule.num_microbatches} "
             f"microbatches; this pipeline has {pipeline_size} ranks and num_microbatches={num_microbatches}"
+        )
+    if virtual_pipeline_size not in (1, schedule.num_stages / pipeline_size):
+        raise ValueError(
+            f"schedule {schedule.name!r} has {schedule.num_stages} stages on {pipeline_size} ranks, which is not "
+            f"virtual_pipeline_size={virtual_pipeline_size}; leave it out, the schedule says it"
         )
     return schedule

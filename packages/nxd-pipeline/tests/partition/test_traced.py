@@ -79,6 +79,41 @@ def test_values_skip_stages_and_what_follows_from_inputs_is_not_sent():
     assert wiring.model_inputs == {"x"}
 
 
+class Buffered(nn.Sequential):
+    """Buffers of its own, saved and not, one in a module that is traced into, and a tensor made in the trace."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(4, 4), nn.Linear(4, 4), Scaled())
+        self.register_buffer("saved", torch.ones(4))
+        self.register_buffer("derived", torch.full((4,), 2.0), persistent=False)
+
+    def forward(self, x):
+        return self[1](self[2](self[0](x * self.saved) * self.derived)) + torch.tensor([1.0, 2.0, 3.0, 4.0])
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("factor", torch.ones(4), persistent=False)
+
+    def forward(self, x):
+        return x * self.factor
+
+
+def test_stages_save_what_the_model_saves():
+    model = Buffered()
+    x = torch.randn(2, 4)
+    saved = set(model.state_dict())
+
+    stages = cut(model, ["0"])
+
+    assert [set(stage.state_dict()) for stage in stages] == [
+        {name for name in saved if name.startswith(("0.", "saved"))},
+        {name for name in saved if name.startswith("1.")},
+    ]
+    assert torch.equal(run(stages, x=x), model(x))
+
+
 class Noisy(nn.Sequential):
     def forward(self, x):
         noise = F.dropout(x, 0.5)

@@ -55,6 +55,33 @@ def test_stage_that_fails_and_is_caught_ends_all_ranks_with_its_error(
         assert later.startswith(f"RuntimeError: this pipeline has ended: {first}. ")
 
 
+def test_stage_that_fails_when_others_share_the_loss_already_ends_them_with_its_error(
+    run_ranks, make_model, make_batch, layer_class
+):
+    def train():
+        initialize_model_parallel(pipeline_model_parallel_size=4)
+        model, backwards = make_model(), []
+
+        def fail_at_the_end(gradient):
+            backwards.append(gradient)
+            if len(backwards) == 8:
+                fail()
+
+        model.layers[0].linear.weight.register_hook(fail_at_the_end)
+        pipeline = NxDPPModel(model, layer_class, 8, auto_partition=True, broadcast_and_average_loss=True)
+        try:
+            for _ in range(2):  # who has the loss before it ends, learns of it in the next step
+                pipeline.run_train(**make_batch())
+        except (Overflow, RuntimeError) as error:
+            return f"{type(error).__name__}: {error}"
+
+    own, *others = run_ranks(train, 4, timeout=60.0)
+
+    assert own == "Overflow: a layer overflowed"
+    for other in others:
+        assert other == f"RuntimeError: this rank stopped because pipeline rank 0 failed with {own}"
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_stage_whose_process_ends_ends_all_ranks_with_its_error(
     run_ranks, make_model, make_batch, layer_class, tmp_path, schedule

@@ -4,7 +4,9 @@ import pytest
 import torch
 from nxd_pipeline.model import NxDPPModel
 from nxd_pipeline.partition import Stage
-from nxd_state import get_group, initialize_model_parallel
+from nxd_pipeline.runtime import mailbox
+from nxd_pipeline.schedules import make_schedule
+from nxd_state import Send, batch_isend_irecv, get_group, initialize_model_parallel, send
 from torch import nn
 
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
@@ -46,28 +48,24 @@ def test_steps_of_several_lengths_accumulate_gradients_of_one_process(run_ranks,
 
 def test_layouts_travel_once_per_shape_of_inputs(run_ranks, make_model, make_batch, layer_class):
     def train():
-        import torch.distributed as dist
-
         initialize_model_parallel(pipeline_model_parallel_size=2)
         pipeline = NxDPPModel(make_model(), layer_class, 2, auto_partition=True)
-        originals, counts = {name: getattr(dist, name) for name in ("send", "isend")}, []
+        counts = []
 
-        def counted(original):
-            def call(tensor, *args, **kwargs):
-                counts[-1] += 1
-                return original(tensor, *args, **kwargs)
+        def counted_send(*args, **kwargs):
+            counts[-1] += 1
+            return send(*args, **kwargs)
 
-            return call
+        def counted_batch(messages, group):
+            counts[-1] += sum(isinstance(message, Send) for message in messages)
+            return batch_isend_irecv(messages, group)
 
-        for name, original in originals.items():
-            setattr(dist, name, counted(original))
-        try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(mailbox, "send", counted_send)
+            patch.setattr(mailbox, "batch_isend_irecv", counted_batch)
             for step, seq in enumerate([5, 5, 7, 7, 5]):
                 counts.append(0)
                 pipeline.run_train(**make_batch(step, seq=seq))
-        finally:
-            for name, original in originals.items():
-                setattr(dist, name, original)
         return counts
 
     first, last = run_ranks(train, 2)
@@ -236,10 +234,14 @@ def test_stages_by_hand_equal_one_process(run_ranks, by_hand, virtual_pipeline_s
         ({"auto_partition": True}, "needs transformer_layer_cls"),
         ({"auto_partition": True, "pipeline_cuts": ["layers.0"]}, "exclude each other"),
         ({"pipeline_cuts": ["layers.0", "layers.1"]}, "names 2 layers"),
+        ({"pipeline_cuts": "layers.0"}, r"is one name; give a list of names, \['layers\.0'\]"),
+        ({"auto_partition": True, "transformer_layer_cls": "Layer"}, "transformer_layer_cls='Layer' is no class"),
         ({"pipeline_cuts": ["model.layers.0"]}, r"did you mean 'layers\.0'"),
         ({"pipeline_cuts": ["layers.0"], "input_names": ["tokens"]}, "does not take"),
         ({"pipeline_cuts": ["layers.0"], "tracer_cls": "other"}, "tracer_cls='other' is not known"),
         ({"return_mb_loss": True, "broadcast_and_average_loss": True}, "choose one"),
+        ({"schedule": make_schedule("1f1b", 2, 1), "virtual_pipeline_size": 2}, "leave it out, the schedule says it"),
+        ({"schedule": make_schedule("1f1b", 2, 3)}, "num_microbatches=1"),
     ],
 )
 def test_pipeline_with_wrong_arguments_raises_on_every_rank(run_ranks, make_model, arguments, message):

@@ -162,3 +162,54 @@ def test_parameters_unfrozen_between_steps_raise_on_all_ranks_saying_what_to_do(
             pipeline.run_train(**make_batch())
 
     run_ranks(train, 2)
+
+
+class Opaque:
+    """An object that nobody can look into."""
+
+    def __init__(self, hidden):
+        self.hidden = hidden
+
+
+class ReturnsOpaque(First):
+    def forward(self, x):
+        return Opaque(self.first(x))
+
+
+class TakesOpaque(Last):
+    def forward(self, received):
+        return self.last(received.hidden).mean()
+
+
+def test_tensor_in_an_object_raises_on_all_ranks_rather_than_losing_its_gradient(run_ranks):
+    def train():
+        initialize_model_parallel(pipeline_model_parallel_size=2)
+        model = make_pooled()
+        pipeline = NxDPPModel(model, stages=[ReturnsOpaque(model), TakesOpaque(model)])
+        with pytest.raises((TypeError, RuntimeError), match="a tensor in an object that cannot be looked into"):
+            pipeline.run_train(x=torch.ones(2, 4).double())
+
+    run_ranks(train, 2, timeout=60.0)
+
+
+def test_autocast_may_change_between_steps(run_ranks):
+    x = torch.linspace(-1, 1, 4 * 3 * 4).view(4, 3, 4)
+
+    def train():
+        initialize_model_parallel(pipeline_model_parallel_size=2)
+        model = make_pooled().float()
+        values = ("hidden", "mean")
+        stages = [Stage(First(model), ("x",), values), Stage(Last(model), values)]
+        pipeline = NxDPPModel(model, num_microbatches=2, stages=stages)
+        losses = []
+        for enabled in (True, False, True):
+            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                losses.append(pipeline.run_train(x=x))
+        return losses
+
+    _, losses = run_ranks(train, 2)
+
+    for enabled, loss in zip((True, False, True), losses, strict=True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            expected = torch.stack([make_pooled().float()(part) for part in x.chunk(2)])
+        torch.testing.assert_close(loss, expected.detach().mean())

@@ -42,3 +42,22 @@ def test_parse_schedule_with_idle_cells_can_be_completed_and_played():
 def test_parse_schedule_of_a_cell_that_is_no_action_raises():
     with pytest.raises(ValueError, match="rank 1: action '1FORWARD0' is not understood"):
         parse_schedule("0F0,0B0\n1FORWARD0,1B0\n")
+
+
+def test_read_schedule_of_a_spreadsheets_file_ignores_its_mark_and_blank_lines(tmp_path):
+    (tmp_path / "table.csv").write_bytes(b"\xef\xbb\xbf0F0,0B0\r\n\r\n1F0,1B0\r\n\r\n")
+
+    assert read_schedule(tmp_path / "table.csv").actions == parse_schedule("0F0,0B0\n1F0,1B0\n").actions
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('"' + "x" * 200_000, "is no CSV: field larger than field limit"),
+        ("0F0,0B0\n999999999999F0,1B0\n", "no rank has actions of stage 2"),
+        ("", "no rank has actions of stage 0"),
+    ],
+)
+def test_parse_schedule_of_text_that_is_none_raises_at_once(text, message):
+    with pytest.raises(ValueError, match=message):
+        parse_schedule(text)

@@ -130,6 +130,7 @@ def test_peak_in_flight_of_1f1b_is_a_fraction_of_gpipes():
         ("2f2b", (2, 2, None), "schedule '2f2b' is not known; use one of gpipe, 1f1b, interleaved, zb-h1"),
         ("1f1b", (0, 2, None), "pipeline_size=0 is not a positive number; use 1 or more"),
         ("zb-v", (2, 0, None), "num_microbatches=0 is not a positive number"),
+        ("1f1b", (2, "4", None), "num_microbatches='4' is not a positive number"),
         ("interleaved", (2, 2, -1), "virtual_pipeline_size=-1 is not a positive number"),
         ("1f1b", (2, 2, 2), "'1f1b' has virtual_pipeline_size=1, not 2; .* gpipe, interleaved, zb-v, dualpipe-v, inf"),
         ("zb-v", (2, 2, 3), "'zb-v' has virtual_pipeline_size=2, not 3; .* gpipe, interleaved, inference"),

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from nxd_pipeline.partition.stage import Stage
+from nxd_pipeline.partition.stage import Stage, boundary
 
 
 def manual_partition(
@@ -37,22 +37,17 @@ def manual_partition(
             module, inputs, outputs = stage.module, stage.inputs, stage.outputs
         else:
             module, inputs = stage, _chain_inputs(stage, index, input_names)
-            outputs = (_boundary(index),) if index < len(stages) - 1 else ()
+            outputs = (boundary(index),) if index < len(stages) - 1 else ()
         names = {path: paths[submodule] for path, submodule in module.named_modules() if submodule in paths}
         result.append(Stage(module, inputs, outputs, names))
     return tuple(result)
-
-
-def _boundary(stage: int) -> str:
-    """The name of what a stage of a chain returns."""
-    return f"stage_{stage}.output"
 
 
 def _chain_inputs(module: nn.Module, index: int, input_names: Sequence[str]) -> tuple[str, ...]:
     parameters = list(inspect.signature(module.forward).parameters.values())
     inputs: list[str] = []
     if index > 0:
-        inputs.append(_boundary(index - 1))
+        inputs.append(boundary(index - 1))
         parameters = parameters[1:]
     for parameter in parameters:
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.KEYWORD_ONLY):

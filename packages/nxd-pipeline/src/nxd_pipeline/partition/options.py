@@ -67,6 +67,7 @@ def partition_model(
 
 
 def _check_options(options: PartitionOptions) -> None:
+    _check_types(options)
     if options.pipeline_cuts is not None and options.auto_partition:
         raise ValueError("pipeline_cuts and auto_partition exclude each other; choose one")
     if options.stages is not None and (options.pipeline_cuts is not None or options.auto_partition):
@@ -78,6 +79,18 @@ def _check_options(options: PartitionOptions) -> None:
         )
     if options.balance != "layers" and not options.auto_partition:
         raise ValueError("balance says how auto_partition spreads layers; give auto_partition=True, or leave it out")
+
+
+def _check_types(options: PartitionOptions) -> None:
+    """What Python would take otherwise than meant: the letters of a name, or fail on later without saying why."""
+    for name in ("pipeline_cuts", "input_names"):
+        value = getattr(options, name)
+        if isinstance(value, str):
+            raise ValueError(f"{name}={value!r} is one name; give a list of names, [{value!r}]")
+    layers = options.transformer_layer_cls
+    classes = (layers,) if isinstance(layers, type) else tuple(layers or ())
+    if not all(isinstance(it, type) and issubclass(it, nn.Module) for it in classes):
+        raise ValueError(f"transformer_layer_cls={layers!r} is no class of modules, nor a list of such; give the class")
 
 
 def _by_hand(

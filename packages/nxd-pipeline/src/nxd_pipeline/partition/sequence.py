@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from nxd_pipeline.partition.cuts import check_layer_count, even_cuts
-from nxd_pipeline.partition.stage import Stage
+from nxd_pipeline.partition.stage import Stage, boundary
 
 StageOfLayers = Callable[[Sequence[nn.Module], int], Mapping[nn.Module, int]]
 LossFunction = Callable[[Any, Any], Any]
@@ -67,8 +67,8 @@ def sequence_partition(
     for stage in range(num_stages):
         own = {place: layer for place, layer in enumerate(layers) if stage_of[place] == stage}
         is_last = stage == num_stages - 1
-        inputs = (INPUTS,) if stage == 0 else (f"stage_{stage - 1}.output",)
+        inputs = (INPUTS,) if stage == 0 else (boundary(stage - 1),)
         labels = (LABELS,) if is_last and loss_fn is not None else ()
-        outputs = () if is_last else (f"stage_{stage}.output",)
+        outputs = () if is_last else (boundary(stage),)
         stages.append(Stage(LayerChain(own, loss_fn if is_last else None), (*inputs, *labels), outputs))
     return tuple(stages)

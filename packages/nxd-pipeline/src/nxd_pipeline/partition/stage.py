@@ -11,6 +11,11 @@ from torch import Tensor, nn
 from nxd_pipeline.schedules import Edge
 
 
+def boundary(stage: int) -> str:
+    """The name of what a stage of a chain returns."""
+    return f"stage_{stage}.output"
+
+
 @dataclass(frozen=True)
 class Stage:
     """One stage of a model.

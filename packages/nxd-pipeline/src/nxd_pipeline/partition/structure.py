@@ -23,7 +23,7 @@ from nxd_pipeline.partition.absent import (
     shallow_copy,
     tensors_in,
 )
-from nxd_pipeline.partition.stage import Stage
+from nxd_pipeline.partition.stage import Stage, boundary
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ def structural_partition(
     stages = []
     for index in range(len(bounds) - 1):
         layers = _LayerRange(bounds[index], bounds[index + 1], len(structure.layers))
-        inputs = tuple(input_names) if layers.is_first else (_boundary(index - 1), *input_names)
-        outputs = () if layers.is_last else (_boundary(index),)
+        inputs = tuple(input_names) if layers.is_first else (boundary(index - 1), *input_names)
+        outputs = () if layers.is_last else (boundary(index),)
         stages.append(Stage(StructuralStage(model, structure, layers, input_names), inputs, outputs, {"model": ""}))
     return tuple(stages)
 
@@ -213,11 +213,6 @@ def _position(cut: str, layers: Sequence[str]) -> int:
     if cut not in layers:
         raise ValueError(f"pipeline_cuts names {cut!r}; cuts are behind layers, {layers[0]!r} to {layers[-2]!r}")
     return layers.index(cut)
-
-
-def _boundary(stage: int) -> str:
-    """The name of what goes from a stage to the next."""
-    return f"stage_{stage}.output"
 
 
 def _has_nan(tensor: Tensor) -> bool:

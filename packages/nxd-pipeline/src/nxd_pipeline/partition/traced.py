@@ -27,6 +27,7 @@ def traced_partition(module: nn.Module, graph: fx.Graph, cuts: Sequence[str]) ->
     Raises:
         ValueError: a layer in `cuts` is never called, or they are called in another order.
     """
+    _use_changed_values(module, graph)
     parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     stage_of = _assign_stages(graph, cuts, parameters)
     return tuple(_make_stage(module, graph, stage_of, stage, len(cuts) + 1) for stage in range(len(cuts) + 1))
@@ -58,6 +59,27 @@ def traced_costs(
         raise ValueError(f"the model never calls the layers {missing}; choose pipeline_cuts among those that it calls")
     costs[next(reversed(costs))] += since_layer
     return [costs[layer] for layer in layers]
+
+
+def _use_changed_values(module: nn.Module, graph: fx.Graph) -> None:
+    """Let what comes behind an operation in place use its result, so that stages get the value as it is then."""
+    position = {node: index for index, node in enumerate(graph.nodes)}
+    for node in graph.nodes:
+        changed = _changed_in_place(module, node)
+        if isinstance(changed, fx.Node):
+            here = position[node]
+            changed.replace_all_uses_with(node, lambda user, here=here: position[user] > here)  # type: ignore[misc]
+
+
+def _changed_in_place(module: nn.Module, node: fx.Node) -> Any:
+    """The argument that the node changes and returns; None if it changes none."""
+    first = next(iter(node.args), node.kwargs.get("input"))
+    if node.op == "call_module":
+        return first if getattr(module.get_submodule(str(node.target)), "inplace", False) is True else None
+    name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+    if node.op not in ("call_method", "call_function") or str(name).endswith("__"):
+        return None
+    return first if str(name).endswith("_") or node.kwargs.get("inplace") is True else node.kwargs.get("out")
 
 
 def _assign_stages(graph: fx.Graph, cuts: Sequence[str], parameters: Set[str]) -> dict[fx.Node, int]:
@@ -128,7 +150,16 @@ def _make_stage(module: nn.Module, graph: fx.Graph, stage_of: dict[fx.Node, int]
     made.lint()
     names = tuple(_value_name(node) for node in inputs)
     stage_module = fx.GraphModule(module, made, class_name=f"{type(module).__name__}Stage{stage}")
+    _keep_out_of_state(stage_module, module.state_dict().keys())
     return Stage(stage_module, names, () if stage == num_stages - 1 else tuple(map(_value_name, outputs)))
+
+
+def _keep_out_of_state(stage_module: fx.GraphModule, saved: Set[str]) -> None:
+    """Make buffers persistent only where the model's are: torch.fx makes all persistent, constants of a trace too."""
+    for path in {node.target for node in stage_module.graph.nodes if node.op == "get_attr"} - saved:
+        owner, _, name = path.rpartition(".")
+        buffers = stage_module.get_submodule(owner)
+        buffers.register_buffer(name, getattr(buffers, name), persistent=False)
 
 
 def _needed_by(own: Iterable[fx.Node], stage_of: dict[fx.Node, int], stage: int) -> set[fx.Node]:

@@ -11,7 +11,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import TreeSpec
 
 from nxd_pipeline.partition.stage import Wiring
-from nxd_pipeline.runtime.layout import TensorLayout, ValueLayout, describe_value, leaves_of_a_graph
+from nxd_pipeline.runtime.layout import TensorLayout, ValueLayout, behind, describe_value, leaves_of_a_graph
 from nxd_pipeline.runtime.mailbox import Incoming, Mailbox
 from nxd_pipeline.runtime.split_backward import SplitBackward
 from nxd_pipeline.schedules import Action, ActionKind, Schedule, verify_schedule
@@ -129,7 +129,8 @@ class Executor:
             layout, tensors = self._take_value(producer, stage, microbatch)
             leaves = leaves_of_a_graph(layout.tensors, tensors)
             passage.inputs[producer] = [leaf for leaf in leaves if leaf.requires_grad]
-            values.update(zip(self._wiring.carried(producer, stage), layout.fill(leaves), strict=True))
+            entries = layout.fill(map(behind, leaves))
+            values.update(zip(self._wiring.carried(producer, stage), entries, strict=True))
         output = self._modules[stage](*(values[name] for name in self._wiring.inputs[stage]))
         for consumer, value in self._outgoing(stage, output).items():
             self._values[stage, consumer, microbatch] = value
@@ -274,7 +275,7 @@ class _Shapes:
         self._of_microbatch = [self._describe(microbatch) for microbatch in microbatches]
 
     def of(self, microbatch: int) -> Hashable:
-        """Equal for inputs of the same structure, shapes, dtypes and plain Python values."""
+        """Equal for inputs of the same structure, shapes, dtypes and plain Python values, under the same autocast."""
         return self._of_microbatch[microbatch]
 
     def _describe(self, inputs: Mapping[str, Any]) -> Hashable:
@@ -282,7 +283,13 @@ class _Shapes:
         if self._structure is None or self._structure[0] != layout.structure:
             self._structure = (layout.structure, repr(layout.structure))
         leaves = (leaf if isinstance(leaf, TensorLayout) else repr(leaf) for leaf in layout.leaves)
-        return (self._is_forward_only, self._structure[1], *leaves)
+        return (self._is_forward_only, _autocast(), self._structure[1], *leaves)
+
+
+def _autocast() -> Hashable:
+    """The dtypes that torch.autocast computes in now."""
+    devices = (device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device))
+    return tuple((device, torch.get_autocast_dtype(device)) for device in devices)
 
 
 def _same(output: Any) -> Any:

@@ -72,6 +72,23 @@ def describe_value(value: Any) -> tuple[ValueLayout, list[Tensor]]:
     return ValueLayout(structure, layouts), [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
+class _Entry(torch.autograd.Function):
+    """The identity between a leaf and those who use it: a leaf that needs gradients cannot be changed in place."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def behind(leaf: Tensor) -> Tensor:
+    """The tensor by which a graph begins at the leaf, in the same memory; it may be changed in place."""
+    return _Entry.apply(leaf) if leaf.requires_grad else leaf
+
+
 def leaves_of_a_graph(layouts: Sequence[TensorLayout], tensors: Sequence[Tensor]) -> list[Tensor]:
     """The tensors without their history, as leaves that collect the gradients that the layouts ask for."""
     return [

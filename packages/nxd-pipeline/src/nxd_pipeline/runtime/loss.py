@@ -1,6 +1,6 @@
 """Which part of a model's output is its loss, and what becomes of the losses of the microbatches."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,21 +10,33 @@ from torch import Tensor
 LossSpec = Mapping[str, Any] | Sequence[Any] | None
 
 
+def check_loss_spec(spec: LossSpec) -> None:
+    """Check that a spec says where the loss is.
+
+    Raises:
+        ValueError: it is no tuple, list or mapping, or does not have one True.
+    """
+    if spec is None:
+        return
+    if not isinstance(spec, Mapping | tuple | list):
+        raise ValueError(
+            f"output_loss_value_spec={spec!r} is a {type(spec).__name__}; give a tuple or dict of the structure that "
+            "the model returns, such as (True, False), or None if it returns the loss itself"
+        )
+    marked = _count_true(spec)
+    if marked != 1:
+        raise ValueError(f"output_loss_value_spec={spec} marks {marked} values; mark the loss, and only it, as True")
+
+
 def pick_loss(output: Any, spec: LossSpec) -> Any:
     """The part of `output` at the place where `spec` has True; `output` itself where there is no spec.
 
     Raises:
-        ValueError: `spec` has no True, or not one, or `output` has nothing at its place.
+        ValueError: `output` has nothing at that place.
     """
     if spec is None:
         return output
-    pairs = list(spec.items()) if isinstance(spec, Mapping) else list(enumerate(spec))
-    marked = [(key, inner) for key, inner in pairs if _has_true(inner)]
-    if len(marked) != 1:
-        raise ValueError(
-            f"output_loss_value_spec={spec} marks {len(marked)} values; mark the loss, and only it, as True"
-        )
-    ((key, inner),) = marked
+    key, inner = next((key, inner) for key, inner in _pairs(spec) if _count_true(inner))
     try:
         part = output[key]
     except (KeyError, IndexError, TypeError):
@@ -60,10 +72,14 @@ def share_loss(loss: Tensor | None, pipeline: Group, replicas: Group, *, source:
     return all_reduce(broadcast(mine, pipeline, source=source), replicas, op="avg")
 
 
-def _has_true(spec: Any) -> bool:
-    if isinstance(spec, Mapping):
-        return any(map(_has_true, spec.values()))
-    return any(map(_has_true, spec)) if isinstance(spec, tuple | list) else spec is True
+def _pairs(spec: Mapping[str, Any] | Sequence[Any]) -> Iterable[tuple[Any, Any]]:
+    return spec.items() if isinstance(spec, Mapping) else enumerate(spec)
+
+
+def _count_true(spec: Any) -> int:
+    if isinstance(spec, Mapping | tuple | list):
+        return sum(_count_true(inner) for _, inner in _pairs(spec))
+    return int(spec is True)
 
 
 def _described(value: Any) -> str:

@@ -4,6 +4,7 @@ Both ends of a message come to it in one order (see `nxd_pipeline.schedules.inse
 between two ranks need no labels.
 """
 
+import io
 import pickle
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -152,7 +153,7 @@ class Mailbox:
             pending.wait()
 
     def _send_now(self, layout: ValueLayout, destination: int) -> None:
-        data = torch.frombuffer(bytearray(pickle.dumps(layout.fill(layout.tensors))), dtype=torch.uint8)
+        data = torch.frombuffer(bytearray(_pickled(layout)), dtype=torch.uint8)
         send(torch.tensor([data.numel()], device=self._device), self._group, destination=destination)
         send(data.to(self._device), self._group, destination=destination)
 
@@ -161,3 +162,26 @@ class Mailbox:
         data = torch.empty(int(length), dtype=torch.uint8, device=self._device)
         leaves, structure = tree_flatten(pickle.loads(bytes(recv(data, self._group, source=source).tolist())))
         return ValueLayout(structure, tuple(leaves))
+
+
+def _pickled(layout: ValueLayout) -> bytes:
+    data = io.BytesIO()
+    _WithoutTensors(data, layout).dump(layout.fill(layout.tensors))
+    return data.getvalue()
+
+
+class _WithoutTensors(pickle.Pickler):
+    """A tensor that is not at a leaf would go with the layout: once, and without its gradient."""
+
+    def __init__(self, file: io.BytesIO, layout: ValueLayout) -> None:
+        super().__init__(file)
+        self._layout = layout
+
+    def persistent_id(self, obj: Any) -> None:
+        """Raises where a tensor is met; all else is pickled as it is."""
+        if isinstance(obj, Tensor):
+            raise TypeError(
+                f"a stage returned {self._layout.described()}, with a tensor in an object that cannot be looked into; "
+                "return tensors in tuples, lists and dicts, or register its class, see "
+                "torch.utils._pytree.register_pytree_node or, for a dataclass, register_dataclass"
+            )

@@ -74,8 +74,8 @@ class Parcel:
         if self.together:
             buffer = self._buffer()
             packed.append(buffer)
-            for place in self.together:
-                tensors[place.index] = self._view(buffer, place)
+            for place in self.together:  # by `data`, autograd does not take a change of one for a change of all
+                tensors[place.index] = self._view(buffer, place).data
         return packed, [tensor.view(layout.shape) for tensor, layout in zip(tensors, self.layouts, strict=True)]
 
     def _buffer(self) -> Tensor:

@@ -1,11 +1,16 @@
-"""Weights that stages on several ranks share: each rank has a copy, and the copies get the sum of their gradients."""
+"""Weights that stages on several ranks share: each rank has a copy, and the copies get the sum of their gradients.
 
-from collections.abc import Iterator, Sequence
+Equal gradients are not enough to keep copies equal bit by bit: replicas average them in buckets whose contents, and so
+the order of sums, differ from stage to stage, and ZeRO-1 updates them in parts of other sizes. Therefore the first copy
+is the weight, and the others take its values before they are used.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from nxd_state import Group, Receive, Send, batch_isend_irecv
+from nxd_state import Group, Receive, Send, batch_isend_irecv, transport_device
 from torch import Tensor, nn
 
 from nxd_pipeline.partition.stage import Stage
@@ -16,12 +21,20 @@ class TiedWeight:
     """A parameter of this rank that other ranks of the pipeline hold, too.
 
     Attributes:
-        parameter: this rank's copy.
+        module: a module of this rank that has it.
+        name: its name there.
         pipeline_ranks: the ranks that hold it, ascending; the first holds the copy that is saved and counted.
     """
 
-    parameter: nn.Parameter
+    module: nn.Module
+    name: str
     pipeline_ranks: tuple[int, ...]
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """This rank's copy, as its module has it: where that waits for values that are still arriving, so does this."""
+        parameter: nn.Parameter = getattr(self.module, self.name)
+        return parameter
 
 
 class TiedWeights:
@@ -39,20 +52,48 @@ class TiedWeights:
             group: the pipeline-parallel group.
         """
         holders: dict[nn.Parameter, set[int]] = {}
+        places: dict[nn.Parameter, tuple[nn.Module, str]] = {}
         for stage, rank in zip(stages, rank_of_stage, strict=True):
-            for parameter in stage.module.parameters():
-                holders.setdefault(parameter, set()).add(rank)
+            for module in stage.module.modules():
+                for name, parameter in module.named_parameters(recurse=False):
+                    holders.setdefault(parameter, set()).add(rank)
+                    if rank == group.rank:
+                        places.setdefault(parameter, (module, name))
         self._group = group
+        self._device = transport_device(group)  # of what is told about weights; they stay where they are
         self.weights = tuple(
-            TiedWeight(parameter, tuple(sorted(ranks)))
+            TiedWeight(*places[parameter], tuple(sorted(ranks)))
             for parameter, ranks in holders.items()
             if len(ranks) > 1 and group.rank in ranks
         )
         for weight in self.weights:
             weight.parameter.shared = group.rank != weight.pipeline_ranks[0]  # type: ignore[attr-defined]
-            if not weight.parameter.is_meta:
-                copies = self._exchange(weight, weight.parameter.detach())
-                weight.parameter.detach().copy_(copies[0])
+        self._send_first(weight for weight in self.weights if not weight.parameter.is_meta)
+
+    def synchronize(self) -> None:
+        """Gives all copies of the weights that train the values of the first; by all ranks of the pipeline.
+
+        Raises:
+            ValueError: a weight is frozen on some of its ranks only.
+        """
+        self._check_frozen_alike()
+        self._send_first(weight for weight in self.weights if weight.parameter.requires_grad)
+
+    def _send_first(self, weights: Iterable[TiedWeight]) -> None:
+        messages: list[Send | Receive] = []
+        received: list[tuple[Tensor, Tensor]] = []
+        for weight in weights:
+            copy = weight.parameter.detach()
+            first, *others = weight.pipeline_ranks
+            if self._group.rank == first:
+                messages += [Send(copy.contiguous(), rank) for rank in others]
+            else:
+                received.append((copy, torch.empty_like(copy, memory_format=torch.contiguous_format)))
+                messages.append(Receive(received[-1][1], first))
+        for pending in batch_isend_irecv(messages, self._group):
+            pending.wait()
+        for copy, values in received:
+            copy.copy_(values)
 
     @contextmanager
     def gradients_summed(self) -> Iterator[None]:
@@ -62,6 +103,25 @@ class TiedWeights:
         for weight, gradient in zip(self.weights, before, strict=True):
             if weight.parameter.requires_grad:
                 self._sum(weight, gradient)
+
+    def _check_frozen_alike(self) -> None:
+        """Ranks that disagree about what trains would wait for messages that never come."""
+        peers = sorted({rank for weight in self.weights for rank in weight.pipeline_ranks} - {self._group.rank})
+        messages: list[Send | Receive] = []
+        answers: list[tuple[int, Tensor, Tensor]] = []
+        for peer in peers:
+            shared = [weight for weight in self.weights if peer in weight.pipeline_ranks]
+            trains = torch.tensor([weight.parameter.requires_grad for weight in shared], device=self._device)
+            answers.append((peer, trains, torch.empty_like(trains)))
+            messages += [Send(trains, peer), Receive(answers[-1][-1], peer)]
+        for pending in batch_isend_irecv(messages, self._group):
+            pending.wait()
+        for peer, trains, trains_there in answers:
+            if not torch.equal(trains, trains_there):
+                raise ValueError(
+                    f"a tied weight is frozen on pipeline rank {self._group.rank} and not on {peer}, or the other way "
+                    "round; a copy of it has another name there (see tied_names): set requires_grad alike on both"
+                )
 
     def _sum(self, weight: TiedWeight, before: Tensor | None) -> None:
         made = weight.parameter.grad

@@ -17,13 +17,17 @@ def format_schedule(schedule: Schedule) -> str:
 
 
 def parse_schedule(text: str, *, name: str = "custom") -> Schedule:
-    """The schedule that CSV text gives; stages live on the rank in whose line they stand.
+    """The schedule that CSV text gives; stages live on the rank in whose line they stand. Blank lines mean nothing.
 
     Raises:
-        ValueError: a cell is no action, or the lines do not make a schedule; see `custom_schedule`.
+        ValueError: the text is no CSV, a cell is no action, or the lines do not make a schedule; see
+            `custom_schedule`.
     """
-    rows = csv.reader(io.StringIO(text), skipinitialspace=True)
-    return custom_schedule([[cell for cell in row if cell.strip()] for row in rows], name=name)
+    try:
+        rows = list(csv.reader(io.StringIO(text), skipinitialspace=True))
+    except csv.Error as error:
+        raise ValueError(f"schedule {name!r} is no CSV: {error}; give a line per rank, an action per cell") from None
+    return custom_schedule([[cell for cell in row if cell.strip()] for row in rows if row], name=name)
 
 
 def write_schedule(schedule: Schedule, file: str | Path) -> None:
@@ -33,4 +37,4 @@ def write_schedule(schedule: Schedule, file: str | Path) -> None:
 
 def read_schedule(file: str | Path) -> Schedule:
     """The schedule in a CSV file, named like the file; see `parse_schedule`."""
-    return parse_schedule(Path(file).read_text(encoding="utf-8"), name=Path(file).stem)
+    return parse_schedule(Path(file).read_text(encoding="utf-8-sig"), name=Path(file).stem)

@@ -6,6 +6,7 @@ Makers of schedules are in `makers`, the messages that go with an order of compu
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import count
 
 from nxd_pipeline.schedules.action import Action, ActionKind, parse_action
 
@@ -98,9 +99,9 @@ def custom_schedule(actions: Sequence[Sequence[Action | str]], *, name: str = "c
                     f"rank {rank_of_stage[action.stage]} already; a stage lives on one rank"
                 )
     num_stages = max(rank_of_stage, default=-1) + 1
-    missing = sorted(set(range(num_stages)) - rank_of_stage.keys())
-    if missing or not num_stages:
-        raise ValueError(f"schedule {name!r}: no rank has actions of stage {missing[0] if missing else 0}")
+    if len(rank_of_stage) < max(num_stages, 1):
+        missing = next(stage for stage in count() if stage not in rank_of_stage)
+        raise ValueError(f"schedule {name!r}: no rank has actions of stage {missing}")
     return Schedule(
         name=name,
         num_microbatches=max(action.microbatch for row in parsed for action in row) + 1,

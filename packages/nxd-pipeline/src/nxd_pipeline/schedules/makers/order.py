@@ -67,5 +67,5 @@ def check_sizes(pipeline_size: int, num_microbatches: int, virtual_pipeline_size
         "virtual_pipeline_size": virtual_pipeline_size,
     }
     for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"{name}={size} is not a positive number; use 1 or more")
+        if not isinstance(size, int) or size < 1:
+            raise ValueError(f"{name}={size!r} is not a positive number; use 1 or more")
