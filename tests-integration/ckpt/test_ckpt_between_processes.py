@@ -104,7 +104,7 @@ def test_save_rank_killed_in_the_middle_leaves_the_old_checkpoint_and_ends_the_o
             os.write = lambda fd, content: os.kill(os.getpid(), signal.SIGKILL)
         state = {name: tensor + 1 for name, tensor in logical_tensors().items()}
         try:
-            save(root, "a" if overwrite else "b", state, overwrite=overwrite, timeout=1.5)
+            save(root, "a" if overwrite else "b", state, overwrite=overwrite, timeout=600.0)
         except CheckpointError as error:
             with open(f"{notes}/{dist.get_rank()}", "w") as file:
                 file.write(str(error))
@@ -115,7 +115,7 @@ def test_save_rank_killed_in_the_middle_leaves_the_old_checkpoint_and_ends_the_o
 
     assert "SIGKILL" in failure.value.failures[victim].summary
     for rank in {0, 1, 2} - {victim}:
-        assert f"no answer within 1.5 seconds from rank {victim} of 3" in (tmp_path / str(rank)).read_text()
+        assert f"rank {victim} of 3 is gone: its process has ended" in (tmp_path / str(rank)).read_text()
     assert [info.tag for info in list_checkpoints(root)] == ["a"]
     for name, tensor in logical_tensors().items():
         assert torch.equal(open_checkpoint(root, "a").read(name), tensor)

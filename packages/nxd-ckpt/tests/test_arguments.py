@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from nxd_ckpt import Shard, ShardedTensor, load, open_checkpoint, save
+from nxd_ckpt import Shard, ShardedTensor, async_save, load, open_checkpoint, save
 from nxd_ckpt.testing import outcomes_on_threads
 
-BAD_TAGS = ["", ".", "..", ".hidden", "a/b", "../a", "a\\b", "a\nb", "a\0b", "x" * 201, 7]
+BAD_TAGS = ["", ".", "..", ".hidden", "a/b", "../a", "a\\b", "a\nb", "a\0b", "\ud800", "x" * 201, "é" * 101, "LATEST"]
 
 
-@pytest.mark.parametrize("tag", BAD_TAGS)
+@pytest.mark.parametrize("tag", [*BAD_TAGS, 7])
 def test_bad_tag_is_refused_everywhere(tmp_path, tag):
     with pytest.raises(ValueError, match="is not allowed: a tag is the name of a folder"):
         save(tmp_path, tag, {})
@@ -25,6 +25,9 @@ def test_bad_tag_is_refused_everywhere(tmp_path, tag):
         ({"a": {1: 2}}, r"objects\['a'\] has the key 1; JSON keys are strings, so use '1'"),
         ([0, {"x": torch.ones(1)}], r"objects\[1\]\['x'\] is a Tensor, which JSON cannot hold"),
         ({1, 2}, "objects is a set, which JSON cannot hold"),
+        (["\ud83d"], r"objects\[0\] is '\\ud83d', which is not valid Unicode"),
+        ({"\ud83d": 1}, "a key of objects is .*, which is not valid Unicode"),
+        ([10**5000], r"objects\[0\] is a number of 16610 bits; pass one so large as text"),
     ],
 )
 def test_save_objects_that_json_cannot_hold_names_the_place(tmp_path, objects, message):
@@ -68,7 +71,7 @@ def test_load_fallback_with_a_tag_is_refused(tmp_path):
         load(tmp_path, "a", into={}, fallback=True)
 
 
-@pytest.mark.parametrize("step", [-1, 1.5, "3", True])
+@pytest.mark.parametrize("step", [-1, 1.5, "3", True, 2**63])
 def test_save_bad_step_is_refused(tmp_path, step):
     with pytest.raises(ValueError, match=f"step={step!r} is not a number of steps"):
         save(tmp_path, "a", {}, step=step)
@@ -101,6 +104,19 @@ def test_sharded_tensor_of_a_wrapper_subclass_is_refused():
         ShardedTensor((2,), [Shard(wrapper, (0,))])
 
 
+@pytest.mark.parametrize("shape", [(-1,), (2**63, 0), (1,) * 65])
+def test_sharded_tensor_of_a_shape_that_no_reader_takes_is_refused(shape):
+    with pytest.raises(ValueError, match="is not a shape of at most 64 dimensions"):
+        ShardedTensor(shape, dtype=torch.float32)
+
+
+def test_sharded_tensor_with_fractions_is_refused():
+    with pytest.raises(TypeError, match="'float' object"):
+        ShardedTensor((4.9,), [Shard(torch.ones(2), (1,))])
+    with pytest.raises(TypeError, match="'float' object"):
+        ShardedTensor((4,), [Shard(torch.ones(2), (1.7,))])
+
+
 @pytest.mark.parametrize("offsets", [(3, 0), (-1, 0), (0,), (0, 0, 0)])
 def test_sharded_tensor_shard_outside_is_refused(offsets):
     with pytest.raises(ValueError, match=r"does not lie inside the global shape \[4, 2\]"):
@@ -123,6 +139,7 @@ def test_sharded_tensor_without_one_dtype_is_refused():
         ([{"step": 1}, {"step": 2}], r"is \('a', 1, False\) on rank 0 but \('a', 2, False\) on rank 1"),
         ([{}, {"overwrite": True}], r"is \('a', None, False\) on rank 0 but \('a', None, True\) on rank 1"),
         ([{}, {"tag": "../b"}], r"failed on 1 of 2 ranks\n  rank 1: tag '../b' is not allowed"),
+        ([{}, {"timeout": -1}], r"failed on 1 of 2 ranks\n  rank 1: timeout=-1 is not a number of seconds above 0"),
         ([{}, {"state": {"w": 3}}], r"rank 1: unusable tensors:\n  'w': 'w' is a int"),
         (
             [{}, {"state": {"w": torch.ones(3)}}],
@@ -155,6 +172,11 @@ def test_save_arguments_that_differ_raise_the_same_error_on_every_rank(tmp_path,
         ([{}, {"tag": "b"}], "tag is 'a' on rank 0 but 'b' on rank 1"),
         ([{}, {"strict": False}], "strict is True on rank 0 but False on rank 1"),
         ([{}, {"into": {"w": "x"}}], "failed on 1 of 2 ranks\n  rank 1: unusable tensors:\n  'w': 'w' is a str"),
+        ([{}, {"timeout": 0}], "failed on 1 of 2 ranks\n  rank 1: timeout=0 is not a number of seconds above 0"),
+        (
+            [{}, {"into": {"w": torch.zeros(1).expand(2)}}],
+            r"rank 1: 'w' \[0:2\] cannot be loaded into a tensor of strides \[0\], whose elements share memory",
+        ),
     ],
 )
 def test_load_arguments_that_differ_raise_the_same_error_on_every_rank(tmp_path, arguments, message):
@@ -184,3 +206,28 @@ def test_read_unknown_name_is_refused(tmp_path):
 
     with pytest.raises(ValueError, match="checkpoint 'a' has no tensor 'v'"):
         open_checkpoint(tmp_path).read("v")
+
+
+def test_load_into_a_view_that_overlaps_itself_is_refused_and_others_are_not(tmp_path):
+    saved = torch.arange(8.0).reshape(2, 4)
+    save(tmp_path, "a", {"w": saved})
+    memory = torch.zeros(100)
+
+    with pytest.raises(ValueError, match=r"strides \[1, 1\], whose elements share memory; load into a clone"):
+        load(tmp_path, into={"w": memory.as_strided((2, 4), (1, 1))})
+    assert not memory.any()
+    for strides in [(1, 2), (50, 3), (4, 1), (1, 10)]:
+        view = memory.as_strided((2, 4), strides)
+        load(tmp_path, into={"w": view})
+        assert torch.equal(view, saved)
+
+
+def test_async_save_memory_limit_that_one_rank_gets_wrong_raises_on_every_rank(tmp_path):
+    def save_one(ranks):
+        async_save(tmp_path, "a", {}, memory_limit=3 if ranks.rank else None, process_group=ranks)
+
+    first, second = outcomes_on_threads(save_one, world_size=2)
+
+    assert isinstance(first, ValueError)
+    assert "failed on 1 of 2 ranks\n  rank 1: memory_limit=3 bytes is too little" in str(first)
+    assert str(first) == str(second)

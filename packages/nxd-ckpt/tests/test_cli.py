@@ -1,6 +1,8 @@
 """The console script, called as its entry point is; once as the process that it makes."""
 
+import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -16,6 +18,7 @@ from safetensors.torch import load_file
 from torch.distributed import checkpoint as dcp
 
 WEIGHT = torch.arange(64.0).reshape(8, 8)
+LLAMA = ["--sharding", "llama"]
 
 
 @pytest.fixture
@@ -198,6 +201,47 @@ def test_diff_with_a_tolerance_lets_types_and_small_gaps_pass(run, tmp_path, ato
     assert run("diff", tmp_path / "a", tmp_path / "b", "--atol", atol)[0] == expected
 
 
+@pytest.mark.parametrize("arguments", [["--rtol", "-1"], ["--atol", "nan"], ["--atol", "x"]])
+def test_diff_with_an_impossible_tolerance_is_a_usage_error(run, root, arguments):
+    with pytest.raises(SystemExit) as exit_:
+        run("diff", root / "step-1", root / "step-2", *arguments)
+
+    assert exit_.value.code == 2
+
+
+def test_diff_counts_elements_whose_bits_differ_though_their_values_are_equal(run_json, tmp_path):
+    save(tmp_path, "a", {"zero": torch.zeros(2), "large": torch.tensor([2**63 - 1, 2**53 + 1, -(2**63)])})
+    save(tmp_path, "b", {"zero": torch.tensor([0.0, -0.0]), "large": torch.tensor([2**63 - 2, 2**53, 2**63 - 1])})
+
+    code, data = run_json("diff", tmp_path / "a", tmp_path / "b")
+
+    assert code == 1
+    assert data["different"]["zero"] == {"elements": 1, "of": 2, "largest_gap": 0.0}
+    assert data["different"]["large"] == {"elements": 3, "of": 3, "largest_gap": 2.0**64}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        (torch.tensor([2**53 + 1]), torch.tensor([2**53]), 1),
+        (torch.tensor([True, False]), torch.tensor([True, True]), 1),
+        (torch.tensor([3], dtype=torch.uint64), torch.tensor([3.0]), 0),
+        (torch.tensor([1 + 0j]), torch.tensor([1.0]), 0),
+        (torch.tensor([1 + 1j]), torch.tensor([1.0]), 1),
+        (torch.tensor([torch.inf]), torch.tensor([-torch.inf]), 1),
+        (torch.tensor([torch.inf]), torch.tensor([torch.inf], dtype=torch.float64), 0),
+        (torch.tensor([1.0]), torch.tensor([torch.inf]), 1),
+        (torch.tensor([1.0]), torch.tensor([torch.nan]), 1),
+        (torch.empty(0), torch.empty(0, dtype=torch.int8), 0),
+    ],
+)
+def test_diff_with_a_tolerance_of_half_of_any_types(run, tmp_path, first, second, expected):
+    save(tmp_path, "a", {"x": first})
+    save(tmp_path, "b", {"x": second})
+
+    assert run("diff", tmp_path / "a", tmp_path / "b", "--atol", 0.5)[0] == expected
+
+
 def test_convert_goes_around_all_formats_and_back_bit_by_bit(run, root, tmp_path):
     sharding = tmp_path / "sharding.json"
     sharding.write_text(json.dumps({"*q_proj.weight": {"dim": 0}}))
@@ -253,6 +297,78 @@ def test_foreign_formats_behind_a_url_are_read(run, run_json, root, tmp_path):
     assert (code, data["num_tensors"]) == (0, 2)
 
 
+def test_what_a_url_cannot_give_is_one_line(run, monkeypatch):
+    class StorageError(Exception):
+        pass
+
+    def fail(*_: object, **__: object) -> None:
+        raise StorageError("no credentials")
+
+    monkeypatch.setattr("fsspec.implementations.memory.MemoryFileSystem.get", fail)
+
+    code, out, err = run("inspect", "memory://a", "--from", "hf")
+
+    assert (code, out) == (2, "")
+    assert err == "nxd-ckpt inspect: memory://a cannot be read: StorageError: no credentials\n"
+
+
+def test_names_cannot_move_the_cursor_or_break_lines(run, run_json, tmp_path):
+    save(tmp_path, "a", {"red\x1b[31m": torch.ones(1), "two\nlines": torch.ones(1)})
+    save(tmp_path, "b", {"x": torch.ones(1)})
+
+    for command in (["inspect", tmp_path, "--tag", "a"], ["diff", tmp_path / "a", tmp_path / "b"]):
+        _, out, _ = run(*command)
+        assert r"red\x1b[31m" in out
+        assert r"two\nlines" in out
+        assert "\x1b" not in out
+    assert "two\nlines" in run_json("inspect", tmp_path / "a")[1]["tensors"]
+
+
+def test_a_terminal_without_unicode_gets_escapes(tmp_path, monkeypatch):
+    save(tmp_path, "a", {"gewicht.é": torch.ones(1)})
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", terminal)
+
+    assert main(["inspect", str(tmp_path)]) == 0
+
+    assert rb"gewicht.\xe9" in terminal.buffer.getvalue()
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_a_reader_that_goes_away_does_not_change_the_exit_code(root, tmp_path, monkeypatch, options):
+    data_file(root, "step-2").unlink()
+    for path, expected in ((root, 1), (tmp_path / "nowhere", 2)):
+        reading_end, writing_end = os.pipe()
+        os.close(reading_end)
+        with os.fdopen(writing_end, "w") as broken_pipe:
+            monkeypatch.setattr(sys, "stdout", broken_pipe)
+            assert main(["verify", str(path), *options]) == expected
+
+
+def test_json_has_no_nan(run, tmp_path):
+    save(tmp_path, "a", {"w": torch.ones(1)}, objects={"metrics": {"loss": float("nan")}}, mesh={"x": float("inf")})
+
+    for command in (["list", tmp_path], ["inspect", tmp_path]):
+        _, out, _ = run(*command, "--json")
+        json.loads(out, parse_constant=pytest.fail)
+
+
+def test_a_checkpoint_without_tensors_is_equal_to_itself_and_converted(run, tmp_path):
+    save(tmp_path / "a", "a", {}, objects={"n": 1})
+
+    assert run("diff", tmp_path / "a", tmp_path / "a")[0] == 0
+    assert run("convert", tmp_path / "a", tmp_path / "b", "--to", "nxd", "--target-tag", "x")[0] == 0
+    assert open_checkpoint(tmp_path / "b").objects == {"n": 1}
+
+
+def test_a_name_of_very_many_parts_is_no_traceback(run, tmp_path):
+    save(tmp_path, "a", {"a." * i + "w": torch.ones(1) for i in range(1200)})
+
+    code, _, err = run("inspect", tmp_path)
+
+    assert (code, err.count("\n")) in ((0, 0), (2, 1))
+
+
 def test_pin_and_unpin_are_seen_by_list(run, run_json, root):
     assert run("pin", root, "step-1")[0] == 0
     assert [entry["pinned"] for entry in run_json("list", root)[1]] == [True, False]
@@ -297,6 +413,12 @@ def test_gc_only_lists_with_dry_run_and_then_frees(run, run_json, root):
         (["convert", "{root}", "{tmp}/o", "--to", "hf", "--stages", "{tmp}/list.json"], "pipeline rank for each"),
         (["convert", "{root}", "{tmp}/o", "--to", "hf", "--parameter-names", "{tmp}/list.json"], "list of names"),
         (["pin", "{root}", "x"], "no checkpoint 'x'"),
+        (["list", "{tmp}/nowhere"], "nowhere' does not exist"),
+        (["gc", "{tmp}/nowhere"], "nowhere' does not exist"),
+        (["pin", "{tmp}/nowhere", "x"], "nowhere' does not exist"),
+        (["unpin", "{tmp}/nowhere", "x"], "nowhere' does not exist"),
+        (["list", "{tmp}/list.json"], "is not a folder"),
+        (["convert", "{root}", "{tmp}/o", "--to", "neuronx-v2", "--target-tag", "../o", *LLAMA], "is not allowed"),
         (["inspect", "nosuch://x/y"], "nosuch"),
     ],
 )
@@ -312,6 +434,7 @@ def test_a_mistake_is_one_clear_line_and_exit_code_two(run, root, tmp_path, argu
     assert err.count("\n") == 1
     assert err.startswith(f"nxd-ckpt {arguments[0]}: ")
     assert message in err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "junk", "list.json", "runs"]
 
 
 def test_a_mistake_as_json_is_an_error_object(run_json, tmp_path):

@@ -108,8 +108,8 @@ def test_gather_value_that_cannot_be_sent_raises_on_all_ranks():
     assert isinstance(outcomes[0], CheckpointError)
 
 
-def _save_then_stop(rank, folder, results):
-    """Both save and load once together; then rank 1 stops itself in the midst of a save."""
+def _save_then_stop(rank, folder, results, stop_signal, timeout):
+    """Both save and load once together; then rank 1 stops or kills itself in the midst of a save."""
     store = dist.TCPStore("localhost", int(folder.joinpath("port").read_text()), is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     whole = torch.arange(8.0)
@@ -118,24 +118,35 @@ def _save_then_stop(rank, folder, results):
     write = os.write
 
     def stop_at_write(fd, content):
-        os.kill(os.getpid(), signal.SIGSTOP)
+        os.kill(os.getpid(), stop_signal)
         return write(fd, content)
 
     if rank == 1:
         os.write = stop_at_write
     try:
-        save(folder / "root", "after", {"w": whole, f"own{rank}": whole}, step=2, timeout=1.0)
+        save(folder / "root", "after", {"w": whole, f"own{rank}": whole}, step=2, timeout=timeout)
     except CheckpointError as error:
         results.put((rank, str(error)))
     os._exit(0)
 
 
-def test_save_with_a_stopped_process_raises_on_the_other_and_names_it(tmp_path):
+@pytest.mark.parametrize(
+    ("stop_signal", "timeout", "message"),
+    [
+        (signal.SIGSTOP, 1.0, "no answer within 1 seconds from rank 1 of 2; it is stopped, gone, or needs longer"),
+        (signal.SIGKILL, 3600.0, "rank 1 of 2 is gone: its process has ended"),
+    ],
+)
+def test_save_with_a_stopped_or_killed_process_raises_on_the_other_and_names_it(
+    tmp_path, stop_signal, timeout, message
+):
     server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     (tmp_path / "port").write_text(str(server.port))
     spawn = multiprocessing.get_context("spawn")
     results = spawn.SimpleQueue()
-    processes = [spawn.Process(target=_save_then_stop, args=(rank, tmp_path, results)) for rank in range(2)]
+    processes = [
+        spawn.Process(target=_save_then_stop, args=(rank, tmp_path, results, stop_signal, timeout)) for rank in range(2)
+    ]
     for process in processes:
         process.start()
 
@@ -145,6 +156,6 @@ def test_save_with_a_stopped_process_raises_on_the_other_and_names_it(tmp_path):
     processes[1].kill()
     processes[1].join()
     assert rank == 0
-    assert error.startswith("no answer within 1 seconds from rank 1 of 2")
+    assert error.startswith(message)
     assert [info.tag for info in list_checkpoints(tmp_path / "root")] == ["before"]
     assert os.listdir(tmp_path / "root" / ".staging") == ["lock"]

@@ -1,9 +1,11 @@
 """What a load does when it is asked to verify, convert, fall back, or to give back what lay beside the tensors."""
 
+import threading
+
 import pytest
 import torch
-from nxd_ckpt import CheckpointError, Shard, ShardedTensor, checksums, load, open_checkpoint, save
-from nxd_ckpt.testing import outcomes_on_threads, run_on_threads
+from nxd_ckpt import Checkpoint, CheckpointError, Shard, ShardedTensor, checksums, load, open_checkpoint, save
+from nxd_ckpt.testing import Killed, outcomes_on_threads, run_on_threads
 
 
 def flip_a_bit(root, tag, where=-1):
@@ -160,3 +162,21 @@ def test_second_save_of_the_same_layout_sends_no_descriptions(tmp_path):
     assert save_as("second", 11) == 0
     assert save_as("third", 12) == 2
     assert torch.equal(open_checkpoint(tmp_path, "second").read("only-here"), torch.ones(11))
+
+
+def test_load_fallback_does_not_take_a_lost_rank_for_a_damaged_checkpoint(tmp_path, monkeypatch):
+    for step in (1, 2):
+        save(tmp_path, f"step-{step}", {"w": torch.ones(10)}, step=step)
+
+    def fill_or_die(checkpoint, transfers):
+        if threading.current_thread().name == "rank 1":
+            raise Killed
+
+    monkeypatch.setattr(Checkpoint, "fill", fill_or_die)
+
+    first, second = outcomes_on_threads(
+        lambda ranks: load(tmp_path, into={"w": torch.zeros(10)}, fallback=True, process_group=ranks), 2
+    )
+
+    assert str(first) == "rank 0 of 2 lost contact with the other ranks"
+    assert isinstance(second, Killed)

@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 import xxhash
-from nxd_ckpt import CheckpointError, Shard, ShardedTensor, load, open_checkpoint, save
+from nxd_ckpt import CheckpointError, Shard, ShardedTensor, list_checkpoints, load, manifest, open_checkpoint, save
 from nxd_ckpt.manifest import decode, encode
 from nxd_ckpt.testing import outcomes_on_threads
 
@@ -162,6 +162,10 @@ def set_fields(**fields):
         (set_chunk(xxh3=["0" * 16] * 2), "it has chunk"),
         (set_chunk(file="data/../x"), "it has chunk"),
         (set_fields(world_size="2"), "it has world_size '2'"),
+        (set_fields(committed_at=10**400), "it has committed_at 1000"),
+        (set_fields(committed_at=float("nan")), "it has committed_at nan"),
+        (set_fields(committed_at="inf"), "it has committed_at 'inf'"),
+        (set_fields(rank_objects={"01": 1}), "it has rank_objects of rank '01'"),
         (set_fields(extra={"../x": {"file": "extra/y", "xxh3": []}}), "it has extra file '../x'"),
         (set_fields(mesh=json.loads("[" * 70 + "]" * 70)), "is nested more than 64 deep"),
         (set_chunk(box=[[1, 0], [4, 2]]), "it has chunk"),
@@ -212,3 +216,39 @@ def test_load_absent_tag_says_which_there_are(root):
 def test_load_latest_of_nothing_says_so(tmp_path):
     with pytest.raises(CheckpointError, match="there is no complete checkpoint in"):
         load(tmp_path / "absent", into={})
+
+
+def test_list_checkpoints_survives_a_manifest_with_an_impossible_time(root):
+    save(root, "u", STATE)
+    rewrite_manifest(root, set_fields(committed_at=10**400))
+
+    with pytest.warns(UserWarning, match="it has committed_at 1000"):
+        assert [info.tag for info in list_checkpoints(root)] == ["u"]
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_load_tensors_that_lie_in_the_same_bytes_each_get_their_own_type_and_shape(root, verify):
+    def add_views_of_b(content):
+        (chunk,) = content["tensors"]["b"]["chunks"]
+        for name, dtype, shape in (("as-int", "I16", [3]), ("as-column", "BF16", [3, 1])):
+            box = [[0] * len(shape), shape]
+            content["tensors"][name] = {"dtype": dtype, "shape": shape, "chunks": [chunk | {"box": box}]}
+
+    rewrite_manifest(root, add_views_of_b)
+    into = {name: torch.zeros_like(value) for name, value in STATE.items()}
+    into |= {"as-int": torch.zeros(3, dtype=torch.int16), "as-column": torch.zeros(3, 1, dtype=torch.bfloat16)}
+
+    load(root, "t", into=into, verify=verify)
+
+    assert torch.equal(into["b"], STATE["b"])
+    assert torch.equal(into["as-int"], STATE["b"].view(torch.int16))
+    assert torch.equal(into["as-column"], STATE["b"][:, None])
+
+
+def test_save_of_a_manifest_larger_than_readers_take_leaves_the_old_one(root, monkeypatch):
+    monkeypatch.setattr(manifest, "MAX_MANIFEST_BYTES", 2000)
+
+    with pytest.raises(CheckpointError, match="bytes, but may have 2000; pass large objects as extra files"):
+        save(root, "t", STATE, objects="x" * 2000, overwrite=True)
+
+    assert open_checkpoint(root, "t").objects is None

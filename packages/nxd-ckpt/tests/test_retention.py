@@ -1,10 +1,12 @@
 """Which checkpoints stay: by rules that can be added up, never without the newest, and counting only whole ones."""
 
+import contextlib
 import os
+import shutil
 
 import pytest
 import torch
-from nxd_ckpt import CheckpointError, delete, gc, list_checkpoints, open_checkpoint, pin, retain, save, unpin
+from nxd_ckpt import CheckpointError, delete, gc, list_checkpoints, open_checkpoint, pin, retain, retention, save, unpin
 
 
 def save_steps(root, *steps, losses=None):
@@ -99,6 +101,42 @@ def test_retain_damaged_newest_counts_for_nothing_and_is_not_touched(tmp_path):
 
     assert open_checkpoint(tmp_path, "step-2").step == 2
     assert damaged.exists()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [(os.unlink, "is missing"), (lambda path: os.truncate(path, 3), "has 3 bytes, expected")],
+    ids=["missing", "cut"],
+)
+def test_retain_newest_with_damaged_files_counts_for_nothing_and_is_not_touched(tmp_path, damage, message):
+    save_steps(tmp_path, 1, 2, 3)
+    (data,) = (tmp_path / "step-3" / "data").iterdir()
+    damage(data)
+
+    with pytest.warns(UserWarning, match=f"skipping a checkpoint that is not complete: data file {data} {message}"):
+        assert retain(tmp_path, keep_last=1) == ["step-1"]
+
+    assert steps(tmp_path) == [2, 3]
+    assert open_checkpoint(tmp_path, "step-2").read("w").tolist() == [2.0] * 4
+
+
+@pytest.mark.parametrize("meanwhile", ["overwritten", "deleted"])
+def test_retain_leaves_alone_what_another_process_has_changed_meanwhile(tmp_path, monkeypatch, meanwhile):
+    save_steps(tmp_path, 1, 2, 3)
+
+    def judge(path):
+        judged = list_checkpoints(path)
+        if meanwhile == "deleted":
+            delete(path, "step-1")
+        else:
+            save(path, "step-1", {}, step=9, overwrite=True)
+        return judged
+
+    monkeypatch.setattr(retention, "list_checkpoints", judge)
+
+    with contextlib.nullcontext() if meanwhile == "overwritten" else pytest.warns(UserWarning, match="step-1"):
+        assert retain(tmp_path, keep_last=1) == ["step-2"]
+    assert steps(tmp_path) == ([3, 9] if meanwhile == "overwritten" else [3])
 
 
 @pytest.mark.parametrize(
@@ -201,6 +239,22 @@ def test_gc_while_a_save_is_at_work_is_refused(tmp_path, monkeypatch):
 
     assert isinstance(errors[0], CheckpointError)
     assert steps(tmp_path) == [1, 2]
+
+
+def test_gc_that_frees_much_keeps_no_save_waiting(tmp_path, monkeypatch):
+    (tmp_path / ".staging" / "dead" / "data").mkdir(parents=True)
+    remove_folder = shutil.rmtree
+
+    def save_and_remove(path, **options):
+        monkeypatch.setattr(shutil, "rmtree", remove_folder)
+        save_steps(tmp_path, 1)
+        remove_folder(path, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", save_and_remove)
+
+    gc(tmp_path)
+
+    assert steps(tmp_path) == [1]
 
 
 def test_gc_where_there_is_nothing_finds_nothing(tmp_path):

@@ -1,3 +1,5 @@
+import json
+
 import nxd_ckpt.tensor_bytes
 import pytest
 import torch
@@ -182,3 +184,12 @@ def test_load_box_that_a_rank_wants_twice_fills_both(tmp_path, verify):
 
     assert torch.equal(first, saved)
     assert torch.equal(second, saved)
+
+
+def test_objects_as_deep_as_save_takes_them_can_be_loaded(tmp_path):
+    deep = json.loads("[" * 65 + "]" * 65)
+
+    save(tmp_path, "a", {}, objects=deep, rank_objects=deep, mesh=deep)
+
+    loaded = load(tmp_path, into={})
+    assert loaded.objects == loaded.rank_objects == deep

@@ -47,18 +47,27 @@ def coordinator_for(
 
     Args:
         process_group: the ranks; a Coordinator is returned as it is.
-        timeout: seconds to wait for other ranks of a process group.
+        timeout: seconds to wait for other ranks of a process group; the default one if it is none, so that these hear
+            of it from `check_timeout`.
 
     Raises:
-        ValueError: this process is not a member of the group, or the timeout is not above 0.
+        ValueError: this process is not a member of the group.
     """
-    if not timeout > 0:
-        raise ValueError(f"timeout={timeout!r} is not a number of seconds above 0")
     if isinstance(process_group, Coordinator):
         return process_group
     if process_group is None and not (dist.is_available() and dist.is_initialized()):
         return _WorldOfOne()
-    return coordinator_of_group(process_group, timeout)
+    return coordinator_of_group(process_group, timeout if timeout > 0 else DEFAULT_TIMEOUT)
+
+
+def check_timeout(timeout: float) -> None:
+    """Called where the other ranks hear of it.
+
+    Raises:
+        ValueError: it is not above 0.
+    """
+    if not timeout > 0:
+        raise ValueError(f"timeout={timeout!r} is not a number of seconds above 0")
 
 
 def on_every_rank(

@@ -7,26 +7,27 @@ import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from nxd_ckpt.catalog import find_tag, list_checkpoints
 from nxd_ckpt.coordinator import (
     DEFAULT_TIMEOUT,
     Coordinator,
+    check_timeout,
     coordinator_for,
     gather_from_every_rank,
     on_every_rank,
     on_rank_zero,
 )
-from nxd_ckpt.errors import CheckpointError
+from nxd_ckpt.errors import CheckpointError, RanksLostError
 from nxd_ckpt.reader import Checkpoint, open_checkpoint
 from nxd_ckpt.sharded_tensor import ShardedTensor, as_sharded_state
+from nxd_ckpt.sharing import pass_on, share_out_reads, wants_of, without_others
 from nxd_ckpt.stores import check_tag, open_store
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
+from nxd_ckpt.tensor_bytes import lies_apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,7 @@ class _LoadOptions:
     verify: bool
     convert_dtype: bool
     fallback: bool
+    share_reads: bool
 
 
 def load(
@@ -68,6 +70,7 @@ def load(
     verify: bool = True,
     convert_dtype: bool = False,
     fallback: bool = False,
+    share_reads: bool = False,
     timeout: float = DEFAULT_TIMEOUT,
     process_group: "dist.ProcessGroup | Coordinator | None" = None,
 ) -> LoadedObjects:
@@ -84,6 +87,8 @@ def load(
         convert_dtype: convert tensors that were saved with another dtype instead of refusing them.
         fallback: if the newest checkpoint cannot be read, warn and take the one before it, and so on. Destinations may
             have been filled in part by those that were skipped. Not with `tag`.
+        share_reads: of a box that several ranks want in the same type, only one reads it and sends it to the others
+            through `process_group`, which must be torch's. For storage that is slower than the network.
         timeout: seconds that this rank waits for the others, each time it does, before it gives up.
         process_group: the ranks; default: torch's default group if initialised, else this process alone.
 
@@ -94,29 +99,40 @@ def load(
             Only an error while reading, after all checks, can leave destinations filled in part.
     """
     coordinator = coordinator_for(process_group, timeout)
-    options = _LoadOptions(tag, strict, verify, convert_dtype, fallback)
+    options = _LoadOptions(tag, strict, verify, convert_dtype, fallback, share_reads)
 
     def check_arguments() -> dict[str, ShardedTensor]:
+        check_timeout(timeout)
         open_store(path)
         if tag is not None:
             check_tag(tag)
             if fallback:
                 raise ValueError(f"fallback=True takes the newest readable checkpoint, so tag={tag!r} cannot be given")
-        return as_sharded_state(into)
+        if share_reads and coordinator.world_size > 1 and isinstance(process_group, Coordinator):
+            raise ValueError("share_reads=True sends tensors, so process_group must be a torch process group")
+        destinations = as_sharded_state(into)
+        for name, tensor in destinations.items():
+            _check_destinations(name, tensor)
+        return destinations
 
     doing = "checking the arguments of load"
     wanted = on_every_rank(coordinator, doing, check_arguments, error_type=ValueError)
     _check_same_load(coordinator.all_gather_object(options))
     store = open_store(path)
+    group = process_group if isinstance(process_group, dist.ProcessGroup) else dist.group.WORLD
+
+    def load_tag(found: str) -> LoadedObjects:
+        return _load_tag(path, found, wanted, options, coordinator, group, timeout)
+
     if not fallback:
         found = on_rank_zero(coordinator, f"loading from {store.location}", lambda: find_tag(store, tag))
-        return _load_tag(path, found, wanted, options, coordinator)
+        return load_tag(found)
     newest_last = on_rank_zero(coordinator, f"loading from {store.location}", lambda: list_checkpoints(path))
     skipped: list[str] = []
     for found in [info.tag for info in reversed(newest_last)]:
         try:
-            loaded = _load_tag(path, found, wanted, options, coordinator)
-        except _DoesNotFit:
+            loaded = load_tag(found)
+        except (_DoesNotFit, RanksLostError):
             raise
         except CheckpointError as error:
             skipped.append(str(error))
@@ -138,13 +154,19 @@ def _load_tag(
     wanted: Mapping[str, ShardedTensor],
     options: _LoadOptions,
     coordinator: Coordinator,
+    group: "dist.ProcessGroup | None",
+    timeout: float,
 ) -> LoadedObjects:
     doing = f"loading checkpoint {tag!r} from {open_store(path).location}"
     checkpoint = on_every_rank(coordinator, doing, lambda: open_checkpoint(path, tag, verify=options.verify))
     _check_fit(coordinator, doing, checkpoint, wanted, options)
-    shards = {name: tensor.shards for name, tensor in wanted.items()}
-    transfers = on_every_rank(coordinator, doing, lambda: checkpoint.plan(shards))
+    share = options.share_reads and group is not None and coordinator.world_size > 1
+    shared = share_out_reads(coordinator.all_gather_object(wants_of(wanted))) if share else []
+    to_read = without_others(wanted, shared, coordinator.rank)
+    transfers = on_every_rank(coordinator, doing, lambda: checkpoint.plan(to_read))
     on_every_rank(coordinator, doing, lambda: checkpoint.fill(transfers))
+    if shared and group is not None:
+        on_every_rank(coordinator, doing, lambda: pass_on(shared, wanted, group, timeout))
     return LoadedObjects(
         tag=checkpoint.tag,
         step=checkpoint.step,
@@ -152,6 +174,15 @@ def _load_tag(
         objects=checkpoint.objects,
         rank_objects=checkpoint.rank_objects.get(coordinator.rank),
     )
+
+
+def _check_destinations(name: str, tensor: ShardedTensor) -> None:
+    for shard in tensor.shards:
+        if not lies_apart(shard.tensor):
+            raise ValueError(
+                f"{name!r} {shard.box} cannot be loaded into a tensor of strides {list(shard.tensor.stride())}, whose "
+                "elements share memory; load into a clone of it"
+            )
 
 
 def _check_same_load(asked: list[_LoadOptions]) -> None:

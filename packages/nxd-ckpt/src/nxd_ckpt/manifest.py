@@ -32,6 +32,7 @@ _EXTRA_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 _FILE = re.compile(
     r"data/[0-9a-f]{32}-[0-9]{5,9}-[0-9]{1,9}\.safetensors|" rf"extra/[0-9a-f]{{32}}-{_EXTRA_NAME.pattern}"
 )
+_RANK = re.compile(r"0|[1-9][0-9]{0,8}")
 _HASH = re.compile(r"[0-9a-f]{16}")
 _DIGEST_FIELD = re.compile(rb'"digest":"([0-9a-f]{64})"')
 _NO_DIGEST = b'"digest":"' + b"0" * 64 + b'"'
@@ -110,7 +111,11 @@ def is_file_name(path: str) -> bool:
 
 
 def encode(manifest: Manifest) -> bytes:
-    """The manifest as JSON text. Its digest is the sha256 of that text with the digest's digits all zero."""
+    """The manifest as JSON text. Its digest is the sha256 of that text with the digest's digits all zero.
+
+    Raises:
+        CheckpointError: it is larger than `decode`'s callers take.
+    """
     content = {
         "digest": "0" * 64,
         "format": FORMAT,
@@ -127,6 +132,10 @@ def encode(manifest: Manifest) -> bytes:
         "tensors": {name: _tensor_to_json(entry) for name, entry in manifest.tensors.items()},
     }
     text = json.dumps(content, separators=(",", ":")).encode("ascii")
+    if len(text) > MAX_MANIFEST_BYTES:
+        raise CheckpointError(
+            f"the manifest has {len(text)} bytes, but may have {MAX_MANIFEST_BYTES}; pass large objects as extra files"
+        )
     return text.replace(_NO_DIGEST, b'"digest":"' + hashlib.sha256(text).hexdigest().encode() + b'"', 1)
 
 
@@ -174,20 +183,24 @@ def _tensor_to_json(entry: TensorEntry) -> dict[str, Any]:
 
 
 def _manifest_from_json(content: dict[str, Any]) -> Manifest:
-    save_id, step = content["save_id"], content["step"]
+    save_id, step, committed_at = content["save_id"], content["step"], content["committed_at"]
     _expect(isinstance(save_id, str) and _SAVE_ID.fullmatch(save_id) is not None, f"save_id {save_id!r}")
     _expect(step is None or _is_size(step), f"step {step!r}")
+    _expect(type(committed_at) in (int, float) and abs(committed_at) < 2**63, f"committed_at {committed_at!r}")
     _expect(_is_size(content["world_size"]), f"world_size {content['world_size']!r}")
     files: dict[str, int] = content["files"]
     for name, size in files.items():
         _expect(is_file_name(name), f"data file name {name!r}")
         _expect(_is_size(size), f"size {size!r} of {name}")
-    for field in ("mesh", "objects", "rank_objects"):
+    for field in ("mesh", "objects"):
         check_json(content[field], field)
+    for rank, value in content["rank_objects"].items():
+        _expect(_RANK.fullmatch(rank) is not None, f"rank_objects of rank {rank!r}")
+        check_json(value, f"rank_objects[{rank}]")
     return Manifest(
         save_id=save_id,
         step=step,
-        committed_at=float(content["committed_at"]),
+        committed_at=float(committed_at),
         world_size=content["world_size"],
         mesh=content["mesh"],
         files=files,

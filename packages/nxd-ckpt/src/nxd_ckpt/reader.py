@@ -136,7 +136,7 @@ class Checkpoint:
         if problems:
             raise CheckpointError("the checkpoint lacks elements:\n  " + "\n  ".join(problems))
         self._check_sizes(sorted({transfer.chunk.file for transfer in transfers}))
-        return sorted(transfers, key=lambda transfer: (transfer.chunk.file, transfer.chunk.offset, transfer.box))
+        return sorted(transfers, key=lambda transfer: (transfer.chunk, transfer.dtype, transfer.box))
 
     def fill(self, transfers: Sequence[Transfer]) -> None:
         """Reads what was planned, file by file.
@@ -158,8 +158,17 @@ class Checkpoint:
                 problems.append(str(error))
         return problems
 
+    def check_files(self) -> None:
+        """Looks whether all files are there, with the right sizes.
+
+        Raises:
+            CheckpointError: names those that are not.
+        """
+        self._check_sizes(self.manifest.files)
+
     def _reads(self, transfers: Iterable[Transfer]) -> Iterator[Read]:
-        for _, of_chunk in groupby(transfers, key=lambda transfer: transfer.chunk.offset):
+        # Several tensors may lie in the same bytes, each with a shape and type of its own.
+        for _, of_chunk in groupby(transfers, key=lambda transfer: (transfer.chunk, transfer.dtype)):
             yield from reads_of_chunk(list(of_chunk), verify=self._verify)
 
     def _reads_of_blocks(self, file: str) -> Iterator[Read]:

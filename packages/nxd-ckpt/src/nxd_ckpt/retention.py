@@ -6,12 +6,14 @@ only files that `gc` finds.
 
 import math
 import os
+import warnings
 from collections.abc import Sequence
 from typing import Literal
 
 from nxd_ckpt.catalog import CheckpointInfo, list_checkpoints, read_manifest
 from nxd_ckpt.errors import CheckpointError
-from nxd_ckpt.stores import Garbage, check_tag, open_store
+from nxd_ckpt.reader import open_checkpoint
+from nxd_ckpt.stores import Garbage, Store, check_tag, open_store
 
 DEAD_AFTER = 86_400.0
 
@@ -27,7 +29,10 @@ def delete(path: "str | os.PathLike[str]", tag: str) -> None:
     read_manifest(store, check_tag(tag))
     if tag in store.pinned():
         raise CheckpointError(f"checkpoint {tag!r} in {store.location} is pinned; unpin it first")
-    store.delete(tag)
+    try:
+        store.delete(tag)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"checkpoint {tag!r} in {store.location} was deleted by another process") from error
 
 
 def pin(path: "str | os.PathLike[str]", tag: str) -> None:
@@ -62,6 +67,8 @@ def retain(
 ) -> list[str]:
     """Removes the complete checkpoints that no rule keeps. Pinned ones and the newest one always stay.
 
+    Those with files that are missing or of a wrong size are not complete: a warning names them, and they stay as well.
+
     Args:
         path: the folder of checkpoints.
         keep_last: how many of the newest to keep.
@@ -78,17 +85,15 @@ def retain(
         ValueError: a rule makes no sense, or would remove the newest checkpoint.
     """
     _check_rules(keep_last, keep_every, keep_best, metric, best)
-    checkpoints = list_checkpoints(path)
+    checkpoints = [info for info in list_checkpoints(path) if _is_complete(path, info)]
     kept = {info.tag for info in checkpoints[-keep_last:]}
     kept |= {info.tag for info in checkpoints if info.pinned}
     if keep_every is not None:
         kept |= {info.tag for info in checkpoints if info.step is not None and info.step % keep_every == 0}
     if metric is not None:
         kept |= {info.tag for info in _best(checkpoints, metric, highest=best == "highest")[:keep_best]}
-    doomed = [info.tag for info in checkpoints if info.tag not in kept]
-    for tag in doomed:
-        open_store(path).delete(tag)
-    return doomed
+    doomed = [info for info in checkpoints if info.tag not in kept]
+    return [info.tag for info in doomed if _delete_if_unchanged(open_store(path), info)]
 
 
 def gc(path: "str | os.PathLike[str]", *, dry_run: bool = False, dead_after: float = DEAD_AFTER) -> list[Garbage]:
@@ -121,6 +126,26 @@ def _check_rules(keep_last: int, keep_every: int | None, keep_best: int, metric:
         raise ValueError(f"keep_best={keep_best} and metric={metric!r} do not fit: give both, or neither")
     if best not in ("lowest", "highest"):
         raise ValueError(f"best={best!r} is neither 'lowest' nor 'highest'")
+
+
+def _is_complete(path: "str | os.PathLike[str]", info: CheckpointInfo) -> bool:
+    try:
+        open_checkpoint(path, info.tag).check_files()
+    except CheckpointError as error:
+        warnings.warn(f"skipping a checkpoint that is not complete: {error}", stacklevel=3)
+        return False
+    return True
+
+
+def _delete_if_unchanged(store: Store, info: CheckpointInfo) -> bool:
+    """Leaves alone what was overwritten since it was judged: it may be the newest now."""
+    try:
+        if read_manifest(store, info.tag).save_id != info.save_id:
+            return False
+        store.delete(info.tag)
+    except (CheckpointError, FileNotFoundError):  # somebody else has deleted it
+        return False
+    return True
 
 
 def _best(checkpoints: Sequence[CheckpointInfo], metric: str, *, highest: bool) -> list[CheckpointInfo]:

@@ -8,7 +8,7 @@ import os
 import pickle
 import re
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from nxd_ckpt.coordinator import Coordinator, gather_from_every_rank
 from nxd_ckpt.dtypes import CODE_OF_DTYPE
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.manifest import extra_file_name
-from nxd_ckpt.objects import check_json
+from nxd_ckpt.objects import check_json, is_unicode
 from nxd_ckpt.plan import SavePlan, TensorDescription, plan_save
 from nxd_ckpt.safetensors_file import FileLayout, lay_out
 from nxd_ckpt.sharded_tensor import ShardedTensor, as_sharded_state
@@ -93,8 +93,11 @@ def prepare_save(
     state: Mapping[str, ShardedTensor | torch.Tensor],
     options: SaveOptions,
     coordinator: Coordinator,
+    check: Callable[[], None],
 ) -> tuple[SaveTask, dict[str, ShardedTensor]]:
     """Checks the arguments, compares them among the ranks, and plans who writes what. Called by all ranks.
+
+    `check` checks what the caller has of its own; what it raises is raised on all ranks, too.
 
     Returns:
         This rank's task, and the state with every value as a ShardedTensor.
@@ -109,6 +112,7 @@ def prepare_save(
     cached = _cache.get(cache_key, _NO_PLAN)
 
     def check_arguments() -> _Request:
+        check()
         open_store(path)
         sharded.update(as_sharded_state(state))
         descriptions.update((_check_name(name), _describe(tensor)) for name, tensor in sharded.items())
@@ -149,8 +153,8 @@ def prepare_save(
 def _check_options(options: SaveOptions) -> None:
     check_tag(options.tag)
     step = options.step
-    if step is not None and (type(step) is not int or step < 0):
-        raise ValueError(f"step={step!r} is not a number of steps; pass an int of 0 or more, or None")
+    if step is not None and not (type(step) is int and 0 <= step < 2**63):
+        raise ValueError(f"step={step!r} is not a number of steps; pass an int from 0 to 2**63 - 1, or None")
     check_json(options.objects, "objects")
     check_json(options.rank_objects, "rank_objects")
     check_json(options.mesh, "mesh")
@@ -161,8 +165,10 @@ def _check_options(options: SaveOptions) -> None:
 
 
 def _check_name(name: str) -> str:
-    if not isinstance(name, str) or _RESERVED_NAME.fullmatch(name):
-        raise ValueError(f"the name {name!r} is not allowed: empty, '__metadata__' or ending in a box like [0:4]")
+    if not isinstance(name, str) or _RESERVED_NAME.fullmatch(name) or not is_unicode(name):
+        raise ValueError(
+            f"the name {name!r} is not allowed: empty, '__metadata__', ending in a box like [0:4], or not Unicode"
+        )
     return name
 
 

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from nxd_ckpt.asynchronous.pending import RankKey, wait_for_saves
+from nxd_ckpt.asynchronous.pending import wait_for_saves
 from nxd_ckpt.boxes import Box
 from nxd_ckpt.checksums import BlockHasher
 from nxd_ckpt.coordinator import (
     DEFAULT_TIMEOUT,
     Coordinator,
+    check_timeout,
     coordinator_for,
     gather_from_every_rank,
     on_rank_zero,
@@ -74,9 +75,9 @@ def save(
             text; a checkpoint that was there before is untouched.
     """
     coordinator = coordinator_for(process_group, timeout)
-    wait_for_saves(RankKey(coordinator.rank, coordinator.world_size))
+    wait_for_saves()
     options = SaveOptions(tag, step, overwrite, objects, rank_objects, extra, mesh)
-    task, sharded = prepare_save(path, state, options, coordinator)
+    task, sharded = prepare_save(path, state, options, coordinator, lambda: check_timeout(timeout))
     run_save(task, lambda: _write_tensors(task, tensors_of(sharded), coordinator.rank), coordinator)
 
 

@@ -3,6 +3,7 @@
 Only descriptions and checks; which rank writes what is decided in `plan.py`, bytes move in `tensor_bytes.py`.
 """
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ import torch
 
 from nxd_ckpt.boxes import Box
 from nxd_ckpt.dtypes import CODE_OF_DTYPE
+from nxd_ckpt.manifest import MAX_DIMS
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,7 +29,7 @@ class Shard:
     @property
     def box(self) -> Box:
         """The position of this shard in the global tensor."""
-        return Box(tuple(int(offset) for offset in self.offsets), tuple(self.tensor.shape))
+        return Box(tuple(map(operator.index, self.offsets)), tuple(self.tensor.shape))
 
 
 class ShardedTensor:
@@ -40,12 +42,15 @@ class ShardedTensor:
 
     Raises:
         ValueError: a shard lies outside of `global_shape`, dtypes differ or cannot be stored.
+        TypeError: sizes or offsets are not whole numbers.
     """
 
     def __init__(
         self, global_shape: Sequence[int], shards: Sequence[Shard] = (), dtype: torch.dtype | None = None
     ) -> None:
-        self.global_shape = tuple(int(size) for size in global_shape)
+        self.global_shape = tuple(map(operator.index, global_shape))
+        if len(self.global_shape) > MAX_DIMS or not all(0 <= size < 2**63 for size in self.global_shape):
+            raise ValueError(f"global_shape={list(global_shape)} is not a shape of at most {MAX_DIMS} dimensions")
         self.shards = tuple(shards)
         dtypes = {shard.tensor.dtype for shard in self.shards} | ({dtype} if dtype is not None else set())
         if len(dtypes) != 1:

@@ -15,12 +15,15 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from nxd_ckpt.errors import CheckpointError
+from nxd_ckpt.errors import RanksLostError
+from nxd_ckpt.liveness import Life, has_ended, own_life
 
 # Stores refuse values of more than 8 MiB.
 _PART_BYTES = 4 * 2**20
 # What the exchange itself may take beyond the time that a rank waits.
 _GRACE_SECONDS = 5.0
+# How often a rank that waits looks whether those that it waits for have died on its machine.
+_LOOK_SECONDS = 1.0
 
 _of_group: "WeakKeyDictionary[dist.ProcessGroup, StoreCoordinator]" = WeakKeyDictionary()
 
@@ -63,6 +66,8 @@ class StoreCoordinator:
         self._session = 0
         self._round = 0
         self._keys: list[str] = []
+        self._life = own_life()
+        self._lives: list[Life | None] = [None] * world_size  # as far as they were heard of
 
     @property
     def store(self) -> dist.Store:
@@ -79,13 +84,15 @@ class StoreCoordinator:
         """Every rank's value, in rank order.
 
         Raises:
-            CheckpointError: ranks did not answer in time; names them, on every rank that still runs.
+            RanksLostError: ranks did not answer in time; names them, on every rank that still runs.
         """
         result: list[Any] = []
+        here = f"{self._session}/{self._round}"  # before the thread, which an interrupt may leave behind
+        self._round += 1
 
         def exchange() -> None:
             try:
-                result.append(self._exchange(value))
+                result.append(self._exchange(here, value))
             except Exception as error:  # handed on to the thread that waits
                 result.append(error)
 
@@ -94,57 +101,77 @@ class StoreCoordinator:
         thread.start()
         thread.join(self._timeout + _GRACE_SECONDS)
         if not result:
-            raise CheckpointError(
+            raise RanksLostError(
                 f"rank {self.rank} of {self.world_size} heard nothing from the process that hosts the process group's "
                 f"store (rank 0, or its launcher) for {self._timeout:g} seconds: it is stopped or gone"
             )
-        if isinstance(result[0], CheckpointError):
+        if isinstance(result[0], RanksLostError):
             raise result[0]
         if isinstance(result[0], Exception):
-            raise CheckpointError(
+            raise RanksLostError(
                 f"rank {self.rank} of {self.world_size} lost contact with the other ranks: {result[0]}"
             ) from result[0]
         return result[0]
 
-    def _exchange(self, value: Any) -> list[Any]:
-        """Rank 0 collects and publishes. Whoever waits too long publishes who is missing: the first word counts."""
-        here = f"{self._session}/{self._round}"
-        self._round += 1
+    def _exchange(self, here: str, value: Any) -> list[Any]:
+        """Rank 0 collects and publishes. Whoever waits too long, or sees on its own machine that a missing rank has
+        ended, publishes who is missing: the first word counts.
+        """
         deadline = time.monotonic() + self._timeout
         stale, self._keys = self._keys, []
-        self._put(f"{here}/{self.rank}", zlib.compress(pickle.dumps(value), 1))
+        self._put(f"{here}/{self.rank}", zlib.compress(pickle.dumps((self._life, value)), 1))
         if self.rank == 0:
             from_ranks = [f"{here}/{rank}" for rank in range(self.world_size)]
-            if self._wait(from_ranks, deadline):
+            if self._wait(from_ranks, deadline, here):
                 self._put(f"{here}/all", pickle.dumps([self._get(key) for key in from_ranks]))
                 self._say(here, "complete")
-        if not self._wait([f"{here}/outcome"], deadline):
-            missing = [rank for rank in range(self.world_size) if not self._store.check([f"{here}/{rank}"])]
-            self._say(here, ", ".join(map(str, missing or [0])))
+        if not self._wait([f"{here}/outcome"], deadline, here):
+            self._say(
+                here,
+                f"no answer within {self._timeout:g} seconds from {self._missing(here)}; "
+                "it is stopped, gone, or needs longer than timeout=",
+            )
         outcome = self._store.get(f"{here}/outcome").decode()
         if outcome != "complete":
-            raise CheckpointError(
-                f"no answer within {self._timeout:g} seconds from rank {outcome} of {self.world_size}; it is stopped, "
-                "gone, or needs longer than timeout="
-            )
+            raise RanksLostError(outcome)
         for key in stale:  # every rank has come this far, so none still reads what was said before
             self._store.delete_key(key)
-        return [pickle.loads(zlib.decompress(data)) for data in pickle.loads(self._get(f"{here}/all"))]
+        heard = [pickle.loads(zlib.decompress(data)) for data in pickle.loads(self._get(f"{here}/all"))]
+        self._lives = [life for life, _ in heard]
+        return [value for _, value in heard]
 
     def _say(self, here: str, outcome: str) -> None:
         key = f"{here}/outcome"
         self._store.compare_set(key, "", outcome)
         self._keys.append(key)
 
-    def _wait(self, keys: list[str], deadline: float) -> bool:
-        """Whether all keys are there before the deadline. Asks again and again, so that other threads can, too."""
+    def _wait(self, keys: list[str], deadline: float, here: str) -> bool:
+        """Whether all keys are there before the deadline, and before it is said that they will not be.
+
+        Asks again and again, so that other threads can, too.
+        """
         pause = 0.001
+        next_look = time.monotonic() + _LOOK_SECONDS
         while not self._store.check(keys):
             if time.monotonic() >= deadline:
                 return False
+            if time.monotonic() >= next_look:
+                self._look_for_the_dead(here)
+                if self._store.check([f"{here}/outcome"]):
+                    return keys == [f"{here}/outcome"]
+                next_look = time.monotonic() + _LOOK_SECONDS
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
         return True
+
+    def _look_for_the_dead(self, here: str) -> None:
+        for rank, life in enumerate(self._lives):
+            if has_ended(life, self._life) and not self._store.check([f"{here}/{rank}"]):
+                self._say(here, f"rank {rank} of {self.world_size} is gone: its process has ended")
+
+    def _missing(self, here: str) -> str:
+        missing = [rank for rank in range(self.world_size) if not self._store.check([f"{here}/{rank}"])]
+        return f"rank {', '.join(map(str, missing or [0]))} of {self.world_size}"
 
     def _put(self, key: str, data: bytes) -> None:
         parts = [data[start : start + _PART_BYTES] for start in range(0, len(data), _PART_BYTES)]

@@ -56,6 +56,19 @@ def blocks_of(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -
         yield Box(offsets, tuple(sizes))
 
 
+def pieces_of(tensor: torch.Tensor, limit: int) -> Iterator[torch.Tensor]:
+    """Views that make up the tensor in row-major order, each of at most `limit` bytes."""
+    if tensor.nbytes <= limit:
+        yield tensor
+        return
+    rows = limit // (tensor.nbytes // tensor.shape[0])
+    if rows:
+        yield from tensor.split(rows)
+    else:
+        for row in tensor:
+            yield from pieces_of(row, limit)
+
+
 def element_number(index: tuple[int, ...], strides: tuple[int, ...]) -> int:
     """Place of an element among all of an array."""
     return sum(i * stride for i, stride in zip(index, strides, strict=True))
@@ -69,6 +82,19 @@ def row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 def is_one_piece(tensor: torch.Tensor) -> bool:
     """Whether the tensor's values are its memory, in row-major order."""
     return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+
+
+def lies_apart(tensor: torch.Tensor) -> bool:
+    """Whether each element has memory of its own, as far as nested strides can tell: no expanded or unfolded view."""
+    if tensor.is_contiguous() or tensor.numel() == 0:
+        return True
+    reach = 0  # of the dimensions so far, in elements
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return False
+            reach += stride * (size - 1)
+    return True
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:

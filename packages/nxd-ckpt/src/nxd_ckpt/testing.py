@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from nxd_ckpt.coordinator import Coordinator
-from nxd_ckpt.errors import CheckpointError
+from nxd_ckpt.errors import RanksLostError
 
 Result = TypeVar("Result")
 
@@ -37,7 +37,7 @@ class _ThreadCoordinator:
             values = list(self._meeting.values)
             self._meeting.barrier.wait()  # nobody may overwrite a value that another has not seen
         except threading.BrokenBarrierError:
-            raise CheckpointError(f"rank {self.rank} of {self.world_size} lost contact with the other ranks") from None
+            raise RanksLostError(f"rank {self.rank} of {self.world_size} lost contact with the other ranks") from None
         return [pickle.loads(data) for data in values]
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from nxd_ckpt import (
+    AsyncSave,
     CheckpointError,
     Shard,
     ShardedTensor,
@@ -25,6 +26,7 @@ from nxd_ckpt.asynchronous.arena import Arena
 from nxd_ckpt.asynchronous.handover import Slice
 from nxd_ckpt.dtypes import DTYPE_OF_CODE
 from nxd_ckpt.item_sizes import ITEM_SIZES
+from nxd_ckpt.saving import run_save
 from nxd_ckpt.testing import outcomes_on_threads, run_on_threads
 
 from .processes import arenas, children_of
@@ -300,3 +302,19 @@ def test_writer_process_has_no_torch(tmp_path):
 
     for writer in children_of(os.getpid()):
         assert "torch" not in Path(f"/proc/{writer}/maps").read_text()
+
+
+def test_save_by_other_ranks_waits_for_what_is_under_way(tmp_path, monkeypatch):
+    """Of this process: a save of two ranks in the background, then one of this process alone into the same folder."""
+    is_waited_for = threading.Event()
+    wait = AsyncSave.wait_until_done
+    monkeypatch.setattr(AsyncSave, "wait_until_done", lambda save: (is_waited_for.set(), wait(save)))
+    monkeypatch.setattr(background, "run_save", lambda *args: (is_waited_for.wait(60.0), run_save(*args)))
+    handles = run_on_threads(
+        lambda ranks: async_save(tmp_path, "both", state_of(ranks.rank, 2), process_group=ranks), 2
+    )
+
+    save(tmp_path, "alone", {"w": torch.ones(1)})
+
+    assert all(handle.committed for handle in handles)
+    assert {info.tag for info in list_checkpoints(tmp_path)} == {"both", "alone"}

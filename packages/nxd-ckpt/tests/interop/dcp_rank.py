@@ -54,6 +54,15 @@ def main(rank: int, folder: Path) -> None:
     if rank == 0:  # by one process alone, though there are more
         save_source(open_torch_dcp(folder / "torchs"), folder / "imported", "a")
         write_torch_dcp(open_torch_dcp(folder / "torchs"), folder / "again")
+    if rank == 1:  # alone, with rank 0 elsewhere
+        dcp.save({"w": WEIGHT}, storage_writer=NxdStorageWriter(folder / "alone", "a"), no_dist=True)
+        state = {"w": torch.zeros(8, 6)}
+        dcp.load(state, storage_reader=NxdStorageReader(folder / "alone"), no_dist=True)
+        assert torch.equal(state["w"], WEIGHT)
+    staged = state_at(Shard(0))
+    saving = dcp.async_save(staged, storage_writer=NxdStorageWriter(folder / "async", "a"))
+    staged["model"]["weight"].to_local().zero_()
+    saving.result()
     try:
         dcp.save(state_at(Shard(0)), storage_writer=NxdStorageWriter(folder / "ours", "bad"), planner=FailingPlanner())
     except dcp.CheckpointException as error:

@@ -5,8 +5,16 @@ from pathlib import Path
 import pytest
 import torch
 from nxd_ckpt import CheckpointError, open_checkpoint, save
-from nxd_ckpt.interop import from_checkpoint, open_hugging_face, read_whole, save_source, write_hugging_face
+from nxd_ckpt.interop import (
+    from_checkpoint,
+    open_hugging_face,
+    open_torch_dcp,
+    read_whole,
+    save_source,
+    write_hugging_face,
+)
 from safetensors.torch import load_file, save_file
+from torch.distributed import checkpoint as dcp
 
 INDEX = "model.safetensors.index.json"
 
@@ -181,6 +189,27 @@ def test_a_size_that_is_none_is_refused(tmp_path, size):
 
     with pytest.raises(ValueError, match=r"no size|too small"):
         write_hugging_face(open_hugging_face(tmp_path), tmp_path / "hf", max_shard_size=size)
+
+
+@pytest.mark.parametrize("name", ["__metadata__", "\ud800"])
+def test_a_name_that_no_safetensors_file_can_have_is_refused_before_anything_is_written(tmp_path, name):
+    dcp.save({name: torch.ones(1)}, checkpoint_id=tmp_path / "torchs", no_dist=True)
+
+    with pytest.raises(ValueError, match="cannot be a name in a safetensors file"):
+        write_hugging_face(open_torch_dcp(tmp_path / "torchs"), tmp_path / "hf")
+
+    assert not (tmp_path / "hf").exists()
+
+
+def test_names_that_share_memory_are_all_written_and_read_by_the_safetensors_library(tmp_path):
+    weight = torch.randn(4, 4)
+
+    write_model(tmp_path, {"embed": weight, "head": weight, "rows": weight[1:3], "turned": weight.T})
+
+    read = load_file(tmp_path / "hf" / "model.safetensors")
+    assert all(torch.equal(read[name], weight) for name in ("embed", "head"))
+    assert torch.equal(read["rows"], weight[1:3])
+    assert torch.equal(read["turned"], weight.T)
 
 
 def test_a_read_that_fails_leaves_no_model_behind(tmp_path):

@@ -3,6 +3,7 @@
 import pickle
 import sys
 import types
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 from nxd_ckpt import CheckpointError, open_checkpoint, save
 from nxd_ckpt.interop import from_checkpoint, open_neuronx, read_whole, save_source, write_neuronx
 from nxd_ckpt.interop.neuronx import LLAMA, Piece, Pieces, Split, complete_tags, read_user_content
+
+pytestmark = pytest.mark.filterwarnings("ignore:leaving out .*user_content.pt")
 
 TP, PP = 2, 2
 SHARDING = {"embed.weight": Split(0), "column.weight": Split(0), "row.weight": Split(1), "gate_up": Split(0, stride=2)}
@@ -95,7 +98,7 @@ def assert_whole(source) -> None:
 def test_v2_is_read_whole(tmp_path):
     write_v2(tmp_path)
 
-    source = open_neuronx(tmp_path, "step_5", sharding=SHARDING)
+    source = open_neuronx(tmp_path, "step_5", sharding=SHARDING, trust_user_content=True)
 
     assert_whole(source)
     assert source.objects == {
@@ -148,7 +151,8 @@ def test_v1_without_pipeline_in_its_names_is_read(tmp_path):
 def test_v2_becomes_a_checkpoint_that_loads_bit_by_bit(tmp_path):
     write_v2(tmp_path / "theirs")
 
-    save_source(open_neuronx(tmp_path / "theirs", sharding=SHARDING), tmp_path / "ours", "imported", step=5)
+    source = open_neuronx(tmp_path / "theirs", sharding=SHARDING, trust_user_content=True)
+    save_source(source, tmp_path / "ours", "imported", step=5)
 
     checkpoint = open_checkpoint(tmp_path / "ours")
     assert all(torch.equal(checkpoint.read(name), tensor) for name, tensor in WHOLE.items())
@@ -282,6 +286,27 @@ def test_wrong_parameter_names_are_refused(tmp_path, names, message):
         open_neuronx(tmp_path, "a", sharding={}, parameter_names=names)
 
 
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({"base_state": {0: {"exp_avg": torch.eye(2).to_sparse()}}}, "'exp_avg' of 'w' .* torch.sparse_coo"),
+        ({"state": {0: {"exp_avg": torch.ones(2, 2, dtype=torch.complex128)}}}, "'exp_avg' of 'w' .*complex128"),
+        ({"state": {}, "param_groups": 3}, "param_groups in the optimizer of .* is a int, expected a list"),
+        ({"base_state": [1]}, "not a dict of dicts"),
+        ([1], "is a list, expected a dict"),
+    ],
+)
+def test_an_optimizer_state_that_is_none_is_refused(tmp_path, state, message):
+    folder = tmp_path / "a"
+    save_rank(folder / "model" / "dp_rank_00_tp_rank_00_pp_rank_00.pt", {"w": torch.ones(2, 2)})
+    save_rank(folder / "optim" / "dp_rank_00_tp_rank_00_pp_rank_00.pt", state)
+    for marker in ("checkpoint", "done"):
+        (folder / marker).write_text("1")
+
+    with pytest.raises(CheckpointError, match=message):
+        open_neuronx(tmp_path, "a", sharding={}, parameter_names=["w"])
+
+
 # --- what is refused ---
 
 
@@ -397,18 +422,49 @@ def test_a_plain_malicious_pickle_is_refused_and_not_run(tmp_path, bomb, explode
     assert not exploded()
 
 
-def test_user_content_that_runs_code_needs_trust(tmp_path, bomb, exploded):
-    torch.save(bomb, write_v2(tmp_path) / "user_content.pt")
+@pytest.mark.parametrize("is_plain", [True, False])
+def test_user_content_is_not_even_opened_without_trust(tmp_path, bomb, exploded, is_plain):
+    file = write_v2(tmp_path) / "user_content.pt"
+    torch.save({"n": 1} if is_plain else bomb, file)
 
-    with pytest.raises(CheckpointError, match=r"posix.system"):
+    with pytest.raises(CheckpointError, match=r"user_content.pt can run any code .* pass trust=True"):
         read_user_content(tmp_path, "step_5")
-    with pytest.warns(UserWarning, match="leaving out the user content"):
+    with pytest.warns(UserWarning, match=r"leaving out .*user_content.pt: it can run any code"):
         source = open_neuronx(tmp_path, sharding=SHARDING)
 
     assert "user_content" not in source.objects
     assert not exploded()
     read_user_content(tmp_path, "step_5", trust=True)
-    assert exploded()
+    assert exploded() is not is_plain
+
+
+@pytest.mark.parametrize("tag", ["../escaped", "a/b", "/etc", "", ".."])
+def test_a_tag_that_leaves_the_folder_is_refused(tmp_path, tag):
+    write_v2(tmp_path / "theirs")
+    source = open_neuronx(tmp_path / "theirs", "step_5", sharding=SHARDING)
+
+    with pytest.raises(ValueError, match="is not allowed"):
+        write_neuronx(source, tmp_path / "new", tag, sharding=SHARDING, tensor_parallel_size=1)
+    with pytest.raises(ValueError, match="is not allowed"):
+        open_neuronx(tmp_path / "theirs", tag, sharding=SHARDING)
+    with pytest.raises(ValueError, match="is not allowed"):
+        read_user_content(tmp_path / "theirs", tag)
+
+    assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
+
+
+@pytest.mark.parametrize("pickled", [b"]" * 9000 + b"a" * 8999, b"]q\x00h\x00a"], ids=["deep", "in itself"])
+def test_containers_without_end_are_refused(tmp_path, pickled):
+    path = tmp_path / "tp_rank_00_pp_rank_00" / "checkpoint.pt"
+    save_rank(path, {"w": torch.ones(1)})
+    with zipfile.ZipFile(path) as archive:
+        entries = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in entries.items():
+            archive.writestr(name, b"\x80\x02" + pickled + b"." if name.endswith("data.pkl") else content)
+
+    with pytest.raises(CheckpointError, match=r"checkpoint.pt holds containers that are nested more than 64 deep"):
+        open_neuronx(tmp_path, sharding={})
 
 
 def test_absent_user_content_is_none(tmp_path):

@@ -43,6 +43,19 @@ def test_two_ranks_reshard_and_one_process_reads_the_whole(two_ranks):
         assert torch.equal(checkpoint.read("model.uneven"), UNEVEN)
 
 
+def test_torchs_async_save_commits_what_was_there_when_it_was_called(two_ranks):
+    folder, _ = two_ranks
+
+    assert torch.equal(open_checkpoint(folder / "async", "a").read("model.weight"), WEIGHT)
+
+
+def test_one_of_several_processes_saves_and_loads_without_the_others_if_torch_says_so(two_ranks):
+    folder, _ = two_ranks  # that it loads alone is asserted there
+
+    assert open_checkpoint(folder / "alone").world_size == 1
+    assert torch.equal(open_checkpoint(folder / "alone").read("w"), WEIGHT)
+
+
 def test_a_rank_whose_planner_fails_stops_all_of_them(two_ranks):
     folder, outputs = two_ranks
 

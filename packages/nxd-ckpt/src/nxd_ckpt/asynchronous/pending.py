@@ -22,7 +22,7 @@ _unsettled: dict[RankKey, list[AsyncSave]] = defaultdict(list)
 
 
 def note(key: RankKey, save: AsyncSave) -> None:
-    """A save begins; from now on it counts until it is committed or somebody knows why not."""
+    """A save begins; from now on it counts until it is over and somebody knows why, if it failed."""
     _unsettled[key] = [*_left(key), save]
 
 
@@ -31,9 +31,9 @@ def in_flight() -> list[AsyncSave]:
     return [save for key in list(_unsettled) for save in _left(key) if not save.done()]
 
 
-def wait_for_saves(key: RankKey) -> None:
-    """Returns when no save of this rank goes on; how they ended is another question."""
-    for save in _left(key):
+def wait_for_saves() -> None:
+    """Returns when no save of this process goes on, whatever group it is of; how they ended is another question."""
+    for save in in_flight():
         save.wait_until_done()
 
 
@@ -42,7 +42,7 @@ def failures(key: RankKey) -> dict[str, str]:
     return {
         save.save_id: f"saving checkpoint {save.tag!r} in the background has failed: {save.failure}"
         for save in _left(key)
-        if save.failure is not None
+        if save.failure is not None and not save.told
     }
 
 
@@ -61,7 +61,7 @@ def report_at_exit() -> None:
 
 
 def _left(key: RankKey) -> list[AsyncSave]:
-    return [save for save in _unsettled.get(key, []) if not (save.told or save.committed)]
+    return [save for save in _unsettled.get(key, []) if not (save.done() and (save.told or save.committed))]
 
 
 # A forked child has its parent's saves neither to wait for nor to report.

@@ -14,7 +14,7 @@ from nxd_ckpt.asynchronous.background import Background
 from nxd_ckpt.asynchronous.channel import Channel
 from nxd_ckpt.asynchronous.handle import AsyncSave
 from nxd_ckpt.asynchronous.termination import finish_saves_on_sigterm
-from nxd_ckpt.coordinator import DEFAULT_TIMEOUT, Coordinator, coordinator_for
+from nxd_ckpt.coordinator import DEFAULT_TIMEOUT, Coordinator, check_timeout, coordinator_for
 from nxd_ckpt.save_task import SaveOptions, prepare_save
 from nxd_ckpt.saving import tensors_of
 from nxd_ckpt.sharded_tensor import ShardedTensor
@@ -67,11 +67,15 @@ def async_save(
         CheckpointError: an earlier save in the background has failed, on any rank, and its `wait` was not called. This
             save has not begun.
     """
-    if memory_limit is not None and memory_limit < _MIN_MEMORY:
-        raise ValueError(f"memory_limit={memory_limit} bytes is too little; give at least {_MIN_MEMORY}, or None")
+
+    def check() -> None:
+        check_timeout(timeout)
+        if memory_limit is not None and memory_limit < _MIN_MEMORY:
+            raise ValueError(f"memory_limit={memory_limit} bytes is too little; give at least {_MIN_MEMORY}, or None")
+
     coordinator = coordinator_for(process_group, timeout)
     options = SaveOptions(tag, step, overwrite, objects, rank_objects, extra, mesh)
-    task, sharded = prepare_save(path, state, options, coordinator)
+    task, sharded = prepare_save(path, state, options, coordinator, check)
     task = dataclasses.replace(
         task, options=copy.deepcopy(task.options), all_rank_objects=copy.deepcopy(task.all_rank_objects)
     )

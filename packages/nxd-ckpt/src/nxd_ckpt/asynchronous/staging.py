@@ -1,10 +1,11 @@
 """Copies what a rank has to write into the arena, in the order of the data file, whole or slice by slice."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
 
 from nxd_ckpt.asynchronous.handover import Handover, Slice
+from nxd_ckpt.tensor_bytes import pieces_of
 
 
 def stage(tensors: Iterable[torch.Tensor], memory: torch.Tensor, slot_bytes: int, handover: Handover) -> None:
@@ -21,7 +22,7 @@ def stage(tensors: Iterable[torch.Tensor], memory: torch.Tensor, slot_bytes: int
     """
     start, used = handover.wait_for_slot() * slot_bytes, 0
     for tensor in tensors:
-        for piece in _pieces(_where_it_can_be_cut(tensor), slot_bytes):
+        for piece in pieces_of(_where_it_can_be_cut(tensor), slot_bytes):
             if used + piece.nbytes > slot_bytes:
                 handover.put(Slice(start, used))
                 start, used = handover.wait_for_slot() * slot_bytes, 0
@@ -36,16 +37,3 @@ def _where_it_can_be_cut(tensor: torch.Tensor) -> torch.Tensor:
     """Cutting up a tensor of an XLA device would compile a graph per piece, so those come to the CPU as a whole."""
     tensor = tensor.detach()
     return tensor if tensor.device.type in {"cpu", "cuda"} else tensor.cpu()
-
-
-def _pieces(tensor: torch.Tensor, limit: int) -> Iterator[torch.Tensor]:
-    """Views that make up the tensor in row-major order, each of at most `limit` bytes."""
-    if tensor.nbytes <= limit:
-        yield tensor
-        return
-    rows = limit // (tensor.nbytes // tensor.shape[0])
-    if rows:
-        yield from tensor.split(rows)
-    else:
-        for row in tensor:
-            yield from _pieces(row, limit)

@@ -3,11 +3,12 @@
 import math
 from typing import Any
 
+import numpy as np
 import torch
 
 from nxd_ckpt.cli.formats import Place, opened
 from nxd_ckpt.cli.progress import progress_bar
-from nxd_ckpt.cli.report import EXIT_DIFFERENT, EXIT_GOOD, Report
+from nxd_ckpt.cli.report import EXIT_DIFFERENT, EXIT_GOOD, Report, printable
 from nxd_ckpt.interop.source import Selection, TensorSource, num_bytes, read_whole, same_bits
 
 
@@ -39,9 +40,9 @@ def diff(
         "only_in_second": only_second,
         "different": differing,
     }
-    lines = [f"only in the first: {name}" for name in only_first]
-    lines += [f"only in the second: {name}" for name in only_second]
-    lines += [f"{name}: {_describe(difference)}" for name, difference in differing.items()]
+    lines = [f"only in the first: {printable(name)}" for name in only_first]
+    lines += [f"only in the second: {printable(name)}" for name in only_second]
+    lines += [f"{printable(name)}: {_describe(difference)}" for name, difference in differing.items()]
     how = "bit by bit" if tolerance is None else f"within rtol={tolerance[0]:g}, atol={tolerance[1]:g}"
     lines.append(f"{len(common) - len(differing)} of {len(common)} common tensors are equal {how}")
     return Report(data, lines, EXIT_GOOD if data["equal"] else EXIT_DIFFERENT)
@@ -58,14 +59,40 @@ def _compare(
     a, b = read_whole(first, name), read_whole(second, name)
     if same_bits(a, b):
         return None
-    a, b = (tensor.to(torch.complex128 if tensor.is_complex() else torch.float64) for tensor in (a, b))
-    far = ~torch.isclose(a, b, rtol=tolerance[0], atol=tolerance[1], equal_nan=True) if tolerance else a != b
-    count = int(far.sum())
-    if tolerance and not count:
+    gaps = _gaps(a, b)
+    count = int((_differ_in_bits(a, b) if tolerance is None else _are_far(a, b, gaps, *tolerance)).sum())
+    if not count:
         return None
-    gaps = (a - b).abs()
     largest = float(gaps[~gaps.isnan()].max()) if (~gaps.isnan()).any() else math.nan
     return {"elements": count, "of": a.numel(), "largest_gap": largest if math.isfinite(largest) else str(largest)}
+
+
+def _differ_in_bits(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    by_element = (tensor.reshape(-1, 1).view(torch.uint8) for tensor in (a, b))
+    return torch.ne(*by_element).any(dim=1)
+
+
+def _are_far(a: torch.Tensor, b: torch.Tensor, gaps: torch.Tensor, rtol: float, atol: float) -> torch.Tensor:
+    """Infinities are near to themselves alone, and NaN to NaN."""
+    a, b = _widened(a), _widened(b)
+    alike = (a == b) & (gaps == 0) | a.isnan() & b.isnan() | a.isinf() & (a == b)
+    return ~(alike | (gaps <= atol + rtol * b.abs()) & b.isfinite())
+
+
+def _gaps(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """The distance of each element, float64; that of integers of one type is not rounded to 0."""
+    if a.dtype == b.dtype and not (a.is_floating_point() or a.is_complex()):
+        x, y = (tensor.reshape(-1).view(_STANDS_FOR_BOOL.get(tensor.dtype, tensor.dtype)).numpy() for tensor in (a, b))
+        distance = np.maximum(x, y) - np.minimum(x, y)  # of signed integers it may overflow, and is right as unsigned
+        return torch.from_numpy(distance.view(f"u{distance.itemsize}").astype(np.float64)).reshape(a.shape)
+    return (_widened(a) - _widened(b)).abs()
+
+
+_STANDS_FOR_BOOL = {torch.bool: torch.uint8}
+
+
+def _widened(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
 def _describe(difference: dict[str, Any]) -> str:

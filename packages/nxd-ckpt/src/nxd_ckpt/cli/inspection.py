@@ -8,7 +8,7 @@ from typing import Any
 
 from nxd_ckpt.catalog import list_checkpoints
 from nxd_ckpt.cli.formats import Opened, Place, opened
-from nxd_ckpt.cli.report import Report, human_size, table
+from nxd_ckpt.cli.report import Report, check_folder, human_size, printable, table
 from nxd_ckpt.interop.source import num_bytes
 from nxd_ckpt.reader import Checkpoint
 
@@ -33,7 +33,9 @@ def inspect_checkpoint(place: Place, *, depth: int | None) -> Report:
         objects = found.source.objects
         if isinstance(objects, dict):
             data["objects"] = sorted(objects)
-    head = [f"{key}: {_shown(value)}" for key, value in data.items() if key not in ("tensors", "bytes", "files")]
+    head = [
+        f"{key}: {printable(_shown(value))}" for key, value in data.items() if key not in ("tensors", "bytes", "files")
+    ]
     lines = [*head, f"size: {human_size(total)}", ""]
     lines += table(_tree_rows(_as_tree(tensors), depth=depth) or [("no tensors",)])
     if "files" in data:
@@ -42,7 +44,12 @@ def inspect_checkpoint(place: Place, *, depth: int | None) -> Report:
 
 
 def list_folder(path: str) -> Report:
-    """The complete checkpoints of a folder, oldest first."""
+    """The complete checkpoints of a folder, oldest first.
+
+    Raises:
+        CheckpointError: there is no such folder.
+    """
+    check_folder(path)
     found = list_checkpoints(path)
     rows: list[tuple[object, ...]] = [("TAG", "STEP", "COMMITTED (UTC)", "RANKS", "SIZE", "")]
     for info in found:
@@ -99,7 +106,7 @@ def _tree_rows(node: Node, *, depth: int | None, level: int = 0) -> list[tuple[s
         while not _is_tensor(inner) and len(inner) == 1:  # a chain of single names is one line
             (part, inner), *_ = inner.items()
             label += part
-        label = "  " * level + label.rstrip("./")
+        label = "  " * level + (label.rstrip("./") or label)
         if _is_tensor(inner):
             writers = _ranges(inner["written_by"]) if "written_by" in inner else ""
             rows.append((label, inner["dtype"], str(inner["shape"]), human_size(inner["bytes"]), writers))

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import os
 import sys
 import warnings
@@ -12,7 +13,7 @@ from nxd_ckpt.cli.conversion import DTYPES, TARGET_KINDS, Target, convert
 from nxd_ckpt.cli.difference import diff
 from nxd_ckpt.cli.formats import SOURCE_KINDS, Place, read_parameter_names, read_sharding, read_stages
 from nxd_ckpt.cli.inspection import inspect_checkpoint, list_folder
-from nxd_ckpt.cli.report import EXIT_GOOD, EXIT_TROUBLE, Report
+from nxd_ckpt.cli.report import EXIT_TROUBLE, Report, printable
 from nxd_ckpt.cli.upkeep import collect_garbage, set_pinned
 from nxd_ckpt.cli.verification import verify
 from nxd_ckpt.errors import CheckpointError
@@ -29,28 +30,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
             warnings.filterwarnings("ignore", module=r"torch\b")
             warnings.showwarning = _show_warning
             report: Report = options.run(options)
-            _print(report, as_json=options.json)
-    except BrokenPipeError:  # whoever read our output has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_GOOD
-    except (ValueError, OSError, ImportError, MemoryError, CheckpointError) as error:
+    except (ValueError, OSError, ImportError, MemoryError, RecursionError, CheckpointError) as error:
         message = str(error) or type(error).__name__
         if options.json:
-            print(json.dumps({"error": message}))
+            _print(json.dumps({"error": message}))
         print(f"nxd-ckpt {options.command}: {_one_line(message)}", file=sys.stderr)
         return EXIT_TROUBLE
     except KeyboardInterrupt:
         print(f"nxd-ckpt {options.command}: interrupted", file=sys.stderr)
         return _EXIT_INTERRUPTED
+    _print(json.dumps(_finite(report.data), indent=2) if options.json else "\n".join(report.lines))
     return report.exit_code
 
 
-def _print(report: Report, *, as_json: bool) -> None:
-    if as_json:
-        print(json.dumps(report.data, indent=2))
-    else:
-        print("\n".join(report.lines))
-    sys.stdout.flush()
+def _print(text: str) -> None:
+    encoding = sys.stdout.encoding or "utf-8"
+    try:
+        print(text.encode(encoding, "backslashreplace").decode(encoding))
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever read our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _finite(data: Any) -> Any:
+    """JSON has no NaN and no infinities: they are text, such as "nan"."""
+    if isinstance(data, dict):
+        return {key: _finite(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_finite(value) for value in data]
+    return str(data) if isinstance(data, float) and not math.isfinite(data) else data
 
 
 def _show_warning(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
@@ -58,7 +66,7 @@ def _show_warning(message: Warning | str, category: type[Warning], *_: Any, **__
 
 
 def _one_line(message: str) -> str:
-    return " ".join(line.strip() for line in message.splitlines())
+    return printable(" ".join(line.strip() for line in message.splitlines()))
 
 
 def _make_parser() -> argparse.ArgumentParser:
@@ -86,7 +94,9 @@ def _add_list(commands: Any) -> None:
 def _add_inspect(commands: Any) -> None:
     parser = commands.add_parser("inspect", help="what is in a checkpoint: tree, shapes, sizes, who wrote what")
     _add_place(parser)
-    parser.add_argument("--depth", type=int, metavar="N", help="levels of the tree; what is below is summed up")
+    parser.add_argument(
+        "--depth", type=_number_of_levels, metavar="N", help="levels of the tree; what is below is summed up"
+    )
     parser.set_defaults(run=lambda options: inspect_checkpoint(_place(options), depth=options.depth))
 
 
@@ -111,8 +121,8 @@ def _add_diff(commands: Any) -> None:
     parser.add_argument("second", help="likewise")
     parser.add_argument("--first-tag", metavar="TAG", help="which checkpoint of the first folder; the newest if unset")
     parser.add_argument("--second-tag", metavar="TAG", help="likewise of the second")
-    parser.add_argument("--rtol", type=float, help="relative tolerance; bit by bit if unset, as --atol")
-    parser.add_argument("--atol", type=float, help="absolute tolerance")
+    parser.add_argument("--rtol", type=_tolerance, help="relative tolerance; bit by bit if unset, as --atol")
+    parser.add_argument("--atol", type=_tolerance, help="absolute tolerance")
     _add_sharding(parser)
     _add_selection(parser)
     parser.set_defaults(run=_diff)
@@ -166,6 +176,22 @@ def _add_sharding(parser: argparse.ArgumentParser) -> None:
 def _add_selection(parser: argparse.ArgumentParser) -> None:
     for name, text in (("include", "take only names that match, such as 'model.*'"), ("exclude", "leave out names")):
         parser.add_argument(f"--{name}", action="append", default=[], metavar="PATTERN", help=f"{text}; repeatable")
+
+
+def _tolerance(text: str) -> float:
+    if not float(text) >= 0:
+        raise ValueError
+    return float(text)
+
+
+def _number_of_levels(text: str) -> int:
+    if int(text) < 1:
+        raise ValueError
+    return int(text)
+
+
+# argparse names a type in "invalid ... value".
+_tolerance.__name__, _number_of_levels.__name__ = "tolerance", "number of levels"
 
 
 def _place(options: argparse.Namespace) -> Place:

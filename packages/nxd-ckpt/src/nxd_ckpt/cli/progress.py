@@ -4,6 +4,8 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from nxd_ckpt.cli.report import printable
+
 
 @contextmanager
 def progress_bar(doing: str, total_bytes: int) -> Iterator[Callable[[str, int], None]]:
@@ -18,7 +20,7 @@ def progress_bar(doing: str, total_bytes: int) -> Iterator[Callable[[str, int], 
     ) as bar:
 
         def advance(name: str, num_bytes: int) -> None:
-            bar.set_postfix_str(name, refresh=False)
+            bar.set_postfix_str(printable(name), refresh=False)
             bar.update(num_bytes)
 
         yield advance

@@ -1,8 +1,12 @@
 """What a command hands back: an exit code, data for `--json`, and lines for people."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from nxd_ckpt.errors import CheckpointError
+from nxd_ckpt.interop.remote import is_remote
 
 EXIT_GOOD = 0
 EXIT_DIFFERENT = 1
@@ -28,8 +32,24 @@ def human_size(num_bytes: int) -> str:
     return f"{num_bytes} B" if unit == "B" else f"{size:.1f} {unit}"
 
 
+def printable(text: str) -> str:
+    """Names come from files: what could move the cursor or break a line is escaped."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
 def table(rows: Sequence[Sequence[object]]) -> list[str]:
     """Rows with their columns aligned."""
-    texts = [[str(cell) for cell in row] for row in rows]
+    texts = [[printable(str(cell)) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in texts]
+
+
+def check_folder(path: str) -> None:
+    """So that a name that was mistyped is an error and neither an empty list nor a new folder.
+
+    Raises:
+        CheckpointError: there is no such folder on this machine.
+    """
+    local = path.removeprefix("file://")
+    if not is_remote(local) and not os.path.isdir(local):
+        raise CheckpointError(f"{path} is not a folder" if os.path.exists(local) else f"{path!r} does not exist")

@@ -2,7 +2,7 @@
 
 from dataclasses import asdict
 
-from nxd_ckpt.cli.report import Report, human_size, table
+from nxd_ckpt.cli.report import Report, check_folder, human_size, table
 from nxd_ckpt.retention import gc, pin, unpin
 
 
@@ -10,8 +10,9 @@ def collect_garbage(path: str, *, dry_run: bool) -> Report:
     """Removes, or only lists, what dead saves and deletions left.
 
     Raises:
-        CheckpointError: a save is at work.
+        CheckpointError: there is no such folder, or a save is at work.
     """
+    check_folder(path)
     found = gc(path, dry_run=dry_run)
     total = sum(item.num_bytes for item in found)
     done = "would free" if dry_run else "freed"
@@ -25,7 +26,8 @@ def set_pinned(path: str, tag: str, *, to: bool) -> Report:
 
     Raises:
         ValueError: the tag is not allowed.
-        CheckpointError: there is no such checkpoint to pin.
+        CheckpointError: there is no such folder, or no such checkpoint to pin.
     """
+    check_folder(path)
     (pin if to else unpin)(path, tag)
     return Report({"tag": tag, "pinned": to}, [f"{tag} is {'pinned' if to else 'not pinned'}"])

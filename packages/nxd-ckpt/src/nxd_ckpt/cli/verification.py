@@ -10,6 +10,7 @@ from nxd_ckpt.cli.progress import progress_bar
 from nxd_ckpt.cli.report import EXIT_DIFFERENT, EXIT_GOOD, Report, human_size
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.interop.huggingface.header import read_header
+from nxd_ckpt.manifest import Chunk, Manifest
 from nxd_ckpt.reader import Checkpoint, open_checkpoint
 from nxd_ckpt.safetensors_file import stored_name
 from nxd_ckpt.sharded_tensor import Shard
@@ -66,29 +67,40 @@ def _shallow_problems(checkpoint: Checkpoint) -> list[str]:
 
 def _deep_problems(store: Store, checkpoint: Checkpoint) -> list[str]:
     problems = []
-    manifest = checkpoint.manifest
-    with progress_bar("verify", sum(manifest.files.values())) as advance:
-        for file, size in manifest.files.items():
-            of_file = dataclasses.replace(manifest, files={file: size})
-            problems.extend(Checkpoint(store, checkpoint.tag, of_file).damage())
-            problems.extend(_header_problems(store.where(checkpoint.tag, file), file, checkpoint))
-            advance(file, size)
+    with progress_bar("verify", sum(checkpoint.manifest.files.values())) as advance:
+        for file, of_file in _by_file(checkpoint.manifest).items():
+            part = Checkpoint(store, checkpoint.tag, of_file)
+            problems.extend(part.damage())
+            problems.extend(_header_problems(store.where(checkpoint.tag, file), part))
+            advance(file, of_file.files[file])
     return problems
 
 
-def _header_problems(path: str, file: str, checkpoint: Checkpoint) -> list[str]:
+def _by_file(manifest: Manifest) -> dict[str, Manifest]:
+    """What the manifest says of each file, so that files of many ranks are not each looked up in all of it."""
+    chunks: dict[str, dict[str, list[Chunk]]] = {file: {} for file in manifest.files}
+    for name, entry in manifest.tensors.items():
+        for chunk in entry.chunks:
+            chunks[chunk.file].setdefault(name, []).append(chunk)
+    return {
+        file: dataclasses.replace(
+            manifest,
+            files={file: size},
+            tensors={name: manifest.tensors[name]._replace(chunks=tuple(of)) for name, of in chunks[file].items()},
+            extra={name: entry for name, entry in manifest.extra.items() if entry.file == file},
+        )
+        for file, size in manifest.files.items()
+    }
+
+
+def _header_problems(path: str, part: Checkpoint) -> list[str]:
     """Our readers never look at a data file's own header, but others do."""
-    if not file.endswith(".safetensors") or not os.path.isfile(path):
+    if not path.endswith(".safetensors") or not os.path.isfile(path):
         return []
     expected = {
-        stored_name(name, chunk.box, entry.global_shape): (
-            checkpoint.tensors[name].dtype,
-            chunk.box.shape,
-            chunk.offset,
-        )
-        for name, entry in checkpoint.manifest.tensors.items()
+        stored_name(name, chunk.box, entry.global_shape): (part.tensors[name].dtype, chunk.box.shape, chunk.offset)
+        for name, entry in part.manifest.tensors.items()
         for chunk in entry.chunks
-        if chunk.file == file
     }
     try:
         header = read_header(path)

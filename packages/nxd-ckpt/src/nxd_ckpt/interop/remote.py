@@ -8,6 +8,8 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from nxd_ckpt.errors import CheckpointError
+
 
 def is_remote(path: str) -> bool:
     """Whether it is a URL such as "s3://bucket/folder"."""
@@ -19,7 +21,7 @@ def local_copy(path: "str | os.PathLike[str]") -> Iterator[str]:
     """A folder on this machine with the content of a URL, for as long as the context lasts; local paths as they are.
 
     Raises:
-        FileNotFoundError: there is nothing at the URL.
+        CheckpointError: there is nothing at the URL, or it cannot be read.
         ValueError: the scheme is not known.
         ImportError: the package for this scheme is not installed; says which.
     """
@@ -32,5 +34,10 @@ def local_copy(path: "str | os.PathLike[str]") -> Iterator[str]:
     file_system, inner_path = fsspec.core.url_to_fs(source)
     with tempfile.TemporaryDirectory(prefix="nxd-ckpt-") as folder:
         target = os.path.join(folder, "copy")
-        file_system.get(inner_path.rstrip("/") + "/", target + "/", recursive=True)
+        try:
+            file_system.get(inner_path.rstrip("/") + "/", target + "/", recursive=True)
+        except FileNotFoundError as error:
+            raise CheckpointError(f"there is nothing at {source}") from error
+        except Exception as error:  # each scheme's package has errors of its own
+            raise CheckpointError(f"{source} cannot be read: {type(error).__name__}: {error}") from error
         yield target

@@ -9,13 +9,13 @@ import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
 from nxd_ckpt.boxes import Box
 from nxd_ckpt.interop.remote import is_remote
 from nxd_ckpt.interop.source import Progress, TensorSource, converted, fill, ignore_progress, num_bytes
+from nxd_ckpt.interop.this_process import ThisProcess
 from nxd_ckpt.reader import TensorInfo
 from nxd_ckpt.saving import save
 from nxd_ckpt.sharded_tensor import Shard, ShardedTensor
@@ -66,17 +66,7 @@ def save_source(
             else:
                 state[name] = ShardedTensor(info.global_shape, _detached(source, name), info.dtype)
             progress(name, num_bytes(info))
-        save(path, tag, state, objects=source.objects, step=step, overwrite=overwrite, process_group=_ThisProcess())
-
-
-class _ThisProcess:
-    """The only rank of a save, also where torch.distributed knows more."""
-
-    rank = 0
-    world_size = 1
-
-    def all_gather_object(self, value: Any) -> list[Any]:
-        return [value]
+        save(path, tag, state, objects=source.objects, step=step, overwrite=overwrite, process_group=ThisProcess())
 
 
 def _detached(source: TensorSource, name: str) -> list[Shard]:

@@ -106,7 +106,7 @@ class Selection:
         exclude: shell patterns of which a name must match none.
 
     Raises:
-        ValueError: nothing is left.
+        ValueError: there are tensors, and none is left.
     """
 
     source: TensorSource
@@ -114,7 +114,7 @@ class Selection:
     exclude: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        if not self.tensors:
+        if self.source.tensors and not self.tensors:
             raise ValueError(
                 f"none of the {len(self.source.tensors)} tensors is left after include={list(self.include)}, "
                 f"exclude={list(self.exclude)}"

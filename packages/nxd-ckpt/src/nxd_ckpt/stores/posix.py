@@ -11,7 +11,6 @@ known here, except for the names above.
 """
 
 import os
-import uuid
 from collections.abc import Iterable, Sequence
 
 from nxd_ckpt.errors import CheckpointError
@@ -32,6 +31,7 @@ from nxd_ckpt.stores.posix_housekeeping import (
     STAGING_FOLDER,
     TRASH_FOLDER,
     garbage,
+    move_to_trash,
     note_latest,
     pinned,
     set_pinned,
@@ -86,10 +86,7 @@ class PosixStore:
 
     def delete(self, tag: str) -> None:
         """See `Store.delete`: one rename out of sight, then its space is freed."""
-        trash = os.path.join(self.location, TRASH_FOLDER)
-        make_folders(trash)
-        doomed = os.path.join(trash, uuid.uuid4().hex)
-        os.rename(os.path.join(self.location, tag), doomed)
+        doomed = move_to_trash(self.location, os.path.join(self.location, tag))
         sync_folder(self.location)
         remove(doomed)
 

@@ -7,6 +7,7 @@
 import contextlib
 import os
 import time
+import uuid
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -89,12 +90,24 @@ def garbage(store: "PosixStore", *, dead_after: float, delete: bool) -> list[Gar
         if held is None:  # a save may be at work
             paths = [path for path in paths if time.time() - _last_change(path) >= dead_after]
         found = [Garbage(path, sum(os.lstat(file).st_size for file in _files_in(path))) for path in paths]
-        for path in paths if delete else []:
-            remove(path)
+        doomed = [move_to_trash(root, path) for path in paths] if delete else []
     finally:
         if held is not None:
             unlock(held)
+    for path in doomed:  # takes its time, and no save should find the lock taken meanwhile
+        remove(path)
     return found
+
+
+def move_to_trash(root: str, path: str) -> str:
+    """Takes a file or folder out of sight by one rename, and returns where it is now."""
+    trash = os.path.join(root, TRASH_FOLDER)
+    if os.path.dirname(path) == trash:
+        return path
+    make_folders(trash)
+    doomed = os.path.join(trash, uuid.uuid4().hex)
+    os.rename(path, doomed)
+    return doomed
 
 
 def _in_folder(root: str, name: str) -> list[str]:

@@ -2,12 +2,21 @@
 
 import re
 
-_TAG = re.compile(r"(?!\.)[^/\\\x00-\x1f\x7f]{1,200}")
+from nxd_ckpt.objects import is_unicode
+
+# File systems take names of 255 bytes; LATEST is the hint beside the checkpoints.
+_TAG = re.compile(r"(?!\.|LATEST\Z)[^/\\\x00-\x1f\x7f]+")
+_MAX_BYTES = 200
 
 
 def is_tag(name: object) -> bool:
     """Whether this can be the name of a checkpoint."""
-    return isinstance(name, str) and _TAG.fullmatch(name) is not None
+    return (
+        isinstance(name, str)
+        and _TAG.fullmatch(name) is not None
+        and is_unicode(name)
+        and len(name.encode()) <= _MAX_BYTES
+    )
 
 
 def check_tag(tag: str) -> str:
@@ -18,7 +27,8 @@ def check_tag(tag: str) -> str:
     """
     if not is_tag(tag):
         raise ValueError(
-            f"tag {tag!r} is not allowed: a tag is the name of a folder, such as 'step-1000'; it has 1 to 200 "
-            "characters, no separators or control characters, and does not start with a dot"
+            f"tag {tag!r} is not allowed: a tag is the name of a folder, such as 'step-1000'; it has 1 to "
+            f"{_MAX_BYTES} bytes of UTF-8, no separators or control characters, does not start with a dot, and is not "
+            "'LATEST'"
         )
     return tag

@@ -13,6 +13,7 @@ from typing import Any
 from nxd_ckpt.boxes import Box
 from nxd_ckpt.dtypes import CODE_OF_DTYPE, DTYPE_OF_CODE
 from nxd_ckpt.errors import CheckpointError
+from nxd_ckpt.objects import is_unicode
 from nxd_ckpt.reader import TensorInfo
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
@@ -54,8 +55,10 @@ def make_header(tensors: Mapping[str, TensorInfo], metadata: Mapping[str, str]) 
     """The header of a file that holds these tensors in this order.
 
     Raises:
-        ValueError: a type has no safetensors name, or the header would be too long to be read back.
+        ValueError: a name cannot be in a safetensors file, or the header would be too long to be read back.
     """
+    if refused := [name for name in tensors if name == _METADATA or not is_unicode(name)]:
+        raise ValueError(f"{refused[0]!r} cannot be a name in a safetensors file; leave it out")
     content: dict[str, Any] = {_METADATA: dict(metadata)}
     begin = 0
     for name, info in tensors.items():

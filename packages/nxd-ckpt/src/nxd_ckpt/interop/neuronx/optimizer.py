@@ -12,7 +12,7 @@ import torch
 
 from nxd_ckpt.boxes import Box
 from nxd_ckpt.errors import CheckpointError
-from nxd_ckpt.interop.neuronx.parts import LocalTensor, Part, placements_of
+from nxd_ckpt.interop.neuronx.parts import LocalTensor, Part, check_storable, placements_of
 from nxd_ckpt.interop.neuronx.rank_files import Rank
 from nxd_ckpt.interop.neuronx.sharding import Degrees, Sharding
 
@@ -70,8 +70,15 @@ def placed_optimizer_tensors(
 
 
 def parameter_groups(states: Mapping[Rank, Any]) -> Any:
-    """The hyperparameters of the first rank's groups, without the parameters' numbers."""
-    groups = next(iter(states.values())).get("param_groups", [])
+    """The hyperparameters of the first rank's groups, without the parameters' numbers.
+
+    Raises:
+        CheckpointError: they are no list.
+    """
+    rank, state = next(iter(states.items()))
+    groups = state.get("param_groups", [])
+    if not isinstance(groups, list):
+        raise CheckpointError(f"param_groups in the optimizer of {rank} is a {type(groups).__name__}, expected a list")
     return [
         {key: value for key, value in group.items() if key != "params"} for group in groups if isinstance(group, dict)
     ]
@@ -97,6 +104,7 @@ def _state_tensors(state: Any, names: Sequence[str], rank: Rank) -> Iterator[_St
                     "expected a tensor or a number"
                 )
             tensor = value if isinstance(value, torch.Tensor) else torch.tensor(value)
+            check_storable(f"{key!r} of {names[number]!r} in the optimizer of {rank}", tensor)
             yield _StateTensor(names[number], str(key), tensor, is_row_shard=is_zero1 and tensor.ndim > 0)
 
 

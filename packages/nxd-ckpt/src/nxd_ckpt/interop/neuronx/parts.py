@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from nxd_ckpt.boxes import Box
+from nxd_ckpt.dtypes import CODE_OF_DTYPE
+from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.interop.neuronx.rank_files import Rank
 from nxd_ckpt.interop.neuronx.sharding import Degrees, Placement, Sharding, placements, sharding_of
 
@@ -28,6 +30,16 @@ class Part:
     tensor: torch.Tensor
     global_shape: tuple[int, ...]
     box: Box
+
+
+def check_storable(what: str, tensor: torch.Tensor) -> None:
+    """Refuses tensors that a checkpoint cannot hold.
+
+    Raises:
+        CheckpointError: names it with `what`.
+    """
+    if tensor.dtype not in CODE_OF_DTYPE or tensor.layout is not torch.strided or tensor.is_meta:
+        raise CheckpointError(f"{what} is {tensor.dtype}, {tensor.layout} on {tensor.device}, and cannot be stored")
 
 
 def place(tensors: Iterable[LocalTensor], sharding: Mapping[str, Sharding], degrees: Degrees) -> dict[str, list[Part]]:

@@ -10,6 +10,7 @@ from nxd_ckpt.errors import CheckpointError
 
 BEGUN_MARKER = "checkpoint"
 DONE_MARKER = "done"
+USER_CONTENT = "user_content.pt"
 V1_CONTENT = "checkpoint.pt"
 TENSORS_SUFFIX = ".tensors"
 INFO_SUFFIX = ".info.pt"

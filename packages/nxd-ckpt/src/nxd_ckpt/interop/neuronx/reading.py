@@ -13,11 +13,10 @@ from typing import Any
 import torch
 
 from nxd_ckpt.boxes import Box
-from nxd_ckpt.dtypes import CODE_OF_DTYPE
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.interop.neuronx.optimizer import parameter_groups, placed_optimizer_tensors
-from nxd_ckpt.interop.neuronx.parts import LocalTensor, Part, place
-from nxd_ckpt.interop.neuronx.rank_files import BEGUN_MARKER, DONE_MARKER, Rank, v1_files, v2_files
+from nxd_ckpt.interop.neuronx.parts import LocalTensor, Part, check_storable, place
+from nxd_ckpt.interop.neuronx.rank_files import BEGUN_MARKER, DONE_MARKER, USER_CONTENT, Rank, v1_files, v2_files
 from nxd_ckpt.interop.neuronx.sharding import Degrees, Sharding
 from nxd_ckpt.interop.neuronx.xser import load_rank_file
 from nxd_ckpt.interop.safe_pickle import load_torch_file, load_trusted_torch_file
@@ -25,6 +24,7 @@ from nxd_ckpt.interop.source import TensorSource, same_bits
 from nxd_ckpt.objects import check_json
 from nxd_ckpt.reader import TensorInfo
 from nxd_ckpt.sharded_tensor import Shard
+from nxd_ckpt.stores import check_tag
 
 _V1_MODEL_KEY = "model"
 _V1_OPTIMIZER_KEY = "optimizer"
@@ -78,11 +78,11 @@ def open_neuronx(
             on all ranks.
         parameter_names: names of the parameters in the optimizer's order, one list, or one for each pp rank. Given,
             the optimizer's state is read as well, of ZeRO-1 too, as "optimizer/<name>/<key>".
-        trust_user_content: unpickle the user content without restrictions. It can then run any code: only for files
-            that you wrote. Without, user content is taken if it is of plain values.
+        trust_user_content: read the user content. It is unpickled without restrictions and can run any code: only for
+            files that you wrote. Without, it is not opened, and left out with a warning.
 
     Raises:
-        ValueError: the sharding does not fit a tensor.
+        ValueError: the sharding does not fit a tensor, or the tag is not allowed.
         CheckpointError: there is no complete checkpoint, or a file is missing, damaged or not allowed.
     """
     folder = os.fspath(path)
@@ -91,7 +91,7 @@ def open_neuronx(
     else:
         folder = _v2_folder(folder, tag)
         contents = _read_v2(folder, with_optimizer=parameter_names is not None)
-        user_content = _user_content_or_warning(folder, trust=trust_user_content)
+        user_content = _user_content(folder) if trust_user_content else _left_out_user_content(folder)
     local = [
         LocalTensor(name, rank, tensor) for rank, state in contents.model.items() for name, tensor in _tensors(state)
     ]
@@ -119,15 +119,18 @@ def read_user_content(path: "str | os.PathLike[str]", tag: str, *, trust: bool =
     Args:
         path: the folder of the tags.
         tag: which one.
-        trust: unpickle without restrictions; the file can then run any code.
+        trust: needed to read it, as it is unpickled without restrictions and can run any code.
 
     Raises:
-        CheckpointError: it holds more than plain values and is not trusted, or is damaged.
+        ValueError: the tag is not allowed.
+        CheckpointError: it is there and not trusted, or is damaged.
     """
-    file = os.path.join(path, tag, "user_content.pt")
-    if not os.path.isfile(file):
-        return None
-    return load_trusted_torch_file(file) if trust else load_torch_file(file)
+    folder = os.path.join(path, check_tag(tag))
+    if not trust and _has_user_content(folder):
+        raise CheckpointError(
+            f"{os.path.join(folder, USER_CONTENT)} can run any code when it is read; if you wrote it, pass trust=True"
+        )
+    return _user_content(folder)
 
 
 def _v2_folder(path: str, tag: str | None) -> str:
@@ -140,7 +143,7 @@ def _v2_folder(path: str, tag: str | None) -> str:
             raise CheckpointError(f"{path} holds {len(tags)} complete checkpoints ({there}); give the tag of one")
         folder = os.path.join(path, tags[0])
     else:
-        folder = os.path.join(path, tag)
+        folder = os.path.join(path, check_tag(tag))
     if not _is_complete(folder):
         raise CheckpointError(
             f"{folder} is no complete checkpoint: it needs the markers {BEGUN_MARKER!r} and {DONE_MARKER!r}, of which "
@@ -178,13 +181,22 @@ def _read_v1(folder: str) -> _Contents:
     return _Contents(model=model, optimizer=optimizer, scheduler=None)
 
 
-def _user_content_or_warning(folder: str, *, trust: bool) -> Any:
-    parent, tag = os.path.split(os.path.abspath(folder))
-    try:
-        return read_user_content(parent, tag, trust=trust)
-    except CheckpointError as error:
-        warnings.warn(f"leaving out the user content: {error}; if you trust it, say so", stacklevel=3)
-        return None
+def _has_user_content(folder: str) -> bool:
+    return os.path.isfile(os.path.join(folder, USER_CONTENT))
+
+
+def _user_content(folder: str) -> Any:
+    return load_trusted_torch_file(os.path.join(folder, USER_CONTENT)) if _has_user_content(folder) else None
+
+
+def _left_out_user_content(folder: str) -> Any:
+    if _has_user_content(folder):
+        warnings.warn(
+            f"leaving out {os.path.join(folder, USER_CONTENT)}: it can run any code when it is read; if you wrote it, "
+            "say that you trust the user content",
+            stacklevel=3,
+        )
+    return None
 
 
 def _tensors(state: Any) -> list[tuple[str, torch.Tensor]]:
@@ -196,10 +208,7 @@ def _tensors(state: Any) -> list[tuple[str, torch.Tensor]]:
         warnings.warn(f"leaving out what is no tensor: {', '.join(others)}", stacklevel=4)
     tensors = [(str(name), value) for name, value in state.items() if isinstance(value, torch.Tensor)]
     for name, tensor in tensors:
-        if tensor.dtype not in CODE_OF_DTYPE or tensor.layout is not torch.strided or tensor.is_meta:
-            raise CheckpointError(
-                f"{name!r} is {tensor.dtype}, {tensor.layout} on {tensor.device}, and cannot be stored"
-            )
+        check_storable(repr(name), tensor)
     return tensors
 
 

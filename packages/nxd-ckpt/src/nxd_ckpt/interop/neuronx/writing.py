@@ -15,6 +15,7 @@ from nxd_ckpt.interop.neuronx.rank_files import (
     DONE_MARKER,
     INFO_SUFFIX,
     TENSORS_SUFFIX,
+    USER_CONTENT,
     V1_CONTENT,
     Rank,
     v1_name,
@@ -31,6 +32,7 @@ from nxd_ckpt.interop.neuronx.sharding import (
 )
 from nxd_ckpt.interop.neuronx.xser import save_skeleton
 from nxd_ckpt.interop.source import Progress, TensorSource, converted, fill, ignore_progress
+from nxd_ckpt.stores import check_tag
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,15 +78,14 @@ def write_neuronx(
         progress: called after each tensor of each rank.
 
     Raises:
-        ValueError: the sharding does not fit, or a checkpoint is there already.
+        ValueError: the sharding does not fit, the tag is not allowed, or a checkpoint is there already.
         CheckpointError: the source cannot be read.
     """
     if tensor_parallel_size < 1:
         raise ValueError(f"tensor_parallel_size={tensor_parallel_size} is not a number of ranks; use 1 or more")
     if (tag is None) == (layout == "v2"):
         raise ValueError("layout='v2' needs a tag, layout='v1' has none")
-    folder = os.path.join(os.path.abspath(path), tag or "")
-    folder = folder.rstrip(os.sep)
+    folder = os.path.abspath(path) if tag is None else os.path.join(os.path.abspath(path), check_tag(tag))
     if os.path.isdir(folder) and os.listdir(folder):
         raise ValueError(f"{folder} is there already and not empty; remove it or choose another place")
     plans = _plan(source, sharding, tensor_parallel_size, pipeline_stage_of, dtype)
@@ -100,7 +101,7 @@ def write_neuronx(
         write(file, source, local, wrap=layout == "v1", with_info=layout == "v2", progress=progress)
     if layout == "v2":
         if user_content is not None:
-            _save(user_content, os.path.join(folder, "user_content.pt"))
+            _save(user_content, os.path.join(folder, USER_CONTENT))
         _write_marker(folder, DONE_MARKER)
     sync_folder(folder)
 

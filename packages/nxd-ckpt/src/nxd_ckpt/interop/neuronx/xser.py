@@ -14,6 +14,7 @@ import torch
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.interop.neuronx.rank_files import INFO_SUFFIX, TENSORS_SUFFIX
 from nxd_ckpt.interop.safe_pickle import load_torch_file
+from nxd_ckpt.objects import MAX_NESTING
 
 _MODULE = "torch_xla.utils.serialization"
 _CLASS = "TensorReference"
@@ -57,7 +58,10 @@ def load_rank_file(path: str) -> Any:
             raise CheckpointError(f"{file} holds {found}, but {path + INFO_SUFFIX} says {info[number]}")
         return tensor
 
-    return _replace(content, TensorReference, load_tensor)
+    try:
+        return _replace(content, TensorReference, load_tensor)
+    except _NestedTooDeepError as error:
+        raise CheckpointError(f"{path} holds containers that are nested more than {MAX_NESTING} deep") from error
 
 
 def save_skeleton(content: Any, stream: IO[bytes]) -> dict[int, torch.Tensor]:
@@ -89,11 +93,17 @@ def _pickle_module() -> Any:
     return module
 
 
-def _replace(content: Any, kind: type, replace: Any) -> Any:
+class _NestedTooDeepError(Exception):
+    """Containers that hold themselves end here, too."""
+
+
+def _replace(content: Any, kind: type, replace: Any, *, nesting: int = 0) -> Any:
+    if nesting > MAX_NESTING:
+        raise _NestedTooDeepError
     if isinstance(content, kind):
         return replace(content)
     if isinstance(content, dict):
-        return {key: _replace(value, kind, replace) for key, value in content.items()}
+        return {key: _replace(value, kind, replace, nesting=nesting + 1) for key, value in content.items()}
     if isinstance(content, list | tuple):
-        return type(content)(_replace(value, kind, replace) for value in content)
+        return type(content)(_replace(value, kind, replace, nesting=nesting + 1) for value in content)
     return content

@@ -20,6 +20,7 @@ from torch.futures import Future
 from nxd_ckpt.coordinator import Coordinator
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.interop.safe_pickle import load_torch_stream
+from nxd_ckpt.interop.this_process import ThisProcess
 from nxd_ckpt.interop.torch_dcp.storage_writer import OBJECTS_KEY, split_checkpoint_id
 from nxd_ckpt.loading import load
 from nxd_ckpt.reader import Checkpoint, open_checkpoint
@@ -39,7 +40,7 @@ class NxdStorageReader(StorageReader):
         path: the folder for checkpoints, as for `nxd_ckpt.load`.
         tag: which one; default: the newest complete one. A `checkpoint_id` given to torch's `load` takes the place of
             both: `<path>/<tag>`.
-        process_group: the one given to torch's `load`.
+        process_group: the one given to torch's `load`. With `no_dist=True` there, this process loads alone.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class NxdStorageReader(StorageReader):
         process_group: "dist.ProcessGroup | Coordinator | None" = None,
     ) -> None:
         self._path, self._tag, self._process_group = os.fspath(path), tag, process_group
+        self._is_alone = False
 
     def reset(self, checkpoint_id: "str | os.PathLike[str] | None" = None) -> None:
         """Takes path and tag from torch's `checkpoint_id`, if there is one."""
@@ -79,13 +81,15 @@ class NxdStorageReader(StorageReader):
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Nothing to set up; `nxd_ckpt.load` does."""
+        self._is_alone = False
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """As it is."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """As they are."""
+        """As they are. Their number is how torch tells that it loads for this process alone (`no_dist`)."""
+        self._is_alone = len(plans) == 1
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> "Future[None]":
@@ -95,7 +99,8 @@ class NxdStorageReader(StorageReader):
             CheckpointError: as `nxd_ckpt.load`, or an object holds more than plain values.
         """
         wanted = _PlannedState(plan, planner, open_checkpoint(self._path, self._tag))
-        load(self._path, self._tag, into=wanted, strict=False, process_group=self._process_group)
+        group = ThisProcess() if self._is_alone else self._process_group
+        load(self._path, self._tag, into=wanted, strict=False, process_group=group)
         for item, tensor in wanted.tensors:
             planner.commit_tensor(item, tensor)
         for item, content in wanted.pickled:

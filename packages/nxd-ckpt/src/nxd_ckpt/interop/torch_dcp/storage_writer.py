@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from nxd_ckpt.coordinator import Coordinator
+from nxd_ckpt.interop.this_process import ThisProcess
 from nxd_ckpt.saving import save
 from nxd_ckpt.sharded_tensor import Shard, ShardedTensor
 
@@ -33,7 +34,7 @@ class NxdStorageWriter(StorageWriter):
         tag: name of this one. A `checkpoint_id` given to torch's `save` takes the place of both: `<path>/<tag>`.
         step: as for `nxd_ckpt.save`.
         overwrite: as for `nxd_ckpt.save`.
-        process_group: the one given to torch's `save`.
+        process_group: the one given to torch's `save`. With `no_dist=True` there, this process saves alone.
     """
 
     def __init__(
@@ -47,6 +48,8 @@ class NxdStorageWriter(StorageWriter):
     ) -> None:
         self._path, self._tag = os.fspath(path), tag
         self._step, self._overwrite, self._process_group = step, overwrite, process_group
+        self._is_alone = False
+        self._use_collectives = True
 
     def reset(self, checkpoint_id: "str | os.PathLike[str] | None" = None) -> None:
         """Takes path and tag from torch's `checkpoint_id`, if there is one."""
@@ -54,14 +57,17 @@ class NxdStorageWriter(StorageWriter):
             self._path, self._tag = split_checkpoint_id(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing to set up; `nxd_ckpt.save` does."""
+        """Only notes whether ranks plan together; `nxd_ckpt.save` does the rest."""
+        self._is_alone = False
+        self._use_collectives = kwargs.get("use_collectives", True)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """As it is."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """As they are."""
+        """As they are. Their number is how torch tells that it saves for this process alone (`no_dist`)."""
+        self._is_alone = self._use_collectives and len(plans) == 1
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> "Future[list[WriteResult]]":
@@ -82,7 +88,7 @@ class NxdStorageWriter(StorageWriter):
             rank_objects={OBJECTS_KEY: about},
             step=self._step,
             overwrite=self._overwrite,
-            process_group=self._process_group,
+            process_group=ThisProcess() if self._is_alone else self._process_group,
         )
         done: Future[list[WriteResult]] = Future()
         done.set_result([WriteResult(item.index, item.tensor_storage_size() or 0, None) for item in plan.items])

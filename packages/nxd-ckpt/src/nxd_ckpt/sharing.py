@@ -1,0 +1,176 @@
+"""Boxes that several ranks want alike: each is read by one of them, which passes it on to the others.
+
+The ranks agree that all reads went well before the first element is sent, so nobody waits for one that failed. Who
+sends what to whom follows from the gathered descriptions, in the same order on all ranks.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from itertools import groupby
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from nxd_ckpt.boxes import Box
+from nxd_ckpt.collector import collector_paused
+from nxd_ckpt.sharded_tensor import Shard, ShardedTensor
+from nxd_ckpt.tensor_bytes import pieces_of
+
+_MESSAGE_BYTES = 16 * 2**20
+
+Wants = Mapping[str, tuple[torch.dtype, Sequence[Box]]]
+
+
+class SharedBox(NamedTuple):
+    """A box of a tensor that all of `ranks` want in the same type; `reader`, one of them, reads it."""
+
+    reader: int
+    ranks: tuple[int, ...]
+    name: str
+    dtype: torch.dtype
+    box: Box
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its elements."""
+        return self.box.num_elements * self.dtype.itemsize
+
+
+def wants_of(wanted: Mapping[str, ShardedTensor]) -> Wants:
+    """What the other ranks have to know of one rank's wishes."""
+    return {name: (tensor.dtype, [shard.box for shard in tensor.shards]) for name, tensor in wanted.items()}
+
+
+def share_out_reads(wants: Sequence[Wants]) -> list[SharedBox]:
+    """Gives each box that several ranks want to the one of them with least to read, largest first.
+
+    Args:
+        wants: of each rank, in rank order.
+
+    Returns:
+        These boxes, those of the same reader and ranks together and by descending element size.
+    """
+    with collector_paused():
+        return _share_out(wants)
+
+
+def _share_out(wants: Sequence[Wants]) -> list[SharedBox]:
+    ranks_of: dict[tuple[str, torch.dtype, Box], list[int]] = {}
+    for rank, of_rank in enumerate(wants):
+        for name, (dtype, boxes) in of_rank.items():
+            for box in set(boxes):
+                ranks_of.setdefault((name, dtype, box), []).append(rank)
+    load = [0] * len(wants)
+    shared: list[SharedBox] = []
+    for (name, dtype, box), ranks in ranks_of.items():
+        one = SharedBox(ranks[0], tuple(ranks), name, dtype, box)
+        if len(ranks) == 1:
+            load[one.reader] += one.num_bytes
+        elif box.num_elements:
+            shared.append(one)
+    shared.sort(key=lambda one: (-one.num_bytes, one.name, one.box))
+    for index, one in enumerate(shared):
+        reader = min(one.ranks, key=load.__getitem__)
+        load[reader] += one.num_bytes
+        shared[index] = one._replace(reader=reader)
+    return sorted(shared, key=lambda one: (one.reader, one.ranks, -one.dtype.itemsize, one.name, one.box))
+
+
+def without_others(
+    wanted: Mapping[str, ShardedTensor], shared: Iterable[SharedBox], rank: int
+) -> dict[str, list[Shard]]:
+    """The shards that this rank has to read itself."""
+    by_others = {(one.name, one.box) for one in shared if rank in one.ranks and one.reader != rank}
+    return {
+        name: [shard for shard in tensor.shards if (name, shard.box) not in by_others]
+        for name, tensor in wanted.items()
+    }
+
+
+def pass_on(
+    shared: Iterable[SharedBox],
+    wanted: Mapping[str, ShardedTensor],
+    process_group: dist.ProcessGroup,
+    timeout: float,
+) -> None:
+    """Sends what this rank has read to those who want it as well, and takes from them. Called by all ranks.
+
+    Args:
+        shared: from `share_out_reads`.
+        wanted: this rank's destinations; those that it reads itself are filled.
+        process_group: of a backend that can send and receive.
+        timeout: seconds that each message may take.
+
+    Raises:
+        RuntimeError: a message did not arrive.
+    """
+    rank = dist.get_rank(process_group)
+    buffer = torch.empty(_MESSAGE_BYTES, dtype=torch.uint8, device=_device_of(process_group))
+    for (reader, ranks), boxes in groupby(shared, key=lambda one: (one.reader, one.ranks)):
+        if rank not in ranks:
+            continue
+        for pieces in _messages(piece for one in boxes for piece in _pieces_of_all(wanted[one.name], one.box)):
+            in_buffer = _laid_out(pieces, buffer)
+            message = buffer[: sum(view.nbytes for view in in_buffer)]
+            if rank == reader:
+                for piece, view in zip(pieces, in_buffer, strict=True):
+                    view.copy_(piece[0])
+            _send_or_receive(message, rank, reader, ranks, process_group, timeout)
+            if rank != reader:
+                for piece, view in zip(pieces, in_buffer, strict=True):
+                    for destination in piece:
+                        destination.copy_(view)
+
+
+def _send_or_receive(
+    message: torch.Tensor,
+    rank: int,
+    reader: int,
+    ranks: Sequence[int],
+    process_group: dist.ProcessGroup,
+    timeout: float,
+) -> None:
+    if rank == reader:
+        others = [dist.get_global_rank(process_group, other) for other in ranks if other != rank]
+        works = [dist.isend(message, other, group=process_group) for other in others]
+    else:
+        works = [dist.irecv(message, dist.get_global_rank(process_group, reader), group=process_group)]
+    for work in works:
+        work.wait(timedelta(seconds=timeout))  # type: ignore[union-attr]  # this rank is a member
+
+
+def _pieces_of_all(tensor: ShardedTensor, box: Box) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Views that make up a box, of at most a message each; all those of this rank that show the same elements."""
+    destinations = [shard.tensor.detach() for shard in tensor.shards if shard.box == box]
+    return zip(*(pieces_of(destination, _MESSAGE_BYTES) for destination in destinations), strict=True)
+
+
+def _messages(pieces: Iterable[tuple[torch.Tensor, ...]]) -> Iterator[list[tuple[torch.Tensor, ...]]]:
+    message: list[tuple[torch.Tensor, ...]] = []
+    num_bytes = 0
+    for piece in pieces:
+        if num_bytes + piece[0].nbytes > _MESSAGE_BYTES:
+            yield message
+            message, num_bytes = [], 0
+        message.append(piece)
+        num_bytes += piece[0].nbytes
+    if message:
+        yield message
+
+
+def _laid_out(pieces: Sequence[tuple[torch.Tensor, ...]], buffer: torch.Tensor) -> list[torch.Tensor]:
+    """The buffer's first bytes as tensors like these, one behind the other; large elements come first, so all align."""
+    views, start = [], 0
+    for piece, *_ in pieces:
+        views.append(buffer[start : start + piece.nbytes].view(piece.dtype).view(piece.shape))
+        start += piece.nbytes
+    return views
+
+
+def _device_of(process_group: dist.ProcessGroup) -> torch.device:
+    """Where messages of the group have to lie: on the CPU if it can, else on this process's accelerator."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or "cpu:" in dist.get_backend_config(process_group):
+        return torch.device("cpu")
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
