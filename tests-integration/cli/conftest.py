@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,38 +13,29 @@ import pytest
 TIMEOUT_SECONDS = 180
 
 
-@pytest.fixture
-def nxd(tmp_path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """`nxd("train", ...)`: runs the command to its end."""
-
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        with subprocess.Popen(
-            [sys.executable, "-m", "nxd_trainer", *arguments],
-            cwd=tmp_path,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        ) as process:
-            try:
-                output, errors = process.communicate(timeout=TIMEOUT_SECONDS)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                raise
-        return subprocess.CompletedProcess(arguments, process.returncode, output, errors)
-
-    return run
+def _run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    with subprocess.Popen(
+        [sys.executable, "-m", "nxd_trainer", *arguments],
+        cwd=folder,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    ) as process:
+        try:
+            output, errors = process.communicate(timeout=TIMEOUT_SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    return subprocess.CompletedProcess(arguments, process.returncode, output, errors)
 
 
-@pytest.fixture
-def tiny(tmp_path) -> list[str]:
-    """Settings of a run that takes a second per rank."""
-    folder = tmp_path / "text"
-    folder.mkdir()
+def _tiny(folder: Path) -> list[str]:
+    (folder / "text").mkdir()
     for number in range(4):
-        (folder / f"{number}.txt").write_text("the quick brown fox jumps over the lazy dog. " * 60)
+        (folder / f"text/{number}.txt").write_text("the quick brown fox jumps over the lazy dog. " * 60)
     return [
-        f"data.path={Path('text')}",
+        "data.path=text",
         "output=run",
         "data.sequence_length=32",
         "model.hidden_size=32",
@@ -57,3 +49,27 @@ def tiny(tmp_path) -> list[str]:
         "train.eval_every=3",
         "optimizer.warmup_steps=2",
     ]
+
+
+@pytest.fixture(scope="session")
+def nxd_in() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """`nxd_in(folder, "train", ...)`: runs the command there to its end."""
+    return _run
+
+
+@pytest.fixture
+def nxd(nxd_in, tmp_path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """`nxd("train", ...)`: runs the command in this test's folder to its end."""
+    return partial(nxd_in, tmp_path)
+
+
+@pytest.fixture(scope="session")
+def tiny_in() -> Callable[[Path], list[str]]:
+    """`tiny_in(folder)`: text in that folder, and the settings of a run on it that takes a second per rank."""
+    return _tiny
+
+
+@pytest.fixture
+def tiny(tiny_in, tmp_path) -> list[str]:
+    """Settings of a run in this test's folder that takes a second per rank."""
+    return tiny_in(tmp_path)

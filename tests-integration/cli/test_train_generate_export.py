@@ -9,16 +9,17 @@ from nxd_trainer.report import read_records
 from safetensors.torch import load_file
 
 
-@pytest.fixture
-def trained(nxd, tiny, tmp_path):
-    """A run of six steps that changed its layout after three."""
-    settings = [*tiny, "model.tie_word_embeddings=true", "train.gradient_accumulation_steps=2"]
+@pytest.fixture(scope="module")
+def trained(nxd_in, tiny_in, tmp_path_factory):
+    """The folder of a run of six steps that changed its layout after three, and what the second half printed."""
+    folder = tmp_path_factory.mktemp("trained")
+    settings = [*tiny_in(folder), "model.tie_word_embeddings=true", "train.gradient_accumulation_steps=2"]
     pipeline = ["--parallel.pipeline_parallel_size", "2", "--pipeline.trace_file", "run/timeline.json"]
-    first = nxd("train", "--nproc", "2", *pipeline, *settings, "train.stop_after=3")
+    first = nxd_in(folder, "train", "--nproc", "2", *pipeline, *settings, "train.stop_after=3")
     assert first.returncode == 0, first.stderr
-    second = nxd("train", "--nproc", "2", *settings)
+    second = nxd_in(folder, "train", "--nproc", "2", *settings, "checkpoint.background=true")
     assert second.returncode == 0, second.stderr
-    return tmp_path / "run", second
+    return folder / "run", second
 
 
 def test_train_resumed_at_another_layout_goes_on_where_it_was(trained):
@@ -41,7 +42,8 @@ def test_train_pipeline_leaves_a_timeline_of_its_ranks(trained):
 
 
 def test_generate_writes_the_same_text_at_every_degree(trained, nxd):
-    arguments = ["generate", "run/checkpoints", "--prompt", "the quick", "--max-new-tokens", "24"]
+    folder, _ = trained
+    arguments = ["generate", str(folder / "checkpoints"), "--prompt", "the quick", "--max-new-tokens", "24"]
 
     whole, split = nxd(*arguments), nxd(*arguments, "--nproc", "2")
 
@@ -52,20 +54,20 @@ def test_generate_writes_the_same_text_at_every_degree(trained, nxd):
     assert texts[0] == texts[1]
 
 
-def test_export_has_the_names_and_values_of_the_hugging_face_model(trained, nxd):
+def test_export_has_the_names_and_values_of_the_hugging_face_model(trained, nxd, tmp_path):
     folder, _ = trained
 
-    result = nxd("export", "run/checkpoints", "exported", "--dtype", "bfloat16")
+    result = nxd("export", str(folder / "checkpoints"), "exported", "--dtype", "bfloat16")
 
     assert result.returncode == 0, result.stderr
-    tensors = load_file(folder.parent / "exported/model.safetensors")
+    tensors = load_file(tmp_path / "exported/model.safetensors")
     checkpoint = nxd_ckpt.open_checkpoint(folder / "checkpoints")
     embedding = "model.embed_tokens.weight"
     assert torch.equal(tensors[embedding], checkpoint.read(embedding).bfloat16())
     assert "lm_head.weight" not in checkpoint.tensors  # tied: saved once
     assert "model.layers.1.self_attn.k_proj.weight" in tensors
     assert all(name.startswith("model.") for name in tensors)  # nothing of the optimizer
-    config = json.loads((folder.parent / "exported/config.json").read_text())
+    config = json.loads((tmp_path / "exported/config.json").read_text())
     assert config["num_key_value_heads"] == 2
     assert config["torch_dtype"] == "bfloat16"
 
@@ -90,9 +92,10 @@ def test_export_gives_transformers_the_same_logits(nxd, tiny, tmp_path, tied):
 
 
 def test_export_into_a_folder_with_a_model_refuses(trained, nxd):
-    assert nxd("export", "run/checkpoints", "exported").returncode == 0
+    export = ["export", str(trained[0] / "checkpoints"), "exported"]
+    assert nxd(*export).returncode == 0
 
-    result = nxd("export", "run/checkpoints", "exported")
+    result = nxd(*export)
 
     assert result.returncode == 2
     assert "exported already holds a model.safetensors" in result.stderr

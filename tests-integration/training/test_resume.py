@@ -1,5 +1,7 @@
 """Stopping and going on gives the run that never stopped: bitwise at the same layout, within rounding at another."""
 
+import resource
+
 import nxd_ckpt
 import pytest
 import torch
@@ -49,8 +51,8 @@ def at(layout: str, run_ranks, settings: list[str], *more: str, program=run):
     return run_ranks(program, world, [*settings, *parallel, *more])
 
 
-def tensors(folder) -> dict[str, torch.Tensor]:
-    checkpoint = nxd_ckpt.open_checkpoint(folder)
+def tensors(folder, tag: str | None = None) -> dict[str, torch.Tensor]:
+    checkpoint = nxd_ckpt.open_checkpoint(folder, tag)
     return {name: checkpoint.read(name) for name in checkpoint.tensors}
 
 
@@ -102,6 +104,41 @@ def test_resume_other_layout_equals_the_run_that_never_stopped(first, second, mo
         torch.testing.assert_close(
             found[name], expected[name], rtol=1e-8, atol=1e-8 * scale, msg=lambda m, n=name: f"{n}: {m}"
         )
+
+
+def test_checkpoints_written_in_the_background_resume_bitwise(run_ranks, settings, tmp_path):
+    """Every step changes the weights while the checkpoint of the step before may still be written."""
+    settings = [*settings, "train.gradient_accumulation_steps=2", "checkpoint.save_every=1", "checkpoint.keep=0", TIED]
+    background = "checkpoint.background=true"
+    at("pp2", run_ranks, settings, f"output={tmp_path / 'whole'}", "train.steps=8")
+
+    at("pp2", run_ranks, settings, background, "train.steps=8", "train.stop_after=4")
+    at("pp2", run_ranks, settings, background, "train.steps=8")
+
+    for step in range(1, 9):
+        tag = f"step-{step:08d}"
+        found = tensors(tmp_path / "run/checkpoints", tag)
+        expected = tensors(tmp_path / "whole/checkpoints", tag)
+        assert [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)] == []
+
+
+@pytest.mark.parametrize("save_every", [2, 0], ids=["in the run", "at its end"])
+def test_background_checkpoint_that_cannot_be_written_ends_the_run_on_every_rank(run_ranks, settings, save_every):
+    def run_with_small_files(settings: list[str]) -> None:
+        recipe = load_recipe(None, settings)
+        initialize_model_parallel(recipe.parallel.tensor_parallel_size)
+        state, resumed = prepare_run(recipe)
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+        try:
+            with StopRequest() as stop, pytest.raises(nxd_ckpt.CheckpointError, match=r"(?s)step-.*File too large"):
+                run_training(state, resumed, stop)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert state.step == (2 * save_every or 5)  # before the next save, or at the end
+
+    more = ["checkpoint.background=true", "train.steps=5", f"checkpoint.save_every={save_every}"]
+    at("dp2", run_ranks, settings, *more, program=run_with_small_files)
 
 
 def test_resume_same_layout_goes_on_in_every_random_stream(run_ranks, settings):

@@ -32,11 +32,32 @@ def model_of(folder, step: int) -> dict[str, torch.Tensor]:
     return {name: checkpoint.read(name) for name in checkpoint.tensors if name.startswith(("model.", "lm_head."))}
 
 
-@pytest.mark.parametrize(("keep", "kept"), [(0, [2, 4, 5]), (2, [4, 5])])
-def test_run_saves_every_few_steps_and_at_its_end_and_keeps_the_newest(run_ranks, settings, tmp_path, keep, kept):
-    run_ranks(run, 1, [*settings, "train.steps=5", "checkpoint.save_every=2", f"checkpoint.keep={keep}"])
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        (["keep=0"], [2, 4, 6, 7]),
+        (["keep=2", "background=true"], [6, 7]),
+        (["keep=1", "keep_every=4", "background=true"], [4, 7]),
+    ],
+)
+def test_run_saves_every_few_steps_and_at_its_end_and_keeps_what_the_recipe_says(
+    run_ranks, settings, tmp_path, options, kept
+):
+    options = [f"checkpoint.{option}" for option in ["save_every=2", *options]]
+    run_ranks(run, 1, [*settings, "train.steps=7", *options])
 
     assert [info.step for info in nxd_ckpt.list_checkpoints(tmp_path / "run/checkpoints")] == kept
+
+
+def test_run_keeps_the_checkpoint_with_the_lowest_held_out_loss(run_ranks, settings, tmp_path):
+    to_diverge = ["optimizer.lr=0.3", "optimizer.schedule=constant", "optimizer.warmup_steps=0"]
+    options = ["checkpoint.save_every=2", "checkpoint.keep=1", "checkpoint.keep_best=1", "train.eval_every=1"]
+    run_ranks(run, 1, [*settings, "train.steps=6", *to_diverge, *options])
+
+    losses = {r.step: r.held_out_loss for r in read_records(tmp_path / "run/metrics.jsonl") if r.step % 2 == 0}
+    best = min(losses, key=losses.__getitem__)
+    assert best < 6  # or there would be nothing to choose from
+    assert [info.step for info in nxd_ckpt.list_checkpoints(tmp_path / "run/checkpoints")] == [best, 6]
 
 
 def test_run_writes_its_recipe(run_ranks, settings, tmp_path):

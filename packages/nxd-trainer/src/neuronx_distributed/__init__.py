@@ -1,21 +1,33 @@
 """The import paths of NeuronX Distributed, served by the nxd packages. Re-exports only: no logic lives here.
 
-Submodules are imported when they are first used, so that `import neuronx_distributed` costs nothing.
+Submodules, and the training API of `neuronx_distributed.trainer`, are imported when they are first used, so that
+`import neuronx_distributed` costs nothing.
 """
 
 import importlib
-from types import ModuleType
+from typing import Any
 
-_SUBMODULES = ("parallel_state", "parallel_layers", "modules", "optimizer", "pipeline")
+_SUBMODULES = ("parallel_state", "parallel_layers", "modules", "optimizer", "pipeline", "trainer")
+_OF_TRAINER = (
+    "neuronx_distributed_config",
+    "initialize_parallel_model",
+    "initialize_parallel_optimizer",
+    "save_checkpoint",
+    "load_checkpoint",
+    "has_checkpoint",
+    "finalize_checkpoint",
+)
 
-__all__ = list(_SUBMODULES)
+__all__ = list(_SUBMODULES + _OF_TRAINER)
 
 
-def __getattr__(name: str) -> ModuleType:
+def __getattr__(name: str) -> Any:
     if name in _SUBMODULES:
         return importlib.import_module(f"{__name__}.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}; there are {', '.join(_SUBMODULES)}")
+    if name in _OF_TRAINER:
+        return getattr(importlib.import_module(f"{__name__}.trainer"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}; there are {', '.join(__all__)}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_SUBMODULES])
+    return sorted([*globals(), *__all__])

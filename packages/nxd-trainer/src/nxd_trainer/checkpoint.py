@@ -75,6 +75,27 @@ def _zero1_state(model: nn.Module, optimizer: NeuronZero1Optimizer) -> Checkpoin
     return state | {name: ShardedTensor(shape, found) for (name, shape), found in shards.items()}
 
 
+def saved_here(model: nn.Module, state: CheckpointState) -> CheckpointState:
+    """What this rank is to save of the state of a model and its optimizer: not the further copies of a tied weight.
+
+    Copies on several stages of a pipeline, and more so their optimizer state, may be apart by rounding. The first one
+    counts, from which the others take their values; to load, all copies are needed.
+    """
+    if not isinstance(model, NxDPPModel):
+        return state
+    further = {
+        logical
+        for name, parameter in model.local_named_parameters()
+        if getattr(parameter, "shared", False)
+        for logical in _logical_names(model.tied_names().get(name, name), parameter)
+    }
+    return {
+        name: tensor
+        for name, tensor in state.items()
+        if name not in further and name.removeprefix(OPTIMIZER_PREFIX).rpartition("/")[0] not in further
+    }
+
+
 def allocate_optimizer_state(
     model: nn.Module, optimizer: Optimizer, stored: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 ) -> None:

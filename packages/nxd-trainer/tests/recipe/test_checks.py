@@ -49,6 +49,26 @@ from nxd_trainer.recipe.checks import STAGES_PER_RANK
             "pipeline.virtual_pipeline_size=2 is not for pipeline.schedule=1f1b, which has 1; "
             "leave it unset, or use gpipe, interleaved, zb-v or dualpipe-v",
         ),
+        (
+            ["checkpoint.keep=0", "checkpoint.keep_every=10"],
+            "checkpoint.keep_every=10 adds nothing to checkpoint.keep=0, which keeps all; "
+            "set checkpoint.keep to 1 or more, or checkpoint.keep_every=0",
+        ),
+        (
+            ["checkpoint.keep_best=2", "data.held_out_fraction=0"],
+            "checkpoint.keep_best=2 goes by the held-out loss, and data.held_out_fraction=0 computes none; "
+            "set data.held_out_fraction, or checkpoint.keep_best=0",
+        ),
+        (
+            ["checkpoint.keep_best=2", "train.eval_every=0"],
+            "checkpoint.keep_best=2 goes by the held-out loss, and train.eval_every=0 computes none; "
+            "set train.eval_every, or checkpoint.keep_best=0",
+        ),
+        (
+            ["checkpoint.keep_best=2", "checkpoint.save_every=30", "train.eval_every=20"],
+            "checkpoint.keep_best=2 goes by the held-out loss, which some checkpoints would lack; "
+            "make checkpoint.save_every=30 a multiple of train.eval_every=20",
+        ),
     ],
 )
 def test_values_that_do_not_fit_together_say_what_would(overrides, expected):

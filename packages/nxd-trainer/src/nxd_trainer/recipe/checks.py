@@ -52,6 +52,7 @@ def consistency_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]
         yield ("train.autocast", "train.dtype"), mistake
     if recipe.parallel.pipeline_parallel_size > 1:
         yield from _pipeline_mistakes(recipe)
+    yield from _retention_mistakes(recipe)
 
 
 def _pipeline_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:
@@ -75,6 +76,32 @@ def _pipeline_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:
         )
         keys = ("parallel.pipeline_parallel_size", "model.num_hidden_layers", "pipeline.virtual_pipeline_size")
         yield (*keys, "pipeline.schedule"), mistake
+
+
+def _retention_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:
+    options = recipe.checkpoint
+    for name in ("checkpoint.keep_every", "checkpoint.keep_best"):
+        if _number(recipe, name) and not options.keep:
+            mistake = (
+                f"{name}={_number(recipe, name)} adds nothing to checkpoint.keep=0, which keeps all; "
+                f"set checkpoint.keep to 1 or more, or {name}=0"
+            )
+            yield (name, "checkpoint.keep"), mistake
+    if not options.keep_best:
+        return
+    for name in ("train.eval_every", "data.held_out_fraction"):
+        if not _number(recipe, name):
+            mistake = (
+                f"checkpoint.keep_best={options.keep_best} goes by the held-out loss, and {name}=0 computes none; "
+                f"set {name}, or checkpoint.keep_best=0"
+            )
+            yield ("checkpoint.keep_best", name), mistake
+    if recipe.train.eval_every and options.save_every % recipe.train.eval_every:
+        mistake = (
+            f"checkpoint.keep_best={options.keep_best} goes by the held-out loss, which some checkpoints would lack; "
+            f"make checkpoint.save_every={options.save_every} a multiple of train.eval_every={recipe.train.eval_every}"
+        )
+        yield ("checkpoint.keep_best", "checkpoint.save_every", "train.eval_every"), mistake
 
 
 def check_layout(recipe: Recipe, dp_size: int, *, vocab_size: int | None = None) -> None:

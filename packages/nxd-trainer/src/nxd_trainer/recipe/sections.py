@@ -112,7 +112,10 @@ class CheckpointSection:
 
     folder: Path | None = option(None, "where checkpoints lie; unset: checkpoints/ in the output folder")
     save_every: int = option(100, "steps between two checkpoints; 0: only at the end", at_least=0)
+    background: bool = option(False, "write checkpoints while training goes on, from a copy in memory")
     keep: int = option(3, "newest checkpoints kept; 0: all", at_least=0)
+    keep_every: int = option(0, "checkpoints of steps that this divides are kept as well; 0: none", at_least=0)
+    keep_best: int = option(0, "checkpoints with the lowest held-out loss kept as well; 0: none", at_least=0)
     resume: Literal["latest", "never", "required"] = option(
         "latest", "go on from the newest checkpoint if there is one, never, or fail where there is none"
     )

@@ -1,4 +1,4 @@
-"""Saving a run and going on from a checkpoint, at the same layout or another one."""
+"""What a checkpoint of a run holds, and going on from one, at the same layout or another one."""
 
 import warnings
 from dataclasses import asdict
@@ -9,7 +9,6 @@ import nxd_ckpt
 import torch
 from nxd_state import (
     all_reduce,
-    barrier,
     get_device,
     get_mesh,
     get_rng_state,
@@ -19,7 +18,7 @@ from nxd_state import (
 )
 from torch import Tensor
 
-from nxd_trainer.checkpoint import CheckpointState, allocate_optimizer_state, model_state, optimizer_state
+from nxd_trainer.checkpoint import CheckpointState, allocate_optimizer_state, model_state, optimizer_state, saved_here
 from nxd_trainer.recipe import recipe_to_dict
 from nxd_trainer.training.run_state import RunState, describe_model
 
@@ -28,37 +27,21 @@ class TrainingDiverged(RuntimeError):
     """The loss, a gradient or a weight is no longer a finite number."""
 
 
-def save_run(state: RunState) -> str:
-    """Write a checkpoint of the run under the tag of its step, then drop those that are no longer kept.
+def tensors_to_save(state: RunState) -> CheckpointState:
+    """What this rank gives to a checkpoint of the run; it shares the run's memory."""
+    return saved_here(state.model, _run_tensors(state)) | _own_rng_state()
 
-    Returns:
-        The tag.
 
-    Raises:
-        TrainingDiverged: there is nothing worth saving.
-    """
-    _check_weights(state)
-    tag = f"step-{state.step:08d}"
-    folder = state.recipe.checkpoint_folder
-    nxd_ckpt.save(
-        folder,
-        tag,
-        _run_tensors(state) | _own_rng_state(),
-        step=state.step,
-        objects={
-            "mesh": asdict(get_mesh()),
-            "model": describe_model(state),
-            "data": _describe_data(state),
-            "end_of_document": state.tokenizer.end_of_document,
-            "recipe": recipe_to_dict(state.recipe),
-            "train_loader": state.train_loader.state_dict(),
-        },
-        overwrite=True,
-    )
-    if state.recipe.checkpoint.keep and state.is_writer:
-        nxd_ckpt.retain(folder, keep_last=state.recipe.checkpoint.keep)
-    barrier(get_world_group())
-    return tag
+def describe_run(state: RunState) -> dict[str, object]:
+    """What goes into a checkpoint beside tensors: what the run is, and where in its data it stands."""
+    return {
+        "mesh": asdict(get_mesh()),
+        "model": describe_model(state),
+        "data": _describe_data(state),
+        "end_of_document": state.tokenizer.end_of_document,
+        "recipe": recipe_to_dict(state.recipe),
+        "train_loader": state.train_loader.state_dict(),
+    }
 
 
 def resume_run(state: RunState) -> str | None:
@@ -146,7 +129,7 @@ def _check_same_run(state: RunState, objects: dict[str, Any], where: Path) -> No
         )
 
 
-def _check_weights(state: RunState) -> None:
+def check_weights(state: RunState) -> None:
     """Raise TrainingDiverged on every rank if a weight on any of them is infinite or nan: before it is saved."""
     finite = torch.stack([parameter.isfinite().all() for parameter in state.model.parameters()]).all()
     if not bool(all_reduce(finite.float().cpu().to(get_device()), get_world_group(), op="min")):

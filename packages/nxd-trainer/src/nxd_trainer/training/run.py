@@ -23,9 +23,10 @@ from nxd_trainer.report import (
     read_records,
     render_summary,
 )
-from nxd_trainer.training.checkpoints import diverged, resume_run, save_run
+from nxd_trainer.training.checkpoints import diverged, resume_run
 from nxd_trainer.training.pipeline import describe_pipeline
 from nxd_trainer.training.run_state import RunState, build_run_state
+from nxd_trainer.training.saving import RunSaver
 from nxd_trainer.training.step import compute_gradients, evaluate, learning_rate, loss_to_add, update_weights
 from nxd_trainer.training.stop_request import StopRequest
 
@@ -76,6 +77,8 @@ def run_training(state: RunState, resumed: str | None, stop: StopRequest) -> Tra
 
     Raises:
         TrainingDiverged: the loss, a gradient or a weight became infinite or nan; it has not been saved.
+        CheckpointError: a checkpoint could not be written; of one in the background it is raised before the next one
+            begins, or at the end.
     """
     with (
         Progress(state.recipe.last_step, first_step=state.step, is_writer=state.is_writer) as progress,
@@ -88,13 +91,17 @@ def run_training(state: RunState, resumed: str | None, stop: StopRequest) -> Tra
         ) as metrics,
     ):
         _announce(state, progress, resumed)
-        result = _run_steps(state, progress, metrics, stop)
+        saver = RunSaver(state, progress.message)
+        result = _run_steps(state, progress, metrics, saver, stop)
+        saver.close()
     if state.is_writer:
         _report(state, metrics.file)
     return result
 
 
-def _run_steps(state: RunState, progress: Progress, metrics: MetricsLog, stop: StopRequest) -> TrainResult:
+def _run_steps(
+    state: RunState, progress: Progress, metrics: MetricsLog, saver: RunSaver, stop: StopRequest
+) -> TrainResult:
     recipe = state.recipe
     throughput = Throughput()
     loss, stopped = float("nan"), False
@@ -103,6 +110,7 @@ def _run_steps(state: RunState, progress: Progress, metrics: MetricsLog, stop: S
         rank_loss, norm = compute_gradients(state)
         loss, stopped = _agree(rank_loss, stop)
         if not math.isfinite(loss) or (norm is not None and not math.isfinite(norm)):
+            saver.finish()  # so that the error tells of the newest checkpoint
             gradient = "" if norm is None else f" and the gradient norm {float(norm)}"
             raise diverged(state, f"the loss is {loss}{gradient} in step {state.step + 1}")
         update_weights(state)
@@ -129,8 +137,8 @@ def _run_steps(state: RunState, progress: Progress, metrics: MetricsLog, stop: S
             metrics.log(record)
         if _is_due(state.step, recipe.checkpoint.save_every) or is_last:
             with throughput.paused():
-                tag = save_run(state)
-            progress.message(f"saved {recipe.checkpoint_folder / tag}")
+                saver.save(held_out_loss)
+        saver.poll()
     return TrainResult(step=state.step, loss=loss, stopped=stopped)
 
 

@@ -1,0 +1,21 @@
+"""The documented training API: a config, and a model, optimizer and checkpoints that follow it."""
+
+from nxd_trainer.api.build import initialize_parallel_model
+from nxd_trainer.api.checkpoint import load_checkpoint, save_checkpoint
+from nxd_trainer.api.checkpoint_tags import has_checkpoint
+from nxd_trainer.api.config import neuronx_distributed_config
+from nxd_trainer.api.model import NxDModel
+from nxd_trainer.api.optimizer import NxDOptimizer, initialize_parallel_optimizer
+from nxd_trainer.api.pending_save import finalize_checkpoint
+
+__all__ = [
+    "neuronx_distributed_config",
+    "initialize_parallel_model",
+    "NxDModel",
+    "initialize_parallel_optimizer",
+    "NxDOptimizer",
+    "save_checkpoint",
+    "load_checkpoint",
+    "has_checkpoint",
+    "finalize_checkpoint",
+]

@@ -1,0 +1,124 @@
+"""Which checkpoint is meant: tags, the newest one, whose format it is, and how many stay.
+
+Folders of the existing library are recognised by their marker files (v2) or their ranks' names (v1); only local ones.
+"""
+
+import os
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+import nxd_ckpt
+from nxd_ckpt import CheckpointError
+from nxd_ckpt.interop.neuronx import complete_tags
+
+KEEP_ALL = -1
+
+_V1_RANK = re.compile(r"tp_rank_\d+(_pp_rank_\d+)?(_dp_rank_\d+)?")
+_V2_MARKER = "done"
+
+
+@dataclass(frozen=True)
+class Found:
+    """One complete checkpoint.
+
+    Attributes:
+        root: the folder that holds it under its tag; of v1, which has no tags, the folder itself.
+        tag: its name; "" for v1.
+        layout: whose format it is.
+    """
+
+    root: str
+    tag: str
+    layout: Literal["nxd", "v1", "v2"]
+
+
+def split_path(path: str | os.PathLike[str]) -> tuple[str, str]:
+    """Folder and tag of a path that names the checkpoint itself."""
+    text = os.fspath(path).rstrip("/")
+    if "://" not in text:
+        return os.path.split(os.path.abspath(text))
+    root, _, tag = text.rpartition("/")
+    return root, tag
+
+
+def choose_tag(path: str | os.PathLike[str], tag: str) -> tuple[str, str]:
+    """Folder and tag to save to; without a tag, the path itself is to become the checkpoint.
+
+    Raises:
+        ValueError: there is no tag, and the path holds checkpoints.
+    """
+    if tag:
+        return os.fspath(path), tag
+    tags = [info.tag for info in nxd_ckpt.list_checkpoints(path)]
+    if tags:
+        raise ValueError(f"{os.fspath(path)} holds the checkpoints {', '.join(tags[-3:])}; give tag= for a new one")
+    return split_path(path)
+
+
+def find_checkpoint(path: str | os.PathLike[str], tag: str | None) -> Found:
+    """The checkpoint of this tag, or the newest complete one, or the one that the path itself names.
+
+    Raises:
+        ValueError: the tag is not allowed.
+        CheckpointError: there is none.
+    """
+    root = os.fspath(path)
+    if tag:
+        return _of_tag(root, tag)
+    newest = nxd_ckpt.latest(root)
+    if newest is not None:
+        return Found(root, newest.tag, "nxd")
+    if _is_v1(root):
+        return Found(root, "", "v1")
+    legacy = complete_tags(root)
+    if legacy:
+        return Found(root, max(legacy, key=lambda name: _legacy_age(root, name)), "v2")
+    parent, name = split_path(root)
+    if name in [info.tag for info in nxd_ckpt.list_checkpoints(parent)]:
+        return Found(parent, name, "nxd")
+    if name in complete_tags(parent):
+        return Found(parent, name, "v2")
+    raise CheckpointError(
+        f"there is no complete checkpoint in {root}; give the folder that checkpoints were saved to, or ask "
+        "has_checkpoint first"
+    )
+
+
+def has_checkpoint(path: str | os.PathLike[str]) -> bool:
+    """Whether a folder holds a complete checkpoint, of this library or the existing one."""
+    try:
+        find_checkpoint(path, None)
+    except CheckpointError:
+        return False
+    return True
+
+
+def check_kept(num_kept_ckpts: int | None) -> int:
+    """How many checkpoints to keep, `KEEP_ALL` for None.
+
+    Raises:
+        ValueError: not a number of checkpoints.
+    """
+    kept = KEEP_ALL if num_kept_ckpts is None else num_kept_ckpts
+    if type(kept) is not int or (kept < 1 and kept != KEEP_ALL):
+        raise ValueError(f"num_kept_ckpts={num_kept_ckpts!r} is not a number of checkpoints; use 1 or more, or None")
+    return kept
+
+
+def _of_tag(root: str, tag: str) -> Found:
+    if "/" not in tag and tag in complete_tags(root):
+        return Found(root, tag, "v2")
+    if "/" not in tag and _is_v1(os.path.join(root, tag)):
+        return Found(os.path.join(root, tag), "", "v1")
+    return Found(root, nxd_ckpt.open_checkpoint(root, tag).tag, "nxd")
+
+
+def _is_v1(folder: str) -> bool:
+    return os.path.isdir(folder) and any(map(_V1_RANK.fullmatch, os.listdir(folder)))
+
+
+def _legacy_age(root: str, tag: str) -> tuple[float, list[int], str]:
+    """The library's own rule, the time of the marker; of a copied folder, whose times are equal, the tags' numbers."""
+    numbers = [int(digits) for digits in re.findall(r"\d+", tag)]
+    return os.path.getmtime(os.path.join(root, tag, _V2_MARKER)), numbers, tag

@@ -1,0 +1,207 @@
+"""Loading checkpoints of the existing library: v2 and v1, plain and xser, with ZeRO-1 or without.
+
+Their files hold what each rank had. How that fits together is told by the shard metadata of the model that is filled:
+exactly where it has as many tensor-parallel ranks as the run that saved, elsewhere for tensors that are split evenly.
+"""
+
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from nxd_ckpt import CheckpointError, ShardedTensor
+from nxd_ckpt.boxes import Box
+from nxd_ckpt.coordinator import coordinator_for, on_every_rank
+from nxd_ckpt.interop.neuronx import open_neuronx
+from nxd_ckpt.interop.neuronx.rank_files import Rank, v1_files, v2_files
+from nxd_ckpt.interop.neuronx.xser import load_rank_file
+from nxd_ckpt.interop.safe_pickle import load_torch_file
+from nxd_ckpt.interop.source import TensorSource, fill
+from nxd_state import active_group, all_gather_object
+from torch import nn
+from torch.optim import Optimizer
+
+from nxd_trainer.api.checkpoint_names import check_names
+from nxd_trainer.api.checkpoint_tags import Found
+from nxd_trainer.api.legacy_sharding import gather_specs, sharding_of_model
+from nxd_trainer.api.optimizer_settings import apply_settings, group_names
+from nxd_trainer.api.unwrap import further_names
+from nxd_trainer.checkpoint import CheckpointState, allocate_optimizer_state, model_state, optimizer_state
+
+_V1_MODEL_KEY = "model"
+_USER_CONTENT = "user_content.pt"
+
+
+@dataclass(frozen=True)
+class _Files:
+    """The model's files by rank, and where they lie."""
+
+    found: Found
+    by_rank: Mapping[Rank, str]
+
+    @property
+    def folder(self) -> str:
+        return os.path.join(self.found.root, self.found.tag)
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        return 1 + max(rank.tp for rank in self.by_rank)
+
+    @property
+    def pipeline_size(self) -> int:
+        return 1 + max(rank.pp for rank in self.by_rank)
+
+    def shapes_of_stage(self, pp_rank: int) -> dict[str, tuple[int, ...]]:
+        """Shapes of the tensors that the first tensor-parallel rank of a stage saved."""
+        content = load_rank_file(self.by_rank[Rank(pp_rank, 0, 0, 0)])
+        state = content.get(_V1_MODEL_KEY, content) if self.found.layout == "v1" else content
+        return {name: tuple(value.shape) for name, value in state.items() if isinstance(value, torch.Tensor)}
+
+
+def load_legacy_checkpoint(
+    found: Found,
+    model: nn.Module | None,
+    optimizer: Optimizer | None,
+    scheduler: Any,
+    *,
+    strict: bool,
+) -> Any:
+    """Fill what is given, as `load_checkpoint` does. Called by all ranks.
+
+    Args:
+        found: which checkpoint.
+        model: needed, since its shard metadata says how the ranks' tensors fit together.
+        optimizer: with the same groups of parameters as the one that was saved.
+        scheduler: its `load_state_dict` is called.
+        strict: as for `load_checkpoint`.
+
+    Returns:
+        The user content, None if there is none.
+
+    Raises:
+        CheckpointError: it is incomplete or damaged, does not fit, or asks to run code; on all ranks.
+    """
+    coordinator = coordinator_for(None)
+    doing = f"loading checkpoint {os.path.join(found.root, found.tag)} of the existing library"
+    user_content = on_every_rank(coordinator, doing, lambda: _read_user_content(found))
+    files = on_every_rank(coordinator, doing, lambda: _files(found))
+    if model is None:
+        if optimizer is not None or scheduler is not None:
+            raise CheckpointError(f"{doing} needs model=, whose metadata says how the ranks' tensors fit together")
+        return user_content
+    own_groups = on_every_rank(coordinator, doing, lambda: [] if optimizer is None else group_names(model, optimizer))
+    groups = all_gather_object(own_groups, active_group("pp"))
+    specs = gather_specs(model)
+
+    def open_source() -> TensorSource:
+        stages = [files.shapes_of_stage(stage) for stage in range(files.pipeline_size)]
+        shapes = {name: shape for stage in stages for name, shape in stage.items()}
+        sharding = sharding_of_model(model, specs, shapes, files.tensor_parallel_size)
+        names = None if optimizer is None else _parameter_names(stages, groups, further_names(model))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=r"leaving out .*user_content")  # it is read on its own
+            return open_neuronx(found.root, found.tag or None, sharding=sharding, parameter_names=names)
+
+    source = on_every_rank(coordinator, doing, open_source)
+    own = on_every_rank(coordinator, doing, lambda: model_state(model))
+    if strict:
+        check_names(source.tensors, own, further_names(model), doing, coordinator)
+    objects = source.objects
+    on_every_rank(coordinator, doing, lambda: _check_objects(objects, optimizer, scheduler))
+    into = {name: tensor for name, tensor in own.items() if name in source.tensors}
+    on_every_rank(coordinator, doing, lambda: _check_shapes(source, into))
+    if optimizer is not None:
+        into |= on_every_rank(coordinator, doing, lambda: _make_room(source, model, optimizer))
+    on_every_rank(coordinator, doing, lambda: _fill_all(source, into))
+    if optimizer is not None:
+        apply_settings(objects["optimizer"]["param_groups"], optimizer)
+    if scheduler is not None:
+        scheduler.load_state_dict(objects["scheduler"])
+    return user_content
+
+
+def _read_user_content(found: Found) -> Any:
+    """Plain values and tensors only, whatever the file holds."""
+    path = os.path.join(found.root, found.tag, _USER_CONTENT)
+    if found.layout == "v1" or not os.path.isfile(path):
+        return None
+    try:
+        return load_torch_file(path)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{error}. If you trust it, read it with nxd_ckpt.interop.neuronx.read_user_content(trust=True), and move "
+            "the file away to load the rest"
+        ) from error
+
+
+def _files(found: Found) -> _Files:
+    by_rank = v1_files(found.root) if found.layout == "v1" else v2_files(os.path.join(found.root, found.tag, "model"))
+    if not by_rank:
+        raise CheckpointError("it holds no files of a model")
+    return _Files(found, by_rank)
+
+
+def _parameter_names(
+    stages: Sequence[Mapping[str, object]], groups_of_ranks: Sequence[Sequence[Sequence[str]]], tied_names: set[str]
+) -> dict[int, list[str]]:
+    """Names in the order in which each saved stage's optimizer had them: by group, and then as in the model.
+
+    Args:
+        stages: tensors of each saved stage by name.
+        groups_of_ranks: names in each group of the optimizer of each pipeline rank of now.
+        tied_names: further names of tied parameters.
+    """
+    if len(stages) > 1 and tied_names:
+        raise CheckpointError(
+            f"the weights {sorted(tied_names)} are tied, and the optimizer states of {len(stages)} stages do not say "
+            "on which of them they were; leave out optimizer="
+        )
+    num_groups = max(len(groups) for groups in groups_of_ranks)
+    by_group = [[name for groups in groups_of_ranks for name in groups[index]] for index in range(num_groups)]
+    names = [name for group in by_group for name in group]
+    return {rank: [name for name in names if name in held] for rank, held in enumerate(stages)}
+
+
+def _check_objects(objects: Mapping[str, Any], optimizer: Optimizer | None, scheduler: object) -> None:
+    if scheduler is not None and "scheduler" not in objects:
+        raise CheckpointError("it holds no scheduler that plain values could describe; leave out scheduler=")
+    if optimizer is None:
+        return
+    groups = objects.get("optimizer", {}).get("param_groups", [])
+    if len(groups) != len(optimizer.param_groups):
+        raise CheckpointError(
+            f"its optimizer has {len(groups)} parameter groups, this one has {len(optimizer.param_groups)}; "
+            "make the same"
+        )
+
+
+def _check_shapes(source: TensorSource, into: CheckpointState) -> None:
+    problems = [
+        f"{name} is {list(source.tensors[name].global_shape)}, the model's {list(_global_shape(tensor))}"
+        for name, tensor in into.items()
+        if source.tensors[name].global_shape != _global_shape(tensor)
+    ]
+    if problems:
+        raise CheckpointError("it does not fit the model: " + "; ".join(problems[:8]))
+
+
+def _global_shape(tensor: ShardedTensor | torch.Tensor) -> tuple[int, ...]:
+    return tuple(tensor.global_shape if isinstance(tensor, ShardedTensor) else tensor.shape)
+
+
+def _make_room(source: TensorSource, model: nn.Module, optimizer: Optimizer) -> CheckpointState:
+    stored = {name: (info.dtype, info.global_shape) for name, info in source.tensors.items()}
+    allocate_optimizer_state(model, optimizer, stored)
+    return optimizer_state(model, optimizer)
+
+
+@torch.no_grad()
+def _fill_all(source: TensorSource, into: CheckpointState) -> None:
+    for name, tensor in into.items():
+        if isinstance(tensor, ShardedTensor):
+            for shard in tensor.shards:
+                fill(source, name, shard.box, shard.tensor)
+        else:
+            fill(source, name, Box.whole(tuple(tensor.shape)), tensor)

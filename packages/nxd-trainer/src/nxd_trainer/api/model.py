@@ -1,0 +1,207 @@
+"""`NxDModel`: a parallel model under the calls of an ordinary module, wherever its parts are."""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Self
+
+import torch
+from nxd_layers.lora import LoraModel
+from nxd_pipeline import NxDPPModel
+from torch import Tensor, nn
+from torch.nn.modules.module import _IncompatibleKeys
+
+
+class NxDModel(nn.Module):
+    """What `initialize_parallel_model` returns. Names are those of the model that the user wrote.
+
+    Parameters, buffers, modules and children, also in `state_dict`, are those of this rank: its parts of the tensors,
+    and with a pipeline its stages.
+
+    Attributes:
+        pipeline: the runtime, also where there is one stage.
+        module: what is wrapped: the model that the user wrote, or the pipeline where it is cut into stages.
+        lora_model: what knows the adapters of a model that is not cut; None if there are none.
+        nxd_config: the complete config that the model was made from.
+        config: the model's, if it has one.
+        name_or_path: what a model of transformers was loaded from; others have none.
+    """
+
+    config: Any
+    name_or_path: str
+
+    def __init__(
+        self,
+        module: nn.Module,
+        pipeline: NxDPPModel,
+        nxd_config: Mapping[str, Any],
+        *,
+        lora_model: LoraModel | None = None,
+    ) -> None:
+        """Wrap a model.
+
+        Args:
+            module: the model as it was before it was cut; it is kept only where it was not.
+            pipeline: runs it.
+            nxd_config: the complete config.
+            lora_model: the model with adapters; kept as `module` is.
+        """
+        super().__init__()
+        self.pipeline = pipeline
+        self.nxd_config = dict(nxd_config)
+        self._stages = [part for name, part in pipeline.local_named_modules() if not name]
+        self._is_cut = self._stages[0] is not module
+        self.module = pipeline if self._is_cut else module
+        self.lora_model = None if self._is_cut else lora_model
+        names = (nxd_config["pipeline_config"] or {}).get("input_names")
+        self._input_names = list(names) if names is not None else _positional_names(module.forward)
+        for name in ("config", "name_or_path"):
+            if hasattr(module, name):
+                setattr(self, name, getattr(module, name))
+
+    def local_module(self) -> nn.Module:
+        """The unwrapped model; with a pipeline this rank's stage of it, or a list of them if there are several."""
+        return self._stages[0] if len(self._stages) == 1 else nn.ModuleList(self._stages)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model returns.
+
+        Raises:
+            RuntimeError: the model is cut into stages; `run_train` and `run_eval` are for these.
+        """
+        if self._is_cut:
+            raise RuntimeError(
+                "this model is cut into pipeline stages, so that no rank can run it alone; call run_train or run_eval"
+            )
+        return self._stages[0](*args, **kwargs)
+
+    def run_train(self, *args: Any, **kwargs: Any) -> Tensor | list[Tensor] | None:
+        """Forward and backward of a batch; gradients are added to those that the parameters have.
+
+        Args:
+            *args: inputs, in the order of `input_names`, or of the model's forward if there are none.
+            **kwargs: inputs by name.
+
+        Returns:
+            The mean loss of the microbatches. With a pipeline it is on the rank of the last stage, None elsewhere
+            unless `broadcast_and_average_loss`; with `return_mb_loss` it is a list.
+
+        Raises:
+            ValueError: inputs do not fit the model, or it returned no loss.
+        """
+        return self.pipeline.run_train(**self._named(args, kwargs))
+
+    def run_eval(self, *args: Any, **kwargs: Any) -> Any:
+        """Forward of a batch, without gradients.
+
+        Args:
+            *args: inputs, as for `run_train`.
+            **kwargs: inputs by name.
+
+        Returns:
+            As `run_train` where the model returns a loss, else the list of the microbatches' outputs.
+        """
+        return self.pipeline.run_eval(**self._named(args, kwargs))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of this rank's parameters: that of the first one that holds floating-point numbers."""
+        return next((p.dtype for p in self.parameters() if p.is_floating_point()), torch.get_default_dtype())
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters of this rank by name; stages give a tied weight once in any case."""
+        if not self._is_cut:
+            return self._stages[0].named_parameters(prefix, recurse, remove_duplicate)
+        return _under(prefix, self.pipeline.local_named_parameters(), recurse=recurse)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Buffers of this rank by name."""
+        if not self._is_cut:
+            return self._stages[0].named_buffers(prefix, recurse, remove_duplicate)
+        return _under(prefix, self.pipeline.local_named_buffers(), recurse=recurse)
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Modules of this rank by name; the model itself, or each of its stages, has the name ""."""
+        if not self._is_cut:
+            yield from self._stages[0].named_modules(memo, prefix, remove_duplicate)
+            return
+        seen = set() if memo is None else memo
+        for name, module in self.pipeline.local_named_modules():
+            if module not in seen or not remove_duplicate:
+                seen.add(module)
+                yield f"{prefix}.{name}".strip("."), module
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """The modules directly below the model, as far as they are on this rank."""
+        return ((name, module) for name, module in self.named_modules() if name and "." not in name)
+
+    def state_dict(self, *, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:  # type: ignore[override]
+        """This rank's parameters and persistent buffers by name; see `torch.nn.Module.state_dict`."""
+        if not self._is_cut:
+            return self._stages[0].state_dict(prefix=prefix, keep_vars=keep_vars)
+        state = self.pipeline.local_state_dict()
+        return {prefix + name: value if keep_vars else value.detach() for name, value in state.items()}
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> _IncompatibleKeys:
+        """Copy values from a `state_dict` of this rank; stages also take that of the whole model.
+
+        Raises:
+            RuntimeError: names or shapes do not fit.
+            ValueError: so they do not with a pipeline, which cannot `assign` either.
+        """
+        if not self._is_cut:
+            return self._stages[0].load_state_dict(state_dict, strict, assign)
+        if assign:
+            raise ValueError("assign=True would take parameters away from the pipeline's runtime; leave it out")
+        missing = self.pipeline.local_state_dict().keys() - state_dict.keys()
+        self.pipeline.load_local_state_dict(state_dict, strict=strict)
+        return _IncompatibleKeys(sorted(missing), [])
+
+    def train(self, mode: bool = True) -> Self:
+        """Training mode (or with False evaluation mode) for the model's modules on this rank."""
+        self.training = mode
+        for stage in self._stages:
+            stage.train(mode)
+        return self
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> Self:
+        """Call `fn` with every module of the model on this rank, submodules first."""
+        for stage in self._stages:
+            stage.apply(fn)
+        return self
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:  # behind to(), float(), cuda() ...
+        for stage in self._stages:
+            stage._apply(fn, recurse)
+        return self
+
+    def _named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        if len(args) > len(self._input_names):
+            raise ValueError(
+                f"{len(args)} inputs are given by position, but the model has {len(self._input_names)} with names: "
+                f"{', '.join(self._input_names)}"
+            )
+        by_position = dict(zip(self._input_names, args, strict=False))
+        twice = sorted(by_position.keys() & kwargs.keys())
+        if twice:
+            raise ValueError(f"the inputs {twice} are given both by position and by name; give each once")
+        return {**by_position, **kwargs}
+
+    def __repr__(self) -> str:
+        return f"NxDModel({self.module})"
+
+
+def _positional_names(forward: Callable[..., Any]) -> list[str]:
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [it.name for it in inspect.signature(forward).parameters.values() if it.kind in kinds]
+
+
+def _under(prefix: str, named: Iterator[tuple[str, Any]], *, recurse: bool) -> Iterator[tuple[str, Any]]:
+    return ((f"{prefix}.{name}".lstrip("."), value) for name, value in named if recurse or "." not in name)

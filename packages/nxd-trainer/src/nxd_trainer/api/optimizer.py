@@ -1,0 +1,170 @@
+"""`NxDOptimizer`: an ordinary optimizer whose step reduces and clips gradients as the mesh needs it."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from nxd_optim import (
+    GradientReducer,
+    MixedPrecision,
+    NeuronZero1Optimizer,
+    clip_grad_norm,
+    reduce_sequence_parallel_gradients,
+)
+from nxd_state import active_group, all_reduce_, transport_device
+from torch import Tensor
+from torch.optim import Optimizer
+
+from nxd_trainer.api.config import ensure_model_parallel
+from nxd_trainer.api.config_checks import complete_config
+
+
+def initialize_parallel_optimizer(
+    nxd_config: Mapping[str, Any],
+    optimizer_class: type[Optimizer],
+    parameters: Iterable[Any],
+    **defaults: Any,
+) -> "NxDOptimizer":
+    """Make an optimizer for a model of `initialize_parallel_model`. Called by all ranks.
+
+    Args:
+        nxd_config: of `neuronx_distributed_config`. It may have been changed since; it is checked again.
+        optimizer_class: such as `torch.optim.AdamW`; with ZeRO-1 an elementwise one.
+        parameters: of this rank, or groups of them, as for any torch optimizer; in the same order on every replica.
+        **defaults: for `optimizer_class`.
+
+    Raises:
+        ValueError: the config has mistakes or does not fit the mesh, or the parameters differ between replicas.
+    """
+    config = complete_config(nxd_config)
+    ensure_model_parallel(config)
+    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
+        raise ValueError(f"optimizer_class={optimizer_class!r} must be a class of torch optimizers, such as AdamW")
+    groups = list(parameters)
+    options = config["optimizer_config"]
+    max_norm = float(options["max_grad_norm"]) if options["grad_clipping"] else None
+    if not options["zero_one_enabled"]:
+        return NxDOptimizer(optimizer_class(groups, **defaults), config, max_norm=max_norm)
+    precision = MixedPrecision(**config["mixed_precision_config"])
+    optimizer = NeuronZero1Optimizer(
+        groups,
+        optimizer_class,
+        grad_clipping=max_norm is not None,
+        max_norm=max_norm,
+        **precision.zero1_arguments(_first_parameter(groups).dtype),
+        **defaults,
+    )
+    return NxDOptimizer(optimizer, config, max_norm=max_norm)
+
+
+class NxDOptimizer(Optimizer):
+    """An optimizer with the gradients' reductions and clipping in its `step`.
+
+    All else is the wrapped optimizer's: schedulers change its `param_groups`, hooks are called by it, and a
+    `state_dict` fits it. As there, a parameter without a gradient on any replica is left alone.
+
+    Attributes:
+        optimizer: the wrapped one; a `NeuronZero1Optimizer` with ZeRO-1.
+        nxd_config: the complete config that it was made from.
+    """
+
+    def __init__(self, optimizer: Optimizer, nxd_config: Mapping[str, Any], *, max_norm: float | None) -> None:
+        """Wrap an optimizer.
+
+        Args:
+            optimizer: reduces and clips itself if it is a `NeuronZero1Optimizer`.
+            nxd_config: the complete config.
+            max_norm: of the whole model's gradients; None not to clip.
+        """
+        # Not torch's __init__, which would make groups and state of its own.
+        self.optimizer = optimizer
+        self.nxd_config = dict(nxd_config)
+        self._max_norm = max_norm
+        self._grad_norm: Tensor | None = None
+        self._reducer = None if isinstance(optimizer, NeuronZero1Optimizer) else GradientReducer(self._parameters())
+
+    def __getattr__(self, name: str) -> Any:  # param_groups, state, defaults, hooks ...
+        if name == "optimizer":  # not set yet, as in a copy
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """The 2-norm of the last step's gradients before clipping, 0-d; None before the first step or without clipping.
+
+        It counts the whole model once and is the same on every rank.
+        """
+        return self.optimizer.grad_norm if isinstance(self.optimizer, NeuronZero1Optimizer) else self._grad_norm
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Average gradients over the replicas, sum those of sequence-parallel regions, clip, update. On all ranks.
+
+        Args:
+            closure: computes loss and gradients; called once.
+
+        Returns:
+            What `closure` returned.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._reducer is not None:
+            self._reduce_and_clip(self._reducer)
+        self.optimizer.step()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Begin a new step without gradients, or with zeros."""
+        self.optimizer.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's, of this rank."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave on the same rank of the same layout."""
+        self.optimizer.load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters with settings of their own; on all ranks."""
+        self.optimizer.add_param_group(param_group)
+        if self._reducer is not None:
+            self._reducer.close()
+            self._reducer = GradientReducer(self._parameters())
+
+    def _parameters(self) -> list[Tensor]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    def _reduce_and_clip(self, reducer: GradientReducer) -> None:
+        used = _used_anywhere(reducer.parameters)
+        reducer.finish()
+        for parameter, is_used in zip(reducer.parameters, used, strict=True):
+            if not is_used:
+                parameter.grad = None
+        trained = [parameter for parameter in reducer.parameters if parameter.grad is not None]
+        reduce_sequence_parallel_gradients(trained)
+        if self._max_norm is not None:
+            self._grad_norm = clip_grad_norm(trained, self._max_norm)
+
+
+def _used_anywhere(parameters: list[Tensor]) -> list[bool]:
+    """Which parameters have a gradient on some replica or some tensor-parallel rank."""
+    used = [parameter.grad is not None for parameter in parameters]
+    for axes in (("dp", "cp"), ("tp",)):
+        group = active_group(*axes)
+        if group.size > 1 and parameters:
+            counts = torch.tensor(used, dtype=torch.float32, device=transport_device(group))
+            used = [count > 0 for count in all_reduce_(counts, group).tolist()]
+    return used
+
+
+def _first_parameter(groups: list[Any]) -> Tensor:
+    if not groups:
+        raise ValueError("no parameters are given; pass model.parameters(), or groups of them")
+    first = groups[0]
+    if isinstance(first, dict):
+        inside = first["params"] = first["params"] if isinstance(first["params"], Tensor) else list(first["params"])
+        return _first_parameter([inside] if isinstance(inside, Tensor) else inside)
+    return first[1] if isinstance(first, tuple) else first

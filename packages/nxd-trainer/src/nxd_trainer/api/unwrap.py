@@ -1,0 +1,36 @@
+"""What the checkpoint functions work on: the model and the optimizer inside of the wrappers that scripts hold."""
+
+from collections.abc import Iterator
+
+from nxd_pipeline import NxDPPModel
+from torch import nn
+from torch.optim import Optimizer
+
+from nxd_trainer.api.model import NxDModel
+from nxd_trainer.api.optimizer import NxDOptimizer
+
+
+def plain_model(model: nn.Module) -> nn.Module:
+    """The pipeline that an `NxDModel` wraps, of one stage perhaps; any other module itself."""
+    return model.pipeline if isinstance(model, NxDModel) else model
+
+
+def plain_optimizer(optimizer: Optimizer) -> Optimizer:
+    """The optimizer that an `NxDOptimizer` wraps; any other optimizer itself."""
+    return optimizer.optimizer if isinstance(optimizer, NxDOptimizer) else optimizer
+
+
+def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """This rank's parameters, each once, by the names that checkpoints know them by."""
+    if not isinstance(model, NxDPPModel):
+        return model.named_parameters()
+    first_names = model.tied_names()
+    return ((first_names.get(name, name), parameter) for name, parameter in model.local_named_parameters())
+
+
+def further_names(model: nn.Module) -> set[str]:
+    """The names of tied parameters under which checkpoints do not know them."""
+    if isinstance(model, NxDPPModel):
+        return set(model.tied_names())
+    every_name = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return every_name - {name for name, _ in model.named_parameters()}

@@ -1,0 +1,194 @@
+"""`save_checkpoint` and `load_checkpoint` in real ranks: bitwise at the same layout, equal at any other one."""
+
+import warnings
+
+import pytest
+import torch
+from neuronx_distributed.trainer import (
+    finalize_checkpoint,
+    has_checkpoint,
+    initialize_parallel_model,
+    initialize_parallel_optimizer,
+    load_checkpoint,
+    neuronx_distributed_config,
+    save_checkpoint,
+)
+from nxd_ckpt import list_checkpoints, open_checkpoint
+from nxd_state import active_group, all_reduce, destroy_model_parallel
+from nxd_trainer.models import LlamaConfig, LlamaDecoderLayer, LlamaForCausalLM
+
+CONFIG = LlamaConfig(
+    vocab_size=24,
+    hidden_size=16,
+    intermediate_size=20,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+)
+USER_CONTENT = {"total_steps": 3, "betas": (0.9, 0.95), "by_number": {1: torch.arange(3)}}
+
+
+def build(tp, pp, zero1, seed):
+    """Model, optimizer and scheduler of the documented API."""
+    destroy_model_parallel()
+    config = neuronx_distributed_config(
+        tensor_parallel_size=tp,
+        pipeline_parallel_size=pp,
+        pipeline_config={
+            "transformer_layer_cls": LlamaDecoderLayer,
+            "num_microbatches": 2,
+            "input_names": ["input_ids", "labels"],
+            "auto_partition": True,
+            "broadcast_and_average_loss": True,
+        }
+        if pp > 1
+        else None,
+        optimizer_config={"zero_one_enabled": zero1, "grad_clipping": True, "max_grad_norm": 1.0},
+    )
+    torch.manual_seed(seed)
+    model = initialize_parallel_model(config, lambda: LlamaForCausalLM(CONFIG, dtype=torch.float64))
+    groups = [
+        {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in model.parameters() if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    optimizer = initialize_parallel_optimizer(config, torch.optim.AdamW, groups, lr=0.05)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.9)
+    return model, optimizer, scheduler
+
+
+def train(model, optimizer, scheduler, steps):
+    """The mean loss of each step over the replicas, which have four sequences between them."""
+    replicas = active_group("dp")
+    losses = []
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        tokens = torch.randint(CONFIG.vocab_size, (4, 9), generator=generator)[replicas.rank :: replicas.size]
+        loss = model.run_train(input_ids=tokens[:, :-1], labels=tokens[:, 1:])
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        losses.append(float(all_reduce(loss.detach().double(), replicas, op="avg")))
+    return losses
+
+
+def save_and_resume(root, tp, pp, zero1, async_save):
+    """Losses after the save, of the run itself and of one that was resumed from it; and what else came back."""
+    tag = f"tp{tp}-pp{pp}-zero1-{zero1}"
+    model, optimizer, scheduler = build(tp, pp, zero1, seed=0)
+    train(model, optimizer, scheduler, range(3))
+    save_checkpoint(root, tag, model, optimizer, scheduler, USER_CONTENT, async_save=async_save)
+    expected = train(model, optimizer, scheduler, range(3, 5))
+    model, optimizer, scheduler = build(tp, pp, zero1, seed=1)
+    content = load_checkpoint(root, tag, model, optimizer, scheduler)
+    rates = [group["lr"] for group in optimizer.param_groups]
+    assert content["betas"] == USER_CONTENT["betas"]
+    assert torch.equal(content["by_number"][1], torch.arange(3))
+    return expected, train(model, optimizer, scheduler, range(3, 5)), rates
+
+
+def resume_at(root, tag, layouts, again):
+    """Losses after loading at each layout; what was loaded is saved again."""
+    losses = {}
+    for tp, pp, zero1 in layouts:
+        model, optimizer, scheduler = build(tp, pp, zero1, seed=2)
+        load_checkpoint(root, tag, model=model, optimizer=optimizer, scheduler=scheduler)
+        save_checkpoint(again, f"tp{tp}-pp{pp}-{zero1}", model=model, optimizer=optimizer)
+        losses[tp, pp, zero1] = train(model, optimizer, scheduler, range(3, 5))
+    return losses
+
+
+def save_at_all_layouts(root):
+    return {
+        layout: save_and_resume(root, *layout)
+        for layout in [(2, 2, False, False), (2, 1, True, True), (2, 2, True, True), (1, 1, True, False)]
+    }
+
+
+def test_checkpoint_resumes_bitwise_at_its_layout_and_equally_at_others(run_ranks, tmp_path):
+    root, again = str(tmp_path / "runs"), str(tmp_path / "again")
+
+    results = run_ranks(save_at_all_layouts, 4, root)
+
+    for of_rank in results:
+        for expected, resumed, rates in of_rank.values():
+            assert resumed == expected
+            assert rates == pytest.approx([0.05 * 0.9**3] * 2, rel=1e-12)
+    tag = "tp2-pp2-zero1-False"
+    expected = results[0][2, 2, False, False][0]
+    others = run_ranks(resume_at, 4, root, tag, [(4, 1, False), (1, 1, True)], again)
+    alone = run_ranks(resume_at, 1, root, tag, [(1, 1, False)], again)
+    for of_rank in others + alone:
+        for losses in of_rank.values():
+            assert losses == pytest.approx(expected, rel=1e-10)
+    saved = open_checkpoint(root, tag)
+    for info in list_checkpoints(again):
+        copy = open_checkpoint(again, info.tag)
+        assert copy.tensors.keys() == saved.tensors.keys()
+        for name in saved.tensors:
+            assert torch.equal(copy.read(name), saved.read(name)), (info.tag, name)
+
+
+def save_in_background(root):
+    model, *_ = build(2, 1, False, seed=0)
+    for step in range(4):
+        save_checkpoint(root, f"step_{step}", model=model, num_kept_ckpts=2, async_save=True)
+    finalize_checkpoint()
+    tags = [info.tag for info in list_checkpoints(root)]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_checkpoint(checkpoint_dir_str=root, model=model)
+    return tags, has_checkpoint(root)
+
+
+def test_saves_in_background_keep_the_newest_and_load_waits_for_them(run_ranks, tmp_path):
+    for tags, found in run_ranks(save_in_background, 2, str(tmp_path)):
+        assert tags == ["step_2", "step_3"]
+        assert found
+
+
+def fail_in_background(root, blocked):
+    model, *_ = build(2, 1, False, seed=0)
+    save_checkpoint(root, blocked, model=model, async_save=True)
+    with pytest.raises(Exception, match="not a checkpoint") as raised:
+        finalize_checkpoint()
+    finalize_checkpoint()
+    save_checkpoint(root, "after", model=model)
+    return str(raised.value), load_checkpoint(root, model=model)
+
+
+def test_failed_save_in_background_is_raised_on_all_ranks_once(run_ranks, tmp_path):
+    (tmp_path / "blocked").mkdir()
+    (tmp_path / "blocked" / "mine.txt").write_text("not a checkpoint's")
+
+    messages = run_ranks(fail_in_background, 2, str(tmp_path), "blocked")
+
+    assert len(set(messages)) == 1
+    assert (tmp_path / "blocked" / "mine.txt").exists()
+
+
+def load_with_differences(root):
+    model, optimizer, _ = build(2, 2, False, seed=0)
+    save_checkpoint(root, "a", model=model)
+    problems = []
+    for arguments in (
+        {"optimizer": optimizer, "model": model},
+        {"scheduler": torch.optim.lr_scheduler.ConstantLR(optimizer), "model": model},
+        {"tag": "missing", "model": model},
+    ):
+        with pytest.raises(Exception, match=r"checkpoint|it holds") as raised:
+            load_checkpoint(root, **arguments)
+        problems.append(str(raised.value))
+    return problems
+
+
+def test_what_a_checkpoint_lacks_is_said_on_every_rank_alike(run_ranks, tmp_path):
+    problems = run_ranks(load_with_differences, 4, str(tmp_path))
+
+    assert all(of_rank == problems[0] for of_rank in problems)
+    no_optimizer, no_scheduler, no_tag = problems[0]
+    assert "holds no optimizer state" in no_optimizer
+    assert "holds no scheduler" in no_scheduler
+    assert "'missing'" in no_tag

@@ -1,0 +1,279 @@
+"""Checkpoints of the existing library, written here with torch.save file by file, load through `load_checkpoint`."""
+
+import os
+import pickle
+
+import pytest
+import torch
+from nxd_ckpt import CheckpointError
+from nxd_layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
+from nxd_optim import NeuronZero1Optimizer
+from nxd_state import destroy_model_parallel, initialize_model_parallel
+from nxd_trainer.api.checkpoint import load_checkpoint
+from nxd_trainer.api.checkpoint_tags import has_checkpoint
+from nxd_trainer.checkpoint import optimizer_state
+from torch import nn
+
+SHAPES = {
+    "embed.weight": (8, 4),
+    "gate_up.weight": (16, 4),
+    "gate_up.bias": (16,),
+    "norm.weight": (16,),
+    "down.weight": (4, 16),
+}
+DIMS = {"embed.weight": 0, "gate_up.weight": 0, "gate_up.bias": 0, "down.weight": 1}
+DECAYED = ["embed.weight", "gate_up.weight", "down.weight"]
+OTHERS = ["gate_up.bias", "norm.weight"]
+GROUPS = [{"lr": 0.25, "betas": (0.9, 0.95), "weight_decay": 0.1}, {"lr": 0.25, "weight_decay": 0.0}]
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = ParallelEmbedding(8, 4)
+        self.gate_up = ColumnParallelLinear(4, 16, stride=2)
+        self.norm = nn.Module()
+        self.norm.weight = nn.Parameter(torch.zeros(16))
+        self.down = RowParallelLinear(16, 4, bias=False)
+
+
+def whole(name, key=""):
+    """The whole tensor of a name, different for each name and kind of state."""
+    generator = torch.Generator().manual_seed(sum(map(ord, name + key)))
+    return torch.randn(SHAPES[name], generator=generator)
+
+
+def part(name, tensor, tp_rank, tp_size):
+    """What a tensor-parallel rank has of it; gate and up are two matrices in one."""
+    if name not in DIMS:
+        return tensor
+    if name.startswith("gate_up"):
+        return torch.cat([matrix.chunk(tp_size)[tp_rank] for matrix in tensor.chunk(2)])
+    return tensor.chunk(tp_size, DIMS[name])[tp_rank].clone()
+
+
+def model_of(tp_rank, tp_size):
+    return {name: part(name, whole(name), tp_rank, tp_size) for name in SHAPES}
+
+
+def optimizer_of(tp_rank, tp_size):
+    """torch's own form: parameters by number, in the order of the groups."""
+    state = {
+        number: {
+            "step": torch.tensor(5.0),
+            **{key: part(name, whole(name, key), tp_rank, tp_size) for key in ("exp_avg", "exp_avg_sq")},
+        }
+        for number, name in enumerate(DECAYED + OTHERS)
+    }
+    return {"state": state, "param_groups": param_groups()}
+
+
+def param_groups():
+    return [{**GROUPS[0], "params": [0, 1, 2]}, {**GROUPS[1], "params": [3, 4]}]
+
+
+def zero1_of(tp_rank, tp_size, dp_rank, dp_size):
+    """torch-xla's form: rows of each rank's parameter, padded to a multiple of the replicas."""
+
+    def rows(tensor):
+        size = -(-tensor.shape[0] // dp_size)
+        padded = torch.cat([tensor, tensor.new_zeros(size * dp_size - tensor.shape[0], *tensor.shape[1:])])
+        return padded[dp_rank * size : (dp_rank + 1) * size].clone()
+
+    plain = optimizer_of(tp_rank, tp_size)
+    base = {
+        number: {key: rows(value) if value.ndim else value for key, value in values.items()}
+        for number, values in plain["state"].items()
+    }
+    return {"base_state": base, "state": {}, "shape_info": {}, "param_groups": param_groups()}
+
+
+def save_xser(content, path):
+    """The skeleton and a file for each tensor, as torch-xla's serialization leaves them."""
+    from nxd_ckpt.interop.neuronx.xser import save_skeleton
+
+    os.makedirs(path + ".tensors")
+    with open(path, "wb") as file:
+        tensors = save_skeleton(content, file)
+    for number, tensor in tensors.items():
+        torch.save(tensor, f"{path}.tensors/tensor_{number}.pt")
+
+
+def write_v2(root, tag, tp_size, *, dp_size=None, xser=False, user_content=None):
+    """A folder of `trainer.save_checkpoint`; `dp_size` is given with ZeRO-1."""
+    folder = root / tag
+    (folder / "model").mkdir(parents=True)
+    (folder / "optim").mkdir()
+    (folder / "checkpoint").write_text("1")
+    write = save_xser if xser else torch.save
+    for tp_rank in range(tp_size):
+        write(model_of(tp_rank, tp_size), str(folder / f"model/dp_rank_00_tp_rank_{tp_rank:02d}_pp_rank_00.pt"))
+        for dp_rank in range(dp_size or 1):
+            state = zero1_of(tp_rank, tp_size, dp_rank, dp_size) if dp_size else optimizer_of(tp_rank, tp_size)
+            write(state, str(folder / f"optim/dp_rank_{dp_rank:02d}_tp_rank_{tp_rank:02d}_pp_rank_00.pt"))
+    torch.save({"last_epoch": 4, "_step_count": 5, "_last_lr": [0.25, 0.25]}, folder / "scheduler.pt")
+    if user_content is not None:
+        torch.save(user_content, folder / "user_content.pt")
+    (folder / "done").write_text("1")
+
+
+def write_v1(root, tp_size, *, xser=False):
+    for tp_rank in range(tp_size):
+        path = root / f"tp_rank_{tp_rank:02d}_pp_rank_00"
+        content = {"model": model_of(tp_rank, tp_size), "optimizer": optimizer_of(tp_rank, tp_size)}
+        if xser:
+            save_xser(content, str(path))
+        else:
+            path.mkdir(parents=True)
+            torch.save(content, path / "checkpoint.pt")
+
+
+def build(tp_size, zero1):
+    destroy_model_parallel()
+    initialize_model_parallel(tp_size)
+    model = Model()
+    named = dict(model.named_parameters())
+    groups = [{"params": [named[name] for name in names]} for names in (DECAYED, OTHERS)]
+    if zero1:
+        return model, NeuronZero1Optimizer(groups, torch.optim.AdamW, lr=1.0)
+    return model, torch.optim.AdamW(groups, lr=1.0)
+
+
+def load_and_compare(root, cases):
+    """For each (folder, tag, tp, ZeRO-1): everything that was loaded is this rank's part of the whole."""
+    found = []
+    for folder, tag, tp_size, zero1, has_scheduler in cases:
+        model, optimizer = build(tp_size, zero1)
+        scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer) if has_scheduler else None
+        content = load_checkpoint(os.path.join(root, folder), tag, model, optimizer, scheduler)
+        for name, parameter in model.named_parameters():
+            rank = torch.distributed.get_rank() % tp_size
+            assert torch.equal(parameter, part(name, whole(name), rank, tp_size)), (folder, name)
+        for full_name, tensor in optimizer_state(model, optimizer).items():
+            _, name, key = full_name.split("/")
+            if key == "step":
+                assert tensor == 5
+                continue
+            shards = (
+                [(tensor, tuple(slice(None) for _ in tensor.shape))]
+                if isinstance(tensor, torch.Tensor)
+                else [(shard.tensor, shard.box.slices()) for shard in tensor.shards]
+            )
+            for values, box in shards:
+                assert torch.equal(values, whole(name, key)[box]), (folder, full_name)
+        assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.25]
+        assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+        assert optimizer.param_groups[0]["betas"] == (0.9, 0.95)
+        assert scheduler is None or scheduler.last_epoch == 4
+        found.append(content)
+    return found
+
+
+def test_legacy_checkpoints_load_at_their_degrees_and_at_others(run_ranks, tmp_path):
+    write_v2(tmp_path / "plain", "step_9", 2, user_content={"total_steps": 9, "args": ("a", 1)})
+    write_v2(tmp_path / "plain", "step_10", 2, user_content={"total_steps": 10})
+    for tag in ("step_9", "step_10"):
+        os.utime(tmp_path / "plain" / tag / "done", (1, 1))  # as a copy may leave them
+    write_v2(tmp_path / "xser", "a", 2, xser=True)
+    write_v2(tmp_path / "zero1", "a", 2, dp_size=3)
+    write_v1(tmp_path / "v1", 2)
+    write_v1(tmp_path / "v1-xser", 2, xser=True)
+
+    cases = [
+        ("plain", None, 2, False, True),
+        ("plain", "step_9", 1, True, True),
+        ("xser", None, 2, True, True),
+        ("zero1", "a", 2, True, True),
+        ("zero1", "a", 1, False, True),
+        ("v1", None, 2, False, False),
+        ("v1-xser", None, 1, False, False),
+    ]
+    contents = run_ranks(load_and_compare, 2, str(tmp_path), cases)
+
+    expected = [{"total_steps": 10}, {"total_steps": 9, "args": ("a", 1)}, None, None, None, None, None]
+    assert contents == [expected, expected]
+
+
+def test_whole_model_of_other_degrees_is_refused_where_it_cannot_be_told(tmp_path):
+    write_v2(tmp_path, "a", 2)
+    plain = Model()
+    plain.gate_up = nn.Linear(4, 16)
+
+    with pytest.raises(CheckpointError, match=r"gate_up\.\w+ is .* no even split of a parallel layer"):
+        load_checkpoint(tmp_path, model=plain)
+
+
+def test_incomplete_legacy_checkpoint_is_none(tmp_path):
+    write_v2(tmp_path, "a", 1)
+    (tmp_path / "a" / "done").unlink()
+
+    assert not has_checkpoint(tmp_path)
+
+
+class Runs:
+    """Whatever it is, unpickling it runs a command."""
+
+    def __init__(self, marker):
+        self.marker = str(marker)
+
+    def __reduce__(self):
+        return (os.system, (f"touch {self.marker}",))
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "model/dp_rank_00_tp_rank_00_pp_rank_00.pt",
+        "optim/dp_rank_00_tp_rank_00_pp_rank_00.pt",
+        "scheduler.pt",
+        "user_content.pt",
+    ],
+)
+@pytest.mark.parametrize("legacy_pickle", [False, True])
+def test_malicious_file_is_refused_before_anything_is_filled(tmp_path, file, legacy_pickle):
+    marker = tmp_path / "marker"
+    write_v2(tmp_path / "runs", "a", 1)
+    path = tmp_path / "runs" / "a" / file
+    if legacy_pickle:
+        path.write_bytes(pickle.dumps(Runs(marker)))
+    else:
+        torch.save({"state": Runs(marker)}, path)
+    model = Model()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    named = dict(model.named_parameters())
+    optimizer = torch.optim.AdamW([{"params": [named[name] for name in names]} for names in (DECAYED, OTHERS)])
+
+    with pytest.raises(CheckpointError, match=path.name):
+        load_checkpoint(tmp_path / "runs", model=model, optimizer=optimizer)
+
+    assert not marker.exists()
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_legacy_pipeline_loads_into_one_process(tmp_path):
+    folder = tmp_path / "a"
+    (folder / "model").mkdir(parents=True)
+    (folder / "optim").mkdir()
+    (folder / "checkpoint").write_text("1")
+    stages = (["embed.weight", "gate_up.weight", "gate_up.bias"], ["norm.weight", "down.weight"])
+    for pp_rank, held in enumerate(stages):
+        file = f"dp_rank_00_tp_rank_00_pp_rank_{pp_rank:02d}.pt"
+        ordered = [name for name in DECAYED + OTHERS if name in held]  # each stage numbers its own
+        state = {number: {"exp_avg": whole(name, "exp_avg")} for number, name in enumerate(ordered)}
+        num_decayed = len(set(DECAYED) & set(held))
+        groups = [
+            {**GROUPS[0], "params": list(range(num_decayed))},
+            {**GROUPS[1], "params": list(range(num_decayed, len(held)))},
+        ]
+        torch.save({name: whole(name) for name in held}, folder / "model" / file)
+        torch.save({"state": state, "param_groups": groups}, folder / "optim" / file)
+    (folder / "done").write_text("1")
+    model = Model()
+    named = dict(model.named_parameters())
+    optimizer = torch.optim.AdamW([{"params": [named[name] for name in names]} for names in (DECAYED, OTHERS)])
+
+    load_checkpoint(tmp_path, model=model, optimizer=optimizer)
+
+    for name, parameter in named.items():
+        assert torch.equal(parameter, whole(name))
+        assert torch.equal(optimizer.state[parameter]["exp_avg"], whole(name, "exp_avg"))
