@@ -11,9 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 
+import torch
 from nxd_ckpt import CheckpointError
 
 _fork = multiprocessing.get_context("fork")
+
+TIMEOUT = 180.0  # seconds in which a rank says something
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,13 @@ def run_forked(function: Callable[[PipeCoordinator], object], world_size: int) -
     outcomes: dict[int, Outcome] = {}
     asked: dict[int, object] = {}
     while len(outcomes) < world_size:
-        for pipe in wait([pipe for rank, pipe in enumerate(pipes) if rank not in outcomes and rank not in asked]):
+        at_work = [rank for rank in range(world_size) if rank not in outcomes and rank not in asked]
+        ready = wait([pipes[rank] for rank in at_work], TIMEOUT)
+        if not ready:
+            for process in processes:
+                process.kill()
+            raise TimeoutError(f"ranks {at_work} said nothing for {TIMEOUT} seconds")
+        for pipe in ready:
             rank = pipes.index(pipe)
             try:
                 kind, value = pipe.recv()
@@ -81,6 +90,7 @@ def _child(function, rank, world_size, pipe, others):
     for other in others:
         other.close()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    torch.set_num_threads(1)  # OpenMP's threads are not forked, and whoever hands them work waits for ever
     try:
         outcome = Outcome(value=function(PipeCoordinator(rank, world_size, pipe)))
     except Exception as error:
