@@ -29,14 +29,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from nxd_optim.zero1 import NeuronZero1Optimizer
 from nxd_state import destroy_model_parallel, initialize_model_parallel
 from nxd_trainer.models import LlamaConfig
+from processes.rank_processes import RankProcesses
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -155,36 +155,12 @@ def resident_bytes(field: str) -> int:
     raise RuntimeError(f"/proc/self/status has no {field}; memory can be measured on Linux only")
 
 
-class Team:
+class Team(RankProcesses):
     """Two processes that train one variant, each waiting at a pipe until it is told to take steps."""
 
     def __init__(self, variant: str) -> None:
-        self._folder = TemporaryDirectory()
-        spawn = multiprocessing.get_context("spawn")
-        pipes = [spawn.Pipe() for _ in range(REPLICAS)]
-        self._connections = [ours for ours, _ in pipes]
-        store = Path(self._folder.name) / "store"
-        self._processes = [
-            spawn.Process(target=_serve, args=(variant, rank, store, theirs), daemon=True)
-            for rank, (_, theirs) in enumerate(pipes)
-        ]
-        for process, (_, theirs) in zip(self._processes, pipes, strict=True):
-            process.start()
-            theirs.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for connection in self._connections:
-            connection.close()
-        for process in self._processes:
-            if kind is not None:  # it may be waiting for a rank that failed
-                process.terminate()
-            process.join()
-        self._folder.cleanup()
+        super().__init__(REPLICAS, _serve, variant)
+        self._variant = variant
 
     def steps(self, count: int) -> list[Measurement]:
         """Some steps: each with the times of its slowest rank and the mean loss."""
@@ -200,9 +176,7 @@ class Team:
 
     def _call(self, request: int | None) -> list[Any]:
         """The answers of all ranks: to a number, as many steps; to None, bytes."""
-        for connection in self._connections:
-            connection.send(request)
-        return [connection.recv() for connection in self._connections]
+        return self.request(request, f"at {self._variant!r}")
 
 
 def _serve(variant: str, rank: int, store: Path, connection: Connection) -> None:

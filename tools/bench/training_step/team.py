@@ -3,18 +3,16 @@
 The parent calls functions on all of a team's ranks. What they can be asked is in `rounds`, `operators` and `traffic`.
 """
 
-import multiprocessing
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from nxd_state import destroy_model_parallel, initialize_model_parallel
+from processes.rank_processes import RankProcesses
 
 from training_step.sizes import Size
 from training_step.step import Trainee
@@ -33,37 +31,12 @@ class Layout:
     variants: tuple[Variant, ...]
 
 
-class Team:
+class Team(RankProcesses):
     """The running processes of a layout; `with` ends them."""
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
-        self._folder = TemporaryDirectory()
-        spawn = multiprocessing.get_context("spawn")
-        pipes = [spawn.Pipe() for _ in range(layout.ranks)]
-        store = Path(self._folder.name) / "store"
-        self._connections = [ours for ours, _ in pipes]
-        self._processes = [
-            spawn.Process(target=_serve, args=(layout, rank, store, theirs), daemon=True)
-            for rank, (_, theirs) in enumerate(pipes)
-        ]
-        for process, (_, theirs) in zip(self._processes, pipes, strict=True):
-            process.start()
-            theirs.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for connection in self._connections:
-            connection.close()
-        for process in self._processes:
-            if kind is not None:  # it may be waiting for a rank that failed
-                process.terminate()
-            process.join()
-        self._folder.cleanup()
+        super().__init__(layout.ranks, _serve, layout)
 
     def call(self, function: Callable[[Trainee], T], variant: Variant) -> list[T]:
         """`function` of one variant's trainee, on every rank at once; results by rank.
@@ -71,23 +44,7 @@ class Team:
         Raises:
             RuntimeError: a rank failed; it has printed its traceback.
         """
-        for connection in self._connections:
-            connection.send((variant.name, function))
-        answers: dict[int, T] = {}
-        while len(answers) < len(self._connections):
-            # Whichever comes first: a rank that fails leaves the others waiting for it.
-            ready = wait([c for rank, c in enumerate(self._connections) if rank not in answers])
-            for rank, connection in enumerate(self._connections):
-                if connection in ready:
-                    answers[rank] = self._receive(connection, variant)
-        return [answers[rank] for rank in range(len(self._connections))]
-
-    @staticmethod
-    def _receive(connection: Connection, variant: Variant) -> Any:
-        try:
-            return connection.recv()
-        except EOFError:
-            raise RuntimeError(f"a rank failed at {variant.name!r}; see its traceback above") from None
+        return self.request((variant.name, function), f"at {variant.name!r}")
 
 
 def _serve(layout: Layout, rank: int, store: Path, connection: Connection) -> None:

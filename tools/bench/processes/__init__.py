@@ -1,0 +1,1 @@
+"""Processes that benchmarks measure in, one per rank."""
