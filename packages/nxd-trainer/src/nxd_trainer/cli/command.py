@@ -1,0 +1,63 @@
+"""What the commands share: a user's mistakes, the number of ranks, a run's checkpoints."""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeAlias, TypeVar
+
+from nxd_trainer.launch import is_launched, launch_ranks
+
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+T = TypeVar("T")
+
+
+class Mistake(Exception):
+    """Something the user can mend: shown as one line, without a traceback."""
+
+
+def mendable(call: Callable[[], T]) -> T:
+    """Call something whose errors are the user's to mend, and the same on every rank."""
+    from nxd_ckpt import CheckpointError  # noqa: PLC0415
+
+    try:
+        return call()
+    except (ValueError, OSError, CheckpointError) as error:
+        raise Mistake(str(error)) from error
+
+
+def started_ranks(options: argparse.Namespace) -> int | None:
+    """Start the ranks that `--nproc` asks for and give their exit code; None in a rank, or where none were asked for.
+
+    `options.arguments` is the whole command line, which every rank gets again.
+    """
+    if options.nproc is None or is_launched():
+        return None
+    mendable(lambda: check_nproc(options.nproc))
+    return launch_ranks(options.nproc, "nxd_trainer", options.arguments)
+
+
+def check_nproc(nproc: int) -> None:
+    """Raise ValueError for a number of ranks that cannot be started."""
+    if nproc < 1:
+        raise ValueError(f"--nproc {nproc} must be 1 or more")
+
+
+def leave_mesh() -> None:
+    """End the process groups, if there are any: their threads must not be alive when the interpreter ends."""
+    from nxd_state import destroy_model_parallel  # noqa: PLC0415
+
+    destroy_model_parallel()
+
+
+def add_checkpoint(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that name a checkpoint."""
+    parser.add_argument("checkpoints", type=Path, help="folder of a run's checkpoints")
+    parser.add_argument("--tag", help="which checkpoint; the newest if unset")
+
+
+def add_nproc(parser: argparse.ArgumentParser) -> None:
+    """Add `--nproc`, which `started_ranks` obeys."""
+    parser.add_argument(
+        "--nproc", type=int, metavar="N", help="start N ranks on this machine; unset: this process, or torchrun's ranks"
+    )

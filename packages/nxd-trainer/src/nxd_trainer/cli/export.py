@@ -1,0 +1,28 @@
+"""`nxd export`: write a Hugging Face folder from a checkpoint."""
+
+import argparse
+from pathlib import Path
+
+from nxd_trainer.cli.command import Commands, add_checkpoint, mendable
+
+
+def add_parser(commands: Commands) -> None:
+    """Add `export` to the commands."""
+    parser = commands.add_parser("export", help="write a Hugging Face folder from a checkpoint")
+    add_checkpoint(parser)
+    parser.add_argument("target", type=Path, help="folder to write")
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16", "float64"], help="of the weights; as stored if unset"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Write the folder and say where."""
+    from nxd_trainer.export import export_hugging_face  # noqa: PLC0415
+    from nxd_trainer.training.run_state import DTYPES  # noqa: PLC0415
+
+    dtype = None if options.dtype is None else DTYPES[options.dtype]
+    target = mendable(lambda: export_hugging_face(options.checkpoints, options.target, options.tag, dtype=dtype))
+    print(f"wrote {target / 'config.json'} and {target / 'model.safetensors'}")
+    return 0

@@ -1,0 +1,80 @@
+"""Takes the command line apart, runs the command that it names and ends the process as it should."""
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from nxd_trainer.cli import export, generate, train
+from nxd_trainer.cli.command import Mistake, leave_mesh, mendable
+from nxd_trainer.slurm import slurm_environment
+
+EXIT_MISTAKE = 2
+COMMANDS = (train, generate, export)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the process's exit code: 0, 2 for a user's mistake, 143 after a signal."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    remaining, settings = _take_settings(arguments) if arguments[:1] == ["train"] else (arguments, [])
+    options = _make_parser().parse_args(remaining, argparse.Namespace(arguments=arguments, settings=settings))
+    try:
+        os.environ.update(mendable(lambda: slurm_environment(os.environ)))
+        code: int = options.run(options)
+    except Mistake as mistake:
+        # Every rank makes the same mistake; one rank of each host says so.
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"nxd {options.command}: {mistake}", file=sys.stderr)
+        leave_mesh()
+        return EXIT_MISTAKE
+    except Exception:
+        _fail_at_once()
+    return code
+
+
+def _make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="nxd", description="Train and serve large models with tensor, pipeline and data parallelism."
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    for command in COMMANDS:
+        command.add_parser(commands)
+    return parser
+
+
+def _take_settings(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """The arguments without the recipe's keys, and those keys as `key=value`.
+
+    A key may come as `--train.steps 100`, `--train.steps=100` or `train.steps=100`. What is no key is taken along:
+    the recipe knows best which one was meant.
+    """
+    remaining: list[str] = []
+    settings: list[str] = []
+    waiting = list(reversed(arguments))
+    while waiting:
+        argument = waiting.pop()
+        name, equals, value = argument.removeprefix("--").partition("=")
+        if argument.startswith("--") and name not in ("nproc", "help"):
+            if not equals and waiting and not waiting[-1].startswith("--"):
+                value = waiting.pop()
+            settings.append(f"{name}={value}")
+        elif equals and not argument.startswith("-") and not Path(argument).exists():
+            settings.append(argument)
+        else:
+            remaining.append(argument)
+    return remaining, settings
+
+
+def _fail_at_once() -> NoReturn:
+    """Show the traceback, then end without tearing anything down.
+
+    Peers learn of the failure only when this process is gone, so the cause is printed before what follows from it.
+    """
+    rank = os.environ.get("RANK")
+    heading = "" if rank is None else f"rank {rank} failed:\n"
+    print(heading + traceback.format_exc(), file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os._exit(1)

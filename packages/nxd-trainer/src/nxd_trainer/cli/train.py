@@ -1,0 +1,62 @@
+"""`nxd train`: train a Llama from a recipe."""
+
+import argparse
+
+from nxd_trainer.cli.command import Commands, Mistake, add_nproc, check_nproc, leave_mesh, mendable, started_ranks
+from nxd_trainer.launch import EXIT_STOPPED, is_launched
+from nxd_trainer.recipe import Recipe, check_layout, load_recipe, render_recipe_help
+
+
+def add_parser(commands: Commands) -> None:
+    """Add `train` to the commands."""
+    parser = commands.add_parser(
+        "train",
+        help="train a Llama from a recipe",
+        usage="nxd train [RECIPE] [--nproc N] [--KEY VALUE | KEY=VALUE ...]",
+        description="Train a Llama on text. Every key of the recipe is a flag, as in --train.steps 100.",
+        epilog=render_recipe_help(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("recipe", nargs="?", metavar="RECIPE", help="a .toml, .yaml or .json file; defaults if unset")
+    add_nproc(parser)
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Train, in the ranks that the command line asks for."""
+    recipe = mendable(lambda: load_recipe(options.recipe, options.settings))
+    if not is_launched():
+        mendable(lambda: _check_ranks(recipe, 1 if options.nproc is None else options.nproc))
+    code = started_ranks(options)
+    if code is not None:
+        return code
+
+    from nxd_ckpt import CheckpointError  # noqa: PLC0415
+    from nxd_state import initialize_model_parallel  # noqa: PLC0415
+
+    from nxd_trainer.training import StopRequest, TrainingDiverged, prepare_run, run_training  # noqa: PLC0415
+
+    with StopRequest() as stop:
+        parallel = recipe.parallel
+        mendable(lambda: initialize_model_parallel(parallel.tensor_parallel_size, parallel.pipeline_parallel_size))
+        prepared = mendable(lambda: prepare_run(recipe))
+        try:
+            result = run_training(*prepared, stop)
+        except (CheckpointError, TrainingDiverged) as error:  # every rank raises the same
+            raise Mistake(str(error)) from error
+    leave_mesh()
+    return EXIT_STOPPED if result.stopped else 0
+
+
+def _check_ranks(recipe: Recipe, nproc: int) -> None:
+    """What can be known before any rank is started."""
+    check_nproc(nproc)
+    tp, pp = recipe.parallel.tensor_parallel_size, recipe.parallel.pipeline_parallel_size
+    model_ranks = tp * pp
+    if nproc % model_ranks:
+        pipeline = f" x parallel.pipeline_parallel_size={pp}" if pp > 1 else ""
+        raise ValueError(
+            f"parallel.tensor_parallel_size={tp}{pipeline} needs a multiple of {model_ranks} ranks, not {nproc}; "
+            f"use --nproc {max(1, nproc // model_ranks) * model_ranks}"
+        )
+    check_layout(recipe, nproc // model_ranks)
