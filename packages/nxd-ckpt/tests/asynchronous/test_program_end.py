@@ -58,4 +58,4 @@ def test_program_that_never_heard_of_a_failure_prints_it_at_the_end(ended):
 
 def test_writer_process_does_not_run_the_main_module_again(ended):
     for _, _, (output, _) in ended.values():
-        assert output == "main module\n"
+        assert output.count("main module\n") == 1  # the process group may print lines of its own

@@ -4,8 +4,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 from nxd_pipeline.partition.cuts import check_layer_count
@@ -101,8 +103,9 @@ def layer_flops(model: nn.Module, layers: Sequence[str], **inputs: Any) -> list[
         0 for what precedes the layers (embeddings look up), each layer's FLOPs, and those of all else, the head's.
     """
     counter = FlopCounterMode(display=False, depth=1_000)
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     with FakeTensorMode(allow_non_fake_inputs=True), counter:
-        model(**inputs)
+        model(**tree_map_only(Tensor, lambda tensor: tensor.to(device), inputs))
     root = type(model).__name__
     counts = {name: float(sum(count.values())) for name, count in counter.get_flop_counts().items()}
     of_layers = [counts.get(f"{root}.{name}", 0.0) for name in layers]

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 from torch.nn.modules.module import register_module_forward_pre_hook
 
@@ -62,7 +63,7 @@ class SplitBackward:
         self._roots, self._gradients = [], []
 
     def _run_first_half(self, inputs: Sequence[Tensor]) -> None:
-        reach = _explore((edge.node for edge in self._roots), inputs)
+        reach, owners = _explore(self._roots, inputs)
         if not _INDIVISIBLE.isdisjoint({type(node).__name__ for node in reach}):
             torch.autograd.backward(self._roots, self._gradients)
             self.is_indivisible = True
@@ -74,7 +75,9 @@ class SplitBackward:
         places = Counter(weight for weights in (*found.values(), roots_weights) for weight in weights)
         several = [weight for weight, number in places.items() if number > 1]
         once = places.keys() - set(several)
-        self._joints = [_Joint(node, weights & once, reach) for node, weights in found.items() if weights & once]
+        self._joints = [
+            _Joint(node, owners.get(node), weights & once, reach) for node, weights in found.items() if weights & once
+        ]
         with ExitStack() as stack:
             ran = stack.enter_context(_modules_that_run())
             for joint in self._joints:
@@ -99,12 +102,20 @@ _NOTHING = _Reach(inputs=False, weights=frozenset())
 _INPUTS_ONLY = _Reach(inputs=True, weights=frozenset())
 
 
-def _explore(roots: Iterable[Node], inputs: Sequence[Tensor]) -> dict[Node, _Reach]:
-    """What each node of the graph behind the roots leads to."""
+def _explore(
+    roots: Iterable[GradientEdge], inputs: Sequence[Tensor]
+) -> tuple[dict[Node, _Reach], dict[Node, Node | None]]:
+    """What each node of the graph behind the roots leads to, and what keeps those of custom functions alive.
+
+    Before torch 2.13 the Python object of such a node does not own it, unlike that of torch's own nodes.
+    """
     known = {id(tensor) for tensor in inputs}
     reach: dict[Node, _Reach] = {}
+    owners: dict[Node, Node | None] = {
+        edge.node: edge.ownership_token for edge in roots if isinstance(edge.node, BackwardCFunction)
+    }
     behind: dict[Node, list[Node]] = {}
-    stack = list(roots)
+    stack = [edge.node for edge in roots]
     while stack:
         node = stack[-1]
         if node in reach:
@@ -118,7 +129,10 @@ def _explore(roots: Iterable[Node], inputs: Sequence[Tensor]) -> dict[Node, _Rea
                 reach[node] = _INPUTS_ONLY if id(leaf) in known else _Reach(inputs=False, weights=frozenset((leaf,)))
             behind[node] = [child for child, _ in node.next_functions if child is not None]
             stack += behind[node]
-    return reach
+            for child in behind[node]:
+                if isinstance(child, BackwardCFunction):
+                    owners.setdefault(child, owners.get(node, node))
+    return reach, owners
 
 
 def _reach_over(behind: Sequence[_Reach]) -> _Reach:
@@ -134,8 +148,11 @@ def _reach_over(behind: Sequence[_Reach]) -> _Reach:
 class _Joint:
     """A node that leads to inputs, and to weights that nothing else leads to."""
 
-    def __init__(self, node: Node, weights: frozenset[Tensor], reach: dict[Node, _Reach]) -> None:
+    def __init__(
+        self, node: Node, owner: Node | None, weights: frozenset[Tensor], reach: dict[Node, _Reach]
+    ) -> None:
         self._node = node
+        self._owner = owner  # held for the node's sake
         self._weights = list(weights)
         self._gradients: Gradients = ()  # of what the node computed
         edges = [reach[child] for child, _ in node.next_functions if child is not None]

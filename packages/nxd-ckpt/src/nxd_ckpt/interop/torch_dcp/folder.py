@@ -1,5 +1,6 @@
 """Folders of torch's file system writer: `.metadata`, and files in which each part of each tensor is torch-saved."""
 
+import gc
 import io
 import os
 import re
@@ -160,6 +161,7 @@ class _StreamingPlanner(dcp.DefaultSavePlanner):
         self._source, self._dtype, self._progress = source, dtype, progress
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
+        gc.collect(0)  # torch 2.9 leaves the tensor before this one in a reference cycle
         name = write_item.index.fqn
         tensor = read_whole(self._source, name, self._dtype)
         self._progress(name, num_bytes(self._source.tensors[name]))
