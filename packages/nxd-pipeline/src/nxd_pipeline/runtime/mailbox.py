@@ -127,6 +127,10 @@ class Mailbox:
         while self._sends:
             self._wait_for_oldest()
 
+    def forget_layouts(self) -> None:
+        """Learn the layouts of all values anew; by all ranks, when what stages return has changed."""
+        self._routes.clear()
+
     def _known(self, key: Key) -> Route | None:
         return self._routes.get(key[:2], {}).get(key[2])
 

@@ -111,9 +111,7 @@ def _explore(
     """
     known = {id(tensor) for tensor in inputs}
     reach: dict[Node, _Reach] = {}
-    owners: dict[Node, Node | None] = {
-        edge.node: edge.ownership_token for edge in roots if isinstance(edge.node, BackwardCFunction)
-    }
+    owners: dict[Node, Node | None] = {edge.node: edge.ownership_token for edge in roots if _is_custom(edge.node)}
     behind: dict[Node, list[Node]] = {}
     stack = [edge.node for edge in roots]
     while stack:
@@ -130,9 +128,14 @@ def _explore(
             behind[node] = [child for child, _ in node.next_functions if child is not None]
             stack += behind[node]
             for child in behind[node]:
-                if isinstance(child, BackwardCFunction):
+                if _is_custom(child):
                     owners.setdefault(child, owners.get(node, node))
     return reach, owners
+
+
+def _is_custom(node: Any) -> bool:
+    """Whether an `autograd.Function` made the node; for type checkers it is no `Node`."""
+    return isinstance(node, BackwardCFunction)
 
 
 def _reach_over(behind: Sequence[_Reach]) -> _Reach:
@@ -148,9 +151,7 @@ def _reach_over(behind: Sequence[_Reach]) -> _Reach:
 class _Joint:
     """A node that leads to inputs, and to weights that nothing else leads to."""
 
-    def __init__(
-        self, node: Node, owner: Node | None, weights: frozenset[Tensor], reach: dict[Node, _Reach]
-    ) -> None:
+    def __init__(self, node: Node, owner: Node | None, weights: frozenset[Tensor], reach: dict[Node, _Reach]) -> None:
         self._node = node
         self._owner = owner  # held for the node's sake
         self._weights = list(weights)
