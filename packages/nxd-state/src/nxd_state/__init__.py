@@ -20,6 +20,7 @@ from nxd_state.collectives import (
     send,
 )
 from nxd_state.collectives.debug import CollectiveMismatch
+from nxd_state.collectives.shared import shared_memory_bytes
 from nxd_state.device import device_type, get_device, step_boundary
 from nxd_state.group import Group
 from nxd_state.mesh import Mesh
@@ -63,6 +64,7 @@ from nxd_state.shard_spec import (
     set_shard_spec,
     shard_along,
 )
+from nxd_state.shared_memory import SharedMemoryError
 
 __version__ = "0.1.0"
 
@@ -96,6 +98,8 @@ __all__ = [
     # collectives
     "Pending",
     "CollectiveMismatch",
+    "SharedMemoryError",
+    "shared_memory_bytes",
     "all_reduce",
     "all_reduce_",
     "all_gather",

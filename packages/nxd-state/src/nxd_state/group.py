@@ -1,8 +1,12 @@
 """`Group`: the ranks that talk to each other along one axis of the mesh, as seen from this rank."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from nxd_state.shared_memory import Transport
 
 
 @dataclass(frozen=True, eq=False)
@@ -16,6 +20,7 @@ class Group:
         replica_groups: the ranks of every group of this axis; one of them is `ranks`.
         process_group: the torch process group behind it; None where nobody else is in it.
         name: the process group's registered name, which compiled graphs refer to.
+        shared_memory: what carries CPU tensors where all its ranks are on one host; None where they are not.
     """
 
     axis: str
@@ -24,6 +29,7 @@ class Group:
     replica_groups: tuple[tuple[int, ...], ...]
     process_group: dist.ProcessGroup | None = None
     name: str = ""
+    shared_memory: "Transport | None" = None
 
     @property
     def size(self) -> int:

@@ -14,6 +14,7 @@ from nxd_state.device import device_type
 from nxd_state.group import Group
 from nxd_state.mesh import Mesh, RankGroups
 from nxd_state.process_groups import new_process_group, new_process_group_of_members, start_torch_distributed
+from nxd_state.shared_groups import share_memory
 
 GROUP_AXES: tuple[tuple[str, ...], ...] = (
     ("tp",),
@@ -92,6 +93,7 @@ def initialize_model_parallel(
         atexit.register(destroy_model_parallel)
     state = _ParallelState(mesh=mesh, rank=rank, groups={}, timeout=timeout, owns_world=owns_world)
     _make_groups(state)
+    _share_memory(state)
     if world_size > 1:
         dist.barrier()  # a rank that went on and ended at once would close connections that others are still making
     _state = state
@@ -111,6 +113,9 @@ def destroy_model_parallel() -> None:
     if _state is None:
         return
     state, _state = _state, None
+    for group in (*state.groups.values(), *state.subgroups.values()):
+        if group.shared_memory is not None:
+            group.shared_memory.close()
     if not dist.is_initialized():  # the caller has ended torch.distributed, and our groups with it
         return
     if state.owns_world:
@@ -211,6 +216,12 @@ def _make_groups(state: _ParallelState) -> None:
         )
 
 
+def _share_memory(state: _ParallelState) -> None:
+    memories = share_memory(state.groups.values(), state.rank, "world", state.timeout)
+    for axis, group in state.groups.items():
+        state.groups[axis] = replace(group, shared_memory=memories.get(group.name))
+
+
 def _make_subgroup(state: _ParallelState, whole: Group, size: int) -> Group:
     if size < 1 or whole.size % size:
         raise ValueError(
@@ -225,7 +236,9 @@ def _make_subgroup(state: _ParallelState, whole: Group, size: int) -> Group:
         return group
     process_group = new_process_group_of_members(ranks, state.timeout)
     state.created.append(process_group)
-    return replace(group, process_group=process_group, name=process_group.group_name)
+    group = replace(group, process_group=process_group, name=process_group.group_name)
+    memory = share_memory([group], state.rank, group.name, state.timeout).get(group.name)
+    return replace(group, shared_memory=memory)
 
 
 def _group(axes: tuple[str, ...], as_list: bool) -> dist.ProcessGroup | list[list[int]]:

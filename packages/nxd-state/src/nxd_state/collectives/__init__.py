@@ -6,8 +6,9 @@ may be non-contiguous and of any dtype (reductions: of any that the transport ca
 `Pending` comes back at once; its `wait()` gives the tensor. Results carry no gradient: the differentiable forms
 are the regions of nxd_layers. Messages between two ranks are in `point_to_point`.
 
-Behind this line sits torch.distributed (`eager`), or, while torch.compile or torch.export records a graph, its
-functional collectives (`functional`). With `NXD_DEBUG_COLLECTIVES=1` the ranks first agree on what they are
+Behind this line sits memory that the ranks of one host share (`nxd_state.shared_memory`, for CPU tensors), or
+torch.distributed (`eager`), or, while torch.compile or torch.export records a graph, its functional collectives
+(`functional`). With `NXD_DEBUG_COLLECTIVES=1` the ranks first agree on what they are
 about to do (`debug`).
 """
 
@@ -21,6 +22,7 @@ from nxd_state.collectives.abort import abort_group
 from nxd_state.collectives.eager import Pending, ReduceOp
 from nxd_state.collectives.messages import Receive, Send
 from nxd_state.collectives.point_to_point import batch_isend_irecv, check_index, irecv, isend, recv, send
+from nxd_state.collectives.shared import pending_of, shared_memory_of
 from nxd_state.group import Group
 
 __all__ = [
@@ -66,6 +68,10 @@ def all_reduce(tensor: Tensor, group: Group, *, op: ReduceOp = "sum", async_op: 
     if torch.compiler.is_compiling():
         reduced = functional.all_reduce(tensor, group, op)
         return Pending(reduced) if async_op else reduced
+    memory = None if async_op else shared_memory_of(tensor, group)
+    if memory is not None:
+        _announce("all_reduce", group, tensor, op=op)
+        return memory.all_reduce(tensor, op)
     copy = tensor.detach().clone(memory_format=torch.contiguous_format)
     return all_reduce_(copy, group, op=op, async_op=async_op)
 
@@ -85,6 +91,9 @@ def all_reduce_(tensor: Tensor, group: Group, *, op: ReduceOp = "sum", async_op:
         reduced = tensor.copy_(functional.all_reduce(tensor, group, op))
         return Pending(reduced) if async_op else reduced
     _announce("all_reduce", group, tensor, op=op)
+    memory = shared_memory_of(tensor, group)
+    if memory is not None:
+        return pending_of(tensor, memory.begin_all_reduce_(tensor, op)) if async_op else memory.all_reduce_(tensor, op)
     pending = eager.all_reduce_(tensor, group, op)
     return pending if async_op else pending.wait()
 
@@ -106,6 +115,9 @@ def all_gather(tensor: Tensor, group: Group, *, dim: int = 0, async_op: bool = F
         gathered = functional.all_gather(tensor, group, dim)
         return Pending(gathered) if async_op else gathered
     _announce("all_gather", group, tensor, dim=dim)
+    memory = shared_memory_of(tensor, group)
+    if memory is not None:
+        return pending_of(tensor, memory.begin_all_gather(tensor, dim)) if async_op else memory.all_gather(tensor, dim)
     pending = eager.all_gather(tensor, group, dim)
     return pending if async_op else pending.wait()
 
@@ -135,6 +147,11 @@ def reduce_scatter(
         scattered = functional.reduce_scatter(tensor, group, dim, op)
         return Pending(scattered) if async_op else scattered
     _announce("reduce_scatter", group, tensor, dim=dim, op=op)
+    memory = shared_memory_of(tensor, group)
+    if memory is not None and async_op:
+        return pending_of(tensor, memory.begin_reduce_scatter(tensor, dim, op))
+    if memory is not None:
+        return memory.reduce_scatter(tensor, dim, op)
     pending = eager.reduce_scatter(tensor, group, dim, op)
     return pending if async_op else pending.wait()
 
@@ -152,6 +169,9 @@ def all_to_all(tensor: Tensor, group: Group, *, split_dim: int, concat_dim: int)
     if torch.compiler.is_compiling():
         return functional.all_to_all(tensor, group, split_dim, concat_dim)
     _announce("all_to_all", group, tensor, split_dim=split_dim, concat_dim=concat_dim)
+    memory = shared_memory_of(tensor, group)
+    if memory is not None:
+        return memory.all_to_all(tensor, split_dim, concat_dim)
     return eager.all_to_all(tensor, group, split_dim, concat_dim)
 
 
@@ -167,6 +187,9 @@ def broadcast(tensor: Tensor, group: Group, *, source: int = 0) -> Tensor:
     if torch.compiler.is_compiling():
         return functional.broadcast(tensor, group, source)
     _announce("broadcast", group, tensor, source=source)
+    memory = shared_memory_of(tensor, group)
+    if memory is not None:
+        return memory.broadcast(tensor, source)
     return eager.broadcast(tensor, group, source)
 
 
@@ -174,7 +197,10 @@ def barrier(group: Group) -> None:
     """Return once every rank of the group has come here."""
     if group.size > 1:
         _announce("barrier", group)
-        eager.barrier(group)
+        if group.shared_memory is not None:
+            group.shared_memory.barrier()
+        else:
+            eager.barrier(group)
 
 
 def all_gather_object(value: Any, group: Group) -> list[Any]:
@@ -182,6 +208,8 @@ def all_gather_object(value: Any, group: Group) -> list[Any]:
     if group.size == 1:
         return [value]
     _announce("all_gather_object", group)
+    if group.shared_memory is not None:
+        return group.shared_memory.all_gather_object(value)
     return eager.all_gather_object(value, group)
 
 

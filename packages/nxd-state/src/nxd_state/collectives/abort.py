@@ -30,6 +30,8 @@ def abort_group(group: Group, reason: str) -> str:
     if group.size == 1:
         return reason
     first = _first_reason(group, reason)
+    if group.shared_memory is not None:
+        group.shared_memory.abort(first)
     if dist.get_backend(group.process_group) == "gloo":
         _close_gloo(group)
     elif group.process_group is not None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from nxd_state.collectives import debug, eager
 from nxd_state.collectives.eager import Pending
 from nxd_state.collectives.messages import Receive, Send
+from nxd_state.collectives.shared import pending_of, shared_memory_of
 from nxd_state.group import Group
 
 
@@ -26,7 +27,11 @@ def send(tensor: Tensor, group: Group, *, destination: int) -> None:
     _check(message, group)
     if debug.enabled():
         debug.confirm_message(_announce(message, group))
-    eager.send(tensor, group, destination)
+    memory = shared_memory_of(tensor, group)
+    if memory is not None:
+        memory.complete_message(message)
+    else:
+        eager.send(tensor, group, destination)
 
 
 def recv(tensor: Tensor, group: Group, *, source: int) -> Tensor:
@@ -40,7 +45,11 @@ def recv(tensor: Tensor, group: Group, *, source: int) -> Tensor:
     _check(message, group)
     if debug.enabled():
         debug.confirm_message(_announce(message, group))
-    return eager.recv(tensor, group, source)
+    memory = shared_memory_of(tensor, group)
+    if memory is None:
+        return eager.recv(tensor, group, source)
+    memory.complete_message(message)
+    return tensor
 
 
 def isend(tensor: Tensor, group: Group, *, destination: int) -> Pending:
@@ -81,9 +90,9 @@ def batch_isend_irecv(messages: Sequence[Send | Receive], group: Group) -> list[
     if not messages:
         return []
     if not debug.enabled():
-        return eager.batch_isend_irecv(messages, group)
+        return _begin(messages, group)
     announced = [_announce(message, group) for message in messages]
-    under_way = eager.batch_isend_irecv(messages, group)
+    under_way = _begin(messages, group)
     confirmed = map(_Confirmed, announced, under_way)
     return [Pending(message.tensor, it) for message, it in zip(messages, confirmed, strict=True)]
 
@@ -124,6 +133,16 @@ def _check(message: Send | Receive, group: Group) -> None:
             f"cannot receive into a non-contiguous tensor of shape {tuple(message.tensor.shape)}; "
             "receive into a contiguous one and copy"
         )
+
+
+def _begin(messages: Sequence[Send | Receive], group: Group) -> list[Pending]:
+    memories = [shared_memory_of(message.tensor, group) for message in messages]
+    others = [message for message, memory in zip(messages, memories, strict=True) if memory is None]
+    other_pendings = iter(eager.batch_isend_irecv(others, group) if others else ())
+    return [
+        next(other_pendings) if memory is None else pending_of(message.tensor, memory.begin_message(message))
+        for message, memory in zip(messages, memories, strict=True)
+    ]
 
 
 def _announce(message: Send | Receive, group: Group) -> debug.Announcement:

@@ -12,8 +12,14 @@ from dataclasses import dataclass
 
 _LONGEST_OUTPUT = 10_000
 
-# What gloo says on a rank whose peer is gone.
-_PEER_IS_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "connectFullMesh failed")
+# What gloo, or shared memory, says on a rank whose peer is gone.
+_PEER_IS_GONE = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "connectFullMesh failed",
+    "is gone from group",
+)
 
 
 @dataclass(frozen=True)

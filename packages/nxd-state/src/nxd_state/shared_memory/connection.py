@@ -1,0 +1,148 @@
+"""Sharing memory among the ranks of a group, if they are on one host and all of them can.
+
+The ranks tell each other through the job's key-value store where their memory is, map it, and tell each other
+whether that went well; a group that some rank could not map goes on without.
+"""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from nxd_state.shared_memory.channel import Channel, Neighbour
+from nxd_state.shared_memory.doorbell import Doorbell, RemoteDoorbell
+from nxd_state.shared_memory.host import Process, host_identity
+from nxd_state.shared_memory.layout import Layout
+from nxd_state.shared_memory.progress import Progress
+from nxd_state.shared_memory.segment import OwnSegment, map_segment
+from nxd_state.shared_memory.transport import Transport
+
+_MOST_RANKS = 64  # no host has more of them; larger groups are not asked
+
+
+class Membership(NamedTuple):
+    """What a group is, as needed here."""
+
+    axis: str
+    ranks: tuple[int, ...]
+    timeout: float
+
+
+class _ThisProcess:
+    """What a process has once for all its groups."""
+
+    def __init__(self) -> None:
+        self.doorbell = Doorbell()
+        self.progress = Progress(self.doorbell)
+        self.process = Process.current()
+
+
+_this_process: _ThisProcess | None = None
+
+
+def _forget_parent() -> None:
+    global _this_process  # noqa: PLW0603  (what is one for each process)
+    if _this_process is not None:
+        _this_process.progress.disown()
+    _this_process = None
+
+
+os.register_at_fork(after_in_child=_forget_parent)
+
+
+def connect(memberships: Mapping[str, Membership], rank: int, store: dist.Store) -> dict[str, Transport]:
+    """Share memory with the members of this rank's groups; every member calls this, with the same groups in mind.
+
+    Args:
+        memberships: by name, which is the same on all its ranks.
+        rank: this global rank.
+        store: where the members meet, under keys that nobody else uses.
+
+    Returns:
+        By name, the transports of those groups that share memory.
+    """
+    asked = {name: group for name, group in memberships.items() if 1 < len(group.ranks) <= _MOST_RANKS}
+    own, process = _share(asked)
+    try:
+        store.set(f"{rank}/offer", json.dumps(_offer(own, process)))
+        peers = sorted({peer for group in asked.values() for peer in group.ranks} - {rank})
+        offers = _read(store, peers, "offer")
+        mapped = _map_all(asked, rank, own, process, offers)
+        store.set(f"{rank}/mapped", json.dumps(list(mapped)))
+        agreed = {peer: set(names) for peer, names in _read(store, peers, "mapped").items()}
+    finally:
+        for segment in own.values():
+            segment.seal()
+    if process is not None:
+        neighbours = sum(offer["host"] == host_identity() for offer in offers.values())
+        process.progress.is_crowded = (neighbours + 1) * torch.get_num_threads() > len(os.sched_getaffinity(0))
+    return {
+        name: Transport(channel, process.progress)
+        for name, channel in mapped.items()
+        if process is not None and all(name in agreed[peer] for peer in channel.ranks if peer != rank)
+    }
+
+
+def _share(groups: Mapping[str, Membership]) -> tuple[dict[str, OwnSegment], _ThisProcess | None]:
+    global _this_process  # noqa: PLW0603
+    if host_identity() is None or not groups:
+        return {}, None
+    try:
+        if _this_process is None:
+            _this_process = _ThisProcess()
+        return {name: OwnSegment(Layout(len(group.ranks)).bytes) for name, group in groups.items()}, _this_process
+    except OSError:  # no memory or descriptors to be had, or the calls are forbidden
+        return {}, None
+
+
+def _offer(own: Mapping[str, OwnSegment], process: _ThisProcess | None) -> dict[str, Any]:
+    if process is None:
+        return {"host": None}
+    return {
+        "host": host_identity(),
+        "process": [process.process.pid, process.process.start],
+        "doorbell": process.doorbell.handle.to_json(),
+        "segments": {name: segment.handle.to_json() for name, segment in own.items()},
+    }
+
+
+def _read(store: dist.Store, ranks: Sequence[int], what: str) -> dict[int, Any]:
+    if not ranks:
+        return {}
+    return dict(zip(ranks, map(json.loads, store.multi_get([f"{rank}/{what}" for rank in ranks])), strict=True))
+
+
+def _map_all(
+    groups: Mapping[str, Membership],
+    rank: int,
+    own: Mapping[str, OwnSegment],
+    process: _ThisProcess | None,
+    offers: Mapping[int, Any],
+) -> dict[str, Channel]:
+    if process is None:
+        return {}
+    here = host_identity()
+    channels = {}
+    doorbells: dict[int, RemoteDoorbell] = {}
+    for name, group in groups.items():
+        others = [peer for peer in group.ranks if peer != rank]
+        if any(offers[peer]["host"] != here for peer in others):
+            continue
+        try:
+            for peer in others:
+                if peer not in doorbells:
+                    doorbells[peer] = RemoteDoorbell(map_segment(offers[peer]["doorbell"]))
+            neighbours = {
+                group.ranks.index(peer): Neighbour(
+                    Process(*offers[peer]["process"]), map_segment(offers[peer]["segments"][name]), doorbells[peer]
+                )
+                for peer in others
+            }
+        except OSError:  # another user's process, or a sandbox
+            continue
+        title = f"group {group.axis} {list(group.ranks)}"
+        channels[name] = Channel(title, group.ranks, group.ranks.index(rank), own[name], neighbours, group.timeout)
+    return channels

@@ -1,0 +1,90 @@
+"""The word on which a process sleeps while it waits for others, and how they wake it.
+
+A process that is about to sleep first says so, then looks once more whether what it waits for is there, and sleeps
+only if its doorbell still has the value from before that look. Whoever publishes something first writes it, then
+looks who sleeps, and gives those another value. Between its write and its look each needs a fence, since a core may
+read before its own store is seen.
+"""
+
+import itertools
+import os
+import threading
+from collections.abc import Iterable
+
+from nxd_state.shared_memory import futex
+from nxd_state.shared_memory.segment import FIRST_FREE_BYTE, OwnSegment, Segment
+
+_SIZE = 4096
+_VALUE, _SLEEPING = FIRST_FREE_BYTE // 8, FIRST_FREE_BYTE // 8 + 8  # words, in lines of their own
+ANYTHING = 1  # what a sleeper expects, as a code; others are made by `channel`
+_PID_BITS = 22  # as many as Linux ever uses; the rest of the word that can be compared counts
+_COUNTS = 2**10
+
+_lock = threading.Lock()
+_counts = itertools.count()
+
+
+def fence() -> None:
+    """Let no later read of this thread pass its earlier writes: taking a lock is an atomic instruction."""
+    with _lock:
+        pass
+
+
+class Doorbell:
+    """That of this process; made once."""
+
+    def __init__(self) -> None:
+        self._segment = OwnSegment(_SIZE)
+        self._words = self._segment.words
+        self._address = self._segment.address + FIRST_FREE_BYTE
+        self._sleepers = 0
+        self._sleepers_lock = threading.Lock()
+        self.handle = self._segment.handle
+
+    def listen(self) -> int:
+        """Say that a thread is about to sleep; look whether that is needed, then `sleep` or not, then `rest`."""
+        with self._sleepers_lock:
+            self._sleepers += 1
+            self._words[_SLEEPING] = ANYTHING
+        fence()
+        return self._words[_VALUE]
+
+    def sleep(self, value: int, seconds: float) -> None:
+        """Sleep until somebody rings; not at all if somebody did since `listen` gave `value`."""
+        futex.wait(self._address, value, seconds)
+
+    def expect(self, code: int) -> None:
+        """After `listen`: be waked by nothing but what has this code, unless another thread sleeps as well."""
+        with self._sleepers_lock:
+            if self._sleepers == 1:
+                self._words[_SLEEPING] = code
+
+    def rest(self) -> None:
+        """Say that a thread that listened sleeps no more."""
+        with self._sleepers_lock:
+            self._sleepers -= 1
+            self._words[_SLEEPING] = ANYTHING if self._sleepers else 0
+
+
+class RemoteDoorbell:
+    """That of another process."""
+
+    def __init__(self, segment: Segment) -> None:
+        self._words = segment.words
+        self._address = segment.address + FIRST_FREE_BYTE
+        self._segment = segment
+
+    def ring(self, code: int) -> None:
+        """Wake it if it sleeps and expects this. Call `fence` between the write that it waits for and this."""
+        expected = self._words[_SLEEPING]
+        if (expected and ANYTHING in (expected, code)) or expected == code:
+            # Another value than any that is in use: no other process, and not this one for a while, writes it.
+            self._words[_VALUE] = os.getpid() | next(_counts) % _COUNTS << _PID_BITS
+            futex.wake(self._address)
+
+
+def ring_all(doorbells: Iterable[RemoteDoorbell], code: int) -> None:
+    """Wake all that sleep and expect this, after it has been written."""
+    fence()
+    for doorbell in doorbells:
+        doorbell.ring(code)

@@ -1,0 +1,240 @@
+"""Driving collectives and messages on: by whoever waits for one, and for those begun without waiting by a thread.
+
+They come in steps (see `channel.Steps`) and stand in lanes: those of one lane run one after the other, in the order
+in which they were begun, which is the same on all ranks; different lanes do not wait for each other. Whoever waits
+drives all lanes of the process, looks for a short while again and again, and then sleeps until a peer rings.
+"""
+
+import atexit
+import threading
+import time
+from collections import deque
+
+from torch import Tensor
+
+from nxd_state.shared_memory.channel import Awaited, Channel, SharedMemoryError, Steps
+from nxd_state.shared_memory.doorbell import Doorbell
+from nxd_state.shared_memory.failure import check_peers
+
+_LONGEST_SPIN = 50e-6  # seconds: about what it takes to sleep and be waked
+_SHORTEST_SPIN = 3e-6
+_LONGEST_SLEEP = 0.05  # seconds; then the peers are looked at
+_GRACE_SECONDS = 1e-3  # what was begun without waiting is left to whoever will wait for it, for so long
+
+
+class Operation:
+    """A collective or message under way."""
+
+    __slots__ = ("done", "error", "lane", "result", "steps")
+
+    def __init__(self, lane: "Lane", steps: Steps) -> None:
+        self.lane, self.steps = lane, steps
+        self.done = False
+        self.error: BaseException | None = None
+        self.result: Tensor | None = None
+
+    def wait(self) -> Tensor:
+        """Its result, once it is there.
+
+        Raises:
+            SharedMemoryError: it will never be.
+        """
+        if not self.done:
+            self.lane.progress.drive(self)
+        if self.error is not None:
+            raise self.error
+        assert self.result is not None
+        return self.result
+
+
+class Lane:
+    """Operations of one channel that run one after the other."""
+
+    def __init__(self, channel: Channel, progress: "Progress") -> None:
+        self.channel, self.progress = channel, progress
+        self.queue: deque[Operation] = deque()
+        self.awaited: Awaited | None = None
+
+    def advance(self) -> None:
+        """Go on as far as possible without waiting."""
+        queue = self.queue
+        while queue:
+            operation = queue[0]
+            try:
+                self.awaited = next(operation.steps)
+            except StopIteration as end:
+                operation.result = end.value
+                operation.done = True
+                queue.popleft()
+            except BaseException as error:
+                self.fail(error)
+                if not isinstance(error, Exception):  # as KeyboardInterrupt: of this thread, not of the operation
+                    raise
+            else:
+                return
+        self.awaited = None
+
+    def fail(self, error: BaseException) -> None:
+        """The channel is of no more use: the peers have lost count of this rank's turns."""
+        self.channel.error = error
+        self.channel.leave(f"{type(error).__name__}: {error}", failed=True)
+        for operation in self.queue:
+            operation.error, operation.done = error, True
+        self.queue.clear()
+
+
+class Progress:
+    """All that is under way in this process."""
+
+    def __init__(self, doorbell: Doorbell) -> None:
+        self.is_crowded = False  # more ranks than cores: who spins keeps another one from coming
+        self._spin_seconds = _LONGEST_SPIN  # less where it has been in vain, as when other programs keep peers waiting
+        self._doorbell = doorbell
+        self._lock = threading.Lock()
+        self._busy: dict[Lane, None] = {}
+        self._waiting_threads = 0
+        self._waiting_lock = threading.Lock()
+        self._left_alone = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._ended = False
+        self.is_foreign = False  # a copy that a fork has made
+
+    def disown(self) -> None:
+        """In a process that was forked: this belongs to the other one, which goes on with it."""
+        self.is_foreign = True
+
+    def begin(self, lane: Lane, steps: Steps) -> Operation:
+        """Begin an operation and go on with it as far as possible; the thread sees to the rest."""
+        operation = self._enter(lane, steps)
+        if not operation.done:
+            if self._thread is None:
+                self._start_thread()
+            self._left_alone.set()
+        return operation
+
+    def complete(self, lane: Lane, steps: Steps) -> Tensor:
+        """Begin an operation and wait for its result."""
+        return self._enter(lane, steps).wait()
+
+    def drive(self, operation: Operation) -> None:
+        """Go on with everything until `operation` is done."""
+        with self._waiting_lock:
+            self._waiting_threads += 1
+        try:
+            if not self.is_crowded and self._spin(operation):
+                return
+            self._sleep_until_done(operation)
+        finally:
+            with self._waiting_lock:
+                self._waiting_threads -= 1
+            if self._busy and self._thread is not None:
+                self._left_alone.set()
+
+    def abandon(self, channel: Channel, error: SharedMemoryError) -> None:
+        """End what is under way on a channel."""
+        with self._lock:
+            channel.error = channel.error or error
+            for lane in [lane for lane in self._busy if lane.channel is channel]:
+                lane.fail(error)
+                del self._busy[lane]
+
+    def _enter(self, lane: Lane, steps: Steps) -> Operation:
+        if self.is_foreign:
+            raise SharedMemoryError(
+                f"{lane.channel.title} belongs to the process that this one was forked from; communicate there, or "
+                "initialise model parallelism after the fork"
+            )
+        if lane.channel.error is not None:
+            raise SharedMemoryError(f"{lane.channel.title} is of no more use: {lane.channel.error}")
+        operation = Operation(lane, steps)
+        with self._lock:
+            lane.queue.append(operation)
+            if len(lane.queue) == 1:
+                lane.advance()
+            if lane.queue:
+                self._busy[lane] = None
+        return operation
+
+    def _advance(self) -> None:
+        with self._lock:
+            for lane in list(self._busy):
+                lane.advance()
+                if not lane.queue:
+                    del self._busy[lane]
+
+    def _spin(self, operation: Operation) -> bool:
+        end = time.perf_counter() + self._spin_seconds
+        while True:
+            self._advance()
+            if operation.done:
+                self._spin_seconds = min(_LONGEST_SPIN, 2 * self._spin_seconds)
+                return True
+            if time.perf_counter() > end:
+                self._spin_seconds = max(_SHORTEST_SPIN, self._spin_seconds / 2)
+                return False
+
+    def _sleep_until_done(self, operation: Operation) -> None:
+        began = looked = time.monotonic()
+        while True:
+            self._listen(operation)
+            if operation.done:
+                return
+            now = time.monotonic()
+            thorough = now - looked > _LONGEST_SLEEP
+            if thorough:
+                looked = now
+            self._check(operation.lane, now - began, thorough=thorough)
+
+    def _listen(self, operation: Operation | None) -> None:
+        """Go on; if `operation` is not done by that, sleep until something may have changed."""
+        value = self._doorbell.listen()
+        try:
+            self._advance()
+            if (self._busy if operation is None else not operation.done) and self._expect():
+                self._doorbell.sleep(value, _LONGEST_SLEEP)
+        finally:
+            self._doorbell.rest()
+        self._advance()
+
+    def _expect(self) -> bool:
+        """Tell the doorbell what to be waked for; whether to sleep at all."""
+        with self._lock:
+            lanes = list(self._busy)
+        if len(lanes) != 1:
+            return True
+        (lane,) = lanes
+        awaited = lane.awaited
+        code = None if awaited is None else lane.channel.code_of_first(awaited)
+        if code is not None:
+            self._doorbell.expect(code)
+        return code is not None
+
+    def _check(self, lane: Lane, seconds: float, *, thorough: bool) -> None:
+        awaited = lane.awaited
+        if awaited is None:
+            return
+        error = check_peers(lane.channel, awaited, seconds, thorough=thorough)
+        if error is None:
+            return
+        self._advance()  # it may have come to this just before it went
+        if lane.awaited is awaited or lane.awaited == awaited:
+            self.abandon(lane.channel, error)
+
+    def _start_thread(self) -> None:
+        self._thread = threading.Thread(target=self._serve, name="nxd_state shared memory", daemon=True)
+        self._thread.start()
+        atexit.register(self._end_thread)
+
+    def _end_thread(self) -> None:
+        self._ended = True
+        self._left_alone.set()
+        if self._thread is not None:
+            self._thread.join(1.0)
+
+    def _serve(self) -> None:
+        while not self._ended:
+            self._left_alone.wait()
+            time.sleep(_GRACE_SECONDS)
+            self._left_alone.clear()  # whoever waits now will set it again
+            while self._busy and not self._waiting_threads and not self._ended:
+                self._listen(None)

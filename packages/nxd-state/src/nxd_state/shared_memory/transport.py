@@ -1,0 +1,146 @@
+"""Collectives and messages of one group through shared memory: what `nxd_state.collectives` calls.
+
+Callers have checked their arguments; tensors are on the CPU. Results carry no gradient.
+"""
+
+import pickle
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nxd_state.collectives.messages import Receive, Send
+from nxd_state.shared_memory import broadcast as broadcasting
+from nxd_state.shared_memory.all_gather import all_gather
+from nxd_state.shared_memory.all_reduce import all_reduce, is_small
+from nxd_state.shared_memory.all_to_all import all_to_all
+from nxd_state.shared_memory.channel import Channel, SharedMemoryError, Steps
+from nxd_state.shared_memory.copying import plain
+from nxd_state.shared_memory.messages import Inbox, Outbox
+from nxd_state.shared_memory.progress import Lane, Operation, Progress
+from nxd_state.shared_memory.reduce_scatter import reduce_scatter
+from nxd_state.shared_memory.reduction import check_reducible
+from nxd_state.shared_memory.rounds import Rounds
+
+
+class Transport:
+    """A group's collectives, one after the other, and its messages, one after the other from each rank to each.
+
+    Attributes:
+        is_open: whether the group has not been destroyed.
+    """
+
+    def __init__(self, channel: Channel, progress: Progress) -> None:
+        self._channel, self._progress = channel, progress
+        self.is_open = True
+        self._rounds = Rounds(channel)
+        self._lane = Lane(channel, progress)
+        self._outboxes = {peer: (Outbox(channel, peer), Lane(channel, progress)) for peer in channel.peers}
+        self._inboxes = {peer: (Inbox(channel, peer), Lane(channel, progress)) for peer in channel.peers}
+
+    @property
+    def bytes(self) -> int:
+        """The most memory that all ranks of the group may take together."""
+        return self._channel.bytes
+
+    def all_reduce(self, tensor: Tensor, op: str) -> Tensor:
+        """A new tensor with the ranks' tensors combined."""
+        return self._progress.complete(self._lane, self._all_reduce(tensor, op, None))
+
+    def all_reduce_(self, tensor: Tensor, op: str) -> Tensor:
+        """Combine into `tensor` itself."""
+        self._progress.complete(self._lane, self._all_reduce_(tensor, op))
+        return tensor
+
+    def begin_all_reduce_(self, tensor: Tensor, op: str) -> Operation:
+        """`all_reduce_` without waiting."""
+        return self._progress.begin(self._lane, self._all_reduce_(tensor, op))
+
+    def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
+        """Concatenate along `dim`."""
+        return self._progress.complete(self._lane, all_gather(self._rounds, _detached(tensor), dim))
+
+    def begin_all_gather(self, tensor: Tensor, dim: int) -> Operation:
+        """`all_gather` without waiting."""
+        return self._progress.begin(self._lane, all_gather(self._rounds, _detached(tensor), dim))
+
+    def reduce_scatter(self, tensor: Tensor, dim: int, op: str) -> Tensor:
+        """Combine, and keep this rank's part along `dim`."""
+        return self._progress.complete(self._lane, self._reduce_scatter(tensor, dim, op))
+
+    def begin_reduce_scatter(self, tensor: Tensor, dim: int, op: str) -> Operation:
+        """`reduce_scatter` without waiting."""
+        return self._progress.begin(self._lane, self._reduce_scatter(tensor, dim, op))
+
+    def all_to_all(self, tensor: Tensor, split_dim: int, concat_dim: int) -> Tensor:
+        """Exchange along `split_dim`, concatenate along `concat_dim`."""
+        return self._progress.complete(self._lane, all_to_all(self._rounds, _detached(tensor), split_dim, concat_dim))
+
+    def broadcast(self, tensor: Tensor, source: int) -> Tensor:
+        """A copy of the tensor of the rank with that index."""
+        return self._progress.complete(self._lane, broadcasting.broadcast(self._rounds, _detached(tensor), source))
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        self._progress.complete(self._lane, broadcasting.barrier(self._rounds))
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Every rank's value, by pickle."""
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        sizes = self.all_gather(torch.tensor([data.numel()]), 0).tolist()
+        padded = torch.empty(max(sizes), dtype=torch.uint8)
+        padded[: data.numel()] = data
+        gathered = self.all_gather(padded, 0).view(len(sizes), -1)
+        return [pickle.loads(row[:size].numpy()) for row, size in zip(gathered, sizes, strict=True)]
+
+    def begin_message(self, message: Send | Receive) -> Operation:
+        """Begin to send or to receive."""
+        return self._progress.begin(*self._message(message))
+
+    def complete_message(self, message: Send | Receive) -> None:
+        """Send or receive, and wait until the tensor may be used."""
+        self._progress.complete(*self._message(message))
+
+    def abort(self, reason: str) -> None:
+        """End this rank's part: what the others wait for in this group, now or later, raises there."""
+        if not self._progress.is_foreign:
+            self._channel.leave(reason, failed=True)
+            self._progress.abandon(self._channel, SharedMemoryError(f"this rank has aborted it: {reason}"))
+
+    def close(self) -> None:
+        """Leave the group; what the others still need of this rank in it, beyond what is done, raises there."""
+        self.is_open = False
+        if not self._progress.is_foreign:
+            self._channel.leave("it has destroyed the group (destroy_model_parallel), or is ending", failed=False)
+            self._progress.abandon(self._channel, SharedMemoryError("it has been destroyed (destroy_model_parallel)"))
+
+    def _all_reduce(self, tensor: Tensor, op: str, out: Tensor | None) -> Steps:
+        check_reducible(tensor.dtype, op)
+        return all_reduce(self._rounds, _detached(tensor) if is_small(tensor) else plain(tensor), op, out)
+
+    def _all_reduce_(self, tensor: Tensor, op: str) -> Steps:
+        check_reducible(tensor.dtype, op)
+        target = _detached(tensor)
+        if is_small(tensor):
+            return self._all_reduce(target, op, target)
+        return self._all_reduce_by_copy(target, op)
+
+    def _all_reduce_by_copy(self, target: Tensor, op: str) -> Steps:
+        source = plain(target)  # itself where it is contiguous
+        reduced = yield from self._all_reduce(source, op, source)
+        return target if reduced is target else target.copy_(reduced)
+
+    def _reduce_scatter(self, tensor: Tensor, dim: int, op: str) -> Steps:
+        check_reducible(tensor.dtype, op)
+        return reduce_scatter(self._rounds, _detached(tensor), dim, op)
+
+    def _message(self, message: Send | Receive) -> tuple[Lane, Steps]:
+        if isinstance(message, Send):
+            outbox, lane = self._outboxes[message.destination]
+            return lane, outbox.send(plain(message.tensor))
+        inbox, lane = self._inboxes[message.source]
+        return lane, inbox.receive(message.tensor.detach())
+
+
+def _detached(tensor: Tensor) -> Tensor:
+    return tensor.detach() if tensor.requires_grad else tensor
