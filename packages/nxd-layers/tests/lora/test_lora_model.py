@@ -8,7 +8,14 @@ import pytest
 import torch
 from nxd_layers import ColumnParallelLinear, ParallelEmbedding, RMSNorm, RowParallelLinear
 from nxd_layers import gather_from_sequence_parallel_region as from_sequence
-from nxd_layers.lora import LoraConfig, LoraModel, adapter_config, gather_adapter, load_adapter
+from nxd_layers.lora import (
+    LoraConfig,
+    LoraModel,
+    adapter_config,
+    find_target_layers,
+    gather_adapter,
+    load_adapter,
+)
 from nxd_state import all_reduce_, get_group
 from torch import nn
 
@@ -274,3 +281,41 @@ def test_adapter_of_several_pipeline_stages_is_gathered_from_all_and_loaded_by_e
         assert set(before) == {f"layer_{stage}.lora_{name}" for stage in (0, 1) for name in "AB"}
         assert all(torch.equal(after[name], before[name] + 1) for name in before)
         assert targets == ["layer_0", "layer_1"]
+
+
+class Part(nn.Module):
+    """The second block of a model, under its name in the whole."""
+
+    def __init__(self, whole):
+        super().__init__()
+        self.layers = nn.ModuleDict({"1": whole.layers[1]})
+
+
+def test_part_of_a_model_gets_the_adapters_that_the_whole_has_there():
+    whole = LoraModel(Model(), config(init_lora_weights="gaussian"))
+    module = Model()
+    layers = find_target_layers(module, config())
+
+    part = LoraModel(Part(module), config(init_lora_weights="gaussian"), layers=layers)
+
+    expected = {name: factor for name, factor in whole.factors().items() if name.startswith("layers.1.")}
+    assert part.factors().keys() == expected.keys()
+    assert all(torch.equal(factor, expected[name]) for name, factor in part.factors().items())
+    assert {name for name, p in part.module.named_parameters() if p.requires_grad} == set(expected)
+
+
+def test_reset_lets_adapters_add_nothing_and_train_again():
+    plain = Model()
+    model = LoraModel(Model(), config())
+    ids = torch.arange(8).view(2, 4)
+    for factor in model.factors().values():
+        nn.init.normal_(factor)
+    assert model(ids) != plain(ids)
+    model.merge()
+
+    model.reset()
+
+    assert torch.equal(model(ids), plain(ids))
+    model(ids).backward()
+    trained = {name.rpartition(".")[2] for name, factor in model.factors().items() if factor.grad.count_nonzero()}
+    assert trained == {"lora_embedding_A", "lora_B"}

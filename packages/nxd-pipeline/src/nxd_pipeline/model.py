@@ -5,7 +5,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from time import perf_counter_ns
 from types import ModuleType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from nxd_state import Group, broadcast, get_group, model_parallel_is_initialized, transport_device
@@ -181,11 +181,11 @@ class NxDPPModel(nn.Module):
         self._tied_weights = TiedWeights(model.stages, self._schedule.rank_of_stage, self._group)
         self._local_modules = nn.ModuleList(stage.module for stage in self._stages.values())
         modules = {index: stage.module for index, stage in self._stages.items()}
-        mailbox = Mailbox(self._group)
+        self._mailbox = Mailbox(self._group)
         self._training_schedule = insert_communication(self._schedule, wiring.edges)
         evaluation = insert_communication(forward_only(self._schedule), wiring.edges)
-        self._train_executor = Executor(modules, wiring, self._training_schedule, mailbox)
-        self._eval_executor = Executor(modules, wiring, evaluation, mailbox)
+        self._train_executor = Executor(modules, wiring, self._training_schedule, self._mailbox)
+        self._eval_executor = Executor(modules, wiring, evaluation, self._mailbox)
 
     def partition(self) -> None:
         """Does nothing: the model is cut when it is made. For scripts that ask for it."""
@@ -291,6 +291,13 @@ class NxDPPModel(nn.Module):
         if self._whole_model is None:
             raise RuntimeError("a model cut into stages has no forward of its own; call run_train or run_eval")
         return self._whole_model(**kwargs)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:  # behind to(), half(), cuda() ...
+        before = [tensor.dtype for tensor in self._local.tensors()]
+        super()._apply(fn, recurse)
+        if self._whole_model is None and before != [tensor.dtype for tensor in self._local.tensors()]:
+            self._mailbox.forget_layouts()  # stages return other dtypes than before
+        return self
 
     @property
     def _local(self) -> LocalParts:

@@ -213,3 +213,24 @@ def test_autocast_may_change_between_steps(run_ranks):
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
             expected = torch.stack([make_pooled().float()(part) for part in x.chunk(2)])
         torch.testing.assert_close(loss, expected.detach().mean())
+
+
+def test_dtype_of_a_pipeline_that_has_run_can_be_changed(run_ranks, make_model, make_batch, layer_class):
+    def change_dtype():
+        initialize_model_parallel(pipeline_model_parallel_size=2)
+        pipeline = NxDPPModel(
+            make_model(),
+            layer_class,
+            num_microbatches=2,
+            auto_partition=True,
+            input_names=["input_ids", "labels"],
+            broadcast_and_average_loss=True,
+        )
+        pipeline.run_train(**make_batch())
+        pipeline.float().zero_grad()
+        return pipeline.run_train(**make_batch()), {p.grad.dtype for p in pipeline.local_parameters()}
+
+    expected = make_model().float()(**make_batch()).detach()
+    for loss, dtypes in run_ranks(change_dtype, 2):
+        torch.testing.assert_close(loss, expected, check_dtype=False)
+        assert dtypes == {torch.float32}

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from nxd_state import get_shard_spec
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -26,19 +27,21 @@ class LayerKind:
 
     Attributes:
         factor_names: what A and B are called; PEFT's names, so that its files need only a prefix.
-        add_factors: `(layer, config)`: registers the factors with the layer and fills them.
+        add_factors: `(layer, config, part)`: registers the factors of a part with the layer and fills them.
         output_delta: `(layer, input)`: what the branch adds to the layer's output; if that is several tensors, one for
             each, or None.
         weight_deltas: `(layer)`: what merging adds to the layer's weights, by parameter name; `widened`.
+        zero_factor: which of the two starts at zero, so that the branch adds nothing at first.
         parts: where a layer holds several layers of the unsharded model, which are adapted one by one: their names,
             beside the layer in its parent, by the ending of their factors' names.
         bias_names: `(layer, parts)`: the biases of these parts; a ValueError if they cannot train without others.
     """
 
     factor_names: tuple[str, str]
-    add_factors: Callable[[Any, LoraConfig], None]
+    add_factors: Callable[[Any, LoraConfig, str], None]
     output_delta: Callable[[Any, Tensor], Tensor | tuple[Tensor | None, ...]]
     weight_deltas: Callable[[Any], dict[str, Tensor]]
+    zero_factor: int = 1
     parts: Mapping[str, str] = field(default_factory=lambda: {"": ""})
     bias_names: Callable[[Any, Sequence[str]], list[str]] = _own_bias
 
@@ -78,11 +81,21 @@ def factor_name(name: str, part: str) -> str:
     return f"{name}_{part}" if part else name
 
 
-def attach(layer: nn.Module, kind: LayerKind, parts: Sequence[str], config: LoraConfig) -> None:
-    """Give these parts of `layer` their factors, and the layer its branch."""
+def attach(layer: nn.Module, kind: LayerKind, parts: Mapping[str, int], config: LoraConfig) -> None:
+    """Give parts of `layer` their factors, and the layer its branch.
+
+    Args:
+        layer: has no adapter.
+        kind: how layers of its class are adapted.
+        parts: those to adapt, with the seed of each one's random values.
+        config: rank, scale and initialisation.
+    """
     adapter = LoraAdapter(kind, tuple(parts), config.scale, config.lora_dropout)
     layer.lora = adapter  # type: ignore[assignment]
-    kind.add_factors(layer, config)
+    for part, seed in parts.items():
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)
+            kind.add_factors(layer, config, part)
     adapter.hook = layer.register_forward_hook(_add_branch, with_kwargs=True)
 
 
@@ -125,6 +138,14 @@ def factor(layer: nn.Module, index: int, part: str = "") -> Tensor:
     parameter: nn.Parameter = getattr(layer, name)
     spec = get_shard_spec(parameter)
     return zero_padding_gradient(parameter, spec) if spec is not None and spec.has_padding else parameter
+
+
+def reset_branch(layer: nn.Module) -> None:
+    """Make the branch of an adapted layer add nothing, as at first."""
+    adapter = require_adapter(layer)
+    name = adapter.kind.factor_names[adapter.kind.zero_factor]
+    for part in adapter.parts:
+        nn.init.zeros_(layer.get_parameter(factor_name(name, part)))
 
 
 def widened(tensor: Tensor) -> Tensor:

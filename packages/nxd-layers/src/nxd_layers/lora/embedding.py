@@ -23,7 +23,7 @@ from nxd_layers.regions import (
 )
 
 
-def _add_factors(layer: Any, config: LoraConfig) -> None:
+def _add_factors(layer: Any, config: LoraConfig, part: str) -> None:
     rank = config.lora_rank
     partial = getattr(layer, "sequence_parallel_enabled", False)
     layer.lora_embedding_A = make_factor(layer.weight, 0, lora_rank=rank, rank_dim=0, sequence_parallel=partial)
@@ -83,5 +83,5 @@ def _lookup_own_tokens(layer: ParallelEmbedding, ids: Tensor) -> Tensor:
 
 
 _FACTOR_NAMES = ("lora_embedding_A", "lora_embedding_B")
-PLAIN_EMBEDDING = LayerKind(_FACTOR_NAMES, _add_factors, _embedding_delta, _weight_deltas)
-PARALLEL_EMBEDDING = LayerKind(_FACTOR_NAMES, _add_factors, _parallel_embedding_delta, _weight_deltas)
+PLAIN_EMBEDDING = LayerKind(_FACTOR_NAMES, _add_factors, _embedding_delta, _weight_deltas, zero_factor=0)
+PARALLEL_EMBEDDING = LayerKind(_FACTOR_NAMES, _add_factors, _parallel_embedding_delta, _weight_deltas, zero_factor=0)

@@ -74,11 +74,11 @@ def _linear_delta(layer: nn.Module, input_: Tensor) -> Tensor:
     return F.linear(scaled_down(layer, input_, factor(layer, 0)), factor(layer, 1))
 
 
-def _add_linear_factors(layer: Any, config: LoraConfig) -> None:
+def _add_linear_factors(layer: Any, config: LoraConfig, part: str) -> None:
     _add_factors(layer, config, sizes=(layer.in_features, layer.out_features))
 
 
-def _add_transposed_factors(layer: Any, config: LoraConfig) -> None:
+def _add_transposed_factors(layer: Any, config: LoraConfig, part: str) -> None:
     _add_factors(layer, config, sizes=tuple(layer.weight.shape), out_dim=1)
 
 
@@ -95,7 +95,7 @@ PLAIN_LINEAR = LayerKind(FACTOR_NAMES, _add_linear_factors, _linear_delta, _weig
 TRANSPOSED_LINEAR = LayerKind(FACTOR_NAMES, _add_transposed_factors, _linear_delta, _transposed_weight_delta)
 
 
-def _add_parallel_factors(layer: Any, config: LoraConfig) -> None:
+def _add_parallel_factors(layer: Any, config: LoraConfig, part: str) -> None:
     _add_factors(layer, config, sizes=(layer.input_size, layer.output_size))
 
 

@@ -1,16 +1,18 @@
 """`LoraModel`: a model some of whose layers have adapters, and alone these train."""
 
+import hashlib
 import re
 from typing import Any
 
+import torch
 from nxd_state import active_group, model_parallel_is_initialized
 from torch import nn
 
-from nxd_layers.lora.adapter import adapted_layers, attach, detach, require_adapter
+from nxd_layers.lora.adapter import adapted_layers, attach, detach, require_adapter, reset_branch
 from nxd_layers.lora.config import LoraConfig
-from nxd_layers.lora.kinds import adaptable_layers, kind_of
+from nxd_layers.lora.find import TargetLayers, find_target_layers
+from nxd_layers.lora.kinds import kind_of
 from nxd_layers.lora.merge import merge_adapters, unmerge_adapters
-from nxd_layers.lora.targets import match_targets
 
 
 class LoraModel(nn.Module):
@@ -26,12 +28,16 @@ class LoraModel(nn.Module):
     After backward all gradients are complete, except, as for norm weights, those of whole factors at the border of a
     sequence-parallel region: these are marked `sequence_parallel_enabled` for the optimizer to sum.
 
+    Factors are drawn from torch's seed and the names of their layers in the unsharded model, so that they do not
+    depend on the layout.
+
     Build the model, load or pad its weights and move it first, then wrap it. Attributes that this class does not have
     are the wrapped model's (`config`, `dtype`, `generate`).
 
     Args:
-        module: the model.
+        module: the model; or what a pipeline's rank has of it, under the names of the whole.
         config: `enable_lora=False` leaves the model as it is.
+        layers: what `find_target_layers` found in the whole model, where `module` is a part of it; default: find them.
 
     Attributes:
         module: the same model, with adapters.
@@ -41,38 +47,25 @@ class LoraModel(nn.Module):
         ValueError: a target names nothing that can be adapted; the model has adapters already.
     """
 
-    def __init__(self, module: nn.Module, config: LoraConfig) -> None:
+    def __init__(self, module: nn.Module, config: LoraConfig, *, layers: TargetLayers | None = None) -> None:
         super().__init__()
         self.module = module
         self.lora_config = config
         self._trained_before = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
         if config.enable_lora:
-            self._add_adapters()
+            self._add_adapters(find_target_layers(module, config) if layers is None else layers)
         if config.lora_verbose and (not model_parallel_is_initialized() or _world_rank() == 0):
             print(self.summary())
 
-    def _add_adapters(self) -> None:
-        module, config = self.module, self.lora_config
-        if adapted_layers(module):
-            raise ValueError("this model has adapters already; unload() them first")
-        adaptable = adaptable_layers(module)
-        others = {name: type(layer).__name__ for name, layer in module.named_modules() if name not in adaptable}
-        targeted: dict[nn.Module, set[str]] = {}
-        holders = {name: holder for name, (holder, _) in adaptable.items()}
-        for target in match_targets(config.target_modules, holders, others):
-            name, parts_of_target = adaptable[target]
-            targeted.setdefault(module.get_submodule(name), set()).update(parts_of_target)
-        chosen = [
-            (layer, kind, [part for part in kind.parts if part in found])
-            for layer, found in targeted.items()
-            if (kind := kind_of(layer)) is not None
-        ]
-        if config.bias == "lora_only":
-            for layer, kind, parts in chosen:
-                kind.bias_names(layer, parts)  # raises before anything is changed
-        module.requires_grad_(False)
-        for layer, kind, parts in chosen:
-            attach(layer, kind, parts, config)
+    def _add_adapters(self, targets: TargetLayers) -> None:
+        seed = int(torch.randint(2**62, (), device="cpu"))
+        self.module.requires_grad_(False)
+        for name, layer in list(self.module.named_modules()):
+            kind = kind_of(layer)
+            if name in targets and kind is not None:  # stages have something else in the place of others' layers
+                parent = name.rpartition(".")[0]
+                named = {part: f"{parent}.{kind.parts[part]}".lstrip(".") if part else name for part in targets[name]}
+                attach(layer, kind, {part: _mixed(seed, own) for part, own in named.items()}, self.lora_config)
         for parameter in self._trained_biases().values():
             parameter.requires_grad_(True)
 
@@ -106,6 +99,12 @@ class LoraModel(nn.Module):
     def unmerge(self) -> None:
         """Undo `merge`: every weight is bit for bit what it was."""
         unmerge_adapters(self.module)
+
+    def reset(self) -> None:
+        """Begin anew: adapters add nothing, as in a model that has just been wrapped. Unmerges them first."""
+        self.unmerge()
+        for layer in adapted_layers(self.module).values():
+            reset_branch(layer)
 
     def merge_and_unload(self) -> nn.Module:
         """The plain model with the adapters in its weights; what trained before wrapping trains again."""
@@ -156,6 +155,11 @@ class LoraModel(nn.Module):
         total = sum(parameter.numel() for parameter in self.module.parameters())
         trained = sum(parameter.numel() for parameter in self.module.parameters() if parameter.requires_grad)
         return f"LoRA: {len(layers)} layers adapted ({last_parts}); {trained:,} of {total:,} parameters train"
+
+
+def _mixed(seed: int, name: str) -> int:
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
 
 
 def _world_rank() -> int:

@@ -22,10 +22,9 @@ from nxd_layers.lora.linear import FACTOR_NAMES, init_of_a, scaled_down, to_colu
 from nxd_layers.qkv_linear import PROJECTIONS, GQAQKVColumnParallelLinear
 
 
-def _add_factors(layer: GQAQKVColumnParallelLinear, config: LoraConfig) -> None:
-    for part in require_adapter(layer).parts:
-        layer.register_parameter(f"lora_A_{part}", _whole_factor(layer, part, config))
-        layer.register_parameter(f"lora_B_{part}", _split_factor(layer, part, config))
+def _add_factors(layer: GQAQKVColumnParallelLinear, config: LoraConfig, part: str) -> None:
+    layer.register_parameter(f"lora_A_{part}", _whole_factor(layer, part, config))
+    layer.register_parameter(f"lora_B_{part}", _split_factor(layer, part, config))
 
 
 def _whole_factor(layer: GQAQKVColumnParallelLinear, part: str, config: LoraConfig) -> nn.Parameter:
@@ -123,4 +122,4 @@ def _bias_names(layer: GQAQKVColumnParallelLinear, parts: Sequence[str]) -> list
     return names
 
 
-QKV_LINEAR = LayerKind(FACTOR_NAMES, _add_factors, _deltas, _weight_deltas, PROJECTIONS, _bias_names)
+QKV_LINEAR = LayerKind(FACTOR_NAMES, _add_factors, _deltas, _weight_deltas, parts=PROJECTIONS, bias_names=_bias_names)

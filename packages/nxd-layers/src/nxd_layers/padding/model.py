@@ -110,9 +110,8 @@ def _layers_within(model: nn.Module, wrapped: Iterable[nn.Module]) -> list[Padda
 def _check_not_shared(model: nn.Module, layers: Iterable[PaddableLayer]) -> None:
     """A weight that another module reads as well cannot change its shape, and a gradient would keep its own."""
     owners: dict[nn.Parameter, list[str]] = {}
-    for name, module in model.named_modules():
-        for own_name, parameter in module.named_parameters(prefix=name, recurse=False):
-            owners.setdefault(parameter, []).append(own_name)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owners.setdefault(parameter, []).append(name)
     to_pad = {parameter for layer in layers if isinstance(layer, nn.Module) for parameter in layer.parameters(False)}
     for parameter in to_pad:
         names = owners[parameter]

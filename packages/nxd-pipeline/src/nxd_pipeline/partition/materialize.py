@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+from nxd_state import get_shard_spec
 from torch import Tensor, nn
 
 ParamInit = Callable[..., Any]
@@ -16,8 +17,8 @@ def materialize(model: nn.Module, param_init_fn: ParamInit | None, *, only: Iter
     """Put meta parameters and buffers on the CPU and have `param_init_fn` fill them, module by module.
 
     Random values depend on torch's seed and the module's name only, so that they do not depend on how the model is
-    cut. Parameters stay the objects they were, with their attributes: tied ones stay tied, and have the values that
-    the last module with them gave, on every rank.
+    cut. Padding that shard metadata tells of becomes zero. Parameters stay the objects they were, with their
+    attributes: tied ones stay tied, and have the values that the last module with them gave, on every rank.
 
     Args:
         model: the whole model.
@@ -61,6 +62,7 @@ def _fill(name: str, module: nn.Module, tensors: Mapping[str, Tensor], param_ini
     else:
         param_init_fn(module)
     for key, tensor in tensors.items():
+        _clear_padding(tensor)
         if tensor.is_floating_point() and bool(tensor.sum().isnan()):
             raise ValueError(
                 f"param_init_fn has left {key!r} of {name!r} ({type(module).__name__}) unset; it must fill every "
@@ -78,6 +80,17 @@ def _allocate(tensor: Tensor) -> None:
         made.zero_()
     made.__dict__.update(tensor.__dict__)
     torch.utils.swap_tensors(tensor, made)
+
+
+def _clear_padding(tensor: Tensor) -> None:
+    """Zero what is no part of a logical tensor, whatever has been drawn for it."""
+    spec = get_shard_spec(tensor)
+    if spec is None or not spec.has_padding:
+        return
+    kept = [(piece.local.slices, tensor[piece.local.slices].clone()) for piece in spec.pieces]
+    tensor.zero_()
+    for box, values in kept:
+        tensor[box] = values
 
 
 def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -1,0 +1,167 @@
+"""Linear layers of attention whose heads do not lie in equal runs: with heads of zeros, or with copies of heads."""
+
+from nxd_state import (
+    ShardSpec,
+    active_group,
+    set_partition_attributes,
+    set_shard_spec,
+    subgroup,
+)
+from torch import Tensor, nn
+
+from nxd_layers.column_linear import column_linear
+from nxd_layers.hf.head_layout import HeadLayout
+from nxd_layers.hf.linears import column_parallel, row_parallel
+from nxd_layers.hf.shards import part_of
+from nxd_layers.key_value_heads import HeadCopies, KeyValueLayout
+from nxd_layers.layer_group import layer_group
+from nxd_layers.linear import ColumnParallelLinear, RowParallelLinear
+from nxd_layers.padding.gradient import zero_padding_gradient
+
+
+class PlacedColumnParallelLinear(ColumnParallelLinear):
+    """`ColumnParallelLinear` without gathering, whose rows on a rank are those of a `ShardSpec`."""
+
+    def weight_and_bias(self) -> tuple[Tensor, Tensor | None]:
+        """The parameters as the product reads them: padding gets no gradient."""
+        bias = None if self.bias is None else zero_padding_gradient(self.bias, self._bias_spec)
+        return zero_padding_gradient(self.weight, self._weight_spec), bias
+
+    def place(self, linear: nn.Linear, weight: ShardSpec, bias: ShardSpec) -> None:
+        """Take the rows of a plain linear that the specs say."""
+        self._weight_spec, self._bias_spec = weight, bias
+        self.padded_output_size = weight.local_shape[0] * self.tensor_parallel_size
+        self.weight = _placed(linear.weight, weight, dim=0)
+        if self.bias is not None:
+            self.bias = _placed(linear.bias, bias, dim=0)
+
+    def check_pad_heads(self, num_heads: int, padded_num_heads: int) -> None:
+        """Refuse: the heads are padded already."""
+        raise ValueError("this layer's heads were padded by nxd_layers.hf.parallelize; leave pad_model out")
+
+
+class PlacedRowParallelLinear(RowParallelLinear):
+    """`RowParallelLinear` with a split input, whose columns on a rank are those of a `ShardSpec`."""
+
+    def place(self, linear: nn.Linear, weight: ShardSpec) -> None:
+        """Take the columns of a plain linear that the spec says."""
+        self._weight_spec = weight
+        self.padded_input_size = weight.local_shape[1] * self.tensor_parallel_size
+        self.weight = _placed(linear.weight, weight, dim=1)
+
+    def check_pad_heads(self, num_heads: int, padded_num_heads: int) -> None:
+        """Refuse: the heads are padded already."""
+        raise ValueError("this layer's heads were padded by nxd_layers.hf.parallelize; leave pad_model out")
+
+
+class CopiedHeadsLinear(nn.Module):
+    """The projection to keys or to values where several ranks hold the same head.
+
+    The gradients of a head's copies are summed when `backward()` returns, so that the copies stay equal.
+
+    Args:
+        linear: the whole projection.
+        layout: where its heads lie.
+
+    Attributes:
+        weight: `[heads here * head_size, in]`.
+        bias: `[heads here * head_size]` or None.
+    """
+
+    def __init__(self, linear: nn.Linear, layout: KeyValueLayout) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.layout = layout
+        self.tensor_parallel_size = layout.tensor_parallel_size
+        self.training = linear.training
+        tp_rank = active_group("tp").rank
+        self.weight = _placed(linear.weight, layout.spec(tp_rank, (linear.in_features,), ""), dim=0)
+        self.bias = None if linear.bias is None else _placed(linear.bias, layout.spec(tp_rank, (), ""), dim=0)
+        self._head_copies()  # makes their process group, which cannot be done while a graph is recorded
+
+    def _head_copies(self) -> HeadCopies:
+        layout, tp_rank = self.layout, layer_group(self.tensor_parallel_size).rank
+        group = subgroup("tp", layout.sharing_ranks)
+        return HeadCopies(group, layout.head_size, layout.slots(tp_rank), layout.num_slots, (layout.rows_per_rank,))
+
+    def forward(self, input_: Tensor) -> Tensor:
+        """`[..., in]` to `[..., heads here * head_size]`."""
+        tp_rank = layer_group(self.tensor_parallel_size).rank
+        weight = zero_padding_gradient(self.weight, self.layout.spec(tp_rank, (self.in_features,), ""))
+        bias = None if self.bias is None else zero_padding_gradient(self.bias, self.layout.spec(tp_rank, (), ""))
+        group = layer_group(self.tensor_parallel_size)
+        return column_linear(input_, [weight], [bias], group, copies=self._head_copies())[0]
+
+    def extra_repr(self) -> str:
+        """Sizes and copies."""
+        local = tuple(self.weight.shape)
+        return f"in={self.in_features}, out={self.out_features}, local={local}, copies={self.layout.copies}"
+
+
+def key_value_linear(linear: nn.Linear, layout: HeadLayout) -> nn.Module:
+    """The projection to keys or values with this layout.
+
+    Raises:
+        ValueError: its outputs are not whole heads.
+    """
+    head_size, rest = divmod(linear.out_features, layout.num_key_value_heads)
+    if rest:
+        raise ValueError(f"{linear} does not have {layout.num_key_value_heads} whole key/value heads")
+    key_value = layout.key_value_layout(head_size)
+    if layout.copies > 1:
+        return CopiedHeadsLinear(linear, key_value)
+    tp_rank = active_group("tp").rank
+    specs = [key_value.spec(tp_rank, row_shape, "") for row_shape in ((linear.in_features,), ())]
+    return _placed_column(linear, specs[0], specs[1])
+
+
+def query_linear(linear: nn.Linear, layout: HeadLayout) -> ColumnParallelLinear:
+    """A projection to queries, or to anything else of which each query head has its own.
+
+    Raises:
+        ValueError: its outputs are not whole heads.
+    """
+    tp_rank = active_group("tp").rank
+    weight = layout.query_spec((linear.out_features, linear.in_features), 0, tp_rank)
+    return _placed_column(linear, weight, layout.query_spec((linear.out_features,), 0, tp_rank))
+
+
+def output_linear(linear: nn.Linear, layout: HeadLayout) -> RowParallelLinear:
+    """The projection of the heads' outputs.
+
+    Raises:
+        ValueError: its inputs are not whole heads.
+    """
+    spec = layout.query_spec((linear.out_features, linear.in_features), 1, active_group("tp").rank)
+    layer = row_parallel(linear, input_is_parallel=True, pad=True, cls=PlacedRowParallelLinear)
+    layer.place(linear, spec)
+    return layer
+
+
+def place_query_parameter(module: nn.Module, name: str, layout: HeadLayout) -> None:
+    """Cut a parameter of which each query head has its own part, along dim 0.
+
+    Raises:
+        ValueError: heads of zeros would be added, for which the parameter need not be zero.
+    """
+    whole = module.get_parameter(name)
+    if layout.heads_per_rank * layout.tp_size != layout.num_heads:
+        raise ValueError(
+            f"{name} of {type(module).__name__} cannot be padded to {layout.heads_per_rank * layout.tp_size} heads; "
+            f"use a tensor-parallel degree that divides {layout.num_heads}"
+        )
+    spec = layout.query_spec(tuple(whole.shape), 0, active_group("tp").rank)
+    module.register_parameter(name, _placed(whole, spec, dim=0))
+
+
+def _placed_column(linear: nn.Linear, weight: ShardSpec, bias: ShardSpec) -> ColumnParallelLinear:
+    layer = column_parallel(linear, gather_output=False, pad=True, cls=PlacedColumnParallelLinear)
+    layer.place(linear, weight, bias)
+    return layer
+
+
+def _placed(whole: Tensor, spec: ShardSpec, *, dim: int) -> nn.Parameter:
+    made = nn.Parameter(part_of(whole, spec), requires_grad=whole.requires_grad)
+    set_shard_spec(made, spec)
+    set_partition_attributes(made, partition_dim=dim, num_partitions=active_group("tp").size)
+    return made

@@ -1,0 +1,118 @@
+"""Values for a parallelized model that was made on the meta device: those of the unsharded one, whatever the degree.
+
+A model of transformers says in its `_init_weights(module)` how a plain module's own parameters begin. For a parallel
+layer the plain module is made for that moment, filled, and this rank's part kept: one layer is whole at a time.
+"""
+
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from nxd_state import get_shard_spec
+from torch import Tensor, nn
+
+from nxd_layers.embedding import ParallelEmbedding
+from nxd_layers.hf.embeddings import plain_class_of
+from nxd_layers.hf.head_linears import CopiedHeadsLinear
+from nxd_layers.hf.shards import part_of
+from nxd_layers.linear import ColumnParallelLinear, RowParallelLinear
+
+
+def param_init_fn_of(model: Any, fill_plain: Callable[[nn.Module], Any] | None = None) -> Callable[[nn.Module], None]:
+    """What `NxDPPModel` takes as `param_init_fn` for a parallelized model.
+
+    Args:
+        model: of transformers.
+        fill_plain: fills the own parameters and buffers of a plain module, as those of the unsharded model are; the
+            model's own `_init_weights` if None.
+
+    Returns:
+        A function that fills the own parameters and buffers of a module, at any tensor-parallel degree with parts of
+        the same whole tensors if torch is seeded alike.
+    """
+
+    fill_whole = fill_plain or model._init_weights
+
+    @torch.no_grad()
+    def fill(module: nn.Module) -> None:
+        whole = _unsharded(module)
+        fill_whole(whole)
+        if whole is not module:
+            _keep_parts(module, whole)
+
+    return fill
+
+
+def initialize(model: Any) -> None:
+    """Give memory and values to everything of the model that is on the meta device.
+
+    What is random depends on torch's seed and a module's name only.
+
+    Raises:
+        ValueError: the model leaves a parameter or buffer unset.
+    """
+    fill = param_init_fn_of(model)
+    seed = torch.initial_seed()
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        for name, module in model.named_modules():
+            own = {**module._parameters, **module._buffers}
+            on_meta = {key: tensor for key, tensor in own.items() if tensor is not None and tensor.is_meta}
+            for tensor in on_meta.values():
+                _allocate(tensor)
+            if on_meta:
+                digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+                torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+                fill(module)
+            for key, tensor in on_meta.items():
+                if tensor.is_floating_point() and bool(tensor.isnan().any()):
+                    raise ValueError(
+                        f"{type(model).__name__}._init_weights leaves {name}.{key} unset; build the model itself, not "
+                        "on the meta device, and parallelize that"
+                    )
+
+
+def _allocate(tensor: Tensor) -> None:
+    """Memory for a tensor on the meta device, which stays the same object."""
+    made = torch.empty_like(tensor, device="cpu")
+    made = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+    if made.is_floating_point():
+        made.fill_(torch.nan)
+    else:
+        made.zero_()
+    made.__dict__.update(tensor.__dict__)
+    torch.utils.swap_tensors(tensor, made)
+
+
+def _unsharded(module: nn.Module) -> nn.Module:
+    """The module that this one stands for, with whole parameters where this one has parts; itself if it has none."""
+    specs = {name: get_shard_spec(it) for name, it in module._parameters.items() if it is not None}
+    shapes = {name: spec.pieces[0].logical_shape for name, spec in specs.items() if spec is not None}
+    if not shapes:
+        return module
+    cls = _plain_class(module)
+    whole = cls.__new__(cls)
+    whole.__dict__.update(vars(module))
+    parameters = {
+        name: nn.Parameter(it.new_full(shapes[name], torch.nan, device="cpu"))
+        if name in shapes and it is not None
+        else it
+        for name, it in module._parameters.items()
+    }
+    whole.__dict__["_parameters"] = parameters
+    return whole
+
+
+def _plain_class(module: nn.Module) -> type[nn.Module]:
+    if isinstance(module, ColumnParallelLinear | RowParallelLinear | CopiedHeadsLinear):
+        return nn.Linear
+    if isinstance(module, ParallelEmbedding):
+        return plain_class_of(module)
+    return type(module)
+
+
+def _keep_parts(module: nn.Module, whole: nn.Module) -> None:
+    for name, parameter in module._parameters.items():
+        spec = None if parameter is None else get_shard_spec(parameter)
+        if parameter is not None and spec is not None:
+            parameter.copy_(part_of(whole.get_parameter(name), spec))

@@ -1,0 +1,138 @@
+"""Sequence parallelism around unmodified blocks (Korthikanti et al. 2022).
+
+Between the first and the last decoder layer each rank has `seq/tp` positions. What is called with hidden states in a
+layer, attention or feed-forward, gets the whole sequence, gathered before it; its row-parallel layer leaves the sum
+split again. So norms and residual sums are computed on a part, and the blocks' own code sees whole sequences as before.
+Without gradients (evaluation, `generate()`) sequences stay whole, and may have any length.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from nxd_layers.hf.shards import mark_partial_gradients
+from nxd_layers.linear import RowParallelLinear
+from nxd_layers.regions import gather_from_sequence_parallel_region, scatter_to_sequence_parallel_region
+
+SEQUENCE_DIM = 1  # of hidden states [batch, seq, hidden]
+_ALLOWED = ("colwise", "rowwise", "replicated_with_grad_allreduce", "local_params")
+
+
+class SequenceRegion:
+    """The part of a model in which hidden states are split along the sequence.
+
+    Args:
+        model: parallelized.
+        layers: its decoder layers, by path, in order.
+        blocks: the modules in them that need whole sequences.
+    """
+
+    def __init__(self, model: nn.Module, layers: Mapping[str, nn.Module], blocks: list[nn.Module]) -> None:
+        self._rows = [it for block in blocks for it in block.modules() if isinstance(it, RowParallelLinear)]
+        self._is_active = True
+        inside_blocks = {parameter for block in blocks for parameter in block.parameters()}
+        for layer in layers.values():
+            mark_partial_gradients([it for it in layer.parameters() if it not in inside_blocks])
+        for row in self._rows:
+            row.sequence_dimension = SEQUENCE_DIM
+            row.sequence_parallel_enabled = True
+            mark_partial_gradients([] if row.bias is None else [row.bias])
+        first, *_, last = [*layers.values()] * 2
+        model.register_forward_pre_hook(self._begin)
+        model.register_forward_hook(self._end, always_call=True)
+        first.register_forward_pre_hook(self._split, with_kwargs=True)
+        for block in blocks:
+            block.register_forward_pre_hook(self._gather, with_kwargs=True)
+        last.register_forward_hook(self._leave)
+
+    def _begin(self, model: nn.Module, args: Any) -> None:
+        self._set_active(torch.is_grad_enabled())
+
+    def _end(self, model: nn.Module, args: Any, output: Any) -> None:
+        self._set_active(True)  # for layers that are computed again in backward
+
+    def _set_active(self, is_active: bool) -> None:
+        self._is_active = is_active
+        for row in self._rows:
+            row.sequence_parallel_enabled = is_active
+
+    def _split(self, layer: nn.Module, args: Any, kwargs: Any) -> Any:
+        return self._changed(args, kwargs, lambda it: scatter_to_sequence_parallel_region(it, SEQUENCE_DIM))
+
+    def _gather(self, block: nn.Module, args: Any, kwargs: Any) -> Any:
+        # The column-parallel layers of the block sum the gradients of their input, which so is whole.
+        return self._changed(
+            args,
+            kwargs,
+            lambda it: gather_from_sequence_parallel_region(it, SEQUENCE_DIM, to_model_parallel=False),
+        )
+
+    def _changed(self, args: Any, kwargs: Any, change: Any) -> Any:
+        """The arguments with other hidden states."""
+        if not self._is_active:
+            return args, kwargs
+        if args:
+            return (change(args[0]), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": change(kwargs["hidden_states"])}
+
+    def _leave(self, layer: nn.Module, args: Any, output: Any) -> Any:
+        if not self._is_active:
+            return output
+        hidden, *rest = output if isinstance(output, tuple) else (output,)
+        whole = gather_from_sequence_parallel_region(hidden, SEQUENCE_DIM, to_model_parallel=False)
+        return (whole, *rest) if isinstance(output, tuple) else whole
+
+
+def region_of(model: nn.Module, styles: Mapping[str, str]) -> tuple[dict[str, nn.Module], list[nn.Module]]:
+    """The decoder layers of a model, by path, and the blocks in them, if its structure allows sequence parallelism.
+
+    Args:
+        model: not parallelized yet.
+        styles: of its modules and parameters, by path.
+
+    Raises:
+        ValueError: it does not; says why.
+    """
+    layers = _layers(model, styles)
+    blocks = []
+    for path, layer in layers.items():
+        if any(True for _ in layer.parameters(recurse=False)):
+            raise _refusal(path, "the layer has parameters of its own")
+        for name, child in layer.named_children():
+            own = {key: style for key, style in styles.items() if f"{key}.".startswith(f"{path}.{name}.")}
+            if not own and (not any(True for _ in child.parameters()) or "Norm" in type(child).__name__):
+                continue
+            _check_block(f"{path}.{name}", child, own)
+            blocks.append(child)
+    return layers, blocks
+
+
+def _layers(model: nn.Module, styles: Mapping[str, str]) -> dict[str, nn.Module]:
+    paths = dict.fromkeys(match[0] for path in styles if (match := re.match(r"[^\d]*\.\d+", path)))
+    lists = {path.rpartition(".")[0] for path in paths}
+    if len(lists) != 1:
+        raise _refusal(type(model).__name__, f"its split layers are in {len(lists)} lists of decoder layers, not one")
+    stack = model.get_submodule(lists.pop())
+    if len(paths) != len(list(stack.children())):
+        raise _refusal(type(model).__name__, "not all of its decoder layers are split")
+    return {path: model.get_submodule(path) for path in paths}
+
+
+def _check_block(path: str, block: nn.Module, styles: Mapping[str, str]) -> None:
+    others = sorted({style for style in styles.values() if style not in _ALLOWED})
+    if others:
+        raise _refusal(path, f"it has layers of style {', '.join(others)}")
+    rows = [it for it, style in styles.items() if style == "rowwise"]
+    if len(rows) != 1:
+        raise _refusal(path, f"it has {len(rows)} row-parallel layers instead of one")
+    planned = [it for it, style in styles.items() if style != "local_params"]
+    for name, _ in block.named_parameters():
+        if not any(f"{path}.{name}.".startswith(f"{it}.") for it in planned):
+            raise _refusal(path, f"its {name} is not split")
+
+
+def _refusal(path: str, reason: str) -> ValueError:
+    return ValueError(f"sequence_parallel=True cannot be had around {path}: {reason}; leave sequence_parallel out")

@@ -1,0 +1,412 @@
+"""Unmodified models of transformers, split over tensor-parallel ranks: the logits, loss and gradients of one process.
+
+Everything is in float64, also what the models themselves compute in float32. All models of one number of ranks run in
+one job.
+"""
+
+from dataclasses import dataclass, field
+
+import neuronx_distributed as nxd
+import pytest
+import torch
+from nxd_layers import LoraConfig, LoraModel, apply_activation_checkpointing
+from nxd_layers.hf import parallelize
+from nxd_pipeline import NxDPPModel
+from nxd_state import all_reduce, destroy_model_parallel, get_group, initialize_model_parallel
+from nxd_state.testing import assemble_logical, logical_pieces
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+transformers = pytest.importorskip("transformers", reason="models of transformers need it: pip install transformers")
+
+EXACT = {"rtol": 1e-9, "atol": 1e-11}
+IDS = torch.arange(16).view(2, 8) * 7 % 59 + 3
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "initializer_range": 0.2,
+    "max_position_embeddings": 64,
+    "sliding_window": 4,
+}
+EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LATENT = {"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8}
+LATENT |= {"v_head_dim": 8, "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "head_dim": 4}
+TIED = {"tie_word_embeddings": True}
+
+
+@dataclass(frozen=True)
+class Model:
+    """A config of transformers, small, and the arguments of `parallelize`."""
+
+    model_type: str
+    sizes: dict = field(default_factory=dict)
+    options: dict = field(default_factory=dict)
+
+
+SPLIT_SEQUENCE = {"sequence_parallel": True}
+ON_TWO_RANKS = {
+    "llama": Model("llama"),
+    "llama, tied, odd vocabulary": Model("llama", TIED | {"vocab_size": 63}),
+    "qwen2": Model("qwen2"),
+    "qwen3": Model("qwen3"),
+    "gemma2": Model("gemma2"),
+    "gemma3": Model("gemma3_text"),
+    "mistral": Model("mistral"),
+    "phi3": Model("phi3", {"head_dim": None}),
+    "gpt-neox": Model("gpt_neox", {"hidden_dropout": 0.0}),
+    "gpt-neox, three heads": Model("gpt_neox", {"num_attention_heads": 3, "hidden_size": 24}),
+    "olmo2": Model("olmo2"),
+    "starcoder2": Model("starcoder2", {"residual_dropout": 0.0, "embedding_dropout": 0.0}),
+    "mixtral": Model("mixtral", EXPERTS),
+    "qwen3 with experts": Model("qwen3_moe", EXPERTS),
+    "deepseek-v2": Model("deepseek_v2", EXPERTS | LATENT),
+    "granite with sinks": Model("granite_swa"),
+    "one key/value head": Model("llama", {"num_key_value_heads": 1}),
+    "three key/value heads": Model("qwen2", {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48}),
+    "llama, split sequence": Model("llama", options=SPLIT_SEQUENCE),
+    "qwen3, split sequence": Model("qwen3", options=SPLIT_SEQUENCE),
+    "gemma2, split sequence": Model("gemma2", options=SPLIT_SEQUENCE),
+    "starcoder2, split sequence": Model("starcoder2", {"residual_dropout": 0.0}, SPLIT_SEQUENCE),
+    "whole logits": Model("llama", options={"vocabulary_parallel_loss": False}),
+}
+ON_FOUR_RANKS = {
+    "fewer key/value heads than ranks": Model("qwen2"),
+    "seven heads of one group": Model("qwen3", {"num_attention_heads": 7, "num_key_value_heads": 1}),
+    "heads as in the smallest qwen2": Model("qwen2", {"num_attention_heads": 14, "hidden_size": 112}),
+    "fewer key/value heads, split sequence": Model("llama", {"num_key_value_heads": 1}, SPLIT_SEQUENCE),
+}
+
+
+class InFloat64(TorchFunctionMode):
+    """What a model would compute in float32 whatever its weights are, it computes in float64."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        def wide(value):
+            return torch.float64 if value is torch.float32 else value
+
+        func = torch.Tensor.double if func is torch.Tensor.float else func
+        return func(*map(wide, args), **{name: wide(value) for name, value in (kwargs or {}).items()})
+
+
+def make_config(model):
+    config_class = type(transformers.AutoConfig.for_model(model.model_type))
+    known = config_class().to_dict()
+    config = config_class(**{name: it for name, it in (SIZES | model.sizes).items() if name in known})
+    config._experts_implementation = "eager"  # grouped products know no float64
+    return config
+
+
+def make_model(model):
+    """One process's, with biases and norms that are not all alike."""
+    torch.manual_seed(0)
+    made = transformers.AutoModelForCausalLM.from_config(make_config(model)).double()
+    with torch.no_grad():
+        for parameter in made.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return made
+
+
+def loss_and_logits(model):
+    """From whole logits, by torch."""
+    with InFloat64():
+        logits = model(input_ids=IDS, use_cache=False).logits
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), IDS[:, 1:].flatten()), logits.detach()
+
+
+def own_loss(model):
+    with InFloat64():
+        return model(input_ids=IDS, labels=IDS, use_cache=False).loss
+
+
+def complete_gradients(model):
+    """Name, parameter and gradient, as the optimizer will have it: partial ones are summed over the ranks."""
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            is_partial = getattr(parameter, "sequence_parallel_enabled", False)
+            yield name, parameter, all_reduce(parameter.grad, get_group("tp")) if is_partial else parameter.grad
+
+
+def split_results(tp, models):
+    initialize_model_parallel(tensor_model_parallel_size=tp)
+    results = {}
+    for name, model in models.items():
+        split = parallelize(make_model(model), **model.options)
+        loss, logits = loss_and_logits(split)
+        own = own_loss(split)
+        own.backward()
+        results[name] = {
+            "loss": loss.detach(),
+            "own loss": own.detach(),
+            "logits": logits,
+            "weights": logical_pieces((key, it, it) for key, it in split.named_parameters()),
+            "gradients": logical_pieces(complete_gradients(split)),
+        }
+    return results
+
+
+def assert_equal_to_one_process(models, ranks):
+    for name, model in models.items():
+        whole = make_model(model)
+        loss, logits = loss_and_logits(whole)
+        loss.backward()
+        for rank in ranks:
+            for key, expected in {"loss": loss.detach(), "own loss": loss.detach(), "logits": logits}.items():
+                torch.testing.assert_close(rank[name][key], expected, msg=f"{name}: {key}", **EXACT)
+        weights = assemble_logical([rank[name]["weights"] for rank in ranks])
+        gradients = assemble_logical([rank[name]["gradients"] for rank in ranks], rtol=1e-9)
+        expected = {key: it for key, it in whole.named_parameters() if it.grad is not None}
+        assert weights.keys() == dict(whole.named_parameters()).keys(), name
+        assert gradients.keys() == expected.keys(), name
+        for key, parameter in expected.items():
+            assert torch.equal(weights[key], parameter.detach()), f"{name}: {key}"
+            torch.testing.assert_close(gradients[key], parameter.grad, msg=f"{name}: {key}", **EXACT)
+
+
+def test_models_on_two_ranks_equal_one_process(run_ranks):
+    assert_equal_to_one_process(ON_TWO_RANKS, run_ranks(split_results, 2, 2, ON_TWO_RANKS, timeout=300))
+
+
+@pytest.mark.slow
+def test_models_on_four_ranks_equal_one_process(run_ranks):
+    assert_equal_to_one_process(ON_FOUR_RANKS, run_ranks(split_results, 4, 4, ON_FOUR_RANKS, timeout=300))
+
+
+def test_split_model_generates_the_tokens_of_one_process(run_ranks):
+    models = {
+        "llama": Model("llama", options=SPLIT_SEQUENCE),
+        "gemma2": Model("gemma2"),
+        "mixtral": ON_TWO_RANKS["mixtral"],
+    }
+
+    def generate(model):
+        return model.eval().generate(IDS[:, :5], max_new_tokens=6, do_sample=False, pad_token_id=0)
+
+    def job():
+        initialize_model_parallel(tensor_model_parallel_size=2)
+        return {name: generate(parallelize(make_model(it), **it.options)) for name, it in models.items()}
+
+    ranks = run_ranks(job, 2)
+
+    for name, model in models.items():
+        expected = generate(make_model(model))
+        assert expected.shape == (2, 11)
+        assert all(torch.equal(rank[name], expected) for rank in ranks), name
+
+
+TRAINED = {name: Model(name, options=SPLIT_SEQUENCE) for name in ("llama", "qwen3", "gemma2")}
+
+
+def trained_losses(model, is_split, *, with_adapters):
+    """20 steps of AdamW, in whatever the model is."""
+    torch.manual_seed(7)
+    made = make_model(model)
+    if is_split:
+        made = parallelize(made, **model.options)
+    made.train()
+    if with_adapters:
+        made = LoraModel(made, LoraConfig(lora_rank=4, target_modules=["q_proj", "v_proj", "o_proj", "down_proj"]))
+    optimizer = torch.optim.AdamW([it for it in made.parameters() if it.requires_grad], lr=1e-2)
+    losses = []
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss = own_loss(made)
+        loss.backward()
+        if is_split:
+            for _, parameter, grad in complete_gradients(made):
+                parameter.grad = grad
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("with_adapters", [False, True])
+def test_split_sequences_and_adapters_train_as_one_process_does(run_ranks, with_adapters):
+    def job():
+        initialize_model_parallel(tensor_model_parallel_size=2)
+        return {name: trained_losses(it, True, with_adapters=with_adapters) for name, it in TRAINED.items()}
+
+    ranks = run_ranks(job, 2)
+
+    for name, model in TRAINED.items():
+        expected = trained_losses(model, False, with_adapters=with_adapters)
+        assert expected[-1] < 0.9 * expected[0], name
+        for rank in ranks:
+            assert rank[name] == pytest.approx(expected, rel=1e-8), name
+
+
+def test_layers_computed_again_change_no_gradient(run_ranks):
+    def gradients(model):
+        model.zero_grad()
+        model(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
+        return {name: it.grad for name, it in model.named_parameters()}
+
+    def job():
+        initialize_model_parallel(tensor_model_parallel_size=2)
+        for model in TRAINED.values():
+            split = parallelize(make_model(model), **model.options).train()
+            expected = gradients(split)
+            split.generate(IDS[:, :3], max_new_tokens=2, do_sample=False)  # whole sequences in between
+            apply_activation_checkpointing(split, "full")
+            found = gradients(split)
+            assert all(torch.equal(found[name], it) for name, it in expected.items())
+
+    run_ranks(job, 2)
+
+
+def test_model_of_a_config_has_the_weights_of_any_degree_and_no_whole_one_in_memory(run_ranks):
+    models = {
+        name: ON_TWO_RANKS[name] for name in ("llama", "gemma3", "mixtral", "one key/value head", "granite with sinks")
+    }
+
+    def job(tp):
+        initialize_model_parallel(tensor_model_parallel_size=tp)
+        results = {}
+        for name, model in models.items():
+            torch.manual_seed(3)
+            made = parallelize(make_config(model))
+            assert made(input_ids=IDS, use_cache=False).logits.isfinite().all()
+            results[name] = logical_pieces((key, it, it) for key, it in made.named_parameters())
+        return results
+
+    one, two = run_ranks(job, 1, 1), run_ranks(job, 2, 2)
+
+    for name in models:
+        expected = assemble_logical([rank[name] for rank in one])
+        found = assemble_logical([rank[name] for rank in two])
+        assert expected.keys() == found.keys()
+        assert all(torch.equal(found[key], it) for key, it in expected.items()), name
+        assert all(it.std() > 0 for key, it in found.items() if key.endswith("proj.weight"))
+
+
+@pytest.mark.parametrize("method", ["save_pretrained", "resize_token_embeddings"])
+def test_method_that_would_take_a_part_for_the_whole_model_raises(run_ranks, method):
+    def job():
+        initialize_model_parallel(tensor_model_parallel_size=2)
+        with pytest.raises(RuntimeError, match=rf"{method}\(\) would take this rank's part for the whole model"):
+            getattr(parallelize(make_model(Model("llama"))), method)("argument")
+
+    run_ranks(job, 2)
+
+
+def test_model_on_the_meta_device_stays_there(run_ranks):
+    def job():
+        initialize_model_parallel(tensor_model_parallel_size=2)
+        with torch.device("meta"):
+            model = parallelize(transformers.AutoModelForCausalLM.from_config(make_config(ON_TWO_RANKS["mixtral"])))
+        assert all(parameter.is_meta for parameter in model.parameters())
+        return model.get_parameter("model.layers.0.mlp.experts.gate_up_proj").shape[1]
+
+    whole = 2 * make_config(ON_TWO_RANKS["mixtral"]).intermediate_size
+    assert run_ranks(job, 2) == [whole // 2] * 2
+
+
+@pytest.mark.slow
+def test_pipeline_of_a_split_model_equals_one_process(run_ranks):
+    models = {name: ON_TWO_RANKS[name] for name in ("llama, tied, odd vocabulary", "qwen3, split sequence", "mixtral")}
+
+    def job():
+        initialize_model_parallel(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
+        results = {}
+        for name, model in models.items():
+            split = parallelize(make_model(model), **model.options)
+            names = ["input_ids", "labels"]
+            pipeline = NxDPPModel(split, num_microbatches=2, input_names=names, auto_partition=True)
+            pipeline.train()
+            with InFloat64():
+                loss = pipeline.run_train(input_ids=IDS, labels=IDS)
+            local = dict(pipeline.local_named_parameters())
+            complete = {
+                key: all_reduce(it.grad, get_group("tp"))
+                if getattr(it, "sequence_parallel_enabled", False)
+                else it.grad
+                for key, it in local.items()
+            }
+            results[name] = loss, logical_pieces((key, it, complete[key]) for key, it in local.items())
+        return results
+
+    ranks = run_ranks(job, 4, timeout=300)
+
+    for name, model in models.items():
+        whole = make_model(model).train()
+        loss = own_loss(whole)
+        loss.backward()
+        assert all(rank[name][0] is None for rank in ranks[:2])
+        for rank in ranks[2:]:
+            torch.testing.assert_close(rank[name][0], loss.detach(), msg=name, **EXACT)
+        gradients = assemble_logical([rank[name][1] for rank in ranks], rtol=1e-9)
+        for key, parameter in whole.named_parameters(remove_duplicate=False):
+            if key in gradients:
+                torch.testing.assert_close(gradients[key], parameter.grad, msg=f"{name}: {key}", **EXACT)
+        assert {id(dict(whole.named_parameters(remove_duplicate=False))[key]) for key in gradients} == {
+            id(it) for it in whole.parameters()
+        }
+
+
+@pytest.mark.parametrize("on_meta", [False, True])
+def test_documented_call_splits_the_model_by_itself(run_ranks, on_meta):
+    model = Model("qwen3")
+
+    def job(tp):
+        init = {"meta_device_init": on_meta, "param_init_fn": fill if on_meta else None}
+        config = nxd.neuronx_distributed_config(
+            tensor_parallel_size=tp, sequence_parallel=tp > 1, model_init_config=init
+        )
+        torch.manual_seed(3)
+        made = nxd.initialize_parallel_model(config, transformers.AutoModelForCausalLM.from_config, make_config(model))
+        optimizer = nxd.initialize_parallel_optimizer(config, torch.optim.AdamW, made.parameters(), lr=1e-2)
+        losses = []
+        for _ in range(3):
+            loss = made.run_train(input_ids=IDS, labels=IDS)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss))
+        rows = dict(made.named_parameters())["model.layers.0.mlp.up_proj.weight"].shape[0]
+        destroy_model_parallel()
+        return losses, rows
+
+    def fill(module):
+        for parameter in module.parameters(recurse=False):
+            torch.nn.init.normal_(parameter, std=0.2)
+
+    ((expected, rows),) = run_ranks(job, 1, 1)
+    for losses, rows_here in run_ranks(job, 2, 2):
+        assert losses == pytest.approx(expected, rel=1e-5)
+        assert rows_here == rows // 2
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (Model("doge"), "models of type 'doge' are not split by their own plan: its plan splits the heads"),
+        (Model("gpt2"), "GPT2LMHeadModel has no tensor-parallel plan; give one"),
+        (Model("phi3", {"head_dim": None}, SPLIT_SEQUENCE), "sequence_parallel=True cannot be had around"),
+        (Model("mixtral", EXPERTS, SPLIT_SEQUENCE), "it has layers of style moe_tp_experts, packed_colwise"),
+        (Model("llama", {"intermediate_size": 47}), "2 shards do not divide dim 0"),
+        (
+            Model("granite_swa", {"num_attention_heads": 3, "num_key_value_heads": 3}),
+            "sinks .* cannot be padded to 4 heads",
+        ),
+        (Model("llama", options={"plan": {"model.layers.*.mlp.up_proj": "colwize"}}), "did you mean 'colwise'"),
+        (Model("llama", options={"plan": {"model.layer.*.mlp": "colwise"}}), "matches no module or parameter"),
+        (
+            Model("qwen3", options={"plan": {"model.layers.*.self_attn.q_proj": "colwise"}}),
+            "k_proj.weight lies among the split heads",
+        ),
+    ],
+)
+def test_model_that_cannot_be_split_is_refused_with_the_reason(run_ranks, model, message):
+    def job():
+        initialize_model_parallel(tensor_model_parallel_size=2)
+        with pytest.raises(ValueError, match=message):
+            parallelize(make_model(model), **model.options)
+
+    run_ranks(job, 2)
