@@ -1,0 +1,29 @@
+"""Compile tensor-parallel models once, save them, load them, and call them like a function."""
+
+from nxd_trace.buckets import BucketModelConfig
+from nxd_trace.builder import ModelBuilder, shard_checkpoint
+from nxd_trace.errors import MissingMainGuardError, ModelFolderError, WorkerError
+from nxd_trace.model import TensorParallelModel
+from nxd_trace.parallel_model import parallel_model_trace
+from nxd_trace.saved_model import parallel_model_load, parallel_model_save
+from nxd_trace.signature import Signature, TensorSpec
+
+__version__ = "0.1.0"
+
+__all__ = [
+    # trace, save, load
+    "parallel_model_trace",
+    "parallel_model_save",
+    "parallel_model_load",
+    "BucketModelConfig",
+    "ModelBuilder",
+    "shard_checkpoint",
+    # what comes of it
+    "TensorParallelModel",
+    "Signature",
+    "TensorSpec",
+    # when it goes wrong
+    "WorkerError",
+    "ModelFolderError",
+    "MissingMainGuardError",
+]

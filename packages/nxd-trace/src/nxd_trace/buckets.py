@@ -1,0 +1,185 @@
+"""Buckets: one program per input length, and the choice between them at each call.
+
+A bucket kernel sees the inputs of a call, pads them, and says which bucket they go to. Kernels may be scripted, then
+they are saved with the model, or plain Python, then whoever loads the model gives the configuration again.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from nxd_trace.errors import ModelFolderError
+from nxd_trace.signature import Signature, TensorSpec
+
+BucketKernel = Callable[[list[Tensor]], tuple[list[Tensor], Tensor | int]]
+StatePreprocessor = Callable[[list[list[int]], list[Tensor], Tensor], list[Tensor]]
+
+_KERNEL_FILE, _PREPROCESSOR_FILE = "bucket_kernel.pt", "state_preprocessor.pt"
+
+
+@dataclass(frozen=True)
+class BucketModelConfig:
+    """How a model of several buckets chooses between them; as `torch_neuronx.BucketModelConfig`.
+
+    Attributes:
+        bucket_kernel: called without arguments, gives the kernel: a function of the inputs of a call, as a list, to
+            the padded inputs and the number of their bucket. Scripted or plain Python. None for the built-in kernel:
+            zeros are appended until the inputs have the shapes of the first bucket that they fit into.
+        shared_state_buffer: first values of the state, one tensor per alias and in their order, where it is larger
+            than what a bucket works on.
+        shared_state_buffer_preprocessor: called without arguments, gives a function of the shapes that a bucket's
+            state has, the state, and the number of the bucket, to what the bucket works on. These are views of the
+            state: what a bucket writes into a copy is lost.
+        func_kwargs: for `func`: a dict for all buckets, or a list of one per bucket.
+    """
+
+    bucket_kernel: Callable[[], BucketKernel] | None
+    shared_state_buffer: Sequence[Tensor] | None = None
+    shared_state_buffer_preprocessor: Callable[[], StatePreprocessor] | None = None
+    func_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("bucket_kernel", "shared_state_buffer_preprocessor"):
+            value = getattr(self, name)
+            if value is not None and (not callable(value) or isinstance(value, torch.jit.ScriptFunction)):
+                raise TypeError(
+                    f"{name} must be a function without arguments that returns the (scripted) function; "
+                    f"got a {type(value).__name__}"
+                )
+        if self.shared_state_buffer_preprocessor is not None and self.shared_state_buffer is None:
+            raise ValueError("shared_state_buffer_preprocessor needs shared_state_buffer, the state that it cuts up")
+
+    def kwargs_of(self, bucket: int, num_buckets: int) -> Mapping[str, Any]:
+        """Arguments of `func` for one bucket.
+
+        Raises:
+            ValueError: a list of another length.
+        """
+        if self.func_kwargs is None:
+            return {}
+        if isinstance(self.func_kwargs, Mapping):
+            return self.func_kwargs
+        if len(self.func_kwargs) != num_buckets:
+            raise ValueError(
+                f"func_kwargs has {len(self.func_kwargs)} entries for {num_buckets} buckets; give one dict per bucket, "
+                "or a single dict for all"
+            )
+        return self.func_kwargs[bucket]
+
+
+def save_functions(config: BucketModelConfig, folder: Path) -> dict[str, Any]:
+    """Write the scripted functions of a configuration; gives what the manifest says of it."""
+    kinds = {}
+    for name, make, file in (
+        ("kernel", config.bucket_kernel, _KERNEL_FILE),
+        ("preprocessor", config.shared_state_buffer_preprocessor, _PREPROCESSOR_FILE),
+    ):
+        function = None if make is None else make()
+        if isinstance(function, torch.jit.ScriptFunction | torch.jit.ScriptModule):
+            torch.jit.save(function, str(folder / file))
+            kinds[name] = "scripted"
+        else:
+            kinds[name] = "built-in" if function is None else "python"
+    return kinds
+
+
+def load_kernel(
+    stored: Mapping[str, Any], folder: Path, config: BucketModelConfig | None, signatures: Sequence[Signature]
+) -> BucketKernel:
+    """The bucket kernel of a model.
+
+    Raises:
+        ModelFolderError: it was plain Python, and no configuration is given.
+    """
+    if config is not None:
+        return fitting_kernel(signatures) if config.bucket_kernel is None else config.bucket_kernel()
+    if stored["kernel"] == "scripted":
+        kernel: BucketKernel = torch.jit.load(str(folder / _KERNEL_FILE))
+        return kernel
+    if "python" in stored.values():
+        raise ModelFolderError(
+            f"the bucket functions of {folder} are plain Python, which is not saved; pass the BucketModelConfig to "
+            "parallel_model_load, or script the functions with torch.jit.script"
+        )
+    return fitting_kernel(signatures)
+
+
+def load_preprocessor(stored: Mapping[str, Any], folder: Path) -> StatePreprocessor | None:
+    """The scripted state preprocessor of a model, if it has one."""
+    if stored["preprocessor"] != "scripted":
+        return None
+    preprocessor: StatePreprocessor = torch.jit.load(str(folder / _PREPROCESSOR_FILE))
+    return preprocessor
+
+
+def fitting_kernel(signatures: Sequence[Signature]) -> BucketKernel:
+    """The built-in kernel: appends zeros along every dim, for the first bucket that all inputs fit into."""
+
+    def kernel(inputs: list[Tensor]) -> tuple[list[Tensor], int]:
+        for index, signature in enumerate(signatures):
+            if len(inputs) == len(signature.inputs) and all(map(_fits_into, inputs, signature.inputs)):
+                return [_padded(tensor, spec) for tensor, spec in zip(inputs, signature.inputs, strict=True)], index
+        return inputs, len(signatures) - 1
+
+    return kernel
+
+
+def choose_bucket(
+    kernel: BucketKernel, signatures: Sequence[Signature], inputs: list[Tensor]
+) -> tuple[int, list[Tensor]]:
+    """The bucket for these inputs, and the inputs padded for it.
+
+    Raises:
+        ValueError: they are larger than the largest bucket, or the kernel names no bucket or pads to another shape.
+    """
+    _check_not_too_long(signatures, inputs)
+    padded, chosen = kernel(inputs)
+    bucket = int(chosen)
+    if not 0 <= bucket < len(signatures):
+        raise ValueError(f"the bucket kernel chose bucket {bucket}; there are {len(signatures)}, counted from 0")
+    padded = list(padded)
+    expected = signatures[bucket].inputs
+    if len(padded) != len(expected) or not all(
+        spec.fits(tensor) for spec, tensor in zip(expected, padded, strict=True)
+    ):
+        raise ValueError(
+            f"the inputs fit no bucket: {_listed(TensorSpec.of(tensor) for tensor in padded)}, but bucket {bucket} "
+            f"takes {_listed(expected)}; let the bucket kernel pad to these shapes"
+        )
+    return bucket, padded
+
+
+def _check_not_too_long(signatures: Sequence[Signature], inputs: Sequence[Tensor]) -> None:
+    for index, tensor in enumerate(inputs):
+        specs = [signature.inputs[index] for signature in signatures if index < len(signature.inputs)]
+        if not specs or any(len(spec.shape) != tensor.dim() for spec in specs):
+            continue  # the kernel may make something of it
+        for dim, length in enumerate(tensor.shape):
+            longest = max(spec.shape[dim] for spec in specs)
+            if length > longest:
+                raise ValueError(
+                    f"input {index} has length {length} along dim {dim}, more than the largest bucket, {longest}; "
+                    "shorten the input, or trace a larger bucket"
+                )
+
+
+def _fits_into(tensor: Tensor, spec: TensorSpec) -> bool:
+    return (
+        tensor.dtype == spec.torch_dtype
+        and tensor.dim() == len(spec.shape)
+        and all(length <= size for length, size in zip(tensor.shape, spec.shape, strict=True))
+    )
+
+
+def _padded(tensor: Tensor, spec: TensorSpec) -> Tensor:
+    missing = [size - length for length, size in zip(tensor.shape, spec.shape, strict=True)]
+    return F.pad(tensor, [side for amount in reversed(missing) for side in (0, amount)]) if any(missing) else tensor
+
+
+def _listed(specs: Any) -> str:
+    return ", ".join(map(str, specs))

@@ -1,0 +1,86 @@
+"""`ModelBuilder`: several programs of one model, such as prefill and decode, that share weights and state."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from nxd_trace.manifest import RankManifest, rank_folder
+from nxd_trace.model import TensorParallelModel
+from nxd_trace.program import Program
+from nxd_trace.tracing import TraceSettings, Weights, trace_programs
+from nxd_trace.weights import as_source, read_weights
+
+
+class ModelBuilder:
+    """Collects programs with `trace`, then makes a model of them with `compile`.
+
+    Example:
+        model = ModelBuilder(build_llama, tp_degree=2).trace(prompt, tag="prefill").trace(token, tag="decode").compile()
+        logits = model.run("decode", token)
+
+    Args:
+        func: as for `parallel_model_trace`.
+        tp_degree: number of ranks.
+    """
+
+    def __init__(self, func: Callable[..., Any], tp_degree: int = 1) -> None:
+        self._func = func
+        self._tp_degree = tp_degree
+        self._programs: list[Program] = []
+
+    def trace(self, inputs: Any, tag: str, func_kwargs: Mapping[str, Any] | None = None) -> Self:
+        """Add a program.
+
+        Args:
+            inputs: a tensor, a tuple of positional inputs or a dict of keyword inputs.
+            tag: its name, for `TensorParallelModel.run`.
+            func_kwargs: for `func`; programs with equal ones are recorded from one model.
+
+        Returns:
+            The builder itself.
+
+        Raises:
+            TypeError: inputs that are no tensors.
+        """
+        self._programs.append(Program(tag, inputs, dict(func_kwargs or {})))
+        return self
+
+    def compile(self, **settings: Any) -> TensorParallelModel:
+        """Trace and compile all programs.
+
+        Args:
+            **settings: as for `parallel_model_trace`: compiler, compiler_args, compiler_workdir, weights, cache_dir,
+                inline_weights_to_neff, max_parallel_compilations, progress.
+
+        Raises:
+            As `parallel_model_trace`; ValueError for no programs, or two of one name.
+        """
+        return trace_programs(self._func, self._programs, replace(TraceSettings(tp_degree=self._tp_degree), **settings))
+
+
+def shard_checkpoint(weights: Weights, model: TensorParallelModel) -> list[dict[str, Tensor]]:
+    """What each rank of a model would take of some weights, without giving it to the workers.
+
+    Args:
+        weights: as for `TensorParallelModel.replace_weights`.
+        model: traced or loaded; its workers need not run.
+
+    Returns:
+        By rank, tensors by the names that the model has there.
+
+    Raises:
+        ModelFolderError: the weights do not fit the model.
+    """
+    shards = []
+    with as_source(weights) as source:
+        for rank in range(model.tp_degree):
+            stored = RankManifest.read(model.folder / rank_folder(rank)).weights
+            tensors = {
+                name: torch.empty(weight.shape, dtype=getattr(torch, weight.dtype)) for name, weight in stored.items()
+            }
+            filled = read_weights(stored, source, tensors.__getitem__)
+            shards.append({name: tensors[name] for name in filled})
+    return shards

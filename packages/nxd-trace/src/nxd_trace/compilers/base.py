@@ -1,0 +1,59 @@
+"""What a compiler is: how to turn a recorded graph into files, and files into something that runs."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.export import ExportedProgram
+
+# Takes weights, states and inputs in one flat list, updates the states in place, and gives the outputs. A program that
+# holds its weights and states takes the inputs only.
+Run = Callable[[list[Tensor]], Sequence[Tensor]]
+
+
+@dataclass(frozen=True)
+class CompileJob:
+    """One program to compile.
+
+    Attributes:
+        exported: the graph; its inputs are weights, states and inputs, one after the other, and it has no parameters.
+        tensors: these inputs.
+        num_weights: how many of them are weights.
+        num_states: how many are states.
+        folder: where the compiled program goes.
+        workdir: where intermediate files may stay.
+        arguments: the user's compiler_args.
+        inline_weights: the program may keep the weights inside.
+    """
+
+    exported: ExportedProgram
+    tensors: Sequence[Tensor]
+    num_weights: int
+    num_states: int
+    folder: Path
+    workdir: Path
+    arguments: tuple[str, ...]
+    inline_weights: bool
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """One way to compile and run programs.
+
+    Attributes:
+        name: by which users choose it.
+        version: of what compiles, as it enters the cache's key.
+        compile: writes files into `job.folder`.
+        load: makes them run on a device.
+        holds_tensors: a program holds a rank's weights and states, so ranks share none, and weights cannot be replaced.
+        runs: whether `load` gives something that runs; otherwise the files are for inspection.
+    """
+
+    name: str
+    version: Callable[[], str]
+    compile: Callable[[CompileJob], None]
+    load: Callable[[Path, torch.device], Run]
+    holds_tensors: bool = False
+    runs: bool = True

@@ -1,0 +1,219 @@
+"""Recording a model as a graph that holds no weights, no state and, where the model allows it, no rank.
+
+The graph's inputs are weights, states and the user's inputs, one after the other. So weights can be replaced, several
+programs can share weights and state, and ranks whose graphs are equal share one compiled program.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
+
+from nxd_trace.aliases import Alias, named_tensors
+from nxd_trace.signature import Signature, TensorSpec
+from nxd_trace.structure import Structure, flatten, unflatten, without
+
+
+@dataclass(frozen=True)
+class ExportedModel:
+    """One program of a model on this rank, recorded.
+
+    Attributes:
+        exported: the graph.
+        tensors: its example inputs: weights, states, inputs.
+        weights: names of the first ones.
+        states: names of the next ones.
+        state_shapes: their shapes.
+        signature: of the rest.
+        digest: the same for programs that compute the same: a hash of the graph, its shapes and its constants.
+        groups: names of the process groups that its collectives use.
+    """
+
+    exported: ExportedProgram
+    tensors: list[Tensor]
+    weights: tuple[str, ...]
+    states: tuple[str, ...]
+    state_shapes: tuple[tuple[int, ...], ...]
+    signature: Signature
+    digest: str
+    groups: frozenset[str]
+
+
+class _OutputStructure:
+    """How a model's outputs are nested, noted while it is recorded. (torch.export undoes changes of attributes.)"""
+
+    value: Structure = None
+
+
+class _Functional(nn.Module):
+    """A model as a function of its tensors, which gives a flat list of outputs."""
+
+    def __init__(self, model: nn.Module, weights: Sequence[str], aliases: Sequence[Alias]) -> None:
+        super().__init__()
+        self._model = [model]  # in a list, so that its tensors are not this module's
+        self._weights = weights
+        self._aliases = aliases
+        self.output_structure = _OutputStructure()
+
+    def forward(
+        self, weights: list[Tensor], states: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[Tensor]:
+        tensors = dict(zip(self._weights, weights, strict=True))
+        tensors.update(zip([alias.name for alias in self._aliases], states, strict=True))
+        outputs, structure = flatten(torch.func.functional_call(self._model[0], tensors, args, kwargs), "outputs")
+        new_states = {}
+        for alias, state in zip(self._aliases, states, strict=True):
+            if alias.output is not None:
+                state.copy_(_new_value(alias, state, outputs))
+                new_states[alias.output] = alias
+        kept = [output for index, output in enumerate(outputs) if index not in new_states]
+        if not kept:
+            raise ValueError("the model returns nothing but new state; return a tensor for the caller as well")
+        structure = without(structure, set(new_states))
+        # A model that returns (output, new state) is called for its output.
+        alone = bool(new_states) and structure in ({"tuple": [0]}, {"list": [0]})
+        self.output_structure.value = 0 if alone else structure
+        return kept
+
+
+def export_model(
+    model: nn.Module, aliases: Sequence[Alias], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> ExportedModel:
+    """Record `model(*args, **kwargs)`.
+
+    Args:
+        model: in evaluation mode, on the device it is to run on.
+        aliases: its state.
+        name: of the program.
+        args: positional inputs, tensors in nested tuples, lists and dicts.
+        kwargs: keyword inputs.
+
+    Raises:
+        ValueError: the model updates a weight or an input in place, or an alias does not fit the outputs.
+    """
+    states = [alias.name for alias in aliases]
+    tensors = dict(named_tensors(model))
+    weights = [name for name in tensors if name not in states]
+    inputs, input_structure = flatten([args, dict(kwargs)], "example_inputs")
+    held = [tensors[key].detach().contiguous() for key in (*weights, *states)]  # as files and shared memory have them
+    args, kwargs = (unflatten(part, [tensor.contiguous() for tensor in inputs]) for part in input_structure["list"])
+    functional = _Functional(model, weights, aliases)
+    with torch.no_grad():
+        exported = torch.export.export(
+            functional, (held[: len(weights)], held[len(weights) :], args, kwargs), strict=False
+        )
+    graph = exported.graph_module
+    _drop_metadata_checks(graph)
+    placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    lifted = [
+        spec for spec in exported.graph_signature.input_specs if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER)
+    ]
+    assert not lifted, f"{lifted} are no inputs of the graph"
+    roles = [f"weight {key!r}" for key in weights] + [None] * len(states)
+    roles += [f"input {index}" for index in range(len(inputs))]
+    num_constants = len(placeholders) - len(roles)
+    _check_updates(graph, dict(zip(placeholders[num_constants:], roles, strict=True)))
+    outputs = [node.meta["val"] for node in _output_nodes(graph)]
+    return ExportedModel(
+        exported=exported,
+        tensors=[*held, *inputs],
+        state_shapes=tuple(tuple(tensor.shape) for tensor in held[len(weights) :]),
+        weights=tuple(weights),
+        states=tuple(states),
+        signature=Signature(
+            name=name,
+            inputs=tuple(TensorSpec.of(tensor) for tensor in inputs),
+            input_structure=input_structure,
+            outputs=tuple(TensorSpec.of(tensor) for tensor in outputs),
+            output_structure=functional.output_structure.value,
+        ),
+        digest=_digest(exported, placeholders),
+        groups=_process_groups(graph),
+    )
+
+
+def _new_value(alias: Alias, state: Tensor, outputs: Sequence[Tensor]) -> Tensor:
+    assert alias.output is not None
+    if alias.output >= len(outputs):
+        raise ValueError(
+            f"the aliases map {alias.name!r} to output {alias.output}, but the model returns {len(outputs)} tensors"
+        )
+    new = outputs[alias.output]
+    if new.shape != state.shape or new.dtype != state.dtype:
+        raise ValueError(
+            f"output {alias.output} is {TensorSpec.of(new)}, but the state {alias.name!r} that it updates is "
+            f"{TensorSpec.of(state)}; they must be alike"
+        )
+    return new
+
+
+def _drop_metadata_checks(graph: fx.GraphModule) -> None:
+    """Checks of dtypes, which cannot fail where shapes and dtypes are fixed, cost time at every call."""
+    for node in list(graph.graph.nodes):
+        if node.target is torch.ops.aten._assert_tensor_metadata.default:
+            graph.graph.erase_node(node)
+    graph.recompile()
+
+
+def _output_nodes(graph: fx.GraphModule) -> list[fx.Node]:
+    (output,) = [node for node in graph.graph.nodes if node.op == "output"]
+    return list(output.args[0])
+
+
+def _check_updates(graph: fx.GraphModule, roles: Mapping[fx.Node, str | None]) -> None:
+    """Only state may be updated in place: weights are shared, and inputs lie in memory that all ranks read."""
+    for node in graph.graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        if node.op != "call_function" or schema is None or not schema.is_mutable:
+            continue
+        for argument, value in zip(schema.arguments, node.args, strict=False):
+            if argument.alias_info is None or not argument.alias_info.is_write or not isinstance(value, fx.Node):
+                continue
+            role = roles.get(_viewed(value))
+            if role is not None:
+                raise ValueError(
+                    f"the model's forward updates {role} in place ({node.target}). If it is state, name it in the "
+                    "aliases that func returns beside the model; otherwise work on a copy"
+                )
+
+
+def _viewed(node: fx.Node) -> fx.Node:
+    """The node whose memory this one is a view of, itself if of none."""
+    while node.op == "call_function":
+        schema = getattr(node.target, "_schema", None)
+        if schema is None or not schema.returns or schema.returns[0].alias_info is None:
+            break
+        if not isinstance(node.args[0], fx.Node):
+            break
+        node = node.args[0]
+    return node
+
+
+def _digest(exported: ExportedProgram, placeholders: Sequence[fx.Node]) -> str:
+    digest = hashlib.sha256()
+    for module in exported.graph_module.modules():
+        if isinstance(module, fx.GraphModule):
+            digest.update(str(module.graph).encode())
+    for node in placeholders:
+        value = node.meta["val"]
+        digest.update(f"{node.name} {value.dtype} {tuple(value.shape)} {value.stride()} {value.device.type}".encode())
+    for spec in exported.graph_signature.input_specs:
+        if spec.kind == InputKind.CONSTANT_TENSOR:
+            constant = exported.constants[str(spec.target)].detach().cpu().contiguous()
+            digest.update(bytes(constant.reshape(-1).view(torch.uint8).tolist()))
+    return digest.hexdigest()
+
+
+def _process_groups(graph: fx.GraphModule) -> frozenset[str]:
+    names = set()
+    for module in graph.modules():
+        for node in module.graph.nodes if isinstance(module, fx.GraphModule) else []:
+            if getattr(node.target, "namespace", "") == "_c10d_functional":
+                arguments = zip(node.target._schema.arguments, node.args, strict=False)
+                names |= {str(value) for argument, value in arguments if argument.name == "group_name"}
+    return frozenset(names)

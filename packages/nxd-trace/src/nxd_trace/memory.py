@@ -1,0 +1,70 @@
+"""One piece of memory that a model's processes share, and where each input and output lies in it.
+
+It has no name, only a file descriptor that the workers inherit: nothing is left behind when all of them have ended,
+in whatever way.
+"""
+
+import mmap
+import os
+import tempfile
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from nxd_trace.signature import Signature, TensorSpec
+
+_ALIGNMENT = 64  # bytes: what compiled programs expect of their inputs
+
+
+def new_shared_file() -> int:
+    """A file descriptor of empty memory; the caller closes it."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("nxd_trace")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+class SharedTensors:
+    """Inputs and outputs of every program as tensors over the shared memory.
+
+    Programs run one at a time, so they use the same bytes.
+
+    Args:
+        file: descriptor of the shared memory, made long enough here.
+        signatures: of the programs.
+
+    Attributes:
+        inputs: per program.
+        outputs: per program.
+    """
+
+    def __init__(self, file: int, signatures: Sequence[Signature]) -> None:
+        first_output = max((_end_of(signature.inputs, 0) for signature in signatures), default=0)
+        end = max((_end_of(signature.outputs, first_output) for signature in signatures), default=0)
+        length = max(end, _ALIGNMENT)
+        if os.fstat(file).st_size < length:
+            os.ftruncate(file, length)
+        memory = mmap.mmap(file, length)  # lives as long as a tensor over it
+        self.inputs = [_views(memory, signature.inputs, 0) for signature in signatures]
+        self.outputs = [_views(memory, signature.outputs, first_output) for signature in signatures]
+
+
+def _aligned(length: int) -> int:
+    return -(-length // _ALIGNMENT) * _ALIGNMENT
+
+
+def _end_of(specs: Sequence[TensorSpec], start: int) -> int:
+    return start + sum(_aligned(spec.nbytes) for spec in specs)
+
+
+def _views(memory: mmap.mmap, specs: Sequence[TensorSpec], start: int) -> list[Tensor]:
+    views = []
+    for spec in specs:
+        if spec.numel == 0:
+            views.append(torch.empty(spec.shape, dtype=spec.torch_dtype))
+        else:
+            flat = torch.frombuffer(memory, dtype=spec.torch_dtype, count=spec.numel, offset=start)
+            views.append(flat.view(spec.shape))
+        start += _aligned(spec.nbytes)
+    return views

@@ -1,0 +1,289 @@
+"""`TensorParallelModel`: a traced model, called like a function, that computes in one worker process per rank."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import TracebackType
+from typing import Any, Self
+
+from torch import Tensor, nn
+
+from nxd_trace.buckets import BucketKernel, BucketModelConfig, choose_bucket, load_kernel
+from nxd_trace.compilers import choose_compiler
+from nxd_trace.errors import WorkerError
+from nxd_trace.manifest import MANIFEST, WEIGHTS, Manifest
+from nxd_trace.memory import SharedTensors
+from nxd_trace.signature import Signature
+from nxd_trace.structure import flatten
+from nxd_trace.weights import WeightSource, as_source
+from nxd_trace.workers.group import WorkerGroup
+from nxd_trace.workers.messages import ReadState, ReplaceWeights, ResetState, Serve
+from nxd_trace.workers.pickling import check_not_in_worker, dumps_for_workers
+
+
+class TensorParallelModel(nn.Module):
+    """A traced model whose shards live in worker processes.
+
+    It holds one or several programs, which share weights and state. A call picks one: `model(...)` by its bucket or
+    by the shapes of its inputs, `model.run("decode", ...)` by name. State (what aliases name, such as a key-value
+    cache) stays in the workers between calls; `reset_state` sets it back.
+
+    Calls run one after the other, also when several threads make them. What a call returns is what the model returns
+    on rank 0, on the CPU. `close`, or leaving a `with` block, ends the processes; they also end when the model is
+    garbage or this process is gone, however that came about.
+
+    Made by `parallel_model_trace`, `ModelBuilder` and `parallel_model_load`.
+
+    Args:
+        folder: of the model, whose manifest has been checked.
+        bucket_config: given to the trace, or again at load.
+        workers: running ones to use; new ones if None.
+        temporary: the folder, if it is to go when the model does.
+
+    Attributes:
+        tp_degree: number of ranks.
+        programs: signature by name.
+        folder: where the programs and weights lie.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        bucket_config: BucketModelConfig | None = None,
+        workers: WorkerGroup | None = None,
+        temporary: TemporaryDirectory[str] | None = None,
+    ) -> None:
+        super().__init__()
+        manifest = Manifest.read(folder)
+        self._manifest = manifest
+        self._compiler = choose_compiler(manifest.compiler)
+        self._bucket_config = bucket_config
+        self.folder = folder
+        self.tp_degree = manifest.tp_degree
+        self.programs: Mapping[str, Signature] = {program.name: program for program in manifest.programs}
+        self._indices = {program.name: index for index, program in enumerate(manifest.programs)}
+        self._kernel: BucketKernel | None = None
+        if manifest.buckets is not None:
+            self._kernel = load_kernel(manifest.buckets, folder, bucket_config, manifest.programs)
+        self._lock = threading.RLock()
+        self._temporary = temporary
+        self._finalizer: weakref.finalize[..., Any] | None = None
+        self._workers: WorkerGroup | None = None
+        self._start(workers)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the program that these inputs fit, or their bucket's.
+
+        Args:
+            *args: as the model was traced: tensors in nested tuples, lists and dicts.
+            **kwargs: as the model was traced.
+
+        Returns:
+            What the model returns on rank 0; with buckets, of the padded inputs.
+
+        Raises:
+            ValueError: inputs of other shapes than traced, or longer than the largest bucket.
+            WorkerError: a worker raised or died, or the model is closed.
+        """
+        if self._kernel is not None:
+            inputs, _ = flatten([args, kwargs], "inputs")
+            bucket, padded = choose_bucket(self._kernel, self._manifest.programs, inputs)
+            return self._call(bucket, padded)
+        index = self._fitting_program(args, kwargs)
+        return self._call(index, self._manifest.programs[index].flat_inputs(args, kwargs))
+
+    def run(self, program: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Run the program of this name; otherwise as a call of the model.
+
+        Raises:
+            ValueError: there is no such program, or the inputs do not have the shapes that it was traced with.
+            WorkerError: a worker raised or died, or the model is closed.
+        """
+        if program not in self._indices:
+            raise ValueError(f"there is no program {program!r}; this model has {', '.join(self._indices)}")
+        return self._call(self._indices[program], self.programs[program].flat_inputs(args, kwargs))
+
+    def reset_state(self) -> None:
+        """Set the state back to what it was before the first call.
+
+        Raises:
+            WorkerError: a worker died, or the model is closed.
+        """
+        self._check_apart("state")
+        with self._lock:
+            self._running_workers().ask_all(ResetState(), "resetting the state")
+
+    def read_state(self, name: str, rank: int = 0) -> Tensor:
+        """A copy of one rank's part of a state tensor, to look at.
+
+        Raises:
+            WorkerError: there is no such state, a worker died, or the model is closed.
+        """
+        self._check_apart("state")
+        with self._lock:
+            state: Tensor = self._running_workers().ask({rank: ReadState(name)}, "reading state")[rank]
+            return state
+
+    def replace_weights(self, weights: str | Path | Mapping[str, Tensor] | WeightSource) -> None:
+        """Put new weights in, without compiling; each rank reads only its part.
+
+        Args:
+            weights: logical tensors, with the names and shapes of the unsharded model: a safetensors file or a folder
+                of them, a dict of tensors, or an open checkpoint (`nxd_ckpt.open_checkpoint(...)`). Buffers that it
+                lacks keep their values.
+
+        Raises:
+            ValueError: the weights are inlined in the programs.
+            WorkerError: the weights do not fit; then the model keeps its own. Or a worker died.
+        """
+        if self._manifest.inline_weights:
+            raise ValueError(
+                "this model was traced with inline_weights_to_neff=True, so its weights belong to its programs; trace "
+                "it with inline_weights_to_neff=False to replace them"
+            )
+        self._check_apart("weights")
+        with self._lock, as_source(weights) as source:
+            workers = self._running_workers()
+            temporary = TemporaryDirectory(prefix="nxd_trace_")
+            folder = Path(temporary.name)
+            copy_model(self.folder, folder, without=WEIGHTS)
+            request = ReplaceWeights(dumps_for_workers(source, "the source of weights"), str(folder))
+            workers.ask_all(request, "replacing the weights")
+            self._manifest = self._manifest.write(folder)
+            self.folder = folder
+            if self._temporary is not None:
+                self._temporary.cleanup()
+            self._temporary = temporary
+            self._watch(workers)
+
+    def restart(self) -> None:
+        """End the workers, if some are left, and start new ones: the state is what it was before the first call.
+
+        Raises:
+            ModelFolderError: the model's folder has changed or is gone.
+        """
+        with self._lock:
+            self._end()
+            self._manifest.check(self.folder)
+            self._start(None)
+
+    def close(self) -> None:
+        """End the worker processes. Calls then raise; `restart` starts new ones."""
+        with self._lock:
+            self._end()
+
+    @property
+    def worker_pids(self) -> list[int]:
+        """Process ids of the workers by rank; none while they are not running."""
+        workers = self._workers
+        return workers.pids if workers is not None and workers.is_open else []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def extra_repr(self) -> str:
+        """Ranks, compiler and programs."""
+        return f"tp_degree={self.tp_degree}, compiler={self._manifest.compiler!r}, programs={list(self.programs)}"
+
+    def _check_apart(self, what: str) -> None:
+        if self._compiler.holds_tensors:
+            raise ValueError(
+                f"programs of compiler {self._compiler.name!r} hold their {what} on the device, out of reach; "
+                "restart() begins anew, and another trace takes other weights"
+            )
+
+    def _fitting_program(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        """The only program, or the one that was traced with such inputs."""
+        programs = self._manifest.programs
+        if len(programs) == 1:
+            return 0
+        inputs, structure = flatten([args, kwargs], "inputs")
+        for index, program in enumerate(programs):
+            if structure == program.input_structure and all(map(_fits, program.inputs, inputs)):
+                return index
+        listed = "; ".join(f"{program.name}: {', '.join(map(str, program.inputs))}" for program in programs)
+        raise ValueError(f"no program was traced with these inputs; there are {listed}")
+
+    def _call(self, index: int, inputs: list[Tensor]) -> Any:
+        signature = self._manifest.programs[index]
+        with self._lock:
+            workers = self._running_workers()
+            for shared, tensor in zip(self._shared.inputs[index], inputs, strict=True):
+                shared.copy_(tensor)
+            workers.call(index)
+            outputs = [tensor.clone() for tensor in self._shared.outputs[index]]
+        return signature.nested_outputs(outputs)
+
+    def _running_workers(self) -> WorkerGroup:
+        if not self._compiler.runs:
+            raise ValueError(
+                f"programs of compiler {self._compiler.name!r} are for inspection and do not run; they lie in "
+                f"{self.folder}"
+            )
+        if self._workers is None or not self._workers.is_open:
+            raise WorkerError(
+                "the worker processes of this model have ended, because it was closed or one of them failed; "
+                "call restart() to start new ones"
+            )
+        return self._workers
+
+    def _start(self, workers: WorkerGroup | None) -> None:
+        check_not_in_worker()
+        if not self._compiler.runs:
+            if workers is not None:
+                workers.close()
+            return
+        workers = workers or WorkerGroup(self.tp_degree)
+        try:
+            self._shared = SharedTensors(workers.memory, self._manifest.programs)
+            config = self._bucket_config
+            preprocessor = None if config is None else config.shared_state_buffer_preprocessor
+            pickled = dumps_for_workers(preprocessor, "shared_state_buffer_preprocessor")
+            workers.ask_all(Serve(str(self.folder), pickled), "loading the model")
+        except BaseException:
+            workers.close()
+            raise
+        self._workers = workers
+        self._watch(workers)
+
+    def _watch(self, workers: WorkerGroup) -> None:
+        """Have the processes ended and the folder removed when this model is garbage, or Python ends."""
+        if self._finalizer is not None:
+            self._finalizer.detach()
+        self._finalizer = weakref.finalize(self, _release, workers, self._temporary)
+
+    def _end(self) -> None:
+        if self._workers is not None:
+            self._workers.close()
+            self._workers = None
+
+
+def copy_model(source: Path, target: Path, *, without: str = "") -> None:
+    """Copy a model's files but the manifest and those of this name."""
+    for path in sorted(source.rglob("*")):
+        if path.is_file() and path.name not in (without, MANIFEST):
+            copy = target / path.relative_to(source)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, copy)
+
+
+def _fits(spec: Any, tensor: Tensor) -> bool:
+    fits: bool = spec.fits(tensor)
+    return fits
+
+
+def _release(workers: WorkerGroup, temporary: TemporaryDirectory[str] | None) -> None:
+    workers.close()
+    if temporary is not None:
+        temporary.cleanup()

@@ -1,0 +1,68 @@
+"""Saving a traced model as a folder, and loading it."""
+
+import shutil
+from pathlib import Path
+from tempfile import mkdtemp
+
+from nxd_trace.buckets import BucketModelConfig
+from nxd_trace.manifest import MANIFEST, Manifest
+from nxd_trace.model import TensorParallelModel, copy_model
+
+
+def parallel_model_save(model: TensorParallelModel, save_dir: str | Path) -> None:
+    """Save a traced model: a folder with a manifest, the compiled programs, and one subfolder per rank.
+
+    The folder appears as a whole: it is written beside `save_dir` and renamed. A traced model that lies there is
+    replaced.
+
+    Args:
+        model: traced or loaded.
+        save_dir: the folder to write.
+
+    Raises:
+        TypeError: `model` is no traced model.
+        ValueError: `save_dir` is something else than a traced model or an empty folder.
+        ModelFolderError: the model's own files have been changed or removed.
+    """
+    if not isinstance(model, TensorParallelModel):
+        raise TypeError(
+            f"parallel_model_save got a {type(model).__name__}; expected what parallel_model_trace returns, a "
+            "TensorParallelModel"
+        )
+    target = Path(save_dir)
+    if target.is_dir() and any(target.iterdir()) and not (target / MANIFEST).is_file():
+        raise ValueError(f"save_dir={str(target)!r} holds other files; give a new folder, or that of a traced model")
+    if target.exists() and not target.is_dir():
+        raise ValueError(f"save_dir={str(target)!r} is a file; give a folder")
+    if target.resolve() == model.folder.resolve():
+        return
+    manifest = Manifest.read(model.folder)
+    manifest.check(model.folder)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    new = Path(mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    try:
+        new.chmod(0o755)
+        copy_model(model.folder, new)
+        manifest.write(new)
+        if target.exists():
+            shutil.rmtree(target)
+        new.rename(target)
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+
+
+def parallel_model_load(load_dir: str | Path, *, bucket_config: BucketModelConfig | None = None) -> TensorParallelModel:
+    """Load a traced model, and start its worker processes.
+
+    Args:
+        load_dir: the folder that `parallel_model_save` wrote; it must stay while the model is in use.
+        bucket_config: that the model was traced with, if its functions are plain Python.
+
+    Raises:
+        ModelFolderError: the folder is incomplete or damaged, or was made for another platform, device, torch or
+            compiler.
+        WorkerError: a worker could not load its part.
+    """
+    folder = Path(load_dir)
+    Manifest.read(folder).check(folder)
+    return TensorParallelModel(folder, bucket_config=bucket_config)

@@ -1,0 +1,206 @@
+"""Tracing: workers build the shards and record graphs, each distinct graph is compiled once, the workers serve."""
+
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from torch import Tensor
+
+from nxd_trace.artifact_cache import ArtifactCache, default_cache_folder, program_key
+from nxd_trace.buckets import BucketModelConfig, save_functions
+from nxd_trace.compilers import Compiler, choose_compiler
+from nxd_trace.manifest import Manifest, RankManifest, RankProgram, rank_folder
+from nxd_trace.model import TensorParallelModel
+from nxd_trace.program import Program
+from nxd_trace.weights import WeightSource, as_source
+from nxd_trace.workers.building import BuildCall, ProgramReport
+from nxd_trace.workers.group import WorkerGroup
+from nxd_trace.workers.messages import Build, Compile, Export
+from nxd_trace.workers.pickling import check_not_in_worker, dumps_for_workers
+
+Weights = str | Path | Mapping[str, Tensor] | WeightSource
+
+
+@dataclass(frozen=True)
+class TraceSettings:
+    """How to trace, whatever the model; the fields are described at `parallel_model_trace`."""
+
+    compiler_workdir: str | Path | None = None
+    compiler_args: Sequence[str] | str | None = None
+    inline_weights_to_neff: bool = True
+    tp_degree: int = 1
+    max_parallel_compilations: int | None = None
+    compiler: str | None = None
+    weights: Weights | None = None
+    cache_dir: str | Path | None = None
+    progress: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("tp_degree", "max_parallel_compilations"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise ValueError(f"{name}={value!r} must be a positive whole number")
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """`compiler_args` one by one."""
+        if isinstance(self.compiler_args, str):
+            return tuple(shlex.split(self.compiler_args))
+        return tuple(self.compiler_args or ())
+
+
+def trace_programs(
+    func: Callable[..., Any],
+    programs: Sequence[Program],
+    settings: TraceSettings,
+    bucket_config: BucketModelConfig | None = None,
+) -> TensorParallelModel:
+    """Trace several programs that share weights and state; see `parallel_model_trace`."""
+    check_not_in_worker()
+    if not callable(func):
+        raise TypeError(
+            f"func is a {type(func).__name__}; expected a function that builds and returns the model in each worker"
+        )
+    names = [program.name for program in programs]
+    if not names or len(set(names)) < len(names):
+        raise ValueError(f"programs are named {names}; give at least one, and each another name")
+    compiler = choose_compiler(settings.compiler)
+    state = None if bucket_config is None else bucket_config.shared_state_buffer
+    temporary = TemporaryDirectory(prefix="nxd_trace_")
+    try:
+        with nullcontext() if settings.weights is None else as_source(settings.weights) as source:
+            call = dumps_for_workers(BuildCall(func, programs, source, state), "func")
+            workers = WorkerGroup(settings.tp_degree)
+            try:
+                trace = _Trace(workers, compiler, settings, Path(temporary.name))
+                trace.run(call, programs, bucket_config)
+            except BaseException:
+                workers.close()
+                raise
+        return TensorParallelModel(
+            Path(temporary.name), bucket_config=bucket_config, workers=workers, temporary=temporary
+        )
+    except BaseException:
+        temporary.cleanup()
+        raise
+
+
+class _Trace:
+    """One trace: its workers, and the folder that it fills."""
+
+    def __init__(self, workers: WorkerGroup, compiler: Compiler, settings: TraceSettings, folder: Path) -> None:
+        self._workers = workers
+        self._compiler = compiler
+        self._settings = settings
+        self._folder = folder
+        self._cache = ArtifactCache(Path(settings.cache_dir) if settings.cache_dir else default_cache_folder())
+
+    def run(self, call: bytes, programs: Sequence[Program], bucket_config: BucketModelConfig | None) -> None:
+        """Fill the folder."""
+        self._say(f"building the model on {self._workers.size} ranks")
+        self._workers.ask_all(Build(call, str(self._folder)), "building the model")
+        self._say(f"recording {len(programs)} programs")
+        reports = self._export()
+        _check_alike(reports)
+        keys = {
+            (rank, index): self._key(report)
+            for rank, of_rank in enumerate(reports)
+            for index, report in enumerate(of_rank)
+        }
+        self._compile(keys)
+        for rank, of_rank in enumerate(reports):
+            folder = self._folder / rank_folder(rank)
+            stored = [
+                RankProgram(f"programs/{keys[rank, index]}", report.weights, report.states, report.state_shapes)
+                for index, report in enumerate(of_rank)
+            ]
+            replace(RankManifest.read(folder), programs=tuple(stored)).write(folder)
+        buckets = None if bucket_config is None else save_functions(bucket_config, self._folder)
+        Manifest(
+            tp_degree=self._workers.size,
+            compiler=self._compiler.name,
+            compiler_version=self._compiler.version(),
+            inline_weights=self._settings.inline_weights_to_neff,
+            programs=tuple(report.signature for report in reports[0]),
+            buckets=buckets,
+        ).write(self._folder)
+
+    def _export(self) -> list[list[ProgramReport]]:
+        request = Export(self._compiler.name, self._settings.arguments, self._settings.inline_weights_to_neff)
+        reports: dict[int, list[ProgramReport]] = {}
+        for ranks in self._turns(range(self._workers.size)):
+            reports |= self._workers.ask(dict.fromkeys(ranks, request), "recording the programs")
+        return [reports[rank] for rank in range(self._workers.size)]
+
+    def _key(self, report: ProgramReport) -> str:
+        return program_key(
+            graph=report.digest,
+            compiler=[self._compiler.name, self._compiler.version()],
+            arguments=self._settings.arguments,
+            inline_weights=self._settings.inline_weights_to_neff,
+            own=report.own,
+        )
+
+    def _compile(self, keys: Mapping[tuple[int, int], str]) -> None:
+        """Each distinct program once, by the rank that has compiled least so far."""
+        missing = [
+            key for key in dict.fromkeys(keys.values()) if not self._cache.copy_to(key, self._folder / "programs" / key)
+        ]
+        makers = {key: [place for place, of_place in keys.items() if of_place == key] for key in missing}
+        distinct = len(set(keys.values()))
+        self._say(f"compiling {len(missing)} of {distinct} distinct programs with {self._compiler.name}")
+        done = 0
+        while makers:
+            turn: dict[int, tuple[int, str]] = {}  # program and key by rank
+            for key, places in list(makers.items()):
+                free = [(rank, index) for rank, index in places if rank not in turn]
+                if free and len(turn) < self._at_once:
+                    rank, index = free[0]
+                    turn[rank] = (index, key)
+                    del makers[key]
+            self._compile_turn(turn)
+            done += len(turn)
+            self._say(f"compiled {done} of {len(missing)}")
+
+    def _compile_turn(self, turn: Mapping[int, tuple[int, str]]) -> None:
+        with TemporaryDirectory(prefix="nxd_trace_compile_") as scratch:
+            folders = {rank: Path(scratch) / f"rank_{rank}" for rank in turn}
+            requests = {}
+            for rank, (index, _) in turn.items():
+                folders[rank].mkdir()
+                workdir = Path(self._settings.compiler_workdir or scratch) / f"program_{index}_tp_rank_{rank:02d}"
+                requests[rank] = Compile(index, str(folders[rank]), os.path.abspath(workdir))
+            self._workers.ask(requests, "compiling")
+            for rank, (_, key) in turn.items():
+                self._cache.add(key, folders[rank])
+                shutil.copytree(folders[rank], self._folder / "programs" / key)
+
+    @property
+    def _at_once(self) -> int:
+        return self._settings.max_parallel_compilations or self._workers.size
+
+    def _turns(self, ranks: Sequence[int]) -> Iterator[Sequence[int]]:
+        for start in range(0, len(ranks), self._at_once):
+            yield ranks[start : start + self._at_once]
+
+    def _say(self, what: str) -> None:
+        if self._settings.progress:
+            print(f"[nxd-trace] {what}", file=sys.stderr, flush=True)
+
+
+def _check_alike(reports: Sequence[Sequence[ProgramReport]]) -> None:
+    """Inputs lie in memory that all ranks read, so every rank must take the same ones."""
+    for rank, of_rank in enumerate(reports):
+        for mine, first in zip(of_rank, reports[0], strict=True):
+            if mine.signature != first.signature:
+                raise ValueError(
+                    f"program {first.signature.name!r} has another signature on rank {rank} than on rank 0: "
+                    f"{mine.signature} and {first.signature}; func must build the same model on every rank"
+                )

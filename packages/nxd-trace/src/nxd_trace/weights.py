@@ -1,0 +1,252 @@
+"""Where new weights come from: logical tensors of any layout, of which each rank reads its own boxes.
+
+The logical names and shapes are those of the unsharded model, as in `nxd_state`'s shard metadata.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Protocol
+
+import torch
+from nxd_state import Box, ShardPiece, get_shard_spec
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from nxd_trace.errors import ModelFolderError
+from nxd_trace.signature import dtype_name
+
+_DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+
+
+class LogicalTensor(Protocol):
+    """What a source says of one tensor."""
+
+    @property
+    def global_shape(self) -> tuple[int, ...]:
+        """Shape of the whole tensor."""
+
+
+class WeightSource(Protocol):
+    """Anything that reads boxes of logical tensors, and can be pickled: `nxd_ckpt.open_checkpoint(...)` is one."""
+
+    @property
+    def tensors(self) -> Mapping[str, LogicalTensor]:
+        """The logical tensors by name."""
+
+    def read_box(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
+        """The box of this shape that begins at `offsets`."""
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor in a safetensors file."""
+
+    file: str
+    dtype: torch.dtype
+    global_shape: tuple[int, ...]
+
+
+class SafetensorsFiles:
+    """Logical tensors in safetensors files, such as a Hugging Face model's folder. Keeps no file open.
+
+    Args:
+        path: one file, or a folder of them.
+
+    Raises:
+        ModelFolderError: there is no such file, or one is damaged.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        path = Path(path).absolute()
+        files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+        if not files or not all(file.is_file() for file in files):
+            raise ModelFolderError(f"{path} holds no weights; give a .safetensors file or a folder of them")
+        self.tensors: dict[str, StoredTensor] = {}
+        for file in files:
+            with open_safetensors(file) as stored:
+                for name in stored.keys():  # noqa: SIM118 - it cannot be iterated
+                    part = stored.get_slice(name)
+                    dtype = _DTYPES[part.get_dtype()]
+                    self.tensors[name] = StoredTensor(str(file), dtype, tuple(part.get_shape()))
+
+    def read_box(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
+        """The box of this shape that begins at `offsets`."""
+        with open_safetensors(Path(self.tensors[name].file)) as stored:
+            if not shape:
+                whole: Tensor = stored.get_tensor(name)
+                return whole
+            box: Tensor = stored.get_slice(name)[Box(tuple(offsets), tuple(shape)).slices]
+            return box
+
+
+@contextmanager
+def open_safetensors(file: Path) -> Iterator[Any]:
+    """A safetensors file, open for reading.
+
+    Raises:
+        ModelFolderError: it is missing or damaged.
+    """
+    try:
+        with safe_open(str(file), framework="pt") as stored:
+            yield stored
+    except (SafetensorError, OSError) as error:
+        raise ModelFolderError(
+            f"{file} cannot be read: {error}. Copy it again from where it came from, or save the model again"
+        ) from error
+
+
+@contextmanager
+def as_source(weights: str | Path | Mapping[str, Tensor] | WeightSource) -> Iterator[WeightSource]:
+    """A source that the workers can read; tensors in memory lie in a temporary file meanwhile.
+
+    Raises:
+        TypeError: nothing that weights could be read from.
+    """
+    if isinstance(weights, str | Path):
+        yield SafetensorsFiles(weights)
+    elif isinstance(weights, Mapping):
+        with TemporaryDirectory(prefix="nxd_trace_weights_") as folder:
+            file = Path(folder) / "weights.safetensors"
+            save_file({name: tensor.detach().cpu().clone() for name, tensor in weights.items()}, file)
+            yield SafetensorsFiles(file)
+    elif hasattr(weights, "read_box") and hasattr(weights, "tensors"):
+        yield weights
+    else:
+        raise TypeError(
+            f"weights cannot be read from a {type(weights).__name__}; give a safetensors file or folder, a dict of "
+            "logical tensors, or an open checkpoint"
+        )
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One weight on one rank: where its elements come from.
+
+    Attributes:
+        shape: on this rank.
+        dtype: by its name in torch.
+        pieces: boxes with the full names of the logical tensors behind them; None if the rank holds it whole.
+        required: a source must have it; not so for buffers.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    pieces: tuple[ShardPiece, ...] | None
+    required: bool
+
+    def pieces_of(self, name: str) -> tuple[ShardPiece, ...]:
+        """The pieces, also for a weight that is whole."""
+        if self.pieces is not None:
+            return self.pieces
+        whole = Box((0,) * len(self.shape), self.shape)
+        return (ShardPiece(whole, whole, self.shape, name),)
+
+    def to_json(self) -> dict[str, Any]:
+        """As a manifest holds it."""
+        pieces = self.pieces and [
+            {
+                "name": piece.name,
+                "shape": piece.local.shape,
+                "local": piece.local.offset,
+                "logical": piece.logical.offset,
+                "logical_shape": piece.logical_shape,
+            }
+            for piece in self.pieces
+        ]
+        return {"shape": self.shape, "dtype": self.dtype, "pieces": pieces, "required": self.required}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Weight:
+        """Out of a manifest."""
+        pieces = value["pieces"] and tuple(
+            ShardPiece(
+                Box(tuple(piece["local"]), tuple(piece["shape"])),
+                Box(tuple(piece["logical"]), tuple(piece["shape"])),
+                tuple(piece["logical_shape"]),
+                piece["name"],
+            )
+            for piece in value["pieces"]
+        )
+        return cls(tuple(value["shape"]), value["dtype"], pieces, value["required"])
+
+
+def weight_of(name: str, tensor: Tensor, required: bool) -> Weight:
+    """What a parameter or buffer of this name holds, by its shard metadata."""
+    spec = get_shard_spec(tensor)
+    pieces = None if spec is None else _with_full_names(name, spec.pieces)
+    return Weight(tuple(tensor.shape), dtype_name(tensor), pieces, required)
+
+
+def _with_full_names(name: str, pieces: Sequence[ShardPiece]) -> tuple[ShardPiece, ...]:
+    """Names in a spec are relative to the parent of the module that owns the parameter."""
+    parent = name.split(".")[:-2]
+    return tuple(
+        replace(piece, name=".".join([*parent, piece.name]) if piece.name else name, copies=1) for piece in pieces
+    )
+
+
+@torch.no_grad()
+def read_weights(
+    weights: Mapping[str, Weight], source: WeightSource, destination: Callable[[str], Tensor]
+) -> list[str]:
+    """Fill weights with this rank's boxes of what the source holds; padding becomes zero.
+
+    Everything is checked before the first element is written.
+
+    Args:
+        weights: by name.
+        source: of logical tensors.
+        destination: the tensor to fill for a name.
+
+    Returns:
+        The names that were filled; buffers that the source lacks are left out.
+
+    Raises:
+        ModelFolderError: the source lacks logical tensors, or has them in another shape.
+    """
+    filled, problems = [], []
+    for name, weight in weights.items():
+        pieces = weight.pieces_of(name)
+        missing = [piece.name for piece in pieces if piece.name not in source.tensors]
+        if missing and not weight.required:
+            continue
+        problems += [f"{missing_name} is not there" for missing_name in missing]
+        for piece in pieces:
+            stored = source.tensors.get(piece.name)
+            if stored is not None and tuple(stored.global_shape) != piece.logical_shape:
+                problems.append(
+                    f"{piece.name} has shape {list(stored.global_shape)}, the model needs {list(piece.logical_shape)}"
+                )
+        filled.append(name)
+    if problems:
+        raise ModelFolderError(
+            "the weights do not fit the model:\n  "
+            + "\n  ".join(dict.fromkeys(problems))
+            + "\nGive weights with the names and shapes of the unsharded model"
+        )
+    for name in filled:
+        tensor, pieces = destination(name), weights[name].pieces_of(name)
+        if sum(piece.local.numel for piece in pieces) < tensor.numel():
+            tensor.zero_()
+        for piece in pieces:
+            tensor[piece.local.slices].copy_(source.read_box(piece.name, piece.logical.offset, piece.logical.shape))
+    return filled

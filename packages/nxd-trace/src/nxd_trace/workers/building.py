@@ -1,0 +1,248 @@
+"""The first half of a worker's life: build this rank's shard, write its weights, record and compile its programs."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from nxd_state import (
+    active_group,
+    get_device,
+    get_tensor_model_parallel_rank,
+    move_model_to_device,
+)
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from nxd_trace.aliases import Alias, named_tensors, read_aliases
+from nxd_trace.compilers import CompileJob, choose_compiler
+from nxd_trace.exporting import ExportedModel, export_model
+from nxd_trace.manifest import STATE, WEIGHTS, RankManifest, StateTensor, rank_folder, sha256_of
+from nxd_trace.program import Program
+from nxd_trace.signature import Signature, TensorSpec, dtype_name
+from nxd_trace.structure import flatten, unflatten
+from nxd_trace.weights import WeightSource, read_weights, weight_of
+from nxd_trace.workers.messages import Build, Compile, Export
+from nxd_trace.workers.pickling import loads_in_worker
+
+
+@dataclass(frozen=True)
+class BuildCall:
+    """What to build.
+
+    Attributes:
+        func: gives the model.
+        programs: to record.
+        source: of weights; None if `func` fills the model.
+        shared_state: first values of the state, where it is not the models' own.
+    """
+
+    func: Callable[..., Any]
+    programs: Sequence[Program]
+    source: WeightSource | None
+    shared_state: Sequence[Tensor] | None
+
+
+@dataclass(frozen=True)
+class ProgramReport:
+    """What a rank tells of a program it has recorded: enough to decide who compiles what.
+
+    Attributes:
+        signature: of the program.
+        digest: of its graph.
+        weights: names of what it takes first.
+        states: names of what it takes next.
+        state_shapes: their shapes.
+        own: a hash of this rank's weights, if the compiled program is to hold them.
+    """
+
+    signature: Signature
+    digest: str
+    weights: tuple[str, ...]
+    states: tuple[str, ...]
+    state_shapes: tuple[tuple[int, ...], ...]
+    own: str
+
+
+@dataclass(frozen=True)
+class _Built:
+    model: nn.Module
+    aliases: list[Alias]
+
+    @property
+    def specs(self) -> dict[str, TensorSpec]:
+        return {name: TensorSpec.of(tensor) for name, tensor in named_tensors(self.model)}
+
+
+class Builder:
+    """One rank's model while it is being traced.
+
+    Args:
+        request: what to build.
+        main_script: where the main module of the parent came from.
+
+    Raises:
+        TypeError: `func` gives something else than a model, or a model and aliases.
+        ValueError: programs whose models do not share their weights, or tensors on meta without weights to read.
+    """
+
+    def __init__(self, request: Build, main_script: Mapping[str, str]) -> None:
+        call: BuildCall = loads_in_worker(request.call, main_script)
+        self._programs = call.programs
+        self._folder = Path(request.folder) / rank_folder(get_tensor_model_parallel_rank())
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._built = _build_models(call.func, self._programs, states_may_differ=call.shared_state is not None)
+        for built in self._distinct():
+            _materialize(built.model, call.source)
+        self._write_tensors(call.shared_state)
+        self._exported: list[ExportedModel] = []
+        self._settings: Export | None = None
+
+    def export(self, request: Export) -> list[ProgramReport]:
+        """Record every program."""
+        self._settings = request
+        own = ""
+        if choose_compiler(request.compiler).holds_tensors:
+            own = f"{self._folder.name} {sha256_of(self._folder / WEIGHTS)}"
+        reports = []
+        for program, built in zip(self._programs, self._built, strict=True):
+            args, kwargs = program.call
+            found = export_model(built.model, built.aliases, program.name, _on_device(args), _on_device(kwargs))
+            _check_groups(found)
+            self._exported.append(found)
+            reports.append(
+                ProgramReport(found.signature, found.digest, found.weights, found.states, found.state_shapes, own)
+            )
+        return reports
+
+    def compile(self, request: Compile) -> None:
+        """Compile one program into a folder."""
+        assert self._settings is not None
+        exported = self._exported[request.program]
+        Path(request.workdir).mkdir(parents=True, exist_ok=True)
+        choose_compiler(self._settings.compiler).compile(
+            CompileJob(
+                exported=exported.exported,
+                tensors=exported.tensors,
+                num_weights=len(exported.weights),
+                num_states=len(exported.states),
+                folder=Path(request.folder),
+                workdir=Path(request.workdir),
+                arguments=self._settings.arguments,
+                inline_weights=self._settings.inline_weights,
+            )
+        )
+
+    def _distinct(self) -> list[_Built]:
+        return list({id(built): built for built in self._built}.values())
+
+    def _write_tensors(self, shared_state: Sequence[Tensor] | None) -> None:
+        """Weights and state of the first program's model, which the others share."""
+        built = self._built[0]
+        tensors = dict(named_tensors(built.model))
+        states = {alias.name: tensors.pop(alias.name) for alias in built.aliases}
+        if shared_state is not None:
+            states = dict(zip(states, shared_state, strict=True))
+        zeros = {name for name, state in states.items() if not bool(state.count_nonzero())}
+        save_file({name: _for_file(tensor) for name, tensor in tensors.items()}, self._folder / WEIGHTS)
+        if states.keys() - zeros:
+            save_file(
+                {name: _for_file(state) for name, state in states.items() if name not in zeros}, self._folder / STATE
+            )
+        parameters = dict(built.model.named_parameters())
+        RankManifest(
+            weights={name: weight_of(name, tensor, name in parameters) for name, tensor in tensors.items()},
+            states={
+                name: StateTensor(tuple(state.shape), dtype_name(state), name in zeros)
+                for name, state in states.items()
+            },
+            programs=(),
+        ).write(self._folder)
+
+
+def _build_models(func: Callable[..., Any], programs: Sequence[Program], *, states_may_differ: bool) -> list[_Built]:
+    """One per program; the same one for programs with equal arguments for `func`."""
+    made: list[tuple[dict[str, Any], _Built]] = []
+    built = []
+    for program in programs:
+        func_kwargs = dict(program.func_kwargs)
+        found = next((model for arguments, model in made if arguments == func_kwargs), None)
+        if found is None:
+            found = _read_result(func(**func_kwargs))
+            made.append((func_kwargs, found))
+        built.append(found)
+    _check_shared(built, programs, states_may_differ=states_may_differ)
+    return built
+
+
+def _read_result(result: Any) -> _Built:
+    model, aliases = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"func returned a {type(model).__name__}; expected a torch.nn.Module, or a tuple of one and its aliases"
+        )
+    model.eval()
+    return _Built(model, read_aliases(model, aliases))
+
+
+def _check_shared(built: Sequence[_Built], programs: Sequence[Program], *, states_may_differ: bool) -> None:
+    first = built[0]
+    states = {alias.name for alias in first.aliases} if states_may_differ else set()
+    for other, program in zip(built[1:], programs[1:], strict=True):
+        if {alias.name for alias in other.aliases} != {alias.name for alias in first.aliases}:
+            raise ValueError(
+                f"the model of program {program.name!r} has other state than that of {programs[0].name!r}; programs "
+                "share their state, so alias the same names in each"
+            )
+        different = sorted(
+            name
+            for name in (first.specs.keys() | other.specs.keys()) - states
+            if first.specs.get(name) != other.specs.get(name)
+        )
+        if different:
+            name = different[0]
+            raise ValueError(
+                f"programs share their weights, but {name!r} is {other.specs.get(name)} in {program.name!r} and "
+                f"{first.specs.get(name)} in {programs[0].name!r} ({len(different)} tensors differ); make what depends "
+                "on the program in forward"
+            )
+
+
+@torch.no_grad()
+def _materialize(model: nn.Module, source: WeightSource | None) -> None:
+    """Bring the model to the device, and fill it from the source of weights if there is one."""
+    on_meta = {name for name, tensor in named_tensors(model) if tensor.is_meta}
+    if on_meta and source is None:
+        raise ValueError(
+            f"{sorted(on_meta)[0]!r} ({len(on_meta)} tensors in all) is on the meta device and has no values; give "
+            "parallel_model_trace weights=, or fill the model in func"
+        )
+    move_model_to_device(model, get_device())
+    if source is None:
+        return
+    tensors = dict(named_tensors(model))
+    parameters = dict(model.named_parameters())
+    weights = {name: weight_of(name, tensor, name in parameters or name in on_meta) for name, tensor in tensors.items()}
+    read_weights(weights, source, lambda name: tensors[name].detach())
+
+
+def _check_groups(exported: ExportedModel) -> None:
+    """A loaded program finds its process group by name, and workers have only this one."""
+    own = active_group("tp").name
+    others = exported.groups - {own}
+    if others:
+        raise ValueError(
+            f"program {exported.signature.name!r} communicates over the process groups {sorted(others)}; only "
+            f"collectives over the tensor-parallel group ({own!r}) can be traced"
+        )
+
+
+def _on_device(value: Any) -> Any:
+    tensors, structure = flatten(value, "inputs")
+    return unflatten(structure, [tensor.to(get_device()) for tensor in tensors])
+
+
+def _for_file(tensor: Tensor) -> Tensor:
+    """A copy that shares no memory with other tensors, as safetensors wants it."""
+    return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,178 @@
+"""All workers of one model: started together, asked together, and ended together when one of them fails."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from nxd_trace.errors import MissingMainGuardError, WorkerError
+from nxd_trace.memory import new_shared_file
+from nxd_trace.workers.messages import CALL, DONE, Answer, receive, send_header, send_object
+from nxd_trace.workers.process import WorkerProcess
+
+_SECONDS_TO_ANSWER_TOO = 3.0  # for the other ranks, once one has failed
+
+
+class WorkerGroup:
+    """One process per rank, joined in one tensor-parallel group.
+
+    Not safe for several threads at once; `TensorParallelModel` takes care of that.
+
+    Args:
+        size: number of ranks.
+
+    Attributes:
+        memory: descriptor of the memory that all of them and this process share.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.memory = new_shared_file()
+        self._store = dist.TCPStore(
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=120)
+        )
+        self._selector = selectors.DefaultSelector()
+        self._workers = [WorkerProcess(rank, self.memory, self._environment(rank)) for rank in range(size)]
+        for worker in self._workers:
+            self._selector.register(worker.connection, selectors.EVENT_READ, worker)
+        self._is_open = True
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the processes are there to be asked."""
+        return self._is_open
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids by rank."""
+        return [worker.pid for worker in self._workers]
+
+    def call(self, program: int) -> None:
+        """Run a program on every rank, on what lies in the shared memory.
+
+        Raises:
+            WorkerError: a rank raised or died.
+        """
+        try:
+            for worker in self._workers:
+                send_header(worker.connection, CALL, program)
+        except OSError:
+            self._collect(set(range(self.size)), "a call")  # which says who died
+        self._collect(set(range(self.size)), "a call")
+
+    def ask_all(self, request: Any, what: str) -> list[Any]:
+        """Send one request to every rank; their answers by rank. `what` says what it is, for errors."""
+        answers = self.ask(dict.fromkeys(range(self.size), request), what)
+        return [answers[rank] for rank in range(self.size)]
+
+    def ask(self, requests: Mapping[int, Any], what: str) -> dict[int, Any]:
+        """Send requests to some ranks; their answers by rank.
+
+        Raises:
+            WorkerError: a rank raised or died.
+        """
+        for rank, request in requests.items():
+            try:
+                send_object(self._workers[rank].connection, request)
+            except OSError:
+                break  # its end shows when its answer is awaited
+        return self._collect(set(requests), what)
+
+    def close(self) -> None:
+        """End the processes; those that are idle leave by themselves."""
+        self._shut(patience=2.0)
+
+    def _shut(self, patience: float) -> None:
+        if not self._is_open:
+            return
+        self._is_open = False
+        self._selector.close()
+        for worker in self._workers:
+            worker.close()
+        for worker in self._workers:
+            worker.end(patience)
+        os.close(self.memory)
+
+    def _collect(self, ranks: set[int], what: str) -> dict[int, Any]:
+        """One answer of each of these ranks.
+
+        Once a rank has failed the others get a moment to answer as well. If they do, the group goes on: an input that
+        every rank refuses ends nothing. If a rank has died, or one waits in a collective for another that raised, all
+        are ended.
+        """
+        answers: dict[int, Any] = {}
+        errors: dict[int, str] = {}
+        dead = False
+        deadline: float | None = None
+        try:
+            while ranks - answers.keys() - errors.keys():
+                timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
+                ready = self._selector.select(timeout)
+                if not ready:
+                    break
+                for key, _ in ready:
+                    worker: WorkerProcess = key.data
+                    answer = self._answer_of(worker)
+                    if answer is None:
+                        self._selector.unregister(worker.connection)
+                        dead = True
+                        errors[worker.rank] = f"the worker {worker.describe_end()}"
+                    elif answer.lacks_main_guard:
+                        raise MissingMainGuardError(answer.error)
+                    elif answer.error:
+                        errors[worker.rank] = f"{answer.error}\n{answer.traceback}"
+                    else:
+                        answers[worker.rank] = answer.value
+                if errors and deadline is None:
+                    deadline = time.monotonic() + _SECONDS_TO_ANSWER_TOO
+        except BaseException:  # an interrupt: nobody knows how far the ranks are
+            self._shut(patience=0.0)
+            raise
+        if not errors:
+            return answers
+        silent = ranks - answers.keys() - errors.keys()
+        if dead or silent:
+            self._shut(patience=0.0)
+        raise WorkerError(_describe_errors(errors, silent, self.size, what))
+
+    @staticmethod
+    def _answer_of(worker: WorkerProcess) -> Answer | None:
+        """None if the process is gone."""
+        try:
+            kind, _, answer = receive(worker.connection)
+        except (EOFError, OSError):
+            return None
+        return Answer() if kind == DONE else answer
+
+    def _environment(self, rank: int) -> dict[str, str]:
+        """What torchrun would set, and a fair share of the cores."""
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return {
+            "OMP_NUM_THREADS": str(max(1, cores // self.size)),
+            **os.environ,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(self.size),
+            "LOCAL_WORLD_SIZE": str(self.size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self._store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+        }
+
+
+def _describe_errors(errors: Mapping[int, str], silent: set[int], size: int, what: str) -> str:
+    """Ranks that failed alike are named once: the deaths and waits that followed are less telling than the cause."""
+    by_text: dict[str, list[int]] = {}
+    for rank, text in sorted(errors.items()):
+        by_text.setdefault(text, []).append(rank)
+    parts = [f"rank {', '.join(map(str, ranks))} of {size} in {what}: {text}" for text, ranks in by_text.items()]
+    if silent:
+        parts.append(f"rank {', '.join(map(str, sorted(silent)))} was still waiting for the others and was ended")
+    return "\n".join(parts)

@@ -1,0 +1,126 @@
+"""What runs in a worker process: take a message, do it, answer; end when the other end of the connection is gone."""
+
+import faulthandler
+import json
+import os
+import socket
+import sys
+import threading
+import traceback
+from typing import Any
+
+from nxd_state import initialize_model_parallel, model_parallel_is_initialized
+
+from nxd_trace.errors import MissingMainGuardError
+from nxd_trace.workers.building import Builder
+from nxd_trace.workers.messages import (
+    CALL,
+    DONE,
+    Answer,
+    Build,
+    Compile,
+    Export,
+    ReadState,
+    ReplaceWeights,
+    ResetState,
+    Serve,
+    receive,
+    send_header,
+    send_object,
+)
+from nxd_trace.workers.pickling import loads_in_worker
+from nxd_trace.workers.serving import Server
+
+
+def main(settings_json: str) -> None:
+    """The life of a worker.
+
+    Args:
+        settings_json: descriptors of connection, shared memory and the file for stacks, and where the main script is.
+    """
+    settings = json.loads(settings_json)
+    faulthandler.enable(os.fdopen(settings["stacks"], "wb", buffering=0))
+    threading.Thread(target=_end_with_parent, name="parent watch", daemon=True).start()
+    worker = _Worker(socket.socket(fileno=settings["connection"]), settings["memory"], settings["main"])
+    try:
+        worker.run()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)  # gloo's threads must not outlive what they refer to, and nothing else is left to do
+
+
+def _end_with_parent() -> None:
+    """Standard input closes when the parent dies, also while this process waits in a collective."""
+    while os.read(0, 1):
+        pass
+    os._exit(1)
+
+
+class _Worker:
+    """First builds a model's shard, then serves it; or only serves."""
+
+    def __init__(self, connection: socket.socket, memory: int, main_script: dict[str, str]) -> None:
+        self._connection = connection
+        self._memory = memory
+        self._main_script = main_script
+        self._builder: Builder | None = None
+        self._server: Server | None = None
+
+    def run(self) -> None:
+        """Until the parent closes the connection."""
+        while True:
+            try:
+                kind, program, request = receive(self._connection)
+            except (EOFError, ConnectionError):
+                return
+            try:
+                if kind == CALL:
+                    assert self._server is not None
+                    self._server.call(program)
+                    send_header(self._connection, DONE)
+                else:
+                    send_object(self._connection, Answer(self._handle(request)))
+            except ConnectionError:
+                return
+            except BaseException as error:
+                send_object(self._connection, _failure(error))
+
+    def _handle(self, request: Any) -> Any:
+        if not model_parallel_is_initialized():
+            initialize_model_parallel(tensor_model_parallel_size=int(os.environ["WORLD_SIZE"]))
+        match request:
+            case Build():
+                self._builder = Builder(request, self._main_script)
+            case Serve():
+                self._builder = None  # frees the model before its weights are loaded
+                make_preprocessor = loads_in_worker(request.preprocessor, self._main_script)
+                preprocessor = None if make_preprocessor is None else make_preprocessor()
+                self._server = Server(request.folder, self._memory, preprocessor)
+            case Export() | Compile():
+                return self._build(request)
+            case _:
+                return self._serve(request)
+        return None
+
+    def _build(self, request: Export | Compile) -> Any:
+        assert self._builder is not None
+        return self._builder.export(request) if isinstance(request, Export) else self._builder.compile(request)
+
+    def _serve(self, request: Any) -> Any:
+        assert self._server is not None
+        match request:
+            case ReplaceWeights():
+                return self._server.replace_weights(request.source, request.folder)
+            case ResetState():
+                return self._server.reset_state()
+            case ReadState():
+                return self._server.read_state(request.name)
+        raise TypeError(f"unknown request {request}")
+
+
+def _failure(error: BaseException) -> Answer:
+    """As text: the parent may not know the exception's class."""
+    if isinstance(error, MissingMainGuardError):
+        return Answer(error=str(error), lacks_main_guard=True)
+    return Answer(error=f"{type(error).__name__}: {error}", traceback="".join(traceback.format_exception(error)))

@@ -1,0 +1,115 @@
+"""What a model's process and its workers say to each other, over a socket pair per worker.
+
+Every message begins with a header of fixed length. A call needs no more than that: which program to run. Everything
+else carries a pickled object; both ends are processes of one user, and nothing here comes from a file.
+"""
+
+import pickle
+import socket
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+_HEADER = struct.Struct("=cIQ")  # kind; program of a call; bytes that follow
+
+CALL, DONE, OBJECT = b"C", b"D", b"O"
+
+
+@dataclass(frozen=True)
+class Build:
+    """Build what a pickled `BuildCall` says, and write this rank's weights and state below `folder`."""
+
+    call: bytes
+    folder: str
+
+
+@dataclass(frozen=True)
+class Export:
+    """Record the graph of every program; the answer describes them."""
+
+    compiler: str
+    arguments: tuple[str, ...]
+    inline_weights: bool
+
+
+@dataclass(frozen=True)
+class Compile:
+    """Compile one program into a folder."""
+
+    program: int
+    folder: str
+    workdir: str
+
+
+@dataclass(frozen=True)
+class Serve:
+    """Load the model of a folder, in place of what was built, and take calls."""
+
+    folder: str
+    preprocessor: bytes  # pickled: what makes the state preprocessor, or None
+
+
+@dataclass(frozen=True)
+class ReplaceWeights:
+    """Read new weights from a pickled source, and write them below `folder` as well."""
+
+    source: bytes
+    folder: str
+
+
+@dataclass(frozen=True)
+class ResetState:
+    """Set the state back to what it was before the first call."""
+
+
+@dataclass(frozen=True)
+class ReadState:
+    """Answer with a copy of one state tensor of this rank."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a worker made of a request: a value, or an error as text with its traceback."""
+
+    value: Any = None
+    error: str = ""
+    traceback: str = ""
+    lacks_main_guard: bool = False
+
+
+def send_header(connection: socket.socket, kind: bytes, program: int = 0) -> None:
+    """Send a message that is nothing but its header."""
+    connection.sendall(_HEADER.pack(kind, program, 0))
+
+
+def send_object(connection: socket.socket, value: Any) -> None:
+    """Send any object that can be pickled."""
+    body = pickle.dumps(value)
+    connection.sendall(_HEADER.pack(OBJECT, 0, len(body)) + body)
+
+
+def receive(connection: socket.socket) -> tuple[bytes, int, Any]:
+    """The next message: kind, program, object.
+
+    Raises:
+        EOFError: the other end is gone.
+    """
+    kind, program, length = _HEADER.unpack(_read(connection, _HEADER.size))
+    return kind, program, pickle.loads(_read(connection, length)) if kind == OBJECT else None
+
+
+def _read(connection: socket.socket, length: int) -> bytes:
+    """Exactly so many bytes."""
+    data = connection.recv(length)
+    if len(data) == length:
+        return data
+    parts = [data]
+    missing = length - len(data)
+    while missing:
+        if not parts[-1]:
+            raise EOFError("the other end of the connection is gone")
+        parts.append(connection.recv(min(missing, 1 << 20)))
+        missing -= len(parts[-1])
+    return b"".join(parts)

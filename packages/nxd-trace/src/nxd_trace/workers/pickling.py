@@ -1,0 +1,111 @@
+"""Sending a user's function to the workers by pickle, and saying what is wrong where that fails.
+
+A function is pickled as its module and name, so workers import the module. If that is the main script, they import it
+under the name `__mp_main__`, as multiprocessing does, but only when the function needs it.
+"""
+
+import io
+import pickle
+import runpy
+import sys
+import types
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+from nxd_trace.errors import MissingMainGuardError
+
+_MAIN_IN_WORKER = "__mp_main__"
+
+_is_importing_main = False
+
+
+def dumps_for_workers(value: Any, what: str) -> bytes:
+    """Pickle `value`.
+
+    Raises:
+        TypeError: it cannot be pickled.
+    """
+    try:
+        data = pickle.dumps(value)
+    except Exception as error:  # whatever an object's own __reduce__ raises
+        raise TypeError(
+            f"{what} cannot be sent to the worker processes: {error}. Define functions at the top level of a module "
+            "(no lambda, no function within a function), give arguments with functools.partial, and open files or "
+            "models inside the function"
+        ) from error
+    if b"__main__" in data and not _main_can_be_imported():
+        raise TypeError(
+            f"{what} is defined in an interactive session, which worker processes cannot import; move it into a file"
+        )
+    return data
+
+
+def loads_in_worker(data: bytes, main: Mapping[str, str]) -> Any:
+    """What `dumps_for_workers` pickled. `main` says where the main module came from.
+
+    Raises:
+        MissingMainGuardError: importing the main script started another trace.
+        TypeError: a module or name cannot be imported here.
+    """
+    try:
+        return _Unpickler(io.BytesIO(data), main).load()
+    except (ImportError, AttributeError) as error:
+        raise TypeError(
+            f"a worker process cannot import what it was sent: {error}. Workers import by module and name along the "
+            "sys.path of the process that started them; put func into a module that can be imported from there"
+        ) from error
+
+
+def check_not_in_worker() -> None:
+    """Called where processes are about to be started.
+
+    Raises:
+        MissingMainGuardError: this process is a worker that is importing the main script.
+    """
+    if _is_importing_main:
+        raise MissingMainGuardError(
+            "the script starts a trace while a worker process imports it to find func; put what the script does under\n"
+            '    if __name__ == "__main__":\n'
+            "so that importing it only defines its functions"
+        )
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, main: Mapping[str, str]) -> None:
+        super().__init__(file)
+        self._main = main
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "__main__":
+            _import_main(*next(iter(self._main.items())))
+        return super().find_class(module, name)
+
+
+def _main_can_be_imported() -> bool:
+    main = sys.modules["__main__"]
+    return getattr(main, "__spec__", None) is not None or hasattr(main, "__file__")
+
+
+@cache
+def _import_main(kind: str, where: str) -> None:
+    """Once per process. `kind` is "name" for what was started with `python -m`, "path" for a script."""
+    with _importing_main():
+        if kind == "name":
+            names = runpy.run_module(where, run_name=_MAIN_IN_WORKER, alter_sys=True)
+        else:
+            names = runpy.run_path(where, run_name=_MAIN_IN_WORKER)
+    module = types.ModuleType(_MAIN_IN_WORKER)
+    module.__dict__.update(names)
+    sys.modules["__main__"] = sys.modules[_MAIN_IN_WORKER] = module
+
+
+@contextmanager
+def _importing_main() -> Iterator[None]:
+    global _is_importing_main  # noqa: PLW0603 - a property of the process
+    _is_importing_main = True
+    try:
+        yield
+    finally:
+        _is_importing_main = False

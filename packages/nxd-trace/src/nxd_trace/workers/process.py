@@ -1,0 +1,96 @@
+"""One worker process as its parent sees it: started, talked to through a socket, ended."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+
+_SECONDS_TO_LEAVE = 2.0
+
+
+class WorkerProcess:
+    """A fresh interpreter in its own session, so that Ctrl-C reaches the parent alone.
+
+    Not a `multiprocessing.Process`: that imports the main script even when nothing of it is needed.
+
+    Args:
+        rank: of the worker.
+        memory: descriptor of the memory that it shares with this process.
+        environment: its environment variables.
+
+    Attributes:
+        connection: our end of the socket pair; it reads as closed once the process is gone.
+    """
+
+    def __init__(self, rank: int, memory: int, environment: dict[str, str]) -> None:
+        self.rank = rank
+        self._stacks = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
+        self.connection, theirs = socket.socketpair()
+        inherited = {"connection": theirs.fileno(), "memory": memory, "stacks": self._stacks.fileno()}
+        settings = {**inherited, "main": main_script()}
+        program = (
+            f"import sys; sys.path[:] = {[os.path.abspath(entry) for entry in sys.path]!r}; "
+            f"from nxd_trace.workers.main import main; main({json.dumps(settings)!r})"
+        )
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", program],
+            stdin=subprocess.PIPE,  # never written to: it closes when this process dies
+            pass_fds=tuple(inherited.values()),
+            start_new_session=True,
+            env=environment,
+        )
+        theirs.close()
+
+    @property
+    def pid(self) -> int:
+        """The process's id."""
+        return self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it still runs."""
+        return self._process.poll() is None
+
+    def describe_end(self) -> str:
+        """How a process whose connection is closed ended, with its Python stacks if it wrote them."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_SECONDS_TO_LEAVE)
+        code = self._process.returncode
+        if code is None:
+            how = "closed its connection without ending"
+        elif code < 0:
+            how = f"was killed by {signal.Signals(-code).name}"
+        else:
+            how = f"ended with exit code {code}"
+        stacks = os.pread(self._stacks.fileno(), os.fstat(self._stacks.fileno()).st_size, 0).decode(errors="replace")
+        return f"{how}\n{stacks}" if stacks else how
+
+    def close(self) -> None:
+        """Ask an idle process to leave; `end` waits for it."""
+        self.connection.close()
+
+    def end(self, patience: float = _SECONDS_TO_LEAVE) -> None:
+        """Wait so many seconds until it has left, then kill it and its children."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(patience)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        self.connection.close()
+        self._stacks.close()
+
+
+def main_script() -> dict[str, str]:
+    """Where the main module came from, for workers that need a function defined in it."""
+    main = sys.modules["__main__"]
+    name = getattr(getattr(main, "__spec__", None), "name", None)
+    if name:
+        return {"name": name}
+    path = getattr(main, "__file__", None)
+    return {"path": os.path.abspath(path)} if path else {}

@@ -1,0 +1,31 @@
+import sys
+from pathlib import Path
+
+import nxd_trace
+import pytest
+
+# Worker processes import the models by name, along the path of the process that starts them.
+sys.path.insert(0, str(Path(__file__).parent / "programs"))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _own_cache(tmp_path_factory):
+    """Compiled programs of the tests are not kept in the user's cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture
+def trace():
+    """`parallel_model_trace` by the quick compiler; closes the models at the end."""
+    models = []
+
+    def trace_model(func, inputs, **settings):
+        settings = {"compiler": "export", "progress": False, **settings}
+        models.append(nxd_trace.parallel_model_trace(func, inputs, **settings))
+        return models[-1]
+
+    yield trace_model
+    for model in models:
+        model.close()

@@ -1,0 +1,137 @@
+"""Workers that die, callers that die, and scripts without a main guard: an error in seconds, and no process left."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import nxd_trace
+import pytest
+import torch
+import traced_models as models
+
+PROGRAMS = Path(__file__).parent / "programs"
+X = torch.randn(2, models.IN, dtype=torch.float64)
+
+
+def is_running(pid: int) -> bool:
+    """Whether there is such a process that has not ended; one that nobody has waited for counts as ended."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return status.rpartition(")")[2].split()[0] != "Z"
+
+
+def wait_until_gone(pids: list[int]) -> None:
+    for pid in pids:
+        try:
+            descriptor = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        import select
+
+        ended, _, _ = select.select([descriptor], [], [], 30)
+        os.close(descriptor)
+        assert ended, f"process {pid} is still there"
+
+
+def run_script(name: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, PROGRAMS / name],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": ":".join(sys.path)},
+    )
+
+
+def test_worker_killed_during_a_call_raises_and_the_model_restarts(trace):
+    weights = models.logical_weights()
+    model = trace(models.mlp, X, tp_degree=2, weights=weights)
+    first, second = model.worker_pids
+    os.kill(second, signal.SIGSTOP)  # so that the call is under way for sure
+    errors: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            model(X)
+        except nxd_trace.WorkerError as error:
+            errors.append(error)
+
+    caller = threading.Thread(target=call)
+    caller.start()
+    os.kill(second, signal.SIGKILL)
+    caller.join(30)
+
+    assert "rank 1 of 2 in a call: the worker was killed by SIGKILL" in str(errors[0])
+    assert not is_running(first)
+    assert model.worker_pids == []
+    with pytest.raises(nxd_trace.WorkerError, match=r"have ended.*call restart\(\) to start new ones"):
+        model(X)
+    model.restart()
+    torch.testing.assert_close(model(X), models.plain_mlp(weights, X))
+
+
+def test_error_of_every_rank_in_a_call_leaves_the_model_usable(trace):
+    rows = torch.ones(1, 8, dtype=torch.float64)
+    model = trace(models.cache, (rows, torch.tensor([0])), tp_degree=2)
+
+    with pytest.raises(nxd_trace.WorkerError, match=r"rank 0, 1 of 2 in a call: IndexError(.|\n)*Traceback"):
+        model(rows, torch.tensor([99]))
+
+    assert model(rows, torch.tensor([1]))[0] == 3.0
+
+
+def test_calls_of_several_threads_run_one_after_the_other(trace):
+    weights = models.logical_weights()
+    model = trace(models.mlp, X, tp_degree=2, weights=weights)
+    wrong: list[int] = []
+
+    def call(number: int) -> None:
+        for _ in range(20):
+            if not torch.allclose(model(X + number), models.plain_mlp(weights, X + number)):
+                wrong.append(number)
+
+    threads = [threading.Thread(target=call, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert wrong == []
+
+
+def test_closing_and_garbage_end_the_workers(trace):
+    model = trace(models.mlp, X, tp_degree=2, weights=models.logical_weights())
+    pids = model.worker_pids
+    model.close()
+    assert not any(map(is_running, pids))
+    assert model.worker_pids == []
+
+    settings = {"compiler": "export", "progress": False, "weights": models.logical_weights()}
+    dropped = nxd_trace.parallel_model_trace(models.mlp, X, **settings)
+    pids, folder = dropped.worker_pids, dropped.folder
+    del dropped
+    assert not any(map(is_running, pids))
+    assert not folder.exists()
+
+
+def test_workers_end_when_the_caller_is_killed():
+    result = run_script("script_with_guard.py")
+
+    assert result.returncode == -signal.SIGKILL
+    pids = [int(word) for word in result.stdout.split()]
+    assert len(pids) == 2
+    wait_until_gone(pids)
+
+
+def test_missing_main_guard_is_named():
+    result = run_script("script_without_guard.py")
+
+    assert result.returncode == 1
+    assert "put what the script does under" in result.stderr
+    assert 'if __name__ == "__main__":' in result.stderr

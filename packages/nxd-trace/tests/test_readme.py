@@ -1,0 +1,26 @@
+"""The README's example runs as written, and prints what the README says."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+README = (Path(__file__).parents[1] / "README.md").read_text()
+((EXAMPLE, PRINTED),) = re.findall(r"```python\n(.*?)```\n\n```console\n(.*?)```", README, flags=re.DOTALL)
+
+
+def test_example_prints_what_the_readme_says(tmp_path):
+    (tmp_path / "mlp.py").write_text(EXAMPLE)
+
+    result = subprocess.run(
+        [sys.executable, "mlp.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": ":".join(sys.path)},
+    )
+
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == PRINTED
