@@ -1,0 +1,47 @@
+"""PyTorch Lightning over the nxd packages: Trainer, callbacks, loggers and checkpoints with TP, PP and ZeRO-1 below.
+
+Names are imported when they are first used: which Lightning they inherit from is decided then, see `spelling`.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nxd_lightning.checkpoint_io import NeuronCheckpointIO
+    from nxd_lightning.data import TextDataModule
+    from nxd_lightning.logging_rank import NeuronTensorBoardLogger, NeuronTQDMProgressBar
+    from nxd_lightning.module import NeuronLTModule
+    from nxd_lightning.precision import NeuronXLAPrecisionPlugin
+    from nxd_lightning.strategy import NeuronXLAStrategy
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "NeuronLTModule",
+    "NeuronXLAStrategy",
+    "NeuronXLAPrecisionPlugin",
+    "NeuronTQDMProgressBar",
+    "NeuronTensorBoardLogger",
+    "NeuronCheckpointIO",
+    "TextDataModule",
+]
+
+_MODULES = {
+    "NeuronLTModule": "module",
+    "NeuronXLAStrategy": "strategy",
+    "NeuronXLAPrecisionPlugin": "precision",
+    "NeuronTQDMProgressBar": "logging_rank",
+    "NeuronTensorBoardLogger": "logging_rank",
+    "NeuronCheckpointIO": "checkpoint_io",
+    "TextDataModule": "data",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; there are {', '.join(__all__)}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

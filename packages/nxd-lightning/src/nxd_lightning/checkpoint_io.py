@@ -1,0 +1,120 @@
+"""`NeuronCheckpointIO`: a Lightning checkpoint as a checkpoint of nxd, which loads at any layout.
+
+The folder `<name>.ckpt` holds model and optimizer as `nxd.save_checkpoint` writes them, and what Lightning keeps
+besides (loops, callbacks, schedulers, hyperparameters) as user content.
+"""
+
+import copy
+import os
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from nxd_trainer.api import delete_checkpoint, load_checkpoint, save_checkpoint
+from torch import Tensor, nn
+
+from nxd_lightning.bases import CheckpointIOBase
+from nxd_lightning.spelling import lightning
+
+# Of a checkpoint that no Trainer wrote, Lightning is told that it has model, optimizer and scheduler, and no more.
+_NOTHING_OF_LIGHTNING: dict[str, Any] = {
+    "epoch": 0,
+    "global_step": 0,
+    "pytorch-lightning_version": lightning().__version__,
+    "state_dict": {},
+    "optimizer_states": [],
+    "lr_schedulers": [],
+}
+_HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
+
+
+class NeuronCheckpointIO(CheckpointIOBase):
+    """Reads and writes the checkpoints of a Trainer with `NeuronXLAStrategy`.
+
+    Args:
+        save_load_xser: passed on as `use_xser`; both forms are the same here.
+    """
+
+    def __init__(self, save_load_xser: bool = True) -> None:
+        super().__init__()
+        self.save_load_xser = save_load_xser
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
+    ) -> None:
+        """Write a checkpoint that is complete or not there. Called by all ranks.
+
+        Args:
+            checkpoint: what Lightning keeps; the first rank's counts. Hyperparameters that are no plain values, such
+                as functions, are left out with a warning.
+            path: the folder to become the checkpoint.
+            storage_options: `model`, `optimizer` and `scheduler`, as for `nxd.save_checkpoint`.
+
+        Raises:
+            ValueError: Lightning's part holds what could only be read back by running code.
+            CheckpointError: a rank could not write; on all ranks.
+        """
+        root, tag = os.path.split(os.fspath(path))
+        content = {**checkpoint, "optimizer_states": []} if "optimizer_states" in checkpoint else dict(checkpoint)
+        for key in _HYPER_PARAMETERS:
+            if key in content:
+                content[key] = _plain_parameters(content[key])
+        save_checkpoint(root, tag, user_content=content, use_xser=self.save_load_xser, **(storage_options or {}))
+
+    def load_checkpoint(
+        self, path: str | os.PathLike[str], map_location: Any | None = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """What Lightning keeps in a checkpoint. Called by all ranks.
+
+        Args:
+            path: a checkpoint, or a folder of them, of which the newest counts; also of `nxd.save_checkpoint`.
+            map_location: taken for Lightning; tensors are loaded where the model has them.
+            weights_only: taken for Lightning; nothing that is read here can run code.
+
+        Raises:
+            CheckpointError: there is none, or it is damaged; on all ranks.
+        """
+        content = load_checkpoint(_resolved(path))
+        if not isinstance(content, dict) or "pytorch-lightning_version" not in content:
+            return copy.deepcopy(_NOTHING_OF_LIGHTNING)
+        return content
+
+    def fill(self, path: str | os.PathLike[str], model: nn.Module, *, strict: bool = True, **others: Any) -> None:
+        """Fill a model, and an `optimizer` and a `scheduler` if given, from a checkpoint. Called by all ranks.
+
+        Raises:
+            CheckpointError: there is none, or it does not fit; on all ranks.
+        """
+        load_checkpoint(_resolved(path), model=model, strict=strict, **others)
+
+    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
+        """Remove a checkpoint, or a link to one. Called by one rank."""
+        if os.path.islink(path):
+            os.unlink(path)
+        else:
+            delete_checkpoint(path)
+
+
+def _resolved(path: str | os.PathLike[str]) -> str:
+    """`save_last="link"` makes links, whose names are no tags."""
+    return os.path.realpath(path) if os.path.islink(path) else os.fspath(path)
+
+
+def _plain_parameters(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    plain = {name: value for name, value in parameters.items() if _is_plain(value)}
+    left_out = sorted(parameters.keys() - plain.keys())
+    if left_out:
+        warnings.warn(
+            f"the hyperparameters {', '.join(left_out)} are no plain values and are left out of the checkpoint; give "
+            "them again when you load it, or keep them out of save_hyperparameters(ignore=...)",
+            stacklevel=2,
+        )
+    return plain
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, Mapping):
+        return type(value) is dict and all(_is_plain(part) for pair in value.items() for part in pair)
+    if isinstance(value, list | tuple):
+        return type(value) in (list, tuple) and all(map(_is_plain, value))
+    return value is None or isinstance(value, Tensor) or type(value) in (bool, int, float, str)

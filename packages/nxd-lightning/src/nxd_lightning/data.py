@@ -1,0 +1,168 @@
+"""`TextDataModule`: the demo's text as batches of token ids, in an order that does not depend on the layout."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from nxd_trainer.data import (
+    Batch,
+    HeldOutLoader,
+    PackedSequences,
+    TrainLoader,
+    build_corpus,
+    load_tokenizer,
+    open_corpus,
+    pack_corpus,
+)
+
+from nxd_lightning.spelling import lightning
+
+_LightningDataModule: Any = lightning().LightningDataModule
+
+VOCABULARY_MULTIPLE = 64
+
+
+class TextDataModule(_LightningDataModule):
+    """Text files, tokenised once, packed and shared out to the replicas; the data and order of `nxd train`.
+
+    Args:
+        path: text file or folder; None: the sources of the running Python's standard library.
+        sequence_length: tokens in a sequence.
+        global_batch_size: sequences in a step of the optimizer, over all replicas.
+        grad_accum_steps: batches that make such a step.
+        held_out_fraction: share of the sequences kept for validation and tests.
+        eval_batches: global batches in a validation.
+        tokenizer: a Hugging Face tokenizer.json; None: one token per byte.
+        cache_folder: where tokenised text is kept.
+        seed: of the order.
+
+    Attributes:
+        vocab_size: rows for an embedding of all tokens.
+
+    Raises:
+        ValueError: there is no such tokenizer.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        sequence_length: int = 128,
+        global_batch_size: int = 8,
+        grad_accum_steps: int = 1,
+        held_out_fraction: float = 0.05,
+        eval_batches: int = 4,
+        tokenizer: str | os.PathLike[str] | None = None,
+        cache_folder: str | os.PathLike[str] = "runs/tokens",
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self.path = None if path is None else Path(path)
+        self.sequence_length = sequence_length
+        self.held_out_fraction = held_out_fraction
+        self.eval_batches = eval_batches
+        self.cache_folder = Path(cache_folder)
+        self.seed = seed
+        self._batches = {"global_batch_size": global_batch_size, "gradient_accumulation_steps": grad_accum_steps}
+        self._tokenizer = load_tokenizer(None if tokenizer is None else Path(tokenizer))
+        self._parts: tuple[PackedSequences, PackedSequences] | None = None
+        self.vocab_size = -(-self._tokenizer.vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+
+    def prepare_data(self) -> None:
+        """Tokenise the text, unless the cache has it already; called by one rank of each host."""
+        self._build()
+
+    def setup(self, stage: str) -> None:
+        """Open the tokens.
+
+        Raises:
+            ValueError: there is too little text.
+        """
+        if self._parts is None:
+            self._parts = pack_corpus(
+                open_corpus(self._build()),
+                sequence_length=self.sequence_length,
+                held_out_fraction=self.held_out_fraction,
+            )
+
+    def train_dataloader(self) -> "ResumableBatches":
+        """Batches to train on, which go on where a checkpoint was made."""
+        train, _ = self._sequences
+        return ResumableBatches(TrainLoader(train, seed=self.seed, **self._batches, **self._replica), len(train))
+
+    def val_dataloader(self) -> HeldOutLoader:
+        """The same held-out batches each time."""
+        _, held_out = self._sequences
+        return HeldOutLoader(held_out, num_batches=self.eval_batches, **self._batches, **self._replica)
+
+    def test_dataloader(self) -> HeldOutLoader:
+        """Those of `val_dataloader`."""
+        return self.val_dataloader()
+
+    def predict_dataloader(self) -> HeldOutLoader:
+        """Those of `val_dataloader`."""
+        return self.val_dataloader()
+
+    def _build(self) -> Path:
+        return build_corpus(self.path, self._tokenizer, cache_folder=self.cache_folder)
+
+    @property
+    def _sequences(self) -> tuple[PackedSequences, PackedSequences]:
+        if self._parts is None:
+            raise RuntimeError("the text is not open; call setup, as a Trainer does")
+        return self._parts
+
+    @property
+    def _replica(self) -> dict[str, int]:
+        strategy = self.trainer.strategy
+        return {"dp_rank": strategy.data_parallel_rank, "dp_size": strategy.data_parallel_size}
+
+
+class ResumableBatches:
+    """An epoch of a loader's batches at a time; the next one goes on with the samples that follow.
+
+    Args:
+        loader: gives the batches of one step of the optimizer after the other, without end.
+        num_samples: of an epoch; what is left over after whole steps begins the next one.
+
+    Raises:
+        ValueError: there are fewer samples than a step takes.
+    """
+
+    def __init__(self, loader: TrainLoader, num_samples: int) -> None:
+        self._loader = loader
+        before = loader.samples_consumed
+        self._batches_of_a_step = len(loader.next_step())
+        samples_of_a_step = loader.samples_consumed - before
+        loader.samples_consumed = before
+        if num_samples < samples_of_a_step:
+            raise ValueError(
+                f"there are {num_samples} sequences to train on, fewer than global_batch_size={samples_of_a_step}; "
+                "add text or lower one of global_batch_size and sequence_length"
+            )
+        self._steps = num_samples // samples_of_a_step
+        self._steps_taken = 0
+
+    def __len__(self) -> int:
+        return self._steps * self._batches_of_a_step
+
+    def __iter__(self) -> Iterator[Batch]:
+        while self._steps_taken < self._steps:
+            batches = self._loader.next_step()
+            self._steps_taken += 1
+            yield from batches
+        self._steps_taken = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the next step begins, as plain numbers; the same on every rank."""
+        return {**self._loader.state_dict(), "steps_taken": self._steps_taken}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on there.
+
+        Raises:
+            ValueError: the state is of other data, sequence length or seed.
+        """
+        self._loader.load_state_dict({name: value for name, value in state.items() if name != "steps_taken"})
+        self._steps_taken = state["steps_taken"]

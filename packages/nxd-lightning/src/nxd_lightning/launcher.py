@@ -1,0 +1,43 @@
+"""Starting the ranks of a Trainer that nobody has launched: the script once more for each of them."""
+
+import os
+import subprocess
+from typing import Any
+
+from nxd_trainer.mesh import destroy_model_parallel
+
+from nxd_lightning.spelling import fabric, lightning
+
+_ScriptLauncher: Any = lightning("strategies.launchers")._SubprocessScriptLauncher
+_command: Any = fabric("strategies.launchers.subprocess_script")._basic_subprocess_cmd
+
+
+class RankLauncher(_ScriptLauncher):
+    """Lightning's launcher of scripts, which tells each rank who it is as torchrun would.
+
+    So a script may ask for ranks anywhere, also above the Trainer. It starts nothing under torchrun, where the ranks
+    are there already, nor for one rank.
+    """
+
+    def _call_children_scripts(self) -> None:
+        if self.num_processes * self.num_nodes == 1:
+            return
+        self._check_can_spawn_children()
+        destroy_model_parallel()  # of one rank, which this process has taken itself for until now
+        first = self.cluster_environment.node_rank() * self.num_processes
+        os.environ.update(
+            MASTER_ADDR=self.cluster_environment.main_address,
+            MASTER_PORT=str(self.cluster_environment.main_port),
+            NODE_RANK=str(self.cluster_environment.node_rank()),
+            WORLD_SIZE=str(self.num_processes * self.num_nodes),
+            LOCAL_WORLD_SIZE=str(self.num_processes),
+            LOCAL_RANK="0",
+            RANK=str(first),
+        )
+        self.procs = [
+            subprocess.Popen(
+                _command(),
+                env=os.environ | {"LOCAL_RANK": str(local_rank), "RANK": str(first + local_rank)},
+            )
+            for local_rank in range(1, self.num_processes)
+        ]

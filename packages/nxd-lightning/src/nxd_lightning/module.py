@@ -1,0 +1,323 @@
+"""`NeuronLTModule`: a LightningModule whose model, optimizer and scheduler are made as an `nxd_config` says.
+
+Its steps run a batch forward and backward through the model, with a pipeline or without. Scripts override any of them.
+"""
+
+import inspect
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Self
+
+import torch
+from nxd_trainer.api import NxDModel, complete_config, initialize_parallel_model, initialize_parallel_optimizer
+from nxd_trainer.mesh import broadcast, get_device, get_group, seed_model_parallel
+from torch import Tensor
+
+from nxd_lightning.accumulation import GradientScale
+from nxd_lightning.checkpoint_io import NeuronCheckpointIO
+from nxd_lightning.spelling import fabric, lightning
+
+_LightningModule: Any = lightning().LightningModule
+_reset_seed: Any = fabric("utilities.seed").reset_seed
+
+DEFAULT_WEIGHT_DECAY = 0.01
+
+
+class NeuronLTModule(_LightningModule):
+    """A model trained with tensor, pipeline and data parallelism by a Trainer with `NeuronXLAStrategy`.
+
+    A batch holds the model's inputs: a dict by their names, a tuple in their order, or one tensor. With a pipeline,
+    losses that steps return and values that they log are those of the last stage, on every rank.
+
+    Args:
+        model_fn: returns the model.
+        nxd_config: of `neuronx_distributed_config`, or a dict of its arguments.
+        opt_cls: a class of torch optimizers.
+        scheduler_cls: called with the optimizer; None for no scheduler. It is stepped with the optimizer.
+        model_args: for `model_fn`, after each other.
+        model_kwargs: for `model_fn`, by name.
+        opt_args: for `opt_cls`, after the parameters.
+        opt_kwargs: for `opt_cls`, by name.
+        scheduler_args: for `scheduler_cls`, after the optimizer.
+        scheduler_kwargs: for `scheduler_cls`, by name.
+        grad_accum_steps: batches that make a step of the optimizer.
+        log_rank0: show and write what is logged on rank 0 rather than on the last stage's first rank.
+        manual_opt: `training_step` steps the optimizer itself; otherwise the Trainer does.
+
+    Attributes:
+        model: the `NxDModel`, once `setup` has been called.
+        averaged_loss: of the batches since the last step of the optimizer, a sum of their shares.
+        should_print: whether the last training step stepped the optimizer.
+
+    Raises:
+        ValueError: the config has mistakes, or `grad_accum_steps` is no count.
+    """
+
+    model: NxDModel
+
+    def __init__(
+        self,
+        model_fn: Callable[..., torch.nn.Module],
+        nxd_config: Mapping[str, Any],
+        opt_cls: Callable[..., Any],
+        scheduler_cls: Callable[..., Any] | None = None,
+        model_args: Sequence[Any] = (),
+        model_kwargs: Mapping[str, Any] | None = None,
+        opt_args: Sequence[Any] = (),
+        opt_kwargs: Mapping[str, Any] | None = None,
+        scheduler_args: Sequence[Any] = (),
+        scheduler_kwargs: Mapping[str, Any] | None = None,
+        grad_accum_steps: int = 1,
+        log_rank0: bool = False,
+        manual_opt: bool = True,
+    ) -> None:
+        super().__init__()
+        if type(grad_accum_steps) is not int or grad_accum_steps < 1:
+            raise ValueError(f"grad_accum_steps={grad_accum_steps!r} must be an integer, 1 or more")
+        self.model_fn = model_fn
+        self.nxd_config = complete_config(nxd_config)
+        self.opt_cls: Any = opt_cls
+        self.scheduler_cls = scheduler_cls
+        self.model_args = tuple(model_args)
+        self.model_kwargs = dict(model_kwargs or {})
+        self.opt_args = tuple(opt_args)
+        self.opt_kwargs = dict(opt_kwargs or {})
+        self.scheduler_args = tuple(scheduler_args)
+        self.scheduler_kwargs = dict(scheduler_kwargs or {})
+        self.grad_accum_steps = grad_accum_steps
+        self.log_rank0 = log_rank0
+        self.automatic_optimization = not manual_opt
+        self.averaged_loss = torch.zeros((), dtype=torch.float64)
+        self.should_print = False
+        self._gradient_scale: GradientScale | None = None
+
+    # What is trained, and by what.
+
+    def setup(self, stage: str | None = None) -> None:
+        """Make the model, unless it is there already. Called by all ranks.
+
+        With `seed_everything` its weights depend on the seed only, not on the layout or on what was drawn before.
+
+        Raises:
+            RuntimeError: the Trainer has another strategy.
+            ValueError: the model or the Trainer does not fit the config.
+        """
+        if self._trainer is not None:
+            self._check_trainer(self.trainer)
+        if hasattr(self, "model"):
+            return
+        _reset_seed()
+        seed = torch.initial_seed()
+        self.model = initialize_parallel_model(self.nxd_config, self.model_fn, *self.model_args, **self.model_kwargs)
+        seed_model_parallel(seed)
+
+    def configure_optimizers(self) -> Any:
+        """The optimizer of `get_param_groups_by_weight_decay`, and its scheduler."""
+        names = list(inspect.signature(self.opt_cls).parameters)[1:]
+        arguments = dict(zip(names, self.opt_args, strict=False)) | self.opt_kwargs
+        groups = self.get_param_groups_by_weight_decay()
+        optimizer = initialize_parallel_optimizer(self.nxd_config, self.opt_cls, groups, **arguments)
+        optimizer.zero_grad()
+        if self.scheduler_cls is None:
+            return optimizer
+        scheduler = self.scheduler_cls(optimizer, *self.scheduler_args, **self.scheduler_kwargs)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+    def get_param_groups_by_weight_decay(self) -> list[dict[str, Any]]:
+        """Groups of parameters: matrices decay, biases and norms do not. To be overridden.
+
+        The decay is that of `opt_kwargs`, else 0.01.
+        """
+        decay = self.opt_kwargs.get("weight_decay", DEFAULT_WEIGHT_DECAY)
+        parameters = list(self.model.parameters())
+        return [
+            {"params": [p for p in parameters if p.dim() > 1], "weight_decay": decay},
+            {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+        ]
+
+    # Steps.
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model returns; of a model that is not cut into stages."""
+        return self.model(*args, **kwargs)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Forward and backward of a batch, and after `grad_accum_steps` of them a step of the optimizer.
+
+        Logs `loss`, the mean over these batches and all replicas, when the optimizer is stepped.
+
+        Returns:
+            The batch's loss, 0-d, on every rank of the pipeline; backward is done already.
+        """
+        batches = self._batches_of_a_step
+        loss = self.train_on(batch, divide_gradients_by=batches)
+        if not self.automatic_optimization:
+            self.manual_backward(loss)  # for callbacks and hooks around backward, which it is not any more
+        self.averaged_loss = self.averaged_loss.to(loss.device) + loss.double() / batches
+        self.should_print = (batch_idx + 1) % batches == 0 or self.trainer.is_last_batch
+        if self.should_print:
+            mean = self.trainer.strategy.reduce(self.averaged_loss)
+            self.log("loss", mean, prog_bar=True, batch_size=1)
+            self.averaged_loss = torch.zeros_like(self.averaged_loss)
+            if not self.automatic_optimization:
+                self._step_optimizer()
+        return loss
+
+    def train_on(self, batch: Any, *, divide_gradients_by: int = 1) -> Tensor:
+        """Forward and backward of a batch; gradients are added to those that there are.
+
+        Returns:
+            The loss, 0-d, detached, on every rank of the pipeline.
+        """
+        if self._gradient_scale is None:
+            self._gradient_scale = GradientScale(self.model.parameters())
+        args, kwargs = _inputs(batch)
+        with self._gradient_scale.divided_by(divide_gradients_by):
+            loss = self.model.run_train(*args, **kwargs)
+        return self.from_last_stage(torch.stack(loss).mean() if isinstance(loss, list) else loss)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Log `val_loss`, the mean over batches and replicas."""
+        return self._evaluate("val_loss", batch)
+
+    def test_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Log `test_loss`, the mean over batches and replicas."""
+        return self._evaluate("test_loss", batch)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        """What the model makes of a batch without its `labels`, on ranks of the last stage; None on others.
+
+        A pipeline whose `input_names` have `labels` cannot do without, and gives the loss.
+        """
+        args, kwargs = _inputs(batch)
+        if self.nxd_config["pipeline_parallel_size"] == 1 or "labels" not in (self._input_names or ()):
+            kwargs.pop("labels", None)
+        return self.model.run_eval(*args, **kwargs)
+
+    # What the Trainer would do in another order.
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Backward of a loss that has not been through it."""
+        if loss.requires_grad:
+            loss.backward(*args, **kwargs)
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        """The Trainer's step, after which gradients are dropped."""
+        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+        optimizer.zero_grad()
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        """Nothing: the Trainer asks for it between `training_step` and backward, which are one here."""
+
+    # Values that only the last stage has.
+
+    def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        """As Lightning's; with a pipeline the last stage's value counts, and others may give None.
+
+        To be called on all ranks alike. `log_dict` does it for each of its values.
+        """
+        if not hasattr(value, "compute"):  # a metric of torchmetrics, which exchanges its own state
+            value = self.from_last_stage(value)
+        super().log(name, value, *args, **kwargs)
+
+    def from_last_stage(self, value: Any) -> Any:
+        """The number that the pipeline's last stage has, on every rank of the pipeline. Called by all of them.
+
+        Args:
+            value: a number or a tensor of one; elsewhere anything, such as None. Without a pipeline it comes back.
+
+        Returns:
+            A 0-d tensor, float64.
+        """
+        stages = get_group("pp")
+        if stages.size == 1:
+            return value
+        is_last = stages.rank == stages.size - 1
+        number = float(value) if is_last else 0.0
+        return broadcast(torch.tensor(number, dtype=torch.float64, device=get_device()), stages, source=stages.size - 1)
+
+    # Checkpoints outside of a Trainer.
+
+    @classmethod
+    def load_from_checkpoint(
+        cls, checkpoint_path: str | os.PathLike[str], *, strict: bool = True, **arguments: Any
+    ) -> Self:
+        """A module with its model filled from a checkpoint of any layout. Called by all ranks.
+
+        Args:
+            checkpoint_path: a folder that a Trainer or `nxd.save_checkpoint` wrote.
+            strict: the checkpoint's model must have the same names as this one.
+            **arguments: of this class; those that `save_hyperparameters` kept may be left out.
+
+        Raises:
+            CheckpointError: there is none, or it does not fit; on all ranks.
+        """
+        io = NeuronCheckpointIO()
+        kept = io.load_checkpoint(checkpoint_path).get("hyper_parameters", {})
+        module = cls(**{**kept, **arguments})
+        module.setup()
+        io.fill(checkpoint_path, module.model, strict=strict)
+        return module
+
+    @property
+    def _input_names(self) -> Sequence[str] | None:
+        names: Sequence[str] | None = (self.nxd_config["pipeline_config"] or {}).get("input_names")
+        return names
+
+    @property
+    def _batches_of_a_step(self) -> int:
+        if self.automatic_optimization:
+            return int(self.trainer.accumulate_grad_batches)
+        return self.grad_accum_steps
+
+    def _step_optimizer(self) -> None:
+        optimizer = self.optimizers()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedulers = self.lr_schedulers() or []
+        for scheduler in schedulers if isinstance(schedulers, list) else [schedulers]:
+            scheduler.step()
+
+    def _evaluate(self, name: str, batch: Any) -> Tensor:
+        args, kwargs = _inputs(batch)
+        loss: Tensor = self.from_last_stage(self.model.run_eval(*args, **kwargs))
+        self.log(name, loss, prog_bar=True, on_epoch=True, sync_dist=True, batch_size=_batch_size(batch))
+        return loss
+
+    def _check_trainer(self, trainer: Any) -> None:
+        if getattr(trainer.strategy, "strategy_name", "") != "nxd":
+            raise RuntimeError(
+                f"NeuronLTModule runs on a mesh, which {type(trainer.strategy).__name__} knows nothing of; make the "
+                "Trainer with strategy=NeuronXLAStrategy(nxd_config)"
+            )
+        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+            if self.nxd_config[name] != getattr(trainer.strategy, name):
+                raise ValueError(
+                    f"the module's nxd_config has {name}={self.nxd_config[name]}, its strategy "
+                    f"{getattr(trainer.strategy, name)}; give both the same nxd_config"
+                )
+        if self.automatic_optimization and self.grad_accum_steps > 1:
+            if trainer.accumulate_grad_batches not in (1, self.grad_accum_steps):
+                raise ValueError(
+                    f"grad_accum_steps={self.grad_accum_steps}, but the Trainer has "
+                    f"accumulate_grad_batches={trainer.accumulate_grad_batches}; give one of them"
+                )
+            trainer.accumulate_grad_batches = self.grad_accum_steps
+
+
+def _inputs(batch: Any) -> tuple[list[Any], dict[str, Any]]:
+    """A batch as arguments, by position and by name; a named tuple has names."""
+    if hasattr(batch, "_asdict"):
+        batch = batch._asdict()
+    if isinstance(batch, Mapping):
+        return [], dict(batch)
+    return (list(batch), {}) if isinstance(batch, list | tuple) else ([batch], {})
+
+
+def _batch_size(batch: Any) -> int:
+    args, kwargs = _inputs(batch)
+    return next((value.shape[0] for value in _tensors([*args, *kwargs.values()])), 1)
+
+
+def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
+    return (value for value in values if isinstance(value, Tensor) and value.dim())

@@ -1,0 +1,24 @@
+"""`NeuronXLAPrecisionPlugin`: optimizer steps whose gradients the optimizer itself reduces and clips."""
+
+from collections.abc import Callable
+from typing import Any
+
+from nxd_trainer.mesh import step_boundary
+
+from nxd_lightning.bases import PrecisionBase
+from nxd_lightning.spelling import lightning
+
+_Precision: Any = lightning("plugins").Precision
+
+
+class NeuronXLAPrecisionPlugin(PrecisionBase):
+    """Full precision, or what the model's parameters and `mixed_precision_config` say.
+
+    Inherits Lightning's `XLAPrecision` on torch-xla, whose reduction of gradients it leaves to the optimizer.
+    """
+
+    def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
+        """Forward and backward by `closure`, then the update; on torch-xla the step's graph ends here."""
+        result = _Precision.optimizer_step(self, optimizer, model=model, closure=closure, **kwargs)
+        step_boundary()
+        return result

@@ -1,0 +1,168 @@
+"""The documented arguments, and errors about wrong ones; on one rank."""
+
+import inspect
+
+import lightning
+import nxd_lightning
+import pytest
+import torch
+from nxd_lightning import (
+    NeuronCheckpointIO,
+    NeuronLTModule,
+    NeuronTensorBoardLogger,
+    NeuronXLAPrecisionPlugin,
+    NeuronXLAStrategy,
+)
+from torch.utils.data import DataLoader
+
+DOCUMENTED = {
+    NeuronLTModule: (
+        "model_fn nxd_config opt_cls scheduler_cls model_args model_kwargs opt_args opt_kwargs scheduler_args "
+        "scheduler_kwargs grad_accum_steps log_rank0 manual_opt"
+    ),
+    NeuronXLAStrategy: "nxd_config tensor_parallel_size pipeline_parallel_size save_load_xser",
+    NeuronXLAPrecisionPlugin: "",
+    NeuronTensorBoardLogger: "save_dir",
+}
+
+
+class Fitting(NeuronLTModule):
+    def training_step(self, batch, batch_idx):
+        return self.model(batch).square().mean()
+
+
+def linear(**changes):
+    arguments = {"model_args": (2, 2), "opt_kwargs": {"lr": 0.1}, "manual_opt": False} | changes
+    return Fitting(torch.nn.Linear, {}, torch.optim.SGD, **arguments)
+
+
+def fit(module, folder, **changes):
+    options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "max_epochs": 1}
+    trainer = lightning.Trainer(
+        **{"accelerator": "cpu", "devices": 1, "strategy": NeuronXLAStrategy(), "default_root_dir": folder}
+        | options
+        | changes
+    )
+    trainer.fit(module, DataLoader(torch.ones(4, 2), batch_size=2))
+    return trainer
+
+
+@pytest.mark.parametrize("cls", DOCUMENTED, ids=lambda cls: cls.__name__)
+def test_documented_arguments_come_first_and_in_order(cls):
+    names = list(inspect.signature(cls.__init__).parameters)[1:]
+    documented = DOCUMENTED[cls].split()
+
+    assert names[: len(documented)] == documented
+
+
+def test_documented_defaults_hold():
+    parameters = inspect.signature(NeuronLTModule).parameters
+
+    assert (parameters["grad_accum_steps"].default, parameters["manual_opt"].default) == (1, True)
+    assert NeuronXLAStrategy().checkpoint_io.save_load_xser is True
+
+
+def test_unknown_name_says_which_there_are():
+    with pytest.raises(AttributeError, match="there are NeuronLTModule, NeuronXLAStrategy"):
+        _ = nxd_lightning.NeuronModule
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: linear(grad_accum_steps=0), "grad_accum_steps=0 must be an integer, 1 or more"),
+        (lambda: NeuronXLAStrategy(pipeline_parallel_size=0), "pipeline_parallel_size=0 must be"),
+        (lambda: NeuronXLAStrategy({"tensor_parallel_size": 2}, 4), "tensor_parallel_size=4 differs from nxd_config"),
+        (lambda: NeuronXLAStrategy({"tensor_paralel_size": 2}), "did you mean 'tensor_parallel_size'"),
+        (lambda: setattr(NeuronXLAStrategy(), "checkpoint_io", object()), "use NeuronCheckpointIO"),
+    ],
+    ids=["grad_accum_steps", "pipeline", "twice", "unknown", "checkpoint_io"],
+)
+def test_wrong_argument_is_refused_with_advice(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+class TwoOptimizers(Fitting):
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("module", "options", "error", "message"),
+    [
+        (linear, {"strategy": "auto"}, RuntimeError, "make the Trainer with strategy=NeuronXLAStrategy"),
+        (linear, {"gradient_clip_val": 1.0}, ValueError, "max_grad_norm"),
+        (linear, {"strategy": NeuronXLAStrategy({"tensor_parallel_size": 1}, pipeline_parallel_size=1)}, None, ""),
+        (
+            lambda: linear(grad_accum_steps=2),
+            {"accumulate_grad_batches": 3},
+            ValueError,
+            "grad_accum_steps=2, but the Trainer has accumulate_grad_batches=3",
+        ),
+        (
+            lambda: TwoOptimizers(torch.nn.Linear, {}, torch.optim.SGD, model_args=(2, 2), manual_opt=False),
+            {},
+            ValueError,
+            "return one optimizer of initialize_parallel_optimizer",
+        ),
+    ],
+    ids=["strategy", "clipping", "fits", "accumulation", "optimizer"],
+)
+def test_trainer_that_does_not_fit_the_module_is_refused(tmp_path, module, options, error, message):
+    if error is None:
+        assert fit(module(), tmp_path, **options).global_step == 2
+        return
+    with pytest.raises(error, match=message):
+        fit(module(), tmp_path, **options)
+
+
+def test_automatic_optimisation_of_an_own_step_is_that_of_plain_torch(tmp_path):
+    torch.manual_seed(0)
+    plain = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        plain(torch.ones(2, 2)).square().mean().backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        optimizer.step()
+    torch.manual_seed(0)
+    module = linear(opt_kwargs={"lr": 0.1, "weight_decay": 0.0})
+
+    fit(module, tmp_path)
+
+    torch.testing.assert_close(module.model.local_module().weight, plain.weight)
+
+
+def test_checkpoint_keeps_plain_hyperparameters_and_metrics_of_the_module(tmp_path):
+    class WithBuffer(Fitting):
+        def __init__(self, width):
+            super().__init__(torch.nn.Linear, {}, torch.optim.SGD, model_args=(2, width), manual_opt=False)
+            self.save_hyperparameters()
+            self.hparams["activation"] = torch.nn.functional.relu
+            self.register_buffer("seen", torch.zeros(()))
+
+        def on_train_batch_end(self, *batch):
+            self.seen += 1
+
+    trainer = fit(WithBuffer(3), tmp_path, max_steps=2)
+    with pytest.warns(UserWarning, match="hyperparameters activation are no plain values"):
+        trainer.save_checkpoint(tmp_path / "own.ckpt")
+
+    loaded = WithBuffer.load_from_checkpoint(tmp_path / "own.ckpt")
+    assert loaded.hparams["width"] == 3
+    torch.testing.assert_close(loaded.model.local_module().weight, trainer.model.model.local_module().weight)
+    assert float(NeuronCheckpointIO().load_checkpoint(tmp_path / "own.ckpt")["state_dict"]["seen"]) == 2
+
+
+def test_link_to_the_last_checkpoint_is_followed_and_removed_alone(tmp_path):
+    trainer = fit(linear(), tmp_path)
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    (tmp_path / "last.ckpt").symlink_to("a.ckpt")
+    io = NeuronCheckpointIO()
+
+    assert io.load_checkpoint(tmp_path / "last.ckpt")["global_step"] == 2
+    io.remove_checkpoint(tmp_path / "last.ckpt")
+    assert io.load_checkpoint(tmp_path / "a.ckpt")["global_step"] == 2
+    io.remove_checkpoint(tmp_path / "a.ckpt")
+    assert not (tmp_path / "a.ckpt").exists()

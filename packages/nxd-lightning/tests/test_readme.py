@@ -1,0 +1,22 @@
+"""The README's examples run as written."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+README = Path(__file__).parents[1] / "README.md"
+EXAMPLES = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
+
+
+@pytest.mark.parametrize("source", EXAMPLES, ids=["script", "own-step"])
+def test_readme_example_runs_as_written(tmp_path, source):
+    (tmp_path / "train.py").write_text(source)
+
+    result = subprocess.run(
+        [sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+    )
+
+    assert result.returncode == 0, result.stderr

@@ -1,0 +1,53 @@
+"""A script as users write it: `python train.py` starts two ranks, under torchrun it is one. It can be made to fail.
+
+python train.py FOLDER none|rank0|rank1|interrupt
+"""
+
+import os
+import signal
+import sys
+
+import neuronx_distributed as nxd
+import torch
+from lightning.pytorch import Trainer, seed_everything
+from neuronx_distributed.lightning import NeuronLTModule, NeuronXLAPrecisionPlugin, NeuronXLAStrategy
+from nxd_layers import ColumnParallelLinear
+from torch.utils.data import DataLoader
+
+folder, failure = sys.argv[1:]
+nxd_config = nxd.neuronx_distributed_config(tensor_parallel_size=2)
+
+
+class Regression(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = ColumnParallelLinear(4, 4)
+
+    def forward(self, values):
+        return (self.linear(values) - 1).square().mean()
+
+
+class Module(NeuronLTModule):
+    def on_train_batch_end(self, *arguments):
+        loss = float(self.trainer.callback_metrics["loss"])
+        print(f"rank {self.global_rank} step {self.global_step} loss {loss:.6f}", flush=True)
+        if failure == f"rank{self.global_rank}":
+            raise ValueError("this rank was told to fail")
+        if failure == "interrupt" and self.global_rank == 0:
+            os.killpg(os.getpgid(0), signal.SIGINT)
+
+
+seed_everything(1)
+module = Module(Regression, nxd_config, torch.optim.SGD, opt_kwargs={"lr": 0.1})
+trainer = Trainer(
+    accelerator="cpu",
+    devices=2,
+    strategy=NeuronXLAStrategy(nxd_config),
+    plugins=[NeuronXLAPrecisionPlugin()],
+    max_steps=2,
+    default_root_dir=folder,
+    logger=False,
+    enable_checkpointing=False,
+    enable_progress_bar=False,
+)
+trainer.fit(module, DataLoader(torch.arange(16.0).view(4, 4) / 16, batch_size=2))

@@ -1,0 +1,62 @@
+"""Scripts that start their ranks themselves, or are started by torchrun; and that end as a whole."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from nxd_state.testing import run_torchrun
+
+SCRIPT = Path(__file__).parent / "programs/train.py"
+TIMEOUT_SECONDS = 180
+
+
+def run(folder: Path, failure: str) -> subprocess.CompletedProcess[str]:
+    """Returns when no process holds the script's output any more, so when all its ranks have ended."""
+    with subprocess.Popen(
+        [sys.executable, SCRIPT, folder, failure],
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")},
+        start_new_session=True,
+    ) as process:
+        try:
+            output, errors = process.communicate(timeout=TIMEOUT_SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
+
+
+def losses(output: str) -> set[str]:
+    return set(re.findall(r"rank \d step \d loss [\d.]+", output))
+
+
+def test_trainer_starts_the_ranks_that_torchrun_would(tmp_path):
+    by_trainer = run(tmp_path, "none")
+    by_torchrun = run_torchrun([str(SCRIPT), str(tmp_path), "none"], 2, timeout=TIMEOUT_SECONDS)
+
+    assert by_trainer.returncode == by_torchrun.returncode == 0, by_trainer.stderr + by_torchrun.stderr
+    assert len(losses(by_trainer.stdout)) == 4
+    assert losses(by_trainer.stdout) == losses(by_torchrun.stdout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("failure", ["rank0", "rank1", "interrupt"])
+def test_failure_of_one_rank_and_ctrl_c_end_all_ranks(tmp_path, failure):
+    result = run(tmp_path, failure)
+
+    assert result.returncode != 0
+    assert ("this rank was told to fail" in result.stderr) == (failure != "interrupt")
+
+
+@pytest.mark.slow
+def test_failure_of_one_rank_ends_all_ranks_under_torchrun(tmp_path):
+    result = run_torchrun([str(SCRIPT), str(tmp_path), "rank1"], 2, timeout=TIMEOUT_SECONDS)
+
+    assert result.returncode != 0
+    assert "this rank was told to fail" in result.stderr
