@@ -21,7 +21,7 @@ CONFIG = LlamaConfig(
     vocab_size=24,
     hidden_size=16,
     intermediate_size=20,
-    num_hidden_layers=2,
+    num_hidden_layers=4,
     num_attention_heads=4,
     num_key_value_heads=2,
 )
@@ -120,12 +120,40 @@ def test_checkpoint_resumes_bitwise_at_its_layout_and_equally_at_others(run_rank
     for of_rank in others + alone:
         for losses in of_rank.values():
             assert losses == pytest.approx(expected, rel=1e-10)
-    saved = open_checkpoint(root, tag)
-    for info in list_checkpoints(again):
-        copy = open_checkpoint(again, info.tag)
+    assert_equal_checkpoints(again, open_checkpoint(root, tag), count=3)
+
+
+def assert_equal_checkpoints(folder, saved, *, count):
+    """What was loaded at other layouts and saved there: weights and the optimizer's states, bit by bit."""
+    infos = list_checkpoints(folder)
+    assert len(infos) == count
+    for info in infos:
+        copy = open_checkpoint(folder, info.tag)
         assert copy.tensors.keys() == saved.tensors.keys()
+        assert any(name.endswith("/exp_avg_sq") for name in saved.tensors)
         for name in saved.tensors:
             assert torch.equal(copy.read(name), saved.read(name)), (info.tag, name)
+
+
+def save_on_eight_ranks(root):
+    parts = build(2, 2, True, seed=0)
+    train(*parts, range(3))
+    save_checkpoint(root, "eight", *parts)
+    return train(*parts, range(3, 5))
+
+
+@pytest.mark.slow  # 8 ranks
+def test_checkpoint_of_all_axes_loads_with_each_of_them_alone(run_ranks, tmp_path):
+    root, again = str(tmp_path / "runs"), str(tmp_path / "again")
+
+    expected = run_ranks(save_on_eight_ranks, 8, root)[0]  # TP 2 x PP 2 x DP 2 with ZeRO-1
+
+    of_ranks = run_ranks(resume_at, 4, root, "eight", [(4, 1, True), (1, 4, False), (1, 1, True)], again)
+    of_ranks += run_ranks(resume_at, 1, root, "eight", [(1, 1, False)], again)
+    for losses in of_ranks:
+        for found in losses.values():
+            assert found == pytest.approx(expected, rel=1e-10)
+    assert_equal_checkpoints(again, open_checkpoint(root, "eight"), count=4)
 
 
 def save_in_background(root):

@@ -169,6 +169,13 @@ def load_and_compare(root, cases):
     return found
 
 
+def load_all(root, cases):
+    """Also behind a URL, whose scheme says that it is this machine, so that ranks see the same."""
+    behind_url = load_and_compare(f"local://{root}", [case for case in cases if case[0] in ("plain", "xser", "v1")])
+    assert len(behind_url) == 4
+    return load_and_compare(root, cases)
+
+
 def test_legacy_checkpoints_load_at_their_degrees_and_at_others(run_ranks, tmp_path):
     write_v2(tmp_path / "plain", "step_9", 2, user_content={"total_steps": 9, "args": ("a", 1)})
     write_v2(tmp_path / "plain", "step_10", 2, user_content={"total_steps": 10})
@@ -188,7 +195,7 @@ def test_legacy_checkpoints_load_at_their_degrees_and_at_others(run_ranks, tmp_p
         ("v1", None, 2, False, False),
         ("v1-xser", None, 1, False, False),
     ]
-    contents = run_ranks(load_and_compare, 2, str(tmp_path), cases)
+    contents = run_ranks(load_all, 2, str(tmp_path), cases)
 
     expected = [{"total_steps": 10}, {"total_steps": 9, "args": ("a", 1)}, None, None, None, None, None]
     assert contents == [expected, expected]
@@ -201,6 +208,29 @@ def test_whole_model_of_other_degrees_is_refused_where_it_cannot_be_told(tmp_pat
 
     with pytest.raises(CheckpointError, match=r"gate_up\.\w+ is .* no even split of a parallel layer"):
         load_checkpoint(tmp_path, model=plain)
+
+
+def test_legacy_checkpoints_of_an_object_store_are_found_and_loaded(tmp_path):
+    fsspec = pytest.importorskip("fsspec")
+    write_v2(tmp_path / "v2", "step_9", 1, user_content={"total_steps": 9})
+    write_v2(tmp_path / "v2", "step_10", 1, xser=True)
+    (tmp_path / "v2" / "step_10" / "done").unlink()
+    write_v1(tmp_path / "v1", 1)
+    memory = fsspec.filesystem("memory")
+    memory.put(str(tmp_path), "/legacy", recursive=True)
+    model = Model()
+
+    for folder in ("v2", "v2/step_9", "v1"):
+        assert has_checkpoint(f"memory://legacy/{folder}")
+        nn.init.zeros_(model.norm.weight)
+        content = load_checkpoint(f"memory://legacy/{folder}", model=model)
+        assert content == ({"total_steps": 9} if folder != "v1" else None)
+        assert torch.equal(model.norm.weight, whole("norm.weight"))
+    assert not has_checkpoint("memory://legacy/v2/step_10")
+    assert not has_checkpoint("memory://legacy/none")
+    with pytest.raises(CheckpointError, match="no complete checkpoint in memory://legacy/none"):
+        load_checkpoint("memory://legacy/none", model=model)
+    memory.rm("/legacy", recursive=True)
 
 
 def test_incomplete_legacy_checkpoint_is_none(tmp_path):

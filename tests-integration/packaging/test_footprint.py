@@ -49,6 +49,29 @@ def test_import_adds_only_the_packages_own_modules_to_torchs(package):
     assert added - own <= {"xxhash", "__mp_main__"}
 
 
+def test_import_name_is_free_until_it_is_used():
+    """What costs nothing needs no clock: neither torch nor any of our packages but the one that looks who owns it."""
+    imported = imported_after("import neuronx_distributed")
+
+    assert "torch" not in imported
+    assert {name for name in imported if name.startswith("nxd_")} == {"nxd_trainer"}
+
+
+@pytest.mark.parametrize(
+    ("use", "spared"),
+    [
+        ("nxd.parallel_state.get_tensor_model_parallel_size", ["nxd_layers", "nxd_optim", "nxd_pipeline", "nxd_ckpt"]),
+        ("nxd.parallel_layers.ColumnParallelLinear", ["nxd_pipeline", "nxd_ckpt"]),
+        ("nxd.pipeline.NxDPPModel", ["nxd_layers", "nxd_optim", "nxd_ckpt"]),
+        ("nxd.initialize_parallel_model", ["nxd_lightning", "nxd_trace", "transformers", "peft", "tensorboard"]),
+    ],
+)
+def test_documented_name_brings_in_only_the_packages_behind_it(use, spared):
+    imported = imported_after(f"import neuronx_distributed as nxd; {use}")
+
+    assert not imported & set(spared)
+
+
 def test_command_line_answers_without_torch():
     assert "torch" not in imported_after("import nxd_trainer.cli")
 

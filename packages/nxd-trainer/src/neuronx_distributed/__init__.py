@@ -7,7 +7,19 @@ Submodules, and the training API of `neuronx_distributed.trainer`, are imported 
 import importlib
 from typing import Any
 
-_SUBMODULES = ("parallel_state", "parallel_layers", "modules", "optimizer", "pipeline", "trainer")
+from nxd_trainer.import_name import warn_of_other_owner
+
+_SUBMODULES = (
+    "parallel_state",
+    "parallel_layers",
+    "modules",
+    "optimizer",
+    "pipeline",
+    "trainer",
+    "lightning",
+    "utils",
+    "trace",
+)
 _OF_TRAINER = (
     "neuronx_distributed_config",
     "initialize_parallel_model",
@@ -31,3 +43,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted([*globals(), *__all__])
+
+
+warn_of_other_owner()

@@ -1,91 +1,80 @@
-"""Writing a checkpoint as a Hugging Face folder: `config.json` and `model.safetensors`.
+"""Writing a checkpoint as a Hugging Face folder, which transformers loads.
 
-A checkpoint's tensors have the names and shapes of the Hugging Face model already, so this copies them.
+A checkpoint's tensors have the names and shapes of the Hugging Face model in memory already; where its files are
+otherwise, `nxd_trainer.hugging_face` knows how.
 """
 
-import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import nxd_ckpt
 import torch
-from safetensors.torch import save_file
+from nxd_ckpt.interop import Selection, TensorSource, from_checkpoint
 
 from nxd_trainer.checkpoint import OPTIMIZER_PREFIX
+from nxd_trainer.hugging_face.folder import read_config
+from nxd_trainer.hugging_face.importing import OBJECTS_KEY
+from nxd_trainer.hugging_face.our_llama import hugging_face_config
+from nxd_trainer.hugging_face.saving import as_stored, stored_shapes, write_folder
 from nxd_trainer.models import LlamaConfig
 from nxd_trainer.recipe import recipe_from_dict
 
 
 def export_hugging_face(
-    folder: str | Path, target: str | Path, tag: str | None = None, *, dtype: torch.dtype | None = None
+    folder: str | Path,
+    target: str | Path,
+    tag: str | None = None,
+    *,
+    like: str | Path | None = None,
+    dtype: torch.dtype | None = None,
+    max_shard_size: int | str = "5GB",
 ) -> Path:
     """Write the model of a checkpoint so that `transformers` loads it. Needs no process group.
 
+    The checkpoint may be of `nxd train`, of `import_hugging_face`, or, with `like`, of any trainer whose model is
+    one of transformers. Memory: the largest tensor.
+
     Args:
-        folder: a run's checkpoints.
+        folder: of checkpoints.
         target: the folder to write; made if need be.
         tag: the newest complete one if None.
+        like: a folder of the same model, whose config, names of tensors and files of the tokenizer the new one
+            gets. If None, what the checkpoint says of itself.
         dtype: of the written tensors; the checkpoint's if None.
+        max_shard_size: most bytes of tensors in one file, such as "5GB" or "500MiB".
 
     Returns:
         The target folder.
 
     Raises:
-        ValueError: the target already holds a model.
+        ValueError: the target already holds a model, or the checkpoint does not say of which model it is.
         nxd_ckpt.CheckpointError: there is no such checkpoint, or it is damaged.
     """
     checkpoint = nxd_ckpt.open_checkpoint(folder, tag)
-    target = Path(target)
-    if (target / "model.safetensors").exists():
-        raise ValueError(f"{target} already holds a model.safetensors; remove it or choose another folder")
-    target.mkdir(parents=True, exist_ok=True)
-    config = LlamaConfig(**checkpoint.objects["model"])
-    names = [name for name in checkpoint.tensors if not name.startswith((OPTIMIZER_PREFIX, "rng/"))]
-    tensors = {name: checkpoint.read(name).to(dtype) for name in names}
-    stored_dtype = next(iter(tensors.values())).dtype
-    unfinished = target / ".model.safetensors.unfinished"
-    save_file(tensors, unfinished, metadata={"format": "pt"})
-    content = hugging_face_config(config, stored_dtype, end_token=checkpoint.objects["end_of_document"])
-    config_file = target / "config.json"
-    config_file.write_text(json.dumps(content, indent=2) + "\n")
-    shutil.copymode(config_file, unfinished)  # safetensors makes files that only their owner may read
-    _copy_tokenizer(checkpoint.objects["recipe"], target)
-    unfinished.rename(target / "model.safetensors")
-    return target
+    weights = Selection(from_checkpoint(checkpoint), exclude=[f"{OPTIMIZER_PREFIX}*", "rng/*"])
+    objects = checkpoint.objects if isinstance(checkpoint.objects, dict) else {}
+    if like is not None:
+        config = read_config(like)
+        stored: TensorSource = as_stored(weights, config, stored_shapes(like))
+        companions: str | Path | None = like
+    elif OBJECTS_KEY in objects:
+        origin = objects[OBJECTS_KEY]
+        config = origin["config"]
+        stored = as_stored(weights, config, {name: tuple(shape) for name, shape in origin["tensors"].items()})
+        companions = origin["folder"] if Path(origin["folder"]).is_dir() else None
+    else:
+        config, companions = _own_model(folder, objects)
+        stored = weights
+    write_folder(stored, target, config, companions=companions, dtype=dtype, max_shard_size=max_shard_size)
+    return Path(target)
 
 
-def hugging_face_config(config: LlamaConfig, dtype: torch.dtype, *, end_token: int) -> dict[str, Any]:
-    """The `config.json` of a LlamaForCausalLM with these sizes."""
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_hidden_layers,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
-        "head_dim": config.head_size,
-        "hidden_act": "silu",
-        "max_position_embeddings": config.max_position_embeddings,
-        "rope_theta": config.rope_theta,
-        "rms_norm_eps": config.rms_norm_eps,
-        "tie_word_embeddings": config.tie_word_embeddings,
-        "initializer_range": config.initializer_range,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "torch_dtype": str(dtype).removeprefix("torch."),
-        "bos_token_id": None,
-        "eos_token_id": end_token,
-    }
-
-
-def _copy_tokenizer(recipe_content: dict[str, Any], target: Path) -> None:
-    """A Hugging Face tokenizer goes along with the model; the byte tokenizer has no files."""
-    source = recipe_from_dict(recipe_content).data.tokenizer
-    if source is None:
-        return
-    files = [source] if source.is_file() else sorted(source.glob("*token*"))
-    for file in files:
-        shutil.copy(file, target / file.name)
+def _own_model(folder: str | Path, objects: dict[str, Any]) -> tuple[dict[str, Any], Path | None]:
+    """Config and tokenizer of a run of `nxd train`."""
+    if not {"model", "recipe", "end_of_document"} <= objects.keys():
+        raise ValueError(
+            f"the checkpoint in {folder} does not say of which model it is; give a folder of the same model, with its "
+            "config.json (like=, on the command line --like)"
+        )
+    config = hugging_face_config(LlamaConfig(**objects["model"]), end_token=objects["end_of_document"])
+    return config, recipe_from_dict(objects["recipe"]).data.tokenizer

@@ -34,6 +34,9 @@ from nxd_trainer.checkpoint import CheckpointState, model_state
 OBJECT_KEY = "lora"
 ADAPTER_FOLDER = "lora_adapter"
 
+# What a checkpoint says of an adapter; the rest of a config says how to save and load.
+_DESCRIBED = ("lora_rank", "lora_alpha", "lora_dropout", "bias", "target_modules", "use_rslora", "init_lora_weights")
+
 
 def save_lora_checkpoint(
     path: str | os.PathLike[str],
@@ -122,25 +125,29 @@ def initialize_lora_model(module: nn.Module, config: LoraConfig) -> LoraModel:
         CheckpointError: there is no such checkpoint, it holds no adapter, or another model's.
         ValueError: as for `LoraModel`.
     """
+    chosen, tag = config_of_checkpoint(config)
+    model = LoraModel(module, chosen)
+    if tag is not None and chosen.lora_save_dir is not None:
+        load_lora_checkpoint(chosen.lora_save_dir, model, tag)
+    return model
+
+
+def config_of_checkpoint(config: LoraConfig) -> tuple[LoraConfig, str | None]:
+    """The config of adapters that are to come from a checkpoint, if they are, and its tag. Called by all ranks.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or it holds no adapter.
+    """
     if not (config.enable_lora and config.load_lora_from_ckpt) or config.lora_save_dir is None:
-        return LoraModel(module, config)
+        return config, None
     tag, description = _describe(config.lora_save_dir, config.lora_load_tag)
     saved = config_from_adapter_config(description["adapter"])
-    model = LoraModel(
-        module,
-        replace(
-            config,
-            lora_rank=saved.lora_rank,
-            lora_alpha=saved.lora_alpha,
-            lora_dropout=saved.lora_dropout,
-            bias=saved.bias,
-            target_modules=saved.target_modules,
-            use_rslora=saved.use_rslora,
-            init_lora_weights=saved.init_lora_weights,
-        ),
-    )
-    load_lora_checkpoint(config.lora_save_dir, model, tag)
-    return model
+    return replace(config, **{name: getattr(saved, name) for name in _DESCRIBED}), tag
+
+
+def has_base(objects: Any) -> bool:
+    """Whether a checkpoint with these objects and an adapter has the base model as well."""
+    return bool(objects[OBJECT_KEY]["has_base"])
 
 
 def lora_state(model: LoraModel, *, with_base: bool) -> CheckpointState:

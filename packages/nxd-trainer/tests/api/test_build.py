@@ -106,6 +106,56 @@ def test_full_means_the_given_transformer_layers_where_they_are_given(llama_conf
     assert checkpointed(model) == ["model.layers.0.self_attn.core", "model.layers.1.self_attn.core"]
 
 
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.norm = nn.LayerNorm(4)
+
+    def forward(self, x):
+        return x + self.norm(self.linear(x)).relu()
+
+
+class Blocks(nn.Module):
+    """A stack that only its structure tells of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("lora", [None, LoraConfig(target_modules=["linear"], lora_rank=2)], ids=["all", "adapters"])
+def test_full_recomputes_the_blocks_of_each_stage_that_structure_tells_of(run_ranks, lora):
+    x = torch.linspace(-1, 1, 8).view(2, 4)
+
+    def run(pipeline_parallel_size):
+        config = neuronx_distributed_config(
+            pipeline_parallel_size=pipeline_parallel_size,
+            pipeline_config={"pipeline_cuts": ["blocks.0"], "broadcast_and_average_loss": True, "input_names": ["x"]}
+            if pipeline_parallel_size > 1
+            else None,
+            activation_checkpoint_config="full" if pipeline_parallel_size > 1 else None,
+            lora_config=lora,
+        )
+        torch.manual_seed(0)
+        model = initialize_parallel_model(config, Blocks)
+        loss = model.run_train(x)
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        return checkpointed(model), loss, gradients
+
+    (first, loss, gradients), (last, loss_there, more_gradients) = run_ranks(run, 2, 2)
+
+    _, expected, expected_gradients = run(1)
+    assert (first, last) == (["blocks.0"], ["blocks.1", "blocks.2", "blocks.3"])
+    torch.testing.assert_close((loss, loss_there), (expected, expected), check_dtype=False)
+    torch.testing.assert_close(gradients | more_gradients, expected_gradients)
+
+
 def test_adapters_alone_train_and_base_names_stay(llama_config):
     lora = LoraConfig(target_modules=["q_proj"], lora_rank=2)
 

@@ -3,9 +3,8 @@
 import copy
 
 import pytest
-from nxd_layers.lora import LoraConfig
 from nxd_state import destroy_model_parallel, get_mesh, initialize_model_parallel, model_parallel_is_initialized
-from nxd_trainer.api import neuronx_distributed_config
+from nxd_trainer.api import initialize_parallel_model, neuronx_distributed_config
 from torch import nn
 
 
@@ -112,15 +111,6 @@ def test_all_mistakes_come_in_one_error_with_the_nearest_key():
         ({"optimizer_config": [1]}, r"optimizer_config=\[1\] must be a dict"),
         ({"mixed_precision_config": {"use_fp32_grad_acc": True}}, "needs zero_one_enabled=True"),
         ({"activation_checkpoint_config": nn.Linear(1, 1)}, r"or a module class \(no object of it\)"),
-        (
-            {
-                "pipeline_parallel_size": 2,
-                "pipeline_config": {"auto_partition": True, "param_init_fn": print},
-                "model_init_config": {"meta_device_init": True},
-                "lora_config": LoraConfig(target_modules=["q_proj"]),
-            },
-            "lora_config works on weights of the whole model",
-        ),
     ],
 )
 def test_what_cannot_be_is_refused(arguments, message):
@@ -151,3 +141,13 @@ def test_degree_that_the_launched_ranks_do_not_allow_is_refused_on_every_rank(ru
         return "world_size=2" in str(raised.value)
 
     assert run_ranks(run, 2) == [True, True]
+
+
+def test_config_of_several_ranks_waits_for_whoever_starts_them(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+
+    config = neuronx_distributed_config(tensor_parallel_size=2)
+
+    assert not model_parallel_is_initialized()
+    with pytest.raises(ValueError, match="world_size=1"):
+        initialize_parallel_model(config, nn.Linear, 2, 2)

@@ -106,7 +106,7 @@ def test_tensorboard_gets_each_scalar_once_at_its_step(tmp_path, record):
 
     with MetricsLog(tmp_path) as metrics:
         for step in (10, 20, 30):
-            metrics.log(record(step, held_out_loss=5.0 if step == 20 else None, grad_norm=float(step)))
+            metrics.log(record(step, held_out_loss=5.0 if step == 20 else None, grad_norm=float(step), throughput=2.0))
     with MetricsLog(tmp_path, first_step=20) as metrics:
         metrics.log(record(30))
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
@@ -125,4 +125,10 @@ def test_tensorboard_gets_each_scalar_once_at_its_step(tmp_path, record):
         "train/learning_rate",
         "speed/tokens_per_second",
         "speed/peak_memory_bytes",
+        # as existing scripts name them
+        "step loss",
+        "learning rate",
+        "throughput",
+        "grad-norm",
     }
+    assert [e.value for e in events.Scalars("throughput")] == [2.0, 2.0]

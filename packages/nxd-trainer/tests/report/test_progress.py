@@ -22,10 +22,11 @@ def test_plain_line_shows_every_measure(record, clock):
     stream = io.StringIO()
     with Progress(400, stream=stream) as shown:
         clock["now"] += 20
-        shown.log(record(40, loss=3.21, grad_norm=1.018, held_out_loss=3.3))
+        shown.log(record(40, loss=3.21, throughput=48.2, grad_norm=1.018, held_out_loss=3.3))
 
     assert stream.getvalue() == (
-        "step  40/400 | ETA 3:00 | loss 3.2100  held-out 3.3000  12.3k tok/s  grad 1.02  lr 1.0e-03  1.5 GiB\n"
+        "step  40/400 | ETA 3:00 | step_loss 3.2100  held-out 3.3000  12.3k tok/s  throughput 48.2 seq/s  "
+        "grad-norm 1.02  lr 1.0e-03  1.5 GiB\n"
     )
 
 
@@ -69,7 +70,7 @@ def test_terminal_shows_a_bar_that_moves_and_stays(record):
 
     last = re.split(r"[\r\n]", stream.getvalue().rstrip())[-1]
     assert last.startswith("8/8 ")
-    assert "| loss 2.5000  held-out 3.3000  12.3k tok/s" in last  # the newest held-out loss stays in view
+    assert "| step_loss 2.5000  held-out 3.3000  12.3k tok/s" in last  # the newest held-out loss stays in view
 
 
 def test_terminal_message_stands_on_its_own_line():

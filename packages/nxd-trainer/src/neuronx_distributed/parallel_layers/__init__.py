@@ -8,6 +8,7 @@ from typing import Any
 
 from neuronx_distributed.parallel_layers import (
     grads,
+    layer_norm,
     layers,
     loss_functions,
     mappings,
@@ -18,7 +19,20 @@ from neuronx_distributed.parallel_layers import (
 )
 from neuronx_distributed.parallel_layers.grads import clip_grad_norm
 from neuronx_distributed.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
-from neuronx_distributed.parallel_layers.parallel_state import move_model_to_device
+from neuronx_distributed.parallel_layers.loss_functions import parallel_cross_entropy
+from neuronx_distributed.parallel_layers.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    scatter_to_tensor_model_parallel_region,
+)
+from neuronx_distributed.parallel_layers.parallel_state import initialize_model_parallel, move_model_to_device
+from neuronx_distributed.parallel_layers.random import get_xla_rng_tracker, model_parallel_xla_manual_seed
+from neuronx_distributed.parallel_layers.utils import (
+    copy_tensor_model_parallel_attributes,
+    set_tensor_model_parallel_attributes,
+    split_tensor_along_last_dim,
+)
 
 _OF_CHECKPOINTING = ("save", "load")
 
@@ -27,8 +41,20 @@ __all__ = [
     "ColumnParallelLinear",
     "RowParallelLinear",
     "clip_grad_norm",
+    "parallel_cross_entropy",
+    "initialize_model_parallel",
     "move_model_to_device",
+    "copy_to_tensor_model_parallel_region",
+    "gather_from_tensor_model_parallel_region",
+    "reduce_from_tensor_model_parallel_region",
+    "scatter_to_tensor_model_parallel_region",
+    "get_xla_rng_tracker",
+    "model_parallel_xla_manual_seed",
+    "set_tensor_model_parallel_attributes",
+    "copy_tensor_model_parallel_attributes",
+    "split_tensor_along_last_dim",
     "grads",
+    "layer_norm",
     "layers",
     "loss_functions",
     "mappings",

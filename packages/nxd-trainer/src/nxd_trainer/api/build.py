@@ -1,25 +1,25 @@
 """`initialize_parallel_model`: from a function that makes a model to that model on this rank, as a config says."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
 from nxd_layers.activation_checkpoint import apply_activation_checkpointing
 from nxd_layers.activation_checkpoint.find import named_modules_of, named_transformer_layers
-from nxd_layers.padding import pad_model
+from nxd_layers.hf import is_transformers_model
 from nxd_pipeline import NxDPPModel
 from nxd_pipeline.partition import materialize
-from nxd_state import get_device, get_tensor_model_parallel_size, move_model_to_device
+from nxd_state import get_device, move_model_to_device
 from torch import nn
 
+from nxd_trainer.api.adapters import adapt_model, choose_adapters
 from nxd_trainer.api.config import ensure_model_parallel
-from nxd_trainer.api.config_checks import complete_config, param_init_fn_of
+from nxd_trainer.api.config_checks import complete_config
+from nxd_trainer.api.head_padding import pad_heads, plan_padding
+from nxd_trainer.api.hugging_face import param_init_fn_for, split_if_plain
 from nxd_trainer.api.meta_device import parameters_on_meta
 from nxd_trainer.api.model import NxDModel
 from nxd_trainer.api.turns import in_turns
-from nxd_trainer.lora_checkpoint import initialize_lora_model
-
-NUMBERS_OF_HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
 
 
 def initialize_parallel_model(
@@ -29,14 +29,15 @@ def initialize_parallel_model(
     include_buffers: bool = False,
     **model_kwargs: Any,
 ) -> NxDModel:
-    """Make a model and wrap it: padded, with adapters, cut into stages and checkpointed, as the config says.
+    """Make a model and wrap it: cut into stages, padded, with adapters and checkpointed, as the config says.
 
     Called by all ranks. To have weights that do not depend on the layout, seed torch alike on all ranks before.
 
     Args:
         nxd_config: of `neuronx_distributed_config`. It may have been changed since; it is checked again.
-        model_fn: returns the model, from parallel layers where there is tensor parallelism. Ranks of a host take
-            turns by `sequential_move_factor`, so it must not communicate where they are more than that.
+        model_fn: returns the model, from parallel layers where there is tensor parallelism; or a model of
+            transformers, which is split by its own plan (`nxd_layers.hf.parallelize`). Ranks of a host take turns by
+            `sequential_move_factor`, so it must not communicate where they are more than that.
         *model_args: for `model_fn`.
         include_buffers: with `meta_device_init`, leave buffers to `param_init_fn` as well.
         **model_kwargs: for `model_fn`.
@@ -44,6 +45,7 @@ def initialize_parallel_model(
     Raises:
         ValueError: the config has mistakes or does not fit the mesh, or the model does not fit the config.
         RuntimeError: `model_fn` raised on another rank.
+        CheckpointError: there is no such checkpoint to take adapters from, or it does not fit.
     """
     config = complete_config(nxd_config)
     ensure_model_parallel(config)
@@ -53,22 +55,28 @@ def initialize_parallel_model(
             module = model_fn(*model_args, **model_kwargs)
         if not isinstance(module, nn.Module):
             raise ValueError(f"model_fn returned a {type(module).__name__}; it must return the model, a torch module")
+        module = split_if_plain(module, config)
         if config["pipeline_parallel_size"] == 1:
-            materialize(module, param_init_fn_of(config))
+            materialize(module, param_init_fn_for(module, config))
             move_model_to_device(module, get_device())
         return module
 
     module = in_turns(make, config["model_init_config"]["sequential_move_factor"])
     _check_sequence_parallel(module, config)
-    if config["pad_model"]:
-        pad_model(module, get_tensor_model_parallel_size(), _number_of_heads(module))
-    lora_model = None
-    if config["lora_config"] is not None:  # the adapters are in the model's own layers, which are not moved by this
-        lora_model = initialize_lora_model(module, config["lora_config"])
+    # What is chosen by names and classes is chosen in the whole model, of which every rank has the outline; what
+    # changes tensors is done once they have values, which on the meta device is on their stages only.
+    # A model of transformers has been padded where it was split.
+    padding = plan_padding(module) if config["pad_model"] and not is_transformers_model(module) else None
+    adapters = choose_adapters(module, config["lora_config"]) if config["lora_config"] is not None else None
     to_recompute = _checkpointed_classes(module, config)
-    pipeline = NxDPPModel(module, **_pipeline_arguments(config))
+    kept_whole = {*to_recompute, *(type(module.get_submodule(name)) for name in (adapters.layers if adapters else ()))}
+    pipeline = NxDPPModel(module, **_pipeline_arguments(module, config, kept_whole))
     move_model_to_device(pipeline, get_device())
-    model = NxDModel(module, pipeline, config, lora_model=lora_model)
+    model = NxDModel(module, pipeline, config)
+    if padding is not None:
+        pad_heads(model, padding)
+    if adapters is not None:
+        adapt_model(model, adapters)
     _checkpoint_activations(model, to_recompute)
     return model
 
@@ -79,10 +87,15 @@ def _init_context(config: Mapping[str, Any], include_buffers: bool) -> Any:
     return parameters_on_meta(include_buffers=include_buffers)
 
 
-def _pipeline_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
+def _pipeline_arguments(
+    module: nn.Module, config: Mapping[str, Any], kept_whole: Iterable[type[nn.Module]]
+) -> dict[str, Any]:
     # Who asks for no pipeline gets the loss where the model is, as from an ordinary forward.
-    given = config["pipeline_config"] if config["pipeline_config"] is not None else {"return_loss_on_cpu": False}
-    return {**given, "param_init_fn": param_init_fn_of(config)}
+    given: dict[str, Any] = (
+        config["pipeline_config"] if config["pipeline_config"] is not None else {"return_loss_on_cpu": False}
+    )
+    leaves = [*(given.get("leaf_module_cls") or ()), *kept_whole]  # a trace into them would lose the modules
+    return {**given, "param_init_fn": param_init_fn_for(module, config), "leaf_module_cls": leaves}
 
 
 def _check_sequence_parallel(module: nn.Module, config: Mapping[str, Any]) -> None:
@@ -94,17 +107,6 @@ def _check_sequence_parallel(module: nn.Module, config: Mapping[str, Any]) -> No
             f"sequence_parallel=True, but no layer of {type(module).__name__} is sequence parallel; build its layers "
             "with sequence_parallel_enabled=True (LlamaForCausalLM: sequence_parallel=True), or set it to False"
         )
-
-
-def _number_of_heads(module: nn.Module) -> int:
-    config = getattr(module, "config", None)
-    for name in NUMBERS_OF_HEADS:
-        if isinstance(heads := getattr(config, name, None), int):
-            return heads
-    raise ValueError(
-        f"pad_model=True needs the number of attention heads, but {type(module).__name__} has no "
-        f"config.{NUMBERS_OF_HEADS[0]}; give it one, or call pad_model in model_fn"
-    )
 
 
 def _checkpointed_classes(module: nn.Module, config: Mapping[str, Any]) -> tuple[type[nn.Module], ...]:

@@ -13,14 +13,24 @@ from typing import Any
 import nxd_ckpt
 from nxd_ckpt import Checkpoint, CheckpointError
 from nxd_ckpt.coordinator import coordinator_for, on_every_rank, on_rank_zero
+from nxd_layers.lora import LoraModel
 from nxd_optim import NeuronZero1Optimizer
 from nxd_state import get_mesh, model_parallel_is_initialized
 from torch import nn
 from torch.optim import Optimizer
 
+from nxd_trainer.api.adapters import (
+    describe_adapter,
+    saved_tensors,
+    settle_adapters,
+    wanted_tensors,
+    weights_to_save,
+    write_description,
+)
 from nxd_trainer.api.aliases import accept_aliases
 from nxd_trainer.api.checkpoint_names import check_names
 from nxd_trainer.api.checkpoint_tags import check_kept, choose_tag, find_checkpoint
+from nxd_trainer.api.folders import on_every_host
 from nxd_trainer.api.legacy_checkpoint import load_legacy_checkpoint
 from nxd_trainer.api.optimizer_dict import dict_state, holds_dict_state, read_dict_state
 from nxd_trainer.api.optimizer_settings import (
@@ -30,9 +40,9 @@ from nxd_trainer.api.optimizer_settings import (
     group_names,
     match_settings,
 )
-from nxd_trainer.api.pending_save import finalize_checkpoint, keep_newest, note_save
+from nxd_trainer.api.pending_save import FINISHING, finalize_checkpoint, keep_newest, note_save
 from nxd_trainer.api.stored_values import holds_value, pack_values, unpack_value
-from nxd_trainer.api.unwrap import further_names, plain_model, plain_optimizer
+from nxd_trainer.api.unwrap import adapters_of, further_names, plain_model, plain_optimizer
 from nxd_trainer.checkpoint import (
     OPTIMIZER_PREFIX,
     CheckpointState,
@@ -41,6 +51,7 @@ from nxd_trainer.checkpoint import (
     optimizer_state,
     saved_here,
 )
+from nxd_trainer.lora_checkpoint import OBJECT_KEY
 
 MAX_WORKERS = 32
 
@@ -55,6 +66,7 @@ class _Subjects:
 
     model: nn.Module | None
     optimizer: Optimizer | None
+    lora: LoraModel | None
 
     @property
     def names(self) -> list[list[str]]:
@@ -97,7 +109,7 @@ def save_checkpoint(
     Args:
         path: the folder of the checkpoints, or a URL such as "s3://bucket/runs"; `checkpoint_dir_str` is another name.
         tag: this checkpoint's name. Without one, `path` itself becomes the checkpoint.
-        model: any module, `NxDModel` or `NxDPPModel`.
+        model: any module, `NxDModel` or `NxDPPModel`; one with adapters is saved as its `LoraConfig` says.
         optimizer: saved by the names of the model's parameters. A `state_dict`, or an optimizer without a model, is
             saved as each rank has it, and loads at the same degrees only.
         scheduler: anything with a `state_dict()`.
@@ -128,25 +140,33 @@ def save_checkpoint(
         _SETTINGS: settings,
         _SCHEDULER: None if scheduler is None else scheduler.state_dict(),
         _USER_CONTENT: user_content,
+        OBJECT_KEY: describe_adapter(subjects.lora),
     }
     objects, extra = on_every_rank(coordinator, doing, lambda: pack_values(values), error_type=ValueError)
-    state = on_every_rank(
-        coordinator,
-        doing,
-        lambda: _tensors_to_save(subjects, optimizer, zero1=zero1_optimizer),
-        error_type=ValueError,
-    )
-    arguments: dict[str, Any] = {
-        "objects": objects,
-        "extra": extra,
-        "mesh": asdict(get_mesh()) if model_parallel_is_initialized() else None,
-        "overwrite": True,
-    }
-    if async_save:
-        note_save(nxd_ckpt.async_save(root, name, state, **arguments), root, num_kept)
-        return
-    nxd_ckpt.save(root, name, state, **arguments)
-    on_rank_zero(coordinator, "dropping old checkpoints", lambda: keep_newest(root, num_kept))
+
+    def finish() -> None:
+        write_description(values[OBJECT_KEY], subjects.lora, root, name)
+        keep_newest(root, num_kept)
+
+    with weights_to_save(subjects.lora, coordinator, doing):
+        state = on_every_rank(
+            coordinator,
+            doing,
+            lambda: _tensors_to_save(subjects, optimizer, zero1=zero1_optimizer),
+            error_type=ValueError,
+        )
+        arguments: dict[str, Any] = {
+            "objects": objects,
+            "extra": extra,
+            "mesh": asdict(get_mesh()) if model_parallel_is_initialized() else None,
+            "overwrite": True,
+        }
+        if async_save:
+            note_save(nxd_ckpt.async_save(root, name, state, **arguments), finish)
+        else:
+            nxd_ckpt.save(root, name, state, **arguments)
+    if not async_save:
+        on_rank_zero(coordinator, FINISHING, finish)
 
 
 @accept_aliases(checkpoint_dir_str="path")
@@ -161,9 +181,10 @@ def load_checkpoint(
 ) -> Any:
     """Fill what is given from a checkpoint, at any degrees. Called by all ranks.
 
-    Also reads checkpoints of the existing library, see `load_legacy_checkpoint`. Tensors of another dtype are
-    converted. An optimizer that is not loaded along with its model may hold master weights of its own: call
-    `refresh_master_weights()` of a ZeRO-1 optimizer then.
+    Also reads checkpoints of the existing library, see `load_legacy_checkpoint`. An adapter goes into the adapter of a
+    model, and may lie there without its base; a model without one goes into the base, and adapters begin anew. Tensors
+    of another dtype are converted. An optimizer that is not loaded along with its model may hold master weights of its
+    own: call `refresh_master_weights()` of a ZeRO-1 optimizer then.
 
     Args:
         path: the folder, or URL, that was given to `save_checkpoint`; `checkpoint_dir_str` is another name.
@@ -189,17 +210,24 @@ def load_checkpoint(
     found = on_rank_zero(coordinator, f"loading from {os.fspath(path)}", lambda: find_checkpoint(path, tag))
     subjects = _subjects(model, optimizer)
     if found.layout != "nxd":
-        return load_legacy_checkpoint(found, subjects.model, subjects.optimizer, scheduler, strict=strict)
+        with on_every_host(found.folder, coordinator) as folder:
+            return load_legacy_checkpoint(
+                found, folder, subjects.model, subjects.optimizer, scheduler, adapters=subjects.lora, strict=strict
+            )
     doing = f"loading checkpoint {found.tag!r} from {found.root}"
     checkpoint = on_every_rank(coordinator, doing, lambda: nxd_ckpt.open_checkpoint(found.root, found.tag))
     wants_scheduler = scheduler is not None
     values = on_every_rank(coordinator, doing, lambda: _read_values(checkpoint, subjects, scheduler=wants_scheduler))
-    into = on_every_rank(coordinator, doing, lambda: _model_tensors(subjects))
+    objects = checkpoint.objects
+    into = on_every_rank(
+        coordinator, doing, lambda: wanted_tensors(subjects.lora, objects, _model_tensors(subjects), doing)
+    )
     if strict and subjects.model is not None:
         check_names(checkpoint.tensors, into, further_names(subjects.model), doing, coordinator)
     into = {name: tensor for name, tensor in into.items() if name in checkpoint.tensors}
     into |= on_every_rank(coordinator, doing, lambda: _make_room(checkpoint, subjects, values))
     nxd_ckpt.load(found.root, found.tag, into=into, strict=False, convert_dtype=True)
+    settle_adapters(subjects.lora, objects)
     on_every_rank(coordinator, doing, lambda: _hand_over(values, subjects, scheduler))
     return values.user_content
 
@@ -208,6 +236,7 @@ def _subjects(model: nn.Module | None, optimizer: object) -> _Subjects:
     return _Subjects(
         None if model is None else plain_model(model),
         plain_optimizer(optimizer) if isinstance(optimizer, Optimizer) else None,
+        None if model is None else adapters_of(model),
     )
 
 
@@ -241,7 +270,7 @@ def _tensors_to_save(subjects: _Subjects, optimizer: object, *, zero1: bool) -> 
         state |= dict_state(subjects.optimizer.state_dict(), zero1=is_zero1)
     elif isinstance(optimizer, Mapping):
         state |= dict_state(optimizer, zero1=zero1)
-    return state if subjects.model is None else saved_here(subjects.model, state)
+    return state if subjects.model is None else saved_tensors(subjects.lora, saved_here(subjects.model, state))
 
 
 def _read_values(checkpoint: Checkpoint, subjects: _Subjects, *, scheduler: bool) -> _Values:

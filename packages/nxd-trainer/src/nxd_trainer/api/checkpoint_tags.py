@@ -1,6 +1,6 @@
 """Which checkpoint is meant: tags, the newest one, whose format it is, and how many stay.
 
-Folders of the existing library are recognised by their marker files (v2) or their ranks' names (v1); only local ones.
+Folders of the existing library are recognised by their marker files (v2) or their ranks' names (v1).
 """
 
 import os
@@ -10,12 +10,13 @@ from typing import Literal
 
 import nxd_ckpt
 from nxd_ckpt import CheckpointError
-from nxd_ckpt.interop.neuronx import complete_tags
+
+from nxd_trainer.api.folders import changed_at, is_file, names_in
 
 KEEP_ALL = -1
 
 _V1_RANK = re.compile(r"tp_rank_\d+(_pp_rank_\d+)?(_dp_rank_\d+)?")
-_V2_MARKER = "done"
+_V2_MARKERS = ("checkpoint", "done")  # the second is written last
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,11 @@ class Found:
     root: str
     tag: str
     layout: Literal["nxd", "v1", "v2"]
+
+    @property
+    def folder(self) -> str:
+        """Where it lies, a path or a URL."""
+        return os.path.join(self.root, self.tag) if self.tag else self.root
 
 
 def split_path(path: str | os.PathLike[str]) -> tuple[str, str]:
@@ -63,7 +69,7 @@ def find_checkpoint(path: str | os.PathLike[str], tag: str | None) -> Found:
         ValueError: the tag is not allowed.
         CheckpointError: there is none.
     """
-    root = os.fspath(path)
+    root = os.fspath(path).removeprefix("file://")
     if tag:
         return _of_tag(root, tag)
     newest = nxd_ckpt.latest(root)
@@ -71,13 +77,13 @@ def find_checkpoint(path: str | os.PathLike[str], tag: str | None) -> Found:
         return Found(root, newest.tag, "nxd")
     if _is_v1(root):
         return Found(root, "", "v1")
-    legacy = complete_tags(root)
+    legacy = _complete_tags(root)
     if legacy:
         return Found(root, max(legacy, key=lambda name: _legacy_age(root, name)), "v2")
     parent, name = split_path(root)
     if name in [info.tag for info in nxd_ckpt.list_checkpoints(parent)]:
         return Found(parent, name, "nxd")
-    if name in complete_tags(parent):
+    if name and _is_complete(parent, name):
         return Found(parent, name, "v2")
     raise CheckpointError(
         f"there is no complete checkpoint in {root}; give the folder that checkpoints were saved to, or ask "
@@ -94,6 +100,15 @@ def has_checkpoint(path: str | os.PathLike[str]) -> bool:
     return True
 
 
+def delete_checkpoint(path: str | os.PathLike[str]) -> None:
+    """Remove the checkpoint that this path names; by one rank.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or it is pinned.
+    """
+    nxd_ckpt.delete(*split_path(path))
+
+
 def check_kept(num_kept_ckpts: int | None) -> int:
     """How many checkpoints to keep, `KEEP_ALL` for None.
 
@@ -107,7 +122,7 @@ def check_kept(num_kept_ckpts: int | None) -> int:
 
 
 def _of_tag(root: str, tag: str) -> Found:
-    if "/" not in tag and tag in complete_tags(root):
+    if "/" not in tag and _is_complete(root, tag):
         return Found(root, tag, "v2")
     if "/" not in tag and _is_v1(os.path.join(root, tag)):
         return Found(os.path.join(root, tag), "", "v1")
@@ -115,10 +130,18 @@ def _of_tag(root: str, tag: str) -> Found:
 
 
 def _is_v1(folder: str) -> bool:
-    return os.path.isdir(folder) and any(map(_V1_RANK.fullmatch, os.listdir(folder)))
+    return any(map(_V1_RANK.fullmatch, names_in(folder)))
+
+
+def _complete_tags(folder: str) -> list[str]:
+    return [name for name in names_in(folder) if _is_complete(folder, name)]
+
+
+def _is_complete(folder: str, tag: str) -> bool:
+    return all(is_file(os.path.join(folder, tag, marker)) for marker in _V2_MARKERS)
 
 
 def _legacy_age(root: str, tag: str) -> tuple[float, list[int], str]:
     """The library's own rule, the time of the marker; of a copied folder, whose times are equal, the tags' numbers."""
     numbers = [int(digits) for digits in re.findall(r"\d+", tag)]
-    return os.path.getmtime(os.path.join(root, tag, _V2_MARKER)), numbers, tag
+    return changed_at(os.path.join(root, tag, _V2_MARKERS[1])), numbers, tag

@@ -1,13 +1,15 @@
 """The documented training config: one dict that is checked as a whole and read by the other calls of this API."""
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch.distributed as dist
 from nxd_layers.activation_checkpoint import ModuleClass
 from nxd_layers.lora import LoraConfig
 from nxd_state import get_mesh, initialize_model_parallel, model_parallel_is_initialized
 
-from nxd_trainer.api.config_checks import complete_config
+from nxd_trainer.api.config_checks import DEGREES, complete_config
 
 
 def neuronx_distributed_config(
@@ -27,6 +29,9 @@ def neuronx_distributed_config(
     **unknown: Any,
 ) -> dict[str, Any]:
     """The config of a training job, the same on every rank; initialises model parallelism if nobody has.
+
+    A process that nobody has launched as a rank cannot do that for several ranks: who starts them later, as the
+    Trainer of nxd_lightning does, initialises it then, and `initialize_parallel_model` without that is refused.
 
     Args:
         tensor_parallel_size: ranks that split each layer.
@@ -74,12 +79,18 @@ def neuronx_distributed_config(
             **unknown,
         }
     )
-    ensure_model_parallel(config)
+    if not _waits_for_ranks(config):
+        ensure_model_parallel(config)
     return config
 
 
+def _waits_for_ranks(config: Mapping[str, Any]) -> bool:
+    is_rank = model_parallel_is_initialized() or dist.is_initialized() or "WORLD_SIZE" in os.environ
+    return not is_rank and any(config[name] > 1 for name in DEGREES)
+
+
 def ensure_model_parallel(config: Mapping[str, Any]) -> None:
-    """Initialise model parallelism as a complete config says, or check that it is so.
+    """Initialise model parallelism as a complete config says, or check that it is so. Called by all ranks.
 
     Raises:
         ValueError: the degrees do not fit the launched ranks, or the mesh that there is.

@@ -127,16 +127,8 @@ def _mistakes_in_model_init(config: Mapping[str, Any]) -> list[str]:
     fill = param_init_fn_of(config)
     if fill is not None and not callable(fill):
         mistakes.append(f"param_init_fn={fill!r} must be a function that fills the parameters of a module")
-    if section["meta_device_init"] is True:
-        if fill is None:
-            mistakes.append(f"{where}meta_device_init=True needs param_init_fn, which fills a module's own parameters")
-        if config["pipeline_parallel_size"] != 1:
-            needs_values = [name for name in ("pad_model", "lora_config") if config[name]]
-            mistakes += [
-                f"{name} works on weights of the whole model, which meta_device_init=True does not make where there "
-                "is a pipeline; leave one of the two out"
-                for name in needs_values
-            ]
+    if section["meta_device_init"] is True and fill is None:
+        mistakes.append(f"{where}meta_device_init=True needs param_init_fn, which fills a module's own parameters")
     return mistakes
 
 

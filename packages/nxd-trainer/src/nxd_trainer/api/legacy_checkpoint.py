@@ -19,10 +19,12 @@ from nxd_ckpt.interop.neuronx.rank_files import Rank, v1_files, v2_files
 from nxd_ckpt.interop.neuronx.xser import load_rank_file
 from nxd_ckpt.interop.safe_pickle import load_torch_file
 from nxd_ckpt.interop.source import TensorSource, fill
+from nxd_layers.lora import LoraModel
 from nxd_state import active_group, all_gather_object
 from torch import nn
 from torch.optim import Optimizer
 
+from nxd_trainer.api.adapters import settle_adapters, wanted_tensors
 from nxd_trainer.api.checkpoint_names import check_names
 from nxd_trainer.api.checkpoint_tags import Found
 from nxd_trainer.api.legacy_sharding import gather_specs, sharding_of_model
@@ -36,14 +38,10 @@ _USER_CONTENT = "user_content.pt"
 
 @dataclass(frozen=True)
 class _Files:
-    """The model's files by rank, and where they lie."""
+    """The model's files by rank."""
 
-    found: Found
+    layout: str
     by_rank: Mapping[Rank, str]
-
-    @property
-    def folder(self) -> str:
-        return os.path.join(self.found.root, self.found.tag)
 
     @property
     def tensor_parallel_size(self) -> int:
@@ -56,25 +54,29 @@ class _Files:
     def shapes_of_stage(self, pp_rank: int) -> dict[str, tuple[int, ...]]:
         """Shapes of the tensors that the first tensor-parallel rank of a stage saved."""
         content = load_rank_file(self.by_rank[Rank(pp_rank, 0, 0, 0)])
-        state = content.get(_V1_MODEL_KEY, content) if self.found.layout == "v1" else content
+        state = content.get(_V1_MODEL_KEY, content) if self.layout == "v1" else content
         return {name: tuple(value.shape) for name, value in state.items() if isinstance(value, torch.Tensor)}
 
 
 def load_legacy_checkpoint(
     found: Found,
+    folder: str,
     model: nn.Module | None,
     optimizer: Optimizer | None,
     scheduler: Any,
     *,
+    adapters: LoraModel | None,
     strict: bool,
 ) -> Any:
     """Fill what is given, as `load_checkpoint` does. Called by all ranks.
 
     Args:
         found: which checkpoint.
+        folder: its files, or a copy of them, on this machine.
         model: needed, since its shard metadata says how the ranks' tensors fit together.
         optimizer: with the same groups of parameters as the one that was saved.
         scheduler: its `load_state_dict` is called.
+        adapters: the model's, if it has any; they begin anew.
         strict: as for `load_checkpoint`.
 
     Returns:
@@ -84,9 +86,9 @@ def load_legacy_checkpoint(
         CheckpointError: it is incomplete or damaged, does not fit, or asks to run code; on all ranks.
     """
     coordinator = coordinator_for(None)
-    doing = f"loading checkpoint {os.path.join(found.root, found.tag)} of the existing library"
-    user_content = on_every_rank(coordinator, doing, lambda: _read_user_content(found))
-    files = on_every_rank(coordinator, doing, lambda: _files(found))
+    doing = f"loading checkpoint {found.folder} of the existing library"
+    user_content = on_every_rank(coordinator, doing, lambda: _read_user_content(folder))
+    files = on_every_rank(coordinator, doing, lambda: _files(found.layout, folder))
     if model is None:
         if optimizer is not None or scheduler is not None:
             raise CheckpointError(f"{doing} needs model=, whose metadata says how the ranks' tensors fit together")
@@ -102,10 +104,10 @@ def load_legacy_checkpoint(
         names = None if optimizer is None else _parameter_names(stages, groups, further_names(model))
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=r"leaving out .*user_content")  # it is read on its own
-            return open_neuronx(found.root, found.tag or None, sharding=sharding, parameter_names=names)
+            return open_neuronx(folder, sharding=sharding, parameter_names=names)
 
     source = on_every_rank(coordinator, doing, open_source)
-    own = on_every_rank(coordinator, doing, lambda: model_state(model))
+    own = on_every_rank(coordinator, doing, lambda: wanted_tensors(adapters, {}, model_state(model), doing))
     if strict:
         check_names(source.tensors, own, further_names(model), doing, coordinator)
     objects = source.objects
@@ -115,6 +117,7 @@ def load_legacy_checkpoint(
     if optimizer is not None:
         into |= on_every_rank(coordinator, doing, lambda: _make_room(source, model, optimizer))
     on_every_rank(coordinator, doing, lambda: _fill_all(source, into))
+    settle_adapters(adapters, {})
     if optimizer is not None:
         apply_settings(objects["optimizer"]["param_groups"], optimizer)
     if scheduler is not None:
@@ -122,10 +125,10 @@ def load_legacy_checkpoint(
     return user_content
 
 
-def _read_user_content(found: Found) -> Any:
+def _read_user_content(folder: str) -> Any:
     """Plain values and tensors only, whatever the file holds."""
-    path = os.path.join(found.root, found.tag, _USER_CONTENT)
-    if found.layout == "v1" or not os.path.isfile(path):
+    path = os.path.join(folder, _USER_CONTENT)
+    if not os.path.isfile(path):  # v1 has none
         return None
     try:
         return load_torch_file(path)
@@ -136,11 +139,11 @@ def _read_user_content(found: Found) -> Any:
         ) from error
 
 
-def _files(found: Found) -> _Files:
-    by_rank = v1_files(found.root) if found.layout == "v1" else v2_files(os.path.join(found.root, found.tag, "model"))
+def _files(layout: str, folder: str) -> _Files:
+    by_rank = v1_files(folder) if layout == "v1" else v2_files(os.path.join(folder, "model"))
     if not by_rank:
         raise CheckpointError("it holds no files of a model")
-    return _Files(found, by_rank)
+    return _Files(layout, by_rank)
 
 
 def _parameter_names(

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import torch
-from nxd_layers.lora import LoraModel
+from nxd_layers.lora import LoraConfig, LoraModel, TargetLayers
 from nxd_pipeline import NxDPPModel
 from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
@@ -20,7 +20,7 @@ class NxDModel(nn.Module):
     Attributes:
         pipeline: the runtime, also where there is one stage.
         module: what is wrapped: the model that the user wrote, or the pipeline where it is cut into stages.
-        lora_model: what knows the adapters of a model that is not cut; None if there are none.
+        lora_model: what knows the adapters on this rank; None if there are none, see `add_adapters`.
         nxd_config: the complete config that the model was made from.
         config: the model's, if it has one.
         name_or_path: what a model of transformers was loaded from; others have none.
@@ -29,21 +29,13 @@ class NxDModel(nn.Module):
     config: Any
     name_or_path: str
 
-    def __init__(
-        self,
-        module: nn.Module,
-        pipeline: NxDPPModel,
-        nxd_config: Mapping[str, Any],
-        *,
-        lora_model: LoraModel | None = None,
-    ) -> None:
+    def __init__(self, module: nn.Module, pipeline: NxDPPModel, nxd_config: Mapping[str, Any]) -> None:
         """Wrap a model.
 
         Args:
             module: the model as it was before it was cut; it is kept only where it was not.
             pipeline: runs it.
             nxd_config: the complete config.
-            lora_model: the model with adapters; kept as `module` is.
         """
         super().__init__()
         self.pipeline = pipeline
@@ -51,7 +43,7 @@ class NxDModel(nn.Module):
         self._stages = [part for name, part in pipeline.local_named_modules() if not name]
         self._is_cut = self._stages[0] is not module
         self.module = pipeline if self._is_cut else module
-        self.lora_model = None if self._is_cut else lora_model
+        self.lora_model: LoraModel | None = None
         names = (nxd_config["pipeline_config"] or {}).get("input_names")
         self._input_names = list(names) if names is not None else _positional_names(module.forward)
         for name in ("config", "name_or_path"):
@@ -61,6 +53,19 @@ class NxDModel(nn.Module):
     def local_module(self) -> nn.Module:
         """The unwrapped model; with a pipeline this rank's stage of it, or a list of them if there are several."""
         return self._stages[0] if len(self._stages) == 1 else nn.ModuleList(self._stages)
+
+    def add_adapters(self, config: LoraConfig, layers: TargetLayers) -> LoraModel:
+        """Give layers of this rank adapters, which alone train then.
+
+        Args:
+            config: how they are; a pipeline's stages are adapted as their model would be.
+            layers: of the whole model, from `find_target_layers`.
+
+        Returns:
+            `lora_model` from now on.
+        """
+        self.lora_model = LoraModel(self if self._is_cut else self._stages[0], config, layers=layers)
+        return self.lora_model
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns.
@@ -110,10 +115,19 @@ class NxDModel(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters of this rank by name; stages give a tied weight once in any case."""
+        """Parameters of this rank by name; without `remove_duplicate` a tied one by all its names, of any stage."""
         if not self._is_cut:
             return self._stages[0].named_parameters(prefix, recurse, remove_duplicate)
-        return _under(prefix, self.pipeline.local_named_parameters(), recurse=recurse)
+        named = self.pipeline.local_named_parameters()
+        return _under(prefix, named if remove_duplicate else self._every_name(named), recurse=recurse)
+
+    def _every_name(self, named: Iterator[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, nn.Parameter]]:
+        first_names = self.pipeline.tied_names()
+        names: dict[str, list[str]] = {first: [first] for first in first_names.values()}
+        for further, first in first_names.items():
+            names[first].append(further)
+        for name, parameter in named:
+            yield from ((every, parameter) for every in names.get(first_names.get(name, name), [name]))
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -140,12 +154,14 @@ class NxDModel(nn.Module):
         """The modules directly below the model, as far as they are on this rank."""
         return ((name, module) for name, module in self.named_modules() if name and "." not in name)
 
-    def state_dict(self, *, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(  # type: ignore[override]
+        self, *, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
+    ) -> dict[str, Any]:
         """This rank's parameters and persistent buffers by name; see `torch.nn.Module.state_dict`."""
-        if not self._is_cut:
-            return self._stages[0].state_dict(prefix=prefix, keep_vars=keep_vars)
-        state = self.pipeline.local_state_dict()
-        return {prefix + name: value if keep_vars else value.detach() for name, value in state.items()}
+        found: dict[str, Any] = {} if destination is None else destination
+        state = self.pipeline.local_state_dict() if self._is_cut else self._stages[0].state_dict(keep_vars=True)
+        found.update({prefix + name: value if keep_vars else value.detach() for name, value in state.items()})
+        return found
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
@@ -178,8 +194,7 @@ class NxDModel(nn.Module):
         return self
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:  # behind to(), float(), cuda() ...
-        for stage in self._stages:
-            stage._apply(fn, recurse)
+        self.pipeline._apply(fn, recurse)
         return self
 
     def _named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

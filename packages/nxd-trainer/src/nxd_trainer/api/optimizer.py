@@ -94,7 +94,7 @@ class NxDOptimizer(Optimizer):
 
         It counts the whole model once and is the same on every rank.
         """
-        return self.optimizer.grad_norm if isinstance(self.optimizer, NeuronZero1Optimizer) else self._grad_norm
+        return getattr(self.optimizer, "grad_norm", self._grad_norm)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

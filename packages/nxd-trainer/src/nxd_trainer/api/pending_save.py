@@ -1,6 +1,7 @@
 """The save in the background: at most one at a time, and what is to be done once it is committed."""
 
 import atexit
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import nxd_ckpt
@@ -9,26 +10,27 @@ from nxd_ckpt.coordinator import coordinator_for, on_rank_zero
 
 from nxd_trainer.api.checkpoint_tags import KEEP_ALL
 
+FINISHING = "finishing a checkpoint, and dropping old ones"
+
 
 @dataclass(frozen=True)
 class _PendingSave:
     handle: AsyncSave
-    root: str
-    num_kept: int
+    finish: Callable[[], None]
     is_first_rank: bool
 
-    def keep_newest(self) -> None:
-        """Remove what is not to be kept any more; does nothing on all ranks but the first."""
+    def finish_on_first_rank(self) -> None:
+        """What is left to do after the commit; nothing on all ranks but the first."""
         if self.is_first_rank:
-            keep_newest(self.root, self.num_kept)
+            self.finish()
 
 
 _pending: list[_PendingSave] = []
 
 
-def note_save(handle: AsyncSave, root: str, num_kept: int) -> None:
-    """A save in the background has begun; `finalize_checkpoint` sees it through."""
-    _pending.append(_PendingSave(handle, root, num_kept, is_first_rank=coordinator_for(None).rank == 0))
+def note_save(handle: AsyncSave, finish: Callable[[], None]) -> None:
+    """A save in the background has begun; `finalize_checkpoint` sees it through, and has rank 0 `finish` it."""
+    _pending.append(_PendingSave(handle, finish, is_first_rank=coordinator_for(None).rank == 0))
 
 
 def finalize_checkpoint() -> None:
@@ -42,7 +44,7 @@ def finalize_checkpoint() -> None:
     while _pending:
         save = _pending.pop()
         save.handle.wait()
-        on_rank_zero(coordinator_for(None), "dropping old checkpoints", save.keep_newest)
+        on_rank_zero(coordinator_for(None), FINISHING, save.finish_on_first_rank)
 
 
 def keep_newest(root: str, num_kept: int) -> None:
@@ -56,7 +58,7 @@ def _finish_at_exit() -> None:
     while _pending:
         save = _pending.pop()
         save.handle.wait()
-        save.keep_newest()
+        save.finish_on_first_rank()
 
 
 # Runs before nxd_ckpt's own, which was registered earlier.

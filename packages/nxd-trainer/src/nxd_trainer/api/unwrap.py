@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from nxd_layers.lora import LoraModel
 from nxd_pipeline import NxDPPModel
 from torch import nn
 from torch.optim import Optimizer
@@ -11,8 +12,16 @@ from nxd_trainer.api.optimizer import NxDOptimizer
 
 
 def plain_model(model: nn.Module) -> nn.Module:
-    """The pipeline that an `NxDModel` wraps, of one stage perhaps; any other module itself."""
+    """The pipeline (of one stage perhaps) in an `NxDModel`, the model in a `LoraModel`; any other module itself."""
+    if isinstance(model, LoraModel):
+        return plain_model(model.module)
     return model.pipeline if isinstance(model, NxDModel) else model
+
+
+def adapters_of(model: nn.Module) -> LoraModel | None:
+    """What knows the adapters of a model; None if it has none."""
+    lora = model.lora_model if isinstance(model, NxDModel) else model
+    return lora if isinstance(lora, LoraModel) and lora.lora_config.enable_lora else None
 
 
 def plain_optimizer(optimizer: Optimizer) -> Optimizer:

@@ -14,6 +14,15 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument(
         "--dtype", choices=["float32", "bfloat16", "float64"], help="of the weights; as stored if unset"
     )
+    parser.add_argument(
+        "--like",
+        type=Path,
+        metavar="FOLDER",
+        help="of the same model: its config, names of tensors and tokenizer; unset: what the checkpoint says of itself",
+    )
+    parser.add_argument(
+        "--max-shard-size", default="5GB", metavar="SIZE", help="of the files, such as 500MiB (default: %(default)s)"
+    )
     parser.set_defaults(run=run)
 
 
@@ -23,6 +32,17 @@ def run(options: argparse.Namespace) -> int:
     from nxd_trainer.training.run_state import DTYPES  # noqa: PLC0415
 
     dtype = None if options.dtype is None else DTYPES[options.dtype]
-    target = mendable(lambda: export_hugging_face(options.checkpoints, options.target, options.tag, dtype=dtype))
-    print(f"wrote {target / 'config.json'} and {target / 'model.safetensors'}")
+    target = mendable(
+        lambda: export_hugging_face(
+            options.checkpoints,
+            options.target,
+            options.tag,
+            like=options.like,
+            dtype=dtype,
+            max_shard_size=options.max_shard_size,
+        )
+    )
+    weights = sorted(target.glob("*.safetensors"))
+    written = str(weights[0]) if len(weights) == 1 else f"{len(weights)} files of weights"
+    print(f"wrote {target / 'config.json'} and {written}")
     return 0

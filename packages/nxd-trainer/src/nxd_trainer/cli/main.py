@@ -4,24 +4,27 @@ import argparse
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from nxd_trainer.cli import export, generate, train
+from nxd_trainer.cli import ckpt, doctor, export, generate, import_hugging_face, parity, plan, train
 from nxd_trainer.cli.command import Mistake, leave_mesh, mendable
+from nxd_trainer.logs import log_level
 from nxd_trainer.slurm import slurm_environment
 
 EXIT_MISTAKE = 2
-COMMANDS = (train, generate, export)
+COMMANDS = (train, generate, import_hugging_face, export, ckpt, plan, doctor, parity)
+RECIPE_FLAGS = {"train": ("nproc", "help"), "parity": parity.FLAGS}  # what is no key of the recipe
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the process's exit code: 0, 2 for a user's mistake, 143 after a signal."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    remaining, settings = _take_settings(arguments) if arguments[:1] == ["train"] else (arguments, [])
+    remaining, settings = _take_apart(arguments)
     options = _make_parser().parse_args(remaining, argparse.Namespace(arguments=arguments, settings=settings))
     try:
+        mendable(log_level)
         os.environ.update(mendable(lambda: slurm_environment(os.environ)))
         code: int = options.run(options)
     except Mistake as mistake:
@@ -45,7 +48,15 @@ def _make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _take_settings(arguments: list[str]) -> tuple[list[str], list[str]]:
+def _take_apart(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """What the parser is to read, and the settings of a recipe."""
+    command = arguments[0] if arguments else ""
+    if command in RECIPE_FLAGS:
+        return _take_settings(arguments, RECIPE_FLAGS[command])
+    return (arguments[:1] if command == "ckpt" else arguments), []  # nxd-ckpt has a parser of its own
+
+
+def _take_settings(arguments: list[str], flags: Collection[str]) -> tuple[list[str], list[str]]:
     """The arguments without the recipe's keys, and those keys as `key=value`.
 
     A key may come as `--train.steps 100`, `--train.steps=100` or `train.steps=100`. What is no key is taken along:
@@ -57,7 +68,7 @@ def _take_settings(arguments: list[str]) -> tuple[list[str], list[str]]:
     while waiting:
         argument = waiting.pop()
         name, equals, value = argument.removeprefix("--").partition("=")
-        if argument.startswith("--") and name not in ("nproc", "help"):
+        if argument.startswith("--") and name not in flags:
             if not equals and waiting and not waiting[-1].startswith("--"):
                 value = waiting.pop()
             settings.append(f"{name}={value}")

@@ -119,6 +119,9 @@ class CheckpointSection:
     resume: Literal["latest", "never", "required"] = option(
         "latest", "go on from the newest checkpoint if there is one, never, or fail where there is none"
     )
+    initial_weights: Path | None = option(
+        None, "checkpoints of nxd import or nxd train, or a Hugging Face folder, to begin a new run with; unset: random"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -93,12 +93,14 @@ class Progress:
 
 def describe(record: StepRecord, *, held_out_loss: float | None) -> str:
     """The measures of a record on one line, without the step."""
-    parts = [f"loss {record.loss:.4f}"]
+    parts = [f"step_loss {record.loss:.4f}"]
     if held_out_loss is not None:
         parts.append(f"held-out {held_out_loss:.4f}")
     parts.append(f"{show_count(record.tokens_per_second)} tok/s")
+    if record.throughput is not None:
+        parts.append(f"throughput {record.throughput:.4g} seq/s")
     if record.grad_norm is not None:
-        parts.append(f"grad {record.grad_norm:.2f}")
+        parts.append(f"grad-norm {record.grad_norm:.2f}")
     parts.append(f"lr {record.learning_rate:.1e}")
     parts.append(show_memory(record.peak_memory_bytes))
     return "  ".join(parts)

@@ -20,6 +20,7 @@ class StepRecord:
     tokens_per_second: float  # over all ranks, since the record before
     seconds: float  # since this invocation began
     peak_memory_bytes: int  # of the writer's process or device
+    throughput: float | None = None  # sequences per second, as scripts for NeuronX Distributed count
     grad_norm: float | None = None  # before clipping; None without clipping
     held_out_loss: float | None = None  # None where the step ended without evaluation
     layout: str | None = None  # "TP 2 x DP 2": in the first record of each invocation

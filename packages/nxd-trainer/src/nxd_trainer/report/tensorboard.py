@@ -12,14 +12,16 @@ from nxd_trainer.report.record import StepRecord
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-# TensorBoard groups the scalars by what stands before the slash.
-TAGS = {
-    "loss": "loss/train",
-    "held_out_loss": "loss/held_out",
-    "grad_norm": "train/grad_norm",
-    "learning_rate": "train/learning_rate",
-    "tokens_per_second": "speed/tokens_per_second",
-    "peak_memory_bytes": "speed/peak_memory_bytes",
+# TensorBoard groups the scalars by what stands before the slash. The tags behind ours are those of existing training
+# scripts for NeuronX Distributed, so that their dashboards show these runs, too.
+TAGS: dict[str, tuple[str, ...]] = {
+    "loss": ("loss/train", "step loss"),
+    "held_out_loss": ("loss/held_out",),
+    "grad_norm": ("train/grad_norm", "grad-norm"),
+    "learning_rate": ("train/learning_rate", "learning rate"),
+    "tokens_per_second": ("speed/tokens_per_second",),
+    "throughput": ("throughput",),
+    "peak_memory_bytes": ("speed/peak_memory_bytes",),
 }
 
 
@@ -35,8 +37,9 @@ def open_summary_writer(folder: Path, *, first_step: int, say: Callable[[str], N
 
 def write_scalars(writer: SummaryWriter, record: StepRecord) -> None:
     """Write a record's scalars, so that a crash of the process does not lose them."""
-    for name, tag in TAGS.items():
+    for name, tags in TAGS.items():
         value = getattr(record, name)
         if value is not None:
-            writer.add_scalar(tag, value, record.step)
+            for tag in tags:
+                writer.add_scalar(tag, value, record.step)
     writer.flush()

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from nxd_trainer.checkpoint import CheckpointState, allocate_optimizer_state, model_state, optimizer_state, saved_here
 from nxd_trainer.recipe import recipe_to_dict
+from nxd_trainer.training.initial_weights import load_initial_weights
 from nxd_trainer.training.run_state import RunState, describe_model
 
 
@@ -48,7 +49,7 @@ def resume_run(state: RunState) -> str | None:
     """Go on from the newest checkpoint, as the recipe's `checkpoint.resume` says.
 
     Returns:
-        The tag gone on from; None if the run begins.
+        The tag gone on from; None if the run begins, with `checkpoint.initial_weights` where these are set.
 
     Raises:
         ValueError: a checkpoint is required and there is none; or none is wanted and there are some, which a new run
@@ -65,6 +66,8 @@ def resume_run(state: RunState) -> str | None:
     if tag is None:
         if wish == "required":
             raise ValueError(f"checkpoint.resume=required, but there is no complete checkpoint in {folder}")
+        if state.recipe.checkpoint.initial_weights is not None:
+            load_initial_weights(state, state.recipe.checkpoint.initial_weights)
         return None
     checkpoint = nxd_ckpt.open_checkpoint(folder, tag)
     _check_same_run(state, checkpoint.objects, folder / tag)

@@ -20,7 +20,7 @@ def cut_into_stages(model: LlamaForCausalLM, recipe: Recipe) -> NxDPPModel:
     Raises:
         ValueError: the schedule cannot be played.
     """
-    schedule = _make_schedule(recipe)
+    schedule = recipe_schedule(recipe)
     pipeline = NxDPPModel(
         model,
         LlamaDecoderLayer,
@@ -54,7 +54,7 @@ def evaluate_on(pipeline: NxDPPModel, batches: Iterable[Batch], num_microbatches
 
 def describe_pipeline(recipe: Recipe) -> str:
     """What becomes of the recipe's ranks and microbatches, on one line."""
-    schedule = _make_schedule(recipe)
+    schedule = recipe_schedule(recipe)
     idle = simulate(insert_communication(schedule)).bubble_fraction
     return (
         f"pipeline: {schedule.num_stages} stages, {schedule.num_microbatches} microbatches, {schedule.name}; "
@@ -62,7 +62,12 @@ def describe_pipeline(recipe: Recipe) -> str:
     )
 
 
-def _make_schedule(recipe: Recipe) -> Schedule:
+def recipe_schedule(recipe: Recipe) -> Schedule:
+    """The order of the work that a recipe asks for.
+
+    Raises:
+        ValueError: it cannot be played.
+    """
     return make_schedule(
         recipe.pipeline.schedule,
         recipe.parallel.pipeline_parallel_size,

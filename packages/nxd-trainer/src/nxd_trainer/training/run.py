@@ -1,5 +1,6 @@
 """The training loop: from a recipe to a trained model, its checkpoints, metrics and loss curve."""
 
+import logging
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from nxd_state import (
 )
 from torch import Tensor
 
+from nxd_trainer.logs import get_logger
 from nxd_trainer.recipe import Recipe, save_recipe
 from nxd_trainer.report import (
     MetricsLog,
@@ -80,22 +82,24 @@ def run_training(state: RunState, resumed: str | None, stop: StopRequest) -> Tra
         CheckpointError: a checkpoint could not be written; of one in the background it is raised before the next one
             begins, or at the end.
     """
+    logger = get_logger("nxd_trainer")
+    shows_steps = state.is_writer and logger.isEnabledFor(logging.INFO)
     with (
-        Progress(state.recipe.last_step, first_step=state.step, is_writer=state.is_writer) as progress,
+        Progress(state.recipe.last_step, first_step=state.step, is_writer=shows_steps) as progress,
         MetricsLog(
             state.recipe.output,
             is_writer=state.is_writer,
             first_step=state.step,
             layout=state.layout,
-            say=progress.message,
+            say=logger.warning,
         ) as metrics,
     ):
-        _announce(state, progress, resumed)
-        saver = RunSaver(state, progress.message)
+        _announce(state, logger, resumed)
+        saver = RunSaver(state, logger.info)
         result = _run_steps(state, progress, metrics, saver, stop)
         saver.close()
     if state.is_writer:
-        _report(state, metrics.file)
+        _report(state, logger, metrics.file)
     return result
 
 
@@ -122,12 +126,14 @@ def _run_steps(
             with throughput.paused():
                 held_out_loss = evaluate(state)
         if _is_due(state.step, recipe.train.log_every) or is_last or held_out_loss is not None or state.step == 1:
+            tokens_per_second = throughput.lap()
             record = StepRecord(
                 step=state.step,
                 loss=loss,
                 learning_rate=rate,
                 tokens=state.train_loader.samples_consumed * recipe.data.sequence_length,
-                tokens_per_second=throughput.lap(),
+                tokens_per_second=tokens_per_second,
+                throughput=tokens_per_second / recipe.data.sequence_length,
                 seconds=throughput.seconds,
                 peak_memory_bytes=peak_memory_bytes(get_device()),
                 grad_norm=None if norm is None else float(norm),
@@ -153,28 +159,30 @@ def _is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _announce(state: RunState, progress: Progress, resumed: str | None) -> None:
+def _announce(state: RunState, logger: logging.Logger, resumed: str | None) -> None:
     if state.is_writer:
         save_recipe(state.recipe, state.recipe.output / "recipe.toml")
     count = sum(p.numel() for p in state.model.parameters())
     begins = f"goes on from {resumed}" if resumed else "begins"
-    progress.message(f"{state.layout} on {get_device().type}, {count:,} parameters on this rank; the run {begins}")
+    logger.info(f"{state.layout} on {get_device().type}, {count:,} parameters on this rank; the run {begins}")
     if state.recipe.parallel.pipeline_parallel_size > 1:
-        progress.message(describe_pipeline(state.recipe))
+        logger.info(describe_pipeline(state.recipe))
     for reason, count in state.corpus.skipped.items():
-        progress.message(f"left out of the text: {count} {reason}")
+        logger.info(f"left out of the text: {count} {reason}")
     if state.step >= state.recipe.last_step:
-        progress.message(f"nothing to do: the run is at step {state.step}, and is to end at {state.recipe.last_step}")
+        logger.info(f"nothing to do: the run is at step {state.step}, and is to end at {state.recipe.last_step}")
     if resumed and state.recipe.train.eval_every:
         held_out_loss = evaluate(state)  # shows that the run is where it was
         if held_out_loss is not None:
-            progress.message(f"held-out loss as resumed, at step {state.step}: {held_out_loss:.4f}")
+            logger.info(f"held-out loss as resumed, at step {state.step}: {held_out_loss:.4f}")
 
 
-def _report(state: RunState, metrics_file: Path) -> None:
+def _report(state: RunState, logger: logging.Logger, metrics_file: Path) -> None:
     recipe = state.recipe
     records = read_records(metrics_file)
-    curve = draw_loss_curve(records, recipe.output / "loss.png", title=f"Training loss, {state.layout}")
+    curve = draw_loss_curve(
+        records, recipe.output / "loss.png", title=f"Training loss, {state.layout}", say=logger.info
+    )
     files: dict[str, str | Path | None] = {
         "checkpoints": recipe.checkpoint_folder,
         "metrics": metrics_file,

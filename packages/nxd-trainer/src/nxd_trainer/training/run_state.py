@@ -118,7 +118,7 @@ def build_run_state(recipe: Recipe) -> RunState:
         dp_rank=data_parallel.rank,
         dp_size=data_parallel.size,
     )
-    config = _model_config(recipe, vocab_size)
+    config = model_config(recipe, vocab_size)
     model = _build_model(recipe, config)
     return RunState(
         recipe=recipe,
@@ -153,7 +153,8 @@ def on_first_rank_of_each_host(make: Callable[[], T]) -> T:
     return next(value for value, _ in outcomes if value is not None)
 
 
-def _model_config(recipe: Recipe, vocab_size: int) -> LlamaConfig:
+def model_config(recipe: Recipe, vocab_size: int) -> LlamaConfig:
+    """The sizes of a recipe's model."""
     sizes = {field.name: getattr(recipe.model, field.name) for field in fields(ModelSection)}
     return LlamaConfig(**sizes | {"vocab_size": vocab_size})
 

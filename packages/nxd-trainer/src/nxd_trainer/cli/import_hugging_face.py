@@ -1,0 +1,31 @@
+"""`nxd import`: make a checkpoint of a Hugging Face folder."""
+
+import argparse
+from pathlib import Path
+
+from nxd_trainer.cli.command import Commands, mendable
+
+
+def add_parser(commands: Commands) -> None:
+    """Add `import` to the commands."""
+    parser = commands.add_parser("import", help="make a checkpoint of a Hugging Face folder")
+    parser.add_argument("folder", type=Path, help="with safetensors and config.json")
+    parser.add_argument("checkpoints", type=Path, help="folder of checkpoints to write to")
+    parser.add_argument("--tag", default="imported", help="name of the checkpoint (default: %(default)s)")
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16", "float64"], help="of the weights; as stored if unset"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Write the checkpoint and say where, and whether it is for other commands."""
+    from nxd_trainer.hugging_face import import_hugging_face  # noqa: PLC0415
+    from nxd_trainer.training.run_state import DTYPES  # noqa: PLC0415
+
+    dtype = None if options.dtype is None else DTYPES[options.dtype]
+    reason = mendable(lambda: import_hugging_face(options.folder, options.checkpoints, options.tag, dtype=dtype))
+    print(f"wrote {options.checkpoints / options.tag}")
+    if reason is not None:
+        print(f"nxd train and nxd generate cannot run it: {reason}; nxd export can")
+    return 0

@@ -1,0 +1,81 @@
+"""`nxd parity`: does a layout compute what one process does, and if not, which tensor is the first to differ."""
+
+import argparse
+import importlib
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nxd_trainer.cli.command import Commands, add_nproc, leave_mesh, mendable, started_ranks
+from nxd_trainer.recipe import load_recipe
+
+if TYPE_CHECKING:
+    from nxd_trainer.parity import ParityCase
+
+EXIT_DIFFERENT = 3  # 1 is what a rank that fails ends with
+FLAGS = ("nproc", "help", "dtype", "rtol", "compare-steps")
+
+
+def add_parser(commands: Commands) -> None:
+    """Add `parity` to the commands."""
+    parser = commands.add_parser(
+        "parity",
+        help="compare a layout with one process, tensor by tensor",
+        usage="nxd parity [RECIPE | MODULE:FUNCTION] [--nproc N] [--dtype D] [--KEY VALUE | KEY=VALUE ...]",
+        description="Train a few steps in a layout and in one process, without dropout, and name the first tensor that "
+        "differs: outputs of modules as they are executed, loss, gradients, weights. The keys are those of nxd train.",
+        epilog="exit codes: 0 all agree, 2 a mistake, 3 something differs",
+    )
+    parser.add_argument(
+        "case",
+        nargs="?",
+        metavar="RECIPE",
+        help="a recipe of nxd train (defaults if unset), or MODULE:FUNCTION, which returns a ParityCase",
+    )
+    parser.add_argument("--compare-steps", type=int, default=2, metavar="N", help="of a recipe (default: %(default)s)")
+    parser.add_argument("--dtype", choices=["float64", "float32"], default="float64", help="default: %(default)s")
+    parser.add_argument(
+        "--rtol", type=float, metavar="R", help="relative to the largest value of a tensor; unset: 1e-10, or 1e-5"
+    )
+    add_nproc(parser)
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Compare, in the ranks that the command line asks for, and print what was found."""
+    code = started_ranks(options)
+    if code is not None:
+        return code
+
+    import torch  # noqa: PLC0415
+
+    from nxd_trainer.parity import compare  # noqa: PLC0415
+
+    case = mendable(lambda: _case(options))
+    report = mendable(lambda: compare(case, dtype=getattr(torch, options.dtype), rtol=options.rtol))
+    if os.environ.get("RANK", "0") == "0":
+        print(report)
+    leave_mesh()
+    return 0 if report.agrees else EXIT_DIFFERENT
+
+
+def _case(options: argparse.Namespace) -> "ParityCase":
+    from nxd_trainer.parity import ParityCase  # noqa: PLC0415
+    from nxd_trainer.parity.from_recipe import case_of_recipe  # noqa: PLC0415
+
+    name = options.case
+    if name is None or ":" not in name or Path(name).exists():
+        return case_of_recipe(load_recipe(name, options.settings), options.compare_steps)
+    if options.settings:
+        raise ValueError(f"{options.settings[0]} is a key of a recipe, and {name} is none; leave it out")
+    module_name, _, function_name = name.partition(":")
+    sys.path.insert(0, os.getcwd())  # as python does for a script
+    try:
+        function = getattr(importlib.import_module(module_name), function_name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"{name} cannot be imported from here: {error}") from error
+    case = function()
+    if not isinstance(case, ParityCase):
+        raise ValueError(f"{name}() returned a {type(case).__name__}; it must return a nxd_trainer.parity.ParityCase")
+    return case

@@ -1,0 +1,130 @@
+"""`nxd plan`: which layouts of a training job fit on a cluster, and which is quickest."""
+
+import argparse
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from nxd_trainer.cli.command import Commands, Mistake, mendable
+
+MODEL_FLAGS = {
+    "vocab_size": "rows of the embedding",
+    "hidden_size": "width of the residual stream",
+    "intermediate_size": "width inside the MLP",
+    "num_hidden_layers": "decoder layers",
+    "num_attention_heads": "query heads",
+    "num_key_value_heads": "key/value heads; as many as query heads if unset",
+    "max_position_embeddings": "longest sequence the model is made for",
+}
+DEVICE_FLAGS: dict[str, tuple[str, float, str]] = {  # the field of a device, how many of its units that is, what it is
+    "memory_gib": ("memory_bytes", 2**30, "memory of a device, GiB"),
+    "tflops": ("flops", 1e12, "peak of a device, TFLOP/s"),
+    "memory_bandwidth_gb": ("memory_bandwidth", 1e9, "bandwidth of its memory, GB/s"),
+    "intra_host_gb": ("intra_host_bandwidth", 1e9, "what a device sends to others of its host, GB/s"),
+    "inter_host_gb": ("inter_host_bandwidth", 1e9, "what a device sends to other hosts, GB/s"),
+}
+YES_NO = {"yes": True, "no": False}
+DTYPES = ("bfloat16", "float32")
+ACTIVATION_MODES = ("none", "CoreAttention", "full")
+
+
+def add_parser(commands: Commands) -> None:
+    """Add `plan` to the commands."""
+    parser = commands.add_parser(
+        "plan",
+        help="find the layouts of a training job that fit on a cluster",
+        description="Try every layout of a Llama over a number of devices, without any of them. Sizes, memory and "
+        "messages come from the real layers; times are estimates to compare layouts by.",
+    )
+    parser.add_argument(
+        "model", nargs="?", type=Path, metavar="CONFIG", help="a Hugging Face config.json or its folder"
+    )
+    job = parser.add_argument_group("the job")
+    job.add_argument("--device", required=True, help="trn1, trn2, inf2, h100 or cpu")
+    job.add_argument("--devices", required=True, type=int, metavar="N", help="how many of them: one rank on each")
+    job.add_argument(
+        "--sequence-length", type=int, metavar="N", help="tokens in a sequence; 4096, or the model's limit"
+    )
+    job.add_argument("--global-batch-size", type=int, default=1024, metavar="N", help="sequences in a step; 1024")
+    job.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the weights; bfloat16")
+    job.add_argument("--schedule", default="1f1b", help="of pipelines, by its name in nxd-pipeline; 1f1b")
+    _add_degrees(parser)
+    model = parser.add_argument_group("the model, instead of a config.json or before it")
+    for name, text in MODEL_FLAGS.items():
+        model.add_argument(_flag(name), type=int, metavar="N", help=text)
+    device = parser.add_argument_group("numbers that replace those of the device")
+    for name, (_, _, text) in DEVICE_FLAGS.items():
+        device.add_argument(_flag(name), type=float, metavar="X", help=text)
+    device.add_argument("--devices-per-host", type=int, metavar="N", help="devices that share a host")
+    output = parser.add_argument_group("what is shown")
+    output.add_argument("--top", type=int, default=10, metavar="N", help="how many of the quickest layouts; 10")
+    output.add_argument("--rejected", action="store_true", help="also the layouts that do not fit, and why")
+    output.add_argument("--recipe", type=Path, metavar="FILE", help="write the quickest as a recipe (.toml or .json)")
+    parser.set_defaults(run=run)
+
+
+def _add_degrees(parser: argparse.ArgumentParser) -> None:
+    degrees = parser.add_argument_group("degrees that are not to be chosen")
+    degrees.add_argument("--tensor-parallel-size", type=int, metavar="N", help="ranks that split each layer")
+    degrees.add_argument("--pipeline-parallel-size", type=int, metavar="N", help="ranks that share out the layers")
+    degrees.add_argument("--sequence-parallel", choices=YES_NO, help="split activations along the sequence")
+    degrees.add_argument("--zero1", choices=YES_NO, help="share optimizer states out; yes with bfloat16 if unset")
+    degrees.add_argument("--microbatch-size", type=int, metavar="N", help="sequences in a microbatch; 1, 2, 4 or 8")
+    degrees.add_argument("--checkpointing", choices=("none", "full"), help="compute layers again in backward")
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def run(options: argparse.Namespace) -> int:
+    """Plan, and show the quickest layouts with the config of the first."""
+    from nxd_trainer.plan import config_call, make_plan, recipe  # noqa: PLC0415
+    from nxd_trainer.plan.advice import describe_misfit  # noqa: PLC0415
+    from nxd_trainer.plan.planner import activation_modes  # noqa: PLC0415
+    from nxd_trainer.plan.render import render_detail, render_rejected, render_table  # noqa: PLC0415
+    from nxd_trainer.recipe import save_recipe  # noqa: PLC0415
+
+    job, fixed = mendable(lambda: _job(options)), _degrees(options)
+    plan = mendable(lambda: make_plan(job, fixed, top=options.top))
+    if options.rejected:
+        print(render_rejected(plan))
+    if not plan.best:
+        raise Mistake(describe_misfit(plan, fixed))
+    first = plan.best[0]
+    print(render_table(plan))
+    print(f"\nthe quickest: {render_detail(first, activation_modes(job, first.layout, ACTIVATION_MODES))}")
+    print(f"\n{config_call(job, first.layout)}")
+    if options.recipe is not None:
+        written = mendable(lambda: save_recipe(recipe(job, first.layout), options.recipe))
+        print(f"\nwrote {written}: nxd train {written} on {job.num_devices} ranks")
+    return 0
+
+
+def _job(options: argparse.Namespace) -> Any:
+    import torch  # noqa: PLC0415
+
+    from nxd_trainer.plan import Job, find_device, model_config  # noqa: PLC0415
+
+    numbers = {
+        field: None if (given := getattr(options, name)) is None else given * unit
+        for name, (field, unit, _) in DEVICE_FLAGS.items()
+    }
+    device = find_device(options.device, **numbers, devices_per_host=options.devices_per_host)
+    config = model_config(options.model, {name: getattr(options, name) for name in MODEL_FLAGS})
+    return Job(
+        config=config,
+        device=device,
+        num_devices=options.devices,
+        sequence_length=options.sequence_length or min(4096, config.max_position_embeddings),
+        global_batch_size=options.global_batch_size,
+        dtype=getattr(torch, options.dtype),
+        schedule=options.schedule,
+    )
+
+
+def _degrees(options: argparse.Namespace) -> Any:
+    from nxd_trainer.plan import Degrees  # noqa: PLC0415
+
+    given = {field.name: getattr(options, field.name) for field in fields(Degrees)}
+    return Degrees(**{name: YES_NO.get(value, value) for name, value in given.items()})

@@ -1,0 +1,191 @@
+"""How transformers keeps a model's tensors in files: their names there, and what it fuses or splits on the way.
+
+The one file of this package that imports transformers. Its rules (`WeightRenaming`, `WeightConverter`) are applied
+to names and shapes only, so that each rank can then take just its bytes.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nxd_trainer.hugging_face.rearrangement import Rearranged, concatenate, stack
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+_ROTARY_FREQUENCIES = r"rotary_emb\.inv_freq$"
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """How a model's tensors are made of a folder's.
+
+    Attributes:
+        tensors: by the model's names.
+        unexpected: of the folder, which the model does not have.
+    """
+
+    tensors: Mapping[str, Rearranged]
+    unexpected: Sequence[str]
+
+
+class ReferenceModel:
+    """A model of transformers without memory, which is asked for its names and rules."""
+
+    def __init__(self, model: Any) -> None:
+        """Wrap a whole, unsharded model, which may be on the meta device."""
+        self._model = model
+        state = model.state_dict()
+        self._shapes: Shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+        first: dict[Any, str] = {}
+        names = [(name, first.setdefault(it, name)) for name, it in model.named_parameters(remove_duplicate=False)]
+        self.tied = {name: first_name for name, first_name in names if name != first_name}
+
+    @property
+    def config(self) -> Any:
+        """The model's."""
+        return self._model.config
+
+    @property
+    def names(self) -> set[str]:
+        """Of the model's tensors; a tied one has its first name."""
+        return self._shapes.keys() - self.tied.keys()
+
+    def arrange(self, stored: Shapes) -> Arrangement:
+        """How the model's tensors are made of those stored under these names, with these shapes.
+
+        A tied tensor comes once, under its first name.
+
+        Raises:
+            ValueError: a tensor needs a conversion that is not a rearrangement, or two are stored for one.
+        """
+        from transformers.conversion_mapping import get_model_conversion_mapping  # noqa: PLC0415 - optional
+        from transformers.core_model_loading import dot_natural_key  # noqa: PLC0415
+
+        rules = get_model_conversion_mapping(self._model)
+        made: dict[str, Rearranged] = {}
+        fused: dict[str, tuple[Any, dict[str, list[Rearranged]]]] = {}
+        unexpected = []
+        for name in sorted(stored, key=dot_natural_key):
+            target, pattern = self._renamed(name, rules)
+            if target not in self._shapes:
+                unexpected.append(name)
+            elif pattern is None:
+                if target in made:
+                    raise ValueError(f"{name!r} and {made[target].parts[0].source!r} are both stored for {target!r}")
+                made[target] = Rearranged.whole(name, stored[name])
+            else:
+                converter = next(rule for rule in rules if pattern in rule.source_patterns and _converts(rule))
+                _, found = fused.setdefault(target, (converter, {}))
+                found.setdefault(pattern, []).append(Rearranged.whole(name, stored[name]))
+        for target, (converter, found) in fused.items():
+            made |= self._converted(target, converter, found)
+        return Arrangement(self._untied(made), [name for name in unexpected if not self._is_ignored(name)])
+
+    def stored_shapes(self) -> Shapes:
+        """The names and shapes under which transformers itself would store the model."""
+        from transformers.core_model_loading import revert_weight_conversion  # noqa: PLC0415 - optional
+
+        own = {name: torch.empty(self._shapes[name], device="meta") for name in self._shapes if name not in self.tied}
+        return {name: tuple(tensor.shape) for name, tensor in revert_weight_conversion(self._model, own).items()}
+
+    def _is_ignored(self, name: str) -> bool:
+        """Whether files may hold it though the model does not want it: some hold what is computed from the config."""
+        patterns = (*(self._model._keys_to_ignore_on_load_unexpected or ()), _ROTARY_FREQUENCIES)
+        return any(re.search(pattern, name) for pattern in patterns)
+
+    def _renamed(self, name: str, rules: Sequence[Any]) -> tuple[str, str | None]:
+        from transformers.core_model_loading import rename_source_key  # noqa: PLC0415 - optional
+
+        prefix = self._model.base_model_prefix
+        renamings = [rule for rule in rules if not _converts(rule)]
+        converters = [rule for rule in rules if _converts(rule)]
+        target, pattern = rename_source_key(name, renamings, converters, prefix, self._shapes)
+        if target not in self._shapes and name in self._shapes:
+            target, pattern = rename_source_key(name, [], [], prefix, self._shapes)
+        return target, pattern
+
+    def _converted(self, target: str, rule: Any, found: dict[str, list[Rearranged]]) -> dict[str, Rearranged]:
+        """What a rule makes of the tensors that its patterns have collected, by the model's names."""
+        values: dict[str, list[Rearranged]] = found
+        for operation in rule.operations:
+            kind = type(operation).__name__
+            if kind not in _OPERATIONS or any(getattr(operation, option, None) for option in _OPTIONS_NOT_KNOWN):
+                source = next(iter(found.values()))[0].parts[0].source
+                raise ValueError(
+                    f"{target!r} is made of {source!r} by transformers' {operation}, which is not known here to be a "
+                    "rearrangement of tensors; load the folder with transformers, save it with "
+                    "save_pretrained(..., save_original_format=False), and take the new one"
+                )
+            values = _OPERATIONS[kind](operation, rule, values)
+        full_name = target.replace("*.", "0.")
+        prefix, _, suffix = next((full_name.partition(key) for key in values if key in full_name), ("", "", ""))
+        return {prefix + key + suffix: tensors[0] for key, tensors in values.items()}
+
+    def _untied(self, made: dict[str, Rearranged]) -> dict[str, Rearranged]:
+        for name, first in self.tied.items():
+            tensor = made.pop(name, None)
+            if tensor is not None:
+                made.setdefault(first, tensor)
+        return made
+
+
+def reference_model(config: Mapping[str, Any]) -> ReferenceModel | None:
+    """The model that a folder's `config.json` describes; None if transformers is missing or does not know it.
+
+    Raises:
+        ValueError: the config is not one that transformers takes.
+    """
+    try:
+        import transformers  # noqa: PLC0415 - optional
+    except ImportError:
+        return None
+    model_class = next((getattr(transformers, name, None) for name in config.get("architectures") or ()), None)
+    if model_class is None:
+        return None
+    content = {name: value for name, value in config.items() if name != "quantization_config"}
+    with torch.device("meta"):
+        return ReferenceModel(model_class(model_class.config_class.from_dict(content)))
+
+
+def _converts(rule: Any) -> bool:
+    return hasattr(rule, "operations")
+
+
+Collected = dict[str, list[Rearranged]]
+
+
+def _stacked(operation: Any, rule: Any, values: Collected) -> Collected:
+    if len(values) == 1:
+        return {rule.target_patterns[0]: [stack(tensors, operation.dim) for tensors in values.values()]}
+    return {pattern: [stack(tensors, operation.dim)] for pattern, tensors in values.items()}
+
+
+def _concatenated(operation: Any, rule: Any, values: Collected) -> Collected:
+    ordered = [tensor for pattern in rule.source_patterns for tensor in values.get(pattern, [])]
+    return {rule.target_patterns[0]: [concatenate(ordered, operation.dim)]}
+
+
+def _chunked(operation: Any, rule: Any, values: Collected) -> Collected:
+    ((whole,),) = values.values()
+    size = whole.shape[operation.dim] // len(rule.target_patterns)
+    pieces = whole.split([size] * len(rule.target_patterns), operation.dim)
+    return {pattern: [piece] for pattern, piece in zip(rule.target_patterns, pieces, strict=True)}
+
+
+def _transposed(operation: Any, rule: Any, values: Collected) -> Collected:
+    ((key, (whole,)),) = values.items()
+    new_key = rule.target_patterns[0] if len(rule.target_patterns) == 1 else key
+    return {new_key: [whole.transposed(operation.dim0, operation.dim1)]}
+
+
+_OPERATIONS = {
+    "MergeModulelist": _stacked,
+    "Concatenate": _concatenated,
+    "Chunk": _chunked,
+    "Transpose": _transposed,
+}
+# Of these operations, what makes them depend on more than the shapes of their inputs.
+_OPTIONS_NOT_KNOWN = ("check_dims", "num_shards_attribute")

@@ -1,0 +1,65 @@
+"""What a Hugging Face folder holds beside weights: its config, and the files of the tokenizer that travel with it."""
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+CONFIG_FILE = "config.json"
+
+# What `save_pretrained` of models, tokenizers and processors writes beside weights.
+_COMPANIONS = (
+    "generation_config.json",
+    "*token*",
+    "vocab*",
+    "merges.txt",
+    "*.model",
+    "chat_template*",
+    "*preprocessor_config.json",
+    "processor_config.json",
+)
+
+
+def read_config(folder: "str | os.PathLike[str]") -> dict[str, Any]:
+    """The content of `config.json`.
+
+    Raises:
+        ValueError: there is none, or it is no JSON object.
+    """
+    path = Path(folder) / CONFIG_FILE
+    try:
+        content = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise ValueError(f"{path} does not exist; give the folder of a model, with its {CONFIG_FILE}") from None
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds a {type(content).__name__}; expected an object")
+    return content
+
+
+def write_config(folder: "str | os.PathLike[str]", config: Mapping[str, Any]) -> None:
+    """Write `config.json`; keys keep their order."""
+    (Path(folder) / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
+
+
+def copy_companions(source: "str | os.PathLike[str]", target: "str | os.PathLike[str]") -> list[str]:
+    """Copy the files of tokenizer, processor and generation that lie beside a model, no matter how it is stored.
+
+    Args:
+        source: a folder, or the one file of a tokenizer.
+        target: an existing folder.
+
+    Returns:
+        The names of the files.
+    """
+    folder = Path(source)
+    if folder.is_file():
+        files = [folder]
+    else:
+        files = sorted({file for pattern in _COMPANIONS for file in folder.glob(pattern) if file.is_file()})
+    for file in files:
+        shutil.copyfile(file, Path(target) / file.name)
+    return [file.name for file in files]

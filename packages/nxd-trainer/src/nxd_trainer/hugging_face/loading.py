@@ -1,0 +1,195 @@
+"""`load_pretrained`: a folder of safetensors streams into a model's shards, each rank reading only its bytes."""
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from nxd_ckpt import CheckpointError, Shard
+from nxd_ckpt.boxes import Box, uncovered
+from nxd_ckpt.interop import TensorSource, open_hugging_face
+from nxd_ckpt.sharded_tensor import as_sharded
+from nxd_layers.hf import is_transformers_model, param_init_fn_of
+from nxd_pipeline import NxDPPModel
+from nxd_state import (
+    all_gather_object,
+    get_device,
+    get_world_group,
+    model_parallel_is_initialized,
+    move_model_to_device,
+)
+from torch import nn
+
+from nxd_trainer.api.unwrap import plain_model
+from nxd_trainer.checkpoint import CheckpointState, model_state
+from nxd_trainer.hugging_face.conversion import reference_model
+from nxd_trainer.hugging_face.folder import read_config
+from nxd_trainer.hugging_face.mapped_memory import release
+from nxd_trainer.hugging_face.rearrangement import Rearranged, RearrangedSource
+
+_BLOCK_BYTES = 16 * 2**20
+
+
+def load_pretrained(
+    model: nn.Module,
+    folder: "str | os.PathLike[str]",
+    *,
+    dtype: torch.dtype | None = None,
+    strict: bool = True,
+) -> list[str]:
+    """Fill a model with the weights of a Hugging Face folder, whatever its layout. Called by all ranks.
+
+    Of each tensor a rank reads the boxes that it holds; padding is left alone. Names and fusions that transformers
+    keeps otherwise in files than in memory are taken care of where transformers is installed; a tied weight may be
+    stored under any of its names. Memory: this rank's part of the model, and 16 MiB.
+
+    Args:
+        model: of `nxd_layers.hf.parallelize`, `initialize_parallel_model`, `NxDPPModel`, or any other module whose
+            logical tensors have the folder's names. One on the meta device gets its memory here, on this rank's
+            device; stages of a pipeline have theirs already.
+        folder: with `model.safetensors`, or several files and their index, and `config.json`.
+        dtype: of the floating-point parameters afterwards; those of the model if None. Values are converted.
+        strict: every tensor of the model must be stored, and every stored one be the model's. Otherwise those that are
+            not stored keep their values.
+
+    Returns:
+        The names of this rank's tensors that are not stored, sorted; none if `strict`.
+
+    Raises:
+        ValueError: names, shapes or types do not fit, or need a conversion that is not known; by name, on every rank.
+        CheckpointError: the folder holds no safetensors, or they are damaged.
+    """
+    module = plain_model(model)
+    if dtype is not None:
+        _convert_parameters(module, dtype)
+    found = model_tensors(folder)
+    source = found.source
+    on_meta = _give_memory(module)
+    state = model_state(module)
+    missing = sorted(state.keys() - source.tensors.keys())
+    _agree(folder, source, state, unexpected=found.unexpected, missing=missing, on_meta=on_meta, strict=strict)
+    with torch.no_grad():
+        for name in state.keys() - set(missing):
+            for shard in as_sharded(name, state[name]).shards:
+                _fill(source, name, shard)
+    return missing
+
+
+@dataclass(frozen=True)
+class ModelTensors:
+    """A folder's tensors under the names and in the shapes that they have in the model.
+
+    Attributes:
+        source: the tensors.
+        unexpected: names in the files that the model does not have.
+        missing: names of the model that are not in the files.
+    """
+
+    source: RearrangedSource
+    unexpected: Sequence[str]
+    missing: Sequence[str]
+
+
+def model_tensors(folder: "str | os.PathLike[str]") -> ModelTensors:
+    """Open a folder. Where transformers is missing, or does not know the architecture, names are taken as they are
+    stored.
+
+    Raises:
+        ValueError: there is no config, or a tensor needs a conversion that is not known.
+        CheckpointError: the folder holds no safetensors, or they are damaged.
+    """
+    stored = open_hugging_face(folder)
+    reference = reference_model(read_config(folder))
+    shapes = {name: info.global_shape for name, info in stored.tensors.items()}
+    if reference is None:
+        as_they_are = {name: Rearranged.whole(name, shape) for name, shape in shapes.items()}
+        return ModelTensors(RearrangedSource(stored, as_they_are), [], [])
+    arrangement = reference.arrange(shapes)
+    missing = sorted(reference.names - arrangement.tensors.keys())
+    return ModelTensors(RearrangedSource(stored, arrangement.tensors), arrangement.unexpected, missing)
+
+
+def _convert_parameters(module: nn.Module, dtype: torch.dtype) -> None:
+    parameters = module.local_parameters() if isinstance(module, NxDPPModel) else module.parameters()
+    for parameter in parameters:
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+
+
+def _give_memory(module: nn.Module) -> set[str]:
+    """Memory for what is on the meta device, and values for buffers that no file holds; the names of what was there."""
+    if isinstance(module, NxDPPModel):
+        return set()
+    named = dict(module.named_parameters()) | dict(module.named_buffers())
+    on_meta = {name for name, tensor in named.items() if tensor.is_meta}
+    not_stored = on_meta - module.state_dict().keys()
+    if on_meta:
+        move_model_to_device(module, get_device())
+    for path in {name.rpartition(".")[0] for name in not_stored}:
+        if not is_transformers_model(module):
+            raise ValueError(
+                f"{path or type(module).__name__} has buffers on the meta device that are not stored: "
+                f"{sorted(not_stored)[:3]}; make the model with parameters_on_meta, which leaves buffers where they are"
+            )
+        param_init_fn_of(module)(module.get_submodule(path))
+    return on_meta
+
+
+def _agree(
+    folder: "str | os.PathLike[str]",
+    source: TensorSource,
+    state: CheckpointState,
+    *,
+    unexpected: Sequence[str],
+    missing: list[str],
+    on_meta: set[str],
+    strict: bool,
+) -> None:
+    """Raise ValueError on every rank if the folder does not fit on any of them."""
+    shapes = {name: as_sharded(name, tensor).global_shape for name, tensor in state.items()}
+    problems = [
+        f"{name!r} is {list(source.tensors[name].global_shape)} in the folder, {list(shape)} in the model"
+        for name, shape in shapes.items()
+        if name in source.tensors and source.tensors[name].global_shape != shape
+    ]
+    problems += [f"{name!r} is not in the folder" for name in missing if strict or name in on_meta]
+    views = [(list(state), problems)]
+    if model_parallel_is_initialized():
+        views = all_gather_object(views[0], get_world_group())
+    everyone = {problem: None for _, found in views for problem in found}
+    if strict:
+        wanted = {name for names, _ in views for name in names}
+        names = [*unexpected, *(name for name in source.tensors if name not in wanted)]
+        everyone |= {f"{name!r} is in the folder, but not in the model": None for name in names}
+    if everyone:
+        shown = list(everyone)[:20]
+        more = [f"and {len(everyone) - len(shown)} more"] if len(everyone) > len(shown) else []
+        advice = "; strict=False leaves out what only one of them has" if strict else ""
+        raise ValueError(f"{folder} does not fit the model{advice}:\n  " + "\n  ".join([*shown, *more]))
+
+
+def _fill(source: TensorSource, name: str, destination: Shard) -> None:
+    for block in _blocks(destination.box, destination.tensor.element_size()):
+        found = source.shards(name, block)
+        if uncovered(block, [shard.box for shard in found]):
+            raise CheckpointError(f"no stored tensor holds all of {name!r} {block}")
+        for shard in found:
+            common = shard.box.intersect(block)
+            if common is None:
+                continue
+            values = shard.tensor[common.relative_to(shard.box).slices()]
+            destination.tensor[common.relative_to(destination.box).slices()].copy_(values)
+            if source.is_mapped:
+                release(values)
+
+
+def _blocks(box: Box, item_size: int) -> Iterator[Box]:
+    """Rows of a box, as many at a time as make some megabytes."""
+    if not box.shape or not box.num_elements:
+        yield box
+        return
+    row_bytes = box.num_elements // box.shape[0] * item_size
+    rows = max(1, _BLOCK_BYTES // row_bytes)
+    for start in range(0, box.shape[0], rows):
+        count = min(rows, box.shape[0] - start)
+        yield Box((box.offsets[0] + start, *box.offsets[1:]), (count, *box.shape[1:]))

@@ -1,0 +1,213 @@
+"""Tensors made of boxes of other tensors: what lies under one name in a folder and under another in a model.
+
+transformers keeps some tensors otherwise in memory than in files: under another name, or fused, such as all experts
+of a layer in one tensor. Here such a tensor is a list of `Part`s, which work in both directions. Values are views;
+nothing is copied.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any, Self
+
+from nxd_ckpt import Shard, TensorInfo
+from nxd_ckpt.boxes import Box
+from nxd_ckpt.interop import TensorSource
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Part:
+    """A box of a tensor that is a box of another one, up to the order of dims and dims of length one.
+
+    Attributes:
+        box: of the tensor.
+        source: name of the other one.
+        source_box: its box; a dim that `order` leaves out has length one.
+        order: for each dim of `box` that of `source_box`; None for one of length one that the other has not.
+    """
+
+    box: Box
+    source: str
+    source_box: Box
+    order: tuple[int | None, ...]
+
+    def source_box_of(self, box: Box) -> Box:
+        """Where a box inside `self.box` lies in the other tensor."""
+        offsets, shape = list(self.source_box.offsets), list(self.source_box.shape)
+        for dim, source_dim in enumerate(self.order):
+            if source_dim is not None:
+                offsets[source_dim] += box.offsets[dim] - self.box.offsets[dim]
+                shape[source_dim] = box.shape[dim]
+        return Box(tuple(offsets), tuple(shape))
+
+    def inverted(self, name: str) -> "Part":
+        """The same for the other tensor, of which `name` is the source."""
+        places = {source_dim: dim for dim, source_dim in enumerate(self.order) if source_dim is not None}
+        order = tuple(places.get(dim) for dim in range(len(self.source_box.shape)))
+        return Part(self.source_box, name, self.box, order)
+
+    def view(self, values: Tensor) -> Tensor:
+        """Values of a box of the other tensor, as a box of this one."""
+        kept = [dim for dim in self.order if dim is not None]
+        left_out = [dim for dim in range(values.dim()) if dim not in kept]
+        values = values.permute(*kept, *left_out).flatten(len(kept)) if left_out else values.permute(kept)
+        if left_out:
+            values = values[..., 0]
+        for dim, source_dim in enumerate(self.order):
+            if source_dim is None:
+                values = values.unsqueeze(dim)
+        return values
+
+
+@dataclass(frozen=True)
+class Rearranged:
+    """A tensor's shape and the parts that it is made of."""
+
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+
+    @classmethod
+    def whole(cls, name: str, shape: Sequence[int]) -> Self:
+        """Another tensor as it is."""
+        box = Box.whole(tuple(shape))
+        return cls(box.shape, (Part(box, name, box, tuple(range(len(box.shape)))),))
+
+    def stacked_at(self, dim: int, index: int, count: int) -> "Rearranged":
+        """This one as number `index` of `count` along a new dim."""
+        parts = [
+            replace(
+                it,
+                box=Box(_inserted(it.box.offsets, dim, index), _inserted(it.box.shape, dim, 1)),
+                order=_inserted(it.order, dim, None),
+            )
+            for it in self.parts
+        ]
+        return Rearranged(_inserted(self.shape, dim, count), tuple(parts))
+
+    def transposed(self, first: int, second: int) -> "Rearranged":
+        """With two dims exchanged."""
+        dims = list(range(len(self.shape)))
+        dims[first], dims[second] = dims[second], dims[first]
+        parts = [
+            replace(
+                it, box=Box(_picked(it.box.offsets, dims), _picked(it.box.shape, dims)), order=_picked(it.order, dims)
+            )
+            for it in self.parts
+        ]
+        return Rearranged(_picked(self.shape, dims), tuple(parts))
+
+    def split(self, sizes: Sequence[int], dim: int) -> "list[Rearranged]":
+        """Cut along a dim."""
+        starts = [0, *accumulate(sizes)]
+        return [self._cut(dim, start, size) for start, size in zip(starts, sizes, strict=False)]
+
+    def _cut(self, dim: int, start: int, size: int) -> "Rearranged":
+        shape = _replaced(self.shape, dim, size)
+        window = Box(_replaced((0,) * len(self.shape), dim, start), shape)
+        parts = []
+        for part in self.parts:
+            common = part.box.intersect(window)
+            if common is not None:
+                parts.append(replace(part, box=common.relative_to(window), source_box=part.source_box_of(common)))
+        return Rearranged(shape, tuple(parts))
+
+
+def stack(tensors: Sequence[Rearranged], dim: int) -> Rearranged:
+    """Tensors of one shape along a new dim."""
+    placed = [tensor.stacked_at(dim, index, len(tensors)) for index, tensor in enumerate(tensors)]
+    return Rearranged(placed[0].shape, tuple(part for tensor in placed for part in tensor.parts))
+
+
+def concatenate(tensors: Sequence[Rearranged], dim: int) -> Rearranged:
+    """Tensors along a dim that they have."""
+    parts, start = [], 0
+    for tensor in tensors:
+        for part in tensor.parts:
+            offsets = _replaced(part.box.offsets, dim, part.box.offsets[dim] + start)
+            parts.append(replace(part, box=Box(offsets, part.box.shape)))
+        start += tensor.shape[dim]
+    return Rearranged(_replaced(tensors[0].shape, dim, start), tuple(parts))
+
+
+@dataclass(frozen=True)
+class RearrangedSource:
+    """Tensors of a source under other names and in another arrangement; the source's own are not shown.
+
+    Args:
+        source: where they come from.
+        rearranged: how each is made.
+        objects: what goes along, see `TensorSource`.
+
+    Raises:
+        ValueError: the parts of a tensor differ in type.
+    """
+
+    source: TensorSource
+    rearranged: Mapping[str, Rearranged]
+    objects: Any = None
+
+    def __post_init__(self) -> None:
+        for name, tensor in self.rearranged.items():
+            dtypes = {self.source.tensors[part.source].dtype for part in tensor.parts}
+            if len(dtypes) != 1:
+                found = ", ".join(sorted(map(str, dtypes)))
+                raise ValueError(f"the parts of {name!r} are of the types {found}; give them one type")
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Type and shape of every tensor."""
+        return {
+            name: TensorInfo(self.source.tensors[tensor.parts[0].source].dtype, tensor.shape)
+            for name, tensor in self.rearranged.items()
+        }
+
+    @property
+    def is_mapped(self) -> bool:
+        """As the source."""
+        return self.source.is_mapped
+
+    def shards(self, name: str, box: Box) -> Sequence[Shard]:
+        """Views that hold all elements of the box.
+
+        Raises:
+            CheckpointError: the source cannot be read.
+        """
+        found = []
+        for part in self.rearranged[name].parts:
+            common = part.box.intersect(box)
+            if common is None:
+                continue
+            wanted, back = part.source_box_of(common), part.inverted(name)
+            for shard in self.source.shards(part.source, wanted):
+                inside = shard.box.intersect(wanted)
+                if inside is not None:
+                    values = part.view(shard.tensor[inside.relative_to(shard.box).slices()])
+                    found.append(Shard(values, back.source_box_of(inside).offsets))
+        return found
+
+
+def inverse(rearranged: Mapping[str, Rearranged], shapes: Mapping[str, Sequence[int]]) -> dict[str, Rearranged]:
+    """The other direction: the sources, made of what was made of them.
+
+    Args:
+        rearranged: how each tensor is made.
+        shapes: of the sources.
+    """
+    parts: dict[str, list[Part]] = {name: [] for name in shapes}
+    for name, tensor in rearranged.items():
+        for part in tensor.parts:
+            parts[part.source].append(part.inverted(name))
+    return {name: Rearranged(tuple(shapes[name]), tuple(found)) for name, found in parts.items() if found}
+
+
+def _inserted(values: tuple[Any, ...], index: int, value: Any) -> tuple[Any, ...]:
+    return (*values[:index], value, *values[index:])
+
+
+def _replaced(values: tuple[int, ...], index: int, value: int) -> tuple[int, ...]:
+    return (*values[:index], value, *values[index + 1 :])
+
+
+def _picked(values: tuple[Any, ...], indices: Sequence[int]) -> tuple[Any, ...]:
+    return tuple(values[index] for index in indices)

@@ -1,0 +1,80 @@
+"""Log lines of many ranks: one line for each event, from rank 0 unless asked otherwise, as `NXD_LOG_LEVEL` says."""
+
+import logging
+import os
+import sys
+
+LEVELS = {
+    "trace": logging.DEBUG,
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+    "fatal": logging.CRITICAL,
+    "off": logging.CRITICAL + 1,
+}
+LEVEL_VARIABLE = "NXD_LOG_LEVEL"
+
+
+def log_level() -> int:
+    """The level that `NXD_LOG_LEVEL` names; "info" where it is unset.
+
+    Raises:
+        ValueError: it names none.
+    """
+    name = os.environ.get(LEVEL_VARIABLE, "info")
+    if name.lower() not in LEVELS:
+        raise ValueError(f"{LEVEL_VARIABLE}={name!r} is no level; use one of {', '.join(LEVELS)}")
+    return LEVELS[name.lower()]
+
+
+def get_logger(name: str = "neuronx_distributed", rank0_only: bool = True) -> logging.Logger:
+    """A logger whose lines go to standard error, each with the time, its level and the rank.
+
+    Args:
+        name: of the logger; the same name (and `rank0_only`) gives the same one.
+        rank0_only: lines of other ranks are dropped.
+
+    Raises:
+        ValueError: `NXD_LOG_LEVEL` names no level.
+    """
+    logger = logging.getLogger(name if rank0_only else f"{name}.all_ranks")
+    if not any(isinstance(handler, _LineHandler) for handler in logger.handlers):
+        handler = _LineHandler()
+        handler.setFormatter(_OneLine())
+        if rank0_only:
+            handler.addFilter(lambda record: _rank() == 0)
+        logger.addHandler(handler)
+        logger.propagate = False
+    logger.setLevel(log_level())
+    return logger
+
+
+class _LineHandler(logging.Handler):
+    """Writes to what standard error is at that moment, above a progress bar where there is one."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        line = self.format(record)
+        if "tqdm" in sys.modules:
+            sys.modules["tqdm"].tqdm.write(line, file=sys.stderr)
+        else:
+            print(line, file=sys.stderr, flush=True)
+
+
+class _OneLine(logging.Formatter):
+    """`2026-01-31 12:00:00 I rank 0: message`, also where the message, or a traceback behind it, has several lines."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = record.getMessage()
+        if record.exc_info:
+            text = f"{text}\n{self.formatException(record.exc_info)}"
+        line = " | ".join(part.strip() for part in text.splitlines() if part.strip())
+        return f"{self.formatTime(record, '%Y-%m-%d %H:%M:%S')} {record.levelname[0]} rank {_rank()}: {line}"
+
+
+def _rank() -> int:
+    """Of this process in the world, also before torch.distributed is started; without importing torch."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return int(distributed.get_rank())
+    return int(os.environ.get("RANK", "0"))

@@ -1,0 +1,40 @@
+"""The ranks of a job, for packages that build on this one: who am I, who are the others, what do we exchange.
+
+All of it is nxd_state's, which says what each does.
+"""
+
+from nxd_state import (
+    active_group,
+    all_gather,
+    all_gather_object,
+    all_reduce,
+    barrier,
+    broadcast,
+    destroy_model_parallel,
+    device_type,
+    get_device,
+    get_group,
+    get_mesh,
+    get_world_group,
+    model_parallel_is_initialized,
+    seed_model_parallel,
+    step_boundary,
+)
+
+__all__ = [
+    "model_parallel_is_initialized",
+    "destroy_model_parallel",
+    "get_mesh",
+    "get_group",
+    "active_group",
+    "get_world_group",
+    "all_reduce",
+    "all_gather",
+    "all_gather_object",
+    "broadcast",
+    "barrier",
+    "device_type",
+    "get_device",
+    "step_boundary",
+    "seed_model_parallel",
+]

@@ -1,0 +1,93 @@
+"""What is compared: a model, how it is spread, and the batches of a few steps."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from nxd_trainer.api.config_checks import complete_config
+
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParityCase:
+    """A user's model and layout.
+
+    Attributes:
+        model_fn: makes the model, as for `initialize_parallel_model`. Its weights must not depend on the layout.
+        batches: the inputs by name of each step, for all replicas: tensors of `[global batch, ...]`.
+        nxd_config: of `neuronx_distributed_config`, or its arguments.
+        reference_fn: makes the model of the one process, where `model_fn` does not do so without parallelism. Modules
+            are compared by name; parameters have the names that a checkpoint gives them.
+        optimizer_class: as for `initialize_parallel_optimizer`.
+        optimizer_arguments: for `optimizer_class`.
+        seed: torch's, before a model is made.
+    """
+
+    model_fn: Callable[[], nn.Module]
+    batches: Sequence[Mapping[str, Any]]
+    nxd_config: Mapping[str, Any]
+    reference_fn: Callable[[], nn.Module] | None = None
+    optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW
+    optimizer_arguments: Mapping[str, Any] = field(default_factory=lambda: {"lr": 1e-3})
+    seed: int = 0
+
+
+def checked_config(case: ParityCase) -> dict[str, Any]:
+    """The complete config of the layout; adapters are new ones, without dropout.
+
+    Raises:
+        ValueError: the config has mistakes or asks for what cannot be compared, or there are no batches.
+    """
+    config = complete_config(case.nxd_config)
+    for name in ("context_parallel_size", "expert_parallel_size"):
+        if config[name] > 1:
+            raise ValueError(f"{name}={config[name]} cannot be compared with one process yet; set it to 1")
+    if not case.batches:
+        raise ValueError("batches is empty; give the inputs of one step or more")
+    if config["lora_config"] is not None:
+        config["lora_config"] = replace(config["lora_config"], lora_dropout=0.0, load_lora_from_ckpt=False)
+    return config
+
+
+def check_batches(case: ParityCase, replicas: int) -> None:
+    """Check that so many replicas can share each batch out.
+
+    Raises:
+        ValueError: some input cannot be cut.
+    """
+    for step, batch in enumerate(case.batches, start=1):
+        for name, value in batch.items():
+            if has_batch(value) and value.shape[0] % replicas:
+                raise ValueError(
+                    f"batches: {name} of step {step} has {value.shape[0]} samples, which {replicas} replicas cannot "
+                    f"share; use a multiple of {replicas}"
+                )
+
+
+def has_batch(value: Any) -> bool:
+    """Whether an input is a tensor of `[batch, ...]`; all else is for every replica whole."""
+    return isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] > 1
+
+
+def make_model(model_fn: Callable[[], nn.Module], seed: int, dtype: torch.dtype) -> nn.Module:
+    """A model in `dtype`, from one seed, and without dropout, whose random numbers differ between layouts."""
+    torch.manual_seed(seed)
+    model = model_fn().to(dtype)
+    for module in model.modules():
+        if isinstance(module, DROPOUTS):
+            module.p = 0.0
+    return model
+
+
+def inputs_in(dtype: torch.dtype, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """A batch with its floating-point tensors in `dtype`."""
+
+    def convert(value: Any) -> Any:
+        return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    return {name: tree_map(convert, value) for name, value in batch.items()}

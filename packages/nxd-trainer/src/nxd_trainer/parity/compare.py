@@ -1,0 +1,275 @@
+"""`compare`: trains a layout and one process side by side, and names the first tensor that differs."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from nxd_state import (
+    all_gather_object,
+    destroy_model_parallel,
+    get_group,
+    get_mesh,
+    get_world_group,
+    initialize_model_parallel,
+)
+from torch import Tensor
+
+from nxd_trainer.api.config import ensure_model_parallel
+from nxd_trainer.parity.case import ParityCase, check_batches, checked_config
+from nxd_trainer.parity.layout import LayoutRun, LayoutStep, Piece
+from nxd_trainer.parity.placement import Distance, Part, distance, is_close, readings
+from nxd_trainer.parity.reference import Reference, ReferenceStep, run_reference
+from nxd_trainer.parity.report import Difference, ParityReport
+
+TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}
+
+ItemT = TypeVar("ItemT")
+Verdict = Difference | str | None  # what differs; why it cannot be told; it agrees
+Check = Callable[[str, Sequence[Any]], Verdict]
+
+
+def compare(case: ParityCase, *, dtype: torch.dtype = torch.float64, rtol: float | None = None) -> ParityReport:
+    """Train a few steps in the case's layout and, on rank 0, in one process; compare them tensor by tensor.
+
+    In this order: weights before the first step, and of each step the outputs of modules as they are executed, the
+    loss, the gradients as backward gives them, their norm, and the weights after it. It ends at the first difference:
+    what comes later follows from that. Dropout is switched off. Called by all ranks, without a mesh or with one,
+    which it ends.
+
+    Args:
+        case: what is compared.
+        dtype: of weights and inputs: float64 tells errors from rounding.
+        rtol: how far values may be apart, relative to the largest of their tensor: 1e-10 in float64, 1e-5 in float32.
+
+    Returns:
+        The same on every rank.
+
+    Raises:
+        ValueError: the case has mistakes, or its degrees or batches do not fit the ranks.
+        RuntimeError: rank 0 could not run the one process.
+    """
+    if dtype not in TOLERANCES:
+        raise ValueError(f"dtype={dtype} rounds too much to be compared; use torch.float64 or torch.float32")
+    config = checked_config(case)
+    destroy_model_parallel()
+    try:
+        ensure_model_parallel(config)  # degrees that do not fit raise here, before any work
+        check_batches(case, get_group("dp").size)
+        destroy_model_parallel()
+        reference = _reference_on_first_rank(case, config, dtype)
+        ensure_model_parallel(config)
+        run = LayoutRun(case, config, dtype)
+        mesh = get_mesh()
+        report = ParityReport(
+            f"TP {mesh.tp} x PP {mesh.pp} x DP {mesh.dp}",
+            str(dtype).removeprefix("torch."),
+            TOLERANCES[dtype] if rtol is None else rtol,
+        )
+        comparison = _Comparison(reference, report, config)
+        comparison.check_initial(run)
+        for index, batch in enumerate(case.batches):
+            if not report.agrees:
+                break
+            report.steps = index + 1
+            comparison.check_step(index, run.step(batch))
+        return report
+    finally:
+        destroy_model_parallel()
+
+
+def _reference_on_first_rank(case: ParityCase, config: Mapping[str, Any], dtype: torch.dtype) -> Reference | None:
+    """What one process computes, on rank 0, while the others wait."""
+    # The mesh that makes every rank a whole replica: layers act as ordinary ones, and nothing is communicated.
+    initialize_model_parallel()
+    reference: Reference | None = None
+    failure: Exception | None = None
+    if get_world_group().rank == 0:
+        try:
+            reference = run_reference(case, config, dtype)
+        except Exception as error:  # the others are told, and all end
+            failure = error
+    cause = None if failure is None else f"{type(failure).__name__}: {failure}"
+    told, is_mistake = all_gather_object((cause, isinstance(failure, ValueError)), get_world_group())[0]
+    destroy_model_parallel()
+    if failure is not None:
+        raise failure
+    if told is not None:
+        raise (ValueError if is_mistake else RuntimeError)(f"rank 0 could not run the one process: {told}")
+    return reference
+
+
+class _Comparison:
+    """Rank 0 has the reference and compares; the others bring their parts, one tensor at a time."""
+
+    def __init__(self, reference: Reference | None, report: ParityReport, config: Mapping[str, Any]) -> None:
+        self._reference = reference
+        self._report = report
+        self._world = get_world_group()
+        replicas, shards = get_group("dp"), get_group("tp")
+        microbatches = (config["pipeline_config"] or {}).get("num_microbatches", 1)
+        self._place = (replicas.rank, shards.rank)
+        self._dp, self._tp, self._microbatches = replicas.size, shards.size, microbatches
+
+    def check_initial(self, run: LayoutRun) -> None:
+        """Compare the weights before the first step."""
+        expected = {} if self._reference is None else self._reference.initial
+        own = run.parameters()
+        unknown = sorted(
+            {name for names in self._gather(list(own)) for name in names} - set(self._share(list(expected)))
+        )
+        if unknown:
+            problem = "is not in one process, whose parameters have other names"
+            self._report.difference = Difference(1, "initial parameter", unknown[0], problem=problem)
+            return
+        self._check_pieces(1, "initial parameter", expected, own)
+
+    def check_step(self, index: int, step: LayoutStep) -> None:
+        """Compare a step, kind by kind, until something differs."""
+        expected = None if self._reference is None else self._reference.steps[index]
+        number = index + 1
+        checks: list[Callable[[], None]] = [
+            lambda: self._check_activations(number, expected, step),
+            lambda: self._check_number(number, "loss", None if expected is None else expected.loss, step.loss),
+            lambda: self._check_pieces(
+                number, "gradient", {} if expected is None else expected.gradients, step.gradients
+            ),
+            lambda: self._check_number(
+                number, "gradient norm", None if expected is None else expected.grad_norm, step.grad_norm
+            ),
+            lambda: self._check_pieces(
+                number, "parameter", {} if expected is None else expected.parameters, step.parameters
+            ),
+        ]
+        for check in checks:
+            if self._report.agrees:
+                check()
+
+    def _check_activations(self, step: int, expected: ReferenceStep | None, own: LayoutStep) -> None:
+        wanted = {} if expected is None else expected.activations
+        peers = _largest(tensor for tensors in wanted.values() for tensor in tensors)
+
+        def check(name: str, parts: Sequence[tuple[tuple[int, int], list[Tensor] | None]]) -> Verdict:
+            if all(outputs is None for _, outputs in parts):
+                return "no rank calls it"
+            for rank, ((dp_rank, tp_rank), outputs) in enumerate(parts):
+                if outputs is None:
+                    continue
+                if len(outputs) != len(wanted[name]) * self._microbatches:
+                    return f"{len(outputs)} calls on rank {rank}, {len(wanted[name])} in one process"
+                for call, output in enumerate(outputs):
+                    microbatch, index = divmod(call, len(wanted[name]))
+                    whole = wanted[name][index]
+                    part = Part(
+                        dp_rank * self._microbatches + microbatch, self._dp * self._microbatches, tp_rank, self._tp
+                    )
+                    nearest = _nearest(whole, output, part)
+                    if nearest is None:
+                        return f"{list(output.shape)} on rank {rank} is no part of {list(whole.shape)}"
+                    if not is_close(nearest, whole, rtol=self._report.rtol, peers=peers):
+                        return _difference(step, "activation", name, rank, nearest)
+            return None
+
+        self._go_through("activation", list(wanted), lambda name: (self._place, own.activations.get(name)), check)
+
+    def _check_pieces(
+        self, step: int, kind: str, expected: Mapping[str, Tensor], own: Mapping[str, list[Piece]]
+    ) -> None:
+        peers = _largest(expected.values())
+
+        def check(name: str, parts: Sequence[tuple[tuple[int, int], list[Piece] | None]]) -> Verdict:
+            if all(pieces is None for _, pieces in parts):
+                return Difference(step, kind, name, problem="is missing: no rank has it")
+            whole = expected[name]
+            for rank, (_, pieces) in enumerate(parts):
+                for position, piece in enumerate(pieces or []):
+                    if piece.shape != tuple(whole.shape):
+                        problem = f"has the shape {list(piece.shape)}, in one process {list(whole.shape)}"
+                        return Difference(step, kind, name, rank, problem=problem)
+                    values = piece.values if kind != "gradient" else _combined(parts, rank, position)
+                    found = distance(whole[piece.box.slices], values, piece.box.offset)
+                    if not is_close(found, whole, rtol=self._report.rtol, peers=peers):
+                        return _difference(step, kind, name, rank, found)
+            return None
+
+        self._go_through(kind, list(expected), lambda name: (self._place, own.get(name)), check)
+
+    def _check_number(self, step: int, kind: str, expected: Tensor | None, own: float | None) -> None:
+        def check(name: str, found: Sequence[float | None]) -> Verdict:
+            known = [value for value in found if value is not None]
+            if not known:
+                return "not computed" if kind == "gradient norm" else Difference(step, kind, name, problem="is missing")
+            assert expected is not None  # checks are made on rank 0
+            mean = torch.tensor(sum(known) / len(known), dtype=torch.float64)
+            apart = distance(expected.double(), mean)
+            if is_close(apart, expected, rtol=self._report.rtol, peers=0.0):
+                return None
+            return _difference(step, kind, name, 0, apart)
+
+        self._go_through(kind, [""], lambda name: own, check)
+
+    def _go_through(self, kind: str, names: list[str], mine: Callable[[str], Any], check: Check) -> None:
+        """Bring each tensor's parts to rank 0, in its order, until one differs; all ranks learn what was found."""
+        difference: Difference | None = None
+        agreed = 0
+        not_compared: dict[str, str] = {}
+        for name in self._share(names):
+            gathered = self._gather((difference is not None, mine(name)))
+            if gathered[0][0]:
+                break
+            if self._reference is None:
+                continue
+            verdict = check(name, [part for _, part in gathered])
+            if isinstance(verdict, Difference):
+                difference = verdict
+            elif verdict is None:
+                agreed += 1
+            else:
+                not_compared[name] = verdict
+        difference, agreed, not_compared = self._share((difference, agreed, not_compared))
+        self._report.difference = difference
+        if kind == "activation":
+            self._report.not_compared.update(not_compared)
+        if agreed:
+            self._report.compared[kind] = self._report.compared.get(kind, 0) + agreed
+
+    def _gather(self, item: ItemT) -> list[ItemT]:
+        return all_gather_object(item, self._world)
+
+    def _share(self, item: ItemT) -> ItemT:
+        """Rank 0's item, on every rank."""
+        return self._gather(item)[0]
+
+
+def _combined(parts: Sequence[tuple[tuple[int, int], list[Piece] | None]], rank: int, position: int) -> Tensor:
+    """The gradient that this rank's optimizer is to use: the replicas' mean, of the sum over a split sequence."""
+    (_, tp_rank), pieces = parts[rank]
+    assert pieces is not None  # the caller looks at its pieces
+    box, adds = pieces[position].box, pieces[position].sums_over_tp
+    by_replica: dict[int, list[Tensor]] = {}
+    for (other_dp, other_tp), others in parts:
+        if others is None or (other_tp != tp_rank and not adds):
+            continue
+        by_replica.setdefault(other_dp, []).extend(it.values for it in others if it.box == box)
+    sums = []
+    for values in by_replica.values():
+        total = torch.stack(values).sum(0)
+        # Stages that share a tied weight each bring the whole gradient.
+        sums.append(total / (len(values) / (len({p[0][1] for p in parts}) if adds else 1)))
+    return torch.stack(sums).mean(0)
+
+
+def _nearest(whole: Tensor, output: Tensor, part: Part) -> Distance | None:
+    found = [
+        distance(whole[box], output, [it.start for it in box]) for box in readings(whole.shape, output.shape, part)
+    ]
+    return min(found, key=lambda it: it.max_abs) if found else None
+
+
+def _largest(tensors: Iterable[Tensor]) -> float:
+    return max((tensor.abs().nan_to_num().max().item() for tensor in tensors if tensor.numel()), default=0.0)
+
+
+def _difference(step: int, kind: str, name: str, rank: int, found: Distance) -> Difference:
+    return Difference(
+        step, kind, name, rank, "", found.max_abs, found.max_rel, found.index, found.expected, found.found
+    )

@@ -1,0 +1,99 @@
+"""The same steps on this rank of the layout, through the documented API."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from nxd_state import Box, get_group
+from torch import Tensor
+
+from nxd_trainer.api import NxDModel, NxDOptimizer, initialize_parallel_model, initialize_parallel_optimizer
+from nxd_trainer.checkpoint import logical_name
+from nxd_trainer.parity.case import ParityCase, has_batch, inputs_in, make_model
+from nxd_trainer.parity.pieces import pieces_of
+from nxd_trainer.parity.recording import ActivationRecord
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Values of a box of a logical tensor.
+
+    Attributes:
+        sums_over_tp: whether the tensor-parallel ranks' values are to be added: gradients of layers that see a part
+            of the sequence.
+    """
+
+    box: Box
+    shape: tuple[int, ...]
+    values: Tensor
+    sums_over_tp: bool = False
+
+
+@dataclass
+class LayoutStep:
+    """What this rank computes in a step; see `ReferenceStep`."""
+
+    activations: dict[str, list[Tensor]]
+    loss: float | None
+    gradients: dict[str, list[Piece]]
+    grad_norm: float | None
+    parameters: dict[str, list[Piece]]
+
+
+class LayoutRun:
+    """This rank's model and optimizer. The mesh must be the config's."""
+
+    def __init__(self, case: ParityCase, config: Mapping[str, Any], dtype: torch.dtype) -> None:
+        """Make both, as a training script would."""
+        self.model: NxDModel = initialize_parallel_model(config, lambda: make_model(case.model_fn, case.seed, dtype))
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.optimizer: NxDOptimizer = initialize_parallel_optimizer(
+            config, case.optimizer_class, trained, **case.optimizer_arguments
+        )
+        self._dtype = dtype
+        self._first_names = self.model.pipeline.tied_names()
+
+    def parameters(self) -> dict[str, list[Piece]]:
+        """This rank's weights by logical name."""
+        return self._pieces((name, it, it) for name, it in self.model.named_parameters())
+
+    def step(self, batch: Mapping[str, Any]) -> LayoutStep:
+        """Train on this replica's part of a batch. By all ranks."""
+        replicas = get_group("dp")
+        own = {name: _share(value, replicas.rank, replicas.size) for name, value in batch.items()}
+        record = ActivationRecord()
+        self.optimizer.zero_grad()
+        with record.watching(self.model.named_modules()):
+            loss = self.model.run_train(**inputs_in(self._dtype, own))
+        if isinstance(loss, list):
+            loss = torch.stack(loss).mean() if loss else None
+        gradients = self._pieces((name, it, it.grad) for name, it in self.model.named_parameters() if it.requires_grad)
+        self.optimizer.step()
+        norm = self.optimizer.grad_norm
+        return LayoutStep(
+            record.outputs,
+            None if loss is None else float(loss),
+            gradients,
+            None if norm is None else float(norm),
+            self.parameters(),
+        )
+
+    def _pieces(self, named: Any) -> dict[str, list[Piece]]:
+        found: dict[str, list[Piece]] = {}
+        for own_name, parameter, tensor in named:
+            if tensor is None:
+                continue
+            name = self._first_names.get(own_name, own_name)
+            adds = tensor is not parameter and bool(getattr(parameter, "sequence_parallel_enabled", False))
+            for piece in pieces_of(parameter):
+                values = tensor.detach()[piece.local.slices].cpu().clone()
+                found.setdefault(logical_name(name, piece.name), []).append(
+                    Piece(piece.logical, piece.logical_shape, values, adds)
+                )
+        return found
+
+
+def _share(value: Any, rank: int, size: int) -> Any:
+    """This replica's part of an input."""
+    return value.chunk(size)[rank] if has_batch(value) else value

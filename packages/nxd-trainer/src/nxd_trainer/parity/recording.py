@@ -1,0 +1,59 @@
+"""What a model computes in a step, module by module, and the order in which its gradients come."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+
+class ActivationRecord:
+    """The outputs of modules by name, in the order of execution; of a module of several outputs `name[0]`, ...
+
+    Attributes:
+        outputs: a copy on the CPU for each call.
+    """
+
+    def __init__(self) -> None:
+        self.outputs: dict[str, list[Tensor]] = {}
+
+    @contextmanager
+    def watching(self, modules: Iterable[tuple[str, nn.Module]]) -> Iterator[None]:
+        """Record within the `with` block. The model itself, whose name is "", returns its loss and is left out."""
+        handles = [module.register_forward_hook(self._hook(name)) for name, module in modules if name]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _hook(self, name: str) -> Any:
+        def record(module: nn.Module, inputs: Any, output: Any) -> None:
+            if torch._C._current_graph_task_id() != -1:
+                return  # backward is running: activation checkpointing computes the module again
+            found = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+            for index, tensor in enumerate(found):
+                key = f"{name}[{index}]" if len(found) > 1 else name
+                self.outputs.setdefault(key, []).append(tensor.detach().cpu().clone())
+
+        return record
+
+
+@contextmanager
+def gradient_order(parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterator[list[str]]:
+    """Names of parameters in the order in which backward, within the `with` block, first gives them gradients."""
+    order: dict[str, None] = {}
+
+    def hook(name: str) -> Any:
+        return lambda parameter: order.setdefault(name)
+
+    handles = [it.register_post_accumulate_grad_hook(hook(name)) for name, it in parameters if it.requires_grad]
+    names: list[str] = []
+    try:
+        yield names
+    finally:
+        names.extend(order)
+        for handle in handles:
+            handle.remove()

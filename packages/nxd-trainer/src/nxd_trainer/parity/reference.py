@@ -1,0 +1,102 @@
+"""The same steps in one process, with plain PyTorch: whole batches, whole tensors, no parallel run-time."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from nxd_pipeline.runtime.loss import check_loss, pick_loss
+from nxd_state import get_device, move_model_to_device
+from torch import Tensor, nn
+
+from nxd_trainer.checkpoint import logical_name
+from nxd_trainer.lora_checkpoint import initialize_lora_model
+from nxd_trainer.parity.case import ParityCase, inputs_in, make_model
+from nxd_trainer.parity.pieces import pieces_of
+from nxd_trainer.parity.recording import ActivationRecord, gradient_order
+
+
+@dataclass
+class ReferenceStep:
+    """What one process computes in a step.
+
+    Attributes:
+        activations: outputs of modules by name, one for each call, in the order of execution.
+        loss: 0-d.
+        gradients: by logical name, in the order in which backward gives them; before clipping.
+        grad_norm: of all gradients before clipping.
+        parameters: after the step, by logical name.
+    """
+
+    activations: dict[str, list[Tensor]]
+    loss: Tensor
+    gradients: dict[str, Tensor]
+    grad_norm: Tensor
+    parameters: dict[str, Tensor]
+
+
+@dataclass
+class Reference:
+    """The steps, and the weights before the first."""
+
+    initial: dict[str, Tensor]
+    steps: list[ReferenceStep]
+
+
+def run_reference(case: ParityCase, config: Mapping[str, Any], dtype: torch.dtype) -> Reference:
+    """Train one process on the whole batches, without communication. On a mesh without tensor or pipeline parallelism.
+
+    Args:
+        case: what is compared.
+        config: its complete config, of which only what changes the numbers is looked at.
+        dtype: of weights and inputs.
+    """
+    model = make_model(case.reference_fn or case.model_fn, case.seed, dtype)
+    if config["lora_config"] is not None:
+        initialize_lora_model(model, config["lora_config"])
+    move_model_to_device(model, get_device())
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = case.optimizer_class(trained, **case.optimizer_arguments)
+    reference = Reference(_logical((name, it, it) for name, it in model.named_parameters()), [])
+    for batch in case.batches:
+        reference.steps.append(_step(model, optimizer, inputs_in(dtype, batch), config))
+    return reference
+
+
+def _step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: Mapping[str, Any], config: Mapping[str, Any]
+) -> ReferenceStep:
+    optimizer.zero_grad()
+    record = ActivationRecord()
+    with record.watching(model.named_modules()), gradient_order(model.named_parameters()) as order:
+        output = model(**batch)
+        spec = (config["pipeline_config"] or {}).get("output_loss_value_spec")
+        if spec is None and not isinstance(output, Tensor):
+            spec = {"loss": True}  # as models of transformers name it
+        loss = check_loss(pick_loss(output, spec))
+        loss.backward()
+    named = dict(model.named_parameters())
+    gradients = _logical((name, named[name], named[name].grad) for name in order)
+    options = config["optimizer_config"]
+    limit = options["max_grad_norm"] if options["grad_clipping"] else float("inf")
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
+    optimizer.step()
+    return ReferenceStep(
+        record.outputs,
+        loss.detach().cpu(),
+        gradients,
+        norm.detach().cpu(),
+        _logical((name, it, it) for name, it in named.items()),
+    )
+
+
+def _logical(named: Any) -> dict[str, Tensor]:
+    """Tensors by logical name: a fused parameter has the names of what it holds."""
+    whole: dict[str, Tensor] = {}
+    for name, parameter, tensor in named:
+        for piece in pieces_of(parameter):
+            target = whole.setdefault(
+                logical_name(name, piece.name), torch.zeros(piece.logical_shape, dtype=tensor.dtype)
+            )
+            target[piece.logical.slices] = tensor.detach()[piece.local.slices].cpu()
+    return whole

@@ -1,0 +1,195 @@
+"""What is to be planned, the ways to lay it out over ranks, and which of these cannot be, told by arithmetic."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from nxd_pipeline import SCHEDULE_NAMES
+from nxd_state import Mesh
+
+from nxd_trainer.models import LlamaConfig
+from nxd_trainer.plan.devices import Device
+
+MICROBATCH_SIZES = (1, 2, 4, 8)
+CHECKPOINTING = ("none", "full")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training job, of which only the layout is open.
+
+    Attributes:
+        config: sizes of the model.
+        device: what each rank runs on.
+        num_devices: ranks.
+        sequence_length: tokens in a sequence.
+        global_batch_size: sequences in a step, over all ranks.
+        dtype: of the weights.
+        schedule: of pipelines, by its name in nxd-pipeline.
+
+    Raises:
+        ValueError: a number is not positive, the sequence is longer than the model is made for, or a name is unknown.
+    """
+
+    config: LlamaConfig
+    device: Device
+    num_devices: int
+    sequence_length: int = 4096
+    global_batch_size: int = 1024
+    dtype: torch.dtype = torch.bfloat16
+    schedule: str = "1f1b"
+
+    def __post_init__(self) -> None:
+        for name in ("num_devices", "sequence_length", "global_batch_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be 1 or more")
+        if self.sequence_length > self.config.max_position_embeddings:
+            raise ValueError(
+                f"sequence_length={self.sequence_length} is more than max_position_embeddings="
+                f"{self.config.max_position_embeddings}, for which the model is made; lower it"
+            )
+        trainable = [name for name in SCHEDULE_NAMES if name != "inference"]
+        if self.schedule not in trainable:
+            raise ValueError(f"schedule={self.schedule!r} does not train; use one of {', '.join(trainable)}")
+        self.device.flops_of(self.dtype_name)
+
+    @property
+    def dtype_name(self) -> str:
+        """Such as "bfloat16"."""
+        return str(self.dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """What is fixed beforehand; None leaves open.
+
+    Attributes:
+        tensor_parallel_size: ranks that split each layer.
+        pipeline_parallel_size: ranks that share out the layers.
+        sequence_parallel: activations split along the sequence.
+        zero1: optimizer states shared out over the replicas.
+        microbatch_size: sequences in a microbatch.
+        checkpointing: "none" or "full".
+    """
+
+    tensor_parallel_size: int | None = None
+    pipeline_parallel_size: int | None = None
+    sequence_parallel: bool | None = None
+    zero1: bool | None = None
+    microbatch_size: int | None = None
+    checkpointing: str | None = None
+
+
+@dataclass(frozen=True, order=True)
+class Layout:
+    """One way to train the model on the ranks."""
+
+    tensor_parallel_size: int
+    pipeline_parallel_size: int
+    data_parallel_size: int
+    sequence_parallel: bool
+    zero1: bool
+    microbatch_size: int
+    num_microbatches: int
+    checkpointing: str
+
+    def __str__(self) -> str:
+        """Such as "TP 8 + SP x PP 2 x DP 4, ZeRO-1, 16 microbatches of 1, checkpointing full"."""
+        sequence_parallel = " + SP" if self.sequence_parallel else ""
+        zero1 = ", ZeRO-1" if self.zero1 else ""
+        return (
+            f"TP {self.tensor_parallel_size}{sequence_parallel} x PP {self.pipeline_parallel_size} x DP "
+            f"{self.data_parallel_size}{zero1}, {self.num_microbatches} microbatches of {self.microbatch_size}, "
+            f"checkpointing {self.checkpointing}"
+        )
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A layout, or a group of them, that cannot be."""
+
+    what: str
+    reason: str
+
+
+def tensor_parallel_sizes(job: Job, fixed: Degrees) -> list[int]:
+    """The degrees to try: divisors of the ranks within one host, since layers exchange activations all the time."""
+    if fixed.tensor_parallel_size is not None:
+        return [fixed.tensor_parallel_size]
+    return [size for size in _divisors(job.num_devices) if size <= job.device.devices_per_host]
+
+
+def pipeline_parallel_sizes(job: Job, fixed: Degrees, tensor_parallel_size: int) -> list[int]:
+    """The degrees to try: divisors of the ranks that are left, up to the number of layers."""
+    if fixed.pipeline_parallel_size is not None:
+        return [fixed.pipeline_parallel_size]
+    sizes = _divisors(max(1, job.num_devices // tensor_parallel_size))
+    return [size for size in sizes if size <= job.config.num_hidden_layers]
+
+
+def mesh_of(job: Job, tensor_parallel_size: int, pipeline_parallel_size: int) -> Mesh:
+    """The mesh of all ranks.
+
+    Raises:
+        ValueError: the degrees do not divide the ranks.
+    """
+    return Mesh(job.num_devices, pp=pipeline_parallel_size, tp=tensor_parallel_size)
+
+
+def layouts_on(job: Job, fixed: Degrees, mesh: Mesh) -> Iterator[Layout | Rejected]:
+    """All layouts with the degrees of a mesh, by ascending microbatches, and why others with these degrees are none."""
+    what = f"TP {mesh.tp} x PP {mesh.pp} x DP {mesh.dp}"
+    if job.global_batch_size % mesh.dp:
+        below = job.global_batch_size // mesh.dp * mesh.dp
+        use = f"{below} or {below + mesh.dp}" if below else str(mesh.dp)
+        yield Rejected(
+            what, f"global_batch_size={job.global_batch_size} is not a multiple of {mesh.dp} replicas; use {use}"
+        )
+        return
+    per_replica = job.global_batch_size // mesh.dp
+    sizes = MICROBATCH_SIZES if fixed.microbatch_size is None else (fixed.microbatch_size,)
+    fitting = [size for size in sizes if size > 0 and per_replica % size == 0]
+    if not fitting:
+        yield Rejected(
+            what, f"microbatch_size={fixed.microbatch_size} does not divide the {per_replica} sequences of a replica"
+        )
+    for sequence_parallel in _sequence_parallel_choices(fixed, mesh):
+        if sequence_parallel and job.sequence_length % mesh.tp:
+            yield Rejected(
+                f"{what} + SP", f"tensor_parallel_size={mesh.tp} does not divide sequence_length={job.sequence_length}"
+            )
+            continue
+        for zero1 in _zero1_choices(job, fixed, mesh):
+            for checkpointing in CHECKPOINTING if fixed.checkpointing is None else (fixed.checkpointing,):
+                for microbatch_size in fitting:
+                    yield Layout(
+                        mesh.tp,
+                        mesh.pp,
+                        mesh.dp,
+                        sequence_parallel,
+                        zero1,
+                        microbatch_size,
+                        per_replica // microbatch_size,
+                        checkpointing,
+                    )
+
+
+def _sequence_parallel_choices(fixed: Degrees, mesh: Mesh) -> list[bool]:
+    if mesh.tp == 1:
+        return [False]
+    return [False, True] if fixed.sequence_parallel is None else [fixed.sequence_parallel]
+
+
+def _zero1_choices(job: Job, fixed: Degrees, mesh: Mesh) -> list[bool]:
+    """Half-precision weights learn by their float32 masters, which ZeRO-1 brings."""
+    if fixed.zero1 is not None:
+        return [fixed.zero1]
+    if job.dtype.itemsize < 4:
+        return [True]
+    return [False, True] if mesh.dp > 1 else [False]
+
+
+def _divisors(number: int) -> list[int]:
+    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
+    return sorted({*small, *(number // divisor for divisor in small)})

@@ -1,0 +1,181 @@
+"""The memory of each pipeline rank, by kind, from a profile of the model's parts and the order of the schedule."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from nxd_pipeline import Schedule
+from nxd_pipeline.schedules.memory import ActivationSize, peak_in_flight
+
+from nxd_trainer.plan.layout import Layout
+from nxd_trainer.plan.profile import Profile
+from nxd_trainer.plan.stages import StageParts
+
+FLOAT32_BYTES = 4
+MOMENTS = 2  # of AdamW
+MESSAGES_UNDER_WAY = 2  # of each stage, between sending and receiving them
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes on one rank: each kind at its largest, and all at once.
+
+    Attributes:
+        parameters: of this rank's stages.
+        gradients: of all of them, in the dtype in which they are accumulated.
+        optimizer_state: both moments of AdamW, and master weights; with ZeRO-1 this replica's part.
+        buckets: for gradients on their way to the other replicas, and for messages between stages.
+        activations: kept from forward to backward, of all microbatches at once, without those of the head.
+        logits: kept by norm, head and loss, of all microbatches at once.
+        temporaries: what forward or backward of one part of the model needs beyond all this.
+        peak: the most at any time. No more than the sum of the others, which need not be at their largest together.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer_state: int
+    buckets: int
+    activations: int
+    logits: int
+    temporaries: int
+    peak: int
+
+    @property
+    def states(self) -> int:
+        """What is there whatever the batch is."""
+        return self.parameters + self.gradients + self.optimizer_state + self.buckets
+
+
+def rank_memories(
+    layout: Layout, stages: Sequence[StageParts], profile: Profile, schedule: Schedule, itemsize: int
+) -> list[RankMemory]:
+    """The memory of every pipeline rank.
+
+    Args:
+        layout: to be planned.
+        stages: of the pipeline.
+        profile: of one microbatch on one rank.
+        schedule: with the layout's microbatches, or so many fewer that no more of them would be kept at once.
+        itemsize: bytes of an element of the weights.
+    """
+    kept = [_Kept.of(stage, profile) for stage in stages]
+    in_flight = peak_in_flight(schedule, [ActivationSize(it.total, it.until_weights) for it in kept])
+    logits_in_flight = peak_in_flight(schedule, [ActivationSize(it.head, it.head) for it in kept])
+    memories = []
+    for rank in range(schedule.num_ranks):
+        own = schedule.stages_of(rank)
+        memories.append(
+            _rank_memory(
+                layout,
+                [stages[stage] for stage in own],
+                [kept[stage] for stage in own],
+                profile,
+                in_flight[rank],
+                logits_in_flight[rank],
+                itemsize,
+            )
+        )
+    return memories
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """Bytes that one microbatch leaves on a stage.
+
+    Attributes:
+        before_layers: the embedding's, or what is received.
+        layers: of all layers.
+        head: of norm, head and loss.
+        total: of all three.
+        until_weights: with the gradients that the backward of weights needs, where that comes later by itself.
+    """
+
+    before_layers: int
+    layers: int
+    head: int
+    total: int
+    until_weights: int
+
+    @classmethod
+    def of(cls, stage: StageParts, profile: Profile) -> "_Kept":
+        # Later stages receive what the embedding's part makes: hidden states and rotary tables. What a stage sends is
+        # kept until its gradient comes back.
+        before = profile.embedding.forward.kept
+        layers = stage.num_layers * profile.layer.forward.kept
+        head = profile.head.forward.kept if stage.has_head else 0
+        products = stage.num_layers * profile.layer.forward.product_bytes
+        products += profile.head.forward.product_bytes if stage.has_head else 0
+        total = before + layers + head
+        return cls(before, layers, head, total, total + products)
+
+
+def _rank_memory(
+    layout: Layout,
+    stages: Sequence[StageParts],
+    kept: Sequence[_Kept],
+    profile: Profile,
+    in_flight: int,
+    logits: int,
+    itemsize: int,
+) -> RankMemory:
+    elements = sum(stage.elements for stage in stages)
+    replicas = layout.data_parallel_size
+    parameters = elements * itemsize
+    wide = max(itemsize, FLOAT32_BYTES)
+    gradient_itemsize = wide if layout.zero1 else itemsize
+    gradients = elements * gradient_itemsize
+    if layout.zero1:
+        masters = elements * wide // replicas if wide != itemsize else 0
+        state = MOMENTS * elements * wide // replicas + masters
+        buckets = elements * wide // replicas if replicas > 1 else 0
+    else:
+        state = MOMENTS * parameters
+        buckets = 0  # in them lie the gradients themselves
+    if layout.pipeline_parallel_size > 1:
+        buckets += len(stages) * MESSAGES_UNDER_WAY * profile.embedding.forward.kept
+    # The gradients of the first microbatch come one by one, while activations go, unless there is room for them.
+    come_late = layout.num_microbatches == 1 and (layout.zero1 or replicas == 1)
+    peaks = [
+        _above_states(stage, own, profile, gradient_itemsize if come_late else 0)
+        for stage, own in zip(stages, kept, strict=True)
+    ]
+    current = max(peak - own.total for peak, own in zip(peaks, kept, strict=True)) - (gradients if come_late else 0)
+    update = 2 * max(stage.largest for stage in stages) * wide
+    states = parameters + gradients + state + buckets
+    return RankMemory(
+        parameters=parameters,
+        gradients=gradients,
+        optimizer_state=state,
+        buckets=buckets,
+        activations=in_flight - logits,
+        logits=logits,
+        temporaries=max(0, current),
+        peak=states + max(in_flight + current, update),
+    )
+
+
+def _above_states(stage: StageParts, kept: _Kept, profile: Profile, late_gradient_itemsize: int) -> int:
+    """The most that one microbatch needs at any time, on a stage that does nothing else.
+
+    Args:
+        stage: whose passes these are.
+        kept: by the microbatch.
+        profile: of the parts.
+        late_gradient_itemsize: bytes of each element of gradients that are not there before; 0 where all are.
+    """
+    layer, head, embedding = profile.layer, profile.head, profile.embedding
+    after_layers = kept.before_layers + kept.layers
+    needs = [after_layers - layer.forward.kept + layer.forward.peak]
+    if stage.has_embedding:
+        needs.append(embedding.forward.peak)
+        made = stage.elements * late_gradient_itemsize
+        needs.append(profile.hidden_bytes + embedding.backward.peak + made)
+    if stage.has_head:
+        needs.append(after_layers + head.forward.peak)
+        made = stage.head_elements * late_gradient_itemsize
+        needs.append(kept.total + head.backward.peak + made)
+    # With all gradients there, backward needs most at its beginning, in the last layer.
+    remaining = range(1, stage.num_layers + 1) if late_gradient_itemsize else [stage.num_layers]
+    for left in remaining:
+        made = ((stage.num_layers - left + 1) * stage.layer_elements + stage.head_elements) * late_gradient_itemsize
+        needs.append(kept.before_layers + left * layer.forward.kept + layer.backward.peak + made)
+    return max(needs)

@@ -1,0 +1,242 @@
+"""The plan: all layouts of a job tried, those that fit ranked by the time of a step, the others with their reasons.
+
+What depends on the tensor-parallel degree alone (profiles) or on few degrees (stages, schedules) is made once, so that
+the work does not grow with the number of ranks.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from nxd_pipeline import Schedule
+from nxd_state import Mesh
+
+from nxd_trainer.plan.layout import (
+    Degrees,
+    Job,
+    Layout,
+    Rejected,
+    layouts_on,
+    mesh_of,
+    pipeline_parallel_sizes,
+    tensor_parallel_sizes,
+)
+from nxd_trainer.plan.memory import RankMemory, rank_memories
+from nxd_trainer.plan.planned_ranks import planned_ranks
+from nxd_trainer.plan.profile import Profile, Profiler
+from nxd_trainer.plan.stages import StageParts, StagePlanner
+from nxd_trainer.plan.step_time import (
+    Communication,
+    StepTime,
+    communication,
+    pipeline_seconds,
+    planned_schedule,
+    shortest_pipeline,
+    stage_times,
+    step_time,
+)
+
+USABLE_MEMORY = 0.9  # the rest is the runtime's, and lost between tensors
+
+
+@dataclass(frozen=True)
+class PlannedLayout:
+    """A layout that fits.
+
+    Attributes:
+        layout: what it is.
+        memories: of each pipeline rank.
+        communication: bytes by axis.
+        time: of a step.
+    """
+
+    layout: Layout
+    memories: tuple[RankMemory, ...]
+    communication: Communication
+    time: StepTime
+
+    @property
+    def memory(self) -> RankMemory:
+        """Of the pipeline rank that needs most."""
+        return max(self.memories, key=lambda memory: memory.peak)
+
+
+@dataclass(frozen=True)
+class Misfit:
+    """A layout that needs more memory than there is."""
+
+    layout: Layout
+    memory: RankMemory
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What came of a job.
+
+    Attributes:
+        job: that was planned.
+        best: the quickest layouts that fit, quickest first.
+        num_fitting: how many layouts fit.
+        misfits: those that need too much memory; with the smallest microbatches for which that is so.
+        rejected: those that cannot be.
+    """
+
+    job: Job
+    best: tuple[PlannedLayout, ...]
+    num_fitting: int
+    misfits: tuple[Misfit, ...]
+    rejected: tuple[Rejected, ...]
+
+    @property
+    def usable_bytes(self) -> float:
+        """Of a device's memory, for tensors."""
+        return self.job.device.memory_bytes * USABLE_MEMORY
+
+
+@dataclass
+class _Candidate:
+    """A layout that fits, before its schedule is simulated."""
+
+    layout: Layout
+    mesh: Mesh
+    stages: list[StageParts]
+    profile: Profile
+    schedule: Schedule
+    memories: list[RankMemory]
+
+
+@dataclass
+class _Search:
+    job: Job
+    fixed: Degrees
+    candidates: list[_Candidate] = field(default_factory=list)
+    misfits: list[Misfit] = field(default_factory=list)
+    rejected: list[Rejected] = field(default_factory=list)
+
+
+def make_plan(job: Job, fixed: Degrees | None = None, *, top: int = 10) -> Plan:
+    """Try every layout of a job.
+
+    Args:
+        job: what is to be trained, and on what.
+        fixed: degrees that are not to be chosen.
+        top: how many of the quickest layouts to give.
+
+    Raises:
+        RuntimeError: the process has ranks of its own.
+        ValueError: `top` is not positive.
+    """
+    if top < 1:
+        raise ValueError(f"top={top} must be 1 or more")
+    search = _Search(job, fixed or Degrees())
+    planner = StagePlanner(job.config)
+    for size in tensor_parallel_sizes(job, search.fixed):
+        try:
+            mesh_of(job, size, 1)
+        except ValueError as error:
+            search.rejected.append(Rejected(f"TP {size}", str(error)))
+            continue
+        with planned_ranks(size):
+            _try_tensor_parallel_size(search, planner, size)
+    best = _quickest(search, _model_flops(job), top) if search.candidates else []
+    return Plan(job, tuple(best), len(search.candidates), tuple(search.misfits), tuple(search.rejected))
+
+
+def _try_tensor_parallel_size(search: _Search, planner: StagePlanner, size: int) -> None:
+    job = search.job
+    try:
+        shapes = planner.shapes(job.dtype)
+    except ValueError as error:
+        search.rejected.append(Rejected(f"TP {size}", str(error)))
+        return
+    profiler = Profiler(job.config, job.dtype, job.sequence_length)
+    for pipeline_size in pipeline_parallel_sizes(job, search.fixed, size):
+        try:
+            mesh = mesh_of(job, size, pipeline_size)
+            schedule = planned_schedule(job.schedule, pipeline_size, pipeline_size)
+            stages = planner.stages(schedule.num_stages, shapes)
+        except ValueError as error:
+            search.rejected.append(Rejected(f"TP {size} x PP {pipeline_size}", str(error)))
+            continue
+        for layout in layouts_on(job, search.fixed, mesh):
+            if isinstance(layout, Rejected):
+                search.rejected.append(layout)
+            elif not search.misfits or not _has_larger_microbatches(layout, search.misfits[-1].layout):
+                _try_layout(search, layout, mesh, stages, profiler)
+
+
+def _has_larger_microbatches(layout: Layout, other: Layout) -> bool:
+    """Whether a layout differs from another by its microbatches only, which are no smaller."""
+    same = replace(other, microbatch_size=layout.microbatch_size, num_microbatches=layout.num_microbatches)
+    return layout == same and layout.microbatch_size >= other.microbatch_size
+
+
+def _try_layout(search: _Search, layout: Layout, mesh: Mesh, stages: list[StageParts], profiler: Profiler) -> None:
+    job, ranks = search.job, layout.pipeline_parallel_size
+    try:
+        schedule = planned_schedule(job.schedule, ranks, min(layout.num_microbatches, 2 * ranks))
+    except ValueError as error:
+        search.rejected.append(Rejected(str(layout), str(error)))
+        return
+    profile = profiler.profile(
+        sequence_parallel=layout.sequence_parallel,
+        checkpointing=layout.checkpointing,
+        microbatch_size=layout.microbatch_size,
+    )
+    memories = rank_memories(layout, stages, profile, schedule, job.dtype.itemsize)
+    most = max(memories, key=lambda memory: memory.peak)
+    if most.peak > job.device.memory_bytes * USABLE_MEMORY:
+        search.misfits.append(Misfit(layout, most))
+    else:
+        search.candidates.append(_Candidate(layout, mesh, stages, profile, schedule, memories))
+
+
+def _quickest(search: _Search, model_flops: float, top: int) -> list[PlannedLayout]:
+    """The `top` quickest layouts; schedules are simulated only where they might be among them."""
+    job = search.job
+    bounded = sorted(
+        ((_timed(job, candidate, model_flops, simulated=False), candidate) for candidate in search.candidates),
+        key=lambda it: (it[0].time.seconds, it[0].layout),
+    )
+    found: list[PlannedLayout] = []
+    for bound, candidate in bounded:
+        if len(found) >= top and bound.time.seconds >= found[top - 1].time.seconds:
+            break
+        found.append(_timed(job, candidate, model_flops, simulated=True))
+        found.sort(key=lambda it: it.time.seconds)
+    return found[:top]
+
+
+def _timed(job: Job, candidate: _Candidate, model_flops: float, *, simulated: bool) -> PlannedLayout:
+    """A candidate with the time of its step: what its schedule takes, or what no schedule can go below."""
+    layout, mesh, profile = candidate.layout, candidate.mesh, candidate.profile
+    times = stage_times(job, mesh, candidate.stages, profile)
+    if simulated:
+        pipeline = pipeline_seconds(job, layout, mesh, times, profile.hidden_bytes)
+    else:
+        pipeline = (shortest_pipeline(layout, candidate.schedule, times), 0.0)
+    sent = communication(job, layout, candidate.stages, candidate.schedule, profile)
+    time = step_time(job, layout, mesh, candidate.memories, sent, pipeline, model_flops)
+    return PlannedLayout(layout, tuple(candidate.memories), sent, time)
+
+
+def _model_flops(job: Job) -> float:
+    """Of forward and backward of one sequence by the whole model: backward is twice the forward."""
+    with planned_ranks(1):
+        profiler = Profiler(job.config, job.dtype, job.sequence_length)
+        profile = profiler.profile(sequence_parallel=False, checkpointing="none", microbatch_size=1)
+    layers = job.config.num_hidden_layers * profile.layer.forward.flops
+    return 3.0 * (layers + profile.head.forward.flops)
+
+
+def activation_modes(job: Job, layout: Layout, modes: Sequence[str]) -> dict[str, int]:
+    """Bytes that one decoder layer keeps of one microbatch in a layout, by form of checkpointing."""
+    with planned_ranks(layout.tensor_parallel_size):
+        profiler = Profiler(job.config, job.dtype, job.sequence_length)
+        return {
+            mode: profiler.profile(
+                sequence_parallel=layout.sequence_parallel,
+                checkpointing=mode,
+                microbatch_size=layout.microbatch_size,
+            ).layer.forward.kept
+            for mode in modes
+        }

@@ -1,0 +1,224 @@
+"""How long a training step takes, estimated: computation, messages by axis, the pipeline's idle time.
+
+A roofline (Williams et al. 2009): every operation takes as long as its arithmetic or its memory traffic, whichever is
+longer. Nothing overlaps, and no operations are fused: an estimate to compare layouts by, not a promise.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from nxd_pipeline import Costs, Schedule, StageCost, make_schedule, simulate
+from nxd_state import Mesh
+
+from nxd_trainer.plan.devices import Device
+from nxd_trainer.plan.layout import Job, Layout
+from nxd_trainer.plan.memory import FLOAT32_BYTES, MOMENTS, RankMemory
+from nxd_trainer.plan.profile import Part, Pass, Profile
+from nxd_trainer.plan.stages import StageParts
+
+SUSTAINED_FLOPS = 0.7  # of the peak, by large matrix products
+SUSTAINED_BANDWIDTH = 0.8  # of the maker's number, of memory and of links
+LATENCY = 10e-6  # seconds of any message
+
+
+@dataclass(frozen=True)
+class Communication:
+    """Bytes that the rank with the most of them sends in a step, by axis of the mesh.
+
+    Attributes:
+        tp: of activations within the layers.
+        pp: of activations and their gradients between stages, and of a tied embedding's gradient.
+        dp: of gradients, and with ZeRO-1 of parameters.
+    """
+
+    tp: int
+    pp: int
+    dp: int
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step on the slowest rank, and what they are made of.
+
+    Attributes:
+        pipeline: forward and backward of all microbatches, with idle time.
+        data_parallel: gradients to the other replicas, and parameters back.
+        update: of the optimizer.
+        bubble: part of the pipeline's time in which ranks are idle.
+        mfu: floating-point operations of the model by those that the devices could do: model FLOPs utilisation
+            (Chowdhery et al. 2022). What checkpointing computes again does not count; causal attention counts half.
+    """
+
+    pipeline: float
+    data_parallel: float
+    update: float
+    bubble: float
+    mfu: float
+
+    @property
+    def seconds(self) -> float:
+        """Of the whole step."""
+        return self.pipeline + self.data_parallel + self.update
+
+
+@dataclass(frozen=True)
+class StageTime:
+    """Seconds of one microbatch on one stage."""
+
+    forward: float
+    backward: float
+
+
+def bandwidth(device: Device, mesh: Mesh, axis: str) -> float:
+    """Bytes/s that a rank sends along an axis: slow if any group of the axis is on several hosts."""
+    first = mesh.group_of(0, axis)
+    hosts = {rank // device.devices_per_host for rank in first}
+    rate = device.intra_host_bandwidth if len(hosts) == 1 else device.inter_host_bandwidth
+    return rate * SUSTAINED_BANDWIDTH
+
+
+def stage_times(job: Job, mesh: Mesh, stages: Sequence[StageParts], profile: Profile) -> tuple[StageTime, ...]:
+    """Seconds of one microbatch on each stage, with the messages of tensor parallelism."""
+    flops = job.device.flops_of(job.dtype_name) * SUSTAINED_FLOPS
+    memory = job.device.memory_bandwidth * SUSTAINED_BANDWIDTH
+    link = bandwidth(job.device, mesh, "tp")
+
+    def seconds(work: Pass) -> float:
+        computing = sum(max(it.flops / flops, it.bytes / memory) for it in work.operations)
+        return computing + sum(LATENCY + sent / link for sent in work.messages if sent)
+
+    def both(part: Part) -> StageTime:
+        return StageTime(seconds(part.forward), seconds(part.backward))
+
+    embedding, layer, head = both(profile.embedding), both(profile.layer), both(profile.head)
+    return tuple(
+        StageTime(
+            stage.has_embedding * embedding.forward + stage.num_layers * layer.forward + stage.has_head * head.forward,
+            stage.has_embedding * embedding.backward
+            + stage.num_layers * layer.backward
+            + stage.has_head * head.backward,
+        )
+        for stage in stages
+    )
+
+
+def shortest_pipeline(layout: Layout, schedule: Schedule, times: Sequence[StageTime]) -> float:
+    """Seconds that no order of the work can go below.
+
+    A rank has to do all its work, after the first forward and before the last backward of the stages before it.
+    """
+    both = [time.forward + time.backward for time in times]
+    return max(
+        layout.num_microbatches * sum(both[stage] for stage in own) + sum(both[: min(own)])
+        for own in map(schedule.stages_of, range(schedule.num_ranks))
+    )
+
+
+def pipeline_seconds(
+    job: Job, layout: Layout, mesh: Mesh, times: Sequence[StageTime], hidden_bytes: int
+) -> tuple[float, float]:
+    """Seconds of a step's forwards and backwards, and the part of them in which ranks are idle; simulated.
+
+    Of many microbatches those in the middle repeat themselves, so that no more than three rounds are simulated.
+    """
+    ranks = layout.pipeline_parallel_size
+    busy = sum(time.forward + time.backward for time in times) * layout.num_microbatches / ranks
+    if ranks == 1:
+        return busy, 0.0
+    costs = Costs(
+        tuple(
+            StageCost(time.forward, time.backward / 2, time.backward / 2, output_bytes=hidden_bytes) for time in times
+        ),
+        latency=LATENCY,
+        bytes_per_time=bandwidth(job.device, mesh, "pp"),
+    )
+    longest = 3 * ranks
+    seconds = _simulated(job.schedule, ranks, min(layout.num_microbatches, longest), costs)
+    if layout.num_microbatches > longest:
+        round_seconds = seconds - _simulated(job.schedule, ranks, 2 * ranks, costs)
+        seconds += round_seconds / ranks * (layout.num_microbatches - longest)
+    return seconds, 1 - busy / seconds
+
+
+@cache
+def planned_schedule(name: str, ranks: int, num_microbatches: int) -> Schedule:
+    """`make_schedule`, once for each schedule.
+
+    Raises:
+        ValueError: the schedule does not take so many microbatches.
+    """
+    return make_schedule(name, ranks, num_microbatches)
+
+
+@cache
+def _simulated(name: str, ranks: int, num_microbatches: int, costs: Costs) -> float:
+    return simulate(planned_schedule(name, ranks, num_microbatches), costs).makespan
+
+
+def communication(
+    job: Job, layout: Layout, stages: Sequence[StageParts], schedule: Schedule, profile: Profile
+) -> Communication:
+    """Bytes sent by the rank with the most of them, by axis."""
+    replicas, itemsize = layout.data_parallel_size, job.dtype.itemsize
+    tp, pp, dp = [0], [0], [0]
+    for rank in range(schedule.num_ranks):
+        own = schedule.stages_of(rank)
+        tp.append(layout.num_microbatches * sum(_tensor_parallel_bytes(stages[stage], profile) for stage in own))
+        if layout.sequence_parallel:  # gradients of the norms are added over the ranks
+            replicated = sum(stages[stage].replicated for stage in own) * itemsize
+            tp[-1] += 2 * replicated * (layout.tensor_parallel_size - 1) // layout.tensor_parallel_size
+        neighbours = sum((stage > 0) + (stage < len(stages) - 1) for stage in own)
+        pp.append(layout.num_microbatches * neighbours * profile.hidden_bytes if schedule.num_ranks > 1 else 0)
+        if schedule.num_ranks > 1 and job.config.tie_word_embeddings:
+            tied = sum(stages[stage].has_embedding or stages[stage].has_head for stage in own)
+            pp[-1] += tied * job.config.vocab_size // layout.tensor_parallel_size * job.config.hidden_size * itemsize
+        elements = sum(stages[stage].elements for stage in own)
+        per_element = max(itemsize, FLOAT32_BYTES) + itemsize if layout.zero1 else 2 * itemsize
+        dp.append(elements * per_element * (replicas - 1) // replicas)
+    return Communication(max(tp), max(pp), max(dp))
+
+
+def _tensor_parallel_bytes(stage: StageParts, profile: Profile) -> int:
+    def of(part: Part) -> int:
+        return sum(part.forward.messages) + sum(part.backward.messages)
+
+    total = stage.num_layers * of(profile.layer)
+    return total + stage.has_embedding * of(profile.embedding) + stage.has_head * of(profile.head)
+
+
+def step_time(
+    job: Job,
+    layout: Layout,
+    mesh: Mesh,
+    memories: Sequence[RankMemory],
+    sent: Communication,
+    pipeline: tuple[float, float],
+    model_flops: float,
+) -> StepTime:
+    """All of a step.
+
+    Args:
+        job: to be planned.
+        layout: of it.
+        mesh: of the layout.
+        memories: of the pipeline ranks.
+        sent: bytes by axis.
+        pipeline: of `pipeline_seconds`.
+        model_flops: of forward and backward of one sequence, over all ranks that share it.
+    """
+    seconds, bubble = pipeline
+    data_parallel = sent.dp / bandwidth(job.device, mesh, "dp") + (LATENCY if sent.dp else 0)
+    update = max(_update_bytes(layout, memory) for memory in memories) / (
+        job.device.memory_bandwidth * SUSTAINED_BANDWIDTH
+    )
+    total = seconds + data_parallel + update
+    possible = job.device.flops_of(job.dtype_name) * job.num_devices * total
+    return StepTime(seconds, data_parallel, update, bubble, job.global_batch_size * model_flops / possible)
+
+
+def _update_bytes(layout: Layout, memory: RankMemory) -> float:
+    """AdamW reads gradients, and reads and writes both moments and the weights that it updates."""
+    parts = layout.data_parallel_size if layout.zero1 else 1
+    weights = memory.optimizer_state / MOMENTS
+    return memory.gradients / parts + 2 * memory.optimizer_state + 2 * weights

@@ -1,0 +1,40 @@
+"""`nxd doctor` as a whole: a line for each finding, and an exit code."""
+
+import pytest
+from nxd_trainer import doctor
+from nxd_trainer.cli import main
+from nxd_trainer.doctor.collective import check_collective, run_two_ranks
+from nxd_trainer.doctor.finding import ok, warning, wrong
+
+
+@pytest.mark.parametrize(
+    ("findings", "code", "last"),
+    [
+        ([ok("a", "good")], 0, "all is well, 0 warnings"),
+        ([warning("a", "odd", "do this")], 0, "all is well, 1 warning"),
+        ([wrong("a", "bad", "do that"), ok("b", "good")], 1, "1 wrong, 0 warnings"),
+    ],
+)
+def test_exit_code_says_whether_something_is_wrong(monkeypatch, capsys, findings, code, last):
+    monkeypatch.setattr(doctor, "examine", lambda *_, **__: iter(findings))
+
+    assert main(["doctor"]) == code
+
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == last
+    assert lines[0] == f"{findings[0].status:7}  a: {findings[0].found}"
+    assert all(f"         -> {finding.mend}" in lines for finding in findings if finding.mend)
+
+
+def test_this_machine_is_examined_without_ranks(tmp_path, capsys):
+    main(["doctor", "--no-ranks", "--folder", str(tmp_path)])
+
+    shown = capsys.readouterr().out
+    for check in ("torch", "devices", "open files", "shared memory", "clock", "ports", f"folder {tmp_path}"):
+        assert f"  {check}: " in shown
+    assert "two ranks" not in shown
+
+
+def test_two_ranks_add_here_or_are_ended_in_time():
+    assert check_collective(*run_two_ranks()).status == "ok"
+    assert run_two_ranks(timeout=0.01)[0] is None

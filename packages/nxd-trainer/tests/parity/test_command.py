@@ -1,0 +1,90 @@
+"""`nxd parity`, in one process: where its case comes from, what it prints and its exit codes."""
+
+import pytest
+from nxd_state import destroy_model_parallel
+from nxd_trainer.cli import main
+
+CASES = """
+import torch
+from torch import nn
+from nxd_trainer.parity import ParityCase
+
+def model(bias=0.0):
+    made = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    with torch.no_grad():
+        made[2].bias += bias
+    return Mean(made)
+
+class Mean(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x).square().mean()
+
+BATCHES = [{"x": torch.linspace(-1, 1, 12).view(4, 3)}]
+
+def right():
+    return ParityCase(model_fn=model, batches=BATCHES, nxd_config={"pipeline_config": {"num_microbatches": 2}})
+
+def wrong():
+    return ParityCase(model_fn=model, batches=BATCHES, nxd_config={}, reference_fn=lambda: model(bias=0.5))
+
+def nothing():
+    return None
+"""
+TINY = [
+    "data.sequence_length=8",
+    "model.hidden_size=16",
+    "model.intermediate_size=24",
+    "model.num_hidden_layers=1",
+    "model.num_attention_heads=2",
+    "model.num_key_value_heads=1",
+    "train.global_batch_size=4",
+    "train.gradient_accumulation_steps=2",
+]
+
+
+@pytest.fixture(autouse=True)
+def cases(tmp_path, monkeypatch):
+    """A module `parity_cases` in the current folder, and no mesh afterwards."""
+    (tmp_path / "parity_cases.py").write_text(CASES)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", ["", *__import__("sys").path])
+    yield
+    destroy_model_parallel()
+
+
+def test_recipe_that_agrees_ends_with_0(capsys):
+    assert main(["parity", *TINY, "--compare-steps", "1"]) == 0
+
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == "TP 1 x PP 1 x DP 1 against one process, float64, 1 steps, tolerance 1e-10"
+    assert second.endswith("agree")
+
+
+def test_function_that_agrees_ends_with_0_and_one_that_does_not_with_3(capsys):
+    assert main(["parity", "parity_cases:right"]) == 0
+    capsys.readouterr()
+
+    assert main(["parity", "parity_cases:wrong", "--dtype", "float32"]) == 3
+
+    shown = capsys.readouterr().out
+    assert "DIFFERENT  step 1: initial parameter inner.2.bias differs on rank 0: largest difference 0.5" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["parity_cases:nothing"], "parity_cases:nothing() returned a NoneType"),
+        (["parity_cases:missing"], "parity_cases:missing cannot be imported from here"),
+        (["no_such_module:right"], "no_such_module:right cannot be imported from here"),
+        (["parity_cases:right", "train.steps=3"], "train.steps=3 is a key of a recipe, and parity_cases:right is none"),
+        (["nowhere.toml"], "nowhere.toml"),
+    ],
+)
+def test_case_that_is_none_is_a_mistake(capsys, arguments, message):
+    assert main(["parity", *arguments]) == 2
+
+    assert message in capsys.readouterr().err

@@ -1,0 +1,193 @@
+"""Plans of a tiny Llama: which layouts there are, which fit, in which order, and why the others do not."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from nxd_pipeline import Costs, StageCost, make_schedule, simulate
+from nxd_trainer.models import LlamaConfig, LlamaForCausalLM
+from nxd_trainer.plan import Degrees, Job, find_device, make_plan, step_time
+from nxd_trainer.plan.advice import describe_misfit
+
+CONFIG = LlamaConfig(
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+)
+ELEMENTS = sum(parameter.numel() for parameter in LlamaForCausalLM(CONFIG, device="meta").parameters())
+
+
+def job(num_devices=4, *, batch=8, dtype=torch.float32, schedule="1f1b", device=None, config=CONFIG):
+    return Job(
+        config,
+        device or find_device("cpu"),
+        num_devices,
+        sequence_length=32,
+        global_batch_size=batch,
+        dtype=dtype,
+        schedule=schedule,
+    )
+
+
+def only(plan):
+    (planned,) = plan.best
+    return planned
+
+
+@pytest.fixture(scope="module")
+def plan_of_four():
+    return make_plan(job(), top=10_000)
+
+
+def test_every_feasible_combination_of_degrees_is_among_the_layouts(plan_of_four):
+    found = {
+        (it.layout.tensor_parallel_size, it.layout.pipeline_parallel_size, it.layout.data_parallel_size)
+        for it in plan_of_four.best
+    }
+    assert found == {(1, 1, 4), (1, 2, 2), (1, 4, 1), (2, 1, 2), (2, 2, 1), (4, 1, 1)}
+    assert len(plan_of_four.best) == plan_of_four.num_fitting
+
+
+def test_layouts_are_ranked_by_the_time_of_a_step_and_use_the_whole_batch(plan_of_four):
+    times = [planned.time.seconds for planned in plan_of_four.best]
+    assert times == sorted(times)
+    for layout in (planned.layout for planned in plan_of_four.best):
+        assert layout.microbatch_size * layout.num_microbatches * layout.data_parallel_size == 8
+
+
+def test_the_quickest_are_the_same_however_many_are_asked_for():
+    few, all_there_are = (make_plan(job(), Degrees(tensor_parallel_size=1), top=top).best for top in (3, 1000))
+    assert few == all_there_are[:3]
+
+
+def test_the_process_is_left_without_ranks(plan_of_four):
+    assert not dist.is_initialized()
+
+
+def test_zero1_divides_the_state_by_the_replicas_and_nothing_else_of_the_states():
+    plain, shared = (only(make_plan(job(), Degrees(1, 1, False, zero1, 2, "none"), top=1)) for zero1 in (False, True))
+    assert plain.memory.optimizer_state == 2 * 4 * ELEMENTS
+    assert shared.memory.optimizer_state == 2 * 4 * ELEMENTS // 4
+    assert plain.memory.parameters == shared.memory.parameters == 4 * ELEMENTS
+
+
+def test_half_precision_weights_are_planned_with_their_float32_masters():
+    planned = only(make_plan(job(dtype=torch.bfloat16), Degrees(1, 1, microbatch_size=2, checkpointing="none"), top=1))
+    assert planned.layout.zero1
+    assert planned.memory.parameters == 2 * ELEMENTS
+    assert planned.memory.optimizer_state == 3 * 4 * ELEMENTS // 4
+
+
+def test_checkpointing_keeps_less_and_computes_more():
+    none, full = (
+        only(make_plan(job(1), Degrees(microbatch_size=2, checkpointing=it), top=1)) for it in ("none", "full")
+    )
+    assert full.memory.activations < none.memory.activations / 3
+    assert full.memory.logits == none.memory.logits
+    assert full.time.pipeline > none.time.pipeline
+
+
+def test_bytes_by_axis_are_those_of_the_algorithms():
+    whole = only(make_plan(job(2, batch=4), Degrees(1, 1, False, False, 1, "none"), top=1))
+    assert (whole.communication.tp, whole.communication.pp) == (0, 0)
+    assert whole.communication.dp == 2 * 4 * ELEMENTS // 2  # an all-reduce sends each half twice
+    cut = only(make_plan(job(2, batch=4), Degrees(1, 2, False, False, 1, "none"), top=1))
+    hidden = 32 * 32 * 4
+    assert (cut.communication.pp, cut.communication.dp) == (4 * hidden, 0)
+    split = only(make_plan(job(2, batch=4), Degrees(2, 1, False, False, 1, "none"), top=1))
+    all_reduces = 1 + 4 * (2 + 2) + 1  # embedding; two in each layer, forward and backward; the head's input
+    per_token = 3 * 32 * 4  # a maximum and two sums for each token's loss, in float32
+    assert split.communication.tp == 4 * (all_reduces * hidden + per_token)
+
+
+def test_the_bubble_is_that_of_the_simulated_schedule():
+    even = LlamaConfig(**{**vars(CONFIG), "vocab_size": 4})  # so small that embedding and head cost next to nothing
+    fast = find_device("cpu", intra_host_bandwidth=1e15, memory_bandwidth=1e7)
+    planned = only(make_plan(job(4, config=even, device=fast), Degrees(1, 4, False, False, 1, "none"), top=1))
+    expected = simulate(make_schedule("1f1b", 4, 8), Costs(StageCost())).bubble_fraction
+    assert planned.time.bubble == pytest.approx(expected, abs=0.06)
+
+
+def test_many_microbatches_cost_as_much_as_a_simulation_of_all_of_them_says(monkeypatch):
+    degrees = Degrees(1, 4, False, False, 1, "none")
+    extrapolated = only(make_plan(job(4, batch=64), degrees, top=1)).time
+    simulated = []
+
+    def simulate_all(name, ranks, num_microbatches, costs):
+        simulated.append(simulate(make_schedule(name, ranks, 64), costs).makespan)
+        return simulated[-1]
+
+    monkeypatch.setattr(step_time, "_simulated", simulate_all)
+    make_plan(job(4, batch=64), degrees, top=1)
+    assert extrapolated.pipeline == pytest.approx(simulated[0], rel=1e-9)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "interleaved", "zb-h1", "zb-v", "dualpipe-v"])
+def test_every_schedule_that_trains_can_be_planned(schedule):
+    planned = only(make_plan(job(2, schedule=schedule), Degrees(1, 2, False, False, 1, "none"), top=1))
+    assert 0 <= planned.time.bubble < 1
+    assert len(planned.memories) == 2
+
+
+@pytest.mark.parametrize(
+    ("fixed", "reason"),
+    [
+        (Degrees(tensor_parallel_size=3), "tp=3 = 3 does not divide world_size=4"),
+        (Degrees(pipeline_parallel_size=8), "pp=8"),
+        (Degrees(microbatch_size=3), "microbatch_size=3 does not divide"),
+    ],
+)
+def test_a_degree_that_cannot_be_is_rejected_with_the_reason(fixed, reason):
+    plan = make_plan(job(), fixed)
+    assert not plan.best
+    assert any(reason in rejected.reason for rejected in plan.rejected)
+    assert reason in describe_misfit(plan, fixed)
+
+
+def test_what_the_model_itself_refuses_is_rejected_with_its_reason():
+    fixed = Degrees(pipeline_parallel_size=1, microbatch_size=1, checkpointing="none")
+    plan = make_plan(job(8, device=find_device("cpu", devices_per_host=8)), fixed)
+    reasons = {rejected.what: rejected.reason for rejected in plan.rejected}
+    assert "tensor_parallel_size=8 does not divide num_attention_heads=4" in reasons["TP 8"]
+    assert all(planned.layout.tensor_parallel_size <= 4 for planned in plan.best)
+
+
+def test_a_batch_that_the_replicas_do_not_divide_is_rejected_with_batches_that_would_do():
+    plan = make_plan(job(4, batch=6), Degrees(1, 1))
+    assert "global_batch_size=6 is not a multiple of 4 replicas; use 4 or 8" in plan.rejected[0].reason
+
+
+def test_where_nothing_fits_the_plan_says_by_how_much_and_what_would_help():
+    small = find_device("cpu", memory_bytes=100_000)
+    plan = make_plan(job(device=small), Degrees(tensor_parallel_size=1))
+    assert not plan.best
+    nearest = min(misfit.memory.peak for misfit in plan.misfits)
+    text = describe_misfit(plan, Degrees(checkpointing="none"))
+    assert f"{(nearest - 90_000) / 2**20:.1f} MiB more than the 0.1 MiB that can be used" in text
+    assert "leave --checkpointing open" in text
+    states = min(plan.misfits, key=lambda misfit: misfit.memory.peak).memory.states
+    assert f"so at least {math.ceil(states / 90_000)} times as many" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_devices": 0}, "num_devices=0"),
+        ({"batch": 0}, "global_batch_size=0"),
+        ({"schedule": "inference"}, "'inference' does not train"),
+        ({"dtype": torch.float16}, "no FLOP/s for float16"),
+    ],
+)
+def test_a_job_that_cannot_be_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        job(**arguments)
+
+
+def test_a_sequence_longer_than_the_model_is_made_for_is_refused():
+    with pytest.raises(ValueError, match="sequence_length=65 is more than max_position_embeddings=64"):
+        Job(CONFIG, find_device("cpu"), 1, sequence_length=65)

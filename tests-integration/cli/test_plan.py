@@ -1,0 +1,82 @@
+"""`nxd plan` as a person calls it: a ranked table, a config that can be pasted, and what is wrong said in a line."""
+
+import json
+
+import pytest
+from nxd_trainer.recipe import load_recipe
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+JOB = ["--device", "cpu", "--global-batch-size", "8", "--microbatch-size", "1"]
+
+
+@pytest.fixture
+def plan(nxd, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(SIZES))
+
+    def plan(*arguments):
+        return nxd("plan", "config.json", *JOB, *arguments)
+
+    return plan
+
+
+def test_the_quickest_layouts_are_shown_with_a_config_and_written_as_a_recipe(plan, tmp_path):
+    done = plan(
+        "--devices", "2", "--dtype", "float32", "--zero1", "no", "--checkpointing", "none", "--recipe", "it.toml"
+    )
+    assert done.returncode == 0, done.stderr
+    headings, first = done.stdout.splitlines()[1:3]
+    assert headings.split()[:4] == ["TP", "SP", "PP", "DP"]
+    for shown in (
+        "optimizer state",
+        "nxd.neuronx_distributed_config(",
+        "sent by a rank in a step: TP",
+        "CoreAttention",
+    ):
+        assert shown in done.stdout
+    recipe = load_recipe(tmp_path / "it.toml")
+    assert recipe.parallel.tensor_parallel_size == int(first.split()[0])
+    assert recipe.model.num_hidden_layers == 4
+
+
+def test_a_degree_that_does_not_divide_fails_before_any_cluster_is_asked(plan):
+    done = plan("--devices", "6", "--tensor-parallel-size", "3", "--pipeline-parallel-size", "1")
+    assert done.returncode == 2
+    assert "tensor_parallel_size=3 does not divide num_attention_heads=4" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_too_little_memory_is_said_with_the_amount_and_what_would_help(plan):
+    done = plan("--devices", "1", "--memory-gib", "0.0001", "--rejected")
+    assert done.returncode == 2
+    assert "more than the 0.1 MiB that can be used" in done.stderr
+    assert "more devices" in done.stderr
+    assert "too much" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--devices", "0"], "num_devices=0 must be 1 or more"),
+        (["--devices", "1", "--device", "gpu"], "device 'gpu' is not known"),
+        (["--devices", "1", "--schedule", "2f2b"], "schedule='2f2b'"),
+    ],
+)
+def test_wrong_input_is_named_without_a_traceback(plan, arguments, message):
+    done = plan(*arguments)
+    assert (done.returncode, "Traceback" in done.stderr) == (2, False)
+    assert message in done.stderr
+
+
+def test_a_config_without_its_keys_names_them(nxd, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    done = nxd("plan", "config.json", *JOB, "--devices", "1")
+    assert done.returncode == 2
+    assert "no vocab_size, hidden_size, intermediate_size, num_hidden_layers, num_attention_heads" in done.stderr

@@ -1,0 +1,41 @@
+"""Unmodified models of transformers on two and four ranks: the loss and gradients of one process, in float64."""
+
+import pytest
+from hf_survey.architectures import surveyed
+from hf_survey.comparison import LAYOUTS, one_process
+from hf_survey.survey import judge
+from hf_survey.table import BEGIN, END, make_table, put_between_markers
+
+FEW = ["llama", "gemma2", "qwen2_moe", "gpt_neox"]
+NAMED = ["qwen2", "qwen3", "gemma", "gemma3_text", "mistral", "phi3", "granite", "olmo2", "starcoder2", "cohere"]
+NAMED += ["smollm3", "glm4"]
+
+
+def verdicts(run_ranks, model_type):
+    (expected,) = run_ranks(one_process, 1, model_type)
+    return [judge(run_ranks, model_type, layout, expected, 120.0) for layout in LAYOUTS]
+
+
+@pytest.mark.parametrize("model_type", [*FEW, *(pytest.param(name, marks=pytest.mark.slow) for name in NAMED)])
+def test_architecture_in_parallel_equals_one_process(run_ranks, model_type):
+    found = verdicts(run_ranks, model_type)
+
+    assert [(verdict.outcome, verdict.reason) for verdict in found] == [("pass", "")] * len(LAYOUTS)
+
+
+def test_survey_tells_refusals_from_differences_and_failures(run_ranks, monkeypatch, tmp_path):
+    assert {*FEW, *NAMED} <= set(surveyed())
+    (expected,) = run_ranks(one_process, 1, "doge")
+    refused = judge(run_ranks, "doge", LAYOUTS[0], expected, 120.0)
+    differs = judge(run_ranks, "llama", LAYOUTS[1], expected, 120.0)  # compared with another model
+    fails = judge(run_ranks, "no such type", LAYOUTS[0], expected, 120.0)
+
+    assert (refused.outcome, differs.outcome, fails.outcome) == ("refused", "differs", "fails")
+    assert differs.reason.startswith("loss ")
+
+    document = tmp_path / "support.md"
+    document.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    rows = {"a": refused, "b": differs, "c": fails}
+    table = make_table(list(rows.values()), LAYOUTS, "5.0")
+    put_between_markers(document, table)
+    assert document.read_text() == f"before\n{BEGIN}\n\n{table}\n\n{END}\nafter\n"

@@ -1,0 +1,89 @@
+"""`nxd import`, `nxd export` and the recipe key `checkpoint.initial_weights`, as a person calls them."""
+
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import nxd_ckpt
+import pytest
+import torch
+import transformers
+from nxd_state import initialize_model_parallel
+from nxd_trainer.models import LlamaConfig, LlamaForCausalLM
+from nxd_trainer.recipe import recipe_from_dict
+from nxd_trainer.training.initial_weights import load_initial_weights
+from safetensors.torch import load_file
+
+
+def nxd(*arguments):
+    command = [sys.executable, "-m", "nxd_trainer", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
+
+
+def test_import_and_export_give_the_folder_back(make_folder, tmp_path):
+    folder = make_folder("qwen3", max_shard_size="1GB")
+
+    imported = nxd("import", folder, tmp_path / "checkpoints", "--tag", "begin")
+    exported = nxd("export", tmp_path / "checkpoints", tmp_path / "exported", "--max-shard-size", "1GB")
+
+    assert imported.stdout.splitlines() == [
+        f"wrote {tmp_path / 'checkpoints' / 'begin'}",
+        "nxd train and nxd generate cannot run it: ['Qwen3ForCausalLM'] is not a LlamaForCausalLM; nxd export can",
+    ], imported.stderr
+    weights = tmp_path / "exported" / "model.safetensors"
+    assert exported.stdout == f"wrote {tmp_path / 'exported' / 'config.json'} and {weights}\n", exported.stderr
+    theirs, ours = load_file(folder / "model.safetensors"), load_file(weights)
+    assert theirs.keys() == ours.keys()
+    assert all(torch.equal(theirs[name], ours[name]) for name in theirs)
+    assert json.loads((tmp_path / "exported" / "config.json").read_text()) == json.loads(
+        (folder / "config.json").read_text()
+    )
+
+
+def test_mistakes_are_one_line_without_a_traceback(make_folder, tmp_path):
+    folder = make_folder("llama")
+    nxd_ckpt.save(tmp_path / "checkpoints", "foreign", {"weight": torch.zeros(3)})
+
+    no_folder = nxd("import", tmp_path / "nowhere", tmp_path / "checkpoints")
+    of_what = nxd("export", tmp_path / "checkpoints", tmp_path / "exported")
+    other = nxd("export", tmp_path / "checkpoints", tmp_path / "exported", "--like", folder)
+
+    for result, message in (
+        (no_folder, "config.json does not exist"),
+        (of_what, "does not say of which model it is; give a folder of the same model"),
+        (other, "the model is not what its config says"),
+    ):
+        assert result.returncode == 2
+        assert message in result.stderr
+        assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("imports", [True, False], ids=["of a checkpoint", "of a folder"])
+def test_run_begins_with_the_weights_of_a_llama_at_any_degree(run_ranks, make_folder, tmp_path, imports):
+    folder = make_folder("llama", dtype=torch.bfloat16)
+    ids = torch.arange(3, 17).view(2, 7)
+    begin = folder
+    if imports:
+        begin = tmp_path / "checkpoints"
+        assert nxd("import", folder, begin).returncode == 0
+    config = transformers.AutoConfig.from_pretrained(folder)
+    sizes = {name: getattr(config, name) for name in LlamaConfig.__dataclass_fields__ if hasattr(config, name)}
+
+    def load():
+        initialize_model_parallel(tensor_model_parallel_size=2)
+        own = LlamaConfig(**sizes)
+        model = LlamaForCausalLM(own)
+        state = SimpleNamespace(model=model, config=own, recipe=recipe_from_dict({}))
+        load_initial_weights(state, begin)
+        with pytest.raises(ValueError, match=r"model\.rms_norm_eps is 0\.5, there"):
+            load_initial_weights(
+                SimpleNamespace(model=model, config=LlamaConfig(**sizes | {"rms_norm_eps": 0.5})), begin
+            )
+        return model(ids[:, :-1], ids[:, 1:])
+
+    with torch.no_grad():
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        expected = model(ids, labels=ids).loss
+    for loss in run_ranks(load, 2):
+        torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)

@@ -1,0 +1,167 @@
+"""The memory that a plan predicts is what ranks hold that train in that layout: within 10%, each rank by itself.
+
+Measured is what torch allocates: the bytes of all tensors, as they come and go, in the second step of a job that the
+plan's own `neuronx_distributed_config(...)` sets up.
+"""
+
+import gc
+from dataclasses import dataclass
+
+import neuronx_distributed as nxd
+import pytest
+import torch
+from nxd_optim import NeuronZero1Optimizer
+from nxd_pipeline.runtime.memory import StepMemory
+from nxd_state import destroy_model_parallel, get_group
+from nxd_trainer.models import LlamaConfig, LlamaDecoderLayer, LlamaForCausalLM
+from nxd_trainer.plan import Degrees, Job, config_call, find_device, make_plan
+
+SEQUENCE, TOLERANCE = 128, 0.1
+JOB_SECONDS = 300.0  # for all cases of a number of ranks, on a machine that does much else
+SIZES = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": SEQUENCE,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    tp: int = 1
+    pp: int = 1
+    sequence_parallel: bool = False
+    zero1: bool = False
+    checkpointing: str = "none"
+    microbatch_size: int = 2
+    global_batch: int = 16
+    dtype: torch.dtype = torch.float32
+    tied: bool = False
+    schedule: str = "1f1b"
+
+
+ONE_RANK = [
+    Case(),
+    Case(checkpointing="full"),
+    Case(microbatch_size=1, tied=True),
+    Case(microbatch_size=16),
+    Case(microbatch_size=16, checkpointing="full"),
+    Case(zero1=True, dtype=torch.bfloat16),
+]
+TWO_RANKS = [
+    Case(tp=2),
+    Case(tp=2, sequence_parallel=True),
+    Case(tp=2, sequence_parallel=True, checkpointing="full", microbatch_size=4),
+    Case(pp=2),
+    Case(pp=2, checkpointing="full", microbatch_size=4, tied=True),
+    Case(pp=2, schedule="zb-v", microbatch_size=1),
+    Case(),
+    Case(zero1=True),
+    Case(zero1=True, dtype=torch.bfloat16, checkpointing="full"),
+]
+FOUR_RANKS = [
+    Case(tp=4),
+    Case(tp=4, sequence_parallel=True, microbatch_size=8),
+    Case(pp=4),
+    Case(pp=2, zero1=True),
+    Case(tp=2, pp=2, sequence_parallel=True, checkpointing="full"),
+    Case(tp=2, sequence_parallel=True, zero1=True, dtype=torch.bfloat16),
+    Case(pp=4, schedule="zb-h1", microbatch_size=1),
+    Case(zero1=True, microbatch_size=4),
+]
+
+
+def job_of(case, ranks):
+    return Job(
+        LlamaConfig(**SIZES, tie_word_embeddings=case.tied),
+        find_device("cpu"),
+        ranks,
+        sequence_length=SEQUENCE,
+        global_batch_size=case.global_batch,
+        dtype=case.dtype,
+        schedule=case.schedule,
+    )
+
+
+def predict(case, ranks):
+    fixed = Degrees(case.tp, case.pp, case.sequence_parallel, case.zero1, case.microbatch_size, case.checkpointing)
+    job = job_of(case, ranks)
+    (planned,) = make_plan(job, fixed).best
+    return planned.memories, config_call(job, planned.layout)
+
+
+def measure(call, case):
+    """On a rank: bytes of parameters, of the optimizer's state and of everything at its highest, in the second step."""
+    replica_batch = case.global_batch // case.replicas
+    tokens = torch.randint(SIZES["vocab_size"], (replica_batch, SEQUENCE))
+    names = {"nxd": nxd, "torch": torch, "LlamaForCausalLM": LlamaForCausalLM}
+    names |= {"LlamaDecoderLayer": LlamaDecoderLayer, "LlamaConfig": LlamaConfig}
+    with StepMemory() as memory:
+        exec(call, names)  # the plan's own lines
+        model = names["model"]
+        gc.collect()  # the parts of the model that other stages have
+        optimizer = nxd.initialize_parallel_optimizer(
+            names["nxd_config"], torch.optim.AdamW, model.parameters(), lr=1e-3, fused=True
+        )
+        for _ in range(2):
+            memory.peak_bytes = memory.held_bytes
+            model.run_train(input_ids=tokens, labels=tokens)
+            optimizer.step()
+            optimizer.zero_grad()
+    found = {
+        "parameters": sum(parameter.nbytes for parameter in model.parameters()),
+        "optimizer_state": state_bytes(optimizer.optimizer),
+        "peak": memory.peak_bytes,
+    }
+    pp_rank = get_group("pp").rank
+    destroy_model_parallel()
+    return pp_rank, found
+
+
+def state_bytes(optimizer):
+    if isinstance(optimizer, NeuronZero1Optimizer):
+        measured = optimizer.memory_report().measured
+        return measured.state + measured.master_weights
+    states = (value for state in optimizer.state.values() for value in state.values())
+    return sum(value.nbytes for value in states if isinstance(value, torch.Tensor))
+
+
+def measure_all(calls_and_cases):
+    return [measure(call, case) for call, case in calls_and_cases]
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """What a rank has to know of a case."""
+
+    global_batch: int
+    replicas: int
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cases"), [(1, ONE_RANK), (2, TWO_RANKS), (4, FOUR_RANKS)], ids=["one rank", "two ranks", "four ranks"]
+)
+def test_predicted_memory_is_within_a_tenth_of_measured_memory_on_every_rank(run_ranks, ranks, cases):
+    predictions = [predict(case, ranks) for case in cases]
+    of_ranks = run_ranks(
+        measure_all,
+        ranks,
+        [
+            (call, Replicas(case.global_batch, ranks // case.tp // case.pp))
+            for case, (_, call) in zip(cases, predictions, strict=True)
+        ],
+        timeout=JOB_SECONDS,
+    )
+    wrong = []
+    for index, (case, (memories, _)) in enumerate(zip(cases, predictions, strict=True)):
+        for rank, results in enumerate(of_ranks):
+            pp_rank, found = results[index]
+            for kind, measured in found.items():
+                predicted = getattr(memories[pp_rank], kind)
+                print(f"{ranks} ranks, {case}, rank {rank}: {kind} {predicted / measured - 1:+.1%} ({measured})")
+                if abs(predicted / measured - 1) > TOLERANCE:
+                    wrong.append(f"{case}, rank {rank}: {kind} predicted {predicted}, measured {measured}")
+    assert not wrong, "\n".join(wrong)
