@@ -1,0 +1,136 @@
+"""transformers' text decoders that have a tensor-parallel plan, each shrunk to a size that trains in an instant.
+
+The sizes keep what makes an architecture hard: grouped heads, several experts, windows shorter than the sequence,
+layers of every type on both stages.
+"""
+
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+VOCABULARY = 64
+
+# By the name that a config gives them; names that it does not have are left out.
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "ffn_hidden_size": 48,
+    "num_hidden_layers": 4,
+    "num_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "sliding_window": 4,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "global_head_dim": 8,
+    # embeddings of each layer
+    "vocab_size_per_layer_input": VOCABULARY,
+    "hidden_size_per_layer_input": 8,
+    # experts
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "expert_ffn_hidden_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "shared_intermediate_size": 16,
+    "n_shared_experts": 1,
+    "num_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    # latent attention
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    # state-space and linear attention
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_head_dim": 8,
+    "mamba_d_state": 8,
+    "mamba_dt_rank": 4,
+}
+
+
+def surveyed() -> list[str]:
+    """The model types of all text decoders with a plan and a language-model head, by name.
+
+    Left out are configs that hold others, such as one of images and one of text: their text decoders stand for
+    themselves.
+    """
+    return sorted(name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if _is_planned_decoder(CONFIG_MAPPING[name]))
+
+
+def _is_planned_decoder(config_class: Any) -> bool:
+    return bool(getattr(config_class, "base_model_tp_plan", None)) and not config_class.sub_configs
+
+
+def tiny_config(model_type: str) -> Any:
+    """A config of a few thousand parameters."""
+    config_class = CONFIG_MAPPING[model_type]
+    known = set(config_class().to_dict()) | set(getattr(config_class, "attribute_map", {}))
+    sizes = {name: value for name, value in SIZES.items() if name in known}
+    sizes |= {name: 0.0 for name in known if "dropout" in name or name.endswith("pdrop")}
+    config = config_class(**sizes | OWN_SIZES.get(model_type, {}))
+    config.use_cache = False
+    config._experts_implementation = "eager"  # the other ones have no float64
+    return config
+
+
+# Where the common sizes contradict one another, or an architecture needs more of them.
+_LATENT = {"num_key_value_heads": 4}
+_SECOND_KIND = {"num_attention_heads": 8, "num_key_value_heads": 8, "q_lora_rank": 8, "kv_lora_rank": 8, "head_dim": 16}
+_SECOND_KIND |= {"qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_TWO_KINDS = ["sliding_attention", "full_attention"] * 2
+OWN_SIZES: dict[str, dict[str, Any]] = {
+    "axk1": _LATENT,
+    "axk2": _LATENT,
+    "cohere_compass_text": {
+        "layer_types": _TWO_KINDS,
+        "rope_parameters": {"sliding_attention": _ROPE, "full_attention": _ROPE},
+    },
+    "deepseek_v2": _LATENT,
+    "deepseek_v3": _LATENT,
+    "deepseek_v32": _LATENT,
+    "dots3_note_text": _LATENT | {"index_head_dim": 8, "per_layer_config": {2: _SECOND_KIND, 3: _SECOND_KIND}},
+    "gemma3_text": {"layer_types": _TWO_KINDS},
+    "gemma4_text": {"layer_types": _TWO_KINDS, "num_kv_shared_layers": 0},
+    "gemma4_unified_text": {"layer_types": _TWO_KINDS, "num_kv_shared_layers": 0},
+    "gemma3n_text": {
+        "layer_types": _TWO_KINDS,
+        "num_kv_shared_layers": 0,
+        "laurel_rank": 8,
+    },
+    "glm4_moe_lite": _LATENT,
+    "glm_moe_dsa": _LATENT,
+    "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 8, "layer_types": ["mamba", "attention"] * 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "longcat_flash": _LATENT,
+    "minicpm3": _LATENT,
+    "youtu": _LATENT,
+}
+
+
+def tiny_model(model_type: str) -> nn.Module:
+    """A model in float64 whose every parameter has random values, norms and biases included."""
+    transformers.logging.set_verbosity_error()
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(tiny_config(model_type)).double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return model

@@ -1,0 +1,135 @@
+"""One architecture at one layout against one process: the loss and the gradient of every parameter, in float64.
+
+The functions `one_process` and `one_rank` run on the ranks; what they return is put together by `compare`. The
+ranks leave a model's layout to `nxd_layers.hf.parallelize` and `NxDPPModel`, as a user would.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from nxd_layers.hf import parallelize
+from nxd_optim import reduce_sequence_parallel_gradients
+from nxd_pipeline import NxDPPModel
+from nxd_state import initialize_model_parallel
+from nxd_state.testing import LogicalPiece, assemble_logical, logical_pieces
+from nxd_trainer.checkpoint import logical_name
+from torch import Tensor
+
+from hf_survey.architectures import VOCABULARY, tiny_model
+from hf_survey.float64 import InFloat64
+
+RTOL = 1e-10
+MICROBATCHES = 2
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Degrees of tensor and pipeline parallelism."""
+
+    tp: int
+    pp: int
+
+    @property
+    def num_ranks(self) -> int:
+        """How many processes it takes."""
+        return self.tp * self.pp
+
+    def __str__(self) -> str:
+        return " x ".join(f"{axis} {size}" for axis, size in (("TP", self.tp), ("PP", self.pp)) if size > 1)
+
+
+LAYOUTS = (Layout(2, 1), Layout(1, 2), Layout(2, 2))
+
+
+@dataclass(frozen=True)
+class Step:
+    """The loss (where this rank has it) and gradients of a step; `refusal` is set instead where there was none."""
+
+    loss: Tensor | None = None
+    gradients: Sequence[LogicalPiece] = ()
+    refusal: str = ""
+
+
+def one_process(model_type: str) -> Step:
+    """Forward and backward of the unsharded model."""
+    with InFloat64():
+        model = tiny_model(model_type)
+        losses = [model(**part).loss for part in _microbatches()]
+        loss = torch.stack(losses).mean()
+        loss.backward()
+        named = [(name, p, p.grad) for name, p in model.named_parameters() if p.grad is not None]
+    return Step(loss.detach(), logical_pieces(named))
+
+
+def one_rank(model_type: str, layout: Layout) -> Step:
+    """The same step by this rank of a layout.
+
+    A ValueError or NotImplementedError while the model is laid out counts as a refusal: it must come on every rank.
+    """
+    initialize_model_parallel(layout.tp, layout.pp)
+    with InFloat64():
+        model = tiny_model(model_type)
+        try:
+            if layout.tp > 1:
+                model = parallelize(model)
+            pipeline = NxDPPModel(model, num_microbatches=MICROBATCHES, auto_partition=layout.pp > 1)
+        except (ValueError, NotImplementedError) as refusal:
+            return Step(refusal=str(refusal))
+        loss = pipeline.run_train(**_batch())
+        reduce_sequence_parallel_gradients(pipeline.local_parameters())
+        tied = pipeline.tied_names()
+        named = [(tied.get(n, n), p, p.grad) for n, p in pipeline.local_named_parameters() if p.grad is not None]
+    pieces = [replace(it, name=logical_name(*it.name.partition(":")[::2])) for it in logical_pieces(named)]
+    assert not isinstance(loss, list)
+    return Step(None if loss is None else loss.detach(), pieces)
+
+
+def compare(expected: Step, ranks: Sequence[Step]) -> str:
+    """What differs, in words; empty if nothing does.
+
+    Raises:
+        ValueError: the one process's loss is not a finite number, so that nothing can be said.
+    """
+    if expected.loss is None or not bool(expected.loss.isfinite()):
+        raise ValueError(f"the loss of one process is {expected.loss}; choose other sizes")
+    losses = [step.loss for step in ranks if step.loss is not None]
+    for loss in losses:
+        if not torch.allclose(loss, expected.loss, rtol=RTOL, atol=0):
+            return f"loss {loss.item():.12g} instead of {expected.loss.item():.12g}"
+    if not losses:
+        return "no rank has the loss"
+    try:
+        gradients = assemble_logical([step.gradients for step in ranks], rtol=RTOL)
+    except AssertionError as error:
+        return str(error)
+    wanted = assemble_logical([expected.gradients])
+    scale = max(gradient.abs().max().item() for gradient in wanted.values())
+    wrong = [
+        name for name in wanted.keys() | gradients.keys() if not _equal(gradients.get(name), wanted.get(name), scale)
+    ]
+    return f"gradient of {_some(wrong)}" if wrong else ""
+
+
+def _equal(gradient: Tensor | None, wanted: Tensor | None, scale: float) -> bool:
+    """Within RTOL of the tensor's largest element; a zero but for rounding is measured by the model's largest."""
+    if gradient is None or wanted is None:  # a parameter that the step does not use may have zeros, too
+        return not any(bool(it.any()) for it in (gradient, wanted) if it is not None)
+    if gradient.shape != wanted.shape:
+        return False
+    return torch.allclose(gradient, wanted, rtol=RTOL, atol=max(RTOL * wanted.abs().max().item(), 1e-14 * scale))
+
+
+def _some(names: Sequence[str] | set[str]) -> str:
+    shown = sorted(names)
+    return ", ".join(shown[:2]) + (f" and {len(shown) - 2} more" if len(shown) > 2 else "")
+
+
+def _batch() -> dict[str, Tensor]:
+    ids = torch.randint(3, VOCABULARY, (2 * MICROBATCHES, 7), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def _microbatches() -> list[dict[str, Tensor]]:
+    parts = {name: value.chunk(MICROBATCHES) for name, value in _batch().items()}
+    return [{name: value[index] for name, value in parts.items()} for index in range(MICROBATCHES)]

@@ -1,0 +1,54 @@
+"""The verdicts as a Markdown table, put between markers in a document."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from hf_survey.comparison import Layout
+from hf_survey.survey import Verdict
+
+BEGIN = "<!-- made by tools/hf_support.py: begin -->"
+END = "<!-- made by tools/hf_support.py: end -->"
+
+
+def make_table(verdicts: Sequence[Verdict], layouts: Sequence[Layout], transformers_version: str) -> str:
+    """A row for each architecture, a column for each layout, and how many passed."""
+    passed = Counter(verdict.layout for verdict in verdicts if verdict.outcome == "pass")
+    rows: dict[str, dict[Layout, Verdict]] = {}
+    for verdict in verdicts:
+        rows.setdefault(verdict.model_type, {})[verdict.layout] = verdict
+    counts = ", ".join(f"{passed[layout]} at {layout}" for layout in layouts)
+    lines = [
+        f"Of {len(rows)} architectures of transformers {transformers_version} pass: {counts}.",
+        "",
+        f"| architecture | {' | '.join(map(str, layouts))} |",
+        f"| --- |{' --- |' * len(layouts)}",
+    ]
+    lines += [f"| {name} | {' | '.join(row[layout].outcome for layout in layouts)} |" for name, row in rows.items()]
+    return "\n".join([*lines, *_reasons(rows)])
+
+
+def _reasons(rows: Mapping[str, Mapping[Layout, Verdict]]) -> list[str]:
+    """A line for each architecture and reason, with the layouts that it holds for."""
+    lines = []
+    for name, row in rows.items():
+        layouts_by_reason: dict[str, list[str]] = {}
+        for layout, verdict in row.items():
+            if verdict.reason:
+                layouts_by_reason.setdefault(verdict.reason, []).append(str(layout))
+        lines += [f"- {name} at {', '.join(where)}: {why}" for why, where in layouts_by_reason.items()]
+    return ["", "Why the others do not:", "", *lines] if lines else []
+
+
+def put_between_markers(document: Path, table: str) -> None:
+    """Replace what stands between the markers.
+
+    Raises:
+        ValueError: the document lacks them.
+    """
+    text = document.read_text()
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"{document} has no lines {BEGIN!r} and {END!r}; add them where the table is to be")
+    document.write_text(f"{before}{BEGIN}\n\n{table}\n\n{END}{after}")
