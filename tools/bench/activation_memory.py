@@ -18,6 +18,7 @@ from layer_bench.tensor_bytes import TensorBytes
 from nxd_layers.activation_checkpoint import CheckpointConfig, Keep, apply_activation_checkpointing, matmul_outputs
 from nxd_state import active_group
 from nxd_trainer.models import LlamaForCausalLM
+from processes.over_gloo import over_gloo
 from torch import nn
 from training_step.report import print_row
 from training_step.sizes import LARGE, Size
@@ -55,7 +56,7 @@ def measure_mode(model: nn.Module, size: Size, mode: str) -> ActivationMemory:
     apply_activation_checkpointing(model, config, keep=keep)
     model.zero_grad()
     input_ids, labels = size.tokens()
-    with CollectiveTraffic(active_group("tp").size) as traffic, TensorBytes() as memory:
+    with over_gloo(), CollectiveTraffic(active_group("tp").size) as traffic, TensorBytes() as memory:
         loss = model(input_ids, labels)
         kept = memory.now
         loss.backward()

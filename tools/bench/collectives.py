@@ -27,7 +27,8 @@ from nxd_state import Group
 from processes.rank_processes import RankProcesses
 from torch import Tensor
 
-SIZES = tuple(4 * 8**power for power in range(9))  # bytes: 4 B to 64 MiB
+KIB, MIB = 2**10, 2**20
+SIZES = (4, 256, 4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 8 * MIB, 64 * MIB)  # bytes
 SECONDS_PER_TURN = 0.02
 
 
@@ -45,7 +46,7 @@ def main() -> int:
     print(f"torch {torch.__version__}, {os.cpu_count()} cores, {options.rounds} rounds")
     if os.getloadavg()[0] > 0.5:
         print(f"The load of this machine is {os.getloadavg()[0]:.1f}: what else runs here disturbs the times below.")
-    sizes = [size for size in SIZES if size <= options.largest_mib * 2**20]
+    sizes = [size for size in SIZES if size <= options.largest_mib * MIB]
     for ranks in options.ranks:
         with RankProcesses(ranks, serve, ranks) as processes:
             print(f"\n{ranks} ranks{'':12}       gloo     shared    ratio")
@@ -85,7 +86,7 @@ def print_line(operation: str, nbytes: int, gloo: list[float], shared: list[floa
 
 
 def readable(nbytes: int) -> str:
-    for unit, size in (("MiB", 2**20), ("KiB", 2**10)):
+    for unit, size in (("MiB", MIB), ("KiB", KIB)):
         if nbytes >= size:
             return f"{nbytes / size:g} {unit}"
     return f"{nbytes} B"

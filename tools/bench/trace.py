@@ -4,23 +4,29 @@
 
 First the border between a process and its workers: a program that adds one to eight numbers. Then the forward of a
 small Llama, `[1, 16]` tokens to logits, in one plain process and traced at each degree. All variants take their turn in
-every round; shown are the best and the median time of a call. Last, for each traced Llama, the
-seconds of a trace that compiles, of a trace that finds its programs in the cache, and of loading the saved model. Takes
-about five minutes, of which AOTInductor's compilation is most, and leaves nothing behind.
+every round; shown are the best and the median time of a call. For each traced Llama, the seconds of a trace that
+compiles, of a trace that finds its programs in the cache, and of loading the saved model. Last, greedy generation of 64
+tokens from a prompt of 16: the compiled generator at each degree, our eager loop, and `generate` of transformers where
+it is installed, with a model of the same sizes. Takes about ten minutes, of which AOTInductor's compilation is most,
+and leaves nothing behind.
 """
 
 import argparse
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 
 import torch
 from nxd_layers import gather_from_tensor_model_parallel_region
 from nxd_trace import TensorParallelModel, parallel_model_load, parallel_model_save, parallel_model_trace
+from nxd_trace.generation import Generator, compile_generator
+from nxd_trainer.compiled_generation import LlamaDecoder
+from nxd_trainer.generate import generate
 from nxd_trainer.models import LlamaConfig, LlamaForCausalLM
 from torch import Tensor, nn
 
@@ -35,6 +41,7 @@ SIZES = LlamaConfig(
 )
 TOKENS = torch.arange(16).view(1, 16)
 EIGHT = torch.zeros(8)
+NEW_TOKENS = 64
 
 
 class AddOne(nn.Module):
@@ -77,6 +84,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         time_border(degrees, options.rounds, Path(folder))
         time_llama(options.compilers.split(","), degrees, options.rounds, Path(folder))
+        time_generation(options.compilers.split(","), degrees, options.rounds, Path(folder))
 
 
 def time_border(degrees: list[int], rounds: int, folder: Path) -> None:
@@ -110,6 +118,60 @@ def time_llama(compilers: list[str], degrees: list[int], rounds: int, folder: Pa
         print(f"  {name:42} {of_model.compiling:8.1f} {of_model.cached:8.1f} {of_model.loading:8.1f}")
     for model in models.values():
         model.close()
+
+
+def time_generation(compilers: list[str], degrees: list[int], rounds: int, folder: Path) -> None:
+    prompt = TOKENS[0]
+    eager = build_decoder().model.eval()
+    calls: dict[str, Callable[[], object]] = {
+        "our eager loop": lambda: list(generate(eager, prompt, max_new_tokens=NEW_TOKENS, temperature=0))
+    }
+    calls |= transformers_generate(prompt)
+    generators: list[Generator] = []
+    for compiler in compilers:
+        for degree in degrees:
+            generator = compile_generator(
+                build_decoder,
+                batch_size=1,
+                max_length=SIZES.max_position_embeddings,
+                prefill_lengths=(len(prompt),),
+                tp_degree=degree,
+                compiler=compiler,
+                cache_dir=folder / "cache",
+                progress=False,
+            )
+            generators.append(generator)
+            calls[f"{compiler}, tp {degree}"] = partial(
+                generator.generate, [prompt.tolist()], max_new_tokens=NEW_TOKENS
+            )
+    print(f"\n{f'generating {NEW_TOKENS} tokens, tokens/s':44} {'best':>8} {'median':>8}")
+    with torch.inference_mode():
+        for name, (best, middle) in in_turns(calls, rounds, calls_per_turn=1).items():
+            print(f"  {name:42} {NEW_TOKENS / best:8.1f} {NEW_TOKENS / middle:8.1f}")
+    for generator in generators:
+        generator.close()
+
+
+def build_decoder() -> LlamaDecoder:
+    torch.manual_seed(0)
+    return LlamaDecoder(LlamaForCausalLM(SIZES))
+
+
+def transformers_generate(prompt: Tensor) -> dict[str, Callable[[], object]]:
+    """A call of transformers' `generate`; none where it is not installed."""
+    if find_spec("transformers") is None:
+        return {}
+    import transformers  # noqa: PLC0415 - optional
+
+    torch.manual_seed(0)
+    special = dict.fromkeys(("bos_token_id", "eos_token_id")) | {"pad_token_id": 0}
+    config = transformers.LlamaConfig(**asdict(SIZES), **special)
+    model = transformers.LlamaForCausalLM(config).eval()
+    return {
+        "transformers' generate": partial(
+            model.generate, prompt.unsqueeze(0), max_new_tokens=NEW_TOKENS, do_sample=False
+        )
+    }
 
 
 def bring_up(compiler: str, degree: int, folder: Path) -> tuple[TensorParallelModel, Times]:

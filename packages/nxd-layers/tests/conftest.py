@@ -8,17 +8,23 @@ import torch
 from nxd_state.testing import run_on_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
+OVER_GLOO = {"NXD_SHM": "0"}  # collectives through shared memory are no operations of torch that could be counted
+
 
 @pytest.fixture
-def on_tp():
-    """`on_tp(tp, fn, *args)`: what `fn(*args)` returns on each rank of a mesh of `tp` tensor-parallel ranks."""
+def on_tp(request):
+    """`on_tp(tp, fn, *args)`: what `fn(*args)` returns on each rank of a mesh of `tp` tensor-parallel ranks.
+
+    Over gloo in tests that count operations.
+    """
+    counts_operations = not {"operations", "collectives", "sent_bytes"}.isdisjoint(request.fixturenames)
 
     def run(tp, fn, *args, timeout=120):
         def job():
             nxd_state.initialize_model_parallel(tensor_model_parallel_size=tp)
             return fn(*args)
 
-        return run_on_ranks(job, tp, timeout=timeout)
+        return run_on_ranks(job, tp, timeout=timeout, env=OVER_GLOO if counts_operations else None)
 
     return run
 

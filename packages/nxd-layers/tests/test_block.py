@@ -181,8 +181,6 @@ def test_model_under_autocast_computes_in_bfloat16_with_float32_gradients(on_tp,
 
 
 class SentBytes(TorchDispatchMode):
-    """Bytes of each tensor that this rank hands to an all-reduce or an all-gather."""
-
     def __init__(self):
         super().__init__()
         self.counts = []
@@ -195,11 +193,17 @@ class SentBytes(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.fixture
+def sent_bytes():
+    """`sent_bytes()`: a context whose `counts` are the bytes that this rank hands to all-reduces and all-gathers."""
+    return SentBytes
+
+
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_autocast_moves_two_bytes_per_number_between_the_ranks(on_tp, sequence_parallel):
+def test_autocast_moves_two_bytes_per_number_between_the_ranks(on_tp, sent_bytes, sequence_parallel):
     def job():
         layer = ColumnParallelLinear(4, 8, gather_output=False, sequence_parallel_enabled=sequence_parallel)
-        with SentBytes() as sent:
+        with sent_bytes() as sent:
             with torch.autocast("cpu", torch.bfloat16):
                 output = layer(torch.ones(3, 4, requires_grad=True))
             output.sum().backward()

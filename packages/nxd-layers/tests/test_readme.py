@@ -9,7 +9,8 @@ from nxd_state.testing import run_torchrun
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 EXAMPLE, LORA_EXAMPLE = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-PRINTED = re.findall(r"^\$ .*\n(.*)\n", README, flags=re.MULTILINE)
+(CONSOLE,) = re.findall(r"```console\n(.*?)```", README, flags=re.DOTALL)
+PRINTED = re.findall(r"^\$ .*\n(.*)\n", CONSOLE, flags=re.MULTILINE)
 
 
 def test_example_prints_the_same_loss_alone_and_under_torchrun(tmp_path):

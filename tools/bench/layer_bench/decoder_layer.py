@@ -4,6 +4,7 @@ import torch
 from nxd_state import active_group
 from nxd_trainer.models import LlamaConfig, LlamaForCausalLM
 from nxd_trainer.models.llama import rotary_tables
+from processes.over_gloo import over_gloo
 
 from layer_bench.collective_traffic import CollectiveTraffic
 
@@ -27,9 +28,9 @@ def decoder_layer_traffic(sequence_parallel: bool, dtype: torch.dtype = torch.fl
     length = SEQUENCE // tensor_parallel if sequence_parallel else SEQUENCE
     hidden = torch.randn(length, BATCH, CONFIG.hidden_size, dtype=dtype, requires_grad=True)
     rotary = rotary_tables(0, SEQUENCE, CONFIG, like=hidden)
-    with CollectiveTraffic(tensor_parallel) as forward:
+    with over_gloo(), CollectiveTraffic(tensor_parallel) as forward:
         output = model.model.layers[0](hidden, rotary, None)
-    with CollectiveTraffic(tensor_parallel) as backward:
+    with over_gloo(), CollectiveTraffic(tensor_parallel) as backward:
         output.sum().backward()
     return (dict(forward.number), forward.bytes_sent), (dict(backward.number), backward.bytes_sent)
 

@@ -5,6 +5,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from typing import Any
 
+from processes.over_gloo import over_gloo
 from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -50,7 +51,7 @@ class _OperatorLog(TorchDispatchMode):
 
 def count_collectives(trainee: Trainee) -> dict[str, int]:
     """Number of collectives of a step, by kind."""
-    with _OperatorLog() as log:
+    with over_gloo(), _OperatorLog() as log:
         trainee.step()
     counts: Counter[str] = Counter()
     for name, number in log.calls.items():

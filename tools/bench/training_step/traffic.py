@@ -10,6 +10,7 @@ from unittest import mock
 
 from nxd_state import Pending
 from nxd_state.collectives import eager
+from processes.over_gloo import over_gloo
 from torch import Tensor
 
 from training_step.step import Trainee
@@ -25,9 +26,10 @@ class Traffic:
 
 
 def measure_traffic(trainee: Trainee) -> dict[str, Traffic]:
-    """What one step of ours sends, by kind."""
+    """What one step of ours sends over gloo, by kind."""
     traffic: dict[str, Traffic] = defaultdict(Traffic)
     with ExitStack() as stack:
+        stack.enter_context(over_gloo())
         for name in ("all_reduce_", "all_gather", "reduce_scatter"):
             function = getattr(eager, name)
             kind = name.rstrip("_").replace("_", "-")

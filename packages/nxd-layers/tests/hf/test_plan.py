@@ -199,6 +199,15 @@ def test_module_in_two_places_is_refused(on_tp):
     on_tp(2, job)
 
 
+def test_split_model_is_not_split_again(on_tp):
+    def job():
+        split = parallelize(make_model(), plan=PLAN)
+        with pytest.raises(ValueError, match=r"table is split already; parallelize\(\) takes a model with whole"):
+            parallelize(split, plan=PLAN)
+
+    on_tp(2, job)
+
+
 def test_tie_that_the_plan_would_split_apart_is_refused(on_tp):
     def job():
         model = make_model()

@@ -30,7 +30,7 @@ class Draw:
         if reduces and self.dtype.is_floating_point and random.random() < 0.2:
             self.op = "avg"
         numel = random.choice([0, 1, random.randrange(1, 40), random.randrange(40, 9000), random.randrange(LARGEST)])
-        if random.random() < 0.7:
+        if random.random() < 0.3:
             numel = min(numel, 2000)
         columns = random.choice([1, 3, 4])
         self.shape = (size * -(-numel // (size * columns * size)), size * columns)

@@ -1,15 +1,19 @@
 """What shared memory leaves behind, who may use it, and that results do not depend on timing."""
 
 import os
+import time
 from contextlib import suppress
 from pathlib import Path
+from unittest import mock
 
 import nxd_state
 import pytest
 import torch
 import torch.distributed as dist
 from nxd_state import shared_memory_bytes
+from nxd_state.shared_memory import layout
 from nxd_state.testing import run_on_ranks
+from torch.utils._python_dispatch import TorchDispatchMode
 
 SHARED = {"NXD_SHM": "1"}
 
@@ -64,8 +68,8 @@ def test_memory_of_a_group_is_reported_and_bounded():
     def job():
         return shared_memory_bytes(shared_group())
 
-    assert run_on_ranks(job, 2, env=SHARED)[0] <= 24 * 2**20
-    assert run_on_ranks(job, 4, env=SHARED)[0] <= 48 * 2**20
+    assert run_on_ranks(job, 2, env=SHARED)[0] <= 25 * 2**20
+    assert run_on_ranks(job, 4, env=SHARED)[0] <= 49 * 2**20
     assert shared_memory_bytes(nxd_state.Group.solo("tp")) == 0
 
 
@@ -77,6 +81,17 @@ def test_switched_off_on_one_rank_is_off_on_all():
         return group.shared_memory is None, nxd_state.all_reduce(torch.ones(1), group).item()
 
     assert run_on_ranks(job, 3, env=SHARED) == [(True, 3.0)] * 3
+
+
+def test_ranks_whose_memory_is_laid_out_differently_share_none():
+    def job():
+        other = [0] if dist.get_rank() == 1 else layout.FORMAT
+        with mock.patch.object(layout, "FORMAT", other):
+            nxd_state.initialize_model_parallel(2)
+        group = nxd_state.get_group("tp")
+        return group.shared_memory is None, nxd_state.all_reduce(torch.ones(1), group).item()
+
+    assert run_on_ranks(job, 2, env=SHARED) == [(True, 2.0)] * 2
 
 
 @pytest.mark.parametrize("numel", [1000, 2**20 + 7])
@@ -125,6 +140,51 @@ def test_begun_operations_go_on_while_the_rank_does_something_else():
         return added.unique().tolist()
 
     assert run_on_ranks(job, 2, env=SHARED, timeout=60) == [[1.0], [1.0]]
+
+
+def test_default_device_of_the_caller_does_not_matter():
+    def job():
+        group = shared_group()
+        with torch.device("meta"):
+            mine = torch.full((2,), 1.0 + group.rank, device="cpu")
+            results = [nxd_state.broadcast(mine, group, source=1), nxd_state.all_reduce(mine, group)]
+            nxd_state.barrier(group)
+            return [result.tolist() for result in results], nxd_state.all_gather_object("x", group)
+
+    assert run_on_ranks(job, 2, env=SHARED) == [([[2.0, 2.0], [3.0, 3.0]], ["x", "x"])] * 2
+
+
+class Recorder(TorchDispatchMode):
+    """Names of the operations of torch that run inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+def test_dispatch_mode_sees_the_same_whoever_drives_an_operation():
+    def job():
+        group = shared_group()
+        names = []
+        for is_late in (False, True):
+            with Recorder() as recorder:
+                added = nxd_state.all_reduce_(torch.ones(3), group, async_op=True)
+                gathered = nxd_state.all_gather(torch.ones(3), group, async_op=True)
+                if is_late:  # without a collective, until the thread has done both
+                    while not gathered._work.done:
+                        time.sleep(1e-3)
+                results = added.wait(), gathered.wait()
+            assert [result.tolist() for result in results] == [[2.0] * 3, [1.0] * 6]
+            names.append(recorder.names)
+        return names
+
+    for first, second in run_on_ranks(job, 2, env=SHARED, timeout=60):
+        assert first == second
+        assert not {"aten::add", "aten::copy_", "aten::cat"}.intersection(first)
 
 
 def test_forked_child_is_told_that_the_group_is_its_parents():

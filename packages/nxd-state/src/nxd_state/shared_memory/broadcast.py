@@ -14,7 +14,7 @@ def broadcast(rounds: Rounds, tensor: Tensor, source: int) -> Steps:
     """A copy of the tensor of the rank with index `source`; the others' give shape and dtype."""
     what = signature.encode("broadcast", tensor.numel(), tensor.dtype, root=source)
     is_source = rounds.rank == source
-    copy = plain(tensor).clone() if is_source else torch.empty(tensor.shape, dtype=tensor.dtype)
+    copy = plain(tensor).clone() if is_source else torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     address, size = copy.data_ptr(), copy.nbytes
     piece = piece_of(size, SLOT_BYTES)
     number = max(1, -(-size // piece))
@@ -43,4 +43,4 @@ def barrier(rounds: Rounds) -> Steps:
     rounds.post(this, what)
     yield from rounds.all_posted(this, what)
     rounds.take(this)
-    return torch.empty(0)
+    return torch.empty(0, device="cpu")

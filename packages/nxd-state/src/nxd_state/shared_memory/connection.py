@@ -9,9 +9,9 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 
+from nxd_state.shared_memory import layout
 from nxd_state.shared_memory.channel import Channel, Neighbour
 from nxd_state.shared_memory.doorbell import Doorbell, RemoteDoorbell
 from nxd_state.shared_memory.host import Process, host_identity
@@ -76,9 +76,6 @@ def connect(memberships: Mapping[str, Membership], rank: int, store: dist.Store)
     finally:
         for segment in own.values():
             segment.seal()
-    if process is not None:
-        neighbours = sum(offer["host"] == host_identity() for offer in offers.values())
-        process.progress.is_crowded = (neighbours + 1) * torch.get_num_threads() > len(os.sched_getaffinity(0))
     return {
         name: Transport(channel, process.progress)
         for name, channel in mapped.items()
@@ -103,6 +100,7 @@ def _offer(own: Mapping[str, OwnSegment], process: _ThisProcess | None) -> dict[
         return {"host": None}
     return {
         "host": host_identity(),
+        "format": layout.FORMAT,
         "process": [process.process.pid, process.process.start],
         "doorbell": process.doorbell.handle.to_json(),
         "segments": {name: segment.handle.to_json() for name, segment in own.items()},
@@ -129,7 +127,7 @@ def _map_all(
     doorbells: dict[int, RemoteDoorbell] = {}
     for name, group in groups.items():
         others = [peer for peer in group.ranks if peer != rank]
-        if any(offers[peer]["host"] != here for peer in others):
+        if any(offers[peer]["host"] != here or offers[peer]["format"] != layout.FORMAT for peer in others):
             continue
         try:
             for peer in others:

@@ -30,6 +30,14 @@ def fence() -> None:
         pass
 
 
+def _renew_lock() -> None:
+    global _lock  # noqa: PLW0603  (another thread of the parent may have held it during the fork)
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)
+
+
 class Doorbell:
     """That of this process; made once."""
 

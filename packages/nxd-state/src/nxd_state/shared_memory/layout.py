@@ -27,13 +27,16 @@ _PEERS = 2048
 _BYTES_PER_PEER = 2 * LINE
 
 ROUND_SLOTS = 4
-SLOT_BYTES = 2**20
+SLOT_BYTES = 2**21
 MESSAGE_SLOTS = 4
 _MESSAGE_SLOTS_BYTES = 2**20  # for one slot to each rank
 _LEAST_MESSAGE_SLOT, _LARGEST_MESSAGE_SLOT = 2**15, 2**19
 
 _LEAST_PIECE = 2**17  # below, a wait for each takes longer than copying it
 _PIECES = 4  # into which something large is cut at least, so that ranks copy at the same time
+
+# Other versions of this package may lay their memory out in another way: ranks share it only where these are equal.
+FORMAT = [ROUND_SLOTS, SLOT_BYTES, MESSAGE_SLOTS, _LARGEST_MESSAGE_SLOT]
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,12 @@
 
 They come in steps (see `channel.Steps`) and stand in lanes: those of one lane run one after the other, in the order
 in which they were begun, which is the same on all ranks; different lanes do not wait for each other. Whoever waits
-drives all lanes of the process, looks for a short while again and again, and then sleeps until a peer rings.
+drives all lanes of the process, looks for a short while again and again, leaving the core to others in between, and
+then sleeps until a peer rings.
 """
 
 import atexit
+import os
 import threading
 import time
 from collections import deque
@@ -15,9 +17,9 @@ from torch import Tensor
 from nxd_state.shared_memory.channel import Awaited, Channel, SharedMemoryError, Steps
 from nxd_state.shared_memory.doorbell import Doorbell
 from nxd_state.shared_memory.failure import check_peers
+from nxd_state.shared_memory.modes import OutsideOfModes
 
-_LONGEST_SPIN = 50e-6  # seconds: about what it takes to sleep and be waked
-_SHORTEST_SPIN = 3e-6
+_SPIN_SECONDS = 200e-6  # about twice what it takes to sleep and be waked
 _LONGEST_SLEEP = 0.05  # seconds; then the peers are looked at
 _GRACE_SECONDS = 1e-3  # what was begun without waiting is left to whoever will wait for it, for so long
 
@@ -61,7 +63,8 @@ class Lane:
         while queue:
             operation = queue[0]
             try:
-                self.awaited = next(operation.steps)
+                with OutsideOfModes():
+                    self.awaited = next(operation.steps)
             except StopIteration as end:
                 operation.result = end.value
                 operation.done = True
@@ -87,8 +90,6 @@ class Progress:
     """All that is under way in this process."""
 
     def __init__(self, doorbell: Doorbell) -> None:
-        self.is_crowded = False  # more ranks than cores: who spins keeps another one from coming
-        self._spin_seconds = _LONGEST_SPIN  # less where it has been in vain, as when other programs keep peers waiting
         self._doorbell = doorbell
         self._lock = threading.Lock()
         self._busy: dict[Lane, None] = {}
@@ -121,9 +122,8 @@ class Progress:
         with self._waiting_lock:
             self._waiting_threads += 1
         try:
-            if not self.is_crowded and self._spin(operation):
-                return
-            self._sleep_until_done(operation)
+            if not self._spin(operation):
+                self._sleep_until_done(operation)
         finally:
             with self._waiting_lock:
                 self._waiting_threads -= 1
@@ -163,15 +163,14 @@ class Progress:
                     del self._busy[lane]
 
     def _spin(self, operation: Operation) -> bool:
-        end = time.perf_counter() + self._spin_seconds
+        end = time.perf_counter() + _SPIN_SECONDS
         while True:
             self._advance()
             if operation.done:
-                self._spin_seconds = min(_LONGEST_SPIN, 2 * self._spin_seconds)
                 return True
             if time.perf_counter() > end:
-                self._spin_seconds = max(_SHORTEST_SPIN, self._spin_seconds / 2)
                 return False
+            os.sched_yield()  # where there are more ranks than cores, a peer goes on here
 
     def _sleep_until_done(self, operation: Operation) -> None:
         began = looked = time.monotonic()

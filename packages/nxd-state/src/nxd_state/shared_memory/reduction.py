@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from nxd_state.shared_memory.modes import OutsideOfModes
+
 _HALF = (torch.float16, torch.bfloat16)
 _TWO: dict[str, Callable[..., Tensor]] = {
     "sum": torch.add,
@@ -21,8 +23,8 @@ REDUCTIONS = tuple(_TWO)
 @functools.cache
 def check_reducible(dtype: torch.dtype, op: str) -> None:
     """Raises what torch raises for a dtype that it cannot add or compare, before anything is sent."""
-    with torch.inference_mode(False):
-        one = torch.ones(1).to(dtype)
+    with torch.inference_mode(False), OutsideOfModes():
+        one = torch.ones(1, device="cpu").to(dtype)
         combine([one, one, one], op)
 
 

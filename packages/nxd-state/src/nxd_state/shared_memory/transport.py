@@ -87,8 +87,8 @@ class Transport:
     def all_gather_object(self, value: Any) -> list[Any]:
         """Every rank's value, by pickle."""
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        sizes = self.all_gather(torch.tensor([data.numel()]), 0).tolist()
-        padded = torch.empty(max(sizes), dtype=torch.uint8)
+        sizes = self.all_gather(torch.tensor([data.numel()], device="cpu"), 0).tolist()
+        padded = torch.empty(max(sizes), dtype=torch.uint8, device="cpu")
         padded[: data.numel()] = data
         gathered = self.all_gather(padded, 0).view(len(sizes), -1)
         return [pickle.loads(row[:size].numpy()) for row, size in zip(gathered, sizes, strict=True)]
@@ -128,7 +128,7 @@ class Transport:
     def _all_reduce_by_copy(self, target: Tensor, op: str) -> Steps:
         source = plain(target)  # itself where it is contiguous
         reduced = yield from self._all_reduce(source, op, source)
-        return target if reduced is target else target.copy_(reduced)
+        return target if reduced.data_ptr() == target.data_ptr() else target.copy_(reduced)
 
     def _reduce_scatter(self, tensor: Tensor, dim: int, op: str) -> Steps:
         check_reducible(tensor.dtype, op)
