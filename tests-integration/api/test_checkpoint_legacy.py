@@ -289,7 +289,10 @@ def test_legacy_pipeline_loads_into_one_process(tmp_path):
     for pp_rank, held in enumerate(stages):
         file = f"dp_rank_00_tp_rank_00_pp_rank_{pp_rank:02d}.pt"
         ordered = [name for name in DECAYED + OTHERS if name in held]  # each stage numbers its own
-        state = {number: {"exp_avg": whole(name, "exp_avg")} for number, name in enumerate(ordered)}
+        state = {
+            number: {"step": torch.tensor(5.0), "exp_avg": whole(name, "exp_avg")}
+            for number, name in enumerate(ordered)
+        }
         num_decayed = len(set(DECAYED) & set(held))
         groups = [
             {**GROUPS[0], "params": list(range(num_decayed))},

@@ -1,4 +1,4 @@
-"""The documents' sample programs run as they stand there; filled in are models, data and sizes."""
+"""The API guides' sample programs run as they stand there; filled in are models, data and sizes."""
 
 import contextlib
 import io
@@ -8,8 +8,10 @@ import neuronx_distributed
 import neuronx_distributed as nxd
 import pytest
 import torch
-from neuronx_distributed.parallel_layers import mappings
-from nxd_layers import CoreAttention, RMSNorm
+from neuronx_distributed import parallel_state
+from neuronx_distributed.modules.lora import LoraConfig
+from neuronx_distributed.optimizer import NeuronZero1Optimizer
+from neuronx_distributed.pipeline import NxDPPModel
 from nxd_trainer.models import LlamaConfig, LlamaDecoderLayer, LlamaForCausalLM
 from torch.optim import AdamW
 
@@ -30,57 +32,6 @@ STEP = """
 loss = model.run_train(inputs)
 optimizer.step()
 """
-CONFIG_OF_EVERYTHING = """
-nxd_config = nxd.neuronx_distributed_config(
-    tensor_parallel_size=args.tensor_parallel_size,
-    pipeline_parallel_size=args.pipeline_parallel_size,
-    pipeline_config={
-        "transformer_layer_cls": LlamaDecoderLayer,
-        "num_microbatches": args.num_microbatches,
-        "output_loss_value_spec": (True, False),
-        "input_names": ["input_ids", "attention_mask", "labels"],
-        "pipeline_cuts": pipeline_cuts,
-        "trace_file_path": args.trace_file_path,
-        "param_init_fn": None,
-        "leaf_module_cls": [LlamaRMSNorm.__name__],
-        "autowrap_modules": [mappings],
-        "use_zero1_optimizer": args.use_zero1_optimizer > 0,
-        "use_optimizer_wrapper": True,
-    },
-    optimizer_config={
-        "zero_one_enabled": args.use_zero1_optimizer > 0,
-        "grad_clipping": True,
-        "max_grad_norm": 1.0,
-    },
-    sequence_parallel=args.use_sequence_parallel,
-    activation_checkpoint_config=CoreAttention if args.use_selective_checkpoint > 0 else "full",
-    model_init_config=model_init_config,
-)
-"""
-MODEL_WITH_CONFIG = """
-model = nxd.initialize_parallel_model(nxd_config, get_model, config)
-"""
-OPTIMIZER_WITH_GROUPS = """
-optimizer = nxd.initialize_parallel_optimizer(
-    nxd_config, torch.optim.AdamW, param_groups, lr=args.lr, betas=(args.beta1, args.beta2), weight_decay=args.weight_decay
-)
-"""  # noqa: E501
-STEP_OF_PIPELINE = """
-loss = model.run_train(*inputs)
-"""
-STEP_WITHOUT_PIPELINE = """
-loss = model(*inputs)
-loss.backward()
-"""
-SHORTCUTS = """
-model.local_module()
-model.dtype  # get model's dtype
-model.config  # get model's config
-"""
-GRAD_NORM = """
-# It's a XLA tensor
-optimizer.grad_norm
-"""
 LORA_CONFIG = """
 lora_config = neuronx_distributed.modules.lora.LoraConfig(
    enable_lora=True,
@@ -97,6 +48,52 @@ nxd_config = neuronx_distributed.neuronx_distributed_config(
 )
 model = neuronx_distributed.initialize_parallel_model(nxd_config, get_model)
 """
+ZERO1_OPTIMIZER = """
+optimizer_grouped_parameters = [
+     {
+         "params": [
+             p for n, p in param_optimizer if not any(nd in n for nd in no_decay)
+         ],
+         "weight_decay": 0.01,
+     },
+     {
+         "params": [
+             p for n, p in param_optimizer if any(nd in n for nd in no_decay)
+         ],
+         "weight_decay": 0.0,
+     },
+]
+
+optimizer = NeuronZero1Optimizer(
+     optimizer_grouped_parameters,
+     AdamW,
+     lr=flags.lr,
+     pin_layout=False,
+     sharding_groups=parallel_state.get_data_parallel_group(as_list=True),
+     grad_norm_groups=parallel_state.get_tensor_model_parallel_group(as_list=True),
+ )
+"""
+SAVED_ADAPTER = """
+lora_config = LoraConfig(
+   **filled_in,
+   save_lora_base=False,
+   merge_lora=False,
+   save_lora_config_adapter=True,
+)
+"""
+LOADED_ADAPTER = """
+lora_config = LoraConfig(
+   enable_lora=True,
+   load_lora_from_ckpt=True,
+   lora_save_dir=checkpoint_dir,  # checkpoint path
+   lora_load_tag=tag,  # sub-directory under checkpoint path
+)
+nxd_config = nxd.neuronx_distributed_config(
+   **filled_in,
+   lora_config=lora_config,
+)
+model = nxd.initialize_parallel_model(nxd_config, get_model)
+"""
 SIZES = LlamaConfig(
     vocab_size=64,
     hidden_size=32,
@@ -112,13 +109,6 @@ class LanguageModel(LlamaForCausalLM):
 
     def forward(self, inputs):
         return super().forward(inputs[:, :-1], inputs[:, 1:])
-
-
-class ModelOfSample(LlamaForCausalLM):
-    """Takes the three inputs of the sample and returns the loss first, as its `output_loss_value_spec` says."""
-
-    def forward(self, input_ids, attention_mask, labels):
-        return super().forward(input_ids, labels), attention_mask
 
 
 def tokens(length: int) -> torch.Tensor:
@@ -146,93 +136,6 @@ def test_first_sample_trains(run_ranks, world):
     assert by_rank[0][0] - by_rank[0][-1] > 0.01
 
 
-def names_of_developer_guide(args: SimpleNamespace, cuts: list[str] | None, model_class: type) -> dict[str, object]:
-    return {
-        "nxd": nxd,
-        "torch": torch,
-        "args": args,
-        "mappings": mappings,
-        "LlamaDecoderLayer": LlamaDecoderLayer,
-        "LlamaRMSNorm": RMSNorm,
-        "CoreAttention": CoreAttention,
-        "pipeline_cuts": cuts,
-        "model_init_config": {"sequential_move_factor": 11, "meta_device_init": False, "param_init_fn": None},
-        "config": SIZES,
-        "get_model": lambda config: model_class(config, sequence_parallel=args.use_sequence_parallel),
-    }
-
-
-def arguments(**changed) -> SimpleNamespace:
-    return SimpleNamespace(
-        **{
-            "tensor_parallel_size": 2,
-            "pipeline_parallel_size": 2,
-            "num_microbatches": 2,
-            "trace_file_path": None,
-            "use_zero1_optimizer": 1,
-            "use_sequence_parallel": True,
-            "use_selective_checkpoint": 0,
-            "lr": 1e-3,
-            "beta1": 0.9,
-            "beta2": 0.95,
-            "weight_decay": 0.1,
-        }
-        | changed
-    )
-
-
-def run_developer_guide(selective: int) -> tuple[list[float | None], float]:
-    torch.manual_seed(0)
-    args = arguments(use_selective_checkpoint=selective)
-    names = names_of_developer_guide(args, ["model.layers.1"], ModelOfSample)
-    exec(CONFIG_OF_EVERYTHING, names)
-    exec(MODEL_WITH_CONFIG, names)
-    model = names["model"]
-    names["param_groups"] = [
-        {"params": [p for _, p in model.named_parameters() if p.ndim > 1]},
-        {"params": [p for _, p in model.named_parameters() if p.ndim == 1], "weight_decay": 0.0},
-    ]
-    exec(OPTIMIZER_WITH_GROUPS, names)
-    ids = tokens(8)
-    names["inputs"] = (ids, torch.ones_like(ids), ids.roll(-1, dims=1))
-    losses = []
-    for _ in range(3):
-        exec(STEP_OF_PIPELINE, names)
-        names["optimizer"].step()
-        losses.append(None if names["loss"] is None else float(names["loss"]))
-    exec(SHORTCUTS, names)
-    exec(GRAD_NORM, names)
-    nxd.parallel_state.destroy_model_parallel()
-    return losses, float(names["optimizer"].grad_norm)
-
-
-def test_developer_guide_trains_with_every_technique_at_once(run_ranks):
-    by_rank = run_ranks(lambda: [run_developer_guide(selective) for selective in (0, 1)], 4)
-
-    for full, selective in by_rank:
-        assert full == selective
-    assert [losses[0] is None for (losses, _), _ in by_rank] == [True, True, False, False]
-    (losses, norm), _ = by_rank[-1]
-    assert losses[0] - losses[-1] > 0.01
-    assert norm > 0
-
-
-def test_plain_forward_and_backward_of_the_developer_guide_is_run_train(run_ranks):
-    def run():
-        ids = tokens(8)
-        torch.manual_seed(0)
-        names = {"nxd": nxd, "config": SIZES, "get_model": LlamaForCausalLM, "inputs": (ids, ids.roll(-1, dims=1))}
-        names["nxd_config"] = nxd.neuronx_distributed_config(tensor_parallel_size=2)
-        exec(MODEL_WITH_CONFIG, names)
-        exec(STEP_WITHOUT_PIPELINE, names)
-        called = [parameter.grad.clone() for parameter in names["model"].parameters()]
-        names["model"].zero_grad()
-        exec(STEP_OF_PIPELINE, names)
-        return all(torch.equal(a, p.grad) for a, p in zip(called, names["model"].parameters(), strict=True))
-
-    assert run_ranks(run, 2) == [True, True]
-
-
 def test_lora_sample_trains_only_the_adapters(run_ranks):
     def run():
         names = {"neuronx_distributed": neuronx_distributed, "get_model": lambda: LanguageModel(SIZES)}
@@ -246,21 +149,83 @@ def test_lora_sample_trains_only_the_adapters(run_ranks):
     assert run_ranks(run, 1) == [{"lora_A", "lora_B"}]
 
 
-def test_shortcuts_of_a_model_of_transformers_are_its_own(run_ranks):
-    transformers = pytest.importorskip("transformers", reason="needs a model of it: pip install transformers")
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 4}
-    config = transformers.LlamaConfig(**sizes, num_attention_heads=4, name_or_path="a/folder")
+def run_zero1_sample(tensor_parallel_size: int, pipeline_parallel_size: int) -> tuple[list[float | None], int]:
+    """Losses and number of parameters without decay."""
+    parallel_state.initialize_model_parallel(tensor_parallel_size, pipeline_parallel_size)
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(SIZES, sequence_parallel=True)
+    names = {
+        "AdamW": AdamW,
+        "NeuronZero1Optimizer": NeuronZero1Optimizer,
+        "parallel_state": parallel_state,
+        "flags": SimpleNamespace(lr=1e-2),
+        "no_decay": ["norm"],
+    }
+    pipeline = NxDPPModel(
+        model,
+        LlamaDecoderLayer,
+        num_microbatches=2,
+        auto_partition=True,
+        input_names=["input_ids", "labels"],
+        use_zero1_optimizer=True,
+    )
+    names["param_optimizer"] = list(pipeline.local_named_parameters())
+    exec(ZERO1_OPTIMIZER, names)
+    ids, losses = tokens(8), []
+    for _ in range(3):
+        losses.append(pipeline.run_train(input_ids=ids, labels=ids.roll(-1, dims=1)))
+        names["optimizer"].step()
+        names["optimizer"].zero_grad()
+    parallel_state.destroy_model_parallel()
+    return [loss if loss is None else float(loss) for loss in losses], len(names["optimizer"].param_groups[1]["params"])
+
+
+def test_zero1_sample_trains_in_a_pipeline_as_in_one_process(run_ranks):
+    ((expected, _),) = run_ranks(run_zero1_sample, 1, 1, 1)
+    by_rank = run_ranks(run_zero1_sample, 4, 2, 2)
+
+    assert [losses[0] for losses, _ in by_rank[:2]] == [None, None]
+    for losses, num_without_decay in by_rank[2:]:
+        assert losses == pytest.approx(expected, rel=1e-5)
+        assert num_without_decay > 0
+    assert expected[0] - expected[-1] > 0.01
+
+
+def test_adapter_of_the_lora_samples_is_saved_and_loaded(run_ranks, tmp_path):
+    layout = {
+        "tensor_parallel_size": 2,
+        "pipeline_parallel_size": 2,
+        "pipeline_config": {
+            "transformer_layer_cls": LlamaDecoderLayer,
+            "auto_partition": True,
+            "num_microbatches": 2,
+            "input_names": ["input_ids", "labels"],
+        },
+        "optimizer_config": {"zero_one_enabled": True},
+        "activation_checkpoint_config": "full",
+        "sequence_parallel": True,
+    }
+
+    def adapter(model):
+        return {name: p.detach().clone() for name, p in model.named_parameters() if "lora_" in name}
 
     def run():
-        pipeline = {"auto_partition": True, "num_microbatches": 2}
-        names = {"nxd": nxd, "config": config, "get_model": transformers.LlamaForCausalLM}
-        names["nxd_config"] = nxd.neuronx_distributed_config(pipeline_parallel_size=2, pipeline_config=pipeline)
-        exec(MODEL_WITH_CONFIG, names)
-        exec(SHORTCUTS, names)
-        model = names["model"]
-        return model.name_or_path, model.dtype, model.config.hidden_size, model.run_eval(input_ids=tokens(8)) is None
+        names = {"nxd": nxd, "LoraConfig": LoraConfig, "checkpoint_dir": str(tmp_path), "tag": "step_1"}
+        names["get_model"] = lambda: LlamaForCausalLM(SIZES, sequence_parallel=True)
+        names["filled_in"] = {"enable_lora": True, "lora_rank": 4, "target_modules": ["q_proj", "v_proj"]}
+        exec(SAVED_ADAPTER, names)
+        nxd_config = nxd.neuronx_distributed_config(**layout, lora_config=names["lora_config"])
+        model = nxd.initialize_parallel_model(nxd_config, names["get_model"])
+        optimizer = nxd.initialize_parallel_optimizer(nxd_config, AdamW, model.parameters(), lr=1e-2)
+        ids = tokens(8)
+        model.run_train(input_ids=ids, labels=ids.roll(-1, dims=1))
+        optimizer.step()
+        nxd.save_checkpoint(str(tmp_path), "step_1", model=model)
+        saved, names["filled_in"] = adapter(model), layout
+        exec(LOADED_ADAPTER, names)
+        loaded = adapter(names["model"])
+        nonzero = any(bool(it.any()) for name, it in saved.items() if "lora_B" in name)
+        return nonzero and saved.keys() == loaded.keys() and all(torch.equal(saved[n], loaded[n]) for n in saved)
 
-    first, last = run_ranks(run, 2)
-
-    assert first == ("a/folder", torch.float32, 32, True)
-    assert last == ("a/folder", torch.float32, 32, False)
+    with contextlib.redirect_stdout(io.StringIO()):
+        assert run_ranks(run, 4) == [True] * 4

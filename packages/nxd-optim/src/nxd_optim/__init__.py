@@ -1,6 +1,7 @@
 """ZeRO-1, gradient averaging, exact clipping and mixed precision for training on many ranks."""
 
 from nxd_optim.clip import clip_grad_norm, grad_norm
+from nxd_optim.given_states import give_states
 from nxd_optim.gradient_histogram import (
     LARGEST_EXPONENT,
     SMALLEST_EXPONENT,
@@ -40,6 +41,7 @@ __all__ = [
     "grad_norm",
     "clip_grad_norm",
     "parameter_groups",
+    "give_states",
     "MixedPrecision",
     "resolve_mixed_precision",
     "LossScaler",

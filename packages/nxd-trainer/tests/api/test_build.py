@@ -1,5 +1,7 @@
 """`initialize_parallel_model`: what the config makes of a model."""
 
+import os
+
 import pytest
 import torch
 from nxd_layers import ColumnParallelLinear, CoreAttention, RowParallelLinear
@@ -232,6 +234,41 @@ def test_ranks_take_turns_and_hear_of_a_failure_in_another_turn(run_ranks, llama
     assert torch.equal(first, second)
     assert own == "'weights'"
     assert other == "rank 0 could not make its model: KeyError: 'weights'"
+
+
+def test_every_rank_makes_its_model_also_where_the_launcher_does_not_say_how_many_a_host_has(run_ranks):
+    def run():
+        os.environ.pop("LOCAL_WORLD_SIZE")
+        config = neuronx_distributed_config(model_init_config={"sequential_move_factor": 1})
+        return type(initialize_parallel_model(config, nn.Linear, 1, 1).local_module()).__name__
+
+    assert run_ranks(run, 2) == ["Linear", "Linear"]
+
+
+def test_parameters_that_one_stage_cannot_fill_are_an_error_on_all_ranks(run_ranks, llama_config):
+    def run():
+        config = neuronx_distributed_config(
+            pipeline_parallel_size=2,
+            pipeline_config={
+                "transformer_layer_cls": LlamaDecoderLayer,
+                "auto_partition": True,
+                "input_names": ["input_ids", "labels"],
+            },
+            model_init_config={"meta_device_init": True, "param_init_fn": fill_on_first_stage},
+        )
+        with pytest.raises(Exception, match="no values") as raised:
+            initialize_parallel_model(config, LlamaForCausalLM, llama_config)
+        return type(raised.value), str(raised.value)
+
+    def fill_on_first_stage(module):
+        if get_group("pp").rank == 1:
+            raise KeyError("no values")
+        fill(module)
+
+    assert run_ranks(run, 2) == [
+        (RuntimeError, "rank 1 could not make its stages of the model: KeyError: 'no values'"),
+        (KeyError, "'no values'"),
+    ]
 
 
 def test_model_fn_that_returns_no_model_and_a_config_that_was_spoilt_are_refused(llama_config):

@@ -146,6 +146,17 @@ def test_wrong_argument_is_named(tmp_path, arguments, message):
         load(tmp_path, **arguments)
 
 
+def test_what_is_no_state_of_the_target_is_named(tmp_path):
+    model = nn.Linear(1, 1)
+    save({"model": model.state_dict()}, tmp_path / "saved")
+    torch.save({"model": {"weight": 3, "bias": torch.ones(1)}}, tmp_path / "whole.pt")
+
+    with pytest.raises(CheckpointError, match="no optimizer's state; give model_key="):
+        load(tmp_path / "saved", torch.optim.SGD(model.parameters(), lr=1.0))
+    with pytest.raises(CheckpointError, match="weight is a int; it must be a tensor"):
+        load(tmp_path / "whole.pt", model, sharded=False)
+
+
 def test_other_degrees_are_refused_with_advice(tmp_path):
     for rank in range(2):
         folder = tmp_path / f"tp_rank_{rank:02d}_pp_rank_00"

@@ -134,6 +134,42 @@ def test_without_a_tag_a_folder_of_checkpoints_is_not_overwritten(tmp_path):
     assert load_checkpoint(tmp_path) == 1
 
 
+def test_without_a_tag_nothing_beside_the_checkpoint_is_dropped(tmp_path):
+    for run in ("one", "two"):
+        save_checkpoint(tmp_path / run, user_content=run, num_kept_ckpts=1)
+
+    assert [load_checkpoint(tmp_path / run) for run in ("one", "two")] == ["one", "two"]
+
+
+@pytest.mark.parametrize(
+    ("path", "tag", "message"),
+    [
+        ("", "", "path='' is no folder of checkpoints"),
+        (None, "a", "path=None is no folder"),
+        (b"runs", "a", "path=b'runs' is no folder"),
+        ("runs", 0, "tag=0 is a int; give a string, such as 'step_0'"),
+        ("runs", 7, "tag=7 is a int"),
+    ],
+)
+def test_what_is_no_path_or_tag_is_refused(tmp_path, monkeypatch, path, tag, message):
+    monkeypatch.chdir(tmp_path)
+
+    for call in (save_checkpoint, load_checkpoint):
+        with pytest.raises(CheckpointError, match=message):
+            call(path, tag)
+
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_file_is_no_folder_of_checkpoints(tmp_path):
+    file = tmp_path / "model.pt"
+    file.touch()
+
+    assert not has_checkpoint(file)
+    with pytest.raises(CheckpointError, match=r"model\.pt is a file; give the folder"):
+        load_checkpoint(file)
+
+
 def test_missing_checkpoints_are_errors_that_say_so(tmp_path):
     with pytest.raises(CheckpointError, match="no complete checkpoint"):
         load_checkpoint(tmp_path)
@@ -170,6 +206,34 @@ def test_wrong_argument_is_named_and_nothing_is_written(tmp_path, arguments, mes
         save_checkpoint(tmp_path, "a", **arguments)
 
     assert tags(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"optimizer": {"state": {}}}, "optimizer is a dict; give the optimizer itself"),
+        ({"scheduler": nn.Linear(1, 1).state_dict}, "without load_state_dict"),
+        ({"num_workers": 0}, "num_workers=0"),
+    ],
+)
+def test_what_cannot_be_filled_is_refused_before_anything_is(tmp_path, arguments, message):
+    save_checkpoint(tmp_path, "a", nn.Linear(1, 1))
+    model = nn.Linear(1, 1)
+    before = model.weight.clone()
+
+    with pytest.raises(ValueError, match=message):
+        load_checkpoint(tmp_path, model=model, **arguments)
+
+    assert torch.equal(model.weight, before)
+
+
+def test_names_of_modules_may_have_slashes(tmp_path):
+    saved, other = (nn.ModuleDict({"a/b": nn.Linear(2, 2)}) for _ in range(2))
+    save_checkpoint(tmp_path, "x", saved)
+
+    load_checkpoint(tmp_path, model=other)
+
+    assert torch.equal(other["a/b"].weight, saved["a/b"].weight)
 
 
 def test_checkpoint_dir_str_is_another_name_of_path(tmp_path):

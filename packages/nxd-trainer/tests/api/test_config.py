@@ -70,7 +70,7 @@ def test_all_mistakes_come_in_one_error_with_the_nearest_key():
         neuronx_distributed_config(
             tensor_parallel_size=0,
             tensor_paralel_size=2,
-            pad_model=1,
+            pad_model=2,
             pipeline_config={"num_microbatch": 3, "auto_partition": "yes", "virtual_pipeline_size": 1.5},
             optimizer_config={"zero_one_enable": True, "max_grad_norm": -1},
             activation_checkpoint_config="Full",
@@ -83,7 +83,7 @@ def test_all_mistakes_come_in_one_error_with_the_nearest_key():
     for part in (
         "tensor_parallel_size=0 must be an integer, 1 or more",
         "unknown key 'tensor_paralel_size'; did you mean 'tensor_parallel_size'?",
-        "pad_model=1 must be True or False",
+        "pad_model=2 must be True or False",
         "pipeline_config: unknown key 'num_microbatch'; did you mean 'num_microbatches'?",
         "pipeline_config: auto_partition='yes' must be True or False",
         "pipeline_config: virtual_pipeline_size=1.5 must be an integer",
@@ -111,11 +111,37 @@ def test_all_mistakes_come_in_one_error_with_the_nearest_key():
         ({"optimizer_config": [1]}, r"optimizer_config=\[1\] must be a dict"),
         ({"mixed_precision_config": {"use_fp32_grad_acc": True}}, "needs zero_one_enabled=True"),
         ({"activation_checkpoint_config": nn.Linear(1, 1)}, r"or a module class \(no object of it\)"),
+        ({"activation_checkpoint_config": [None]}, "activation_checkpoint_config=None must be"),
+        ({"pipeline_config": {"pipeline_cuts": 3}}, "pipeline_config: pipeline_cuts=3 must be a list"),
+        ({"pipeline_config": {"pipeline_cuts": "layers.1"}}, "pipeline_cuts='layers.1' must be a list"),
+        ({"pipeline_config": {"leaf_module_cls": "Norm"}}, "leaf_module_cls='Norm' must be a list"),
     ],
 )
 def test_what_cannot_be_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         neuronx_distributed_config(**arguments)
+
+
+def test_zero_and_one_of_a_command_line_are_bools():
+    config = neuronx_distributed_config(
+        sequence_parallel=1,
+        pad_model=0,
+        pipeline_config={"auto_partition": 1, "num_microbatches": 1},
+        optimizer_config={"zero_one_enabled": 1, "max_grad_norm": 1},
+        mixed_precision_config={"use_master_weights": 0},
+    )
+
+    assert config["sequence_parallel"] is config["pipeline_config"]["auto_partition"] is True
+    assert (
+        config["optimizer_config"]["zero_one_enabled"] is config["mixed_precision_config"]["use_fp32_grad_acc"] is True
+    )
+    assert config["pad_model"] is config["mixed_precision_config"]["use_master_weights"] is False
+    assert (config["pipeline_config"]["num_microbatches"], config["optimizer_config"]["max_grad_norm"]) == (1, 1)
+
+
+def test_what_is_no_config_is_refused():
+    with pytest.raises(ValueError, match="nxd_config=None is no config"):
+        initialize_parallel_model(None, nn.Linear, 1, 1)
 
 
 @pytest.mark.parametrize("chosen", [None, "full", nn.Linear, "CoreAttention", [nn.Linear, "Block"]])

@@ -106,6 +106,30 @@ def test_modes_moves_and_functions_reach_the_model(llama_config):
     assert seen[-1] is wrapped.local_module()
 
 
+def test_parts_are_found_by_the_names_that_are_listed(llama_config):
+    wrapped, _ = make(llama_config)
+
+    for name, module in wrapped.named_modules():
+        assert wrapped.get_submodule(name) is module
+    for name, parameter in wrapped.named_parameters():
+        assert wrapped.get_parameter(name) is parameter
+    with pytest.raises(AttributeError, match=r"'model\.head' is no module of the model, or not on this rank"):
+        wrapped.get_submodule("model.head")
+
+
+def test_extra_state_of_a_module_is_in_the_state_dict_as_it_is():
+    class Counter(torch.nn.Linear):
+        def get_extra_state(self):
+            return {"calls": 3}
+
+    wrapped = initialize_parallel_model(neuronx_distributed_config(), Counter, 2, 2)
+
+    state = wrapped.state_dict()
+
+    assert state["_extra_state"] == {"calls": 3}
+    assert not state["weight"].requires_grad
+
+
 def test_state_dict_goes_back_into_another_model(llama_config):
     wrapped, _ = make(llama_config)
     torch.manual_seed(5)
@@ -149,6 +173,7 @@ def test_stage_gives_its_own_part_and_refuses_to_run_alone(run_ranks, llama_conf
         before = model.state_dict()
         loaded = model.load_state_dict(before)
         model.eval()
+        assert all(model.get_parameter(name) is parameter for name, parameter in model.named_parameters())
         return {
             "parameters": [name for name, _ in model.named_parameters()],
             "state": list(before),

@@ -1,5 +1,7 @@
 """`NxDOptimizer`: an ordinary optimizer to schedulers, hooks and scripts, with gradients reduced and clipped."""
 
+import copy
+
 import pytest
 import torch
 from nxd_optim import NeuronZero1Optimizer
@@ -130,6 +132,8 @@ def test_what_is_no_optimizer_class_and_no_parameters_are_refused(model):
         initialize_parallel_optimizer(config, "AdamW", model.parameters())
     with pytest.raises(ValueError, match="no parameters are given"):
         initialize_parallel_optimizer(config, AdamW, [])
+    with pytest.raises(ValueError, match="a parameter group has no 'params', only 'lr'"):
+        initialize_parallel_optimizer(config, AdamW, [{"lr": 0.1}])
 
 
 def test_parameter_without_gradient_on_any_replica_is_left_alone_and_on_some_is_averaged(run_ranks):
@@ -150,6 +154,69 @@ def test_parameter_without_gradient_on_any_replica_is_left_alone_and_on_some_is_
         return torch.equal(used, plain[0]), torch.equal(sometimes, plain[1]), unused.tolist()
 
     assert run_ranks(run, 2) == [(True, True, [1.0, 1.0])] * 2
+
+
+@pytest.mark.parametrize("zero1", [False, True])
+def test_empty_groups_are_kept_and_the_callers_groups_left_alone(model, zero1):
+    config = neuronx_distributed_config(optimizer_config={"zero_one_enabled": zero1})
+    groups = [{"params": []}, {"params": list(model.parameters()), "lr": 0.2}]  # as a stage without embeddings has
+
+    optimizer = initialize_parallel_optimizer(config, SGD, groups, lr=0.1)
+    backward(model)
+    optimizer.step()
+
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.2]
+    assert [group.keys() - {"params"} for group in groups] == [set(), {"lr"}]
+    nothing = initialize_parallel_optimizer(config, SGD, [{"params": []}], lr=0.1)
+    nothing.step()
+
+
+def test_optimizer_that_one_rank_cannot_make_is_an_error_on_all(run_ranks):
+    def run():
+        rank = torch.distributed.get_rank()
+        found = []
+        for zero1 in (False, True):
+            config = neuronx_distributed_config(optimizer_config={"zero_one_enabled": zero1})
+            parameters = [nn.Parameter(torch.ones(2))]
+            with pytest.raises((RuntimeError, ValueError)) as raised:
+                initialize_parallel_optimizer(config, AdamW, parameters, lr=-1.0 if rank else 0.1)
+            found.append(str(raised.value))
+        return found
+
+    other, own = run_ranks(run, 2)
+
+    assert own == ["Invalid learning rate: -1.0"] * 2
+    assert other == ["rank 1 could not make its optimizer: ValueError: Invalid learning rate: -1.0"] * 2
+
+
+def test_parameters_that_are_trained_later_are_averaged_and_clipped_with_the_others(run_ranks):
+    def run():
+        config = neuronx_distributed_config()
+        rank = torch.distributed.get_rank()
+        first, later = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2), requires_grad=False)
+        optimizer = initialize_parallel_optimizer(config, SGD, [first, later], lr=1.0)
+        (first + later).sum().mul(rank + 1).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        later.requires_grad_(True)
+        norms = []
+        for _ in range(2):
+            (first + later).sum().mul(rank + 1).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            norms.append(optimizer.grad_norm.item())
+        return norms, later.tolist()
+
+    by_rank = run_ranks(run, 2)
+
+    assert by_rank[0] == by_rank[1]
+    assert by_rank[0][0] == pytest.approx([3.0, 3.0])  # four gradients of 1.5
+    assert by_rank[0][1] == pytest.approx([0.0, 0.0], abs=1e-5)
+
+
+def test_copy_that_would_reduce_nothing_is_refused(model):
+    with pytest.raises(TypeError, match=r"bound to its parameters and its ranks; keep its state_dict\(\)"):
+        copy.deepcopy(make(model, lr=0.1))
 
 
 def test_master_weights_follow_mixed_precision_config(model):

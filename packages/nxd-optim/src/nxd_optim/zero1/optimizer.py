@@ -317,7 +317,10 @@ class NeuronZero1Optimizer(Optimizer):
 
         Args:
             stored: for a parameter, dtype and shape of each of its states by key, "master_weight" among them; shape ()
-                is a scalar such as "step".
+                is a scalar such as "step". Room is made in the dtype that the optimizer keeps the state in.
+
+        Raises:
+            ValueError: the states are not those of such an optimizer.
         """
         self._check_inited()
         allocate_state(self.parts(), stored, with_masters=self.save_master_weights)

@@ -10,6 +10,7 @@ import torch
 from nxd_state import Box, get_shard_spec
 from torch import Tensor
 
+from nxd_optim.given_states import give_states
 from nxd_optim.zero1.flat_bucket import OwnRange
 from nxd_optim.zero1.flat_ranges import pieces_of_flat_range, whole_spec
 from nxd_optim.zero1.rank_state import Parts
@@ -89,17 +90,19 @@ def allocate_state(parts: Parts, stored: StoredKeys, *, with_masters: bool) -> N
     """
     for bucket, base in parts:
         bucket.mark_masters_stale(p for p in bucket.parameters if not (with_masters and MASTER_KEY in stored(p)))
-        for group in base.param_groups:
-            on_device = bool(group.get("fused") or group.get("capturable"))  # torch then keeps scalars there as well
-            for own in bucket.ranges:
-                if any(own.weight is weight for weight in group["params"]):
-                    base.state[own.weight] = {
-                        key: torch.zeros_like(own.weight, dtype=dtype, requires_grad=False)
-                        if shape
-                        else torch.zeros((), dtype=dtype, device=own.weight.device if on_device else "cpu")
-                        for key, (dtype, shape) in stored(own.parameter).items()
-                        if key != MASTER_KEY
-                    }
+        give_states(base, {own.weight: _zeros(own, stored(own.parameter)) for own in bucket.ranges})
+
+
+def _zeros(own: OwnRange, stored: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> dict[str, Tensor]:
+    """For each state; of a parameter that is a scalar, all have one element, as its range does."""
+    is_scalar = not own.parameter.dim()
+    return {
+        key: torch.zeros_like(own.weight, dtype=dtype, requires_grad=False)
+        if shape or is_scalar
+        else torch.zeros((), dtype=dtype)
+        for key, (dtype, shape) in stored.items()
+        if key != MASTER_KEY
+    }
 
 
 def shards_of_range(parameter: Tensor, start: int, stop: int, flat: Tensor) -> tuple[StateShard, ...]:

@@ -75,7 +75,8 @@ def adapt_model(model: NxDModel, chosen: ChosenAdapters) -> None:
     checkpoint = on_every_rank(coordinator, doing, lambda: nxd_ckpt.open_checkpoint(root, chosen.tag))
     state = on_every_rank(coordinator, doing, lambda: model_state(model.pipeline))
     into = state if has_base(checkpoint.objects) else _adapter_of(lora, state)
-    check_names(checkpoint.tensors, into, further_names(model.pipeline), doing, coordinator, can_be_lax=False)
+    where = f"checkpoint {chosen.tag!r} in {root}"
+    check_names(checkpoint.tensors, into, further_names(model.pipeline), where, coordinator, can_be_lax=False)
     nxd_ckpt.load(root, chosen.tag, into=into, strict=False, convert_dtype=True)
 
 

@@ -16,9 +16,10 @@ from nxd_trainer.api.adapters import adapt_model, choose_adapters
 from nxd_trainer.api.config import ensure_model_parallel
 from nxd_trainer.api.config_checks import complete_config
 from nxd_trainer.api.head_padding import pad_heads, plan_padding
-from nxd_trainer.api.hugging_face import param_init_fn_for, split_if_plain
+from nxd_trainer.api.hugging_face import leave_out_cache, param_init_fn_for, split_if_plain
 from nxd_trainer.api.meta_device import parameters_on_meta
 from nxd_trainer.api.model import NxDModel
+from nxd_trainer.api.together import together
 from nxd_trainer.api.turns import in_turns
 
 
@@ -44,7 +45,7 @@ def initialize_parallel_model(
 
     Raises:
         ValueError: the config has mistakes or does not fit the mesh, or the model does not fit the config.
-        RuntimeError: `model_fn` raised on another rank.
+        RuntimeError: `model_fn` or `param_init_fn` raised on another rank.
         CheckpointError: there is no such checkpoint to take adapters from, or it does not fit.
     """
     config = complete_config(nxd_config)
@@ -56,12 +57,13 @@ def initialize_parallel_model(
         if not isinstance(module, nn.Module):
             raise ValueError(f"model_fn returned a {type(module).__name__}; it must return the model, a torch module")
         module = split_if_plain(module, config)
+        leave_out_cache(module, config)
         if config["pipeline_parallel_size"] == 1:
             materialize(module, param_init_fn_for(module, config))
             move_model_to_device(module, get_device())
         return module
 
-    module = in_turns(make, config["model_init_config"]["sequential_move_factor"])
+    module = in_turns("make its model", make, config["model_init_config"]["sequential_move_factor"])
     _check_sequence_parallel(module, config)
     # What is chosen by names and classes is chosen in the whole model, of which every rank has the outline; what
     # changes tensors is done once they have values, which on the meta device is on their stages only.
@@ -70,9 +72,13 @@ def initialize_parallel_model(
     adapters = choose_adapters(module, config["lora_config"]) if config["lora_config"] is not None else None
     to_recompute = _checkpointed_classes(module, config)
     kept_whole = {*to_recompute, *(type(module.get_submodule(name)) for name in (adapters.layers if adapters else ()))}
-    pipeline = NxDPPModel(module, **_pipeline_arguments(module, config, kept_whole))
-    move_model_to_device(pipeline, get_device())
-    model = NxDModel(module, pipeline, config)
+
+    def cut() -> NxDModel:
+        pipeline = NxDPPModel(module, **_pipeline_arguments(module, config, kept_whole))
+        move_model_to_device(pipeline, get_device())
+        return NxDModel(module, pipeline, config)
+
+    model = together("make its stages of the model", cut)
     if padding is not None:
         pad_heads(model, padding)
     if adapters is not None:

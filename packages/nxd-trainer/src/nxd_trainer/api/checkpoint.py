@@ -27,9 +27,10 @@ from nxd_trainer.api.adapters import (
     weights_to_save,
     write_description,
 )
+from nxd_trainer.api.agreement import agree
 from nxd_trainer.api.aliases import accept_aliases
 from nxd_trainer.api.checkpoint_names import check_names
-from nxd_trainer.api.checkpoint_tags import check_kept, choose_tag, find_checkpoint
+from nxd_trainer.api.checkpoint_tags import check_kept, choose_tag, find_checkpoint, is_untagged
 from nxd_trainer.api.folders import on_every_host
 from nxd_trainer.api.legacy_checkpoint import load_legacy_checkpoint
 from nxd_trainer.api.optimizer_dict import dict_state, holds_dict_state, read_dict_state
@@ -41,8 +42,9 @@ from nxd_trainer.api.optimizer_settings import (
     match_settings,
 )
 from nxd_trainer.api.pending_save import FINISHING, finalize_checkpoint, keep_newest, note_save
+from nxd_trainer.api.replicas import is_first_replica
 from nxd_trainer.api.stored_values import holds_value, pack_values, unpack_value
-from nxd_trainer.api.unwrap import adapters_of, further_names, plain_model, plain_optimizer
+from nxd_trainer.api.unwrap import adapters_of, buffer_names, further_names, plain_model, plain_optimizer
 from nxd_trainer.checkpoint import (
     OPTIMIZER_PREFIX,
     CheckpointState,
@@ -103,50 +105,60 @@ def save_checkpoint(
     """Save a checkpoint that is complete or not there at all. Called by all ranks.
 
     A checkpoint of the same tag is replaced; it stays valid until the new one is complete. A save waits for the one in
-    the background before it. `num_workers` and `use_xser` are checked and change nothing: every rank writes its own
-    tensors one at a time in any case, and the files open with safetensors.
+    the background before it. `num_workers` and `use_xser` change nothing: every rank writes its own tensors one at a
+    time in any case, and the files open with safetensors.
 
     Args:
         path: the folder of the checkpoints, or a URL such as "s3://bucket/runs"; `checkpoint_dir_str` is another name.
         tag: this checkpoint's name. Without one, `path` itself becomes the checkpoint.
-        model: any module, `NxDModel` or `NxDPPModel`; one with adapters is saved as its `LoraConfig` says.
+        model: any module, `NxDModel` or `NxDPPModel`; one with adapters is saved as its `LoraConfig` says. Buffers are
+            those of the first replica.
         optimizer: saved by the names of the model's parameters. A `state_dict`, or an optimizer without a model, is
             saved as each rank has it, and loads at the same degrees only.
         scheduler: anything with a `state_dict()`.
         user_content: plain values and tensors; rank 0's counts.
         num_workers: 1 to 32.
         use_xser: as the existing library's.
-        num_kept_ckpts: how many of the newest stay; None or -1: all. Applied once this one is complete.
+        num_kept_ckpts: how many of the newest in `path` stay; None or -1: all. Applied once this one is complete, and
+            without a tag not at all.
         async_save: return when the tensors are copied, and write them in the background; see `finalize_checkpoint`.
         zero1_optimizer: `optimizer` is the `state_dict` of a ZeRO-1 optimizer, different on each replica.
         nxd_config: taken for scripts that give it.
 
     Raises:
-        ValueError: an argument is wrong, or something could only be read back by running code; nothing was written.
+        ValueError: an argument is wrong or not the same on all ranks, or something could only be read back by running
+            code; nothing was written.
         CheckpointError: a rank could not write, or the save in the background before has failed; on all ranks.
     """
     coordinator = coordinator_for(None)
     finalize_checkpoint()
-    checking = "checking the arguments of save_checkpoint"
-    on_every_rank(coordinator, checking, lambda: _check_workers(num_workers), error_type=ValueError)
-    on_every_rank(coordinator, checking, lambda: _check_subjects(model, optimizer, scheduler), error_type=ValueError)
-    num_kept = on_every_rank(coordinator, checking, lambda: check_kept(num_kept_ckpts), error_type=ValueError)
+
+    def describe_call() -> dict[str, object]:
+        _check_workers(num_workers)
+        kept = check_kept(num_kept_ckpts)
+        subjects = _describe_subjects(model, optimizer, scheduler)
+        return {**subjects, "num_kept_ckpts": kept, "async_save": async_save, "zero1_optimizer": zero1_optimizer}
+
+    agree(coordinator, "checking the arguments of save_checkpoint", describe_call)
     root, name = on_rank_zero(coordinator, "choosing the tag of a checkpoint", lambda: choose_tag(path, tag))
     doing = f"preparing checkpoint {name!r}"
     subjects = _subjects(model, optimizer)
     names = on_every_rank(coordinator, doing, lambda: subjects.names, error_type=ValueError)
     settings = gather_settings(names, subjects.optimizer) if subjects.optimizer is not None and names else None
-    values = {
-        _SETTINGS: settings,
-        _SCHEDULER: None if scheduler is None else scheduler.state_dict(),
-        _USER_CONTENT: user_content,
-        OBJECT_KEY: describe_adapter(subjects.lora),
-    }
-    objects, extra = on_every_rank(coordinator, doing, lambda: pack_values(values), error_type=ValueError)
+    adapter = describe_adapter(subjects.lora)
+
+    def pack() -> tuple[dict[str, Any], dict[str, bytes]]:
+        schedule = None if scheduler is None else scheduler.state_dict()
+        return pack_values(
+            {_SETTINGS: settings, _SCHEDULER: schedule, _USER_CONTENT: user_content, OBJECT_KEY: adapter}
+        )
+
+    objects, extra = on_every_rank(coordinator, doing, pack, error_type=ValueError)
 
     def finish() -> None:
-        write_description(values[OBJECT_KEY], subjects.lora, root, name)
-        keep_newest(root, num_kept)
+        write_description(adapter, subjects.lora, root, name)
+        if not is_untagged(tag):  # else what lies beside this one is of other runs
+            keep_newest(root, check_kept(num_kept_ckpts))
 
     with weights_to_save(subjects.lora, coordinator, doing):
         state = on_every_rank(
@@ -192,38 +204,45 @@ def load_checkpoint(
         model: the model to fill.
         optimizer: the optimizer to fill, together with `model`.
         scheduler: its `load_state_dict` is called.
-        num_workers: checked only; each rank reads what it needs.
+        num_workers: 1 to 32; each rank reads what it needs in any case.
         strict: the checkpoint's model must have the same names as this one. Otherwise what both have is loaded.
 
     Returns:
         The user content, None if there is none.
 
     Raises:
-        ValueError: an argument is wrong.
+        ValueError: an argument is wrong, or not the same on all ranks.
         CheckpointError: there is no such checkpoint, it does not fit, is damaged, or asks to run code; on all ranks.
     """
     coordinator = coordinator_for(None)
     finalize_checkpoint()
-    checking = "checking the arguments of load_checkpoint"
-    on_every_rank(coordinator, checking, lambda: _check_workers(num_workers), error_type=ValueError)
-    on_every_rank(coordinator, checking, lambda: _check_subjects(model, optimizer, scheduler), error_type=ValueError)
-    found = on_rank_zero(coordinator, f"loading from {os.fspath(path)}", lambda: find_checkpoint(path, tag))
+
+    def describe_call() -> dict[str, object]:
+        _check_workers(num_workers)
+        if isinstance(optimizer, Mapping):
+            raise ValueError("optimizer is a dict; give the optimizer itself, which is filled")
+        if scheduler is not None and not hasattr(scheduler, "load_state_dict"):
+            raise ValueError(f"scheduler is a {type(scheduler).__name__} without load_state_dict; leave it out")
+        return {**_describe_subjects(model, optimizer, scheduler), "strict": bool(strict)}
+
+    agree(coordinator, "checking the arguments of load_checkpoint", describe_call)
+    found = on_rank_zero(coordinator, f"loading from {path}", lambda: find_checkpoint(path, tag))
     subjects = _subjects(model, optimizer)
     if found.layout != "nxd":
         with on_every_host(found.folder, coordinator) as folder:
             return load_legacy_checkpoint(
                 found, folder, subjects.model, subjects.optimizer, scheduler, adapters=subjects.lora, strict=strict
             )
-    doing = f"loading checkpoint {found.tag!r} from {found.root}"
+    where, doing = f"checkpoint {found.tag!r} in {found.root}", f"loading checkpoint {found.tag!r} from {found.root}"
     checkpoint = on_every_rank(coordinator, doing, lambda: nxd_ckpt.open_checkpoint(found.root, found.tag))
     wants_scheduler = scheduler is not None
     values = on_every_rank(coordinator, doing, lambda: _read_values(checkpoint, subjects, scheduler=wants_scheduler))
     objects = checkpoint.objects
     into = on_every_rank(
-        coordinator, doing, lambda: wanted_tensors(subjects.lora, objects, _model_tensors(subjects), doing)
+        coordinator, doing, lambda: wanted_tensors(subjects.lora, objects, _model_tensors(subjects), where)
     )
     if strict and subjects.model is not None:
-        check_names(checkpoint.tensors, into, further_names(subjects.model), doing, coordinator)
+        check_names(checkpoint.tensors, into, further_names(subjects.model), where, coordinator)
     into = {name: tensor for name, tensor in into.items() if name in checkpoint.tensors}
     into |= on_every_rank(coordinator, doing, lambda: _make_room(checkpoint, subjects, values))
     nxd_ckpt.load(found.root, found.tag, into=into, strict=False, convert_dtype=True)
@@ -245,8 +264,12 @@ def _check_workers(num_workers: int) -> None:
         raise ValueError(f"num_workers={num_workers!r} is not a number of workers; use 1 to {MAX_WORKERS}")
 
 
-def _check_subjects(model: object, optimizer: object, scheduler: object) -> None:
-    """Raise ValueError before anything is written or filled."""
+def _describe_subjects(model: object, optimizer: object, scheduler: object) -> dict[str, object]:
+    """Which there are, once it is sure that they can be saved; no two ranks may differ in it.
+
+    Raises:
+        ValueError: one of them is no such thing.
+    """
     if not isinstance(model, nn.Module | None):
         raise ValueError(
             f"model is a {type(model).__name__}; give the module itself, whose tensors say how they are cut"
@@ -255,6 +278,8 @@ def _check_subjects(model: object, optimizer: object, scheduler: object) -> None
         raise ValueError(f"optimizer is a {type(optimizer).__name__}; give the optimizer, or its state_dict")
     if scheduler is not None and not hasattr(scheduler, "state_dict"):
         raise ValueError(f"scheduler is a {type(scheduler).__name__} without state_dict; give a scheduler or None")
+    kind = None if optimizer is None else "a state_dict" if isinstance(optimizer, Mapping) else "an optimizer"
+    return {"model": None if model is None else "a model", "optimizer": kind}
 
 
 def _model_tensors(subjects: _Subjects) -> CheckpointState:
@@ -263,6 +288,9 @@ def _model_tensors(subjects: _Subjects) -> CheckpointState:
 
 def _tensors_to_save(subjects: _Subjects, optimizer: object, *, zero1: bool) -> CheckpointState:
     state = _model_tensors(subjects)
+    if subjects.model is not None and not is_first_replica():  # statistics of batches differ between replicas
+        buffers = buffer_names(subjects.model)
+        state = {name: tensor for name, tensor in state.items() if name not in buffers}
     if subjects.model is not None and subjects.optimizer is not None:
         state |= optimizer_state(subjects.model, subjects.optimizer)
     elif subjects.optimizer is not None:

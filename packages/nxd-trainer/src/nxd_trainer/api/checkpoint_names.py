@@ -4,12 +4,15 @@ from collections.abc import Iterable
 
 from nxd_ckpt import CheckpointError, Coordinator
 
+from nxd_trainer.api.optimizer_dict import PREFIX as DICT_PREFIX
+from nxd_trainer.checkpoint import OPTIMIZER_PREFIX
+
 _SHOWN = 8
 
 
 def is_model_name(name: str) -> bool:
-    """Whether a checkpoint's tensor is of the model; all others have a slash in their names."""
-    return "/" not in name
+    """Whether a checkpoint's tensor is of the model, and not of an optimizer."""
+    return not name.startswith((OPTIMIZER_PREFIX, DICT_PREFIX))
 
 
 def check_names(

@@ -39,38 +39,43 @@ class Found:
         return os.path.join(self.root, self.tag) if self.tag else self.root
 
 
-def split_path(path: str | os.PathLike[str]) -> tuple[str, str]:
-    """Folder and tag of a path that names the checkpoint itself."""
-    text = os.fspath(path).rstrip("/")
-    if "://" not in text:
-        return os.path.split(os.path.abspath(text))
-    root, _, tag = text.rpartition("/")
-    return root, tag
-
-
 def choose_tag(path: str | os.PathLike[str], tag: str) -> tuple[str, str]:
     """Folder and tag to save to; without a tag, the path itself is to become the checkpoint.
 
     Raises:
-        ValueError: there is no tag, and the path holds checkpoints.
+        ValueError: path or tag is none, or there is no tag, and the path holds checkpoints.
     """
-    if tag:
-        return os.fspath(path), tag
-    tags = [info.tag for info in nxd_ckpt.list_checkpoints(path)]
+    folder = _folder(path)
+    if not is_untagged(tag):
+        return folder, tag
+    tags = [info.tag for info in nxd_ckpt.list_checkpoints(folder)]
     if tags:
-        raise ValueError(f"{os.fspath(path)} holds the checkpoints {', '.join(tags[-3:])}; give tag= for a new one")
-    return split_path(path)
+        raise ValueError(f"{folder} holds the checkpoints {', '.join(tags[-3:])}; give tag= for a new one")
+    return _split(folder)
+
+
+def is_untagged(tag: str | None) -> bool:
+    """Whether the path itself is meant, or the newest checkpoint in it.
+
+    Raises:
+        ValueError: it is no tag, such as a number: 0 is not to be taken for none.
+    """
+    if not isinstance(tag, str | None):
+        raise ValueError(f"tag={tag!r} is a {type(tag).__name__}; give a string, such as 'step_{tag}'")
+    return not tag
 
 
 def find_checkpoint(path: str | os.PathLike[str], tag: str | None) -> Found:
     """The checkpoint of this tag, or the newest complete one, or the one that the path itself names.
 
     Raises:
-        ValueError: the tag is not allowed.
+        ValueError: the path or the tag is not allowed.
         CheckpointError: there is none.
     """
-    root = os.fspath(path).removeprefix("file://")
-    if tag:
+    root = _folder(path).removeprefix("file://")
+    if os.path.isfile(root):
+        raise CheckpointError(f"{root} is a file; give the folder that checkpoints were saved to")
+    if tag is not None and not is_untagged(tag):
         return _of_tag(root, tag)
     newest = nxd_ckpt.latest(root)
     if newest is not None:
@@ -80,11 +85,11 @@ def find_checkpoint(path: str | os.PathLike[str], tag: str | None) -> Found:
     legacy = _complete_tags(root)
     if legacy:
         return Found(root, max(legacy, key=lambda name: _legacy_age(root, name)), "v2")
-    parent, name = split_path(root)
-    if name in [info.tag for info in nxd_ckpt.list_checkpoints(parent)]:
-        return Found(parent, name, "nxd")
+    parent, name = _split(root)
     if name and _is_complete(parent, name):
         return Found(parent, name, "v2")
+    if name and _is_own(parent, name):
+        return Found(parent, name, "nxd")
     raise CheckpointError(
         f"there is no complete checkpoint in {root}; give the folder that checkpoints were saved to, or ask "
         "has_checkpoint first"
@@ -106,7 +111,7 @@ def delete_checkpoint(path: str | os.PathLike[str]) -> None:
     Raises:
         CheckpointError: there is no such checkpoint, or it is pinned.
     """
-    nxd_ckpt.delete(*split_path(path))
+    nxd_ckpt.delete(*_split(_folder(path)))
 
 
 def check_kept(num_kept_ckpts: int | None) -> int:
@@ -121,12 +126,35 @@ def check_kept(num_kept_ckpts: int | None) -> int:
     return kept
 
 
+def _folder(path: str | os.PathLike[str]) -> str:
+    folder = os.fspath(path) if isinstance(path, str | os.PathLike) else None
+    if not isinstance(folder, str) or not folder:
+        raise ValueError(f"path={path!r} is no folder of checkpoints; give a path or a URL")
+    return folder
+
+
+def _split(path: str) -> tuple[str, str]:
+    """Folder and tag of a path that names the checkpoint itself."""
+    if "://" not in path:
+        return os.path.split(os.path.abspath(path))
+    root, _, tag = path.rstrip("/").rpartition("/")
+    return root, tag
+
+
 def _of_tag(root: str, tag: str) -> Found:
     if "/" not in tag and _is_complete(root, tag):
         return Found(root, tag, "v2")
     if "/" not in tag and _is_v1(os.path.join(root, tag)):
         return Found(os.path.join(root, tag), "", "v1")
     return Found(root, nxd_ckpt.open_checkpoint(root, tag).tag, "nxd")
+
+
+def _is_own(root: str, tag: str) -> bool:
+    try:
+        nxd_ckpt.open_checkpoint(root, tag)
+    except (CheckpointError, ValueError):  # the folder's name may be no tag
+        return False
+    return True
 
 
 def _is_v1(folder: str) -> bool:

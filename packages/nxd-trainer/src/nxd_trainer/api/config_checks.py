@@ -28,18 +28,23 @@ OPTIMIZER_DEFAULTS: dict[str, Any] = {"zero_one_enabled": False, "grad_clipping"
 MODEL_INIT_DEFAULTS: dict[str, Any] = {"sequential_move_factor": 11, "meta_device_init": False, "param_init_fn": None}
 LARGEST_MOVE_FACTOR = 32
 
+_LISTS_IN_PIPELINE = ("pipeline_cuts", "input_names", "leaf_module_cls", "autowrap_functions", "autowrap_modules")
+
 
 def complete_config(given: Mapping[str, Any]) -> dict[str, Any]:
     """A new config with all keys, checked; what is complete already comes out equal.
 
     Args:
-        given: any of the keys; also a config that a script has changed since it was made. It is left as it is.
+        given: any of the keys; also a config that a script has changed since it was made. It is left as it is. For a
+            bool, 0 and 1 will do, which many scripts have from their command line.
 
     Raises:
         ValueError: every mistake, in one error.
     """
+    if not isinstance(given, Mapping):
+        raise ValueError(f"nxd_config={given!r} is no config; give what neuronx_distributed_config returned")
     mistakes = _unknown_keys("", given, DEFAULTS)
-    config = DEFAULTS | {key: value for key, value in given.items() if key in DEFAULTS}
+    config = DEFAULTS | _with_bools({key: value for key, value in given.items() if key in DEFAULTS}, DEFAULTS)
     for name, defaults in (("optimizer_config", OPTIMIZER_DEFAULTS), ("model_init_config", MODEL_INIT_DEFAULTS)):
         config[name] = _section(name, config[name], defaults, mistakes)
     if config["pipeline_config"] is not None:
@@ -72,8 +77,19 @@ def _section(name: str, value: Any, defaults: Mapping[str, Any], mistakes: list[
         mistakes.append(f"{name}={value!r} must be a dict")
         value = None
     given = dict(value or {})
-    mistakes += _unknown_keys(f"{name}: ", given, defaults or pipeline_arguments())
-    return dict(defaults) | given
+    known = defaults or pipeline_arguments()
+    mistakes += _unknown_keys(f"{name}: ", given, known)
+    return dict(defaults) | _with_bools(given, known)
+
+
+def _with_bools(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The same with 0 and 1 as bools where a bool is the default."""
+
+    def as_bool(key: str, value: Any) -> Any:
+        is_bool = isinstance(defaults.get(key), bool) and type(value) is int and value in (0, 1)
+        return bool(value) if is_bool else value
+
+    return {key: as_bool(key, value) for key, value in given.items()}
 
 
 def _unknown_keys(where: str, given: Mapping[str, Any], known: Collection[str]) -> list[str]:
@@ -101,7 +117,7 @@ def _mistakes_in_checkpointing(chosen: Any) -> list[str]:
         if isinstance(part, str):
             if part != "full" and difflib.get_close_matches(part.lower(), ["full"], cutoff=0.7):
                 mistakes.append(f"activation_checkpoint_config={part!r} is not known; did you mean 'full'?")
-        elif part is not None and not (isinstance(part, type) and issubclass(part, nn.Module)):
+        elif chosen is not None and not (isinstance(part, type) and issubclass(part, nn.Module)):
             mistakes.append(
                 f"activation_checkpoint_config={part!r} must be 'full', None, or a module class (no object of it)"
             )
@@ -148,6 +164,7 @@ def _mistakes_in_pipeline(config: Mapping[str, Any]) -> list[str]:
             mistakes += _not_bool(where + key, section[key])
         elif key in section and isinstance(default, int):
             mistakes += _not_positive(where + key, section[key])
+    mistakes += [m for key in _LISTS_IN_PIPELINE for m in _not_list(where + key, section.get(key))]
     for pair in (("pipeline_cuts", "auto_partition"), ("return_mb_loss", "broadcast_and_average_loss")):
         if all(section.get(key) for key in pair):
             mistakes.append(f"{where}{pair[0]} and {pair[1]} exclude each other; choose one")
@@ -171,9 +188,10 @@ def _mixed_precision(config: Mapping[str, Any], mistakes: list[str]) -> dict[str
     if given is not None and not isinstance(given, Mapping):
         mistakes.append(f"mixed_precision_config={given!r} must be a dict")
         return {}
+    chosen = _with_bools(given or {}, dict.fromkeys(given or {}, False))
     try:
         zero_one_enabled = config["optimizer_config"]["zero_one_enabled"] is True
-        return asdict(resolve_mixed_precision(given, zero_one_enabled=zero_one_enabled))
+        return asdict(resolve_mixed_precision(chosen, zero_one_enabled=zero_one_enabled))
     except ValueError as error:
         mistakes.append(str(error))
         return {}
@@ -181,6 +199,11 @@ def _mixed_precision(config: Mapping[str, Any], mistakes: list[str]) -> dict[str
 
 def _not_bool(name: str, value: Any) -> list[str]:
     return [] if isinstance(value, bool) else [f"{name}={value!r} must be True or False"]
+
+
+def _not_list(name: str, value: Any) -> list[str]:
+    is_list = value is None or (isinstance(value, Collection) and not isinstance(value, str))
+    return [] if is_list else [f"{name}={value!r} must be a list"]
 
 
 def _not_positive(name: str, value: Any) -> list[str]:

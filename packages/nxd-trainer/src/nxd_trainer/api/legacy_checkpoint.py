@@ -86,7 +86,8 @@ def load_legacy_checkpoint(
         CheckpointError: it is incomplete or damaged, does not fit, or asks to run code; on all ranks.
     """
     coordinator = coordinator_for(None)
-    doing = f"loading checkpoint {found.folder} of the existing library"
+    where = f"checkpoint {found.folder} of the existing library"
+    doing = f"loading {where}"
     user_content = on_every_rank(coordinator, doing, lambda: _read_user_content(folder))
     files = on_every_rank(coordinator, doing, lambda: _files(found.layout, folder))
     if model is None:
@@ -107,9 +108,9 @@ def load_legacy_checkpoint(
             return open_neuronx(folder, sharding=sharding, parameter_names=names)
 
     source = on_every_rank(coordinator, doing, open_source)
-    own = on_every_rank(coordinator, doing, lambda: wanted_tensors(adapters, {}, model_state(model), doing))
+    own = on_every_rank(coordinator, doing, lambda: wanted_tensors(adapters, {}, model_state(model), where))
     if strict:
-        check_names(source.tensors, own, further_names(model), doing, coordinator)
+        check_names(source.tensors, own, further_names(model), where, coordinator)
     objects = source.objects
     on_every_rank(coordinator, doing, lambda: _check_objects(objects, optimizer, scheduler))
     into = {name: tensor for name, tensor in own.items() if name in source.tensors}

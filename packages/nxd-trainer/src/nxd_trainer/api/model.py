@@ -154,13 +154,25 @@ class NxDModel(nn.Module):
         """The modules directly below the model, as far as they are on this rank."""
         return ((name, module) for name, module in self.named_modules() if name and "." not in name)
 
+    def get_submodule(self, target: str) -> nn.Module:  # get_parameter() and get_buffer() look in it
+        """The module of this rank with a name of `named_modules`.
+
+        Raises:
+            AttributeError: there is none, or it is on another rank.
+        """
+        for name, module in self.named_modules():
+            if name == target:
+                return module
+        raise AttributeError(f"{target!r} is no module of the model, or not on this rank; named_modules() has those")
+
     def state_dict(  # type: ignore[override]
         self, *, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Any]:
         """This rank's parameters and persistent buffers by name; see `torch.nn.Module.state_dict`."""
         found: dict[str, Any] = {} if destination is None else destination
         state = self.pipeline.local_state_dict() if self._is_cut else self._stages[0].state_dict(keep_vars=True)
-        found.update({prefix + name: value if keep_vars else value.detach() for name, value in state.items()})
+        for name, value in state.items():  # a module's extra state may be anything
+            found[prefix + name] = value.detach() if isinstance(value, Tensor) and not keep_vars else value
         return found
 
     def load_state_dict(

@@ -1,6 +1,6 @@
 """`NxDOptimizer`: an ordinary optimizer whose step reduces and clips gradients as the mesh needs it."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from nxd_trainer.api.config import ensure_model_parallel
 from nxd_trainer.api.config_checks import complete_config
+from nxd_trainer.api.together import together
 
 
 def initialize_parallel_optimizer(
@@ -35,25 +36,33 @@ def initialize_parallel_optimizer(
 
     Raises:
         ValueError: the config has mistakes or does not fit the mesh, or the parameters differ between replicas.
+        RuntimeError: the optimizer could not be made on another rank.
     """
     config = complete_config(nxd_config)
     ensure_model_parallel(config)
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
         raise ValueError(f"optimizer_class={optimizer_class!r} must be a class of torch optimizers, such as AdamW")
-    groups = list(parameters)
     options = config["optimizer_config"]
     max_norm = float(options["max_grad_norm"]) if options["grad_clipping"] else None
-    if not options["zero_one_enabled"]:
-        return NxDOptimizer(optimizer_class(groups, **defaults), config, max_norm=max_norm)
-    precision = MixedPrecision(**config["mixed_precision_config"])
-    optimizer = NeuronZero1Optimizer(
-        groups,
-        optimizer_class,
-        grad_clipping=max_norm is not None,
-        max_norm=max_norm,
-        **precision.zero1_arguments(_first_parameter(groups).dtype),
-        **defaults,
-    )
+
+    def make() -> Optimizer:
+        groups = _listed(parameters)
+        if not options["zero_one_enabled"]:
+            return optimizer_class(groups, **defaults)
+        precision = MixedPrecision(**config["mixed_precision_config"])
+        return NeuronZero1Optimizer(
+            groups,
+            optimizer_class,
+            grad_clipping=max_norm is not None,
+            max_norm=max_norm,
+            lazy_init=True,
+            **precision.zero1_arguments(_first_dtype(groups)),
+            **defaults,
+        )
+
+    optimizer = together("make its optimizer", make)
+    if isinstance(optimizer, NeuronZero1Optimizer):
+        optimizer.init_zero()  # communicates, unlike what a rank may be alone in failing at
     return NxDOptimizer(optimizer, config, max_norm=max_norm)
 
 
@@ -82,6 +91,9 @@ class NxDOptimizer(Optimizer):
         self._max_norm = max_norm
         self._grad_norm: Tensor | None = None
         self._reducer = None if isinstance(optimizer, NeuronZero1Optimizer) else GradientReducer(self._parameters())
+
+    def __getstate__(self) -> dict[str, Any]:  # behind copies and pickles
+        raise TypeError("an NxDOptimizer is bound to its parameters and its ranks; keep its state_dict() instead")
 
     def __getattr__(self, name: str) -> Any:  # param_groups, state, defaults, hooks ...
         if name == "optimizer":  # not set yet, as in a copy
@@ -131,40 +143,61 @@ class NxDOptimizer(Optimizer):
         """Add parameters with settings of their own; on all ranks."""
         self.optimizer.add_param_group(param_group)
         if self._reducer is not None:
-            self._reducer.close()
-            self._reducer = GradientReducer(self._parameters())
+            self._reducer = self._renewed(self._reducer)
 
     def _parameters(self) -> list[Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
+    def _renewed(self, reducer: GradientReducer) -> GradientReducer:
+        reducer.close()
+        return GradientReducer(self._parameters())
+
     def _reduce_and_clip(self, reducer: GradientReducer) -> None:
-        used = _used_anywhere(reducer.parameters)
+        used = _used_anywhere(self._parameters())
+        if not used.issubset(reducer.parameters):  # some were frozen until now
+            reducer = self._reducer = self._renewed(reducer)
         reducer.finish()
-        for parameter, is_used in zip(reducer.parameters, used, strict=True):
-            if not is_used:
+        for parameter in reducer.parameters:
+            if parameter not in used:
                 parameter.grad = None
-        trained = [parameter for parameter in reducer.parameters if parameter.grad is not None]
+        trained = [parameter for parameter in reducer.parameters if parameter in used]
         reduce_sequence_parallel_gradients(trained)
         if self._max_norm is not None:
             self._grad_norm = clip_grad_norm(trained, self._max_norm)
 
 
-def _used_anywhere(parameters: list[Tensor]) -> list[bool]:
-    """Which parameters have a gradient on some replica or some tensor-parallel rank."""
-    used = [parameter.grad is not None for parameter in parameters]
+def _used_anywhere(parameters: Sequence[Tensor]) -> set[Tensor]:
+    """Those that train and have a gradient on some replica or some tensor-parallel rank."""
+    used = [parameter.requires_grad and parameter.grad is not None for parameter in parameters]
     for axes in (("dp", "cp"), ("tp",)):
         group = active_group(*axes)
         if group.size > 1 and parameters:
             counts = torch.tensor(used, dtype=torch.float32, device=transport_device(group))
             used = [count > 0 for count in all_reduce_(counts, group).tolist()]
-    return used
+    return {parameter for parameter, is_used in zip(parameters, used, strict=True) if is_used}
 
 
-def _first_parameter(groups: list[Any]) -> Tensor:
+def _listed(parameters: Iterable[Any]) -> list[Any]:
+    """Parameters or groups of them as lists that may be read twice; the caller's groups are left alone."""
+
+    def listed(group: Any) -> Any:
+        if not isinstance(group, dict):
+            return group
+        if "params" not in group:
+            raise ValueError(f"a parameter group has no 'params', only {', '.join(map(repr, group)) or 'nothing'}")
+        inside = group["params"]
+        return group | {"params": [inside] if isinstance(inside, Tensor) else list(inside)}
+
+    return [listed(group) for group in parameters]
+
+
+def _first_dtype(groups: Sequence[Any]) -> torch.dtype:
+    """Of the first parameter, torch's default if all groups are empty, as on a stage without trained parameters."""
     if not groups:
         raise ValueError("no parameters are given; pass model.parameters(), or groups of them")
-    first = groups[0]
-    if isinstance(first, dict):
-        inside = first["params"] = first["params"] if isinstance(first["params"], Tensor) else list(first["params"])
-        return _first_parameter([inside] if isinstance(inside, Tensor) else inside)
-    return first[1] if isinstance(first, tuple) else first
+    inside = (it for group in groups for it in (group["params"] if isinstance(group, dict) else [group]))
+    first = next(inside, None)
+    if first is None:
+        return torch.get_default_dtype()
+    parameter: Tensor = first[1] if isinstance(first, tuple) else first
+    return parameter.dtype

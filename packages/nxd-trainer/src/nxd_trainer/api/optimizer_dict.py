@@ -14,6 +14,7 @@ from nxd_ckpt.interop.safe_pickle import load_torch_stream
 from nxd_state import active_group
 from torch import Tensor
 
+from nxd_trainer.api.replicas import is_first_replica
 from nxd_trainer.api.stored_values import check_readable
 
 PREFIX = "optimizer_state_dict/"
@@ -29,7 +30,7 @@ def dict_state(state: Mapping[str, Any], *, zero1: bool) -> dict[str, Tensor]:
     Raises:
         ValueError: it holds what could only be read by running code.
     """
-    if not zero1 and (active_group("dp").rank or active_group("cp").rank):
+    if not zero1 and not is_first_replica():
         return {}
     stream = io.BytesIO()
     torch.save(state, stream)

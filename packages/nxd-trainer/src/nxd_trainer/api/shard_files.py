@@ -21,8 +21,10 @@ from nxd_state import active_group
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from nxd_trainer.api.agreement import agree
 from nxd_trainer.api.aliases import accept_aliases
 from nxd_trainer.api.checkpoint_names import check_names
+from nxd_trainer.api.replicas import is_first_replica
 from nxd_trainer.api.stored_values import check_readable
 from nxd_trainer.api.unwrap import further_names, plain_model
 from nxd_trainer.checkpoint import CheckpointState, model_state
@@ -48,15 +50,19 @@ def save(
         down_cast_bf16: write float32 and float64 tensors as bfloat16.
 
     Raises:
-        ValueError: something could only be read back by running code; nothing was written.
+        ValueError: something could only be read back by running code, or ranks disagree; nothing was written.
         CheckpointError: a rank could not write; on all ranks.
     """
     coordinator = coordinator_for(None)
     tp, pp = active_group("tp"), active_group("pp")
     folder = os.fspath(save_dir)
     doing = f"saving to {folder}"
-    on_every_rank(coordinator, doing, lambda: _check_plain(state_dict), error_type=ValueError)
-    is_first_replica = not (active_group("dp").rank or active_group("cp").rank)
+
+    def describe_call() -> dict[str, object]:
+        _check_plain(state_dict)
+        return {"save_serially": bool(save_serially)}
+
+    agree(coordinator, "checking the arguments of parallel_layers.save", describe_call)
 
     def write() -> None:
         path = os.path.join(folder, v1_name(Rank(pp.rank, 0, tp.rank, 0)))
@@ -66,7 +72,7 @@ def save(
     num_turns = tp.size * pp.size if save_serially else 1
     own_turn = pp.rank * tp.size + tp.rank if save_serially else 0
     for turn in range(num_turns):
-        on_every_rank(coordinator, doing, write if is_first_replica and turn == own_turn else _wait_for_others)
+        on_every_rank(coordinator, doing, write if is_first_replica() and turn == own_turn else _wait_for_others)
 
 
 @accept_aliases(chkpt_path="load_dir", model="model_or_optimizer")
@@ -91,17 +97,24 @@ def load(
         What was saved, without what has gone into the model or optimizer.
 
     Raises:
+        ValueError: `sharded=False` without a model, or the ranks call it differently.
         CheckpointError: it is missing, damaged, of other degrees, does not fit, or asks to run code; on all ranks.
     """
     coordinator = coordinator_for(None)
     doing = f"loading from {os.fspath(load_dir)}"
     target = plain_model(model_or_optimizer) if isinstance(model_or_optimizer, nn.Module) else model_or_optimizer
+
+    def describe_call() -> dict[str, object]:
+        given = None if target is None else "a model or an optimizer"
+        return {"model_or_optimizer": given, "sharded": bool(sharded)}
+
+    agree(coordinator, "checking the arguments of parallel_layers.load", describe_call)
     if not sharded:
         model = on_every_rank(coordinator, doing, lambda: _as_module(target), error_type=ValueError)
         content = on_every_rank(coordinator, doing, lambda: load_torch_file(_whole_file(load_dir)))
         state = on_every_rank(coordinator, doing, lambda: _part(content, model_key))
         own = on_every_rank(coordinator, doing, lambda: model_state(model))
-        check_names(state, own, further_names(model), doing, coordinator, can_be_lax=False)
+        check_names(state, own, further_names(model), os.fspath(load_dir), coordinator, can_be_lax=False)
         on_every_rank(coordinator, doing, lambda: _slice_into(own, state))
         return _rest(content, model_key)
     content = on_every_rank(coordinator, doing, lambda: load_rank_file(_own_file(load_dir)))
@@ -219,6 +232,8 @@ def _rest(content: Any, model_key: str | None) -> dict[str, Any]:
 
 
 def _load_state(target: nn.Module | Optimizer, state: Mapping[str, Any]) -> None:
+    if isinstance(target, Optimizer) and "param_groups" not in state:
+        raise CheckpointError("it is no optimizer's state; give model_key= as the optimizer's was saved under")
     if isinstance(target, NxDPPModel):
         target.load_local_state_dict(state)
     else:
@@ -229,6 +244,8 @@ def _load_state(target: nn.Module | Optimizer, state: Mapping[str, Any]) -> None
 def _slice_into(own: CheckpointState, state: Mapping[str, Any]) -> None:
     for name, tensor in own.items():
         whole = state[name]
+        if not isinstance(whole, Tensor):
+            raise CheckpointError(f"{name} is a {type(whole).__name__}; it must be a tensor")
         shape = tuple(tensor.global_shape if isinstance(tensor, ShardedTensor) else tensor.shape)
         if tuple(whole.shape) != shape:
             raise CheckpointError(f"{name} is {list(whole.shape)}, the model's {list(shape)}")

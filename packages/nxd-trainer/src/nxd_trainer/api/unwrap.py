@@ -37,6 +37,12 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     return ((first_names.get(name, name), parameter) for name, parameter in model.local_named_parameters())
 
 
+def buffer_names(model: nn.Module) -> set[str]:
+    """Of this rank's buffers."""
+    named = model.local_named_buffers() if isinstance(model, NxDPPModel) else model.named_buffers()
+    return {name for name, _ in named}
+
+
 def further_names(model: nn.Module) -> set[str]:
     """The names of tied parameters under which checkpoints do not know them."""
     if isinstance(model, NxDPPModel):

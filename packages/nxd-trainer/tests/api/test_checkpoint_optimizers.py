@@ -1,0 +1,113 @@
+"""Optimizer states of every class and dtype, with ZeRO-1 and without: what was loaded goes on as what was saved."""
+
+import pytest
+import torch
+from nxd_ckpt import CheckpointError
+from nxd_trainer.api import (
+    initialize_parallel_model,
+    initialize_parallel_optimizer,
+    load_checkpoint,
+    neuronx_distributed_config,
+    save_checkpoint,
+)
+from nxd_trainer.script_helpers import AdamW_FP32OptimParams
+from torch import nn
+
+pytestmark = pytest.mark.usefixtures("one_process")
+
+
+class Scaled(nn.Linear):
+    """With a parameter that is a scalar."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 2)
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x):
+        return (super().forward(x) * self.scale).square().sum()
+
+
+def build(optimizer_class, *, zero1=False, dtype=torch.float32, masters=True, **defaults):
+    config = neuronx_distributed_config(
+        optimizer_config={"zero_one_enabled": zero1},
+        mixed_precision_config={"use_master_weights": masters and zero1},
+    )
+    model = initialize_parallel_model(config, lambda: Scaled().to(dtype))
+    return model, initialize_parallel_optimizer(config, optimizer_class, model.parameters(), **defaults)
+
+
+def step(model, optimizer):
+    model(torch.ones(1, 3, dtype=model.dtype)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+CLASSES = ["SGD", "Adam", "AdamW", "RAdam", "NAdam", "Adamax", "Adagrad", "Adadelta", "Rprop", "ASGD", "RMSprop"]
+
+
+@pytest.mark.parametrize(
+    ("name", "zero1"), [(name, zero1) for name in CLASSES for zero1 in (False, True)] + [("Adafactor", False)]
+)
+def test_next_step_after_loading_is_that_of_the_run_itself(tmp_path, name, zero1):
+    optimizer_class = getattr(torch.optim, name)
+    defaults = {"lr": 0.1, "momentum": 0.9} if name == "SGD" else {}
+    model, optimizer = build(optimizer_class, zero1=zero1, **defaults)
+    step(model, optimizer)
+    save_checkpoint(tmp_path, "a", model, optimizer)
+    other, its_optimizer = build(optimizer_class, zero1=zero1, **defaults)
+
+    load_checkpoint(tmp_path, model=other, optimizer=its_optimizer)
+
+    step(model, optimizer)
+    step(other, its_optimizer)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+KINDS = {
+    "plain float32": {},
+    "plain bfloat16": {"dtype": torch.bfloat16},
+    "ZeRO-1 bfloat16": {"dtype": torch.bfloat16, "zero1": True},
+    "ZeRO-1 bfloat16 without masters": {"dtype": torch.bfloat16, "zero1": True, "masters": False},
+    "ZeRO-1 float64": {"dtype": torch.float64, "zero1": True},
+}
+
+
+@pytest.mark.parametrize("saved", KINDS)
+@pytest.mark.parametrize("loaded", KINDS)
+def test_states_of_another_dtype_are_converted_to_what_the_optimizer_keeps(tmp_path, saved, loaded):
+    model, optimizer = build(torch.optim.AdamW, lr=0.01, **KINDS[saved])
+    step(model, optimizer)
+    save_checkpoint(tmp_path, "a", model, optimizer)
+    other, its_optimizer = build(torch.optim.AdamW, lr=0.5, **KINDS[loaded])
+
+    load_checkpoint(tmp_path, model=other, optimizer=its_optimizer)
+
+    step(model, optimizer)
+    step(other, its_optimizer)
+    for expected, found in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.allclose(found.double(), expected.double(), rtol=0.02, atol=0.005)
+
+
+def test_optimizer_that_keeps_wide_states_gets_them_wide(tmp_path):
+    model, optimizer = build(AdamW_FP32OptimParams, dtype=torch.bfloat16, lr=0.01)
+    step(model, optimizer)
+    save_checkpoint(tmp_path, "a", model, optimizer)
+    other, its_optimizer = build(AdamW_FP32OptimParams, dtype=torch.bfloat16)
+
+    load_checkpoint(tmp_path, model=other, optimizer=its_optimizer)
+
+    for parameter, expected in zip(other.parameters(), model.parameters(), strict=True):
+        found = its_optimizer.state[parameter]["exp_avg"]
+        assert found.dtype == torch.float32 or not parameter.dim()
+        assert torch.equal(found, optimizer.state[expected]["exp_avg"].to(found.dtype))
+
+
+@pytest.mark.parametrize("zero1", [False, True])
+def test_states_of_another_class_are_refused_at_once(tmp_path, zero1):
+    model, optimizer = build(torch.optim.SGD, lr=0.1, momentum=0.9)
+    step(model, optimizer)
+    save_checkpoint(tmp_path, "a", model, optimizer)
+    other, its_optimizer = build(torch.optim.AdamW, zero1=zero1)
+
+    with pytest.raises(CheckpointError, match=r"AdamW has a state 'step', and those given are \['momentum_buffer'\]"):
+        load_checkpoint(tmp_path, model=other, optimizer=its_optimizer)
