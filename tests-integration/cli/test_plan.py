@@ -28,9 +28,7 @@ def plan(nxd, tmp_path):
 
 
 def test_the_quickest_layouts_are_shown_with_a_config_and_written_as_a_recipe(plan, tmp_path):
-    done = plan(
-        "--devices", "2", "--dtype", "float32", "--zero1", "no", "--checkpointing", "none", "--recipe", "it.toml"
-    )
+    done = plan("--devices", "2", "--checkpointing", "full", "--recipe", "it.toml")  # bfloat16, so with ZeRO-1
     assert done.returncode == 0, done.stderr
     headings, first = done.stdout.splitlines()[1:3]
     assert headings.split()[:4] == ["TP", "SP", "PP", "DP"]
@@ -43,6 +41,7 @@ def test_the_quickest_layouts_are_shown_with_a_config_and_written_as_a_recipe(pl
         assert shown in done.stdout
     recipe = load_recipe(tmp_path / "it.toml")
     assert recipe.parallel.tensor_parallel_size == int(first.split()[0])
+    assert (recipe.parallel.zero1, recipe.parallel.activation_checkpointing) == (True, "full")
     assert recipe.model.num_hidden_layers == 4
 
 

@@ -35,7 +35,8 @@ def test_survey_tells_refusals_from_differences_and_failures(run_ranks, monkeypa
 
     document = tmp_path / "support.md"
     document.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
-    rows = {"a": refused, "b": differs, "c": fails}
-    table = make_table(list(rows.values()), LAYOUTS, "5.0")
+    table = make_table([refused], LAYOUTS[:1], "5.0")
+    assert "| doge | refused |" in table
+    assert f"- doge at TP 2: {refused.reason}" in table
     put_between_markers(document, table)
     assert document.read_text() == f"before\n{BEGIN}\n\n{table}\n\n{END}\nafter\n"

@@ -14,8 +14,9 @@ from nxd_trainer.hugging_face import import_hugging_face, load_pretrained, save_
 
 IDS = torch.arange(3, 17).view(2, 7)
 
-# Two tables, one tied table, experts stored one by one, fused queries, keys and values, and packed ones.
-MODEL_TYPES = ["llama", "smollm3", "mixtral", "gpt_neox", "phi3"]
+# Two tables, one tied table, experts stored one by one, fused queries, keys and values, packed ones, and a table that
+# has a buffer no file holds.
+MODEL_TYPES = ["llama", "smollm3", "mixtral", "gpt_neox", "phi3", "gemma2"]
 
 
 def empty_model(folder):

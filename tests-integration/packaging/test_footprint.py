@@ -8,7 +8,17 @@ from importlib import metadata
 import pytest
 from packaging.requirements import Requirement
 
-PACKAGES = ["nxd_state", "nxd_layers", "nxd_optim", "nxd_pipeline", "nxd_ckpt", "nxd_trainer", "neuronx_distributed"]
+PACKAGES = [
+    "nxd_state",
+    "nxd_layers",
+    "nxd_optim",
+    "nxd_pipeline",
+    "nxd_ckpt",
+    "nxd_trace",
+    "nxd_trainer",
+    "nxd_trainer.api",
+    "neuronx_distributed",
+]
 MODULES_OF_TORCH = "import torch, torch.distributed"
 LISTING = "import sys, json; print(json.dumps(sorted({name.partition('.')[0] for name in sys.modules})))"
 MOST_DISTRIBUTIONS = 14
@@ -46,7 +56,16 @@ def test_import_adds_only_the_packages_own_modules_to_torchs(package):
     added = imported_after(f"{MODULES_OF_TORCH}; import {package}") - with_torch - standard_library
 
     own = {name for name in added if name.startswith("nxd_") or name == "neuronx_distributed"}
-    assert added - own <= {"xxhash", "__mp_main__"}
+    assert added - own <= {"xxhash", "safetensors", "__mp_main__"}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_import_leaves_out_the_parts_of_torch_that_take_long(package):
+    listing = "import sys; print(' '.join(sys.modules))"
+    statement = f"{MODULES_OF_TORCH}; import {package}; {listing}"
+    output = subprocess.run([sys.executable, "-c", statement], capture_output=True, text=True, check=True).stdout
+
+    assert not {"torch.distributed.checkpoint", "torch.distributed.tensor", "torch._inductor"} & set(output.split())
 
 
 def test_import_name_is_free_until_it_is_used():

@@ -4,7 +4,6 @@ Measured is what torch allocates: the bytes of all tensors, as they come and go,
 plan's own `neuronx_distributed_config(...)` sets up.
 """
 
-import gc
 from dataclasses import dataclass
 
 import neuronx_distributed as nxd
@@ -102,7 +101,6 @@ def measure(call, case):
     with StepMemory() as memory:
         exec(call, names)  # the plan's own lines
         model = names["model"]
-        gc.collect()  # the parts of the model that other stages have
         optimizer = nxd.initialize_parallel_optimizer(
             names["nxd_config"], torch.optim.AdamW, model.parameters(), lr=1e-3, fused=True
         )

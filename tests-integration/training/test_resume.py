@@ -10,6 +10,7 @@ from nxd_trainer.recipe import load_recipe
 from nxd_trainer.training import StopRequest, prepare_run, run_training
 
 SP, PP2 = "parallel.sequence_parallel=true", "parallel.pipeline_parallel_size=2"
+ZERO1, FULL = "parallel.zero1=true", "parallel.activation_checkpointing=full"
 TP2, TIED = "parallel.tensor_parallel_size=2", "model.tie_word_embeddings=true"
 LAYOUTS = {
     "one": (1, []),
@@ -19,6 +20,9 @@ LAYOUTS = {
     "tp2-dp2": (4, [TP2]),
     "pp2": (2, [PP2]),
     "tp2-sp-pp2": (4, [TP2, SP, PP2]),
+    "dp2-zero1": (2, [ZERO1]),
+    "tp2-sp-dp2-zero1-full": (4, [TP2, SP, ZERO1, FULL]),
+    "pp2-dp2-zero1-full": (4, [PP2, ZERO1, FULL]),
 }
 
 
@@ -85,6 +89,9 @@ def test_resume_same_layout_is_bitwise_the_run_that_never_stopped(layout, more, 
         ("tp2-sp-pp2", "dp2", [TIED]),
         ("dp2", "tp2-sp-pp2", [TIED]),
         ("tp2", "pp2", []),
+        ("dp2-zero1", "tp2", []),
+        ("tp2", "pp2-dp2-zero1-full", [TIED]),
+        ("pp2-dp2-zero1-full", "tp2-sp-dp2-zero1-full", [TIED]),
     ],
 )
 def test_resume_other_layout_equals_the_run_that_never_stopped(first, second, more, run_ranks, settings, tmp_path):
@@ -104,6 +111,20 @@ def test_resume_other_layout_equals_the_run_that_never_stopped(first, second, mo
         torch.testing.assert_close(
             found[name], expected[name], rtol=1e-8, atol=1e-8 * scale, msg=lambda m, n=name: f"{n}: {m}"
         )
+
+
+def test_bfloat16_weights_with_zero1_resume_bitwise_by_their_float32_masters(run_ranks, settings, tmp_path):
+    settings = [*settings, "train.dtype=bfloat16", "train.gradient_accumulation_steps=2"]
+    at("dp2-zero1", run_ranks, settings, f"output={tmp_path / 'whole'}")
+
+    at("dp2-zero1", run_ranks, settings, "train.stop_after=10")
+    at("dp2-zero1", run_ranks, settings)
+
+    found, expected = tensors(tmp_path / "run/checkpoints"), tensors(tmp_path / "whole/checkpoints")
+    masters = [name for name in expected if expected[name].dtype == torch.float32 and name.endswith("/master_weight")]
+    assert len(masters) == len([name for name in expected if not name.startswith(("optimizer/", "rng/"))])
+    assert found.keys() == expected.keys()
+    assert [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)] == []
 
 
 def test_checkpoints_written_in_the_background_resume_bitwise(run_ranks, settings, tmp_path):

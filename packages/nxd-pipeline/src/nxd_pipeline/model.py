@@ -1,5 +1,6 @@
 """`NxDPPModel`: a model cut into pipeline stages, trained and evaluated by a schedule."""
 
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -168,6 +169,7 @@ class NxDPPModel(nn.Module):
             materialize(whole, param_init_fn)
         else:
             self._keep_stages(partition_model(module, self._schedule.num_stages, options), whole, param_init_fn)
+            gc.collect()  # torch.fx leaves cycles, in which the whole model would stay when the caller lets go of it
         self._trace_file = None
         if trace_file_path is not None:
             self._trace_file = TraceFile(trace_file_path, self._training_schedule, self._group)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from nxd_ckpt import Shard, ShardedTensor
-from nxd_optim import MASTER_KEY, NeuronZero1Optimizer
+from nxd_optim import MASTER_KEY, NeuronZero1Optimizer, give_states
 from nxd_pipeline import NxDPPModel
 from nxd_state import ShardPiece, get_shard_spec
 from torch import Tensor, nn
@@ -101,12 +101,16 @@ def allocate_optimizer_state(
 ) -> None:
     """Make room in a new optimizer for the state that a checkpoint holds, so that it can be loaded in place.
 
-    Master weights of ZeRO-1 that the checkpoint lacks are taken from the parameters at the next step.
+    Master weights of ZeRO-1 that the checkpoint lacks are taken from the parameters at the next step. Room is made in
+    the dtypes that the optimizer keeps its states in, whatever those of the checkpoint are.
 
     Args:
         model: the model whose parameters the optimizer has.
         optimizer: its existing state is replaced.
         stored: dtype and global shape of every tensor in the checkpoint.
+
+    Raises:
+        ValueError: the states are of an optimizer of another class.
     """
     keys_by_name: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]] = {}
     for full_name, description in stored.items():
@@ -125,12 +129,17 @@ def allocate_optimizer_state(
     if isinstance(optimizer, NeuronZero1Optimizer):
         optimizer.allocate_state(stored_keys)
         return
-    for parameter in names:
-        optimizer.state[parameter] = {
-            key: torch.zeros_like(parameter, dtype=dtype) if shape else torch.zeros((), dtype=dtype)
+
+    def room(parameter: Tensor) -> dict[str, Tensor]:
+        return {
+            key: torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+            if len(shape) == parameter.dim() and (get_shard_spec(parameter) or shape == parameter.shape)
+            else torch.zeros(shape, dtype=dtype)
             for key, (dtype, shape) in stored_keys(parameter).items()
             if key != MASTER_KEY
         }
+
+    give_states(optimizer, {parameter: room(parameter) for parameter in names})
 
 
 def _check_shard_metadata(model: nn.Module) -> None:

@@ -3,13 +3,19 @@
 Every format is read as a `TensorSource`: names, shapes and types at once, the elements when they are asked for. So any
 of them can be written as any other, with no more than one tensor in memory, and none of them is ever unpickled without
 restrictions.
+
+torch's distributed checkpoints are imported when they are first used: they bring in as much again as torch itself.
 """
+
+from typing import TYPE_CHECKING, Any
 
 from nxd_ckpt.interop.huggingface import open_hugging_face, write_hugging_face
 from nxd_ckpt.interop.neuronx import open_neuronx, write_neuronx
 from nxd_ckpt.interop.scratch import save_source
 from nxd_ckpt.interop.source import Progress, Selection, TensorSource, from_checkpoint, read_whole
-from nxd_ckpt.interop.torch_dcp import open_torch_dcp, write_torch_dcp
+
+if TYPE_CHECKING:
+    from nxd_ckpt.interop.torch_dcp import open_torch_dcp, write_torch_dcp
 
 __all__ = [
     # what all have in common
@@ -28,3 +34,11 @@ __all__ = [
     "open_neuronx",
     "write_neuronx",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in ("open_torch_dcp", "write_torch_dcp"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; there are {', '.join(__all__)}")
+    from nxd_ckpt.interop import torch_dcp  # noqa: PLC0415
+
+    return getattr(torch_dcp, name)

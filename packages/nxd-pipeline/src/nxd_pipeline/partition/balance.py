@@ -6,9 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
-from torch.utils.flop_counter import FlopCounterMode
 
 from nxd_pipeline.partition.cuts import check_layer_count
 
@@ -102,6 +100,9 @@ def layer_flops(model: nn.Module, layers: Sequence[str], **inputs: Any) -> list[
     Returns:
         0 for what precedes the layers (embeddings look up), each layer's FLOPs, and those of all else, the head's.
     """
+    from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: PLC0415  (slow to import, and rarely needed)
+    from torch.utils.flop_counter import FlopCounterMode  # noqa: PLC0415
+
     counter = FlopCounterMode(display=False, depth=1_000)
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     with FakeTensorMode(allow_non_fake_inputs=True), counter:

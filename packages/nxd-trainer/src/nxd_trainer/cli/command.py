@@ -43,6 +43,16 @@ def check_nproc(nproc: int) -> None:
         raise ValueError(f"--nproc {nproc} must be 1 or more")
 
 
+def check_own_process(nproc: int | None, command: str) -> None:
+    """Raise ValueError where a command that starts its own workers runs in several ranks, or with none."""
+    if is_launched():
+        raise ValueError(
+            f"{command} starts its own worker processes; give --nproc instead of starting it with torchrun"
+        )
+    if nproc is not None:
+        check_nproc(nproc)
+
+
 def leave_mesh() -> None:
     """End the process groups, if there are any: their threads must not be alive when the interpreter ends."""
     from nxd_state import destroy_model_parallel  # noqa: PLC0415

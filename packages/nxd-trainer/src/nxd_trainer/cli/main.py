@@ -8,13 +8,13 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from nxd_trainer.cli import ckpt, doctor, export, generate, import_hugging_face, parity, plan, train
+from nxd_trainer.cli import ckpt, doctor, export, generate, import_hugging_face, parity, plan, serve, train
 from nxd_trainer.cli.command import Mistake, leave_mesh, mendable
 from nxd_trainer.logs import log_level
 from nxd_trainer.slurm import slurm_environment
 
 EXIT_MISTAKE = 2
-COMMANDS = (train, generate, import_hugging_face, export, ckpt, plan, doctor, parity)
+COMMANDS = (train, generate, serve, import_hugging_face, export, ckpt, plan, doctor, parity)
 RECIPE_FLAGS = {"train": ("nproc", "help"), "parity": parity.FLAGS}  # what is no key of the recipe
 
 

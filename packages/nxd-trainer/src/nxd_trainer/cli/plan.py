@@ -40,7 +40,7 @@ def add_parser(commands: Commands) -> None:
         "model", nargs="?", type=Path, metavar="CONFIG", help="a Hugging Face config.json or its folder"
     )
     job = parser.add_argument_group("the job")
-    job.add_argument("--device", required=True, help="trn1, trn2, inf2, h100 or cpu")
+    job.add_argument("--device", required=True, help="trn1, trn2, inf2, h100 or cpu (numbers cited from memory)")
     job.add_argument("--devices", required=True, type=int, metavar="N", help="how many of them: one rank on each")
     job.add_argument(
         "--sequence-length", type=int, metavar="N", help="tokens in a sequence; 4096, or the model's limit"

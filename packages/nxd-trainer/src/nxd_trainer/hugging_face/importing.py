@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from nxd_ckpt.interop import save_source
 
+from nxd_trainer.hugging_face.dtypes import check_dtype
 from nxd_trainer.hugging_face.folder import read_config
 from nxd_trainer.hugging_face.loading import model_tensors
 from nxd_trainer.hugging_face.our_llama import run_objects
@@ -35,9 +36,10 @@ def import_hugging_face(
         Why `nxd train` and `nxd generate` cannot run the model; None if they can.
 
     Raises:
-        ValueError: tensors are missing or too many, or need a conversion that is not known.
+        ValueError: `dtype` is no type, tensors are missing or too many, or need a conversion that is not known.
         CheckpointError: the folder holds no safetensors, they are damaged, or the tag is taken.
     """
+    check_dtype(dtype)
     config = read_config(folder)
     found = model_tensors(folder)
     if found.missing or found.unexpected:

@@ -1,8 +1,9 @@
 """`load_pretrained`: a folder of safetensors streams into a model's shards, each rank reading only its bytes."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from nxd_ckpt import CheckpointError, Shard
@@ -20,14 +21,18 @@ from nxd_state import (
 )
 from torch import nn
 
+from nxd_trainer.api.together import together
 from nxd_trainer.api.unwrap import plain_model
 from nxd_trainer.checkpoint import CheckpointState, model_state
 from nxd_trainer.hugging_face.conversion import reference_model
+from nxd_trainer.hugging_face.dtypes import check_dtype
 from nxd_trainer.hugging_face.folder import read_config
 from nxd_trainer.hugging_face.mapped_memory import release
 from nxd_trainer.hugging_face.rearrangement import Rearranged, RearrangedSource
 
 _BLOCK_BYTES = 16 * 2**20
+
+T = TypeVar("T")
 
 
 def load_pretrained(
@@ -58,20 +63,16 @@ def load_pretrained(
     Raises:
         ValueError: names, shapes or types do not fit, or need a conversion that is not known; by name, on every rank.
         CheckpointError: the folder holds no safetensors, or they are damaged.
+        RuntimeError: another rank could not read its folder or its part of it.
     """
+    check_dtype(dtype)
     module = plain_model(model)
-    if dtype is not None:
-        _convert_parameters(module, dtype)
-    found = model_tensors(folder)
-    source = found.source
-    on_meta = _give_memory(module)
-    state = model_state(module)
+    found = _on_all_ranks(f"open {folder}", lambda: model_tensors(folder))
+    on_meta = _on_all_ranks("make room for the weights", lambda: _make_room(module, dtype))
+    state, source = model_state(module), found.source
     missing = sorted(state.keys() - source.tensors.keys())
     _agree(folder, source, state, unexpected=found.unexpected, missing=missing, on_meta=on_meta, strict=strict)
-    with torch.no_grad():
-        for name in state.keys() - set(missing):
-            for shard in as_sharded(name, state[name]).shards:
-                _fill(source, name, shard)
+    _on_all_ranks(f"read {folder}", lambda: _fill_all(source, state))
     return missing
 
 
@@ -107,6 +108,17 @@ def model_tensors(folder: "str | os.PathLike[str]") -> ModelTensors:
     arrangement = reference.arrange(shapes)
     missing = sorted(reference.names - arrangement.tensors.keys())
     return ModelTensors(RearrangedSource(stored, arrangement.tensors), arrangement.unexpected, missing)
+
+
+def _on_all_ranks(doing: str, act: Callable[[], T]) -> T:
+    return together(doing, act) if model_parallel_is_initialized() else act()
+
+
+def _make_room(module: nn.Module, dtype: torch.dtype | None) -> set[str]:
+    """Parameters of the wanted type, in memory; the names of what was on the meta device."""
+    if dtype is not None:
+        _convert_parameters(module, dtype)
+    return _give_memory(module)
 
 
 def _convert_parameters(module: nn.Module, dtype: torch.dtype) -> None:
@@ -166,6 +178,13 @@ def _agree(
         more = [f"and {len(everyone) - len(shown)} more"] if len(everyone) > len(shown) else []
         advice = "; strict=False leaves out what only one of them has" if strict else ""
         raise ValueError(f"{folder} does not fit the model{advice}:\n  " + "\n  ".join([*shown, *more]))
+
+
+@torch.no_grad()
+def _fill_all(source: TensorSource, state: CheckpointState) -> None:
+    for name in state.keys() & source.tensors.keys():
+        for shard in as_sharded(name, state[name]).shards:
+            _fill(source, name, shard)
 
 
 def _fill(source: TensorSource, name: str, destination: Shard) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from nxd_trainer.models import LlamaConfig
-from nxd_trainer.recipe import recipe_from_dict, recipe_to_dict
+from nxd_trainer.recipe import DataSection, recipe_from_dict, recipe_to_dict
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
@@ -77,11 +77,10 @@ def run_objects(config: Mapping[str, Any], folder: Path, dtype: torch.dtype) -> 
     if dtype not in DTYPES:
         raise ValueError(f"{dtype} is none of {', '.join(map(str, DTYPES))}")
     tokenizer = folder.resolve() if any((folder / name).is_file() for name in _TOKENIZER_FILES) else None
-    content = {
-        "model": asdict(own),
-        "train": {"dtype": str(dtype).removeprefix("torch.")},
-        "data": {} if tokenizer is None else {"tokenizer": str(tokenizer)},
-    }
+    data: dict[str, object] = {"sequence_length": min(DataSection.sequence_length, own.max_position_embeddings)}
+    if tokenizer is not None:
+        data["tokenizer"] = str(tokenizer)
+    content = {"model": asdict(own), "train": {"dtype": str(dtype).removeprefix("torch.")}, "data": data}
     end_token = config.get("eos_token_id")
     return {
         "model": asdict(own),

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from nxd_ckpt.interop import TensorSource, open_hugging_face, write_hugging_face
 from nxd_ckpt.interop.huggingface.reading import INDEX_FILE, SINGLE_FILE
+from nxd_ckpt.interop.huggingface.writing import parse_size
 from nxd_ckpt.sharded_tensor import as_sharded_state
 from nxd_layers.hf import is_transformers_model
 from nxd_state import Group, get_world_group, model_parallel_is_initialized
@@ -17,6 +18,7 @@ from torch import nn
 from nxd_trainer.api.unwrap import plain_model
 from nxd_trainer.checkpoint import model_state, saved_here
 from nxd_trainer.hugging_face.conversion import Shapes, reference_model
+from nxd_trainer.hugging_face.dtypes import check_dtype
 from nxd_trainer.hugging_face.folder import copy_companions, read_config, write_config
 from nxd_trainer.hugging_face.gathering import gathered
 from nxd_trainer.hugging_face.rearrangement import RearrangedSource, inverse
@@ -49,9 +51,12 @@ def save_pretrained(
         max_shard_size: most bytes of tensors in one file, such as "5GB" or "500MiB".
 
     Raises:
-        ValueError: the folder holds a model already, or there is no config; on rank 0.
+        ValueError: an argument is no type or no size, on all ranks; the folder holds a model already, or there is no
+            config, on rank 0.
         RuntimeError: on the other ranks, if rank 0 failed.
     """
+    check_dtype(dtype)
+    parse_size(max_shard_size)
     module = plain_model(model)
     state = as_sharded_state(saved_here(module, model_state(module)))
     group = get_world_group() if model_parallel_is_initialized() else Group.solo("world")
@@ -82,9 +87,11 @@ def write_folder(
         max_shard_size: see `save_pretrained`.
 
     Raises:
-        ValueError: the folder holds a model already.
+        ValueError: the folder holds a model already, or an argument is no type or no size.
         CheckpointError: the source cannot be read.
     """
+    check_dtype(dtype)
+    parse_size(max_shard_size)
     target = Path(folder)
     for taken in (SINGLE_FILE, INDEX_FILE):
         if (target / taken).exists():

@@ -30,7 +30,9 @@ def case_of_recipe(recipe: Recipe, steps: int) -> ParityCase:
             "pipeline_parallel_size": parallel.pipeline_parallel_size,
             "sequence_parallel": parallel.sequence_parallel,
             "pipeline_config": _pipeline(recipe),
+            "activation_checkpoint_config": None if parallel.activation_checkpointing == "none" else "full",
             "optimizer_config": {
+                "zero_one_enabled": parallel.zero1,
                 "grad_clipping": recipe.train.max_grad_norm > 0,
                 "max_grad_norm": recipe.train.max_grad_norm or 1.0,
             },

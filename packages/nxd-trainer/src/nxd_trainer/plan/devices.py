@@ -1,5 +1,8 @@
 """The devices that a plan can be made for: what one of them computes, holds and sends.
 
+The documents named below were cited from memory, and nothing here was measured: compare with them before a decision
+hangs on a number, and replace it by `find_device(..., flops=...)` or the flags of `nxd plan`.
+
 A device is what one rank runs on: a GPU, a NeuronCore (of Trainium2 a logical one, which is two), a process.
 """
 
@@ -13,7 +16,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Device:
-    """Numbers of one device, as its maker states them.
+    """Nominal numbers of one device.
 
     Attributes:
         name: for messages.

@@ -51,18 +51,8 @@ def recipe(job: Job, layout: Layout) -> Recipe:
     """The recipe of a run in this layout, on the ranks that it is started with.
 
     Raises:
-        ValueError: `nxd train` has no key for something of the layout.
+        ValueError: `nxd train` cannot train with something of the job.
     """
-    missing = []
-    if layout.zero1:
-        missing.append("ZeRO-1")
-    if layout.checkpointing != "none":
-        missing.append("activation checkpointing")
-    if missing:
-        raise ValueError(
-            f"nxd train has no {' and no '.join(missing)} yet; use the neuronx_distributed_config in a script, or plan "
-            "with --zero1 no --checkpointing none"
-        )
     sizes = asdict(job.config)
     return recipe_from_dict(
         {
@@ -71,6 +61,8 @@ def recipe(job: Job, layout: Layout) -> Recipe:
                 "tensor_parallel_size": layout.tensor_parallel_size,
                 "sequence_parallel": layout.sequence_parallel,
                 "pipeline_parallel_size": layout.pipeline_parallel_size,
+                "zero1": layout.zero1,
+                "activation_checkpointing": layout.checkpointing,
             },
             "pipeline": {"schedule": job.schedule},
             "data": {"sequence_length": job.sequence_length},

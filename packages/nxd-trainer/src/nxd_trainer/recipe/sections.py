@@ -40,6 +40,10 @@ class ParallelSection:
     tensor_parallel_size: int = option(1, "ranks that share each layer", at_least=1)
     sequence_parallel: bool = option(False, "also shard the sequence between the layers' matrix products")
     pipeline_parallel_size: int = option(1, "ranks that the layers are shared out to", at_least=1)
+    zero1: bool = option(False, "share the optimizer's state out over the data-parallel ranks (ZeRO-1)")
+    activation_checkpointing: Literal["none", "full"] = option(
+        "none", "full: keep only the inputs of the decoder layers, and compute the rest again in backward"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

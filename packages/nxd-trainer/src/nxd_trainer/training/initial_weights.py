@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import nxd_ckpt
+from nxd_optim import NeuronZero1Optimizer
 
 from nxd_trainer.checkpoint import model_state
 from nxd_trainer.hugging_face import load_pretrained
@@ -30,7 +31,13 @@ def load_initial_weights(state: RunState, folder: Path) -> None:
     if (folder / CONFIG_FILE).is_file():
         _check_same_model(state, asdict(our_config(read_config(folder))), folder)
         load_pretrained(state.model, folder)
-        return
+    else:
+        _load_checkpoint(state, folder)
+    if isinstance(state.optimizer, NeuronZero1Optimizer):
+        state.optimizer.refresh_master_weights()
+
+
+def _load_checkpoint(state: RunState, folder: Path) -> None:
     checkpoint = nxd_ckpt.open_checkpoint(folder)
     objects = checkpoint.objects if isinstance(checkpoint.objects, dict) else {}
     if "model" not in objects:

@@ -111,13 +111,13 @@ def _run_steps(
     loss, stopped = float("nan"), False
     while state.step < recipe.last_step and not stopped:
         rate = learning_rate(state)
-        rank_loss, norm = compute_gradients(state)
+        rank_loss = compute_gradients(state)
         loss, stopped = _agree(rank_loss, stop)
+        norm = update_weights(state)
         if not math.isfinite(loss) or (norm is not None and not math.isfinite(norm)):
             saver.finish()  # so that the error tells of the newest checkpoint
             gradient = "" if norm is None else f" and the gradient norm {float(norm)}"
-            raise diverged(state, f"the loss is {loss}{gradient} in step {state.step + 1}")
-        update_weights(state)
+            raise diverged(state, f"the loss is {loss}{gradient} in step {state.step}")
         throughput.add(recipe.train.global_batch_size * recipe.data.sequence_length)
         progress.advance(state.step)
         is_last = stopped or state.step == recipe.last_step

@@ -6,7 +6,8 @@ from dataclasses import asdict, dataclass, fields
 from typing import IO, TypeVar
 
 import torch
-from nxd_optim import GradientReducer
+from nxd_layers import apply_activation_checkpointing
+from nxd_optim import GradientReducer, NeuronZero1Optimizer
 from nxd_pipeline import NxDPPModel
 from nxd_state import (
     all_gather_object,
@@ -17,7 +18,6 @@ from nxd_state import (
     move_model_to_device,
     seed_model_parallel,
 )
-from torch import nn
 from torch.optim import AdamW
 
 from nxd_trainer.data import (
@@ -30,8 +30,9 @@ from nxd_trainer.data import (
     open_corpus,
     pack_corpus,
 )
-from nxd_trainer.models import LlamaConfig, LlamaForCausalLM
+from nxd_trainer.models import LlamaConfig, LlamaDecoderLayer, LlamaForCausalLM
 from nxd_trainer.recipe import ModelSection, Recipe, check_layout, padded_vocab_size
+from nxd_trainer.training.optimizer import build_optimizer, build_reducer
 from nxd_trainer.training.output_lock import lock_output
 from nxd_trainer.training.pipeline import cut_into_stages
 
@@ -46,6 +47,7 @@ class RunState:
 
     Attributes:
         model: the Llama; where the pipeline has several ranks, this rank's stages of it.
+        reducer: averages gradients over the replicas; with ZeRO-1 that is the optimizer itself.
         output_lock: keeps other runs out of the output folder while this object lives.
         step: optimizer steps taken since the run began, over all invocations.
     """
@@ -53,8 +55,8 @@ class RunState:
     recipe: Recipe
     config: LlamaConfig
     model: LlamaForCausalLM | NxDPPModel
-    optimizer: AdamW
-    reducer: GradientReducer
+    optimizer: AdamW | NeuronZero1Optimizer
+    reducer: GradientReducer | NeuronZero1Optimizer
     train_loader: TrainLoader
     held_out_loader: HeldOutLoader
     tokenizer: Tokenizer
@@ -69,11 +71,12 @@ class RunState:
 
     @property
     def layout(self) -> str:
-        """Such as "TP 2 x DP 2", or "TP 2 x PP 2 x DP 1" where there is a pipeline."""
+        """Such as "TP 2 x DP 2", or "TP 2 + SP x PP 2 x DP 2, ZeRO-1" with all there is."""
         mesh = get_mesh()
         sequence_parallel = " + SP" if self.recipe.parallel.sequence_parallel else ""
         pipeline = f" x PP {mesh.pp}" if mesh.pp > 1 else ""
-        return f"TP {mesh.tp}{sequence_parallel}{pipeline} x DP {mesh.dp}"
+        zero1 = ", ZeRO-1" if self.recipe.parallel.zero1 else ""
+        return f"TP {mesh.tp}{sequence_parallel}{pipeline} x DP {mesh.dp}{zero1}"
 
 
 def build_run_state(recipe: Recipe) -> RunState:
@@ -120,12 +123,13 @@ def build_run_state(recipe: Recipe) -> RunState:
     )
     config = model_config(recipe, vocab_size)
     model = _build_model(recipe, config)
+    optimizer = build_optimizer(recipe, model)
     return RunState(
         recipe=recipe,
         config=config,
         model=model,
-        optimizer=_build_optimizer(recipe, model),
-        reducer=GradientReducer(model.parameters()),
+        optimizer=optimizer,
+        reducer=build_reducer(optimizer, model),
         train_loader=train_loader,
         held_out_loader=held_out_loader,
         tokenizer=tokenizer,
@@ -166,19 +170,9 @@ def _build_model(recipe: Recipe, config: LlamaConfig) -> LlamaForCausalLM | NxDP
     )
     seed_model_parallel(recipe.train.seed)
     move_model_to_device(model, get_device())
+    if recipe.parallel.activation_checkpointing == "full":
+        apply_activation_checkpointing(model, LlamaDecoderLayer)  # no trace looks into these, so cuts leave it alone
     return cut_into_stages(model, recipe) if get_mesh().pp > 1 else model
-
-
-def _build_optimizer(recipe: Recipe, model: nn.Module) -> AdamW:
-    """AdamW that decays matrices and leaves norms alone."""
-    options = recipe.optimizer
-    parameters = list(model.parameters())
-    groups = [
-        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": options.weight_decay},
-        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
-    ]
-    fused = parameters[0].device.type in ("cpu", "cuda")
-    return AdamW(groups, lr=options.lr, betas=options.betas, eps=options.eps, fused=fused)
 
 
 def describe_model(state: RunState) -> dict[str, object]:

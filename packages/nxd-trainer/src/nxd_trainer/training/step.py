@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 
 import torch
-from nxd_optim import clip_grad_norm, reduce_sequence_parallel_gradients
+from nxd_optim import GradientReducer, NeuronZero1Optimizer, clip_grad_norm, reduce_sequence_parallel_gradients
 from nxd_pipeline import NxDPPModel
 from nxd_state import all_reduce, get_device, get_mesh, get_world_group, step_boundary
 from torch import Tensor
@@ -17,25 +17,17 @@ from nxd_trainer.training.precision import autocast
 from nxd_trainer.training.run_state import RunState
 
 
-def compute_gradients(state: RunState) -> tuple[Tensor | None, Tensor | None]:
-    """Forward and backward over the next step's microbatches; average and clip. The weights stay as they are.
+def compute_gradients(state: RunState) -> Tensor | None:
+    """Forward and backward over the next step's microbatches.
 
     Returns:
-        The mean loss of this rank's microbatches, None on a rank without the last stage, and the gradient norm before
-        clipping, None without clipping; both 0-d.
+        The mean loss of this rank's microbatches, 0-d; None on a rank without the last stage.
     """
     batches = state.train_loader.next_step()
     if isinstance(state.model, NxDPPModel):
         # Every microbatch adds to every gradient, so that none is complete before the schedule is at its end.
-        loss = train_on(state.model, batches)
-    else:
-        loss = _accumulate_gradients(state, state.model, batches)
-    state.reducer.finish()
-    reduce_sequence_parallel_gradients(state.model.parameters())
-    norm = None
-    if state.recipe.train.max_grad_norm > 0:
-        norm = clip_grad_norm(state.model.parameters(), state.recipe.train.max_grad_norm)
-    return loss, norm
+        return train_on(state.model, batches)
+    return _accumulate_gradients(state, state.model, batches)
 
 
 def _accumulate_gradients(state: RunState, model: LlamaForCausalLM, batches: Sequence[Batch]) -> Tensor:
@@ -50,14 +42,33 @@ def _accumulate_gradients(state: RunState, model: LlamaForCausalLM, batches: Seq
     return torch.stack(losses).mean()
 
 
-def update_weights(state: RunState) -> None:
-    """Apply the gradients, at this step's learning rate."""
+def update_weights(state: RunState) -> Tensor | None:
+    """Average the gradients over the replicas, clip and apply them, at this step's learning rate.
+
+    Returns:
+        Their norm before clipping, 0-d; None without clipping.
+    """
     for group in state.optimizer.param_groups:
         group["lr"] = learning_rate(state)
-    state.optimizer.step()
+    if isinstance(state.optimizer, NeuronZero1Optimizer):
+        state.optimizer.step()  # averages and clips, too
+        norm = state.optimizer.grad_norm
+    else:
+        norm = _average_and_clip(state)
+        state.optimizer.step()
     state.reducer.zero_grad()
     step_boundary()
     state.step += 1
+    return norm
+
+
+def _average_and_clip(state: RunState) -> Tensor | None:
+    assert isinstance(state.reducer, GradientReducer)  # as for every optimizer that does not average by itself
+    state.reducer.finish()
+    reduce_sequence_parallel_gradients(state.model.parameters())
+    if state.recipe.train.max_grad_norm == 0:
+        return None
+    return clip_grad_norm(state.model.parameters(), state.recipe.train.max_grad_norm)
 
 
 def learning_rate(state: RunState) -> float:

@@ -1,0 +1,153 @@
+"""Our Llama as a decoder of `nxd_trace.generation`, and compiled generators from checkpoints."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import nxd_ckpt
+import torch
+from nxd_layers import gather_from_tensor_model_parallel_region
+from nxd_layers.key_value_heads import kv_size_multiplier_for
+from nxd_state import active_group
+from nxd_trace.generation import CacheLayer, CacheView, Generator, compile_generator
+from torch import Tensor, nn
+
+from nxd_trainer.data import Tokenizer, load_tokenizer
+from nxd_trainer.models import KeyValueCache, LlamaConfig, LlamaForCausalLM
+from nxd_trainer.models.llama import rotary_tables
+from nxd_trainer.recipe import recipe_from_dict
+from nxd_trainer.training.run_state import DTYPES
+
+
+class LlamaDecoder(nn.Module):
+    """A `LlamaForCausalLM` as a decoder, with a cache of fixed shape and a position for each token.
+
+    Args:
+        model: built with `sequence_parallel=False`; may be on the meta device.
+
+    Raises:
+        ValueError: the model is sequence parallel.
+    """
+
+    def __init__(self, model: LlamaForCausalLM) -> None:
+        super().__init__()
+        if model.sequence_parallel:
+            raise ValueError("generation with a cache needs a model built with sequence_parallel=False")
+        self.model = model
+        self.max_positions = model.config.max_position_embeddings
+        dtype = next(model.parameters()).dtype
+        # Data rather than part of the graph, which would compute them at every token.
+        cos, sin = rotary_tables(0, self.max_positions, model.config, like=torch.empty(0, dtype=dtype, device="cpu"))
+        self.cos, self.sin = nn.Buffer(cos, persistent=False), nn.Buffer(sin, persistent=False)
+
+    def cache_layers(self) -> Sequence[CacheLayer]:
+        """One per layer, all alike."""
+        config, size = self.model.config, active_group("tp").size
+        heads = config.num_key_value_heads * kv_size_multiplier_for(config.num_key_value_heads, size) // size
+        layer = CacheLayer(heads, config.head_size, config.head_size, next(self.model.parameters()).dtype)
+        return [layer] * config.num_hidden_layers
+
+    def forward(self, input_ids: Tensor, positions: Tensor, cache: CacheView) -> Tensor:
+        """Ids and positions `[batch, seq]` to the logits after the last column, `[batch, vocab]`."""
+        llama = self.model.model
+        hidden_sbh = llama.embed_tokens(input_ids.t())
+        rotary = (self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1))  # [batch, 1, seq, head]
+        for layer in llama.layers:
+            hidden_sbh = layer(hidden_sbh, rotary, _LayersCache(cache), cache.mask)
+        logits = self.model.lm_head(llama.norm(hidden_sbh[-1:]))  # [1, batch, vocab/tp]
+        whole: Tensor = gather_from_tensor_model_parallel_region(logits)[0]
+        return whole
+
+
+class _LayersCache(KeyValueCache):
+    """What the layers call to extend the cache."""
+
+    def __init__(self, view: CacheView) -> None:
+        super().__init__()
+        self._view = view
+
+    def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        return self._view.update(key, value, layer)
+
+
+@dataclass(frozen=True)
+class BuildLlamaDecoder:
+    """Builds the decoder in each worker, on the meta device; a class because workers get it by pickle.
+
+    Attributes:
+        config: sizes.
+        dtype: of all parameters.
+    """
+
+    config: LlamaConfig
+    dtype: torch.dtype
+
+    def __call__(self) -> LlamaDecoder:
+        """The decoder, without weights."""
+        with torch.device("meta"):
+            model = LlamaForCausalLM(self.config, dtype=self.dtype)
+        return LlamaDecoder(model)
+
+
+@dataclass(frozen=True)
+class CompilableCheckpoint:
+    """A checkpoint that text is to be written with.
+
+    Attributes:
+        build: of the decoder, without weights.
+        weights: the open checkpoint.
+        tokenizer: of the model.
+    """
+
+    build: BuildLlamaDecoder
+    weights: nxd_ckpt.Checkpoint
+    tokenizer: Tokenizer
+
+    def compile(
+        self, *, batch_size: int, max_length: int | None = None, tp_degree: int = 1, **settings: Any
+    ) -> Generator:
+        """A compiled generator; each worker reads only its part of the weights.
+
+        Args:
+            batch_size: sequences at a time.
+            max_length: of a prompt and what is written after it, in tokens; as long as the model goes if None.
+            tp_degree: number of ranks.
+            **settings: as for `nxd_trace.generation.compile_generator`.
+
+        Raises:
+            ValueError: the sizes do not divide by the degree, or the model is made for shorter sequences.
+            nxd_ckpt.CheckpointError: the checkpoint is damaged.
+        """
+        config = self.build.config
+        config.check(tp_degree)
+        longest = config.max_position_embeddings
+        if max_length is not None and max_length > longest:
+            raise ValueError(
+                f"a length of {max_length} tokens is more than the model's max_position_embeddings={longest}; use that "
+                "or less"
+            )
+        return compile_generator(
+            self.build,
+            batch_size=batch_size,
+            max_length=max_length or longest,
+            tp_degree=tp_degree,
+            weights=self.weights,
+            **settings,
+        )
+
+
+def open_for_compilation(folder: str | Path, tag: str | None = None) -> CompilableCheckpoint:
+    """Read what a checkpoint says of its model and its tokenizer.
+
+    Args:
+        folder: a run's checkpoints.
+        tag: the newest complete one if None.
+
+    Raises:
+        nxd_ckpt.CheckpointError: there is no such checkpoint, or it is damaged.
+    """
+    checkpoint = nxd_ckpt.open_checkpoint(folder, tag)
+    recipe = recipe_from_dict(checkpoint.objects["recipe"], origin=f"recipe in {folder}")
+    build = BuildLlamaDecoder(LlamaConfig(**checkpoint.objects["model"]), DTYPES[recipe.train.dtype])
+    return CompilableCheckpoint(build, checkpoint, load_tokenizer(recipe.data.tokenizer))

@@ -1,0 +1,42 @@
+"""The optimizer of a run, and what averages its gradients: AdamW with whole or, by ZeRO-1, with shared-out state."""
+
+from nxd_optim import GradientReducer, NeuronZero1Optimizer
+from torch import nn
+from torch.optim import AdamW
+
+from nxd_trainer.recipe import Recipe
+
+
+def build_optimizer(recipe: Recipe, model: nn.Module) -> AdamW | NeuronZero1Optimizer:
+    """AdamW that decays matrices and leaves norms alone.
+
+    With `parallel.zero1` each replica keeps a part of its state (Rajbhandari et al. 2020). Weights narrower than
+    float32 then learn by float32 masters, which checkpoints hold, and gradients are accumulated in float32.
+    """
+    options = recipe.optimizer
+    parameters = list(model.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": options.weight_decay},
+        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    fused = parameters[0].device.type in ("cpu", "cuda")
+    if not recipe.parallel.zero1:
+        return AdamW(groups, lr=options.lr, betas=options.betas, eps=options.eps, fused=fused)
+    return NeuronZero1Optimizer(
+        groups,
+        AdamW,
+        grad_clipping=recipe.train.max_grad_norm > 0,
+        max_norm=recipe.train.max_grad_norm or None,
+        use_grad_acc_hook=True,
+        higher_cc_precision=True,
+        save_master_weights=True,
+        lr=options.lr,
+        betas=options.betas,
+        eps=options.eps,
+        fused=fused,
+    )
+
+
+def build_reducer(optimizer: AdamW | NeuronZero1Optimizer, model: nn.Module) -> GradientReducer | NeuronZero1Optimizer:
+    """What averages the gradients over the replicas; with ZeRO-1 that is the optimizer itself."""
+    return optimizer if isinstance(optimizer, NeuronZero1Optimizer) else GradientReducer(model.parameters())

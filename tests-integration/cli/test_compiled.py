@@ -1,0 +1,61 @@
+"""`nxd generate --compiled` and `nxd serve` use a checkpoint as `nxd generate` does."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from urllib.request import Request, urlopen
+
+import pytest
+
+GREEDY = ["--prompt", "the quick", "--max-new-tokens", "24", "--temperature", "0"]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(nxd_in, tiny_in, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trained")
+    result = nxd_in(folder, "train", *tiny_in(folder), "train.stop_after=2")
+    assert result.returncode == 0, result.stderr
+    return folder / "run/checkpoints"
+
+
+def test_generate_compiled_writes_the_same_text(checkpoints, nxd):
+    plain = nxd("generate", str(checkpoints), *GREEDY)
+    compiled = nxd("generate", str(checkpoints), *GREEDY, "--compiled", "--compiler", "export", "--nproc", "2")
+
+    assert compiled.returncode == 0, compiled.stderr
+    assert len(compiled.stdout) > len("the quick\n")
+    assert compiled.stdout == plain.stdout[plain.stdout.index("the quick") :]
+
+
+def test_generate_compiled_names_a_degree_that_does_not_divide(checkpoints, nxd):
+    result = nxd("generate", str(checkpoints), "--compiled", "--nproc", "3")
+
+    assert result.returncode == 2
+    assert "tensor_parallel_size=3 does not divide" in result.stderr
+
+
+def test_serve_answers_with_the_text_that_generate_writes(checkpoints, nxd):
+    pytest.importorskip("uvicorn", reason="nxd serve needs it: pip install 'nxd-trace[serve]'")
+    written = nxd("generate", str(checkpoints), *GREEDY).stdout
+    command = [sys.executable, "-m", "nxd_trainer", "serve", str(checkpoints), "--port", "0", "--compiler", "export"]
+    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=dict(os.environ))
+    try:
+        log = []
+        for line in server.stderr:
+            log.append(line)
+            if found := re.search(r"running on (http://\S+)", line):
+                break
+        assert found, "".join(log)
+        body = {"prompt": "the quick", "max_tokens": 24, "temperature": 0}
+        with urlopen(Request(f"{found[1]}/v1/completions", json.dumps(body).encode()), timeout=60) as response:
+            text = json.load(response)["choices"][0]["text"]
+        server.send_signal(signal.SIGINT)
+        assert server.wait(60) == 0
+    finally:
+        server.kill()
+        server.wait()
+        server.stderr.close()
+    assert written.endswith(f"the quick{text}\n")

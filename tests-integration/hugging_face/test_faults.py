@@ -1,0 +1,96 @@
+"""What a stranger gets wrong: damaged folders, on one rank only too, and arguments that are no types or sizes."""
+
+import json
+import shutil
+
+import pytest
+import torch
+import transformers
+from nxd_ckpt import CheckpointError
+from nxd_layers.hf import parallelize
+from nxd_state import get_tensor_model_parallel_rank, initialize_model_parallel
+from nxd_trainer.hugging_face import import_hugging_face, load_pretrained, save_pretrained
+
+
+def empty_model(folder):
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(folder))
+    return parallelize(model)
+
+
+def truncated(folder, target):
+    shutil.copytree(folder, target)
+    largest = max(target.glob("*.safetensors"), key=lambda it: it.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[:-8])
+    return target
+
+
+def with_a_file_missing(folder, target):
+    shutil.copytree(folder, target)
+    index = json.loads((target / "model.safetensors.index.json").read_text())
+    (target / index["weight_map"]["model.norm.weight"]).unlink()
+    return target
+
+
+def test_folder_that_is_damaged_for_one_rank_fails_on_all(run_ranks, make_folder, tmp_path):
+    whole = make_folder("llama")
+    damaged = {"is not a whole safetensors file": truncated(whole, tmp_path / "short")}
+    damaged["cannot be read: No such file"] = with_a_file_missing(whole, tmp_path / "missing")
+
+    def load():
+        initialize_model_parallel(tensor_model_parallel_size=2)
+        rank, model, raised = get_tensor_model_parallel_rank(), empty_model(whole), []
+        for folder in damaged.values():
+            with pytest.raises((CheckpointError, RuntimeError)) as error:
+                load_pretrained(model, folder if rank == 1 else whole)
+            raised.append((error.type, str(error.value)))
+        load_pretrained(model, whole)  # nothing is left over from the failures
+        return raised, bool(model.model.norm.weight.any())
+
+    first, second = run_ranks(load, 2)
+
+    for message, (kind, text), (other_kind, other_text) in zip(damaged, first[0], second[0], strict=True):
+        assert (kind, other_kind) == (RuntimeError, CheckpointError)
+        assert text.startswith("rank 1 could not open")
+        assert message in text
+        assert message in other_text
+    assert first[1]
+    assert second[1]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", torch.int8])
+def test_what_is_no_floating_point_type_is_refused_before_anything_is_touched(make_folder, tmp_path, dtype):
+    folder = make_folder("llama")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+
+    with pytest.raises(ValueError, match="is no floating-point type of torch"):
+        load_pretrained(model, folder, dtype=dtype)
+    with pytest.raises(ValueError, match="is no floating-point type of torch"):
+        save_pretrained(model, tmp_path / "saved", dtype=dtype)
+    with pytest.raises(ValueError, match="is no floating-point type of torch"):
+        import_hugging_face(folder, tmp_path / "saved", dtype=dtype)
+
+    assert model.dtype == torch.float32
+    assert not (tmp_path / "saved").exists()
+
+
+def test_sizes_of_files_may_be_huge_but_must_be_sizes(make_folder, tmp_path):
+    folder = make_folder("llama")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+
+    for size in ("five", "0GB", "-1MB", 0):
+        with pytest.raises(ValueError, match=r"is no size|is too small"):
+            save_pretrained(model, tmp_path / "saved", max_shard_size=size)
+    assert not (tmp_path / "saved").exists()
+
+    save_pretrained(model, tmp_path / "saved", max_shard_size="900000TB")
+    assert [file.name for file in (tmp_path / "saved").glob("*.safetensors*")] == ["model.safetensors"]
+
+
+def test_target_that_cannot_be_a_folder_is_named(make_folder, tmp_path):
+    folder = make_folder("llama")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    (tmp_path / "file").write_text("")
+
+    with pytest.raises(OSError, match="file"):
+        save_pretrained(model, tmp_path / "file" / "saved")
