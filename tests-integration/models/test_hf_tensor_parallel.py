@@ -4,6 +4,9 @@ Everything is in float64, also what the models themselves compute in float32. Al
 one job.
 """
 
+import copy
+import pickle
+from collections import Counter
 from dataclasses import dataclass, field
 
 import neuronx_distributed as nxd
@@ -12,7 +15,7 @@ import torch
 from nxd_layers import LoraConfig, LoraModel, apply_activation_checkpointing
 from nxd_layers.hf import parallelize
 from nxd_pipeline import NxDPPModel
-from nxd_state import all_reduce, destroy_model_parallel, get_group, initialize_model_parallel
+from nxd_state import all_reduce, destroy_model_parallel, get_group, get_shard_spec, initialize_model_parallel
 from nxd_state.testing import assemble_logical, logical_pieces
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -149,6 +152,7 @@ def split_results(tp, models):
             "logits": logits,
             "weights": logical_pieces((key, it, it) for key, it in split.named_parameters()),
             "gradients": logical_pieces(complete_gradients(split)),
+            "state names": list(split.state_dict()),
         }
     return results
 
@@ -161,6 +165,7 @@ def assert_equal_to_one_process(models, ranks):
         for rank in ranks:
             for key, expected in {"loss": loss.detach(), "own loss": loss.detach(), "logits": logits}.items():
                 torch.testing.assert_close(rank[name][key], expected, msg=f"{name}: {key}", **EXACT)
+            assert rank[name]["state names"] == list(whole.state_dict()), name
         weights = assemble_logical([rank[name]["weights"] for rank in ranks])
         gradients = assemble_logical([rank[name]["gradients"] for rank in ranks], rtol=1e-9)
         expected = {key: it for key, it in whole.named_parameters() if it.grad is not None}
@@ -200,6 +205,80 @@ def test_split_model_generates_the_tokens_of_one_process(run_ranks):
         expected = generate(make_model(model))
         assert expected.shape == (2, 11)
         assert all(torch.equal(rank[name], expected) for rank in ranks), name
+
+
+def test_ranks_draw_the_same_tokens_however_they_are_seeded(run_ranks):
+    def job():
+        initialize_model_parallel(tensor_model_parallel_size=2)
+        split = parallelize(make_model(Model("llama"))).eval()
+        torch.manual_seed(100 + get_group("tp").rank)
+        return split.generate(IDS[:, :5], max_new_tokens=6, do_sample=True, pad_token_id=0)
+
+    first, second = run_ranks(job, 2)
+
+    assert torch.equal(first, second)
+
+
+def test_copies_of_a_split_model_know_what_is_a_part_and_what_is_partial(run_ranks):
+    def gradients(model):
+        own_loss(model).backward()
+        return [(name, get_shard_spec(it), grad) for name, it, grad in complete_gradients(model)]
+
+    def job():
+        initialize_model_parallel(tensor_model_parallel_size=2)
+        split = parallelize(make_model(Model("gemma2", {"num_key_value_heads": 1})), sequence_parallel=True)
+        copies = [copy.deepcopy(split), copy.deepcopy(copy.deepcopy(split)), pickle.loads(pickle.dumps(split))]
+        expected = gradients(split)
+        for copied in copies:
+            for (name, spec, grad), (found_name, found_spec, found) in zip(expected, gradients(copied), strict=True):
+                assert (name, spec) == (found_name, found_spec)
+                assert torch.equal(grad, found), name
+
+    run_ranks(job, 2)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_layers_that_read_the_same_tensor_sum_its_gradient_once(run_ranks, sequence_parallel):
+    model = Model("llama", {"num_key_value_heads": 1})  # with copied heads, whose gradients need messages of their own
+
+    def job():
+        initialize_model_parallel(tensor_model_parallel_size=2)
+        split = parallelize(make_model(model), sequence_parallel=sequence_parallel)
+        with torch.profiler.profile() as profile:
+            split(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
+        return Counter(it.name.removeprefix("c10d::").rstrip("_") for it in profile.events() if "c10d::" in it.name)
+
+    for counts in run_ranks(job, 2, env={"NXD_SHM": "0"}):  # shared memory is no operation of torch
+        layers, copied = 2, 2
+        ends = 1 + 1 + 2  # embedding, head backward, loss
+        if sequence_parallel:
+            assert counts.pop("allreduce") == ends + copied * layers
+            # Two blocks per layer: gathered and scattered, forward and backward; and the ends of the region.
+            assert sum(counts.values()) == 2 * 2 * 2 * layers + 2
+        else:
+            assert counts == {"allreduce": ends + 2 * 2 * layers + copied * layers}
+
+
+def test_hidden_states_of_split_sequences_are_refused_and_are_whole_in_evaluation(run_ranks):
+    def job():
+        initialize_model_parallel(tensor_model_parallel_size=2)
+        split = parallelize(make_model(Model("llama")), sequence_parallel=True)
+        with pytest.raises(ValueError, match=r"output_hidden_states=True would return parts"):
+            split(input_ids=IDS, output_hidden_states=True)
+        with torch.no_grad():
+            assert {it.shape for it in split(input_ids=IDS, output_hidden_states=True).hidden_states} == {(2, 8, 32)}
+
+    run_ranks(job, 2)
+
+
+def test_what_a_plan_leaves_out_is_put_right_without_a_head_as_well(run_ranks):
+    def job():
+        initialize_model_parallel(tensor_model_parallel_size=2)
+        base = parallelize(transformers.AutoModel.from_config(make_config(Model("apertus"))))
+        partial = [it.sequence_parallel_enabled for name, it in base.named_parameters() if "act_fn" in name]
+        assert partial == [True] * 4
+
+    run_ranks(job, 2)
 
 
 TRAINED = {name: Model(name, options=SPLIT_SEQUENCE) for name in ("llama", "qwen3", "gemma2")}
@@ -373,7 +452,8 @@ def test_documented_call_splits_the_model_by_itself(run_ranks, on_meta):
         destroy_model_parallel()
         return losses, rows
 
-    def fill(module):
+    def fill(module, device):
+        assert device.type == "cpu"
         for parameter in module.parameters(recurse=False):
             torch.nn.init.normal_(parameter, std=0.2)
 
@@ -381,6 +461,22 @@ def test_documented_call_splits_the_model_by_itself(run_ranks, on_meta):
     for losses, rows_here in run_ranks(job, 2, 2):
         assert losses == pytest.approx(expected, rel=1e-5)
         assert rows_here == rows // 2
+
+
+def test_documented_call_recomputes_layers_of_a_model_that_keeps_a_cache(run_ranks):
+    def losses(recompute):
+        config = nxd.neuronx_distributed_config(tensor_parallel_size=2, activation_checkpoint_config=recompute)
+        made = nxd.initialize_parallel_model(config, lambda: make_model(Model("gemma2")).float())
+        loss = made.run_train(input_ids=IDS, labels=IDS)
+        destroy_model_parallel()
+        return float(loss), [it.grad for it in made.parameters()]
+
+    def job():
+        (expected, expected_grads), (found, grads) = losses(None), losses("full")
+        assert found == expected
+        assert all(torch.equal(one, other) for one, other in zip(grads, expected_grads, strict=True))
+
+    run_ranks(job, 2)
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,9 @@ from nxd_layers.key_value_heads import HeadCopies
 class _ColumnLinear(Function):
     """`outputs[i] = input @ weights[i].T + biases[i]` for weights split on dim 0.
 
-    Arguments of `forward`: input `[..., in]` (`[seq/tp, ..., in]` if sequence_dim is given), group, sequence_dim,
-    copies, then all weights `[out_i/tp, in]`, then all biases `[out_i/tp]` or None.
+    Arguments of `forward`: input `[..., in]` (`[seq/tp, ..., in]` if sequence_dim is given), group (None: the input's
+    gradient stays partial), sequence_dim, copies, then all weights `[out_i/tp, in]`, then all biases `[out_i/tp]` or
+    None.
     """
 
     @staticmethod
@@ -45,11 +46,12 @@ class _ColumnLinear(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         whole, *weights = ctx.saved_tensors
         rows = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
-        pending = _sum_input_grad(ctx, rows, weights) if ctx.needs_input_grad[0] else None
+        partial = _partial_input_grad(ctx, rows, weights) if ctx.needs_input_grad[0] else None
+        pending = None if partial is None or ctx.group is None else _start_sum(ctx, partial)
         whole_rows = None if whole is None else whole.reshape(-1, whole.shape[-1])
         parameter_grads = _grads_of_copied_rows_first if ctx.copies is not None else _parameter_grads
         weight_grads, bias_grads = parameter_grads(ctx, rows, whole_rows)
-        return (pending.wait() if pending else None, None, None, None, *weight_grads, *bias_grads)
+        return (pending.wait() if pending else partial, None, None, None, *weight_grads, *bias_grads)
 
 
 _Grads = list[Tensor | None]
@@ -92,12 +94,16 @@ def _grads_of_copied_rows_first(ctx: Any, rows: list[Tensor], whole_rows: Tensor
     return weight_grads, bias_grads
 
 
-def _sum_input_grad(ctx: Any, rows: list[Tensor], weights: list[Tensor]) -> Pending:
-    """Start the sum over the ranks of the input's gradient."""
+def _partial_input_grad(ctx: Any, rows: list[Tensor], weights: list[Tensor]) -> Tensor:
+    """This rank's summand of the gradient of the whole input."""
     grad_rows = rows[0].mm(weights[0])
     for grad, weight in zip(rows[1:], weights[1:], strict=True):
         grad_rows.addmm_(grad, weight)
-    grad_input = grad_rows.view(ctx.whole_shape)
+    return grad_rows.view(ctx.whole_shape)
+
+
+def _start_sum(ctx: Any, grad_input: Tensor) -> Pending:
+    """Start the sum over the ranks of the input's gradient."""
     if ctx.sequence_dim is None:
         return all_reduce_(grad_input, ctx.group, async_op=True)
     return reduce_scatter(grad_input, ctx.group, dim=ctx.sequence_dim, async_op=True)
@@ -107,7 +113,7 @@ def column_linear(
     input_: Tensor,
     weights: list[Tensor],
     biases: list[Tensor | None],
-    group: Group,
+    group: Group | None,
     *,
     sequence_dim: int | None = None,
     copies: HeadCopies | None = None,
@@ -118,24 +124,26 @@ def column_linear(
         input_: `[..., in]`, whole on every rank; with `sequence_dim` this rank's part of the sequence.
         weights: `[out_i/tp, in]` each.
         biases: `[out_i/tp]` or None each.
-        group: the tensor-parallel group.
+        group: the tensor-parallel group; None where the input comes from a `SharedInput`, which sums its gradient.
         sequence_dim: the dim along which the input is split over the group, if it is.
         copies: of the heads in some weights' last rows, if there are any; their gradients are added up.
 
     Returns:
         `[..., out_i/tp]` each, over the whole sequence.
     """
-    if group.size == 1:
+    if group is not None and group.size == 1:
         return tuple(F.linear(input_, w, b) for w, b in zip(weights, biases, strict=True))
-    if torch.is_autocast_enabled(input_.device.type):
-        # Cast here, so that the collectives move the short dtype and autograd casts the gradients back.
-        dtype = torch.get_autocast_dtype(input_.device.type)
-        input_ = _autocast(input_, dtype)
-        weights = [_autocast(weight, dtype) for weight in weights]
-        biases = [None if bias is None else _autocast(bias, dtype) for bias in biases]
+    # Cast here, so that the collectives move the short dtype and autograd casts the gradients back.
+    input_ = in_autocast_dtype(input_)
+    weights = [in_autocast_dtype(weight) for weight in weights]
+    biases = [None if bias is None else in_autocast_dtype(bias) for bias in biases]
     outputs: tuple[Tensor, ...] = _ColumnLinear.apply(input_, group, sequence_dim, copies, *weights, *biases)
     return outputs
 
 
-def _autocast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor if tensor.dtype == torch.float64 else tensor.to(dtype)  # torch leaves float64 alone as well
+def in_autocast_dtype(tensor: Tensor) -> Tensor:
+    """The tensor in the dtype in which a product is taken here."""
+    kind = tensor.device.type
+    if not torch.is_autocast_enabled(kind) or tensor.dtype == torch.float64:  # torch leaves float64 alone as well
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(kind))

@@ -30,6 +30,7 @@ from nxd_layers.regions import (
     reduce_scatter_to_sequence_parallel_region,
     scatter_to_tensor_model_parallel_region,
 )
+from nxd_layers.shared_input import SharedInput
 
 
 class ColumnParallelLinear(nn.Module):
@@ -54,6 +55,8 @@ class ColumnParallelLinear(nn.Module):
         weight: `[out/tp, in]`.
         bias: `[out/tp]` or None.
         padded_output_size: length that is cut into equal parts, `out` if there is no padding.
+        shared_input: the same in layers that are called one by one with the same tensor, to sum its gradient once;
+            not for sequence-parallel layers.
 
     Raises:
         ValueError: the tensor-parallel degree (times stride) does not divide `output_size`, and `pad` is False.
@@ -80,6 +83,7 @@ class ColumnParallelLinear(nn.Module):
         self.gather_output = gather_output
         self.sequence_parallel_enabled = sequence_parallel_enabled
         self.sequence_dimension = sequence_dimension
+        self.shared_input: SharedInput | None = None
         self.stride = stride
         self.init_method = init_method or default_linear_init
         group = active_group("tp")
@@ -161,7 +165,9 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, input_: Tensor) -> Tensor:
         """`[..., in]` to `[..., out/tp]`, or `[..., out]` with `gather_output`; `[seq/tp, ...]` in if split so."""
-        return _outputs(input_, [self])[0]
+        if self.shared_input is None:
+            return _outputs(input_, [self])[0]
+        return _outputs(self.shared_input.take(input_), [self], sums_input_grad=False)[0]
 
     def extra_repr(self) -> str:
         """Sizes and the arguments that change the computation."""
@@ -196,18 +202,21 @@ def column_parallel_linears(input_: Tensor, layers: Sequence[ColumnParallelLinea
     return add_column_branches(input_, layers, outputs)
 
 
-def _outputs(input_: Tensor, layers: Sequence[ColumnParallelLinear]) -> tuple[Tensor, ...]:
+def _outputs(
+    input_: Tensor, layers: Sequence[ColumnParallelLinear], *, sums_input_grad: bool = True
+) -> tuple[Tensor, ...]:
     """Of the layers themselves, without what hooks make of them."""
     first = layers[0]
     for layer in layers[1:]:
         if _expected_input(layer) != _expected_input(first):
             raise ValueError(f"layers that share an input must expect the same one; got {first} and {layer}")
+    group = layer_group(first.tensor_parallel_size)
     parameters = [layer.weight_and_bias() for layer in layers]
     outputs = column_linear(
         input_,
         [weight for weight, _ in parameters],
         [bias for _, bias in parameters],
-        layer_group(first.tensor_parallel_size),
+        group if sums_input_grad else None,
         sequence_dim=first.sequence_dimension if first.sequence_parallel_enabled else None,
     )
     return tuple(

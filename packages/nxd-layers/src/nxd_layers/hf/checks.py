@@ -3,11 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
+from nxd_state import get_shard_spec
 from torch import nn
 
 from nxd_layers.hf.compared import COMPARED, CORRECTIONS, REFUSED
 from nxd_layers.hf.plan import joined
-from nxd_layers.hf.transformers_models import own_plan
+from nxd_layers.hf.transformers_models import base_model_path, own_plan
 
 # In latent attention these come before the split layers, which sum the gradient of their input.
 _BEFORE_SPLIT_LAYERS = ("q_a_proj", "q_a_layernorm", "kv_a_layernorm", "indexer")
@@ -22,7 +23,9 @@ def checked_plan(model: Any) -> dict[str, str]:
     """
     model_type = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
     if model_type in COMPARED:
-        return {**own_plan(model), **CORRECTIONS.get(model_type, {})}
+        base = base_model_path(model)
+        corrections = CORRECTIONS.get(model_type, {}).items()
+        return {**own_plan(model), **{joined(base, pattern): style for pattern, style in corrections}}
     reason = REFUSED.get(
         model_type, "loss and gradients of its split models have not been compared with those of one process"
     )
@@ -40,7 +43,10 @@ def check_plan(model: nn.Module, styles: Mapping[str, str], attentions: Mapping[
         styles: of its modules and parameters, by path.
         attentions: modules whose heads are split.
     """
+    split = {name for name, it in model.named_parameters(remove_duplicate=False) if get_shard_spec(it) is not None}
     for path, style in styles.items():
+        if any(f"{name}.".startswith(f"{path}.") for name in split):
+            raise ValueError(f"{path} is split already; parallelize() takes a model with whole parameters, once")
         if path.rpartition(".")[2] in _FUSED and style in ("colwise", "rowwise"):
             parent = model.get_submodule(path.rpartition(".")[0])
             raise ValueError(

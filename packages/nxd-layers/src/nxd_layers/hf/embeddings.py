@@ -38,6 +38,10 @@ def parallel_embedding(table: nn.Embedding, *, shard_across_embedding: bool = Fa
 class _Lookup(ParallelEmbedding, nn.Embedding):  # type: ignore[misc]
     """A parallel table where `super().forward(ids)` of a subclass of `nn.Embedding` expects a plain one."""
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For pickle, which does not find a class that was made here."""
+        return _without_state, (plain_class_of(self),), self.__dict__
+
 
 @cache
 def _split_class(cls: Any) -> Any:
@@ -50,9 +54,14 @@ def plain_class_of(layer: ParallelEmbedding) -> type[nn.Module]:
 
 
 def _in_class_of(table: nn.Embedding, layer: ParallelEmbedding) -> nn.Module:
-    cls: Any = type(table)
+    made = _without_state(type(table))
+    kept = ("_buffers", "_non_persistent_buffers_set", "_modules")
+    made.__dict__.update({**vars(table), **vars(layer), **{name: vars(table)[name] for name in kept}})
+    made._parameters = {**table._parameters, **layer._parameters}
+    return made
+
+
+def _without_state(cls: Any) -> nn.Module:
     split = _split_class(cls)
     made: nn.Module = split.__new__(split)
-    made.__dict__.update({**vars(table), **vars(layer), "_buffers": table._buffers, "_modules": table._modules})
-    made._parameters = {**table._parameters, **layer._parameters}
     return made

@@ -1,6 +1,7 @@
 """Linear layers of attention whose heads do not lie in equal runs: with heads of zeros, or with copies of heads."""
 
 from nxd_state import (
+    Group,
     ShardSpec,
     active_group,
     set_partition_attributes,
@@ -17,6 +18,7 @@ from nxd_layers.key_value_heads import HeadCopies, KeyValueLayout
 from nxd_layers.layer_group import layer_group
 from nxd_layers.linear import ColumnParallelLinear, RowParallelLinear
 from nxd_layers.padding.gradient import zero_padding_gradient
+from nxd_layers.shared_input import SharedInput
 
 
 class PlacedColumnParallelLinear(ColumnParallelLinear):
@@ -74,6 +76,7 @@ class CopiedHeadsLinear(nn.Module):
         self.layout = layout
         self.tensor_parallel_size = layout.tensor_parallel_size
         self.training = linear.training
+        self.shared_input: SharedInput | None = None
         tp_rank = active_group("tp").rank
         self.weight = _placed(linear.weight, layout.spec(tp_rank, (linear.in_features,), ""), dim=0)
         self.bias = None if linear.bias is None else _placed(linear.bias, layout.spec(tp_rank, (), ""), dim=0)
@@ -89,7 +92,9 @@ class CopiedHeadsLinear(nn.Module):
         tp_rank = layer_group(self.tensor_parallel_size).rank
         weight = zero_padding_gradient(self.weight, self.layout.spec(tp_rank, (self.in_features,), ""))
         bias = None if self.bias is None else zero_padding_gradient(self.bias, self.layout.spec(tp_rank, (), ""))
-        group = layer_group(self.tensor_parallel_size)
+        group: Group | None = layer_group(self.tensor_parallel_size)
+        if self.shared_input is not None:
+            input_, group = self.shared_input.take(input_), None
         return column_linear(input_, [weight], [bias], group, copies=self._head_copies())[0]
 
     def extra_repr(self) -> str:

@@ -7,12 +7,15 @@ from nxd_state import active_group
 from torch import nn
 
 from nxd_layers.hf import checks, guards, heads
+from nxd_layers.hf.copies import keep_marks_in_copies
 from nxd_layers.hf.embeddings import parallel_embedding
+from nxd_layers.hf.generation import draw_alike
 from nxd_layers.hf.initialization import initialize
 from nxd_layers.hf.linears import column_parallel
 from nxd_layers.hf.loss import split_loss
 from nxd_layers.hf.plan import named_styles
 from nxd_layers.hf.sequence import SequenceRegion, region_of
+from nxd_layers.hf.shared_inputs import share_inputs
 from nxd_layers.hf.styles import Target, style_named
 from nxd_layers.hf.transformers_models import (
     build_on_meta,
@@ -94,8 +97,11 @@ def _split(model: Any, plan: Mapping[str, str] | None, *, sequence_parallel: boo
             apply(Target(model, path))
     guards.check_ties(model, ties)
     guards.refuse_methods(model)
+    draw_alike(model)
+    keep_marks_in_copies(model)
     for path, attention in attentions.items():
         heads.tell_counts(path, attention, layouts[path])
+    share_inputs(model)
     if region is not None:
         SequenceRegion(model, *region)
 

@@ -11,9 +11,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from nxd_layers.hf.shards import mark_partial_gradients
+from nxd_layers.hf.shared_inputs import share_inputs, shared_inputs_of
 from nxd_layers.linear import RowParallelLinear
 from nxd_layers.regions import gather_from_sequence_parallel_region, scatter_to_sequence_parallel_region
 
@@ -40,16 +41,24 @@ class SequenceRegion:
             row.sequence_dimension = SEQUENCE_DIM
             row.sequence_parallel_enabled = True
             mark_partial_gradients([] if row.bias is None else [row.bias])
+        for block in blocks:
+            share_inputs(block, least=1)  # so that they can reduce-scatter its gradient
         first, *_, last = [*layers.values()] * 2
-        model.register_forward_pre_hook(self._begin)
+        model.register_forward_pre_hook(self._begin, with_kwargs=True)
         model.register_forward_hook(self._end, always_call=True)
         first.register_forward_pre_hook(self._split, with_kwargs=True)
         for block in blocks:
             block.register_forward_pre_hook(self._gather, with_kwargs=True)
         last.register_forward_hook(self._leave)
 
-    def _begin(self, model: nn.Module, args: Any) -> None:
+    def _begin(self, model: Any, args: Any, kwargs: Any) -> None:
         self._set_active(torch.is_grad_enabled())
+        asked = kwargs.get("output_hidden_states")
+        if self._is_active and (model.config.output_hidden_states if asked is None else asked):
+            raise ValueError(
+                "output_hidden_states=True would return parts of the hidden states; ask for them under "
+                "torch.no_grad(), where sequences stay whole, or leave sequence_parallel out"
+            )
 
     def _end(self, model: nn.Module, args: Any, output: Any) -> None:
         self._set_active(True)  # for layers that are computed again in backward
@@ -63,12 +72,14 @@ class SequenceRegion:
         return self._changed(args, kwargs, lambda it: scatter_to_sequence_parallel_region(it, SEQUENCE_DIM))
 
     def _gather(self, block: nn.Module, args: Any, kwargs: Any) -> Any:
-        # The column-parallel layers of the block sum the gradients of their input, which so is whole.
-        return self._changed(
-            args,
-            kwargs,
-            lambda it: gather_from_sequence_parallel_region(it, SEQUENCE_DIM, to_model_parallel=False),
-        )
+        # The block's column-parallel layers send gradients to the part; what else reads the whole has whole ones.
+        def gathered(part: Tensor) -> Tensor:
+            whole = gather_from_sequence_parallel_region(part, SEQUENCE_DIM, to_model_parallel=False)
+            for shared in shared_inputs_of(block):
+                shared.gathered(whole, part, SEQUENCE_DIM)
+            return whole
+
+        return self._changed(args, kwargs, gathered)
 
     def _changed(self, args: Any, kwargs: Any, change: Any) -> Any:
         """The arguments with other hidden states."""

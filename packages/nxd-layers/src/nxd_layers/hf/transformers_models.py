@@ -39,6 +39,11 @@ def own_plan(model: Any) -> Mapping[str, str]:
     return dict(getattr(model, "_tp_plan", None) or {})
 
 
+def base_model_path(model: Any) -> str:
+    """The path of the model without its head; "" if it has none itself."""
+    return "" if model.base_model is model else str(model.base_model_prefix)
+
+
 def text_config(model: Any) -> Any:
     """The part of the model's config that describes its decoder of text; None for a model without config."""
     config: Any = getattr(model, "config", None)
