@@ -1,0 +1,28 @@
+"""Writing text with traced language models: a sharded cache, prefill and decode programs, sampling, a batch of rows."""
+
+from nxd_trace.generation.cache import CacheLayer, CacheView, KeyValueCache
+from nxd_trace.generation.decoder import Decoder
+from nxd_trace.generation.engine import GenerationEngine, RunningSequence
+from nxd_trace.generation.generator import Completion, Generator, compile_generator
+from nxd_trace.generation.hugging_face import HuggingFaceDecoder
+from nxd_trace.generation.prompts import unpad_prompts
+from nxd_trace.generation.sampling import SamplingSettings, choose_token, next_token_probabilities
+
+__all__ = [
+    "compile_generator",
+    "Generator",
+    "Completion",
+    "SamplingSettings",
+    "unpad_prompts",
+    # for a model of one's own
+    "Decoder",
+    "HuggingFaceDecoder",
+    "KeyValueCache",
+    "CacheLayer",
+    "CacheView",
+    # for a loop of one's own
+    "GenerationEngine",
+    "RunningSequence",
+    "choose_token",
+    "next_token_probabilities",
+]

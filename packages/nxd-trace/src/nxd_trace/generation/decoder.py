@@ -1,0 +1,82 @@
+"""What generation asks of a language model, and the module that is traced: such a model together with its cache."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from nxd_trace.generation.cache import CacheLayer, CacheView, KeyValueCache
+
+
+class Decoder(Protocol):
+    """A causal language model, as this package calls it. Implementations are `nn.Module`s."""
+
+    @property
+    def model(self) -> nn.Module:
+        """The language model, whose parameters have the names of the unsharded model's."""
+
+    @property
+    def max_positions(self) -> int:
+        """Longest sequence that the model is made for."""
+
+    def cache_layers(self) -> Sequence[CacheLayer]:
+        """What each layer keeps on this rank."""
+
+    def __call__(self, input_ids: Tensor, positions: Tensor, cache: CacheView) -> Tensor:
+        """The whole logits that follow the last column, `[batch, vocab]`.
+
+        Args:
+            input_ids: int64 `[batch, seq]`.
+            positions: of each token in its sequence, int64 `[batch, seq]`.
+            cache: takes the keys and values of each layer, gives all of them and the mask.
+        """
+
+
+class CachedDecoder(nn.Module):
+    """A decoder that keeps its cache in buffers, for `ModelBuilder`."""
+
+    def __init__(self, decoder: Decoder, batch_size: int, max_length: int) -> None:
+        super().__init__()
+        self.decoder = decoder
+        self.cache = KeyValueCache(decoder.cache_layers(), batch_size, max_length)
+
+    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """Token ids and positions, int64 `[batch, seq]`, to the logits after the last column, `[batch, vocab]`."""
+        return self.decoder(input_ids, positions, self.cache.at(positions))
+
+
+@dataclass(frozen=True)
+class BuildCachedDecoder:
+    """A `func` for `ModelBuilder`; a class because workers get it by pickle.
+
+    Attributes:
+        build: called in each worker, gives the decoder.
+        batch_size: sequences at a time.
+        max_length: of a sequence, in tokens.
+    """
+
+    build: Callable[[], Decoder]
+    batch_size: int
+    max_length: int
+
+    def __call__(self) -> tuple[nn.Module, list[str]]:
+        """The model, and the names of its state.
+
+        Raises:
+            TypeError: `build` gives something else than a decoder.
+            ValueError: the model is made for shorter sequences.
+        """
+        decoder = self.build()
+        if not isinstance(decoder, nn.Module) or not hasattr(decoder, "cache_layers"):
+            raise TypeError(
+                f"the function that builds the model returned a {type(decoder).__name__}; expected a decoder, such as "
+                "HuggingFaceDecoder(model)"
+            )
+        if self.max_length > decoder.max_positions:
+            raise ValueError(
+                f"max_length={self.max_length} is more than the {decoder.max_positions} positions that the model is "
+                "made for; use that or less"
+            )
+        model = CachedDecoder(decoder, self.batch_size, self.max_length)
+        return model, [f"cache.{name}" for name, _ in model.cache.named_buffers()]

@@ -1,0 +1,179 @@
+"""`Generator`: prompts in, tokens out; and `compile_generator`, which makes the programs that it runs."""
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from nxd_trace.builder import ModelBuilder
+from nxd_trace.generation.decoder import BuildCachedDecoder, Decoder
+from nxd_trace.generation.engine import FinishReason, GenerationEngine, RunningSequence
+from nxd_trace.generation.sampling import SamplingSettings
+from nxd_trace.model import TensorParallelModel
+from nxd_trace.tracing import Weights
+from nxd_trace.weights import LogicalTensor, WeightSource, as_source
+
+OnToken = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What was written after one prompt.
+
+    Attributes:
+        tokens: the new ones; a stop token, if one ended it, is the last.
+        finish_reason: "stop" after a stop token, "length" after the most tokens asked for.
+    """
+
+    tokens: list[int]
+    finish_reason: FinishReason
+
+
+class Generator:
+    """Writes on from prompts with a model that was compiled for it.
+
+    Prompts of any number and lengths share the batch: one joins as soon as another is done. `close`, or leaving a
+    `with` block, ends the workers.
+
+    Example:
+        with compile_generator(build, batch_size=4, max_length=256, tp_degree=2) as generator:
+            first, second = generator.generate([[1, 2, 3], [4]], max_new_tokens=64)
+
+    Args:
+        model: made by `compile_generator`, whose `model` can be saved, or loaded by `parallel_model_load`.
+
+    Attributes:
+        model: the programs, with the weights and the cache.
+        engine: the batch.
+
+    Raises:
+        ValueError: the model was not made for generation.
+    """
+
+    def __init__(self, model: TensorParallelModel) -> None:
+        self.model = model
+        self.engine = GenerationEngine(model)
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        on_token: OnToken | None = None,
+        **settings: Any,
+    ) -> list[Completion]:
+        """Write on from each prompt.
+
+        Args:
+            prompts: token ids of each, at least one; from padded tensors by `unpad_prompts`.
+            on_token: called with the prompt's number and each token, as soon as it is chosen.
+            **settings: as for `SamplingSettings`. Prompt `i` draws with `seed + i`.
+
+        Returns:
+            One per prompt, in their order.
+
+        Raises:
+            ValueError: an empty prompt, one without room for the new tokens, or a setting outside its range.
+            WorkerError: a worker failed, or the model is closed.
+        """
+        sampling = SamplingSettings(**settings)
+        for prompt in prompts:
+            self.engine.check(prompt, sampling)
+        waiting = deque(
+            (index, prompt, replace(sampling, seed=sampling.seed + index)) for index, prompt in enumerate(prompts)
+        )
+        numbers: dict[RunningSequence, int] = {}
+        try:
+            while waiting or not self.engine.is_idle:
+                while waiting and self.engine.num_free:
+                    index, prompt, of_prompt = waiting.popleft()
+                    numbers[self.engine.add(prompt, of_prompt)] = index
+                for sequence in self.engine.step():
+                    if on_token is not None:
+                        on_token(numbers[sequence], sequence.tokens[-1])
+        except BaseException:
+            self.engine.clear()
+            raise
+        return [_completion(sequence) for sequence in numbers]  # in the order they joined
+
+    def close(self) -> None:
+        """End the worker processes."""
+        self.model.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def compile_generator(
+    build: Callable[[], Decoder],
+    *,
+    batch_size: int,
+    max_length: int,
+    prefill_lengths: Sequence[int] = (),
+    tp_degree: int = 1,
+    weights: Weights | None = None,
+    **settings: Any,
+) -> Generator:
+    """Trace and compile the programs that feed prompts and single tokens to a model.
+
+    Args:
+        build: called in each worker, gives the decoder: `HuggingFaceDecoder(parallelize(model))`, or your own.
+        batch_size: sequences at a time.
+        max_length: of a prompt and what is written after it, in tokens; the cache's size.
+        prefill_lengths: prompt tokens at a time, one program each; a prompt takes the smallest that holds it, and
+            several calls of the largest if none does. A quarter of `max_length`, at most 128, if empty.
+        tp_degree: number of ranks.
+        weights: for a model on the meta device, by the unsharded model's names, as for `parallel_model_trace`.
+        **settings: as for `parallel_model_trace`: compiler, compiler_args, compiler_workdir, cache_dir,
+            inline_weights_to_neff, max_parallel_compilations, progress.
+
+    Raises:
+        As `parallel_model_trace`; ValueError for sizes that are not positive or do not fit each other.
+    """
+    lengths = sorted(set(prefill_lengths) or {min(128, max(2, max_length // 4))})
+    if batch_size < 1 or max_length < 2 or lengths[0] < 2 or lengths[-1] > max_length:
+        raise ValueError(
+            f"batch_size={batch_size} must be 1 or more, max_length={max_length} 2 or more, and each of "
+            f"prefill_lengths={list(prefill_lengths)} between 2 and max_length"
+        )
+    builder = ModelBuilder(BuildCachedDecoder(build, batch_size, max_length), tp_degree)
+    for length in lengths:
+        builder.trace(_example(batch_size, length), tag=f"prefill_{length}")
+    builder.trace(_example(batch_size, 1), tag="decode")
+    if weights is None:
+        return Generator(builder.compile(**settings))
+    with as_source(weights) as source:
+        return Generator(builder.compile(weights=_OfInnerModel(source), **settings))
+
+
+@dataclass(frozen=True)
+class _OfInnerModel:
+    """Weights under the names that they have in the traced module, which holds the model that they are of."""
+
+    source: WeightSource
+    prefix: str = "decoder.model."
+
+    @property
+    def tensors(self) -> Mapping[str, LogicalTensor]:
+        return {self.prefix + name: tensor for name, tensor in self.source.tensors.items()}
+
+    def read_box(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
+        return self.source.read_box(name.removeprefix(self.prefix), offsets, shape)
+
+
+def _example(batch_size: int, length: int) -> tuple[Tensor, Tensor]:
+    positions = torch.arange(length).expand(batch_size, length)
+    return torch.zeros(batch_size, length, dtype=torch.long), positions.contiguous()
+
+
+def _completion(sequence: RunningSequence) -> Completion:
+    assert sequence.finish_reason is not None
+    return Completion(sequence.tokens, sequence.finish_reason)

@@ -1,0 +1,23 @@
+"""An OpenAI-style completions server for one model, whose requests share a batch.
+
+Needs the extra `nxd-trace[serve]`, which is imported when an application is made, not before.
+"""
+
+from nxd_trace.serving.app import check_installed, make_app, serve
+from nxd_trace.serving.errors import RequestError
+from nxd_trace.serving.scheduler import Job, Scheduler, WrittenToken
+from nxd_trace.serving.service import CompletionService, ServerLimits, TextTokenizer
+
+__all__ = [
+    "serve",
+    "make_app",
+    "check_installed",
+    "CompletionService",
+    "ServerLimits",
+    "TextTokenizer",
+    # for a server of one's own
+    "Scheduler",
+    "Job",
+    "WrittenToken",
+    "RequestError",
+]

@@ -1,0 +1,158 @@
+"""The HTTP server: the one file that knows starlette and uvicorn. What the endpoints do is `service`'s."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from nxd_trace.serving import protocol
+from nxd_trace.serving.errors import RequestError
+from nxd_trace.serving.service import Completions, CompletionService
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+
+def check_installed() -> None:
+    """Raise ValueError if starlette or uvicorn is missing, with what to install."""
+    missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
+    if missing:
+        raise ValueError(f"serving needs {' and '.join(missing)}: pip install 'nxd-trace[serve]'")
+
+
+def make_app(service: CompletionService) -> Starlette:
+    """An ASGI application: `POST /v1/completions`, `GET /v1/models`, `GET /health`, `GET /metrics`.
+
+    Its shutdown ends the service.
+
+    Raises:
+        ValueError: starlette or uvicorn is not installed.
+    """
+    check_installed()
+    from starlette.applications import Starlette  # noqa: PLC0415 - optional
+    from starlette.routing import Route  # noqa: PLC0415 - optional
+
+    endpoints = _Endpoints(service)
+    routes = [
+        Route("/v1/completions", endpoints.counted(endpoints.completions), methods=["POST"]),
+        Route("/v1/models", endpoints.models),
+        Route("/health", endpoints.health),
+        Route("/metrics", endpoints.metrics),
+    ]
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        try:
+            yield
+        finally:
+            service.close()
+
+    return Starlette(routes=routes, lifespan=lifespan)
+
+
+def serve(service: CompletionService, *, host: str = "127.0.0.1", port: int = 8000) -> None:
+    """Answer requests until a signal ends the process. Port 0 takes a free one, which the log names.
+
+    Raises:
+        ValueError: starlette or uvicorn is not installed.
+    """
+    check_installed()
+    import uvicorn  # noqa: PLC0415 - optional
+
+    uvicorn.run(make_app(service), host=host, port=port, access_log=False)
+
+
+class _Endpoints:
+    def __init__(self, service: CompletionService) -> None:
+        self._service = service
+
+    def counted(self, endpoint: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+        """An endpoint that answers refusals as JSON. The time of a stream counts until it begins."""
+
+        async def answer(request: Request) -> Response:
+            start = time.perf_counter()
+            try:
+                response = await endpoint(request)
+            except RequestError as error:
+                response = _json(error.body, error.status)
+            self._service.metrics.count_request(response.status_code, time.perf_counter() - start)
+            return response
+
+        return answer
+
+    async def completions(self, request: Request) -> Response:
+        completions = self._service.start(await self._body(request))
+        if completions.stream:
+            return self._stream(completions)
+        texts: dict[int, str] = {}
+        reasons: dict[int, str | None] = {}
+        async with aclosing(completions.pieces()) as pieces:  # type: ignore[type-var]
+            async for piece in pieces:
+                texts[piece.index] = texts.get(piece.index, "") + piece.text
+                reasons[piece.index] = piece.finish_reason
+        choices = [protocol.choice(index, texts[index], reasons[index]) for index in sorted(texts)]
+        usage = protocol.usage(completions.prompt_tokens, completions.written_tokens)
+        return _json(
+            protocol.completion_body(completions.request_id, completions.created, self._service.model, choices, usage)
+        )
+
+    async def models(self, _: Request) -> Response:
+        return _json({"object": "list", "data": [{"id": self._service.model, "object": "model", "owned_by": "nxd"}]})
+
+    async def health(self, _: Request) -> Response:
+        healthy, status = self._service.health()
+        return _json({"status": status}, 200 if healthy else 503)
+
+    async def metrics(self, _: Request) -> Response:
+        from starlette.responses import PlainTextResponse  # noqa: PLC0415 - optional
+
+        return PlainTextResponse(self._service.metrics_text(), media_type="text/plain; version=0.0.4")
+
+    async def _body(self, request: Request) -> Any:
+        limit = self._service.limits.max_body_bytes
+        data = b""
+        async for chunk in request.stream():
+            data += chunk
+            if len(data) > limit:
+                raise RequestError(413, f"the request has more than {limit} bytes; send a shorter one")
+        try:
+            return json.loads(data)
+        except ValueError as error:
+            raise RequestError(400, f"the body is not JSON: {error}") from error
+
+    def _stream(self, completions: Completions) -> Response:
+        """Server-sent events: one per piece, then `[DONE]`."""
+        from starlette.responses import StreamingResponse  # noqa: PLC0415 - optional
+
+        async def events() -> AsyncIterator[str]:
+            async with aclosing(completions.pieces()) as pieces:  # type: ignore[type-var]
+                try:
+                    async for piece in pieces:
+                        if piece.text or piece.finish_reason:
+                            made = protocol.choice(piece.index, piece.text, piece.finish_reason)
+                            yield _event(
+                                protocol.completion_body(
+                                    completions.request_id, completions.created, self._service.model, [made], None
+                                )
+                            )
+                except RequestError as error:
+                    yield _event(error.body)
+            yield "data: [DONE]\n\n"
+
+        return StreamingResponse(events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+
+
+def _event(body: dict[str, Any]) -> str:
+    return f"data: {json.dumps(body)}\n\n"
+
+
+def _json(body: dict[str, Any], status: int = 200) -> Response:
+    from starlette.responses import JSONResponse  # noqa: PLC0415 - optional
+
+    return JSONResponse(body, status)

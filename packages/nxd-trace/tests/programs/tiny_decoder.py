@@ -1,0 +1,69 @@
+"""A decoder of one attention layer, whose heads are split over the ranks, and the same computed plainly."""
+
+import torch
+from nxd_state import active_group, all_reduce
+from nxd_trace.generation import CacheLayer, CacheView
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+VOCAB, HIDDEN, HEADS, POSITIONS = 32, 16, 2, 48
+SIZE = HIDDEN // HEADS
+
+
+def weights() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = {
+        "tokens": (VOCAB, HIDDEN),
+        "places": (POSITIONS, HIDDEN),
+        "mix": (HIDDEN, HIDDEN),
+        "head": (VOCAB, HIDDEN),
+    }
+    shapes |= dict.fromkeys(("to_query", "to_key", "to_value"), (HEADS, SIZE, HIDDEN))
+    return {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()}
+
+
+class TinyDecoder(nn.Module):
+    """Each rank has some of the heads, and their columns of what mixes them."""
+
+    max_positions = POSITIONS
+
+    def __init__(self) -> None:
+        super().__init__()
+        group = active_group("tp")
+        whole = weights()
+        for name in ("to_query", "to_key", "to_value"):
+            whole[name] = whole[name].chunk(group.size)[group.rank]
+        whole["mix"] = whole["mix"].chunk(group.size, dim=1)[group.rank]
+        self.model = nn.ParameterDict({name: tensor.contiguous() for name, tensor in whole.items()})
+
+    def cache_layers(self) -> list[CacheLayer]:
+        return [CacheLayer(HEADS // active_group("tp").size, SIZE, SIZE, torch.float64)]
+
+    def forward(self, input_ids: Tensor, positions: Tensor, cache: CacheView) -> Tensor:
+        part = self.model
+        hidden = part["tokens"][input_ids] + part["places"][positions]  # [batch, seq, hidden]
+        query, key, value = (
+            torch.einsum("bsh,ndh->bnsd", hidden, part[name]) for name in ("to_query", "to_key", "to_value")
+        )
+        key, value = cache.update(key, value, 0)
+        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=cache.mask)
+        mixed = mixed[:, :, -1].flatten(1) @ part["mix"].T
+        return (hidden[:, -1] + all_reduce(mixed, active_group("tp"))) @ part["head"].T
+
+
+def plain_logits(tokens: list[int]) -> Tensor:
+    """After the last token, `[vocab]`; everything anew, without a cache."""
+    whole = weights()
+    hidden = whole["tokens"][tokens] + whole["places"][: len(tokens)]
+    query, key, value = (
+        torch.einsum("sh,ndh->nsd", hidden, whole[name]) for name in ("to_query", "to_key", "to_value")
+    )
+    mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+    return (hidden + mixed.permute(1, 0, 2).flatten(1) @ whole["mix"].T)[-1] @ whole["head"].T
+
+
+def plain_greedy(prompt: list[int], new_tokens: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(new_tokens):
+        tokens.append(int(plain_logits(tokens).argmax()))
+    return tokens[len(prompt) :]

@@ -1,0 +1,123 @@
+"""Prompts of a batch are gone on with as if each were alone, whatever joins and leaves."""
+
+import pytest
+import tiny_decoder
+import torch
+from nxd_trace import parallel_model_load, parallel_model_save
+from nxd_trace.generation import Generator, compile_generator, unpad_prompts
+
+PROMPTS = [[3, 5, 7], [2], [31, 1, 26, 5, 8, 9, 7, 9, 30, 4, 6], [11, 12], [9] * 5]
+NEW = 16
+SETTINGS = {"batch_size": 2, "max_length": 40, "prefill_lengths": (4, 6), "compiler": "export", "progress": False}
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def generator(request):
+    """Two rows for five prompts, the longest of which is fed in two parts."""
+    with compile_generator(tiny_decoder.TinyDecoder, tp_degree=request.param, **SETTINGS) as generator:
+        yield generator
+
+
+def test_greedy_tokens_equal_those_without_a_cache(generator):
+    found = generator.generate(PROMPTS, max_new_tokens=NEW)
+
+    assert [completion.tokens for completion in found] == [tiny_decoder.plain_greedy(prompt, NEW) for prompt in PROMPTS]
+
+
+def test_tokens_are_reported_as_they_are_chosen(generator):
+    reported = {}
+
+    found = generator.generate(
+        PROMPTS[:3], max_new_tokens=4, on_token=lambda prompt, token: reported.setdefault(prompt, []).append(token)
+    )
+
+    assert [reported[index] for index in range(3)] == [completion.tokens for completion in found]
+
+
+def test_generation_ends_after_a_stop_token(generator):
+    expected = tiny_decoder.plain_greedy(PROMPTS[0], NEW)
+    stop = expected[5]
+
+    (found,) = generator.generate(PROMPTS[:1], max_new_tokens=NEW, stop_tokens=(stop,))
+
+    assert found.tokens == expected[: expected.index(stop) + 1]
+    assert found.finish_reason == "stop"
+
+
+def test_draws_depend_on_the_seed_and_not_on_the_batch(generator):
+    sampling = {"max_new_tokens": NEW, "temperature": 9.0}
+
+    together = generator.generate(PROMPTS, seed=5, **sampling)
+    alone = [generator.generate([prompt], seed=5 + index, **sampling)[0] for index, prompt in enumerate(PROMPTS)]
+    other = generator.generate(PROMPTS, seed=6, **sampling)
+
+    assert together == alone
+    assert together != other
+
+
+def test_an_error_of_the_callback_leaves_the_generator_usable(generator):
+    def interrupt(prompt: int, token: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        generator.generate(PROMPTS, max_new_tokens=NEW, on_token=interrupt)
+
+    assert generator.generate(PROMPTS[:1], max_new_tokens=NEW)[0].tokens == tiny_decoder.plain_greedy(PROMPTS[0], NEW)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text"),
+    [([], "the prompt is empty"), ([1] * 39, r"39 prompt tokens and max_new_tokens=2 .* max_length=40 .* 1 or fewer")],
+)
+def test_prompts_that_do_not_fit_are_refused(generator, prompt, text):
+    with pytest.raises(ValueError, match=text):
+        generator.generate([[1], prompt], max_new_tokens=2)
+    assert generator.engine.is_idle
+
+
+def test_a_prompt_may_fill_the_cache(generator):
+    prompt = torch.arange(39).remainder(32).tolist()
+
+    assert generator.generate([prompt, [1]], max_new_tokens=1)[0].tokens == tiny_decoder.plain_greedy(prompt, 1)
+
+
+def test_a_saved_model_generates_the_same_when_loaded(generator, tmp_path):
+    expected = generator.generate(PROMPTS, max_new_tokens=NEW)
+    parallel_model_save(generator.model, tmp_path / "model")
+
+    with Generator(parallel_model_load(tmp_path / "model")) as loaded:
+        assert loaded.generate(PROMPTS, max_new_tokens=NEW) == expected
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"batch_size": 0}, {"max_length": 1}, {"prefill_lengths": (1,)}, {"prefill_lengths": (41,)}]
+)
+def test_sizes_that_do_not_fit_each_other_are_refused(sizes):
+    with pytest.raises(ValueError, match=r"batch_size=.* must be 1 or more, max_length=.* 2 or more, and each of"):
+        compile_generator(tiny_decoder.TinyDecoder, **SETTINGS | sizes)
+
+
+def test_a_model_that_was_not_made_for_generation_is_refused(trace):
+    import traced_models
+
+    with pytest.raises(ValueError, match="programs main was not traced for generation; make it with compile_generator"):
+        Generator(trace(traced_models.total, torch.ones(2, 3)))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_on_either_side_is_taken_off(side):
+    ids, mask = torch.tensor([[1, 2, 3], [4, 0, 0]]), torch.tensor([[1, 1, 1], [1, 0, 0]])
+    if side == "left":
+        ids, mask = ids.flip(1), mask.flip(1)
+
+    expected = [[1, 2, 3], [4]] if side == "right" else [[3, 2, 1], [4]]
+    assert unpad_prompts(ids, mask) == expected
+
+
+@pytest.mark.parametrize(
+    ("mask", "text"),
+    [([[1, 0, 1]], "padding between tokens"), ([[0, 0, 0]], "0 everywhere"), ([[1, 1]], r"shape \(1, 3\)")],
+)
+def test_masks_that_are_no_padding_are_refused(mask, text):
+    with pytest.raises(ValueError, match=text):
+        unpad_prompts(torch.tensor([[1, 2, 3]]), torch.tensor(mask))

@@ -1,0 +1,49 @@
+"""Tokens are drawn with the probabilities that the settings say."""
+
+import pytest
+import torch
+from nxd_trace.generation import SamplingSettings, choose_token, next_token_probabilities
+
+LOGITS = torch.tensor([0.5, 0.1, 0.25, 0.15]).log()
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"temperature": 1.0}, [0.5, 0.1, 0.25, 0.15]),
+        ({"temperature": 0.5}, [0.25, 0.01, 0.0625, 0.0225]),
+        ({"temperature": 1.0, "top_k": 2}, [0.5, 0, 0.25, 0]),
+        ({"temperature": 1.0, "top_k": 9}, [0.5, 0.1, 0.25, 0.15]),
+        ({"temperature": 1.0, "top_p": 0.4}, [1, 0, 0, 0]),
+        ({"temperature": 1.0, "top_p": 0.6}, [0.5, 0, 0.25, 0]),
+        ({"temperature": 1.0, "top_p": 0.8}, [0.5, 0, 0.25, 0.15]),
+        ({"temperature": 1.0, "top_k": 2, "top_p": 0.6}, [1, 0, 0, 0]),  # the first of two has 2/3
+    ],
+)
+def test_probabilities_are_cut_to_the_top_k_and_then_to_the_top_p(settings, expected):
+    found = next_token_probabilities(LOGITS, SamplingSettings(**settings))
+
+    torch.testing.assert_close(found, torch.tensor(expected) / sum(expected))
+
+
+def test_draws_have_these_probabilities():
+    settings = SamplingSettings(temperature=1.0, top_k=3)
+    generator = torch.Generator().manual_seed(0)
+
+    counts = torch.bincount(torch.tensor([choose_token(LOGITS, settings, generator) for _ in range(4000)]))
+
+    torch.testing.assert_close(counts / 4000, next_token_probabilities(LOGITS, settings), atol=0.03, rtol=0)
+
+
+def test_temperature_0_takes_the_likeliest_token():
+    assert choose_token(LOGITS, SamplingSettings(), torch.Generator()) == 0
+
+
+def test_logits_with_nans_are_refused():
+    with pytest.raises(FloatingPointError, match="logits have NaNs"):
+        choose_token(LOGITS / 0 * 0, SamplingSettings(), torch.Generator())
+
+
+def test_settings_outside_their_range_are_all_named():
+    with pytest.raises(ValueError, match=r"max_new_tokens=0 must be 1 or more; temperature=-1.*top_k=-2.*top_p=1.5"):
+        SamplingSettings(max_new_tokens=0, temperature=-1.0, top_k=-2, top_p=1.5)

@@ -1,0 +1,241 @@
+"""The server answers as OpenAI's completions interface does, and refuses what it cannot do."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from urllib.request import Request, urlopen
+
+import pytest
+import serve_tiny
+import tiny_decoder
+from nxd_trace.generation import SamplingSettings, compile_generator
+from nxd_trace.serving import CompletionService, Job, RequestError, Scheduler, ServerLimits, make_app
+from nxd_trace.serving.text import TextStream
+from starlette.testclient import TestClient
+
+GREEDY = {"prompt": "once upon", "max_tokens": 12, "temperature": 0}
+LETTERS = serve_tiny.Letters()
+
+
+def expected_tokens(prompt: str, new_tokens: int) -> list[int]:
+    """Up to the end of the text."""
+    tokens = tiny_decoder.plain_greedy(LETTERS.encode(prompt), new_tokens)
+    return tokens[: tokens.index(31)] if 31 in tokens else tokens
+
+
+TEXT = LETTERS.decode(expected_tokens("once upon", 12))
+
+
+@pytest.fixture(scope="module")
+def generator():
+    sizes = {"batch_size": 2, "max_length": 40, "prefill_lengths": (4,), "compiler": "export", "progress": False}
+    with compile_generator(tiny_decoder.TinyDecoder, **sizes) as generator:
+        yield generator
+
+
+@pytest.fixture
+def client(generator):
+    limits = ServerLimits(max_waiting=4, max_prompts=3, max_body_bytes=500)
+    with TestClient(make_app(CompletionService(generator.engine, LETTERS, model="tiny", limits=limits))) as client:
+        yield client
+    assert generator.engine.is_idle
+
+
+def complete(client: TestClient, **body):
+    return client.post("/v1/completions", json=GREEDY | body)
+
+
+def test_a_completion_has_the_greedy_text_and_counts_its_tokens(client):
+    response = complete(client)
+
+    assert response.status_code == 200
+    body = response.json()
+    (choice,) = body["choices"]
+    assert choice == {"index": 0, "text": TEXT, "logprobs": None, "finish_reason": choice["finish_reason"]}
+    assert body["usage"]["prompt_tokens"] == 9
+    assert body["usage"]["total_tokens"] == 9 + body["usage"]["completion_tokens"]
+    assert (body["object"], body["model"]) == ("text_completion", "tiny")
+
+
+def test_prompts_of_one_request_are_completed_each(client):
+    prompts = ["once upon", "a", "hello"]  # the last ends at once
+
+    choices = complete(client, prompt=prompts).json()["choices"]
+
+    assert [it["text"] for it in choices] == [LETTERS.decode(expected_tokens(prompt, 12)) for prompt in prompts]
+
+
+def test_prompts_may_be_token_ids(client):
+    ids = LETTERS.encode("once upon")
+
+    assert complete(client, prompt=ids).json()["choices"] == complete(client, prompt=[ids]).json()["choices"]
+    assert complete(client, prompt=ids).json()["choices"][0]["text"] == TEXT
+
+
+def test_a_stream_sends_pieces_and_then_done(client):
+    response = complete(client, stream=True)
+
+    events = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+    assert response.headers["content-type"].startswith("text/event-stream")
+    assert events[-1] == "[DONE]"
+    choices = [json.loads(event)["choices"][0] for event in events[:-1]]
+    assert "".join(choice["text"] for choice in choices) == TEXT
+    assert len(choices) > 3
+    assert [choice["finish_reason"] is None for choice in choices] == [True] * (len(choices) - 1) + [False]
+
+
+def test_a_stop_text_ends_the_completion_before_it(client):
+    stop = TEXT[3:5]
+
+    (choice,) = complete(client, stop=[stop, "never"]).json()["choices"]
+
+    assert choice["text"] == TEXT[: TEXT.index(stop)]
+    assert choice["finish_reason"] == "stop"
+
+
+def test_a_seed_repeats_the_draws(client):
+    drawn = [complete(client, temperature=9.0, seed=seed).json()["choices"][0]["text"] for seed in (1, 1, 2)]
+
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_requests_of_several_clients_share_the_batch(client):
+    prompts = ["hello", "a", "the fox", "so it goes."]
+    found = {}
+    threads = [
+        threading.Thread(target=lambda p=p: found.update({p: complete(client, prompt=p).json()})) for p in prompts
+    ]
+
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    for prompt in prompts:
+        assert found[prompt]["choices"][0]["text"] == LETTERS.decode(expected_tokens(prompt, 12))
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "text"),
+    [
+        ({"model": "huge"}, 404, "there is no model 'huge'; this server has 'tiny'"),
+        ({"prompt": None}, 400, "prompt must be a text"),
+        ({"prompt": ""}, 400, "the prompt is empty"),
+        ({"prompt": [1, 99]}, 400, "token id 99 is outside the vocabulary 0..31"),
+        ({"prompt": ["a"] * 4}, 400, "has 4 prompts; send 3 or fewer"),
+        ({"max_tokens": 40}, 400, "more than the max_length=40"),
+        ({"max_tokens": "many"}, 400, "max_tokens='many' must be of type int"),
+        ({"temperature": -1}, 400, "temperature=-1 must be 0 or more"),
+        ({"n": 2}, 400, "n=2 is not supported"),
+        ({"stop": [""]}, 400, "stop must be a text or up to 4 texts"),
+        ({"prompt": "a" * 600}, 413, "more than 500 bytes"),
+    ],
+)
+def test_requests_that_cannot_be_done_are_refused(client, change, status, text):
+    response = complete(client, **change)
+
+    assert response.status_code == status
+    assert text in response.json()["error"]["message"]
+
+
+def test_a_body_that_is_no_json_is_refused(client):
+    response = client.post("/v1/completions", content=b"prompt=once")
+
+    assert response.status_code == 400
+    assert "the body is not JSON" in response.json()["error"]["message"]
+
+
+def test_health_models_and_metrics_are_told(client):
+    complete(client)
+    complete(client, n=2)
+
+    assert client.get("/health").json() == {"status": "ok"}
+    assert [model["id"] for model in client.get("/v1/models").json()["data"]] == ["tiny"]
+    lines = client.get("/metrics").text.splitlines()
+    assert 'nxd_requests_total{status="200"} 1' in lines
+    assert 'nxd_requests_total{status="400"} 1' in lines
+    assert 'nxd_tokens_total{kind="prompt"} 9' in lines
+    assert 'nxd_sequences{state="waiting"} 0' in lines
+
+
+class BlockedEngine:
+    """An engine whose steps wait, and then fail."""
+
+    batch_size = 1
+    num_free = 0
+
+    def __init__(self):
+        self.go_on = threading.Event()
+        self.joined = threading.Event()
+        self.num_free = 1
+
+    def check(self, prompt, settings):
+        pass
+
+    def add(self, prompt, settings):
+        self.num_free = 0
+        return object()
+
+    def step(self):
+        self.joined.set()
+        assert self.go_on.wait(60)
+        raise RuntimeError("a worker died")
+
+
+def test_a_full_queue_refuses_and_a_dead_model_fails_all_that_wait():
+    engine = BlockedEngine()
+    scheduler = Scheduler(engine, max_waiting=1)
+    delivered = []
+    job = lambda: Job([1], SamplingSettings(), delivered.append)  # noqa: E731
+
+    scheduler.submit([job()])
+    assert engine.joined.wait(60)
+    scheduler.submit([job()])
+    with pytest.raises(RequestError, match="the queue is full"):
+        scheduler.submit([job()])
+    engine.go_on.set()
+    scheduler.close()
+
+    assert [str(error) for error in delivered] == ["a worker died"] * 2
+    with pytest.raises(RequestError, match="does not run: a worker died"):
+        scheduler.submit([job()])
+
+
+def test_text_is_held_back_until_its_characters_are_whole():
+    stream = TextStream(lambda tokens: bytes(tokens).decode(errors="replace"))
+
+    assert [stream.push(byte) for byte in "né!".encode()] == ["n", "", "é", "!"]
+
+
+def test_text_that_may_begin_a_stop_text_is_held_back():
+    stream = TextStream(lambda tokens: bytes(tokens).decode(), stop=("ab!",))
+
+    assert [stream.push(byte) for byte in b"xaabc"] == ["x", "", "a", "", "abc"]
+    assert stream.rest() == ""
+    assert [stream.push(byte) for byte in b"ab!"] == ["", "", ""]
+    assert stream.stopped
+
+
+def test_a_server_process_answers_at_a_free_port_until_it_is_told_to_end():
+    script = Path(__file__).parent / "programs" / "serve_tiny.py"
+    server = subprocess.Popen([sys.executable, str(script)], stderr=subprocess.PIPE, text=True)
+    try:
+        log = []
+        for line in server.stderr:
+            log.append(line)
+            if found := re.search(r"running on (http://\S+)", line):
+                break
+        assert found, "".join(log)
+        request = Request(f"{found[1]}/v1/completions", json.dumps(GREEDY).encode())
+        with urlopen(request, timeout=60) as response:
+            assert json.load(response)["choices"][0]["text"] == TEXT
+        server.send_signal(signal.SIGINT)
+        assert server.wait(60) == 0, server.stderr.read()
+    finally:
+        server.kill()
+        server.wait()
+        server.stderr.close()

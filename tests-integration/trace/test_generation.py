@@ -1,0 +1,52 @@
+"""Compiled generation writes, token for token, what the same models write by other means."""
+
+import generating_llama
+import pytest
+import torch
+from nxd_trace.generation import compile_generator
+from nxd_trainer.compiled_generation import BuildLlamaDecoder
+from nxd_trainer.generate import generate
+
+PROMPTS = [[3, 5, 7, 11, 13], [2], [31, 41, 59, 26, 53, 58, 9, 7, 9, 32, 38]]  # the last is fed in two parts
+NEW = 64
+SETTINGS = {"batch_size": 3, "max_length": 80, "prefill_lengths": (8,), "compiler": "export", "progress": False}
+SLOW = pytest.mark.slow
+
+
+def check(generator, expected: list[list[int]]) -> None:
+    assert all(len(set(tokens)) > NEW // 8 for tokens in expected), "tokens that repeat would hide mistakes"
+    with generator:
+        found = generator.generate(PROMPTS, max_new_tokens=NEW)
+    assert [completion.tokens for completion in found] == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "degree"),
+    [
+        pytest.param("llama", 1, marks=SLOW),
+        ("llama", 2),
+        pytest.param("qwen2", 1, marks=SLOW),
+        pytest.param("qwen2", 2, marks=SLOW),
+        ("qwen3", 1),
+        pytest.param("qwen3", 2, marks=SLOW),
+    ],
+)
+def test_greedy_tokens_of_ragged_prompts_equal_those_of_transformers(name, degree):
+    pytest.importorskip("transformers", reason="the reference is transformers' generate: pip install transformers")
+    import generating_models
+
+    model = generating_models.whole(name)
+    expected = [
+        model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False)[0, len(prompt) :].tolist()
+        for prompt in PROMPTS
+    ]
+
+    check(compile_generator(generating_models.DECODERS[name], tp_degree=degree, **SETTINGS), expected)
+
+
+def test_our_llama_compiled_on_meta_writes_what_it_writes_eagerly():
+    model = generating_llama.whole()
+    expected = [list(generate(model, torch.tensor(it), max_new_tokens=NEW, temperature=0)) for it in PROMPTS]
+    build = BuildLlamaDecoder(generating_llama.CONFIG, torch.float64)
+
+    check(compile_generator(build, tp_degree=2, weights=dict(model.state_dict()), **SETTINGS), expected)
