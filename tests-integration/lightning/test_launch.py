@@ -11,7 +11,7 @@ import pytest
 from nxd_state.testing import run_torchrun
 
 SCRIPT = Path(__file__).parent / "programs/train.py"
-TIMEOUT_SECONDS = 180
+TIMEOUT_SECONDS = 300
 
 
 def run(folder: Path, failure: str) -> subprocess.CompletedProcess[str]:
@@ -37,8 +37,8 @@ def losses(output: str) -> set[str]:
 
 
 def test_trainer_starts_the_ranks_that_torchrun_would(tmp_path):
-    by_trainer = run(tmp_path, "none")
-    by_torchrun = run_torchrun([str(SCRIPT), str(tmp_path), "none"], 2, timeout=TIMEOUT_SECONDS)
+    by_trainer = run(tmp_path / "trainer", "none")
+    by_torchrun = run_torchrun([str(SCRIPT), str(tmp_path / "torchrun"), "none"], 2, timeout=TIMEOUT_SECONDS)
 
     assert by_trainer.returncode == by_torchrun.returncode == 0, by_trainer.stderr + by_torchrun.stderr
     assert len(losses(by_trainer.stdout)) == 4

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from nxd_state.testing import RankFailure
 
 
 @pytest.mark.parametrize(
@@ -84,6 +85,17 @@ def test_training_that_does_not_improve_is_stopped_on_all_ranks_at_once(fit, lay
     ranks = fit(layout(world=2, pp=2), callbacks=[stopping], limit_val_batches=1, val_check_interval=2)
 
     assert [rank.global_step for rank in ranks] == [4, 4]
+
+
+def test_number_that_the_last_stage_lacks_is_an_error_that_says_so(fit, layout):
+    from lightning.pytorch import Callback
+
+    class Asking(Callback):
+        def on_train_start(self, trainer, pl_module):
+            pl_module.from_last_stage(None)
+
+    with pytest.raises(RankFailure, match="the last stage has None here"):
+        fit(layout(world=2, pp=2), callbacks=[Asking()])
 
 
 def test_checkpoint_of_a_trainer_and_of_nxd_read_each_other(run_ranks, fit, layout, text, tmp_path):

@@ -45,7 +45,7 @@ def test_trainer_on_torch_xla_uses_its_classes_and_computes_what_it_computes_on_
             env=os.environ | {"NXD_DEVICE": device, "PJRT_DEVICE": "CPU"},
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=600,
             check=False,
         )
         assert result.returncode == 0, result.stderr

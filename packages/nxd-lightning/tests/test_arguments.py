@@ -6,6 +6,9 @@ import lightning
 import nxd_lightning
 import pytest
 import torch
+from lightning.pytorch.callbacks import LearningRateMonitor, OnExceptionCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins import MixedPrecision, TorchCheckpointIO
 from nxd_lightning import (
     NeuronCheckpointIO,
     NeuronLTModule,
@@ -75,8 +78,9 @@ def test_unknown_name_says_which_there_are():
         (lambda: NeuronXLAStrategy({"tensor_parallel_size": 2}, 4), "tensor_parallel_size=4 differs from nxd_config"),
         (lambda: NeuronXLAStrategy({"tensor_paralel_size": 2}), "did you mean 'tensor_parallel_size'"),
         (lambda: setattr(NeuronXLAStrategy(), "checkpoint_io", object()), "use NeuronCheckpointIO"),
+        (lambda: NeuronXLAStrategy(checkpoint_io=TorchCheckpointIO()), "is a TorchCheckpointIO, which would save"),
     ],
-    ids=["grad_accum_steps", "pipeline", "twice", "unknown", "checkpoint_io"],
+    ids=["grad_accum_steps", "pipeline", "twice", "unknown", "checkpoint_io", "checkpoint_io-of-strategy"],
 )
 def test_wrong_argument_is_refused_with_advice(make, message):
     with pytest.raises(ValueError, match=message):
@@ -86,6 +90,14 @@ def test_wrong_argument_is_refused_with_advice(make, message):
 class TwoOptimizers(Fitting):
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Plain(lightning.LightningModule):
+    def training_step(self, batch, batch_idx):
+        return batch.mean()
+
+    def configure_optimizers(self):
+        return None
 
 
 @pytest.mark.parametrize(
@@ -106,8 +118,15 @@ class TwoOptimizers(Fitting):
             ValueError,
             "return one optimizer of initialize_parallel_optimizer",
         ),
+        (Plain, {}, TypeError, "Plain is no NeuronLTModule"),
+        (
+            linear,
+            {"plugins": [MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))]},
+            ValueError,
+            "precision='16-mixed' scales losses",
+        ),
     ],
-    ids=["strategy", "clipping", "fits", "accumulation", "optimizer"],
+    ids=["strategy", "clipping", "fits", "accumulation", "optimizer", "module", "precision"],
 )
 def test_trainer_that_does_not_fit_the_module_is_refused(tmp_path, module, options, error, message):
     if error is None:
@@ -166,3 +185,41 @@ def test_link_to_the_last_checkpoint_is_followed_and_removed_alone(tmp_path):
     assert io.load_checkpoint(tmp_path / "a.ckpt")["global_step"] == 2
     io.remove_checkpoint(tmp_path / "a.ckpt")
     assert not (tmp_path / "a.ckpt").exists()
+
+
+def test_checkpoint_that_lightning_hides_by_a_dot_is_written_read_and_removed(tmp_path):
+    hidden = tmp_path / ".moment.ckpt"
+    io = NeuronCheckpointIO()
+
+    fit(linear(), tmp_path).save_checkpoint(hidden)
+
+    assert io.load_checkpoint(hidden)["global_step"] == 2
+    io.remove_checkpoint(hidden)
+    assert not list(tmp_path.glob("*moment*"))
+
+
+def test_learning_rates_are_logged_once_under_the_name_of_the_optimizer(tmp_path):
+    module = linear(scheduler_cls=torch.optim.lr_scheduler.ConstantLR)
+
+    trainer = fit(module, tmp_path, logger=CSVLogger(tmp_path), callbacks=[LearningRateMonitor()], log_every_n_steps=1)
+
+    assert {name for name in trainer.callback_metrics if "lr" in name} == {"lr-SGD/pg1", "lr-SGD/pg2"}
+
+
+def test_checkpoint_of_an_exception_is_removed_when_there_is_none(tmp_path):
+    kept = fit(linear(), tmp_path, callbacks=[OnExceptionCheckpoint(tmp_path)], enable_checkpointing=True)
+
+    assert kept.state.finished
+
+
+def test_exception_on_the_only_rank_leaves_the_checkpoint_that_was_asked_for(tmp_path):
+    class Failing(Fitting):
+        def on_train_batch_end(self, *batch):
+            raise ValueError("told to fail")
+
+    module = Failing(torch.nn.Linear, {}, torch.optim.SGD, model_args=(2, 2), manual_opt=False)
+
+    with pytest.raises(ValueError, match="told to fail"):
+        fit(module, tmp_path, callbacks=[OnExceptionCheckpoint(tmp_path)], enable_checkpointing=True)
+
+    assert NeuronCheckpointIO().load_checkpoint(tmp_path / "on_exception.ckpt")["global_step"] == 1

@@ -10,6 +10,7 @@ import sys
 import neuronx_distributed as nxd
 import torch
 from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from neuronx_distributed.lightning import NeuronLTModule, NeuronXLAPrecisionPlugin, NeuronXLAStrategy
 from nxd_layers import ColumnParallelLinear
 from torch.utils.data import DataLoader
@@ -44,10 +45,11 @@ trainer = Trainer(
     devices=2,
     strategy=NeuronXLAStrategy(nxd_config),
     plugins=[NeuronXLAPrecisionPlugin()],
+    # Both ask for what takes all ranks, on the one that fails.
+    callbacks=[OnExceptionCheckpoint(folder), ModelCheckpoint(folder, save_on_exception=True, save_last=True)],
     max_steps=2,
     default_root_dir=folder,
     logger=False,
-    enable_checkpointing=False,
     enable_progress_bar=False,
 )
 trainer.fit(module, DataLoader(torch.arange(16.0).view(4, 4) / 16, batch_size=2))

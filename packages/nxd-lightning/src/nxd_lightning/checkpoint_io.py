@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from nxd_trainer.api import delete_checkpoint, load_checkpoint, save_checkpoint
+from nxd_trainer.api import delete_checkpoint, has_checkpoint, load_checkpoint, save_checkpoint
 from torch import Tensor, nn
 
 from nxd_lightning.bases import CheckpointIOBase
@@ -54,7 +54,7 @@ class NeuronCheckpointIO(CheckpointIOBase):
             ValueError: Lightning's part holds what could only be read back by running code.
             CheckpointError: a rank could not write; on all ranks.
         """
-        root, tag = os.path.split(os.fspath(path))
+        root, tag = os.path.split(_visible(path))
         content = {**checkpoint, "optimizer_states": []} if "optimizer_states" in checkpoint else dict(checkpoint)
         for key in _HYPER_PARAMETERS:
             if key in content:
@@ -88,16 +88,22 @@ class NeuronCheckpointIO(CheckpointIOBase):
         load_checkpoint(_resolved(path), model=model, strict=strict, **others)
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Remove a checkpoint, or a link to one. Called by one rank."""
+        """Remove a checkpoint, or a link to one, if it is there. Called by one rank."""
         if os.path.islink(path):
             os.unlink(path)
-        else:
-            delete_checkpoint(path)
+        elif has_checkpoint(_visible(path)):
+            delete_checkpoint(_visible(path))
 
 
 def _resolved(path: str | os.PathLike[str]) -> str:
     """`save_last="link"` makes links, whose names are no tags."""
-    return os.path.realpath(path) if os.path.islink(path) else os.fspath(path)
+    return os.path.realpath(path) if os.path.islink(path) else _visible(path)
+
+
+def _visible(path: str | os.PathLike[str]) -> str:
+    """Lightning hides checkpoints of a moment by a dot, with which no tag begins."""
+    root, name = os.path.split(os.fspath(path))
+    return os.path.join(root, name.lstrip(".") or name)
 
 
 def _plain_parameters(parameters: Mapping[str, Any]) -> dict[str, Any]:

@@ -121,7 +121,8 @@ class NeuronLTModule(_LightningModule):
         if self.scheduler_cls is None:
             return optimizer
         scheduler = self.scheduler_cls(optimizer, *self.scheduler_args, **self.scheduler_kwargs)
-        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+        name = f"lr-{type(optimizer.optimizer).__name__}"  # LearningRateMonitor's for what is wrapped: it logs it once
+        return [optimizer], [{"scheduler": scheduler, "interval": "step", "name": name}]
 
     def get_param_groups_by_weight_decay(self) -> list[dict[str, Any]]:
         """Groups of parameters: matrices decay, biases and norms do not. To be overridden.
@@ -228,12 +229,18 @@ class NeuronLTModule(_LightningModule):
 
         Returns:
             A 0-d tensor, float64.
+
+        Raises:
+            TypeError: the last stage has no number.
         """
         stages = get_group("pp")
         if stages.size == 1:
             return value
         is_last = stages.rank == stages.size - 1
-        number = float(value) if is_last else 0.0
+        try:
+            number = float(value) if is_last else 0.0
+        except TypeError as error:
+            raise TypeError(f"the last stage has {value!r} here, but other stages wait for its number") from error
         return broadcast(torch.tensor(number, dtype=torch.float64, device=get_device()), stages, source=stages.size - 1)
 
     # Checkpoints outside of a Trainer.

@@ -2,11 +2,12 @@
 
 import os
 import signal
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from nxd_trainer.api import NxDOptimizer, complete_config, ensure_model_parallel
+from nxd_trainer.api import complete_config, ensure_model_parallel
 from nxd_trainer.mesh import (
     all_gather,
     all_gather_object,
@@ -22,8 +23,9 @@ from torch import Tensor
 
 from nxd_lightning.bases import ON_XLA, CheckpointIOBase, NeuronXLAAccelerator, StrategyBase
 from nxd_lightning.checkpoint_io import NeuronCheckpointIO
+from nxd_lightning.checks import check_optimizers, check_precision, check_trainer
 from nxd_lightning.launcher import RankLauncher
-from nxd_lightning.spelling import SPELLING, advice, check_spelling, fabric, lightning
+from nxd_lightning.spelling import SPELLING, advice, fabric, lightning
 
 _TrainerFn: Any = lightning("trainer.states").TrainerFn
 _rank_zero_only: Any = lightning("utilities.rank_zero").rank_zero_only
@@ -51,7 +53,7 @@ class NeuronXLAStrategy(StrategyBase):
         precision_plugin: such as `NeuronXLAPrecisionPlugin`.
 
     Raises:
-        ValueError: the config has mistakes, or degrees are given twice.
+        ValueError: the config has mistakes, degrees are given twice, or `checkpoint_io` is another.
     """
 
     strategy_name = "nxd"
@@ -74,12 +76,13 @@ class NeuronXLAStrategy(StrategyBase):
         self._degrees = _degrees(nxd_config, tensor_parallel_size, pipeline_parallel_size)
         self.save_load_xser = save_load_xser
         self._loaded_from: str | None = None
+        self._exception_is_known = False
         super().__init__(
             accelerator=NeuronXLAAccelerator() if ON_XLA and accelerator is None else accelerator,
             parallel_devices=parallel_devices or _devices_of_launched_ranks(),
-            checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
+        self.checkpoint_io = checkpoint_io
         self.cluster_environment = cluster_environment
 
     def __repr__(self) -> str:
@@ -152,8 +155,9 @@ class NeuronXLAStrategy(StrategyBase):
         Raises:
             ValueError: the degrees do not fit the ranks.
             RuntimeError: the Trainer was told of other ranks or another device than there are.
-            TypeError: a callback or a logger is of the other spelling of Lightning.
+            TypeError: a callback or a logger is of the other spelling of Lightning, or the module no `NeuronLTModule`.
         """
+        self._exception_is_known = False
         _reset_seed()
         self.set_world_ranks()
         ensure_model_parallel(self._degrees)
@@ -169,7 +173,7 @@ class NeuronXLAStrategy(StrategyBase):
                 f'accelerator="{get_device().type}", or set NXD_DEVICE={self.root_device.type}'
             )
         _rank_zero_only.rank = world.rank
-        self._check_trainer(self.lightning_module.trainer)
+        check_trainer(self.lightning_module.trainer)
         for logger in self.lightning_module.trainer.loggers:
             if hasattr(logger, "choose_writer"):
                 logger.choose_writer(is_writer=world.rank == self.logging_rank, broadcast=self.broadcast)
@@ -178,14 +182,15 @@ class NeuronXLAStrategy(StrategyBase):
         """Put the module on its device and make optimizers. Called by all ranks.
 
         Raises:
-            ValueError: there are several optimizers, or one that does not know of the mesh.
+            ValueError: there are several optimizers, or one that does not know of the mesh, or losses are scaled.
         """
+        check_precision(self.precision_plugin)
         self.accelerator.setup(trainer)
         self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         if trainer.state.fn == _TrainerFn.FITTING:
             self.setup_optimizers(trainer)
-            _check_optimizers(self.optimizers)
+            check_optimizers(self.optimizers)
         self.setup_precision_plugin()
 
     def process_dataloader(self, dataloader: object) -> object:
@@ -203,6 +208,7 @@ class NeuronXLAStrategy(StrategyBase):
 
     def on_exception(self, exception: BaseException) -> None:
         """End the ranks that this process has started, which may wait for it."""
+        self._exception_is_known = True
         self.launcher.kill(signal.SIGKILL)
 
     def teardown(self) -> None:
@@ -214,17 +220,27 @@ class NeuronXLAStrategy(StrategyBase):
 
     # What ranks do together.
 
+    @property
+    def is_left_alone(self) -> bool:
+        """Whether callbacks are being told of an exception, which other ranks need not have: nobody may wait now."""
+        is_ending = getattr(getattr(self.lightning_module, "_trainer", None), "interrupted", False)
+        return self.world_size > 1 and is_ending and not self._exception_is_known
+
     def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
-        """Wait for all ranks."""
-        if model_parallel_is_initialized():
+        """Wait for all ranks; not while `is_left_alone`."""
+        if model_parallel_is_initialized() and not self.is_left_alone:
             barrier(get_world_group())
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """One rank's value on all ranks."""
-        return all_gather_object(obj, get_world_group())[src] if model_parallel_is_initialized() else obj
+        """One rank's value on all ranks; this rank's own while `is_left_alone`."""
+        if not model_parallel_is_initialized() or self.is_left_alone:
+            return obj
+        return all_gather_object(obj, get_world_group())[src]
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """A tensor's mean, sum, maximum or minimum over all ranks, or over those of a torch process group.
+
+        While `is_left_alone` it is this rank's own.
 
         Args:
             tensor: what is no tensor is given back as it is.
@@ -234,7 +250,7 @@ class NeuronXLAStrategy(StrategyBase):
         Raises:
             ValueError: another reduction.
         """
-        if not isinstance(tensor, Tensor):
+        if not isinstance(tensor, Tensor) or self.is_left_alone:
             return tensor
         if group is not None and group != torch.distributed.group.WORLD:
             return super().reduce(tensor, group, reduce_op)
@@ -288,11 +304,14 @@ class NeuronXLAStrategy(StrategyBase):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any | None = None
     ) -> None:
-        """Write a checkpoint under the first rank's name for it. Called by all ranks.
+        """Write a checkpoint under the first rank's name for it. Called by all ranks; not while `is_left_alone`.
 
         Raises:
             ValueError: there are `storage_options`.
         """
+        if self.is_left_alone:
+            warnings.warn(f"no {filepath} is written: it takes all ranks, and this one has failed", stacklevel=2)
+            return
         if storage_options is not None:
             raise ValueError("NeuronXLAStrategy takes no storage_options; give save_checkpoint the path only")
         subjects: dict[str, Any] = {"model": self.lightning_module.model}
@@ -330,15 +349,6 @@ class NeuronXLAStrategy(StrategyBase):
             subjects["scheduler"] = self.lr_scheduler_configs[0].scheduler
         return subjects
 
-    def _check_trainer(self, trainer: Any) -> None:
-        for part in (*trainer.callbacks, *trainer.loggers):
-            check_spelling(part)
-        if trainer.gradient_clip_val is not None:
-            raise ValueError(
-                f"Trainer(gradient_clip_val={trainer.gradient_clip_val}) would clip each rank's part by itself; set "
-                'nxd_config["optimizer_config"]["max_grad_norm"], by which the optimizer clips'
-            )
-
 
 def _degrees(
     config: Mapping[str, Any] | None, tensor_parallel_size: int, pipeline_parallel_size: int
@@ -362,12 +372,3 @@ def _devices_of_launched_ranks() -> list[torch.device] | None:
     count = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
     kind = "xla" if ON_XLA else get_device().type
     return [torch.device("cpu") if kind == "cpu" else torch.device(kind, index) for index in range(count)] or None
-
-
-def _check_optimizers(optimizers: list[Any]) -> None:
-    if len(optimizers) > 1 or not all(isinstance(optimizer, NxDOptimizer) for optimizer in optimizers):
-        kinds = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
-        raise ValueError(
-            f"configure_optimizers gave {kinds}; return one optimizer of initialize_parallel_optimizer, which averages "
-            "gradients over the ranks"
-        )

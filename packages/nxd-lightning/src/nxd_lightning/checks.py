@@ -1,0 +1,56 @@
+"""What a Trainer with `NeuronXLAStrategy` must not be given: each would go wrong without a word, or on one rank."""
+
+from typing import Any
+
+from nxd_trainer.api import NxDOptimizer
+
+from nxd_lightning.module import NeuronLTModule
+from nxd_lightning.spelling import check_spelling
+
+
+def check_trainer(trainer: Any) -> None:
+    """Raise if the strategy cannot run what the Trainer has.
+
+    Raises:
+        TypeError: a callback or a logger is of the other spelling of Lightning, or the module no `NeuronLTModule`.
+        ValueError: the Trainer is to clip gradients.
+    """
+    for part in (*trainer.callbacks, *trainer.loggers):
+        check_spelling(part)
+    if not isinstance(trainer.lightning_module, NeuronLTModule):
+        raise TypeError(
+            f"{type(trainer.lightning_module).__name__} is no NeuronLTModule, whose model and optimizer are made "
+            "for a mesh; inherit from NeuronLTModule, or give the Trainer one of Lightning's own strategies"
+        )
+    if trainer.gradient_clip_val is not None:
+        raise ValueError(
+            f"Trainer(gradient_clip_val={trainer.gradient_clip_val}) would clip each rank's part by itself; set "
+            'nxd_config["optimizer_config"]["max_grad_norm"], by which the optimizer clips'
+        )
+
+
+def check_optimizers(optimizers: list[Any]) -> None:
+    """Raise unless there is at most one optimizer, which knows of the mesh.
+
+    Raises:
+        ValueError: there are several, or another.
+    """
+    if len(optimizers) > 1 or not all(isinstance(optimizer, NxDOptimizer) for optimizer in optimizers):
+        kinds = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
+        raise ValueError(
+            f"configure_optimizers gave {kinds}; return one optimizer of initialize_parallel_optimizer, which averages "
+            "gradients over the ranks"
+        )
+
+
+def check_precision(plugin: Any) -> None:
+    """Raise if losses are to be scaled.
+
+    Raises:
+        ValueError: they are.
+    """
+    if getattr(plugin, "scaler", None) is not None:
+        raise ValueError(
+            f"precision={plugin.precision!r} scales losses, but here the model itself goes backward from them; "
+            'use precision="bf16-mixed" or "bf16-true", or NeuronXLAPrecisionPlugin with a config of mixed precision'
+        )
