@@ -100,6 +100,7 @@ def test_argument_that_is_no_setting_of_inductor_is_named(job):
 
 @pytest.mark.xla
 def test_hlo_has_the_collectives_of_the_graph_and_does_not_run(trace, tmp_path, monkeypatch):
+    pytest.importorskip("torch_xla")
     monkeypatch.setenv("NXD_DEVICE", "cpu")  # where the model is built; the graph is one for the device
     model = trace(models.cache, (ROW, AT_ZERO), compiler="hlo", tp_degree=2, cache_dir=tmp_path)
 
