@@ -9,6 +9,7 @@ import nxd_ckpt
 import pytest
 import torch
 import transformers
+from nxd_optim import NeuronZero1Optimizer
 from nxd_state import initialize_model_parallel
 from nxd_trainer.models import LlamaConfig, LlamaForCausalLM
 from nxd_trainer.recipe import recipe_from_dict
@@ -74,7 +75,7 @@ def test_run_begins_with_the_weights_of_a_llama_at_any_degree(run_ranks, make_fo
         initialize_model_parallel(tensor_model_parallel_size=2)
         own = LlamaConfig(**sizes)
         model = LlamaForCausalLM(own)
-        state = SimpleNamespace(model=model, config=own, recipe=recipe_from_dict({}))
+        state = SimpleNamespace(model=model, config=own, optimizer=None, recipe=recipe_from_dict({}))
         load_initial_weights(state, begin)
         with pytest.raises(ValueError, match=r"model\.rms_norm_eps is 0\.5, there"):
             load_initial_weights(
@@ -87,3 +88,23 @@ def test_run_begins_with_the_weights_of_a_llama_at_any_degree(run_ranks, make_fo
         expected = model(ids, labels=ids).loss
     for loss in run_ranks(load, 2):
         torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
+
+
+def test_master_weights_begin_with_those_of_the_folder_too(run_ranks, make_folder):
+    folder = make_folder("llama", dtype=torch.bfloat16)
+    config = transformers.AutoConfig.from_pretrained(folder)
+    sizes = {name: getattr(config, name) for name in LlamaConfig.__dataclass_fields__ if hasattr(config, name)}
+    ids = torch.arange(3, 17).view(2, 7)
+
+    def step_without_a_change():
+        initialize_model_parallel()
+        own = LlamaConfig(**sizes)
+        model = LlamaForCausalLM(own).bfloat16()
+        optimizer = NeuronZero1Optimizer(model.parameters(), torch.optim.SGD, optimizer_dtype=torch.float32, lr=0.0)
+        load_initial_weights(SimpleNamespace(model=model, config=own, optimizer=optimizer), folder)
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        model(ids[:, :-1], ids[:, 1:]).backward()
+        optimizer.step()
+        return all(map(torch.equal, before, model.parameters()))
+
+    assert run_ranks(step_without_a_change, 2) == [True, True]
