@@ -24,6 +24,7 @@ from nxd_state.collectives.shared import shared_memory_bytes
 from nxd_state.device import device_type, get_device, step_boundary
 from nxd_state.group import Group
 from nxd_state.mesh import Mesh
+from nxd_state.meta_init import allocate_meta_tensor, seed_of_module
 from nxd_state.move_model import move_model_to_device
 from nxd_state.parallel_state import (
     active_group,
@@ -133,6 +134,8 @@ __all__ = [
     "transport_device",
     "step_boundary",
     "move_model_to_device",
+    "allocate_meta_tensor",
+    "seed_of_module",
     "seed_model_parallel",
     "rng_stream",
     "get_rng_state",

@@ -4,13 +4,12 @@ A model of transformers says in its `_init_weights(module)` how a plain module's
 layer the plain module is made for that moment, filled, and this rank's part kept: one layer is whole at a time.
 """
 
-import hashlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from nxd_state import get_shard_spec
-from torch import Tensor, nn
+from nxd_state import allocate_meta_tensor, get_shard_spec, seed_of_module
+from torch import nn
 
 from nxd_layers.embedding import ParallelEmbedding
 from nxd_layers.hf.embeddings import plain_class_of
@@ -59,10 +58,9 @@ def initialize(model: Any) -> None:
             own = {**module._parameters, **module._buffers}
             on_meta = {key: tensor for key, tensor in own.items() if tensor is not None and tensor.is_meta}
             for tensor in on_meta.values():
-                _allocate(tensor)
+                allocate_meta_tensor(tensor)
             if on_meta:
-                digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-                torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+                torch.manual_seed(seed_of_module(seed, name))
                 fill(module)
             for key, tensor in on_meta.items():
                 if tensor.is_floating_point() and bool(tensor.isnan().any()):
@@ -70,18 +68,6 @@ def initialize(model: Any) -> None:
                         f"{type(model).__name__}._init_weights leaves {name}.{key} unset; build the model itself, not "
                         "on the meta device, and parallelize that"
                     )
-
-
-def _allocate(tensor: Tensor) -> None:
-    """Memory for a tensor on the meta device, which stays the same object."""
-    made = torch.empty_like(tensor, device="cpu")
-    made = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
-    if made.is_floating_point():
-        made.fill_(torch.nan)
-    else:
-        made.zero_()
-    made.__dict__.update(tensor.__dict__)
-    torch.utils.swap_tensors(tensor, made)
 
 
 def _unsharded(module: nn.Module) -> nn.Module:

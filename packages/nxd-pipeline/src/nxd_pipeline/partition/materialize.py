@@ -1,13 +1,12 @@
 """Giving memory and values to modules that were made on the "meta" device: to this rank's stages, and to no others."""
 
-import hashlib
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from nxd_state import get_shard_spec
+from nxd_state import allocate_meta_tensor, get_shard_spec, seed_of_module
 from torch import Tensor, nn
 
 ParamInit = Callable[..., Any]
@@ -48,7 +47,7 @@ def materialize(model: nn.Module, param_init_fn: ParamInit | None, *, only: Iter
     with torch.no_grad():
         for name, module in named:
             with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(_mixed(seed, name))
+                torch.manual_seed(seed_of_module(seed, name))
                 tensors = {key: it for key, it in _own_tensors(module) if id(it) in wanted}
                 _fill(name, module, tensors, param_init_fn)
 
@@ -56,7 +55,7 @@ def materialize(model: nn.Module, param_init_fn: ParamInit | None, *, only: Iter
 def _fill(name: str, module: nn.Module, tensors: Mapping[str, Tensor], param_init_fn: ParamInit) -> None:
     for tensor in tensors.values():
         if tensor.is_meta:
-            _allocate(tensor)
+            allocate_meta_tensor(tensor)
     if _takes_device(param_init_fn):
         param_init_fn(module, torch.device("cpu"))
     else:
@@ -68,18 +67,6 @@ def _fill(name: str, module: nn.Module, tensors: Mapping[str, Tensor], param_ini
                 f"param_init_fn has left {key!r} of {name!r} ({type(module).__name__}) unset; it must fill every "
                 "parameter and buffer of the module that it is given"
             )
-
-
-def _allocate(tensor: Tensor) -> None:
-    """Memory on the CPU for a meta tensor, which stays the same object; `nan` where a value is still to come."""
-    made = torch.empty_like(tensor, device="cpu")
-    made = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
-    if made.is_floating_point():
-        made.fill_(torch.nan)
-    else:
-        made.zero_()
-    made.__dict__.update(tensor.__dict__)
-    torch.utils.swap_tensors(tensor, made)
 
 
 def _clear_padding(tensor: Tensor) -> None:
@@ -96,11 +83,6 @@ def _clear_padding(tensor: Tensor) -> None:
 def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_parameters(recurse=False)
     yield from module.named_buffers(recurse=False)
-
-
-def _mixed(seed: int, name: str) -> int:
-    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1
 
 
 def _takes_device(param_init_fn: ParamInit) -> bool:

@@ -161,7 +161,7 @@ class _StreamingPlanner(dcp.DefaultSavePlanner):
         self._source, self._dtype, self._progress = source, dtype, progress
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
-        gc.collect(0)  # torch 2.9 leaves the tensor before this one in a reference cycle
+        gc.collect(1)  # torch 2.9 leaves the tensor before this one in a reference cycle
         name = write_item.index.fqn
         tensor = read_whole(self._source, name, self._dtype)
         self._progress(name, num_bytes(self._source.tensors[name]))
