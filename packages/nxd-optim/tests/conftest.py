@@ -1,27 +1,33 @@
 """What several test files need: a model's gradients from one process, and the messages that ranks exchange."""
 
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from nxd_state.shared_memory import Transport
+
+ALL_REDUCES = ((dist, "all_reduce"), (Transport, "all_reduce_"), (Transport, "begin_all_reduce_"))
 
 
 @contextmanager
 def _recorded_messages(events=None):
-    """Adds ("message", number of elements, dtype) to a list for each all-reduce that torch.distributed is given."""
+    """Adds ("message", number of elements, dtype) to a list for each all-reduce, whatever carries it."""
     events = [] if events is None else events
-    original = dist.all_reduce
 
-    def all_reduce(tensor, *args, **kwargs):
-        events.append(("message", tensor.numel(), tensor.dtype))
-        return original(tensor, *args, **kwargs)
+    def recording(original):
+        def all_reduce(*args, **kwargs):
+            tensor = next(value for value in args if isinstance(value, torch.Tensor))
+            events.append(("message", tensor.numel(), tensor.dtype))
+            return original(*args, **kwargs)
 
-    dist.all_reduce = all_reduce
-    try:
+        return all_reduce
+
+    with ExitStack() as patches:
+        for owner, name in ALL_REDUCES:
+            patches.enter_context(mock.patch.object(owner, name, recording(getattr(owner, name))))
         yield events
-    finally:
-        dist.all_reduce = original
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """The arithmetic of the mesh; no process group is made here."""
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nxd_state import Mesh
@@ -115,6 +116,15 @@ def test_groups_row_paired_over_stages_keep_stage_order_where_ranks_descend():
     assert mesh.group_of(48, "pp") == (48, 32)
     assert mesh.coordinates(48)["pp"] == 0
     assert mesh.coordinates(32)["pp"] == 1
+
+
+def test_mesh_is_no_matter_of_the_default_device():
+    with torch.device("meta"):
+        mesh = Mesh(24, pp=3, cp=2, tp=2)
+        answers = mesh.groups("tp"), mesh.group_of(23, "pp"), mesh.rank_at(pp=1, tp=1), mesh.coordinates(9)["pp"]
+
+    assert answers[1:] == ((7, 15, 23), 9, 1)
+    assert answers[0] == mesh.groups("tp") == tuple((rank, rank + 1) for rank in range(0, 24, 2))
 
 
 def test_mesh_of_100_000_ranks_answers_every_question():

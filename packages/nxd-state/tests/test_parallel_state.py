@@ -36,6 +36,13 @@ def test_is_initialized_follows_initialize_and_destroy(clean_world):
     assert (before, during, nxd_state.model_parallel_is_initialized()) == (False, True, False)
 
 
+def test_default_device_without_values_does_not_matter_to_initialize(clean_world):
+    with torch.device("meta"):
+        nxd_state.initialize_model_parallel()
+
+    assert nxd_state.get_mesh().groups("tp") == ((0,),)
+
+
 def test_initialize_without_launcher_is_a_world_of_one(clean_world):
     nxd_state.initialize_model_parallel()
 

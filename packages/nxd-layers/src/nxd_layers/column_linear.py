@@ -144,6 +144,8 @@ def column_linear(
 def in_autocast_dtype(tensor: Tensor) -> Tensor:
     """The tensor in the dtype in which a product is taken here."""
     kind = tensor.device.type
-    if not torch.is_autocast_enabled(kind) or tensor.dtype == torch.float64:  # torch leaves float64 alone as well
+    if tensor.is_meta or not torch.is_autocast_enabled(kind):  # torch knows no autocast of tensors without memory
+        return tensor
+    if tensor.dtype == torch.float64:  # which torch leaves alone as well
         return tensor
     return tensor.to(torch.get_autocast_dtype(kind))

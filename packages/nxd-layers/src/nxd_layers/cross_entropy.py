@@ -32,9 +32,17 @@ class LossDefinition:
     vocab_size: int
     group: Group
 
-    def num_tokens_of(self, local_vocab: int) -> int:
-        """How many of this rank's `local_vocab` logits belong to tokens."""
-        return min(max(self.vocab_size - self.group.rank * local_vocab, 0), local_vocab)
+    def padding_of(self, logits: Tensor) -> Tensor | None:
+        """Which of this rank's last logits belong to no token: bool `[last]`, as many on every rank.
+
+        None if the vocabulary is not padded.
+        """
+        local_vocab = logits.shape[-1]
+        last = min(local_vocab * self.group.size - self.vocab_size, local_vocab)
+        if last == 0:
+            return None
+        ids = torch.arange(local_vocab - last, local_vocab, device=logits.device)
+        return ids + self.group.rank_tensor(logits) * local_vocab >= self.vocab_size
 
 
 def token_losses(
@@ -50,18 +58,17 @@ def token_losses(
     """
     group, smoothing = definition.group, definition.label_smoothing
     local_vocab = logits.shape[-1]
-    num_tokens = definition.num_tokens_of(local_vocab)
+    padding = definition.padding_of(logits)
     ignored = labels == definition.ignore_index
-    local_label = labels - group.rank * local_vocab
-    is_mine = (local_label >= 0) & (local_label < num_tokens) & ~ignored
+    local_label = labels - group.rank_tensor(labels) * local_vocab
+    is_mine = (local_label >= 0) & (local_label < local_vocab) & (labels < definition.vocab_size) & ~ignored
     index = local_label.masked_fill(~is_mine, 0).unsqueeze(-1)
 
-    largest = all_reduce_(widened(_largest(logits[..., :num_tokens])), group, op="max")
+    largest = all_reduce_(widened(_largest(logits, padding)), group, op="max")
     shifted = torch.sub(logits, largest.unsqueeze(-1), out=logits if overwrite else None)
-    shifted[..., num_tokens:] = -torch.inf
     label_logit = shifted.gather(-1, index).squeeze(-1).masked_fill(~is_mine, 0.0)
-    sums = [label_logit] if smoothing == 0.0 else [label_logit, shifted[..., :num_tokens].sum(dim=-1)]
-    exponentials = shifted.exp_()
+    sums = [label_logit] if smoothing == 0.0 else [label_logit, _fill(shifted, padding, 0.0).sum(dim=-1)]
+    exponentials = _fill(shifted, padding, -torch.inf).exp_()
     totals = all_reduce_(torch.stack([exponentials.sum(dim=-1), *sums]), group)
     losses = totals[0].log() - (1.0 - smoothing) * totals[1]
     if smoothing != 0.0:
@@ -85,7 +92,8 @@ def logits_grad(
     grad = torch.mul(exponentials, scale / normalizer.unsqueeze(-1), out=exponentials if overwrite else None)
     smoothing = definition.label_smoothing
     if smoothing != 0.0:
-        grad[..., : definition.num_tokens_of(grad.shape[-1])] -= scale * (smoothing / definition.vocab_size)
+        grad -= scale * (smoothing / definition.vocab_size)
+        _fill(grad, definition.padding_of(grad), 0.0)
     on_label = (scale * (smoothing - 1.0)).masked_fill(~is_mine.unsqueeze(-1), 0.0)
     return grad.scatter_add_(-1, index, on_label)
 
@@ -95,10 +103,19 @@ def widened(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.itemsize < 4 else tensor
 
 
-def _largest(logits: Tensor) -> Tensor:
-    if logits.shape[-1] == 0:  # this rank has padding alone
-        return logits.new_full(logits.shape[:-1], -torch.inf)
-    return logits.amax(dim=-1)
+def _largest(logits: Tensor, padding: Tensor | None) -> Tensor:
+    if padding is None:
+        return logits.amax(dim=-1)
+    first, last = logits.tensor_split([logits.shape[-1] - padding.shape[0]], dim=-1)
+    largest = last.masked_fill(padding, -torch.inf).amax(dim=-1)
+    return torch.maximum(largest, first.amax(dim=-1)) if first.shape[-1] else largest
+
+
+def _fill(logits: Tensor, padding: Tensor | None, value: float) -> Tensor:
+    """Overwrite the padding among the last logits."""
+    if padding is not None:
+        logits[..., -padding.shape[0] :].masked_fill_(padding, value)
+    return logits
 
 
 class _ParallelCrossEntropy(Function):

@@ -4,7 +4,7 @@ With one rank, or without an initialised mesh, it is `nn.Embedding`.
 """
 
 import torch
-from nxd_state import active_group, shard_along
+from nxd_state import Group, active_group, shard_along
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -73,7 +73,6 @@ class ParallelEmbedding(nn.Module):
         self.weight = empty_sharded_parameter(
             self._spec, partition_dim=dim, num_partitions=group.size, dtype=dtype, device=device
         )
-        self._first_token = 0 if shard_across_embedding else group.rank * self.weight.shape[0]
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -94,7 +93,8 @@ class ParallelEmbedding(nn.Module):
         # Elsewhere a look at the values would stall the device.
         if input_.device.type == "cpu" and not torch.compiler.is_compiling():
             self._check_ids(input_)
-        if layer_group(self.tensor_parallel_size).size == 1:
+        group = layer_group(self.tensor_parallel_size)
+        if group.size == 1:
             return F.embedding(input_, self.weight, self.padding_idx)
         # Counted from the end, the sequence is one dim further in the vectors than in the ids.
         sequence_dim = self.sequence_dimension if self.sequence_dimension >= 0 else self.sequence_dimension - 1
@@ -103,21 +103,10 @@ class ParallelEmbedding(nn.Module):
             if self.sequence_parallel_enabled:
                 return scatter_to_sequence_parallel_region(vectors, sequence_dim)
             return vectors
-        partial = self._lookup_own_tokens(input_)
+        partial = lookup_own_tokens(input_, self.weight, self.padding_idx, group)
         if self.sequence_parallel_enabled:
             return reduce_scatter_to_sequence_parallel_region(partial, sequence_dim)
         return reduce_from_tensor_model_parallel_region_(partial)
-
-    def _lookup_own_tokens(self, ids: Tensor) -> Tensor:
-        """Vectors of the tokens in this rank's part of the vocabulary, zeros for the others."""
-        rows = self.weight.shape[0]
-        local = ids - self._first_token
-        elsewhere = (local < 0) | (local >= rows)
-        padding_row = None if self.padding_idx is None else self.padding_idx - self._first_token
-        if padding_row is not None and not 0 <= padding_row < rows:
-            padding_row = None
-        vectors = F.embedding(local.masked_fill(elsewhere, 0), self.weight, padding_row)
-        return vectors.masked_fill_(elsewhere.unsqueeze(-1), 0.0)
 
     def _check_ids(self, ids: Tensor) -> None:
         wrong = (ids < 0) | (ids >= self.num_embeddings)
@@ -130,3 +119,22 @@ class ParallelEmbedding(nn.Module):
             f"{self.num_embeddings}, {self.embedding_dim}, local={tuple(self.weight.shape)}, "
             f"padding_idx={self.padding_idx}, sequence_parallel={self.sequence_parallel_enabled}"
         )
+
+
+def lookup_own_tokens(ids: Tensor, table: Tensor, padding_idx: int | None, group: Group) -> Tensor:
+    """Vectors `[..., hidden]` of the tokens in this rank's part of the vocabulary, zeros for the others.
+
+    Args:
+        ids: `[...]`, in the whole vocabulary.
+        table: `[vocab/tp, hidden]`.
+        padding_idx: in the whole vocabulary, the token whose vector gets no gradient, if there is one.
+        group: the ranks that the vocabulary is split over.
+    """
+    rows = table.shape[0]
+    local = ids - group.rank_tensor(ids) * rows
+    elsewhere = (local < 0) | (local >= rows)
+    vectors = F.embedding(local.masked_fill(elsewhere, 0), table)
+    if padding_idx is not None and table.requires_grad:
+        # The row that `F.embedding` would take as its padding_idx is another one on each rank.
+        vectors = torch.where((ids == padding_idx).unsqueeze(-1), vectors.detach(), vectors)
+    return vectors.masked_fill_(elsewhere.unsqueeze(-1), 0.0)

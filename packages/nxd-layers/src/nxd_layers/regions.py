@@ -62,7 +62,7 @@ class _Split(Function):
     @staticmethod
     def forward(ctx: Any, whole: Tensor, group: Group, dim: int) -> Tensor:
         ctx.group, ctx.dim = group, dim
-        return _own_part(whole, group, dim)
+        return own_part(whole, group, dim)
 
     @staticmethod
     @once_differentiable
@@ -81,7 +81,7 @@ class _Gather(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         if ctx.grad_is_partial:
             return reduce_scatter(grad, ctx.group, dim=ctx.dim), None, None, None
-        return _own_part(grad, ctx.group, ctx.dim), None, None, None
+        return own_part(grad, ctx.group, ctx.dim), None, None, None
 
 
 class _ReduceScatter(Function):
@@ -171,13 +171,21 @@ def reduce_scatter_to_sequence_parallel_region(input_: Tensor, sequence_dimensio
     return _ReduceScatter.apply(input_, group, _check_dim(input_, sequence_dimension))
 
 
-def _own_part(whole: Tensor, group: Group, dim: int) -> Tensor:
-    if whole.shape[dim] % group.size:
+def own_part(whole: Tensor, group: Group, dim: int) -> Tensor:
+    """This rank's part along `dim` of a tensor that every rank holds, as a copy.
+
+    Raises:
+        ValueError: the group's size does not divide that dim.
+    """
+    dim = _check_dim(whole, dim)
+    length, rest = divmod(whole.shape[dim], group.size)
+    if rest:
         raise ValueError(
             f"tensor_model_parallel_size={group.size} does not divide dim {dim} of shape {tuple(whole.shape)}; "
-            f"pad it to {-(-whole.shape[dim] // group.size) * group.size}"
+            f"pad it to {(length + 1) * group.size}"
         )
-    return whole.chunk(group.size, dim=dim)[group.rank].contiguous()
+    parts = whole.unflatten(dim, (group.size, length))
+    return parts.index_select(dim, group.rank_tensor(whole).view(1)).squeeze(dim)
 
 
 def _check_dim(tensor: Tensor, dim: int) -> int:

@@ -89,9 +89,7 @@ def _without_padding(logits: Tensor, vocab_size: int | None, group: Group) -> Te
         raise ValueError(
             f"vocab_size={vocab_size} does not fit {local_vocab * group.size} logits; use 1..{local_vocab * group.size}"
         )
-    num_tokens = min(max(vocab_size - group.rank * local_vocab, 0), local_vocab)
-    if num_tokens == local_vocab:
+    if vocab_size == local_vocab * group.size:
         return logits
-    masked = logits.clone()
-    masked[..., num_tokens:] = -torch.inf
-    return masked
+    ids = torch.arange(local_vocab, device=logits.device) + group.rank_tensor(logits) * local_vocab
+    return logits.masked_fill(ids >= vocab_size, -torch.inf)

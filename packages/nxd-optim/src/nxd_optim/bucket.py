@@ -4,8 +4,10 @@ Which parameters share a bucket, and in which order buckets leave, is decided he
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
+from nxd_state import Group, Pending, all_reduce_
 from torch import Tensor
 
 
@@ -43,16 +45,32 @@ class GradientBucket:
             view.copy_(parameter.grad.detach().to_dense())
         parameter.grad = view
 
-    def adopt_all(self) -> None:
-        """`adopt` for every parameter."""
+    def average(self, group: Group, dtype: torch.dtype | None) -> "Pending | WideMessage":
+        """Start to average the gradients over the group, in `dtype` if given; no gradient counts as zero."""
         for parameter in self.parameters:
             self.adopt(parameter)
+        if dtype in (None, self.buffer.dtype):
+            return all_reduce_(self.buffer, group, op="avg", async_op=True)
+        wide = self.buffer.to(dtype)
+        return WideMessage(all_reduce_(wide, group, op="avg", async_op=True), self.buffer)
 
     def zero_grad(self) -> None:
         """Make the slices, all zero, the gradients."""
         self.buffer.zero_()
         for parameter in self.parameters:
             parameter.grad = self._views[id(parameter)]
+
+
+@dataclass(frozen=True)
+class WideMessage:
+    """A bucket that travels in another dtype than it is kept in."""
+
+    pending: Pending
+    buffer: Tensor
+
+    def wait(self) -> None:
+        """Have the average in the bucket."""
+        self.buffer.copy_(self.pending.wait())
 
 
 def make_buckets(parameters: Sequence[Tensor], bucket_bytes: int) -> list[GradientBucket]:

@@ -7,14 +7,14 @@ Gradients may be accumulated over any number of backward passes; nothing is comm
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
-from nxd_state import Group, Pending, active_group, all_gather_object, all_reduce_
+from nxd_state import Group, active_group, all_gather_object
 from torch import Tensor
 
-from nxd_optim.bucket import make_buckets
+from nxd_optim.bucket import GradientBucket, batch_parameters, make_buckets
 from nxd_optim.bucket_sender import BucketSender, Message
+from nxd_optim.graph_bucket import GraphBucket
 from nxd_optim.mesh_check import require_mesh
 
 DEFAULT_BUCKET_BYTES = 25 * 2**20
@@ -73,7 +73,7 @@ class GradientReducer:
         self.group = group if group is not None else active_group("dp", "cp")
         self.parameters = [p for p in dict.fromkeys(parameters) if p.requires_grad]
         check_same_parameters(self.parameters, self.group)
-        self._buckets = make_buckets(self.parameters, bucket_bytes) if self.group.size > 1 else []
+        self._buckets = _buckets_of(self.parameters, bucket_bytes) if self.group.size > 1 else []
         self._sender = BucketSender(
             self._buckets,
             self._send,
@@ -123,7 +123,7 @@ class GradientReducer:
     def zero_grad(self) -> None:
         """Begin a new step without gradients; drops one that failed or was not finished, if every rank does so.
 
-        Where there are buckets, the gradients are zeros that stay in them.
+        Where there are buckets, the gradients are zeros that stay in them; on XLA they are None.
 
         Raises:
             RuntimeError: inside `overlap_backward`.
@@ -141,23 +141,13 @@ class GradientReducer:
         self._sender.close()
 
     def _send(self, index: int) -> Message:
-        bucket = self._buckets[index]
-        bucket.adopt_all()
-        if self.reduce_dtype in (None, bucket.buffer.dtype):
-            return all_reduce_(bucket.buffer, self.group, op="avg", async_op=True)
-        wide = bucket.buffer.to(self.reduce_dtype)
-        return _WideMessage(all_reduce_(wide, self.group, op="avg", async_op=True), bucket.buffer)
+        return self._buckets[index].average(self.group, self.reduce_dtype)
 
 
-@dataclass
-class _WideMessage:
-    """A bucket that travels in another dtype than it is kept in."""
-
-    pending: Pending
-    buffer: Tensor
-
-    def wait(self) -> None:
-        self.buffer.copy_(self.pending.wait())
+def _buckets_of(parameters: Sequence[Tensor], bucket_bytes: int) -> list[GradientBucket] | list[GraphBucket]:
+    if any(parameter.device.type == "xla" for parameter in parameters):
+        return [GraphBucket(batch) for batch in batch_parameters(parameters, bucket_bytes)]
+    return make_buckets(parameters, bucket_bytes)
 
 
 def check_same_parameters(parameters: Sequence[Tensor], group: Group) -> None:

@@ -11,7 +11,8 @@ from types import ModuleType
 
 import torch
 
-BACKENDS = {"cpu": "gloo", "cuda": "nccl", "xla": "xla"}
+# On XLA torch.distributed carries what lies on the host; tensors of the device travel by torch-xla.
+BACKENDS = {"cpu": "gloo", "cuda": "nccl", "xla": "gloo"}
 
 
 def device_type() -> str:

@@ -1,12 +1,20 @@
 """`Group`: the ranks that talk to each other along one axis of the mesh, as seen from this rank."""
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from nxd_state.shared_memory import Transport
+
+
+_given_ranks: ContextVar[dict["Group", Tensor]] = ContextVar("_given_ranks", default={})  # noqa: B039 - never changed
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,11 +38,50 @@ class Group:
     process_group: dist.ProcessGroup | None = None
     name: str = ""
     shared_memory: "Transport | None" = None
+    _rank_tensors: dict[torch.device, Tensor] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        if self.size > 1:  # made now, so that code under torch.compile finds it and has no number in its graph
+            self._rank_tensors[torch.device("cpu")] = _vector(self.rank, torch.device("cpu"))
 
     @property
     def size(self) -> int:
         """Number of ranks in the group."""
         return len(self.ranks)
+
+    def rank_tensor(self, like: Tensor) -> Tensor:
+        """`rank` as data: what a computation uses whose graph is to be the same on every rank.
+
+        A number would be a constant of the graph, so that each rank would record, and compile, another one.
+
+        Args:
+            like: a tensor that it is used with; gives the device.
+
+        Returns:
+            0-d int64.
+        """
+        if type(like) not in (Tensor, nn.Parameter):  # it belongs to a tracer or simulator, so ours must do so too
+            given = _given_ranks.get().get(self)
+            return torch.tensor(self.rank, device=like.device) if given is None else given.view(())
+        held = self._rank_tensors.get(like.device)
+        if held is None and torch.compiler.is_compiling():
+            held = self._rank_tensors[torch.device("cpu")].to(like.device)
+        elif held is None:
+            held = self._rank_tensors[like.device] = _vector(self.rank, like.device)
+        return held.view(())
+
+    @contextmanager
+    def rank_given_by(self, tensor: Tensor) -> Iterator[None]:
+        """Inside, `rank_tensor` gives this one while torch.export records: the graph has the rank as an input.
+
+        Args:
+            tensor: `[1]` int64, an input of what is being recorded.
+        """
+        token = _given_ranks.set({**_given_ranks.get(), self: tensor})
+        try:
+            yield
+        finally:
+            _given_ranks.reset(token)
 
     @classmethod
     def solo(cls, axis: str) -> "Group":
@@ -43,3 +90,9 @@ class Group:
 
     def __repr__(self) -> str:
         return f"Group(axis={self.axis!r}, rank={self.rank} of {list(self.ranks)})"
+
+
+@torch.inference_mode(False)
+def _vector(rank: int, device: torch.device) -> Tensor:
+    """`[1]`: torch-xla makes constants of the scalars 0 and 1."""
+    return torch.tensor([rank], device=device)

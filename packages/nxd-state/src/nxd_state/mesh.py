@@ -8,8 +8,6 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-import torch
-
 from nxd_state.rank_order import rank_order
 
 DENSE_AXES = ("pp", "dp", "cp", "tp")
@@ -101,12 +99,11 @@ class Mesh:
 
     def group_of(self, rank: int, *axes: str) -> tuple[int, ...]:
         """The one group of these axes that `rank` is in."""
-        self._check_rank(rank)
         coordinates = self.coordinates(rank)
         view = self._view(axes)
-        fixed = {axis: coordinates[axis] for axis in view if axis not in axes}
-        index = tuple(fixed.get(axis, slice(None)) for axis in view)
-        return tuple(_ranks_in_mesh_order(self, view)[index].reshape(-1).tolist())
+        first = sum(coordinates[axis] * _stride(self, view, axis) for axis in view if axis not in axes)
+        order = _ranks_in_mesh_order(self)
+        return tuple(order[first + offset] for offset in _offsets(self, view, axes))
 
     def embedding_groups(self) -> RankGroups:
         """First and last stage of each pipeline: the ranks that hold a tied embedding and head."""
@@ -128,7 +125,8 @@ class Mesh:
         for axis, value in coordinates.items():
             if not 0 <= value < getattr(self, axis):
                 raise ValueError(f"{axis}={value} is outside 0..{getattr(self, axis) - 1}")
-        return int(_ranks_in_mesh_order(self, DENSE_AXES)[pp, dp, cp, tp])
+        position = sum(value * _stride(self, DENSE_AXES, axis) for axis, value in coordinates.items())
+        return _ranks_in_mesh_order(self)[position]
 
     def _check_rank(self, rank: int) -> None:
         if not 0 <= rank < self.world_size:
@@ -142,27 +140,42 @@ class Mesh:
         raise ValueError(f"axes={axes}: expected one or more of {DENSE_AXES}, or of {EXPERT_AXES}")
 
 
-@lru_cache(maxsize=64)
-def _ranks_in_mesh_order(mesh: Mesh, view: tuple[str, ...]) -> torch.Tensor:
-    """Every rank at its place in the mesh, one tensor dim per axis of `view`."""
-    ranks = torch.tensor(rank_order(mesh.order, mesh.world_size, mesh.tp), dtype=torch.int64)
-    return ranks.reshape([getattr(mesh, axis) for axis in view])
+def _ranks_in_mesh_order(mesh: Mesh) -> list[int]:
+    """The rank at each position in the mesh."""
+    return rank_order(mesh.order, mesh.world_size, mesh.tp)
 
 
 @lru_cache(maxsize=64)
 def _positions(mesh: Mesh) -> list[int]:
     """The position in the mesh of each rank: the inverse of its rank order."""
-    positions: list[int] = torch.tensor(rank_order(mesh.order, mesh.world_size, mesh.tp)).argsort().tolist()
+    positions = [0] * mesh.world_size
+    for position, rank in enumerate(_ranks_in_mesh_order(mesh)):
+        positions[rank] = position
     return positions
 
 
 @lru_cache(maxsize=64)
 def _groups(mesh: Mesh, axes: tuple[str, ...]) -> RankGroups:
     view = mesh._view(axes)
-    outer = [dim for dim, axis in enumerate(view) if axis not in axes]
-    inner = [dim for dim, axis in enumerate(view) if axis in axes]
-    ranks = _ranks_in_mesh_order(mesh, view).permute(outer + inner).reshape(-1, mesh.size(*axes))
-    return tuple(tuple(group) for group in ranks.tolist())
+    order = _ranks_in_mesh_order(mesh)
+    within = _offsets(mesh, view, axes)
+    firsts = _offsets(mesh, view, tuple(axis for axis in view if axis not in axes))
+    return tuple(tuple([order[first + offset] for offset in within]) for first in firsts)
+
+
+def _stride(mesh: Mesh, view: tuple[str, ...], axis: str) -> int:
+    """How many positions lie between neighbours along an axis."""
+    return math.prod(getattr(mesh, inner) for inner in view[view.index(axis) + 1 :])
+
+
+def _offsets(mesh: Mesh, view: tuple[str, ...], axes: tuple[str, ...]) -> list[int]:
+    """How far from the first position are those that differ from it only along these axes, in mesh order."""
+    offsets = [0]
+    for axis in view:
+        if axis in axes:
+            stride = _stride(mesh, view, axis)
+            offsets = [offset + index * stride for offset in offsets for index in range(getattr(mesh, axis))]
+    return offsets
 
 
 def _list_divisors(number: int) -> str:

@@ -181,10 +181,10 @@ def _launched_rank_and_world_size() -> tuple[int, int]:
     if dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if world_size > 1 and device_type() == "xla":
+    if world_size > 1 and device_type() == "xla" and os.environ.get("PJRT_DEVICE") == "CPU":
         raise RuntimeError(
-            f"WORLD_SIZE={world_size} on an XLA device: collectives through torch-xla are not part of this release; "
-            "use one rank, or NXD_DEVICE=cpu"
+            f"WORLD_SIZE={world_size} with PJRT_DEVICE=CPU: torch-xla's CPU client has no collectives between processes; "
+            "use one rank, or NXD_DEVICE=cpu, or, in a test, nxd_state.testing.run_on_replicas"
         )
     return int(os.environ.get("RANK", "0")), world_size
 

@@ -28,10 +28,9 @@ def start_torch_distributed(rank: int, world_size: int, timeout: timedelta | Non
     kind = device_type()
     if kind == "cuda":
         torch.cuda.set_device(get_device())
-    # A world of one needs no rendezvous, hence no free port, no launcher, and no device's transport but gloo.
-    backend = "gloo" if world_size == 1 and kind == "xla" else BACKENDS[kind]
+    # A world of one needs no rendezvous, hence no free port and no launcher.
     store = dist.HashStore() if world_size == 1 else _fresh_store(rank, world_size, timeout)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    dist.init_process_group(BACKENDS[kind], store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
 def _fresh_store(rank: int, world_size: int, timeout: timedelta | None) -> dist.Store:

@@ -131,13 +131,3 @@ def test_random_operations_give_what_they_give_over_gloo(world_size):
 
     for shared in run_on_ranks(job, world_size, env=SHARED):
         assert shared > number // 2
-
-
-@pytest.mark.parametrize("switch", ["0", "1"])
-def test_switch_decides_whether_memory_is_shared(switch):
-    def job():
-        nxd_state.initialize_model_parallel(2)
-        group = nxd_state.get_group("tp")
-        return group.shared_memory is not None, nxd_state.all_reduce(torch.ones(1), group).item()
-
-    assert run_on_ranks(job, 2, env={"NXD_SHM": switch}) == [(switch == "1", 2.0)] * 2

@@ -4,14 +4,12 @@ import os
 import time
 from contextlib import suppress
 from pathlib import Path
-from unittest import mock
 
 import nxd_state
 import pytest
 import torch
 import torch.distributed as dist
 from nxd_state import shared_memory_bytes
-from nxd_state.shared_memory import layout
 from nxd_state.testing import run_on_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -71,27 +69,6 @@ def test_memory_of_a_group_is_reported_and_bounded():
     assert run_on_ranks(job, 2, env=SHARED)[0] <= 25 * 2**20
     assert run_on_ranks(job, 4, env=SHARED)[0] <= 49 * 2**20
     assert shared_memory_bytes(nxd_state.Group.solo("tp")) == 0
-
-
-def test_switched_off_on_one_rank_is_off_on_all():
-    def job():
-        os.environ["NXD_SHM"] = "0" if dist.get_rank() == 1 else "1"
-        nxd_state.initialize_model_parallel(dist.get_world_size())
-        group = nxd_state.get_group("tp")
-        return group.shared_memory is None, nxd_state.all_reduce(torch.ones(1), group).item()
-
-    assert run_on_ranks(job, 3, env=SHARED) == [(True, 3.0)] * 3
-
-
-def test_ranks_whose_memory_is_laid_out_differently_share_none():
-    def job():
-        other = [0] if dist.get_rank() == 1 else layout.FORMAT
-        with mock.patch.object(layout, "FORMAT", other):
-            nxd_state.initialize_model_parallel(2)
-        group = nxd_state.get_group("tp")
-        return group.shared_memory is None, nxd_state.all_reduce(torch.ones(1), group).item()
-
-    assert run_on_ranks(job, 2, env=SHARED) == [(True, 2.0)] * 2
 
 
 @pytest.mark.parametrize("numel", [1000, 2**20 + 7])

@@ -1,15 +1,18 @@
 """Recording a model as a graph that holds no weights, no state and, where the model allows it, no rank.
 
 The graph's inputs are weights, states and the user's inputs, one after the other. So weights can be replaced, several
-programs can share weights and state, and ranks whose graphs are equal share one compiled program.
+programs can share weights and state, and ranks whose graphs are equal share one compiled program. Among the weights is
+the tensor-parallel rank, which layers ask `Group.rank_tensor` for.
 """
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from nxd_state import active_group
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
@@ -17,6 +20,16 @@ from torch.export.graph_signature import InputKind
 from nxd_trace.aliases import Alias, named_tensors
 from nxd_trace.signature import Signature, TensorSpec
 from nxd_trace.structure import Structure, flatten, unflatten, without
+
+
+_RANK = "nxd_trace_tp_rank"
+
+
+def hold_rank(model: nn.Module) -> None:
+    """Give the model this process's tensor-parallel rank as a buffer, so that it is among the weights."""
+    group = active_group("tp")
+    if group.size > 1:
+        model.register_buffer(_RANK, torch.tensor([group.rank], device="cpu"), persistent=False)
 
 
 @dataclass(frozen=True)
@@ -65,7 +78,9 @@ class _Functional(nn.Module):
     ) -> list[Tensor]:
         tensors = dict(zip(self._weights, weights, strict=True))
         tensors.update(zip([alias.name for alias in self._aliases], states, strict=True))
-        outputs, structure = flatten(torch.func.functional_call(self._model[0], tensors, args, kwargs), "outputs")
+        with active_group("tp").rank_given_by(tensors[_RANK]) if _RANK in tensors else nullcontext():
+            result = torch.func.functional_call(self._model[0], tensors, args, kwargs)
+        outputs, structure = flatten(result, "outputs")
         new_states = {}
         for alias, state in zip(self._aliases, states, strict=True):
             if alias.output is not None:
@@ -87,7 +102,7 @@ def export_model(
     """Record `model(*args, **kwargs)`.
 
     Args:
-        model: in evaluation mode, on the device it is to run on.
+        model: in evaluation mode, on the device it is to run on; `hold_rank` has been called.
         aliases: its state.
         name: of the program.
         args: positional inputs, tensors in nested tuples, lists and dicts.

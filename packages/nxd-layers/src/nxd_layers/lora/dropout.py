@@ -4,6 +4,8 @@ import torch
 from nxd_state import active_group
 from torch import Tensor
 
+from nxd_layers.regions import own_part
+
 
 def branch_dropout(input_: Tensor, probability: float, *, training: bool, split_dim: int | None = None) -> Tensor:
     """Drop elements of a branch's input.
@@ -24,6 +26,6 @@ def branch_dropout(input_: Tensor, probability: float, *, training: bool, split_
     if split_dim is not None:
         shape[split_dim] *= group.size
     kept = torch.empty(shape, dtype=torch.bool, device=input_.device).bernoulli_(1.0 - probability)
-    if split_dim is not None:
-        kept = kept.narrow(split_dim, group.rank * input_.shape[split_dim], input_.shape[split_dim])
+    if split_dim is not None and group.size > 1:
+        kept = own_part(kept, group, split_dim)
     return input_ * kept * (1.0 / (1.0 - probability))

@@ -10,7 +10,7 @@ from nxd_state import active_group
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nxd_layers.embedding import ParallelEmbedding
+from nxd_layers.embedding import ParallelEmbedding, lookup_own_tokens
 from nxd_layers.lora.adapter import LayerKind, factor, scale_of, widened
 from nxd_layers.lora.config import LoraConfig
 from nxd_layers.lora.factors import fill_factor, make_factor
@@ -47,7 +47,8 @@ def _parallel_embedding_delta(layer: Any, ids: Tensor) -> Tensor:
         return _embedding_delta(layer, ids)
     if layer.shard_across_embedding:
         return _delta_across_embedding(layer, ids)
-    short = _lookup_own_tokens(layer, ids) * scale_of(layer)  # [..., r], zeros for other ranks' tokens
+    # [..., r], zeros for other ranks' tokens
+    short = lookup_own_tokens(ids, factor(layer, 0).t(), layer.padding_idx, active_group("tp")) * scale_of(layer)
     if layer.sequence_parallel_enabled:
         # Counted from the end, the sequence is one dim further in the vectors than in the ids.
         dim = layer.sequence_dimension if layer.sequence_dimension >= 0 else layer.sequence_dimension - 1
@@ -67,19 +68,6 @@ def _delta_across_embedding(layer: ParallelEmbedding, ids: Tensor) -> Tensor:
         whole = gather_from_tensor_model_parallel_region(rows, dim=0)
     short = F.embedding(ids, factor(layer, 0).t(), layer.padding_idx)
     return F.linear(short * scale_of(layer), whole)
-
-
-def _lookup_own_tokens(layer: ParallelEmbedding, ids: Tensor) -> Tensor:
-    """Short vectors `[..., r]` of the tokens in this rank's part of the vocabulary, zeros for the others."""
-    table = factor(layer, 0).t()  # [vocab/tp, r]
-    first = active_group("tp").rank * table.shape[0]
-    local = ids - first
-    elsewhere = (local < 0) | (local >= table.shape[0])
-    padding = None if layer.padding_idx is None else layer.padding_idx - first
-    if padding is not None and not 0 <= padding < table.shape[0]:
-        padding = None
-    vectors = F.embedding(local.masked_fill(elsewhere, 0), table, padding)
-    return vectors.masked_fill(elsewhere.unsqueeze(-1), 0.0)
 
 
 _FACTOR_NAMES = ("lora_embedding_A", "lora_embedding_B")

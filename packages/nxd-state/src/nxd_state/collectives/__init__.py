@@ -7,17 +7,18 @@ may be non-contiguous and of any dtype (reductions: of any that the transport ca
 are the regions of nxd_layers. Messages between two ranks are in `point_to_point`.
 
 Behind this line sits memory that the ranks of one host share (`nxd_state.shared_memory`, for CPU tensors), or
-torch.distributed (`eager`), or, while torch.compile or torch.export records a graph, its functional collectives
-(`functional`). With `NXD_DEBUG_COLLECTIVES=1` the ranks first agree on what they are
+torch.distributed (`eager`), or torch-xla (`xla`), or, while torch.compile or torch.export records a graph, its
+functional collectives (`functional`). With `NXD_DEBUG_COLLECTIVES=1` the ranks first agree on what they are
 about to do (`debug`).
 """
 
+from collections.abc import Sequence
 from typing import Any, Literal, get_args, overload
 
 import torch
 from torch import Tensor
 
-from nxd_state.collectives import debug, eager, functional
+from nxd_state.collectives import debug, eager, functional, xla
 from nxd_state.collectives.abort import abort_group
 from nxd_state.collectives.eager import Pending, ReduceOp
 from nxd_state.collectives.messages import Receive, Send
@@ -35,6 +36,7 @@ __all__ = [
     "all_gather_object",
     "all_reduce",
     "all_reduce_",
+    "all_reduce_coalesced_",
     "all_to_all",
     "barrier",
     "batch_isend_irecv",
@@ -72,6 +74,10 @@ def all_reduce(tensor: Tensor, group: Group, *, op: ReduceOp = "sum", async_op: 
     if memory is not None:
         _announce("all_reduce", group, tensor, op=op)
         return memory.all_reduce(tensor, op)
+    if tensor.device.type == "xla":
+        _announce("all_reduce", group, tensor, op=op)
+        reduced = xla.all_reduce(tensor, group, op)
+        return Pending(reduced) if async_op else reduced
     copy = tensor.detach().clone(memory_format=torch.contiguous_format)
     return all_reduce_(copy, group, op=op, async_op=async_op)
 
@@ -91,11 +97,32 @@ def all_reduce_(tensor: Tensor, group: Group, *, op: ReduceOp = "sum", async_op:
         reduced = tensor.copy_(functional.all_reduce(tensor, group, op))
         return Pending(reduced) if async_op else reduced
     _announce("all_reduce", group, tensor, op=op)
+    if tensor.device.type == "xla":
+        xla.all_reduce_(tensor, group, op)
+        return Pending(tensor) if async_op else tensor
     memory = shared_memory_of(tensor, group)
     if memory is not None:
         return pending_of(tensor, memory.begin_all_reduce_(tensor, op)) if async_op else memory.all_reduce_(tensor, op)
     pending = eager.all_reduce_(tensor, group, op)
     return pending if async_op else pending.wait()
+
+
+def all_reduce_coalesced_(tensors: Sequence[Tensor], group: Group, *, op: ReduceOp = "sum") -> None:
+    """`all_reduce_` of several tensors of one dtype: on XLA one operation of the graph, elsewhere one after the other.
+
+    Raises:
+        ValueError: no such `op`, or an average of integers.
+    """
+    for tensor in tensors:
+        _check_op(op, tensor)
+    if group.size == 1 or not tensors:
+        return
+    if tensors[0].device.type == "xla" and not torch.compiler.is_compiling():
+        _announce("all_reduce_coalesced", group, tensors[0], op=op)
+        xla.all_reduce_coalesced_(list(tensors), group, op)
+        return
+    for tensor in tensors:
+        all_reduce_(tensor, group, op=op)
 
 
 @overload
@@ -115,6 +142,9 @@ def all_gather(tensor: Tensor, group: Group, *, dim: int = 0, async_op: bool = F
         gathered = functional.all_gather(tensor, group, dim)
         return Pending(gathered) if async_op else gathered
     _announce("all_gather", group, tensor, dim=dim)
+    if tensor.device.type == "xla":
+        gathered = xla.all_gather(tensor, group, dim)
+        return Pending(gathered) if async_op else gathered
     memory = shared_memory_of(tensor, group)
     if memory is not None:
         return pending_of(tensor, memory.begin_all_gather(tensor, dim)) if async_op else memory.all_gather(tensor, dim)
@@ -147,6 +177,9 @@ def reduce_scatter(
         scattered = functional.reduce_scatter(tensor, group, dim, op)
         return Pending(scattered) if async_op else scattered
     _announce("reduce_scatter", group, tensor, dim=dim, op=op)
+    if tensor.device.type == "xla":
+        scattered = xla.reduce_scatter(tensor, group, dim, op)
+        return Pending(scattered) if async_op else scattered
     memory = shared_memory_of(tensor, group)
     if memory is not None and async_op:
         return pending_of(tensor, memory.begin_reduce_scatter(tensor, dim, op))
@@ -169,6 +202,8 @@ def all_to_all(tensor: Tensor, group: Group, *, split_dim: int, concat_dim: int)
     if torch.compiler.is_compiling():
         return functional.all_to_all(tensor, group, split_dim, concat_dim)
     _announce("all_to_all", group, tensor, split_dim=split_dim, concat_dim=concat_dim)
+    if tensor.device.type == "xla":
+        return xla.all_to_all(tensor, group, split_dim, concat_dim)
     memory = shared_memory_of(tensor, group)
     if memory is not None:
         return memory.all_to_all(tensor, split_dim, concat_dim)
@@ -187,6 +222,8 @@ def broadcast(tensor: Tensor, group: Group, *, source: int = 0) -> Tensor:
     if torch.compiler.is_compiling():
         return functional.broadcast(tensor, group, source)
     _announce("broadcast", group, tensor, source=source)
+    if tensor.device.type == "xla":
+        return xla.broadcast(tensor, group, source)
     memory = shared_memory_of(tensor, group)
     if memory is not None:
         return memory.broadcast(tensor, source)

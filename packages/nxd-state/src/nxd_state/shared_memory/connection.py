@@ -5,6 +5,7 @@ whether that went well; a group that some rank could not map goes on without.
 """
 
 import json
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -19,6 +20,8 @@ from nxd_state.shared_memory.layout import Layout
 from nxd_state.shared_memory.progress import Progress
 from nxd_state.shared_memory.segment import OwnSegment, map_segment
 from nxd_state.shared_memory.transport import Transport
+
+logger = logging.getLogger(__name__)
 
 _MOST_RANKS = 64  # no host has more of them; larger groups are not asked
 
@@ -90,9 +93,18 @@ def _share(groups: Mapping[str, Membership]) -> tuple[dict[str, OwnSegment], _Th
     try:
         if _this_process is None:
             _this_process = _ThisProcess()
+        _this_process.doorbell.check()
         return {name: OwnSegment(Layout(len(group.ranks)).bytes) for name, group in groups.items()}, _this_process
-    except OSError:  # no memory or descriptors to be had, or the calls are forbidden
+    except OSError as error:  # no memory or descriptors to be had, or the calls are forbidden
+        _go_without(error)
         return {}, None
+
+
+def _go_without(error: OSError) -> None:
+    logger.warning(
+        "Collectives go over torch.distributed, since no memory can be shared here: %s. NXD_SHM=0 is the same, unsaid.",
+        error,
+    )
 
 
 def _offer(own: Mapping[str, OwnSegment], process: _ThisProcess | None) -> dict[str, Any]:
@@ -124,6 +136,7 @@ def _map_all(
         return {}
     here = host_identity()
     channels = {}
+    errors: list[OSError] = []
     doorbells: dict[int, RemoteDoorbell] = {}
     for name, group in groups.items():
         others = [peer for peer in group.ranks if peer != rank]
@@ -139,8 +152,11 @@ def _map_all(
                 )
                 for peer in others
             }
-        except OSError:  # another user's process, or a sandbox
+        except OSError as error:  # another user's process, or a sandbox
+            errors.append(error)
             continue
         title = f"group {group.axis} {list(group.ranks)}"
         channels[name] = Channel(title, group.ranks, group.ranks.index(rank), own[name], neighbours, group.timeout)
+    if errors:  # of one cause, as a rule
+        _go_without(errors[0])
     return channels

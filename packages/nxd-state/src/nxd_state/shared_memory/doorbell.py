@@ -49,6 +49,10 @@ class Doorbell:
         self._sleepers_lock = threading.Lock()
         self.handle = self._segment.handle
 
+    def check(self) -> None:
+        """Raises OSError where the kernel lets nobody sleep on it."""
+        futex.wait(self._address, self._words[_VALUE] + 1, 0.0)
+
     def listen(self) -> int:
         """Say that a thread is about to sleep; look whether that is needed, then `sleep` or not, then `rest`."""
         with self._sleepers_lock:

@@ -15,8 +15,15 @@ _MACHINES = ("x86_64", "AMD64")
 
 
 def host_identity() -> str | None:
-    """The same text for two processes that can map each other's memory; None where no process can."""
-    if sys.platform != "linux" or platform.machine() not in _MACHINES or os.environ.get("NXD_SHM", "0") != "1":
+    """The same text for two processes that can map each other's memory; None where no process can, or none shall.
+
+    Raises:
+        ValueError: `NXD_SHM` is neither 0 nor 1.
+    """
+    switch = os.environ.get("NXD_SHM", "1")
+    if switch not in ("0", "1"):
+        raise ValueError(f"NXD_SHM={switch!r} is not known; use 1 or 0: whether ranks of one host share memory")
+    if switch == "0" or sys.platform != "linux" or platform.machine() not in _MACHINES:
         return None
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -1,0 +1,165 @@
+"""The replica harness: a program for XLA on N ranks, each a process, whose steps run with XLA's collectives on a CPU.
+
+Each rank records its graphs by torch-xla, as it would on an accelerator. Where a step ends (`step_boundary`) the ranks
+hand in what they have recorded; the graphs must be the same to the letter, and one of them is compiled and run with N
+replicas (`replica_executable`), each with its own rank's tensors. Then every rank goes on with its results. To read
+a tensor before it is computed is an error here: it would stall a device, and cut the step's graph in two.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from nxd_state.testing.pool import run_on_ranks
+from nxd_state.testing.replica_executable import ReplicaExecutable
+from nxd_state.testing.xla_graph import PendingGraph, is_pending, pending_graph, put_results
+
+T = TypeVar("T")
+
+
+def run_on_replicas(fn: Callable[..., T], world_size: int, *args: Any, timeout: float = 300.0) -> list[T]:
+    """Calls `fn(*args)` on each of `world_size` ranks on XLA; see `run_on_ranks`. Needs torch-xla and jaxlib.
+
+    Tensors that it returns must have been computed: after a `step_boundary()`.
+
+    Returns:
+        What `fn` returned, by rank; tensors as detached CPU tensors.
+
+    Raises:
+        RankFailure: a rank raised; also where ranks recorded different graphs, or one read a tensor too early.
+    """
+    return run_on_ranks(_as_replica, world_size, fn, args, timeout=timeout, env=XLA_ON_THE_CPU)
+
+
+XLA_ON_THE_CPU = {"NXD_DEVICE": "xla", "PJRT_DEVICE": "CPU"}
+
+
+@dataclass(frozen=True)
+class ExecutedGraph:
+    """A graph that all ranks have run.
+
+    Attributes:
+        text: HLO, the same on every rank.
+        is_new: whether it was the first of its kind and was compiled.
+    """
+
+    text: str
+    is_new: bool
+
+
+@dataclass
+class _Job:
+    executed: list[ExecutedGraph] = field(default_factory=list)
+    compiled: dict[str, ReplicaExecutable | None] = field(default_factory=dict)  # by hash; None but on rank 0
+
+
+_job = _Job()
+
+
+def executed_graphs() -> list[ExecutedGraph]:
+    """Those of the job under way so far, in order."""
+    return list(_job.executed)
+
+
+def _as_replica(fn: Callable[..., T], args: tuple[Any, ...]) -> T:
+    global _job  # noqa: PLW0603  (a worker is a rank of one job after the other)
+    _job = _Job()
+    with _boundaries_on_replicas(), _NoEarlyReads():
+        return fn(*args)
+
+
+@contextmanager
+def _boundaries_on_replicas() -> Iterator[None]:
+    import torch_xla  # noqa: PLC0415
+
+    torch_xla.sync()  # what an earlier job has left
+    with mock.patch.object(torch_xla, "sync", _run_pending_graph):
+        yield
+
+
+def _run_pending_graph() -> None:
+    """In place of `torch_xla.sync`, on every rank."""
+    graph = pending_graph()
+    texts: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(texts, None if graph is None else graph.text)
+    _check_same(texts)
+    if graph is None:
+        return
+    key = hashlib.sha256(graph.text.encode()).hexdigest()
+    _job.executed.append(ExecutedGraph(graph.text, key not in _job.compiled))
+    put_results(graph.outputs, _execute(graph, key))
+
+
+def _execute(graph: PendingGraph, key: str) -> list[Tensor]:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    inputs: list[list[Tensor]] | None = [[]] * world_size if rank == 0 else None
+    dist.gather_object(graph.inputs, inputs)
+    results: list[list[Tensor]] | None = None
+    if inputs is not None:
+        executable = _job.compiled.get(key) or ReplicaExecutable(graph.proto, world_size)
+        _job.compiled[key] = executable
+        results = executable.run(inputs)
+    _job.compiled.setdefault(key, None)
+    own: list[list[Tensor]] = [[]]
+    dist.scatter_object_list(own, results)
+    return own[0]
+
+
+def _check_same(texts: list[str | None]) -> None:
+    for rank, text in enumerate(texts):
+        if text != texts[0]:
+            lines, others = (texts[0] or "").splitlines(), (text or "").splitlines()
+            pairs = zip([*lines, "(end)"], [*others, "(end)"], strict=False)
+            line, other = next((pair for pair in pairs if pair[0] != pair[1]), ("(end)", "(end)"))
+            raise RuntimeError(
+                f"rank {rank} recorded another graph than rank 0: {len(others)} lines instead of {len(lines)}, and "
+                f"first\n  {other.strip()}\ninstead of\n  {line.strip()}\n"
+                "A rank's index must come in as data: use Group.rank_tensor, not Group.rank"
+            )
+
+
+class _NoEarlyReads(TorchFunctionMode):
+    """Raises where Python asks for a value of the device that is still to be computed.
+
+    Not a dispatch mode, under which torch takes other ways to make views: the graph would be another one.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if args and isinstance(args[0], Tensor) and args[0].device.type == "xla" and _reads(func, args, kwargs):
+            _check_computed(args[0], func)
+        return func(*args, **kwargs)
+
+
+_READERS = {
+    getattr(Tensor, name)
+    for name in ("__bool__", "__complex__", "__float__", "__int__", "__index__", "cpu", "equal", "is_nonzero", "item")
+    + ("nonzero", "numpy", "tolist")
+} | {torch.equal, torch.is_nonzero, torch.nonzero}
+
+
+def _reads(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    if func is not Tensor.to:
+        return func in _READERS
+    target = kwargs.get("device", args[1] if len(args) > 1 else None)
+    if isinstance(target, Tensor):
+        return target.device.type == "cpu"
+    return isinstance(target, str | torch.device) and torch.device(target).type == "cpu"
+
+
+def _check_computed(tensor: Tensor, func: Any) -> None:
+    if is_pending(tensor):
+        raise RuntimeError(
+            f"{func.__name__}() reads a tensor of shape {tuple(tensor.shape)} on XLA that is not computed yet, which "
+            "would stall the device and split the step's graph; read it after step_boundary()"
+        )

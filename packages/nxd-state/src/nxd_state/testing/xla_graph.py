@@ -1,0 +1,80 @@
+"""The graph that torch-xla has recorded in this process and not yet run: as text, as bytes, with what it reads.
+
+All tensors of the process that are still to be computed are lowered as one module, as `step_boundary` would do it.
+"""
+
+import gc
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nxd_state.device import get_device
+
+
+@dataclass(frozen=True)
+class PendingGraph:
+    """What the device's compiler would get.
+
+    Attributes:
+        text: HLO.
+        proto: the same as a serialised `HloModuleProto`.
+        inputs: what the module's parameters are now, on the CPU, in their order.
+        outputs: the tensors of this process that the module's results belong to, in their order.
+    """
+
+    text: str
+    proto: bytes
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+
+
+def pending_graph() -> PendingGraph | None:
+    """The recorded graph; None where nothing is to be computed."""
+    outputs = pending_tensors()
+    if not outputs:
+        return None
+    xla = _xla_core()
+    _, inputs = xla._get_tensors_xla_device_data_node(outputs)
+    return PendingGraph(
+        text=xla._get_xla_tensors_hlo(outputs),
+        proto=xla._get_xla_tensors_hlo_proto(outputs),
+        inputs=xla._xla_get_cpu_tensors(inputs),
+        outputs=outputs,
+    )
+
+
+def pending_tensors() -> list[Tensor]:
+    """This process's tensors on XLA that are not computed yet, in the order in which they were made."""
+    found = [it for it in gc.get_objects() if issubclass(type(it), Tensor) and it.device.type == "xla"]
+    # Python first learns of a gradient that backward has made when somebody asks for it.
+    found += [it.grad for it in found if it.is_leaf and it.grad is not None]
+    by_id = {_xla_core()._xla_get_tensor_id(it): it for it in found}
+    ordered = [by_id[key] for key in sorted(by_id)]
+    return [it for it, is_pending in zip(ordered, _are_pending(ordered), strict=True) if is_pending]
+
+
+def put_results(outputs: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+    """Make the outputs of a graph what was computed for them elsewhere; to torch-xla they are computed then."""
+    device = get_device()
+    for output, result in zip(outputs, results, strict=True):
+        _xla_core()._replace_xla_tensor(output, result.to(device))
+    _xla_core()._set_all_reduce_token(str(device), None)  # the next graph's collectives begin a chain of their own
+
+
+def is_pending(tensor: Tensor) -> bool:
+    """Whether a tensor on XLA is not computed yet."""
+    return _are_pending([tensor])[0]
+
+
+@torch.no_grad()
+def _are_pending(tensors: list[Tensor]) -> list[bool]:
+    flags: list[bool] = _xla_core()._check_tensor_need_materialization(tensors)
+    return flags
+
+
+def _xla_core() -> Any:
+    return importlib.import_module("torch_xla")._XLAC

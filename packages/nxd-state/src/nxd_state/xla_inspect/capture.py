@@ -1,0 +1,84 @@
+"""Recording the graphs that torch-xla runs during some steps. torch-xla writes them; here it is told to, and where."""
+
+import atexit
+import importlib.util
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from nxd_state.xla_inspect.counters import read_counters
+from nxd_state.xla_inspect.graph_dump import CapturedGraph, read_graphs
+
+_FILE = "XLA_SAVE_TENSORS_FILE"
+
+
+def start_capture() -> None:
+    """Have torch-xla write down every graph of this process from now on, with names and lines of what made it.
+
+    Call it before anything is put on the XLA device: at its first graph, torch-xla decides once and for all. A file
+    that `XLA_SAVE_TENSORS_FILE` names already is used, else a temporary one.
+
+    Raises:
+        ModuleNotFoundError: torch-xla is not installed.
+    """
+    if importlib.util.find_spec("torch_xla") is None:
+        raise ModuleNotFoundError(
+            "recording graphs needs torch-xla, which is not installed: install torch_xla of the same version as torch"
+        )
+    if _FILE not in os.environ:
+        folder = tempfile.TemporaryDirectory(prefix="nxd-graphs-")
+        atexit.register(folder.cleanup)
+        os.environ[_FILE] = str(Path(folder.name) / "graphs.hlo")
+    os.environ["XLA_SAVE_TENSORS_FMT"] = "hlo"
+    os.environ["XLA_IR_DEBUG"] = os.environ["XLA_HLO_DEBUG"] = "1"
+
+
+def capture_steps(step: Callable[[], object], count: int = 1) -> list[list[CapturedGraph]]:
+    """Run `step` and record the graphs that it makes torch-xla run.
+
+    Args:
+        step: one training step, with `step_boundary()` or `torch_xla.sync()` at its end. What it leaves pending belongs
+            to the next.
+        count: how often to call it.
+
+    Returns:
+        The graphs of each call. A step without host synchronisation has one.
+
+    Raises:
+        ModuleNotFoundError: torch-xla is not installed.
+        RuntimeError: graphs were run and not recorded, since capturing began too late.
+    """
+    start_capture()
+    before = read_counters().executions
+    steps = []
+    for _ in range(count):
+        begins = _written()
+        step()
+        steps.append(read_graphs(_dump_after(begins)))
+    ran = read_counters().executions - before
+    if ran and not any(steps):
+        raise RuntimeError(
+            f"{ran} graphs were run and none recorded: torch-xla had run others before capturing began; "
+            "call nxd_state.xla_inspect.start_capture() before anything is put on the XLA device"
+        )
+    return steps
+
+
+def recent_graphs(count: int = 4) -> list[CapturedGraph]:
+    """The last graphs that torch-xla has written down; none if it was not told to."""
+    return read_graphs(_dump_after({}))[-count:] if _FILE in os.environ else []
+
+
+def _files() -> list[Path]:
+    """torch-xla adds the number of the device to the name it is given."""
+    file = Path(os.environ[_FILE])
+    return sorted(file.parent.glob(f"{file.name}*"))
+
+
+def _written() -> dict[Path, int]:
+    return {file: file.stat().st_size for file in _files()}
+
+
+def _dump_after(begins: dict[Path, int]) -> str:
+    return "".join(file.read_bytes()[begins.get(file, 0) :].decode() for file in _files())
