@@ -7,9 +7,11 @@ activations that are split over the ranks. Replicas and stages always differ fro
 """
 
 import hashlib
+import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,9 +44,9 @@ def seed_model_parallel(seed: int) -> None:
     if model_parallel_is_initialized():
         coordinates = [get_group(axis).rank for axis in ("pp", "dp", "cp", "tp")]
     pp, dp, cp, tp = coordinates
-    torch.manual_seed(_mix(seed, "tp", pp, dp, cp, tp))
+    _seed_generators(_mix(seed, "tp", pp, dp, cp, tp))
     _current_streams()["tp"] = _generator_states()
-    torch.manual_seed(_mix(seed, "shared", pp, dp, cp))
+    _seed_generators(_mix(seed, "shared", pp, dp, cp))
 
 
 @contextmanager
@@ -98,10 +100,19 @@ def _current_streams() -> dict[str, dict[str, Tensor]]:
     return _streams.states
 
 
+def _seed_generators(seed: int) -> None:
+    torch.manual_seed(seed)
+    if device_type() == "xla":  # of which torch does not know
+        _xla_model().set_rng_state(seed)
+
+
 def _generator_states() -> dict[str, Tensor]:
     states = {"cpu": torch.get_rng_state()}
     if device_type() == "cuda":
         states["cuda"] = torch.cuda.get_rng_state()
+    if device_type() == "xla":  # a number on the host: reading it does not wait for the device
+        seed = _xla_model().get_rng_state().to_bytes(8, "little")
+        states["xla"] = torch.tensor(list(seed), dtype=torch.uint8)
     return states
 
 
@@ -109,6 +120,12 @@ def _set_generator_states(states: dict[str, Tensor]) -> None:
     torch.set_rng_state(states["cpu"])
     if "cuda" in states and device_type() == "cuda":
         torch.cuda.set_rng_state(states["cuda"])
+    if "xla" in states and device_type() == "xla":
+        _xla_model().set_rng_state(int.from_bytes(bytes(states["xla"].tolist()), "little"))
+
+
+def _xla_model() -> Any:
+    return importlib.import_module("torch_xla.core.xla_model")
 
 
 def _mix(seed: int, *coordinates: object) -> int:
