@@ -11,6 +11,8 @@ from nxd_state import active_group, rng_stream
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from nxd_layers.column_linear import in_autocast_dtype
+
 
 class CoreAttention(nn.Module):
     """`softmax(scale * Q K^T + mask) V` by `torch.nn.functional.scaled_dot_product_attention`.
@@ -71,6 +73,7 @@ class CoreAttention(nn.Module):
                 f"the mask is {mask.dtype}; expected torch.bool, true where a query may look at a key, as "
                 "attention_mask() makes it"
             )
+        query, key, value = map(in_autocast_dtype, (query, key, value))  # as torch does, but for XLA
         with self._random_stream():
             return F.scaled_dot_product_attention(
                 query,
