@@ -30,7 +30,7 @@ ANYWHERE = "not xla and not neuron and not gpu"
 QUICK = f"not slow and {ANYWHERE}"
 BACKENDS = {
     "cpu": [],
-    "xla": ["torch==2.9.1", "torch_xla==2.9.0"],
+    "xla": ["torch==2.9.1", "torch_xla==2.9.0", "jaxlib>=0.10,<0.11"],  # jaxlib runs a graph on several replicas
     "neuron": ["torch-neuronx", "neuronx-cc"],  # from AWS's index, which that machine's settings must name
 }
 

@@ -45,6 +45,14 @@ def test_the_quickest_layouts_are_shown_with_a_config_and_written_as_a_recipe(pl
     assert recipe.model.num_hidden_layers == 4
 
 
+def test_json_is_all_that_is_printed_and_a_recipe_is_written_all_the_same(plan, tmp_path):
+    done = plan("--devices", "2", "--checkpointing", "full", "--json", "--recipe", "it.toml")
+    assert done.returncode == 0, done.stderr
+    best = json.loads(done.stdout)["best"]
+    recipe = load_recipe(tmp_path / "it.toml")
+    assert best[0]["layout"]["tensor_parallel_size"] == recipe.parallel.tensor_parallel_size
+
+
 def test_a_degree_that_does_not_divide_fails_before_any_cluster_is_asked(plan):
     done = plan("--devices", "6", "--tensor-parallel-size", "3", "--pipeline-parallel-size", "1")
     assert done.returncode == 2
@@ -66,6 +74,9 @@ def test_too_little_memory_is_said_with_the_amount_and_what_would_help(plan):
         (["--devices", "0"], "num_devices=0 must be 1 or more"),
         (["--devices", "1", "--device", "gpu"], "device 'gpu' is not known"),
         (["--devices", "1", "--schedule", "2f2b"], "schedule='2f2b'"),
+        (["--devices", "1", "--sequence-length", "0"], "sequence_length=0 must be 1 or more"),
+        (["--devices", "1", "--tensor-parallel-size", "0"], "tensor_parallel_size=0 must be 1 or more"),
+        (["--devices", "1", "--tflops", "inf"], "flops of bfloat16=inf"),
     ],
 )
 def test_wrong_input_is_named_without_a_traceback(plan, arguments, message):

@@ -58,6 +58,66 @@ def test_folder_that_is_damaged_for_one_rank_fails_on_all(run_ranks, make_folder
     assert second[1]
 
 
+class Unreadable(torch.nn.Parameter):
+    """Values that cannot be copied, as where memory runs out."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.contiguous:
+            raise MemoryError("no room for a copy")
+        return torch.Tensor.__torch_function__.__func__(cls, func, types, args, kwargs)  # which views inherit
+
+
+def test_a_rank_that_cannot_give_its_part_fails_the_saving_on_all_and_leaves_nobody_waiting(
+    run_ranks, make_folder, tmp_path
+):
+    whole = make_folder("llama")
+
+    def save():
+        initialize_model_parallel(tensor_model_parallel_size=2)
+        rank, model, raised = get_tensor_model_parallel_rank(), empty_model(whole), []
+        load_pretrained(model, whole)
+        weight = model.model.layers[1].mlp.gate_proj.weight
+        for failing in (1, 0):
+            weight.__class__ = Unreadable if rank == failing else torch.nn.Parameter
+            with pytest.raises((MemoryError, RuntimeError)) as error:
+                save_pretrained(model, tmp_path / f"failed-{failing}", like=whole)
+            raised.append((error.type, str(error.value)))
+        weight.__class__ = torch.nn.Parameter
+        save_pretrained(model, tmp_path / "saved", like=whole)  # nothing is left over from the failures
+        return raised
+
+    (first, own_of_first), (own_of_second, second) = run_ranks(save, 2)
+
+    assert own_of_second == own_of_first == (MemoryError, "no room for a copy")
+    told = "rank 1 could not give its part of the model: MemoryError: no room for a copy"
+    assert (issubclass(first[0], RuntimeError), first[1]) == (True, told)
+    assert second == (RuntimeError, "rank 0 could not write the model: MemoryError: no room for a copy")
+    assert len(list((tmp_path / "saved").glob("*.safetensors"))) > 0
+    assert not list(tmp_path.glob("failed-*/*.safetensors"))
+
+
+def test_a_model_that_cannot_be_read_on_one_rank_fails_the_saving_on_all(run_ranks, make_folder, tmp_path):
+    whole = make_folder("llama")
+
+    def save():
+        initialize_model_parallel(tensor_model_parallel_size=2)
+        model = empty_model(whole)
+        load_pretrained(model, whole)
+        if get_tensor_model_parallel_rank() == 1:
+            layer = model.model.layers[0].mlp.gate_proj
+            layer.weight = torch.nn.Parameter(layer.weight.detach().clone())  # without what says which part it is
+        with pytest.raises((ValueError, RuntimeError)) as error:
+            save_pretrained(model, tmp_path / "saved", like=whole)
+        return error.type, str(error.value)
+
+    first, second = run_ranks(save, 2)
+
+    assert (first[0], second[0]) == (RuntimeError, ValueError)
+    assert first[1].startswith("rank 1 could not read its part of the model: ValueError: ")
+    assert second[1] in first[1]
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", torch.int8])
 def test_what_is_no_floating_point_type_is_refused_before_anything_is_touched(make_folder, tmp_path, dtype):
     folder = make_folder("llama")

@@ -142,7 +142,8 @@ class Replicas:
 @pytest.mark.parametrize(
     ("ranks", "cases"), [(1, ONE_RANK), (2, TWO_RANKS), (4, FOUR_RANKS)], ids=["one rank", "two ranks", "four ranks"]
 )
-def test_predicted_memory_is_within_a_tenth_of_measured_memory_on_every_rank(run_ranks, ranks, cases):
+def test_predicted_memory_is_within_a_tenth_of_measured_memory_on_every_rank(run_ranks, ranks, cases, monkeypatch):
+    monkeypatch.setenv("NXD_SHM", "0")  # planned are torch's collectives, whose buffers are torch's own
     predictions = [predict(case, ranks) for case in cases]
     of_ranks = run_ranks(
         measure_all,

@@ -3,13 +3,14 @@
 import generating_llama
 import pytest
 import torch
+from nxd_trace.compilers.inductor import has_cpp_compiler
 from nxd_trace.generation import compile_generator
 from nxd_trainer.compiled_generation import BuildLlamaDecoder
 from nxd_trainer.generate import generate
 
 PROMPTS = [[3, 5, 7, 11, 13], [2], [31, 41, 59, 26, 53, 58, 9, 7, 9, 32, 38]]  # the last is fed in two parts
 NEW = 64
-SETTINGS = {"batch_size": 3, "max_length": 80, "prefill_lengths": (8,), "compiler": "export", "progress": False}
+SETTINGS = {"batch_size": 3, "max_length": 80, "prefill_lengths": (8,), "compiler": "export"}
 SLOW = pytest.mark.slow
 
 
@@ -18,6 +19,16 @@ def check(generator, expected: list[list[int]]) -> None:
     with generator:
         found = generator.generate(PROMPTS, max_new_tokens=NEW)
     assert [completion.tokens for completion in found] == expected
+
+
+def transformers_writes(name: str) -> list[list[int]]:
+    import generating_models
+
+    model = generating_models.whole(name)
+    return [
+        model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False)[0, len(prompt) :].tolist()
+        for prompt in PROMPTS
+    ]
 
 
 @pytest.mark.parametrize(
@@ -35,13 +46,21 @@ def test_greedy_tokens_of_ragged_prompts_equal_those_of_transformers(name, degre
     pytest.importorskip("transformers", reason="the reference is transformers' generate: pip install transformers")
     import generating_models
 
-    model = generating_models.whole(name)
-    expected = [
-        model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False)[0, len(prompt) :].tolist()
-        for prompt in PROMPTS
-    ]
+    check(compile_generator(generating_models.DECODERS[name], tp_degree=degree, **SETTINGS), transformers_writes(name))
 
-    check(compile_generator(generating_models.DECODERS[name], tp_degree=degree, **SETTINGS), expected)
+
+@pytest.mark.slow
+@pytest.mark.skipif(not has_cpp_compiler(), reason="AOTInductor needs g++ or clang++")
+@pytest.mark.parametrize("degree", [1, 2])
+def test_greedy_tokens_of_the_default_compiler_equal_those_of_transformers(degree, tmp_path, capfd):
+    pytest.importorskip("transformers", reason="the reference is transformers' generate: pip install transformers")
+    import generating_models
+
+    settings = SETTINGS | {"compiler": None, "tp_degree": degree, "cache_dir": tmp_path}
+
+    check(compile_generator(generating_models.llama, **settings), transformers_writes("llama"))
+
+    assert "compiling 2 of 2 distinct programs with inductor" in capfd.readouterr().err
 
 
 def test_our_llama_compiled_on_meta_writes_what_it_writes_eagerly():

@@ -30,20 +30,21 @@ class LlamaOfTwoDtypes(nn.Module):
 
 
 class HuggingFaceModels(nn.Module):
-    """Logits of unmodified models of transformers, split by their plans."""
+    """Logits of an unmodified Llama and Qwen of transformers, split by their plans, in float64 and bfloat16."""
 
     def __init__(self) -> None:
         import transformers
 
         super().__init__()
-        self.models = nn.ModuleDict()
+        self.models = nn.ModuleList()
         for name in ("llama", "qwen2"):
             config = transformers.AutoConfig.for_model(name, **SIZES, use_cache=False)
-            torch.manual_seed(0)
-            self.models[name] = parallelize(transformers.AutoModelForCausalLM.from_config(config).double())
+            for dtype in BOTH:
+                torch.manual_seed(0)
+                self.models.append(parallelize(transformers.AutoModelForCausalLM.from_config(config).to(dtype)))
 
-    def forward(self, ids: Tensor) -> dict[str, Tensor]:
-        return {name: model(input_ids=ids, use_cache=False).logits for name, model in self.models.items()}
+    def forward(self, ids: Tensor) -> tuple[Tensor, ...]:
+        return tuple(model(input_ids=ids, use_cache=False).logits for model in self.models)
 
 
 def llama() -> nn.Module:

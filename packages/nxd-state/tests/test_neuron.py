@@ -1,8 +1,16 @@
 import os
 import sys
+from pathlib import Path
 
 import pytest
-from nxd_state.neuron import compiler_flags, extracting_graphs, neuron_settings, prepare_neuron, visible_cores
+from nxd_state.neuron import (
+    compiler_flags,
+    computes_on_neuron,
+    extracting_graphs,
+    neuron_settings,
+    prepare_neuron,
+    visible_cores,
+)
 
 ONE = {"PATH": "/bin"}
 TORCHRUN = {
@@ -116,6 +124,20 @@ def test_cores_are_read_as_lists_and_ranges():
 @pytest.mark.parametrize(("value", "extracting"), [(None, False), ("", False), ("0", False), ("1", True)])
 def test_graph_extraction_is_noticed(value, extracting):
     assert extracting_graphs({} if value is None else {"NEURON_EXTRACT_GRAPHS_ONLY": value}) == extracting
+
+
+@pytest.mark.parametrize(
+    ("environment", "on_neuron"),
+    [
+        ({"PJRT_DEVICE": "NEURON"}, True),
+        ({"PJRT_DEVICE": "CPU"}, False),
+        ({"PJRT_DEVICE": "NEURON", "NXD_DEVICE": "cpu"}, False),
+        ({"PJRT_DEVICE": "NEURON", "NXD_CPU_MODE": "1"}, False),
+        ({}, Path("/dev/neuron0").exists()),
+    ],
+)
+def test_device_of_the_process_is_known_from_its_environment(environment, on_neuron):
+    assert computes_on_neuron(environment) == on_neuron
 
 
 @pytest.fixture

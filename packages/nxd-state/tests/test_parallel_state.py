@@ -277,10 +277,10 @@ def test_initialize_impossible_degree_raises_on_every_rank():
     assert run_on_ranks(message, 2) == [expected] * 2
 
 
-def test_initialize_several_ranks_on_an_xla_device_raises_what_to_do(clean_world, monkeypatch):
+def test_initialize_several_ranks_on_torch_xlas_cpu_raises_what_to_do(clean_world, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("NXD_DEVICE", "xla")
+    monkeypatch.setenv("PJRT_DEVICE", "CPU")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
 
-    with pytest.raises(RuntimeError, match=r"WORLD_SIZE=2 on an XLA device.*NXD_DEVICE=cpu"):
+    with pytest.raises(RuntimeError, match=r"WORLD_SIZE=2 with PJRT_DEVICE=CPU.*NXD_DEVICE=cpu.*run_on_replicas"):
         nxd_state.initialize_model_parallel()

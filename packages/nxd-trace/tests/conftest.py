@@ -1,3 +1,5 @@
+import contextlib
+import os
 import sys
 from pathlib import Path
 
@@ -29,3 +31,23 @@ def trace():
     yield trace_model
     for model in models:
         model.close()
+
+
+@pytest.fixture
+def running_workers():
+    """`running_workers()`: process ids of the workers of this process that have not ended."""
+
+    def children_of(parent):
+        found = []
+        for path in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+                state, of = path.read_text().rpartition(")")[2].split()[:2]
+                if int(of) == parent and state != "Z":
+                    found.append(int(path.parent.name))
+        return found
+
+    def of_all_servers():
+        servers = [pid for pid in children_of(os.getpid()) if "fork_server" in Path(f"/proc/{pid}/cmdline").read_text()]
+        return [worker for server in servers for worker in children_of(server)]
+
+    return of_all_servers

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
+import traceback
 from pathlib import Path
 
 import nxd_trace
@@ -72,6 +73,30 @@ def test_worker_killed_during_a_call_raises_and_the_model_restarts(trace):
     assert model.worker_pids == []
     with pytest.raises(nxd_trace.WorkerError, match=r"have ended.*call restart\(\) to start new ones"):
         model(X)
+    model.restart()
+    torch.testing.assert_close(model(X), models.plain_mlp(weights, X))
+
+
+def test_interrupt_during_a_call_ends_the_workers_and_the_model_restarts(trace):
+    weights = models.logical_weights()
+    model = trace(models.mlp, X, tp_degree=2, weights=weights)
+    first, second = model.worker_pids
+    os.kill(second, signal.SIGSTOP)  # so that the call does not end by itself
+    main = threading.main_thread().ident
+
+    def interrupt_once_it_waits() -> None:
+        while not any(frame.name == "_collect" for frame in traceback.extract_stack(sys._current_frames()[main])):
+            pass
+        signal.pthread_kill(main, signal.SIGINT)
+
+    interrupter = threading.Thread(target=interrupt_once_it_waits)
+    interrupter.start()
+    with pytest.raises(KeyboardInterrupt):
+        model(X)
+    interrupter.join()
+
+    assert not is_running(first)
+    assert not is_running(second)
     model.restart()
     torch.testing.assert_close(model(X), models.plain_mlp(weights, X))
 

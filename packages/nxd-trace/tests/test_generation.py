@@ -1,5 +1,7 @@
 """Prompts of a batch are gone on with as if each were alone, whatever joins and leaves."""
 
+import threading
+
 import pytest
 import tiny_decoder
 import torch
@@ -65,12 +67,48 @@ def test_an_error_of_the_callback_leaves_the_generator_usable(generator):
     assert generator.generate(PROMPTS[:1], max_new_tokens=NEW)[0].tokens == tiny_decoder.plain_greedy(PROMPTS[0], NEW)
 
 
+def test_threads_generate_one_after_the_other(generator):
+    found = {}
+
+    def generate(prompt: tuple[int, ...]) -> None:
+        found[prompt] = generator.generate([prompt], max_new_tokens=NEW)[0].tokens
+
+    threads = [threading.Thread(target=generate, args=(tuple(prompt),)) for prompt in PROMPTS]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert found == {tuple(prompt): tiny_decoder.plain_greedy(prompt, NEW) for prompt in PROMPTS}
+
+
+def test_a_callback_that_generates_is_refused(generator):
+    with pytest.raises(RuntimeError, match=r"on_token has called generate\(\)"):
+        generator.generate(PROMPTS, on_token=lambda prompt, token: generator.generate([[1]]))
+
+
+def test_prompts_may_be_tensors_and_arrays(generator):
+    ids = torch.tensor([[3, 5, 7], [2, 4, 6]])
+
+    for prompts in (ids, ids.numpy(), list(ids)):
+        found = generator.generate(prompts, max_new_tokens=2)
+        assert [it.tokens for it in found] == [tiny_decoder.plain_greedy(prompt, 2) for prompt in ids.tolist()]
+
+
 @pytest.mark.parametrize(
-    ("prompt", "text"),
-    [([], "the prompt is empty"), ([1] * 39, r"39 prompt tokens and max_new_tokens=2 .* max_length=40 .* 1 or fewer")],
+    ("prompt", "error", "text"),
+    [
+        ([], ValueError, "the prompt is empty"),
+        ([1] * 39, ValueError, r"39 prompt tokens and max_new_tokens=2 .* max_length=40 .* 1 or fewer"),
+        ([32], ValueError, r"token id 32 is outside the vocabulary 0\.\.31"),
+        ([-1], ValueError, "token id -1 is outside the vocabulary"),
+        (7, TypeError, "a prompt is 7, a int; expected a list of token ids"),
+        ("ab", TypeError, "a prompt is 'ab', a str; expected"),
+        ([1.5], TypeError, "has something else than token ids: 'float'"),
+    ],
 )
-def test_prompts_that_do_not_fit_are_refused(generator, prompt, text):
-    with pytest.raises(ValueError, match=text):
+def test_prompts_that_do_not_fit_are_refused(generator, prompt, error, text):
+    with pytest.raises(error, match=text):
         generator.generate([[1], prompt], max_new_tokens=2)
     assert generator.engine.is_idle
 

@@ -23,7 +23,7 @@ LOGITS = torch.tensor([0.5, 0.1, 0.25, 0.15]).log()
 def test_probabilities_are_cut_to_the_top_k_and_then_to_the_top_p(settings, expected):
     found = next_token_probabilities(LOGITS, SamplingSettings(**settings))
 
-    torch.testing.assert_close(found, torch.tensor(expected) / sum(expected))
+    torch.testing.assert_close(found, torch.tensor(expected).double() / sum(expected), rtol=1e-6, atol=1e-7)
 
 
 def test_draws_have_these_probabilities():
@@ -32,18 +32,52 @@ def test_draws_have_these_probabilities():
 
     counts = torch.bincount(torch.tensor([choose_token(LOGITS, settings, generator) for _ in range(4000)]))
 
-    torch.testing.assert_close(counts / 4000, next_token_probabilities(LOGITS, settings), atol=0.03, rtol=0)
+    torch.testing.assert_close(counts / 4000, next_token_probabilities(LOGITS, settings).float(), atol=0.03, rtol=0)
 
 
 def test_temperature_0_takes_the_likeliest_token():
     assert choose_token(LOGITS, SamplingSettings(), torch.Generator()) == 0
 
 
-def test_logits_with_nans_are_refused():
-    with pytest.raises(FloatingPointError, match="logits have NaNs"):
-        choose_token(LOGITS / 0 * 0, SamplingSettings(), torch.Generator())
+@pytest.mark.parametrize("settings", [{"temperature": 5e-324}, {"temperature": 1.0, "top_p": 5e-324}])
+def test_the_least_settings_that_python_has_take_the_likeliest_token(settings):
+    assert choose_token(LOGITS, SamplingSettings(**settings), torch.Generator()) == 0
+
+
+def test_the_highest_temperature_draws_no_token_that_the_model_rules_out():
+    probabilities = next_token_probabilities(torch.tensor([1.0, -torch.inf]), SamplingSettings(temperature=1e308))
+
+    assert probabilities.tolist() == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_logits_that_are_no_numbers_are_refused(value):
+    with pytest.raises(FloatingPointError, match=f"the largest of the model's logits is {value}"):
+        choose_token(torch.tensor([0.0, value]), SamplingSettings(), torch.Generator())
 
 
 def test_settings_outside_their_range_are_all_named():
-    with pytest.raises(ValueError, match=r"max_new_tokens=0 must be 1 or more; temperature=-1.*top_k=-2.*top_p=1.5"):
+    with pytest.raises(ValueError, match=r"max_new_tokens=0 must be .*1 or more; temperature=-1.*top_k=-2.*top_p=1.5"):
         SamplingSettings(max_new_tokens=0, temperature=-1.0, top_k=-2, top_p=1.5)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"max_new_tokens": 2.5},
+        {"temperature": 10**400},
+        {"temperature": "hot"},
+        {"top_k": 1.5},
+        {"stop_tokens": 3},
+        {"stop_tokens": "a"},
+        {"seed": 2**63},
+    ],
+)
+def test_settings_of_other_types_are_named(setting):
+    ((name, _),) = setting.items()
+    with pytest.raises(ValueError, match=f"{name}=.* must be"):
+        SamplingSettings(**setting)
+
+
+def test_prompts_have_seeds_of_their_own_beyond_the_largest_too():
+    assert [SamplingSettings(seed=2**63 - 1).of_prompt(index).seed for index in (0, 1)] == [2**63 - 1, -(2**63)]

@@ -1,5 +1,6 @@
 """Saved models compute the same in another process; damaged, incomplete and foreign ones are refused."""
 
+import hashlib
 import json
 import os
 import subprocess
@@ -111,6 +112,25 @@ def edit_manifest(folder: Path, **changes: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
+def edit_input(folder: Path, **changes: object) -> None:
+    """Of the first program, in the manifest."""
+    programs = json.loads((folder / "manifest.json").read_text())["programs"]
+    programs[0]["inputs"][0] |= changes
+    edit_manifest(folder, programs=programs)
+
+
+def move_programs(folder: Path, where: str) -> None:
+    """Have a rank look for its programs elsewhere, with a manifest that agrees."""
+    path = folder / "tp_rank_01" / "rank.json"
+    rank = json.loads(path.read_text())
+    rank["programs"][0]["folder"] = where
+    path.write_text(json.dumps(rank))
+    files = json.loads((folder / "manifest.json").read_text())["files"]
+    content = path.read_bytes()
+    files["tp_rank_01/rank.json"] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    edit_manifest(folder, files=files)
+
+
 def cut_off(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-10])
 
@@ -128,7 +148,20 @@ def remove(folder: Path) -> None:
         (lambda folder: edit_manifest(folder, system="Linux aarch65"), "for system Linux aarch65, this is"),
         (lambda folder: edit_manifest(folder, device="xla"), "for device xla, this is cpu"),
         (lambda folder: edit_manifest(folder, format=99), "has format 99"),
-        (lambda folder: edit_manifest(folder, tp_degree=4), "tp_rank_03 is missing: the model has 4 shards"),
+        (lambda folder: edit_manifest(folder, format="one"), "manifest.json is damaged"),
+        (lambda folder: edit_manifest(folder, tp_degree=4), "tp_degree is 4, and there are files of 2 ranks"),
+        (lambda folder: edit_manifest(folder, tp_degree=1), "tp_degree is 1, and there are files of 2 ranks"),
+        (lambda folder: edit_manifest(folder, tp_degree="2"), "damaged .tp_degree is '2'"),
+        (lambda folder: edit_manifest(folder, files={}), "tp_degree is 2, and there are files of 0 ranks"),
+        (
+            lambda folder: edit_manifest(folder, files={"../x": {"size": 1, "sha256": ""}}),
+            "'../x' is outside the folder",
+        ),
+        (lambda folder: edit_manifest(folder, programs=[]), "damaged .it has no programs"),
+        (lambda folder: edit_manifest(folder, compiler="gcc"), "damaged .compiler is 'gcc', none of export"),
+        (lambda folder: edit_input(folder, dtype="os"), "damaged .'os' is no dtype of torch"),
+        (lambda folder: edit_input(folder, shape=[-1, 6]), r"damaged .\[-1, 6\] is no shape of a tensor"),
+        (lambda folder: move_programs(folder, "../elsewhere"), "rank.json names other programs than manifest.json"),
         (lambda folder: remove(folder / "tp_rank_01"), "tp_rank_01 is missing: the model has 2 shards"),
         (
             lambda folder: cut_off(folder / "tp_rank_01" / "weights.safetensors"),
@@ -152,17 +185,37 @@ def test_damaged_incomplete_or_foreign_model_is_refused_before_a_process_starts(
 
 
 def test_saving_replaces_a_model_but_nothing_else(saved, copy, tmp_path):
-    (tmp_path / "notes").mkdir()
-    (tmp_path / "notes" / "thoughts.txt").write_text("keep me")
+    for name, file in (("notes", "thoughts.txt"), ("app", "manifest.json")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / file).write_text("{}")
+    (tmp_path / "link").symlink_to(copy)
 
     with nxd_trace.parallel_model_load(saved) as model:
-        with pytest.raises(ValueError, match="holds other files; give a new folder"):
-            nxd_trace.parallel_model_save(model, tmp_path / "notes")
+        for name in ("notes", "app"):
+            with pytest.raises(ValueError, match="holds other files .*; give a new folder"):
+                nxd_trace.parallel_model_save(model, tmp_path / name)
+        (copy / "mine.txt").write_text("keep me")
+        with pytest.raises(ValueError, match="holds other files .'mine.txt'"):
+            nxd_trace.parallel_model_save(model, copy)
+        (copy / "mine.txt").unlink()
         cut_off(copy / "tp_rank_00" / "weights.safetensors")
-        nxd_trace.parallel_model_save(model, copy)
+        nxd_trace.parallel_model_save(model, tmp_path / "link")
     with pytest.raises(TypeError, match="got a Linear; expected what parallel_model_trace returns"):
         nxd_trace.parallel_model_save(torch.nn.Linear(1, 1), tmp_path)
 
     with nxd_trace.parallel_model_load(copy) as model:
         torch.testing.assert_close(model(X), models.plain_mlp(models.logical_weights(), X))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["copy", "notes"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["app", "copy", "link", "notes"]
+
+
+def test_weights_of_a_dict_may_be_views_and_are_named_if_they_cannot_be_stored(saved):
+    weights = models.logical_weights(seed=2)
+    strided = {name: weight.t().contiguous().t() if weight.dim() == 2 else weight for name, weight in weights.items()}
+
+    with nxd_trace.parallel_model_load(saved) as model:
+        model.replace_weights(strided)
+        torch.testing.assert_close(model(X), models.plain_mlp(weights, X))
+        with pytest.raises(ValueError, match=r"weights\['up.bias'\] is of complex128, which safetensors does not hold"):
+            model.replace_weights(weights | {"up.bias": weights["up.bias"].to(torch.complex128)})
+        with pytest.raises(TypeError, match=r"weights\['up.bias'\] is a int; expected a tensor"):
+            model.replace_weights(weights | {"up.bias": 3})

@@ -12,7 +12,7 @@ from urllib.request import Request, urlopen
 import pytest
 import serve_tiny
 import tiny_decoder
-from nxd_trace.generation import SamplingSettings, compile_generator
+from nxd_trace.generation import SamplingSettings, choose_token, compile_generator
 from nxd_trace.serving import CompletionService, Job, RequestError, Scheduler, ServerLimits, make_app
 from nxd_trace.serving.text import TextStream
 from starlette.testclient import TestClient
@@ -130,6 +130,8 @@ def test_requests_of_several_clients_share_the_batch(client):
         ({"max_tokens": 40}, 400, "more than the max_length=40"),
         ({"max_tokens": "many"}, 400, "max_tokens='many' must be of type int"),
         ({"temperature": -1}, 400, "temperature=-1 must be 0 or more"),
+        ({"temperature": 10**320}, 400, "must be 0 or more, and finite"),
+        ({"prompt": "\ud800"}, 400, "the prompt has no tokens"),
         ({"n": 2}, 400, "n=2 is not supported"),
         ({"stop": [""]}, 400, "stop must be a text or up to 4 texts"),
         ({"prompt": "a" * 600}, 413, "more than 500 bytes"),
@@ -142,8 +144,35 @@ def test_requests_that_cannot_be_done_are_refused(client, change, status, text):
     assert text in response.json()["error"]["message"]
 
 
-def test_a_body_that_is_no_json_is_refused(client):
-    response = client.post("/v1/completions", content=b"prompt=once")
+def test_an_empty_prompt_is_blamed_on_the_prompt(client):
+    assert complete(client, prompt="").json()["error"]["param"] == "prompt"
+
+
+def test_extreme_draws_are_answered_and_leave_the_server_well(client):
+    likeliest = complete(client, temperature=1e-50).json()["choices"][0]["text"]
+
+    assert likeliest == complete(client, temperature=1, top_p=1e-50).json()["choices"][0]["text"] == TEXT
+    assert client.get("/health").status_code == 200
+
+
+def test_what_choosing_one_prompts_token_raises_fails_that_prompt_alone(client, monkeypatch):
+    def choose(logits, settings, generator):
+        if settings.temperature == 0.5:
+            raise ArithmeticError("a number too odd")
+        return choose_token(logits, settings, generator)
+
+    monkeypatch.setattr("nxd_trace.generation.engine.choose_token", choose)
+
+    failed = complete(client, temperature=0.5)
+
+    assert (failed.status_code, failed.json()["error"]["message"]) == (503, "the model failed: a number too odd")
+    assert complete(client).json()["choices"][0]["text"] == TEXT
+
+
+@pytest.mark.parametrize("body", [b"prompt=once", b"[" * 100_000])
+def test_a_body_that_is_no_json_is_refused(generator, body):
+    with TestClient(make_app(CompletionService(generator.engine, LETTERS, model="tiny"))) as client:
+        response = client.post("/v1/completions", content=body)
 
     assert response.status_code == 400
     assert "the body is not JSON" in response.json()["error"]["message"]
@@ -179,6 +208,9 @@ class BlockedEngine:
     def add(self, prompt, settings):
         self.num_free = 0
         return object()
+
+    def clear(self):
+        pass
 
     def step(self):
         self.joined.set()

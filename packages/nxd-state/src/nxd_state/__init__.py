@@ -27,6 +27,8 @@ from nxd_state.group import Group
 from nxd_state.mesh import Mesh
 from nxd_state.meta_init import allocate_meta_tensor, seed_of_module
 from nxd_state.move_model import move_model_to_device
+from nxd_state.neuron import extracting_graphs, neuron_settings, prepare_neuron
+from nxd_state.neuron_errors import DeviceError
 from nxd_state.parallel_state import (
     active_group,
     destroy_model_parallel,
@@ -135,6 +137,10 @@ __all__ = [
     "get_device",
     "transport_device",
     "step_boundary",
+    "DeviceError",
+    "prepare_neuron",
+    "neuron_settings",
+    "extracting_graphs",
     "move_model_to_device",
     "allocate_meta_tensor",
     "seed_of_module",

@@ -11,6 +11,8 @@ from types import ModuleType
 
 import torch
 
+from nxd_state.neuron_errors import device_errors
+
 # On XLA torch.distributed carries what lies on the host; tensors of the device travel by torch-xla.
 BACKENDS = {"cpu": "gloo", "cuda": "nccl", "xla": "gloo"}
 
@@ -48,9 +50,14 @@ def get_device() -> torch.device:
 
 
 def step_boundary() -> None:
-    """End of a training step: hands the graph recorded so far to the XLA compiler; elsewhere nothing happens."""
+    """End of a training step: hands the graph recorded so far to the XLA compiler; elsewhere nothing happens.
+
+    Raises:
+        DeviceError: the compiler refused a graph or the device's memory did not suffice, for this step or one before.
+    """
     if device_type() == "xla":
-        _torch_xla().sync()
+        with device_errors():
+            _torch_xla().sync()
 
 
 def _check_asked(asked: str) -> str:

@@ -11,6 +11,7 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 RUNTIME_PORT = 62182  # torch-xla's choice for the runtime's own rendezvous, beside torchrun's
 EFA_SETTINGS = {"FI_PROVIDER": "efa", "FI_EFA_USE_DEVICE_RDMA": "1", "FI_EFA_FORK_SAFE": "1"}
@@ -122,6 +123,18 @@ def check_neuron_environment(environment: Mapping[str, str]) -> None:
         )
     if mistakes:
         raise ValueError("the environment does not fit Neuron devices: " + "; ".join(mistakes))
+
+
+def computes_on_neuron(environment: Mapping[str, str] | None = None) -> bool:
+    """Whether `get_device` leads to a Neuron device, as far as the environment and this host's devices say.
+
+    Args:
+        environment: this process's if None.
+    """
+    given = os.environ if environment is None else environment
+    if given.get("NXD_CPU_MODE") == "1" or given.get("NXD_DEVICE", "xla") != "xla":
+        return False
+    return given["PJRT_DEVICE"] == "NEURON" if "PJRT_DEVICE" in given else Path("/dev/neuron0").exists()
 
 
 def extracting_graphs(environment: Mapping[str, str] | None = None) -> bool:

@@ -10,6 +10,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from nxd_state.collectives import debug
 from nxd_state.device import device_type
 from nxd_state.group import Group
 from nxd_state.mesh import Mesh, RankGroups
@@ -75,6 +76,7 @@ def initialize_model_parallel(
         raise RuntimeError(
             f"model parallelism is already initialised as {_state.mesh}; call destroy_model_parallel() first"
         )
+    debug.read_environment()
     rank, world_size = _launched_rank_and_world_size()
     mesh = Mesh(
         world_size,
@@ -183,8 +185,8 @@ def _launched_rank_and_world_size() -> tuple[int, int]:
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size > 1 and device_type() == "xla" and os.environ.get("PJRT_DEVICE") == "CPU":
         raise RuntimeError(
-            f"WORLD_SIZE={world_size} with PJRT_DEVICE=CPU: torch-xla's CPU client has no collectives between processes; "
-            "use one rank, or NXD_DEVICE=cpu, or, in a test, nxd_state.testing.run_on_replicas"
+            f"WORLD_SIZE={world_size} with PJRT_DEVICE=CPU: torch-xla's CPU client has no collectives between "
+            "processes; use one rank, or NXD_DEVICE=cpu, or, in a test, nxd_state.testing.run_on_replicas"
         )
     return int(os.environ.get("RANK", "0")), world_size
 

@@ -66,8 +66,8 @@ def test_memory_of_a_group_is_reported_and_bounded():
     def job():
         return shared_memory_bytes(shared_group())
 
-    assert run_on_ranks(job, 2, env=SHARED)[0] <= 25 * 2**20
-    assert run_on_ranks(job, 4, env=SHARED)[0] <= 49 * 2**20
+    assert run_on_ranks(job, 2, env=SHARED)[0] <= 14 * 2**20
+    assert run_on_ranks(job, 4, env=SHARED)[0] <= 27 * 2**20
     assert shared_memory_bytes(nxd_state.Group.solo("tp")) == 0
 
 

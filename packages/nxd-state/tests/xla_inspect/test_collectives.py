@@ -44,6 +44,21 @@ def test_tensors_that_travel_together_are_one_collective(module_of):
     assert found.bytes_sent == 512 + 12
 
 
+def test_scalar_that_travels_along_does_not_count_but_one_alone_does(module_of):
+    along, alone = find_collectives(
+        module_of(
+            PARAMETER,
+            "t = f32[] parameter(1)",
+            "c = (f32[8,16], f32[]) all-reduce(p, t), replica_groups={{0,1}}, to_apply=add",
+            "d = f32[] all-reduce(t), replica_groups={{0,1}}, to_apply=add",
+            before=SUM,
+        )
+    )
+
+    assert (along.shapes, along.bytes_sent) == (("f32[8,16]",), 512)
+    assert (alone.shapes, alone.bytes_sent) == (("f32[]",), 4)
+
+
 def test_collectives_in_a_loop_count_as_often_as_it_runs(module_of):
     body = SUM + (
         "\n\nbody {\n  s = f32[8,16] parameter(0)\n"

@@ -5,6 +5,7 @@ GRAPH = "HloModule IrToHlo.3\n\nENTRY %IrToHlo.3 (p: f32[2]) -> f32[2] {\n  ROOT
 DUMP = f"""[ScheduleSyncTensorsGraph]
 TensorsGraphInfo:
   sync (/venv/torch_xla/torch_xla.py:87)
+  step_boundary (/venv/nxd_state/device.py:53)
   train step (/home/me/my script.py:12)
   main (/home/me/train.py:3)
 

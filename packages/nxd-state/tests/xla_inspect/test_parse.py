@@ -25,6 +25,19 @@ def test_graph_of_the_compiler_is_read_with_its_fusions(compiled_step):
     assert all(item.called[0] in module.computations for item in fusions)
 
 
+@pytest.mark.parametrize(
+    ("metadata", "place"),
+    [
+        ('op_type="aten__mm" op_name="mlp.3/aten__mm" source_file="/me/a.py" source_line=2', "mlp"),
+        ('op_type="aten__mm" op_name="aten__mm" source_file="/me/a.py" source_line=2', "/me/a.py:2"),
+        ('op_type="aten__mm" op_name="aten__mm" source_file="/v/torch/nn/functional.py" source_line=2', "aten::mm"),
+        ('op_name="x"', "a"),
+    ],
+)
+def test_place_is_the_best_that_is_known(module_of, metadata, place):
+    assert module_of(f"a = f32[2] parameter(0), metadata={{{metadata}}}").main.root.place == place
+
+
 def test_op_names_lose_torch_xlas_numbers_and_operations_that_are_scopes(module_of):
     module = module_of(
         'a = f32[2] parameter(0), metadata={op_type="t" op_name="model.1/layers.0.22/mlp.3/aten__gelu.5/aten__mul"}'

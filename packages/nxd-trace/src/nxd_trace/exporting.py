@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from nxd_state import active_group
+from nxd_state import active_group, get_device
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
@@ -21,15 +21,13 @@ from nxd_trace.aliases import Alias, named_tensors
 from nxd_trace.signature import Signature, TensorSpec
 from nxd_trace.structure import Structure, flatten, unflatten, without
 
+_RANK = "nxd_trace.tp_rank"
 
-_RANK = "nxd_trace_tp_rank"
 
-
-def hold_rank(model: nn.Module) -> None:
-    """Give the model this process's tensor-parallel rank as a buffer, so that it is among the weights."""
+def rank_tensors() -> dict[str, Tensor]:
+    """This process's tensor-parallel rank, which is one more weight of every model; nothing where there is but one."""
     group = active_group("tp")
-    if group.size > 1:
-        model.register_buffer(_RANK, torch.tensor([group.rank], device="cpu"), persistent=False)
+    return {_RANK: torch.tensor([group.rank], device=get_device())} if group.size > 1 else {}
 
 
 @dataclass(frozen=True)
@@ -78,7 +76,8 @@ class _Functional(nn.Module):
     ) -> list[Tensor]:
         tensors = dict(zip(self._weights, weights, strict=True))
         tensors.update(zip([alias.name for alias in self._aliases], states, strict=True))
-        with active_group("tp").rank_given_by(tensors[_RANK]) if _RANK in tensors else nullcontext():
+        rank = tensors.pop(_RANK, None)
+        with nullcontext() if rank is None else active_group("tp").rank_given_by(rank):
             result = torch.func.functional_call(self._model[0], tensors, args, kwargs)
         outputs, structure = flatten(result, "outputs")
         new_states = {}
@@ -102,7 +101,7 @@ def export_model(
     """Record `model(*args, **kwargs)`.
 
     Args:
-        model: in evaluation mode, on the device it is to run on; `hold_rank` has been called.
+        model: in evaluation mode, on the device it is to run on.
         aliases: its state.
         name: of the program.
         args: positional inputs, tensors in nested tuples, lists and dicts.
@@ -112,7 +111,7 @@ def export_model(
         ValueError: the model updates a weight or an input in place, or an alias does not fit the outputs.
     """
     states = [alias.name for alias in aliases]
-    tensors = dict(named_tensors(model))
+    tensors = {**dict(named_tensors(model)), **rank_tensors()}
     weights = [name for name in tensors if name not in states]
     inputs, input_structure = flatten([args, dict(kwargs)], "example_inputs")
     held = [tensors[key].detach().contiguous() for key in (*weights, *states)]  # as files and shared memory have them

@@ -15,13 +15,13 @@ import json
 import platform
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Self
 
 import torch
 from nxd_state import device_type
 
-from nxd_trace.compilers import choose_compiler
+from nxd_trace.compilers import COMPILERS, choose_compiler
 from nxd_trace.errors import ModelFolderError
 from nxd_trace.signature import Signature
 from nxd_trace.weights import Weight
@@ -171,14 +171,16 @@ class Manifest:
             )
         try:
             value = json.loads(path.read_text(encoding="utf-8"))
-            stored_format = value.pop("format")
+            stored_format = int(value.pop("format"))
             if stored_format != FORMAT:
                 raise ModelFolderError(
                     f"{folder} has format {stored_format}, this nxd-trace reads {FORMAT}; install the one that wrote it"
                 )
             value["programs"] = tuple(Signature.from_json(program) for program in value["programs"])
             value["files"] = {name: StoredFile(**file) for name, file in value["files"].items()}
-            return cls(**value)
+            manifest = cls(**value)
+            manifest._check_values()
+            return manifest
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             if isinstance(error, ModelFolderError):
                 raise
@@ -191,8 +193,38 @@ class Manifest:
             ModelFolderError: naming all that is wrong.
         """
         problems = [*self._problems_of_platform(), *self._problems_of_files(folder)]
+        if not problems:
+            problems = [*self._problems_of_ranks(folder)]
         if problems:
             raise ModelFolderError(f"the model in {folder} cannot be loaded:\n  " + "\n  ".join(problems))
+
+    def _check_values(self) -> None:
+        if type(self.tp_degree) is not int or self.tp_degree < 1:
+            raise ValueError(f"tp_degree is {self.tp_degree!r}")
+        if self.compiler not in COMPILERS:
+            raise ValueError(f"compiler is {self.compiler!r}, none of {', '.join(COMPILERS)}")
+        if not self.programs:
+            raise ValueError("it has no programs")
+        outside = [name for name in self.files if PurePath(name).is_absolute() or ".." in PurePath(name).parts]
+        if outside:
+            raise ValueError(f"{outside[0]!r} is outside the folder")
+        ranks = {name.partition("/")[0] for name in self.files if name.startswith("tp_rank_")}
+        needed = {f"{rank_folder(rank)}/{name}" for rank in range(self.tp_degree) for name in (RANK_MANIFEST, WEIGHTS)}
+        if len(ranks) != self.tp_degree or not needed <= self.files.keys():
+            raise ValueError(f"tp_degree is {self.tp_degree}, and there are files of {len(ranks)} ranks")
+
+    def _problems_of_ranks(self, folder: Path) -> Iterator[str]:
+        """Files that are as they were saved, but do not belong together."""
+        for rank in range(self.tp_degree):
+            name = rank_folder(rank)
+            try:
+                programs = RankManifest.read(folder / name).programs
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                yield f"{name}/{RANK_MANIFEST} is damaged ({error}): save the model again"
+                continue
+            known = {str(PurePath(file).parent) for file in self.files}
+            if len(programs) != len(self.programs) or any(program.folder not in known for program in programs):
+                yield f"{name}/{RANK_MANIFEST} names other programs than {MANIFEST}: save the model again"
 
     def _problems_of_platform(self) -> Iterator[str]:
         for what, stored, here in (

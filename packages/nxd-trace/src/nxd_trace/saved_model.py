@@ -1,10 +1,10 @@
 """Saving a traced model as a folder, and loading it."""
 
-import shutil
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
 
 from nxd_trace.buckets import BucketModelConfig
+from nxd_trace.errors import ModelFolderError
 from nxd_trace.manifest import MANIFEST, Manifest
 from nxd_trace.model import TensorParallelModel, copy_model
 
@@ -13,7 +13,7 @@ def parallel_model_save(model: TensorParallelModel, save_dir: str | Path) -> Non
     """Save a traced model: a folder with a manifest, the compiled programs, and one subfolder per rank.
 
     The folder appears as a whole: it is written beside `save_dir` and renamed. A traced model that lies there is
-    replaced.
+    replaced. If `save_dir` is a link, the folder that it points to is written.
 
     Args:
         model: traced or loaded.
@@ -21,7 +21,7 @@ def parallel_model_save(model: TensorParallelModel, save_dir: str | Path) -> Non
 
     Raises:
         TypeError: `model` is no traced model.
-        ValueError: `save_dir` is something else than a traced model or an empty folder.
+        ValueError: `save_dir` is something else than a traced model, without other files in it, or an empty folder.
         ModelFolderError: the model's own files have been changed or removed.
     """
     if not isinstance(model, TensorParallelModel):
@@ -29,26 +29,43 @@ def parallel_model_save(model: TensorParallelModel, save_dir: str | Path) -> Non
             f"parallel_model_save got a {type(model).__name__}; expected what parallel_model_trace returns, a "
             "TensorParallelModel"
         )
-    target = Path(save_dir)
-    if target.is_dir() and any(target.iterdir()) and not (target / MANIFEST).is_file():
-        raise ValueError(f"save_dir={str(target)!r} holds other files; give a new folder, or that of a traced model")
-    if target.exists() and not target.is_dir():
-        raise ValueError(f"save_dir={str(target)!r} is a file; give a folder")
-    if target.resolve() == model.folder.resolve():
+    target = Path(save_dir).resolve()
+    _check_replaceable(target)
+    if target == model.folder.resolve():
         return
     manifest = Manifest.read(model.folder)
     manifest.check(model.folder)
     target.parent.mkdir(parents=True, exist_ok=True)
-    new = Path(mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-    try:
-        new.chmod(0o755)
+    with TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as beside:
+        new, old = Path(beside) / "new", Path(beside) / "old"
+        new.mkdir()
         copy_model(model.folder, new)
         manifest.write(new)
         if target.exists():
-            shutil.rmtree(target)
-        new.rename(target)
-    finally:
-        shutil.rmtree(new, ignore_errors=True)
+            target.rename(old)
+        try:
+            new.rename(target)
+        except OSError:
+            if old.exists():
+                old.rename(target)
+            raise
+
+
+def _check_replaceable(target: Path) -> None:
+    if target.exists() and not target.is_dir():
+        raise ValueError(f"save_dir={str(target)!r} is a file; give a folder")
+    found = {str(path.relative_to(target)) for path in target.rglob("*") if not path.is_dir()}
+    if not found:
+        return
+    try:
+        others = found - Manifest.read(target).files.keys() - {MANIFEST}
+    except ModelFolderError:
+        others = found
+    if others:
+        raise ValueError(
+            f"save_dir={str(target)!r} holds other files ({sorted(others)[0]!r} and {len(others) - 1} more); give a new "
+            "folder, or that of a traced model"
+        )
 
 
 def parallel_model_load(load_dir: str | Path, *, bucket_config: BucketModelConfig | None = None) -> TensorParallelModel:

@@ -25,8 +25,17 @@ class TensorSpec:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Self:
-        """The spec out of a manifest."""
-        return cls(tuple(value["shape"]), value["dtype"])
+        """The spec out of a manifest.
+
+        Raises:
+            ValueError: it is no shape, or no dtype of torch.
+        """
+        shape, dtype = tuple(value["shape"]), value["dtype"]
+        if not all(isinstance(length, int) and length >= 0 for length in shape):
+            raise ValueError(f"{list(shape)} is no shape of a tensor")
+        if not isinstance(getattr(torch, dtype, None), torch.dtype):
+            raise ValueError(f"{dtype!r} is no dtype of torch")
+        return cls(shape, dtype)
 
     @cached_property
     def torch_dtype(self) -> torch.dtype:

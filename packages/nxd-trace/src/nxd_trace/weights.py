@@ -120,13 +120,14 @@ def as_source(weights: str | Path | Mapping[str, Tensor] | WeightSource) -> Iter
 
     Raises:
         TypeError: nothing that weights could be read from.
+        ValueError: a tensor of a dtype that no file holds.
     """
     if isinstance(weights, str | Path):
         yield SafetensorsFiles(weights)
     elif isinstance(weights, Mapping):
         with TemporaryDirectory(prefix="nxd_trace_weights_") as folder:
             file = Path(folder) / "weights.safetensors"
-            save_file({name: tensor.detach().cpu().clone() for name, tensor in weights.items()}, file)
+            save_file({name: _for_file(name, tensor) for name, tensor in weights.items()}, file)
             yield SafetensorsFiles(file)
     elif hasattr(weights, "read_box") and hasattr(weights, "tensors"):
         yield weights
@@ -135,6 +136,15 @@ def as_source(weights: str | Path | Mapping[str, Tensor] | WeightSource) -> Iter
             f"weights cannot be read from a {type(weights).__name__}; give a safetensors file or folder, a dict of "
             "logical tensors, or an open checkpoint"
         )
+
+
+def _for_file(name: str, tensor: Tensor) -> Tensor:
+    """A copy that shares no memory with other tensors, as safetensors wants it."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"weights[{name!r}] is a {type(tensor).__name__}; expected a tensor")
+    if tensor.dtype not in _DTYPES.values():
+        raise ValueError(f"weights[{name!r}] is of {dtype_name(tensor)}, which safetensors does not hold; convert it")
+    return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
 
 
 @dataclass(frozen=True)

@@ -90,6 +90,18 @@ class Sum(nn.Module):
         return ids.sum(-1), torch.full((1,), ids.shape[-1])
 
 
+class Texts(nn.Module):
+    """Gives texts as bytes, one tensor each."""
+
+    def __init__(self, texts: list[str]) -> None:
+        super().__init__()
+        for index, text in enumerate(texts):
+            self.register_buffer(f"text_{index}", torch.tensor(list(text.encode()), dtype=torch.uint8))
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        return [text + 0 for text in self.buffers()]
+
+
 def mlp() -> nn.Module:
     return MLP()
 
@@ -137,6 +149,10 @@ def dies_on_rank_1() -> nn.Module:
     if active_group("tp").rank == 1:
         os.kill(os.getpid(), signal.SIGSEGV)
     return MLP(device="cpu")
+
+
+def surroundings() -> nn.Module:
+    return Texts([os.environ["GREETING"], os.getcwd(), str(torch.get_num_threads())])
 
 
 def no_model() -> str:

@@ -50,6 +50,7 @@ TINY = [
 def cases(tmp_path, monkeypatch):
     """A module `parity_cases` in the current folder, and no mesh afterwards."""
     (tmp_path / "parity_cases.py").write_text(CASES)
+    (tmp_path / "parity_broken.py").write_text("def right(:")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", ["", *__import__("sys").path])
     yield
@@ -82,6 +83,10 @@ def test_function_that_agrees_ends_with_0_and_one_that_does_not_with_3(capsys):
         (["no_such_module:right"], "no_such_module:right cannot be imported from here"),
         (["parity_cases:right", "train.steps=3"], "train.steps=3 is a key of a recipe, and parity_cases:right is none"),
         (["nowhere.toml"], "nowhere.toml"),
+        (["parity_cases:BATCHES"], "parity_cases:BATCHES is a list; give a function"),
+        (["parity_broken:right"], "parity_broken:right cannot be imported from here: invalid syntax"),
+        (["parity_cases:right", "--rtol", "nan"], "rtol=nan is no share of a value"),
+        ([*TINY, "--compare-steps", "-1"], "-1 steps compare nothing; use 1 or more"),
     ],
 )
 def test_case_that_is_none_is_a_mistake(capsys, arguments, message):

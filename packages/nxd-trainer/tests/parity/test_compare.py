@@ -6,7 +6,7 @@ import pytest
 import torch
 from nxd_layers import ColumnParallelLinear, RowParallelLinear
 from nxd_layers.lora import LoraConfig
-from nxd_state import get_tensor_model_parallel_size
+from nxd_state import get_tensor_model_parallel_rank, get_tensor_model_parallel_size
 from nxd_trainer.models import LlamaConfig, LlamaDecoderLayer, LlamaForCausalLM
 from nxd_trainer.parity import ParityCase, compare
 from torch import nn
@@ -76,6 +76,18 @@ class FollowsItsRank(nn.Module):
 
     def forward(self, x):
         return self.first(x).mean()
+
+
+class LosesItsOwn(nn.Module):
+    """Tensor-parallel ranks have losses of their own, whose mean is right."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 1)
+
+    def forward(self, x):
+        apart = 2.0 * get_tensor_model_parallel_rank() - (get_tensor_model_parallel_size() - 1)
+        return self.first(x).mean() + apart
 
 
 def tokens(steps: int = 2) -> list[dict[str, torch.Tensor]]:
@@ -163,6 +175,10 @@ FAULTS = {
     "weights that depend on the layout": (
         ParityCase(model_fn=FollowsItsRank, batches=numbers(), nxd_config={"tensor_parallel_size": 2}),
         ("initial parameter", "first.bias"),
+    ),
+    "losses that differ between the ranks of a layer": (
+        ParityCase(model_fn=LosesItsOwn, batches=numbers(), nxd_config={"tensor_parallel_size": 2}),
+        ("loss", ""),
     ),
 }
 

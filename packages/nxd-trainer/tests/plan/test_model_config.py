@@ -82,3 +82,14 @@ def test_a_file_that_is_no_config_of_a_llama_is_refused(write, content, message)
 def test_a_file_that_is_not_there_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"nothing\.json cannot be read"):
         model_config(tmp_path / "nothing.json")
+
+
+def test_the_base_of_rotary_frequencies_is_found_where_transformers_5_writes_it(write):
+    config = model_config(write({**CONTENT, "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}))
+    assert config.rope_theta == 5e5
+
+
+@pytest.mark.parametrize("name", ["attention_bias", "mlp_bias"])
+def test_layers_with_biases_are_refused_and_not_planned_without_them(write, name):
+    with pytest.raises(ValueError, match=f"{name}=true; layers with biases cannot be planned"):
+        model_config(write({**CONTENT, name: True}))

@@ -1,5 +1,6 @@
 """Plans of a tiny Llama: which layouts there are, which fit, in which order, and why the others do not."""
 
+import json
 import math
 
 import pytest
@@ -9,6 +10,7 @@ from nxd_pipeline import Costs, StageCost, make_schedule, simulate
 from nxd_trainer.models import LlamaConfig, LlamaForCausalLM
 from nxd_trainer.plan import Degrees, Job, find_device, make_plan, step_time
 from nxd_trainer.plan.advice import describe_misfit
+from nxd_trainer.plan.as_json import plan_as_json
 
 CONFIG = LlamaConfig(
     vocab_size=64,
@@ -172,6 +174,54 @@ def test_where_nothing_fits_the_plan_says_by_how_much_and_what_would_help():
     assert "leave --checkpointing open" in text
     states = min(plan.misfits, key=lambda misfit: misfit.memory.peak).memory.states
     assert f"so at least {math.ceil(states / 90_000)} times as many" in text
+
+
+@pytest.mark.parametrize(
+    ("degrees", "message"),
+    [
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size=0 must be 1 or more"),
+        ({"pipeline_parallel_size": -2}, "pipeline_parallel_size=-2 must be 1 or more"),
+        ({"microbatch_size": 0}, "microbatch_size=0 must be 1 or more"),
+        ({"checkpointing": "selective"}, "checkpointing='selective' is not known; use none or full"),
+        ({"tensor_parallel_size": 1, "sequence_parallel": True}, "and tensor_parallel_size=1; give"),
+    ],
+)
+def test_degrees_that_never_can_be_are_refused_at_once(degrees, message):
+    with pytest.raises(ValueError, match=message):
+        Degrees(**degrees)
+
+
+def test_messages_are_slow_where_any_group_is_on_two_hosts_and_not_only_where_the_first_is():
+    degrees = Degrees(4, 1, False, False, 1, "none")
+    inside, across = (  # of the ranks 4 to 7, two lie on another host
+        only(make_plan(job(12, batch=12, device=find_device("cpu", devices_per_host=hosts)), degrees, top=1))
+        for hosts in (12, 6)
+    )
+    assert across.communication == inside.communication
+    slower = find_device("cpu").intra_host_bandwidth / find_device("cpu").inter_host_bandwidth
+    link = 0.8 * find_device("cpu").intra_host_bandwidth
+    extra = inside.communication.tp / link * (slower - 1)
+    assert across.time.pipeline - inside.time.pipeline == pytest.approx(extra, rel=1e-6)
+
+
+def test_attention_is_counted_as_one_operation_that_keeps_no_scores():
+    long = LlamaConfig(**{**vars(CONFIG), "max_position_embeddings": 4096})
+    sizes = [512, 1024]
+    kept = [
+        only(make_plan(Job(long, find_device("cpu"), 1, it, 1, torch.float32), Degrees(1, 1, None, False, 1, "none")))
+        for it in sizes
+    ]
+    assert kept[1].memory.activations <= 2 * kept[0].memory.activations
+
+
+def test_the_json_of_a_plan_says_what_the_plan_says(plan_of_four):
+    content = json.loads(plan_as_json(plan_of_four))
+    assert content["num_fitting"] == len(content["best"]) == plan_of_four.num_fitting
+    first, told = plan_of_four.best[0], content["best"][0]
+    assert told["layout"] == vars(first.layout)
+    assert [it["peak"] for it in told["memory"]] == [it.peak for it in first.memories]
+    assert told["time"]["step"] == first.time.seconds
+    assert len(content["not_possible"]) == len(plan_of_four.rejected)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ from torch.optim import Optimizer
 
 from nxd_optim.bucket import batch_parameters
 from nxd_optim.reducer import check_same_parameters
-from nxd_optim.zero1.flat_bucket import Dtypes, FlatBucket
+from nxd_optim.zero1.buckets import Bucket, make_bucket
+from nxd_optim.zero1.flat_bucket import Dtypes
 from nxd_optim.zero1.settings import settings_of
 
 
@@ -25,7 +26,7 @@ def choose_dtypes(
 
 def make_buckets(
     parameters: Iterable[Tensor], group: Group, bucket_bytes: int, dtypes_of: Callable[[torch.dtype], Dtypes]
-) -> list[FlatBucket]:
+) -> list[Bucket]:
     """Move the trained ones among the parameters into buckets, in the order in which those leave.
 
     Raises:
@@ -39,11 +40,11 @@ def make_buckets(
     # nobody can tell when backward reaches them, and a bucket waits for the last of its parameters.
     matrices, others = [p for p in trained if p.dim() > 1], [p for p in trained if p.dim() <= 1]
     batches = (*batch_parameters(matrices, bucket_bytes), *batch_parameters(others, bucket_bytes))
-    return [FlatBucket(batch, group, dtypes_of(batch[0].dtype)) for batch in batches]
+    return [make_bucket(batch, group, dtypes_of(batch[0].dtype)) for batch in batches]
 
 
 def make_base_optimizer(
-    bucket: FlatBucket, param_groups: Sequence[dict[str, Any]], make: Callable[[Any], Optimizer]
+    bucket: Bucket, param_groups: Sequence[dict[str, Any]], make: Callable[[Any], Optimizer]
 ) -> Optimizer:
     """The optimizer of what this rank owns of a bucket, in groups with the settings of a user's groups."""
     weights = {own.parameter: own.weight for own in bucket.ranges}

@@ -25,7 +25,7 @@ class OwnRange:
         start: first element, in C order, that this rank owns.
         stop: one past the last.
         offset: where they begin in this rank's part of the bucket.
-        weight: these elements, flat, as the optimizer updates them.
+        weight: these elements, flat, as the optimizer updates them; on XLA filled up to the length of other ranks.
     """
 
     parameter: Tensor
@@ -36,7 +36,7 @@ class OwnRange:
 
     def of(self, part: Tensor) -> Tensor:
         """This range of a tensor that is laid out as this rank's part is."""
-        return part[self.offset : self.offset + self.stop - self.start]
+        return part[self.offset : self.offset + self.weight.numel()]
 
 
 @dataclass(frozen=True)
@@ -104,6 +104,26 @@ class FlatBucket:
     def parameter_bytes(self) -> int:
         """Of the buffer, padding included."""
         return self._buffer.nbytes
+
+    @property
+    def device(self) -> torch.device:
+        """Of the parameters."""
+        return self._buffer.device
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether the optimizer updates weights of its own, not the parameters themselves."""
+        return self.master is not self.own
+
+    @property
+    def master_bytes(self) -> int:
+        """Of the weights that the optimizer updates, where they are its own."""
+        return self.master.nbytes if self.has_masters else 0
+
+    @property
+    def master_dtype(self) -> torch.dtype:
+        """Of the weights that the optimizer updates."""
+        return self.master.dtype
 
     @property
     def gradient_bytes(self) -> int:
@@ -186,7 +206,7 @@ class FlatBucket:
 
     def mark_masters_stale(self, parameters: Iterable[Tensor]) -> None:
         """Have the master weights of these parameters, and of no others, taken from them by `refresh_stale_masters`."""
-        self._stale = {id(p) for p in parameters} if self.master is not self.own else set()
+        self._stale = {id(p) for p in parameters} if self.has_masters else set()
 
     def has_stale_master(self, parameter: Tensor) -> bool:
         """Whether the master weights of a parameter are still to be taken from it."""
@@ -202,7 +222,7 @@ class FlatBucket:
 
     def gather(self) -> None:
         """Start to send this rank's part to the others and to fill the buffer with theirs."""
-        if self.master is not self.own:
+        if self.has_masters:
             self.own.copy_(self.master)
         self._gathering = all_gather_(self._buffer, self._group)
 
@@ -214,8 +234,6 @@ class FlatBucket:
 
     def check_places(self) -> None:
         """Raise a RuntimeError if somebody has moved a parameter out of the buffer."""
-        if self._buffer.device.type == "xla":  # which does not say where a tensor lies
-            return
         for parameter in self.parameters:
             if parameter.data_ptr() != self._places[id(parameter)].data_ptr():
                 raise RuntimeError(

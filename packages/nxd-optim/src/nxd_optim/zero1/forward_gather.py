@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from nxd_optim.zero1.flat_bucket import FlatBucket
+from nxd_optim.zero1.buckets import Bucket
 
 
 class ForwardGather:
@@ -21,7 +21,7 @@ class ForwardGather:
         buckets: of the optimizer.
     """
 
-    def __init__(self, model: nn.Module, buckets: Sequence[FlatBucket]) -> None:
+    def __init__(self, model: nn.Module, buckets: Sequence[Bucket]) -> None:
         self.model = model
         bucket_of = {id(parameter): bucket for bucket in buckets for parameter in bucket.parameters}
         self._hooks = [
@@ -46,7 +46,7 @@ class ForwardGather:
 class _ArrivingParameters(dict[str, nn.Parameter | None]):
     """A module's parameters by name, where `nn.Module` looks up its attributes; iterating over them does not wait."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter | None], bucket_of: Mapping[int, FlatBucket]) -> None:
+    def __init__(self, parameters: Mapping[str, nn.Parameter | None], bucket_of: Mapping[int, Bucket]) -> None:
         super().__init__(parameters)
         self._bucket_of = bucket_of
 
@@ -61,6 +61,6 @@ class _ArrivingParameters(dict[str, nn.Parameter | None]):
         return dict, (dict(self),)  # a copy of the module has parameters of its own, which no bucket holds
 
 
-def _wait(buckets: Sequence[FlatBucket], *_: Any) -> None:
+def _wait(buckets: Sequence[Bucket], *_: Any) -> None:
     for bucket in buckets:
         bucket.wait_for_parameters()

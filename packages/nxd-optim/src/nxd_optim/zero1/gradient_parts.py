@@ -11,7 +11,9 @@ from nxd_state import Group, active_group, all_gather_object, all_reduce_, get_s
 from torch import Tensor
 
 from nxd_optim.clip import check_axis, norm_accumulator, tensor_norms
-from nxd_optim.zero1.flat_bucket import FlatBucket, OwnRange
+from nxd_optim.zero1.buckets import Bucket
+from nxd_optim.zero1.even_bucket import EvenBucket
+from nxd_optim.zero1.flat_bucket import OwnRange
 from nxd_optim.zero1.flat_ranges import pieces_of_flat_range
 
 
@@ -32,7 +34,7 @@ class OwnGradient:
     gradient: Tensor
 
 
-def own_gradients(buckets: Sequence[FlatBucket]) -> list[OwnGradient]:
+def own_gradients(buckets: Sequence[Bucket]) -> list[OwnGradient]:
     """All that this rank owns, once the buckets have arrived."""
     return [
         OwnGradient(own.parameter, own.start, own.stop, own.of(bucket.gradient))
@@ -43,7 +45,7 @@ def own_gradients(buckets: Sequence[FlatBucket]) -> list[OwnGradient]:
 
 
 @torch.no_grad()
-def sum_sequence_parallel(buckets: Sequence[FlatBucket]) -> None:
+def sum_sequence_parallel(buckets: Sequence[Bucket]) -> None:
     """Add up the gradients of sequence-parallel regions, where each tensor-parallel rank has seen a part; in place."""
     group = active_group("tp")
     if group.size == 1:
@@ -59,7 +61,7 @@ def sum_sequence_parallel(buckets: Sequence[FlatBucket]) -> None:
             gradient.copy_(total)
 
 
-def check_same_sequence_parallel_ranges(buckets: Sequence[FlatBucket]) -> None:
+def check_same_sequence_parallel_ranges(buckets: Sequence[Bucket]) -> None:
     """Raise a ValueError on every rank unless the tensor-parallel ranks own the same parts of those parameters."""
     group = active_group("tp")
     mine = [(own.start, own.stop) for _, own in _sequence_parallel_ranges(buckets)]
@@ -72,7 +74,7 @@ def check_same_sequence_parallel_ranges(buckets: Sequence[FlatBucket]) -> None:
 
 
 @torch.no_grad()
-def average_over_contexts(buckets: Sequence[FlatBucket]) -> None:
+def average_over_contexts(buckets: Sequence[Bucket]) -> None:
     """Average over the context-parallel ranks, which still differ if states are sharded over "dp" only; in place."""
     for bucket in buckets:
         assert bucket.gradient is not None
@@ -80,7 +82,7 @@ def average_over_contexts(buckets: Sequence[FlatBucket]) -> None:
 
 
 @torch.no_grad()
-def norm_of_parts(buckets: Sequence[FlatBucket], groups: Iterable[Group], device: torch.device) -> Tensor:
+def norm_of_parts(buckets: Sequence[Bucket], groups: Iterable[Group], device: torch.device) -> Tensor:
     """The 2-norm of the mean gradients, from the parts that the ranks have of them; the same on all ranks.
 
     Args:
@@ -95,7 +97,7 @@ def norm_of_parts(buckets: Sequence[FlatBucket], groups: Iterable[Group], device
     for bucket in buckets:
         assert bucket.gradient is not None
         for own in bucket.ranges:
-            for copies, part in counted_parts(own.parameter, own.start, own.stop, own.of(bucket.gradient)):
+            for copies, part in _counted_here(bucket, own):
                 by_copies.setdefault(copies, []).append(part)
     total = norm_accumulator(device)
     for copies, parts in by_copies.items():
@@ -103,6 +105,14 @@ def norm_of_parts(buckets: Sequence[FlatBucket], groups: Iterable[Group], device
     for group in groups:
         total = all_reduce_(total, group)
     return total.sqrt().squeeze(0)
+
+
+def _counted_here(bucket: Bucket, own: OwnRange) -> list[tuple[int, Tensor]]:
+    assert bucket.gradient is not None
+    gradient = own.of(bucket.gradient)
+    if isinstance(bucket, EvenBucket) and _is_in_pieces(own.parameter):
+        return [(1, gradient * bucket.norm_weights(own))]
+    return counted_parts(own.parameter, own.start, own.stop, gradient)
 
 
 def counted_parts(parameter: Tensor, start: int, stop: int, gradient: Tensor) -> list[tuple[int, Tensor]]:
@@ -120,12 +130,18 @@ def counted_parts(parameter: Tensor, start: int, stop: int, gradient: Tensor) ->
     if spec is None:
         return [(active_group("tp").size, gradient)]
     check_axis(spec)
-    if len(spec.pieces) == 1 and spec.pieces[0].local.shape == spec.local_shape:
+    if not _is_in_pieces(parameter):
         return [(spec.pieces[0].copies, gradient)]
     return [(piece.copies, piece.view(gradient)) for piece in pieces_of_flat_range(spec, start, stop)]
 
 
-def _sequence_parallel_ranges(buckets: Sequence[FlatBucket]) -> list[tuple[FlatBucket, OwnRange]]:
+def _is_in_pieces(parameter: Tensor) -> bool:
+    """Whether a parameter is anything but one box of one logical tensor."""
+    spec = get_shard_spec(parameter)
+    return spec is not None and not (len(spec.pieces) == 1 and spec.pieces[0].local.shape == spec.local_shape)
+
+
+def _sequence_parallel_ranges(buckets: Sequence[Bucket]) -> list[tuple[Bucket, OwnRange]]:
     return [
         (bucket, own)
         for bucket in buckets

@@ -63,18 +63,18 @@ def memory_report(parts: Parts, group_size: int, make_optimizer: Callable[[Any],
         parameters=sum(bucket.parameter_bytes for bucket, _ in parts),
         gradients=sum(bucket.gradient_bytes for bucket, _ in parts),
         mean_gradients=sum(bucket.mean_bytes for bucket, _ in parts),
-        master_weights=sum(bucket.master.nbytes for bucket, _ in parts if bucket.master is not bucket.own),
+        master_weights=sum(bucket.master_bytes for bucket, _ in parts),
         state=sum(_state_bytes(base) for _, base in parts),
         buckets=max((bucket.parameter_bytes for bucket, _ in parts), default=0),
     )
     parameters = gradients = means = masters = state = 0
     for bucket, _ in parts:
         elements = sum(parameter.numel() for parameter in bucket.parameters)
-        parameters += elements * bucket.own.itemsize
+        parameters += elements * bucket.parameters[0].itemsize
         gradients += elements * bucket.gradient_itemsize
-        means += elements * bucket.master.itemsize // group_size if bucket.mean_bytes else 0
-        masters += 0 if bucket.master is bucket.own else elements * bucket.master.itemsize // group_size
-        state += elements * _state_bytes_per_element(make_optimizer, bucket.master.dtype) // group_size
+        means += elements * bucket.master_dtype.itemsize // group_size if bucket.mean_bytes else 0
+        masters += elements * bucket.master_dtype.itemsize // group_size if bucket.master_bytes else 0
+        state += elements * _state_bytes_per_element(make_optimizer, bucket.master_dtype) // group_size
     return MemoryReport(measured, MemoryBytes(parameters, gradients, means, masters, state, 0))
 
 

@@ -19,9 +19,10 @@ from nxd_optim.bucket_sender import BucketSender
 from nxd_optim.clip import CLIP_EPSILON
 from nxd_optim.reducer import DEFAULT_BUCKET_BYTES
 from nxd_optim.zero1 import sharded_files
+from nxd_optim.zero1.buckets import Bucket
 from nxd_optim.zero1.build import choose_dtypes, make_base_optimizer, make_buckets
 from nxd_optim.zero1.elementwise import check_elementwise
-from nxd_optim.zero1.flat_bucket import Dtypes, FlatBucket
+from nxd_optim.zero1.flat_bucket import Dtypes
 from nxd_optim.zero1.forward_gather import ForwardGather
 from nxd_optim.zero1.gradient_parts import (
     OwnGradient,
@@ -130,7 +131,7 @@ class NeuronZero1Optimizer(Optimizer):
         self.skipped_steps = 0
         self.loss_scale = 1.0
         self._grad_norm: Tensor | None = None
-        self._buckets: list[FlatBucket] = []
+        self._buckets: list[Bucket] = []
         self._base_optimizers: list[Optimizer] = []  # one per bucket, so that a bucket can be gathered once updated
         self._forward_gather: ForwardGather | None = None
         self._gradient_hooks: list[Callable[[Sequence[OwnGradient]], None]] = []
@@ -363,7 +364,7 @@ class NeuronZero1Optimizer(Optimizer):
         arguments = for_the_cpu(self._arguments)
         return memory_report(self.parts(), self.group.size, lambda p: self.optimizer_class(p, **arguments))
 
-    def parts(self) -> Iterator[tuple[FlatBucket, Optimizer]]:
+    def parts(self) -> Iterator[tuple[Bucket, Optimizer]]:
         """Each bucket with the optimizer that updates this rank's part of it."""
         return zip(self._buckets, self._base_optimizers, strict=True)
 
@@ -405,7 +406,7 @@ class NeuronZero1Optimizer(Optimizer):
     def _make_optimizer(self, groups: Any) -> Optimizer:
         return self.optimizer_class(groups, **self._arguments)
 
-    def _send(self, index: int) -> FlatBucket:
+    def _send(self, index: int) -> Bucket:
         if index >= MAX_MESSAGES:
             self._buckets[index - MAX_MESSAGES].wait()
         bucket = self._buckets[index]
@@ -426,7 +427,7 @@ class NeuronZero1Optimizer(Optimizer):
 
     def _clip(self) -> bool:
         """Scale the gradients by their norm and the loss scale; whether the step is to be taken."""
-        device = self._buckets[0].own.device if self._buckets else get_device()
+        device = self._buckets[0].device if self._buckets else get_device()
         scale = torch.tensor(1.0 / self.loss_scale, dtype=torch.float64, device=device)
         self._grad_norm = None
         if self.grad_clipping or self.skip_non_finite_steps:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from nxd_optim.zero1.flat_bucket import FlatBucket
+from nxd_optim.zero1.buckets import Bucket
 
-Parts = Iterable[tuple[FlatBucket, Optimizer]]
+Parts = Iterable[tuple[Bucket, Optimizer]]
 
 
 def rank_state(parts: Parts, indices: Mapping[int, int], *, with_masters: bool) -> dict[str, Any]:
@@ -31,7 +31,7 @@ def rank_state(parts: Parts, indices: Mapping[int, int], *, with_masters: bool) 
             found["ranges"][index] = (own.start, own.stop, own.parameter.numel())
             if own.weight in base.state:
                 found["state"][index] = dict(base.state[own.weight])
-            if with_masters and bucket.master is not bucket.own:
+            if with_masters and bucket.has_masters:
                 found["master_weights"][index] = own.weight.detach()
     return found
 
@@ -64,7 +64,7 @@ def load_rank_state(state_dict: Mapping[str, Any], parts: Parts, indices: Mappin
             if (index := indices[id(own_by_weight[weight].parameter)]) in state_dict["state"]
         }
         base.load_state_dict({"state": states, "param_groups": base.state_dict()["param_groups"]})
-        if bucket.master is not bucket.own:
+        if bucket.has_masters:
             for own in bucket.ranges:
                 master = state_dict.get("master_weights", {}).get(indices[id(own.parameter)])
                 if master is not None:

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from torch import Tensor
+
 
 def settings_of(group: dict[str, Any]) -> dict[str, Any]:
     """A parameter group without its parameters."""
@@ -15,8 +17,12 @@ def copy_settings(sources: list[dict[str, Any]], targets: list[dict[str, Any]]) 
 
 
 def for_the_cpu(arguments: dict[str, Any]) -> dict[str, Any]:
-    """An optimizer's arguments without `capturable`, which the CPU, where optimizers are tried, cannot."""
-    return {key: value for key, value in arguments.items() if key != "capturable"}
+    """An optimizer's arguments for the CPU, where optimizers are tried: no `capturable`, tensors as numbers."""
+    return {
+        key: value.item() if isinstance(value, Tensor) else value
+        for key, value in arguments.items()
+        if key != "capturable"
+    }
 
 
 def check_max_norm(max_norm: float | None) -> float:

@@ -64,7 +64,7 @@ def logical_state(parts: Parts, *, with_masters: bool) -> list[StateTensor]:
     found = []
     for bucket, base in parts:
         for own in bucket.ranges:
-            if with_masters and bucket.master is not bucket.own and not bucket.has_stale_master(own.parameter):
+            if with_masters and bucket.has_masters and not bucket.has_stale_master(own.parameter):
                 found.append(StateTensor(own.parameter, MASTER_KEY, shards=_shards(own, own.weight.detach())))
             for key, value in base.state.get(own.weight, {}).items():
                 if not isinstance(value, Tensor):

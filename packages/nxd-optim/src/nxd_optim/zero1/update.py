@@ -6,12 +6,12 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from nxd_optim.zero1.flat_bucket import FlatBucket
+from nxd_optim.zero1.buckets import Bucket
 from nxd_optim.zero1.rank_state import Parts
 from nxd_optim.zero1.settings import copy_settings
 
 
-def scale_gradients(buckets: Sequence[FlatBucket], scale: Tensor) -> None:
+def scale_gradients(buckets: Sequence[Bucket], scale: Tensor) -> None:
     """Multiply the mean gradients by a 0-d tensor, in place."""
     # On the CPU the value is at hand; elsewhere reading it would stall the device.
     if scale.device.type == "cpu" and scale == 1:
@@ -40,7 +40,7 @@ def update_and_gather(parts: Parts, used: Set[int], settings: list[dict[str, Any
         copy_settings(base.param_groups, settings)
 
 
-def _update(bucket: FlatBucket, base: Optimizer, used: Set[int]) -> None:
+def _update(bucket: Bucket, base: Optimizer, used: Set[int]) -> None:
     assert bucket.gradient is not None
     for own in bucket.ranges:
         own.weight.grad = own.of(bucket.gradient) if id(own.parameter) in used else None

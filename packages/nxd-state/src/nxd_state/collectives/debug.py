@@ -1,10 +1,10 @@
 """Agreement before each collective, over a side channel, so that a mismatch raises instead of hanging.
 
-On with `NXD_DEBUG_COLLECTIVES=1`. Every rank posts what it is about to do in the job's key-value store and reads
-what its peers posted. Three things raise, with the call sites of all ranks concerned: a peer that posted something
-else for the same turn of the same group; ranks that wait for each other in different groups; and a peer that raised
-one of these instead of coming here, so that the error reaches every rank that depends on it. A job that got it is
-over: the ranks have lost count of each other's turns.
+On with `NXD_DEBUG_COLLECTIVES=1` when model parallelism is initialised. Every rank posts what it is about to do in the
+job's key-value store and reads what its peers posted. Three things raise, with the call sites of all ranks concerned: a
+peer that posted something else for the same turn of the same group; ranks that wait for each other in different groups;
+and a peer that raised one of these instead of coming here, so that the error reaches every rank that depends on it. A
+job that got it is over: the ranks have lost count of each other's turns.
 """
 
 import json
@@ -75,11 +75,21 @@ class _Turns:
 
 
 _turns = _Turns()
+_is_on = False
+
+
+def read_environment() -> None:
+    """Turn debug mode on or off; not at each collective, since that takes a tenth of a small one's time."""
+    global _is_on  # noqa: PLW0603  (as the environment, one for the process)
+    _is_on = os.environ.get("NXD_DEBUG_COLLECTIVES") == "1"
 
 
 def enabled() -> bool:
-    """Whether `NXD_DEBUG_COLLECTIVES=1` is set."""
-    return os.environ.get("NXD_DEBUG_COLLECTIVES") == "1"
+    """Whether `NXD_DEBUG_COLLECTIVES=1` was set when the environment was last read."""
+    return _is_on
+
+
+read_environment()
 
 
 def pair(group: Group, source: int, destination: int) -> Group:

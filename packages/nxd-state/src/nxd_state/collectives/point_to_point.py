@@ -23,13 +23,12 @@ def send(tensor: Tensor, group: Group, *, destination: int) -> None:
         ValueError: the group has no such index, or it is this rank's own.
         RuntimeError: the tensor is on an XLA device.
     """
-    message = Send(tensor, destination)
-    _check(message, group)
+    _check("destination", destination, tensor, group)
     if debug.enabled():
-        debug.confirm_message(_announce(message, group))
+        debug.confirm_message(_announce(Send(tensor, destination), group))
     memory = shared_memory_of(tensor, group)
     if memory is not None:
-        memory.complete_message(message)
+        memory.send(tensor, destination)
     else:
         eager.send(tensor, group, destination)
 
@@ -41,14 +40,14 @@ def recv(tensor: Tensor, group: Group, *, source: int) -> Tensor:
         ValueError: the group has no such index, or it is this rank's own; or `tensor` is not contiguous.
         RuntimeError: the tensor is on an XLA device.
     """
-    message = Receive(tensor, source)
-    _check(message, group)
+    _check("source", source, tensor, group)
+    _check_receivable(tensor)
     if debug.enabled():
-        debug.confirm_message(_announce(message, group))
+        debug.confirm_message(_announce(Receive(tensor, source), group))
     memory = shared_memory_of(tensor, group)
     if memory is None:
         return eager.recv(tensor, group, source)
-    memory.complete_message(message)
+    memory.recv(tensor, source)
     return tensor
 
 
@@ -86,7 +85,11 @@ def batch_isend_irecv(messages: Sequence[Send | Receive], group: Group) -> list[
         RuntimeError: a tensor is on an XLA device. Nothing has been sent then.
     """
     for message in messages:
-        _check(message, group)
+        if isinstance(message, Send):
+            _check("destination", message.destination, message.tensor, group)
+        else:
+            _check("source", message.source, message.tensor, group)
+            _check_receivable(message.tensor)
     if not messages:
         return []
     if not debug.enabled():
@@ -115,22 +118,21 @@ class _Confirmed:
         self.under_way.wait()
 
 
-def _check(message: Send | Receive, group: Group) -> None:
-    if isinstance(message, Send):
-        name, peer = "destination", message.destination
-    else:
-        name, peer = "source", message.source
+def _check(name: str, peer: int, tensor: Tensor, group: Group) -> None:
     check_index(name, peer, group)
     if peer == group.rank:
         raise ValueError(f"{name}={peer} is this rank itself in {group}; no message is needed")
-    if message.tensor.device.type == "xla":
+    if tensor.device.type == "xla":
         raise RuntimeError(
-            f"cannot exchange a tensor on {message.tensor.device} with one other rank: XLA has only collectives, which "
+            f"cannot exchange a tensor on {tensor.device} with one other rank: XLA has only collectives, which "
             "all ranks of a group take part in; run pipelines on cpu or cuda (NXD_DEVICE=cpu)"
         )
-    if isinstance(message, Receive) and not message.tensor.is_contiguous():
+
+
+def _check_receivable(tensor: Tensor) -> None:
+    if not tensor.is_contiguous():
         raise ValueError(
-            f"cannot receive into a non-contiguous tensor of shape {tuple(message.tensor.shape)}; "
+            f"cannot receive into a non-contiguous tensor of shape {tuple(tensor.shape)}; "
             "receive into a contiguous one and copy"
         )
 

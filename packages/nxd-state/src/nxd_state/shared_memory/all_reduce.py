@@ -4,8 +4,8 @@ from torch import Tensor
 
 from nxd_state.shared_memory import signature
 from nxd_state.shared_memory.channel import Steps
-from nxd_state.shared_memory.copying import copy_bytes
-from nxd_state.shared_memory.layout import ROUND_SLOTS, SLOT_BYTES, piece_of
+from nxd_state.shared_memory.copying import copy_bytes, empty, plain
+from nxd_state.shared_memory.layout import SLOT_BYTES, piece_of
 from nxd_state.shared_memory.reduction import combine
 from nxd_state.shared_memory.rounds import Rounds
 
@@ -13,49 +13,28 @@ _SMALL_BYTES = 64 * 1024  # up to here one more wait costs more than adding ever
 _ALIGNMENT = 16  # elements to which parts are rounded
 
 
-def all_reduce(rounds: Rounds, tensor: Tensor, op: str, out: Tensor | None) -> Steps:
-    """Combine the ranks' tensors.
-
-    Args:
-        rounds: of the group.
-        tensor: this rank's; any layout where it is small, else contiguous, see `is_small`.
-        op: the reduction.
-        out: what to write the result to, of the shape of `tensor`, which it may be; None for a new tensor.
-    """
-    if is_small(tensor):
-        return _whole(rounds, tensor, op, out)
-    return _by_parts(rounds, tensor, op, tensor.new_empty(tensor.shape) if out is None else out)
-
-
-def is_small(tensor: Tensor) -> bool:
-    """Whether one round and one wait are enough."""
-    return tensor.nbytes <= _SMALL_BYTES
-
-
-def _whole(rounds: Rounds, tensor: Tensor, op: str, out: Tensor | None) -> Steps:
+def all_reduce(rounds: Rounds, tensor: Tensor, op: str, *, in_place: bool) -> Steps:
+    """Combine the ranks' tensors, into `tensor` itself or a new one."""
     what = signature.encode("all_reduce", tensor.numel(), tensor.dtype, op)
-    this = rounds.reserve()
-    views = rounds.views(this, tensor.dtype, tensor.shape)
-    yield from rounds.free(this)
-    views[rounds.rank].copy_(tensor)
-    rounds.post(this, what)
-    yield from rounds.all_posted(this, what)
-    result = combine(views, op) if out is None else combine(views, op, out)
-    rounds.take(this)
-    return result
+    source = plain(tensor)
+    if tensor.nbytes <= _SMALL_BYTES:
+        this = yield from rounds.meet(what, source)
+        views = rounds.views(this, tensor.dtype, tensor.shape)
+        return combine(views, op, tensor if in_place else None)
+    if not in_place:
+        return (yield from _by_parts(rounds, source, op, empty(tensor.shape, tensor.dtype), what))
+    yield from _by_parts(rounds, source, op, source, what)
+    return tensor if source is tensor else tensor.copy_(source)
 
 
-def _by_parts(rounds: Rounds, tensor: Tensor, op: str, out: Tensor) -> Steps:
+def _by_parts(rounds: Rounds, tensor: Tensor, op: str, out: Tensor, what: int) -> Steps:
     """Three things go on, each a round behind the one before: posting, adding this rank's part, taking the others'."""
-    what = signature.encode("all_reduce", tensor.numel(), tensor.dtype, op)
     per_round = piece_of(tensor.nbytes, SLOT_BYTES) // tensor.dtype.itemsize
     number = -(-tensor.numel() // per_round)
     first = rounds.reserve(number)
     source, target = tensor.view(-1), out.view(-1)
-    assert ROUND_SLOTS > 3  # else a rank would wait for those that wait for it
     for step in range(number + 2):
         if step < number:
-            yield from rounds.free(first + step)
             _post(rounds, first + step, source[step * per_round : (step + 1) * per_round])
             rounds.post(first + step, what)
         if 0 < step <= number:
@@ -65,7 +44,6 @@ def _by_parts(rounds: Rounds, tensor: Tensor, op: str, out: Tensor) -> Steps:
         if step > 1:
             yield from rounds.all_reduced(first + step - 2)
             _take(rounds, first + step - 2, target[(step - 2) * per_round : (step - 1) * per_round])
-            rounds.take(first + step - 2)
     return out
 
 
@@ -88,9 +66,8 @@ def _reduce(rounds: Rounds, this: int, chunk: Tensor, op: str) -> None:
     begin, end = _part(rounds, chunk.numel(), rounds.rank)
     if begin == end:
         return
-    views = [view[begin:end] for view in rounds.views(this, chunk.dtype, (SLOT_BYTES // chunk.dtype.itemsize,))]
-    out = views[rounds.rank]
-    views[rounds.rank] = chunk[begin:end]
+    views = list(rounds.views(this, chunk.dtype, (end - begin,), begin * chunk.dtype.itemsize))
+    out, views[rounds.rank] = views[rounds.rank], chunk[begin:end]
     combine(views, op, out)
 
 

@@ -103,6 +103,14 @@ class Channel:
                 return True
         return False
 
+    def lacks(self, awaited: Awaited) -> bool:
+        """Whether some peer has not come to what is awaited."""
+        word, value, peers = awaited
+        for peer in peers:  # noqa: SIM110 - as above
+            if self._words[peer][word] < value:
+                return True
+        return False
+
     def read(self, index: int, word: int) -> int:
         """A word of the rank of that index."""
         return self._words[index][word]

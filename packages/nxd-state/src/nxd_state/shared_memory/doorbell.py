@@ -89,7 +89,7 @@ class RemoteDoorbell:
     def ring(self, code: int) -> None:
         """Wake it if it sleeps and expects this. Call `fence` between the write that it waits for and this."""
         expected = self._words[_SLEEPING]
-        if (expected and ANYTHING in (expected, code)) or expected == code:
+        if expected and (expected == code or ANYTHING in (expected, code)):
             # Another value than any that is in use: no other process, and not this one for a while, writes it.
             self._words[_VALUE] = os.getpid() | next(_counts) % _COUNTS << _PID_BITS
             futex.wake(self._address)

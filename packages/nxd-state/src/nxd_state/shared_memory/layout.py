@@ -3,9 +3,9 @@
 Each rank writes only its own segment, so no word has two writers:
 
     line 0            the segment's token
-    line 1..3         rounds posted, reduced, taken (see `rounds`)
-    line 4            whether this rank has left the group, and how long the reason is
-    line 5            signatures of the rounds in flight
+    line 1, 2         rounds posted, reduced (see `rounds`)
+    line 3            whether this rank has left the group, and how long the reason is
+    line 4            signatures of the rounds in flight
     1024              the reason, as text
     2048 + 128 p      messages to rank p: chunks sent, signatures; next line: chunks received from rank p
     data              slots of the rounds, then for each other rank the slots of messages to it
@@ -17,17 +17,15 @@ WORD = 8  # bytes
 LINE = 64  # bytes of a cache line, which only one rank writes
 _PAGE = 4096
 
-POSTED, REDUCED, TAKEN = (line * LINE // WORD for line in (1, 2, 3))  # words
-LEFT = 4 * LINE // WORD
+POSTED, REDUCED, LEFT, SIGNATURES = (line * LINE // WORD for line in (1, 2, 3, 4))  # words
 REASON_LENGTH = LEFT + 1
-SIGNATURES = 5 * LINE // WORD
 REASON = 1024  # bytes
 LONGEST_REASON = 1024
 _PEERS = 2048
 _BYTES_PER_PEER = 2 * LINE
 
-ROUND_SLOTS = 4
-SLOT_BYTES = 2**21
+ROUND_SLOTS = 5  # as many as `rounds` says
+SLOT_BYTES = 2**19  # all slots together stay in the cores' caches
 MESSAGE_SLOTS = 4
 _MESSAGE_SLOTS_BYTES = 2**20  # for one slot to each rank
 _LEAST_MESSAGE_SLOT, _LARGEST_MESSAGE_SLOT = 2**15, 2**19

@@ -33,7 +33,7 @@ class Outbox:
         for start in range(0, max(1, size), piece):
             chunk = self._sent
             received = chunk - MESSAGE_SLOTS + 1
-            while channel.read(peer, self._received_word) < received:
+            if channel.read(peer, self._received_word) < received:
                 yield Awaited(self._received_word, received, (peer,))
             slot = chunk % MESSAGE_SLOTS
             copy_bytes(self._slots[slot], address + start, min(size - start, piece))
@@ -68,7 +68,7 @@ class Inbox:
         piece = piece_of(size, channel.layout.message_slot_bytes)
         for start in range(0, max(1, size), piece):
             chunk = self._received
-            while channel.read(peer, self._sent_word) <= chunk:
+            if channel.read(peer, self._sent_word) <= chunk:
                 yield Awaited(self._sent_word, chunk + 1, (peer,))
             slot = chunk % MESSAGE_SLOTS
             sent = channel.read(peer, self._sent_word + 1 + slot)

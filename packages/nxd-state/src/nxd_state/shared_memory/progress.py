@@ -17,7 +17,7 @@ from torch import Tensor
 from nxd_state.shared_memory.channel import Awaited, Channel, SharedMemoryError, Steps
 from nxd_state.shared_memory.doorbell import Doorbell
 from nxd_state.shared_memory.failure import check_peers
-from nxd_state.shared_memory.modes import OutsideOfModes
+from nxd_state.shared_memory.modes import OutsideOfModes, any_mode
 
 _SPIN_SECONDS = 200e-6  # about twice what it takes to sleep and be waked
 _LONGEST_SLEEP = 0.05  # seconds; then the peers are looked at
@@ -59,12 +59,15 @@ class Lane:
 
     def advance(self) -> None:
         """Go on as far as possible without waiting."""
+        if self.awaited is not None and self.channel.lacks(self.awaited):
+            return
         queue = self.queue
         while queue:
             operation = queue[0]
             try:
-                with OutsideOfModes():
-                    self.awaited = next(operation.steps)
+                self.awaited = _next(operation.steps)
+                if self.channel.lacks(self.awaited):
+                    return
             except StopIteration as end:
                 operation.result = end.value
                 operation.done = True
@@ -73,8 +76,6 @@ class Lane:
                 self.fail(error)
                 if not isinstance(error, Exception):  # as KeyboardInterrupt: of this thread, not of the operation
                     raise
-            else:
-                return
         self.awaited = None
 
     def fail(self, error: BaseException) -> None:
@@ -84,6 +85,14 @@ class Lane:
         for operation in self.queue:
             operation.error, operation.done = error, True
         self.queue.clear()
+        self.awaited = None
+
+
+def _next(steps: Steps) -> Awaited:
+    if not any_mode():
+        return next(steps)
+    with OutsideOfModes():
+        return next(steps)
 
 
 class Progress:

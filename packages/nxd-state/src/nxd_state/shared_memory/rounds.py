@@ -1,7 +1,8 @@
 """The rounds of a group: in each, every rank posts something in its slot, waits for the others, takes what it needs.
 
 All ranks go through the same rounds in the same order; a collective takes as many as its size needs. A slot is used
-again once every peer has taken what was in it, `ROUND_SLOTS` rounds later.
+again `ROUND_SLOTS` rounds later, without asking whether the peers have taken what was in it: a rank posts round r only
+after all have posted r - 2, and whoever posts a round is done with the third before it.
 """
 
 from collections.abc import Generator, Hashable
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from nxd_state.shared_memory import layout, signature
 from nxd_state.shared_memory.channel import Awaited, Channel, SharedMemoryError
+from nxd_state.shared_memory.copying import copy_bytes
 from nxd_state.shared_memory.layout import ROUND_SLOTS, SLOT_BYTES
 
 _MOST_VIEWS = 512
@@ -18,13 +20,22 @@ _ALIGNMENT = 64  # bytes; a multiple of every dtype's size
 
 
 class Rounds:
-    """Where this rank is in the rounds of a group."""
+    """Where this rank is in the rounds of a group.
+
+    Attributes:
+        part_bytes: how much of a slot there is for each rank, where it holds something for each.
+    """
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
         self.rank, self.size, self.peers = channel.rank, channel.size, channel.peers
+        self.part_bytes = SLOT_BYTES // self.size // _ALIGNMENT * _ALIGNMENT
         self._next = 0
         self._views: dict[Hashable, list[Tensor]] = {}
+        self._addresses = [
+            [segment.address + channel.layout.slot(number) for segment in channel.segments]
+            for number in range(ROUND_SLOTS)
+        ]
         self._slots = [
             [segment.tensor(channel.layout.slot(number), SLOT_BYTES) for segment in channel.segments]
             for number in range(ROUND_SLOTS)
@@ -38,38 +49,34 @@ class Rounds:
 
     def address(self, index: int, round_number: int) -> int:
         """Where the slot of a rank begins in this process."""
-        return self.channel.segments[index].address + self.channel.layout.slot(round_number)
+        return self._addresses[round_number % ROUND_SLOTS][index]
 
-    def part_bytes(self) -> int:
-        """How much of a slot there is for each rank, where it holds something for each."""
-        return SLOT_BYTES // self.size // _ALIGNMENT * _ALIGNMENT
-
-    def views(self, round_number: int, dtype: torch.dtype, shape: torch.Size | tuple[int, ...]) -> list[Tensor]:
-        """The beginning of every rank's slot as a tensor."""
+    def views(
+        self, round_number: int, dtype: torch.dtype, shape: torch.Size | tuple[int, ...], start: int = 0
+    ) -> list[Tensor]:
+        """What lies in every rank's slot from the byte `start` on, as tensors; a list to be left as it is."""
         slot = round_number % ROUND_SLOTS
-        key = (slot, dtype, shape)
+        key = (slot, dtype, shape, start)
         views = self._views.get(key)
         if views is None:
-            views = self._make_views(slot, dtype, shape)
             if len(self._views) >= _MOST_VIEWS:
                 self._views.clear()
-            self._views[key] = views
+            views = self._views[key] = self._make_views(slot, dtype, shape, start)
         return views
 
-    def parts(self, round_number: int, dtype: torch.dtype, shape: torch.Size | tuple[int, ...]) -> list[Tensor]:
-        """`views` of a stack of one part per rank, of which each gives the one for this rank."""
-        slot = round_number % ROUND_SLOTS
-        key = (slot, dtype, shape, "parts")
-        parts = self._views.get(key)
-        if parts is None:
-            parts = self._views[key] = [view[self.rank] for view in self.views(round_number, dtype, shape)]
-        return parts
+    def meet(self, what: int, tensor: Tensor | None = None) -> Generator[Awaited, None, int]:
+        """Go through one round; returns which it was.
 
-    def free(self, round_number: int) -> Generator[Awaited, None, None]:
-        """Wait until the slot of a round may be written."""
-        taken = round_number - ROUND_SLOTS + 1
-        while taken > 0 and self.channel.behind(layout.TAKEN, taken):
-            yield Awaited(layout.TAKEN, taken, self.peers)
+        Args:
+            what: the signature.
+            tensor: contiguous, what to post; None where this rank has nothing for the others.
+        """
+        this = self.reserve()
+        if tensor is not None:
+            copy_bytes(self.address(self.rank, this), tensor.data_ptr(), tensor.nbytes)
+        self.post(this, what)
+        yield from self.all_posted(this, what)
+        return this
 
     def post(self, round_number: int, what: int) -> None:
         """Let the others see this rank's slot, and what it is doing (see `signature`)."""
@@ -83,7 +90,7 @@ class Rounds:
             SharedMemoryError: a rank is doing something else.
         """
         channel = self.channel
-        while channel.behind(layout.POSTED, round_number + 1):
+        if channel.behind(layout.POSTED, round_number + 1):
             yield Awaited(layout.POSTED, round_number + 1, self.peers)
         word = layout.SIGNATURES + round_number % ROUND_SLOTS
         for peer in self.peers:
@@ -96,17 +103,15 @@ class Rounds:
 
     def all_reduced(self, round_number: int) -> Generator[Awaited, None, None]:
         """Wait until every rank has reduced its part."""
-        while self.channel.behind(layout.REDUCED, round_number + 1):
+        if self.channel.behind(layout.REDUCED, round_number + 1):
             yield Awaited(layout.REDUCED, round_number + 1, self.peers)
 
-    def take(self, round_number: int) -> None:
-        """Say that this rank needs nothing of that round any more."""
-        self.channel.publish(layout.TAKEN, round_number + 1)
-
-    def _make_views(self, slot: int, dtype: torch.dtype, shape: torch.Size | tuple[int, ...]) -> list[Tensor]:
-        size = dtype.itemsize * torch.Size(shape).numel()
+    def _make_views(
+        self, slot: int, dtype: torch.dtype, shape: torch.Size | tuple[int, ...], start: int
+    ) -> list[Tensor]:
+        end = start + dtype.itemsize * torch.Size(shape).numel()
         with torch.inference_mode(False):
-            return [whole[:size].view(dtype).view(shape) for whole in self._slots[slot]]
+            return [whole[start:end].view(dtype).view(shape) for whole in self._slots[slot]]
 
     def _mismatch(self, word: int) -> SharedMemoryError:
         ranks = self.channel.ranks

@@ -12,7 +12,7 @@ from torch import Tensor
 from nxd_state.collectives.messages import Receive, Send
 from nxd_state.shared_memory import broadcast as broadcasting
 from nxd_state.shared_memory.all_gather import all_gather
-from nxd_state.shared_memory.all_reduce import all_reduce, is_small
+from nxd_state.shared_memory.all_reduce import all_reduce
 from nxd_state.shared_memory.all_to_all import all_to_all
 from nxd_state.shared_memory.channel import Channel, SharedMemoryError, Steps
 from nxd_state.shared_memory.copying import plain
@@ -45,16 +45,16 @@ class Transport:
 
     def all_reduce(self, tensor: Tensor, op: str) -> Tensor:
         """A new tensor with the ranks' tensors combined."""
-        return self._progress.complete(self._lane, self._all_reduce(tensor, op, None))
+        return self._progress.complete(self._lane, self._all_reduce(tensor, op, in_place=False))
 
     def all_reduce_(self, tensor: Tensor, op: str) -> Tensor:
         """Combine into `tensor` itself."""
-        self._progress.complete(self._lane, self._all_reduce_(tensor, op))
+        self._progress.complete(self._lane, self._all_reduce(tensor, op, in_place=True))
         return tensor
 
     def begin_all_reduce_(self, tensor: Tensor, op: str) -> Operation:
         """`all_reduce_` without waiting."""
-        return self._progress.begin(self._lane, self._all_reduce_(tensor, op))
+        return self._progress.begin(self._lane, self._all_reduce(tensor, op, in_place=True))
 
     def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
         """Concatenate along `dim`."""
@@ -93,13 +93,23 @@ class Transport:
         gathered = self.all_gather(padded, 0).view(len(sizes), -1)
         return [pickle.loads(row[:size].numpy()) for row, size in zip(gathered, sizes, strict=True)]
 
+    def send(self, tensor: Tensor, destination: int) -> None:
+        """Send to the rank with that index, and wait until the tensor may be written."""
+        outbox, lane = self._outboxes[destination]
+        self._progress.complete(lane, outbox.send(plain(tensor)))
+
+    def recv(self, tensor: Tensor, source: int) -> None:
+        """Receive from the rank with that index into a contiguous tensor."""
+        inbox, lane = self._inboxes[source]
+        self._progress.complete(lane, inbox.receive(tensor))
+
     def begin_message(self, message: Send | Receive) -> Operation:
         """Begin to send or to receive."""
-        return self._progress.begin(*self._message(message))
-
-    def complete_message(self, message: Send | Receive) -> None:
-        """Send or receive, and wait until the tensor may be used."""
-        self._progress.complete(*self._message(message))
+        if isinstance(message, Send):
+            outbox, lane = self._outboxes[message.destination]
+            return self._progress.begin(lane, outbox.send(plain(message.tensor)))
+        inbox, lane = self._inboxes[message.source]
+        return self._progress.begin(lane, inbox.receive(message.tensor))
 
     def abort(self, reason: str) -> None:
         """End this rank's part: what the others wait for in this group, now or later, raises there."""
@@ -114,32 +124,13 @@ class Transport:
             self._channel.leave("it has destroyed the group (destroy_model_parallel), or is ending", failed=False)
             self._progress.abandon(self._channel, SharedMemoryError("it has been destroyed (destroy_model_parallel)"))
 
-    def _all_reduce(self, tensor: Tensor, op: str, out: Tensor | None) -> Steps:
+    def _all_reduce(self, tensor: Tensor, op: str, *, in_place: bool) -> Steps:
         check_reducible(tensor.dtype, op)
-        return all_reduce(self._rounds, _detached(tensor) if is_small(tensor) else plain(tensor), op, out)
-
-    def _all_reduce_(self, tensor: Tensor, op: str) -> Steps:
-        check_reducible(tensor.dtype, op)
-        target = _detached(tensor)
-        if is_small(tensor):
-            return self._all_reduce(target, op, target)
-        return self._all_reduce_by_copy(target, op)
-
-    def _all_reduce_by_copy(self, target: Tensor, op: str) -> Steps:
-        source = plain(target)  # itself where it is contiguous
-        reduced = yield from self._all_reduce(source, op, source)
-        return target if reduced.data_ptr() == target.data_ptr() else target.copy_(reduced)
+        return all_reduce(self._rounds, _detached(tensor), op, in_place=in_place)
 
     def _reduce_scatter(self, tensor: Tensor, dim: int, op: str) -> Steps:
         check_reducible(tensor.dtype, op)
         return reduce_scatter(self._rounds, _detached(tensor), dim, op)
-
-    def _message(self, message: Send | Receive) -> tuple[Lane, Steps]:
-        if isinstance(message, Send):
-            outbox, lane = self._outboxes[message.destination]
-            return lane, outbox.send(plain(message.tensor))
-        inbox, lane = self._inboxes[message.source]
-        return lane, inbox.receive(message.tensor.detach())
 
 
 def _detached(tensor: Tensor) -> Tensor:

@@ -1,12 +1,13 @@
 """Run a function on N ranks, for tests: warm processes, real collectives, failures that name the rank.
 
-Here live the pool of ranks, its pytest plugin and a runner for command lines under torchrun; the tests that
-use them do not. Needs the extra `nxd-state[testing]`.
+Here live the pool of ranks, its pytest plugin, the replicas that run XLA's graphs on a CPU and a runner for command
+lines under torchrun; the tests that use them do not. Needs the extra `nxd-state[testing]`.
 """
 
 from nxd_state.testing.failure import FailedRank, RankFailure
 from nxd_state.testing.logical import LogicalPiece, assemble_logical, logical_pieces
 from nxd_state.testing.pool import RankPool, run_on_ranks
+from nxd_state.testing.replicas import run_on_replicas
 from nxd_state.testing.torchrun import TorchrunResult, run_torchrun
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "assemble_logical",
     "LogicalPiece",
     "run_on_ranks",
+    "run_on_replicas",
     "RankPool",
     "RankFailure",
     "FailedRank",

@@ -30,6 +30,9 @@ class ReplicaExecutable:
         options = xla.CompileOptions()
         options.num_replicas, options.num_partitions = num_replicas, 1
         options.device_assignment = xla.DeviceAssignment.create(np.arange(num_replicas).reshape(-1, 1))
+        debug_options = options.executable_build_options.debug_options
+        debug_options.xla_backend_optimization_level = 0  # half the time to compile, and small tensors do not mind
+        debug_options.xla_llvm_disable_expensive_passes = True
         stable_hlo = _jaxlib("_jax").mlir.hlo_to_stablehlo(proto)
         self._executable = self._client.compile_and_load(stable_hlo, _device_list(self._devices), options)
 
@@ -91,7 +94,5 @@ def _to_numpy(tensor: Tensor) -> np.ndarray[Any, Any]:
 
 
 def _to_torch(array: Any) -> Tensor:
-    values = np.asarray(array)
-    if values.dtype.name == "bfloat16":
-        return torch.from_numpy(values.view(np.int16).copy()).view(torch.bfloat16)
-    return torch.from_numpy(np.array(values))
+    shared: Tensor = torch.from_dlpack(_jaxlib("_jax").buffer_to_dlpack_managed_tensor(array))
+    return shared.clone()

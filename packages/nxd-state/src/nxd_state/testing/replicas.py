@@ -6,6 +6,8 @@ replicas (`replica_executable`), each with its own rank's tensors. Then every ra
 a tensor before it is computed is an error here: it would stall a device, and cut the step's graph in two.
 """
 
+import atexit
+import functools
 import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from nxd_state.testing.pool import run_on_ranks
+from nxd_state.testing.pool import RankPool
 from nxd_state.testing.replica_executable import ReplicaExecutable
 from nxd_state.testing.xla_graph import PendingGraph, is_pending, pending_graph, put_results
 
@@ -36,10 +38,18 @@ def run_on_replicas(fn: Callable[..., T], world_size: int, *args: Any, timeout: 
     Raises:
         RankFailure: a rank raised; also where ranks recorded different graphs, or one read a tensor too early.
     """
-    return run_on_ranks(_as_replica, world_size, fn, args, timeout=timeout, env=XLA_ON_THE_CPU)
+    return _pool_of_replicas().run(_as_replica, world_size, fn, args, timeout=timeout, env=XLA_ON_THE_CPU)
 
 
 XLA_ON_THE_CPU = {"NXD_DEVICE": "xla", "PJRT_DEVICE": "CPU"}
+
+
+@functools.cache
+def _pool_of_replicas() -> RankPool:
+    """Processes of their own: torch's autograd knows no device that came after its first backward."""
+    pool = RankPool()
+    atexit.register(pool.shutdown)
+    return pool
 
 
 @dataclass(frozen=True)
@@ -99,17 +109,23 @@ def _run_pending_graph() -> None:
 
 
 def _execute(graph: PendingGraph, key: str) -> list[Tensor]:
+    """What the graph gives on this rank; rank 0 runs it for all."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     inputs: list[list[Tensor]] | None = [[]] * world_size if rank == 0 else None
     dist.gather_object(graph.inputs, inputs)
-    results: list[list[Tensor]] | None = None
+    results: list[Any] | None = None
     if inputs is not None:
-        executable = _job.compiled.get(key) or ReplicaExecutable(graph.proto, world_size)
-        _job.compiled[key] = executable
-        results = executable.run(inputs)
+        try:
+            executable = _job.compiled.get(key) or ReplicaExecutable(graph.proto, world_size)
+            _job.compiled[key] = executable
+            results = executable.run(inputs)
+        except Exception as error:  # which every rank is to raise, as all wait for results
+            results = [RuntimeError(f"{type(error).__name__}: {error}")] * world_size
     _job.compiled.setdefault(key, None)
-    own: list[list[Tensor]] = [[]]
+    own: list[Any] = [None]
     dist.scatter_object_list(own, results)
+    if isinstance(own[0], Exception):
+        raise own[0]
     return own[0]
 
 
@@ -143,8 +159,10 @@ class _NoEarlyReads(TorchFunctionMode):
 
 _READERS = {
     getattr(Tensor, name)
-    for name in ("__bool__", "__complex__", "__float__", "__int__", "__index__", "cpu", "equal", "is_nonzero", "item")
-    + ("nonzero", "numpy", "tolist")
+    for name in (
+        *("__bool__", "__complex__", "__float__", "__index__", "__int__"),
+        *("cpu", "equal", "is_nonzero", "item", "nonzero", "numpy", "tolist"),
+    )
 } | {torch.equal, torch.is_nonzero, torch.nonzero}
 
 

@@ -5,6 +5,7 @@ All tensors of the process that are still to be computed are lowered as one modu
 
 import gc
 import importlib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -49,7 +50,7 @@ def pending_graph() -> PendingGraph | None:
 
 def pending_tensors() -> list[Tensor]:
     """This process's tensors on XLA that are not computed yet, in the order in which they were made."""
-    found = [it for it in gc.get_objects() if issubclass(type(it), Tensor) and it.device.type == "xla"]
+    found = [it for it in gc.get_objects() if issubclass(type(it), Tensor) and _is_on_xla(it)]
     # Python first learns of a gradient that backward has made when somebody asks for it.
     found += [it.grad for it in found if it.is_leaf and it.grad is not None]
     by_id = {_xla_core()._xla_get_tensor_id(it): it for it in found}
@@ -57,17 +58,45 @@ def pending_tensors() -> list[Tensor]:
     return [it for it, is_pending in zip(ordered, _are_pending(ordered), strict=True) if is_pending]
 
 
+@torch.no_grad()
 def put_results(outputs: Sequence[Tensor], results: Sequence[Tensor]) -> None:
-    """Make the outputs of a graph what was computed for them elsewhere; to torch-xla they are computed then."""
+    """Make the outputs of a graph what was computed for them elsewhere; to torch-xla they are computed then.
+
+    Each becomes a tensor of its own: a view of another one, kept from step to step, no longer follows that.
+    """
     device = get_device()
     for output, result in zip(outputs, results, strict=True):
-        _xla_core()._replace_xla_tensor(output, result.to(device))
-    _xla_core()._set_all_reduce_token(str(device), None)  # the next graph's collectives begin a chain of their own
+        # Not torch-xla's own replacement, which leaves the storage under the tensor, and so later views, uncomputed.
+        output.data = result.to(device)
+    # The next graph's collectives and random numbers begin chains of their own.
+    xla = _xla_core()
+    xla._set_all_reduce_token(str(device), None)
+    xla._xla_set_rng_seed(xla._xla_get_rng_seed(str(device)), str(device))
 
 
 def is_pending(tensor: Tensor) -> bool:
-    """Whether a tensor on XLA is not computed yet."""
-    return _are_pending([tensor])[0]
+    """Whether a tensor on XLA is still to be computed; a part of a computed one, in any shape and dtype, is not."""
+    operations = set(_OPERATION.findall(_xla_core()._get_xla_tensors_text([tensor])))
+    return _are_pending([tensor])[0] and not operations <= _PARTS
+
+
+_OPERATION = re.compile(r" (\w+::\w+)\(")
+_PARTS = {
+    "aten::permute",
+    "aten::view",
+    "prim::Constant",
+    "xla::cast",
+    "xla::device_data",
+    "xla::generic_slice",
+    "xla::select",
+}
+
+
+def _is_on_xla(tensor: Tensor) -> bool:
+    try:
+        return tensor.device.type == "xla"
+    except RuntimeError:  # Python's object outlives the tensor, in a cycle that is still to be collected
+        return False
 
 
 @torch.no_grad()

@@ -1,10 +1,9 @@
 """What a compiler of XLA graphs gets from a training step, counted without a device.
 
-The counting works on HLO text, whatever made it. Only recording the graphs of a step needs torch-xla: `capture`,
-`counters` and `scopes` use it.
+The counting works on HLO text, whatever made it. Only recording the graphs of a step needs torch-xla.
 """
 
-from nxd_state.xla_inspect.capture import capture_steps, recent_graphs, start_capture
+from nxd_state.xla_inspect.capture import capture_steps, graphs_of, recent_graphs, start_capture
 from nxd_state.xla_inspect.casts import Cast, find_casts
 from nxd_state.xla_inspect.collectives import Collective, find_collectives, total_bytes
 from nxd_state.xla_inspect.compare import Difference, first_difference
@@ -41,6 +40,7 @@ __all__ = [
     # recording; these need torch-xla
     "start_capture",
     "capture_steps",
+    "graphs_of",
     "recent_graphs",
     "CapturedGraph",
     "read_graphs",

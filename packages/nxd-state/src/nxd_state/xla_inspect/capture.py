@@ -1,7 +1,6 @@
 """Recording the graphs that torch-xla runs during some steps. torch-xla writes them; here it is told to, and where."""
 
 import atexit
-import importlib.util
 import os
 import tempfile
 from collections.abc import Callable
@@ -9,6 +8,7 @@ from pathlib import Path
 
 from nxd_state.xla_inspect.counters import read_counters
 from nxd_state.xla_inspect.graph_dump import CapturedGraph, read_graphs
+from nxd_state.xla_inspect.torch_xla_module import check_torch_xla, torch_xla_module
 
 _FILE = "XLA_SAVE_TENSORS_FILE"
 
@@ -22,16 +22,14 @@ def start_capture() -> None:
     Raises:
         ModuleNotFoundError: torch-xla is not installed.
     """
-    if importlib.util.find_spec("torch_xla") is None:
-        raise ModuleNotFoundError(
-            "recording graphs needs torch-xla, which is not installed: install torch_xla of the same version as torch"
-        )
+    check_torch_xla("recording graphs")
     if _FILE not in os.environ:
         folder = tempfile.TemporaryDirectory(prefix="nxd-graphs-")
         atexit.register(folder.cleanup)
         os.environ[_FILE] = str(Path(folder.name) / "graphs.hlo")
     os.environ["XLA_SAVE_TENSORS_FMT"] = "hlo"
     os.environ["XLA_IR_DEBUG"] = os.environ["XLA_HLO_DEBUG"] = "1"
+    torch_xla_module()._XLAC._set_ir_debug(True)  # for a torch-xla that was imported before
 
 
 def capture_steps(step: Callable[[], object], count: int = 1) -> list[list[CapturedGraph]]:
@@ -51,11 +49,7 @@ def capture_steps(step: Callable[[], object], count: int = 1) -> list[list[Captu
     """
     start_capture()
     before = read_counters().executions
-    steps = []
-    for _ in range(count):
-        begins = _written()
-        step()
-        steps.append(read_graphs(_dump_after(begins)))
+    steps = [graphs_of(step) for _ in range(count)]
     ran = read_counters().executions - before
     if ran and not any(steps):
         raise RuntimeError(
@@ -63,6 +57,13 @@ def capture_steps(step: Callable[[], object], count: int = 1) -> list[list[Captu
             "call nxd_state.xla_inspect.start_capture() before anything is put on the XLA device"
         )
     return steps
+
+
+def graphs_of(call: Callable[[], object]) -> list[CapturedGraph]:
+    """Those that torch-xla writes down while `call` runs; none if it was not told to in time."""
+    begins = {file: file.stat().st_size for file in _files()}
+    call()
+    return read_graphs(_dump_after(begins))
 
 
 def recent_graphs(count: int = 4) -> list[CapturedGraph]:
@@ -74,10 +75,6 @@ def _files() -> list[Path]:
     """torch-xla adds the number of the device to the name it is given."""
     file = Path(os.environ[_FILE])
     return sorted(file.parent.glob(f"{file.name}*"))
-
-
-def _written() -> dict[Path, int]:
-    return {file: file.stat().st_size for file in _files()}
 
 
 def _dump_after(begins: dict[Path, int]) -> str:

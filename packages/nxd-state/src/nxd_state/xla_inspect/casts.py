@@ -13,7 +13,7 @@ class Cast:
 
     Attributes:
         source, target: XLA's names of the types.
-        place: module path or source line they are from; the instruction's name if the graph has neither.
+        place: where they are from, as `Instruction.place` says.
         count: how many run in a step.
         num_bytes: of their results, in a step.
     """

@@ -2,7 +2,8 @@
 
 Bytes are those of ring algorithms, the least that any algorithm can do where every rank has the same link: with n ranks
 in a group, an all-gather of a result of S bytes and a reduce-scatter or all-to-all of an input of S bytes send
-S (n-1)/n, an all-reduce twice that (a reduce-scatter and an all-gather), a permute or broadcast S.
+S (n-1)/n, an all-reduce twice that (a reduce-scatter and an all-gather), a permute or broadcast S. A scalar beside
+arrays is not counted: torch-xla has one travel along to keep its collectives in order.
 """
 
 import math
@@ -38,7 +39,7 @@ class Collective:
         groups: ranks that exchange; of a permute, pairs (from, to).
         bytes_sent: by the rank that sends most, in one run of it.
         runs: how often it runs in a step.
-        place: module path or source line it is from; its name if the graph has neither.
+        place: where it is from, as `Instruction.place` says.
     """
 
     kind: str
@@ -109,6 +110,7 @@ def _collective(
     instruction: Instruction, kind: str, inputs: list[Instruction], groups: tuple[tuple[int, ...], ...], runs: int
 ) -> Collective:
     arrays = [array for operand in inputs for array in operand.shape.arrays]
+    arrays = [array for array in arrays if array.dims] or arrays
     input_bytes = sum(array.num_bytes for array in arrays)
     largest = max((len(group) for group in groups), default=1)
     return Collective(

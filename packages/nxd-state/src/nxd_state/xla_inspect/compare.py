@@ -6,7 +6,6 @@ Names of instructions and metadata do not matter.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import zip_longest
 
 from nxd_state.xla_inspect.hlo import Computation, HloModule, Instruction
 
@@ -39,9 +38,9 @@ def first_difference(
     Args:
         names: what to call the two, such as ("rank 0", "rank 1").
     """
-    for number, (ours, theirs) in enumerate(zip_longest(left.parameters, right.parameters)):
-        if ours is None or theirs is None:
-            return _number_of_arguments(left, right, names)
+    if len(left.parameters) != len(right.parameters):
+        return _number_of_arguments(left, right, names)
+    for number, (ours, theirs) in enumerate(zip(left.parameters, right.parameters, strict=True)):
         if ours.shape != theirs.shape:
             words = (
                 f"argument {number} is {ours.shape} in {names[0]} and {theirs.shape} in {names[1]} "
@@ -115,11 +114,14 @@ def _show(item: Instruction, kind: str) -> str:
 
 
 def _number_of_arguments(left: HloModule, right: HloModule, names: tuple[str, str]) -> Difference:
-    counts = len(left.parameters), len(right.parameters)
-    longer = max(left, right, key=lambda module: len(module.parameters))
-    extra = longer.parameters[min(counts)]
+    sides = left.parameters, right.parameters
+    longer = max(sides, key=len)
+    pairs = enumerate(zip(*sides, strict=False))
+    first = next((number for number, (ours, theirs) in pairs if ours.shape != theirs.shape), min(map(len, sides)))
+    extra = longer[first]
     words = (
-        f"{counts[0]} arguments in {names[0]} and {counts[1]} in {names[1]}; the first that only one has is "
-        f"{extra.shape} ({extra.place}): state or a number that is data in one and a constant in the other"
+        f"{len(sides[0])} arguments in {names[0]} and {len(sides[1])} in {names[1]}, the first that differs being "
+        f"{extra.shape} ({extra.place}): states that the first step makes, or numbers that are data in one and "
+        "constants in the other"
     )
     return Difference("parameter", extra.place, words)

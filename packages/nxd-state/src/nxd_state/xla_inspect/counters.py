@@ -1,9 +1,9 @@
 """What torch-xla has counted since the process began: compilations, runs, what fell back to the CPU."""
 
-import importlib
-import importlib.util
 from dataclasses import dataclass
-from types import ModuleType
+from typing import Any
+
+from nxd_state.xla_inspect.torch_xla_module import check_torch_xla, torch_xla_module
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,14 @@ class Counters:
 
 
 def read_counters() -> Counters:
-    """As they are now.
+    """As they are when all graphs that have been handed over are through.
 
     Raises:
         ModuleNotFoundError: torch-xla is not installed.
     """
-    metrics = _torch_xla_metrics()
+    check_torch_xla("counting graphs")
+    metrics = torch_xla_module("torch_xla.debug.metrics")
+    torch_xla_module("torch_xla.core.xla_model").wait_device_ops()  # graphs run while the program goes on
     fallbacks = {name: int(metrics.counter_value(name) or 0) for name in metrics.counter_names() if "aten::" in name}
     return Counters(
         compilations=_times(metrics, "CompileTime"),
@@ -48,14 +50,6 @@ def read_counters() -> Counters:
     )
 
 
-def _times(metrics: ModuleType, name: str) -> int:
+def _times(metrics: Any, name: str) -> int:
     data = metrics.metric_data(name)  # (count, sum, samples); None before the first
     return int(data[0]) if data else 0
-
-
-def _torch_xla_metrics() -> ModuleType:
-    if importlib.util.find_spec("torch_xla") is None:
-        raise ModuleNotFoundError(
-            "these counters need torch-xla, which is not installed: install torch_xla of the same version as torch"
-        )
-    return importlib.import_module("torch_xla.debug.metrics")

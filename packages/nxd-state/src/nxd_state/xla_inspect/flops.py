@@ -21,7 +21,7 @@ class Product:
         dtype: of what is multiplied.
         flops: in one run of it.
         runs: how often it runs in a step.
-        place: module path or source line it is from; its name if the graph has neither.
+        place: where it is from, as `Instruction.place` says.
     """
 
     name: str

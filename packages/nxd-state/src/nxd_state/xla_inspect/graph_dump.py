@@ -13,7 +13,7 @@ from nxd_state.xla_inspect.parse import parse_hlo
 
 _BEGIN, _END = "## BEGIN_GRAPH", "## END_GRAPH"
 _FRAME = re.compile(r"^\s+(\S+) \((.+):(\d+)\)$", re.MULTILINE)
-_TORCH = re.compile(r"[/\\](torch|torch_xla)[/\\]")
+_SYNCHRONISES = re.compile(r"^step_boundary |[/\\](torch|torch_xla)[/\\]")
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class CapturedGraph:
 
     @property
     def asked_by(self) -> str:
-        """The innermost frame that is not torch's or torch-xla's; empty if there is none."""
-        return next((frame for frame in self.frames if not _TORCH.search(frame)), "")
+        """The innermost frame that is not torch's, torch-xla's or `step_boundary`; empty if there is none."""
+        return next((frame for frame in self.frames if not _SYNCHRONISES.search(frame)), "")
 
 
 def read_graphs(text: str) -> list[CapturedGraph]:

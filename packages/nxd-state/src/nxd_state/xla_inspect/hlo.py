@@ -23,6 +23,7 @@ BITS = {
 _EIGHT_BIT_FLOAT = re.compile(r"f8e\d+m\d+\w*")
 _SCOPE_NUMBER = re.compile(r"\.\d+$")
 _OPERATION = re.compile(r"(aten|xla|prim)__\w+")
+_TORCH = re.compile(r"[/\\](torch|torch_xla)[/\\]")
 _CALLS = ("calls", "to_apply", "body", "condition", "branch_computations", "true_computation", "false_computation")
 
 
@@ -129,8 +130,9 @@ class Instruction:
 
     @property
     def place(self) -> str:
-        """The best that is known of where it is from: module path, else source line, else its own name."""
-        return self.module_path or self.source or self.name
+        """The best that is known of where it is from: module path, line outside torch, operation of torch, own name."""
+        line = "" if _TORCH.search(self.source) else self.source
+        return self.module_path or line or self.metadata.get("op_type", "").replace("__", "::") or self.name
 
 
 @dataclass(frozen=True)

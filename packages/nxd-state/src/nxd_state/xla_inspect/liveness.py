@@ -35,7 +35,7 @@ class LiveBuffer:
         name: of the instruction that made it.
         shape: such as "f32[8,16]".
         num_bytes: of it.
-        place: module path or source line it is from; the name again if the graph has neither.
+        place: where it is from, as `Instruction.place` says.
     """
 
     name: str

@@ -5,8 +5,6 @@ open while a module's forward runs, and while the autograd nodes that it made ru
 they are, so names cost no compilation.
 """
 
-import importlib
-import importlib.util
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +13,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.utils._pytree import tree_leaves
+
+from nxd_state.xla_inspect.torch_xla_module import check_torch_xla, torch_xla_module
 
 _ACCUMULATE = "torch::autograd::AccumulateGrad"  # lives as long as its parameter, so a hook on it would stay
 
@@ -29,11 +29,8 @@ def module_scopes(model: nn.Module) -> Iterator[None]:
     Raises:
         ModuleNotFoundError: torch-xla is not installed.
     """
-    if importlib.util.find_spec("torch_xla") is None:
-        raise ModuleNotFoundError(
-            "scopes in graphs need torch-xla, which is not installed: install torch_xla of the same version as torch"
-        )
-    open_scope = importlib.import_module("torch_xla")._XLAC.profiler.scope_pusher
+    check_torch_xla("naming operations in graphs")
+    open_scope = torch_xla_module()._XLAC.profiler.scope_pusher
     scopes = _Scopes(open_scope)
     nodes = _NodesOfModules(scopes)
     handles = []

@@ -6,6 +6,7 @@
 import ast
 import os
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,8 @@ def _compile(job: CompileJob) -> None:
             "compiler 'inductor' needs a C++ compiler, and neither g++ nor clang++ is on the PATH; install one, or use "
             "compiler='export'"
         )
-    with torch.no_grad():
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`isinstance\\(treespec", FutureWarning)  # torch 2.13's, of its own code
         torch._inductor.aoti_compile_and_package(
             job.exported, package_path=str(job.folder / _FILE), inductor_configs=_settings(job.arguments)
         )

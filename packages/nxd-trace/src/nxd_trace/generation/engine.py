@@ -4,12 +4,12 @@ Every step feeds each row the tokens that it has not seen yet: the prompt, or a 
 chosen last. So prompts of any length join a running batch, and no step is of another kind than the others.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
+from nxd_trace.generation.prompts import read_prompt
 from nxd_trace.generation.sampling import SamplingSettings, choose_token
 from nxd_trace.manifest import RankManifest, rank_folder
 from nxd_trace.model import TensorParallelModel
@@ -27,6 +27,7 @@ class RunningSequence:
         num_seen: tokens in the cache.
         tokens: written so far; a stop token, if one ended it, is the last.
         finish_reason: None while it runs; "stop" after a stop token, "length" after the most tokens asked for.
+        failure: what choosing a token raised, and so ended this sequence alone.
     """
 
     settings: SamplingSettings
@@ -34,6 +35,7 @@ class RunningSequence:
     num_seen: int = 0
     tokens: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    failure: Exception | None = None
 
     def __post_init__(self) -> None:
         self._draws = torch.Generator().manual_seed(self.settings.seed)
@@ -58,6 +60,7 @@ class GenerationEngine:
     Attributes:
         batch_size: sequences at a time.
         max_length: of a prompt and what is written after it.
+        vocab_size: one more than the largest token id.
 
     Raises:
         ValueError: the model was not made for generation.
@@ -74,6 +77,7 @@ class GenerationEngine:
             )
         self.batch_size = shapes["decode"][0]
         self.max_length = states["cache.keys_0"].shape[2]
+        self.vocab_size = model.programs["decode"].outputs[0].shape[-1]
         self._programs = sorted((shape[1], name) for name, shape in shapes.items())
         self._rows: list[RunningSequence | None] = [None] * self.batch_size
 
@@ -87,27 +91,33 @@ class GenerationEngine:
         """Whether no sequence runs."""
         return self.num_free == self.batch_size
 
-    def check(self, prompt: Sequence[int], settings: SamplingSettings) -> None:
-        """Raise ValueError for an empty prompt, or one that leaves no room for the new tokens."""
-        if not prompt:
-            raise ValueError("the prompt is empty; give at least one token")
-        if len(prompt) + settings.max_new_tokens > self.max_length:
-            raise ValueError(
-                f"{len(prompt)} prompt tokens and max_new_tokens={settings.max_new_tokens} are more than the "
-                f"max_length={self.max_length} that the model was compiled with; ask for "
-                f"{max(0, self.max_length - len(prompt))} or fewer, or compile it with a larger max_length"
-            )
+    def check(self, prompt: Any, settings: SamplingSettings) -> list[int]:
+        """The prompt's token ids, which may be in any sequence, tensor or array.
 
-    def add(self, prompt: Sequence[int], settings: SamplingSettings) -> RunningSequence:
+        Raises:
+            TypeError: the prompt is no such thing.
+            ValueError: it is empty, has ids outside the vocabulary, or leaves no room for the new tokens.
+        """
+        ids = read_prompt(prompt, self.vocab_size)
+        if len(ids) + settings.max_new_tokens > self.max_length:
+            raise ValueError(
+                f"{len(ids)} prompt tokens and max_new_tokens={settings.max_new_tokens} are more than the "
+                f"max_length={self.max_length} that the model was compiled with; ask for "
+                f"{max(0, self.max_length - len(ids))} or fewer, or compile it with a larger max_length"
+            )
+        return ids
+
+    def add(self, prompt: Any, settings: SamplingSettings) -> RunningSequence:
         """Give a prompt a row.
 
         Raises:
+            TypeError: as `check`.
             ValueError: as `check`; or all rows are taken.
         """
-        self.check(prompt, settings)
+        ids = self.check(prompt, settings)
         if not self.num_free:
             raise ValueError(f"all {self.batch_size} rows of the batch are taken; step until one is free")
-        sequence = RunningSequence(settings, list(prompt))
+        sequence = RunningSequence(settings, ids)
         self._rows[self._rows.index(None)] = sequence
         return sequence
 
@@ -116,14 +126,14 @@ class GenerationEngine:
         self._rows = [None if row is sequence else row for row in self._rows]
 
     def step(self) -> list[RunningSequence]:
-        """Run the model once. Sequences that finish leave their rows.
+        """Run the model once. Sequences that finish or fail leave their rows.
 
         Returns:
-            Those that got a token; not those whose prompt goes on in the next step.
+            Those that got a token, or a failure; not those whose prompt goes on in the next step.
 
         Raises:
             WorkerError: a worker failed.
-            FloatingPointError: the logits have NaNs. After either, `clear` the engine.
+            FloatingPointError: the logits have NaNs, which are in the cache, too. After either, `clear` the engine.
         """
         running = [(row, sequence) for row, sequence in enumerate(self._rows) if sequence is not None]
         if not running:
@@ -142,8 +152,13 @@ class GenerationEngine:
         logits = self._model.run(program, input_ids, positions)
         extended = [(row, sequence) for row, sequence in running if not sequence.unseen]
         for row, sequence in extended:
-            sequence.extend(logits[row])
-            if sequence.finish_reason is not None:
+            try:
+                sequence.extend(logits[row])
+            except FloatingPointError:
+                raise
+            except Exception as error:
+                sequence.failure = error
+            if sequence.finish_reason is not None or sequence.failure is not None:
                 self._rows[row] = None
         return [sequence for _, sequence in extended]
 

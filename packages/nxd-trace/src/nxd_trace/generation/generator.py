@@ -1,8 +1,9 @@
 """`Generator`: prompts in, tokens out; and `compile_generator`, which makes the programs that it runs."""
 
+import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
@@ -36,8 +37,8 @@ class Completion:
 class Generator:
     """Writes on from prompts with a model that was compiled for it.
 
-    Prompts of any number and lengths share the batch: one joins as soon as another is done. `close`, or leaving a
-    `with` block, ends the workers.
+    Prompts of any number and lengths share the batch: one joins as soon as another is done. Calls of several threads
+    run one after the other. `close`, or leaving a `with` block, ends the workers.
 
     Example:
         with compile_generator(build, batch_size=4, max_length=256, tp_degree=2) as generator:
@@ -57,6 +58,8 @@ class Generator:
     def __init__(self, model: TensorParallelModel) -> None:
         self.model = model
         self.engine = GenerationEngine(model)
+        self._lock = threading.Lock()
+        self._caller: int | None = None  # the thread in `generate`
 
     def generate(
         self,
@@ -68,7 +71,7 @@ class Generator:
         """Write on from each prompt.
 
         Args:
-            prompts: token ids of each, at least one; from padded tensors by `unpad_prompts`.
+            prompts: token ids of each, at least one, in lists, tensors or arrays; from padded ones by `unpad_prompts`.
             on_token: called with the prompt's number and each token, as soon as it is chosen.
             **settings: as for `SamplingSettings`. Prompt `i` draws with `seed + i`.
 
@@ -76,27 +79,43 @@ class Generator:
             One per prompt, in their order.
 
         Raises:
-            ValueError: an empty prompt, one without room for the new tokens, or a setting outside its range.
+            TypeError: prompts that are no sequences of token ids.
+            ValueError: an empty prompt, one without room for the new tokens, an id outside the vocabulary, or a setting
+                outside its range.
+            RuntimeError: `on_token` calls this.
             WorkerError: a worker failed, or the model is closed.
         """
+        if self._caller == threading.get_ident():
+            raise RuntimeError(
+                "on_token has called generate() of the generator that it gets tokens from; call it again once the first "
+                "call has returned"
+            )
         sampling = SamplingSettings(**settings)
-        for prompt in prompts:
-            self.engine.check(prompt, sampling)
-        waiting = deque(
-            (index, prompt, replace(sampling, seed=sampling.seed + index)) for index, prompt in enumerate(prompts)
-        )
+        checked = [self.engine.check(prompt, sampling) for prompt in prompts]
+        with self._lock:
+            self._caller = threading.get_ident()
+            try:
+                return self._generate(checked, sampling, on_token)
+            except BaseException:
+                self.engine.clear()
+                raise
+            finally:
+                self._caller = None
+
+    def _generate(
+        self, prompts: Sequence[list[int]], sampling: SamplingSettings, on_token: OnToken | None
+    ) -> list[Completion]:
+        waiting = deque(enumerate(prompts))
         numbers: dict[RunningSequence, int] = {}
-        try:
-            while waiting or not self.engine.is_idle:
-                while waiting and self.engine.num_free:
-                    index, prompt, of_prompt = waiting.popleft()
-                    numbers[self.engine.add(prompt, of_prompt)] = index
-                for sequence in self.engine.step():
-                    if on_token is not None:
-                        on_token(numbers[sequence], sequence.tokens[-1])
-        except BaseException:
-            self.engine.clear()
-            raise
+        while waiting or not self.engine.is_idle:
+            while waiting and self.engine.num_free:
+                number, prompt = waiting.popleft()
+                numbers[self.engine.add(prompt, sampling.of_prompt(number))] = number
+            for sequence in self.engine.step():
+                if sequence.failure is not None:
+                    raise sequence.failure
+                if on_token is not None:
+                    on_token(numbers[sequence], sequence.tokens[-1])
         return [_completion(sequence) for sequence in numbers]  # in the order they joined
 
     def close(self) -> None:

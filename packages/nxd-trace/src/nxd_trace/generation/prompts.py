@@ -1,6 +1,36 @@
-"""Ragged prompts out of padded tensors, as tokenizers of Hugging Face give them."""
+"""Prompts as lists of token ids, out of what users have."""
+
+from collections.abc import Iterable
+from operator import index
+from typing import Any
 
 from torch import Tensor
+
+
+def read_prompt(prompt: Any, vocab_size: int) -> list[int]:
+    """The ids of one prompt, checked.
+
+    Args:
+        prompt: a sequence of ids, or a tensor or array `[seq]` of integers.
+        vocab_size: one more than the largest id.
+
+    Raises:
+        TypeError: it is nothing of the kind.
+        ValueError: it is empty, or has an id outside the vocabulary.
+    """
+    values = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+    if isinstance(values, str | bytes) or not isinstance(values, Iterable):
+        raise TypeError(f"a prompt is {prompt!r}, a {type(prompt).__name__}; expected a list of token ids")
+    try:
+        ids = [index(token) for token in values]
+    except TypeError as error:
+        raise TypeError(f"a prompt has something else than token ids: {error}") from error
+    if not ids:
+        raise ValueError("the prompt is empty; give at least one token")
+    outside = [token for token in ids if not 0 <= token < vocab_size]
+    if outside:
+        raise ValueError(f"token id {outside[0]} is outside the vocabulary 0..{vocab_size - 1}")
+    return ids
 
 
 def unpad_prompts(input_ids: Tensor, attention_mask: Tensor) -> list[list[int]]:

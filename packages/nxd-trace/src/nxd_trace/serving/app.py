@@ -77,11 +77,15 @@ class _Endpoints:
 
         async def answer(request: Request) -> Response:
             start = time.perf_counter()
+            status = 500  # unless it is answered
             try:
                 response = await endpoint(request)
+                status = response.status_code
             except RequestError as error:
                 response = _json(error.body, error.status)
-            self._service.metrics.count_request(response.status_code, time.perf_counter() - start)
+                status = error.status
+            finally:
+                self._service.metrics.count_request(status, time.perf_counter() - start)
             return response
 
         return answer
@@ -123,7 +127,7 @@ class _Endpoints:
                 raise RequestError(413, f"the request has more than {limit} bytes; send a shorter one")
         try:
             return json.loads(data)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise RequestError(400, f"the body is not JSON: {error}") from error
 
     def _stream(self, completions: Completions) -> Response:

@@ -106,13 +106,22 @@ def _prompts(prompt: Any, encode: Callable[[str], Sequence[int]], vocab_size: in
 
 def _tokens(prompt: Any, encode: Callable[[str], Sequence[int]], vocab_size: int) -> list[int]:
     if isinstance(prompt, str):
-        return [int(token) for token in encode(prompt)]
+        prompt = _encoded(prompt, encode)
     if not isinstance(prompt, list) or not all(map(_is_id, prompt)):
         raise RequestError(400, "prompt must be a text, a list of texts, or token ids", "prompt")
     outside = [token for token in prompt if not 0 <= token < vocab_size]
+    if not prompt:
+        raise RequestError(400, "the prompt is empty; give at least one token", "prompt")
     if outside:
         raise RequestError(400, f"token id {outside[0]} is outside the vocabulary 0..{vocab_size - 1}", "prompt")
     return prompt
+
+
+def _encoded(text: str, encode: Callable[[str], Sequence[int]]) -> list[int]:
+    try:
+        return [int(token) for token in encode(text)]
+    except Exception as error:  # whatever a tokenizer raises at a text that it does not know
+        raise RequestError(400, f"the prompt has no tokens: {error}", "prompt") from error
 
 
 def _is_id(value: Any) -> bool:

@@ -1,5 +1,6 @@
 """A thread that steps the batch, and the queue of prompts before it."""
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -7,6 +8,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
+from nxd_trace.errors import WorkerError
 from nxd_trace.generation import GenerationEngine, RunningSequence, SamplingSettings
 from nxd_trace.generation.engine import FinishReason
 from nxd_trace.serving.errors import RequestError
@@ -151,14 +153,16 @@ class Scheduler:
     def _deliver(self, extended: Sequence[RunningSequence]) -> None:
         for sequence in extended:
             job = self._running[sequence]
-            if sequence.finish_reason is not None:
+            if sequence.finish_reason is not None or sequence.failure is not None:
                 with self._changed:
                     del self._running[sequence]
-            job.deliver(WrittenToken(sequence.tokens[-1], sequence.finish_reason))
+            job.deliver(sequence.failure or WrittenToken(sequence.tokens[-1], sequence.finish_reason))
 
     def _stop(self, error: Exception) -> None:
         with self._changed:
             self.failure = error
+        with contextlib.suppress(WorkerError):
+            self._engine.clear()  # for who uses it next
         self._fail_running(error)
 
     def _fail_running(self, error: Exception) -> None:

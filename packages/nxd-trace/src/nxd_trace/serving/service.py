@@ -5,7 +5,7 @@ import random
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -89,7 +89,7 @@ class Completions:
         self._events: asyncio.Queue[tuple[int, WrittenToken | Exception]] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
         self._jobs = [
-            Job(prompt, replace(request.settings, seed=request.settings.seed + index), partial(self._deliver, index))
+            Job(prompt, request.settings.of_prompt(index), partial(self._deliver, index))
             for index, prompt in enumerate(request.prompts)
         ]
         self.request_id = f"cmpl-{uuid.uuid4().hex}"

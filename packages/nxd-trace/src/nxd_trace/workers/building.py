@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from nxd_trace.aliases import Alias, named_tensors, read_aliases
 from nxd_trace.compilers import CompileJob, choose_compiler
-from nxd_trace.exporting import ExportedModel, export_model, hold_rank
+from nxd_trace.exporting import ExportedModel, export_model, rank_tensors
 from nxd_trace.manifest import STATE, WEIGHTS, RankManifest, StateTensor, rank_folder, sha256_of
 from nxd_trace.program import Program
 from nxd_trace.signature import Signature, TensorSpec, dtype_name
@@ -140,7 +140,7 @@ class Builder:
     def _write_tensors(self, shared_state: Sequence[Tensor] | None) -> None:
         """Weights and state of the first program's model, which the others share."""
         built = self._built[0]
-        tensors = dict(named_tensors(built.model))
+        tensors = {**dict(named_tensors(built.model)), **rank_tensors()}
         states = {alias.name: tensors.pop(alias.name) for alias in built.aliases}
         if shared_state is not None:
             states = dict(zip(states, shared_state, strict=True))
@@ -183,7 +183,6 @@ def _read_result(result: Any) -> _Built:
             f"func returned a {type(model).__name__}; expected a torch.nn.Module, or a tuple of one and its aliases"
         )
     model.eval()
-    hold_rank(model)
     return _Built(model, read_aliases(model, aliases))
 
 

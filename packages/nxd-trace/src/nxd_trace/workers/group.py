@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import selectors
+import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -38,10 +40,16 @@ class WorkerGroup:
             "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=120)
         )
         self._selector = selectors.DefaultSelector()
-        self._workers = [WorkerProcess(rank, self.memory, self._environment(rank)) for rank in range(size)]
-        for worker in self._workers:
-            self._selector.register(worker.connection, selectors.EVENT_READ, worker)
+        self._workers: list[WorkerProcess] = []
         self._is_open = True
+        try:
+            for rank in range(size):
+                worker = WorkerProcess(rank, self.memory, self._environment(rank))
+                self._workers.append(worker)
+                self._selector.register(worker.connection, selectors.EVENT_READ, worker)
+        except BaseException:
+            self._shut(patience=0.0)
+            raise
 
     @property
     def is_open(self) -> bool:
@@ -59,12 +67,7 @@ class WorkerGroup:
         Raises:
             WorkerError: a rank raised or died.
         """
-        try:
-            for worker in self._workers:
-                send_header(worker.connection, CALL, program)
-        except OSError:
-            self._collect(set(range(self.size)), "a call")  # which says who died
-        self._collect(set(range(self.size)), "a call")
+        self._exchange(range(self.size), lambda rank, to: send_header(to, CALL, program), "a call")
 
     def ask_all(self, request: Any, what: str) -> list[Any]:
         """Send one request to every rank; their answers by rank. `what` says what it is, for errors."""
@@ -77,12 +80,7 @@ class WorkerGroup:
         Raises:
             WorkerError: a rank raised or died.
         """
-        for rank, request in requests.items():
-            try:
-                send_object(self._workers[rank].connection, request)
-            except OSError:
-                break  # its end shows when its answer is awaited
-        return self._collect(set(requests), what)
+        return self._exchange(list(requests), lambda rank, to: send_object(to, requests[rank]), what)
 
     def close(self) -> None:
         """End the processes; those that are idle leave by themselves."""
@@ -99,8 +97,28 @@ class WorkerGroup:
             worker.end(patience)
         os.close(self.memory)
 
-    def _collect(self, ranks: set[int], what: str) -> dict[int, Any]:
-        """One answer of each of these ranks.
+    def _exchange(self, ranks: Sequence[int], send: Callable[[int, socket.socket], None], what: str) -> dict[int, Any]:
+        """Send each of these ranks a message, and collect their answers.
+
+        Whatever interrupts this ends the group: nobody knows how far the ranks are.
+        """
+        try:
+            with contextlib.suppress(OSError):  # the end of a process shows when its answer is awaited
+                for rank in ranks:
+                    send(rank, self._workers[rank].connection)
+            answers, errors, dead = self._collect(set(ranks))
+        except BaseException:
+            self._shut(patience=0.0)
+            raise
+        if not errors:
+            return answers
+        silent = set(ranks) - answers.keys() - errors.keys()
+        if dead or silent:
+            self._shut(patience=0.0)
+        raise WorkerError(_describe_errors(errors, silent, self.size, what))
+
+    def _collect(self, ranks: set[int]) -> tuple[dict[int, Any], dict[int, str], bool]:
+        """One answer of each of these ranks: values, errors, and whether one has died.
 
         Once a rank has failed the others get a moment to answer as well. If they do, the group goes on: an input that
         every rank refuses ends nothing. If a rank has died, or one waits in a collective for another that raised, all
@@ -110,36 +128,27 @@ class WorkerGroup:
         errors: dict[int, str] = {}
         dead = False
         deadline: float | None = None
-        try:
-            while ranks - answers.keys() - errors.keys():
-                timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
-                ready = self._selector.select(timeout)
-                if not ready:
-                    break
-                for key, _ in ready:
-                    worker: WorkerProcess = key.data
-                    answer = self._answer_of(worker)
-                    if answer is None:
-                        self._selector.unregister(worker.connection)
-                        dead = True
-                        errors[worker.rank] = f"the worker {worker.describe_end()}"
-                    elif answer.lacks_main_guard:
-                        raise MissingMainGuardError(answer.error)
-                    elif answer.error:
-                        errors[worker.rank] = f"{answer.error}\n{answer.traceback}"
-                    else:
-                        answers[worker.rank] = answer.value
-                if errors and deadline is None:
-                    deadline = time.monotonic() + _SECONDS_TO_ANSWER_TOO
-        except BaseException:  # an interrupt: nobody knows how far the ranks are
-            self._shut(patience=0.0)
-            raise
-        if not errors:
-            return answers
-        silent = ranks - answers.keys() - errors.keys()
-        if dead or silent:
-            self._shut(patience=0.0)
-        raise WorkerError(_describe_errors(errors, silent, self.size, what))
+        while ranks - answers.keys() - errors.keys():
+            timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
+            ready = self._selector.select(timeout)
+            if not ready:
+                break
+            for key, _ in ready:
+                worker: WorkerProcess = key.data
+                answer = self._answer_of(worker)
+                if answer is None:
+                    self._selector.unregister(worker.connection)
+                    dead = True
+                    errors[worker.rank] = f"the worker {worker.describe_end()}"
+                elif answer.lacks_main_guard:
+                    raise MissingMainGuardError(answer.error)
+                elif answer.error:
+                    errors[worker.rank] = f"{answer.error}\n{answer.traceback}"
+                else:
+                    answers[worker.rank] = answer.value
+            if errors and deadline is None:
+                deadline = time.monotonic() + _SECONDS_TO_ANSWER_TOO
+        return answers, errors, dead
 
     @staticmethod
     def _answer_of(worker: WorkerProcess) -> Answer | None:

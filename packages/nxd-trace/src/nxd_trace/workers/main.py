@@ -1,12 +1,13 @@
 """What runs in a worker process: take a message, do it, answer; end when the other end of the connection is gone."""
 
 import faulthandler
-import json
 import os
+import signal
 import socket
 import sys
 import threading
 import traceback
+from collections.abc import Mapping
 from typing import Any
 
 from nxd_state import initialize_model_parallel, model_parallel_is_initialized
@@ -32,13 +33,12 @@ from nxd_trace.workers.pickling import loads_in_worker
 from nxd_trace.workers.serving import Server
 
 
-def main(settings_json: str) -> None:
+def main(settings: Mapping[str, Any]) -> None:
     """The life of a worker.
 
     Args:
-        settings_json: descriptors of connection, shared memory and the file for stacks, and where the main script is.
+        settings: descriptors of connection, shared memory and the file for stacks, and where the main script is.
     """
-    settings = json.loads(settings_json)
     faulthandler.enable(os.fdopen(settings["stacks"], "wb", buffering=0))
     threading.Thread(target=_end_with_parent, name="parent watch", daemon=True).start()
     worker = _Worker(socket.socket(fileno=settings["connection"]), settings["memory"], settings["main"])
@@ -51,10 +51,10 @@ def main(settings_json: str) -> None:
 
 
 def _end_with_parent() -> None:
-    """Standard input closes when the parent dies, also while this process waits in a collective."""
+    """Standard input closes when the parent dies, also while this process waits in a collective or for a compiler."""
     while os.read(0, 1):
         pass
-    os._exit(1)
+    os.killpg(0, signal.SIGKILL)  # with the compiler
 
 
 class _Worker:

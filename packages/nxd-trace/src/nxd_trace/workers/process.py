@@ -1,21 +1,19 @@
 """One worker process as its parent sees it: started, talked to through a socket, ended."""
 
 import contextlib
-import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
+
+from nxd_trace.workers.launching import launch
 
 _SECONDS_TO_LEAVE = 2.0
 
 
 class WorkerProcess:
-    """A fresh interpreter in its own session, so that Ctrl-C reaches the parent alone.
-
-    Not a `multiprocessing.Process`: that imports the main script even when nothing of it is needed.
+    """A process in its own session, so that Ctrl-C reaches the parent alone.
 
     Args:
         rank: of the worker.
@@ -30,36 +28,30 @@ class WorkerProcess:
         self.rank = rank
         self._stacks = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
         self.connection, theirs = socket.socketpair()
-        inherited = {"connection": theirs.fileno(), "memory": memory, "stacks": self._stacks.fileno()}
-        settings = {**inherited, "main": main_script()}
-        program = (
-            f"import sys; sys.path[:] = {[os.path.abspath(entry) for entry in sys.path]!r}; "
-            f"from nxd_trace.workers.main import main; main({json.dumps(settings)!r})"
-        )
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", program],
-            stdin=subprocess.PIPE,  # never written to: it closes when this process dies
-            pass_fds=tuple(inherited.values()),
-            start_new_session=True,
-            env=environment,
-        )
-        theirs.close()
+        stdin, self._stdin = os.pipe()  # never written to: it closes when this process dies
+        descriptors = {
+            "stdin": stdin,
+            "connection": theirs.fileno(),
+            "memory": memory,
+            "stacks": self._stacks.fileno(),
+        }
+        try:
+            self._process = launch({"main": main_script()}, descriptors, environment)
+        except BaseException:
+            os.close(self._stdin)
+            raise
+        finally:
+            os.close(stdin)
+            theirs.close()
 
     @property
     def pid(self) -> int:
         """The process's id."""
         return self._process.pid
 
-    @property
-    def is_alive(self) -> bool:
-        """Whether it still runs."""
-        return self._process.poll() is None
-
     def describe_end(self) -> str:
         """How a process whose connection is closed ended, with its Python stacks if it wrote them."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_SECONDS_TO_LEAVE)
-        code = self._process.returncode
+        code = self._process.wait(_SECONDS_TO_LEAVE)
         if code is None:
             how = "closed its connection without ending"
         elif code < 0:
@@ -75,13 +67,11 @@ class WorkerProcess:
 
     def end(self, patience: float = _SECONDS_TO_LEAVE) -> None:
         """Wait so many seconds until it has left, then kill it and its children."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(patience)
+        self._process.wait(patience)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        if self._process.stdin is not None:
-            self._process.stdin.close()
+        self._process.wait(_SECONDS_TO_LEAVE)
+        os.close(self._stdin)
         self.connection.close()
         self._stacks.close()
 

@@ -16,6 +16,7 @@ from nxd_ckpt.coordinator import coordinator_for, on_every_rank, on_rank_zero
 from nxd_layers.lora import LoraModel
 from nxd_optim import NeuronZero1Optimizer
 from nxd_state import get_mesh, model_parallel_is_initialized
+from nxd_state.neuron import extracting_graphs
 from torch import nn
 from torch.optim import Optimizer
 
@@ -106,7 +107,8 @@ def save_checkpoint(
 
     A checkpoint of the same tag is replaced; it stays valid until the new one is complete. A save waits for the one in
     the background before it. `num_workers` and `use_xser` change nothing: every rank writes its own tensors one at a
-    time in any case, and the files open with safetensors.
+    time in any case, and the files open with safetensors. Under `neuron_parallel_compile`, where all values are zeros,
+    nothing is written.
 
     Args:
         path: the folder of the checkpoints, or a URL such as "s3://bucket/runs"; `checkpoint_dir_str` is another name.
@@ -130,6 +132,8 @@ def save_checkpoint(
             code; nothing was written.
         CheckpointError: a rank could not write, or the save in the background before has failed; on all ranks.
     """
+    if extracting_graphs():
+        return
     coordinator = coordinator_for(None)
     finalize_checkpoint()
 

@@ -167,11 +167,15 @@ class NxDOptimizer(Optimizer):
 
 
 def _used_anywhere(parameters: Sequence[Tensor]) -> set[Tensor]:
-    """Those that train and have a gradient on some replica or some tensor-parallel rank."""
+    """Those that train and have a gradient on some replica or some tensor-parallel rank.
+
+    On XLA that is one on this rank: all record one graph, and so have gradients of the same parameters.
+    """
     used = [parameter.requires_grad and parameter.grad is not None for parameter in parameters]
+    on_xla = any(parameter.device.type == "xla" for parameter in parameters)
     for axes in (("dp", "cp"), ("tp",)):
         group = active_group(*axes)
-        if group.size > 1 and parameters:
+        if group.size > 1 and parameters and not on_xla:
             counts = torch.tensor(used, dtype=torch.float32, device=transport_device(group))
             used = [count > 0 for count in all_reduce_(counts, group).tolist()]
     return {parameter for parameter, is_used in zip(parameters, used, strict=True) if is_used}

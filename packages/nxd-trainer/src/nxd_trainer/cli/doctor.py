@@ -1,9 +1,15 @@
-"""`nxd doctor`: what is wrong with this machine, and how to mend it."""
+"""`nxd doctor`: what is wrong with this machine, and how to mend it; or, with `--graph`, with a training step."""
 
 import argparse
+import json
+from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from nxd_trainer.cli.command import Commands
+from nxd_trainer.cli.command import Commands, Mistake, mendable
+
+if TYPE_CHECKING:
+    from nxd_trainer.doctor.graph import GraphReport
 
 EXIT_WRONG = 1
 
@@ -12,18 +18,41 @@ def add_parser(commands: Commands) -> None:
     """Add `doctor` to the commands."""
     parser = commands.add_parser(
         "doctor",
-        help="say what is wrong with this machine, and how to mend it",
+        help="say what is wrong with this machine, or with a training step's graph, and how to mend it",
+        usage="nxd doctor [--folder FOLDER] [--no-ranks] [--show-output]\n"
+        "       nxd doctor --graph [RECIPE] [KEY=VALUE ...] [--ranks N] [--steps N] [--json]\n"
+        "       nxd doctor --graph SCRIPT.py [--json] [-- ARGUMENT ...]",
         description="Look at versions, devices, limits, ports and the clock, and let two ranks add a number.",
-        epilog="exit codes: 0 nothing is wrong (there may be warnings), 1 something is",
+        epilog="exit codes: 0 nothing is wrong (there may be warnings), 1 something is, 2 it could not be looked at",
     )
     parser.add_argument("--folder", type=Path, help="a folder for checkpoints, to be looked at as well")
     parser.add_argument("--no-ranks", action="store_true", help="start no ranks, which takes some seconds")
     parser.add_argument("--show-output", action="store_true", help="show all that the two ranks write")
+    graph = parser.add_argument_group(
+        "the graph of a training step",
+        "Instead of the machine: record what the device's compiler would get, with torch-xla on the CPU, and count it.",
+    )
+    graph.add_argument(
+        "--graph", nargs="?", const="", metavar="FILE", help="of a recipe (defaults if unset) or a script"
+    )
+    graph.add_argument("arguments_of_graph", nargs="*", metavar="KEY=VALUE", help="of the recipe; or a script's own")
+    graph.add_argument(
+        "--ranks",
+        type=int,
+        metavar="N",
+        help="ranks of the job, of which the first and last are looked at; as few as fit",
+    )
+    graph.add_argument("--steps", type=int, default=3, metavar="N", help="how many steps of a recipe to record; 3")
+    graph.add_argument("--json", action="store_true", help="print everything that was counted as JSON")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print a line for each finding, and below it what to do."""
+    """Print a line for each finding, and below it what to do; or the tables of a graph."""
+    if options.graph is not None:
+        return _run_graph(options)
+    if options.arguments_of_graph:
+        raise Mistake(f"{options.arguments_of_graph[0]}: without --graph there is nothing to give")
     from nxd_trainer.doctor import examine  # noqa: PLC0415
 
     counts = {"ok": 0, "warning": 0, "wrong": 0}
@@ -38,3 +67,50 @@ def run(options: argparse.Namespace) -> int:
     warnings = f"{counts['warning']} warning{'' if counts['warning'] == 1 else 's'}"
     print(f"{'all is well' if not counts['wrong'] else str(counts['wrong']) + ' wrong'}, {warnings}")
     return EXIT_WRONG if counts["wrong"] else 0
+
+
+def _run_graph(options: argparse.Namespace) -> int:
+    from nxd_trainer.doctor.graph import render_report  # noqa: PLC0415
+
+    look = _look_at_script if options.graph.endswith(".py") else _look_at_recipe
+    report = mendable(lambda: look(options))
+    if options.json:
+        findings = {"verdict": report.verdict, "is_right": report.is_right}
+        print(json.dumps(asdict(report) | findings, indent=2))
+    else:
+        render_report(report)
+    return 0 if report.is_right else EXIT_WRONG
+
+
+def _look_at_script(options: argparse.Namespace) -> "GraphReport":
+    from nxd_trainer.doctor.graph import analyse, record_script  # noqa: PLC0415
+
+    if not Path(options.graph).exists():
+        raise ValueError(f"there is no script {options.graph}")
+    command = [options.graph, *options.arguments_of_graph]
+    return analyse(f"{' '.join(command)}, as one process", [record_script(command)], world_size=1)
+
+
+def _look_at_recipe(options: argparse.Namespace) -> "GraphReport":
+    from nxd_trainer.doctor.graph import analyse, record_recipe  # noqa: PLC0415
+    from nxd_trainer.recipe import check_layout, load_recipe  # noqa: PLC0415
+
+    recipe = load_recipe(options.graph or None, options.arguments_of_graph)
+    tensor_parallel = recipe.parallel.tensor_parallel_size
+    pipeline_parallel = recipe.parallel.pipeline_parallel_size
+    if pipeline_parallel > 1:
+        raise ValueError(
+            f"the graphs of pipelines are not looked at; parallel.pipeline_parallel_size={pipeline_parallel}"
+        )
+    world_size = tensor_parallel if options.ranks is None else options.ranks
+    if world_size < 1 or world_size % tensor_parallel:
+        raise ValueError(f"--ranks {world_size} must be a multiple of parallel.tensor_parallel_size={tensor_parallel}")
+    if options.steps < 1:
+        raise ValueError(f"--steps {options.steps} must be 1 or more; 3 show whether a graph comes again")
+    replicas = world_size // tensor_parallel
+    check_layout(recipe, replicas)
+    ranks = sorted({0, world_size - 1})
+    recorded = record_recipe(recipe, ranks=ranks, world_size=world_size, num_steps=options.steps)
+    which = "one rank, as it ran" if world_size == 1 else f"ranks {ranks[0]} and {ranks[-1]}, recorded without running"
+    title = f"{options.graph or 'the default recipe'}: TP {tensor_parallel} x DP {replicas}; {which}"
+    return analyse(title, recorded, world_size=world_size)

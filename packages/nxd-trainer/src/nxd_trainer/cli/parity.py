@@ -73,8 +73,10 @@ def _case(options: argparse.Namespace) -> "ParityCase":
     sys.path.insert(0, os.getcwd())  # as python does for a script
     try:
         function = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, ValueError, SyntaxError) as error:
         raise ValueError(f"{name} cannot be imported from here: {error}") from error
+    if not callable(function):
+        raise ValueError(f"{name} is a {type(function).__name__}; give a function that returns a ParityCase")
     case = function()
     if not isinstance(case, ParityCase):
         raise ValueError(f"{name}() returned a {type(case).__name__}; it must return a nxd_trainer.parity.ParityCase")

@@ -1,6 +1,7 @@
 """`nxd plan`: which layouts of a training job fit on a cluster, and which is quickest."""
 
 import argparse
+import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,7 @@ def add_parser(commands: Commands) -> None:
     output = parser.add_argument_group("what is shown")
     output.add_argument("--top", type=int, default=10, metavar="N", help="how many of the quickest layouts; 10")
     output.add_argument("--rejected", action="store_true", help="also the layouts that do not fit, and why")
+    output.add_argument("--json", action="store_true", help="all of the plan as JSON (bytes, seconds), not the table")
     output.add_argument("--recipe", type=Path, metavar="FILE", help="write the quickest as a recipe (.toml or .json)")
     parser.set_defaults(run=run)
 
@@ -67,7 +69,7 @@ def _add_degrees(parser: argparse.ArgumentParser) -> None:
     degrees = parser.add_argument_group("degrees that are not to be chosen")
     degrees.add_argument("--tensor-parallel-size", type=int, metavar="N", help="ranks that split each layer")
     degrees.add_argument("--pipeline-parallel-size", type=int, metavar="N", help="ranks that share out the layers")
-    degrees.add_argument("--sequence-parallel", choices=YES_NO, help="split activations along the sequence")
+    degrees.add_argument("--sequence-parallel", choices=YES_NO, help="split activations along the sequence, above TP 1")
     degrees.add_argument("--zero1", choices=YES_NO, help="share optimizer states out; yes with bfloat16 if unset")
     degrees.add_argument("--microbatch-size", type=int, metavar="N", help="sequences in a microbatch; 1, 2, 4 or 8")
     degrees.add_argument("--checkpointing", choices=("none", "full"), help="compute layers again in backward")
@@ -81,23 +83,28 @@ def run(options: argparse.Namespace) -> int:
     """Plan, and show the quickest layouts with the config of the first."""
     from nxd_trainer.plan import config_call, make_plan, recipe  # noqa: PLC0415
     from nxd_trainer.plan.advice import describe_misfit  # noqa: PLC0415
+    from nxd_trainer.plan.as_json import plan_as_json  # noqa: PLC0415
     from nxd_trainer.plan.planner import activation_modes  # noqa: PLC0415
     from nxd_trainer.plan.render import render_detail, render_rejected, render_table  # noqa: PLC0415
     from nxd_trainer.recipe import save_recipe  # noqa: PLC0415
 
-    job, fixed = mendable(lambda: _job(options)), _degrees(options)
+    job, fixed = mendable(lambda: _job(options)), mendable(lambda: _degrees(options))
     plan = mendable(lambda: make_plan(job, fixed, top=options.top))
-    if options.rejected:
+    if options.json:
+        print(plan_as_json(plan))
+    elif options.rejected:
         print(render_rejected(plan))
     if not plan.best:
         raise Mistake(describe_misfit(plan, fixed))
     first = plan.best[0]
-    print(render_table(plan))
-    print(f"\nthe quickest: {render_detail(first, activation_modes(job, first.layout, ACTIVATION_MODES))}")
-    print(f"\n{config_call(job, first.layout)}")
+    if not options.json:
+        print(render_table(plan))
+        print(f"\nthe quickest: {render_detail(first, activation_modes(job, first.layout, ACTIVATION_MODES))}")
+        print(f"\n{config_call(job, first.layout)}")
     if options.recipe is not None:
         written = mendable(lambda: save_recipe(recipe(job, first.layout), options.recipe))
-        print(f"\nwrote {written}: nxd train {written} on {job.num_devices} ranks")
+        told = f"\nwrote {written}: nxd train {written} on {job.num_devices} ranks"
+        print(told, file=sys.stderr if options.json else sys.stdout)
     return 0
 
 
@@ -116,7 +123,9 @@ def _job(options: argparse.Namespace) -> Any:
         config=config,
         device=device,
         num_devices=options.devices,
-        sequence_length=options.sequence_length or min(4096, config.max_position_embeddings),
+        sequence_length=min(4096, config.max_position_embeddings)
+        if options.sequence_length is None
+        else options.sequence_length,
         global_batch_size=options.global_batch_size,
         dtype=getattr(torch, options.dtype),
         schedule=options.schedule,

@@ -33,7 +33,10 @@ def run(options: argparse.Namespace) -> int:
 
     from nxd_ckpt import CheckpointError  # noqa: PLC0415
     from nxd_state import initialize_model_parallel  # noqa: PLC0415
+    from nxd_state.neuron import computes_on_neuron, prepare_neuron  # noqa: PLC0415
 
+    if computes_on_neuron():
+        mendable(prepare_neuron)  # before torch-xla is imported
     from nxd_trainer.training import StopRequest, TrainingDiverged, prepare_run, run_training  # noqa: PLC0415
 
     with StopRequest() as stop:

@@ -1,10 +1,11 @@
 """The tensors of all ranks as one source on rank 0, which asks the others for a box when it is its turn to be written.
 
-So the model is never in one memory, and no rank but the first needs the disk. The others wait in `serve` until the
-first is done, or has failed.
+So the model is never in one memory, and no rank but the first needs the disk. The others wait in `_serve` until the
+first is done, or has failed. Nothing is sent before every rank has said that it has what is asked for, so that one
+that fails alone leaves nobody waiting.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -45,20 +46,26 @@ class GatheredTensors:
         return {name: found.info for on_rank in self.held for name, found in on_rank.items()}
 
     def shards(self, name: str, box: Box) -> Sequence[Shard]:
-        """All elements of the box that any rank holds, each once."""
+        """All elements of the box that any rank holds, each once.
+
+        Raises:
+            RuntimeError: another rank could not give its part.
+        """
         errands = self._errands(name, box)
-        if any(errand.rank != self.group.rank for errand in errands):
-            all_gather_object(errands, self.group)
+        if all(errand.rank == self.group.rank for errand in errands):
+            return [Shard(_values(self.state, errand).cpu(), errand.box.offsets) for errand in errands]
+        all_gather_object(errands, self.group)
         dtype, device = self.tensors[name].dtype, transport_device(self.group)
-        found = []
-        for errand in errands:
+
+        def own_values_or_room(errand: _Errand) -> torch.Tensor:
             if errand.rank == self.group.rank:
-                values = _values(self.state, errand).cpu()
-            else:
-                values = recv(
-                    torch.empty(errand.box.shape, dtype=dtype, device=device), self.group, source=errand.rank
-                ).cpu()
-            found.append(Shard(values, errand.box.offsets))
+                return _values(self.state, errand)
+            return torch.empty(errand.box.shape, dtype=dtype, device=device)
+
+        found = []
+        for errand, values in zip(errands, _ready(errands, own_values_or_room, self.group), strict=True):
+            received = values if errand.rank == self.group.rank else recv(values, self.group, source=errand.rank)
+            found.append(Shard(received.cpu(), errand.box.offsets))
         return found
 
     def _errands(self, name: str, box: Box) -> list[_Errand]:
@@ -80,7 +87,7 @@ def gathered(state: Mapping[str, ShardedTensor], group: Group) -> Iterator[Gathe
         group: all ranks, each of which calls this.
 
     Raises:
-        RuntimeError: on the other ranks, if rank 0 failed in between; with its error's text.
+        RuntimeError: another rank failed in between; with its error's text.
     """
     own = {
         name: _Held(TensorInfo(it.dtype, it.global_shape), [shard.box for shard in it.shards])
@@ -102,15 +109,48 @@ def gathered(state: Mapping[str, ShardedTensor], group: Group) -> Iterator[Gathe
 
 
 def _serve(state: Mapping[str, ShardedTensor], group: Group) -> None:
+    own_failure: Exception | None = None
     while True:
         asked = all_gather_object(None, group)[0]
         if isinstance(asked, str):
             if asked:
-                raise RuntimeError(f"rank 0 could not write the model: {asked}")
+                raise own_failure or RuntimeError(f"rank 0 could not write the model: {asked}")
             return
-        for errand in asked:
-            if errand.rank == group.rank:
-                send(_values(state, errand).to(transport_device(group)), group, destination=0)
+        own = [errand for errand in asked if errand.rank == group.rank]
+        try:
+            ready = _ready(own, lambda errand: _values(state, errand).to(transport_device(group)), group)
+        except _NotReadyError:
+            continue  # rank 0 knows, and ends this at its next question
+        except Exception as error:
+            own_failure = error
+            continue
+        for values in ready:
+            send(values, group, destination=0)
+
+
+class _NotReadyError(RuntimeError):
+    """Another rank has not got what it was asked for."""
+
+
+def _ready(errands: Sequence[_Errand], make: Callable[[_Errand], torch.Tensor], group: Group) -> Sequence[torch.Tensor]:
+    """What is made for the errands, when all ranks have made theirs. Called by all ranks.
+
+    Raises:
+        Exception: of `make`, on its rank.
+        _NotReadyError: another rank's `make` raised.
+    """
+    made, failure = [], None
+    try:
+        made += [make(errand) for errand in errands]
+    except Exception as error:  # raised below, when the others know
+        failure = error
+    failures = all_gather_object(None if failure is None else f"{type(failure).__name__}: {failure}", group)
+    if failure is not None:
+        raise failure
+    for rank, text in zip(group.ranks, failures, strict=True):
+        if text is not None:
+            raise _NotReadyError(f"rank {rank} could not give its part of the model: {text}")
+    return made
 
 
 def _values(state: Mapping[str, ShardedTensor], errand: _Errand) -> torch.Tensor:

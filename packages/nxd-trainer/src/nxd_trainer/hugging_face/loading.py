@@ -1,7 +1,7 @@
 """`load_pretrained`: a folder of safetensors streams into a model's shards, each rank reading only its bytes."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -21,11 +21,11 @@ from nxd_state import (
 )
 from torch import nn
 
-from nxd_trainer.api.together import together
 from nxd_trainer.api.unwrap import plain_model
 from nxd_trainer.checkpoint import CheckpointState, model_state
 from nxd_trainer.hugging_face.conversion import reference_model
 from nxd_trainer.hugging_face.dtypes import check_dtype
+from nxd_trainer.hugging_face.every_rank import on_all_ranks
 from nxd_trainer.hugging_face.folder import read_config
 from nxd_trainer.hugging_face.mapped_memory import release
 from nxd_trainer.hugging_face.rearrangement import Rearranged, RearrangedSource
@@ -67,12 +67,12 @@ def load_pretrained(
     """
     check_dtype(dtype)
     module = plain_model(model)
-    found = _on_all_ranks(f"open {folder}", lambda: model_tensors(folder))
-    on_meta = _on_all_ranks("make room for the weights", lambda: _make_room(module, dtype))
+    found = on_all_ranks(f"open {folder}", lambda: model_tensors(folder))
+    on_meta = on_all_ranks("make room for the weights", lambda: _make_room(module, dtype))
     state, source = model_state(module), found.source
     missing = sorted(state.keys() - source.tensors.keys())
     _agree(folder, source, state, unexpected=found.unexpected, missing=missing, on_meta=on_meta, strict=strict)
-    _on_all_ranks(f"read {folder}", lambda: _fill_all(source, state))
+    on_all_ranks(f"read {folder}", lambda: _fill_all(source, state))
     return missing
 
 
@@ -108,10 +108,6 @@ def model_tensors(folder: "str | os.PathLike[str]") -> ModelTensors:
     arrangement = reference.arrange(shapes)
     missing = sorted(reference.names - arrangement.tensors.keys())
     return ModelTensors(RearrangedSource(stored, arrangement.tensors), arrangement.unexpected, missing)
-
-
-def _on_all_ranks(doing: str, act: Callable[[], T]) -> T:
-    return together(doing, act) if model_parallel_is_initialized() else act()
 
 
 def _make_room(module: nn.Module, dtype: torch.dtype | None) -> set[str]:

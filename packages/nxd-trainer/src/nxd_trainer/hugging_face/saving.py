@@ -19,6 +19,7 @@ from nxd_trainer.api.unwrap import plain_model
 from nxd_trainer.checkpoint import model_state, saved_here
 from nxd_trainer.hugging_face.conversion import Shapes, reference_model
 from nxd_trainer.hugging_face.dtypes import check_dtype
+from nxd_trainer.hugging_face.every_rank import on_all_ranks
 from nxd_trainer.hugging_face.folder import copy_companions, read_config, write_config
 from nxd_trainer.hugging_face.gathering import gathered
 from nxd_trainer.hugging_face.rearrangement import RearrangedSource, inverse
@@ -53,12 +54,14 @@ def save_pretrained(
     Raises:
         ValueError: an argument is no type or no size, on all ranks; the folder holds a model already, or there is no
             config, on rank 0.
-        RuntimeError: on the other ranks, if rank 0 failed.
+        RuntimeError: another rank failed; on every rank, since each of them has its part.
     """
     check_dtype(dtype)
     parse_size(max_shard_size)
     module = plain_model(model)
-    state = as_sharded_state(saved_here(module, model_state(module)))
+    state = on_all_ranks(
+        "read its part of the model", lambda: as_sharded_state(saved_here(module, model_state(module)))
+    )
     group = get_world_group() if model_parallel_is_initialized() else Group.solo("world")
     with gathered(state, group) as everything:
         if everything is not None:

@@ -48,6 +48,8 @@ def compare(case: ParityCase, *, dtype: torch.dtype = torch.float64, rtol: float
         ValueError: the case has mistakes, or its degrees or batches do not fit the ranks.
         RuntimeError: rank 0 could not run the one process.
     """
+    if rtol is not None and not 0 <= rtol < 1:
+        raise ValueError(f"rtol={rtol} is no share of a value; use 0 or more, and less than 1")
     if dtype not in TOLERANCES:
         raise ValueError(f"dtype={dtype} rounds too much to be compared; use torch.float64 or torch.float32")
     config = checked_config(case)
@@ -129,13 +131,11 @@ class _Comparison:
         number = index + 1
         checks: list[Callable[[], None]] = [
             lambda: self._check_activations(number, expected, step),
-            lambda: self._check_number(number, "loss", None if expected is None else expected.loss, step.loss),
+            lambda: self._check_loss(number, None if expected is None else expected.loss, step.loss),
             lambda: self._check_pieces(
                 number, "gradient", {} if expected is None else expected.gradients, step.gradients
             ),
-            lambda: self._check_number(
-                number, "gradient norm", None if expected is None else expected.grad_norm, step.grad_norm
-            ),
+            lambda: self._check_norm(number, None if expected is None else expected.grad_norm, step.grad_norm),
             lambda: self._check_pieces(
                 number, "parameter", {} if expected is None else expected.parameters, step.parameters
             ),
@@ -193,19 +193,37 @@ class _Comparison:
 
         self._go_through(kind, list(expected), lambda name: (self._place, own.get(name)), check)
 
-    def _check_number(self, step: int, kind: str, expected: Tensor | None, own: float | None) -> None:
-        def check(name: str, found: Sequence[float | None]) -> Verdict:
-            known = [value for value in found if value is not None]
-            if not known:
-                return "not computed" if kind == "gradient norm" else Difference(step, kind, name, problem="is missing")
-            assert expected is not None  # checks are made on rank 0
-            mean = torch.tensor(sum(known) / len(known), dtype=torch.float64)
-            apart = distance(expected.double(), mean)
-            if is_close(apart, expected, rtol=self._report.rtol, peers=0.0):
-                return None
-            return _difference(step, kind, name, 0, apart)
+    def _check_loss(self, step: int, expected: Tensor | None, own: float | None) -> None:
+        """Each replica has the loss of its part of the batch, and all tensor-parallel ranks of it have the same."""
 
-        self._go_through(kind, [""], lambda name: own, check)
+        def check(name: str, found: Sequence[tuple[tuple[int, int], float | None]]) -> Verdict:
+            known = [(rank, tp_rank, value) for rank, ((_, tp_rank), value) in enumerate(found) if value is not None]
+            if not known:
+                return Difference(step, "loss", name, problem="is missing")
+            numbers = {}
+            for place in {tp_rank for _, tp_rank, _ in known}:
+                ranks, values = zip(*((rank, value) for rank, tp_rank, value in known if tp_rank == place), strict=True)
+                numbers[ranks[0]] = sum(values) / len(values)
+            return self._compare_numbers(step, "loss", expected, numbers)
+
+        self._go_through("loss", [""], lambda name: (self._place, own), check)
+
+    def _check_norm(self, step: int, expected: Tensor | None, own: float | None) -> None:
+        """Every rank has the norm of all gradients."""
+
+        def check(name: str, found: Sequence[float | None]) -> Verdict:
+            numbers = {rank: value for rank, value in enumerate(found) if value is not None}
+            return self._compare_numbers(step, "gradient norm", expected, numbers) if numbers else "not computed"
+
+        self._go_through("gradient norm", [""], lambda name: own, check)
+
+    def _compare_numbers(self, step: int, kind: str, expected: Tensor | None, numbers: Mapping[int, float]) -> Verdict:
+        assert expected is not None  # checks are made on rank 0
+        for rank, number in numbers.items():
+            apart = distance(expected.double(), torch.tensor(number, dtype=torch.float64))
+            if not is_close(apart, expected, rtol=self._report.rtol, peers=0.0):
+                return _difference(step, kind, "", rank, apart)
+        return None
 
     def _go_through(self, kind: str, names: list[str], mine: Callable[[str], Any], check: Check) -> None:
         """Bring each tensor's parts to rank 0, in its order, until one differs; all ranks learn what was found."""

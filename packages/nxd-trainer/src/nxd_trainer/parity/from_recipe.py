@@ -16,7 +16,12 @@ def case_of_recipe(recipe: Recipe, steps: int) -> ParityCase:
     Args:
         recipe: one that `load_recipe` accepted.
         steps: to train.
+
+    Raises:
+        ValueError: there are no steps, or the recipe's tokenizer cannot be had.
     """
+    if steps < 1:
+        raise ValueError(f"{steps} steps compare nothing; use 1 or more (--compare-steps)")
     vocab_size = padded_vocab_size(recipe, load_tokenizer(recipe.data.tokenizer).vocab_size)
     config = model_config(recipe, vocab_size)
     shape = (steps, recipe.train.global_batch_size, recipe.data.sequence_length + 1)

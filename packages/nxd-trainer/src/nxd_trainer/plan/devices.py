@@ -6,6 +6,7 @@ hangs on a number, and replace it by `find_device(..., flops=...)` or the flags 
 A device is what one rank runs on: a GPU, a NeuronCore (of Trainium2 a logical one, which is two), a process.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
@@ -28,7 +29,7 @@ class Device:
         devices_per_host: that share a host.
 
     Raises:
-        ValueError: a number is not positive.
+        ValueError: a number is not positive, or infinite.
     """
 
     name: str
@@ -43,9 +44,9 @@ class Device:
         single = [field.name for field in fields(self) if field.name not in ("name", "flops")]
         numbers = {name: getattr(self, name) for name in single}
         numbers |= {f"flops of {dtype}": rate for dtype, rate in self.flops.items()}
-        wrong = [f"{name}={number}" for name, number in numbers.items() if not number > 0]
+        wrong = [f"{name}={number}" for name, number in numbers.items() if not 0 < number < math.inf]
         if wrong:
-            raise ValueError(f"device {self.name}: {', '.join(wrong)} must be positive")
+            raise ValueError(f"device {self.name}: {', '.join(wrong)} must be positive, and finite")
 
     def flops_of(self, dtype: str) -> float:
         """Peak FLOP/s for a dtype.

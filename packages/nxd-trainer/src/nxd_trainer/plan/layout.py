@@ -67,10 +67,14 @@ class Degrees:
     Attributes:
         tensor_parallel_size: ranks that split each layer.
         pipeline_parallel_size: ranks that share out the layers.
-        sequence_parallel: activations split along the sequence.
+        sequence_parallel: activations split along the sequence, where ranks split layers.
         zero1: optimizer states shared out over the replicas.
         microbatch_size: sequences in a microbatch.
         checkpointing: "none" or "full".
+
+    Raises:
+        ValueError: a size is not positive, the form of checkpointing is unknown, or sequence parallelism is asked for
+            where no ranks split a layer.
     """
 
     tensor_parallel_size: int | None = None
@@ -79,6 +83,19 @@ class Degrees:
     zero1: bool | None = None
     microbatch_size: int | None = None
     checkpointing: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("tensor_parallel_size", "pipeline_parallel_size", "microbatch_size"):
+            size = getattr(self, name)
+            if size is not None and size < 1:
+                raise ValueError(f"{name}={size} must be 1 or more; leave it out to have it chosen")
+        if self.checkpointing not in (None, *CHECKPOINTING):
+            raise ValueError(f"checkpointing={self.checkpointing!r} is not known; use {' or '.join(CHECKPOINTING)}")
+        if self.sequence_parallel and self.tensor_parallel_size == 1:
+            raise ValueError(
+                "sequence_parallel splits activations over tensor-parallel ranks, and tensor_parallel_size=1; give "
+                "tensor_parallel_size=2 or more, or leave one of them out"
+            )
 
 
 @dataclass(frozen=True, order=True)

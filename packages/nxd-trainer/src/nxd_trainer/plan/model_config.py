@@ -25,6 +25,9 @@ def model_config(file: str | Path | None = None, sizes: Mapping[str, Any] | None
     """
     origin = "the flags" if file is None else str(_file_of(file))
     content = {} if file is None else _read(_file_of(file))
+    rotary = content.get("rope_parameters")  # where transformers 5 writes it
+    if content.get("rope_theta") is None and isinstance(rotary, dict):
+        content["rope_theta"] = rotary.get("rope_theta")
     content |= {name: value for name, value in (sizes or {}).items() if value is not None}
     missing = [name for name in REQUIRED if content.get(name) is None]
     if missing:
@@ -42,7 +45,7 @@ def model_config(file: str | Path | None = None, sizes: Mapping[str, Any] | None
         raise ValueError(f"{origin}: {', '.join(wrong)}; sizes are positive whole numbers")
     config = LlamaConfig(**known)
     config.check(1)
-    _check_head_size(content, config, origin)
+    _check_shape_of_layers(content, config, origin)
     return config
 
 
@@ -72,10 +75,13 @@ def _is_size(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
-def _check_head_size(content: Mapping[str, Any], config: LlamaConfig, origin: str) -> None:
+def _check_shape_of_layers(content: Mapping[str, Any], config: LlamaConfig, origin: str) -> None:
     head_size = content.get("head_dim")
     if head_size is not None and head_size != config.head_size:
         raise ValueError(
             f"{origin}: head_dim={head_size}, but hidden_size / num_attention_heads = {config.head_size}; models with "
             "heads of another size cannot be planned yet"
         )
+    biases = [f"{name}=true" for name in ("attention_bias", "mlp_bias") if content.get(name)]
+    if biases:
+        raise ValueError(f"{origin}: {', '.join(biases)}; layers with biases cannot be planned yet")

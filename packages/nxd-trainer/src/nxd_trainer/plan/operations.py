@@ -1,6 +1,6 @@
 """Counts what a computation would do, operation by operation, while nothing is computed.
 
-For tensors of a `FakeTensorMode`. The memory of a computation is counted by nxd_pipeline's `StepMemory`; here it is cut
+For tensors on the meta device. The memory of a computation is counted by nxd_pipeline's `StepMemory`; here it is cut
 into the segments that somebody else marks, together with the work and the messages of each.
 """
 
@@ -15,6 +15,8 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
+
+from nxd_trainer.plan.outcomes import Outcomes
 
 aten = torch.ops.aten
 
@@ -69,12 +71,16 @@ class Segment:
 class OperationLog(StepMemory):
     """Inside, counts memory, and logs operations by segment.
 
+    Args:
+        outcomes: of operations that other logs have seen; this one adds to them.
+
     Attributes:
         segments: by the names that `begin` was given.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, outcomes: Outcomes) -> None:
         super().__init__()
+        self._outcomes = outcomes
         self.segments: dict[str, Segment] = {}
         self._current = Segment(0)
 
@@ -87,11 +93,9 @@ class OperationLog(StepMemory):
     def __torch_dispatch__(
         self, func: OpOverload, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func is aten._local_scalar_dense.default:
-            return 0  # somebody checks values, of which there are none
         if func.namespace == "prim":  # asks a tensor for its device
             return func(*args, **(kwargs or {}))
-        result = super().__torch_dispatch__(func, types, args, kwargs)
+        result = super().__torch_dispatch__(self._outcomes.of(func), types, args, kwargs)  # type: ignore[arg-type]
         packet = func.overloadpacket
         if func.namespace == "c10d":
             self._current.messages += _messages(str(packet), args, result)

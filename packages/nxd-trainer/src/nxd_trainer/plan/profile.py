@@ -9,14 +9,14 @@ from functools import cache
 from typing import Any
 
 import torch
-from nxd_layers import apply_activation_checkpointing
+from nxd_layers import CoreAttention, apply_activation_checkpointing
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from nxd_trainer.models import LlamaConfig, LlamaForCausalLM
+from nxd_trainer.models import LlamaConfig, LlamaDecoderLayer, LlamaForCausalLM
 from nxd_trainer.plan.operations import Operation, OperationLog, Segment
+from nxd_trainer.plan.outcomes import Outcomes
 
-CHECKPOINTING = {"none": None, "CoreAttention": "CoreAttention", "full": "full"}
+CHECKPOINTING = {"none": None, "CoreAttention": CoreAttention, "full": "full"}
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Profiler:
         self._config = replace(config, num_hidden_layers=1)
         self._dtype = dtype
         self._sequence_length = sequence_length
-        self._mode = FakeTensorMode()
+        self._outcomes = Outcomes()
         self._measured = cache(self._measure)
         self._model = cache(self._make_model)
 
@@ -127,18 +127,18 @@ class Profiler:
         return of_two.extrapolated(self._measured(sequence_parallel, checkpointing, 3), microbatch_size)
 
     def _make_model(self, sequence_parallel: bool) -> LlamaForCausalLM:
-        with self._mode:
-            model = LlamaForCausalLM(self._config, sequence_parallel=sequence_parallel, dtype=self._dtype)
-            for parameter in model.parameters():
-                parameter.grad = torch.zeros_like(parameter)  # to which backward adds, as in all microbatches but one
+        model = LlamaForCausalLM(self._config, sequence_parallel=sequence_parallel, dtype=self._dtype, device="meta")
+        _layer_of(model).self_attn.core = _AttentionAsOneOperation()
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)  # to which backward adds, as in all microbatches but one
         return model
 
     def _measure(self, sequence_parallel: bool, checkpointing: str, microbatch_size: int) -> Profile:
         model = self._model(sequence_parallel)
         apply_activation_checkpointing(model, CHECKPOINTING[checkpointing])
-        with self._mode, OperationLog() as log:
-            tokens = torch.zeros(microbatch_size, self._sequence_length, dtype=torch.int64)
-            marks = _Marks(model.model.layers[0], log)
+        with OperationLog(self._outcomes) as log:
+            tokens = torch.zeros(microbatch_size, self._sequence_length, dtype=torch.int64, device="meta")
+            marks = _Marks(_layer_of(model), log)
             log.begin("embedding forward")
             loss = model(tokens, tokens)
             log.begin("head backward")
@@ -147,6 +147,12 @@ class Profiler:
             marks.remove()
         parts = {name: _part(log.segments, name) for name in ("embedding", "layer", "head")}
         return Profile(**parts, hidden_bytes=marks.hidden_bytes)
+
+
+def _layer_of(model: LlamaForCausalLM) -> LlamaDecoderLayer:
+    (layer,) = model.model.layers
+    assert isinstance(layer, LlamaDecoderLayer)
+    return layer
 
 
 class _Marks:
@@ -169,6 +175,15 @@ class _Marks:
         self.hidden_bytes = output.nbytes
         output.register_hook(lambda _: self._log.begin("layer backward"))
         self._log.begin("head forward")
+
+
+class _AttentionAsOneOperation(CoreAttention):
+    """Causal attention as devices have it; of tensors without memory torch would make many operations of it."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+        """See `CoreAttention`."""
+        mixed: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, True)[0]
+        return mixed
 
 
 def _part(segments: dict[str, Segment], name: str) -> Part:

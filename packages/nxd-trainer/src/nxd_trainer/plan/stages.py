@@ -1,15 +1,18 @@
 """Which parts of the model each pipeline stage has, from the real model on the meta device, really cut."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from nxd_pipeline.partition import PartitionOptions, partition_model
+from torch import nn
 
 from nxd_trainer.models import LlamaConfig, LlamaDecoderLayer, LlamaForCausalLM
 
 EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 LAYERS = "model.layers."
+FIRST_LAYER = f"{LAYERS}0."
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,14 @@ class StageParts:
     replicated: int
 
 
+class _LayerStandIn(LlamaDecoderLayer):
+    """In the place of a layer: where a model is cut does not depend on what is in its layers."""
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self.weight = nn.Parameter(torch.empty(0, device="meta"))
+
+
 class StagePlanner:
     """Stages of one model at any degrees; where it is cut does not depend on the tensor-parallel one."""
 
@@ -44,14 +55,24 @@ class StagePlanner:
         self._config = config
         self._stage_of: dict[int, dict[str, set[int]]] = {}
 
+    @cached_property
+    def _model(self) -> LlamaForCausalLM:
+        model = LlamaForCausalLM(replace(self._config, num_hidden_layers=1), device="meta")
+        model.model.layers = nn.ModuleList([_LayerStandIn() for _ in range(self._config.num_hidden_layers)])
+        return model
+
     def shapes(self, dtype: torch.dtype) -> dict[str, torch.Size]:
         """Shapes of all parameters on one rank, by name; inside `planned_ranks`.
 
         Raises:
             ValueError: the model does not fit the tensor-parallel degree.
         """
-        model = LlamaForCausalLM(self._config, dtype=dtype, device="meta")
-        return {name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)}
+        model = LlamaForCausalLM(replace(self._config, num_hidden_layers=1), dtype=dtype, device="meta")
+        shapes = {name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)}
+        of_layer = {name.removeprefix(FIRST_LAYER): shapes.pop(name) for name in [*shapes] if FIRST_LAYER in name}
+        for layer in range(self._config.num_hidden_layers):
+            shapes |= {f"{LAYERS}{layer}.{name}": shape for name, shape in of_layer.items()}
+        return shapes
 
     def stages(self, num_stages: int, shapes: dict[str, torch.Size]) -> list[StageParts]:
         """All stages.
@@ -74,7 +95,7 @@ class StagePlanner:
 
     def _cut(self, num_stages: int) -> dict[str, set[int]]:
         """The stages that each part of the model is on."""
-        model = LlamaForCausalLM(self._config, device="meta")
+        model = self._model
         if num_stages == 1:
             return {_part_of(name): {0} for name, _ in model.named_parameters(remove_duplicate=False)}
         options = PartitionOptions(

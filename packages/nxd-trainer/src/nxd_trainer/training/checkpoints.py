@@ -9,12 +9,13 @@ import nxd_ckpt
 import torch
 from nxd_state import (
     all_reduce,
-    get_device,
     get_mesh,
     get_rng_state,
     get_world_group,
     seed_model_parallel,
     set_rng_state,
+    step_boundary,
+    transport_device,
 )
 from torch import Tensor
 
@@ -76,14 +77,15 @@ def resume_run(state: RunState) -> str | None:
         state.optimizer,
         {name: (info.dtype, info.global_shape) for name, info in checkpoint.tensors.items()},
     )
-    same_layout = checkpoint.objects["mesh"] == asdict(get_mesh())
-    rng_state = _own_rng_state() if same_layout else {}
+    rng_state = _own_rng_state()
+    same_streams = checkpoint.objects["mesh"] == asdict(get_mesh()) and rng_state.keys() <= checkpoint.tensors.keys()
+    rng_state = rng_state if same_streams else {}
     nxd_ckpt.load(folder, tag, into=_run_tensors(state) | rng_state, strict=False)
     state.train_loader.load_state_dict(checkpoint.objects["train_loader"])
     state.step = checkpoint.step or 0
-    if same_layout:
+    if same_streams:
         _set_own_rng_state(rng_state)
-    else:  # the streams of another layout mean nothing here: begin new ones
+    else:  # the streams of another layout or kind of device mean nothing here: begin new ones
         seed_model_parallel(state.recipe.train.seed + state.step)
     return tag
 
@@ -134,8 +136,10 @@ def _check_same_run(state: RunState, objects: dict[str, Any], where: Path) -> No
 
 def check_weights(state: RunState) -> None:
     """Raise TrainingDiverged on every rank if a weight on any of them is infinite or nan: before it is saved."""
-    finite = torch.stack([parameter.isfinite().all() for parameter in state.model.parameters()]).all()
-    if not bool(all_reduce(finite.float().cpu().to(get_device()), get_world_group(), op="min")):
+    finite = torch.stack([parameter.isfinite().all() for parameter in state.model.parameters()]).all().float()
+    step_boundary()
+    world = get_world_group()
+    if not bool(all_reduce(finite.to(transport_device(world)), world, op="min")):
         raise diverged(state, f"a weight is infinite or nan after step {state.step}")
 
 

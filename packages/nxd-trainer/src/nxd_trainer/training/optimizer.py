@@ -1,7 +1,10 @@
 """The optimizer of a run, and what averages its gradients: AdamW with whole or, by ZeRO-1, with shared-out state."""
 
+from typing import Any
+
+import torch
 from nxd_optim import GradientReducer, NeuronZero1Optimizer
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import AdamW
 
 from nxd_trainer.recipe import Recipe
@@ -19,9 +22,12 @@ def build_optimizer(recipe: Recipe, model: nn.Module) -> AdamW | NeuronZero1Opti
         {"params": [p for p in parameters if p.dim() > 1], "weight_decay": options.weight_decay},
         {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
     ]
-    fused = parameters[0].device.type in ("cpu", "cuda")
+    device = parameters[0].device
+    lr = learning_rate_on(device, options.lr)
+    # On XLA the count of steps, too, is data; bias corrections that have become 1 would make another graph.
+    kind: dict[str, Any] = {"capturable": True} if device.type == "xla" else {"fused": device.type in ("cpu", "cuda")}
     if not recipe.parallel.zero1:
-        return AdamW(groups, lr=options.lr, betas=options.betas, eps=options.eps, fused=fused)
+        return AdamW(groups, lr=lr, betas=options.betas, eps=options.eps, **kind)
     return NeuronZero1Optimizer(
         groups,
         AdamW,
@@ -30,11 +36,17 @@ def build_optimizer(recipe: Recipe, model: nn.Module) -> AdamW | NeuronZero1Opti
         use_grad_acc_hook=True,
         higher_cc_precision=True,
         save_master_weights=True,
-        lr=options.lr,
+        lr=lr,
         betas=options.betas,
         eps=options.eps,
-        fused=fused,
+        **kind,
     )
+
+
+def learning_rate_on(device: torch.device, rate: float) -> float | Tensor:
+    """A learning rate as an optimizer takes it: on XLA as data, 0-d, so that a schedule's steps are one graph."""
+    # Made as [1], since torch-xla takes the scalars 0 and 1 for constants.
+    return torch.tensor([rate], device=device).view(()) if device.type == "xla" else rate
 
 
 def build_reducer(optimizer: AdamW | NeuronZero1Optimizer, model: nn.Module) -> GradientReducer | NeuronZero1Optimizer:

@@ -5,13 +5,8 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from nxd_state import (
-    all_reduce,
-    get_device,
-    get_world_group,
-)
-from torch import Tensor
+from nxd_state import get_device
+from nxd_state.neuron import extracting_graphs
 
 from nxd_trainer.logs import get_logger
 from nxd_trainer.recipe import Recipe, save_recipe
@@ -26,10 +21,11 @@ from nxd_trainer.report import (
     render_summary,
 )
 from nxd_trainer.training.checkpoints import diverged, resume_run
+from nxd_trainer.training.extraction import extract_graphs
 from nxd_trainer.training.pipeline import describe_pipeline
 from nxd_trainer.training.run_state import RunState, build_run_state
 from nxd_trainer.training.saving import RunSaver
-from nxd_trainer.training.step import compute_gradients, evaluate, learning_rate, loss_to_add, update_weights
+from nxd_trainer.training.step import evaluate, learning_rate, take_step
 from nxd_trainer.training.stop_request import StopRequest
 
 
@@ -75,7 +71,8 @@ def train(recipe: Recipe) -> TrainResult:
 def run_training(state: RunState, resumed: str | None, stop: StopRequest) -> TrainResult:
     """The steps of a prepared run, with progress, metrics, checkpoints and the report at its end.
 
-    `stop` is asked between steps; it may have been active during the preparation already.
+    `stop` is asked between steps; it may have been active during the preparation already. Under
+    `neuron_parallel_compile` a few steps are taken and nothing is written.
 
     Raises:
         TrainingDiverged: the loss, a gradient or a weight became infinite or nan; it has not been saved.
@@ -83,6 +80,9 @@ def run_training(state: RunState, resumed: str | None, stop: StopRequest) -> Tra
             begins, or at the end.
     """
     logger = get_logger("nxd_trainer")
+    if extracting_graphs():
+        extract_graphs(state, logger.info)
+        return TrainResult(step=state.step, loss=math.nan, stopped=False)
     shows_steps = state.is_writer and logger.isEnabledFor(logging.INFO)
     with (
         Progress(state.recipe.last_step, first_step=state.step, is_writer=shows_steps) as progress,
@@ -111,9 +111,9 @@ def _run_steps(
     loss, stopped = float("nan"), False
     while state.step < recipe.last_step and not stopped:
         rate = learning_rate(state)
-        rank_loss = compute_gradients(state)
-        loss, stopped = _agree(rank_loss, stop)
-        norm = update_weights(state)
+        sums, norm = take_step(state, stopping=stop.signal_number > 0)
+        loss, num_stopping = sums.tolist()
+        stopped = num_stopping > 0
         if not math.isfinite(loss) or (norm is not None and not math.isfinite(norm)):
             saver.finish()  # so that the error tells of the newest checkpoint
             gradient = "" if norm is None else f" and the gradient norm {float(norm)}"
@@ -146,13 +146,6 @@ def _run_steps(
                 saver.save(held_out_loss)
         saver.poll()
     return TrainResult(step=state.step, loss=loss, stopped=stopped)
-
-
-def _agree(rank_loss: Tensor | None, stop: StopRequest) -> tuple[float, bool]:
-    """Mean loss over the ranks that have one, and whether any rank has been asked to stop: one message for both."""
-    stopping = torch.tensor(float(stop.signal_number > 0), dtype=torch.float64, device=get_device())
-    total = all_reduce(torch.stack([loss_to_add(rank_loss), stopping]), get_world_group()).cpu()
-    return float(total[0]), bool(total[1] > 0)
 
 
 def _is_due(step: int, every: int) -> bool:

@@ -12,9 +12,26 @@ from torch import Tensor
 from nxd_trainer.data import Batch
 from nxd_trainer.lr_schedule import lr_multiplier
 from nxd_trainer.models import LlamaForCausalLM
+from nxd_trainer.training.optimizer import learning_rate_on
 from nxd_trainer.training.pipeline import evaluate_on, train_on
 from nxd_trainer.training.precision import autocast
 from nxd_trainer.training.run_state import RunState
+
+
+def take_step(state: RunState, *, stopping: bool = False) -> tuple[Tensor, Tensor | None]:
+    """A whole optimizer step. On XLA it is one graph, which goes to the device at its end; nothing is read before.
+
+    Args:
+        stopping: whether this rank has been asked to stop.
+
+    Returns:
+        float64 [2], the same on every rank: the mean loss over the ranks that have one, and how many ranks are to stop;
+        then the norm of the gradients before clipping, 0-d (None without clipping).
+    """
+    rank_loss = compute_gradients(state)
+    request = torch.tensor([float(stopping)], dtype=torch.float64, device=get_device())  # a 0-d 0 is a constant on XLA
+    sums = all_reduce(torch.cat([loss_to_add(rank_loss).view(1), request]), get_world_group())  # one message for both
+    return sums, update_weights(state)
 
 
 def compute_gradients(state: RunState) -> Tensor | None:
@@ -49,7 +66,7 @@ def update_weights(state: RunState) -> Tensor | None:
         Their norm before clipping, 0-d; None without clipping.
     """
     for group in state.optimizer.param_groups:
-        group["lr"] = learning_rate(state)
+        group["lr"] = learning_rate_on(get_device(), learning_rate(state))
     if isinstance(state.optimizer, NeuronZero1Optimizer):
         state.optimizer.step()  # averages and clips, too
         norm = state.optimizer.grad_norm
@@ -93,9 +110,11 @@ def evaluate(state: RunState) -> float | None:
     if isinstance(model, NxDPPModel):
         loss = evaluate_on(model, state.held_out_loader, state.recipe.train.gradient_accumulation_steps)
     else:
-        loss = torch.stack([_loss(state, model, batch) for batch in state.held_out_loader]).mean()
+        loss = torch.stack([_evaluate_batch(state, model, batch) for batch in state.held_out_loader]).mean()
     model.train()
-    return float(all_reduce(loss_to_add(loss), get_world_group()))
+    mean = all_reduce(loss_to_add(loss), get_world_group())
+    step_boundary()
+    return float(mean)
 
 
 def loss_to_add(rank_loss: Tensor | None) -> Tensor:
@@ -107,6 +126,12 @@ def loss_to_add(rank_loss: Tensor | None) -> Tensor:
     reporting = get_world_group().size // get_mesh().pp
     loss = torch.zeros(()) if rank_loss is None else rank_loss.detach()
     return loss.double().to(get_device()) / reporting
+
+
+def _evaluate_batch(state: RunState, model: LlamaForCausalLM, batch: Batch) -> Tensor:
+    loss = _loss(state, model, batch)
+    step_boundary()  # one small graph for all batches
+    return loss
 
 
 def _loss(state: RunState, model: LlamaForCausalLM, batch: Batch) -> Tensor:

@@ -1,0 +1,199 @@
+"""A bucket of ZeRO-1 on XLA: each parameter is cut into equal parts, one for each rank, and stays a tensor of its own.
+
+There all ranks record one graph, so that what a rank owns may not depend on its index but in its values: of each
+parameter every rank has a part of the same shape, the last ones filled up with zeros. And there is no memory for
+tensors to share: `flat_bucket`'s buffer with views would be taken apart and put together by copies.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from nxd_state import Group, all_gather, get_shard_spec, reduce_scatter
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from nxd_optim.clip import check_axis
+from nxd_optim.zero1.flat_bucket import Dtypes, OwnRange
+from nxd_optim.zero1.flat_ranges import pieces_of_flat_range
+
+
+class EvenBucket:
+    """Parameters that travel together, and the part of each that this rank updates; as `FlatBucket`, seen from outside.
+
+    Args:
+        parameters: of one dtype and device.
+        group: the ranks that share the bucket.
+        dtypes: see `Dtypes`.
+
+    Attributes:
+        ranges: what this rank owns of each parameter; those beyond a parameter's end hold zeros only.
+        used: the ids of parameters that had a gradient, once the bucket is sent.
+        gradient: the mean gradient of this rank's parts between `send` and `update`, 1-d, in the optimizer's dtype.
+        device: of the parameters.
+        has_masters: whether the optimizer's dtype is not the parameters'.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], group: Group, dtypes: Dtypes) -> None:
+        self.parameters = list(parameters)
+        self.device = parameters[0].device
+        self.has_masters = dtypes.master != parameters[0].dtype
+        self._group = group
+        self._dtypes = dtypes
+        self.ranges = self._own_ranges()
+        self.used: set[int] = set()
+        self.gradient: Tensor | None = None
+        self._sums: dict[int, Tensor] = {}  # of gradients whose dtype `.grad` cannot have
+        self._stale: set[int] = set()  # parameters whose master weights are still to be taken from them
+        self._norm_weights: dict[int, Tensor] = {}
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Of all parameters."""
+        return sum(parameter.nbytes for parameter in self.parameters)
+
+    @property
+    def master_bytes(self) -> int:
+        """Of the weights that the optimizer updates, which here are kept beside the parameters in any dtype."""
+        return sum(own.weight.nbytes for own in self.ranges)
+
+    @property
+    def master_dtype(self) -> torch.dtype:
+        """Of the weights that the optimizer updates."""
+        return self._dtypes.master
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of the gradients of whole parameters that there are now."""
+        grads = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        return sum(grad.nbytes for grad in (*grads, *self._sums.values()))
+
+    @property
+    def mean_bytes(self) -> int:
+        """Of `gradient`."""
+        return 0 if self.gradient is None else self.gradient.nbytes
+
+    @property
+    def gradient_itemsize(self) -> int:
+        """Bytes per element of the gradients while they are accumulated."""
+        return self._dtypes.gradient.itemsize
+
+    def adopt(self, parameter: Tensor) -> None:
+        """Add a parameter's new gradient to its sum, where that is of another dtype."""
+        if parameter.grad is None or self._dtypes.gradient == parameter.dtype:
+            return
+        grad = parameter.grad.detach().to(self._dtypes.gradient)
+        before = self._sums.get(id(parameter))
+        self._sums[id(parameter)] = grad if before is None else before + grad
+        parameter.grad = None
+
+    @torch.no_grad()
+    def send(self) -> None:
+        """Average the gradients over the ranks; a parameter without one counts as zero."""
+        for parameter in self.parameters:
+            self.adopt(parameter)
+        grads = [self._sums.get(id(parameter), parameter.grad) for parameter in self.parameters]
+        self.used = {id(p) for p, grad in zip(self.parameters, grads, strict=True) if grad is not None}
+        whole = [
+            torch.zeros_like(parameter, dtype=self._dtypes.gradient) if grad is None else grad.detach().to_dense()
+            for parameter, grad in zip(self.parameters, grads, strict=True)
+        ]
+        by_rank = torch.cat([self._cut(grad) for grad in whole], dim=1).to(self._dtypes.reduction)
+        mean = reduce_scatter(by_rank, self._group, op="avg").squeeze(0).to(self._dtypes.master)
+        self._release_gradients()
+        self.gradient = mean
+
+    def wait(self) -> None:
+        """Nothing to wait for: the average is a part of the graph."""
+
+    def drop_gradients(self) -> None:
+        """Forget all gradients of a step."""
+        self.gradient = None
+        self._release_gradients()
+
+    def zero_gradients(self) -> None:
+        """Set those gradients to zero that there are."""
+        self._sums = {key: torch.zeros_like(total) for key, total in self._sums.items()}
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                parameter.grad = torch.zeros_like(parameter.grad)
+
+    def mark_masters_stale(self, parameters: Iterable[Tensor]) -> None:
+        """Have the master weights of these parameters, and of no others, taken from them by `refresh_stale_masters`."""
+        self._stale = {id(p) for p in parameters}
+
+    def has_stale_master(self, parameter: Tensor) -> bool:
+        """Whether the master weights of a parameter are still to be taken from it."""
+        return id(parameter) in self._stale
+
+    @torch.no_grad()
+    def refresh_stale_masters(self) -> None:
+        """Take over what the parameters are now: where that was asked for, and where there are no masters, always."""
+        for own in self.ranges:
+            if not self.has_masters or id(own.parameter) in self._stale:
+                own.weight.copy_(self._own(own.parameter))
+        self._stale = set()
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Send this rank's parts to the others and take theirs into the parameters."""
+        parts = torch.cat([own.weight for own in self.ranges]).to(self.parameters[0].dtype)
+        by_rank = all_gather(parts.unsqueeze(0), self._group)
+        for own in self.ranges:
+            whole = by_rank[:, own.offset : own.offset + own.weight.numel()].reshape(-1)
+            own.parameter.copy_(whole[: own.parameter.numel()].view(own.parameter.shape))
+
+    def wait_for_parameters(self) -> None:
+        """Nothing to wait for: the parameters are a part of the graph."""
+
+    def check_places(self) -> None:
+        """Nothing to check: the parameters may lie anywhere."""
+
+    def norm_weights(self, own: OwnRange) -> Tensor:
+        """What to multiply a range's gradient by before its norm, so that a sum over all ranks counts the model once.
+
+        As data, for a parameter in pieces: which of them lie in a range is another matter on each rank.
+
+        Returns:
+            Of the shape of the range's weight: one over the root of the number of copies; zero where nothing counts.
+        """
+        key = id(own.parameter)
+        if key not in self._norm_weights:
+            spec = get_shard_spec(own.parameter)
+            assert spec is not None  # a parameter in pieces has one
+            check_axis(spec)
+            weights = torch.zeros(own.weight.numel())
+            if not getattr(own.parameter, "shared", False):
+                for piece in pieces_of_flat_range(spec, own.start, own.stop):
+                    piece.view(weights).fill_(piece.copies**-0.5)
+            self._norm_weights[key] = weights.to(self.device)
+        return self._norm_weights[key]
+
+    def _release_gradients(self) -> None:
+        self._sums = {}
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    @torch.no_grad()
+    def _own_ranges(self) -> list[OwnRange]:
+        ranges, offset = [], 0
+        for parameter in self.parameters:
+            numel, length = parameter.numel(), self._part_length(parameter)
+            start, stop = (min(rank * length, numel) for rank in (self._group.rank, self._group.rank + 1))
+            weight = nn.Parameter(self._own(parameter).to(self._dtypes.master))
+            ranges.append(OwnRange(parameter, start, stop, offset, weight))
+            offset += length
+        return ranges
+
+    def _part_length(self, tensor: Tensor) -> int:
+        return -(-max(tensor.numel(), 1) // self._group.size)
+
+    def _cut(self, tensor: Tensor) -> Tensor:
+        """`[ranks, elements of a part]`, filled up with zeros."""
+        length = self._part_length(tensor)
+        missing = length * self._group.size - tensor.numel()
+        return F.pad(tensor.reshape(-1), (0, missing)).view(self._group.size, length)
+
+    def _own(self, parameter: Tensor) -> Tensor:
+        """This rank's part of a parameter, as a copy."""
+        rank = self._group.rank_tensor(parameter).view(1)
+        return self._cut(parameter.detach()).index_select(0, rank).squeeze(0)

@@ -1,0 +1,53 @@
+"""Recording the graphs of steps that are not run: those of a rank whose peers do not exist.
+
+A process that plays one rank of many records the same graphs as that rank would; only their results cannot be had. Here
+they are zeros, so that the next step begins, as it should, with tensors that lie on the device.
+"""
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+
+from nxd_state.testing.xla_graph import pending_tensors, put_results
+from nxd_state.xla_inspect.capture import graphs_of, start_capture
+from nxd_state.xla_inspect.graph_dump import CapturedGraph
+from nxd_state.xla_inspect.torch_xla_module import torch_xla_module
+
+
+def record_steps(step: Callable[[], object], count: int = 1) -> list[list[CapturedGraph]]:
+    """As `capture_steps`, but every `torch_xla.sync()` in `step` only records; nothing is compiled or run.
+
+    Args:
+        step: one training step, with `step_boundary()` or `torch_xla.sync()` at its end; it must not read results.
+        count: how often to call it.
+
+    Returns:
+        The graphs of each call.
+
+    Raises:
+        ModuleNotFoundError: torch-xla is not installed.
+        RuntimeError: a step asked for a value before its end.
+    """
+    start_capture()
+    torch_xla = torch_xla_module()
+    graphs: list[CapturedGraph] = []
+
+    def record(*_: Any, **__: Any) -> None:
+        pending = pending_tensors()
+        if pending:
+            graphs.append(CapturedGraph(torch_xla._XLAC._get_xla_tensors_hlo(pending)))
+            put_results(pending, [torch.zeros(tensor.shape, dtype=tensor.dtype) for tensor in pending])
+
+    steps = []
+    with mock.patch.object(torch_xla, "sync", record):
+        for _ in range(count):
+            early = graphs_of(step)
+            if early:
+                raise RuntimeError(
+                    f"the step asks for a value before its end, which cuts its graph: {early[0].asked_by}"
+                )
+            steps.append(graphs.copy())
+            graphs.clear()
+    return steps

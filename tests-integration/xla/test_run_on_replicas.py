@@ -1,0 +1,77 @@
+"""`nxd train`'s loop on XLA with several ranks: whole runs, and their checkpoints, beside those over gloo."""
+
+import nxd_ckpt
+import pytest
+import torch
+from nxd_state import initialize_model_parallel
+from nxd_state.testing import run_on_ranks, run_on_replicas
+from nxd_state.testing.replicas import executed_graphs
+from nxd_trainer.recipe import load_recipe
+from nxd_trainer.training import train
+
+pytestmark = [pytest.mark.xla, pytest.mark.slow]
+
+SETTINGS = [
+    "data.path=text",
+    "data.sequence_length=32",
+    "model.hidden_size=32",
+    "model.intermediate_size=64",
+    "model.num_hidden_layers=2",
+    "model.num_attention_heads=4",
+    "model.num_key_value_heads=2",
+    "train.global_batch_size=4",
+    "train.gradient_accumulation_steps=2",
+    "train.steps=4",
+    "train.log_every=1",
+    "train.eval_every=2",
+    "optimizer.warmup_steps=2",
+    "optimizer.eps=1e-5",
+    "parallel.tensor_parallel_size=2",
+    "parallel.sequence_parallel=true",
+    "parallel.zero1=true",
+]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text/a.txt").write_text("the quick brown fox jumps over the lazy dog. " * 100)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(*settings: str) -> float:
+    recipe = load_recipe(None, [*SETTINGS, *settings])
+    initialize_model_parallel(recipe.parallel.tensor_parallel_size)
+    return train(recipe).loss
+
+
+def run_and_count(*settings: str) -> tuple[float, int]:
+    """Also the number of different graphs."""
+    return run(*settings), sum(graph.is_new for graph in executed_graphs())
+
+
+def tensors(folder) -> dict[str, torch.Tensor]:
+    """Weights and the optimizer's moments."""
+    checkpoint = nxd_ckpt.open_checkpoint(folder / "checkpoints")
+    return {name: checkpoint.read(name) for name in checkpoint.tensors if not name.startswith("rng/")}
+
+
+def assert_same_tensors(found, expected) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        atol = 1e-4 * tensor.abs().max().item()
+        torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_run_of_four_ranks_on_xla_equals_the_run_over_gloo_and_goes_on_from_its_checkpoints(folder):
+    [expected, *_] = run_on_ranks(run, 4, "output=gloo", env={"NXD_DEVICE": "cpu"})
+
+    on_xla = run_on_replicas(run_and_count, 4, "output=xla")
+    run_on_ranks(run, 4, "output=moved", "train.stop_after=2", env={"NXD_DEVICE": "cpu"})
+    moved = run_on_replicas(run, 4, "output=moved")
+
+    assert [loss for loss, _ in on_xla] == pytest.approx([expected] * 4, rel=1e-5)
+    assert moved == pytest.approx([expected] * 4, rel=1e-5)
+    assert_same_tensors(tensors(folder / "xla"), tensors(folder / "gloo"))
+    assert_same_tensors(tensors(folder / "moved"), tensors(folder / "gloo"))
