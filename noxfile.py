@@ -70,7 +70,7 @@ def integration(session: nox.Session, backend: str) -> None:
     if backend == "cpu":
         session.run("pytest", "-m", ANYWHERE, "tests-integration", "tools/tests", *session.posargs)
     else:
-        env = {"PJRT_DEVICE": "CPU"} if backend == "xla" else {}
+        env = {"PJRT_DEVICE": {"xla": "CPU", "neuron": "NEURON"}[backend]}
         session.run("pytest", "-m", backend, *session.posargs, env=env)
 
 

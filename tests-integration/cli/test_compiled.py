@@ -9,6 +9,7 @@ import sys
 from urllib.request import Request, urlopen
 
 import pytest
+from nxd_trace.compilers.inductor import has_cpp_compiler
 
 GREEDY = ["--prompt", "the quick", "--max-new-tokens", "24", "--temperature", "0"]
 
@@ -21,26 +22,10 @@ def checkpoints(nxd_in, tiny_in, tmp_path_factory):
     return folder / "run/checkpoints"
 
 
-def test_generate_compiled_writes_the_same_text(checkpoints, nxd):
-    plain = nxd("generate", str(checkpoints), *GREEDY)
-    compiled = nxd("generate", str(checkpoints), *GREEDY, "--compiled", "--compiler", "export", "--nproc", "2")
-
-    assert compiled.returncode == 0, compiled.stderr
-    assert len(compiled.stdout) > len("the quick\n")
-    assert compiled.stdout == plain.stdout[plain.stdout.index("the quick") :]
-
-
-def test_generate_compiled_names_a_degree_that_does_not_divide(checkpoints, nxd):
-    result = nxd("generate", str(checkpoints), "--compiled", "--nproc", "3")
-
-    assert result.returncode == 2
-    assert "tensor_parallel_size=3 does not divide" in result.stderr
-
-
-def test_serve_answers_with_the_text_that_generate_writes(checkpoints, nxd):
+def served_text(checkpoints, *options):
+    """What a server of the checkpoint writes after the prompt."""
     pytest.importorskip("uvicorn", reason="nxd serve needs it: pip install 'nxd-trace[serve]'")
-    written = nxd("generate", str(checkpoints), *GREEDY).stdout
-    command = [sys.executable, "-m", "nxd_trainer", "serve", str(checkpoints), "--port", "0", "--compiler", "export"]
+    command = [sys.executable, "-m", "nxd_trainer", "serve", str(checkpoints), "--port", "0", *options]
     server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=dict(os.environ))
     try:
         log = []
@@ -58,4 +43,38 @@ def test_serve_answers_with_the_text_that_generate_writes(checkpoints, nxd):
         server.kill()
         server.wait()
         server.stderr.close()
-    assert written.endswith(f"the quick{text}\n")
+    return text
+
+
+def test_generate_compiled_writes_the_same_text(checkpoints, nxd):
+    plain = nxd("generate", str(checkpoints), *GREEDY)
+    compiled = nxd("generate", str(checkpoints), *GREEDY, "--compiled", "--compiler", "export", "--nproc", "2")
+
+    assert compiled.returncode == 0, compiled.stderr
+    assert len(compiled.stdout) > len("the quick\n")
+    assert compiled.stdout == plain.stdout[plain.stdout.index("the quick") :]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not has_cpp_compiler(), reason="the default is then compiler 'export'")
+def test_generate_compiled_and_serve_with_the_default_compiler_write_the_same_text(checkpoints, nxd):
+    plain = nxd("generate", str(checkpoints), *GREEDY).stdout
+    compiled = nxd("generate", str(checkpoints), *GREEDY, "--compiled", "--nproc", "2")
+
+    assert compiled.returncode == 0, compiled.stderr
+    assert "programs with inductor" in compiled.stderr
+    assert compiled.stdout == plain[plain.index("the quick") :]
+    assert plain.endswith(f"the quick{served_text(checkpoints)}\n")
+
+
+def test_generate_compiled_names_a_degree_that_does_not_divide(checkpoints, nxd):
+    result = nxd("generate", str(checkpoints), "--compiled", "--nproc", "3")
+
+    assert result.returncode == 2
+    assert "tensor_parallel_size=3 does not divide" in result.stderr
+
+
+def test_serve_answers_with_the_text_that_generate_writes(checkpoints, nxd):
+    written = nxd("generate", str(checkpoints), *GREEDY).stdout
+
+    assert written.endswith(f"the quick{served_text(checkpoints, '--compiler', 'export')}\n")

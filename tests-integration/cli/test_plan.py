@@ -1,6 +1,9 @@
 """`nxd plan` as a person calls it: a ranked table, a config that can be pasted, and what is wrong said in a line."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 from nxd_trainer.recipe import load_recipe
@@ -45,12 +48,42 @@ def test_the_quickest_layouts_are_shown_with_a_config_and_written_as_a_recipe(pl
     assert recipe.model.num_hidden_layers == 4
 
 
-def test_json_is_all_that_is_printed_and_a_recipe_is_written_all_the_same(plan, tmp_path):
-    done = plan("--devices", "2", "--checkpointing", "full", "--json", "--recipe", "it.toml")
+def test_json_says_that_every_flag_was_obeyed_and_is_all_that_is_printed(plan, tmp_path):
+    job = [
+        "--devices",
+        "2",
+        "--dtype",
+        "float32",
+        "--sequence-length",
+        "16",
+        "--schedule",
+        "gpipe",
+        "--memory-gib",
+        "2",
+    ]
+    degrees = ["--pipeline-parallel-size", "2", "--tensor-parallel-size", "1", "--zero1", "no"]
+    done = plan(*job, *degrees, "--num-hidden-layers", "2", "--top", "1", "--json", "--recipe", "it.toml")
     assert done.returncode == 0, done.stderr
-    best = json.loads(done.stdout)["best"]
+    found = json.loads(done.stdout)
+    (best,) = found.pop("best")
+    assert found == {
+        "device": "cpu",
+        "num_devices": 2,
+        "sequence_length": 16,
+        "global_batch_size": 8,
+        "dtype": "float32",
+        "schedule": "gpipe",
+        "usable_bytes": int(0.9 * 2 * 2**30),
+        "num_fitting": 2,  # with and without checkpointing
+        "too_large": [],
+        "not_possible": [],
+    }
+    layout = best["layout"]
+    assert (layout["tensor_parallel_size"], layout["pipeline_parallel_size"], layout["zero1"]) == (1, 2, False)
+    assert (layout["microbatch_size"], layout["num_microbatches"]) == (1, 8)
     recipe = load_recipe(tmp_path / "it.toml")
-    assert best[0]["layout"]["tensor_parallel_size"] == recipe.parallel.tensor_parallel_size
+    assert (recipe.model.num_hidden_layers, recipe.parallel.pipeline_parallel_size) == (2, 2)
+    assert recipe.train.dtype == "float32"
 
 
 def test_a_degree_that_does_not_divide_fails_before_any_cluster_is_asked(plan):
@@ -90,3 +123,19 @@ def test_a_config_without_its_keys_names_them(nxd, tmp_path):
     done = nxd("plan", "config.json", *JOB, "--devices", "1")
     assert done.returncode == 2
     assert "no vocab_size, hidden_size, intermediate_size, num_hidden_layers, num_attention_heads" in done.stderr
+
+
+def test_a_reader_that_has_seen_enough_ends_it_without_a_traceback():
+    sizes = [f"--{name.replace('_', '-')}={value}" for name, value in SIZES.items()]
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(
+        [sys.executable, "-m", "nxd_trainer", "plan", *sizes, *JOB, "--devices", "1"],
+        stdout=writing,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (141, "")

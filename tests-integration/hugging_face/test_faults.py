@@ -154,3 +154,34 @@ def test_target_that_cannot_be_a_folder_is_named(make_folder, tmp_path):
 
     with pytest.raises(OSError, match="file"):
         save_pretrained(model, tmp_path / "file" / "saved")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vocab_size": 32}, r"embed_tokens.weight' is \[\d+, \d+\] in the files, \[32, \d+\] by the config"),
+        ({"num_hidden_layers": 3}, "it lacks"),
+        ({"hidden_size": "32"}, "transformers makes no LlamaForCausalLM of the config: .*hidden_size"),
+        ({"num_attention_heads": 0}, "transformers makes no LlamaForCausalLM of the config"),
+    ],
+)
+def test_config_that_does_not_fit_its_files_is_refused_and_nothing_is_written(make_folder, tmp_path, changes, message):
+    folder = make_folder("llama")
+    content = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(content | changes))
+
+    with pytest.raises(ValueError, match=message):
+        import_hugging_face(folder, tmp_path / "checkpoints")
+    assert not (tmp_path / "checkpoints").exists()
+
+
+@pytest.mark.parametrize("changes", [{"eos_token_id": []}, {"architectures": ["pipeline"]}, {"architectures": [3]}])
+def test_config_with_odd_entries_is_imported_all_the_same(make_folder, tmp_path, changes):
+    folder = make_folder("llama")
+    content = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(content | changes))
+
+    reason = import_hugging_face(folder, tmp_path / "checkpoints")
+
+    assert (reason is None) == ("architectures" not in changes)
+    assert (tmp_path / "checkpoints" / "imported").is_dir()

@@ -87,6 +87,27 @@ def test_training_that_does_not_improve_is_stopped_on_all_ranks_at_once(fit, lay
     assert [rank.global_step for rank in ranks] == [4, 4]
 
 
+def test_random_streams_of_the_ranks_follow_from_the_seed_of_lightning(fit, layout, tmp_path):
+    from lightning.pytorch import Callback
+    from nxd_state import rng_stream, seed_model_parallel
+
+    class Drawing(Callback):
+        def on_train_start(self, trainer, pl_module):
+            def draw():
+                with rng_stream("tp"):  # that of dropout in what tensor-parallel ranks split
+                    return torch.rand(3).tolist()
+
+            drawn = draw()
+            seed_model_parallel(3)  # of `seed_everything`
+            torch.save((drawn, draw()), tmp_path / f"drawn-{trainer.global_rank}")
+
+    fit(layout(world=2, tp=2), callbacks=[Drawing()], max_steps=1)
+
+    (first, first_of_seed), (second, second_of_seed) = (torch.load(tmp_path / f"drawn-{rank}") for rank in range(2))
+    assert (first, second) == (first_of_seed, second_of_seed)
+    assert first != second
+
+
 def test_number_that_the_last_stage_lacks_is_an_error_that_says_so(fit, layout):
     from lightning.pytorch import Callback
 

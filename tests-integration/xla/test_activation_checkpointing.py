@@ -13,7 +13,7 @@ from nxd_state import (
 )
 from torch import Tensor, nn
 
-pytestmark = pytest.mark.xla
+pytestmark = [pytest.mark.xla, pytest.mark.neuron]
 
 
 class Block(nn.Module):

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.xla
+pytestmark = [pytest.mark.xla, pytest.mark.neuron]
 
 PROGRAM = """
 import lightning
@@ -42,7 +42,7 @@ def test_trainer_on_torch_xla_uses_its_classes_and_computes_what_it_computes_on_
         result = subprocess.run(
             [sys.executable, "-c", PROGRAM],
             cwd=tmp_path,
-            env=os.environ | {"NXD_DEVICE": device, "PJRT_DEVICE": "CPU"},
+            env={"PJRT_DEVICE": "CPU"} | os.environ | {"NXD_DEVICE": device},
             capture_output=True,
             text=True,
             timeout=600,

@@ -8,7 +8,7 @@ import nxd_ckpt
 import pytest
 import torch
 
-pytestmark = pytest.mark.xla
+pytestmark = [pytest.mark.xla, pytest.mark.neuron]
 
 SETTINGS = [
     "data.sequence_length=32",
@@ -35,7 +35,7 @@ def train_on(tmp_path):
         result = subprocess.run(
             [sys.executable, "-m", "nxd_trainer", "train", "data.path=text", *SETTINGS, *more],
             cwd=tmp_path,
-            env=os.environ | {"NXD_DEVICE": device, "PJRT_DEVICE": "CPU"},
+            env={"PJRT_DEVICE": "CPU"} | os.environ | {"NXD_DEVICE": device},
             capture_output=True,
             text=True,
             timeout=300,
@@ -117,7 +117,7 @@ def test_more_steps_compile_no_more_graphs(tmp_path, zero1):
                 f"train.steps={steps}",
             ],
             cwd=tmp_path,
-            env=os.environ | {"NXD_DEVICE": "xla", "PJRT_DEVICE": "CPU"},
+            env={"PJRT_DEVICE": "CPU"} | os.environ | {"NXD_DEVICE": "xla"},
             capture_output=True,
             text=True,
             timeout=300,

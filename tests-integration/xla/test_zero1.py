@@ -5,7 +5,7 @@ import torch
 from nxd_optim import NeuronZero1Optimizer
 from torch import nn
 
-pytestmark = pytest.mark.xla
+pytestmark = [pytest.mark.xla, pytest.mark.neuron]
 
 STEPS = 5
 

@@ -1,7 +1,9 @@
 """The report for instances with Neuron devices; without one it runs on torch-xla's CPU client, and says so."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import neuron_report
 import pytest
@@ -22,11 +24,11 @@ DEVICE = Run(
 )
 
 
-def report(**changes) -> Report:
+def report(**changes: Any) -> Report:
     return Report(True, {"torch": "2.9.1"}, Run(**vars(DEVICE) | changes), CPU)
 
 
-def test_report_of_a_right_run_has_no_no():
+def test_report_of_a_right_run_has_no_no() -> None:
     text = render(report())
 
     assert all(report().findings().values())
@@ -48,7 +50,7 @@ def test_report_of_a_right_run_has_no_no():
         ({"fallbacks": {"aten::sort": 3}}, "no operation falls back to the CPU"),
     ],
 )
-def test_report_says_what_does_not_hold(changes, finding):
+def test_report_says_what_does_not_hold(changes: dict[str, Any], finding: str) -> None:
     wrong = report(**changes)
 
     assert [name for name, holds in wrong.findings().items() if not holds] == [finding]
@@ -60,20 +62,20 @@ def collectives_of_all_ranks() -> dict[str, bool]:
     return neuron_report.try_collectives()
 
 
-def test_collectives_are_held_against_known_results(run_ranks):
+def test_collectives_are_held_against_known_results(run_ranks: Callable[..., list[Any]]) -> None:
     for right in run_ranks(collectives_of_all_ranks, 2):
         assert right == dict.fromkeys(["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"], True)
 
 
 @pytest.mark.skipif(Path("/dev/neuron0").exists(), reason="there is a device")
-def test_several_ranks_without_devices_are_refused():
+def test_several_ranks_without_devices_are_refused() -> None:
     with pytest.raises(SystemExit, match="--ranks 4: without Neuron devices only one rank runs"):
         neuron_report.make_report(4)
 
 
 @pytest.mark.xla
 @pytest.mark.neuron
-def test_whole_report_is_made_here(tmp_path, monkeypatch):
+def test_whole_report_is_made_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = [tmp_path / "report.md", tmp_path / "report.json"]
     monkeypatch.setattr("sys.argv", ["neuron_report.py", "--output", str(files[0]), "--json", str(files[1])])
 

@@ -180,6 +180,14 @@ def test_model_under_autocast_computes_in_bfloat16_with_float32_gradients(on_tp,
     on_tp(tp, job)
 
 
+def test_shapes_can_be_asked_for_without_memory(on_tp):
+    def job():
+        layer = ColumnParallelLinear(HIDDEN, 24, gather_output=False, device="meta")
+        assert layer(torch.empty(3, HIDDEN, device="meta")).shape == (3, 12)
+
+    on_tp(2, job)
+
+
 class SentBytes(TorchDispatchMode):
     def __init__(self):
         super().__init__()

@@ -192,10 +192,10 @@ def test_saving_replaces_a_model_but_nothing_else(saved, copy, tmp_path):
 
     with nxd_trace.parallel_model_load(saved) as model:
         for name in ("notes", "app"):
-            with pytest.raises(ValueError, match="holds other files .*; give a new folder"):
+            with pytest.raises(ValueError, match=r"holds other files .*; give a new folder"):
                 nxd_trace.parallel_model_save(model, tmp_path / name)
         (copy / "mine.txt").write_text("keep me")
-        with pytest.raises(ValueError, match="holds other files .'mine.txt'"):
+        with pytest.raises(ValueError, match=r"holds other files .'mine.txt'"):
             nxd_trace.parallel_model_save(model, copy)
         (copy / "mine.txt").unlink()
         cut_off(copy / "tp_rank_00" / "weights.safetensors")

@@ -1,12 +1,16 @@
 """The server answers as OpenAI's completions interface does, and refuses what it cannot do."""
 
+import asyncio
 import json
+import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.request import Request, urlopen
 
 import pytest
@@ -15,6 +19,7 @@ import tiny_decoder
 from nxd_trace.generation import SamplingSettings, choose_token, compile_generator
 from nxd_trace.serving import CompletionService, Job, RequestError, Scheduler, ServerLimits, make_app
 from nxd_trace.serving.text import TextStream
+from starlette.requests import Request as StarletteRequest
 from starlette.testclient import TestClient
 
 GREEDY = {"prompt": "once upon", "max_tokens": 12, "temperature": 0}
@@ -103,6 +108,16 @@ def test_a_seed_repeats_the_draws(client):
     assert drawn[0] == drawn[1] != drawn[2]
 
 
+def test_prompts_of_one_request_draw_with_seeds_of_their_own(client):
+    drawing = {"temperature": 9.0, "prompt": "a"}
+    alone = [complete(client, **drawing, seed=seed).json()["choices"][0]["text"] for seed in (7, 8)]
+
+    together = complete(client, **drawing | {"prompt": ["a", "a"]}, seed=7).json()["choices"]
+
+    assert [choice["text"] for choice in together] == alone
+    assert alone[0] != alone[1]
+
+
 def test_requests_of_several_clients_share_the_batch(client):
     prompts = ["hello", "a", "the fox", "so it goes."]
     found = {}
@@ -131,7 +146,7 @@ def test_requests_of_several_clients_share_the_batch(client):
         ({"max_tokens": "many"}, 400, "max_tokens='many' must be of type int"),
         ({"temperature": -1}, 400, "temperature=-1 must be 0 or more"),
         ({"temperature": 10**320}, 400, "must be 0 or more, and finite"),
-        ({"prompt": "\ud800"}, 400, "the prompt has no tokens"),
+        ({"prompt": "ABC"}, 400, "the prompt has no tokens: substring not found"),
         ({"n": 2}, 400, "n=2 is not supported"),
         ({"stop": [""]}, 400, "stop must be a text or up to 4 texts"),
         ({"prompt": "a" * 600}, 413, "more than 500 bytes"),
@@ -179,7 +194,7 @@ def test_a_body_that_is_no_json_is_refused(generator, body):
 
 
 def test_health_models_and_metrics_are_told(client):
-    complete(client)
+    written = complete(client).json()["usage"]["completion_tokens"]
     complete(client, n=2)
 
     assert client.get("/health").json() == {"status": "ok"}
@@ -188,6 +203,8 @@ def test_health_models_and_metrics_are_told(client):
     assert 'nxd_requests_total{status="200"} 1' in lines
     assert 'nxd_requests_total{status="400"} 1' in lines
     assert 'nxd_tokens_total{kind="prompt"} 9' in lines
+    assert f'nxd_tokens_total{{kind="written"}} {written}' in lines
+    assert any(float(line.split()[1]) > 0 for line in lines if line.startswith("nxd_request_seconds_sum"))
     assert 'nxd_sequences{state="waiting"} 0' in lines
 
 
@@ -252,22 +269,84 @@ def test_text_that_may_begin_a_stop_text_is_held_back():
     assert stream.stopped
 
 
-def test_a_server_process_answers_at_a_free_port_until_it_is_told_to_end():
+def test_a_server_process_answers_until_it_is_told_to_end_and_leaves_nothing_behind(tmp_path):
     script = Path(__file__).parent / "programs" / "serve_tiny.py"
-    server = subprocess.Popen([sys.executable, str(script)], stderr=subprocess.PIPE, text=True)
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    server = subprocess.Popen([sys.executable, str(script)], stderr=subprocess.PIPE, text=True, env=environment)
     try:
         log = []
         for line in server.stderr:
             log.append(line)
-            if found := re.search(r"running on (http://\S+)", line):
+            if found := re.search(r"running on (http://(\S+):(\d+))", line):
                 break
         assert found, "".join(log)
         request = Request(f"{found[1]}/v1/completions", json.dumps(GREEDY).encode())
         with urlopen(request, timeout=60) as response:
             assert json.load(response)["choices"][0]["text"] == TEXT
-        server.send_signal(signal.SIGINT)
-        assert server.wait(60) == 0, server.stderr.read()
+        with socket.create_connection((found[2], int(found[3]))) as client:
+            client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{")  # and no more
+        server.send_signal(signal.SIGTERM)
+        rest = server.communicate(timeout=60)[1]
+        assert server.returncode == 128 + signal.SIGTERM, rest
+        assert "Traceback" not in rest
     finally:
         server.kill()
         server.wait()
         server.stderr.close()
+    assert list(tmp_path.glob("nxd_trace*")) == []
+
+
+@pytest.fixture
+def gated(generator, monkeypatch):
+    """A service whose model makes five steps, enough for a first token, and one more per `gated.permits.release()`."""
+    step, permits = generator.engine.step, threading.Semaphore(5)
+
+    def permitted_step():
+        permits.acquire()
+        return step()
+
+    monkeypatch.setattr(generator.engine, "step", permitted_step)
+    service = CompletionService(generator.engine, LETTERS, model="tiny")
+    yield SimpleNamespace(service=service, permits=permits)
+    permits.release(100)
+    service.close()
+
+
+async def row_is_freed(service) -> None:
+    """Raises TimeoutError if it is not."""
+    async with asyncio.timeout(60):
+        while service.scheduler.num_running:
+            await asyncio.sleep(0)
+
+
+def test_a_stream_that_nobody_reads_any_more_frees_its_row(gated):
+    async def read_one_piece():
+        pieces = gated.service.start(GREEDY | {"max_tokens": 30}).pieces()
+        await anext(pieces)
+        await pieces.aclose()
+        gated.permits.release()  # for the step that is under way
+        await row_is_freed(gated.service)
+
+    asyncio.run(read_one_piece())
+
+
+def test_a_client_that_leaves_frees_its_row(gated):
+    """Driven as a server would: the client sends its request, and goes while the answer is written."""
+    endpoint = next(route for route in make_app(gated.service).routes if route.path == "/v1/completions").endpoint
+    bodies = [json.dumps(GREEDY | {"max_tokens": 30}).encode()]
+
+    async def receive():
+        if bodies:
+            return {"type": "http.request", "body": bodies.pop()}
+        while not gated.service.scheduler.num_running:
+            await asyncio.sleep(0)
+        return {"type": "http.disconnect"}
+
+    async def request():
+        response = await endpoint(StarletteRequest({"type": "http", "method": "POST", "headers": []}, receive))
+        gated.permits.release()
+        await row_is_freed(gated.service)
+        return response
+
+    assert asyncio.run(request()).status_code == 499
+    assert 'nxd_requests_total{status="499"} 1' in gated.service.metrics_text()

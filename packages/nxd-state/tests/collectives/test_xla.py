@@ -68,6 +68,17 @@ def test_every_collective_of_two_groups_gives_what_one_process_computes(dtype):
         torch.testing.assert_close(found, expected_results(rank, dtype), rtol=0, atol=0)
 
 
+def test_ranks_may_differ_in_what_needs_no_other_rank():
+    def fill():
+        nxd_state.initialize_model_parallel(2)
+        rank = nxd_state.get_group("tp").rank
+        kept = torch.arange(2 + rank, device=nxd_state.get_device()) * 2
+        nxd_state.step_boundary()
+        return kept
+
+    assert [found.tolist() for found in run_on_replicas(fill, 2)] == [[0, 2], [0, 2, 4]]
+
+
 def test_flags_are_broadcast_as_flags():
     def broadcast():
         nxd_state.initialize_model_parallel(2)
@@ -84,7 +95,8 @@ def test_flags_are_broadcast_as_flags():
 def test_rank_as_a_constant_of_the_graph_is_an_error_that_shows_the_difference():
     def add_rank():
         nxd_state.initialize_model_parallel(2)
-        kept = torch.ones(3, device=nxd_state.get_device()).roll(nxd_state.get_group("tp").rank)
+        group = nxd_state.get_group("tp")
+        kept = nxd_state.all_reduce(torch.arange(3, device=nxd_state.get_device()).roll(group.rank), group)
         nxd_state.step_boundary()
         return kept
 

@@ -17,6 +17,7 @@ import torch
 from nxd_state import get_device
 from nxd_state.neuron_errors import DeviceError, device_errors
 from nxd_state.xla_inspect import *
+from nxd_state.xla_inspect.recording import record_steps
 start_capture()
 import torch_xla
 
@@ -47,7 +48,18 @@ looked_at = capture_steps(lambda: step(look=True))[0]
 longer = capture_steps(lambda: step(rows=5))[0]
 with module_scopes(model):
     named = capture_steps(step)[0]
+def operations(graph):  # in any order: results come in another one
+    return sorted((it.opcode, str(it.shape)) for it in graph.module.main.instructions if it.opcode != "tuple")
+
+recorded = record_steps(step, 2)
+try:
+    record_steps(lambda: step(look=True))
+except RuntimeError as error:
+    early_read = str(error)
 print(json.dumps({
+    "recorded": [len(graphs) for graphs in recorded],
+    "recorded has the operations": operations(steps[3][0]) == operations(recorded[1][0]),
+    "early read": early_read,
     "graphs": [len(graphs) for graphs in steps],
     "difference of steps": str(first_difference(steps[1][0].module, steps[3][0].module)),
     "executions": counted.executions,
@@ -113,6 +125,19 @@ def test_forward_and_backward_carry_the_modules_paths_without_changing_the_graph
     assert findings["difference of names"] == "None"
     # Three products for each linear layer, except that the first input needs no gradient.
     assert sorted(findings["places"]) == sorted(layers + layers + layers[1:])
+
+
+@xla
+@neuron
+def test_steps_that_are_not_run_have_the_operations_of_those_that_are(findings):
+    assert findings["recorded"] == [1, 1]
+    assert findings["recorded has the operations"]
+
+
+@xla
+@neuron
+def test_value_that_is_read_in_a_step_that_is_not_run_is_refused_with_its_line(findings):
+    assert findings["early read"].startswith("the step asks for a value before its end, which cuts its graph: step (")
 
 
 @xla

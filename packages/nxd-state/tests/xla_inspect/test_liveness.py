@@ -30,6 +30,20 @@ def test_result_used_late_is_alive_until_then(module_of):
     assert {buffer.name for buffer in memory.largest} == {"b", "c", "d"}
 
 
+def test_results_live_to_the_end(module_of):
+    memory = peak_memory(
+        module_of(
+            A,
+            "b = f32[100] negate(a)",  # a result, read by nothing else
+            "c = f32[100] negate(a)",
+            "d = f32[100] negate(c)",
+            "r = (f32[100], f32[100]) tuple(b, d)",
+        )
+    )
+
+    assert (memory.temporaries, memory.results) == (1200, 800)
+
+
 @pytest.mark.parametrize(
     "view",
     [

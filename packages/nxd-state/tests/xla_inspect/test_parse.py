@@ -79,6 +79,12 @@ def test_constants_over_several_lines_and_brackets_in_quotations_are_read(module
     assert module.main.root.attributes["custom_call_target"] == '"a(b{"'
 
 
+def test_root_need_not_be_the_last_instruction():
+    module = parse_hlo("HloModule m\n\nENTRY e {\n  ROOT p = f32[2] parameter(0)\n  q = f32[2] negate(p)\n}\n")
+
+    assert module.main.root.name == "p"
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

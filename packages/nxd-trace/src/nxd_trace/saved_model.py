@@ -63,8 +63,8 @@ def _check_replaceable(target: Path) -> None:
         others = found
     if others:
         raise ValueError(
-            f"save_dir={str(target)!r} holds other files ({sorted(others)[0]!r} and {len(others) - 1} more); give a new "
-            "folder, or that of a traced model"
+            f"save_dir={str(target)!r} holds other files ({sorted(others)[0]!r} and {len(others) - 1} more); give a "
+            "new folder, or that of a traced model"
         )
 
 

@@ -53,7 +53,10 @@ def pending_tensors() -> list[Tensor]:
     found = [it for it in gc.get_objects() if issubclass(type(it), Tensor) and _is_on_xla(it)]
     # Python first learns of a gradient that backward has made when somebody asks for it.
     found += [it.grad for it in found if it.is_leaf and it.grad is not None]
-    by_id = {_xla_core()._xla_get_tensor_id(it): it for it in found}
+    # A tensor that was changed in place has a new number, given when it is next looked at: here, in no certain order.
+    # But it keeps that of the tensor it was made as.
+    xla = _xla_core()
+    by_id = {(xla._xla_get_tensor_view_alias_id(it), xla._xla_get_tensor_id(it)): it for it in found}
     ordered = [by_id[key] for key in sorted(by_id)]
     return [it for it, is_pending in zip(ordered, _are_pending(ordered), strict=True) if is_pending]
 

@@ -14,7 +14,7 @@ operands come first. What is assumed, and stated again where the numbers are sho
 
 import re
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from nxd_state.xla_inspect.hlo import Computation, HloModule, Instruction
@@ -101,27 +101,26 @@ def _peak_of(module: HloModule, computation: Computation, donated: frozenset[str
     order = computation.instructions
     views = _views(computation)
     sizes = {item.name: _written_bytes(item, views) if item.name not in donated else 0 for item in order}
-    kept = _buffers(views[computation.root.name])
     last_use = {item.name: position for position, item in enumerate(order)}  # nobody may read it
     last_use |= {
         buffer: at for at, item in enumerate(order) for name in item.operands for buffer in _buffers(views[name])
     }
     ends: dict[int, list[str]] = {}
-    for buffer, position in last_use.items():
-        if buffer not in kept:
-            ends.setdefault(position, []).append(buffer)
-    now, best = 0, _Peak(0, 0, computation.root.name, ())
-    alive: dict[str, None] = {}
+    for buffer, position in last_use.items():  # of a result the end: the root reads it
+        ends.setdefault(position, []).append(buffer)
+    now, peak, peak_at = 0, 0, 0
     for position, item in enumerate(order):
         now += sizes[item.name]
-        alive[item.name] = None
         during = max(now, now - sizes[item.name] + _inner_peak(module, item))  # what it calls makes its result
-        if during > best.num_bytes:
-            best = _Peak(during, 0, item.name, tuple(name for name in alive if sizes[name]))
-        for buffer in ends.get(position, ()):
-            now -= sizes[buffer]
-            alive.pop(buffer, None)
-    return replace(best, results=sum(sizes[buffer] for buffer in kept))
+        if during > peak:
+            peak, peak_at = during, position
+        now -= sum(sizes[buffer] for buffer in ends.get(position, ()))
+    return _Peak(
+        num_bytes=peak,
+        results=sum(sizes[buffer] for buffer in _buffers(views[computation.root.name])),
+        at=order[peak_at].name,
+        alive=tuple(it.name for it in order[: peak_at + 1] if sizes[it.name] and last_use[it.name] >= peak_at),
+    )
 
 
 def _inner_peak(module: HloModule, item: Instruction) -> int:

@@ -66,7 +66,7 @@ def _whole(lines: Iterable[str]) -> Iterator[str]:
     waiting = ""
     for line in lines:
         waiting = f"{waiting} {line.strip()}" if waiting else line
-        if _NAME.match(waiting) and not _is_closed(waiting):
+        if " constant(" in waiting and _NAME.match(waiting) and not _is_closed(waiting):
             continue
         if waiting.strip():
             yield waiting
@@ -110,7 +110,7 @@ def _shape(text: str) -> Shape:
     array = _ARRAY.match(text)
     if array is None:
         raise ValueError(f"not a shape: {text[:200]!r}")
-    dtype, dims = array[1], integers(array[2].replace("<=", ""))
+    dtype, dims = array[1], integers(array[2])
     if dtype not in BITS and not dtype.startswith("f8"):
         raise ValueError(f"element type {dtype!r} of shape {text[:80]!r} is not known; known are {', '.join(BITS)}")
     return Shape(Array(dtype, dims, integers(array[3] or "") or tuple(reversed(range(len(dims))))))

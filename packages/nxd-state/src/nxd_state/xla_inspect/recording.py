@@ -1,7 +1,8 @@
 """Recording the graphs of steps that are not run: those of a rank whose peers do not exist.
 
 A process that plays one rank of many records the same graphs as that rank would; only their results cannot be had. Here
-they are zeros, so that the next step begins, as it should, with tensors that lie on the device.
+they are zeros, so that the next step begins, as it should, with tensors that lie on the device. Results may come in another
+order than where torch-xla runs the graph, and instructions with them.
 """
 
 from collections.abc import Callable
@@ -42,12 +43,13 @@ def record_steps(step: Callable[[], object], count: int = 1) -> list[list[Captur
 
     steps = []
     with mock.patch.object(torch_xla, "sync", record):
+        record()  # what is pending is no part of the steps
         for _ in range(count):
+            graphs.clear()
             early = graphs_of(step)
             if early:
                 raise RuntimeError(
                     f"the step asks for a value before its end, which cuts its graph: {early[0].asked_by}"
                 )
             steps.append(graphs.copy())
-            graphs.clear()
     return steps

@@ -87,8 +87,8 @@ class Generator:
         """
         if self._caller == threading.get_ident():
             raise RuntimeError(
-                "on_token has called generate() of the generator that it gets tokens from; call it again once the first "
-                "call has returned"
+                "on_token has called generate() of the generator that it gets tokens from; call that again once it has "
+                "returned"
             )
         sampling = SamplingSettings(**settings)
         checked = [self.engine.check(prompt, sampling) for prompt in prompts]

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import signal
+import sys
+import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -57,15 +61,32 @@ def make_app(service: CompletionService) -> Starlette:
 
 
 def serve(service: CompletionService, *, host: str = "127.0.0.1", port: int = 8000) -> None:
-    """Answer requests until a signal ends the process. Port 0 takes a free one, which the log names.
+    """Answer requests until a signal comes. Port 0 takes a free one, which the log names.
+
+    Returns after SIGINT.
 
     Raises:
         ValueError: starlette or uvicorn is not installed.
+        SystemExit: after SIGTERM, with 143; so `with` blocks around this end the model's workers.
     """
     check_installed()
     import uvicorn  # noqa: PLC0415 - optional
 
-    uvicorn.run(make_app(service), host=host, port=port, access_log=False)
+    with _exit_at_termination():
+        uvicorn.run(make_app(service), host=host, port=port, access_log=False)
+
+
+@contextmanager
+def _exit_at_termination() -> Iterator[None]:
+    """Once uvicorn has shut down it raises the signal again, whose default is to end the process on the spot."""
+    if threading.current_thread() is not threading.main_thread():  # where uvicorn leaves signals alone
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class _Endpoints:
@@ -94,6 +115,13 @@ class _Endpoints:
         completions = self._service.start(await self._body(request))
         if completions.stream:
             return self._stream(completions)
+        try:
+            return await _while_connected(request, self._whole(completions))
+        finally:
+            completions.cancel()  # nothing has been read yet if the client was gone at once
+
+    async def _whole(self, completions: Completions) -> Response:
+        """One answer, when all is written."""
         texts: dict[int, str] = {}
         reasons: dict[int, str | None] = {}
         async with aclosing(completions.pieces()) as pieces:  # type: ignore[type-var]
@@ -119,12 +147,17 @@ class _Endpoints:
         return PlainTextResponse(self._service.metrics_text(), media_type="text/plain; version=0.0.4")
 
     async def _body(self, request: Request) -> Any:
+        from starlette.requests import ClientDisconnect  # noqa: PLC0415 - optional
+
         limit = self._service.limits.max_body_bytes
         data = b""
-        async for chunk in request.stream():
-            data += chunk
-            if len(data) > limit:
-                raise RequestError(413, f"the request has more than {limit} bytes; send a shorter one")
+        try:
+            async for chunk in request.stream():
+                data += chunk
+                if len(data) > limit:
+                    raise RequestError(413, f"the request has more than {limit} bytes; send a shorter one")
+        except ClientDisconnect as error:
+            raise _CLIENT_HAS_GONE from error
         try:
             return json.loads(data)
         except (ValueError, RecursionError) as error:
@@ -152,11 +185,39 @@ class _Endpoints:
         return StreamingResponse(events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
 
+# As nginx counts them; nobody gets the answer.
+_CLIENT_HAS_GONE = RequestError(499, "the client has closed the connection")
+
+
+async def _while_connected(request: Request, answering: Coroutine[Any, Any, Response]) -> Response:
+    """The answer, unless the client leaves before; then what makes it is cancelled.
+
+    Raises:
+        RequestError: the client has left.
+    """
+
+    async def departure() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    answer, gone = asyncio.ensure_future(answering), asyncio.ensure_future(departure())
+    try:
+        await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not answer.done():
+            raise _CLIENT_HAS_GONE
+        return answer.result()
+    finally:
+        for task in (answer, gone):
+            task.cancel()
+        await asyncio.gather(answer, gone, return_exceptions=True)
+
+
 def _event(body: dict[str, Any]) -> str:
     return f"data: {json.dumps(body)}\n\n"
 
 
 def _json(body: dict[str, Any], status: int = 200) -> Response:
-    from starlette.responses import JSONResponse  # noqa: PLC0415 - optional
+    from starlette.responses import Response  # noqa: PLC0415 - optional
 
-    return JSONResponse(body, status)
+    # Not JSONResponse, which fails at half a pair of surrogates; json.dumps writes it as it may have come.
+    return Response(json.dumps(body), status, media_type="application/json")

@@ -124,6 +124,10 @@ class Completions:
         finally:  # also when the client has gone
             self._service.scheduler.cancel([self._jobs[index] for index in unfinished])
 
+    def cancel(self) -> None:
+        """Drop what is not done."""
+        self._service.scheduler.cancel(self._jobs)
+
     def _deliver(self, index: int, event: WrittenToken | Exception) -> None:
         """Called in the scheduler's thread."""
         if not self._loop.is_closed():

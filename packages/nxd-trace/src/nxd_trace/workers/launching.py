@@ -153,4 +153,8 @@ def _module_path() -> list[str]:
 
 
 def _variables_read_when_loaded() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name.startswith(_READ_WHEN_LOADED)}
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(_READ_WHEN_LOADED) and name != "TORCHINDUCTOR_CACHE_DIR"  # which inductor sets by itself
+    }

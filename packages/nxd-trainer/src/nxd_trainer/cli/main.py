@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import select
 import sys
 import traceback
 from collections.abc import Collection, Sequence
@@ -14,12 +15,16 @@ from nxd_trainer.logs import log_level
 from nxd_trainer.slurm import slurm_environment
 
 EXIT_MISTAKE = 2
+EXIT_NO_READER = 128 + 13  # as of a process that SIGPIPE ends
 COMMANDS = (train, generate, serve, import_hugging_face, export, ckpt, plan, doctor, parity)
 RECIPE_FLAGS = {"train": ("nproc", "help"), "parity": parity.FLAGS}  # what is no key of the recipe
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the process's exit code: 0, 2 for a user's mistake, 143 after a signal."""
+    """Run one command; returns the process's exit code: 0, 2 for a user's mistake, 143 after a signal.
+
+    Where the reader of its output has gone, such as `head`, the process ends at once, with 141.
+    """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     remaining, settings = _take_apart(arguments)
     options = _make_parser().parse_args(remaining, argparse.Namespace(arguments=arguments, settings=settings))
@@ -27,13 +32,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         mendable(log_level)
         os.environ.update(mendable(lambda: slurm_environment(os.environ)))
         code: int = options.run(options)
+        sys.stdout.flush()
     except Mistake as mistake:
         # Every rank makes the same mistake; one rank of each host says so.
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"nxd {options.command}: {mistake}", file=sys.stderr)
         leave_mesh()
         return EXIT_MISTAKE
-    except Exception:
+    except Exception as error:
+        if isinstance(error, BrokenPipeError) and _reader_is_gone():
+            os._exit(EXIT_NO_READER)
         _fail_at_once()
     return code
 
@@ -77,6 +85,13 @@ def _take_settings(arguments: list[str], flags: Collection[str]) -> tuple[list[s
         else:
             remaining.append(argument)
     return remaining, settings
+
+
+def _reader_is_gone() -> bool:
+    """Whether it was this process's output that could not be written; sockets have readers as well."""
+    output = select.poll()
+    output.register(sys.stdout.fileno(), 0)
+    return any(event & select.POLLERR for _, event in output.poll(0))
 
 
 def _fail_at_once() -> NoReturn:

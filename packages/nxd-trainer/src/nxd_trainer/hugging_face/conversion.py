@@ -53,6 +53,14 @@ class ReferenceModel:
         """Of the model's tensors; a tied one has its first name."""
         return self._shapes.keys() - self.tied.keys()
 
+    def misshapen(self, arrangement: Arrangement) -> list[str]:
+        """Of each tensor whose shape is another in the model than in the files, what the two are."""
+        return [
+            f"{name!r} is {list(tensor.shape)} in the files, {list(self._shapes[name])} by the config"
+            for name, tensor in arrangement.tensors.items()
+            if tensor.shape != self._shapes[name]
+        ]
+
     def arrange(self, stored: Shapes) -> Arrangement:
         """How the model's tensors are made of those stored under these names, with these shapes.
 
@@ -142,12 +150,19 @@ def reference_model(config: Mapping[str, Any]) -> ReferenceModel | None:
         import transformers  # noqa: PLC0415 - optional
     except ImportError:
         return None
-    model_class = next((getattr(transformers, name, None) for name in config.get("architectures") or ()), None)
-    if model_class is None:
+    architectures = config.get("architectures") or ()
+    model_class: Any = next((getattr(transformers, str(name), None) for name in architectures), None)
+    config_class: Any = getattr(model_class, "config_class", None)
+    if config_class is None:  # something else of transformers may have the name
         return None
     content = {name: value for name, value in config.items() if name != "quantization_config"}
-    with torch.device("meta"):
-        return ReferenceModel(model_class(model_class.config_class.from_dict(content)))
+    try:
+        with torch.device("meta"):
+            return ReferenceModel(model_class(config_class.from_dict(content)))
+    except Exception as error:  # whatever transformers stumbles over: its checks are of many kinds
+        raise ValueError(
+            f"transformers makes no {model_class.__name__} of the config: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _converts(rule: Any) -> bool:

@@ -36,7 +36,8 @@ def import_hugging_face(
         Why `nxd train` and `nxd generate` cannot run the model; None if they can.
 
     Raises:
-        ValueError: `dtype` is no type, tensors are missing or too many, or need a conversion that is not known.
+        ValueError: `dtype` is no type, transformers does not take the config, tensors are missing, too many or of other
+            shapes than it says, or need a conversion that is not known.
         CheckpointError: the folder holds no safetensors, they are damaged, or the tag is taken.
     """
     check_dtype(dtype)
@@ -47,6 +48,8 @@ def import_hugging_face(
             f"{folder} is not what its config says: it lacks {list(found.missing[:5])} and has "
             f"{list(found.unexpected[:5])} besides; take the folder of a whole model"
         )
+    if found.misshapen:
+        raise ValueError(f"{folder} is not what its config says: {'; '.join(found.misshapen[:5])}")
     source = found.source
     dtypes = [info.dtype for info in source.tensors.values() if info.dtype.is_floating_point]
     described = {"config": config, "folder": str(Path(folder).resolve()), "tensors": dict(stored_shapes(folder))}

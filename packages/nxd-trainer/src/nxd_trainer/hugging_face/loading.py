@@ -84,11 +84,13 @@ class ModelTensors:
         source: the tensors.
         unexpected: names in the files that the model does not have.
         missing: names of the model that are not in the files.
+        misshapen: of each tensor whose shape is not what the config says, what it is.
     """
 
     source: RearrangedSource
     unexpected: Sequence[str]
     missing: Sequence[str]
+    misshapen: Sequence[str]
 
 
 def model_tensors(folder: "str | os.PathLike[str]") -> ModelTensors:
@@ -104,10 +106,11 @@ def model_tensors(folder: "str | os.PathLike[str]") -> ModelTensors:
     shapes = {name: info.global_shape for name, info in stored.tensors.items()}
     if reference is None:
         as_they_are = {name: Rearranged.whole(name, shape) for name, shape in shapes.items()}
-        return ModelTensors(RearrangedSource(stored, as_they_are), [], [])
+        return ModelTensors(RearrangedSource(stored, as_they_are), [], [], [])
     arrangement = reference.arrange(shapes)
     missing = sorted(reference.names - arrangement.tensors.keys())
-    return ModelTensors(RearrangedSource(stored, arrangement.tensors), arrangement.unexpected, missing)
+    source = RearrangedSource(stored, arrangement.tensors)
+    return ModelTensors(source, arrangement.unexpected, missing, reference.misshapen(arrangement))
 
 
 def _make_room(module: nn.Module, dtype: torch.dtype | None) -> set[str]:

@@ -81,9 +81,9 @@ def run_objects(config: Mapping[str, Any], folder: Path, dtype: torch.dtype) -> 
     if tokenizer is not None:
         data["tokenizer"] = str(tokenizer)
     content = {"model": asdict(own), "train": {"dtype": str(dtype).removeprefix("torch.")}, "data": data}
-    end_token = config.get("eos_token_id")
+    end_tokens = config.get("eos_token_id")
     return {
         "model": asdict(own),
         "recipe": recipe_to_dict(recipe_from_dict(content)),
-        "end_of_document": end_token[0] if isinstance(end_token, list) else end_token,
+        "end_of_document": next(iter(end_tokens), None) if isinstance(end_tokens, list) else end_tokens,
     }

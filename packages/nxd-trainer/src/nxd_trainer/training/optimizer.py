@@ -23,11 +23,10 @@ def build_optimizer(recipe: Recipe, model: nn.Module) -> AdamW | NeuronZero1Opti
         {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
     ]
     device = parameters[0].device
-    lr = learning_rate_on(device, options.lr)
     # On XLA the count of steps, too, is data; bias corrections that have become 1 would make another graph.
     kind: dict[str, Any] = {"capturable": True} if device.type == "xla" else {"fused": device.type in ("cpu", "cuda")}
     if not recipe.parallel.zero1:
-        return AdamW(groups, lr=lr, betas=options.betas, eps=options.eps, **kind)
+        return AdamW(groups, lr=options.lr, betas=options.betas, eps=options.eps, **kind)
     return NeuronZero1Optimizer(
         groups,
         AdamW,
@@ -36,7 +35,7 @@ def build_optimizer(recipe: Recipe, model: nn.Module) -> AdamW | NeuronZero1Opti
         use_grad_acc_hook=True,
         higher_cc_precision=True,
         save_master_weights=True,
-        lr=lr,
+        lr=options.lr,
         betas=options.betas,
         eps=options.eps,
         **kind,

@@ -22,6 +22,7 @@ from nxd_trainer.report import (
 )
 from nxd_trainer.training.checkpoints import diverged, resume_run
 from nxd_trainer.training.extraction import extract_graphs
+from nxd_trainer.training.graph_order import renew_in_order
 from nxd_trainer.training.pipeline import describe_pipeline
 from nxd_trainer.training.run_state import RunState, build_run_state
 from nxd_trainer.training.saving import RunSaver
@@ -53,7 +54,9 @@ def prepare_run(recipe: Recipe) -> tuple[RunState, str | None]:
         ValueError: the recipe does not fit the ranks, the data or the checkpoint; the same error on every rank.
     """
     state = build_run_state(recipe)
-    return state, resume_run(state)
+    tag = resume_run(state)
+    renew_in_order(state)
+    return state, tag
 
 
 def train(recipe: Recipe) -> TrainResult:

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch.distributed as dist
-from nxd_state import initialize_model_parallel
+from nxd_state import initialize_model_parallel, step_boundary
 from nxd_state.xla_inspect import capture_steps, module_scopes, start_capture
 from nxd_state.xla_inspect.recording import record_steps
 
@@ -30,6 +30,8 @@ def main(recipe_file: str, result: str, rank: int, world_size: int, num_steps: i
     initialize_model_parallel(recipe.parallel.tensor_parallel_size)
     state = build_run_state(recipe)
     record = capture_steps if world_size == 1 else record_steps
+    if world_size == 1:
+        step_boundary()  # as `nxd train`: the filling of tensors is no part of the first step
     with module_scopes(state.model):
         steps = record(lambda: take_step(state), num_steps)
     Path(result).write_text(json.dumps([[asdict(graph) for graph in graphs] for graphs in steps]))
