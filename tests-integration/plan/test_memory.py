@@ -142,8 +142,7 @@ class Replicas:
 @pytest.mark.parametrize(
     ("ranks", "cases"), [(1, ONE_RANK), (2, TWO_RANKS), (4, FOUR_RANKS)], ids=["one rank", "two ranks", "four ranks"]
 )
-def test_predicted_memory_is_within_a_tenth_of_measured_memory_on_every_rank(run_ranks, ranks, cases, monkeypatch):
-    monkeypatch.setenv("NXD_SHM", "0")  # planned are torch's collectives, whose buffers are torch's own
+def test_predicted_memory_is_within_a_tenth_of_measured_memory_on_every_rank(run_ranks, ranks, cases):
     predictions = [predict(case, ranks) for case in cases]
     of_ranks = run_ranks(
         measure_all,
@@ -153,6 +152,7 @@ def test_predicted_memory_is_within_a_tenth_of_measured_memory_on_every_rank(run
             for case, (_, call) in zip(cases, predictions, strict=True)
         ],
         timeout=JOB_SECONDS,
+        env={"NXD_SHM": "0"},  # planned are torch's collectives, whose buffers are torch's own
     )
     wrong = []
     for index, (case, (memories, _)) in enumerate(zip(cases, predictions, strict=True)):

@@ -4,9 +4,9 @@ import os
 import sys
 
 from nxd_trainer.cli import main
-from nxd_trainer.training import run
+from nxd_trainer.training import step
 
-compute_gradients = run.compute_gradients
+compute_gradients = step.compute_gradients
 
 
 def failing_compute_gradients(state):
@@ -15,5 +15,5 @@ def failing_compute_gradients(state):
     return compute_gradients(state)
 
 
-run.compute_gradients = failing_compute_gradients
+step.compute_gradients = failing_compute_gradients
 sys.exit(main())

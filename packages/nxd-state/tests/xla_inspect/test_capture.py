@@ -48,8 +48,9 @@ looked_at = capture_steps(lambda: step(look=True))[0]
 longer = capture_steps(lambda: step(rows=5))[0]
 with module_scopes(model):
     named = capture_steps(step)[0]
-def operations(graph):  # in any order: results come in another one
-    return sorted((it.opcode, str(it.shape)) for it in graph.module.main.instructions if it.opcode != "tuple")
+def operations(graph):  # but for their order, and views
+    found = [(it.opcode, str(it.shape)) for it in graph.module.main.instructions if it.opcode != "transpose"]
+    return sorted(found), count_flops(graph.module)
 
 recorded = record_steps(step, 2)
 try:

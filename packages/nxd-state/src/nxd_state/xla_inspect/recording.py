@@ -1,8 +1,8 @@
 """Recording the graphs of steps that are not run: those of a rank whose peers do not exist.
 
-A process that plays one rank of many records the same graphs as that rank would; only their results cannot be had. Here
-they are zeros, so that the next step begins, as it should, with tensors that lie on the device. Results may come in another
-order than where torch-xla runs the graph, and instructions with them.
+A process that plays one rank of many records the same graphs as that rank would; only their results cannot be had.
+Here they are zeros, so that the next step begins, as it should, with tensors on the device. Results, and instructions
+with them, may come in another order than where torch-xla runs the graph, and a view may be taken again.
 """
 
 from collections.abc import Callable

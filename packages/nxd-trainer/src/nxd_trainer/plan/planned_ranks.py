@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch.distributed as dist
+import torch.distributed._tools.fake_collectives  # collectives on the meta device, before torch 2.13
 import torch.testing._internal.distributed.fake_pg  # noqa: F401  (registers the transport "fake")
 from nxd_state import destroy_model_parallel, initialize_model_parallel, model_parallel_is_initialized
 
