@@ -63,6 +63,8 @@ class Group:
         if type(like) not in (Tensor, nn.Parameter):  # it belongs to a tracer or simulator, so ours must do so too
             given = _given_ranks.get().get(self)
             return torch.tensor(self.rank, device=like.device) if given is None else given.view(())
+        if torch.compiler.is_exporting():  # strictly: torch 2.9 refuses tensors from elsewhere, and makes data of this
+            return torch.tensor(self.rank, device=like.device)
         held = self._rank_tensors.get(like.device)
         if held is None and torch.compiler.is_compiling():
             held = self._rank_tensors[torch.device("cpu")].to(like.device)
