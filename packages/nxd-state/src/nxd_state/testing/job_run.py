@@ -16,7 +16,7 @@ from nxd_state.testing.messages import RELEASE, Raised, Success, TornDown, recei
 from nxd_state.testing.worker_process import WorkerProcess
 
 # How long ranks may take to end by themselves once another one has failed.
-_GRACE_SECONDS = 3.0
+_GRACE_SECONDS = 10.0
 _SECONDS_TO_TEAR_DOWN = 15.0
 
 
