@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from nxd_state.testing.pool import RankPool
 from nxd_state.testing.replica_executable import ReplicaExecutable
-from nxd_state.testing.xla_graph import PendingGraph, is_pending, pending_graph, put_results
+from nxd_state.xla_inspect.pending_graph import PendingGraph, is_pending, pending_graph, put_results
 
 T = TypeVar("T")
 

@@ -11,9 +11,9 @@ from unittest import mock
 
 import torch
 
-from nxd_state.testing.xla_graph import pending_tensors, put_results
 from nxd_state.xla_inspect.capture import graphs_of, start_capture
 from nxd_state.xla_inspect.graph_dump import CapturedGraph
+from nxd_state.xla_inspect.pending_graph import pending_tensors, put_results
 from nxd_state.xla_inspect.torch_xla_module import torch_xla_module
 
 
