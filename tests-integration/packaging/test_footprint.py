@@ -21,7 +21,7 @@ PACKAGES = [
 ]
 MODULES_OF_TORCH = "import torch, torch.distributed"
 LISTING = "import sys, json; print(json.dumps(sorted({name.partition('.')[0] for name in sys.modules})))"
-MOST_DISTRIBUTIONS = 14
+MOST_DISTRIBUTIONS = 16
 
 
 def imported_after(statement: str) -> set[str]:

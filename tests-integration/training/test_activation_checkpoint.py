@@ -27,6 +27,7 @@ CONFIG = LlamaConfig(
 )
 SIZE = Size(CONFIG, batch=2, sequence=32)
 LAYOUTS = [(1, False), (2, False), (2, True)]
+MESSAGE_BYTES = SIZE.batch * SIZE.sequence * CONFIG.hidden_size * 4
 
 
 def train(tp: int, sequence_parallel: bool, config: str | None, keep) -> list[torch.Tensor]:
@@ -67,7 +68,9 @@ def test_each_form_of_checkpointing_keeps_less_than_the_one_before(run_ranks):
     for layout, modes in by_layout.items():
         for before, after in itertools.pairwise(modes.values()):
             assert before.kept > after.kept, layout
-            assert before.peak > after.peak, layout
+            assert before.peak + MESSAGE_BYTES > after.peak, layout  # one that is under way lives a moment longer
+        assert modes["full"].peak < 0.8 * modes["none"].peak, layout
+        assert modes["full, matmul outputs kept"].peak < 0.9 * modes["none"].peak, layout
         assert modes["full"].kept < 0.5 * modes["none"].kept, layout
         assert modes["full, matmul outputs kept"].kept < 0.9 * modes["none"].kept, layout
     one, two, split = (by_layout[layout] for layout in LAYOUTS)

@@ -77,6 +77,15 @@ def test_worker_killed_during_a_call_raises_and_the_model_restarts(trace):
     torch.testing.assert_close(model(X), models.plain_mlp(weights, X))
 
 
+@pytest.fixture
+def interruptible():
+    """An interrupt raises KeyboardInterrupt, also in what a shell has started in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_interrupt_during_a_call_ends_the_workers_and_the_model_restarts(trace):
     weights = models.logical_weights()
     model = trace(models.mlp, X, tp_degree=2, weights=weights)
