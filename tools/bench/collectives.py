@@ -2,7 +2,7 @@
 
     python tools/bench/collectives.py [--ranks 2 4] [--rounds 9] [--largest-mib 64]
 
-Takes about two minutes on two idle cores, and leaves nothing behind. Each line is one operation at one size: the
+Takes about five minutes on two idle cores, and leaves nothing behind. Each line is one operation at one size: the
 median over rounds of the mean time of one call, over gloo and through shared memory, and the median of each round's
 ratio. Sizes are those of the tensor that each rank gives. On busy cores both wait for ranks that are not running,
 so that the ratios say little.
@@ -29,7 +29,8 @@ from torch import Tensor
 
 KIB, MIB = 2**10, 2**20
 SIZES = (4, 256, 4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 8 * MIB, 64 * MIB)  # bytes
-SECONDS_PER_TURN = 0.02
+SECONDS_PER_TURN = 0.1
+WARM_UP_TURNS = 3  # each with as many calls as the one before says: the first calls are slow
 
 
 class Case(NamedTuple):
@@ -68,12 +69,12 @@ def measure(processes: RankProcesses, operation: str, nbytes: int, rounds: int) 
     """Seconds per call over gloo and through shared memory, by round."""
     times: dict[bool, list[float]] = {False: [], True: []}
     calls = dict.fromkeys(times, 1)
-    for turn in range(rounds + 1):
+    for turn in range(WARM_UP_TURNS + rounds):
         for is_shared, of_transport in times.items():
             case = Case(operation, nbytes, is_shared, calls[is_shared])
             seconds = max(processes.request(case, f"at {case}"))
-            if turn == 0:  # to warm up, and to know how many calls fill a turn
-                calls[is_shared] = max(2, min(1000, int(SECONDS_PER_TURN / seconds)))
+            if turn < WARM_UP_TURNS:
+                calls[is_shared] = max(2, min(5000, int(SECONDS_PER_TURN / seconds)))
             else:
                 of_transport.append(seconds)
     return times[False], times[True]
@@ -111,10 +112,11 @@ def serve(ranks: int, rank: int, store: Path, connection: Connection) -> None:
 
 
 def time_calls(case: Case, group: Group) -> float:
-    """Mean seconds of one call."""
+    """Mean seconds of one call, after one that brings everything back to this transport."""
     numel = max(group.size, case.nbytes // 4)
     tensor = torch.ones(numel // group.size * group.size if case.operation in PARTED else max(1, case.nbytes // 4))
     call = functools.partial(OPERATIONS[case.operation], tensor, group)
+    call()
     nxd_state.barrier(group)
     start = time.perf_counter()
     for _ in range(case.calls):

@@ -7,7 +7,8 @@ Takes about two minutes on two idle cores, and leaves nothing behind. Measured i
 - the floor: plain PyTorch in one process with two threads, which communicates nothing;
 - ours on two ranks with one thread each, without and with sequence parallelism;
 - the same plain model under torch's `parallelize_module` on two ranks, in four variants of which the best counts;
-- all of these at world size one with a tiny model: the overhead of the layers themselves.
+- a tiny model on two ranks, whose time is that of many short collectives, and ours over gloo instead of shared memory;
+- the same at world size one: the overhead of the layers themselves.
 
 All start from the same weights, and the losses are checked to be equal. Times are medians over rounds in which
 each variant has its turn; ratios are medians of each round's ratio. Run it on idle cores: on busy ones the floor
@@ -23,7 +24,7 @@ from training_step import report
 from training_step.rounds import Entry, check_losses, measure
 from training_step.sizes import LARGE, TINY
 from training_step.team import Layout, Team
-from training_step.variants import DTENSOR, OURS, OURS_SEQUENCE_PARALLEL, PLAIN
+from training_step.variants import DTENSOR, OURS, OURS_OVER_GLOO, OURS_SEQUENCE_PARALLEL, PLAIN
 
 WARM_UP = 3
 
@@ -34,6 +35,7 @@ def main() -> int:
     if os.getloadavg()[0] > 0.5:
         print(f"The load of this machine is {os.getloadavg()[0]:.1f}: what else runs here disturbs the times below.")
     compare_on_two_ranks(options.rounds, with_profile=options.profile)
+    compare_tiny_on_two_ranks(options.rounds)
     compare_on_one_rank(options.rounds)
     return 0
 
@@ -69,6 +71,19 @@ def compare_on_two_ranks(rounds: int, *, with_profile: bool) -> None:
             report.print_phases(timings)
             report.print_traffic([ours, ours_sequence_parallel])
             report.print_operators([floor, ours])
+
+
+def compare_tiny_on_two_ranks(rounds: int) -> None:
+    """The tiny model: the latency of collectives."""
+    layout = Layout(ranks=2, threads=1, size=TINY, variants=(OURS, OURS_OVER_GLOO, OURS_SEQUENCE_PARALLEL, *DTENSOR))
+    with Team(layout) as pair:
+        entries = [Entry(f"{variant.name}, TP 2", pair, variant) for variant in layout.variants]
+        ours, over_gloo, _, *dtensor = entries
+        timings = measure(entries, rounds=rounds, steps_per_turn=21, warm_up=WARM_UP)
+        check_losses(entries, steps=WARM_UP)
+        best = min(dtensor, key=lambda entry: timings[entry].median)
+        print(f"\nTiny Llama on two ranks: {TINY}")
+        report.print_times(timings, {"ours": ours, "gloo": over_gloo, "DTensor's best": best})
 
 
 def compare_on_one_rank(rounds: int) -> None:

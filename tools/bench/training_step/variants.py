@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from nxd_state import active_group
 from nxd_trainer.models import LlamaForCausalLM
+from processes.over_gloo import over_gloo
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import loss_parallel
@@ -63,6 +64,7 @@ def _dtensor(name: str, *, parallel_loss: bool, sequence_parallel: bool) -> Vari
 
 PLAIN = Variant("plain PyTorch", build_plain)
 OURS = Variant("ours", build_ours)
+OURS_OVER_GLOO = Variant("ours, over gloo", build_ours, over_gloo)
 OURS_SEQUENCE_PARALLEL = Variant("ours, sequence parallel", partial(build_ours, sequence_parallel=True))
 DTENSOR = (
     _dtensor("DTensor", parallel_loss=False, sequence_parallel=False),
