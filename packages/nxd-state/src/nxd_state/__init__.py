@@ -69,6 +69,7 @@ from nxd_state.shard_spec import (
     shard_along,
 )
 from nxd_state.shared_memory import SharedMemoryError
+from nxd_state.transfers import read_later, send_to_device
 
 __version__ = "0.1.0"
 
@@ -137,6 +138,8 @@ __all__ = [
     "get_device",
     "transport_device",
     "step_boundary",
+    "send_to_device",
+    "read_later",
     "DeviceError",
     "prepare_neuron",
     "neuron_settings",

@@ -29,6 +29,7 @@ class Group:
         process_group: the torch process group behind it; None where nobody else is in it.
         name: the process group's registered name, which compiled graphs refer to.
         shared_memory: what carries CPU tensors where all its ranks are on one host; None where they are not.
+        crosses_stages: whether it has ranks of several pipeline stages, which compute different things.
     """
 
     axis: str
@@ -38,6 +39,7 @@ class Group:
     process_group: dist.ProcessGroup | None = None
     name: str = ""
     shared_memory: "Transport | None" = None
+    crosses_stages: bool = False
     _rank_tensors: dict[torch.device, Tensor] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:

@@ -215,7 +215,13 @@ def _make_groups(state: _ParallelState) -> None:
             replica_groups=replica_groups,
             process_group=process_group,
             name=process_group.group_name,
+            crosses_stages=_crosses_stages(state.mesh, ranks),
         )
+
+
+def _crosses_stages(mesh: Mesh, ranks: tuple[int, ...]) -> bool:
+    first, last = (mesh.coordinates(rank)["pp"] for rank in (ranks[0], ranks[-1]))  # in mesh order, stage by stage
+    return first != last
 
 
 def _share_memory(state: _ParallelState) -> None:
@@ -233,7 +239,13 @@ def _make_subgroup(state: _ParallelState, whole: Group, size: int) -> Group:
         return whole
     runs = [ranks[start : start + size] for ranks in whole.replica_groups for start in range(0, whole.size, size)]
     ranks = next(ranks for ranks in runs if state.rank in ranks)
-    group = Group(axis=whole.axis, ranks=ranks, rank=ranks.index(state.rank), replica_groups=tuple(runs))
+    group = Group(
+        axis=whole.axis,
+        ranks=ranks,
+        rank=ranks.index(state.rank),
+        replica_groups=tuple(runs),
+        crosses_stages=_crosses_stages(state.mesh, ranks),
+    )
     if size == 1:
         return group
     process_group = new_process_group_of_members(ranks, state.timeout)

@@ -6,6 +6,7 @@ from time import perf_counter_ns
 from typing import Any
 
 import torch
+from nxd_state import step_boundary
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import TreeSpec
@@ -108,6 +109,7 @@ class Executor:
                     if record is not None and action.kind not in RECEIVES:
                         record(action, start, perf_counter_ns())
             self._mailbox.finish()
+            step_boundary()  # whoever reads a loss now finds it computed
             return [self._results[microbatch] for microbatch in sorted(self._results)]
         finally:
             self._forget()
@@ -288,7 +290,7 @@ class _Shapes:
 
 def _autocast() -> Hashable:
     """The dtypes that torch.autocast computes in now."""
-    devices = (device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device))
+    devices = (device for device in ("cpu", "cuda", "xla") if torch.is_autocast_enabled(device))
     return tuple((device, torch.get_autocast_dtype(device)) for device in devices)
 
 

@@ -1,7 +1,8 @@
 """How the tensors of one message travel: small ones together in one buffer, large ones as they are.
 
 A transport takes its time per message, some tens of microseconds; below a certain size a copy is faster than that.
-Both ends know the layouts, and so what comes in which buffer.
+Both ends know the layouts, and so what comes in which buffer. On XLA all travel as they are: there is no memory there
+in which tensors of several dtypes could lie.
 """
 
 from collections.abc import Sequence
@@ -43,7 +44,7 @@ class Parcel:
     def of(cls, layouts: Sequence[TensorLayout]) -> "Parcel":
         """The parcel of tensors of these layouts."""
         sizes = {index: layout.num_bytes for index, layout in enumerate(layouts) if layout.num_bytes}
-        small = [index for index, size in sizes.items() if size <= SMALL]
+        small = [index for index, size in sizes.items() if size <= SMALL and layouts[index].device_type != "xla"]
         if len(small) == 1 or len({layouts[index].device_type for index in small}) > 1:
             small = []
         together: list[_Place] = []
@@ -66,8 +67,9 @@ class Parcel:
 
     def make_room(self) -> tuple[list[Tensor], list[Tensor]]:
         """Tensors to receive what `pack` gives, and the tensors that it was made of, in the same memory."""
+        in_buffer = {place.index for place in self.together}
         tensors = [
-            torch.empty(layout.shape if index in self.alone else 0, dtype=layout.dtype, device=layout.device_type)
+            torch.empty(0 if index in in_buffer else layout.shape, dtype=layout.dtype, device=layout.device_type)
             for index, layout in enumerate(self.layouts)
         ]
         packed = [tensors[index] for index in self.alone]
@@ -76,7 +78,7 @@ class Parcel:
             packed.append(buffer)
             for place in self.together:  # by `data`, autograd does not take a change of one for a change of all
                 tensors[place.index] = self._view(buffer, place).data
-        return packed, [tensor.view(layout.shape) for tensor, layout in zip(tensors, self.layouts, strict=True)]
+        return packed, tensors
 
     def _buffer(self) -> Tensor:
         device = self.layouts[self.together[0].index].device_type

@@ -1,7 +1,8 @@
 """Messages between two ranks of a `Group`: blocking, without waiting, or several at once.
 
 Those from one rank to another arrive in the order in which they were sent, and both ends ask for them in that order.
-XLA has none: there a message is a part of the graph that all ranks share.
+On XLA none leaves at once: a message is a small graph that both ends run, one message after the other. There the ranks
+need one order of all messages in which each waits for both its ends; those of one batch are ordered here.
 """
 
 from collections.abc import Sequence
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from nxd_state.collectives import debug, eager
+from nxd_state.collectives import debug, eager, xla
 from nxd_state.collectives.eager import Pending
 from nxd_state.collectives.messages import Receive, Send
 from nxd_state.collectives.shared import pending_of, shared_memory_of
@@ -21,13 +22,14 @@ def send(tensor: Tensor, group: Group, *, destination: int) -> None:
 
     Raises:
         ValueError: the group has no such index, or it is this rank's own.
-        RuntimeError: the tensor is on an XLA device.
     """
     _check("destination", destination, tensor, group)
     if debug.enabled():
         debug.confirm_message(_announce(Send(tensor, destination), group))
     memory = shared_memory_of(tensor, group)
-    if memory is not None:
+    if tensor.device.type == "xla":
+        xla.exchange([Send(tensor, destination)], group)
+    elif memory is not None:
         memory.send(tensor, destination)
     else:
         eager.send(tensor, group, destination)
@@ -38,16 +40,18 @@ def recv(tensor: Tensor, group: Group, *, source: int) -> Tensor:
 
     Raises:
         ValueError: the group has no such index, or it is this rank's own; or `tensor` is not contiguous.
-        RuntimeError: the tensor is on an XLA device.
     """
     _check("source", source, tensor, group)
     _check_receivable(tensor)
     if debug.enabled():
         debug.confirm_message(_announce(Receive(tensor, source), group))
     memory = shared_memory_of(tensor, group)
-    if memory is None:
-        return eager.recv(tensor, group, source)
-    memory.recv(tensor, source)
+    if tensor.device.type == "xla":
+        xla.exchange([Receive(tensor, source)], group)
+    elif memory is not None:
+        memory.recv(tensor, source)
+    else:
+        eager.recv(tensor, group, source)
     return tensor
 
 
@@ -56,7 +60,6 @@ def isend(tensor: Tensor, group: Group, *, destination: int) -> Pending:
 
     Raises:
         ValueError: the group has no such index, or it is this rank's own.
-        RuntimeError: the tensor is on an XLA device.
     """
     (pending,) = batch_isend_irecv([Send(tensor, destination)], group)
     return pending
@@ -67,7 +70,6 @@ def irecv(tensor: Tensor, group: Group, *, source: int) -> Pending:
 
     Raises:
         ValueError: the group has no such index, or it is this rank's own; or `tensor` is not contiguous.
-        RuntimeError: the tensor is on an XLA device.
     """
     (pending,) = batch_isend_irecv([Receive(tensor, source)], group)
     return pending
@@ -82,7 +84,6 @@ def batch_isend_irecv(messages: Sequence[Send | Receive], group: Group) -> list[
     Raises:
         ValueError: the group has no such index, or it is this rank's own; or a tensor to receive into is not
             contiguous. Nothing has been sent then.
-        RuntimeError: a tensor is on an XLA device. Nothing has been sent then.
     """
     for message in messages:
         if isinstance(message, Send):
@@ -122,11 +123,6 @@ def _check(name: str, peer: int, tensor: Tensor, group: Group) -> None:
     check_index(name, peer, group)
     if peer == group.rank:
         raise ValueError(f"{name}={peer} is this rank itself in {group}; no message is needed")
-    if tensor.device.type == "xla":
-        raise RuntimeError(
-            f"cannot exchange a tensor on {tensor.device} with one other rank: XLA has only collectives, which "
-            "all ranks of a group take part in; run pipelines on cpu or cuda (NXD_DEVICE=cpu)"
-        )
 
 
 def _check_receivable(tensor: Tensor) -> None:
@@ -138,13 +134,22 @@ def _check_receivable(tensor: Tensor) -> None:
 
 
 def _begin(messages: Sequence[Send | Receive], group: Group) -> list[Pending]:
-    memories = [shared_memory_of(message.tensor, group) for message in messages]
-    others = [message for message, memory in zip(messages, memories, strict=True) if memory is None]
-    other_pendings = iter(eager.batch_isend_irecv(others, group) if others else ())
-    return [
-        next(other_pendings) if memory is None else pending_of(message.tensor, memory.begin_message(message))
-        for message, memory in zip(messages, memories, strict=True)
-    ]
+    """In the order of the messages; each transport gets all of its own at once."""
+    begun: dict[int, Pending] = {}
+    of_torch: list[int] = []
+    of_xla: list[int] = []
+    for index, message in enumerate(messages):
+        memory = shared_memory_of(message.tensor, group)
+        if memory is not None:
+            begun[index] = pending_of(message.tensor, memory.begin_message(message))
+        else:
+            (of_xla if message.tensor.device.type == "xla" else of_torch).append(index)
+    if of_torch:
+        begun |= zip(of_torch, eager.batch_isend_irecv([messages[it] for it in of_torch], group), strict=True)
+    if of_xla:
+        xla.exchange([messages[it] for it in of_xla], group)
+        begun |= {it: Pending(messages[it].tensor) for it in of_xla}
+    return [begun[index] for index in range(len(messages))]
 
 
 def _announce(message: Send | Receive, group: Group) -> debug.Announcement:

@@ -1,16 +1,15 @@
 """The replica harness: a program for XLA on N ranks, each a process, whose steps run with XLA's collectives on a CPU.
 
-Each rank records its graphs by torch-xla, as it would on an accelerator. Where a step ends (`step_boundary`) the ranks
-hand in what they have recorded; the graphs must be the same to the letter, and one of them is compiled and run with N
-replicas (`replica_executable`), each with its own rank's tensors. Then every rank goes on with its results. Only what
-has no collective, as the copies of a checkpoint that is loaded, may differ: torch-xla runs that on each rank. To read
-a tensor before it is computed is an error here: it would stall a device, and cut the step's graph in two.
+Each rank records its graphs by torch-xla, as it would on an accelerator. At a `step_boundary` it meets the ranks that
+its graph's collectives connect it to (`replica_meeting`), if any; their graphs must be the same to the letter, and the
+first of them compiles one and runs it as N replicas (`replica_executable`), each with its own rank's tensors. Then
+every rank goes on with its results. So stages of a pipeline may run different graphs, and what has no collective, as
+the copies of a checkpoint that is loaded, may differ everywhere. To read a tensor before it is computed is an error
+here: it would stall a device, and cut the step's graph in two.
 """
 
 import atexit
 import functools
-import hashlib
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,10 +19,13 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.distributed_c10d import _get_default_store
 from torch.overrides import TorchFunctionMode
 
 from nxd_state.testing.pool import RankPool
 from nxd_state.testing.replica_executable import ReplicaExecutable
+from nxd_state.testing.replica_meeting import Meetings, connected_ranks
 from nxd_state.xla_inspect.pending_graph import PendingGraph, is_pending, pending_graph, put_results
 
 T = TypeVar("T")
@@ -56,21 +58,25 @@ def _pool_of_replicas() -> RankPool:
 
 @dataclass(frozen=True)
 class ExecutedGraph:
-    """A graph that all ranks have run.
+    """A graph that this rank has run.
 
     Attributes:
-        text: HLO, the same on every rank.
+        text: HLO, the same on all of `ranks`.
         is_new: whether it was the first of its kind and was compiled.
+        ranks: those that its collectives connect, this one among them.
     """
 
     text: str
     is_new: bool
+    ranks: tuple[int, ...]
 
 
 @dataclass
 class _Job:
+    meetings: Meetings | None = None
     executed: list[ExecutedGraph] = field(default_factory=list)
-    compiled: dict[str, ReplicaExecutable | None] = field(default_factory=dict)  # by hash; None but on rank 0
+    ranks: dict[str, tuple[int, ...]] = field(default_factory=dict)  # by text
+    executables: dict[str, ReplicaExecutable] = field(default_factory=dict)  # by text, on the first of its ranks
 
 
 _job = _Job()
@@ -83,72 +89,75 @@ def executed_graphs() -> list[ExecutedGraph]:
 
 def _as_replica(fn: Callable[..., T], args: tuple[Any, ...]) -> T:
     global _job  # noqa: PLW0603  (a worker is a rank of one job after the other)
-    _job = _Job()
-    with _boundaries_on_replicas(), _NoEarlyReads():
-        return fn(*args)
+    _job = _Job(meetings := Meetings(_get_default_store(), dist.get_rank()))
+    # By these hooks what autograd saves belongs to Python, where pending_graph finds it.
+    with _boundaries_on_replicas(), _NoEarlyReads(), saved_tensors_hooks(_same, _same):
+        result = fn(*args)
+    meetings.end()
+    return result
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 @contextmanager
 def _boundaries_on_replicas() -> Iterator[None]:
     import torch_xla  # noqa: PLC0415
 
-    sync = torch_xla.sync
-    sync()  # what an earlier job has left
-    with mock.patch.object(torch_xla, "sync", functools.partial(_run_pending_graph, run_alone=sync)):
+    torch_xla.sync()  # what an earlier job has left
+    with mock.patch.object(torch_xla, "sync", _run_pending_graph):
         yield
 
 
-def _run_pending_graph(run_alone: Callable[[], None]) -> None:
-    """In place of `torch_xla.sync`, which is `run_alone`; on every rank."""
+def _run_pending_graph() -> None:
+    """In place of `torch_xla.sync`."""
     graph = pending_graph()
-    texts = [""] * dist.get_world_size()
-    dist.all_gather_object(texts, "" if graph is None else graph.text)
-    if len(set(texts)) > 1 and not any(map(_COLLECTIVE.search, texts)):
-        run_alone()
-        return
-    _check_same(texts)
     if graph is None:
         return
-    key = hashlib.sha256(graph.text.encode()).hexdigest()
-    _job.executed.append(ExecutedGraph(graph.text, key not in _job.compiled))
-    put_results(graph.outputs, _execute(graph, key))
+    is_new = graph.text not in _job.ranks
+    if is_new:
+        _job.ranks[graph.text] = connected_ranks(graph.text, dist.get_rank(), dist.get_world_size())
+    ranks = _job.ranks[graph.text]
+    _job.executed.append(ExecutedGraph(graph.text, is_new, ranks))
+    put_results(graph.outputs, _execute(graph, ranks))
 
 
-def _execute(graph: PendingGraph, key: str) -> list[Tensor]:
-    """What the graph gives on this rank; rank 0 runs it for all."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    inputs: list[list[Tensor]] | None = [[]] * world_size if rank == 0 else None
-    dist.gather_object(graph.inputs, inputs)
+def _execute(graph: PendingGraph, ranks: tuple[int, ...]) -> list[Tensor]:
+    """What the graph gives on this rank; the first of the ranks runs it for all."""
+    assert _job.meetings is not None
+    if len(ranks) == 1:
+        return _compiled(graph, 1).run([graph.inputs])[0]
+    name = _job.meetings.meet(ranks, graph.text)
+    inputs = _job.meetings.gather(name, ranks, graph.inputs)
     results: list[Any] | None = None
     if inputs is not None:
         try:
-            executable = _job.compiled.get(key) or ReplicaExecutable(graph.proto, world_size)
-            _job.compiled[key] = executable
-            results = executable.run(inputs)
+            results = _run(graph, ranks, inputs)
         except Exception as error:  # which every rank is to raise, as all wait for results
-            results = [RuntimeError(f"{type(error).__name__}: {error}")] * world_size
-    _job.compiled.setdefault(key, None)
-    own: list[Any] = [None]
-    dist.scatter_object_list(own, results)
-    if isinstance(own[0], Exception):
-        raise own[0]
-    return own[0]
+            results = [RuntimeError(f"{type(error).__name__}: {error}")] * len(ranks)
+    own = _job.meetings.scatter(name, ranks, results)
+    if isinstance(own, Exception):
+        raise own
+    return own
 
 
-_COLLECTIVE = re.compile(r" (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)\(")
+def _run(graph: PendingGraph, ranks: tuple[int, ...], inputs: list[list[Tensor]]) -> list[list[Tensor]]:
+    """The results of each of the ranks.
+
+    The collectives name ranks of the whole job. Those that are elsewhere compute as well, from any inputs: nobody looks
+    at what they get.
+    """
+    by_rank = dict(zip(ranks, inputs, strict=True))
+    world_size = dist.get_world_size()
+    results = _compiled(graph, world_size).run([by_rank.get(rank, inputs[0]) for rank in range(world_size)])
+    return [results[rank] for rank in ranks]
 
 
-def _check_same(texts: list[str]) -> None:
-    for rank, text in enumerate(texts):
-        if text != texts[0]:
-            lines, others = texts[0].splitlines()[1:], text.splitlines()[1:]  # but for the list of all parameters
-            pairs = zip([*lines, "(end)"], [*others, "(end)"], strict=False)
-            line, other = next((pair for pair in pairs if pair[0] != pair[1]), ("(end)", "(end)"))
-            raise RuntimeError(
-                f"rank {rank} recorded another graph than rank 0: {len(others)} lines instead of {len(lines)}, and "
-                f"first\n  {other.strip()}\ninstead of\n  {line.strip()}\n"
-                "A rank's index must come in as data: use Group.rank_tensor, not Group.rank"
-            )
+def _compiled(graph: PendingGraph, num_replicas: int) -> ReplicaExecutable:
+    if graph.text not in _job.executables:
+        _job.executables[graph.text] = ReplicaExecutable(graph.proto, num_replicas)
+    return _job.executables[graph.text]
 
 
 class _NoEarlyReads(TorchFunctionMode):

@@ -38,8 +38,9 @@ def record_steps(step: Callable[[], object], count: int = 1) -> list[list[Captur
     def record(*_: Any, **__: Any) -> None:
         pending = pending_tensors()
         if pending:
-            graphs.append(CapturedGraph(torch_xla._XLAC._get_xla_tensors_hlo(pending)))
-            put_results(pending, [torch.zeros(tensor.shape, dtype=tensor.dtype) for tensor in pending])
+            firsts = [aliases[0] for aliases in pending]
+            graphs.append(CapturedGraph(torch_xla._XLAC._get_xla_tensors_hlo(firsts)))
+            put_results(pending, [torch.zeros(tensor.shape, dtype=tensor.dtype) for tensor in firsts])
 
     steps = []
     with mock.patch.object(torch_xla, "sync", record):

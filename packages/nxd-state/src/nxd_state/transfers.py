@@ -1,0 +1,40 @@
+"""Copies between the host and the device for which the host does not wait: batches on their way there, losses back.
+
+On XLA both are asynchronous by themselves. On CUDA that takes host memory that the system does not move about.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def send_to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy of a CPU tensor on `device`, which need not be there yet; on the CPU the tensor itself.
+
+    On XLA it is data from the beginning and no part of the graph under way, so that another thread may call this.
+    """
+    pinned = tensor.pin_memory() if device.type == "cuda" else tensor
+    return pinned.to(device, non_blocking=True)
+
+
+def read_later(tensor: Tensor) -> Callable[[], Tensor]:
+    """Ask for a tensor's values before the device has computed them, so that it can be given more work meanwhile.
+
+    Args:
+        tensor: on XLA part of a step that has ended, see `step_boundary`.
+
+    Returns:
+        What waits for the values, and for no later work: a CPU tensor.
+    """
+    if tensor.device.type != "cuda":
+        return tensor.detach().cpu
+    values = tensor.detach().to("cpu", non_blocking=True)  # in the device's queue, before what is still to be given
+    copied = torch.cuda.Event()
+    copied.record(torch.cuda.current_stream(tensor.device))
+
+    def wait() -> Tensor:
+        copied.synchronize()
+        return values
+
+    return wait
