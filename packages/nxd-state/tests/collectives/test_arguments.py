@@ -93,25 +93,6 @@ def test_peer_or_buffer_that_cannot_serve_raises(call, message):
         call()
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda tensor: nxd_state.send(tensor, PAIR, destination=1),
-        lambda tensor: nxd_state.recv(tensor, PAIR, source=1),
-        lambda tensor: nxd_state.isend(tensor, PAIR, destination=1),
-        lambda tensor: nxd_state.irecv(tensor, PAIR, source=1),
-        lambda tensor: nxd_state.batch_isend_irecv([nxd_state.Send(tensor, 1)], PAIR),
-    ],
-    ids=["send", "recv", "isend", "irecv", "batch"],
-)
-def test_message_on_xla_raises_saying_where_pipelines_run(call):
-    class OnXla:  # torch-xla need not be there
-        device = torch.device("xla:0")
-
-    with pytest.raises(RuntimeError, match=r"tensor on xla:0 .* XLA has only collectives.*cpu or cuda"):
-        call(OnXla())
-
-
 def test_bad_argument_on_every_rank_leaves_the_group_usable():
     def total():
         nxd_state.initialize_model_parallel(3)

@@ -5,6 +5,7 @@ import pytest
 import torch
 from nxd_state.testing import RankFailure, run_on_replicas
 from nxd_state.testing.replicas import executed_graphs
+from nxd_state.xla_inspect import find_collectives, parse_hlo
 
 pytestmark = pytest.mark.xla
 
@@ -137,3 +138,82 @@ def test_state_goes_on_from_step_to_step_in_one_graph():
     for total, is_new in run_on_replicas(count, 2):
         assert total.tolist() == [8.0, 4.0]
         assert is_new[-2:] == [False, False]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
+def test_batch_of_messages_goes_both_ways_round_the_ring(dtype):
+    def exchange():
+        nxd_state.initialize_model_parallel(WORLD_SIZE)
+        group, device = nxd_state.get_group("tp"), nxd_state.get_device()
+        before, behind = (group.rank - 1) % group.size, (group.rank + 1) % group.size
+        mine = inputs(dtype)[group.rank].to(device)
+        buffers = {peer: torch.empty(8, 4, dtype=dtype, device=device) for peer in (behind, before)}
+        messages = [nxd_state.Receive(buffer, peer) for peer, buffer in buffers.items()]
+        messages += [nxd_state.Send(mine.t(), peer) for peer in (before, behind)]
+        for pending in nxd_state.batch_isend_irecv(messages, group):
+            pending.wait()
+        nxd_state.step_boundary()
+        return all(torch.equal(buffer.cpu(), inputs(dtype)[peer].t()) for peer, buffer in buffers.items())
+
+    assert run_on_replicas(exchange, WORLD_SIZE) == [True] * WORLD_SIZE
+
+
+def test_message_of_each_of_two_pipelines_is_one_permute_between_its_two_ends():
+    def pass_on():
+        nxd_state.initialize_model_parallel(1, 2)
+        group, rank = nxd_state.get_group("pp"), nxd_state.get_world_group().rank
+        tensor = torch.full((3,), float(rank + 1), device=nxd_state.get_device())
+        if group.rank == 0:
+            nxd_state.send(tensor, group, destination=1)
+        else:
+            nxd_state.recv(tensor, group, source=0)
+        nxd_state.step_boundary()
+        shared = [graph for graph in executed_graphs() if len(graph.ranks) > 1]
+        return tensor, [(graph.ranks, find_collectives(parse_hlo(graph.text))) for graph in shared]
+
+    found = run_on_replicas(pass_on, WORLD_SIZE)
+
+    assert [tensor.tolist() for tensor, _ in found] == [[1.0] * 3, [2.0] * 3, [1.0] * 3, [2.0] * 3]
+    for rank, (_, [(ranks, [permute])]) in enumerate(found):
+        assert ranks == ((0, 2), (1, 3))[rank % 2]
+        assert (permute.kind, permute.groups, permute.bytes_sent) == ("collective-permute", ((0, 2), (1, 3)), 12)
+
+
+def test_messages_in_another_order_at_their_two_ends_are_an_error():
+    def cross():
+        nxd_state.initialize_model_parallel(1, 2)
+        group, tensor = nxd_state.get_group("pp"), torch.ones(2, device=nxd_state.get_device())
+        nxd_state.send(tensor, group, destination=1 - group.rank)
+        nxd_state.recv(tensor, group, source=1 - group.rank)
+
+    with pytest.raises(RankFailure, match="recorded another graph than rank"):
+        run_on_replicas(cross, 2)
+
+
+def test_rank_that_does_not_come_to_a_collective_is_an_error_of_those_that_do():
+    def leave():
+        nxd_state.initialize_model_parallel(2)
+        group = nxd_state.get_group("tp")
+        total = torch.arange(3, device=nxd_state.get_device()) + 1
+        if group.rank == 0:
+            total = nxd_state.all_reduce(total, group)
+        nxd_state.step_boundary()
+        return total
+
+    with pytest.raises(RankFailure, match=r"rank 1 has ended, and rank 0 .* between ranks \[0, 1\]"):
+        run_on_replicas(leave, 2)
+
+
+def test_collective_between_stages_is_a_graph_of_its_own():
+    def norm():
+        nxd_state.initialize_model_parallel(1, 2)
+        stages, device = nxd_state.get_group("pp"), nxd_state.get_device()
+        share = torch.arange(4, device=device).float()
+        share = share.sum() if stages.rank == 0 else (share * share).max()  # stages compute different things
+        total = nxd_state.all_reduce(share, stages) * 2
+        nxd_state.step_boundary()
+        return total, [len(graph.ranks) for graph in executed_graphs()]
+
+    for total, connected in run_on_replicas(norm, 2):
+        assert total.item() == 2 * (6 + 9)
+        assert connected == [1, 2, 1]

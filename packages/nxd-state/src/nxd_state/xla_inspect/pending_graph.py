@@ -45,7 +45,7 @@ def pending_graph() -> PendingGraph | None:
     return PendingGraph(
         text=xla._get_xla_tensors_hlo(firsts),
         proto=xla._get_xla_tensors_hlo_proto(firsts),
-        inputs=xla._xla_get_cpu_tensors(inputs),
+        inputs=xla._xla_get_cpu_tensors(inputs) if inputs else [],
         outputs=outputs,
     )
 
