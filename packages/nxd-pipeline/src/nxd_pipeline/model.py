@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any, Self
 
 import torch
-from nxd_state import Group, broadcast, get_group, model_parallel_is_initialized, transport_device
+from nxd_state import Group, broadcast, device_type, get_group, model_parallel_is_initialized, transport_device
 from torch import Tensor, nn
 
 from nxd_pipeline.partition import (
@@ -40,6 +40,7 @@ from nxd_pipeline.schedules import (
     ActionKind,
     Schedule,
     forward_only,
+    insert_blocking_communication,
     insert_communication,
     make_schedule,
 )
@@ -184,8 +185,9 @@ class NxDPPModel(nn.Module):
         self._local_modules = nn.ModuleList(stage.module for stage in self._stages.values())
         modules = {index: stage.module for index, stage in self._stages.items()}
         self._mailbox = Mailbox(self._group)
-        self._training_schedule = insert_communication(self._schedule, wiring.edges)
-        evaluation = insert_communication(forward_only(self._schedule), wiring.edges)
+        insert = insert_blocking_communication if device_type() == "xla" else insert_communication
+        self._training_schedule = insert(self._schedule, wiring.edges)
+        evaluation = insert(forward_only(self._schedule), wiring.edges)
         self._train_executor = Executor(modules, wiring, self._training_schedule, self._mailbox)
         self._eval_executor = Executor(modules, wiring, evaluation, self._mailbox)
 

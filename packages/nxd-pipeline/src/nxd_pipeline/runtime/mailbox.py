@@ -1,7 +1,7 @@
 """Messages between the stages of different ranks: without blocking, and with their layouts ahead of them when new.
 
-Both ends of a message come to it in one order (see `nxd_pipeline.schedules.insert_communication`), so messages
-between two ranks need no labels.
+Both ends of a message come to it in one order (see `nxd_pipeline.schedules.insert_communication`, and for XLA, where
+messages block, `insert_blocking_communication`), so messages between two ranks need no labels.
 """
 
 import io

@@ -9,6 +9,7 @@ from nxd_pipeline.schedules.action import (
     ActionKind,
     parse_action,
 )
+from nxd_pipeline.schedules.blocking_communication import insert_blocking_communication
 from nxd_pipeline.schedules.catalog import SCHEDULE_NAMES, make_schedule
 from nxd_pipeline.schedules.chart import save_chart, text_chart
 from nxd_pipeline.schedules.communication import insert_communication
@@ -56,6 +57,7 @@ __all__ = [
     "looped_placement",
     "v_placement",
     "insert_communication",
+    "insert_blocking_communication",
     # checking and measuring it
     "verify_schedule",
     "peak_in_flight",
