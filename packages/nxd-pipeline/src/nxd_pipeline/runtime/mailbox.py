@@ -11,7 +11,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from nxd_state import Group, Pending, Receive, Send, barrier, batch_isend_irecv, recv, send, transport_device
+from nxd_state import (
+    Group,
+    Pending,
+    Receive,
+    Send,
+    barrier,
+    batch_isend_irecv,
+    recv,
+    send,
+    step_boundary,
+    transport_device,
+)
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
@@ -148,6 +159,7 @@ class Mailbox:
                 self._wait_for_oldest()
 
     def _receive(self, route: Route, parcel: Parcel, source: int) -> Incoming:
+        step_boundary()  # on XLA: what was computed is a graph without this room, the same wherever it is computed
         packed, tensors = parcel.make_room()
         pending = batch_isend_irecv([Receive(tensor, source) for tensor in packed], self._group)
         return Incoming(route.layout, tensors, pending)
