@@ -1,5 +1,7 @@
 """Models small enough to be trained in one process and in every layout of a test: a Llama, and one of odd sizes."""
 
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -8,6 +10,8 @@ from nxd_layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinea
 from nxd_trainer.models import LlamaConfig
 from torch import nn
 from torch.nn import functional as F
+
+sys.path.insert(0, str(Path(__file__).parent))  # the tests of this folder share modules
 
 
 @pytest.fixture

@@ -10,15 +10,14 @@ from neuronx_distributed.trainer import (
     initialize_parallel_model,
     initialize_parallel_optimizer,
     load_checkpoint,
-    neuronx_distributed_config,
     save_checkpoint,
 )
 from nxd_ckpt import list_checkpoints, open_checkpoint
-from nxd_state import active_group, all_reduce, destroy_model_parallel
-from nxd_trainer.models import LlamaConfig, LlamaDecoderLayer, LlamaForCausalLM
+from nxd_trainer.models import LlamaConfig, LlamaForCausalLM
+from resumable_llama import VOCABULARY, config_of, train
 
 CONFIG = LlamaConfig(
-    vocab_size=24,
+    vocab_size=VOCABULARY,
     hidden_size=16,
     intermediate_size=20,
     num_hidden_layers=4,
@@ -30,20 +29,8 @@ USER_CONTENT = {"total_steps": 3, "betas": (0.9, 0.95), "by_number": {1: torch.a
 
 def build(tp, pp, zero1, seed):
     """Model, optimizer and scheduler of the documented API."""
-    destroy_model_parallel()
-    config = neuronx_distributed_config(
-        tensor_parallel_size=tp,
-        pipeline_parallel_size=pp,
-        pipeline_config={
-            "transformer_layer_cls": LlamaDecoderLayer,
-            "num_microbatches": 2,
-            "input_names": ["input_ids", "labels"],
-            "auto_partition": True,
-            "broadcast_and_average_loss": True,
-        }
-        if pp > 1
-        else None,
-        optimizer_config={"zero_one_enabled": zero1, "grad_clipping": True, "max_grad_norm": 1.0},
+    config = config_of(
+        tp, pp, optimizer_config={"zero_one_enabled": zero1, "grad_clipping": True, "max_grad_norm": 1.0}
     )
     torch.manual_seed(seed)
     model = initialize_parallel_model(config, lambda: LlamaForCausalLM(CONFIG, dtype=torch.float64))
@@ -54,21 +41,6 @@ def build(tp, pp, zero1, seed):
     optimizer = initialize_parallel_optimizer(config, torch.optim.AdamW, groups, lr=0.05)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.9)
     return model, optimizer, scheduler
-
-
-def train(model, optimizer, scheduler, steps):
-    """The mean loss of each step over the replicas, which have four sequences between them."""
-    replicas = active_group("dp")
-    losses = []
-    for step in steps:
-        generator = torch.Generator().manual_seed(step)
-        tokens = torch.randint(CONFIG.vocab_size, (4, 9), generator=generator)[replicas.rank :: replicas.size]
-        loss = model.run_train(input_ids=tokens[:, :-1], labels=tokens[:, 1:])
-        optimizer.step()
-        optimizer.zero_grad()
-        scheduler.step()
-        losses.append(float(all_reduce(loss.detach().double(), replicas, op="avg")))
-    return losses
 
 
 def save_and_resume(root, tp, pp, zero1, async_save):

@@ -12,7 +12,8 @@ import torch
 from neuronx_distributed.parallel_layers import mappings
 from nxd_layers import CoreAttention, RMSNorm
 from nxd_state.testing import run_torchrun
-from nxd_trainer.models import LlamaConfig, LlamaDecoderLayer, LlamaForCausalLM
+from nxd_trainer.models import LlamaDecoderLayer, LlamaForCausalLM
+from sample_sizes import SIZES, tokens
 
 CONFIG_OF_EVERYTHING = """
 nxd_config = nxd.neuronx_distributed_config(
@@ -158,14 +159,6 @@ without_stop, seed = losses, 1
 print(user_content["total_steps"], losses == without_stop, losses != [None, None], flush=True)
 nxd.parallel_state.destroy_model_parallel()
 """
-SIZES = LlamaConfig(
-    vocab_size=64,
-    hidden_size=32,
-    intermediate_size=32,
-    num_hidden_layers=4,
-    num_attention_heads=8,
-    num_key_value_heads=8,
-)
 
 
 class ModelOfSample(LlamaForCausalLM):
@@ -173,10 +166,6 @@ class ModelOfSample(LlamaForCausalLM):
 
     def forward(self, input_ids, attention_mask, labels):
         return super().forward(input_ids, labels), attention_mask
-
-
-def tokens(length: int) -> torch.Tensor:
-    return torch.randint(0, 64, (4, length), generator=torch.Generator().manual_seed(1))
 
 
 def names_of_developer_guide(args: SimpleNamespace, cuts: list[str] | None, model_class: type) -> dict[str, object]:

@@ -9,12 +9,11 @@ from neuronx_distributed.trainer import (
     initialize_parallel_model,
     initialize_parallel_optimizer,
     load_checkpoint,
-    neuronx_distributed_config,
     save_checkpoint,
 )
 from nxd_layers.lora import LoraConfig, gather_adapter
-from nxd_state import active_group, all_reduce, destroy_model_parallel
-from nxd_trainer.models import LlamaDecoderLayer, LlamaForCausalLM
+from nxd_trainer.models import LlamaForCausalLM
+from resumable_llama import config_of, train
 
 MODES = {
     "adapter": {"save_lora_config_adapter": False},
@@ -42,44 +41,13 @@ def build(make_config):
     """`build(tp, pp, zero1, lora=..., seed=...)`: model, optimizer and scheduler of the documented API."""
 
     def make(tp, pp, zero1, *, lora, seed=0):
-        destroy_model_parallel()
-        config = neuronx_distributed_config(
-            tensor_parallel_size=tp,
-            pipeline_parallel_size=pp,
-            pipeline_config={
-                "transformer_layer_cls": LlamaDecoderLayer,
-                "num_microbatches": 2,
-                "input_names": ["input_ids", "labels"],
-                "auto_partition": True,
-                "broadcast_and_average_loss": True,
-            }
-            if pp > 1
-            else None,
-            optimizer_config={"zero_one_enabled": zero1},
-            lora_config=lora,
-        )
+        config = config_of(tp, pp, optimizer_config={"zero_one_enabled": zero1}, lora_config=lora)
         torch.manual_seed(seed)
         model = initialize_parallel_model(config, lambda: LlamaForCausalLM(make_config(), dtype=torch.float64))
         optimizer = initialize_parallel_optimizer(config, torch.optim.AdamW, model.parameters(), lr=0.05)
         return model, optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.9)
 
     return make
-
-
-def train(model, optimizer, scheduler, steps):
-    """The mean loss of each step over the replicas, which have four sequences between them."""
-    replicas = active_group("dp")
-    losses = []
-    for step in steps:
-        tokens = torch.randint(48, (4, 9), generator=torch.Generator().manual_seed(step))[
-            replicas.rank :: replicas.size
-        ]
-        loss = model.run_train(input_ids=tokens[:, :-1], labels=tokens[:, 1:])
-        optimizer.step()
-        optimizer.zero_grad()
-        scheduler.step()
-        losses.append(float(all_reduce(loss.detach().double(), replicas, op="avg")))
-    return losses
 
 
 def save_in_every_mode(build, root):

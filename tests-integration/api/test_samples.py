@@ -12,7 +12,8 @@ from neuronx_distributed import parallel_state
 from neuronx_distributed.modules.lora import LoraConfig
 from neuronx_distributed.optimizer import NeuronZero1Optimizer
 from neuronx_distributed.pipeline import NxDPPModel
-from nxd_trainer.models import LlamaConfig, LlamaDecoderLayer, LlamaForCausalLM
+from nxd_trainer.models import LlamaDecoderLayer, LlamaForCausalLM
+from sample_sizes import SIZES, tokens
 from torch.optim import AdamW
 
 CONFIG = """
@@ -94,14 +95,6 @@ nxd_config = nxd.neuronx_distributed_config(
 )
 model = nxd.initialize_parallel_model(nxd_config, get_model)
 """
-SIZES = LlamaConfig(
-    vocab_size=64,
-    hidden_size=32,
-    intermediate_size=32,
-    num_hidden_layers=4,
-    num_attention_heads=8,
-    num_key_value_heads=8,
-)
 
 
 class LanguageModel(LlamaForCausalLM):
@@ -109,10 +102,6 @@ class LanguageModel(LlamaForCausalLM):
 
     def forward(self, inputs):
         return super().forward(inputs[:, :-1], inputs[:, 1:])
-
-
-def tokens(length: int) -> torch.Tensor:
-    return torch.randint(0, 64, (4, length), generator=torch.Generator().manual_seed(1))
 
 
 def run_first_sample(tensor_parallel_size: int) -> list[float]:

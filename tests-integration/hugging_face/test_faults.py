@@ -94,7 +94,7 @@ def test_a_rank_that_cannot_give_its_part_fails_the_saving_on_all_and_leaves_nob
     assert (issubclass(first[0], RuntimeError), first[1]) == (True, told)
     assert second == (RuntimeError, "rank 0 could not write the model: MemoryError: no room for a copy")
     assert len(list((tmp_path / "saved").glob("*.safetensors"))) > 0
-    assert not list(tmp_path.glob("failed-*/*.safetensors"))
+    assert not list(tmp_path.glob("failed-*/model*"))
 
 
 def test_a_model_that_cannot_be_read_on_one_rank_fails_the_saving_on_all(run_ranks, make_folder, tmp_path):
@@ -145,6 +145,20 @@ def test_sizes_of_files_may_be_huge_but_must_be_sizes(make_folder, tmp_path):
 
     save_pretrained(model, tmp_path / "saved", max_shard_size="900000TB")
     assert [file.name for file in (tmp_path / "saved").glob("*.safetensors*")] == ["model.safetensors"]
+
+
+def test_folder_of_a_model_in_the_older_format_keeps_its_config(make_folder, tmp_path):
+    model = transformers.AutoModelForCausalLM.from_pretrained(make_folder("llama"))
+    for name in ("pytorch_model.bin", "config.json"):
+        (tmp_path / name).write_text("mine")
+
+    with pytest.raises(ValueError, match=r"already holds a pytorch_model\.bin"):
+        save_pretrained(model, tmp_path)
+
+    assert {path.name: path.read_text() for path in tmp_path.iterdir() if path.is_file()} == {
+        "pytorch_model.bin": "mine",
+        "config.json": "mine",
+    }
 
 
 def test_target_that_cannot_be_a_folder_is_named(make_folder, tmp_path):

@@ -11,38 +11,22 @@ from nxd_trainer.training import train
 
 pytestmark = [pytest.mark.xla, pytest.mark.slow]
 
-SETTINGS = [
-    "data.path=text",
-    "data.sequence_length=32",
-    "model.hidden_size=32",
-    "model.intermediate_size=64",
-    "model.num_hidden_layers=2",
-    "model.num_attention_heads=4",
-    "model.num_key_value_heads=2",
-    "train.global_batch_size=4",
+STEPS = [
     "train.gradient_accumulation_steps=2",
     "train.steps=4",
-    "train.log_every=1",
     "train.eval_every=2",
-    "optimizer.warmup_steps=2",
     "optimizer.eps=1e-5",
-    "parallel.tensor_parallel_size=2",
-    "parallel.sequence_parallel=true",
     "parallel.zero1=true",
 ]
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    (tmp_path / "text").mkdir()
-    (tmp_path / "text/a.txt").write_text("the quick brown fox jumps over the lazy dog. " * 100)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+LAYOUTS = {
+    "tp2-sp-dp2": ["parallel.tensor_parallel_size=2", "parallel.sequence_parallel=true"],
+    "pp2-dp2": ["parallel.pipeline_parallel_size=2"],
+}
 
 
 def run(*settings: str) -> float:
-    recipe = load_recipe(None, [*SETTINGS, *settings])
-    initialize_model_parallel(recipe.parallel.tensor_parallel_size)
+    recipe = load_recipe(None, list(settings))
+    initialize_model_parallel(recipe.parallel.tensor_parallel_size, recipe.parallel.pipeline_parallel_size)
     return train(recipe).loss
 
 
@@ -64,14 +48,19 @@ def assert_same_tensors(found, expected) -> None:
         torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def test_run_of_four_ranks_on_xla_equals_the_run_over_gloo_and_goes_on_from_its_checkpoints(folder):
-    [expected, *_] = run_on_ranks(run, 4, "output=gloo", env={"NXD_DEVICE": "cpu"})
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_run_of_four_ranks_on_xla_equals_the_run_over_gloo_and_goes_on_from_its_checkpoints(
+    layout, tiny, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    settings = [*tiny, *STEPS, *LAYOUTS[layout]]
+    [expected, *_] = run_on_ranks(run, 4, *settings, "output=gloo", env={"NXD_DEVICE": "cpu"})
 
-    on_xla = run_on_replicas(run_and_count, 4, "output=xla")
-    run_on_ranks(run, 4, "output=moved", "train.stop_after=2", env={"NXD_DEVICE": "cpu"})
-    moved = run_on_replicas(run, 4, "output=moved")
+    on_xla = run_on_replicas(run_and_count, 4, *settings, "output=xla")
+    run_on_ranks(run, 4, *settings, "output=moved", "train.stop_after=2", env={"NXD_DEVICE": "cpu"})
+    moved = run_on_replicas(run, 4, *settings, "output=moved")
 
     assert [loss for loss, _ in on_xla] == pytest.approx([expected] * 4, rel=1e-5)
     assert moved == pytest.approx([expected] * 4, rel=1e-5)
-    assert_same_tensors(tensors(folder / "xla"), tensors(folder / "gloo"))
-    assert_same_tensors(tensors(folder / "moved"), tensors(folder / "gloo"))
+    assert_same_tensors(tensors(tmp_path / "xla"), tensors(tmp_path / "gloo"))
+    assert_same_tensors(tensors(tmp_path / "moved"), tensors(tmp_path / "gloo"))

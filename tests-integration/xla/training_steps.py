@@ -1,15 +1,15 @@
 """Some training steps of a small Llama on whatever device the ranks have: the same code over gloo and on XLA."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from fractions import Fraction
 
 import torch
 from nxd_optim import GradientReducer, NeuronZero1Optimizer, clip_grad_norm, reduce_sequence_parallel_gradients
 from nxd_state import get_device, get_group, initialize_model_parallel, move_model_to_device, step_boundary
 from nxd_state.testing import LogicalPiece, logical_pieces
 from nxd_trainer.models import LlamaConfig, LlamaForCausalLM
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import AdamW
 
 GLOBAL_BATCH, SEQUENCE, MAX_NORM = 8, 16, 0.5
@@ -33,6 +33,20 @@ class Layout:
     accumulation: int = 1
 
 
+LAYOUTS = {
+    "tp2": (2, Layout(tp=2)),
+    "tp2-sp": (2, Layout(tp=2, sequence_parallel=True)),
+    "tp4": (4, Layout(tp=4)),
+    "tp4-sp": (4, Layout(tp=4, sequence_parallel=True)),
+    "dp2": (2, Layout(tp=1)),
+    "dp2-zero1": (2, Layout(tp=1, zero1=True)),
+    "tp2-dp2": (4, Layout(tp=2)),
+    "tp2-dp2-sp": (4, Layout(tp=2, sequence_parallel=True, accumulation=2)),
+    "tp2-dp2-zero1": (4, Layout(tp=2, zero1=True)),
+    "tp2-dp2-sp-zero1": (4, Layout(tp=2, sequence_parallel=True, zero1=True, accumulation=2)),
+}  # by name: how many ranks, and how they are used
+
+
 @dataclass
 class Outcome:
     """On one rank: of each step, the mean loss of its microbatches and the norm; gradients of the first step."""
@@ -43,34 +57,63 @@ class Outcome:
     weights: list[LogicalPiece]
 
 
-def train(layout: Layout, steps: int) -> Outcome:
-    """Train from one seed; the learning rate is another one in each step."""
-    initialize_model_parallel(tensor_model_parallel_size=layout.tp)
-    device = get_device()
-    torch.manual_seed(0)
-    model = move_model_to_device(LlamaForCausalLM(CONFIG, sequence_parallel=layout.sequence_parallel), device)
-    optimizer = make_optimizer(model, layout)
-    reducer = optimizer if isinstance(optimizer, NeuronZero1Optimizer) else GradientReducer(model.parameters())
-    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.5, total_iters=steps)
+def make_llama(layout: Layout) -> nn.Module:
+    """A small Llama."""
+    return LlamaForCausalLM(CONFIG, sequence_parallel=layout.sequence_parallel)
+
+
+def train(layout: Layout, steps: int, make_model: Callable[[Layout], nn.Module] = make_llama) -> Outcome:
+    """Train a model from one seed; the learning rate is another one in each step."""
+    trainee = make_trainee(layout, make_model)
+    schedule = torch.optim.lr_scheduler.LinearLR(trainee.optimizer, start_factor=0.5, total_iters=steps)
     step_boundary()
-    outcome = Outcome([], [], [], [])
+    outcome, named = Outcome([], [], [], []), trained(trainee.model)
     for step in range(steps):
-        loss, gradients = accumulate(model, reducer, batches(step, layout.accumulation, device))
-        norm = update(model, optimizer, reducer)
+        loss, gradients, norm = take_step(trainee, layout, step)
         schedule.step()
         step_boundary()
         outcome.losses.append(loss.item())
         outcome.norms.append(norm.item())
         if step == 0 and gradients:
-            outcome.gradients = logical_pieces((n, p, gradients[n].cpu()) for n, p in model.named_parameters())
-    outcome.weights = logical_pieces((n, p, p.detach().cpu()) for n, p in model.named_parameters())
+            outcome.gradients = logical_pieces((name, p, gradients[name].cpu()) for name, p in named.items())
+    outcome.weights = logical_pieces((n, p, p.detach().cpu()) for n, p in trainee.model.named_parameters())
     return outcome
+
+
+@dataclass
+class Trainee:
+    """What training needs on one rank; with ZeRO-1 the optimizer is the reducer."""
+
+    model: nn.Module
+    optimizer: AdamW | NeuronZero1Optimizer
+    reducer: GradientReducer | NeuronZero1Optimizer
+
+
+def make_trainee(layout: Layout, make_model: Callable[[Layout], nn.Module]) -> Trainee:
+    """On a mesh of its own."""
+    initialize_model_parallel(tensor_model_parallel_size=layout.tp)
+    torch.manual_seed(0)
+    model = move_model_to_device(make_model(layout), get_device())
+    optimizer = make_optimizer(model, layout)
+    reducer = optimizer if isinstance(optimizer, NeuronZero1Optimizer) else GradientReducer(model.parameters())
+    return Trainee(model, optimizer, reducer)
+
+
+def take_step(trainee: Trainee, layout: Layout, step: int) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+    """One step up to its boundary: the loss, gradients as `accumulate` says, and their norm."""
+    loss, gradients = accumulate(trainee.model, trainee.reducer, batches(step, layout.accumulation, get_device()))
+    return loss, gradients, update(trainee.model, trainee.optimizer, trainee.reducer)
+
+
+def trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that learn, by name."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def make_optimizer(model, layout: Layout):
     groups = [
-        {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.1},
-        {"params": [p for p in model.parameters() if p.dim() <= 1], "weight_decay": 0.0},
+        {"params": [p for p in trained(model).values() if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in trained(model).values() if p.dim() <= 1], "weight_decay": 0.0},
     ]
     if layout.zero1:
         return NeuronZero1Optimizer(groups, AdamW, max_norm=MAX_NORM, lr=1e-2, eps=1e-5)
@@ -98,7 +141,7 @@ def accumulate(model, reducer, microbatches) -> tuple[Tensor, dict[str, Tensor]]
         return loss, {}
     reducer.finish()
     reduce_sequence_parallel_gradients(model.parameters())
-    return loss, {name: p.grad.clone() for name, p in model.named_parameters()}
+    return loss, {name: p.grad.clone() for name, p in trained(model).items()}
 
 
 def update(model, optimizer, reducer) -> Tensor:
@@ -110,25 +153,3 @@ def update(model, optimizer, reducer) -> Tensor:
         optimizer.step()
     reducer.zero_grad()
     return norm
-
-
-def least_bytes(layout: Layout, world_size: int) -> int:
-    """What a rank must send for one step, by the rings' count: see `nxd_state.xla_inspect.collectives`.
-
-    Without sequence parallelism an all-reduce of the activations after attention, MLP and embedding forward, and before
-    attention, MLP and head backward; with it as many bytes in pairs of all-gather and reduce-scatter, and the norms'
-    gradients. For the loss three numbers a token. Over replicas the gradients, once each way. For the gradient's norm
-    one number.
-    """
-    dp = world_size // layout.tp
-    tp_share, dp_share = Fraction(layout.tp - 1, layout.tp), Fraction(dp - 1, dp)
-    layers, hidden = CONFIG.num_hidden_layers, CONFIG.hidden_size
-    tokens = GLOBAL_BATCH // dp * SEQUENCE
-    norms = (2 * layers + 1) * hidden
-    attention = 2 * hidden * hidden + 2 * CONFIG.num_key_value_heads * CONFIG.head_size * hidden
-    matrices = 2 * CONFIG.vocab_size * hidden + layers * (attention + 3 * CONFIG.intermediate_size * hidden)
-    over_tp = tokens * hidden * (4 * layers + 2) + 3 * tokens + 1
-    if layout.sequence_parallel:
-        over_tp += norms // dp if layout.zero1 else norms
-    over_dp = matrices // layout.tp + norms + (1 if layout.zero1 else 0)
-    return int(2 * 4 * (tp_share * over_tp + dp_share * over_dp))

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from nxd_state import Group
 from processes.rank_processes import RankProcesses
+from processes.surroundings import print_surroundings
 from torch import Tensor
 
 KIB, MIB = 2**10, 2**20
@@ -44,9 +45,7 @@ class Case(NamedTuple):
 
 def main() -> int:
     options = parse_arguments()
-    print(f"torch {torch.__version__}, {os.cpu_count()} cores, {options.rounds} rounds")
-    if os.getloadavg()[0] > 0.5:
-        print(f"The load of this machine is {os.getloadavg()[0]:.1f}: what else runs here disturbs the times below.")
+    print_surroundings(options.rounds)
     sizes = [size for size in SIZES if size <= options.largest_mib * MIB]
     for ranks in options.ranks:
         with RankProcesses(ranks, serve, ranks) as processes:

@@ -16,15 +16,14 @@ has its turn; ratios are medians of each round's ratio. Where torch lacks a sche
 """
 
 import argparse
-import os
 import sys
 from typing import TypeVar
 
-import torch
 from pipeline_step.measurements import Timing, hold, measure, profile, trace
 from pipeline_step.model import LARGE, TINY, Size
 from pipeline_step.team import Team
 from pipeline_step.variants import STAGES_PER_RANK, TORCHS, Variant
+from processes.surroundings import print_surroundings
 
 T = TypeVar("T")
 MICROBATCHES = 4
@@ -36,9 +35,7 @@ STEPS_TO_PROFILE = 50
 
 def main() -> int:
     options = parse_arguments()
-    print(f"torch {torch.__version__}, {os.cpu_count()} cores, {options.rounds} rounds")
-    if os.getloadavg()[0] > 0.5:
-        print(f"The load of this machine is {os.getloadavg()[0]:.1f}: what else runs here disturbs the times below.")
+    print_surroundings(options.rounds)
     with Team() as team:
         compare_steps(team, options.schedules, options.rounds)
         compare_memory(team, options.schedules)

@@ -16,10 +16,9 @@ suffers most, because its two threads wait for one another at every operator.
 """
 
 import argparse
-import os
 import sys
 
-import torch
+from processes.surroundings import print_surroundings
 from training_step import report
 from training_step.rounds import Entry, check_losses, measure
 from training_step.sizes import LARGE, TINY
@@ -31,9 +30,7 @@ WARM_UP = 3
 
 def main() -> int:
     options = parse_arguments()
-    print(f"torch {torch.__version__}, {os.cpu_count()} cores, {options.rounds} rounds")
-    if os.getloadavg()[0] > 0.5:
-        print(f"The load of this machine is {os.getloadavg()[0]:.1f}: what else runs here disturbs the times below.")
+    print_surroundings(options.rounds)
     compare_on_two_ranks(options.rounds, with_profile=options.profile)
     compare_tiny_on_two_ranks(options.rounds)
     compare_on_one_rank(options.rounds)

@@ -19,7 +19,6 @@ import argparse
 import ctypes
 import gc
 import multiprocessing
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -37,6 +36,7 @@ from nxd_optim.zero1 import NeuronZero1Optimizer
 from nxd_state import destroy_model_parallel, initialize_model_parallel
 from nxd_trainer.models import LlamaConfig
 from processes.rank_processes import RankProcesses
+from processes.surroundings import print_surroundings
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -336,9 +336,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> int:
     options = parse_arguments()
-    print(f"torch {torch.__version__}, {os.cpu_count()} cores, {options.rounds} rounds")
-    if os.getloadavg()[0] > 0.5:
-        print(f"The load of this machine is {os.getloadavg()[0]:.1f}: what else runs here disturbs the times below.")
+    print_surroundings(options.rounds)
     compare_times(options.rounds, with_profile=options.profile)
     if not options.without_memory:
         compare_memory()

@@ -12,6 +12,7 @@ from nxd_state import (
     copy_parameter_attributes,
     fuse_along,
     get_shard_spec,
+    is_padded_on_some_rank,
     set_partition_attributes,
     set_shard_spec,
     shard_along,
@@ -283,3 +284,32 @@ def test_copy_parameter_attributes_to_another_shape_raises():
 
     with pytest.raises(ValueError, match="given for a tensor of"):
         copy_parameter_attributes(source, torch.empty(4, 2))
+
+
+def part_of_rank(specs: list[ShardSpec], num_ranks: int) -> torch.nn.Parameter:
+    spec = fuse_along(specs, 0) if len(specs) > 1 else specs[0]
+    parameter = torch.nn.Parameter(torch.zeros(spec.local_shape))
+    set_shard_spec(parameter, spec)
+    set_partition_attributes(parameter, partition_dim=0, num_partitions=num_ranks)
+    return parameter
+
+
+@pytest.mark.parametrize(("length", "is_padded"), [(8, False), (7, True), (5, True), (1, True)])
+@pytest.mark.parametrize("copies", [1, 2])
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_padding_on_one_rank_is_known_on_all(length, is_padded, copies, is_fused):
+    ranks = 4
+    whole = [shard_along((8, 3), 0, rank=rank, size=ranks, name="whole") for rank in range(ranks)]
+    split = [
+        shard_along(
+            (length, 3), 0, rank=rank // copies, size=ranks // copies, padded_length=8, copies=copies, name="split"
+        )
+        for rank in range(ranks)
+    ]
+    parts = [part_of_rank([whole[rank]] * is_fused + [split[rank]], ranks) for rank in range(ranks)]
+
+    assert [is_padded_on_some_rank(part) for part in parts] == [is_padded] * ranks
+
+
+def test_padding_of_a_parameter_that_is_not_split_is_nowhere():
+    assert not is_padded_on_some_rank(torch.nn.Parameter(torch.zeros(3)))

@@ -77,6 +77,22 @@ def test_worker_killed_during_a_call_raises_and_the_model_restarts(trace):
     torch.testing.assert_close(model(X), models.plain_mlp(weights, X))
 
 
+def test_worker_that_is_stopped_is_named_and_ended_and_the_model_restarts(trace):
+    weights = models.logical_weights()
+    model = trace(models.mlp, X, tp_degree=2, weights=weights)
+    first, second = model.worker_pids
+    os.kill(second, signal.SIGSTOP)
+
+    with pytest.raises(nxd_trace.WorkerError) as raised:
+        model(X)
+
+    assert f"rank 1 of 2 in a call: the worker, process {second}, was stopped by a signal" in str(raised.value)
+    assert not is_running(first)
+    assert not is_running(second)
+    model.restart()
+    torch.testing.assert_close(model(X), models.plain_mlp(weights, X))
+
+
 @pytest.fixture
 def interruptible():
     """An interrupt raises KeyboardInterrupt, also in what a shell has started in the background."""
@@ -158,9 +174,9 @@ def test_workers_end_when_the_caller_is_killed():
     result = run_script("script_with_guard.py")
 
     assert result.returncode == -signal.SIGKILL
-    pids = [int(word) for word in result.stdout.split()]
+    [pids] = [line.split()[1:] for line in result.stdout.splitlines() if line.startswith("workers:")]
     assert len(pids) == 2
-    wait_until_gone(pids)
+    wait_until_gone(list(map(int, pids)))
 
 
 def test_missing_main_guard_is_named():

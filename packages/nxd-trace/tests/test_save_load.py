@@ -83,11 +83,31 @@ def test_weights_are_replaced_from_logical_tensors_and_then_saved(saved, tmp_pat
         nxd_trace.parallel_model_save(model, tmp_path / "replaced")
         model.replace_weights(tmp_path / "weights.safetensors")
         torch.testing.assert_close(model(X), models.plain_mlp(models.logical_weights(seed=2), X))
-        with pytest.raises(nxd_trace.WorkerError, match=r"up.weight has shape \[3\], the model needs \[8, 6\]"):
-            model.replace_weights({**new, "up.weight": torch.zeros(3)})
-        torch.testing.assert_close(model(X), models.plain_mlp(models.logical_weights(seed=2), X))
     with nxd_trace.parallel_model_load(tmp_path / "replaced") as model:
         torch.testing.assert_close(model(X), models.plain_mlp(new, X))
+
+
+def test_all_that_is_wrong_with_new_weights_is_said_at_once_and_the_model_keeps_its_own(saved, tmp_path):
+    new = {name: weight.float() for name, weight in models.logical_weights(seed=1).items()}
+    wrong = {"up.weight": torch.zeros(3), "up.bias": torch.ones(models.HIDDEN, dtype=torch.int64), "up.wait": X}
+    save_file(new | {"up.wait": X}, tmp_path / "more.safetensors")
+
+    with nxd_trace.parallel_model_load(saved) as model:
+        with pytest.raises(ValueError, match="do not fit the model") as raised:
+            model.replace_weights(wrong)
+        for file_or_dict in (tmp_path / "more.safetensors", new | {"up.wait": X}):
+            with pytest.raises(ValueError, match=r"up\.wait is not in the model"):
+                model.replace_weights(file_or_dict)
+        torch.testing.assert_close(model(X), models.plain_mlp(models.logical_weights(), X))
+        model.replace_weights(new | {"tied": new["up.weight"]})
+        torch.testing.assert_close(model(X), models.plain_mlp({name: it.double() for name, it in new.items()}, X))
+
+    assert sorted(str(raised.value).splitlines()[1:-1]) == [
+        "  down.weight is not there",
+        "  up.bias is of int64, the model needs float64",
+        "  up.wait is not in the model",
+        "  up.weight has shape [3], the model needs [8, 6]",
+    ]
 
 
 def test_shards_of_a_checkpoint_are_what_the_ranks_take(saved):

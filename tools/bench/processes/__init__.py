@@ -1,1 +1,1 @@
-"""Processes that benchmarks measure in, one per rank."""
+"""Processes that benchmarks measure in, one per rank, and what runs beside them."""

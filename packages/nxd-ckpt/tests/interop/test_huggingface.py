@@ -212,14 +212,43 @@ def test_names_that_share_memory_are_all_written_and_read_by_the_safetensors_lib
     assert torch.equal(read["turned"], weight.T)
 
 
-def test_a_read_that_fails_leaves_no_model_behind(tmp_path):
-    save(tmp_path / "ours", "a", {"w": torch.ones(2), "v": torch.ones(2)})
+def test_a_part_of_a_model_that_is_there_is_never_overwritten(tmp_path):
+    part = tmp_path / "hf" / "model-00002-of-00002.safetensors"
+    part.parent.mkdir()
+    part.write_bytes(b"mine")
+
+    with pytest.raises(ValueError, match=r"already holds a model-00002-of-00002.safetensors"):
+        write_model(tmp_path, {"w": torch.ones(2), "v": torch.ones(2)}, max_shard_size=8)
+
+    assert [path.name for path in part.parent.iterdir()] == [part.name]
+    assert part.read_bytes() == b"mine"
+
+
+@pytest.mark.parametrize("max_shard_size", [8, "5GB"])
+def test_a_read_that_fails_leaves_the_folder_as_it_was(tmp_path, max_shard_size):
+    save(tmp_path / "ours", "a", {"v": torch.ones(2), "w": torch.ones(2)})
     checkpoint = open_checkpoint(tmp_path / "ours", "a")
-    for file in (tmp_path / "ours").rglob("*.safetensors"):
-        file.write_bytes(b"")
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text("{}")
+
+    def cut_off(name: str, num_bytes: int) -> None:  # when the first tensor has been written
+        for file in (tmp_path / "ours").rglob("*.safetensors"):
+            file.write_bytes(b"")
 
     with pytest.raises(CheckpointError):
-        write_hugging_face(from_checkpoint(checkpoint), tmp_path / "hf")
+        write_hugging_face(
+            from_checkpoint(checkpoint), tmp_path / "hf", max_shard_size=max_shard_size, progress=cut_off
+        )
 
-    with pytest.raises(CheckpointError, match="holds neither"):
-        open_hugging_face(tmp_path / "hf")
+    assert [path.name for path in (tmp_path / "hf").iterdir()] == ["config.json"]
+
+
+def test_what_a_killed_process_has_left_is_removed_and_nothing_else(tmp_path):
+    left = ["model.safetensors.unfinished", "model-00001-of-00009.safetensors.unfinished", f"{INDEX}.unfinished"]
+    (tmp_path / "hf").mkdir()
+    for name in [*left, "thesis.unfinished"]:
+        (tmp_path / "hf" / name).write_bytes(b"half")
+
+    write_model(tmp_path, {"w": torch.ones(2)})
+
+    assert sorted(path.name for path in (tmp_path / "hf").iterdir()) == ["model.safetensors", "thesis.unfinished"]

@@ -81,16 +81,6 @@ class KeyValueLayout:
             start += length
         return ShardSpec((self.rows_per_rank, *row_shape), tuple(pieces))
 
-    def slots(self, tp_rank: int) -> tuple[int, ...]:
-        """The index of each head of a rank among the different heads of its run of sharing ranks."""
-        first_of_run = self.heads_of(tp_rank // self.sharing_ranks * self.sharing_ranks)[0]
-        return tuple(head - first_of_run for head in self.heads_of(tp_rank))
-
-    @property
-    def num_slots(self) -> int:
-        """How many different heads a run of sharing ranks has."""
-        return self.sharing_ranks * self.heads_per_rank // self.copies
-
 
 def padded_layout(
     head_counts: tuple[int, int], padded_query_heads: int, *, head_size: int, copies: int, tensor_parallel_size: int
@@ -135,17 +125,21 @@ class HeadCopies:
 
     Attributes:
         group: the ranks that share heads.
-        head_size: rows of the weight that belong to a head.
-        slots: for each head of this rank, its index among the different heads of the group.
-        num_slots: how many different heads the group has.
+        layout: where the heads lie.
         rows: of each weight and bias of a layer, how many of its last rows are these heads.
     """
 
     group: Group
-    head_size: int
-    slots: tuple[int, ...]
-    num_slots: int
+    layout: KeyValueLayout
     rows: tuple[int, ...]
+
+    def _slots(self, like: Tensor) -> Tensor:
+        """For each head of this rank, its index among the different heads of the group: `[heads]`, as data."""
+        heads = self.layout.heads_per_rank
+        expanded = torch.arange(heads, device=like.device)
+        if self.group.size > 1:
+            expanded = expanded + self.group.rank_tensor(like) * heads
+        return expanded // self.layout.copies
 
     def start_sum(self, grads: Sequence[Tensor]) -> Callable[[], None]:
         """Start to add up the copies' gradients, for all tensors in one message.
@@ -157,9 +151,11 @@ class HeadCopies:
         Returns:
             What to call to wait for the sums.
         """
-        slots = torch.tensor(self.slots, device=grads[0].device)
-        by_head = [grad.view(-1, len(self.slots), self.head_size * math.prod(grad.shape[1:])) for grad in grads]
-        shapes = [(heads.shape[0], self.num_slots, heads.shape[2]) for heads in by_head]
+        slots = self._slots(grads[0])
+        heads_here, head_size = self.layout.heads_per_rank, self.layout.head_size
+        by_head = [grad.view(-1, heads_here, head_size * math.prod(grad.shape[1:])) for grad in grads]
+        num_different = self.group.size * heads_here // self.layout.copies
+        shapes = [(heads.shape[0], num_different, heads.shape[2]) for heads in by_head]
         buffer = grads[0].new_zeros(sum(map(math.prod, shapes)))
         parts = buffer.split([math.prod(shape) for shape in shapes])
         sums = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]

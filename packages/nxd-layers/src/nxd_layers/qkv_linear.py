@@ -253,15 +253,9 @@ class GQAQKVColumnParallelLinear(nn.Module):
         layout = self.key_value_layout
         if layout.copies == 1:
             return None
-        tp_rank = layer_group(self.tensor_parallel_size).rank
         rows = self._local_sizes[1]
-        return HeadCopies(
-            subgroup("tp", layout.sharing_ranks),
-            layout.head_size,
-            layout.slots(tp_rank),
-            layout.num_slots,
-            rows=(2 * rows,) if self.fuse_qkv else (0, rows, rows),
-        )
+        rows_of_weights = (2 * rows,) if self.fuse_qkv else (0, rows, rows)
+        return HeadCopies(subgroup("tp", layout.sharing_ranks), layout, rows_of_weights)
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Project the input to queries, keys and values.

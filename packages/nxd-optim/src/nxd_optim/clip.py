@@ -11,6 +11,8 @@ import torch
 from nxd_state import ShardSpec, active_group, all_gather, all_reduce_, get_device, get_shard_spec
 from torch import Tensor
 
+from nxd_optim.counted_rows import differs_between_ranks, row_weights
+
 CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_ and Megatron-LM have it
 
 
@@ -33,7 +35,7 @@ def grad_norm(parameters: Iterable[Tensor] | Tensor, norm_type: float | str = 2.
         ValueError: `norm_type` is not positive, or a parameter is sharded along another axis than "tp".
     """
     power = _check_norm_type(norm_type)
-    by_copies = _gradients_by_copies(_as_list(parameters))
+    by_copies = _gradients_by_copies(_as_list(parameters), power)
     device = next((grads[0].device for grads in by_copies.values()), get_device())
     total = norm_accumulator(device)
     group = active_group("pp", "tp")
@@ -79,8 +81,11 @@ def _as_list(parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
     return [parameters] if isinstance(parameters, Tensor) else list(dict.fromkeys(parameters))
 
 
-def _gradients_by_copies(parameters: list[Tensor]) -> dict[int, list[Tensor]]:
-    """Gradients, or boxes of them, by the number of tensor-parallel ranks that hold the same elements."""
+def _gradients_by_copies(parameters: list[Tensor], power: float) -> dict[int, list[Tensor]]:
+    """Gradients, or boxes of them, by the number of tensor-parallel ranks that hold the same elements.
+
+    On XLA the boxes are no part of the graph, where they would differ from rank to rank: see `counted_rows`.
+    """
     tensor_parallel_size = active_group("tp").size
     by_copies: dict[int, list[Tensor]] = {}
     for parameter in parameters:
@@ -91,6 +96,9 @@ def _gradients_by_copies(parameters: list[Tensor]) -> dict[int, list[Tensor]]:
             by_copies.setdefault(tensor_parallel_size, []).append(parameter.grad)
             continue
         check_axis(spec)
+        if parameter.device.type == "xla" and differs_between_ranks(parameter):
+            by_copies.setdefault(1, []).append(parameter.grad * row_weights(parameter, power))
+            continue
         for piece in spec.pieces:
             whole = piece.local.shape == spec.local_shape
             grad = parameter.grad if whole else parameter.grad[piece.local.slices]

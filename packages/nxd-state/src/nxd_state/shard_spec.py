@@ -219,6 +219,20 @@ def get_shard_spec(parameter: Tensor) -> ShardSpec | None:
     return spec
 
 
+def is_padded_on_some_rank(parameter: Tensor) -> bool:
+    """Whether this parameter's part on this rank or on another has padding; the same on every rank.
+
+    A graph that is to be the same on every rank depends on this, not on `has_padding`. False for a parameter without
+    shard spec, or without the attributes of `set_partition_attributes`.
+    """
+    spec, num_partitions = get_shard_spec(parameter), getattr(parameter, "num_partitions", None)
+    if spec is None or num_partitions is None:
+        return False
+    # A rank that has nothing of some logical tensor has padding in its place, and so comes to true as well.
+    held = {piece.name: prod(piece.logical_shape) * piece.copies for piece in spec.pieces}
+    return prod(spec.local_shape) * num_partitions > sum(held.values())
+
+
 def set_partition_attributes(parameter: Tensor, *, partition_dim: int, num_partitions: int, stride: int = 1) -> None:
     """Set the documented attributes of a parameter that is split over the tensor-parallel ranks."""
     parameter.tensor_model_parallel = True  # type: ignore[attr-defined]

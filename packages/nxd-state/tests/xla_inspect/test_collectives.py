@@ -103,3 +103,21 @@ def test_collective_over_all_ranks_needs_the_world_size(module_of):
 )
 def test_replica_groups_are_read_in_all_forms(text, groups):
     assert replica_groups(text) == groups
+
+
+def test_collective_that_an_asynchronous_call_runs_counts_once(module_of):
+    wrapped = (
+        "wrapped {\n  x = f32[8,16] parameter(0)\n"
+        "  ROOT y = f32[2,16] reduce-scatter(x), replica_groups={{0,1,2,3}}, dimensions={0}, to_apply=add\n}"
+    )
+    [found] = find_collectives(
+        module_of(
+            PARAMETER,
+            "s = ((f32[8,16]), f32[2,16]) async-start(p), calls=wrapped",
+            "u = ((f32[8,16]), f32[2,16]) async-update(s), calls=wrapped",
+            "d = f32[2,16] async-done(u), calls=wrapped",
+            before=f"{SUM}\n{wrapped}",
+        )
+    )
+
+    assert (found.kind, found.runs) == ("reduce-scatter", 1)

@@ -46,6 +46,11 @@ def test_graphs_that_differ_in_names_and_metadata_are_the_same(torch_xla_step):
             "(r): replica groups {{0,1},{2,3}} in rank 0, {{0,2},{1,3}} in rank 1",
         ),
         (
+            {4: "r = f32[8] all-reduce(m), channel_id=1, replica_groups={{0,2},{1,3}}, use_global_device_ids=true"},
+            "replica groups",
+            "(r): replica groups {{0,1},{2,3}} in rank 0, {{0,2},{1,3}} in rank 1",
+        ),
+        (
             {2: "b = f32[8] broadcast(k), dimensions={}, sharding={replicated}"},
             "attribute",
             "broadcast f32[8] with dimensions={} in rank 0, broadcast f32[8] with dimensions={}, sharding={replicated}",
@@ -95,3 +100,17 @@ def test_difference_in_a_called_computation_is_found(module_of):
     assert found is not None
     assert found.kind == "operation"
     assert "add f32[] in the first, maximum f32[] in the second" in str(found)
+
+
+def test_function_that_one_graph_calls_twice_is_compared_with_each_of_the_others(module_of):
+    functions = [SUM, SUM.replace("add {", "max {").replace("add(x, y)", "maximum(x, y)")]
+    outer = "outer {{\n  v = f32[8] parameter(0)\n  ROOT w = f32[8] all-reduce(v), to_apply={}\n}}"
+    lines = [LINES[0], "a = f32[8] all-reduce(p), to_apply=add", "b = f32[8] call(a), to_apply=outer"]
+    left, right = (
+        module_of(*lines, before="\n".join([*functions, outer.format(applied)])) for applied in ("add", "max")
+    )
+
+    found = first_difference(left, right)
+
+    assert found is not None
+    assert "operation add f32[] in the first, maximum f32[] in the second" in str(found)

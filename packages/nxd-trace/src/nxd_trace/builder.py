@@ -72,7 +72,7 @@ def shard_checkpoint(weights: Weights, model: TensorParallelModel) -> list[dict[
         By rank, tensors by the names that the model has there.
 
     Raises:
-        ModelFolderError: the weights do not fit the model.
+        ValueError: the weights do not fit the model.
     """
     shards = []
     with as_source(weights) as source:

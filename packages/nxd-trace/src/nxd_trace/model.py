@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from nxd_trace.buckets import BucketKernel, BucketModelConfig, choose_bucket, load_kernel
 from nxd_trace.compilers import choose_compiler
 from nxd_trace.errors import WorkerError
-from nxd_trace.manifest import MANIFEST, WEIGHTS, Manifest
+from nxd_trace.manifest import MANIFEST, WEIGHTS, Manifest, RankManifest, rank_folder
 from nxd_trace.memory import SharedTensors
 from nxd_trace.signature import Signature
 from nxd_trace.structure import flatten
-from nxd_trace.weights import WeightSource, as_source
+from nxd_trace.weights import WeightSource, as_source, check_fit, find_misfits, tied_names
 from nxd_trace.workers.group import WorkerGroup
 from nxd_trace.workers.messages import ReadState, ReplaceWeights, ResetState, Serve
 from nxd_trace.workers.pickling import check_not_in_worker, dumps_for_workers
@@ -136,11 +136,14 @@ class TensorParallelModel(nn.Module):
         Args:
             weights: logical tensors, with the names and shapes of the unsharded model: a safetensors file or a folder
                 of them, a dict of tensors, or an open checkpoint (`nxd_ckpt.open_checkpoint(...)`). Buffers that it
-                lacks keep their values.
+                lacks keep their values, and so does the state. Floating-point numbers are converted to the dtype that
+                the model has; whole numbers must be of that dtype. Only a checkpoint may hold more than the model
+                does, such as an optimizer's state, and a dict tied weights under each of their names.
 
         Raises:
-            ValueError: the weights are inlined in the programs.
-            WorkerError: the weights do not fit; then the model keeps its own. Or a worker died.
+            ValueError: the weights are inlined in the programs, or these do not fit, with all that is wrong with them;
+                then the model keeps its own.
+            WorkerError: a worker raised, died or was stopped.
         """
         if self._manifest.inline_weights:
             raise ValueError(
@@ -150,6 +153,7 @@ class TensorParallelModel(nn.Module):
         self._check_apart("weights")
         with self._lock, as_source(weights) as source:
             workers = self._running_workers()
+            self._check_fit(weights, source)
             temporary = TemporaryDirectory(prefix="nxd_trace_")
             folder = Path(temporary.name)
             copy_model(self.folder, folder, without=WEIGHTS)
@@ -202,6 +206,18 @@ class TensorParallelModel(nn.Module):
                 f"programs of compiler {self._compiler.name!r} hold their {what} on the device, out of reach; "
                 "restart() begins anew, and another trace takes other weights"
             )
+
+    def _check_fit(self, weights: str | Path | Mapping[str, Tensor] | WeightSource, source: WeightSource) -> None:
+        ranks = [RankManifest.read(self.folder / rank_folder(rank)) for rank in range(self.tp_degree)]
+        misfits = [misfit for rank in ranks for misfit in find_misfits(rank.weights, source)]
+        if isinstance(weights, str | Path | Mapping):
+            known = {piece.name for rank in ranks for name, it in rank.weights.items() for piece in it.pieces_of(name)}
+            known |= {name for rank in ranks for name in rank.states}
+            others = source.tensors.keys() - known
+            if isinstance(weights, Mapping):
+                others -= tied_names(weights, known)
+            misfits += [f"{name} is not in the model" for name in sorted(others)]
+        check_fit(misfits)
 
     def _fitting_program(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """The only program, or the one that was traced with such inputs."""

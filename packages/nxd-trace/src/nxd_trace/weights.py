@@ -5,7 +5,7 @@ The logical names and shapes are those of the unsharded model, as in `nxd_state`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,6 +39,10 @@ _DTYPES = {
 
 class LogicalTensor(Protocol):
     """What a source says of one tensor."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of its elements."""
 
     @property
     def global_shape(self) -> tuple[int, ...]:
@@ -170,6 +174,10 @@ class Weight:
         whole = Box((0,) * len(self.shape), self.shape)
         return (ShardPiece(whole, whole, self.shape, name),)
 
+    def is_filled_from(self, source: WeightSource, name: str) -> bool:
+        """Whether the source has it, or must have it."""
+        return self.required or all(piece.name in source.tensors for piece in self.pieces_of(name))
+
     def to_json(self) -> dict[str, Any]:
         """As a manifest holds it."""
         pieces = self.pieces and [
@@ -214,13 +222,57 @@ def _with_full_names(name: str, pieces: Sequence[ShardPiece]) -> tuple[ShardPiec
     )
 
 
+def find_misfits(weights: Mapping[str, Weight], source: WeightSource) -> list[str]:
+    """Why one rank's weights cannot be filled from the source: what is not there, and is not as the model needs it."""
+    misfits = []
+    for name, weight in weights.items():
+        if not weight.is_filled_from(source, name):
+            continue
+        needed = getattr(torch, weight.dtype)
+        for piece in weight.pieces_of(name):
+            stored = source.tensors.get(piece.name)
+            if stored is None:
+                misfits.append(f"{piece.name} is not there")
+                continue
+            if tuple(stored.global_shape) != piece.logical_shape:
+                misfits.append(
+                    f"{piece.name} has shape {list(stored.global_shape)}, the model needs {list(piece.logical_shape)}"
+                )
+            if stored.dtype != needed and not (stored.dtype.is_floating_point and needed.is_floating_point):
+                misfits.append(
+                    f"{piece.name} is of {str(stored.dtype).removeprefix('torch.')}, the model needs {weight.dtype}"
+                )
+    return misfits
+
+
+def tied_names(weights: Mapping[str, Tensor], known: Set[str]) -> set[str]:
+    """Names whose tensors lie where one of a known name does."""
+
+    def place(tensor: Tensor) -> tuple[Any, ...]:
+        return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+    places = {place(tensor) for name, tensor in weights.items() if name in known}
+    return {name for name, tensor in weights.items() if place(tensor) in places}
+
+
+def check_fit(misfits: Sequence[str]) -> None:
+    """Raise a ValueError that lists the misfits, each once, if there are any."""
+    if misfits:
+        raise ValueError(
+            "the weights do not fit the model:\n  "
+            + "\n  ".join(dict.fromkeys(misfits))
+            + "\nGive weights with the names, shapes and kinds of numbers of the unsharded model"
+        )
+
+
 @torch.no_grad()
 def read_weights(
     weights: Mapping[str, Weight], source: WeightSource, destination: Callable[[str], Tensor]
 ) -> list[str]:
     """Fill weights with this rank's boxes of what the source holds; padding becomes zero.
 
-    Everything is checked before the first element is written.
+    Everything is checked before the first element is written. Floating-point
+    numbers are converted to the weight's dtype.
 
     Args:
         weights: by name.
@@ -231,28 +283,10 @@ def read_weights(
         The names that were filled; buffers that the source lacks are left out.
 
     Raises:
-        ModelFolderError: the source lacks logical tensors, or has them in another shape.
+        ValueError: the source lacks logical tensors, or has them in another shape or of another kind of numbers.
     """
-    filled, problems = [], []
-    for name, weight in weights.items():
-        pieces = weight.pieces_of(name)
-        missing = [piece.name for piece in pieces if piece.name not in source.tensors]
-        if missing and not weight.required:
-            continue
-        problems += [f"{missing_name} is not there" for missing_name in missing]
-        for piece in pieces:
-            stored = source.tensors.get(piece.name)
-            if stored is not None and tuple(stored.global_shape) != piece.logical_shape:
-                problems.append(
-                    f"{piece.name} has shape {list(stored.global_shape)}, the model needs {list(piece.logical_shape)}"
-                )
-        filled.append(name)
-    if problems:
-        raise ModelFolderError(
-            "the weights do not fit the model:\n  "
-            + "\n  ".join(dict.fromkeys(problems))
-            + "\nGive weights with the names and shapes of the unsharded model"
-        )
+    check_fit(find_misfits(weights, source))
+    filled = [name for name, weight in weights.items() if weight.is_filled_from(source, name)]
     for name in filled:
         tensor, pieces = destination(name), weights[name].pieces_of(name)
         if sum(piece.local.numel for piece in pieces) < tensor.numel():

@@ -14,5 +14,5 @@ def build() -> nn.Module:
 
 if __name__ == "__main__":
     model = nxd_trace.parallel_model_trace(build, torch.zeros(1, 2), tp_degree=2, compiler="export", progress=False)
-    print(*model.worker_pids, flush=True)
+    print("workers:", *model.worker_pids, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)

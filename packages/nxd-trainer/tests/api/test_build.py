@@ -11,6 +11,12 @@ from nxd_trainer.api import initialize_parallel_model, neuronx_distributed_confi
 from nxd_trainer.models import LlamaDecoderLayer, LlamaForCausalLM
 from torch import nn
 
+STAGES = {
+    "transformer_layer_cls": LlamaDecoderLayer,
+    "auto_partition": True,
+    "input_names": ["input_ids", "labels"],
+}
+
 pytestmark = pytest.mark.usefixtures("one_process")
 
 
@@ -249,11 +255,7 @@ def test_parameters_that_one_stage_cannot_fill_are_an_error_on_all_ranks(run_ran
     def run():
         config = neuronx_distributed_config(
             pipeline_parallel_size=2,
-            pipeline_config={
-                "transformer_layer_cls": LlamaDecoderLayer,
-                "auto_partition": True,
-                "input_names": ["input_ids", "labels"],
-            },
+            pipeline_config=STAGES,
             model_init_config={"meta_device_init": True, "param_init_fn": fill_on_first_stage},
         )
         with pytest.raises(Exception, match="no values") as raised:
@@ -285,11 +287,7 @@ def test_meta_init_leaves_only_a_stages_own_parameters_on_a_rank(run_ranks, llam
     def run():
         config = neuronx_distributed_config(
             pipeline_parallel_size=2,
-            pipeline_config={
-                "transformer_layer_cls": LlamaDecoderLayer,
-                "auto_partition": True,
-                "input_names": ["input_ids", "labels"],
-            },
+            pipeline_config=STAGES,
             model_init_config={"meta_device_init": True, "param_init_fn": fill},
         )
         model = initialize_parallel_model(config, LlamaForCausalLM, llama_config)

@@ -1,6 +1,5 @@
 """Tags, arguments, retention and a script's own values, in one process."""
 
-import inspect
 import os
 import pickle
 
@@ -24,45 +23,6 @@ class Runs:
 
 def tags(root):
     return [info.tag for info in list_checkpoints(root)]
-
-
-@pytest.mark.parametrize(
-    ("function", "documented"),
-    [
-        (
-            save_checkpoint,
-            {
-                "path": inspect.Parameter.empty,
-                "tag": "",
-                "model": None,
-                "optimizer": None,
-                "scheduler": None,
-                "user_content": None,
-                "num_workers": 8,
-                "use_xser": False,
-                "num_kept_ckpts": None,
-                "async_save": False,
-                "zero1_optimizer": False,
-            },
-        ),
-        (
-            load_checkpoint,
-            {
-                "path": inspect.Parameter.empty,
-                "tag": None,
-                "model": None,
-                "optimizer": None,
-                "scheduler": None,
-                "num_workers": 8,
-                "strict": True,
-            },
-        ),
-    ],
-)
-def test_signature_is_the_documented_one(function, documented):
-    parameters = inspect.signature(function).parameters.values()
-
-    assert {it.name: it.default for it in parameters if it.kind is not it.KEYWORD_ONLY} == documented
 
 
 @pytest.mark.parametrize(

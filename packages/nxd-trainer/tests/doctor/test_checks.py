@@ -2,6 +2,7 @@
 
 import resource
 import socket
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,16 @@ from nxd_trainer.doctor.import_paths import check_import_name
 from nxd_trainer.doctor.limits import check_open_files, check_shared_memory
 from nxd_trainer.doctor.neuron_environment import check_environment
 from nxd_trainer.doctor.ports import check_loopback, check_rendezvous
-from nxd_trainer.doctor.versions import check_neuron, check_own_packages, check_torch, check_transformers, check_xla
+from nxd_trainer.doctor.versions import (
+    check_neuron,
+    check_own_packages,
+    check_torch,
+    check_torch_import,
+    check_transformers,
+    check_xla,
+    installed_versions,
+    torch_import_failure,
+)
 
 OWN = Path("/site/neuronx_distributed")
 UNLIMITED = resource.RLIM_INFINITY
@@ -23,6 +33,9 @@ CHECKS = {
     "no torch": (check_torch({}), "wrong", "pip install 'torch>="),
     "old torch": (check_torch({"torch": "2.1.2"}), "wrong", "pip install -U torch"),
     "new torch": (check_torch({"torch": "2.13.0+cpu"}), "ok", ""),
+    "torch without a version": (check_torch({"torch": "of no known version"}), "wrong", "pip install -U torch"),
+    "torch that works": (check_torch_import(""), "ok", ""),
+    "torch that lacks a library": (check_torch_import("OSError: libcudart"), "wrong", "--force-reinstall torch"),
     "source tree": (check_own_packages({"torch": "2.9.1"}), "ok", ""),
     "one release": (check_own_packages({"nxd-state": "0.1.0", "nxd-ckpt": "0.1.4"}), "ok", ""),
     "two releases": (check_own_packages({"nxd-state": "0.1.0", "nxd-ckpt": "0.2.0"}), "wrong", "nxd-state nxd-ckpt"),
@@ -95,6 +108,7 @@ def test_failed_ranks_first_error_is_shown():
         ({}, ["ok"]),
         ({"NXD_DEVICE": "cpu", "NXD_CPU_MODE": "1"}, ["ok"]),
         ({"NXD_DEVICE": "cuda", "NXD_CPU_MODE": "1"}, ["wrong"]),
+        ({"NXD_DEVICE": "", "NXD_CPU_MODE": "1"}, ["ok"]),
         ({"XLA_USE_BF16": "1", "NEURON_EXTRACT_GRAPHS_ONLY": "1"}, ["warning", "warning"]),
         ({"XLA_USE_BF16": "0", "NEURON_CC_FLAGS": ""}, ["ok"]),
         ({"NEURON_RT_NUM_CORES": "2", "NEURON_RT_VISIBLE_CORES": "0-1"}, ["warning"]),
@@ -120,8 +134,17 @@ def test_folder_is_tried_and_left_as_it_was(tmp_path):
 
     assert check_folder(tmp_path / "new" / "checkpoints", free=100 * GIB).status == "ok"
     assert check_folder(tmp_path, free=GIB).status == "warning"
-    assert check_folder(file).found == f"{file} is a file"
+    assert check_folder(file).found == f"{file} is no folder"
     assert sorted(tmp_path.iterdir()) == [file]
+
+
+def test_folder_that_cannot_be_made_or_is_none_of_this_host_is_not_called_good(tmp_path):
+    dangling = tmp_path / "dangling"
+    dangling.symlink_to(tmp_path / "nowhere")
+
+    assert check_folder(dangling / "run").found == f"{dangling} is no folder"
+    assert "name too long" in check_folder(tmp_path / ("a" * 300)).found
+    assert check_folder("s3://bucket/run").mend == "try it: nxd-ckpt list s3://bucket/run"
 
 
 def test_folder_of_a_server_whose_clock_is_off_is_a_warning(tmp_path, monkeypatch):
@@ -137,3 +160,12 @@ def test_folder_that_refuses_a_file_is_wrong(tmp_path, monkeypatch):
     monkeypatch.setattr("os.replace", refuse)
 
     assert check_folder(tmp_path).found == "cannot be written: read-only file system"
+
+
+def test_half_an_installation_has_no_version_and_its_import_fails_with_a_reason(tmp_path, monkeypatch):
+    (tmp_path / "half_installed-1.0.dist-info").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(sys.modules, "torch", None)
+
+    assert installed_versions(["half-installed"]) == {"half-installed": "of no known version"}
+    assert torch_import_failure().startswith("ModuleNotFoundError: ")

@@ -1,5 +1,10 @@
 """`nxd doctor` as a whole: a line for each finding, and an exit code."""
 
+import os
+import signal
+import subprocess
+import sys
+
 import pytest
 from nxd_trainer import doctor
 from nxd_trainer.cli import main
@@ -38,3 +43,34 @@ def test_this_machine_is_examined_without_ranks(tmp_path, capsys):
 def test_two_ranks_add_here_or_are_ended_in_time():
     assert check_collective(*run_two_ranks()).status == "ok"
     assert run_two_ranks(timeout=0.01)[0] is None
+
+
+def test_interrupt_ends_the_two_ranks(monkeypatch):
+    started = []
+
+    def interrupted(process, *_, **__):
+        started.append(process)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("subprocess.Popen.communicate", interrupted)
+
+    with pytest.raises(KeyboardInterrupt):
+        run_two_ranks()
+
+    assert [process.returncode for process in started] == [-signal.SIGKILL]
+
+
+def test_torch_that_cannot_be_imported_is_a_finding(tmp_path):
+    (tmp_path / "torch.py").write_text('raise OSError("libcudart.so.12: cannot open shared object file")')
+
+    result = subprocess.run(
+        [sys.executable, "-m", "nxd_trainer", "doctor"],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert "wrong    import torch: fails with OSError: libcudart.so.12: cannot open" in result.stdout, result.stderr
+    assert "two ranks" not in result.stdout
+    assert result.returncode == 1

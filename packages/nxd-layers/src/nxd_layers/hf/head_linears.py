@@ -83,9 +83,7 @@ class CopiedHeadsLinear(nn.Module):
         self._head_copies()  # makes their process group, which cannot be done while a graph is recorded
 
     def _head_copies(self) -> HeadCopies:
-        layout, tp_rank = self.layout, layer_group(self.tensor_parallel_size).rank
-        group = subgroup("tp", layout.sharing_ranks)
-        return HeadCopies(group, layout.head_size, layout.slots(tp_rank), layout.num_slots, (layout.rows_per_rank,))
+        return HeadCopies(subgroup("tp", self.layout.sharing_ranks), self.layout, (self.layout.rows_per_rank,))
 
     def forward(self, input_: Tensor) -> Tensor:
         """`[..., in]` to `[..., heads here * head_size]`."""

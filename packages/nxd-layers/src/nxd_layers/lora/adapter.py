@@ -137,7 +137,7 @@ def factor(layer: nn.Module, index: int, part: str = "") -> Tensor:
     name = factor_name(require_adapter(layer).kind.factor_names[index], part)
     parameter: nn.Parameter = getattr(layer, name)
     spec = get_shard_spec(parameter)
-    return zero_padding_gradient(parameter, spec) if spec is not None and spec.has_padding else parameter
+    return parameter if spec is None else zero_padding_gradient(parameter, spec)
 
 
 def reset_branch(layer: nn.Module) -> None:

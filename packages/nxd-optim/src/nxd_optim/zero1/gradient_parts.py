@@ -11,6 +11,7 @@ from nxd_state import Group, active_group, all_gather_object, all_reduce_, get_s
 from torch import Tensor
 
 from nxd_optim.clip import check_axis, norm_accumulator, tensor_norms
+from nxd_optim.counted_rows import differs_between_ranks
 from nxd_optim.zero1.buckets import Bucket
 from nxd_optim.zero1.even_bucket import EvenBucket
 from nxd_optim.zero1.flat_bucket import OwnRange
@@ -110,7 +111,7 @@ def norm_of_parts(buckets: Sequence[Bucket], groups: Iterable[Group], device: to
 def _counted_here(bucket: Bucket, own: OwnRange) -> list[tuple[int, Tensor]]:
     assert bucket.gradient is not None
     gradient = own.of(bucket.gradient)
-    if isinstance(bucket, EvenBucket) and _is_in_pieces(own.parameter):
+    if isinstance(bucket, EvenBucket) and (_is_in_pieces(own.parameter) or differs_between_ranks(own.parameter)):
         return [(1, gradient * bucket.norm_weights(own))]
     return counted_parts(own.parameter, own.start, own.stop, gradient)
 

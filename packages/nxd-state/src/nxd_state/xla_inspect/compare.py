@@ -52,14 +52,14 @@ def first_difference(
 
 def _differences(left: HloModule, right: HloModule, names: tuple[str, str]) -> Iterator[Difference]:
     """Of the entry and of the computations it calls, in the order of their calls."""
-    waiting, compared = [(left.main, right.main)], set[str]()
+    waiting, compared = [(left.main, right.main)], {(left.entry, right.entry)}
     while waiting:
         ours, theirs = waiting.pop(0)
-        compared.add(ours.name)
         yield from _in_computation(ours, theirs, names)
         for mine, other in zip(ours.instructions, theirs.instructions, strict=False):
             for called, matching in zip(mine.called, other.called, strict=False):
-                if called not in compared:
+                if (called, matching) not in compared:
+                    compared.add((called, matching))
                     waiting.append((left.computations[called], right.computations[matching]))
 
 
@@ -89,9 +89,13 @@ def _kind_of_difference(ours: Instruction, theirs: Instruction, positions: list[
         return "shape"
     if ours.literal != theirs.literal:
         return "constant"
-    for ours_by_key, key in ((ours.attributes, key) for key in ours.attributes.keys() | theirs.attributes.keys()):
-        if ours_by_key.get(key) != theirs.attributes.get(key) and not _names_computations(ours, key):
-            return "replica groups" if key in ("replica_groups", "source_target_pairs") else "attribute"
+    different = {
+        key
+        for key in ours.attributes.keys() | theirs.attributes.keys()
+        if ours.attributes.get(key) != theirs.attributes.get(key) and not _names_computations(ours, key)
+    }
+    if different:
+        return "replica groups" if different & {"replica_groups", "source_target_pairs"} else "attribute"
     at = [[where[name] for name in item.operands] for where, item in zip(positions, (ours, theirs), strict=True)]
     return "operands" if at[0] != at[1] or ours.is_root != theirs.is_root else ""
 

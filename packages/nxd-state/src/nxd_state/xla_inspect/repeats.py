@@ -7,6 +7,7 @@ from nxd_state.xla_inspect.hlo import HloModule, Instruction
 
 # These apply a scalar function to every element, which is part of the instruction itself.
 _APPLY = ("reduce", "reduce-window", "scatter", "sort", "map", "select-and-scatter", "all-reduce", "reduce-scatter")
+_CONTINUE = ("async-update", "async-done")  # of what an async-start has called; some compilers name it here again
 _TRIP_COUNT = re.compile(r"known_trip_count\W+n\W+(\d+)")
 
 
@@ -28,7 +29,7 @@ def count_runs(module: HloModule) -> Counter[str]:
         name, times = waiting.pop()
         runs[name] += times
         for instruction in module.computations[name].instructions:
-            if instruction.opcode.removesuffix("-start").removesuffix("-done") in _APPLY:
+            if instruction.opcode.removesuffix("-start") in _APPLY or instruction.opcode in _CONTINUE:
                 continue
             inner = times * (trip_count(instruction) or 1) if instruction.opcode == "while" else times
             waiting.extend((called, inner) for called in instruction.called)

@@ -19,6 +19,7 @@ from nxd_trace.workers.messages import CALL, DONE, Answer, receive, send_header,
 from nxd_trace.workers.process import WorkerProcess
 
 _SECONDS_TO_ANSWER_TOO = 3.0  # for the other ranks, once one has failed
+_SECONDS_BETWEEN_LOOKS = 0.5  # at the processes that have not answered
 
 
 class WorkerGroup:
@@ -65,7 +66,7 @@ class WorkerGroup:
         """Run a program on every rank, on what lies in the shared memory.
 
         Raises:
-            WorkerError: a rank raised or died.
+            WorkerError: a rank raised, died or was stopped.
         """
         self._exchange(range(self.size), lambda rank, to: send_header(to, CALL, program), "a call")
 
@@ -78,7 +79,7 @@ class WorkerGroup:
         """Send requests to some ranks; their answers by rank.
 
         Raises:
-            WorkerError: a rank raised or died.
+            WorkerError: a rank raised, died or was stopped.
         """
         return self._exchange(list(requests), lambda rank, to: send_object(to, requests[rank]), what)
 
@@ -118,21 +119,26 @@ class WorkerGroup:
         raise WorkerError(_describe_errors(errors, silent, self.size, what))
 
     def _collect(self, ranks: set[int]) -> tuple[dict[int, Any], dict[int, str], bool]:
-        """One answer of each of these ranks: values, errors, and whether one has died.
+        """One answer of each of these ranks: values, errors, and whether one has died or is stopped.
 
         Once a rank has failed the others get a moment to answer as well. If they do, the group goes on: an input that
         every rank refuses ends nothing. If a rank has died, or one waits in a collective for another that raised, all
-        are ended.
+        are ended. So they are if one is found stopped twice in a row, since it might never go on.
         """
         answers: dict[int, Any] = {}
         errors: dict[int, str] = {}
         dead = False
         deadline: float | None = None
-        while ranks - answers.keys() - errors.keys():
-            timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
+        stopped: set[int] = set()
+        while silent := ranks - answers.keys() - errors.keys():
+            timeout = _SECONDS_BETWEEN_LOOKS if deadline is None else max(0.0, deadline - time.monotonic())
             ready = self._selector.select(timeout)
-            if not ready:
+            if not ready and deadline is not None:
                 break
+            if not ready:
+                stopped_before, stopped = stopped, {rank for rank in silent if self._workers[rank].is_stopped}
+                if lasting := stopped_before & stopped:
+                    return answers, {rank: self._workers[rank].describe_stop() for rank in lasting}, True
             for key, _ in ready:
                 worker: WorkerProcess = key.data
                 answer = self._answer_of(worker)

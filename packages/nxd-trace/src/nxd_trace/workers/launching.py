@@ -17,7 +17,20 @@ from typing import Any
 from nxd_trace.workers.fork_server import DESCRIPTORS, EXIT_CODE, LENGTH, PROCESS_ID
 
 # Libraries read these variables when they are loaded: with others, there must be another server.
-_READ_WHEN_LOADED = ("CUDA", "GOMP", "KMP", "LD_", "MKL", "NXD", "OMP", "OPENBLAS", "PJRT", "PY", "TORCH")
+_READ_WHEN_LOADED = (
+    "CUDA",
+    "GOMP",
+    "KMP",
+    "LD_",
+    "MKL",
+    "NXD",
+    "OMP",
+    "OPENBLAS",
+    "PJRT",
+    "PYTHON",
+    "PYTORCH",
+    "TORCH",
+)
 
 # In the server, which only loads libraries: nothing that would not survive a fork.
 _WITHOUT_SIDE_EFFECTS = {

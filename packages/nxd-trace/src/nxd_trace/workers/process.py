@@ -6,6 +6,7 @@ import signal
 import socket
 import sys
 import tempfile
+from pathlib import Path
 
 from nxd_trace.workers.launching import launch
 
@@ -48,6 +49,22 @@ class WorkerProcess:
     def pid(self) -> int:
         """The process's id."""
         return self._process.pid
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a signal such as SIGSTOP has halted it, and it waits for SIGCONT; never where that is unknown."""
+        try:
+            status = Path(f"/proc/{self.pid}/stat").read_text(encoding="utf-8", errors="replace")
+        except OSError:  # it has ended, or this is no Linux
+            return False
+        return status.rpartition(")")[2].split()[0] == "T"
+
+    def describe_stop(self) -> str:
+        """That the process is stopped, and why it cannot be waited for."""
+        return (
+            f"the worker, process {self.pid}, was stopped by a signal such as SIGSTOP (state T) and did not answer; it "
+            "was ended. Find out what stops processes here, and call restart() to start new ones"
+        )
 
     def describe_end(self) -> str:
         """How a process whose connection is closed ended, with its Python stacks if it wrote them."""

@@ -18,12 +18,16 @@ class Mistake(Exception):
 
 def mendable(call: Callable[[], T]) -> T:
     """Call something whose errors are the user's to mend, and the same on every rank."""
-    from nxd_ckpt import CheckpointError  # noqa: PLC0415
-
     try:
         return call()
-    except (ValueError, OSError, CheckpointError) as error:
+    except (ValueError, OSError) as error:
         raise Mistake(str(error)) from error
+    except Exception as error:
+        from nxd_ckpt import CheckpointError  # noqa: PLC0415 - it loads torch, which `nxd doctor` may find broken
+
+        if isinstance(error, CheckpointError):
+            raise Mistake(str(error)) from error
+        raise
 
 
 def started_ranks(options: argparse.Namespace) -> int | None:

@@ -25,7 +25,7 @@ def add_parser(commands: Commands) -> None:
         description="Look at versions, devices, limits, ports and the clock, and let two ranks add a number.",
         epilog="exit codes: 0 nothing is wrong (there may be warnings), 1 something is, 2 it could not be looked at",
     )
-    parser.add_argument("--folder", type=Path, help="a folder for checkpoints, to be looked at as well")
+    parser.add_argument("--folder", help="a folder for checkpoints, to be looked at as well")
     parser.add_argument("--no-ranks", action="store_true", help="start no ranks, which takes some seconds")
     parser.add_argument("--show-output", action="store_true", help="show all that the two ranks write")
     graph = parser.add_argument_group(

@@ -91,10 +91,24 @@ class TrainLoader:
 
     def next_step(self) -> list[Batch]:
         """This rank's microbatches of the next optimizer step; the position moves on by a global batch."""
-        first = self.samples_consumed
+        batches = next(self.steps_from(self.samples_consumed))
+        self.pass_step()
+        return batches
+
+    def steps_from(self, position: int) -> Iterator[list[Batch]]:
+        """This rank's microbatches of one step after the other, without end; the loader's own position stays.
+
+        Args:
+            position: as `samples_consumed` before the first of these steps.
+        """
+        while True:
+            following = position + self._slicer.global_batch_size
+            yield self._slicer.microbatches(self._sequences, self._samples_at(np.arange(position, following)))
+            position = following
+
+    def pass_step(self) -> None:
+        """Move on by a step whose batches came from elsewhere, see `steps_from`."""
         self.samples_consumed += self._slicer.global_batch_size
-        samples = self._samples_at(np.arange(first, self.samples_consumed))
-        return self._slicer.microbatches(self._sequences, samples)
 
     def state_dict(self) -> dict[str, Any]:
         """The position, as plain numbers; the same on every rank."""

@@ -43,6 +43,9 @@ def run_two_ranks(timeout: float = TIMEOUT_SECONDS) -> tuple[int | None, str]:
             os.killpg(process.pid, signal.SIGKILL)  # torchrun and its ranks
             output, _ = process.communicate()
             return None, output
+        except BaseException:  # as Ctrl-C, which does not reach them in a session of their own
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
     return process.returncode, output
 
 

@@ -17,21 +17,23 @@ from nxd_trainer.doctor.versions import (
     check_neuron,
     check_own_packages,
     check_torch,
+    check_torch_import,
     check_transformers,
     check_xla,
     installed_versions,
+    torch_import_failure,
 )
 from nxd_trainer.import_name import other_owner
 
 
 def examine(
-    folder: Path | None = None, *, try_ranks: bool = True, show_output: Callable[[str], None] | None = None
+    folder: str | Path | None = None, *, try_ranks: bool = True, show_output: Callable[[str], None] | None = None
 ) -> Iterator[Finding]:
     """Look at this machine; findings come as they are made.
 
     Args:
-        folder: for checkpoints; left out if None.
-        try_ranks: start two ranks, which takes some seconds; left out where torch is missing in any case.
+        folder: for checkpoints, also as a URL; left out if None.
+        try_ranks: start two ranks, which takes some seconds; left out in any case where torch does not work.
         show_output: is given what the two ranks wrote.
     """
     versions = installed_versions()
@@ -40,7 +42,10 @@ def examine(
     yield check_own_packages(versions)
     yield check_import_name(other_owner(), import_location(), own_location())
     yield check_xla(versions)
+    import_of_torch = check_torch_import(torch_import_failure())
     if torch.status == "ok":
+        yield import_of_torch
+    if torch.status == import_of_torch.status == "ok":
         devices = find_devices()
         yield check_devices(devices)
         yield check_neuron(versions, has_device=devices.neuron > 0)
@@ -53,7 +58,7 @@ def examine(
     yield check_loopback()
     if folder is not None:
         yield check_folder(folder)
-    if try_ranks and torch.status == "ok":
+    if try_ranks and torch.status == import_of_torch.status == "ok":
         code, output = run_two_ranks()
         if show_output is not None:
             show_output(output)

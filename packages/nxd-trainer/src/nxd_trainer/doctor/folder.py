@@ -12,19 +12,23 @@ ENOUGH_BYTES = 10 << 30
 MOST_SKEW_SECONDS = 5.0
 
 
-def check_folder(folder: Path, free: int | None = None) -> Finding:
+def check_folder(folder: str | Path, free: int | None = None) -> Finding:
     """Write, flush, rename and remove a file there.
 
     Args:
-        folder: need not exist yet, if it can be made.
+        folder: need not exist yet, if it can be made; of an object store, by its URL, it is not looked at.
         free: bytes on its disk; asked for if None.
     """
     name = f"folder {folder}"
-    place = next(it for it in (folder, *folder.absolute().parents) if it.exists())
+    if "://" in str(folder):
+        return warning(name, "is in an object store, which is not looked at", f"try it: nxd-ckpt list {folder}")
+    path = Path(folder).absolute()
+    place = next(it for it in (path, *path.parents) if os.path.lexists(it))
     if not place.is_dir():
-        return wrong(name, f"{place} is a file", "choose a folder")
+        return wrong(name, f"{place} is no folder", "choose a folder")
     try:
         with tempfile.TemporaryDirectory(prefix=".nxd-doctor-", dir=place) as trial:
+            Path(trial, path.relative_to(place)).mkdir(parents=True, exist_ok=True)
             first, second = Path(trial, "first"), Path(trial, "second")
             with first.open("wb") as file:
                 file.write(b"written by nxd doctor")

@@ -19,8 +19,8 @@ def check_environment(environment: Mapping[str, str]) -> list[Finding]:
     """What is set, and a finding for each variable that is likely to surprise."""
     name = "environment"
     findings = []
-    devices = environment.get("NXD_DEVICE")
-    if environment.get("NXD_CPU_MODE") == "1" and devices not in (None, "cpu"):
+    devices = environment.get("NXD_DEVICE", "")
+    if environment.get("NXD_CPU_MODE") == "1" and devices not in ("", "cpu"):
         found = f"NXD_CPU_MODE=1 and NXD_DEVICE={devices}"
         findings.append(wrong(name, found, "they contradict each other, and NXD_CPU_MODE wins; unset one"))
     if "NEURON_RT_NUM_CORES" in environment and "NEURON_RT_VISIBLE_CORES" in environment:

@@ -1,5 +1,6 @@
 """Which versions are installed, and whether they fit together."""
 
+import importlib
 import re
 from collections.abc import Iterable, Mapping
 from importlib import metadata
@@ -26,9 +27,10 @@ def installed_versions(names: Iterable[str] = (*OWN, *OTHERS)) -> dict[str, str]
     found = {}
     for name in names:
         try:
-            found[name] = metadata.version(name)
+            version: str | None = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
+        found[name] = version or "of no known version"  # None of a folder that half an installation has left
     return found
 
 
@@ -42,6 +44,24 @@ def check_torch(versions: Mapping[str, str]) -> Finding:
             "torch", f"torch {versions['torch']}", f"these packages need {oldest} or newer: pip install -U torch"
         )
     return ok("torch", f"torch {versions['torch']}")
+
+
+def torch_import_failure() -> str:
+    """What importing torch raises; empty if it works."""
+    try:
+        importlib.import_module("torch")
+    except Exception as error:  # a missing library of the system is an OSError, half an installation any other
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def check_torch_import(failure: str) -> Finding:
+    """Whether what is installed as torch can be imported."""
+    name = "import torch"
+    if failure:
+        mend = "install what the error names, or torch anew: pip install --force-reinstall torch"
+        return wrong(name, f"fails with {failure}", mend)
+    return ok(name, "works")
 
 
 def check_own_packages(versions: Mapping[str, str]) -> Finding:

@@ -16,6 +16,8 @@ from nxd_ckpt.boxes import Box, subtract
 from nxd_ckpt.sharded_tensor import ShardedTensor
 from nxd_state import Group, all_gather_object, recv, send, transport_device
 
+from nxd_trainer.api.together import together
+
 
 class _Errand(NamedTuple):
     """A rank's part of what is asked for."""
@@ -139,18 +141,12 @@ def _ready(errands: Sequence[_Errand], make: Callable[[_Errand], torch.Tensor], 
         Exception: of `make`, on its rank.
         _NotReadyError: another rank's `make` raised.
     """
-    made, failure = [], None
-    try:
-        made += [make(errand) for errand in errands]
-    except Exception as error:  # raised below, when the others know
-        failure = error
-    failures = all_gather_object(None if failure is None else f"{type(failure).__name__}: {failure}", group)
-    if failure is not None:
-        raise failure
-    for rank, text in zip(group.ranks, failures, strict=True):
-        if text is not None:
-            raise _NotReadyError(f"rank {rank} could not give its part of the model: {text}")
-    return made
+    return together(
+        "give its part of the model",
+        lambda: [make(errand) for errand in errands],
+        group=group,
+        error_type=_NotReadyError,
+    )
 
 
 def _values(state: Mapping[str, ShardedTensor], errand: _Errand) -> torch.Tensor:

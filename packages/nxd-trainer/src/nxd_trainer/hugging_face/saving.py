@@ -26,6 +26,9 @@ from nxd_trainer.hugging_face.rearrangement import RearrangedSource, inverse
 
 PathLike = str | os.PathLike[str]
 
+# Whoever has one of them has a model there, whose config must not be replaced.
+_WEIGHT_FILES = (SINGLE_FILE, INDEX_FILE, "pytorch_model.bin", "pytorch_model.bin.index.json")
+
 
 def save_pretrained(
     model: nn.Module,
@@ -96,7 +99,7 @@ def write_folder(
     check_dtype(dtype)
     parse_size(max_shard_size)
     target = Path(folder)
-    for taken in (SINGLE_FILE, INDEX_FILE):
+    for taken in _WEIGHT_FILES:
         if (target / taken).exists():
             raise ValueError(f"{target} already holds a {taken}; remove it or choose another folder")
     target.mkdir(parents=True, exist_ok=True)

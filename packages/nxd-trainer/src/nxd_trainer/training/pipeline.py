@@ -5,7 +5,6 @@ from itertools import islice
 
 import torch
 from nxd_pipeline import NxDPPModel, Schedule, insert_communication, make_schedule, simulate
-from nxd_state import get_device
 from torch import Tensor
 
 from nxd_trainer.data import Batch
@@ -79,6 +78,6 @@ def recipe_schedule(recipe: Recipe) -> Schedule:
 def _inputs(batches: Sequence[Batch]) -> dict[str, Tensor]:
     """One batch, which the schedule cuts into these again."""
     return {
-        "input_ids": torch.cat([batch.input_ids for batch in batches]).to(get_device()),
-        "labels": torch.cat([batch.labels for batch in batches]).to(get_device()),
+        "input_ids": torch.cat([batch.input_ids for batch in batches]),
+        "labels": torch.cat([batch.labels for batch in batches]),
     }

@@ -2,6 +2,7 @@
 
 import logging
 import math
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +27,8 @@ from nxd_trainer.training.graph_order import renew_in_order
 from nxd_trainer.training.pipeline import describe_pipeline
 from nxd_trainer.training.run_state import RunState, build_run_state
 from nxd_trainer.training.saving import RunSaver
-from nxd_trainer.training.step import evaluate, learning_rate, take_step
+from nxd_trainer.training.step import evaluate
+from nxd_trainer.training.steps_under_way import FinishedStep, StepsUnderWay
 from nxd_trainer.training.stop_request import StopRequest
 
 
@@ -88,6 +90,7 @@ def run_training(state: RunState, resumed: str | None, stop: StopRequest) -> Tra
         return TrainResult(step=state.step, loss=math.nan, stopped=False)
     shows_steps = state.is_writer and logger.isEnabledFor(logging.INFO)
     with (
+        closing(state.train_batches),
         Progress(state.recipe.last_step, first_step=state.step, is_writer=shows_steps) as progress,
         MetricsLog(
             state.recipe.output,
@@ -110,45 +113,63 @@ def _run_steps(
     state: RunState, progress: Progress, metrics: MetricsLog, saver: RunSaver, stop: StopRequest
 ) -> TrainResult:
     recipe = state.recipe
-    throughput = Throughput()
-    loss, stopped = float("nan"), False
-    while state.step < recipe.last_step and not stopped:
-        rate = learning_rate(state)
-        sums, norm = take_step(state, stopping=stop.signal_number > 0)
-        loss, num_stopping = sums.tolist()
-        stopped = num_stopping > 0
-        if not math.isfinite(loss) or (norm is not None and not math.isfinite(norm)):
-            saver.finish()  # so that the error tells of the newest checkpoint
-            gradient = "" if norm is None else f" and the gradient norm {float(norm)}"
-            raise diverged(state, f"the loss is {loss}{gradient} in step {state.step}")
-        throughput.add(recipe.train.global_batch_size * recipe.data.sequence_length)
-        progress.advance(state.step)
-        is_last = stopped or state.step == recipe.last_step
-        held_out_loss = None
-        if recipe.train.eval_every and not stopped and (is_last or _is_due(state.step, recipe.train.eval_every)):
-            with throughput.paused():
-                held_out_loss = evaluate(state)
-        if _is_due(state.step, recipe.train.log_every) or is_last or held_out_loss is not None or state.step == 1:
-            tokens_per_second = throughput.lap()
-            record = StepRecord(
-                step=state.step,
-                loss=loss,
-                learning_rate=rate,
-                tokens=state.train_loader.samples_consumed * recipe.data.sequence_length,
-                tokens_per_second=tokens_per_second,
-                throughput=tokens_per_second / recipe.data.sequence_length,
-                seconds=throughput.seconds,
-                peak_memory_bytes=peak_memory_bytes(get_device()),
-                grad_norm=None if norm is None else float(norm),
-                held_out_loss=held_out_loss,
-            )
-            progress.log(record)
-            metrics.log(record)
-        if _is_due(state.step, recipe.checkpoint.save_every) or is_last:
-            with throughput.paused():
-                saver.save(held_out_loss)
-        saver.poll()
-    return TrainResult(step=state.step, loss=loss, stopped=stopped)
+    throughput, steps = Throughput(), StepsUnderWay(state)
+    loss = math.nan
+    while state.step < recipe.last_step and not steps.stopping:
+        steps.begin(asked_to_stop=stop.signal_number > 0)
+        for step in steps.finish(all_of_them=_is_looked_at(recipe, state.step)):
+            loss = step.loss
+            _check_finite(state, saver, step)
+            throughput.add(recipe.train.global_batch_size * recipe.data.sequence_length)
+            progress.advance(step.number)
+            is_last = step.number == (state.step if steps.stopping else recipe.last_step)
+            evaluates = is_last or _is_due(step.number, recipe.train.eval_every)
+            held_out_loss = None
+            if evaluates and recipe.train.eval_every and not steps.stopping:
+                with throughput.paused():
+                    held_out_loss = evaluate(state)
+            if _is_due(step.number, recipe.train.log_every) or is_last or held_out_loss is not None or step.number == 1:
+                record = _record(recipe, step, throughput, held_out_loss)
+                progress.log(record)
+                metrics.log(record)
+            if _is_due(step.number, recipe.checkpoint.save_every) or is_last:
+                with throughput.paused():
+                    saver.save(held_out_loss)
+            saver.poll()
+    return TrainResult(step=state.step, loss=loss, stopped=steps.stopping)
+
+
+def _is_looked_at(recipe: Recipe, step: int) -> bool:
+    """Whether the run is evaluated or saved after a step: as it is then, before another one is begun."""
+    return (
+        step == recipe.last_step
+        or _is_due(step, recipe.train.eval_every)
+        or _is_due(step, recipe.checkpoint.save_every)
+    )
+
+
+def _check_finite(state: RunState, saver: RunSaver, step: FinishedStep) -> None:
+    if math.isfinite(step.loss) and (step.grad_norm is None or math.isfinite(step.grad_norm)):
+        return
+    saver.finish()  # so that the error tells of the newest checkpoint
+    gradient = "" if step.grad_norm is None else f" and the gradient norm {step.grad_norm}"
+    raise diverged(state, f"the loss is {step.loss}{gradient} in step {step.number}")
+
+
+def _record(recipe: Recipe, step: FinishedStep, throughput: Throughput, held_out_loss: float | None) -> StepRecord:
+    tokens_per_second = throughput.lap()
+    return StepRecord(
+        step=step.number,
+        loss=step.loss,
+        learning_rate=step.learning_rate,
+        tokens=step.tokens,
+        tokens_per_second=tokens_per_second,
+        throughput=tokens_per_second / recipe.data.sequence_length,
+        seconds=throughput.seconds,
+        peak_memory_bytes=peak_memory_bytes(get_device()),
+        grad_norm=step.grad_norm,
+        held_out_loss=held_out_loss,
+    )
 
 
 def _is_due(step: int, every: int) -> bool:

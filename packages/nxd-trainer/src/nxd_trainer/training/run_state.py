@@ -32,6 +32,7 @@ from nxd_trainer.data import (
 )
 from nxd_trainer.models import LlamaConfig, LlamaDecoderLayer, LlamaForCausalLM
 from nxd_trainer.recipe import ModelSection, Recipe, check_layout, padded_vocab_size
+from nxd_trainer.training.batches import TrainBatches
 from nxd_trainer.training.optimizer import build_optimizer, build_reducer
 from nxd_trainer.training.output_lock import lock_output
 from nxd_trainer.training.pipeline import cut_into_stages
@@ -48,6 +49,8 @@ class RunState:
     Attributes:
         model: the Llama; where the pipeline has several ranks, this rank's stages of it.
         reducer: averages gradients over the replicas; with ZeRO-1 that is the optimizer itself.
+        train_loader: knows the position in the data.
+        train_batches: what steps take from it, on the device.
         output_lock: keeps other runs out of the output folder while this object lives.
         step: optimizer steps taken since the run began, over all invocations.
     """
@@ -58,6 +61,7 @@ class RunState:
     optimizer: AdamW | NeuronZero1Optimizer
     reducer: GradientReducer | NeuronZero1Optimizer
     train_loader: TrainLoader
+    train_batches: TrainBatches
     held_out_loader: HeldOutLoader
     tokenizer: Tokenizer
     corpus: CorpusIndex
@@ -131,6 +135,7 @@ def build_run_state(recipe: Recipe) -> RunState:
         optimizer=optimizer,
         reducer=build_reducer(optimizer, model),
         train_loader=train_loader,
+        train_batches=TrainBatches(train_loader),
         held_out_loader=held_out_loader,
         tokenizer=tokenizer,
         corpus=corpus.index,

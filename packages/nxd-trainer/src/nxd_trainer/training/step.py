@@ -6,12 +6,13 @@ from contextlib import nullcontext
 import torch
 from nxd_optim import GradientReducer, NeuronZero1Optimizer, clip_grad_norm, reduce_sequence_parallel_gradients
 from nxd_pipeline import NxDPPModel
-from nxd_state import all_reduce, get_device, get_mesh, get_world_group, step_boundary
+from nxd_state import all_reduce, get_device, get_mesh, get_world_group, send_to_device, step_boundary
 from torch import Tensor
 
 from nxd_trainer.data import Batch
 from nxd_trainer.lr_schedule import lr_multiplier
 from nxd_trainer.models import LlamaForCausalLM
+from nxd_trainer.training.batches import held_out_batches
 from nxd_trainer.training.optimizer import learning_rate_on
 from nxd_trainer.training.pipeline import evaluate_on, train_on
 from nxd_trainer.training.precision import autocast
@@ -19,7 +20,7 @@ from nxd_trainer.training.run_state import RunState
 
 
 def take_step(state: RunState, *, stopping: bool = False) -> tuple[Tensor, Tensor | None]:
-    """A whole optimizer step. On XLA it is one graph, which goes to the device at its end; nothing is read before.
+    """A whole optimizer step, for whose values nothing here waits. On XLA it is one graph, which goes to the device.
 
     Args:
         stopping: whether this rank has been asked to stop.
@@ -29,7 +30,8 @@ def take_step(state: RunState, *, stopping: bool = False) -> tuple[Tensor, Tenso
         then the norm of the gradients before clipping, 0-d (None without clipping).
     """
     rank_loss = compute_gradients(state)
-    request = torch.tensor([float(stopping)], dtype=torch.float64, device=get_device())  # a 0-d 0 is a constant on XLA
+    # Not 0-d: torch-xla takes the scalars 0 and 1 for constants.
+    request = send_to_device(torch.tensor([float(stopping)], dtype=torch.float64), get_device())
     sums = all_reduce(torch.cat([loss_to_add(rank_loss).view(1), request]), get_world_group())  # one message for both
     return sums, update_weights(state)
 
@@ -40,7 +42,7 @@ def compute_gradients(state: RunState) -> Tensor | None:
     Returns:
         The mean loss of this rank's microbatches, 0-d; None on a rank without the last stage.
     """
-    batches = state.train_loader.next_step()
+    batches = state.train_batches.next_step()
     if isinstance(state.model, NxDPPModel):
         # Every microbatch adds to every gradient, so that none is complete before the schedule is at its end.
         return train_on(state.model, batches)
@@ -106,11 +108,12 @@ def evaluate(state: RunState) -> float | None:
     if not len(state.held_out_loader):
         return None
     model = state.model
+    batches = held_out_batches(state.held_out_loader)
     model.eval()
     if isinstance(model, NxDPPModel):
-        loss = evaluate_on(model, state.held_out_loader, state.recipe.train.gradient_accumulation_steps)
+        loss = evaluate_on(model, batches, state.recipe.train.gradient_accumulation_steps)
     else:
-        loss = torch.stack([_evaluate_batch(state, model, batch) for batch in state.held_out_loader]).mean()
+        loss = torch.stack([_evaluate_batch(state, model, batch) for batch in batches]).mean()
     model.train()
     mean = all_reduce(loss_to_add(loss), get_world_group())
     step_boundary()
@@ -135,7 +138,6 @@ def _evaluate_batch(state: RunState, model: LlamaForCausalLM, batch: Batch) -> T
 
 
 def _loss(state: RunState, model: LlamaForCausalLM, batch: Batch) -> Tensor:
-    device = get_device()
     with autocast(state.recipe):
-        loss: Tensor = model(batch.input_ids.to(device), batch.labels.to(device))
+        loss: Tensor = model(batch.input_ids, batch.labels)
     return loss

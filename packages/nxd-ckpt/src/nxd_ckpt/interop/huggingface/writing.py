@@ -3,7 +3,8 @@
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -14,6 +15,7 @@ from nxd_ckpt.interop.source import Progress, TensorSource, converted, ignore_pr
 from nxd_ckpt.reader import TensorInfo
 
 _UNFINISHED = ".unfinished"
+_LEFTOVER = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors(\.index\.json)?\.unfinished")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B", re.IGNORECASE)
 _METADATA = {"format": "pt"}  # transformers refuses files that do not say so
 
@@ -28,8 +30,8 @@ def write_hugging_face(
 ) -> list[str]:
     """Writes all tensors of a source as `transformers` and `safetensors` read them.
 
-    Memory: the largest tensor. A folder that was not finished holds no model, only files that end in ".unfinished" or
-    that no index names.
+    Memory: the largest tensor. Files have their names when all are written, the index last. Until then theirs end in
+    ".unfinished": who fails removes them, and the next to write there removes those of a process that was killed.
 
     Args:
         source: what to write; names are kept.
@@ -42,26 +44,32 @@ def write_hugging_face(
         The names of the files written, the index last.
 
     Raises:
-        ValueError: the folder holds a model already, or `max_shard_size` is not a size.
+        ValueError: the folder holds a model already, or a part of one, or `max_shard_size` is not a size.
         CheckpointError: the source cannot be read.
     """
     path = os.path.abspath(folder)
     limit = parse_size(max_shard_size)
-    for taken in (SINGLE_FILE, INDEX_FILE):
-        if os.path.lexists(os.path.join(path, taken)):
-            raise ValueError(f"{path} already holds a {taken}; remove it or choose another folder")
     infos = {name: TensorInfo(converted(info.dtype, dtype), info.global_shape) for name, info in source.tensors.items()}
     parts = _share_out(infos, limit)
     files = _file_names(len(parts))
+    for taken in dict.fromkeys((SINGLE_FILE, INDEX_FILE, *files)):
+        if os.path.lexists(os.path.join(path, taken)):
+            raise ValueError(f"{path} already holds a {taken}; remove it or choose another folder")
     headers = [make_header(part, _METADATA) for part in parts]
     make_folders(path)
-    for file, header, part in zip(files, headers, parts, strict=True):
-        _write_file(os.path.join(path, file), header, source, part, progress)
-    if len(files) > 1:
-        weight_map = {name: file for file, part in zip(files, parts, strict=True) for name in part}
-        total = sum(num_bytes(info) for info in infos.values())
-        _write_text(os.path.join(path, INDEX_FILE), {"metadata": {"total_size": total}, "weight_map": weight_map})
-        files.append(INDEX_FILE)
+    with _unfinished_files_removed(path):
+        for file, header, part in zip(files, headers, parts, strict=True):
+            with new_file(os.path.join(path, file + _UNFINISHED)) as fd:
+                _write_tensors(fd, header, source, part, progress)
+        if len(files) > 1:
+            weight_map = {name: file for file, part in zip(files, parts, strict=True) for name in part}
+            total = sum(num_bytes(info) for info in infos.values())
+            files.append(INDEX_FILE)
+            with new_file(os.path.join(path, INDEX_FILE + _UNFINISHED)) as fd:
+                index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+                write_fully(fd, json.dumps(index, indent=2).encode() + b"\n")
+        for file in files:
+            os.replace(os.path.join(path, file + _UNFINISHED), os.path.join(path, file))
     sync_folder(path)
     return files
 
@@ -103,26 +111,29 @@ def _file_names(count: int) -> list[str]:
     return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
 
 
-def _write_file(
-    path: str, header: bytes, source: TensorSource, infos: Mapping[str, TensorInfo], progress: Progress
+def _write_tensors(
+    fd: int, header: bytes, source: TensorSource, infos: Mapping[str, TensorInfo], progress: Progress
 ) -> None:
-    _remove_unfinished(path)
-    with new_file(path + _UNFINISHED) as fd:
-        write_fully(fd, header)
-        for name, info in infos.items():
-            whole = read_whole(source, name, info.dtype)
-            write_fully(fd, memoryview(whole.reshape(-1).view(torch.uint8).numpy().data))
-            progress(name, num_bytes(info))
-    os.replace(path + _UNFINISHED, path)
+    write_fully(fd, header)
+    for name, info in infos.items():
+        whole = read_whole(source, name, info.dtype)
+        write_fully(fd, memoryview(whole.reshape(-1).view(torch.uint8).numpy().data))
+        progress(name, num_bytes(info))
 
 
-def _write_text(path: str, content: object) -> None:
-    _remove_unfinished(path)
-    with new_file(path + _UNFINISHED) as fd:
-        write_fully(fd, json.dumps(content, indent=2).encode() + b"\n")
-    os.replace(path + _UNFINISHED, path)
+@contextmanager
+def _unfinished_files_removed(folder: str) -> Iterator[None]:
+    """Those of an earlier attempt now, and those that are made inside if it fails."""
+    _remove_unfinished(folder)
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):  # the failure itself says more
+            _remove_unfinished(folder)
+        raise
 
 
-def _remove_unfinished(path: str) -> None:
-    if os.path.lexists(path + _UNFINISHED):
-        os.unlink(path + _UNFINISHED)
+def _remove_unfinished(folder: str) -> None:
+    for name in os.listdir(folder):
+        if _LEFTOVER.fullmatch(name):
+            os.unlink(os.path.join(folder, name))
