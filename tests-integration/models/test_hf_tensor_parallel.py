@@ -250,13 +250,14 @@ def test_layers_that_read_the_same_tensor_sum_its_gradient_once(run_ranks, seque
 
     for counts in run_ranks(job, 2, env={"NXD_SHM": "0"}):  # shared memory is no operation of torch
         layers, copied = 2, 2
-        ends = 1 + 1 + 2  # embedding, head backward, loss
+        ends = 1 + 1 + 2  # embedding, head backward, loss; the loss of transformers before 5.22 takes one less
         if sequence_parallel:
-            assert counts.pop("allreduce") == ends + copied * layers
+            assert ends - 1 <= counts.pop("allreduce") - copied * layers <= ends
             # Two blocks per layer: gathered and scattered, forward and backward; and the ends of the region.
             assert sum(counts.values()) == 2 * 2 * 2 * layers + 2
         else:
-            assert counts == {"allreduce": ends + 2 * 2 * layers + copied * layers}
+            assert ends - 1 <= counts.pop("allreduce") - (2 * 2 + copied) * layers <= ends
+            assert not counts
 
 
 def test_hidden_states_of_split_sequences_are_refused_and_are_whole_in_evaluation(run_ranks):

@@ -23,4 +23,5 @@ def test_example_prints_what_the_readme_says(tmp_path):
     )
 
     assert result.returncode == 0, result.stderr
-    assert result.stdout == PRINTED
+    lines = result.stdout.splitlines(keepends=True)
+    assert "".join(line for line in lines if not line.startswith("[Gloo] ")) == PRINTED  # gloo of torch 2.9 says hello
