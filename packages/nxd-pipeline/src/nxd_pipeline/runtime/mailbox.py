@@ -18,6 +18,7 @@ from nxd_state import (
     Send,
     barrier,
     batch_isend_irecv,
+    device_type,
     recv,
     send,
     step_boundary,
@@ -84,6 +85,7 @@ class Mailbox:
     def __init__(self, group: Group) -> None:
         self._group = group
         self._device = transport_device(group)  # of layouts; other tensors stay where they are
+        self._on_xla = device_type() == "xla"
         self._routes: dict[tuple[int, int], dict[Hashable, Route]] = {}
         self._sends: dict[tuple[Key, int, str], list[Pending]] = {}  # in the order in which they began
         if self._device.type != "cpu":
@@ -159,7 +161,8 @@ class Mailbox:
                 self._wait_for_oldest()
 
     def _receive(self, route: Route, parcel: Parcel, source: int) -> Incoming:
-        step_boundary()  # on XLA: what was computed is a graph without this room, the same wherever it is computed
+        if self._on_xla:
+            step_boundary()  # what was computed is a graph without this room, the same wherever it is computed
         packed, tensors = parcel.make_room()
         pending = batch_isend_irecv([Receive(tensor, source) for tensor in packed], self._group)
         return Incoming(route.layout, tensors, pending)

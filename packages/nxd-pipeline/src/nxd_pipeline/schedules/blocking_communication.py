@@ -30,10 +30,7 @@ def insert_blocking_communication(schedule: Schedule, edges: Iterable[Edge] | No
     Raises:
         ValueError: the order waits for something that never comes.
     """
-    computed = replace(
-        schedule,
-        actions=tuple(tuple(action for action in row if action.peer is None) for row in schedule.actions),
-    )
+    computed = schedule.without_communication()
     dataflow = Dataflow(schedule, edges)
     simulate(computed, edges=dataflow.edges)  # which says what an order waits for that cannot be played
     return replace(schedule, actions=_Ranks(computed, dataflow).run())

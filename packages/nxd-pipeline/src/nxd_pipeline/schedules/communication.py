@@ -36,10 +36,7 @@ def insert_communication(schedule: Schedule, edges: Iterable[Edge] | None = None
     Raises:
         ValueError: the order waits for something that never comes.
     """
-    computed = replace(
-        schedule,
-        actions=tuple(tuple(action for action in row if action.peer is None) for row in schedule.actions),
-    )
+    computed = schedule.without_communication()
     dataflow = Dataflow(schedule, edges)
     timeline = simulate(computed, EXPECTED_COSTS, edges=dataflow.edges)
     events: list[list[tuple[_Time, Action]]] = [[] for _ in schedule.actions]

@@ -4,7 +4,7 @@ Makers of schedules are in `makers`, the messages that go with an order of compu
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import count
 
@@ -75,6 +75,10 @@ class Schedule:
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages on a pipeline rank, ascending."""
         return tuple(stage for stage, holder in enumerate(self.rank_of_stage) if holder == rank)
+
+    def without_communication(self) -> "Schedule":
+        """The same order of computation, without any messages."""
+        return replace(self, actions=tuple(tuple(it for it in row if not it.is_communication) for row in self.actions))
 
     def compute_actions(self) -> Iterable[Action]:
         """Those of all ranks that neither send nor receive."""
