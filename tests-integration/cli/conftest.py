@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from nxd_state.testing import deadline
 
 TIMEOUT_SECONDS = 180
 
@@ -23,7 +24,7 @@ def _run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         start_new_session=True,
     ) as process:
         try:
-            output, errors = process.communicate(timeout=TIMEOUT_SECONDS)
+            output, errors = process.communicate(timeout=deadline(TIMEOUT_SECONDS))
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             raise

@@ -9,6 +9,7 @@ import sys
 from urllib.request import Request, urlopen
 
 import pytest
+from nxd_state.testing import deadline
 from nxd_trace.compilers.inductor import has_cpp_compiler
 
 GREEDY = ["--prompt", "the quick", "--max-new-tokens", "24", "--temperature", "0"]
@@ -35,7 +36,9 @@ def served_text(checkpoints, *options):
                 break
         assert found, "".join(log)
         body = {"prompt": "the quick", "max_tokens": 24, "temperature": 0}
-        with urlopen(Request(f"{found[1]}/v1/completions", json.dumps(body).encode()), timeout=60) as response:
+        with urlopen(
+            Request(f"{found[1]}/v1/completions", json.dumps(body).encode()), timeout=deadline(60)
+        ) as response:
             text = json.load(response)["choices"][0]["text"]
         server.send_signal(signal.SIGINT)
         assert server.wait(60) == 0

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from nxd_state.testing import deadline
 from nxd_trainer.recipe import load_recipe
 
 SIZES = {
@@ -134,7 +135,7 @@ def test_a_reader_that_has_seen_enough_ends_it_without_a_traceback():
         stdout=writing,
         stderr=subprocess.PIPE,
         text=True,
-        timeout=180,
+        timeout=deadline(180),
         check=False,
     )
     os.close(writing)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import nxd_ckpt
 import pytest
-from nxd_state.testing import run_torchrun
+from nxd_state.testing import deadline, run_torchrun
 
 PROGRAMS = Path(__file__).parent / "programs"
 
@@ -35,7 +35,7 @@ def test_train_rank_that_raises_ends_all_ranks_with_its_traceback_first(tiny, tm
             f"data.path={tmp_path / 'text'}",
         ],
         2,
-        timeout=120,
+        timeout=deadline(120),
     )
 
     assert result.returncode != 0
@@ -65,7 +65,7 @@ def test_train_signal_saves_and_leaves_no_process(tiny, tmp_path, signal_number,
                 break
         process.send_signal(signal_number)
         errors = process.stderr.read()
-        process.wait(timeout=60)
+        process.wait(timeout=deadline(60))
 
     assert process.returncode == 143, errors
     newest = nxd_ckpt.latest(tmp_path / "run/checkpoints")

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from nxd_state.testing import deadline
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "README.md").read_text()
@@ -25,7 +26,7 @@ def nox_sessions() -> set[str]:
 
 
 def run(arguments: list[str], folder: Path) -> None:
-    result = subprocess.run(arguments, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
+    result = subprocess.run(arguments, cwd=folder, capture_output=True, text=True, timeout=deadline(300), check=False)
     assert result.returncode == 0, result.stderr
 
 

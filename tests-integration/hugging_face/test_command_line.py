@@ -11,6 +11,7 @@ import torch
 import transformers
 from nxd_optim import NeuronZero1Optimizer
 from nxd_state import initialize_model_parallel
+from nxd_state.testing import deadline
 from nxd_trainer.models import LlamaConfig, LlamaForCausalLM
 from nxd_trainer.recipe import recipe_from_dict
 from nxd_trainer.training.initial_weights import load_initial_weights
@@ -19,7 +20,7 @@ from safetensors.torch import load_file
 
 def nxd(*arguments):
     command = [sys.executable, "-m", "nxd_trainer", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=deadline(180), check=False)
 
 
 def test_import_and_export_give_the_folder_back(make_folder, tmp_path):

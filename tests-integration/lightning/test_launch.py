@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from nxd_state.testing import run_torchrun
+from nxd_state.testing import deadline, run_torchrun
 
 SCRIPT = Path(__file__).parent / "programs/train.py"
 TIMEOUT_SECONDS = 300
@@ -25,7 +25,7 @@ def run(folder: Path, failure: str) -> subprocess.CompletedProcess[str]:
         start_new_session=True,
     ) as process:
         try:
-            output, errors = process.communicate(timeout=TIMEOUT_SECONDS)
+            output, errors = process.communicate(timeout=deadline(TIMEOUT_SECONDS))
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             raise

@@ -10,6 +10,7 @@ import nxd_ckpt
 import pytest
 import torch
 import traced_llama
+from nxd_state.testing import deadline
 
 IDS = torch.arange(2 * 8).view(2, 8) * 7 % 32
 EXACT, BFLOAT16 = {"rtol": 1e-10, "atol": 1e-12}, {"rtol": 5e-2, "atol": 5e-2}
@@ -31,7 +32,9 @@ def load_and_call(folder: Path, ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
     torch.save(ids, input_file)
     script = Path(__file__).with_name("load_and_call.py")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    subprocess.run([sys.executable, script, folder, input_file, output_file], check=True, env=environment, timeout=300)
+    subprocess.run(
+        [sys.executable, script, folder, input_file, output_file], check=True, env=environment, timeout=deadline(300)
+    )
     return tuple(torch.load(output_file))
 
 

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from nxd_state.testing import deadline
 
 pytestmark = [pytest.mark.xla, pytest.mark.neuron]
 
@@ -45,7 +46,7 @@ def test_trainer_on_torch_xla_uses_its_classes_and_computes_what_it_computes_on_
             env={"PJRT_DEVICE": "CPU"} | os.environ | {"NXD_DEVICE": device},
             capture_output=True,
             text=True,
-            timeout=600,
+            timeout=deadline(600),
             check=False,
         )
         assert result.returncode == 0, result.stderr

@@ -10,6 +10,7 @@ import nxd_ckpt
 import pytest
 import torch
 from nxd_state import destroy_model_parallel, initialize_model_parallel
+from nxd_state.testing import deadline
 from nxd_trainer.recipe import load_recipe
 from nxd_trainer.report import read_records
 from nxd_trainer.training import prepare_run
@@ -43,7 +44,7 @@ def train_on(start_on):
 
     def run(device: str, *more: str) -> str:
         with start_on(device, NXD_TRAIN, *more) as process:
-            _, errors = process.communicate(timeout=300)
+            _, errors = process.communicate(timeout=deadline(300))
         assert process.returncode == 0, errors
         return errors
 
@@ -121,7 +122,7 @@ def test_more_steps_compile_no_more_graphs(start_on, zero1):
     def compiled(steps: int) -> int:
         more = [*settings, f"output=run-{steps}", f"train.steps={steps}"]
         with start_on("xla", ["-c", COUNTING], *more) as process:
-            output, errors = process.communicate(timeout=300)
+            output, errors = process.communicate(timeout=deadline(300))
         assert process.returncode == 0, errors
         [line] = [line for line in output.splitlines() if line.startswith("compiled ")]
         return int(line.split()[1])
@@ -172,7 +173,7 @@ def test_signal_stops_a_run_with_all_its_steps_logged_and_saved(start_on, tmp_pa
             if line.startswith("step"):
                 break
         process.send_signal(signal.SIGTERM)
-        _, errors = process.communicate(timeout=300)
+        _, errors = process.communicate(timeout=deadline(300))
 
     assert process.returncode == 143, errors
     newest = nxd_ckpt.latest(tmp_path / "run/checkpoints")

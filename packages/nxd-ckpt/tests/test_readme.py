@@ -2,6 +2,7 @@ import re
 from pathlib import Path
 
 import pytest
+from nxd_ckpt import end_async_saves
 
 README = Path(__file__).parents[1] / "README.md"
 EXAMPLES = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
@@ -12,6 +13,8 @@ def test_readme_example_runs_as_written(tmp_path, monkeypatch, source):
     monkeypatch.chdir(tmp_path)
 
     exec(compile(source, str(README), "exec"), {})
+
+    end_async_saves()
 
 
 def test_readme_has_examples():

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from nxd_state.testing import deadline
 
 README = Path(__file__).parents[1] / "README.md"
 EXAMPLES = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
@@ -16,7 +17,7 @@ def test_readme_example_runs_as_written(tmp_path, source):
     (tmp_path / "train.py").write_text(source)
 
     result = subprocess.run(
-        [sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=deadline(300), check=False
     )
 
     assert result.returncode == 0, result.stderr

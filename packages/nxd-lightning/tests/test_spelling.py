@@ -4,12 +4,15 @@ import subprocess
 import sys
 
 import pytest
+from nxd_state.testing import deadline
 
 MAKE = "import nxd_lightning as nl; strategy = nl.NeuronXLAStrategy()"
 
 
 def run(source: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=300, check=False)
+    return subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, timeout=deadline(300), check=False
+    )
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import nxd_trace
 import pytest
 import torch
 import traced_models as models
+from nxd_state.testing import deadline
 
 PROGRAMS = Path(__file__).parent / "programs"
 X = torch.randn(2, models.IN, dtype=torch.float64)
@@ -45,7 +46,7 @@ def run_script(name: str) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=300,
+        timeout=deadline(300),
         env={**os.environ, "PYTHONPATH": ":".join(sys.path)},
     )
 

@@ -16,6 +16,7 @@ from urllib.request import Request, urlopen
 import pytest
 import serve_tiny
 import tiny_decoder
+from nxd_state.testing import deadline
 from nxd_trace.generation import SamplingSettings, choose_token, compile_generator
 from nxd_trace.serving import CompletionService, Job, RequestError, Scheduler, ServerLimits, make_app
 from nxd_trace.serving.text import TextStream
@@ -281,12 +282,12 @@ def test_a_server_process_answers_until_it_is_told_to_end_and_leaves_nothing_beh
                 break
         assert found, "".join(log)
         request = Request(f"{found[1]}/v1/completions", json.dumps(GREEDY).encode())
-        with urlopen(request, timeout=60) as response:
+        with urlopen(request, timeout=deadline(60)) as response:
             assert json.load(response)["choices"][0]["text"] == TEXT
         with socket.create_connection((found[2], int(found[3]))) as client:
             client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{")  # and no more
         server.send_signal(signal.SIGTERM)
-        rest = server.communicate(timeout=60)[1]
+        rest = server.communicate(timeout=deadline(60))[1]
         assert server.returncode == 128 + signal.SIGTERM, rest
         assert "Traceback" not in rest
     finally:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from nxd_state.testing import deadline
 
 README = Path(__file__).parents[1] / "README.md"
 BLOCKS = re.findall(r"```(python|console)\n(.*?)```", README.read_text(), flags=re.DOTALL)
@@ -15,7 +16,7 @@ COMMANDS = [line for language, block in BLOCKS if language == "console" for line
 
 
 def run(arguments: list[str], folder: Path) -> None:
-    result = subprocess.run(arguments, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
+    result = subprocess.run(arguments, cwd=folder, capture_output=True, text=True, timeout=deadline(300), check=False)
     assert result.returncode == 0, result.stderr
 
 

@@ -32,7 +32,7 @@ from nxd_ckpt.testing import outcomes_on_threads, run_on_threads
 from .processes import arenas, children_of
 
 
-@pytest.fixture(autouse=True, scope="module")
+@pytest.fixture(autouse=True)
 def nothing_is_left():
     yield
     end_async_saves()

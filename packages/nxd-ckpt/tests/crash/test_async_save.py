@@ -33,10 +33,10 @@ def old(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def interpreter(tmp_path_factory):
+def interpreter(fresh_python, tmp_path_factory):
     """A program that is started in place of Python."""
     path = tmp_path_factory.mktemp("bin") / "python"
-    path.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{Path(__file__).with_name("counted_python.py")}" "$@"\n')
+    path.write_text(f'#!/bin/sh\nexec "{fresh_python}" "{Path(__file__).with_name("counted_python.py")}" "$@"\n')
     path.chmod(0o755)
     return str(path)
 

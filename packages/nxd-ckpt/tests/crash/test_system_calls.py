@@ -70,13 +70,13 @@ def seen_by_strace(trace: Path, root: Path) -> list[str]:
 
 
 @pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace, to compare with")
-def test_system_calls_that_are_counted_are_those_that_strace_sees(tmp_path):
+def test_system_calls_that_are_counted_are_those_that_strace_sees(tmp_path, fresh_python):
     trace, root, log = tmp_path / "trace", tmp_path / "root", tmp_path / "log"
     filters = "trace=" + ",".join(f"?{name}" for name in CHANGING)
     finished = subprocess.run(
         [
             *["strace", "-f", "-y", "-qq", "-e", filters, "-e", "signal=none", "-o", str(trace)],
-            *[sys.executable, str(Path(__file__).with_name("traced_program.py")), str(root), str(log)],
+            *[fresh_python, str(Path(__file__).with_name("traced_program.py")), str(root), str(log)],
         ],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         capture_output=True,

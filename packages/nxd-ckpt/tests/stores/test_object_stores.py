@@ -243,9 +243,9 @@ def test_url_whose_package_is_not_installed_says_what_to_install(monkeypatch):
         open_store("gs://x")
 
 
-def test_import_of_the_package_leaves_fsspec_alone():
+def test_import_of_the_package_leaves_fsspec_alone(fresh_python):
     program = "import sys, nxd_ckpt; print([name for name in ('fsspec', 's3fs') if name in sys.modules])"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    finished = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, check=True)
+    finished = subprocess.run([fresh_python, "-c", program], env=environment, capture_output=True, check=True)
 
     assert finished.stdout == b"[]\n"

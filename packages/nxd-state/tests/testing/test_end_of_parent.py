@@ -8,6 +8,7 @@ import sys
 import textwrap
 
 import pytest
+from nxd_state.testing import deadline
 
 # Each rank holds the writing end of a pipe: its reader sees the end of file when the last of them is gone.
 PARENT = """
@@ -37,7 +38,7 @@ def read(reader: int, size: int) -> bytes:
     """Reads `size` bytes, fewer where all writers are gone."""
     received = b""
     while len(received) < size:
-        ready, _, _ = select.select([reader], [], [], 60)
+        ready, _, _ = select.select([reader], [], [], deadline(60))
         assert ready, f"{received!r} received, and the ranks still hold the pipe"
         chunk = os.read(reader, size - len(received))
         if not chunk:
@@ -72,7 +73,7 @@ def test_end_of_parent_by_signal_during_a_job_ends_the_workers(pipe, start_paren
 
     parent.send_signal(signal_number)
 
-    _, stderr = parent.communicate(timeout=60)
+    _, stderr = parent.communicate(timeout=deadline(60))
     assert read(reader, 1) == b""
     assert ("KeyboardInterrupt" in stderr) == (signal_number == signal.SIGINT)
 
@@ -84,7 +85,7 @@ def test_end_of_parent_by_its_own_exit_ends_the_workers(pipe, start_parent):
     assert read(reader, 2) == b".."
     os.close(own_writer)
 
-    _, stderr = parent.communicate(timeout=60)
+    _, stderr = parent.communicate(timeout=deadline(60))
 
     assert (parent.returncode, stderr) == (0, "")
     assert read(reader, 1) == b""

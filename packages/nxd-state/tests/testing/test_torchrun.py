@@ -51,8 +51,8 @@ def test_run_torchrun_script_that_raises_gives_its_code_and_traceback(script):
 
 
 @pytest.mark.slow
-def test_run_torchrun_script_that_hangs_is_killed_with_its_stacks(script):
-    with pytest.raises(TimeoutError, match=r"did not end within timeout=10\.0 s") as caught:
+def test_run_torchrun_script_that_hangs_is_killed_with_its_stacks(script, fresh_interpreter):
+    with pytest.raises(TimeoutError, match="did not end within timeout=") as caught:
         run_torchrun([script(HANG)], 2, timeout=10.0)
 
     message = str(caught.value)

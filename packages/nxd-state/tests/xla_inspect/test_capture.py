@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from nxd_state.testing import deadline
 from nxd_state.xla_inspect import capture_steps, module_scopes, read_counters
 
 xla = pytest.mark.xla
@@ -82,7 +83,7 @@ def run(program: str) -> list[str]:
         env=os.environ | {"NXD_DEVICE": "xla"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=deadline(300),
         check=False,
     )
     assert result.returncode == 0, result.stderr

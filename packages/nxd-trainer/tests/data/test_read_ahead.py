@@ -2,6 +2,7 @@ import threading
 import traceback
 
 import pytest
+from nxd_state.testing import deadline
 from nxd_trainer.data import read_ahead
 
 
@@ -53,7 +54,7 @@ def test_as_many_items_as_asked_for_are_made_ahead_and_no_more(making, made):
 
     items = read_ahead(nine(), 2)
     assert next(items) == 0
-    third_is_made.wait(timeout=60)
+    third_is_made.wait(timeout=deadline(60))
     items.close()
 
     assert made == [0, 1, 2]

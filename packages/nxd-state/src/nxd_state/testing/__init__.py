@@ -4,6 +4,7 @@ Here live the pool of ranks, its pytest plugin, the replicas that run XLA's grap
 lines under torchrun; the tests that use them do not. Needs the extra `nxd-state[testing]`.
 """
 
+from nxd_state.testing.deadlines import deadline
 from nxd_state.testing.failure import FailedRank, RankFailure
 from nxd_state.testing.logical import LogicalPiece, assemble_logical, logical_pieces
 from nxd_state.testing.pool import RankPool, run_on_ranks
@@ -21,4 +22,5 @@ __all__ = [
     "FailedRank",
     "run_torchrun",
     "TorchrunResult",
+    "deadline",
 ]

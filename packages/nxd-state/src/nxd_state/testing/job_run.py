@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from multiprocessing.connection import wait
 
+from nxd_state.testing.deadlines import deadline
 from nxd_state.testing.failure import FailedRank
 from nxd_state.testing.messages import RELEASE, Raised, Success, TornDown, receive, send
 from nxd_state.testing.worker_process import WorkerProcess
@@ -39,24 +40,24 @@ class JobRun:
 
     def collect(self) -> None:
         """Waits until every rank has returned, raised, died or had its time."""
-        deadline = time.monotonic() + self._timeout
+        end = time.monotonic() + self._timeout
         waiting = dict(self._workers)
-        while waiting and (remaining := deadline - time.monotonic()) > 0:
+        while waiting and (remaining := end - time.monotonic()) > 0:
             for rank in self._answering(waiting, remaining):
                 self._take_answer(rank, waiting.pop(rank))
             if self.failures:
                 # Ranks that wait for one which has answered shall see its connections close.
                 self._release(self._workers.keys() - waiting.keys())
                 first_failure = min(failed.time for failed in self.failures.values())
-                deadline = min(deadline, first_failure + _GRACE_SECONDS)
+                end = min(end, first_failure + deadline(_GRACE_SECONDS))
         self._stop(waiting)
 
     def finish(self) -> None:
         """Lets the ranks tear down their process groups, and waits for that."""
         tearing_down = {rank: worker for rank, worker in self._workers.items() if rank not in self.dead}
         self._release(tearing_down)
-        deadline = time.monotonic() + _SECONDS_TO_TEAR_DOWN
-        while tearing_down and (remaining := deadline - time.monotonic()) > 0:
+        end = time.monotonic() + deadline(_SECONDS_TO_TEAR_DOWN)
+        while tearing_down and (remaining := end - time.monotonic()) > 0:
             for rank in self._answering(tearing_down, remaining):
                 self._take_torn_down(rank, tearing_down.pop(rank))
         self._abort(tearing_down, "did not tear down its process groups")
@@ -88,10 +89,10 @@ class JobRun:
     def _stop(self, workers: Mapping[int, WorkerProcess]) -> None:
         """Ends the ranks that did not answer in time."""
         if self.failures:
-            summary = f"still running {_GRACE_SECONDS} s after another rank had failed"
+            summary = f"still running {deadline(_GRACE_SECONDS):.1f} s after another rank had failed"
             self._abort(workers, summary, stopped=True)
         else:
-            self._abort(workers, f"still running after timeout={self._timeout} s")
+            self._abort(workers, f"still running after timeout={self._timeout:.1f} s")
 
     def _abort(self, workers: Mapping[int, WorkerProcess], summary: str, *, stopped: bool = False) -> None:
         for worker in workers.values():

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+from nxd_state.testing.deadlines import deadline
 from nxd_state.testing.failure import RankFailure, prefix_output
 from nxd_state.testing.job_run import JobRun
 from nxd_state.testing.messages import Job, send
@@ -48,7 +49,7 @@ def run_on_ranks(
         fn: any function, closures and lambdas included.
         world_size: the number of ranks.
         *args: picklable arguments, the same for every rank; `torch.distributed` tells the ranks apart.
-        timeout: seconds until ranks still at work are ended and their Python stacks shown.
+        timeout: seconds until ranks still at work are ended and their Python stacks shown; scaled by `deadline`.
         backend: the backend of the process group.
         env: environment variables of this job. Later changes of this process's own are not seen by the ranks.
 
@@ -101,7 +102,7 @@ class RankPool:
             try:
                 workers = self._ready_workers(world_size)
                 self._send_jobs(workers, call, backend, env or {})
-                run = JobRun(workers, timeout)
+                run = JobRun(workers, deadline(timeout))
                 run.collect()
                 run.finish()
             except BaseException:  # an interrupt: nobody knows where the ranks are

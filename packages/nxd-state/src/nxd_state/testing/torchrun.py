@@ -15,6 +15,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import IO, NamedTuple
 
+from nxd_state.testing.deadlines import deadline
+
 _SECONDS_TO_WRITE_STACKS = 2.0
 
 
@@ -39,7 +41,7 @@ def run_torchrun(
         args: the script or `-m module`, and its arguments.
         nproc: the number of ranks.
         env: variables on top of this process's environment.
-        timeout: seconds until torchrun and its ranks are killed.
+        timeout: seconds until torchrun and its ranks are killed; scaled by `deadline`.
 
     Raises:
         TimeoutError: the command took too long; the message shows its output and each rank's Python stacks.
@@ -64,11 +66,11 @@ def run_torchrun(
             start_new_session=True,
         )
         try:
-            process.wait(timeout)
+            process.wait(deadline(timeout))
         except subprocess.TimeoutExpired:
             _kill_tree(process)
             raise TimeoutError(
-                f"{' '.join(command)} did not end within timeout={timeout} s and was killed\n"
+                f"{' '.join(command)} did not end within timeout={deadline(timeout):.1f} s and was killed\n"
                 f"----- stdout -----\n{_text(stdout)}\n----- stderr -----\n{_text(stderr)}"
             ) from None
         except BaseException:
@@ -102,8 +104,8 @@ def _descendants(pid: int) -> list[int]:
 
 
 def _wait_until_dead(pid: int) -> None:
-    deadline = time.monotonic() + _SECONDS_TO_WRITE_STACKS
-    while time.monotonic() < deadline:
+    end = time.monotonic() + deadline(_SECONDS_TO_WRITE_STACKS)
+    while time.monotonic() < end:
         state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False)
         if state.stdout.strip()[:1] in ("", "Z"):  # gone, or a zombie that torchrun has not reaped
             return

@@ -14,6 +14,7 @@ import sys
 import tempfile
 from multiprocessing.connection import Connection
 
+from nxd_state.testing.deadlines import deadline
 from nxd_state.testing.failure import describe_exit
 from nxd_state.testing.messages import READY, receive
 
@@ -53,19 +54,19 @@ class WorkerProcess:
         """Waits for the first sign of life of a process just started.
 
         Raises:
-            RuntimeError: it ended, or said nothing in two minutes.
+            RuntimeError: it ended, or said nothing for too long.
         """
         if self._is_ready:
             return
         try:
-            self._is_ready = self.connection.poll(_SECONDS_TO_START) and receive(self.connection) == READY
+            self._is_ready = self.connection.poll(deadline(_SECONDS_TO_START)) and receive(self.connection) == READY
         except EOFError:
             raise RuntimeError(
                 f"a worker process {self.end()} while it started; it printed:\n{self.take_output()}"
             ) from None
         if not self._is_ready:
             self.kill()
-            raise RuntimeError(f"a worker process did not start in {_SECONDS_TO_START:.0f} s")
+            raise RuntimeError(f"a worker process did not start in {deadline(_SECONDS_TO_START):.0f} s")
 
     def take_output(self) -> str:
         """Returns what was printed since the last call, stdout and stderr as they were interleaved."""
@@ -92,7 +93,7 @@ class WorkerProcess:
     def end(self) -> str:
         """Waits until a process on its way out is gone, kills what is left of it, and says how it ended."""
         try:
-            returncode = self._process.wait(_SECONDS_TO_DIE)
+            returncode = self._process.wait(deadline(_SECONDS_TO_DIE))
         except subprocess.TimeoutExpired:
             returncode = -signal.SIGKILL
         self.kill()

@@ -1,0 +1,100 @@
+"""What all tests of the repository have: interpreters that start quickly, deadlines, and a look at what tests leave.
+
+Programs that tests start as `sys.executable` are forks of a server that has torch loaded (`fork_server`), unless
+NXD_TEST_FRESH_INTERPRETERS=1 or coverage is measured. Deadlines are those of an idle machine of today times
+NXD_TESTING_SLOWNESS, which is measured here.
+"""
+
+import gc
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent / "tools/pytest_support"))
+
+import fork_server
+from leaks import left_behind, observe
+
+SECONDS_TO_START = 0.012  # an interpreter without site-packages, on an idle machine of today
+SECONDS_TO_VANISH = 1.0  # for what is on its way out when a test ends: a process, a thread that closes sockets
+FRESH_INTERPRETER = pytest.StashKey[str]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Measure the machine and start the fork servers, once for all processes of the session."""
+    config.stash[FRESH_INTERPRETER] = sys.executable
+    if not hasattr(config, "workerinput"):
+        os.environ.setdefault("NXD_TESTING_SLOWNESS", f"{measure_slowness():.2f}")
+        wants_coverage = bool(config.getoption("cov_source", None)) or "COVERAGE_PROCESS_START" in os.environ
+        if os.environ.get("NXD_TEST_FRESH_INTERPRETERS") != "1" and not wants_coverage:
+            os.environ["NXD_TEST_PYTHON"] = start_fork_servers(config)
+    if "NXD_TEST_PYTHON" in os.environ and not config.getoption("numprocesses", None):  # tests run in this process
+        sys.executable = os.environ["NXD_TEST_PYTHON"]
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Give the interpreter its name back; pytest may have been called by a program."""
+    sys.executable = config.stash[FRESH_INTERPRETER]
+
+
+def measure_slowness() -> float:
+    """How many times longer this machine needs to start an interpreter than an idle one of today; at least 1."""
+    seconds = []
+    for _ in range(5):
+        begun = time.monotonic()
+        subprocess.run([os.path.realpath(sys.executable), "-SEs", "-c", "pass"], check=True)
+        seconds.append(time.monotonic() - begun)
+    return max(1.0, statistics.median(seconds) / SECONDS_TO_START)
+
+
+def start_fork_servers(config: pytest.Config) -> str:
+    """The path of the executable that asks them; they end with the session."""
+    folder = tempfile.TemporaryDirectory(prefix="nxd-test-python-")
+    config.add_cleanup(folder.cleanup)
+    executable, servers = fork_server.start(Path(folder.name))
+    for server in servers:
+        config.add_cleanup(server.wait)
+        config.add_cleanup(server.stdin.close)
+    config.add_cleanup(lambda: os.environ.pop("NXD_TEST_PYTHON"))
+    return str(executable)
+
+
+@pytest.fixture
+def deadline() -> Callable[[float], float]:
+    """`deadline(10)`: what takes 10 s at most on an idle machine of today, in seconds of this one."""
+    return lambda seconds: seconds * float(os.environ["NXD_TESTING_SLOWNESS"])
+
+
+@pytest.fixture(scope="session")
+def fresh_python(request: pytest.FixtureRequest) -> str:
+    """The interpreter itself, which programs need that ask what is imported, how they end, or what they call."""
+    return request.config.stash[FRESH_INTERPRETER]
+
+
+@pytest.fixture
+def fresh_interpreter(fresh_python: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is started as `sys.executable` is the interpreter itself."""
+    monkeypatch.setattr(sys, "executable", fresh_python)
+
+
+@pytest.fixture(autouse=True)
+def _leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fails the test that leaves anything in the process; this fixture is the first to begin and the last to end."""
+    before = observe()
+    yield
+    left = left_behind(before, observe())
+    give_up = time.monotonic() + SECONDS_TO_VANISH * float(os.environ["NXD_TESTING_SLOWNESS"])
+    while left and time.monotonic() < give_up:
+        gc.collect()
+        time.sleep(0.01)
+        left = left_behind(before, observe())
+    if left:
+        lines = "\n  ".join(left)
+        pytest.fail(f"{request.node.nodeid} left behind:\n  {lines}", pytrace=False)

@@ -1,0 +1,101 @@
+"""What a test must leave as it found it: observed before and after each one, and compared.
+
+Processes that serve the whole session (ranks of the pool, the server of nxd-trace's workers) may come and go.
+"""
+
+import os
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+_OF_THE_SESSION = (b"nxd_state.testing.worker", b"nxd_trace.workers.fork_server", b"multiprocessing.resource_tracker")
+_OF_LIBRARIES = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")  # which pytest and torch set
+
+Observation = Mapping[str, Mapping[str, Any]]
+
+
+def observe() -> Observation:
+    """By kind of what can be left behind, what there is of it now, by name."""
+    children = {pid: _command_line(pid) for pid in _children()}
+    of_the_session = {pid: line for pid, line in children.items() if any(mark in line for mark in _OF_THE_SESSION)}
+    return {
+        "torch.distributed": _process_groups(),
+        "mesh": _mesh(),
+        "torch's settings": _torch_settings(),
+        "registered style": dict.fromkeys(_styles()),
+        "environment variable": {name: value for name, value in os.environ.items() if name not in _OF_LIBRARIES},
+        "working directory": {"is": os.getcwd()},
+        "child process": {pid: line for pid, line in children.items() if pid not in of_the_session},
+        "process of the session": of_the_session,
+        "open descriptor": _memory_and_sockets(),
+    }
+
+
+def left_behind(before: Observation, after: Observation) -> list[str]:
+    """What a test has left behind, or changed, a line each."""
+    kinds = set(before) - {"process of the session"}
+    if before["process of the session"].keys() != after["process of the session"].keys():
+        kinds.remove("open descriptor")  # these have connections to this process
+    lines = []
+    for kind in sorted(kinds):
+        for name, value in after[kind].items():
+            if name not in before[kind]:
+                lines.append(f"{kind} {name}: {value!r:.300}")
+            elif before[kind][name] != value:
+                lines.append(f"{kind} {name}: {value!r}, was {before[kind][name]!r}")
+    removed = before["environment variable"].keys() - after["environment variable"].keys()
+    return [*lines, *(f"environment variable {name}: removed" for name in sorted(removed))]
+
+
+def _process_groups() -> dict[str, Any]:
+    dist: Any = sys.modules.get("torch.distributed")
+    return {"process group": dist.get_world_size()} if dist is not None and dist.is_initialized() else {}
+
+
+def _mesh() -> dict[str, Any]:
+    state: Any = sys.modules.get("nxd_state")
+    initialized = state is not None and state.model_parallel_is_initialized()
+    return {"is initialised": str(state.get_mesh())} if initialized else {}
+
+
+def _torch_settings() -> dict[str, Any]:
+    torch: Any = sys.modules.get("torch")
+    if torch is None or not hasattr(torch, "get_num_threads"):
+        return {}
+    return {
+        "default dtype": torch.get_default_dtype(),
+        "default device": torch.get_default_device(),
+        "number of threads": torch.get_num_threads(),
+        "gradients": torch.is_grad_enabled(),
+    }
+
+
+def _styles() -> list[str]:
+    styles: Any = sys.modules.get("nxd_layers.hf.styles")
+    return [] if styles is None else sorted(styles._STYLES)
+
+
+def _children() -> list[int]:
+    pids: list[int] = []
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(FileNotFoundError):  # a thread that has ended meanwhile
+            pids += map(int, (task / "children").read_text().split())
+    return pids
+
+
+def _command_line(pid: int) -> bytes:
+    with suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
+    return b""
+
+
+def _memory_and_sockets() -> dict[str, str]:
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):
+            target = os.readlink(f"/proc/self/fd/{name}")
+            if target.startswith(("socket:", "/memfd:")):
+                found[f"{name} ({target})"] = target
+    return found
