@@ -28,6 +28,7 @@ TEST_REQUIREMENTS = sorted(
 )
 ANYWHERE = "not xla and not neuron and not gpu"
 QUICK = f"not slow and {ANYWHERE}"
+IN_PARALLEL = ["-n", "auto", "--maxprocesses", "8", "--dist", "worksteal"]
 BACKENDS = {
     "cpu": [],
     "xla": ["torch==2.9.1", "torch_xla==2.9.0", "jaxlib>=0.10,<0.11"],  # jaxlib runs a graph on several replicas
@@ -41,15 +42,31 @@ if "PIP_FIND_LINKS" in os.environ:  # uv does not read pip's variables, and sepa
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """All unit tests and the quick integration tests, on the sources as they stand."""
+    """All unit tests and the quick integration tests, on the sources as they stand, a process per core."""
     session.install(*SOURCES, *TEST_REQUIREMENTS)
-    session.run("pytest", "-m", QUICK, *session.posargs)
+    session.run("pytest", "-m", QUICK, *(session.posargs or IN_PARALLEL))
+
+
+@nox.session
+@nox.parametrize("seed", [1, 2, 3])
+def random_order(session: nox.Session, seed: int) -> None:
+    """The same tests in an order of chance: none may need, or mind, what another one did."""
+    session.install(*SOURCES, *TEST_REQUIREMENTS, "pytest-random-order>=1.1")
+    session.run("pytest", "-m", QUICK, *IN_PARALLEL, f"--random-order-seed={seed}", *session.posargs)
+
+
+@nox.session
+def full(session: nox.Session) -> None:
+    """Before a release: each package's whole suite against its wheel, and all that is slow, in fresh interpreters."""
+    os.environ["NXD_TEST_FRESH_INTERPRETERS"] = "1"
+    for name in (*(f"unit({package})" for package in PYPROJECTS), "integration(cpu)"):
+        session.notify(name, posargs=session.posargs)
 
 
 @nox.session(reuse_venv=False)
 @nox.parametrize("package", [nox.param(name, id=name) for name in PYPROJECTS])
 def unit(session: nox.Session, package: str) -> None:
-    """One package's tests against its built wheel, with only what it declares installed."""
+    """One package's tests against its built wheel, with only what it declares installed; CI adds `-m smoke`."""
     tmp = Path(session.create_tmp())
     for name in sorted(with_siblings(package, "test")):
         build_wheel(session, ROOT / "packages" / name, tmp / "wheels")

@@ -8,6 +8,8 @@ from importlib import metadata
 import pytest
 from packaging.requirements import Requirement
 
+pytestmark = pytest.mark.usefixtures("fresh_interpreter")
+
 PACKAGES = [
     "nxd_state",
     "nxd_layers",

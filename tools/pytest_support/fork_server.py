@@ -46,6 +46,8 @@ LOADED_LATER = (
 )
 NUM_SERVERS = 2
 PR_SET_PDEATHSIG = 1
+# Of the servers: libraries start no threads and no processes while they are loaded, which a fork would lack.
+VARIABLES = {"OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1", "TORCH_WARM_POOL": "0"}
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ def start(folder: Path) -> "tuple[Path, list[subprocess.Popen[bytes]]]":
         listening = socket.socket(socket.AF_UNIX)
         listening.bind(str(folder / str(number)))
         listening.listen(128)
-        environment = {**os.environ, "PYTHONHASHSEED": str(number + 1), "OPENBLAS_NUM_THREADS": "1"}
+        environment = {**os.environ, **VARIABLES, "PYTHONHASHSEED": str(number + 1)}
         environment.pop("PYTHONPATH", None)
         servers.append(
             subprocess.Popen(

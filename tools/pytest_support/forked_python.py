@@ -27,9 +27,11 @@ READ_LATER = (
     "PYTHONFAULTHANDLER",
     "PYTHONPATH",
     "PYTHONUNBUFFERED",
+    "PYTORCH_NVML_BASED_CUDA_CHECK",
     "TORCHELASTIC_",
     "TORCHINDUCTOR_CACHE_DIR",
     "TORCH_NCCL_",
+    "TORCH_WARM_POOL",
 )
 
 
@@ -51,9 +53,8 @@ def main() -> None:
         os.execv(session["python"], [session["python"], *sys.argv[1:]])
     _send(connection, arguments, unbuffered=unbuffered)
     child = _receive(connection)
-    for number in FORWARDED:
-        if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, lambda number, _: os.kill(child, number))
+    for number in FORWARDED:  # also those that are ignored, until the program says otherwise
+        signal.signal(number, lambda number, _: os.kill(child, number))
     _end_with(_receive(connection))
 
 

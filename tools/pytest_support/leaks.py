@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 _OF_THE_SESSION = (b"nxd_state.testing.worker", b"nxd_trace.workers.fork_server", b"multiprocessing.resource_tracker")
+_LISTENS = "0A"  # in the table of TCP connections
 _OF_LIBRARIES = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")  # which pytest and torch set
 
 Observation = Mapping[str, Mapping[str, Any]]
@@ -18,7 +19,7 @@ Observation = Mapping[str, Mapping[str, Any]]
 
 def observe() -> Observation:
     """By kind of what can be left behind, what there is of it now, by name."""
-    children = {pid: _command_line(pid) for pid in _children()}
+    children = {str(pid): _command_line(pid) for pid in _children()}
     of_the_session = {pid: line for pid, line in children.items() if any(mark in line for mark in _OF_THE_SESSION)}
     return {
         "torch.distributed": _process_groups(),
@@ -92,10 +93,24 @@ def _command_line(pid: int) -> bytes:
 
 
 def _memory_and_sockets() -> dict[str, str]:
-    found = {}
+    targets = {}
     for name in os.listdir("/proc/self/fd"):
         with suppress(FileNotFoundError):
-            target = os.readlink(f"/proc/self/fd/{name}")
-            if target.startswith(("socket:", "/memfd:")):
-                found[f"{name} ({target})"] = target
-    return found
+            targets[name] = os.readlink(f"/proc/self/fd/{name}")
+    accepted = _accepted_connections(set(targets.values()))
+    return {
+        f"{name} ({target})": target
+        for name, target in targets.items()
+        if target.startswith(("socket:", "/memfd:")) and target not in accepted
+    }
+
+
+def _accepted_connections(targets: set[str]) -> set[str]:
+    """Those of a server in this process, such as the pool's store: its clients end them when they like."""
+    own = []
+    for table in ("tcp", "tcp6"):
+        rows = [line.split() for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]]
+        own += [(row[1].rpartition(":")[2], row[3], f"socket:[{row[9]}]") for row in rows]
+    own = [row for row in own if row[2] in targets]
+    listening = {port for port, state, _ in own if state == _LISTENS}
+    return {target for port, state, target in own if state != _LISTENS and port in listening}

@@ -4,6 +4,8 @@ from pathlib import Path
 import pytest
 from nxd_ckpt import end_async_saves
 
+pytestmark = pytest.mark.smoke
+
 README = Path(__file__).parents[1] / "README.md"
 EXAMPLES = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
 

@@ -7,6 +7,8 @@ from nxd_ckpt import LoadedObjects, Shard, ShardedTensor, load, open_checkpoint,
 from nxd_ckpt.dtypes import CODE_OF_DTYPE
 from nxd_ckpt.testing import run_on_threads
 
+pytestmark = pytest.mark.smoke
+
 
 @pytest.mark.parametrize("dtype", list(CODE_OF_DTYPE), ids=str)
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (5,), (3, 4), (2, 3, 4)], ids=str)

@@ -18,6 +18,8 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+pytestmark = pytest.mark.smoke
+
 VOCAB, HIDDEN, SEQUENCE = 24, 12, 12
 
 

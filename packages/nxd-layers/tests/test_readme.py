@@ -5,7 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from nxd_state.testing import run_torchrun
+
+pytestmark = pytest.mark.smoke
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 EXAMPLE, LORA_EXAMPLE = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)

@@ -18,6 +18,8 @@ from nxd_lightning import (
 )
 from torch.utils.data import DataLoader
 
+pytestmark = pytest.mark.smoke
+
 DOCUMENTED = {
     NeuronLTModule: (
         "model_fn nxd_config opt_cls scheduler_cls model_args model_kwargs opt_args opt_kwargs scheduler_args "

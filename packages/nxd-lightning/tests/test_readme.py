@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from nxd_state.testing import deadline
 
+pytestmark = pytest.mark.smoke
+
 README = Path(__file__).parents[1] / "README.md"
 EXAMPLES = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
 

@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 from nxd_state.testing import run_torchrun
 
+pytestmark = pytest.mark.smoke
+
 README = (Path(__file__).parents[1] / "README.md").read_text()
 EXAMPLES = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
 PRINTED = re.findall(r"^\$ .*\n(.*)\n\$ .*\n(.*)\n", README, flags=re.MULTILINE)
 
 
-@pytest.mark.parametrize(("example", "printed"), zip(EXAMPLES, PRINTED, strict=True), ids=["reducer", "zero1"])
+@pytest.mark.parametrize(("example", "printed"), list(zip(EXAMPLES, PRINTED, strict=True)), ids=["reducer", "zero1"])
 def test_example_prints_the_same_alone_and_under_torchrun(tmp_path, example, printed):
     script = tmp_path / "train.py"
     script.write_text(example)

@@ -12,8 +12,8 @@ print(json.dumps(sorted(set(sys.modules) - before)))
 """
 
 
-def test_import_adds_nothing_but_the_stack_and_the_standard_library():
-    result = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
+def test_import_adds_nothing_but_the_stack_and_the_standard_library(fresh_python):
+    result = subprocess.run([fresh_python, "-c", PROGRAM], capture_output=True, text=True, check=True)
 
     added = {name.partition(".")[0] for name in json.loads(result.stdout)}
     assert added - {"nxd_pipeline", "nxd_state", "torch", *sys.stdlib_module_names} == set()

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from nxd_state.testing import run_torchrun
 
+pytestmark = pytest.mark.smoke
+
 README = Path(__file__).parents[1] / "README.md"
 BLOCKS = re.findall(r"```python\n(.*?)```(?:\n\n```console\n(.*?)```)?", README.read_text(), flags=re.DOTALL)
 EXAMPLES = [block for block in BLOCKS if "$ torchrun" not in block[1]]

@@ -15,8 +15,8 @@ print(json.dumps(sorted(set(sys.modules) - before)))
 TORCH_MODULES = ("torch.distributed._functional_collectives", "torch.distributed.rendezvous")
 
 
-def test_import_adds_nothing_but_itself_and_the_standard_library():
-    result = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
+def test_import_adds_nothing_but_itself_and_the_standard_library(fresh_python):
+    result = subprocess.run([fresh_python, "-c", PROGRAM], capture_output=True, text=True, check=True)
 
     added = json.loads(result.stdout)
     strangers = [

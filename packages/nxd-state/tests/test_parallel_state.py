@@ -7,6 +7,8 @@ import torch.distributed as dist
 from nxd_state import rank_order
 from nxd_state.testing import run_on_ranks
 
+pytestmark = pytest.mark.smoke
+
 GETTERS = [getattr(nxd_state, name) for name in nxd_state.__all__ if name.startswith("get_") and "parallel" in name]
 
 

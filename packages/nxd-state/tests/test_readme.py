@@ -11,6 +11,8 @@ import nxd_state
 import pytest
 from nxd_state.testing import RankFailure, run_on_ranks, run_torchrun
 
+pytestmark = pytest.mark.smoke
+
 README = (Path(__file__).parents[1] / "README.md").read_text()
 PROGRAMS = re.findall(r"^```python\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
 OUTPUTS = re.findall(r"^```output\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)

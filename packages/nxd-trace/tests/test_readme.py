@@ -6,6 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.smoke
+
 README = (Path(__file__).parents[1] / "README.md").read_text()
 ((EXAMPLE, PRINTED),) = re.findall(r"```python\n(.*?)```\n\n```console\n(.*?)```", README, flags=re.DOTALL)
 

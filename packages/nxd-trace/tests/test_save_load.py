@@ -14,6 +14,8 @@ import torch
 import traced_models as models
 from safetensors.torch import save_file
 
+pytestmark = pytest.mark.smoke
+
 X = torch.linspace(-1, 1, 2 * models.IN, dtype=torch.float64).view(2, models.IN)
 
 LOAD_AND_CALL = """

@@ -3,6 +3,10 @@
 import subprocess
 import sys
 
+import pytest
+
+pytestmark = pytest.mark.smoke
+
 PROGRAM = "import warnings; warnings.simplefilter('error'); import neuronx_distributed"
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from nxd_state.testing import deadline
 
+pytestmark = pytest.mark.smoke
+
 README = Path(__file__).parents[1] / "README.md"
 BLOCKS = re.findall(r"```(python|console)\n(.*?)```", README.read_text(), flags=re.DOTALL)
 EXAMPLES = [source for language, source in BLOCKS if language == "python"]

@@ -5,6 +5,8 @@ import torch
 from nxd_optim.zero1 import NeuronZero1Optimizer
 from nxd_state import initialize_model_parallel
 
+pytestmark = pytest.mark.smoke
+
 # 209 bytes hold a few of the model's parameters, so that there are several buckets.
 TINY_BUCKETS = {"bucket_cap_mb_reduce_scatter": 0.0002}
 

@@ -9,6 +9,8 @@ from nxd_pipeline.schedules import make_schedule
 from nxd_state import Send, batch_isend_irecv, get_group, initialize_model_parallel, send
 from torch import nn
 
+pytestmark = pytest.mark.smoke
+
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
 
 

@@ -3,7 +3,6 @@
 import os
 import random
 import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -248,7 +247,7 @@ def test_rank_pool_after_exit_has_no_processes_left():
             os.kill(pid, 0)
 
 
-def test_run_on_ranks_without_cloudpickle_says_what_to_install():
+def test_run_on_ranks_without_cloudpickle_says_what_to_install(fresh_python):
     program = """
 import sys
 sys.modules["cloudpickle"] = None  # as if it were not installed
@@ -256,7 +255,7 @@ from nxd_state.testing import run_on_ranks
 run_on_ranks(print, 1)
 """
 
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    result = subprocess.run([fresh_python, "-c", program], capture_output=True, text=True, check=False)
 
     assert "ImportError: nxd_state.testing needs cloudpickle" in result.stderr
     assert "pip install 'nxd-state[testing]'" in result.stderr

@@ -17,7 +17,7 @@ STAGES = {
     "input_names": ["input_ids", "labels"],
 }
 
-pytestmark = pytest.mark.usefixtures("one_process")
+pytestmark = [pytest.mark.smoke, pytest.mark.usefixtures("one_process")]
 
 
 def checkpointed(model: nn.Module) -> list[str]:
