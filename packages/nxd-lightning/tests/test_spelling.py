@@ -6,8 +6,6 @@ import sys
 import pytest
 from nxd_state.testing import deadline
 
-pytestmark = pytest.mark.usefixtures("fresh_interpreter")
-
 MAKE = "import nxd_lightning as nl; strategy = nl.NeuronXLAStrategy()"
 
 
