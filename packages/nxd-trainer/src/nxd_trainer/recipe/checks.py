@@ -1,6 +1,6 @@
 """Which combinations of a recipe's values make sense, and which parallel layouts they fit.
 
-Single values are checked where they are read (values.py); here are only rules over several keys.
+Single values are checked where they are read; here are only rules over several keys.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from nxd_trainer.recipe.errors import RecipeError
+from nxd_trainer.options import OptionError
 from nxd_trainer.recipe.sections import Recipe
 
 VOCAB_SIZE_MULTIPLE = 64
@@ -16,6 +16,10 @@ VOCAB_SIZE_MULTIPLE = 64
 # Stages on each rank that a schedule of nxd-pipeline has; 0 for any number. Said again here, since that package brings
 # torch in, and a recipe is checked without.
 STAGES_PER_RANK = {"gpipe": 0, "1f1b": 1, "interleaved": 0, "zb-h1": 1, "zb-v": 2, "dualpipe-v": 2}
+
+
+class RecipeError(OptionError):
+    """A recipe that cannot be run."""
 
 
 def consistency_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:
