@@ -2,15 +2,15 @@ import os
 
 import pytest
 import torch
-from nxd_trainer.report import Throughput, measure, peak_memory_bytes
-from nxd_trainer.report.units import show_count, show_duration, show_memory
+from nxd_trainer.report import Throughput, peak_memory_bytes, progress
+from nxd_trainer.units import show_count, show_duration, show_memory
 
 
 @pytest.fixture
 def clock(monkeypatch):
     """A clock that the test sets: `clock["now"] = 5.0`."""
     time = {"now": 100.0}
-    monkeypatch.setattr(measure, "perf_counter", lambda: time["now"])
+    monkeypatch.setattr(progress, "perf_counter", lambda: time["now"])
     return time
 
 
