@@ -108,6 +108,8 @@ def test_all_mistakes_come_in_one_error_with_the_nearest_key():
             "2 pipeline_cuts make 3 stages; pipeline_parallel_size=2 times virtual_pipeline_size=1 needs 1 cuts",
         ),
         ({"pipeline_config": {"pipeline_cuts": ["a"], "auto_partition": True}}, "exclude each other"),
+        ({"num_microbatches": 4}, "unknown key num_microbatches; did you mean pipeline_config.num_microbatches?"),
+        ({"optimiser_config": {}}, r"unknown section \[optimiser_config\]; did you mean \[optimizer_config\]?"),
         ({"optimizer_config": [1]}, r"optimizer_config=\[1\]: optimizer_config is a section; give a dict of its keys"),
         ({"mixed_precision_config": {"use_fp32_grad_acc": True}}, "needs zero_one_enabled=True"),
         ({"activation_checkpoint_config": nn.Linear(1, 1)}, r"or a module class \(no object of it\)"),

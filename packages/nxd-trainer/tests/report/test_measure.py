@@ -83,7 +83,8 @@ def test_duration_is_shown_as_a_clock(seconds, shown):
 
 
 @pytest.mark.parametrize(
-    ("num_bytes", "shown"), [(0, "0 MiB"), (512 << 20, "512 MiB"), (1 << 30, "1.0 GiB"), (3 << 29, "1.5 GiB")]
+    ("num_bytes", "shown"),
+    [(0, "0 MiB"), (3 << 19, "1.5 MiB"), (1 << 29, "512 MiB"), (1 << 30, "1.0 GiB"), (3 << 29, "1.5 GiB")],
 )
 def test_memory_is_shown_in_its_unit(num_bytes, shown):
     assert show_memory(num_bytes) == shown

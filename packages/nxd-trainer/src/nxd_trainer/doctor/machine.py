@@ -34,6 +34,7 @@ from nxd_trainer.doctor.installation import (
     wrong,
 )
 from nxd_trainer.import_name import import_location, other_owner, own_location
+from nxd_trainer.units import show_memory
 
 
 def examine(
@@ -137,7 +138,7 @@ def check_shared_memory(free: int | None) -> Finding:
     name = "shared memory"
     if free is None:
         return warning(name, f"there is no {SHARED_MEMORY}", "mount it (tmpfs), or use num_workers=0 in data loaders")
-    found = f"{free / (1 << 20):.0f} MiB free in {SHARED_MEMORY}"
+    found = f"{show_memory(free)} free in {SHARED_MEMORY}"
     mend = "start the container with --shm-size=8g (Kubernetes: an emptyDir of medium Memory), or empty it"
     if free < LEAST_SHARED_MEMORY:
         return wrong(name, found, mend)
@@ -266,7 +267,7 @@ def check_folder(folder: str | Path, free: int | None = None) -> Finding:
     if abs(skew) > MOST_SKEW_SECONDS:
         found = f"its file server's clock is {abs(skew):.0f} s {'ahead of' if skew > 0 else 'behind'} this host's"
         return warning(name, found, "keep both in step with a time server: timedatectl set-ntp true")
-    found = f"writable, {free / (1 << 30):.1f} GiB free"
+    found = f"writable, {show_memory(free)} free"
     if free < ENOUGH_BYTES:
         mend = "make room: a checkpoint needs up to 16 bytes for each parameter, and the one before stays until then"
         return warning(name, found, mend)

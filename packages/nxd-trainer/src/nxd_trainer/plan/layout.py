@@ -4,7 +4,6 @@ A job's model is that of a Hugging Face `config.json`, of single numbers, or of 
 """
 
 import json
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -16,9 +15,12 @@ from nxd_state import Mesh
 
 from nxd_trainer.models import LlamaConfig
 from nxd_trainer.plan.devices import Device
+from nxd_trainer.recipe.checks import divisors
 
 MICROBATCH_SIZES = (1, 2, 4, 8)
 CHECKPOINTING = ("none", "full")
+LLAMA_TYPES = ("llama", "mistral")  # with the same tensors
+REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
 @dataclass(frozen=True)
@@ -140,14 +142,14 @@ def tensor_parallel_sizes(job: Job, fixed: Degrees) -> list[int]:
     """The degrees to try: divisors of the ranks within one host, since layers exchange activations all the time."""
     if fixed.tensor_parallel_size is not None:
         return [fixed.tensor_parallel_size]
-    return [size for size in _divisors(job.num_devices) if size <= job.device.devices_per_host]
+    return [size for size in divisors(job.num_devices) if size <= job.device.devices_per_host]
 
 
 def pipeline_parallel_sizes(job: Job, fixed: Degrees, tensor_parallel_size: int) -> list[int]:
     """The degrees to try: divisors of the ranks that are left, up to the number of layers."""
     if fixed.pipeline_parallel_size is not None:
         return [fixed.pipeline_parallel_size]
-    sizes = _divisors(max(1, job.num_devices // tensor_parallel_size))
+    sizes = divisors(max(1, job.num_devices // tensor_parallel_size))
     return [size for size in sizes if size <= job.config.num_hidden_layers]
 
 
@@ -211,15 +213,6 @@ def _zero1_choices(job: Job, fixed: Degrees, mesh: Mesh) -> list[bool]:
     if job.dtype.itemsize < 4:
         return [True]
     return [False, True] if mesh.dp > 1 else [False]
-
-
-def _divisors(number: int) -> list[int]:
-    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
-    return sorted({*small, *(number // divisor for divisor in small)})
-
-
-LLAMA_TYPES = ("llama", "mistral")  # with the same tensors
-REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
 def model_config(file: str | Path | None = None, sizes: Mapping[str, Any] | None = None) -> LlamaConfig:

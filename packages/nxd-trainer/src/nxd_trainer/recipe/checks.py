@@ -6,7 +6,7 @@ Single values are checked where they are read; here are only rules over several 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from nxd_trainer.options import OptionError
 from nxd_trainer.recipe.sections import Recipe
@@ -31,7 +31,7 @@ def consistency_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]
     ):
         divisor, dividend = _number(recipe, part), _number(recipe, whole)
         if dividend % divisor:
-            use = _listed(_divisors(dividend))
+            use = _listed(map(str, divisors(dividend)))
             yield (part, whole), f"{part}={divisor} does not divide {whole}={dividend}; use {use}"
     hidden, heads = recipe.model.hidden_size, recipe.model.num_attention_heads
     if hidden % heads == 0 and hidden // heads % 2:
@@ -140,7 +140,7 @@ def _model_mistakes(recipe: Recipe, vocab_size: int | None) -> Iterator[str]:
     tp_size = recipe.parallel.tensor_parallel_size
     uneven = [f"{name}={size}" for name, size in sharded.items() if size % tp_size]
     if uneven:
-        degrees = _listed(_divisors(math.gcd(*sharded.values())))
+        degrees = _listed(map(str, divisors(math.gcd(*sharded.values()))))
         yield (
             f"parallel.tensor_parallel_size={tp_size} does not divide {_listed(uneven, 'and')}; "
             f"use {degrees}, or change {'that size' if len(uneven) == 1 else 'those sizes'}"
@@ -184,10 +184,12 @@ def _number(recipe: Recipe, name: str) -> int:
     return number
 
 
-def _divisors(number: int) -> list[str]:
+def divisors(number: int) -> list[int]:
+    """All numbers that divide `number`, the smallest first."""
     small = [candidate for candidate in range(1, math.isqrt(number) + 1) if number % candidate == 0]
-    return [str(divisor) for divisor in sorted({*small, *(number // divisor for divisor in small)})]
+    return sorted({*small, *(number // divisor for divisor in small)})
 
 
-def _listed(parts: list[str], conjunction: str = "or") -> str:
-    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} {conjunction} {parts[-1]}"
+def _listed(words: Iterable[str], conjunction: str = "or") -> str:
+    *others, last = words
+    return f"{', '.join(others)} {conjunction} {last}" if others else last
