@@ -3,8 +3,7 @@
 from nxd_trainer.api.build import initialize_parallel_model
 from nxd_trainer.api.checkpoint import load_checkpoint, save_checkpoint
 from nxd_trainer.api.checkpoint_tags import delete_checkpoint, has_checkpoint
-from nxd_trainer.api.config import ensure_model_parallel, neuronx_distributed_config
-from nxd_trainer.api.config_checks import complete_config
+from nxd_trainer.api.config import complete_config, ensure_model_parallel, neuronx_distributed_config
 from nxd_trainer.api.model import NxDModel
 from nxd_trainer.api.optimizer import NxDOptimizer, initialize_parallel_optimizer
 from nxd_trainer.api.pending_save import finalize_checkpoint

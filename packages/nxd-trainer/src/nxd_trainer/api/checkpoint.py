@@ -29,9 +29,9 @@ from nxd_trainer.api.adapters import (
     write_description,
 )
 from nxd_trainer.api.agreement import agree
-from nxd_trainer.api.aliases import accept_aliases
 from nxd_trainer.api.checkpoint_names import check_names
 from nxd_trainer.api.checkpoint_tags import check_kept, choose_tag, find_checkpoint, is_untagged
+from nxd_trainer.api.config import accept_aliases
 from nxd_trainer.api.folders import on_every_host
 from nxd_trainer.api.legacy_checkpoint import load_legacy_checkpoint
 from nxd_trainer.api.optimizer_dict import dict_state, holds_dict_state, read_dict_state

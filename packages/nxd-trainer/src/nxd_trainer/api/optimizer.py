@@ -15,8 +15,7 @@ from nxd_state import active_group, all_reduce_, transport_device
 from torch import Tensor
 from torch.optim import Optimizer
 
-from nxd_trainer.api.config import ensure_model_parallel
-from nxd_trainer.api.config_checks import complete_config
+from nxd_trainer.api.config import complete_config, ensure_model_parallel
 from nxd_trainer.api.together import together
 
 

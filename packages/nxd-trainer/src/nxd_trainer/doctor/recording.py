@@ -1,7 +1,8 @@
-"""Processes that run what is looked at on torch-xla's CPU client, and the graphs that they leave.
+"""Records what a training step gives to a device's compiler, in processes that run on torch-xla's CPU client.
 
 torch-xla decides at its first graph whether it writes graphs down, and a process plays one rank: so every rank, and
-every script, gets a process of its own.
+every script, gets a process of its own. Run as a module, this file is such a process:
+`python -m nxd_trainer.doctor.recording RECIPE RESULT RANK ...`.
 """
 
 import importlib.util
@@ -11,14 +12,16 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from nxd_state.xla_inspect import CapturedGraph, read_graphs
+import torch.distributed as dist
+from nxd_state import initialize_model_parallel, step_boundary
+from nxd_state.xla_inspect import CapturedGraph, capture_steps, module_scopes, read_graphs, start_capture
+from nxd_state.xla_inspect.recording import record_steps
 
-from nxd_trainer.recipe import Recipe, save_recipe
+from nxd_trainer.recipe import Recipe, load_recipe, save_recipe
 
-WORKER = "nxd_trainer.doctor.graph.worker"
 _SHOWN_OUTPUT = 2000  # characters, from the end of what a process said before it failed
 _LAUNCHERS_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -57,7 +60,11 @@ def record_recipe(recipe: Recipe, *, ranks: Sequence[int], world_size: int, num_
         for rank in ranks:  # one after another: each takes as much memory as the rank would
             result = folder / f"rank-{rank}.json"
             settings = [file, result, rank, world_size, num_steps]
-            _run([sys.executable, "-m", WORKER, *map(str, settings)], {}, f"rank {rank} of {world_size}")
+            _run(
+                [sys.executable, "-m", "nxd_trainer.doctor.recording", *map(str, settings)],
+                {},
+                f"rank {rank} of {world_size}",
+            )
             steps = [[CapturedGraph(**graph) for graph in graphs] for graphs in json.loads(result.read_text())]
             recorded.append(RecordedRank(rank, steps))
         return recorded
@@ -107,3 +114,32 @@ def _run(command: list[str], environment: dict[str, str], what: str) -> str:
     if result.returncode:
         raise ValueError(f"{what} ended with exit code {result.returncode}:\n{result.stdout.strip()[-_SHOWN_OUTPUT:]}")
     return result.stdout
+
+
+def record_rank(recipe_file: str, result: str, rank: int, world_size: int, num_steps: int) -> None:
+    """Record `num_steps` steps of `rank` and write them to the file `result`; what a process of its own runs.
+
+    With several ranks, torch's own "fake" transport stands for the peers; messages between hosts' processes come back
+    as this rank sent them, and those on the device are in the graphs, which are not run.
+    """
+    from nxd_trainer.training.run_state import build_run_state  # noqa: PLC0415 - only this process trains
+    from nxd_trainer.training.step import take_step  # noqa: PLC0415
+
+    start_capture()
+    if world_size > 1:
+        import torch.testing._internal.distributed.fake_pg  # noqa: F401, PLC0415  (registers the transport "fake")
+
+        dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=world_size)
+    recipe = load_recipe(recipe_file, [])
+    initialize_model_parallel(recipe.parallel.tensor_parallel_size)
+    state = build_run_state(recipe)
+    record = capture_steps if world_size == 1 else record_steps
+    if world_size == 1:
+        step_boundary()  # as `nxd train`: the filling of tensors is no part of the first step
+    with module_scopes(state.model):
+        steps = record(lambda: take_step(state), num_steps)
+    Path(result).write_text(json.dumps([[asdict(graph) for graph in graphs] for graphs in steps]))
+
+
+if __name__ == "__main__":
+    record_rank(sys.argv[1], sys.argv[2], *map(int, sys.argv[3:]))

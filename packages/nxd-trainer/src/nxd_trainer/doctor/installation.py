@@ -1,11 +1,52 @@
-"""Which versions are installed, and whether they fit together."""
+"""Whether what is installed fits together and finds a device: versions, the import name, torch's transports.
+
+A check is a function from what was found to a `Finding`; reading the machine is a function beside it.
+"""
 
 import importlib
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from importlib import metadata
+from pathlib import Path
+from typing import Literal
 
-from nxd_trainer.doctor.finding import Finding, ok, warning, wrong
+from nxd_trainer.import_name import how_to_part_them
+
+Status = Literal["ok", "warning", "wrong"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The outcome of one check.
+
+    Attributes:
+        check: what was looked at.
+        status: "wrong" keeps training from working; a "warning" may.
+        found: what there is.
+        mend: what to do about it; empty if nothing is to be done.
+    """
+
+    check: str
+    status: Status
+    found: str
+    mend: str = ""
+
+
+def ok(check: str, found: str) -> Finding:
+    """Nothing is to be done."""
+    return Finding(check, "ok", found)
+
+
+def warning(check: str, found: str, mend: str) -> Finding:
+    """Training works, but not well, or not everywhere."""
+    return Finding(check, "warning", found, mend)
+
+
+def wrong(check: str, found: str, mend: str) -> Finding:
+    """Training does not work."""
+    return Finding(check, "wrong", found, mend)
+
 
 OWN = (
     "nxd-state",
@@ -125,3 +166,79 @@ def check_transformers(versions: Mapping[str, str]) -> Finding:
 def _numbers(version: str) -> tuple[int, ...]:
     """The release of a version: (2, 9, 1) of "2.9.1+cpu"."""
     return tuple(int(number) for number in re.findall(r"\d+", version.partition("+")[0])[:3])
+
+
+def check_import_name(other: str | None, found: Path | None, own: Path) -> Finding:
+    """Whether the import name leads to us, and to nobody else.
+
+    Args:
+        other: name and version of the other distribution that owns it, if it is installed.
+        found: what is imported.
+        own: what should be.
+    """
+    name = "import neuronx_distributed"
+    if other is not None:
+        return wrong(name, f"{other} owns this name, too; imported from {found}", how_to_part_them())
+    if found != own:
+        mend = f"take what lies there off the import path, or run where {own} comes first"
+        return wrong(name, f"imported from {found}, not from nxd-trainer", mend)
+    return ok(name, "is nxd-trainer's")
+
+
+@dataclass(frozen=True)
+class Devices:
+    """What a host has.
+
+    Attributes:
+        chosen: the type that nxd_state picks; empty if it cannot.
+        problem: why it cannot.
+        cuda: names of the visible CUDA devices.
+        neuron: number of Neuron devices.
+        backends: of torch.distributed: those of "gloo", "nccl" and "xla" that are there.
+    """
+
+    chosen: str
+    problem: str
+    cuda: tuple[str, ...]
+    neuron: int
+    backends: tuple[str, ...]
+
+
+def find_devices() -> Devices:
+    """Ask torch and the file system."""
+    import torch  # noqa: PLC0415
+    import torch.distributed as dist  # noqa: PLC0415
+    from nxd_state import device_type  # noqa: PLC0415
+
+    chosen, problem = "", ""
+    try:
+        chosen = device_type()
+    except (ValueError, RuntimeError) as error:
+        problem = str(error)
+    backends = tuple(name for name in ("gloo", "nccl", "xla") if dist.is_backend_available(name))
+    return Devices(
+        chosen,
+        problem,
+        tuple(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())),
+        len(list(Path("/dev").glob("neuron[0-9]*"))),
+        backends,
+    )
+
+
+def check_devices(devices: Devices) -> Finding:
+    """Whether there is a device to compute on, and a backend to communicate with."""
+    name = "devices"
+    if devices.problem:
+        return wrong(name, devices.problem, "mend what the environment asks for, or unset it")
+    found = f"computes on {devices.chosen}; {len(devices.cuda)} CUDA, {devices.neuron} Neuron"
+    if devices.cuda:
+        found += f" ({', '.join(sorted(set(devices.cuda)))})"
+    if "gloo" not in devices.backends:
+        return wrong(name, f"{found}; torch without gloo", "install a torch that was built with distributed support")
+    if devices.chosen == "cuda" and "nccl" not in devices.backends:
+        return wrong(name, f"{found}; torch without nccl", "install torch's CUDA build, or set NXD_DEVICE=cpu")
+    unused = [kind for kind, count in (("CUDA", len(devices.cuda)), ("Neuron", devices.neuron)) if count]
+    if devices.chosen == "cpu" and unused:
+        mend = "unset NXD_DEVICE and NXD_CPU_MODE, or install torch-xla and torch-neuronx for Neuron devices"
+        return warning(name, f"{found}: {' and '.join(unused)} devices are left idle", mend)
+    return ok(name, f"{found}; backends {', '.join(devices.backends)}")

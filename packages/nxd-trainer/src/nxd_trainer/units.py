@@ -1,6 +1,4 @@
-"""Numbers as a person reads them: durations, memory and counts of tokens."""
-
-from __future__ import annotations
+"""Numbers as a person reads them: times, memory and counts."""
 
 
 def show_duration(seconds: float) -> str:
@@ -10,9 +8,17 @@ def show_duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def show_memory(num_bytes: int) -> str:
-    """As in "512 MiB" below one GiB, "1.4 GiB" from there on."""
-    return f"{num_bytes / 2**20:.0f} MiB" if num_bytes < 2**30 else f"{num_bytes / 2**30:.1f} GiB"
+def show_seconds(seconds: float) -> str:
+    """Three digits, as in "0.0417 s", or "21.8 s" from ten on."""
+    return f"{seconds:.1f} s" if seconds >= 10 else f"{seconds:.3g} s"
+
+
+def show_memory(num_bytes: float) -> str:
+    """As in "1.4 GiB", below one "512 MiB", below ten of these "1.4 MiB"."""
+    if num_bytes >= 2**30:
+        return f"{num_bytes / 2**30:.1f} GiB"
+    mib = num_bytes / 2**20
+    return f"{mib:.0f} MiB" if mib >= 10 or mib == 0 else f"{mib:.1f} MiB"
 
 
 def show_count(count: float) -> str:
