@@ -14,10 +14,10 @@ from nxd_trace.generation import CacheLayer, CacheView, Generator, compile_gener
 from torch import Tensor, nn
 
 from nxd_trainer.data import Tokenizer, load_tokenizer
+from nxd_trainer.from_recipe import DTYPES
 from nxd_trainer.models import KeyValueCache, LlamaConfig, LlamaForCausalLM
 from nxd_trainer.models.llama import rotary_tables
 from nxd_trainer.recipe import recipe_from_dict
-from nxd_trainer.training.run_state import DTYPES
 
 
 class LlamaDecoder(nn.Module):

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from nxd_trainer.checkpoint import model_state
 from nxd_trainer.data import Tokenizer, load_tokenizer
+from nxd_trainer.from_recipe import DTYPES
 from nxd_trainer.models import KeyValueCache, LlamaConfig, LlamaForCausalLM
 from nxd_trainer.recipe import recipe_from_dict
-from nxd_trainer.training.run_state import DTYPES
 
 
 def load_for_generation(folder: str | Path, tag: str | None = None) -> tuple[LlamaForCausalLM, Tokenizer]:

@@ -20,8 +20,8 @@ def add_parser(commands: Commands) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Write the checkpoint and say where, and whether it is for other commands."""
+    from nxd_trainer.from_recipe import DTYPES  # noqa: PLC0415
     from nxd_trainer.hugging_face import import_hugging_face  # noqa: PLC0415
-    from nxd_trainer.training.run_state import DTYPES  # noqa: PLC0415
 
     dtype = None if options.dtype is None else DTYPES[options.dtype]
     reason = mendable(lambda: import_hugging_face(options.folder, options.checkpoints, options.tag, dtype=dtype))

@@ -31,7 +31,7 @@ class TrainingDiverged(RuntimeError):
 
 def tensors_to_save(state: RunState) -> CheckpointState:
     """What this rank gives to a checkpoint of the run; it shares the run's memory."""
-    return saved_here(state.model, _run_tensors(state)) | _own_rng_state()
+    return saved_here(state.model.pipeline, _run_tensors(state)) | _own_rng_state()
 
 
 def describe_run(state: RunState) -> dict[str, object]:
@@ -73,8 +73,8 @@ def resume_run(state: RunState) -> str | None:
     checkpoint = nxd_ckpt.open_checkpoint(folder, tag)
     _check_same_run(state, checkpoint.objects, folder / tag)
     allocate_optimizer_state(
-        state.model,
-        state.optimizer,
+        state.model.pipeline,
+        state.optimizer.optimizer,
         {name: (info.dtype, info.global_shape) for name, info in checkpoint.tensors.items()},
     )
     rng_state = _own_rng_state()
@@ -91,7 +91,7 @@ def resume_run(state: RunState) -> str | None:
 
 
 def _run_tensors(state: RunState) -> CheckpointState:
-    return model_state(state.model) | optimizer_state(state.model, state.optimizer)
+    return model_state(state.model.pipeline) | optimizer_state(state.model.pipeline, state.optimizer.optimizer)
 
 
 def _newest_tag(folder: Path) -> str | None:

@@ -30,11 +30,11 @@ def load_initial_weights(state: RunState, folder: Path) -> None:
     """
     if (folder / CONFIG_FILE).is_file():
         _check_same_model(state, asdict(our_config(read_config(folder))), folder)
-        load_pretrained(state.model, folder)
+        load_pretrained(state.model.pipeline, folder)
     else:
         _load_checkpoint(state, folder)
-    if isinstance(state.optimizer, NeuronZero1Optimizer):
-        state.optimizer.refresh_master_weights()
+    if isinstance(state.optimizer.optimizer, NeuronZero1Optimizer):
+        state.optimizer.optimizer.refresh_master_weights()
 
 
 def _load_checkpoint(state: RunState, folder: Path) -> None:
@@ -46,7 +46,7 @@ def _load_checkpoint(state: RunState, folder: Path) -> None:
             "nxd train, or what nxd import has made of such a Llama"
         )
     _check_same_model(state, objects["model"], folder)
-    nxd_ckpt.load(folder, checkpoint.tag, into=model_state(state.model), strict=False, convert_dtype=True)
+    nxd_ckpt.load(folder, checkpoint.tag, into=model_state(state.model.pipeline), strict=False, convert_dtype=True)
 
 
 def _check_same_model(state: RunState, theirs: dict[str, Any], folder: Path) -> None:

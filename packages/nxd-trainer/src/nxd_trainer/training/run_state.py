@@ -2,24 +2,12 @@
 
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import IO, TypeVar
 
-import torch
-from nxd_layers import apply_activation_checkpointing
-from nxd_optim import GradientReducer, NeuronZero1Optimizer
-from nxd_pipeline import NxDPPModel
-from nxd_state import (
-    all_gather_object,
-    get_device,
-    get_group,
-    get_mesh,
-    get_world_group,
-    move_model_to_device,
-    seed_model_parallel,
-)
-from torch.optim import AdamW
+from nxd_state import all_gather_object, get_group, get_mesh, get_world_group
 
+from nxd_trainer.api import NxDModel, NxDOptimizer
 from nxd_trainer.data import (
     CorpusIndex,
     HeldOutLoader,
@@ -30,14 +18,11 @@ from nxd_trainer.data import (
     open_corpus,
     pack_corpus,
 )
-from nxd_trainer.models import LlamaConfig, LlamaDecoderLayer, LlamaForCausalLM
-from nxd_trainer.recipe import ModelSection, Recipe, check_layout, padded_vocab_size
+from nxd_trainer.from_recipe import build_model, build_optimizer, model_config
+from nxd_trainer.models import LlamaConfig
+from nxd_trainer.recipe import Recipe, check_layout, padded_vocab_size
 from nxd_trainer.training.batches import TrainBatches
-from nxd_trainer.training.optimizer import build_optimizer, build_reducer
 from nxd_trainer.training.output_lock import lock_output
-from nxd_trainer.training.pipeline import cut_into_stages
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 T = TypeVar("T")
 
@@ -47,8 +32,6 @@ class RunState:
     """What a training run holds on one rank.
 
     Attributes:
-        model: the Llama; where the pipeline has several ranks, this rank's stages of it.
-        reducer: averages gradients over the replicas; with ZeRO-1 that is the optimizer itself.
         train_loader: knows the position in the data.
         train_batches: what steps take from it, on the device.
         output_lock: keeps other runs out of the output folder while this object lives.
@@ -57,9 +40,8 @@ class RunState:
 
     recipe: Recipe
     config: LlamaConfig
-    model: LlamaForCausalLM | NxDPPModel
-    optimizer: AdamW | NeuronZero1Optimizer
-    reducer: GradientReducer | NeuronZero1Optimizer
+    model: NxDModel
+    optimizer: NxDOptimizer
     train_loader: TrainLoader
     train_batches: TrainBatches
     held_out_loader: HeldOutLoader
@@ -126,14 +108,12 @@ def build_run_state(recipe: Recipe) -> RunState:
         dp_size=data_parallel.size,
     )
     config = model_config(recipe, vocab_size)
-    model = _build_model(recipe, config)
-    optimizer = build_optimizer(recipe, model)
+    model = build_model(recipe, config)
     return RunState(
         recipe=recipe,
         config=config,
         model=model,
-        optimizer=optimizer,
-        reducer=build_reducer(optimizer, model),
+        optimizer=build_optimizer(recipe, model),
         train_loader=train_loader,
         train_batches=TrainBatches(train_loader),
         held_out_loader=held_out_loader,
@@ -160,24 +140,6 @@ def on_first_rank_of_each_host(make: Callable[[], T]) -> T:
         if failure is not None:
             raise failure
     return next(value for value, _ in outcomes if value is not None)
-
-
-def model_config(recipe: Recipe, vocab_size: int) -> LlamaConfig:
-    """The sizes of a recipe's model."""
-    sizes = {field.name: getattr(recipe.model, field.name) for field in fields(ModelSection)}
-    return LlamaConfig(**sizes | {"vocab_size": vocab_size})
-
-
-def _build_model(recipe: Recipe, config: LlamaConfig) -> LlamaForCausalLM | NxDPPModel:
-    torch.manual_seed(recipe.train.seed)  # one seed on all ranks: weights do not depend on the layout
-    model = LlamaForCausalLM(
-        config, sequence_parallel=recipe.parallel.sequence_parallel, dtype=DTYPES[recipe.train.dtype]
-    )
-    seed_model_parallel(recipe.train.seed)
-    move_model_to_device(model, get_device())
-    if recipe.parallel.activation_checkpointing == "full":
-        apply_activation_checkpointing(model, LlamaDecoderLayer)  # no trace looks into these, so cuts leave it alone
-    return cut_into_stages(model, recipe) if get_mesh().pp > 1 else model
 
 
 def describe_model(state: RunState) -> dict[str, object]:
