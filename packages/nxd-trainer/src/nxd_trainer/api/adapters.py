@@ -24,11 +24,10 @@ from nxd_layers.lora import (
 )
 from torch import nn
 
-from nxd_trainer.api.checkpoint_names import check_names, is_model_name
 from nxd_trainer.api.folders import write_text
 from nxd_trainer.api.model import NxDModel
 from nxd_trainer.api.unwrap import further_names
-from nxd_trainer.checkpoint import OPTIMIZER_PREFIX, CheckpointState, model_state
+from nxd_trainer.checkpoint import CheckpointState, check_names, kind_of, model_state, owner_of
 from nxd_trainer.lora_checkpoint import ADAPTER_FOLDER, OBJECT_KEY, config_of_checkpoint, has_base
 
 CONFIG_FILE = "adapter_config.json"
@@ -115,9 +114,9 @@ def saved_tensors(lora: LoraModel | None, state: CheckpointState) -> CheckpointS
         return state
     if lora.lora_config.merge_lora:
         merged = set(adapter_names(lora, with_biases=False))
-        return {name: tensor for name, tensor in state.items() if _weight_of(name) not in merged}
+        return {name: tensor for name, tensor in state.items() if owner_of(name) not in merged}
     adapter = set(adapter_names(lora))
-    return {name: tensor for name, tensor in state.items() if not is_model_name(name) or name in adapter}
+    return {name: tensor for name, tensor in state.items() if kind_of(name) != "model" or name in adapter}
 
 
 def describe_adapter(lora: LoraModel | None) -> Mapping[str, Any] | None:
@@ -174,8 +173,3 @@ def _has_adapter(objects: Any) -> bool:
 
 def _adapter_of(lora: LoraModel, state: CheckpointState) -> CheckpointState:
     return {name: state[name] for name in adapter_names(lora)}
-
-
-def _weight_of(name: str) -> str:
-    """The tensor of the model that a tensor in a checkpoint belongs to."""
-    return name.removeprefix(OPTIMIZER_PREFIX).rpartition("/")[0] if name.startswith(OPTIMIZER_PREFIX) else name

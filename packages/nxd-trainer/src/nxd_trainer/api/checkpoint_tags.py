@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import nxd_ckpt
-from nxd_ckpt import CheckpointError
+from nxd_ckpt import Checkpoint, CheckpointError
 
 from nxd_trainer.api.folders import changed_at, is_file, names_in
 
@@ -114,6 +114,22 @@ def delete_checkpoint(path: str | os.PathLike[str]) -> None:
     nxd_ckpt.delete(*_split(_folder(path)))
 
 
+def open_own(path: str | os.PathLike[str], tag: str | None) -> Checkpoint:
+    """A checkpoint of this library, chosen as `find_checkpoint` does, for one process to read.
+
+    Raises:
+        ValueError: the path or the tag is not allowed.
+        CheckpointError: there is none, or it is the existing library's.
+    """
+    found = find_checkpoint(path, tag)
+    if found.layout != "nxd":
+        raise CheckpointError(
+            f"{found.folder} is a checkpoint of the existing library, which does not say of which model it is; load "
+            "it into that with load_checkpoint, and save it anew"
+        )
+    return nxd_ckpt.open_checkpoint(found.root, found.tag)
+
+
 def check_kept(num_kept_ckpts: int | None) -> int:
     """How many checkpoints to keep, `KEEP_ALL` for None.
 
@@ -124,6 +140,12 @@ def check_kept(num_kept_ckpts: int | None) -> int:
     if type(kept) is not int or (kept < 1 and kept != KEEP_ALL):
         raise ValueError(f"num_kept_ckpts={num_kept_ckpts!r} is not a number of checkpoints; use 1 or more, or None")
     return kept
+
+
+def keep_newest(root: str, num_kept: int) -> None:
+    """Remove all but the newest checkpoints; called by one rank, after a commit. Pinned ones and other folders stay."""
+    if num_kept != KEEP_ALL:
+        nxd_ckpt.retain(root, keep_last=num_kept)
 
 
 def _folder(path: str | os.PathLike[str]) -> str:

@@ -25,12 +25,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from nxd_trainer.api.adapters import settle_adapters, wanted_tensors
-from nxd_trainer.api.checkpoint_names import check_names
 from nxd_trainer.api.checkpoint_tags import Found
 from nxd_trainer.api.legacy_sharding import gather_specs, sharding_of_model
 from nxd_trainer.api.optimizer_settings import apply_settings, group_names
 from nxd_trainer.api.unwrap import further_names
-from nxd_trainer.checkpoint import CheckpointState, allocate_optimizer_state, model_state, optimizer_state
+from nxd_trainer.checkpoint import CheckpointState, allocate_optimizer_state, check_names, model_state, optimizer_state
 
 _V1_MODEL_KEY = "model"
 _USER_CONTENT = "user_content.pt"

@@ -12,8 +12,7 @@ from nxd_pipeline import NxDPPModel
 from nxd_state import ShardSpec, active_group, all_gather_object, get_shard_spec
 from torch import nn
 
-from nxd_trainer.api.unwrap import named_parameters
-from nxd_trainer.checkpoint import logical_name, model_state
+from nxd_trainer.checkpoint import logical_name, model_state, named_parameters
 
 Specs = Mapping[str, ShardSpec]
 Shape = tuple[int, ...]

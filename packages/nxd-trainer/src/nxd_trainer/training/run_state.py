@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import IO, TypeVar
 
 import torch
@@ -30,6 +30,7 @@ from nxd_trainer.data import (
     open_corpus,
     pack_corpus,
 )
+from nxd_trainer.model_description import BYTES, ModelDescription, describe_llama
 from nxd_trainer.models import LlamaConfig, LlamaDecoderLayer, LlamaForCausalLM
 from nxd_trainer.recipe import ModelSection, Recipe, check_layout, padded_vocab_size
 from nxd_trainer.training.batches import TrainBatches
@@ -180,6 +181,11 @@ def _build_model(recipe: Recipe, config: LlamaConfig) -> LlamaForCausalLM | NxDP
     return cut_into_stages(model, recipe) if get_mesh().pp > 1 else model
 
 
-def describe_model(state: RunState) -> dict[str, object]:
-    """The model's sizes as a checkpoint keeps them."""
-    return asdict(state.config)
+def describe_run_model(state: RunState) -> ModelDescription:
+    """What checkpoints of the run say of its model."""
+    tokenizer = state.recipe.data.tokenizer
+    return describe_llama(
+        state.config,
+        tokenizer=BYTES if tokenizer is None else str(tokenizer),
+        end_token=state.tokenizer.end_of_document,
+    )
