@@ -54,16 +54,16 @@ def test_checkpoint_of_a_script_says_its_model(tmp_path):
     assert model_dtype(checkpoint) == torch.bfloat16
 
 
-@pytest.mark.parametrize("model", [None, nn.Linear(2, 2), nn.Sequential(LlamaForCausalLM(CONFIG))])
+@pytest.mark.parametrize("model", [nn.Linear(2, 2), nn.Sequential(LlamaForCausalLM(CONFIG))])
 def test_other_models_are_not_described(model):
-    assert describe_model(model) is None
+    assert describe_model(model, model) is None
 
 
 def test_config_of_another_kind_is_not_described():
     model = nn.Linear(2, 2)
     model.config = SimpleNamespace(num_attention_heads=2)
 
-    assert describe_model(model) is None
+    assert describe_model(model, model) is None
 
 
 def test_adapter_apart_from_its_model_is_not_taken_for_one(tmp_path):

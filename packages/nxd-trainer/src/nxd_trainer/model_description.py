@@ -68,16 +68,15 @@ class ModelDescription:
         return own_llama_config(self.config)
 
 
-def describe_model(model: nn.Module | None) -> ModelDescription | None:
+def describe_model(model: nn.Module, inside: nn.Module) -> ModelDescription | None:
     """What a checkpoint is to say of a model: one of transformers, or a Llama of ours; None of others.
 
     Args:
-        model: as it is given to `save_checkpoint`, wrapped or not.
+        model: as it is given to `save_checkpoint`; its `config` counts.
+        inside: what is inside of its wrappers: the model itself, or the pipeline that has its stages.
     """
-    if model is None:
-        return None
     whole: Any = model.module if isinstance(model, LoraModel) else model
-    of_transformers: Any = next(filter(is_transformers_model, whole.modules()), None)  # the outermost one
+    of_transformers: Any = next(filter(is_transformers_model, inside.modules()), None)  # the outermost one
     config = getattr(of_transformers if isinstance(whole, NxDPPModel) else whole, "config", None)
     if isinstance(config, LlamaConfig):
         return describe_llama(config)

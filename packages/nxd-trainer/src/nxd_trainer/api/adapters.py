@@ -24,7 +24,7 @@ from nxd_layers.lora import (
 )
 from torch import nn
 
-from nxd_trainer.api.folders import write_text
+from nxd_trainer.api.checkpoint_tags import write_text
 from nxd_trainer.api.model import NxDModel
 from nxd_trainer.api.unwrap import further_names
 from nxd_trainer.checkpoint import CheckpointState, check_names, kind_of, model_state, owner_of

@@ -21,14 +21,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nxd_trainer.api.adapters import describe_adapter, saved_tensors, weights_to_save, write_description
-from nxd_trainer.api.agreement import agree
 from nxd_trainer.api.aliases import accept_aliases
 from nxd_trainer.api.checkpoint_tags import check_kept, choose_tag, is_untagged, keep_newest
 from nxd_trainer.api.optimizer_dict import dict_state
 from nxd_trainer.api.optimizer_settings import gather_settings
-from nxd_trainer.api.replicas import is_first_replica
+from nxd_trainer.api.rank_sync import agree, is_first_replica
 from nxd_trainer.api.stored_values import METRICS, SCHEDULER, SETTINGS, USER_CONTENT, pack_values
-from nxd_trainer.api.unwrap import Subjects, buffer_names, describe_subjects, subjects_of
+from nxd_trainer.api.unwrap import Subjects, buffer_names, describe_subjects, plain_model, subjects_of
 from nxd_trainer.checkpoint import CheckpointState, optimizer_state, saved_here
 from nxd_trainer.lora_checkpoint import OBJECT_KEY
 from nxd_trainer.model_description import ModelDescription, describe_model
@@ -127,7 +126,8 @@ def save_checkpoint(
         if not is_untagged(tag):  # else what lies beside this one is of other runs
             keep_newest(root, check_kept(num_kept_ckpts))
 
-    contents = Contents(model, optimizer, scheduler, user_content, zero1_optimizer, description=describe_model(model))
+    description = None if model is None else describe_model(model, plain_model(model))
+    contents = Contents(model, optimizer, scheduler, user_content, zero1_optimizer, description=description)
     write_checkpoint(root, name, contents, finish=drop_old_ones, in_background=async_save)
 
 

@@ -14,7 +14,7 @@ from nxd_ckpt.interop.safe_pickle import load_torch_stream
 from nxd_state import active_group
 from torch import Tensor
 
-from nxd_trainer.api.replicas import is_first_replica
+from nxd_trainer.api.rank_sync import is_first_replica
 from nxd_trainer.api.stored_values import check_readable
 from nxd_trainer.checkpoint import OPTIMIZER_DICT_PREFIX
 

@@ -21,11 +21,11 @@ from nxd_state import (
 )
 from torch import nn
 
+from nxd_trainer.api.rank_sync import on_all_ranks
 from nxd_trainer.api.unwrap import plain_model
 from nxd_trainer.checkpoint import CheckpointState, model_state
 from nxd_trainer.hugging_face.conversion import reference_model
 from nxd_trainer.hugging_face.dtypes import check_dtype
-from nxd_trainer.hugging_face.every_rank import on_all_ranks
 from nxd_trainer.hugging_face.folder import read_config
 from nxd_trainer.hugging_face.mapped_memory import release
 from nxd_trainer.hugging_face.rearrangement import Rearranged, RearrangedSource
