@@ -13,7 +13,7 @@ from nxd_optim import NeuronZero1Optimizer
 from nxd_state import initialize_model_parallel
 from nxd_trainer.models import LlamaConfig, LlamaForCausalLM
 from nxd_trainer.recipe import recipe_from_dict
-from nxd_trainer.training.initial_weights import load_initial_weights
+from nxd_trainer.training.run_state import load_initial_weights
 from safetensors.torch import load_file
 
 

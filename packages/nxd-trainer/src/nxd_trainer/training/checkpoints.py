@@ -32,8 +32,7 @@ from nxd_trainer.api.stored_values import USER_CONTENT, unpack_value
 from nxd_trainer.checkpoint import RNG_PREFIX
 from nxd_trainer.model_description import ModelDescription, find_description
 from nxd_trainer.recipe import recipe_to_dict
-from nxd_trainer.training.initial_weights import load_initial_weights
-from nxd_trainer.training.run_state import RunState, describe_run_model
+from nxd_trainer.training.run_state import RunState, describe_run_model, load_initial_weights
 
 
 class TrainingDiverged(RuntimeError):
