@@ -18,8 +18,7 @@ from nxd_trainer.api.head_padding import pad_heads, plan_padding
 from nxd_trainer.api.hugging_face import leave_out_cache, param_init_fn_for, split_if_plain
 from nxd_trainer.api.meta_device import parameters_on_meta
 from nxd_trainer.api.model import NxDModel
-from nxd_trainer.api.together import together
-from nxd_trainer.api.turns import in_turns
+from nxd_trainer.api.rank_sync import in_turns, together
 
 
 def initialize_parallel_model(

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from nxd_trainer.api.config import complete_config, ensure_model_parallel
 from nxd_trainer.api.model import sync_gradients
-from nxd_trainer.api.together import together
+from nxd_trainer.api.rank_sync import together
 
 
 def initialize_parallel_optimizer(
