@@ -90,7 +90,9 @@ def test_generate_without_checkpoint_says_so(capsys, monkeypatch, tmp_path):
     code = main(["generate", "nowhere"])
 
     assert code == 2
-    assert re.fullmatch(r"nxd generate: there is no complete checkpoint in .*nowhere\n", capsys.readouterr().err)
+    assert re.fullmatch(
+        r"nxd generate: there is no complete checkpoint in .*nowhere; give .*\n", capsys.readouterr().err
+    )
 
 
 def test_generate_at_a_degree_that_does_not_divide_names_it(nxd, tiny):

@@ -14,7 +14,7 @@ from nxd_state import initialize_model_parallel
 from nxd_state.testing import deadline
 from nxd_trainer.models import LlamaConfig, LlamaForCausalLM
 from nxd_trainer.recipe import recipe_from_dict
-from nxd_trainer.training.initial_weights import load_initial_weights
+from nxd_trainer.training.run_state import load_initial_weights
 from safetensors.torch import load_file
 
 
@@ -31,7 +31,8 @@ def test_import_and_export_give_the_folder_back(make_folder, tmp_path):
 
     assert imported.stdout.splitlines() == [
         f"wrote {tmp_path / 'checkpoints' / 'begin'}",
-        "nxd train and nxd generate cannot run it: ['Qwen3ForCausalLM'] is not a LlamaForCausalLM; nxd export can",
+        "nxd train and nxd serve cannot run it: ['Qwen3ForCausalLM'] is not a LlamaForCausalLM; nxd generate and nxd "
+        "export can",
     ], imported.stderr
     weights = tmp_path / "exported" / "model.safetensors"
     assert exported.stdout == f"wrote {tmp_path / 'exported' / 'config.json'} and {weights}\n", exported.stderr

@@ -78,7 +78,7 @@ def test_unknown_name_says_which_there_are():
         (lambda: linear(grad_accum_steps=0), "grad_accum_steps=0 must be an integer, 1 or more"),
         (lambda: NeuronXLAStrategy(pipeline_parallel_size=0), "pipeline_parallel_size=0 must be"),
         (lambda: NeuronXLAStrategy({"tensor_parallel_size": 2}, 4), "tensor_parallel_size=4 differs from nxd_config"),
-        (lambda: NeuronXLAStrategy({"tensor_paralel_size": 2}), "did you mean 'tensor_parallel_size'"),
+        (lambda: NeuronXLAStrategy({"tensor_paralel_size": 2}), "did you mean tensor_parallel_size"),
         (lambda: setattr(NeuronXLAStrategy(), "checkpoint_io", object()), "use NeuronCheckpointIO"),
         (lambda: NeuronXLAStrategy(checkpoint_io=TorchCheckpointIO()), "is a TorchCheckpointIO, which would save"),
     ],

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from nxd_trainer.api import delete_checkpoint, has_checkpoint, load_checkpoint, save_checkpoint
+from nxd_trainer.api import checkpoint_parts, delete_checkpoint, has_checkpoint, load_checkpoint, save_checkpoint
 from torch import Tensor, nn
 
 from nxd_lightning.bases import CheckpointIOBase
@@ -82,10 +82,16 @@ class NeuronCheckpointIO(CheckpointIOBase):
     def fill(self, path: str | os.PathLike[str], model: nn.Module, *, strict: bool = True, **others: Any) -> None:
         """Fill a model, and an `optimizer` and a `scheduler` if given, from a checkpoint. Called by all ranks.
 
+        One of those that the checkpoint lacks, as one of `nxd train` has no scheduler, begins anew with a warning.
+
         Raises:
             CheckpointError: there is none, or it does not fit; on all ranks.
         """
-        load_checkpoint(_resolved(path), model=model, strict=strict, **others)
+        lacking = sorted(others.keys() - checkpoint_parts(_resolved(path)))
+        if lacking:
+            warnings.warn(f"{path} holds no {' and no '.join(lacking)}, which begin anew", stacklevel=2)
+        found = {name: value for name, value in others.items() if name not in lacking}
+        load_checkpoint(_resolved(path), model=model, strict=strict, **found)
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Remove a checkpoint, or a link to one, if it is there. Called by one rank."""

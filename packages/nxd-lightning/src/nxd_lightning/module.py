@@ -6,6 +6,7 @@ Its steps run a batch forward and backward through the model, with a pipeline or
 import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Self
 
 import torch
@@ -151,11 +152,12 @@ class NeuronLTModule(_LightningModule):
             The batch's loss, 0-d, on every rank of the pipeline; backward is done already.
         """
         batches = self._batches_of_a_step
-        loss = self.train_on(batch, divide_gradients_by=batches)
+        self.should_print = (batch_idx + 1) % batches == 0 or self.trainer.is_last_batch
+        with nullcontext() if self.should_print else self.model.no_sync():
+            loss = self.train_on(batch, divide_gradients_by=batches)
         if not self.automatic_optimization:
             self.manual_backward(loss)  # for callbacks and hooks around backward, which it is not any more
         self.averaged_loss = self.averaged_loss.to(loss.device) + loss.double() / batches
-        self.should_print = (batch_idx + 1) % batches == 0 or self.trainer.is_last_batch
         if self.should_print:
             mean = self.trainer.strategy.reduce(self.averaged_loss)
             self.log("loss", mean, prog_bar=True, batch_size=1)

@@ -4,16 +4,17 @@ What a bucket holds and what sending it means is its owner's business: the avera
 `GradientReducer`, the reduce-scatter of the ZeRO-1 optimizer.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, Protocol
 
 from torch import Tensor
 from torch.autograd import Variable
 
-# Where a step stands. "overlapping": in a block that ends by sending all; "following": buckets leave with a backward
-# that no block ends; "sent": every bucket has left; "failed": an exception left the gradients incomplete.
-Phase = Literal["accumulating", "overlapping", "following", "sent", "failed"]
+# Where a step stands. "overlapping": in a block around a last backward; "leaving": behind such a block, which need not
+# have been the last parameters'; "following": buckets leave with a backward that no block ends; "arrived": every
+# gradient is averaged, and none has come since; "failed": an exception left the gradients incomplete.
+Phase = Literal["accumulating", "overlapping", "leaving", "following", "arrived", "failed"]
 
 
 class Bucket(Protocol):
@@ -58,7 +59,8 @@ class BucketSender:
         self._refusals: dict[Phase, str] = {
             "overlapping": "leave the block of overlap_backward() first",
             "following": f"this step's gradients are leaving; call {finish} first",
-            "sent": f"this step's gradients have left; call {finish} first",
+            "leaving": f"this step's gradients have left; call {finish} first",
+            "arrived": f"this step's gradients have left; call {finish} first",
             "failed": f"this step failed, its gradients are incomplete; drop them on every rank with {drop}",
         }
         self._bucket_of = {id(p): index for index, bucket in enumerate(buckets) for p in bucket.parameters}
@@ -66,7 +68,8 @@ class BucketSender:
         self._hooks = [p.register_post_accumulate_grad_hook(self._on_gradient) for p in watched]
         self._phase: Phase = "accumulating"
         self._backward_ended = False  # of the backward that is followed
-        self._missing: list[set[int]] = []  # by bucket: parameters that have no gradient yet from this backward
+        self._missing: list[set[int]] = []  # by bucket: parameters whose last gradient is still to come
+        self._last: set[int] = set()  # parameters that get their last gradient in the backward that is running
         self._messages: list[Message] = []  # of the first buckets, in order
 
     @contextmanager
@@ -76,15 +79,42 @@ class BucketSender:
         Raises:
             RuntimeError: the last step is not finished, or a parameter gets a second gradient in the block.
         """
-        self.refuse("overlap_backward()", "overlapping", "following", "sent", "failed")
-        self._begin("overlapping")
+        self.refuse("overlap_backward()", "overlapping", "following", "leaving", "arrived", "failed")
+        with self.last_backward(self._bucket_of):
+            yield
+
+    @contextmanager
+    def last_backward(self, parameters: Iterable[int]) -> Iterator[None]:
+        """Send each bucket as soon as it has the last gradient of all its parameters, which some get in the block.
+
+        Args:
+            parameters: ids of those that get no gradient after the block, and in it one at most; others than the
+                buckets' are left alone.
+
+        Raises:
+            RuntimeError: a block is open or has failed, or a parameter gets a second gradient in it.
+        """
+        self.refuse("last_backward()", "overlapping", "following", "failed")
+        if self._phase != "leaving":
+            self._begin("leaving")
+        self._phase = "overlapping"
+        self._last = self._bucket_of.keys() & set(parameters)
         try:
             yield
-            self._send_rest()
+            for missing in self._missing:
+                missing.difference_update(self._last)
+            self._last = set()
+            self._send_filled()
         except BaseException:
             self._phase = "failed"
             raise
-        self._phase = "sent"
+        self._phase = "leaving"
+
+    def synchronize(self) -> None:
+        """Send what has not left yet, and wait for all. Gradients that come now belong to the same step."""
+        self.refuse("synchronize()", "overlapping", "following", "failed")
+        self._finish_messages()
+        self._phase = "arrived"
 
     @contextmanager
     def hold(self) -> Iterator[None]:
@@ -93,7 +123,7 @@ class BucketSender:
         Raises:
             RuntimeError: this step's gradients are leaving already.
         """
-        self.refuse("no_sync()", "overlapping", "following", "sent", "failed")
+        self.refuse("no_sync()", "overlapping", "following", "leaving", "arrived", "failed")
         follows, self._follows = self._follows, False
         try:
             yield
@@ -102,10 +132,8 @@ class BucketSender:
 
     def complete(self) -> None:
         """Send what has not left yet, and wait for all: a new step may begin."""
-        self._send_rest()
-        for message in self._messages:
-            message.wait()
-        self._messages = []
+        if self._phase != "arrived":
+            self._finish_messages()
         self._phase = "accumulating"
 
     def drop(self) -> None:
@@ -135,8 +163,10 @@ class BucketSender:
             self._begin("following")
             self._backward_ended = False
             Variable._execution_engine.queue_callback(self._on_end_of_backward)  # not called if backward raises
-        leaving = self._phase in ("overlapping", "following")
-        if self._phase == "sent" or (leaving and id(parameter) not in self._missing[index]):
+        if self._phase == "arrived":
+            self._phase = "accumulating"  # another round, whose average is added to the one there is
+        leaving = self._phase in ("overlapping", "leaving", "following")
+        if leaving and id(parameter) not in self._missing[index]:
             advice = (
                 "put the backward passes before the last one of a step into no_sync()"
                 if self._phase == "following"
@@ -149,11 +179,9 @@ class BucketSender:
                 "checkpoint(..., use_reentrant=False)"
             )
         self._buckets[index].adopt(parameter)
-        if leaving:
+        if self._phase == "following" or id(parameter) in self._last:
             self._missing[index].remove(id(parameter))
-            # Buckets leave in one order on all ranks, whatever order they fill in.
-            while len(self._messages) < len(self._buckets) and not self._missing[len(self._messages)]:
-                self._send_next()
+            self._send_filled()
 
     def _on_end_of_backward(self) -> None:
         self._backward_ended = True
@@ -162,9 +190,17 @@ class BucketSender:
         self._missing = [{id(p) for p in bucket.parameters} for bucket in self._buckets]
         self._phase = phase
 
+    def _send_filled(self) -> None:
+        # Buckets leave in one order on all ranks, whatever order they fill in.
+        while len(self._messages) < len(self._buckets) and not self._missing[len(self._messages)]:
+            self._send_next()
+
     def _send_next(self) -> None:
         self._messages.append(self._send(len(self._messages)))
 
-    def _send_rest(self) -> None:
+    def _finish_messages(self) -> None:
         while len(self._messages) < len(self._buckets):
             self._send_next()
+        for message in self._messages:
+            message.wait()
+        self._messages = []

@@ -16,6 +16,7 @@ from nxd_optim.bucket import GradientBucket, batch_parameters, make_buckets
 from nxd_optim.bucket_sender import BucketSender, Message
 from nxd_optim.graph_bucket import GraphBucket
 from nxd_optim.mesh_check import require_mesh
+from nxd_optim.usage import Usage
 
 DEFAULT_BUCKET_BYTES = 25 * 2**20
 
@@ -47,6 +48,8 @@ class GradientReducer:
         reduce_dtype: in which the ranks' gradients are added and sent, such as float32 for bfloat16 gradients; their
             own dtype if None.
         every_backward: overlap every backward outside `no_sync`, instead of those in `overlap_backward`.
+        find_unused_parameters: ask replicas and tensor-parallel ranks which parameters have gradients. Those without
+            any keep None, so that an optimizer leaves them alone; otherwise their mean is zero.
 
     Raises:
         RuntimeError: there are several ranks, but neither a mesh nor a `group`.
@@ -62,6 +65,7 @@ class GradientReducer:
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         reduce_dtype: torch.dtype | None = None,
         every_backward: bool = False,
+        find_unused_parameters: bool = False,
     ) -> None:
         if bucket_bytes < 1:
             raise ValueError(f"bucket_bytes={bucket_bytes} must be positive; the default is {DEFAULT_BUCKET_BYTES}")
@@ -74,6 +78,8 @@ class GradientReducer:
         self.parameters = [p for p in dict.fromkeys(parameters) if p.requires_grad]
         check_same_parameters(self.parameters, self.group)
         self._buckets = _buckets_of(self.parameters, bucket_bytes) if self.group.size > 1 else []
+        self._usage = Usage(self.parameters, (self.group, active_group("tp"))) if find_unused_parameters else None
+        self._used: set[int] = set()  # ids of parameters that had a gradient when they were sent
         self._sender = BucketSender(
             self._buckets,
             self._send,
@@ -96,6 +102,31 @@ class GradientReducer:
             yield
 
     @contextmanager
+    def last_backward(self, parameters: Iterable[Tensor]) -> Iterator[None]:
+        """As `overlap_backward`, for those of the parameters that get their last gradient of a step in the block.
+
+        A pipeline's stages have their last backward one after the other, and so a block for each. `synchronize` or
+        `finish` sends what no block was for.
+
+        Raises:
+            RuntimeError: a block is open or has failed, or a parameter gets a second gradient in it.
+        """
+        with self._sender.last_backward(map(id, parameters)):
+            yield
+
+    def synchronize(self) -> None:
+        """Send what has not left yet, and wait: every `.grad` is the mean of what has been accumulated.
+
+        More may be: what further backward passes add is averaged by the next `synchronize` or `finish`.
+
+        Raises:
+            RuntimeError: inside `overlap_backward`, or after a backward failed whose gradients were leaving.
+        """
+        self._sender.synchronize()
+        if self._usage is not None and self._buckets:
+            self._leave_unused_without_gradient(self._usage)
+
+    @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Only accumulate in the backward passes inside the block; for `every_backward=True`, else they do so anyway.
 
@@ -108,40 +139,72 @@ class GradientReducer:
     def finish(self) -> None:
         """Send what has not left yet, and wait: afterwards every `.grad` is the mean over the replicas.
 
-        Where no rank has a gradient the mean is zero, not None, with one replica as with many.
+        Where no rank has a gradient the mean is zero, with one replica as with many; None if unused parameters are
+        to be found.
 
         Raises:
             RuntimeError: inside `overlap_backward`, or after a backward failed whose gradients were leaving.
         """
         self._sender.refuse("finish()", "overlapping", "failed")
         self._sender.complete()
+        if self._usage is not None:
+            if not self._buckets:
+                self._note_used(self.parameters)
+                self._usage.send(self._used)
+            self._leave_unused_without_gradient(self._usage)
+            self._used = set()
         if not self._buckets:
             for parameter in self.parameters:
-                if parameter.grad is None:
+                if parameter.grad is None and (self._usage is None or id(parameter) in self._usage.anywhere()):
                     parameter.grad = torch.zeros_like(parameter)
 
     def zero_grad(self) -> None:
         """Begin a new step without gradients; drops one that failed or was not finished, if every rank does so.
 
-        Where there are buckets, the gradients are zeros that stay in them; on XLA they are None.
+        Where there are buckets, the gradients are zeros that stay in them; None on XLA, or if unused parameters are to
+        be found.
+
+        Raises:
+            RuntimeError: inside `overlap_backward`.
+        """
+        self.drop()
+        if self._buckets and self._usage is None:
+            for bucket in self._buckets:
+                bucket.zero_grad()
+        else:
+            for parameter in self.parameters:
+                parameter.grad = None
+
+    def drop(self) -> None:
+        """End a step that failed or was not finished, if every rank does so; `.grad` stays as it is.
 
         Raises:
             RuntimeError: inside `overlap_backward`.
         """
         self._sender.refuse("zero_grad()", "overlapping")
         self._sender.drop()
-        for bucket in self._buckets:
-            bucket.zero_grad()
-        if not self._buckets:
-            for parameter in self.parameters:
-                parameter.grad = None
+        self._used = set()
 
     def close(self) -> None:
         """Take the hooks off the parameters."""
         self._sender.close()
 
     def _send(self, index: int) -> Message:
-        return self._buckets[index].average(self.group, self.reduce_dtype)
+        bucket = self._buckets[index]
+        self._note_used(bucket.parameters)
+        message = bucket.average(self.group, self.reduce_dtype)
+        if self._usage is not None and bucket is self._buckets[-1]:
+            self._usage.send(self._used)
+        return message
+
+    def _leave_unused_without_gradient(self, usage: Usage) -> None:
+        self._used = set(usage.anywhere())
+        for parameter in self.parameters:
+            if id(parameter) not in self._used:
+                parameter.grad = None
+
+    def _note_used(self, parameters: Iterable[Tensor]) -> None:
+        self._used |= {id(p) for p in parameters if p.requires_grad and p.grad is not None}
 
 
 def _buckets_of(parameters: Sequence[Tensor], bucket_bytes: int) -> list[GradientBucket] | list[GraphBucket]:

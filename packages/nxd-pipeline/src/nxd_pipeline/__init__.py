@@ -1,6 +1,6 @@
 """Pipeline parallelism: models cut into stages, and schedules as data that are checked before any rank plays them."""
 
-from nxd_pipeline.model import NxDPPModel
+from nxd_pipeline.model import GradientSync, NxDPPModel
 from nxd_pipeline.partition import Stage, layer_flops, manual_partition
 from nxd_pipeline.schedules import (
     SCHEDULE_NAMES,
@@ -26,6 +26,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "NxDPPModel",
+    "GradientSync",
     "Stage",
     "manual_partition",
     "layer_flops",

@@ -1,12 +1,13 @@
 """`NxDPPModel`: a model cut into pipeline stages, trained and evaluated by a schedule."""
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from time import perf_counter_ns
 from types import ModuleType
-from typing import Any, Self
+from typing import Any, Protocol, Self
+from weakref import ref
 
 import torch
 from nxd_state import Group, broadcast, device_type, get_group, model_parallel_is_initialized, transport_device
@@ -29,7 +30,7 @@ from nxd_pipeline.partition import (
     materialize,
     partition_model,
 )
-from nxd_pipeline.runtime.executor import Executor, Record
+from nxd_pipeline.runtime.executor import Executor, Record, without_autocast
 from nxd_pipeline.runtime.failure import Failures
 from nxd_pipeline.runtime.loss import LossSpec, check_loss, check_loss_spec, pick_loss, share_loss
 from nxd_pipeline.runtime.mailbox import Mailbox
@@ -45,6 +46,16 @@ from nxd_pipeline.schedules import (
     make_schedule,
 )
 from nxd_pipeline.timeline import BubbleReport, TraceFile, bubble_report
+
+
+class GradientSync(Protocol):
+    """What averages gradients over the replicas of a model, such as an optimizer of nxd_optim."""
+
+    def last_backward(self, parameters: Iterable[Tensor]) -> AbstractContextManager[None]:
+        """A block in which these parameters get their last gradient of a `run_train`, so that they may leave."""
+
+    def synchronize(self) -> None:
+        """Wait until all gradients are averaged."""
 
 
 class NxDPPModel(nn.Module):
@@ -161,6 +172,8 @@ class NxDPPModel(nn.Module):
             manual_pp_loss_fn,
         )
         whole = module if isinstance(module, nn.Module) else LayerChain(dict(enumerate(module)), manual_pp_loss_fn)
+        self._gradient_syncs: list[ref[GradientSync]] = []
+        self._syncs_gradients = True
         self._tied_names = LocalParts([whole]).tied_names()
         self._whole_model: nn.Module | None = None
         self._stages: dict[int, Stage] = {}
@@ -194,8 +207,28 @@ class NxDPPModel(nn.Module):
     def partition(self) -> None:
         """Does nothing: the model is cut when it is made. For scripts that ask for it."""
 
+    def sync_gradients_by(self, sync: GradientSync) -> None:
+        """From now on `run_train` has gradients averaged by it while backward is running; it is not kept alive."""
+        if all(known() is not sync for known in self._gradient_syncs):
+            self._gradient_syncs.append(ref(sync))
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """In the block `run_train` only accumulates gradients: for all its calls of a step but the last.
+
+        As in DistributedDataParallel: without it each call communicates, and the gradients are the same.
+        """
+        before, self._syncs_gradients = self._syncs_gradients, False
+        try:
+            yield
+        finally:
+            self._syncs_gradients = before
+
     def run_train(self, **kwargs: Any) -> Tensor | list[Tensor] | None:
         """Forward and backward of a batch; gradients are added to those that the parameters have.
+
+        An optimizer of `sync_gradients_by` averages them over the replicas: each as soon as the last microbatch's
+        backward has made it, unless in `no_sync`. `torch.autocast` around the call holds for the forward passes.
 
         Args:
             **kwargs: the model's inputs, the same on every rank of the pipeline.
@@ -214,28 +247,55 @@ class NxDPPModel(nn.Module):
                 "another schedule, see SCHEDULE_NAMES"
             )
         microbatches = self._microbatches(kwargs)
+        syncs = [sync for it in self._gradient_syncs if (sync := it()) is not None] if self._syncs_gradients else []
         with nullcontext() if self._trace_file is None else self._trace_file.step() as record:
             if self._whole_model is not None:
-                losses = self._train_whole(self._whole_model, microbatches, record)
+                losses = self._train_whole(self._whole_model, microbatches, record, syncs)
             else:
                 self.synchronize_tied_weights()
-                with self._failures.end_all_ranks(), self._tied_weights.gradients_summed():
-                    losses = self._train_executor.run(self._group.rank, microbatches, self._training_loss, record)
+                with self._failures.end_all_ranks():
+                    losses = self._train_stages(microbatches, record, syncs)
         return self._finished(losses)
 
+    def _train_stages(
+        self, microbatches: Sequence[Mapping[str, Any]], record: Record | None, syncs: Sequence[GradientSync]
+    ) -> list[Tensor]:
+        tied = {weight.parameter for weight in self._tied_weights.weights}  # complete when all stages are done
+
+        def last_backward(parameters: Iterable[Tensor]) -> AbstractContextManager[None]:
+            return _last_backward(syncs, [parameter for parameter in parameters if parameter not in tied])
+
+        # On XLA each action is a graph of its own, and what one communicates has its place in all ranks' order.
+        overlaps = bool(syncs) and device_type() != "xla"
+        with self._tied_weights.gradients_summed():
+            losses = self._train_executor.run(
+                self._group.rank, microbatches, self._training_loss, record, last_backward if overlaps else None
+            )
+        for sync in syncs:
+            sync.synchronize()
+        return losses
+
     def _train_whole(
-        self, model: nn.Module, microbatches: Sequence[Mapping[str, Any]], record: Record | None
+        self,
+        model: nn.Module,
+        microbatches: Sequence[Mapping[str, Any]],
+        record: Record | None,
+        syncs: Sequence[GradientSync],
     ) -> list[Tensor]:
         losses = []
         for index, microbatch in enumerate(microbatches):
             start = perf_counter_ns()
             loss = self._training_loss(model(**microbatch))
             middle = perf_counter_ns()
-            (loss / self._num_microbatches).backward()
+            is_last = index == len(microbatches) - 1
+            with without_autocast(), _last_backward(syncs if is_last else (), model.parameters()):
+                (loss / self._num_microbatches).backward()
             losses.append(loss.detach())
             if record is not None:
                 record(Action(ActionKind.FORWARD, 0, index), start, middle)
                 record(Action(ActionKind.BACKWARD, 0, index), middle, perf_counter_ns())
+        for sync in syncs:
+            sync.synchronize()
         return losses
 
     def run_eval(self, **kwargs: Any) -> Any:
@@ -376,6 +436,15 @@ class NxDPPModel(nn.Module):
                 mean = share_loss(mean, self._group, replicas, source=source)
             return mean.cpu() if self._return_loss_on_cpu else mean
         return mean
+
+
+@contextmanager
+def _last_backward(syncs: Iterable[GradientSync], parameters: Iterable[Tensor]) -> Iterator[None]:
+    parameters = list(parameters)
+    with ExitStack() as blocks:
+        for sync in syncs:
+            blocks.enter_context(sync.last_backward(parameters))
+        yield
 
 
 def _is_loss(value: Any) -> bool:

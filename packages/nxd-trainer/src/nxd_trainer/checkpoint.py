@@ -1,13 +1,14 @@
 """The bridge from shard metadata to checkpoints: what a model and its optimizer hold, as logical tensors.
 
-Names and shapes are those of the unsharded model, so a checkpoint does not know the layout it came from. Optimizer
-state lies beside the weights as `optimizer/<logical name>/<key>`. Files and layouts on disk are nxd_ckpt's.
+Names and shapes are those of the unsharded model, so a checkpoint does not know the layout it came from. What is not
+of the model lies beside it under a prefix, see `kind_of`. Files and layouts on disk are nxd_ckpt's.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Literal
 
 import torch
-from nxd_ckpt import Shard, ShardedTensor
+from nxd_ckpt import CheckpointError, Coordinator, Shard, ShardedTensor
 from nxd_optim import MASTER_KEY, NeuronZero1Optimizer, give_states
 from nxd_pipeline import NxDPPModel
 from nxd_state import ShardPiece, get_shard_spec
@@ -16,7 +17,24 @@ from torch.optim import Optimizer
 
 CheckpointState = dict[str, ShardedTensor | Tensor]
 
-OPTIMIZER_PREFIX = "optimizer/"
+OPTIMIZER_PREFIX = "optimizer/"  # and then <logical name>/<key>
+OPTIMIZER_DICT_PREFIX = "optimizer_state_dict/"  # bytes of a rank's state_dict, where no model named its parameters
+RNG_PREFIX = "rng/"  # random streams of a rank
+NOT_OF_THE_MODEL = (OPTIMIZER_PREFIX, OPTIMIZER_DICT_PREFIX, RNG_PREFIX)
+
+_SHOWN_NAMES = 8
+
+
+def kind_of(name: str) -> Literal["model", "optimizer", "run"]:
+    """What a checkpoint's tensor of this name is of, whoever wrote the checkpoint."""
+    if not name.startswith(NOT_OF_THE_MODEL):
+        return "model"
+    return "run" if name.startswith(RNG_PREFIX) else "optimizer"
+
+
+def owner_of(name: str) -> str:
+    """The model's tensor that a state of the optimizer belongs to; of any other name that itself."""
+    return name.removeprefix(OPTIMIZER_PREFIX).rpartition("/")[0] if name.startswith(OPTIMIZER_PREFIX) else name
 
 
 def model_state(model: nn.Module) -> CheckpointState:
@@ -30,7 +48,7 @@ def model_state(model: nn.Module) -> CheckpointState:
     """
     _check_shard_metadata(model)
     state: CheckpointState = {}
-    for name, parameter in _named_parameters(model):
+    for name, parameter in named_parameters(model):
         state.update(_logical_tensors(name, parameter, parameter.detach()))
     return state | _persistent_buffers(model)
 
@@ -89,11 +107,48 @@ def saved_here(model: nn.Module, state: CheckpointState) -> CheckpointState:
         if getattr(parameter, "shared", False)
         for logical in _logical_names(model.tied_names().get(name, name), parameter)
     }
-    return {
-        name: tensor
-        for name, tensor in state.items()
-        if name not in further and name.removeprefix(OPTIMIZER_PREFIX).rpartition("/")[0] not in further
-    }
+    return {name: tensor for name, tensor in state.items() if owner_of(name) not in further}
+
+
+def check_names(
+    stored: Iterable[str],
+    wanted: Iterable[str],
+    ignored: Iterable[str],
+    what: str,
+    coordinator: Coordinator,
+    *,
+    can_be_lax: bool = True,
+) -> None:
+    """Compare the model in a checkpoint with the one that the ranks want to fill, by names. Called by all ranks.
+
+    Args:
+        stored: names in the checkpoint, of any kind.
+        wanted: names of the model's tensors on this rank.
+        ignored: names that may be stored though nobody wants them.
+        what: the checkpoint, for the message.
+        coordinator: reaches the other ranks.
+        can_be_lax: whether the caller has `strict=False`.
+
+    Raises:
+        CheckpointError: a name is missing or nobody wants it; the same text on all ranks.
+    """
+    of_all_ranks = coordinator.all_gather_object((sorted(wanted), sorted(ignored)))
+    wanted_names = {name for names, _ in of_all_ranks for name in names}
+    known = wanted_names | {name for _, names in of_all_ranks for name in names}
+    stored_names = {name for name in stored if kind_of(name) == "model"}
+    missing, unexpected = sorted(wanted_names - stored_names), sorted(stored_names - known)
+    problems = [f"it lacks {_listed(missing)}"] if missing else []
+    problems += [f"the model lacks {_listed(unexpected)}"] if unexpected else []
+    if problems:
+        raise CheckpointError(
+            f"{what} does not fit the model: {'; '.join(problems)}. Load it into the model that was saved"
+            + (", or pass strict=False to load what both have" if can_be_lax else "")
+        )
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
+    return ", ".join(names[:_SHOWN_NAMES]) + more
 
 
 def allocate_optimizer_state(
@@ -115,8 +170,8 @@ def allocate_optimizer_state(
     keys_by_name: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]] = {}
     for full_name, description in stored.items():
         if full_name.startswith(OPTIMIZER_PREFIX):
-            name, _, key = full_name.removeprefix(OPTIMIZER_PREFIX).rpartition("/")
-            keys_by_name.setdefault(name, {})[key] = description
+            key = full_name.rpartition("/")[2]
+            keys_by_name.setdefault(owner_of(full_name), {})[key] = description
     names = {parameter: name for name, parameter in _optimized_parameters(model, optimizer)}
 
     def stored_keys(parameter: Tensor) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
@@ -155,8 +210,8 @@ def _check_shard_metadata(model: nn.Module) -> None:
                 )
 
 
-def _named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Each parameter once, by its name in a checkpoint."""
+def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """This rank's parameters, each once, by their names in a checkpoint."""
     if not isinstance(model, NxDPPModel):
         return model.named_parameters()
     first_names = model.tied_names()
@@ -172,7 +227,7 @@ def _persistent_buffers(model: nn.Module) -> CheckpointState:
 
 
 def _optimized_parameters(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
-    names: dict[Tensor, str] = {parameter: name for name, parameter in _named_parameters(model)}
+    names: dict[Tensor, str] = {parameter: name for name, parameter in named_parameters(model)}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter not in names:

@@ -13,11 +13,12 @@ from nxd_state import active_group
 from nxd_trace.generation import CacheLayer, CacheView, Generator, compile_generator
 from torch import Tensor, nn
 
-from nxd_trainer.data import Tokenizer, load_tokenizer
+from nxd_trainer.api.checkpoint_tags import open_own
+from nxd_trainer.data import Tokenizer
+from nxd_trainer.generate import tokenizer_of
+from nxd_trainer.model_description import description_of, model_dtype
 from nxd_trainer.models import KeyValueCache, LlamaConfig, LlamaForCausalLM
 from nxd_trainer.models.llama import rotary_tables
-from nxd_trainer.recipe import recipe_from_dict
-from nxd_trainer.training.run_state import DTYPES
 
 
 class LlamaDecoder(nn.Module):
@@ -137,17 +138,26 @@ class CompilableCheckpoint:
         )
 
 
-def open_for_compilation(folder: str | Path, tag: str | None = None) -> CompilableCheckpoint:
+def open_for_compilation(
+    folder: str | Path, tag: str | None = None, *, tokenizer: str | Path | None = None
+) -> CompilableCheckpoint:
     """Read what a checkpoint says of its model and its tokenizer.
 
     Args:
-        folder: a run's checkpoints.
+        folder: of checkpoints, see `load_for_generation`.
         tag: the newest complete one if None.
+        tokenizer: as for `load_for_generation`.
 
     Raises:
+        ValueError: the model is not a Llama as this package has it, or the checkpoint does not say which model or
+            tokenizer it is of.
         nxd_ckpt.CheckpointError: there is no such checkpoint, or it is damaged.
     """
-    checkpoint = nxd_ckpt.open_checkpoint(folder, tag)
-    recipe = recipe_from_dict(checkpoint.objects["recipe"], origin=f"recipe in {folder}")
-    build = BuildLlamaDecoder(LlamaConfig(**checkpoint.objects["model"]), DTYPES[recipe.train.dtype])
-    return CompilableCheckpoint(build, checkpoint, load_tokenizer(recipe.data.tokenizer))
+    checkpoint = open_own(folder, tag)
+    description = description_of(checkpoint)
+    try:
+        config = description.own_llama()
+    except ValueError as error:
+        raise ValueError(f"{error}, which alone is compiled and served; nxd generate runs it uncompiled") from error
+    build = BuildLlamaDecoder(config, model_dtype(checkpoint))
+    return CompilableCheckpoint(build, checkpoint, tokenizer_of(description, tokenizer))

@@ -5,19 +5,15 @@ otherwise, `nxd_trainer.hugging_face` knows how.
 """
 
 from pathlib import Path
-from typing import Any
 
-import nxd_ckpt
 import torch
-from nxd_ckpt.interop import Selection, TensorSource, from_checkpoint
+from nxd_ckpt.interop import Selection, from_checkpoint
 
-from nxd_trainer.checkpoint import OPTIMIZER_PREFIX
+from nxd_trainer.api.checkpoint_tags import open_own
+from nxd_trainer.checkpoint import NOT_OF_THE_MODEL
 from nxd_trainer.hugging_face.folder import read_config
-from nxd_trainer.hugging_face.importing import OBJECTS_KEY
-from nxd_trainer.hugging_face.our_llama import hugging_face_config
 from nxd_trainer.hugging_face.saving import as_stored, stored_shapes, write_folder
-from nxd_trainer.models import LlamaConfig
-from nxd_trainer.recipe import recipe_from_dict
+from nxd_trainer.model_description import BYTES, ModelDescription, description_of
 
 
 def export_hugging_face(
@@ -31,8 +27,8 @@ def export_hugging_face(
 ) -> Path:
     """Write the model of a checkpoint so that `transformers` loads it. Needs no process group.
 
-    The checkpoint may be of `nxd train`, of `import_hugging_face`, or, with `like`, of any trainer whose model is
-    one of transformers. Memory: the largest tensor.
+    The checkpoint may be of `nxd train`, `import_hugging_face`, `save_checkpoint` or Lightning; with `like`, of any
+    trainer whose model is one of transformers. Memory: the largest tensor.
 
     Args:
         folder: of checkpoints.
@@ -50,31 +46,20 @@ def export_hugging_face(
         ValueError: the target already holds a model, or the checkpoint does not say of which model it is.
         nxd_ckpt.CheckpointError: there is no such checkpoint, or it is damaged.
     """
-    checkpoint = nxd_ckpt.open_checkpoint(folder, tag)
-    weights = Selection(from_checkpoint(checkpoint), exclude=[f"{OPTIMIZER_PREFIX}*", "rng/*"])
-    objects = checkpoint.objects if isinstance(checkpoint.objects, dict) else {}
-    if like is not None:
-        config = read_config(like)
-        stored: TensorSource = as_stored(weights, config, stored_shapes(like))
-        companions: str | Path | None = like
-    elif OBJECTS_KEY in objects:
-        origin = objects[OBJECTS_KEY]
-        config = origin["config"]
-        stored = as_stored(weights, config, {name: tuple(shape) for name, shape in origin["tensors"].items()})
-        companions = origin["folder"] if Path(origin["folder"]).is_dir() else None
+    checkpoint = open_own(folder, tag)
+    weights = Selection(from_checkpoint(checkpoint), exclude=[f"{prefix}*" for prefix in NOT_OF_THE_MODEL])
+    if like is None:
+        description = description_of(checkpoint)
     else:
-        config, companions = _own_model(folder, objects)
-        stored = weights
-    write_folder(stored, target, config, companions=companions, dtype=dtype, max_shard_size=max_shard_size)
+        description = ModelDescription(read_config(like), folder=str(like), stored_shapes=stored_shapes(like))
+    origins = [it for it in (description.folder, description.tokenizer) if it is not None and it != BYTES]
+    companions = next((it for it in origins if Path(it).exists()), None)
+    write_folder(
+        as_stored(weights, description.config, description.stored_shapes),
+        target,
+        description.config,
+        companions=companions,
+        dtype=dtype,
+        max_shard_size=max_shard_size,
+    )
     return Path(target)
-
-
-def _own_model(folder: str | Path, objects: dict[str, Any]) -> tuple[dict[str, Any], Path | None]:
-    """Config and tokenizer of a run of `nxd train`."""
-    if not {"model", "recipe", "end_of_document"} <= objects.keys():
-        raise ValueError(
-            f"the checkpoint in {folder} does not say of which model it is; give a folder of the same model, with its "
-            "config.json (like=, on the command line --like)"
-        )
-    config = hugging_face_config(LlamaConfig(**objects["model"]), end_token=objects["end_of_document"])
-    return config, recipe_from_dict(objects["recipe"]).data.tokenizer

@@ -1,44 +1,87 @@
 """Writing text with a trained model, from a checkpoint of any layout and at any tensor-parallel degree."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
-import nxd_ckpt
 import torch
+from nxd_ckpt import Checkpoint
 from nxd_layers import parallel_argmax, parallel_topk
+from nxd_layers.hf import is_transformers_model, parallelize
 from nxd_state import active_group, all_gather, get_device, move_model_to_device
-from torch import Tensor
+from torch import Tensor, nn
 
-from nxd_trainer.checkpoint import model_state
+from nxd_trainer.api.checkpoint_loading import load_checkpoint
+from nxd_trainer.api.checkpoint_tags import open_own
 from nxd_trainer.data import Tokenizer, load_tokenizer
-from nxd_trainer.models import KeyValueCache, LlamaConfig, LlamaForCausalLM
-from nxd_trainer.recipe import recipe_from_dict
-from nxd_trainer.training.run_state import DTYPES
+from nxd_trainer.hugging_face.conversion import model_on_meta
+from nxd_trainer.hugging_face.loading import make_room
+from nxd_trainer.model_description import BYTES, ModelDescription, description_of, model_dtype, tokenizer_in
+from nxd_trainer.models import KeyValueCache, LlamaForCausalLM
 
 
-def load_for_generation(folder: str | Path, tag: str | None = None) -> tuple[LlamaForCausalLM, Tokenizer]:
+def load_for_generation(
+    folder: str | Path, tag: str | None = None, *, tokenizer: str | Path | None = None
+) -> tuple[nn.Module, Tokenizer]:
     """The model and tokenizer of a checkpoint, on this rank's device; each rank reads only its part.
 
     Args:
-        folder: a run's checkpoints.
+        folder: of checkpoints of `nxd train`, `save_checkpoint`, Lightning or `import_hugging_face`.
         tag: the newest complete one if None.
+        tokenizer: a file or a folder, or "bytes"; what the checkpoint says of itself if None.
 
     Raises:
-        ValueError: the sizes do not divide by the tensor-parallel degree.
+        ValueError: the sizes do not divide by the tensor-parallel degree, or the checkpoint does not say which model or
+            tokenizer it is of.
         nxd_ckpt.CheckpointError: there is no such checkpoint, or it is damaged.
     """
-    checkpoint = nxd_ckpt.open_checkpoint(folder, tag)
-    recipe = recipe_from_dict(checkpoint.objects["recipe"], origin=f"recipe in {folder}")
+    checkpoint = open_own(folder, tag)
+    description = description_of(checkpoint)
+    words = tokenizer_of(description, tokenizer)
+    model = _model_without_weights(description, checkpoint)
+    load_checkpoint(folder, checkpoint.tag if tag else None, model=model)
+    return model.eval(), words
+
+
+def tokenizer_of(description: ModelDescription, given: str | Path | None = None) -> Tokenizer:
+    """The tokenizer of a checkpoint's model, or the one given in its place.
+
+    Raises:
+        ValueError: neither is known, or nothing usable is there.
+    """
+    known = given or description.tokenizer or tokenizer_in(description.folder)
+    if known is None:
+        raise ValueError(
+            "the checkpoint does not say which tokenizer its model reads; give tokenizer= (on the command line "
+            f'--tokenizer): a tokenizer.json, its folder, or "{BYTES}"'
+        )
+    return load_tokenizer(None if str(known) == BYTES else known)
+
+
+def _model_without_weights(description: ModelDescription, checkpoint: Checkpoint) -> nn.Module:
+    """Our own Llama where it can be the model, else that of transformers; with memory for this rank's part."""
+    dtype = model_dtype(checkpoint)
+    try:
+        config = description.own_llama()
+    except ValueError:
+        model = model_on_meta(description.config)
+        if model is None:
+            raise ValueError(
+                f"{description.architecture} is made by transformers, which is not installed or does not know it; "
+                "install transformers"
+            ) from None
+        model = parallelize(model)
+        make_room(model, dtype)
+        return model
     with torch.device("meta"):
-        model = LlamaForCausalLM(LlamaConfig(**checkpoint.objects["model"]), dtype=DTYPES[recipe.train.dtype])
+        model = LlamaForCausalLM(config, dtype=dtype)
     move_model_to_device(model, get_device())
-    nxd_ckpt.load(folder, checkpoint.tag, into=model_state(model), strict=False)
-    return model.eval(), load_tokenizer(recipe.data.tokenizer)
+    return model
 
 
 @torch.no_grad()
 def generate(
-    model: LlamaForCausalLM,
+    model: nn.Module,
     prompt: Tensor,
     *,
     max_new_tokens: int,
@@ -50,7 +93,7 @@ def generate(
     """Yield new tokens one by one, the same on every rank.
 
     Args:
-        model: built with `sequence_parallel=False`.
+        model: a `LlamaForCausalLM` built with `sequence_parallel=False`, or a causal language model of transformers.
         prompt: token ids `[seq]`, at least one.
         max_new_tokens: stop after this many.
         temperature: 0 takes the likeliest token; higher is bolder.
@@ -65,35 +108,60 @@ def generate(
         raise ValueError("the prompt is empty; give at least one token")
     if not 0 <= temperature < torch.inf or top_k < 0 or max_new_tokens < 0:
         raise ValueError(f"temperature={temperature}, top_k={top_k}, max_new_tokens={max_new_tokens}: use 0 or more")
-    longest = model.config.max_position_embeddings
-    if prompt.numel() + max_new_tokens > longest:
+    longest = _max_positions(model)
+    if longest is not None and prompt.numel() + max_new_tokens > longest:
         raise ValueError(
             f"{prompt.numel()} prompt tokens and {max_new_tokens} new ones are more than the model's "
             f"max_position_embeddings={longest}; ask for {max(0, longest - prompt.numel())} or fewer"
         )
     # Draws are made on the CPU from one seed on every rank, so all ranks choose the same token.
     generator = torch.Generator().manual_seed(seed)
-    cache = KeyValueCache()
+    logits_after = _next_logits(model)
     tokens = prompt.unsqueeze(0).to(get_device())
     for _ in range(max_new_tokens):
-        logits = model(tokens, cache=cache)[0, -1]  # [vocab/tp]
-        token = _choose(logits, temperature, top_k, generator)
+        token = _choose(*logits_after(tokens), temperature, top_k, generator)
         yield token
         if token == end_token:
             return
         tokens = torch.tensor([[token]], device=get_device())
 
 
-def _choose(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
-    """A token, from this rank's part of the logits, `[vocab/tp]`."""
+def _max_positions(model: Any) -> int | None:
+    """Tokens that the model is made for; None if it does not say."""
+    config = model.config.get_text_config() if is_transformers_model(model) else model.config
+    found: int | None = getattr(config, "max_position_embeddings", None)
+    return found
+
+
+def _next_logits(model: Any) -> Callable[[Tensor], tuple[Tensor, int]]:
+    """From further tokens `[1, seq]` to the logits after them, and over how many ranks these are split.
+
+    What came before is kept.
+    """
+    if not is_transformers_model(model):
+        cache = KeyValueCache()
+        return lambda tokens: (model(tokens, cache=cache)[0, -1], active_group("tp").size)  # [vocab/tp]
+    past: Any = None
+
+    def logits_after(tokens: Tensor) -> tuple[Tensor, int]:
+        nonlocal past
+        output = model(tokens, past_key_values=past, use_cache=True)
+        past = output.past_key_values
+        return output.logits[0, -1], 1  # [vocab]
+
+    return logits_after
+
+
+def _choose(logits: Tensor, num_parts: int, temperature: float, top_k: int, generator: torch.Generator) -> int:
+    """A token, from all logits, `[vocab]`, or from this rank's part of them, `[vocab/tp]`."""
+    is_split = num_parts > 1
     if temperature == 0:
-        return int(parallel_argmax(logits))
-    group = active_group("tp")
-    vocab = logits.numel() * group.size
+        return int(parallel_argmax(logits) if is_split else logits.argmax())
+    vocab = logits.numel() * num_parts
     if 0 < top_k < vocab:
-        candidates, ids = parallel_topk(logits, top_k)
+        candidates, ids = parallel_topk(logits, top_k) if is_split else logits.topk(top_k)
     else:
-        candidates, ids = all_gather(logits, group), torch.arange(vocab)
+        candidates, ids = all_gather(logits, active_group("tp")) if is_split else logits, torch.arange(vocab)
     candidates = candidates.float().cpu()
     probabilities = torch.softmax((candidates - candidates.max()) / temperature, dim=-1)
     return int(ids[torch.multinomial(probabilities, 1, generator=generator)])

@@ -6,7 +6,8 @@ import pickle
 import pytest
 import torch
 from nxd_ckpt import CheckpointError, list_checkpoints, open_checkpoint, pin, save
-from nxd_trainer.api.checkpoint import load_checkpoint, save_checkpoint
+from nxd_trainer.api.checkpoint_loading import load_checkpoint
+from nxd_trainer.api.checkpoint_saving import save_checkpoint
 from nxd_trainer.api.checkpoint_tags import has_checkpoint
 from torch import nn
 

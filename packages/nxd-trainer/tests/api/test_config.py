@@ -81,19 +81,19 @@ def test_all_mistakes_come_in_one_error_with_the_nearest_key():
 
     message = str(raised.value)
     for part in (
-        "tensor_parallel_size=0 must be an integer, 1 or more",
-        "unknown key 'tensor_paralel_size'; did you mean 'tensor_parallel_size'?",
-        "pad_model=2 must be True or False",
-        "pipeline_config: unknown key 'num_microbatch'; did you mean 'num_microbatches'?",
-        "pipeline_config: auto_partition='yes' must be True or False",
-        "pipeline_config: virtual_pipeline_size=1.5 must be an integer",
-        "optimizer_config: unknown key 'zero_one_enable'; did you mean 'zero_one_enabled'?",
-        "optimizer_config: max_grad_norm=-1 must be a positive number",
+        "tensor_parallel_size=0 is not allowed; expected an integer at least 1",
+        "unknown key tensor_paralel_size; did you mean tensor_parallel_size?",
+        "pad_model=2 is not allowed; expected true or false",
+        "unknown key pipeline_config.num_microbatch; did you mean pipeline_config.num_microbatches?",
+        "pipeline_config.auto_partition='yes' is not allowed; expected true or false",
+        "pipeline_config.virtual_pipeline_size=1.5 is not allowed; expected an integer",
+        "unknown key optimizer_config.zero_one_enable; did you mean optimizer_config.zero_one_enabled?",
+        "optimizer_config.max_grad_norm=-1 is not allowed; expected a number above 0; grad_clipping=False",
         "activation_checkpoint_config='Full' is not known; did you mean 'full'?",
-        "sequential_move_factor=33 must be an integer from 1 to 32",
+        "sequential_move_factor=33 is not allowed; expected an integer at least 1 and at most 32",
         "meta_device_init=True needs param_init_fn",
         "must be a LoraConfig",
-        "unknown key 'use_master_weight'; did you mean 'use_master_weights'?",
+        "unknown key mixed_precision_config.use_master_weight; did you mean mixed_precision_config.use_master_weights?",
     ):
         assert part in message
     assert not model_parallel_is_initialized()
@@ -108,13 +108,18 @@ def test_all_mistakes_come_in_one_error_with_the_nearest_key():
             "2 pipeline_cuts make 3 stages; pipeline_parallel_size=2 times virtual_pipeline_size=1 needs 1 cuts",
         ),
         ({"pipeline_config": {"pipeline_cuts": ["a"], "auto_partition": True}}, "exclude each other"),
-        ({"optimizer_config": [1]}, r"optimizer_config=\[1\] must be a dict"),
+        ({"num_microbatches": 4}, "unknown key num_microbatches; did you mean pipeline_config.num_microbatches?"),
+        ({"optimiser_config": {}}, r"unknown section \[optimiser_config\]; did you mean \[optimizer_config\]?"),
+        ({"optimizer_config": [1]}, r"optimizer_config=\[1\]: optimizer_config is a section; give a dict of its keys"),
         ({"mixed_precision_config": {"use_fp32_grad_acc": True}}, "needs zero_one_enabled=True"),
         ({"activation_checkpoint_config": nn.Linear(1, 1)}, r"or a module class \(no object of it\)"),
         ({"activation_checkpoint_config": [None]}, "activation_checkpoint_config=None must be"),
-        ({"pipeline_config": {"pipeline_cuts": 3}}, "pipeline_config: pipeline_cuts=3 must be a list"),
-        ({"pipeline_config": {"pipeline_cuts": "layers.1"}}, "pipeline_cuts='layers.1' must be a list"),
-        ({"pipeline_config": {"leaf_module_cls": "Norm"}}, "leaf_module_cls='Norm' must be a list"),
+        ({"pipeline_config": {"pipeline_cuts": 3}}, "pipeline_config.pipeline_cuts=3 is not allowed; expected a list"),
+        (
+            {"pipeline_config": {"pipeline_cuts": "layers.1"}},
+            "pipeline_cuts='layers.1' is not allowed",
+        ),
+        ({"pipeline_config": {"leaf_module_cls": "Norm"}}, "leaf_module_cls='Norm' is not allowed; expected a list"),
     ],
 )
 def test_what_cannot_be_is_refused(arguments, message):

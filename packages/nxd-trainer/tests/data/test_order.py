@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nxd_trainer.data.order import shuffled
+from nxd_trainer.data.loader import shuffled
 
 
 @settings(deadline=None)

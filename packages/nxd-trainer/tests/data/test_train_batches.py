@@ -34,10 +34,10 @@ def batches(loader):
 
 
 def assert_same(found, expected):
-    assert len(found) == len(expected) == 2
-    for batch, other in zip(found, expected, strict=True):
-        assert torch.equal(batch.input_ids, other.input_ids)
-        assert torch.equal(batch.labels, other.labels)
+    """`found` is a step's batch, `expected` its microbatches."""
+    assert len(expected) == 2
+    assert torch.equal(found.input_ids, torch.cat([batch.input_ids for batch in expected]))
+    assert torch.equal(found.labels, torch.cat([batch.labels for batch in expected]))
 
 
 def test_steps_are_those_of_the_loader_over_epochs(batches, make_loader):
@@ -54,7 +54,7 @@ def test_position_is_that_of_the_steps_taken(batches, loader, make_loader):
     assert loader.samples_consumed == 3 * BATCH
     resumed = make_loader()
     resumed.load_state_dict(loader.state_dict())
-    assert_same(TrainBatches(resumed).next_step(), batches.next_step())
+    assert torch.equal(TrainBatches(resumed).next_step().input_ids, batches.next_step().input_ids)
 
 
 def test_closing_ends_the_thread_and_drops_only_what_was_made_ahead(batches, make_loader):

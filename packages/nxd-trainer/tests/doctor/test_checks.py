@@ -6,15 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from nxd_trainer.doctor.clock import check_clock
-from nxd_trainer.doctor.collective import check_collective
-from nxd_trainer.doctor.devices import Devices, check_devices
-from nxd_trainer.doctor.folder import check_folder
-from nxd_trainer.doctor.import_paths import check_import_name
-from nxd_trainer.doctor.limits import check_open_files, check_shared_memory
-from nxd_trainer.doctor.neuron_environment import check_environment
-from nxd_trainer.doctor.ports import check_loopback, check_rendezvous
-from nxd_trainer.doctor.versions import (
+from nxd_trainer.doctor.installation import (
+    Devices,
+    check_devices,
+    check_import_name,
     check_neuron,
     check_own_packages,
     check_torch,
@@ -23,6 +18,16 @@ from nxd_trainer.doctor.versions import (
     check_xla,
     installed_versions,
     torch_import_failure,
+)
+from nxd_trainer.doctor.machine import (
+    check_clock,
+    check_collective,
+    check_environment,
+    check_folder,
+    check_loopback,
+    check_open_files,
+    check_rendezvous,
+    check_shared_memory,
 )
 
 OWN = Path("/site/neuronx_distributed")
@@ -148,7 +153,7 @@ def test_folder_that_cannot_be_made_or_is_none_of_this_host_is_not_called_good(t
 
 
 def test_folder_of_a_server_whose_clock_is_off_is_a_warning(tmp_path, monkeypatch):
-    monkeypatch.setattr("nxd_trainer.doctor.folder.time.time", lambda: 1.0e9)
+    monkeypatch.setattr("nxd_trainer.doctor.machine.time.time", lambda: 1.0e9)
 
     assert "s ahead of this host's" in check_folder(tmp_path).found
 

@@ -8,8 +8,8 @@ import sys
 import pytest
 from nxd_trainer import doctor
 from nxd_trainer.cli import main
-from nxd_trainer.doctor.collective import check_collective, run_two_ranks
-from nxd_trainer.doctor.finding import ok, warning, wrong
+from nxd_trainer.doctor.installation import ok, warning, wrong
+from nxd_trainer.doctor.machine import check_collective, run_two_ranks
 
 
 @pytest.mark.parametrize(

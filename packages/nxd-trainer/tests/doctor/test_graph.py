@@ -8,7 +8,8 @@ from io import StringIO
 import pytest
 from nxd_state.xla_inspect import CapturedGraph
 from nxd_trainer.cli import main
-from nxd_trainer.doctor.graph import RecordedRank, analyse, render_report
+from nxd_trainer.doctor.graph_report import analyse, render_report
+from nxd_trainer.doctor.recording import RecordedRank
 from rich.console import Console
 
 SUM = "add {\n  x = f32[] parameter(0)\n  y = f32[] parameter(1)\n  ROOT z = f32[] add(x, y)\n}"

@@ -9,8 +9,7 @@ import torch.distributed as dist
 from nxd_pipeline import Costs, StageCost, make_schedule, simulate
 from nxd_trainer.models import LlamaConfig, LlamaForCausalLM
 from nxd_trainer.plan import Degrees, Job, find_device, make_plan, step_time
-from nxd_trainer.plan.advice import describe_misfit
-from nxd_trainer.plan.as_json import plan_as_json
+from nxd_trainer.plan.render import describe_misfit, plan_as_json
 
 CONFIG = LlamaConfig(
     vocab_size=64,

@@ -64,6 +64,13 @@ def test_override_is_read_as_the_type_of_its_key(override, section, field, value
     assert getattr(getattr(recipe, section), field) == value
 
 
+def test_zero_and_one_of_a_file_are_bools():
+    parallel = recipe_from_dict({"parallel": {"zero1": 1, "sequence_parallel": 0}}).parallel
+
+    assert parallel.zero1 is True
+    assert parallel.sequence_parallel is False
+
+
 def test_override_beats_the_file_and_the_last_one_wins(tmp_path):
     file = tmp_path / "a.toml"
     file.write_text("[train]\nsteps = 7\nseed = 3\n")

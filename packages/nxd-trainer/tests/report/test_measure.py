@@ -2,15 +2,15 @@ import os
 
 import pytest
 import torch
-from nxd_trainer.report import Throughput, measure, peak_memory_bytes
-from nxd_trainer.report.units import show_count, show_duration, show_memory
+from nxd_trainer.report import Throughput, peak_memory_bytes, progress
+from nxd_trainer.units import show_count, show_duration, show_memory
 
 
 @pytest.fixture
 def clock(monkeypatch):
     """A clock that the test sets: `clock["now"] = 5.0`."""
     time = {"now": 100.0}
-    monkeypatch.setattr(measure, "perf_counter", lambda: time["now"])
+    monkeypatch.setattr(progress, "perf_counter", lambda: time["now"])
     return time
 
 
@@ -83,7 +83,8 @@ def test_duration_is_shown_as_a_clock(seconds, shown):
 
 
 @pytest.mark.parametrize(
-    ("num_bytes", "shown"), [(0, "0 MiB"), (512 << 20, "512 MiB"), (1 << 30, "1.0 GiB"), (3 << 29, "1.5 GiB")]
+    ("num_bytes", "shown"),
+    [(0, "0 MiB"), (3 << 19, "1.5 MiB"), (1 << 29, "512 MiB"), (1 << 30, "1.0 GiB"), (3 << 29, "1.5 GiB")],
 )
 def test_memory_is_shown_in_its_unit(num_bytes, shown):
     assert show_memory(num_bytes) == shown

@@ -3,7 +3,7 @@ import math
 
 import pytest
 from nxd_trainer.report import read_records
-from nxd_trainer.report.record import line_to_record, record_to_line
+from nxd_trainer.report.metrics import line_to_record, record_to_line
 
 
 def test_line_gives_the_record_back(record):

@@ -27,7 +27,7 @@ class EvenBucket:
 
     Attributes:
         ranges: what this rank owns of each parameter; those beyond a parameter's end hold zeros only.
-        used: the ids of parameters that had a gradient, once the bucket is sent.
+        used: the ids of parameters that had a gradient when the bucket was sent in this step.
         gradient: the mean gradient of this rank's parts between `send` and `update`, 1-d, in the optimizer's dtype.
         device: of the parameters.
         has_masters: whether the optimizer's dtype is not the parameters'.
@@ -92,7 +92,7 @@ class EvenBucket:
         for parameter in self.parameters:
             self.adopt(parameter)
         grads = [self._sums.get(id(parameter), parameter.grad) for parameter in self.parameters]
-        self.used = {id(p) for p, grad in zip(self.parameters, grads, strict=True) if grad is not None}
+        self.used = self.used | {id(p) for p, grad in zip(self.parameters, grads, strict=True) if grad is not None}
         whole = [
             torch.zeros_like(parameter, dtype=self._dtypes.gradient) if grad is None else grad.detach().to_dense()
             for parameter, grad in zip(self.parameters, grads, strict=True)
@@ -100,7 +100,7 @@ class EvenBucket:
         by_rank = torch.cat([self._cut(grad) for grad in whole], dim=1).to(self._dtypes.reduction)
         mean = reduce_scatter(by_rank, self._group, op="avg").squeeze(0).to(self._dtypes.master)
         self._release_gradients()
-        self.gradient = mean
+        self.gradient = mean if self.gradient is None else self.gradient + mean
 
     def wait(self) -> None:
         """Nothing to wait for: the average is a part of the graph."""
@@ -108,6 +108,7 @@ class EvenBucket:
     def drop_gradients(self) -> None:
         """Forget all gradients of a step."""
         self.gradient = None
+        self.used = set()
         self._release_gradients()
 
     def zero_gradients(self) -> None:

@@ -71,7 +71,7 @@ class FlatBucket:
         own: this rank's part of the parameters, 1-d.
         master: the same in the optimizer's dtype; `own` itself where that is the parameters'.
         ranges: what this rank owns of each parameter, if anything.
-        used: the ids of parameters that had a gradient, once the bucket is sent.
+        used: the ids of parameters that had a gradient when the bucket was sent in this step.
         gradient: the mean gradient of this rank's part between `wait` and `update`, in the optimizer's dtype.
     """
 
@@ -171,28 +171,31 @@ class FlatBucket:
             self.adopt(parameter)
         if self._gradients is None:
             self._gradients = torch.zeros_like(self._buffer, dtype=self._dtypes.gradient)
-        self.used = self._filled | {id(p) for p in self.parameters if p.grad is not None}
+        sent = self._filled | {id(p) for p in self.parameters if p.grad is not None}
+        self.used = self.used | sent
         for parameter in self.parameters:
-            if id(parameter) not in self.used and self._gradient_views:
+            if id(parameter) not in sent and self._gradient_views:
                 self._gradient_views[id(parameter)].zero_()
         self._reduction = reduce_scatter_mean(
             self._gradients,
             self._group,
             sum_dtype=self._dtypes.reduction,
             dtype=self._dtypes.master,
-            out=self._mean_memory,
+            out=self._mean_memory if self.gradient is None else None,
         )
         self._release_gradients()
 
     def wait(self) -> None:
-        """Wait for the average, which is then in `gradient`."""
+        """Wait for the average, which is then in `gradient`, added to that of an earlier round of the step."""
         if self._reduction is not None:
-            self.gradient = self._reduction.wait()
+            mean = self._reduction.wait()
+            self.gradient = mean if self.gradient is None else self.gradient.add_(mean)
             self._reduction = None
 
     def drop_gradients(self) -> None:
         """Forget all gradients of a step."""
         self.gradient = None
+        self.used = set()
         self._release_gradients()
 
     def zero_gradients(self) -> None:

@@ -5,7 +5,7 @@ a user calls and the order of a step; memory and messages are in `flat_bucket`, 
 `sharded_files`.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from os import PathLike
 from typing import Any
@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from nxd_optim.bucket_sender import BucketSender
 from nxd_optim.clip import CLIP_EPSILON
 from nxd_optim.reducer import DEFAULT_BUCKET_BYTES
+from nxd_optim.usage import Usage
 from nxd_optim.zero1 import sharded_files
 from nxd_optim.zero1.buckets import Bucket
 from nxd_optim.zero1.build import choose_dtypes, make_base_optimizer, make_buckets
@@ -38,7 +39,6 @@ from nxd_optim.zero1.rank_state import check_rank_state, load_rank_state, rank_s
 from nxd_optim.zero1.settings import check_cap, check_max_norm, for_the_cpu, settings_of
 from nxd_optim.zero1.sharded_state import StateTensor, StoredKeys, allocate_state, logical_state
 from nxd_optim.zero1.update import scale_gradients, update_and_gather
-from nxd_optim.zero1.usage import Usage
 
 MAX_MESSAGES = 2  # of reduce-scatters under way: enough to keep the transport busy, and no more buffers than that
 
@@ -161,7 +161,7 @@ class NeuronZero1Optimizer(Optimizer):
             ValueError: as for torch's optimizers, or as for `init_zero`.
         """
         if self.inited:
-            self._sender.refuse("add_param_group()", "overlapping", "sent", "failed")
+            self._sender.refuse("add_param_group()", "overlapping", "leaving", "arrived", "failed")
         super().add_param_group(param_group)
         if self.inited:
             for base in self._base_optimizers:
@@ -187,6 +187,32 @@ class NeuronZero1Optimizer(Optimizer):
         self._check_inited()
         with self._sender.overlap_backward():
             yield
+
+    @contextmanager
+    def last_backward(self, parameters: Iterable[Tensor]) -> Iterator[None]:
+        """As `overlap_backward`, for those of the parameters that get their last gradient of a step in the block.
+
+        A pipeline's stages have their last backward one after the other, and so a block for each. `synchronize` or
+        `step` sends what no block was for.
+
+        Raises:
+            RuntimeError: a block is open or has failed, or a parameter gets a second gradient in it.
+        """
+        self._check_inited()
+        with self._sender.last_backward(map(id, parameters)):
+            yield
+
+    def synchronize(self) -> None:
+        """Send what has not left yet, and wait: this rank has the mean of its part, and every `.grad` is None.
+
+        More gradients may be accumulated: what further backward passes make is added by the next `synchronize` or
+        `step`.
+
+        Raises:
+            RuntimeError: inside `overlap_backward`, or after a backward failed whose gradients were leaving.
+        """
+        self._check_inited()
+        self._sender.synchronize()
 
     def overlap_forward(self, model: nn.Module) -> None:
         """From now on `step` returns while parameters are still arriving; who reads one from its module waits for it.
@@ -384,7 +410,7 @@ class NeuronZero1Optimizer(Optimizer):
         check_same_sequence_parallel_ranges(self._buckets)
         self._sender = BucketSender(self._buckets, self._send, finish="step()", drop="zero_grad() of the optimizer")
         contexts = (active_group("cp"),) if self.group is active_group("dp") else ()
-        self._usage = Usage(self._buckets, (self.group, *contexts))
+        self._usage = Usage([p for bucket in self._buckets for p in bucket.parameters], (self.group, *contexts))
         self._frozen = [p for group in self.param_groups for p in group["params"] if not p.requires_grad]
         if self._forward_gather is not None:
             self.overlap_forward(self._forward_gather.model)
@@ -412,7 +438,7 @@ class NeuronZero1Optimizer(Optimizer):
         bucket = self._buckets[index]
         bucket.send()
         if index == len(self._buckets) - 1:
-            self._usage.send()
+            self._usage.send(set().union(*(it.used for it in self._buckets)))
         return bucket
 
     def _check_parameters(self) -> None:

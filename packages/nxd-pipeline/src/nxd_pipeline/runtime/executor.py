@@ -1,6 +1,7 @@
 """Plays a schedule: computes this rank's stages in the order it says, and sends and receives what it says."""
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter_ns
 from typing import Any
@@ -20,6 +21,8 @@ from nxd_pipeline.schedules.action import RECEIVES
 from nxd_pipeline.schedules.edge import Dataflow
 
 Record = Callable[[Action, int, int], None]
+LastBackward = Callable[[Iterable[Tensor]], AbstractContextManager[None]]
+BACKWARDS = frozenset({ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT})
 _Key = tuple[int, int, int]  # from stage, to stage, microbatch
 
 
@@ -85,6 +88,7 @@ class Executor:
         microbatches: Sequence[Mapping[str, Any]],
         read_output: Callable[[Any], Any],
         record: Record | None = None,
+        last_backward: LastBackward | None = None,
     ) -> list[Any]:
         """Play the schedule once; gradients are added to those that parameters have.
 
@@ -94,18 +98,28 @@ class Executor:
             read_output: what of the model's output is wanted; in training the loss, a scalar.
             record: called after each action with it and its start and end by `time.perf_counter_ns()`. The span of a
                 receive is the time for which the computation that needs it waited, right before that computation.
+            last_backward: a context around each action after which parameters of this rank get no more gradients; it
+                is given these parameters.
+            last_backward: a context around the last backward of each stage, called with the parameters that get their
+                last gradient in it.
 
         Returns:
             What `read_output` gave for each microbatch, on the rank of the last stage; elsewhere nothing.
         """
         self._microbatches, self._read_output = microbatches, read_output
         self._shapes.look_at(microbatches)
+        completed = {} if last_backward is None else self._completed_parameters(rank)
         try:
             with torch.set_grad_enabled(not self._schedule.is_forward_only):
                 for action in self._schedule.actions[rank]:
                     self._await_inputs(action, record)
                     start = perf_counter_ns()
-                    self._play[action.kind](action)
+                    with ExitStack() as contexts:
+                        if action.kind in BACKWARDS:
+                            contexts.enter_context(without_autocast())
+                        if last_backward is not None and action in completed:
+                            contexts.enter_context(last_backward(completed[action]))
+                        self._play[action.kind](action)
                     if record is not None and action.kind not in RECEIVES:
                         record(action, start, perf_counter_ns())
             self._mailbox.finish()
@@ -113,6 +127,21 @@ class Executor:
             return [self._results[microbatch] for microbatch in sorted(self._results)]
         finally:
             self._forget()
+
+    def _completed_parameters(self, rank: int) -> dict[Action, list[Tensor]]:
+        """By action, the parameters that get no gradient after it: each is in the last backward of all its stages."""
+        last_of_stage: dict[int, Action] = {}
+        for action in self._schedule.actions[rank]:
+            if action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT):
+                last_of_stage[action.stage] = action
+        order = {action: index for index, action in enumerate(self._schedule.actions[rank])}
+        last_of_parameter: dict[Tensor, Action] = {}
+        for action in sorted(last_of_stage.values(), key=order.__getitem__):
+            last_of_parameter.update(dict.fromkeys(self._modules[action.stage].parameters(), action))
+        completed: dict[Action, list[Tensor]] = {action: [] for action in last_of_stage.values()}
+        for parameter, action in last_of_parameter.items():
+            completed[action].append(parameter)
+        return completed
 
     def _await_inputs(self, action: Action, record: Record | None) -> None:
         if action not in self._receives:
@@ -288,10 +317,19 @@ class _Shapes:
         return (self._is_forward_only, _autocast(), self._structure[1], *leaves)
 
 
-def _autocast() -> Hashable:
+def _autocast() -> tuple[tuple[str, torch.dtype], ...]:
     """The dtypes that torch.autocast computes in now."""
     devices = (device for device in ("cpu", "cuda", "xla") if torch.is_autocast_enabled(device))
     return tuple((device, torch.get_autocast_dtype(device)) for device in devices)
+
+
+@contextmanager
+def without_autocast() -> Iterator[None]:
+    """For a backward, which computes in the dtypes of its forward, where the caller's autocast is around both."""
+    with ExitStack() as contexts:
+        for device, _ in _autocast():
+            contexts.enter_context(torch.autocast(device, enabled=False))
+        yield
 
 
 def _same(output: Any) -> Any:

@@ -13,14 +13,12 @@ from nxd_state import get_device, move_model_to_device
 from torch import nn
 
 from nxd_trainer.api.adapters import adapt_model, choose_adapters
-from nxd_trainer.api.config import ensure_model_parallel
-from nxd_trainer.api.config_checks import complete_config
+from nxd_trainer.api.config import complete_config, ensure_model_parallel
 from nxd_trainer.api.head_padding import pad_heads, plan_padding
 from nxd_trainer.api.hugging_face import leave_out_cache, param_init_fn_for, split_if_plain
 from nxd_trainer.api.meta_device import parameters_on_meta
 from nxd_trainer.api.model import NxDModel
-from nxd_trainer.api.together import together
-from nxd_trainer.api.turns import in_turns
+from nxd_trainer.api.rank_sync import in_turns, together
 
 
 def initialize_parallel_model(

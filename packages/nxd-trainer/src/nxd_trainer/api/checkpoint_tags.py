@@ -1,17 +1,23 @@
-"""Which checkpoint is meant: tags, the newest one, whose format it is, and how many stay.
+"""Which checkpoint is meant: tags, the newest one, whose format it is, and how many stay; in folders or behind URLs.
 
-Folders of the existing library are recognised by their marker files (v2) or their ranks' names (v1).
+Folders of the existing library are recognised by their marker files (v2) or their ranks' names (v1). Behind a URL such
+as "s3://bucket/runs" they are listed where they are, and copied to each host when they are loaded, since their files
+are mapped into memory.
 """
 
 import os
 import re
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from datetime import datetime
+from typing import Any, Literal
 
 import nxd_ckpt
-from nxd_ckpt import CheckpointError
-
-from nxd_trainer.api.folders import changed_at, is_file, names_in
+from nxd_ckpt import Checkpoint, CheckpointError, Coordinator
+from nxd_ckpt.coordinator import gather_from_every_rank
+from nxd_ckpt.interop.remote import is_remote, local_copy
 
 KEEP_ALL = -1
 
@@ -114,6 +120,22 @@ def delete_checkpoint(path: str | os.PathLike[str]) -> None:
     nxd_ckpt.delete(*_split(_folder(path)))
 
 
+def open_own(path: str | os.PathLike[str], tag: str | None) -> Checkpoint:
+    """A checkpoint of this library, chosen as `find_checkpoint` does, for one process to read.
+
+    Raises:
+        ValueError: the path or the tag is not allowed.
+        CheckpointError: there is none, or it is the existing library's.
+    """
+    found = find_checkpoint(path, tag)
+    if found.layout != "nxd":
+        raise CheckpointError(
+            f"{found.folder} is a checkpoint of the existing library, which does not say of which model it is; load "
+            "it into that with load_checkpoint, and save it anew"
+        )
+    return nxd_ckpt.open_checkpoint(found.root, found.tag)
+
+
 def check_kept(num_kept_ckpts: int | None) -> int:
     """How many checkpoints to keep, `KEEP_ALL` for None.
 
@@ -124,6 +146,12 @@ def check_kept(num_kept_ckpts: int | None) -> int:
     if type(kept) is not int or (kept < 1 and kept != KEEP_ALL):
         raise ValueError(f"num_kept_ckpts={num_kept_ckpts!r} is not a number of checkpoints; use 1 or more, or None")
     return kept
+
+
+def keep_newest(root: str, num_kept: int) -> None:
+    """Remove all but the newest checkpoints; called by one rank, after a commit. Pinned ones and other folders stay."""
+    if num_kept != KEEP_ALL:
+        nxd_ckpt.retain(root, keep_last=num_kept)
 
 
 def _folder(path: str | os.PathLike[str]) -> str:
@@ -158,18 +186,90 @@ def _is_own(root: str, tag: str) -> bool:
 
 
 def _is_v1(folder: str) -> bool:
-    return any(map(_V1_RANK.fullmatch, names_in(folder)))
+    return any(map(_V1_RANK.fullmatch, _names_in(folder)))
 
 
 def _complete_tags(folder: str) -> list[str]:
-    return [name for name in names_in(folder) if _is_complete(folder, name)]
+    return [name for name in _names_in(folder) if _is_complete(folder, name)]
 
 
 def _is_complete(folder: str, tag: str) -> bool:
-    return all(is_file(os.path.join(folder, tag, marker)) for marker in _V2_MARKERS)
+    return all(_is_file(os.path.join(folder, tag, marker)) for marker in _V2_MARKERS)
 
 
 def _legacy_age(root: str, tag: str) -> tuple[float, list[int], str]:
     """The library's own rule, the time of the marker; of a copied folder, whose times are equal, the tags' numbers."""
     numbers = [int(digits) for digits in re.findall(r"\d+", tag)]
-    return changed_at(os.path.join(root, tag, _V2_MARKERS[1])), numbers, tag
+    return _changed_at(os.path.join(root, tag, _V2_MARKERS[1])), numbers, tag
+
+
+def _names_in(folder: str) -> list[str]:
+    """Names of the files and folders in it; none if it is not there."""
+    if not is_remote(folder):
+        return os.listdir(folder) if os.path.isdir(folder) else []
+    file_system, path = _opened(folder)
+    try:
+        return [entry.rstrip("/").rpartition("/")[2] for entry in file_system.ls(path, detail=False)]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _is_file(path: str) -> bool:
+    """Whether there is a file."""
+    if not is_remote(path):
+        return os.path.isfile(path)
+    file_system, inner_path = _opened(path)
+    return bool(file_system.isfile(inner_path))
+
+
+def _changed_at(path: str) -> float:
+    """When a file was last written, in seconds since 1970; 0 if its store does not say."""
+    if not is_remote(path):
+        return os.path.getmtime(path)
+    file_system, inner_path = _opened(path)
+    try:
+        changed: datetime = file_system.modified(inner_path)
+    except NotImplementedError:
+        return 0.0
+    return changed.timestamp()
+
+
+@contextmanager
+def on_every_host(folder: str, coordinator: Coordinator) -> Iterator[str]:
+    """A folder of this machine with the content of `folder`, for as long as all ranks need it. Called by all ranks.
+
+    Each host has one copy, made by its first rank, in the system's folder for temporary files.
+
+    Raises:
+        CheckpointError: a rank could not copy it; on all ranks.
+    """
+    if not is_remote(folder):
+        yield folder
+        return
+    hosts: list[str] = coordinator.all_gather_object(socket.gethostname())
+    first = hosts.index(hosts[coordinator.rank])
+    with ExitStack() as copies:
+
+        def copy() -> str | None:
+            return copies.enter_context(local_copy(folder)) if coordinator.rank == first else None
+
+        copied = gather_from_every_rank(coordinator, f"copying {folder} to this host", copy)[first]
+        assert copied is not None
+        yield copied
+        coordinator.all_gather_object(None)  # others may read on until here
+
+
+def write_text(folder: str, name: str, text: str) -> None:
+    """Write a file into a folder, which is made if missing."""
+    file_system, path = _opened(folder)
+    file_system.makedirs(path, exist_ok=True)
+    with file_system.open(f"{path}/{name}", "w") as file:
+        file.write(text)
+
+
+def _opened(url: str) -> tuple[Any, str]:
+    import fsspec  # noqa: PLC0415 - takes its time to import
+
+    file_system, path = fsspec.core.url_to_fs(url)
+    file_system.invalidate_cache()  # others may have written since
+    return file_system, path

@@ -1,15 +1,32 @@
 """The documented training config: one dict that is checked as a whole and read by the other calls of this API."""
 
+import difflib
+import inspect
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict
+from functools import cache, wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch.distributed as dist
 from nxd_layers.activation_checkpoint import ModuleClass
 from nxd_layers.lora import LoraConfig
+from nxd_optim import MixedPrecision, resolve_mixed_precision
+from nxd_pipeline import NxDPPModel
 from nxd_state import get_mesh, initialize_model_parallel, model_parallel_is_initialized
+from torch import nn
 
-from nxd_trainer.api.config_checks import DEGREES, complete_config
+from nxd_trainer.options import Key, OptionError, Schema
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+DEGREES = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size", "expert_parallel_size")
+OPTIMIZER_DEFAULTS: dict[str, Any] = {"zero_one_enabled": False, "grad_clipping": True, "max_grad_norm": 1.0}
+MODEL_INIT_DEFAULTS: dict[str, Any] = {"sequential_move_factor": 11, "meta_device_init": False, "param_init_fn": None}
+
+_BOUNDS = {"sequential_move_factor": {"at_least": 1, "at_most": 32}}
+_LISTS_IN_PIPELINE = ("pipeline_cuts", "input_names", "leaf_module_cls", "autowrap_functions", "autowrap_modules")
 
 
 def neuronx_distributed_config(
@@ -79,14 +96,10 @@ def neuronx_distributed_config(
             **unknown,
         }
     )
-    if not _waits_for_ranks(config):
+    is_rank = model_parallel_is_initialized() or dist.is_initialized() or "WORLD_SIZE" in os.environ
+    if is_rank or all(config[name] == 1 for name in DEGREES):
         ensure_model_parallel(config)
     return config
-
-
-def _waits_for_ranks(config: Mapping[str, Any]) -> bool:
-    is_rank = model_parallel_is_initialized() or dist.is_initialized() or "WORLD_SIZE" in os.environ
-    return not is_rank and any(config[name] > 1 for name in DEGREES)
 
 
 def ensure_model_parallel(config: Mapping[str, Any]) -> None:
@@ -116,3 +129,152 @@ def ensure_model_parallel(config: Mapping[str, Any]) -> None:
             f"model parallelism is already initialised with other degrees: {'; '.join(different)}. Give the same ones, "
             "or call destroy_model_parallel() first"
         )
+
+
+def complete_config(given: Mapping[str, Any]) -> dict[str, Any]:
+    """A new config with all keys, checked; what is complete already comes out equal.
+
+    Args:
+        given: any of the keys; also a config that a script has changed since it was made. It is left as it is. For a
+            bool, 0 and 1 will do, which many scripts have from their command line.
+
+    Raises:
+        ValueError: every mistake, in one error.
+    """
+    if not isinstance(given, Mapping):
+        raise ValueError(f"nxd_config={given!r} is no config; give what neuronx_distributed_config returned")
+    mistakes: list[str] = []
+    read = _schema().nest(_schema().read(_schema().flatten(given, mistakes), mistakes))
+    config = _arguments(neuronx_distributed_config) | read
+    config["optimizer_config"] = OPTIMIZER_DEFAULTS | read["optimizer_config"]
+    config["model_init_config"] = MODEL_INIT_DEFAULTS | read["model_init_config"]
+    if given.get("pipeline_config") is None:
+        config["pipeline_config"] = None
+    mistakes += _mistakes_in_values(config) + _mistakes_in_pipeline(config, all_read=not mistakes)
+    try:
+        zero_one_enabled = config["optimizer_config"]["zero_one_enabled"]
+        precision = resolve_mixed_precision(read["mixed_precision_config"], zero_one_enabled=zero_one_enabled)
+        config["mixed_precision_config"] = asdict(precision)
+    except ValueError as error:
+        mistakes.append(str(error))
+    if mistakes:
+        raise OptionError("neuronx_distributed_config", mistakes)
+    return config
+
+
+def param_init_fn_of(config: Mapping[str, Any]) -> Any:
+    """The function that fills parameters, which may stand in either of two sections; None if it is in neither."""
+    return (config["pipeline_config"] or {}).get("param_init_fn") or config["model_init_config"]["param_init_fn"]
+
+
+@cache
+def _schema() -> Schema:
+    """All keys. What one may hold is told by its default: a bool switches, an integer counts from 1."""
+    sections: dict[str, dict[str, Any]] = {
+        "pipeline_config": _arguments(NxDPPModel),
+        "optimizer_config": OPTIMIZER_DEFAULTS,
+        "model_init_config": MODEL_INIT_DEFAULTS,
+        "mixed_precision_config": dict.fromkeys(MixedPrecision.__dataclass_fields__, False),
+    }
+    top_level = {name: it for name, it in _arguments(neuronx_distributed_config).items() if name not in sections}
+    keys = [
+        Key(
+            section=section,
+            field=name,
+            value_type=type(default) if isinstance(default, int) else Any,
+            bounds=_BOUNDS.get(name, {"at_least": 1}) if type(default) is int else {},
+            default=default,
+        )
+        for section, defaults in {"": top_level, **sections}.items()
+        for name, default in defaults.items()
+    ]
+    return Schema(keys, keys_listed_by="help(neuronx_distributed_config)", section_form="give a dict of its keys")
+
+
+def _arguments(function: Callable[..., Any]) -> dict[str, Any]:
+    """The arguments that have a default, with it."""
+    parameters = inspect.signature(function).parameters.values()
+    return {it.name: it.default for it in parameters if it.default is not it.empty}
+
+
+def _mistakes_in_values(config: Mapping[str, Any]) -> list[str]:
+    """What is wrong outside of the pipeline's section, beyond the keys and their types."""
+    mistakes = []
+    lora, norm = config["lora_config"], config["optimizer_config"]["max_grad_norm"]
+    if lora is not None and not isinstance(lora, LoraConfig):
+        mistakes.append(f"lora_config={lora!r} must be a LoraConfig of neuronx_distributed.modules.lora, or None")
+    mistakes += _mistakes_in_checkpointing(config["activation_checkpoint_config"])
+    if isinstance(norm, bool) or not isinstance(norm, int | float) or not norm > 0:
+        mistakes.append(
+            f"optimizer_config.max_grad_norm={norm!r} is not allowed; expected a number above 0; "
+            "grad_clipping=False ends clipping"
+        )
+    fill = param_init_fn_of(config)
+    if fill is not None and not callable(fill):
+        mistakes.append(f"param_init_fn={fill!r} must be a function that fills the parameters of a module")
+    if config["model_init_config"]["meta_device_init"] and fill is None:
+        mistakes.append(
+            "model_init_config.meta_device_init=True needs param_init_fn, which fills a module's own parameters"
+        )
+    return mistakes
+
+
+def _mistakes_in_checkpointing(chosen: Any) -> list[str]:
+    mistakes = []
+    for part in chosen if isinstance(chosen, list | tuple) else [chosen]:
+        if isinstance(part, str):
+            if part != "full" and difflib.get_close_matches(part.lower(), ["full"], cutoff=0.7):
+                mistakes.append(f"activation_checkpoint_config={part!r} is not known; did you mean 'full'?")
+        elif chosen is not None and not (isinstance(part, type) and issubclass(part, nn.Module)):
+            mistakes.append(
+                f"activation_checkpoint_config={part!r} must be 'full', None, or a module class (no object of it)"
+            )
+    return mistakes
+
+
+def _mistakes_in_pipeline(config: Mapping[str, Any], *, all_read: bool) -> list[str]:
+    section, stages = config["pipeline_config"], config["pipeline_parallel_size"]
+    if section is None:
+        if stages == 1:
+            return []
+        return [
+            f"pipeline_parallel_size={stages} needs pipeline_config, such as {{'num_microbatches': 4, "
+            "'transformer_layer_cls': ..., 'auto_partition': True}"
+        ]
+    mistakes = [
+        f"pipeline_config.{name}={section[name]!r} is not allowed; expected a list"
+        for name in _LISTS_IN_PIPELINE
+        if not isinstance(section.get(name), Collection | None) or isinstance(section.get(name), str)
+    ]
+    for pair in (("pipeline_cuts", "auto_partition"), ("return_mb_loss", "broadcast_and_average_loss")):
+        if all(section.get(name) for name in pair):
+            mistakes.append(f"pipeline_config: {pair[0]} and {pair[1]} exclude each other; choose one")
+    cuts, virtual = section.get("pipeline_cuts"), section.get("virtual_pipeline_size", 1)
+    if all_read and not mistakes and cuts and stages * virtual not in (1, len(cuts) + 1):
+        mistakes.append(
+            f"pipeline_config: {len(cuts)} pipeline_cuts make {len(cuts) + 1} stages; pipeline_parallel_size={stages} "
+            f"times virtual_pipeline_size={virtual} needs {stages * virtual - 1} cuts"
+        )
+    return mistakes
+
+
+def accept_aliases(**documented_names: str) -> Callable[[Callable[Parameters, Result]], Callable[..., Result]]:
+    """Let callers give some arguments under another name: signatures show the documented ones.
+
+    Args:
+        **documented_names: the function's own name of an argument, by the other one.
+    """
+
+    def accept(function: Callable[Parameters, Result]) -> Callable[..., Result]:
+        @wraps(function)
+        def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+            for alias, name in documented_names.items():
+                if alias in kwargs:
+                    if name in kwargs:
+                        raise TypeError(f"{name} and {alias} are two names of one argument; give one of them")
+                    kwargs[name] = kwargs.pop(alias)
+            return function(*args, **kwargs)
+
+        return call
+
+    return accept

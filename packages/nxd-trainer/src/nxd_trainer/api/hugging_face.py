@@ -9,7 +9,7 @@ from nxd_layers import hf
 from nxd_state import get_shard_spec
 from torch import nn
 
-from nxd_trainer.api.config_checks import param_init_fn_of
+from nxd_trainer.api.config import param_init_fn_of
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 

@@ -1,7 +1,9 @@
 """Loading checkpoints of the existing library: v2 and v1, plain and xser, with ZeRO-1 or without.
 
 Their files hold what each rank had. How that fits together is told by the shard metadata of the model that is filled:
-exactly where it has as many tensor-parallel ranks as the run that saved, elsewhere for tensors that are split evenly.
+with as many tensor-parallel ranks as in the run that saved, each had what the metadata of now says. With others, a
+parallel layer's tensors were split evenly along the dimension in which their shape differs; fused and repeated heads
+cannot be told then.
 """
 
 import os
@@ -14,23 +16,33 @@ import torch
 from nxd_ckpt import CheckpointError, ShardedTensor
 from nxd_ckpt.boxes import Box
 from nxd_ckpt.coordinator import coordinator_for, on_every_rank
-from nxd_ckpt.interop.neuronx import open_neuronx
+from nxd_ckpt.interop.neuronx import Piece, Pieces, Sharding, Split, open_neuronx
 from nxd_ckpt.interop.neuronx.rank_files import Rank, v1_files, v2_files
 from nxd_ckpt.interop.neuronx.xser import load_rank_file
 from nxd_ckpt.interop.safe_pickle import load_torch_file
 from nxd_ckpt.interop.source import TensorSource, fill
 from nxd_layers.lora import LoraModel
-from nxd_state import active_group, all_gather_object
+from nxd_pipeline import NxDPPModel
+from nxd_state import ShardSpec, active_group, all_gather_object, get_shard_spec
 from torch import nn
 from torch.optim import Optimizer
 
 from nxd_trainer.api.adapters import settle_adapters, wanted_tensors
-from nxd_trainer.api.checkpoint_names import check_names
 from nxd_trainer.api.checkpoint_tags import Found
-from nxd_trainer.api.legacy_sharding import gather_specs, sharding_of_model
 from nxd_trainer.api.optimizer_settings import apply_settings, group_names
 from nxd_trainer.api.unwrap import further_names
-from nxd_trainer.checkpoint import CheckpointState, allocate_optimizer_state, model_state, optimizer_state
+from nxd_trainer.checkpoint import (
+    CheckpointState,
+    allocate_optimizer_state,
+    check_names,
+    logical_name,
+    model_state,
+    named_parameters,
+    optimizer_state,
+)
+
+_Specs = Mapping[str, ShardSpec]
+_Shape = tuple[int, ...]
 
 _V1_MODEL_KEY = "model"
 _USER_CONTENT = "user_content.pt"
@@ -96,12 +108,12 @@ def load_legacy_checkpoint(
         return user_content
     own_groups = on_every_rank(coordinator, doing, lambda: [] if optimizer is None else group_names(model, optimizer))
     groups = all_gather_object(own_groups, active_group("pp"))
-    specs = gather_specs(model)
+    specs = _gather_specs(model)
 
     def open_source() -> TensorSource:
         stages = [files.shapes_of_stage(stage) for stage in range(files.pipeline_size)]
         shapes = {name: shape for stage in stages for name, shape in stage.items()}
-        sharding = sharding_of_model(model, specs, shapes, files.tensor_parallel_size)
+        sharding = _sharding_of_model(model, specs, shapes, files.tensor_parallel_size)
         names = None if optimizer is None else _parameter_names(stages, groups, further_names(model))
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=r"leaving out .*user_content")  # it is read on its own
@@ -209,3 +221,78 @@ def _fill_all(source: TensorSource, into: CheckpointState) -> None:
                 fill(source, name, shard.box, shard.tensor)
         else:
             fill(source, name, Box.whole(tuple(tensor.shape)), tensor)
+
+
+def _gather_specs(model: nn.Module) -> list[_Specs]:
+    """The shard metadata by parameter on each tensor-parallel rank. Called by all of them."""
+    specs = {name: spec for name, p in named_parameters(model) if (spec := get_shard_spec(p)) is not None}
+    return all_gather_object(specs, active_group("tp"))
+
+
+def _sharding_of_model(
+    model: nn.Module, specs_of_ranks: Sequence[_Specs], saved_shapes: Mapping[str, _Shape], saved_tp_size: int
+) -> dict[str, Sharding]:
+    """For each tensor of the model that was sharded, how it lay on the ranks that saved it.
+
+    Args:
+        model: what is to be filled.
+        specs_of_ranks: from `_gather_specs`.
+        saved_shapes: of the tensors that the first tensor-parallel rank saved.
+        saved_tp_size: how many tensor-parallel ranks there were.
+
+    Raises:
+        CheckpointError: there were other ranks than now, and it cannot be told for a tensor.
+    """
+    if saved_tp_size == len(specs_of_ranks):
+        return {name: _pieces(name, [specs[name] for specs in specs_of_ranks]) for name in specs_of_ranks[0]}
+    owners = _owners(model)
+    for name, spec in specs_of_ranks[0].items():
+        if any(piece.name for piece in spec.pieces):
+            raise CheckpointError(
+                f"{name} is fused of several tensors, and how {saved_tp_size} ranks shared them is not known here; "
+                f"load it with tensor_parallel_size={saved_tp_size}, and save it anew: that loads anywhere"
+            )
+    rules: dict[str, Sharding] = {}
+    for name, tensor in model_state(model).items():
+        shape = tuple(tensor.global_shape if isinstance(tensor, ShardedTensor) else tensor.shape)
+        if name in saved_shapes and saved_shapes[name] != shape:
+            rules[name] = _split(name, owners.get(name), shape, saved_shapes[name], saved_tp_size)
+    return rules
+
+
+def _pieces(name: str, specs: Sequence[ShardSpec]) -> Pieces:
+    pieces = [piece for spec in specs for piece in spec.pieces]
+    return Pieces(
+        specs[0].local_shape,
+        {logical_name(name, piece.name): piece.logical_shape for piece in pieces},
+        [
+            [
+                Piece(logical_name(name, piece.name), piece.local.offset, piece.local.shape, piece.logical.offset)
+                for piece in spec.pieces
+            ]
+            for spec in specs
+        ],
+    )
+
+
+def _owners(model: nn.Module) -> dict[str, nn.Module]:
+    """The parallel layer that a tensor belongs to, by the tensor's name."""
+    modules = model.local_named_modules() if isinstance(model, NxDPPModel) else model.named_modules()
+    return {
+        f"{prefix}.{name}".lstrip("."): module
+        for prefix, module in modules
+        if hasattr(module, "tensor_parallel_size")
+        for name, _ in module.named_parameters(recurse=False)
+    }
+
+
+def _split(name: str, owner: nn.Module | None, shape: _Shape, saved: _Shape, saved_tp_size: int) -> Split:
+    dims = [dim for dim, sizes in enumerate(zip(shape, saved, strict=False)) if sizes[0] != sizes[1]]
+    stride = int(getattr(owner, "stride", 1))
+    if owner is None or len(shape) != len(saved) or len(dims) != 1 or saved[dims[0]] * saved_tp_size < shape[dims[0]]:
+        raise CheckpointError(
+            f"{name} is {list(shape)} here and {list(saved)} on each of {saved_tp_size} ranks, which is no even split "
+            "of a parallel layer; load it into the layers that were saved"
+        )
+    is_padded = saved[dims[0]] * saved_tp_size != shape[dims[0]]
+    return Split(dims[0], stride=stride, global_size=shape[dims[0]] if is_padded else None)

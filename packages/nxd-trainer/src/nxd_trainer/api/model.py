@@ -1,14 +1,18 @@
 """`NxDModel`: a parallel model under the calls of an ordinary module, wherever its parts are."""
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Self
+from weakref import WeakSet
 
 import torch
 from nxd_layers.lora import LoraConfig, LoraModel, TargetLayers
-from nxd_pipeline import NxDPPModel
+from nxd_pipeline import GradientSync, NxDPPModel
 from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
+
+_models: "WeakSet[NxDModel]" = WeakSet()  # an optimizer is given parameters, and finds their models here
 
 
 class NxDModel(nn.Module):
@@ -49,6 +53,7 @@ class NxDModel(nn.Module):
         for name in ("config", "name_or_path"):
             if hasattr(module, name):
                 setattr(self, name, getattr(module, name))
+        _models.add(self)
 
     def local_module(self) -> nn.Module:
         """The unwrapped model; with a pipeline this rank's stage of it, or a list of them if there are several."""
@@ -82,6 +87,12 @@ class NxDModel(nn.Module):
     def run_train(self, *args: Any, **kwargs: Any) -> Tensor | list[Tensor] | None:
         """Forward and backward of a batch; gradients are added to those that the parameters have.
 
+        They are averaged over the replicas while the last microbatch's backward is still running, if their optimizer is
+        of `initialize_parallel_optimizer`; with ZeRO-1 each rank keeps the mean of its part only, and `.grad` is None.
+        Several calls may make one step of the optimizer: put all but the last into `no_sync`.
+
+        `torch.autocast` around the call holds for the forward passes.
+
         Args:
             *args: inputs, in the order of `input_names`, or of the model's forward if there are none.
             **kwargs: inputs by name.
@@ -106,6 +117,13 @@ class NxDModel(nn.Module):
             As `run_train` where the model returns a loss, else the list of the microbatches' outputs.
         """
         return self.pipeline.run_eval(**self._named(args, kwargs))
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """A block in which `run_train` only accumulates gradients, as DistributedDataParallel's; `step` sends the rest.
+
+        Without it, every call communicates, and the gradients are the same.
+        """
+        return self.pipeline.no_sync()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -223,6 +241,14 @@ class NxDModel(nn.Module):
 
     def __repr__(self) -> str:
         return f"NxDModel({self.module})"
+
+
+def sync_gradients(parameters: Iterable[Tensor], sync: GradientSync) -> None:
+    """Have `run_train` of the models that hold some of the parameters average gradients by `sync`, while it lives."""
+    wanted = set(parameters)
+    for model in list(_models):
+        if not wanted.isdisjoint(model.parameters()):
+            model.pipeline.sync_gradients_by(sync)
 
 
 def _positional_names(forward: Callable[..., Any]) -> list[str]:

@@ -1,6 +1,7 @@
 """`NxDOptimizer`: an ordinary optimizer whose step reduces and clips gradients as the mesh needs it."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,13 +12,12 @@ from nxd_optim import (
     clip_grad_norm,
     reduce_sequence_parallel_gradients,
 )
-from nxd_state import active_group, all_reduce_, transport_device
 from torch import Tensor
 from torch.optim import Optimizer
 
-from nxd_trainer.api.config import ensure_model_parallel
-from nxd_trainer.api.config_checks import complete_config
-from nxd_trainer.api.together import together
+from nxd_trainer.api.config import complete_config, ensure_model_parallel
+from nxd_trainer.api.model import sync_gradients
+from nxd_trainer.api.rank_sync import together
 
 
 def initialize_parallel_optimizer(
@@ -69,6 +69,9 @@ def initialize_parallel_optimizer(
 class NxDOptimizer(Optimizer):
     """An optimizer with the gradients' reductions and clipping in its `step`.
 
+    What `run_train` of the model has averaged already, `step` does not send again. A script that calls `backward`
+    itself has gradients leave while it runs by `overlap_backward`.
+
     All else is the wrapped optimizer's: schedulers change its `param_groups`, hooks are called by it, and a
     `state_dict` fits it. As there, a parameter without a gradient on any replica is left alone.
 
@@ -90,7 +93,8 @@ class NxDOptimizer(Optimizer):
         self.nxd_config = dict(nxd_config)
         self._max_norm = max_norm
         self._grad_norm: Tensor | None = None
-        self._reducer = None if isinstance(optimizer, NeuronZero1Optimizer) else GradientReducer(self._parameters())
+        self._reducer = None if isinstance(optimizer, NeuronZero1Optimizer) else self._make_reducer()
+        sync_gradients(self._parameters(), self)
 
     def __getstate__(self) -> dict[str, Any]:  # behind copies and pickles
         raise TypeError("an NxDOptimizer is bound to its parameters and its ranks; keep its state_dict() instead")
@@ -123,13 +127,38 @@ class NxDOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if self._reducer is not None:
-            self._reduce_and_clip(self._reducer)
+            self._reduce_and_clip()
         self.optimizer.step()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Begin a new step without gradients, or with zeros."""
+        """Begin a new step without gradients, or with zeros; drops one whose backward failed, if all ranks do so."""
+        if self._reducer is not None:
+            self._reducer.drop()
         self.optimizer.zero_grad(set_to_none)
+
+    @contextmanager
+    def overlap_backward(self) -> Iterator[None]:
+        """Send gradients as soon as the backward in the block has made them: around the last backward of a step.
+
+        Only for scripts that call `backward` themselves; `run_train` needs none.
+
+        Raises:
+            RuntimeError: gradients of this step have left already, or a parameter gets a second one in the block.
+        """
+        with self.last_backward(self._parameters()):
+            yield
+        self.synchronize()
+
+    @contextmanager
+    def last_backward(self, parameters: Iterable[Tensor]) -> Iterator[None]:
+        """What `run_train` enters for the last backward of some parameters, which need not be this optimizer's."""
+        with self._sender().last_backward(parameters):
+            yield
+
+    def synchronize(self) -> None:
+        """Send the gradients that have not left, and wait until all are averaged, as `run_train` does at its end."""
+        self._sender().synchronize()
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's, of this rank."""
@@ -143,42 +172,35 @@ class NxDOptimizer(Optimizer):
         """Add parameters with settings of their own; on all ranks."""
         self.optimizer.add_param_group(param_group)
         if self._reducer is not None:
-            self._reducer = self._renewed(self._reducer)
+            self._reducer.close()
+            self._reducer = self._make_reducer()
+        sync_gradients(self.param_groups[-1]["params"], self)
 
     def _parameters(self) -> list[Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
-    def _renewed(self, reducer: GradientReducer) -> GradientReducer:
-        reducer.close()
-        return GradientReducer(self._parameters())
+    def _make_reducer(self) -> GradientReducer:
+        return GradientReducer(self._parameters(), find_unused_parameters=True)
 
-    def _reduce_and_clip(self, reducer: GradientReducer) -> None:
-        used = _used_anywhere(self._parameters())
-        if not used.issubset(reducer.parameters):  # some were frozen until now
-            reducer = self._reducer = self._renewed(reducer)
+    def _sender(self) -> GradientReducer | NeuronZero1Optimizer:
+        return self.optimizer if isinstance(self.optimizer, NeuronZero1Optimizer) else self._current_reducer()
+
+    def _current_reducer(self) -> GradientReducer:
+        """A new one if parameters are trained that were frozen when it was made."""
+        assert self._reducer is not None
+        known = set(self._reducer.parameters)
+        if any(parameter.requires_grad and parameter not in known for parameter in self._parameters()):
+            self._reducer.close()
+            self._reducer = self._make_reducer()
+        return self._reducer
+
+    def _reduce_and_clip(self) -> None:
+        reducer = self._current_reducer()
         reducer.finish()
-        for parameter in reducer.parameters:
-            if parameter not in used:
-                parameter.grad = None
-        trained = [parameter for parameter in reducer.parameters if parameter in used]
+        trained = [parameter for parameter in reducer.parameters if parameter.grad is not None]
         reduce_sequence_parallel_gradients(trained)
         if self._max_norm is not None:
             self._grad_norm = clip_grad_norm(trained, self._max_norm)
-
-
-def _used_anywhere(parameters: Sequence[Tensor]) -> set[Tensor]:
-    """Those that train and have a gradient on some replica or some tensor-parallel rank.
-
-    On XLA that is one on this rank: all record one graph, and so have gradients of the same parameters.
-    """
-    used = [parameter.requires_grad and parameter.grad is not None for parameter in parameters]
-    on_xla = any(parameter.device.type == "xla" for parameter in parameters)
-    for axes in (("dp", "cp"), ("tp",)):
-        group = active_group(*axes)
-        if group.size > 1 and parameters and not on_xla:
-            counts = torch.tensor(used, dtype=torch.float32, device=transport_device(group))
-            used = [count > 0 for count in all_reduce_(counts, group).tolist()]
-    return {parameter for parameter, is_used in zip(parameters, used, strict=True) if is_used}
 
 
 def _listed(parameters: Iterable[Any]) -> list[Any]:

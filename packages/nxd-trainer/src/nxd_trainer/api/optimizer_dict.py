@@ -14,10 +14,9 @@ from nxd_ckpt.interop.safe_pickle import load_torch_stream
 from nxd_state import active_group
 from torch import Tensor
 
-from nxd_trainer.api.replicas import is_first_replica
+from nxd_trainer.api.rank_sync import is_first_replica
 from nxd_trainer.api.stored_values import check_readable
-
-PREFIX = "optimizer_state_dict/"
+from nxd_trainer.checkpoint import OPTIMIZER_DICT_PREFIX
 
 
 def dict_state(state: Mapping[str, Any], *, zero1: bool) -> dict[str, Tensor]:
@@ -40,7 +39,7 @@ def dict_state(state: Mapping[str, Any], *, zero1: bool) -> dict[str, Tensor]:
 
 def holds_dict_state(checkpoint: Checkpoint) -> bool:
     """Whether an optimizer's state was saved as ranks gave it."""
-    return any(name.startswith(PREFIX) for name in checkpoint.tensors)
+    return any(name.startswith(OPTIMIZER_DICT_PREFIX) for name in checkpoint.tensors)
 
 
 def read_dict_state(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -55,7 +54,11 @@ def read_dict_state(checkpoint: Checkpoint) -> dict[str, Any]:
             content = io.BytesIO(checkpoint.read(name).numpy().tobytes())
             state: dict[str, Any] = load_torch_stream(content, f"{name} of checkpoint {checkpoint.tag!r}")
             return state
-    found = sorted(name.removeprefix(PREFIX) for name in checkpoint.tensors if name.startswith(PREFIX))
+    found = sorted(
+        name.removeprefix(OPTIMIZER_DICT_PREFIX)
+        for name in checkpoint.tensors
+        if name.startswith(OPTIMIZER_DICT_PREFIX)
+    )
     raise CheckpointError(
         f"checkpoint {checkpoint.tag!r} has the optimizer's state as a dict of {', '.join(found[-4:])}, and none of "
         "this rank; use the degrees of that run, or save the optimizer itself and the model, which load at any degrees"
@@ -66,4 +69,6 @@ def _own_name(*, zero1: bool) -> str:
     """Says the degrees as well, as the same rank of another layout had other parameters."""
     axes = ("pp", "tp", "dp", "cp") if zero1 else ("pp", "tp")
     groups = [(axis, active_group(axis)) for axis in axes]
-    return PREFIX + "-".join(f"{axis}_rank_{group.rank:02d}_of_{group.size:02d}" for axis, group in groups)
+    return OPTIMIZER_DICT_PREFIX + "-".join(
+        f"{axis}_rank_{group.rank:02d}_of_{group.size:02d}" for axis, group in groups
+    )

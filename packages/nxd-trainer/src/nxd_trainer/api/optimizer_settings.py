@@ -8,7 +8,7 @@ from nxd_state import active_group, all_gather_object
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from nxd_trainer.api.unwrap import named_parameters
+from nxd_trainer.checkpoint import named_parameters
 
 Settings = Mapping[str, Any]
 

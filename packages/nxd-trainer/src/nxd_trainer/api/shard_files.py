@@ -21,13 +21,11 @@ from nxd_state import active_group
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from nxd_trainer.api.agreement import agree
-from nxd_trainer.api.aliases import accept_aliases
-from nxd_trainer.api.checkpoint_names import check_names
-from nxd_trainer.api.replicas import is_first_replica
+from nxd_trainer.api.config import accept_aliases
+from nxd_trainer.api.rank_sync import agree, is_first_replica
 from nxd_trainer.api.stored_values import check_readable
 from nxd_trainer.api.unwrap import further_names, plain_model
-from nxd_trainer.checkpoint import CheckpointState, model_state
+from nxd_trainer.checkpoint import CheckpointState, check_names, model_state
 
 
 @accept_aliases(checkpoint="state_dict", output_dir="save_dir")

@@ -12,6 +12,12 @@ import torch
 from nxd_ckpt import Checkpoint, CheckpointError
 from nxd_ckpt.interop.safe_pickle import load_torch_stream
 
+# What a checkpoint's values are called, besides the description of its model.
+SETTINGS = "optimizer_settings"
+SCHEDULER = "scheduler"
+USER_CONTENT = "user_content"
+METRICS = "metrics"
+
 _SUFFIX = ".pt"
 
 

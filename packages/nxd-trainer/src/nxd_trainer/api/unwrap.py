@@ -1,6 +1,7 @@
 """What the checkpoint functions work on: the model and the optimizer inside of the wrappers that scripts hold."""
 
-from collections.abc import Iterator
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from nxd_layers.lora import LoraModel
 from nxd_pipeline import NxDPPModel
@@ -9,6 +10,61 @@ from torch.optim import Optimizer
 
 from nxd_trainer.api.model import NxDModel
 from nxd_trainer.api.optimizer import NxDOptimizer
+from nxd_trainer.api.optimizer_settings import group_names
+from nxd_trainer.checkpoint import CheckpointState, model_state
+
+MAX_WORKERS = 32
+
+
+@dataclass(frozen=True)
+class Subjects:
+    """What is saved or filled, without wrappers."""
+
+    model: nn.Module | None
+    optimizer: Optimizer | None
+    lora: LoraModel | None
+
+    @property
+    def group_names(self) -> list[list[str]]:
+        """Of the parameters in each of the optimizer's groups.
+
+        Raises:
+            ValueError: the optimizer holds a parameter that is not the model's.
+        """
+        return [] if self.model is None or self.optimizer is None else group_names(self.model, self.optimizer)
+
+    def model_tensors(self) -> CheckpointState:
+        """All of the model, see `model_state`."""
+        return {} if self.model is None else model_state(self.model)
+
+
+def subjects_of(model: nn.Module | None, optimizer: object) -> Subjects:
+    """Model and optimizer as they are given to `save_checkpoint` and `load_checkpoint`."""
+    return Subjects(
+        None if model is None else plain_model(model),
+        plain_optimizer(optimizer) if isinstance(optimizer, Optimizer) else None,
+        None if model is None else adapters_of(model),
+    )
+
+
+def describe_subjects(model: object, optimizer: object, scheduler: object, num_workers: object) -> dict[str, object]:
+    """Which there are, once it is sure that they can be saved; no two ranks may differ in it.
+
+    Raises:
+        ValueError: one of them is no such thing.
+    """
+    if type(num_workers) is not int or not 1 <= num_workers <= MAX_WORKERS:
+        raise ValueError(f"num_workers={num_workers!r} is not a number of workers; use 1 to {MAX_WORKERS}")
+    if not isinstance(model, nn.Module | None):
+        raise ValueError(
+            f"model is a {type(model).__name__}; give the module itself, whose tensors say how they are cut"
+        )
+    if not isinstance(optimizer, Optimizer | Mapping | None):
+        raise ValueError(f"optimizer is a {type(optimizer).__name__}; give the optimizer, or its state_dict")
+    if scheduler is not None and not hasattr(scheduler, "state_dict"):
+        raise ValueError(f"scheduler is a {type(scheduler).__name__} without state_dict; give a scheduler or None")
+    kind = None if optimizer is None else "a state_dict" if isinstance(optimizer, Mapping) else "an optimizer"
+    return {"model": None if model is None else "a model", "optimizer": kind}
 
 
 def plain_model(model: nn.Module) -> nn.Module:
@@ -27,14 +83,6 @@ def adapters_of(model: nn.Module) -> LoraModel | None:
 def plain_optimizer(optimizer: Optimizer) -> Optimizer:
     """The optimizer that an `NxDOptimizer` wraps; any other optimizer itself."""
     return optimizer.optimizer if isinstance(optimizer, NxDOptimizer) else optimizer
-
-
-def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """This rank's parameters, each once, by the names that checkpoints know them by."""
-    if not isinstance(model, NxDPPModel):
-        return model.named_parameters()
-    first_names = model.tied_names()
-    return ((first_names.get(name, name), parameter) for name, parameter in model.local_named_parameters())
 
 
 def buffer_names(model: nn.Module) -> set[str]:

@@ -70,6 +70,13 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tag", help="which checkpoint; the newest if unset")
 
 
+def add_tokenizer(parser: argparse.ArgumentParser) -> None:
+    """Add `--tokenizer`, for checkpoints that do not say theirs."""
+    parser.add_argument(
+        "--tokenizer", metavar="PATH", help="a tokenizer.json, its folder, or 'bytes'; unset: what the checkpoint says"
+    )
+
+
 def add_nproc(parser: argparse.ArgumentParser) -> None:
     """Add `--nproc`, which `started_ranks` obeys."""
     parser.add_argument(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from nxd_trainer.cli.command import Commands, Mistake, mendable
 
 if TYPE_CHECKING:
-    from nxd_trainer.doctor.graph import GraphReport
+    from nxd_trainer.doctor.graph_report import GraphReport
 
 EXIT_WRONG = 1
 
@@ -70,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run_graph(options: argparse.Namespace) -> int:
-    from nxd_trainer.doctor.graph import render_report  # noqa: PLC0415
+    from nxd_trainer.doctor.graph_report import render_report  # noqa: PLC0415
 
     look = _look_at_script if options.graph.endswith(".py") else _look_at_recipe
     report = mendable(lambda: look(options))
@@ -83,7 +83,8 @@ def _run_graph(options: argparse.Namespace) -> int:
 
 
 def _look_at_script(options: argparse.Namespace) -> "GraphReport":
-    from nxd_trainer.doctor.graph import analyse, record_script  # noqa: PLC0415
+    from nxd_trainer.doctor.graph_report import analyse  # noqa: PLC0415
+    from nxd_trainer.doctor.recording import record_script  # noqa: PLC0415
 
     if not Path(options.graph).exists():
         raise ValueError(f"there is no script {options.graph}")
@@ -92,7 +93,8 @@ def _look_at_script(options: argparse.Namespace) -> "GraphReport":
 
 
 def _look_at_recipe(options: argparse.Namespace) -> "GraphReport":
-    from nxd_trainer.doctor.graph import analyse, record_recipe  # noqa: PLC0415
+    from nxd_trainer.doctor.graph_report import analyse  # noqa: PLC0415
+    from nxd_trainer.doctor.recording import record_recipe  # noqa: PLC0415
     from nxd_trainer.recipe import check_layout, load_recipe  # noqa: PLC0415
 
     recipe = load_recipe(options.graph or None, options.arguments_of_graph)

@@ -29,7 +29,7 @@ def add_parser(commands: Commands) -> None:
 def run(options: argparse.Namespace) -> int:
     """Write the folder and say where."""
     from nxd_trainer.export import export_hugging_face  # noqa: PLC0415
-    from nxd_trainer.training.run_state import DTYPES  # noqa: PLC0415
+    from nxd_trainer.from_recipe import DTYPES  # noqa: PLC0415
 
     dtype = None if options.dtype is None else DTYPES[options.dtype]
     target = mendable(

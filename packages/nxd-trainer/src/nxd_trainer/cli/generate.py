@@ -7,6 +7,7 @@ from nxd_trainer.cli.command import (
     Commands,
     add_checkpoint,
     add_nproc,
+    add_tokenizer,
     check_own_process,
     leave_mesh,
     mendable,
@@ -20,6 +21,7 @@ def add_parser(commands: Commands) -> None:
     """Add `generate` to the commands."""
     parser = commands.add_parser("generate", help="write text with a trained model")
     add_checkpoint(parser)
+    add_tokenizer(parser)
     parser.add_argument("--prompt", default="def ", help="text to go on from (default: %(default)r)")
     parser.add_argument("--max-new-tokens", type=int, default=200, metavar="N", help="default: %(default)s")
     parser.add_argument("--temperature", type=float, default=0.8, metavar="T", help="0: likeliest token (default: 0.8)")
@@ -49,7 +51,9 @@ def run(options: argparse.Namespace) -> int:
     from nxd_trainer.generate import generate, load_for_generation  # noqa: PLC0415
 
     initialize_model_parallel(int(os.environ.get("WORLD_SIZE", "1")))
-    model, tokenizer = mendable(lambda: load_for_generation(options.checkpoints, options.tag))
+    model, tokenizer = mendable(
+        lambda: load_for_generation(options.checkpoints, options.tag, tokenizer=options.tokenizer)
+    )
     prompt = torch.from_numpy(tokenizer.encode(options.prompt))
     tokens = generate(
         model,
@@ -81,7 +85,7 @@ def _run_compiled(options: argparse.Namespace) -> int:
         "seed": options.seed,
     }
     mendable(lambda: SamplingSettings(**sampling))  # before the minutes that compiling may take
-    checkpoint = mendable(lambda: open_for_compilation(options.checkpoints, options.tag))
+    checkpoint = mendable(lambda: open_for_compilation(options.checkpoints, options.tag, tokenizer=options.tokenizer))
     tokenizer, end = checkpoint.tokenizer, checkpoint.tokenizer.end_of_document
     prompt = tokenizer.encode(options.prompt).tolist()
     needed = len(prompt) + options.max_new_tokens

@@ -20,12 +20,12 @@ def add_parser(commands: Commands) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Write the checkpoint and say where, and whether it is for other commands."""
+    from nxd_trainer.from_recipe import DTYPES  # noqa: PLC0415
     from nxd_trainer.hugging_face import import_hugging_face  # noqa: PLC0415
-    from nxd_trainer.training.run_state import DTYPES  # noqa: PLC0415
 
     dtype = None if options.dtype is None else DTYPES[options.dtype]
     reason = mendable(lambda: import_hugging_face(options.folder, options.checkpoints, options.tag, dtype=dtype))
     print(f"wrote {options.checkpoints / options.tag}")
     if reason is not None:
-        print(f"nxd train and nxd generate cannot run it: {reason}; nxd export can")
+        print(f"nxd train and nxd serve cannot run it: {reason}; nxd generate and nxd export can")
     return 0

@@ -11,8 +11,8 @@ from typing import NoReturn
 
 from nxd_trainer.cli import ckpt, doctor, export, generate, import_hugging_face, parity, plan, serve, train
 from nxd_trainer.cli.command import Mistake, leave_mesh, mendable
+from nxd_trainer.launch import slurm_environment
 from nxd_trainer.logs import log_level
-from nxd_trainer.slurm import slurm_environment
 
 EXIT_MISTAKE = 2
 EXIT_NO_READER = 128 + 13  # as of a process that SIGPIPE ends

@@ -82,10 +82,14 @@ def _flag(name: str) -> str:
 def run(options: argparse.Namespace) -> int:
     """Plan, and show the quickest layouts with the config of the first."""
     from nxd_trainer.plan import config_call, make_plan, recipe  # noqa: PLC0415
-    from nxd_trainer.plan.advice import describe_misfit  # noqa: PLC0415
-    from nxd_trainer.plan.as_json import plan_as_json  # noqa: PLC0415
     from nxd_trainer.plan.planner import activation_modes  # noqa: PLC0415
-    from nxd_trainer.plan.render import render_detail, render_rejected, render_table  # noqa: PLC0415
+    from nxd_trainer.plan.render import (  # noqa: PLC0415
+        describe_misfit,
+        plan_as_json,
+        render_detail,
+        render_rejected,
+        render_table,
+    )
     from nxd_trainer.recipe import save_recipe  # noqa: PLC0415
 
     job, fixed = mendable(lambda: _job(options)), mendable(lambda: _degrees(options))

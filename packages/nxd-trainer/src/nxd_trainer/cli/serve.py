@@ -2,13 +2,14 @@
 
 import argparse
 
-from nxd_trainer.cli.command import Commands, add_checkpoint, check_own_process, mendable
+from nxd_trainer.cli.command import Commands, add_checkpoint, add_tokenizer, check_own_process, mendable
 
 
 def add_parser(commands: Commands) -> None:
     """Add `serve` to the commands."""
     parser = commands.add_parser("serve", help="answer completion requests with a trained model")
     add_checkpoint(parser)
+    add_tokenizer(parser)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default: %(default)s)")
     parser.add_argument("--port", type=int, default=8000, metavar="P", help="0: a free one (default: %(default)s)")
     parser.add_argument("--name", default="nxd", help="of the model, in requests (default: %(default)s)")
@@ -29,7 +30,7 @@ def run(options: argparse.Namespace) -> int:
     from nxd_trainer.compiled_generation import open_for_compilation  # noqa: PLC0415
 
     mendable(check_installed)  # before the minutes that compiling may take
-    checkpoint = mendable(lambda: open_for_compilation(options.checkpoints, options.tag))
+    checkpoint = mendable(lambda: open_for_compilation(options.checkpoints, options.tag, tokenizer=options.tokenizer))
     generator = mendable(
         lambda: checkpoint.compile(
             batch_size=options.batch_size,

@@ -4,10 +4,8 @@ Every order is a function of seeds and counts, never of the number of ranks, and
 ranks are told who they are by plain numbers.
 """
 
-from nxd_trainer.data.corpus import Corpus, CorpusIndex, build_corpus, open_corpus
-from nxd_trainer.data.loader import Batch, HeldOutLoader, TrainLoader
-from nxd_trainer.data.packed import PackedSequences, pack_corpus
-from nxd_trainer.data.read_ahead import read_ahead
+from nxd_trainer.data.corpus import Corpus, CorpusIndex, PackedSequences, build_corpus, open_corpus, pack_corpus
+from nxd_trainer.data.loader import Batch, HeldOutLoader, TrainLoader, read_ahead
 from nxd_trainer.data.sources import find_text_files
 from nxd_trainer.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, load_tokenizer
 

@@ -3,19 +3,30 @@
 All samples of a run form one endless row: one shuffled epoch after another. A step takes the next
 `global_batch_size` of them, cuts them into microbatches, and each rank takes its slice of each microbatch. So
 the position is one number, the samples consumed, and a run can go on with other ranks or microbatches.
+
+The shuffled order is a function of the position: a keyed permutation (a Feistel network, walked until it lands inside
+the range) instead of a shuffled array. It needs no memory, any position can be asked for at once, and it stays the same
+with every version of numpy and torch, so that an old checkpoint resumes on the data it would have seen.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections import deque
+from collections.abc import Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from nxd_trainer.data.order import shuffled
-from nxd_trainer.data.packed import PackedSequences
+from nxd_trainer.data.corpus import PackedSequences
+
+T = TypeVar("T")
+
+NUM_ROUNDS = 6  # of the shuffling network
+MASK_64 = (1 << 64) - 1
 
 
 class Batch(NamedTuple):
@@ -190,3 +201,73 @@ class HeldOutLoader:
     def __iter__(self) -> Iterator[Batch]:
         for samples in self._samples.reshape(-1, self._slicer.global_batch_size):
             yield from self._slicer.microbatches(self._sequences, samples)
+
+
+def shuffled(positions: NDArray[np.int64], num_samples: int, *, seed: int, epoch: int) -> NDArray[np.int64]:
+    """The samples at these positions of a shuffled epoch.
+
+    Over all positions 0 .. num_samples - 1 each sample comes exactly once; seed and epoch choose the order.
+
+    Args:
+        positions: `[count]`, each at least 0 and below `num_samples`.
+        num_samples: samples in an epoch.
+        seed: of the run.
+        epoch: from 0.
+
+    Returns:
+        `[count]` numbers of samples, in the order of the positions.
+    """
+    # Numbers are two halves of equal width. Narrower than three bits each, these would mix badly.
+    half_bits = max(3, ((num_samples - 1).bit_length() + 1) // 2)
+    keys = [_mix(_mix(_mix(seed) ^ epoch) + round_number) for round_number in range(NUM_ROUNDS)]
+    samples = _permute(positions.astype(np.uint64), half_bits, keys)
+    while (outside := samples >= num_samples).any():
+        samples[outside] = _permute(samples[outside], half_bits, keys)
+    return samples.astype(np.int64)
+
+
+def _permute(numbers: NDArray[np.uint64], half_bits: int, keys: list[int]) -> NDArray[np.uint64]:
+    """A permutation of 0 .. 4**half_bits - 1: each round changes one half by a function of the other."""
+    bits, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
+    left, right = numbers >> bits, numbers & mask
+    for key in keys:
+        left, right = right, left ^ (_mix_array(right ^ np.uint64(key)) & mask)
+    return (left << bits) | right
+
+
+def _mix(number: int) -> int:
+    """SplitMix64: a 64-bit number whose every bit depends on every bit of the given one."""
+    number = (number + 0x9E3779B97F4A7C15) & MASK_64
+    number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & MASK_64
+    number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & MASK_64
+    return number ^ (number >> 31)
+
+
+def _mix_array(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The last steps of `_mix`, element by element; unsigned arrays wrap around by themselves."""
+    numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return numbers ^ (numbers >> np.uint64(31))
+
+
+def read_ahead(items: Iterator[T], depth: int) -> Generator[T, None, None]:
+    """The items in their order, of which up to `depth` are made before they are asked for.
+
+    One thread makes them. It begins with the first item that is asked for, and is gone when this generator has come to
+    its end, has raised or was closed; what it has made by then in vain is dropped.
+
+    Raises:
+        Exception: what `items` raised for an item, with its traceback, when it is that item's turn.
+    """
+
+    def make() -> list[T]:
+        return list(islice(items, 1))  # nothing at the end
+
+    maker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="read-ahead")
+    try:
+        waiting = deque(maker.submit(make) for _ in range(depth + 1))
+        while made := waiting.popleft().result():
+            yield from made
+            waiting.append(maker.submit(make))
+    finally:
+        maker.shutdown(cancel_futures=True)

@@ -1,10 +1,6 @@
-"""Is this machine ready to train? One file for each thing that is looked at.
+"""Is this machine ready to train, and what does the device's compiler get from a training step? See `nxd doctor`."""
 
-A check is a function from what was found to a `Finding`; reading the machine is a function beside it. The command that
-runs them all is `nxd doctor`.
-"""
-
-from nxd_trainer.doctor.examine import examine
-from nxd_trainer.doctor.finding import Finding, Status
+from nxd_trainer.doctor.installation import Finding, Status
+from nxd_trainer.doctor.machine import examine
 
 __all__ = ["examine", "Finding", "Status"]

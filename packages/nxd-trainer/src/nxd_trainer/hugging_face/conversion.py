@@ -146,6 +146,16 @@ def reference_model(config: Mapping[str, Any]) -> ReferenceModel | None:
     Raises:
         ValueError: the config is not one that transformers takes.
     """
+    model = model_on_meta(config)
+    return None if model is None else ReferenceModel(model)
+
+
+def model_on_meta(config: Mapping[str, Any]) -> Any:
+    """As `reference_model`, the model itself, without memory.
+
+    Raises:
+        ValueError: the config is not one that transformers takes.
+    """
     try:
         import transformers  # noqa: PLC0415 - optional
     except ImportError:
@@ -158,7 +168,7 @@ def reference_model(config: Mapping[str, Any]) -> ReferenceModel | None:
     content = {name: value for name, value in config.items() if name != "quantization_config"}
     try:
         with torch.device("meta"):
-            return ReferenceModel(model_class(config_class.from_dict(content)))
+            return model_class(config_class.from_dict(content))
     except Exception as error:  # whatever transformers stumbles over: its checks are of many kinds
         raise ValueError(
             f"transformers makes no {model_class.__name__} of the config: {type(error).__name__}: {error}"

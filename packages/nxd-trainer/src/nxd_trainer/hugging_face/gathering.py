@@ -16,7 +16,7 @@ from nxd_ckpt.boxes import Box, subtract
 from nxd_ckpt.sharded_tensor import ShardedTensor
 from nxd_state import Group, all_gather_object, recv, send, transport_device
 
-from nxd_trainer.api.together import together
+from nxd_trainer.api.rank_sync import together
 
 
 class _Errand(NamedTuple):

@@ -1,7 +1,6 @@
 """`import_hugging_face`: a Hugging Face folder becomes a checkpoint, which loads at any layout."""
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from nxd_ckpt.interop import save_source
@@ -9,11 +8,9 @@ from nxd_ckpt.interop import save_source
 from nxd_trainer.hugging_face.dtypes import check_dtype
 from nxd_trainer.hugging_face.folder import read_config
 from nxd_trainer.hugging_face.loading import model_tensors
-from nxd_trainer.hugging_face.our_llama import run_objects
 from nxd_trainer.hugging_face.rearrangement import RearrangedSource
 from nxd_trainer.hugging_face.saving import PathLike, stored_shapes
-
-OBJECTS_KEY = "hugging_face"
+from nxd_trainer.model_description import ModelDescription, tokenizer_in
 
 
 def import_hugging_face(
@@ -23,8 +20,7 @@ def import_hugging_face(
 
     Its tensors have the names and shapes of the unsharded model, so that `nxd_ckpt.load` and `load_checkpoint` fill
     a model of any layout with them. It remembers the config, the names in the folder's files and where the folder
-    was, for `export_hugging_face`; of a Llama also what `nxd generate` and `nxd train` need. Memory: mapped files,
-    and one tensor.
+    was, see `ModelDescription`. Memory: mapped files, and one tensor.
 
     Args:
         folder: with `model.safetensors`, or several files and their index, and `config.json`.
@@ -33,7 +29,7 @@ def import_hugging_face(
         dtype: that floating-point tensors are converted to; as they are if None.
 
     Returns:
-        Why `nxd train` and `nxd generate` cannot run the model; None if they can.
+        Why this package's own Llama, which `nxd train` and `nxd serve` run, cannot be the model; None if it can.
 
     Raises:
         ValueError: `dtype` is no type, transformers does not take the config, tensors are missing, too many or of other
@@ -51,13 +47,12 @@ def import_hugging_face(
     if found.misshapen:
         raise ValueError(f"{folder} is not what its config says: {'; '.join(found.misshapen[:5])}")
     source = found.source
-    dtypes = [info.dtype for info in source.tensors.values() if info.dtype.is_floating_point]
-    described = {"config": config, "folder": str(Path(folder).resolve()), "tensors": dict(stored_shapes(folder))}
-    objects: dict[str, Any] = {OBJECTS_KEY: described}
-    reason = None
+    origin = str(Path(folder).resolve())
+    description = ModelDescription(config, tokenizer_in(origin), origin, stored_shapes(folder))
+    described = RearrangedSource(source.source, source.rearranged, description.as_objects())
+    save_source(described, checkpoints, tag, dtype=dtype)
     try:
-        objects |= run_objects(config, Path(folder), dtypes[0] if dtype is None else dtype)
+        description.own_llama()
     except ValueError as error:
-        reason = str(error)
-    save_source(RearrangedSource(source.source, source.rearranged, objects), checkpoints, tag, dtype=dtype)
-    return reason
+        return str(error)
+    return None

@@ -21,11 +21,11 @@ from nxd_state import (
 )
 from torch import nn
 
+from nxd_trainer.api.rank_sync import on_all_ranks
 from nxd_trainer.api.unwrap import plain_model
 from nxd_trainer.checkpoint import CheckpointState, model_state
 from nxd_trainer.hugging_face.conversion import reference_model
 from nxd_trainer.hugging_face.dtypes import check_dtype
-from nxd_trainer.hugging_face.every_rank import on_all_ranks
 from nxd_trainer.hugging_face.folder import read_config
 from nxd_trainer.hugging_face.mapped_memory import release
 from nxd_trainer.hugging_face.rearrangement import Rearranged, RearrangedSource
@@ -68,7 +68,7 @@ def load_pretrained(
     check_dtype(dtype)
     module = plain_model(model)
     found = on_all_ranks(f"open {folder}", lambda: model_tensors(folder))
-    on_meta = on_all_ranks("make room for the weights", lambda: _make_room(module, dtype))
+    on_meta = on_all_ranks("make room for the weights", lambda: make_room(module, dtype))
     state, source = model_state(module), found.source
     missing = sorted(state.keys() - source.tensors.keys())
     _agree(folder, source, state, unexpected=found.unexpected, missing=missing, on_meta=on_meta, strict=strict)
@@ -113,8 +113,15 @@ def model_tensors(folder: "str | os.PathLike[str]") -> ModelTensors:
     return ModelTensors(source, arrangement.unexpected, missing, reference.misshapen(arrangement))
 
 
-def _make_room(module: nn.Module, dtype: torch.dtype | None) -> set[str]:
-    """Parameters of the wanted type, in memory; the names of what was on the meta device."""
+def make_room(module: nn.Module, dtype: torch.dtype | None) -> set[str]:
+    """Give a model parameters of the wanted type, in memory, and values to buffers that no file holds.
+
+    Returns:
+        The names of what was on the meta device.
+
+    Raises:
+        ValueError: the model is none of transformers and has such buffers on the meta device.
+    """
     if dtype is not None:
         _convert_parameters(module, dtype)
     return _give_memory(module)

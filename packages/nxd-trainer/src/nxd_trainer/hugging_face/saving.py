@@ -15,11 +15,11 @@ from nxd_layers.hf import is_transformers_model
 from nxd_state import Group, get_world_group, model_parallel_is_initialized
 from torch import nn
 
+from nxd_trainer.api.rank_sync import on_all_ranks
 from nxd_trainer.api.unwrap import plain_model
 from nxd_trainer.checkpoint import model_state, saved_here
 from nxd_trainer.hugging_face.conversion import Shapes, reference_model
 from nxd_trainer.hugging_face.dtypes import check_dtype
-from nxd_trainer.hugging_face.every_rank import on_all_ranks
 from nxd_trainer.hugging_face.folder import copy_companions, read_config, write_config
 from nxd_trainer.hugging_face.gathering import gathered
 from nxd_trainer.hugging_face.rearrangement import RearrangedSource, inverse

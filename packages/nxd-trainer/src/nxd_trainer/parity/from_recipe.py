@@ -3,11 +3,10 @@
 import torch
 
 from nxd_trainer.data import load_tokenizer
-from nxd_trainer.models import LlamaDecoderLayer, LlamaForCausalLM
+from nxd_trainer.from_recipe import model_config, nxd_config
+from nxd_trainer.models import LlamaForCausalLM
 from nxd_trainer.parity.case import ParityCase
 from nxd_trainer.recipe import Recipe, padded_vocab_size
-from nxd_trainer.training.pipeline import recipe_schedule
-from nxd_trainer.training.run_state import model_config
 
 
 def case_of_recipe(recipe: Recipe, steps: int) -> ParityCase:
@@ -23,25 +22,14 @@ def case_of_recipe(recipe: Recipe, steps: int) -> ParityCase:
     if steps < 1:
         raise ValueError(f"{steps} steps compare nothing; use 1 or more (--compare-steps)")
     vocab_size = padded_vocab_size(recipe, load_tokenizer(recipe.data.tokenizer).vocab_size)
-    config = model_config(recipe, vocab_size)
+    sizes, config = model_config(recipe, vocab_size), nxd_config(recipe)
     shape = (steps, recipe.train.global_batch_size, recipe.data.sequence_length + 1)
     tokens = torch.randint(0, vocab_size, shape, generator=torch.Generator().manual_seed(recipe.train.seed))
-    parallel, options = recipe.parallel, recipe.optimizer
+    options = recipe.optimizer
     return ParityCase(
-        model_fn=lambda: LlamaForCausalLM(config, sequence_parallel=parallel.sequence_parallel),
+        model_fn=lambda: LlamaForCausalLM(sizes, sequence_parallel=recipe.parallel.sequence_parallel),
         batches=[{"input_ids": step[:, :-1], "labels": step[:, 1:]} for step in tokens],
-        nxd_config={
-            "tensor_parallel_size": parallel.tensor_parallel_size,
-            "pipeline_parallel_size": parallel.pipeline_parallel_size,
-            "sequence_parallel": parallel.sequence_parallel,
-            "pipeline_config": _pipeline(recipe),
-            "activation_checkpoint_config": None if parallel.activation_checkpointing == "none" else "full",
-            "optimizer_config": {
-                "zero_one_enabled": parallel.zero1,
-                "grad_clipping": recipe.train.max_grad_norm > 0,
-                "max_grad_norm": recipe.train.max_grad_norm or 1.0,
-            },
-        },
+        nxd_config=config | {"pipeline_config": config["pipeline_config"] | {"trace_file_path": None}},
         optimizer_arguments={
             "lr": options.lr,
             "betas": options.betas,
@@ -50,19 +38,3 @@ def case_of_recipe(recipe: Recipe, steps: int) -> ParityCase:
         },
         seed=recipe.train.seed,
     )
-
-
-def _pipeline(recipe: Recipe) -> dict[str, object]:
-    config: dict[str, object] = {
-        "num_microbatches": recipe.train.gradient_accumulation_steps,
-        "input_names": ["input_ids", "labels"],
-    }
-    if recipe.parallel.pipeline_parallel_size > 1:
-        schedule = recipe_schedule(recipe)
-        config |= {
-            "transformer_layer_cls": LlamaDecoderLayer,
-            "auto_partition": True,
-            "schedule": schedule,
-            "virtual_pipeline_size": schedule.num_stages // schedule.num_ranks,
-        }
-    return config

@@ -64,7 +64,8 @@ class LayoutRun:
         own = {name: _share(value, replicas.rank, replicas.size) for name, value in batch.items()}
         record = ActivationRecord()
         self.optimizer.zero_grad()
-        with record.watching(self.model.named_modules()):
+        # In no_sync, so that gradients can be read before anyone averages or takes them.
+        with record.watching(self.model.named_modules()), self.model.no_sync():
             loss = self.model.run_train(**inputs_in(self._dtype, own))
         if isinstance(loss, list):
             loss = torch.stack(loss).mean() if loss else None

@@ -4,9 +4,8 @@ The real mesh, layers, partition and schedules run in one process, on tensors wi
 """
 
 from nxd_trainer.plan.devices import DEVICES, Device, find_device
-from nxd_trainer.plan.layout import Degrees, Job, Layout, Rejected
+from nxd_trainer.plan.layout import Degrees, Job, Layout, Rejected, model_config
 from nxd_trainer.plan.memory import RankMemory
-from nxd_trainer.plan.model_config import model_config
 from nxd_trainer.plan.planner import Misfit, Plan, PlannedLayout, make_plan
 from nxd_trainer.plan.ready_config import config_call, recipe
 from nxd_trainer.plan.step_time import Communication, StepTime

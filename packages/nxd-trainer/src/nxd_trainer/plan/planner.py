@@ -21,8 +21,7 @@ from nxd_trainer.plan.layout import (
     tensor_parallel_sizes,
 )
 from nxd_trainer.plan.memory import RankMemory, rank_memories
-from nxd_trainer.plan.planned_ranks import planned_ranks
-from nxd_trainer.plan.profile import Profile, Profiler
+from nxd_trainer.plan.profile import Profile, Profiler, planned_ranks
 from nxd_trainer.plan.stages import StageParts, StagePlanner
 from nxd_trainer.plan.step_time import (
     Communication,

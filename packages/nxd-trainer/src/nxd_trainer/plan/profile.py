@@ -1,22 +1,52 @@
 """What one microbatch does on one rank, measured on the real layers with tensors that have shapes and no memory.
 
-A model of one decoder layer runs forward and backward as one rank of its tensor-parallel group. Hooks tell embedding,
-layer and head apart, and a model of any number of layers, or a stage of it, is put together from these parts.
+One process takes the place of the first rank of a tensor-parallel group that does not exist; torch's own "fake"
+transport moves nothing. A model of one decoder layer runs forward and backward there. Hooks tell embedding, layer and
+head apart, and a model of any number of layers, or a stage of it, is put together from these parts.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.distributed._tools.fake_collectives  # collectives on the meta device, before torch 2.13
+import torch.testing._internal.distributed.fake_pg  # registers the transport "fake"
 from nxd_layers import CoreAttention, apply_activation_checkpointing
+from nxd_state import destroy_model_parallel, initialize_model_parallel, model_parallel_is_initialized
 from torch import Tensor, nn
 
 from nxd_trainer.models import LlamaConfig, LlamaDecoderLayer, LlamaForCausalLM
-from nxd_trainer.plan.operations import Operation, OperationLog, Segment
-from nxd_trainer.plan.outcomes import Outcomes
+from nxd_trainer.plan.operations import Operation, OperationLog, Outcomes, Segment
 
 CHECKPOINTING = {"none": None, "CoreAttention": CoreAttention, "full": "full"}
+
+
+@contextmanager
+def planned_ranks(tensor_parallel_size: int) -> Iterator[None]:
+    """Inside, this process is the first rank of a tensor-parallel group of that size.
+
+    Raises:
+        RuntimeError: the process has real ranks already.
+        ValueError: the size is not positive.
+    """
+    if dist.is_initialized() or model_parallel_is_initialized():
+        raise RuntimeError(
+            "a plan is made in a process without ranks of its own, but torch.distributed is initialised here; plan "
+            "before, or in another process"
+        )
+    if tensor_parallel_size < 1:
+        raise ValueError(f"tensor_parallel_size={tensor_parallel_size} must be 1 or more")
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=tensor_parallel_size)
+    try:
+        initialize_model_parallel(tensor_parallel_size)
+        yield
+    finally:
+        destroy_model_parallel()
+        dist.destroy_process_group()
 
 
 @dataclass(frozen=True)

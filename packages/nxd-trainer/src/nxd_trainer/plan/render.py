@@ -1,10 +1,15 @@
-"""A plan as text: the ranked table, and the quickest layout in detail."""
+"""A plan as text: the ranked table, the quickest layout in detail, what would help where none fits; and as JSON."""
 
+import json
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
 
+from nxd_trainer.plan.layout import Degrees
 from nxd_trainer.plan.memory import RankMemory
-from nxd_trainer.plan.planner import Plan, PlannedLayout
-from nxd_trainer.plan.units import gib, seconds
+from nxd_trainer.plan.planner import Misfit, Plan, PlannedLayout
+from nxd_trainer.units import show_memory, show_seconds
 
 HEADINGS = ("TP", "SP", "PP", "DP", "ZeRO-1", "microbatches", "checkpointing", "memory", "bubble", "step", "MFU")
 MEMORY_KINDS = ("parameters", "gradients", "optimizer_state", "buckets", "activations", "logits", "temporaries", "peak")
@@ -14,8 +19,8 @@ def render_table(plan: Plan) -> str:
     """The quickest layouts, one to a line, and how many others there are."""
     job = plan.job
     tried = (
-        f"{plan.num_fitting} layouts fit, {len(plan.misfits)} need more than the {gib(plan.usable_bytes)} that can be "
-        f"used of {gib(job.device.memory_bytes)}, {len(plan.rejected)} are not possible"
+        f"{plan.num_fitting} layouts fit, {len(plan.misfits)} need more than the {show_memory(plan.usable_bytes)} "
+        f"that can be used of {show_memory(job.device.memory_bytes)}, {len(plan.rejected)} are not possible"
     )
     rows = [_row(planned) for planned in plan.best]
     return "\n".join([tried, *_aligned([HEADINGS, *rows])])
@@ -29,16 +34,17 @@ def render_detail(planned: PlannedLayout, activation_modes: Mapping[str, int]) -
         activation_modes: of `planner.activation_modes`.
     """
     time, sent = planned.time, planned.communication
-    modes = ", ".join(f"{mode} {gib(number)}" for mode, number in activation_modes.items())
+    modes = ", ".join(f"{mode} {show_memory(number)}" for mode, number in activation_modes.items())
     return "\n".join(
         [
             str(planned.layout),
             *_memory_table(planned.memories),
             f"activations of one layer and microbatch by checkpointing: {modes}",
-            f"sent by a rank in a step: TP {gib(sent.tp)}, PP {gib(sent.pp)}, DP {gib(sent.dp)}",
-            f"step {seconds(time.seconds)}: pipeline {seconds(time.pipeline)} ({time.bubble:.0%} of it idle), "
-            f"gradients and parameters of replicas {seconds(time.data_parallel)}, optimizer {seconds(time.update)}; "
-            f"MFU {time.mfu:.0%}",
+            f"sent by a rank in a step: TP {show_memory(sent.tp)}, PP {show_memory(sent.pp)}, "
+            f"DP {show_memory(sent.dp)}",
+            f"step {show_seconds(time.seconds)}: pipeline {show_seconds(time.pipeline)} "
+            f"({time.bubble:.0%} of it idle), gradients and parameters of replicas {show_seconds(time.data_parallel)}, "
+            f"optimizer {show_seconds(time.update)}; MFU {time.mfu:.0%}",
         ]
     )
 
@@ -47,7 +53,10 @@ def render_rejected(plan: Plan) -> str:
     """All layouts that are not possible or do not fit, with the reason."""
     impossible = [(it.what, it.reason) for it in plan.rejected]
     too_large = [
-        (str(it.layout), f"needs {gib(it.memory.peak)}, {gib(it.memory.peak - plan.usable_bytes)} too much")
+        (
+            str(it.layout),
+            f"needs {show_memory(it.memory.peak)}, {show_memory(it.memory.peak - plan.usable_bytes)} too much",
+        )
         for it in plan.misfits
     ]
     return "\n".join(f"{what}: {reason}" for what, reason in (*impossible, *too_large))
@@ -63,9 +72,9 @@ def _row(planned: PlannedLayout) -> tuple[str, ...]:
         "yes" if layout.zero1 else "no",
         f"{layout.num_microbatches} x {layout.microbatch_size}",
         layout.checkpointing,
-        gib(planned.memory.peak),
+        show_memory(planned.memory.peak),
         f"{time.bubble:.1%}",
-        seconds(time.seconds),
+        show_seconds(time.seconds),
         f"{time.mfu:.1%}",
     )
 
@@ -84,7 +93,8 @@ def _memory_table(memories: Sequence[RankMemory]) -> list[str]:
         f"PP rank {first}" if first == last else f"PP ranks {first}-{last}" for first, last in shown
     ]
     rows = [
-        [kind.replace("_", " "), *(gib(getattr(memories[first], kind)) for first, _ in shown)] for kind in MEMORY_KINDS
+        [kind.replace("_", " "), *(show_memory(getattr(memories[first], kind)) for first, _ in shown)]
+        for kind in MEMORY_KINDS
     ]
     return _aligned([headings, *rows])
 
@@ -92,3 +102,75 @@ def _memory_table(memories: Sequence[RankMemory]) -> list[str]:
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+
+
+def describe_misfit(plan: Plan, fixed: Degrees) -> str:
+    """For a plan in which nothing fits, a few lines: the layout that misses by least, and ways out."""
+    if not plan.misfits:
+        reasons = [f"  {rejected.what}: {rejected.reason}" for rejected in plan.rejected]
+        return "\n".join(["no layout is possible:", *reasons])
+    nearest = min(plan.misfits, key=lambda misfit: misfit.memory.peak)
+    missing = nearest.memory.peak - plan.usable_bytes
+    lines = [
+        f"no layout fits on {plan.job.num_devices} x {plan.job.device.name}. The nearest is {nearest.layout}:",
+        f"  it needs {show_memory(nearest.memory.peak)} of each device, {show_memory(missing)} more than the "
+        f"{show_memory(plan.usable_bytes)} that can be used",
+        "What would help:",
+        *(f"  - {way}" for way in _ways_out(plan, fixed, nearest)),
+    ]
+    return "\n".join(lines)
+
+
+def _ways_out(plan: Plan, fixed: Degrees, nearest: Misfit) -> list[str]:
+    memory, layout, ways = nearest.memory, nearest.layout, []
+    held = [f"--{name.replace('_', '-')}" for name, value in vars(fixed).items() if value is not None]
+    if held:
+        ways.append(f"leave {', '.join(held)} open")
+    if memory.states > plan.usable_bytes:
+        factor = math.ceil(memory.states / plan.usable_bytes)
+        ways.append(
+            f"more devices: parameters, gradients and optimizer state alone are {show_memory(memory.states)} on a "
+            f"rank, so at least {factor} times as many"
+        )
+    else:
+        enough = memory.peak / plan.usable_bytes * plan.job.device.memory_bytes
+        ways.append(f"more devices, or devices with {show_memory(enough)}")
+    if memory.activations + memory.logits + memory.temporaries > memory.states:
+        ways.append(
+            f"shorter sequences: activations, logits and temporaries are {show_memory(memory.peak - memory.states)} "
+            f"for sequences of {plan.job.sequence_length} tokens"
+        )
+    if layout.data_parallel_size > 1 and not layout.zero1:
+        ways.append("--zero1 yes: shares the optimizer's state out over the replicas")
+    return ways
+
+
+def plan_as_json(plan: Plan) -> str:
+    """The quickest layouts, the quickest first, and why the others are not among them.
+
+    Memory and messages are in bytes, `memory` of each pipeline rank; times are in seconds.
+    """
+    job = plan.job
+    content = {
+        "device": job.device.name,
+        "num_devices": job.num_devices,
+        "sequence_length": job.sequence_length,
+        "global_batch_size": job.global_batch_size,
+        "dtype": job.dtype_name,
+        "schedule": job.schedule,
+        "usable_bytes": int(plan.usable_bytes),
+        "num_fitting": plan.num_fitting,
+        "best": [_planned(it) for it in plan.best],
+        "too_large": [{"layout": asdict(it.layout), "memory": asdict(it.memory)} for it in plan.misfits],
+        "not_possible": [asdict(it) for it in plan.rejected],
+    }
+    return json.dumps(content, indent=2)
+
+
+def _planned(planned: PlannedLayout) -> dict[str, Any]:
+    return {
+        "layout": asdict(planned.layout),
+        "memory": [asdict(memory) for memory in planned.memories],
+        "sent_bytes": asdict(planned.communication),
+        "time": {"step": planned.time.seconds, **asdict(planned.time)},
+    }

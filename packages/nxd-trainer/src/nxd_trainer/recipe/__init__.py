@@ -4,11 +4,15 @@ A recipe is read from a TOML, YAML or JSON file plus `section.key=value` overrid
 saved beside the run. What the keys mean to the model, the data or the loop is the business of those folders.
 """
 
-from nxd_trainer.recipe.checks import check_layout, padded_vocab_size
-from nxd_trainer.recipe.errors import RecipeError
-from nxd_trainer.recipe.keys import RecipeKey, recipe_keys, render_recipe_help
-from nxd_trainer.recipe.load import load_recipe, recipe_from_dict
-from nxd_trainer.recipe.save import recipe_to_dict, save_recipe
+from nxd_trainer.recipe.checks import RecipeError, check_layout, padded_vocab_size
+from nxd_trainer.recipe.files import (
+    load_recipe,
+    recipe_from_dict,
+    recipe_keys,
+    recipe_to_dict,
+    render_recipe_help,
+    save_recipe,
+)
 from nxd_trainer.recipe.sections import (
     CheckpointSection,
     DataSection,
@@ -40,7 +44,6 @@ __all__ = [
     "check_layout",
     "padded_vocab_size",
     # describing
-    "RecipeKey",
     "recipe_keys",
     "render_recipe_help",
 ]

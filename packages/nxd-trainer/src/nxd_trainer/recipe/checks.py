@@ -1,14 +1,14 @@
 """Which combinations of a recipe's values make sense, and which parallel layouts they fit.
 
-Single values are checked where they are read (values.py); here are only rules over several keys.
+Single values are checked where they are read; here are only rules over several keys.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
-from nxd_trainer.recipe.errors import RecipeError
+from nxd_trainer.options import OptionError
 from nxd_trainer.recipe.sections import Recipe
 
 VOCAB_SIZE_MULTIPLE = 64
@@ -16,6 +16,10 @@ VOCAB_SIZE_MULTIPLE = 64
 # Stages on each rank that a schedule of nxd-pipeline has; 0 for any number. Said again here, since that package brings
 # torch in, and a recipe is checked without.
 STAGES_PER_RANK = {"gpipe": 0, "1f1b": 1, "interleaved": 0, "zb-h1": 1, "zb-v": 2, "dualpipe-v": 2}
+
+
+class RecipeError(OptionError):
+    """A recipe that cannot be run."""
 
 
 def consistency_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:
@@ -27,7 +31,7 @@ def consistency_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]
     ):
         divisor, dividend = _number(recipe, part), _number(recipe, whole)
         if dividend % divisor:
-            use = _listed(_divisors(dividend))
+            use = _listed(map(str, divisors(dividend)))
             yield (part, whole), f"{part}={divisor} does not divide {whole}={dividend}; use {use}"
     hidden, heads = recipe.model.hidden_size, recipe.model.num_attention_heads
     if hidden % heads == 0 and hidden // heads % 2:
@@ -136,7 +140,7 @@ def _model_mistakes(recipe: Recipe, vocab_size: int | None) -> Iterator[str]:
     tp_size = recipe.parallel.tensor_parallel_size
     uneven = [f"{name}={size}" for name, size in sharded.items() if size % tp_size]
     if uneven:
-        degrees = _listed(_divisors(math.gcd(*sharded.values())))
+        degrees = _listed(map(str, divisors(math.gcd(*sharded.values()))))
         yield (
             f"parallel.tensor_parallel_size={tp_size} does not divide {_listed(uneven, 'and')}; "
             f"use {degrees}, or change {'that size' if len(uneven) == 1 else 'those sizes'}"
@@ -180,10 +184,12 @@ def _number(recipe: Recipe, name: str) -> int:
     return number
 
 
-def _divisors(number: int) -> list[str]:
+def divisors(number: int) -> list[int]:
+    """All numbers that divide `number`, the smallest first."""
     small = [candidate for candidate in range(1, math.isqrt(number) + 1) if number % candidate == 0]
-    return [str(divisor) for divisor in sorted({*small, *(number // divisor for divisor in small)})]
+    return sorted({*small, *(number // divisor for divisor in small)})
 
 
-def _listed(parts: list[str], conjunction: str = "or") -> str:
-    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} {conjunction} {parts[-1]}"
+def _listed(words: Iterable[str], conjunction: str = "or") -> str:
+    *others, last = words
+    return f"{', '.join(others)} {conjunction} {last}" if others else last

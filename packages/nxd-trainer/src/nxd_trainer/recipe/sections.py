@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from nxd_trainer.recipe.options import option
+from nxd_trainer.options import option
 
 
 @dataclass(frozen=True, kw_only=True)

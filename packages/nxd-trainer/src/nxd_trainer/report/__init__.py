@@ -5,11 +5,8 @@ hands over one `StepRecord` for each logged step.
 """
 
 from nxd_trainer.report.loss_curve import draw_loss_curve
-from nxd_trainer.report.measure import Throughput, peak_memory_bytes
-from nxd_trainer.report.metrics import MetricsLog
-from nxd_trainer.report.progress import Progress
-from nxd_trainer.report.record import StepRecord, read_records
-from nxd_trainer.report.summary import render_summary
+from nxd_trainer.report.metrics import MetricsLog, StepRecord, read_records
+from nxd_trainer.report.progress import Progress, Throughput, peak_memory_bytes, render_summary
 
 __all__ = [
     # one logged step

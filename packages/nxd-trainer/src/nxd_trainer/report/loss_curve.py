@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from nxd_trainer.report.extras import missing_extra
-from nxd_trainer.report.record import StepRecord
+from nxd_trainer.report.metrics import StepRecord, missing_extra
 
 RESUME_LABEL_HEIGHT = 0.6  # of the axes: above a falling curve, below the legend
 TRAIN, HELD_OUT, INK, FAINT = "#2563eb", "#ea580c", "#1f2937", "#9ca3af"

@@ -1,19 +1,26 @@
-"""The live line of a run: a tqdm bar with the latest measures on a terminal, else one plain line per record.
+"""What a run shows: a tqdm bar with the latest measures on a terminal, else one plain line per record; a last table.
 
+Beside it the measures of the running process: how many tokens it gets through, and how much memory it has needed.
 Only the writer's rank shows anything.
 """
 
 from __future__ import annotations
 
+import math
+import resource
 import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from time import perf_counter
 from types import TracebackType
 from typing import Any, Self, TextIO
 
+import torch
 from tqdm import tqdm
 
-from nxd_trainer.report.record import StepRecord
-from nxd_trainer.report.units import show_count, show_duration, show_memory
+from nxd_trainer.report.metrics import StepRecord
+from nxd_trainer.units import show_count, show_duration, show_memory
 
 # What matters most stands first: a narrow terminal cuts off the end.
 BAR_FORMAT = "{n_fmt}/{total_fmt} {bar:10} ETA {remaining} | {desc}"
@@ -104,3 +111,107 @@ def describe(record: StepRecord, *, held_out_loss: float | None) -> str:
     parts.append(f"lr {record.learning_rate:.1e}")
     parts.append(show_memory(record.peak_memory_bytes))
     return "  ".join(parts)
+
+
+class Throughput:
+    """Counts tokens against the time spent on training steps; what else a loop does is excluded.
+
+    Example:
+        throughput = Throughput()
+        ...
+        throughput.add(tokens_of_the_step)
+        with throughput.paused():
+            evaluate()
+        tokens_per_second = throughput.lap()
+    """
+
+    def __init__(self) -> None:
+        self._began = perf_counter()
+        self._lap_began = self._began
+        self._lap_tokens = 0
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since this object was made, pauses included."""
+        return perf_counter() - self._began
+
+    def add(self, tokens: int) -> None:
+        """Count the tokens of a step, over all ranks."""
+        self._lap_tokens += tokens
+
+    def lap(self) -> float:
+        """Tokens per second since the lap before, pauses excluded; begins a new lap."""
+        now = perf_counter()
+        tokens_per_second = self._lap_tokens / max(now - self._lap_began, 1e-9)
+        self._lap_began, self._lap_tokens = now, 0
+        return tokens_per_second
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave out the time spent within, such as an evaluation or the writing of a checkpoint."""
+        began = perf_counter()
+        try:
+            yield
+        finally:
+            self._lap_began += perf_counter() - began
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most memory in use so far: on a CUDA device its own, elsewhere this process's resident set."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024  # Linux counts in KiB, macOS in bytes
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def render_summary(records: Sequence[StepRecord], files: Mapping[str, str | Path | None]) -> str:
+    """The summary of a run as plain text, without a line break at its end.
+
+    Args:
+        records: all records of the run, as `read_records` gives them; may be empty.
+        files: what lies where, by name; None for what could not be made.
+    """
+    rows = [*_measures(records), *((name, str(path)) for name, path in files.items() if path is not None)]
+    width = max((len(name) for name, _ in rows), default=0)
+    return "\n".join(f"  {name:{width}}  {value}" for name, value in rows)
+
+
+def _measures(records: Sequence[StepRecord]) -> list[tuple[str, str]]:
+    if not records:
+        return [("steps", "none logged")]
+    invocations = _split_invocations(records)
+    seconds = sum(invocation[-1].seconds for invocation in invocations)
+    resumes = [str(record.resumed_from) for record in records if record.resumed_from is not None]
+    steps = str(records[-1].step) + (f", resumed at {', '.join(resumes)}" if resumes else "")
+    rows = [
+        ("steps", steps),
+        ("tokens", show_count(records[-1].tokens)),
+        ("time", show_duration(seconds)),
+        ("speed", f"{show_count(_median_speed(records))} tokens/s (median)"),
+        ("train loss", _losses([(record.step, record.loss) for record in records])),
+    ]
+    held_out = [(record.step, record.held_out_loss) for record in records if record.held_out_loss is not None]
+    if held_out:
+        rows.append(("held-out loss", _losses(held_out)))
+    rows.append(("peak memory", show_memory(max(record.peak_memory_bytes for record in records))))
+    return rows
+
+
+def _losses(losses: list[tuple[int, float]]) -> str:
+    finite = [(loss, step) for step, loss in losses if math.isfinite(loss)]
+    best, best_step = min(finite, default=(math.nan, 0))
+    return f"{losses[0][1]:.4f} -> {losses[-1][1]:.4f}, best {best:.4f} at step {best_step}"
+
+
+def _median_speed(records: Sequence[StepRecord]) -> float:
+    speeds = sorted(record.tokens_per_second for record in records)
+    return speeds[len(speeds) // 2]
+
+
+def _split_invocations(records: Sequence[StepRecord]) -> list[list[StepRecord]]:
+    invocations: list[list[StepRecord]] = []
+    for record in records:
+        if not invocations or record.resumed_from is not None:
+            invocations.append([])
+        invocations[-1].append(record)
+    return invocations

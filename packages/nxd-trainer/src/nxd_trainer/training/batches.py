@@ -1,7 +1,8 @@
 """A run's batches on its device, made and sent there by a thread before the steps that use them."""
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 
+import torch
 from nxd_state import get_device, send_to_device
 
 from nxd_trainer.data import Batch, HeldOutLoader, TrainLoader, read_ahead
@@ -10,7 +11,7 @@ STEPS_AHEAD = 2  # one is on its way to the device while the next is being made
 
 
 class TrainBatches:
-    """The microbatches of one training step after the other.
+    """What one training step after the other trains on.
 
     The position of the loader, which checkpoints hold, is that of the batches taken, not of those read ahead.
 
@@ -20,20 +21,20 @@ class TrainBatches:
 
     def __init__(self, loader: TrainLoader) -> None:
         self._loader = loader
-        self._ahead: Generator[list[Batch], None, None] | None = None
+        self._ahead: Generator[Batch, None, None] | None = None
 
-    def next_step(self) -> list[Batch]:
-        """This rank's microbatches of the next step, there or on their way to the device.
+    def next_step(self) -> Batch:
+        """This rank's microbatches of the next step, one below the other, there or on their way to the device.
 
         Raises:
             Exception: what the loader raised for this step.
         """
         if self._ahead is None:
             steps = self._loader.steps_from(self._loader.samples_consumed)
-            self._ahead = read_ahead(([_sent(batch) for batch in batches] for batches in steps), STEPS_AHEAD)
-        batches = next(self._ahead)
+            self._ahead = read_ahead((_sent(together(batches)) for batches in steps), STEPS_AHEAD)
+        batch = next(self._ahead)
         self._loader.pass_step()
-        return batches
+        return batch
 
     def close(self) -> None:
         """End the thread; a step that is asked for later begins another one."""
@@ -45,6 +46,11 @@ class TrainBatches:
 def held_out_batches(loader: HeldOutLoader) -> Iterator[Batch]:
     """All batches of an evaluation, there or on their way to the device."""
     return read_ahead(map(_sent, loader), STEPS_AHEAD)
+
+
+def together(batches: Sequence[Batch]) -> Batch:
+    """Microbatches as one batch, which a model cuts into these again."""
+    return Batch(*[torch.cat(tensors) for tensors in zip(*batches, strict=True)])
 
 
 def _sent(batch: Batch) -> Batch:

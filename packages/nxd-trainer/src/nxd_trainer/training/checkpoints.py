@@ -1,14 +1,21 @@
-"""What a checkpoint of a run holds, and going on from one, at the same layout or another one."""
+"""A run's checkpoints: what they hold, writing them at once or in the background, and going on from one.
+
+They go through `save_checkpoint`'s and `load_checkpoint`'s own functions: where the run stands is user content, and
+random streams are tensors of each rank.
+"""
 
 import warnings
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import nxd_ckpt
 import torch
+from nxd_ckpt import Checkpoint
 from nxd_state import (
     all_reduce,
+    barrier,
     get_mesh,
     get_rng_state,
     get_world_group,
@@ -19,31 +26,97 @@ from nxd_state import (
 )
 from torch import Tensor
 
-from nxd_trainer.checkpoint import CheckpointState, allocate_optimizer_state, model_state, optimizer_state, saved_here
+from nxd_trainer.api.checkpoint_loading import load_checkpoint
+from nxd_trainer.api.checkpoint_saving import Contents, finalize_checkpoint, is_saving, write_checkpoint
+from nxd_trainer.api.stored_values import USER_CONTENT, unpack_value
+from nxd_trainer.checkpoint import RNG_PREFIX
+from nxd_trainer.model_description import ModelDescription, find_description
 from nxd_trainer.recipe import recipe_to_dict
-from nxd_trainer.training.initial_weights import load_initial_weights
-from nxd_trainer.training.run_state import RunState, describe_model
+from nxd_trainer.training.run_state import RunState, describe_run_model, load_initial_weights
 
 
 class TrainingDiverged(RuntimeError):
     """The loss, a gradient or a weight is no longer a finite number."""
 
 
-def tensors_to_save(state: RunState) -> CheckpointState:
-    """What this rank gives to a checkpoint of the run; it shares the run's memory."""
-    return saved_here(state.model, _run_tensors(state)) | _own_rng_state()
+class RunSaver:
+    """Saves a run as its recipe's `checkpoint` section says; at most one checkpoint is being written at a time.
 
+    Args:
+        state: the run.
+        say: called with a line about each checkpoint.
+    """
 
-def describe_run(state: RunState) -> dict[str, object]:
-    """What goes into a checkpoint beside tensors: what the run is, and where in its data it stands."""
-    return {
-        "mesh": asdict(get_mesh()),
-        "model": describe_model(state),
-        "data": _describe_data(state),
-        "end_of_document": state.tokenizer.end_of_document,
-        "recipe": recipe_to_dict(state.recipe),
-        "train_loader": state.train_loader.state_dict(),
-    }
+    def __init__(self, state: RunState, say: Callable[[str], None]) -> None:
+        self._state = state
+        self._say = say
+        self._untold: str | None = None  # tag of a checkpoint that may not be complete yet
+
+    def save(self, held_out_loss: float | None) -> None:
+        """Write a checkpoint under the tag of the run's step, or begin to, once the one before is complete.
+
+        By all ranks.
+
+        Args:
+            held_out_loss: of the weights as they are now, if it is known.
+
+        Raises:
+            TrainingDiverged: there is nothing worth saving.
+            CheckpointError: it cannot be written, or the one before was not.
+        """
+        self.finish()
+        check_weights(self._state)
+        recipe, step = self._state.recipe, self._state.step
+        contents = Contents(
+            self._state.model,
+            self._state.optimizer,
+            user_content=_describe_run(self._state),
+            with_settings=False,  # the recipe's count
+            description=describe_run_model(self._state),
+            run_tensors=_own_rng_state(),
+            step=step,
+            metrics={} if held_out_loss is None else {"held_out_loss": held_out_loss},
+        )
+        tag, background = f"step-{step:08d}", recipe.checkpoint.background
+        write_checkpoint(recipe.checkpoint_folder, tag, contents, finish=self._drop_old_ones, in_background=background)
+        self._untold = tag
+        self.poll()
+
+    def poll(self) -> None:
+        """Say that the checkpoint is complete, if so. Raises nothing: ranks may notice it at different steps."""
+        if self._untold is not None and not is_saving():
+            self._say(f"saved {self._state.recipe.checkpoint_folder / self._untold}")
+            self._untold = None
+
+    def finish(self) -> None:
+        """Wait until what is being written is complete. By all ranks.
+
+        Raises:
+            CheckpointError: it has failed; on every rank.
+        """
+        untold, self._untold = self._untold, None
+        finalize_checkpoint()
+        self._untold = untold
+        self.poll()
+
+    def close(self) -> None:
+        """As `finish`, and free what background saves hold; afterwards the folder is as it will stay. By all ranks."""
+        try:
+            self.finish()
+        finally:
+            nxd_ckpt.end_async_saves()
+        barrier(get_world_group())
+
+    def _drop_old_ones(self) -> None:
+        options = self._state.recipe.checkpoint
+        if options.keep:
+            nxd_ckpt.retain(
+                self._state.recipe.checkpoint_folder,
+                keep_last=options.keep,
+                keep_every=options.keep_every or None,
+                keep_best=options.keep_best,
+                metric="held_out_loss" if options.keep_best else None,
+            )
 
 
 def resume_run(state: RunState) -> str | None:
@@ -71,27 +144,18 @@ def resume_run(state: RunState) -> str | None:
             load_initial_weights(state, state.recipe.checkpoint.initial_weights)
         return None
     checkpoint = nxd_ckpt.open_checkpoint(folder, tag)
-    _check_same_run(state, checkpoint.objects, folder / tag)
-    allocate_optimizer_state(
-        state.model,
-        state.optimizer,
-        {name: (info.dtype, info.global_shape) for name, info in checkpoint.tensors.items()},
-    )
-    rng_state = _own_rng_state()
-    same_streams = checkpoint.objects["mesh"] == asdict(get_mesh()) and rng_state.keys() <= checkpoint.tensors.keys()
-    rng_state = rng_state if same_streams else {}
-    nxd_ckpt.load(folder, tag, into=_run_tensors(state) | rng_state, strict=False)
-    state.train_loader.load_state_dict(checkpoint.objects["train_loader"])
+    content = _run_content(checkpoint, folder / tag)
+    _check_same_run(state, find_description(checkpoint), content, folder / tag)
+    load_checkpoint(folder, tag, model=state.model, optimizer=state.optimizer)
+    state.train_loader.load_state_dict(content["train_loader"])
     state.step = checkpoint.step or 0
-    if same_streams:
+    rng_state = _own_rng_state()
+    if checkpoint.mesh == asdict(get_mesh()) and rng_state.keys() <= checkpoint.tensors.keys():
+        nxd_ckpt.load(folder, tag, into=rng_state, strict=False)
         _set_own_rng_state(rng_state)
     else:  # the streams of another layout or kind of device mean nothing here: begin new ones
         seed_model_parallel(state.recipe.train.seed + state.step)
     return tag
-
-
-def _run_tensors(state: RunState) -> CheckpointState:
-    return model_state(state.model) | optimizer_state(state.model, state.optimizer)
 
 
 def _newest_tag(folder: Path) -> str | None:
@@ -109,19 +173,50 @@ def _newest_tag(folder: Path) -> str | None:
     return None if newest is None else newest.tag
 
 
+def _describe_run(state: RunState) -> dict[str, object]:
+    """What goes into a checkpoint beside tensors: what the run is, and where in its data it stands."""
+    return {
+        "step": state.step,
+        "recipe": recipe_to_dict(state.recipe),
+        "data": _describe_data(state),
+        "train_loader": state.train_loader.state_dict(),
+    }
+
+
 def _describe_data(state: RunState) -> dict[str, object]:
     """What the run's tokens and their split depend on."""
     return {"digest": state.corpus.digest, "held_out_fraction": state.recipe.data.held_out_fraction}
 
 
-def _check_same_run(state: RunState, objects: dict[str, Any], where: Path) -> None:
+def _run_content(checkpoint: Checkpoint, where: Path) -> dict[str, Any]:
+    """What the run has put into its checkpoint beside tensors; it was formerly not kept as user content.
+
+    Raises:
+        ValueError: the checkpoint is not of a run.
+    """
+    content = unpack_value(checkpoint, USER_CONTENT) or checkpoint.objects
+    if not isinstance(content, dict) or not {"recipe", "data", "train_loader"} <= content.keys():
+        raise ValueError(
+            f"{where} is no checkpoint of nxd train: it does not say where in its data the run was. To begin a run "
+            f"with its weights, choose another output folder and set checkpoint.initial_weights={where.parent}"
+        )
+    return content
+
+
+def _check_same_run(
+    state: RunState, description: ModelDescription | None, content: dict[str, Any], where: Path
+) -> None:
     """Raise ValueError if the checkpoint is of another model, precision or text."""
     own: dict[str, dict[str, object]] = {
-        "model": describe_model(state),
+        "model": asdict(state.config),
         "data": _describe_data(state),
         "train": {"dtype": state.recipe.train.dtype},
     }
-    theirs = {**objects, "train": objects["recipe"]["train"]}
+    theirs = {
+        "model": {} if description is None else asdict(description.own_llama()),
+        "data": content["data"],
+        "train": content["recipe"]["train"],
+    }
     differences = [
         f"{section}.{name} is {value}, the checkpoint has {theirs[section].get(name)}"
         for section, values in own.items()
@@ -154,7 +249,7 @@ def _own_rng_state() -> dict[str, Tensor]:
     """This rank's random streams as tensors, under names of its own."""
     rank = get_world_group().rank
     return {
-        f"rng/rank-{rank:05d}/{stream}/{kind}": tensor
+        f"{RNG_PREFIX}rank-{rank:05d}/{stream}/{kind}": tensor
         for stream, states in get_rng_state().items()
         for kind, tensor in states.items()
     }

@@ -26,8 +26,8 @@ def renew_in_order(state: RunState) -> None:
 
 def _tensors(state: RunState) -> Iterator[Tensor]:
     yield from state.model.parameters()
-    if isinstance(state.optimizer, NeuronZero1Optimizer):
-        for bucket, base in state.optimizer.parts():
+    if isinstance(state.optimizer.optimizer, NeuronZero1Optimizer):
+        for bucket, base in state.optimizer.optimizer.parts():
             for own in bucket.ranges:
                 yield own.weight
                 yield from _on_xla(base.state.get(own.weight, {}))

@@ -9,6 +9,7 @@ from pathlib import Path
 from nxd_state import get_device
 from nxd_state.neuron import extracting_graphs
 
+from nxd_trainer.from_recipe import describe_pipeline
 from nxd_trainer.logs import get_logger
 from nxd_trainer.recipe import Recipe, save_recipe
 from nxd_trainer.report import (
@@ -21,12 +22,10 @@ from nxd_trainer.report import (
     read_records,
     render_summary,
 )
-from nxd_trainer.training.checkpoints import diverged, resume_run
+from nxd_trainer.training.checkpoints import RunSaver, diverged, resume_run
 from nxd_trainer.training.extraction import extract_graphs
 from nxd_trainer.training.graph_order import renew_in_order
-from nxd_trainer.training.pipeline import describe_pipeline
 from nxd_trainer.training.run_state import RunState, build_run_state
-from nxd_trainer.training.saving import RunSaver
 from nxd_trainer.training.step import evaluate
 from nxd_trainer.training.steps_under_way import FinishedStep, StepsUnderWay
 from nxd_trainer.training.stop_request import StopRequest

@@ -1,25 +1,19 @@
 """Everything a training run holds on one rank, built from a recipe."""
 
+import fcntl
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import IO, TypeVar
 
-import torch
-from nxd_layers import apply_activation_checkpointing
-from nxd_optim import GradientReducer, NeuronZero1Optimizer
-from nxd_pipeline import NxDPPModel
-from nxd_state import (
-    all_gather_object,
-    get_device,
-    get_group,
-    get_mesh,
-    get_world_group,
-    move_model_to_device,
-    seed_model_parallel,
-)
-from torch.optim import AdamW
+import nxd_ckpt
+from nxd_optim import NeuronZero1Optimizer
+from nxd_state import all_gather_object, get_group, get_mesh, get_world_group
 
+from nxd_trainer.api import NxDModel, NxDOptimizer
+from nxd_trainer.api.checkpoint_loading import load_checkpoint
+from nxd_trainer.api.checkpoint_tags import find_checkpoint
 from nxd_trainer.data import (
     CorpusIndex,
     HeldOutLoader,
@@ -30,14 +24,16 @@ from nxd_trainer.data import (
     open_corpus,
     pack_corpus,
 )
-from nxd_trainer.models import LlamaConfig, LlamaDecoderLayer, LlamaForCausalLM
-from nxd_trainer.recipe import ModelSection, Recipe, check_layout, padded_vocab_size
+from nxd_trainer.from_recipe import build_model, build_optimizer, model_config
+from nxd_trainer.hugging_face import load_pretrained
+from nxd_trainer.hugging_face.folder import CONFIG_FILE, read_config
+from nxd_trainer.model_description import BYTES, ModelDescription, describe_llama, find_description
+from nxd_trainer.models import LlamaConfig
+from nxd_trainer.recipe import Recipe, check_layout, padded_vocab_size
 from nxd_trainer.training.batches import TrainBatches
-from nxd_trainer.training.optimizer import build_optimizer, build_reducer
-from nxd_trainer.training.output_lock import lock_output
-from nxd_trainer.training.pipeline import cut_into_stages
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+# What says how a model's weights were drawn, and not what it computes.
+_OF_NO_EFFECT = ("initializer_range",)
 
 T = TypeVar("T")
 
@@ -47,8 +43,6 @@ class RunState:
     """What a training run holds on one rank.
 
     Attributes:
-        model: the Llama; where the pipeline has several ranks, this rank's stages of it.
-        reducer: averages gradients over the replicas; with ZeRO-1 that is the optimizer itself.
         train_loader: knows the position in the data.
         train_batches: what steps take from it, on the device.
         output_lock: keeps other runs out of the output folder while this object lives.
@@ -57,9 +51,8 @@ class RunState:
 
     recipe: Recipe
     config: LlamaConfig
-    model: LlamaForCausalLM | NxDPPModel
-    optimizer: AdamW | NeuronZero1Optimizer
-    reducer: GradientReducer | NeuronZero1Optimizer
+    model: NxDModel
+    optimizer: NxDOptimizer
     train_loader: TrainLoader
     train_batches: TrainBatches
     held_out_loader: HeldOutLoader
@@ -126,14 +119,12 @@ def build_run_state(recipe: Recipe) -> RunState:
         dp_size=data_parallel.size,
     )
     config = model_config(recipe, vocab_size)
-    model = _build_model(recipe, config)
-    optimizer = build_optimizer(recipe, model)
+    model = build_model(recipe, config)
     return RunState(
         recipe=recipe,
         config=config,
         model=model,
-        optimizer=optimizer,
-        reducer=build_reducer(optimizer, model),
+        optimizer=build_optimizer(recipe, model),
         train_loader=train_loader,
         train_batches=TrainBatches(train_loader),
         held_out_loader=held_out_loader,
@@ -162,24 +153,78 @@ def on_first_rank_of_each_host(make: Callable[[], T]) -> T:
     return next(value for value, _ in outcomes if value is not None)
 
 
-def model_config(recipe: Recipe, vocab_size: int) -> LlamaConfig:
-    """The sizes of a recipe's model."""
-    sizes = {field.name: getattr(recipe.model, field.name) for field in fields(ModelSection)}
-    return LlamaConfig(**sizes | {"vocab_size": vocab_size})
-
-
-def _build_model(recipe: Recipe, config: LlamaConfig) -> LlamaForCausalLM | NxDPPModel:
-    torch.manual_seed(recipe.train.seed)  # one seed on all ranks: weights do not depend on the layout
-    model = LlamaForCausalLM(
-        config, sequence_parallel=recipe.parallel.sequence_parallel, dtype=DTYPES[recipe.train.dtype]
+def describe_run_model(state: RunState) -> ModelDescription:
+    """What checkpoints of the run say of its model."""
+    tokenizer = state.recipe.data.tokenizer
+    return describe_llama(
+        state.config,
+        tokenizer=BYTES if tokenizer is None else str(tokenizer),
+        end_token=state.tokenizer.end_of_document,
     )
-    seed_model_parallel(recipe.train.seed)
-    move_model_to_device(model, get_device())
-    if recipe.parallel.activation_checkpointing == "full":
-        apply_activation_checkpointing(model, LlamaDecoderLayer)  # no trace looks into these, so cuts leave it alone
-    return cut_into_stages(model, recipe) if get_mesh().pp > 1 else model
 
 
-def describe_model(state: RunState) -> dict[str, object]:
-    """The model's sizes as a checkpoint keeps them."""
-    return asdict(state.config)
+def lock_output(folder: Path) -> IO[str] | None:
+    """Lock an output folder for as long as the returned file is open; only the first rank holds one.
+
+    The system lets go of the lock when the process ends, however it ends.
+
+    Raises:
+        ValueError: another run holds it; on every rank.
+    """
+    lock: IO[str] | None = None
+    problem = None
+    if get_world_group().rank == 0:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = (folder / ".lock").open("w")
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            problem = f"another run is at work in {folder}; wait for it, or choose another output folder"
+        except OSError as error:
+            problem = f"output={folder} cannot be written: {error}"
+    problem = all_gather_object(problem, get_world_group())[0]
+    if problem is not None:
+        raise ValueError(problem)
+    return lock
+
+
+def load_initial_weights(state: RunState, folder: Path) -> None:
+    """Fill the model of a run, whatever its layout, each rank reading its part; types are converted.
+
+    Args:
+        state: of a run that begins.
+        folder: of checkpoints, whoever wrote them, of which the newest complete one is taken; or of a Hugging Face
+            model.
+
+    Raises:
+        ValueError: they are weights of another model; it says which sizes differ.
+        CheckpointError: there is no such checkpoint, files are damaged, or its tensors are not the model's.
+    """
+    if (folder / CONFIG_FILE).is_file():
+        _check_same_model(state, ModelDescription(read_config(folder)), folder)
+        load_pretrained(state.model.pipeline, folder)
+    else:
+        found = find_checkpoint(folder, None)
+        if found.layout == "nxd":
+            checkpoint = nxd_ckpt.open_checkpoint(found.root, found.tag)
+            _check_same_model(state, find_description(checkpoint), folder)
+        load_checkpoint(folder, model=state.model)
+    if isinstance(state.optimizer.optimizer, NeuronZero1Optimizer):
+        state.optimizer.optimizer.refresh_master_weights()
+
+
+def _check_same_model(state: RunState, description: ModelDescription | None, folder: Path) -> None:
+    """Raise ValueError for another model; of one that is not described, names and shapes must do."""
+    if description is None:
+        return
+    theirs = asdict(description.own_llama())
+    differences = [
+        f"model.{name} is {value}, there {theirs[name]}"
+        for name, value in asdict(state.config).items()
+        if name not in _OF_NO_EFFECT and theirs[name] != value
+    ]
+    if differences:
+        raise ValueError(
+            f"checkpoint.initial_weights={folder} are of another model: {'; '.join(differences)}. Give the recipe "
+            "those sizes"
+        )

@@ -1,0 +1,173 @@
+"""`load_checkpoint` as it is documented: what `save_checkpoint`, Lightning or `nxd train` wrote, at any degrees.
+
+What is a checkpoint of the existing library is left to `legacy_checkpoint`.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import nxd_ckpt
+from nxd_ckpt import Checkpoint, CheckpointError
+from nxd_ckpt.coordinator import coordinator_for, on_every_rank, on_rank_zero
+from torch import nn
+from torch.optim import Optimizer
+
+from nxd_trainer.api.adapters import settle_adapters, wanted_tensors
+from nxd_trainer.api.checkpoint_saving import finalize_checkpoint
+from nxd_trainer.api.checkpoint_tags import find_checkpoint, on_every_host
+from nxd_trainer.api.config import accept_aliases
+from nxd_trainer.api.legacy_checkpoint import load_legacy_checkpoint
+from nxd_trainer.api.optimizer_dict import holds_dict_state, read_dict_state
+from nxd_trainer.api.optimizer_settings import Settings, apply_settings, match_settings
+from nxd_trainer.api.rank_sync import agree
+from nxd_trainer.api.stored_values import SCHEDULER, SETTINGS, USER_CONTENT, holds_value, unpack_value
+from nxd_trainer.api.unwrap import Subjects, describe_subjects, further_names, subjects_of
+from nxd_trainer.checkpoint import (
+    CheckpointState,
+    allocate_optimizer_state,
+    check_names,
+    kind_of,
+    optimizer_state,
+)
+
+
+@dataclass(frozen=True)
+class _Values:
+    """What a checkpoint holds besides named tensors, as far as it is wanted."""
+
+    settings: Sequence[Settings] | None
+    optimizer_dict: dict[str, Any] | None
+    scheduler: Any
+    user_content: Any
+
+
+@accept_aliases(checkpoint_dir_str="path")
+def load_checkpoint(
+    path: str | os.PathLike[str],
+    tag: str | None = None,
+    model: nn.Module | None = None,
+    optimizer: Optimizer | None = None,
+    scheduler: Any = None,
+    num_workers: int = 8,
+    strict: bool = True,
+) -> Any:
+    """Fill what is given from a checkpoint, at any degrees. Called by all ranks.
+
+    Also reads checkpoints of the existing library, see `load_legacy_checkpoint`. An adapter goes into the adapter of a
+    model, and may lie there without its base; a model without one goes into the base, and adapters begin anew. Tensors
+    of another dtype are converted. An optimizer that is not loaded along with its model may hold master weights of its
+    own: call `refresh_master_weights()` of a ZeRO-1 optimizer then.
+
+    Args:
+        path: the folder, or URL, that was given to `save_checkpoint`; `checkpoint_dir_str` is another name.
+        tag: which checkpoint; None: the newest complete one.
+        model: the model to fill.
+        optimizer: the optimizer to fill, together with `model`.
+        scheduler: its `load_state_dict` is called.
+        num_workers: 1 to 32; each rank reads what it needs in any case.
+        strict: the checkpoint's model must have the same names as this one. Otherwise what both have is loaded.
+
+    Returns:
+        The user content, None if there is none.
+
+    Raises:
+        ValueError: an argument is wrong, or not the same on all ranks.
+        CheckpointError: there is no such checkpoint, it does not fit, is damaged, or asks to run code; on all ranks.
+    """
+    coordinator = coordinator_for(None)
+    finalize_checkpoint()
+
+    def describe_call() -> dict[str, object]:
+        if isinstance(optimizer, Mapping):
+            raise ValueError("optimizer is a dict; give the optimizer itself, which is filled")
+        if scheduler is not None and not hasattr(scheduler, "load_state_dict"):
+            raise ValueError(f"scheduler is a {type(scheduler).__name__} without load_state_dict; leave it out")
+        return {**describe_subjects(model, optimizer, scheduler, num_workers), "strict": bool(strict)}
+
+    agree(coordinator, "checking the arguments of load_checkpoint", describe_call)
+    found = on_rank_zero(coordinator, f"loading from {path}", lambda: find_checkpoint(path, tag))
+    subjects = subjects_of(model, optimizer)
+    if found.layout != "nxd":
+        with on_every_host(found.folder, coordinator) as folder:
+            return load_legacy_checkpoint(
+                found, folder, subjects.model, subjects.optimizer, scheduler, adapters=subjects.lora, strict=strict
+            )
+    where, doing = f"checkpoint {found.tag!r} in {found.root}", f"loading checkpoint {found.tag!r} from {found.root}"
+    checkpoint = on_every_rank(coordinator, doing, lambda: nxd_ckpt.open_checkpoint(found.root, found.tag))
+    wants_scheduler = scheduler is not None
+    values = on_every_rank(coordinator, doing, lambda: _read_values(checkpoint, subjects, scheduler=wants_scheduler))
+    objects = checkpoint.objects
+    into = on_every_rank(
+        coordinator, doing, lambda: wanted_tensors(subjects.lora, objects, subjects.model_tensors(), where)
+    )
+    if strict and subjects.model is not None:
+        check_names(checkpoint.tensors, into, further_names(subjects.model), where, coordinator)
+    into = {name: tensor for name, tensor in into.items() if name in checkpoint.tensors}
+    into |= on_every_rank(coordinator, doing, lambda: _make_room(checkpoint, subjects, values))
+    nxd_ckpt.load(found.root, found.tag, into=into, strict=False, convert_dtype=True)
+    settle_adapters(subjects.lora, objects)
+    on_every_rank(coordinator, doing, lambda: _hand_over(values, subjects, scheduler))
+    return values.user_content
+
+
+def checkpoint_parts(path: str | os.PathLike[str], tag: str | None = None) -> set[str]:
+    """What of "model", "optimizer" and "scheduler" a checkpoint can fill. Called by all ranks.
+
+    Of one of the existing library, which is not asked, all.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or it is damaged; on all ranks.
+    """
+    coordinator = coordinator_for(None)
+    finalize_checkpoint()
+    found = on_rank_zero(coordinator, f"looking into {path}", lambda: find_checkpoint(path, tag))
+    if found.layout != "nxd":
+        return {"model", "optimizer", "scheduler"}
+    doing = f"looking into checkpoint {found.tag!r} in {found.root}"
+    checkpoint = on_every_rank(coordinator, doing, lambda: nxd_ckpt.open_checkpoint(found.root, found.tag))
+    kinds = {kind_of(name) for name in checkpoint.tensors} - {"run"}
+    return kinds | ({SCHEDULER} if holds_value(checkpoint, SCHEDULER) else set())
+
+
+def _read_values(checkpoint: Checkpoint, subjects: Subjects, *, scheduler: bool) -> _Values:
+    """All that is no tensor of the model or the optimizer, checked before anything is filled."""
+    if scheduler and not holds_value(checkpoint, SCHEDULER):
+        raise CheckpointError("it holds no scheduler; leave out scheduler=")
+    settings: list[Settings] | None = None
+    optimizer_dict: dict[str, Any] | None = None
+    if subjects.optimizer is not None:
+        if holds_dict_state(checkpoint):
+            optimizer_dict = read_dict_state(checkpoint)
+        elif subjects.model is None:
+            raise CheckpointError("it holds optimizer states by the names of parameters; give model= as well")
+        elif holds_value(checkpoint, SETTINGS):
+            settings = match_settings(unpack_value(checkpoint, SETTINGS), subjects.group_names)
+        elif not any(kind_of(name) == "optimizer" for name in checkpoint.tensors):
+            raise CheckpointError("it holds no optimizer state; leave out optimizer=")
+    return _Values(
+        settings,
+        optimizer_dict,
+        unpack_value(checkpoint, SCHEDULER) if scheduler else None,
+        unpack_value(checkpoint, USER_CONTENT),
+    )
+
+
+def _make_room(checkpoint: Checkpoint, subjects: Subjects, values: _Values) -> CheckpointState:
+    """The optimizer's tensors, ready to be filled; its own state is gone."""
+    if subjects.model is None or subjects.optimizer is None or values.optimizer_dict is not None:
+        return {}
+    stored = {name: (info.dtype, info.global_shape) for name, info in checkpoint.tensors.items()}
+    allocate_optimizer_state(subjects.model, subjects.optimizer, stored)
+    return optimizer_state(subjects.model, subjects.optimizer)
+
+
+def _hand_over(values: _Values, subjects: Subjects, scheduler: Any) -> None:
+    """Give the optimizer and the scheduler what is no tensor of a parameter."""
+    if subjects.optimizer is not None and values.optimizer_dict is not None:
+        subjects.optimizer.load_state_dict(values.optimizer_dict)
+    if subjects.optimizer is not None and values.settings is not None:
+        apply_settings(values.settings, subjects.optimizer)
+    if scheduler is not None:
+        scheduler.load_state_dict(values.scheduler)

@@ -1,0 +1,218 @@
+"""Which model a checkpoint's tensors are of: one description under one key, whoever wrote the checkpoint.
+
+It is the content of a Hugging Face `config.json`, since the tensors have the names and shapes of that model in memory.
+This package's own Llama is a `LlamaForCausalLM` by its config as well, and runs any that is no more than it can be.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from nxd_ckpt import Checkpoint
+from nxd_layers.hf import is_transformers_model
+from nxd_layers.lora import LoraModel
+from nxd_pipeline import NxDPPModel
+from torch import nn
+
+from nxd_trainer.checkpoint import kind_of
+from nxd_trainer.models import LlamaConfig
+
+KEY = "model"
+BYTES = "bytes"  # in place of a tokenizer's file: a token for each byte
+
+_ADAPTER_KEY = "lora"
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+
+
+@dataclass(frozen=True)
+class ModelDescription:
+    """What a checkpoint says of its model.
+
+    Attributes:
+        config: content of its `config.json`.
+        tokenizer: what encodes its text: a file or a folder, or `BYTES`; None if that is not known.
+        folder: where the model came from, with the files that belong to it; None if it came from nowhere.
+        stored_shapes: names and shapes of the tensors in that folder's files; None: those of transformers itself.
+    """
+
+    config: Mapping[str, Any]
+    tokenizer: str | None = None
+    folder: str | None = None
+    stored_shapes: Mapping[str, tuple[int, ...]] | None = None
+
+    @property
+    def architecture(self) -> str:
+        """The class of transformers, such as "LlamaForCausalLM"; the model's type where no class is named."""
+        named = self.config.get("architectures") or [self.config.get("model_type")]
+        return str(named[0])
+
+    def as_objects(self) -> dict[str, Any]:
+        """What goes into a checkpoint's objects."""
+        values = {
+            "config": dict(self.config),
+            "tokenizer": self.tokenizer,
+            "folder": self.folder,
+            "stored_shapes": None if self.stored_shapes is None else dict(self.stored_shapes),
+        }
+        return {KEY: {name: value for name, value in values.items() if value is not None}}
+
+    def own_llama(self) -> LlamaConfig:
+        """The sizes of this package's own Llama that the tensors fit.
+
+        Raises:
+            ValueError: the model is another one, or a Llama that ours cannot be.
+        """
+        return own_llama_config(self.config)
+
+
+def describe_model(model: nn.Module, inside: nn.Module) -> ModelDescription | None:
+    """What a checkpoint is to say of a model: one of transformers, or a Llama of ours; None of others.
+
+    Args:
+        model: as it is given to `save_checkpoint`; its `config` counts.
+        inside: what is inside of its wrappers: the model itself, or the pipeline that has its stages.
+    """
+    whole: Any = model.module if isinstance(model, LoraModel) else model
+    of_transformers: Any = next(filter(is_transformers_model, inside.modules()), None)  # the outermost one
+    config = getattr(of_transformers if isinstance(whole, NxDPPModel) else whole, "config", None)
+    if isinstance(config, LlamaConfig):
+        return describe_llama(config)
+    if of_transformers is None or of_transformers.config is not config:
+        return None
+    content = json.loads(config.to_json_string(), parse_constant=str)  # a checkpoint holds finite numbers only
+    content["architectures"] = [type(of_transformers).__name__]
+    origin = str(getattr(whole, "name_or_path", "") or "")
+    return ModelDescription(content, folder=str(Path(origin).resolve()) if origin and Path(origin).is_dir() else None)
+
+
+def describe_llama(
+    config: LlamaConfig, *, tokenizer: str | None = None, end_token: int | None = None
+) -> ModelDescription:
+    """What a checkpoint says of a Llama of ours."""
+    return ModelDescription(hugging_face_config(config, end_token=end_token), tokenizer)
+
+
+def find_description(checkpoint: Checkpoint) -> ModelDescription | None:
+    """What a checkpoint says of its model; None if it says nothing."""
+    objects = checkpoint.objects if isinstance(checkpoint.objects, dict) else {}
+    found = objects.get(KEY)
+    if isinstance(found, dict) and isinstance(found.get("config"), dict):
+        shapes = found.get("stored_shapes")
+        return ModelDescription(
+            found["config"],
+            found.get("tokenizer"),
+            found.get("folder"),
+            None if shapes is None else {name: tuple(shape) for name, shape in shapes.items()},
+        )
+    return _described_before(objects)
+
+
+def description_of(checkpoint: Checkpoint) -> ModelDescription:
+    """What a checkpoint says of the model whose weights it holds.
+
+    Raises:
+        ValueError: it does not say it, or holds no whole model; it says what to do then.
+    """
+    where = f"checkpoint {checkpoint.tag!r}"
+    if isinstance(checkpoint.objects, dict) and _ADAPTER_KEY in checkpoint.objects:
+        raise ValueError(
+            f"{where} holds a LoRA adapter apart from its model's weights; save the model with "
+            "LoraConfig(save_lora_base=True, merge_lora=True)"
+        )
+    if not any(kind_of(name) == "model" for name in checkpoint.tensors):
+        raise ValueError(f"{where} holds no model; give one that was saved with model=")
+    description = find_description(checkpoint)
+    if description is None:
+        raise ValueError(
+            f"{where} does not say of which model it is; give a folder of the same model, with its config.json: "
+            "`nxd export --like FOLDER` writes one with these weights, which `nxd import` makes a checkpoint of that "
+            "says it"
+        )
+    return description
+
+
+def model_dtype(checkpoint: Checkpoint) -> torch.dtype:
+    """The type of the model's weights in a checkpoint: of several the one that most tensors have."""
+    dtypes = [info.dtype for name, info in checkpoint.tensors.items() if kind_of(name) == "model"]
+    floating = [dtype for dtype in dtypes if dtype.is_floating_point]
+    return max(floating, key=floating.count, default=torch.get_default_dtype())
+
+
+def tokenizer_in(folder: str | Path | None) -> str | None:
+    """The folder, if it is there and holds a tokenizer."""
+    found = folder is not None and any((Path(folder) / name).is_file() for name in _TOKENIZER_FILES)
+    return str(folder) if found else None
+
+
+def own_llama_config(config: Mapping[str, Any]) -> LlamaConfig:
+    """The sizes that a `config.json` says, for this package's own Llama.
+
+    Raises:
+        ValueError: it is of another model, or of a Llama that ours cannot be.
+    """
+    if config.get("model_type") != "llama" or config.get("architectures") not in (None, ["LlamaForCausalLM"]):
+        raise ValueError(f"{config.get('architectures') or config.get('model_type')} is not a LlamaForCausalLM")
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    sizes = {field.name: config[field.name] for field in fields(LlamaConfig) if config.get(field.name) is not None}
+    sizes["rope_theta"] = rope.get("rope_theta", config.get("rope_theta", LlamaConfig.rope_theta))
+    sizes.setdefault("num_key_value_heads", sizes.get("num_attention_heads", LlamaConfig.num_attention_heads))
+    made = LlamaConfig(**sizes)
+    expected = {
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "head_dim": made.head_size,
+        "rope type": "default",
+    }
+    found = {**config, "rope type": rope.get("rope_type", rope.get("type", "default"))}
+    wrong = [f"{name}={found[name]}" for name, value in expected.items() if found.get(name, value) not in (None, value)]
+    if wrong:
+        raise ValueError(f"this package's own Llama has no {', '.join(wrong)}")
+    return made
+
+
+def hugging_face_config(config: LlamaConfig, *, end_token: int | None) -> dict[str, Any]:
+    """The `config.json` of a LlamaForCausalLM with these sizes, without the type of its weights."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_hidden_layers,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_size,
+        "hidden_act": "silu",
+        "max_position_embeddings": config.max_position_embeddings,
+        "rope_theta": config.rope_theta,
+        "rms_norm_eps": config.rms_norm_eps,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "initializer_range": config.initializer_range,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "torch_dtype": None,
+        "bos_token_id": None,
+        "eos_token_id": end_token,
+    }
+
+
+def _described_before(objects: Mapping[str, Any]) -> ModelDescription | None:
+    """What checkpoints say that were written before they had one key: by `nxd train`, and by `nxd import`."""
+    recipe = objects.get("recipe")
+    tokenizer = None if recipe is None else str(recipe.get("data", {}).get("tokenizer", BYTES))
+    if "hugging_face" in objects:
+        origin = objects["hugging_face"]
+        shapes = {name: tuple(shape) for name, shape in origin["tensors"].items()}
+        return ModelDescription(origin["config"], tokenizer, origin["folder"], shapes)
+    sizes = objects.get(KEY)
+    if (
+        recipe is None
+        or not isinstance(sizes, dict)
+        or not sizes.keys() <= {field.name for field in fields(LlamaConfig)}
+    ):
+        return None
+    return describe_llama(LlamaConfig(**sizes), tokenizer=tokenizer, end_token=objects.get("end_of_document"))

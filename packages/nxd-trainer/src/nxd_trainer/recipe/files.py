@@ -1,0 +1,206 @@
+"""Reads and writes recipes, and lists their keys: files of TOML, YAML or JSON, overrides, plain dictionaries.
+
+Every mistake is collected before anything is raised. What combinations of values make sense is in checks.py.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import is_dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import yaml
+
+from nxd_trainer.options import Key, Schema, keys_of
+from nxd_trainer.recipe.checks import RecipeError, consistency_mistakes
+from nxd_trainer.recipe.sections import Recipe
+
+
+def load_recipe(file: str | Path | None = None, overrides: Iterable[str] = ()) -> Recipe:
+    """Read a recipe file, apply overrides on top, and check the whole.
+
+    Args:
+        file: `.toml`, `.yaml`, `.yml` or `.json`; None starts from the defaults.
+        overrides: texts like `train.steps=100`, `optimizer.betas=0.9,0.99`, `data.path=none`,
+            `output=runs/a`; the last one for a key wins.
+
+    Raises:
+        RecipeError: a ValueError with one line for each mistake.
+    """
+    content = {} if file is None else _read_file(Path(file))
+    return recipe_from_dict(content, overrides, origin="recipe" if file is None else f"recipe {file}")
+
+
+def recipe_from_dict(content: Mapping[str, object], overrides: Iterable[str] = (), *, origin: str = "recipe") -> Recipe:
+    """Make a recipe from nested sections (`{"train": {"steps": 100}, "output": "runs/a"}`) and overrides.
+
+    Args:
+        content: sections and top-level keys; what is left out keeps its default.
+        overrides: as for `load_recipe`.
+        origin: what an error names as the place of its mistakes.
+
+    Raises:
+        RecipeError: a ValueError with one line for each mistake.
+    """
+    mistakes: list[str] = []
+    given = _schema().flatten(content, mistakes) | _split_overrides(overrides, mistakes)
+    values = _schema().read(given, mistakes)
+    arguments = _schema().nest(values)
+    recipe = Recipe(**arguments | {name: cls(**arguments[name]) for name, cls in _section_types().items()})
+    wrong_keys = given.keys() - values.keys()
+    for keys, mistake in consistency_mistakes(recipe):
+        if wrong_keys.isdisjoint(keys):  # else it would complain about a default nobody chose
+            mistakes.append(mistake)
+    if mistakes:
+        raise RecipeError(origin, mistakes)
+    return recipe
+
+
+def recipe_to_dict(recipe: Recipe) -> dict[str, Any]:
+    """Nested plain values (str, int, float, bool, list) that `recipe_from_dict` turns back to the recipe.
+
+    Unset keys (None) are left out.
+    """
+    values: dict[str, object] = {}
+    for key in recipe_keys().values():
+        value = getattr(getattr(recipe, key.section) if key.section else recipe, key.field)
+        if value is not None:
+            values[key.name] = list(value) if isinstance(value, tuple) else _posix(value)
+    return _schema().nest(values)
+
+
+def save_recipe(recipe: Recipe, file: str | Path) -> Path:
+    """Write the recipe as `.toml` (with each key's meaning as a comment) or `.json`; makes its folder.
+
+    Raises:
+        ValueError: another suffix.
+    """
+    file = Path(file)
+    if file.suffix == ".toml":
+        text = _to_toml(recipe)
+    elif file.suffix == ".json":
+        text = json.dumps(recipe_to_dict(recipe), indent=2) + "\n"
+    else:
+        raise ValueError(f"recipe file {file} has suffix {file.suffix!r}; expected .toml or .json")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text, encoding="utf-8")
+    return file
+
+
+def recipe_keys() -> dict[str, Key]:
+    """Every key of a recipe by its full name ("train.steps", "output"), in the order of the sections."""
+    return _schema().keys
+
+
+def render_recipe_help() -> str:
+    """All keys with type, default and meaning, one section after another.
+
+    Plain text of at most 110 columns, ready to be an argparse epilog under RawDescriptionHelpFormatter.
+    """
+    lines: list[str] = []
+    section: str | None = None
+    for key in recipe_keys().values():
+        if key.section != section:
+            section = key.section
+            meaning = (_section_types()[section].__doc__ or "").splitlines()[0] if section else ""
+            lines += ["", f"[{section}]  {meaning}" if section else "top level"]
+        lines.append(f"  {key.name} ({key.type_name}, default {_show_default(key.default)})")
+        lines.append(f"      {key.description}")
+    return "\n".join(lines[1:])
+
+
+@cache
+def _section_types() -> dict[str, type[Any]]:
+    hints: dict[str, Any] = get_type_hints(Recipe)
+    return {name: hint for name, hint in hints.items() if isinstance(hint, type) and is_dataclass(hint)}
+
+
+@cache
+def _schema() -> Schema:
+    keys = [key for section, cls in _section_types().items() for key in keys_of(section, cls)]
+    return Schema(
+        [*keys, *keys_of("", Recipe)],
+        keys_listed_by="`nxd train --help`",
+        section_form="write its keys under [{section}]",
+    )
+
+
+def _read_file(file: Path) -> Mapping[str, object]:
+    origin = f"recipe {file}"
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(origin, [f"cannot be read: {error}"]) from error
+    try:
+        if file.suffix == ".toml":
+            content: object = tomllib.loads(text)
+        elif file.suffix in (".yaml", ".yml"):
+            content = yaml.safe_load(text)
+        elif file.suffix == ".json":
+            content = json.loads(text)
+        else:
+            raise RecipeError(origin, [f"has suffix {file.suffix!r}; expected .toml, .yaml, .yml or .json"])
+    except (tomllib.TOMLDecodeError, yaml.YAMLError, json.JSONDecodeError) as error:
+        reason = " ".join(str(error).split())  # YAML explains over several lines
+        raise RecipeError(origin, [f"is not valid {file.suffix[1:].upper()}: {reason}"]) from error
+    if content is None:  # an empty YAML file
+        return {}
+    if not isinstance(content, dict):
+        raise RecipeError(origin, [f"holds a {type(content).__name__}; expected sections with keys"])
+    return content
+
+
+def _split_overrides(overrides: Iterable[str], mistakes: list[str]) -> dict[str, object]:
+    given: dict[str, object] = {}
+    for override in overrides:
+        name, equals, text = override.partition("=")
+        name = name.strip()
+        if not equals:
+            mistakes.append(f"override {override!r} has no '='; write section.key=value")
+        elif name in _section_types():
+            mistakes.append(f"override {override!r}: {name} is a section; write {name}.key=value")
+        else:
+            given[name] = text.strip()
+    return given
+
+
+def _to_toml(recipe: Recipe) -> str:
+    content = recipe_to_dict(recipe)
+    top_level = {name: content.pop(name) for name in list(content) if name in recipe_keys()}
+    lines = [_toml_line(name, value, name) for name, value in top_level.items()]  # before the first section
+    for section, values in content.items():
+        lines += [
+            "",
+            f"[{section}]",
+            *(_toml_line(field, value, f"{section}.{field}") for field, value in values.items()),
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _toml_line(field: str, value: object, name: str) -> str:
+    return f"{field} = {_toml_value(value)}  # {recipe_keys()[name].description}"
+
+
+def _toml_value(value: object) -> str:
+    if isinstance(value, list):
+        return "[" + ", ".join(_toml_value(part) for part in value) + "]"
+    if isinstance(value, str):  # JSON's escapes are TOML's, except that TOML wants DEL escaped, too
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return json.dumps(value)
+
+
+def _show_default(default: object) -> str:
+    """A default as it would be written in an override; "unset" for None."""
+    if default is None:
+        return "unset"
+    if isinstance(default, tuple):
+        return ",".join(str(part) for part in default)
+    return str(default).lower() if isinstance(default, bool) else str(_posix(default))
+
+
+def _posix(value: object) -> object:
+    return value.as_posix() if isinstance(value, Path) else value

@@ -1,0 +1,29 @@
+"""Numbers as a person reads them: times, memory and counts."""
+
+
+def show_duration(seconds: float) -> str:
+    """As in "0:07", "12:34" or "1:02:03"."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def show_seconds(seconds: float) -> str:
+    """Three digits, as in "0.0417 s", or "21.8 s" from ten on."""
+    return f"{seconds:.1f} s" if seconds >= 10 else f"{seconds:.3g} s"
+
+
+def show_memory(num_bytes: float) -> str:
+    """As in "1.4 GiB", below one "512 MiB", below ten of these "1.4 MiB"."""
+    if num_bytes >= 2**30:
+        return f"{num_bytes / 2**30:.1f} GiB"
+    mib = num_bytes / 2**20
+    return f"{mib:.0f} MiB" if mib >= 10 or mib == 0 else f"{mib:.1f} MiB"
+
+
+def show_count(count: float) -> str:
+    """As in "950", "12.3k", "4.10M" or "1.20B"."""
+    for limit, divisor, form in ((1e3, 1, "{:.0f}"), (1e6, 1e3, "{:.1f}k"), (1e9, 1e6, "{:.2f}M")):
+        if count < limit:
+            return form.format(count / divisor)
+    return f"{count / 1e9:.2f}B"

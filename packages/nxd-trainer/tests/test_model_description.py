@@ -1,0 +1,88 @@
+"""What checkpoints say of their tensors and of their model."""
+
+from types import SimpleNamespace
+
+import nxd_ckpt
+import pytest
+import torch
+from nxd_layers import LoraConfig, LoraModel
+from nxd_trainer.api import save_checkpoint
+from nxd_trainer.checkpoint import kind_of, model_state
+from nxd_trainer.model_description import describe_llama, describe_model, description_of, model_dtype
+from nxd_trainer.models import LlamaConfig, LlamaForCausalLM
+from torch import nn
+
+CONFIG = LlamaConfig(
+    vocab_size=16,
+    hidden_size=8,
+    intermediate_size=12,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    max_position_embeddings=32,
+    rope_theta=50.0,
+    rms_norm_eps=0.25,
+    tie_word_embeddings=True,
+    initializer_range=0.5,
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("model.norm.weight", "model"),
+        ("optimizer.weight", "model"),  # a module's name
+        ("optimizer/model.norm.weight/exp_avg", "optimizer"),
+        ("optimizer_state_dict/pp_rank_00_of_01-tp_rank_00_of_01", "optimizer"),
+        ("rng/rank-00000/default/cpu", "run"),
+    ],
+)
+def test_name_says_what_a_tensor_is_of(name, kind):
+    assert kind_of(name) == kind
+
+
+def test_llama_of_ours_comes_back_from_its_description():
+    assert describe_llama(CONFIG).own_llama() == CONFIG
+
+
+def test_checkpoint_of_a_script_says_its_model(tmp_path):
+    save_checkpoint(tmp_path, "a", model=LlamaForCausalLM(CONFIG, dtype=torch.bfloat16))
+
+    checkpoint = nxd_ckpt.open_checkpoint(tmp_path, "a")
+
+    assert description_of(checkpoint).own_llama() == CONFIG
+    assert model_dtype(checkpoint) == torch.bfloat16
+
+
+@pytest.mark.parametrize("model", [nn.Linear(2, 2), nn.Sequential(LlamaForCausalLM(CONFIG))])
+def test_other_models_are_not_described(model):
+    assert describe_model(model, model) is None
+
+
+def test_config_of_another_kind_is_not_described():
+    model = nn.Linear(2, 2)
+    model.config = SimpleNamespace(num_attention_heads=2)
+
+    assert describe_model(model, model) is None
+
+
+def test_adapter_apart_from_its_model_is_not_taken_for_one(tmp_path):
+    model = LoraModel(LlamaForCausalLM(CONFIG), LoraConfig(target_modules=["q_proj"], save_lora_base=True))
+    save_checkpoint(tmp_path, "a", model=model)
+
+    with pytest.raises(ValueError, match=r"'a' holds a LoRA adapter apart .* merge_lora=True"):
+        description_of(nxd_ckpt.open_checkpoint(tmp_path, "a"))
+
+
+def test_checkpoint_without_a_model_says_so(tmp_path):
+    save_checkpoint(tmp_path, "a", user_content=1)
+
+    with pytest.raises(ValueError, match=r"'a' holds no model"):
+        description_of(nxd_ckpt.open_checkpoint(tmp_path, "a"))
+
+
+def test_checkpoint_that_is_not_described_says_what_to_do(tmp_path):
+    nxd_ckpt.save(tmp_path, "a", model_state(LlamaForCausalLM(CONFIG)), objects={"model": {"depth": 3}})
+
+    with pytest.raises(ValueError, match=r"does not say of which model it is; give a folder of the same model"):
+        description_of(nxd_ckpt.open_checkpoint(tmp_path, "a"))

@@ -1,0 +1,86 @@
+"""Whoever wrote a checkpoint, everybody reads it, at another layout: the table in nxd-trainer's README."""
+
+import shutil
+
+import pytest
+import torch
+from nxd_state.testing import RankFailure
+from nxd_trainer.api.checkpoint_tags import open_own
+from nxd_trainer.checkpoint import kind_of, model_state
+from nxd_trainer.compiled_generation import open_for_compilation
+from nxd_trainer.export import export_hugging_face
+from nxd_trainer.training import prepare_run
+from safetensors.torch import load_file
+from writers_and_readers import READERS, SIZES, WRITERS, differing, initialize_model_parallel, recipe_of
+
+
+@pytest.fixture(params=WRITERS)
+def writer(request) -> str:
+    """Each of them in turn, where what it needs is installed."""
+    if "Lightning" in request.param:
+        pytest.importorskip("lightning", reason="needs it: pip install lightning")
+    if "transformers" in request.param:
+        pytest.importorskip("transformers", reason="needs it: pip install transformers")
+    return request.param
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_checkpoint_fills_the_model_of_every_reader(run_ranks, written, text, tmp_path, writer, reader):
+    if reader == "Lightning":
+        pytest.importorskip("lightning", reason="needs it: pip install lightning")
+    if "transformers" in reader:
+        pytest.importorskip("transformers", reason="needs it: pip install transformers")
+
+    differences = run_ranks(READERS[reader], 2, written(writer), tmp_path, text)
+
+    assert differences == [[], []]
+
+
+def test_checkpoint_says_which_model_the_compiler_and_the_server_need(written, writer):
+    checkpoints = written(writer)
+
+    found = open_for_compilation(checkpoints, tokenizer="bytes")
+
+    assert found.build.config == SIZES
+    assert found.build.dtype == torch.float64
+    wanted = {name: tuple(tensor.shape) for name, tensor in model_state(found.build().model).items()}
+    stored = {name: found.weights.tensors[name].global_shape for name in wanted}
+    assert stored == wanted
+
+
+@pytest.mark.slow  # compiles
+def test_checkpoint_is_compiled_and_served(written, writer):
+    with open_for_compilation(written(writer), tokenizer="bytes").compile(
+        batch_size=1, max_length=32, compiler="export"
+    ) as generator:
+        (completion,) = generator.generate([[3, 1, 4]], max_new_tokens=4, temperature=0)
+    assert len(completion.tokens) == 4
+
+
+def test_checkpoint_becomes_a_folder_of_transformers(written, tmp_path, writer):
+    transformers = pytest.importorskip("transformers", reason="needs it: pip install transformers")
+    checkpoint = open_own(written(writer), None)
+
+    export_hugging_face(written(writer), tmp_path / "exported")
+
+    tensors = load_file(tmp_path / "exported/model.safetensors")
+    assert tensors.keys() == {name for name in checkpoint.tensors if kind_of(name) == "model"}
+    assert all(torch.equal(tensor, checkpoint.read(name)) for name, tensor in tensors.items())
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "exported")
+    assert config.rope_parameters["rope_theta"] == SIZES.rope_theta
+    assert config.rms_norm_eps == SIZES.rms_norm_eps
+
+
+def test_run_resumes_from_its_own_checkpoints_only(run_ranks, written, text, tmp_path, writer):
+    shutil.copytree(written(writer), tmp_path / "checkpoints")
+
+    def resume():
+        initialize_model_parallel(1, 2)
+        state, tag = prepare_run(recipe_of(tmp_path, text, "parallel.pipeline_parallel_size=2"))
+        return tag, state.step, differing(state.model, tmp_path / "checkpoints", state.optimizer)
+
+    if writer == "nxd train":
+        assert run_ranks(resume, 2) == [("step-00000002", 2, [])] * 2
+    else:
+        with pytest.raises(RankFailure, match=r"ValueError: .* is no checkpoint of nxd train: .*initial_weights="):
+            run_ranks(resume, 2)

@@ -1,0 +1,223 @@
+"""What writes checkpoints and what reads them, each on two ranks: all of them of the same Llama."""
+
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from neuronx_distributed.trainer import (
+    initialize_parallel_model,
+    initialize_parallel_optimizer,
+    load_checkpoint,
+    neuronx_distributed_config,
+    save_checkpoint,
+)
+from nxd_ckpt.sharded_tensor import as_sharded
+from nxd_state import initialize_model_parallel
+from nxd_trainer.api.checkpoint_tags import open_own
+from nxd_trainer.api.unwrap import plain_model, plain_optimizer
+from nxd_trainer.checkpoint import model_state, optimizer_state
+from nxd_trainer.generate import generate, load_for_generation
+from nxd_trainer.models import LlamaConfig, LlamaDecoderLayer, LlamaForCausalLM
+from nxd_trainer.recipe import load_recipe
+from nxd_trainer.training import prepare_run, train
+
+SIZES = LlamaConfig(
+    vocab_size=320,  # bytes, and what rounds them up
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+    rope_theta=500.0,
+    rms_norm_eps=1e-5,
+)
+TOKENS = torch.arange(34).reshape(2, 17)
+
+
+def recipe_of(output: Path, text: Path, *settings: str):
+    sizes = asdict(SIZES)
+    del sizes["initializer_range"]
+    return load_recipe(
+        None,
+        [
+            f"data.path={text}",
+            f"output={output}",
+            "data.sequence_length=16",
+            *(f"model.{name}={size}" for name, size in sizes.items()),
+            "train.dtype=float64",
+            "train.steps=2",
+            "train.global_batch_size=4",
+            "train.eval_every=0",
+            *settings,
+        ],
+    )
+
+
+def made_by_script(tp: int, pp: int, model_fn=None, seed: int = 0):
+    """Model, optimizer and scheduler of the documented API."""
+    stages = {
+        "num_microbatches": 2,
+        "input_names": ["input_ids", "labels"],
+        "auto_partition": True,
+        "transformer_layer_cls": LlamaDecoderLayer,
+    }
+    config = neuronx_distributed_config(tp, pp, pipeline_config=stages if pp > 1 else None)
+    torch.manual_seed(seed)
+    model = initialize_parallel_model(config, model_fn or (lambda: LlamaForCausalLM(SIZES, dtype=torch.float64)))
+    groups = [  # those of Lightning
+        {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.01},
+        {"params": [p for p in model.parameters() if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    optimizer = initialize_parallel_optimizer(config, torch.optim.AdamW, groups, lr=1e-3)
+    return model, optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.9)
+
+
+def transformers_llama():
+    import transformers
+
+    sizes = asdict(SIZES)
+    theta = sizes.pop("rope_theta")
+    config = transformers.LlamaConfig(**sizes, rope_parameters={"rope_type": "default", "rope_theta": theta})
+    return transformers.LlamaForCausalLM(config).to(torch.float64)
+
+
+def write_by_train(folder: Path, text: Path) -> None:
+    initialize_model_parallel(2)
+    train(recipe_of(folder, text, "parallel.tensor_parallel_size=2"))
+
+
+def write_by_script(folder: Path, text: Path) -> None:
+    model, optimizer, scheduler = made_by_script(tp=1, pp=2)
+    step_and_save(folder, model, optimizer, scheduler)
+
+
+def write_by_script_of_transformers(folder: Path, text: Path) -> None:
+    step_and_save(folder, *made_by_script(tp=2, pp=1, model_fn=transformers_llama))
+
+
+def step_and_save(folder: Path, model, optimizer, scheduler) -> None:
+    model.run_train(input_ids=TOKENS[:, :-1], labels=TOKENS[:, 1:])
+    optimizer.step()
+    scheduler.step()
+    save_checkpoint(folder / "checkpoints", "first", model, optimizer, scheduler, {"steps": 1})
+
+
+def fit(folder: Path, text: Path, *, tp: int, pp: int, ckpt_path: Path | None = None, callbacks=()):
+    """A Trainer that has trained to step 2, or from a checkpoint to step 3."""
+    import lightning
+    from nxd_lightning import NeuronLTModule, NeuronXLAPrecisionPlugin, NeuronXLAStrategy, TextDataModule
+
+    stages = {
+        "num_microbatches": 2,
+        "input_names": ["input_ids", "labels"],
+        "auto_partition": True,
+        "transformer_layer_cls": LlamaDecoderLayer,
+    }
+    config = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp, "pipeline_config": stages if pp > 1 else None}
+    lightning.seed_everything(5)
+    data = TextDataModule(text, sequence_length=16, global_batch_size=4, cache_folder=folder / "tokens")
+    module = NeuronLTModule(
+        LlamaForCausalLM,
+        config,
+        torch.optim.AdamW,
+        torch.optim.lr_scheduler.ConstantLR,
+        model_args=(SIZES,),
+        model_kwargs={"dtype": torch.float64},
+        opt_kwargs={"lr": 1e-3},
+    )
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=NeuronXLAStrategy(config),
+        plugins=[NeuronXLAPrecisionPlugin()],
+        max_steps=2 if ckpt_path is None else 3,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        limit_val_batches=0,
+        num_sanity_val_steps=0,
+        callbacks=list(callbacks),
+    )
+    trainer.fit(module, data, ckpt_path=ckpt_path)
+    return trainer
+
+
+def write_by_lightning(folder: Path, text: Path) -> None:
+    fit(folder, text, tp=1, pp=1).save_checkpoint(folder / "checkpoints" / "last.ckpt")
+
+
+WRITERS = {
+    "nxd train": write_by_train,  # TP 2
+    "save_checkpoint": write_by_script,  # PP 2
+    "save_checkpoint of transformers": write_by_script_of_transformers,  # TP 2
+    "Lightning": write_by_lightning,  # DP 2
+}
+
+
+def differing(model, checkpoints: Path, optimizer=None) -> list[str]:
+    """Tensors of this rank's part of a model, and of its optimizer, that are not what the checkpoint holds."""
+    checkpoint = open_own(checkpoints, None)
+    state = model_state(plain_model(model))
+    if optimizer is not None:
+        state |= optimizer_state(plain_model(model), plain_optimizer(optimizer))
+        assert any(name.endswith("/exp_avg") for name in state)
+    assert state
+    return [
+        name
+        for name, tensor in state.items()
+        for shard in as_sharded(name, tensor).shards
+        if not torch.equal(shard.tensor, checkpoint.read_box(name, shard.box.offsets, shard.box.shape))
+    ]
+
+
+def begin_by_train(checkpoints: Path, folder: Path, text: Path) -> list[str]:
+    initialize_model_parallel(1, 2)
+    begun = [f"checkpoint.initial_weights={checkpoints}", "parallel.pipeline_parallel_size=2", "train.seed=7"]
+    state, resumed = prepare_run(recipe_of(folder, text, *begun))
+    assert resumed is None
+    return differing(state.model, checkpoints)
+
+
+def load_by_script(checkpoints: Path, folder: Path, text: Path) -> list[str]:
+    model, optimizer, _ = made_by_script(tp=2, pp=1, seed=7)
+    load_checkpoint(checkpoints, model=model, optimizer=optimizer)
+    return differing(model, checkpoints, optimizer)
+
+
+def load_by_transformers_script(checkpoints: Path, folder: Path, text: Path) -> list[str]:
+    model, optimizer, _ = made_by_script(tp=2, pp=1, model_fn=transformers_llama, seed=7)
+    load_checkpoint(checkpoints, model=model, optimizer=optimizer)
+    return differing(model, checkpoints, optimizer)
+
+
+def fit_by_lightning(checkpoints: Path, folder: Path, text: Path) -> list[str]:
+    from lightning.pytorch.callbacks import Callback
+
+    found: list[list[str]] = []
+
+    class Compare(Callback):
+        def on_train_start(self, trainer, pl_module) -> None:
+            found.append(differing(pl_module.model, checkpoints))
+
+    last = checkpoints / "last.ckpt"
+    fit(folder, text, tp=1, pp=2, ckpt_path=last if last.exists() else checkpoints, callbacks=[Compare()])
+    return found[0]
+
+
+def generate_text(checkpoints: Path, folder: Path, text: Path) -> list[str]:
+    initialize_model_parallel(2)
+    model, tokenizer = load_for_generation(checkpoints, tokenizer="bytes")
+    prompt = torch.from_numpy(tokenizer.encode("the"))
+    assert len(list(generate(model, prompt, max_new_tokens=4, temperature=0))) == 4
+    return differing(model, checkpoints)
+
+
+READERS = {
+    "nxd train from its weights": begin_by_train,  # PP 2
+    "load_checkpoint": load_by_script,  # TP 2
+    "load_checkpoint of transformers": load_by_transformers_script,  # TP 2
+    "Lightning": fit_by_lightning,  # PP 2
+    "generate": generate_text,  # TP 2
+}
