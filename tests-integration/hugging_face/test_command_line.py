@@ -9,11 +9,9 @@ import nxd_ckpt
 import pytest
 import torch
 import transformers
-from nxd_optim import NeuronZero1Optimizer
-from nxd_state import initialize_model_parallel
 from nxd_state.testing import deadline
+from nxd_trainer.api import initialize_parallel_model, initialize_parallel_optimizer, neuronx_distributed_config
 from nxd_trainer.models import LlamaConfig, LlamaForCausalLM
-from nxd_trainer.recipe import recipe_from_dict
 from nxd_trainer.training.run_state import load_initial_weights
 from safetensors.torch import load_file
 
@@ -74,11 +72,11 @@ def test_run_begins_with_the_weights_of_a_llama_at_any_degree(run_ranks, make_fo
     sizes = {name: getattr(config, name) for name in LlamaConfig.__dataclass_fields__ if hasattr(config, name)}
 
     def load():
-        initialize_model_parallel(tensor_model_parallel_size=2)
         own = LlamaConfig(**sizes)
-        model = LlamaForCausalLM(own)
-        state = SimpleNamespace(model=model, config=own, optimizer=None, recipe=recipe_from_dict({}))
-        load_initial_weights(state, begin)
+        layout = neuronx_distributed_config(tensor_parallel_size=2)
+        model = initialize_parallel_model(layout, LlamaForCausalLM, own)
+        optimizer = initialize_parallel_optimizer(layout, torch.optim.SGD, model.parameters(), lr=0.0)
+        load_initial_weights(SimpleNamespace(model=model, config=own, optimizer=optimizer), begin)
         with pytest.raises(ValueError, match=r"model\.rms_norm_eps is 0\.5, there"):
             load_initial_weights(
                 SimpleNamespace(model=model, config=LlamaConfig(**sizes | {"rms_norm_eps": 0.5})), begin
@@ -99,10 +97,10 @@ def test_master_weights_begin_with_those_of_the_folder_too(run_ranks, make_folde
     ids = torch.arange(3, 17).view(2, 7)
 
     def step_without_a_change():
-        initialize_model_parallel()
         own = LlamaConfig(**sizes)
-        model = LlamaForCausalLM(own).bfloat16()
-        optimizer = NeuronZero1Optimizer(model.parameters(), torch.optim.SGD, optimizer_dtype=torch.float32, lr=0.0)
+        layout = neuronx_distributed_config(optimizer_config={"zero_one_enabled": True})
+        model = initialize_parallel_model(layout, LlamaForCausalLM, own, dtype=torch.bfloat16)
+        optimizer = initialize_parallel_optimizer(layout, torch.optim.SGD, model.parameters(), lr=0.0)
         load_initial_weights(SimpleNamespace(model=model, config=own, optimizer=optimizer), folder)
         before = [parameter.detach().clone() for parameter in model.parameters()]
         model(ids[:, :-1], ids[:, 1:]).backward()

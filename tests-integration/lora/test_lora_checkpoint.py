@@ -104,7 +104,7 @@ def test_merged_checkpoint_loads_as_an_ordinary_model(
 
     def load():
         model = our_llama({name: torch.zeros_like(tensor) for name, tensor in weights.items()})
-        assert nxd_ckpt.load(tmp_path, into=model_state(model)).objects == {"seed": 1}
+        assert nxd_ckpt.load(tmp_path, into=model_state(model)).objects["seed"] == 1
         return whole_logits(model)
 
     for found in on_tp(tp, load):

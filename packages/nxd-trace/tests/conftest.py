@@ -29,8 +29,8 @@ def trace():
         return models[-1]
 
     yield trace_model
-    for model in models:
-        model.close()
+    while models:  # pytest keeps the fixture, and so what it refers to, until the test is reported
+        models.pop().close()
 
 
 @pytest.fixture

@@ -6,7 +6,9 @@ What a bucket holds and what sending it means is its owner's business: the avera
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal, Protocol
+from weakref import WeakMethod
 
 from torch import Tensor
 from torch.autograd import Variable
@@ -65,7 +67,9 @@ class BucketSender:
         }
         self._bucket_of = {id(p): index for index, bucket in enumerate(buckets) for p in bucket.parameters}
         watched = [p for bucket in buckets for p in bucket.parameters]
-        self._hooks = [p.register_post_accumulate_grad_hook(self._on_gradient) for p in watched]
+        # Parameters keep their hooks alive, and a hook that kept this object alive would so keep them, for ever.
+        on_gradient = WeakMethod(self._on_gradient)
+        self._hooks = [p.register_post_accumulate_grad_hook(partial(_call, on_gradient)) for p in watched]
         self._phase: Phase = "accumulating"
         self._backward_ended = False  # of the backward that is followed
         self._missing: list[set[int]] = []  # by bucket: parameters whose last gradient is still to come
@@ -204,3 +208,10 @@ class BucketSender:
         for message in self._messages:
             message.wait()
         self._messages = []
+
+
+def _call(method: WeakMethod[Callable[[Tensor], None]], parameter: Tensor) -> None:
+    """Call the method of an object that still lives."""
+    bound = method()
+    if bound is not None:
+        bound(parameter)

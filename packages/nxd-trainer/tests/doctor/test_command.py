@@ -60,11 +60,11 @@ def test_interrupt_ends_the_two_ranks(monkeypatch):
     assert [process.returncode for process in started] == [-signal.SIGKILL]
 
 
-def test_torch_that_cannot_be_imported_is_a_finding(tmp_path):
+def test_torch_that_cannot_be_imported_is_a_finding(tmp_path, fresh_python):
     (tmp_path / "torch.py").write_text('raise OSError("libcudart.so.12: cannot open shared object file")')
 
     result = subprocess.run(
-        [sys.executable, "-m", "nxd_trainer", "doctor"],
+        [fresh_python, "-m", "nxd_trainer", "doctor"],
         env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
         capture_output=True,
         text=True,
