@@ -8,8 +8,6 @@ from importlib import metadata
 import pytest
 from packaging.requirements import Requirement
 
-pytestmark = pytest.mark.usefixtures("fresh_interpreter")
-
 PACKAGES = [
     "nxd_state",
     "nxd_layers",
@@ -22,16 +20,51 @@ PACKAGES = [
     "neuronx_distributed",
 ]
 MODULES_OF_TORCH = "import torch, torch.distributed"
-LISTING = "import sys, json; print(json.dumps(sorted({name.partition('.')[0] for name in sys.modules})))"
+USES = {
+    "nxd.parallel_state.get_tensor_model_parallel_size": ["nxd_layers", "nxd_optim", "nxd_pipeline", "nxd_ckpt"],
+    "nxd.parallel_layers.ColumnParallelLinear": ["nxd_pipeline", "nxd_ckpt"],
+    "nxd.pipeline.NxDPPModel": ["nxd_layers", "nxd_optim", "nxd_ckpt"],
+    "nxd.initialize_parallel_model": ["nxd_lightning", "nxd_trace", "transformers", "peft", "tensorboard"],
+}
+# Reads statements, a line each, and runs each in a fork of its own, so that torch is loaded once for all of them.
+LISTER = """
+import json, os, sys
+exec(sys.argv[1])
+for statement in sys.stdin.read().splitlines():
+    sys.stdout.flush()
+    if os.fork() == 0:
+        exec(statement)
+        print(json.dumps([statement, sorted(sys.modules)]))
+        sys.stdout.flush()
+        os._exit(0)
+    os.wait()
+"""
 MOST_DISTRIBUTIONS = 16
 
 
-def imported_after(statement: str) -> set[str]:
-    """Top-level modules that a fresh interpreter has after `statement`."""
+def modules_after(python: str, first: str, statements: list[str]) -> dict[str, set[str]]:
+    """By statement, the modules that an interpreter has after `first` and it."""
     output = subprocess.run(
-        [sys.executable, "-c", f"{statement}; {LISTING}"], capture_output=True, text=True, check=True
-    )
-    return set(json.loads(output.stdout))
+        [python, "-c", LISTER, first], input="\n".join(statements), capture_output=True, text=True, check=True
+    ).stdout
+    return {statement: set(names) for statement, names in map(json.loads, output.splitlines())}
+
+
+@pytest.fixture(scope="module")
+def after_torch(fresh_python: str) -> dict[str, set[str]]:
+    """By statement, the modules beside those of torch, which are loaded before."""
+    return modules_after(fresh_python, MODULES_OF_TORCH, ["pass", *(f"import {package}" for package in PACKAGES)])
+
+
+@pytest.fixture(scope="module")
+def after_nothing(fresh_python: str) -> dict[str, set[str]]:
+    """By statement, the modules of an interpreter that has loaded nothing before."""
+    uses = [f"import neuronx_distributed as nxd; {use}" for use in USES]
+    return modules_after(fresh_python, "pass", ["import neuronx_distributed", "import nxd_trainer.cli", *uses])
+
+
+def top_level(modules: set[str]) -> set[str]:
+    return {name.partition(".")[0] for name in modules}
 
 
 def distributions(name: str) -> set[str]:
@@ -51,50 +84,38 @@ def distributions(name: str) -> set[str]:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_import_adds_only_the_packages_own_modules_to_torchs(package):
-    with_torch = imported_after(MODULES_OF_TORCH)
-    standard_library = set(sys.stdlib_module_names)
-
-    added = imported_after(f"{MODULES_OF_TORCH}; import {package}") - with_torch - standard_library
+def test_import_adds_only_the_packages_own_modules_to_torchs(after_torch, package):
+    added = top_level(after_torch[f"import {package}"]) - top_level(after_torch["pass"]) - set(sys.stdlib_module_names)
 
     own = {name for name in added if name.startswith("nxd_") or name == "neuronx_distributed"}
+    assert own
     assert added - own <= {"xxhash", "safetensors", "__mp_main__"}
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_import_leaves_out_the_parts_of_torch_that_take_long(package):
-    listing = "import sys; print(' '.join(sys.modules))"
-    statement = f"{MODULES_OF_TORCH}; import {package}; {listing}"
-    output = subprocess.run([sys.executable, "-c", statement], capture_output=True, text=True, check=True).stdout
+def test_import_leaves_out_the_parts_of_torch_that_take_long(after_torch, package):
+    taking_long = {"torch.distributed.checkpoint", "torch.distributed.tensor", "torch._inductor"}
 
-    assert not {"torch.distributed.checkpoint", "torch.distributed.tensor", "torch._inductor"} & set(output.split())
+    assert not taking_long & after_torch[f"import {package}"]
 
 
-def test_import_name_is_free_until_it_is_used():
+def test_import_name_is_free_until_it_is_used(after_nothing):
     """What costs nothing needs no clock: neither torch nor any of our packages but the one that looks who owns it."""
-    imported = imported_after("import neuronx_distributed")
+    imported = top_level(after_nothing["import neuronx_distributed"])
 
     assert "torch" not in imported
     assert {name for name in imported if name.startswith("nxd_")} == {"nxd_trainer"}
 
 
-@pytest.mark.parametrize(
-    ("use", "spared"),
-    [
-        ("nxd.parallel_state.get_tensor_model_parallel_size", ["nxd_layers", "nxd_optim", "nxd_pipeline", "nxd_ckpt"]),
-        ("nxd.parallel_layers.ColumnParallelLinear", ["nxd_pipeline", "nxd_ckpt"]),
-        ("nxd.pipeline.NxDPPModel", ["nxd_layers", "nxd_optim", "nxd_ckpt"]),
-        ("nxd.initialize_parallel_model", ["nxd_lightning", "nxd_trace", "transformers", "peft", "tensorboard"]),
-    ],
-)
-def test_documented_name_brings_in_only_the_packages_behind_it(use, spared):
-    imported = imported_after(f"import neuronx_distributed as nxd; {use}")
+@pytest.mark.parametrize("use", USES)
+def test_documented_name_brings_in_only_the_packages_behind_it(after_nothing, use):
+    imported = top_level(after_nothing[f"import neuronx_distributed as nxd; {use}"])
 
-    assert not imported & set(spared)
+    assert not imported & set(USES[use])
 
 
-def test_command_line_answers_without_torch():
-    assert "torch" not in imported_after("import nxd_trainer.cli")
+def test_command_line_answers_without_torch(after_nothing):
+    assert "torch" not in after_nothing["import nxd_trainer.cli"]
 
 
 def test_full_stack_brings_few_distributions():

@@ -28,22 +28,19 @@ def observe() -> Observation:
         "registered style": dict.fromkeys(_styles()),
         "environment variable": {name: value for name, value in os.environ.items() if name not in _OF_LIBRARIES},
         "working directory": {"is": os.getcwd()},
-        "child process": {pid: line for pid, line in children.items() if pid not in of_the_session},
+        "child process": {pid: line for pid, line in children.items() if line and pid not in of_the_session},
         "process of the session": of_the_session,
         "open descriptor": _memory_and_sockets(),
-        "loaded": {"torch._dynamo": "torch._dynamo" in sys.modules},
+        "loaded": {name: True for name in ("torch._dynamo",) if name in sys.modules},
     }
 
 
 def left_behind(before: Observation, after: Observation) -> list[str]:
     """What a test has left behind, or changed, a line each."""
     kinds = set(before) - {"process of the session", "loaded"}
-    # Processes of the session have connections to this one; torch's compiler keeps the process group that there is
-    # when it is loaded.
-    if (
-        set(before["process of the session"]) != set(after["process of the session"])
-        or before["loaded"] != after["loaded"]
-    ):
+    # Processes of the session have connections to this one, and torch's compiler keeps the process group that there
+    # is when it is loaded.
+    if any(before[kind].keys() != after[kind].keys() for kind in ("process of the session", "loaded")):
         kinds.remove("open descriptor")
     lines = []
     for kind in sorted(kinds):
@@ -93,6 +90,7 @@ def _children() -> list[int]:
 
 
 def _command_line(pid: int) -> bytes:
+    """Empty for a process that has ended."""
     with suppress(FileNotFoundError, ProcessLookupError):
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
     return b""

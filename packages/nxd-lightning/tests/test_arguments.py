@@ -1,6 +1,7 @@
 """The documented arguments, and errors about wrong ones; on one rank."""
 
 import inspect
+import os
 
 import lightning
 import nxd_lightning
@@ -16,6 +17,7 @@ from nxd_lightning import (
     NeuronXLAPrecisionPlugin,
     NeuronXLAStrategy,
 )
+from nxd_state import destroy_model_parallel
 from torch.utils.data import DataLoader
 
 pytestmark = pytest.mark.smoke
@@ -29,6 +31,14 @@ DOCUMENTED = {
     NeuronXLAPrecisionPlugin: "",
     NeuronTensorBoardLogger: "save_dir",
 }
+
+
+@pytest.fixture(autouse=True)
+def mesh_of_the_test(monkeypatch):
+    """Ends with the test, and so does the number of threads that Lightning chooses."""
+    monkeypatch.setenv("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))
+    yield
+    destroy_model_parallel()
 
 
 class Fitting(NeuronLTModule):
