@@ -210,7 +210,7 @@ class BucketSender:
         self._messages = []
 
 
-def _call(method: WeakMethod[Callable[[Tensor], None]], parameter: Tensor) -> None:
+def _call(method: "WeakMethod[Any]", parameter: Tensor) -> None:
     """Call the method of an object that still lives."""
     bound = method()
     if bound is not None:
