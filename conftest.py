@@ -7,6 +7,7 @@ NXD_TESTING_SLOWNESS, which is measured here.
 
 import gc
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -25,18 +26,28 @@ from leaks import left_behind, observe
 SECONDS_TO_START = 0.012  # an interpreter without site-packages, on an idle machine of today
 SECONDS_TO_VANISH = 1.0  # for what is on its way out when a test ends: a process, a thread that closes sockets
 FRESH_INTERPRETER = pytest.StashKey[str]()
+OWN_FOLDER = pytest.StashKey[str]()
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Measure the machine and start the fork servers, once for all processes of the session."""
     config.stash[FRESH_INTERPRETER] = sys.executable
     if not hasattr(config, "workerinput"):
+        if config.option.basetemp is None:  # pytest's own folder is emptied by the user's next sessions but three
+            config.option.basetemp = config.stash[OWN_FOLDER] = tempfile.mkdtemp(prefix="nxd-tests-")
         os.environ.setdefault("NXD_TESTING_SLOWNESS", f"{measure_slowness():.2f}")
         wants_coverage = bool(config.getoption("cov_source", None)) or "COVERAGE_PROCESS_START" in os.environ
         if os.environ.get("NXD_TEST_FRESH_INTERPRETERS") != "1" and not wants_coverage:
             os.environ["NXD_TEST_PYTHON"] = start_fork_servers(config)
     if "NXD_TEST_PYTHON" in os.environ and not config.getoption("numprocesses", None):  # tests run in this process
         sys.executable = os.environ["NXD_TEST_PYTHON"]
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """The tests' own folder goes at the end, unless there is something to look at."""
+    if exitstatus == pytest.ExitCode.OK and OWN_FOLDER in session.config.stash:
+        session.config.add_cleanup(lambda: shutil.rmtree(session.config.stash[OWN_FOLDER], ignore_errors=True))
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -59,6 +59,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> str:
     tests = "".join(f"def test_{name}():\n    {statement}\n\n" for name, statement in LEAKS.items())
     file.write_text(HEADER + tests + FOOTER)
     command = [sys.executable, "-m", "pytest", "-c", str(ROOT / "pyproject.toml"), "-p", "conftest", str(file)]
+    command.append(f"--basetemp={file.parent}/temporary")
     settings = {"PYTHONPATH": str(ROOT), "REMOVED": "is there", "NXD_TEST_FRESH_INTERPRETERS": "1"}
     environment = os.environ | settings | {"NXD_TESTING_SLOWNESS": "0.1"}  # nothing is on its way out
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False).stdout
