@@ -209,8 +209,12 @@ class _Server:
         """The client is gone, so its program ends as it would have with it."""
         client = self._clients[child]
         if client is not None:
-            with contextlib.suppress(ProcessLookupError):
+            try:
                 os.killpg(child, signal.SIGKILL)
+            except (
+                ProcessLookupError
+            ):  # it has no group of its own yet, or has ended, and keeps its number until waited for
+                os.kill(child, signal.SIGKILL)
             self._selector.unregister(client)
             client.close()
             self._clients[child] = None

@@ -12,7 +12,7 @@ from typing import Any
 
 _OF_THE_SESSION = (b"nxd_state.testing.worker", b"nxd_trace.workers.fork_server", b"multiprocessing.resource_tracker")
 _LISTENS = "0A"  # in the table of TCP connections
-_OF_LIBRARIES = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")  # which pytest and torch set
+_OF_LIBRARIES = ("PYTEST_", "TORCHINDUCTOR_CACHE_DIR", "PJRT_", "XLA_", "TPU_")  # which they set when they are loaded
 
 Observation = Mapping[str, Mapping[str, Any]]
 
@@ -26,7 +26,9 @@ def observe() -> Observation:
         "mesh": _mesh(),
         "torch's settings": _torch_settings(),
         "registered style": dict.fromkeys(_styles()),
-        "environment variable": {name: value for name, value in os.environ.items() if name not in _OF_LIBRARIES},
+        "environment variable": {
+            name: value for name, value in os.environ.items() if not name.startswith(_OF_LIBRARIES)
+        },
         "working directory": {"is": os.getcwd()},
         "child process": {pid: line for pid, line in children.items() if line and pid not in of_the_session},
         "process of the session": of_the_session,
@@ -38,6 +40,7 @@ def observe() -> Observation:
 def left_behind(before: Observation, after: Observation) -> list[str]:
     """What a test has left behind, or changed, a line each."""
     kinds = set(before) - {"process of the session", "loaded"}
+    kinds -= {kind for kind in ("torch's settings", "registered style") if not before[kind]}  # loaded by the test
     # Processes of the session have connections to this one, and torch's compiler keeps the process group that there
     # is when it is loaded.
     if any(before[kind].keys() != after[kind].keys() for kind in ("process of the session", "loaded")):

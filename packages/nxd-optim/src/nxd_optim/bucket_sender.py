@@ -174,7 +174,7 @@ class BucketSender:
             advice = (
                 "put the backward passes before the last one of a step into no_sync()"
                 if self._phase == "following"
-                else "enter overlap_backward() for the last backward of a step only"
+                else "enter overlap_backward() for the last backward of a step only, or run_train in no_sync()"
             )
             self._phase = "failed"
             raise RuntimeError(
@@ -182,7 +182,8 @@ class BucketSender:
                 f"{advice}. Reentrant checkpoints around tied weights do this too: use "
                 "checkpoint(..., use_reentrant=False)"
             )
-        self._buckets[index].adopt(parameter)
+        if not getattr(parameter, "summed_over_stages", False):  # a pipeline adds the other stages' part to `.grad`
+            self._buckets[index].adopt(parameter)
         if self._phase == "following" or id(parameter) in self._last:
             self._missing[index].remove(id(parameter))
             self._send_filled()

@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from time import perf_counter_ns
 from types import ModuleType
@@ -172,7 +172,7 @@ class NxDPPModel(nn.Module):
             manual_pp_loss_fn,
         )
         whole = module if isinstance(module, nn.Module) else LayerChain(dict(enumerate(module)), manual_pp_loss_fn)
-        self._gradient_syncs: list[ref[GradientSync]] = []
+        self._gradient_syncs: list[tuple[ref[GradientSync], set[int]]] = []  # with the ids of their parameters
         self._syncs_gradients = True
         self._tied_names = LocalParts([whole]).tied_names()
         self._whole_model: nn.Module | None = None
@@ -207,10 +207,21 @@ class NxDPPModel(nn.Module):
     def partition(self) -> None:
         """Does nothing: the model is cut when it is made. For scripts that ask for it."""
 
-    def sync_gradients_by(self, sync: GradientSync) -> None:
-        """From now on `run_train` has gradients averaged by it while backward is running; it is not kept alive."""
-        if all(known() is not sync for known in self._gradient_syncs):
-            self._gradient_syncs.append(ref(sync))
+    def sync_gradients_by(self, sync: GradientSync, parameters: Iterable[Tensor]) -> None:
+        """From now on `run_train` has gradients averaged by it while backward is running; it is not kept alive.
+
+        It takes the place of one that averaged any of these parameters before.
+        """
+        own = {id(parameter) for parameter in parameters}
+        for known, theirs in self._gradient_syncs:
+            if known() is sync:
+                own |= theirs
+        self._gradient_syncs = [
+            (known, theirs)
+            for known, theirs in self._gradient_syncs
+            if known() not in (None, sync) and theirs.isdisjoint(own)
+        ]
+        self._gradient_syncs.append((ref(sync), own))
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -247,7 +258,7 @@ class NxDPPModel(nn.Module):
                 "another schedule, see SCHEDULE_NAMES"
             )
         microbatches = self._microbatches(kwargs)
-        syncs = [sync for it in self._gradient_syncs if (sync := it()) is not None] if self._syncs_gradients else []
+        syncs = [sync for it, _ in self._gradient_syncs if (sync := it()) is not None] if self._syncs_gradients else []
         with nullcontext() if self._trace_file is None else self._trace_file.step() as record:
             if self._whole_model is not None:
                 losses = self._train_whole(self._whole_model, microbatches, record, syncs)
@@ -266,7 +277,7 @@ class NxDPPModel(nn.Module):
             return _last_backward(syncs, [parameter for parameter in parameters if parameter not in tied])
 
         # On XLA each action is a graph of its own, and what one communicates has its place in all ranks' order.
-        overlaps = bool(syncs) and device_type() != "xla"
+        overlaps = len(syncs) == 1 and device_type() != "xla"
         with self._tied_weights.gradients_summed():
             losses = self._train_executor.run(
                 self._group.rank, microbatches, self._training_loss, record, last_backward if overlaps else None
@@ -438,13 +449,9 @@ class NxDPPModel(nn.Module):
         return mean
 
 
-@contextmanager
-def _last_backward(syncs: Iterable[GradientSync], parameters: Iterable[Tensor]) -> Iterator[None]:
-    parameters = list(parameters)
-    with ExitStack() as blocks:
-        for sync in syncs:
-            blocks.enter_context(sync.last_backward(parameters))
-        yield
+def _last_backward(syncs: Sequence[GradientSync], parameters: Iterable[Tensor]) -> AbstractContextManager[None]:
+    """A block for the only one; several would send in an order that depends on the graph, which ranks may not share."""
+    return syncs[0].last_backward(parameters) if len(syncs) == 1 else nullcontext()
 
 
 def _is_loss(value: Any) -> bool:

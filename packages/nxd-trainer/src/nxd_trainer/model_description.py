@@ -105,7 +105,7 @@ def find_description(checkpoint: Checkpoint) -> ModelDescription | None:
             found["config"],
             found.get("tokenizer"),
             found.get("folder"),
-            None if shapes is None else {name: tuple(shape) for name, shape in shapes.items()},
+            {name: tuple(shape) for name, shape in shapes.items()} if isinstance(shapes, dict) else None,
         )
     return _described_before(objects)
 
@@ -156,10 +156,15 @@ def own_llama_config(config: Mapping[str, Any]) -> LlamaConfig:
     if config.get("model_type") != "llama" or config.get("architectures") not in (None, ["LlamaForCausalLM"]):
         raise ValueError(f"{config.get('architectures') or config.get('model_type')} is not a LlamaForCausalLM")
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(rope, Mapping):
+        raise ValueError(f"rope_parameters={rope!r} is no table of settings")
     sizes = {field.name: config[field.name] for field in fields(LlamaConfig) if config.get(field.name) is not None}
     sizes["rope_theta"] = rope.get("rope_theta", config.get("rope_theta", LlamaConfig.rope_theta))
     sizes.setdefault("num_key_value_heads", sizes.get("num_attention_heads", LlamaConfig.num_attention_heads))
-    made = LlamaConfig(**sizes)
+    try:
+        made = LlamaConfig(**sizes)
+    except TypeError as error:
+        raise ValueError(f"its sizes are not those of a Llama: {error}") from error
     expected = {
         "hidden_act": "silu",
         "attention_bias": False,
@@ -203,16 +208,14 @@ def hugging_face_config(config: LlamaConfig, *, end_token: int | None) -> dict[s
 def _described_before(objects: Mapping[str, Any]) -> ModelDescription | None:
     """What checkpoints say that were written before they had one key: by `nxd train`, and by `nxd import`."""
     recipe = objects.get("recipe")
-    tokenizer = None if recipe is None else str(recipe.get("data", {}).get("tokenizer", BYTES))
-    if "hugging_face" in objects:
-        origin = objects["hugging_face"]
+    data = recipe.get("data") if isinstance(recipe, dict) else None
+    tokenizer = str(data.get("tokenizer", BYTES)) if isinstance(data, dict) else None
+    origin = objects.get("hugging_face")
+    if isinstance(origin, dict) and origin.keys() >= {"tensors", "config", "folder"}:
         shapes = {name: tuple(shape) for name, shape in origin["tensors"].items()}
         return ModelDescription(origin["config"], tokenizer, origin["folder"], shapes)
     sizes = objects.get(KEY)
-    if (
-        recipe is None
-        or not isinstance(sizes, dict)
-        or not sizes.keys() <= {field.name for field in fields(LlamaConfig)}
-    ):
+    names = {field.name for field in fields(LlamaConfig)}
+    if tokenizer is None or not isinstance(sizes, dict) or not sizes or not sizes.keys() <= names:
         return None
     return describe_llama(LlamaConfig(**sizes), tokenizer=tokenizer, end_token=objects.get("end_of_document"))

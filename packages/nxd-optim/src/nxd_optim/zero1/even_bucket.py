@@ -112,7 +112,9 @@ class EvenBucket:
         self._release_gradients()
 
     def zero_gradients(self) -> None:
-        """Set those gradients to zero that there are."""
+        """Set those gradients to zero that there are, averaged or not."""
+        if self.gradient is not None:
+            self.gradient = torch.zeros_like(self.gradient)
         self._sums = {key: torch.zeros_like(total) for key, total in self._sums.items()}
         for parameter in self.parameters:
             if parameter.grad is not None:

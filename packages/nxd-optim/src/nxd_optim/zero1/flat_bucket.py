@@ -199,7 +199,9 @@ class FlatBucket:
         self._release_gradients()
 
     def zero_gradients(self) -> None:
-        """Set those gradients to zero that there are."""
+        """Set those gradients to zero that there are, averaged or not."""
+        if self.gradient is not None:
+            self.gradient.zero_()
         for key, view in self._gradient_views.items():
             if key in self._filled:
                 view.zero_()

@@ -98,8 +98,6 @@ class Executor:
             read_output: what of the model's output is wanted; in training the loss, a scalar.
             record: called after each action with it and its start and end by `time.perf_counter_ns()`. The span of a
                 receive is the time for which the computation that needs it waited, right before that computation.
-            last_backward: a context around each action after which parameters of this rank get no more gradients; it
-                is given these parameters.
             last_backward: a context around the last backward of each stage, called with the parameters that get their
                 last gradient in it.
 

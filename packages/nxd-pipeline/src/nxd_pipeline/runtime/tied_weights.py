@@ -44,7 +44,8 @@ class TiedWeights:
         """Finds, by identity, the parameters that stages on several ranks use.
 
         All ranks must build it from the same model. The first rank's values go to the other copies, which are marked
-        as `shared`, so that a gradient norm counts the weight once.
+        as `shared`, so that a gradient norm counts the weight once; all are marked as `summed_over_stages`, so that an
+        optimizer which accumulates gradients elsewhere leaves theirs in `.grad` until it sends them.
 
         Args:
             stages: those of the whole model.
@@ -68,6 +69,7 @@ class TiedWeights:
         )
         for weight in self.weights:
             weight.parameter.shared = group.rank != weight.pipeline_ranks[0]  # type: ignore[attr-defined]
+            weight.parameter.summed_over_stages = True  # type: ignore[attr-defined]
         self._send_first(weight for weight in self.weights if not weight.parameter.is_meta)
 
     def synchronize(self) -> None:

@@ -110,6 +110,7 @@ class RankPool:
                 raise
             outputs = {rank: text for rank, worker in enumerate(workers) if (text := worker.take_output())}
             for rank in run.dead:
+                self._workers[rank].forget()
                 self._workers[rank] = WorkerProcess(self._store_port())
         if run.failures:
             raise RankFailure(list(run.failures.values()), world_size, outputs)
@@ -124,11 +125,13 @@ class RankPool:
                 worker.close()
             for worker in self._workers:
                 worker.end()
+                worker.forget()
             self._workers = []
 
     def _end_all(self) -> None:
         for worker in self._workers:
             worker.kill()
+            worker.forget()
         self._workers = []
 
     def _ready_workers(self, world_size: int) -> list[WorkerProcess]:

@@ -112,6 +112,11 @@ class WorkerProcess:
         self._process.stdin.close()
         self.connection.close()
 
+    def forget(self) -> None:
+        """Close the files that hold what an ended process has printed."""
+        self._output.close()
+        self._stacks.close()
+
 
 def import_path() -> list[str]:
     """`sys.path` as another process in another directory must have it."""

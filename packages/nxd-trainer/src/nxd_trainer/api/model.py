@@ -89,6 +89,7 @@ class NxDModel(nn.Module):
 
         They are averaged over the replicas while the last microbatch's backward is still running, if their optimizer is
         of `initialize_parallel_optimizer`; with ZeRO-1 each rank keeps the mean of its part only, and `.grad` is None.
+        `zero_grad` of the optimizer drops them; a backward of one's own that adds to them must run on every rank.
         Several calls may make one step of the optimizer: put all but the last into `no_sync`.
 
         `torch.autocast` around the call holds for the forward passes.
@@ -248,7 +249,7 @@ def sync_gradients(parameters: Iterable[Tensor], sync: GradientSync) -> None:
     wanted = set(parameters)
     for model in list(_models):
         if not wanted.isdisjoint(model.parameters()):
-            model.pipeline.sync_gradients_by(sync)
+            model.pipeline.sync_gradients_by(sync, wanted)
 
 
 def _positional_names(forward: Callable[..., Any]) -> list[str]:
