@@ -121,7 +121,7 @@ def gradients(world_size_is_two):
     model = make(config, skips=world_size_is_two)
     layers = list(model.layers.parameters() if hasattr(model, "layers") else model.module.layers.parameters())
     others = [weight for weight in model.parameters() if all(weight is not layer for layer in layers)]
-    optimizers = [sgd(config, layers[:2]), sgd(config, [*layers[2:], *others])]
+    optimizers = [sgd(config, layers[2:]), sgd(config, [*layers[:2], *others])]
     model.run_train(*batch())
     assert len(optimizers) == 2
     return {name: weight.grad for name, weight in model.named_parameters()}
