@@ -8,7 +8,14 @@ import torch
 from nxd_layers import LoraConfig, LoraModel
 from nxd_trainer.api import save_checkpoint
 from nxd_trainer.checkpoint import kind_of, model_state
-from nxd_trainer.model_description import describe_llama, describe_model, description_of, model_dtype
+from nxd_trainer.model_description import (
+    describe_llama,
+    describe_model,
+    description_of,
+    find_description,
+    model_dtype,
+    own_llama_config,
+)
 from nxd_trainer.models import LlamaConfig, LlamaForCausalLM
 from torch import nn
 
@@ -86,3 +93,33 @@ def test_checkpoint_that_is_not_described_says_what_to_do(tmp_path):
 
     with pytest.raises(ValueError, match=r"does not say of which model it is; give a folder of the same model"):
         description_of(nxd_ckpt.open_checkpoint(tmp_path, "a"))
+
+
+@pytest.mark.parametrize(
+    "objects",
+    [
+        None,
+        {"recipe": "x"},
+        {"recipe": {"data": None}, "model": {"vocab_size": 8}},
+        {"recipe": {}, "model": {}},
+        {"hugging_face": "gpt2"},
+        {"hugging_face": {"tensors": {}}},
+        {"model": "llama"},
+        {"model": {"config": ["llama"]}},
+    ],
+)
+def test_strange_objects_describe_no_model(objects):
+    assert find_description(SimpleNamespace(objects=objects)) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rope_parameters": "x"}, "rope_parameters='x' is no table"),
+        ({"hidden_size": "8"}, "are numbers, and these are not: hidden_size='8'"),
+        ({"model_type": "gpt2"}, "is not a LlamaForCausalLM"),
+    ],
+)
+def test_strange_config_is_refused_with_what_is_wrong(change, message):
+    with pytest.raises(ValueError, match=message):
+        own_llama_config(describe_llama(CONFIG).config | change)

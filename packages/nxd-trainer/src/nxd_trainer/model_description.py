@@ -161,10 +161,10 @@ def own_llama_config(config: Mapping[str, Any]) -> LlamaConfig:
     sizes = {field.name: config[field.name] for field in fields(LlamaConfig) if config.get(field.name) is not None}
     sizes["rope_theta"] = rope.get("rope_theta", config.get("rope_theta", LlamaConfig.rope_theta))
     sizes.setdefault("num_key_value_heads", sizes.get("num_attention_heads", LlamaConfig.num_attention_heads))
-    try:
-        made = LlamaConfig(**sizes)
-    except TypeError as error:
-        raise ValueError(f"its sizes are not those of a Llama: {error}") from error
+    strange = [f"{name}={value!r}" for name, value in sizes.items() if not isinstance(value, int | float)]
+    if strange:
+        raise ValueError(f"the sizes of a Llama are numbers, and these are not: {', '.join(strange)}")
+    made = LlamaConfig(**sizes)
     expected = {
         "hidden_act": "silu",
         "attention_bias": False,
