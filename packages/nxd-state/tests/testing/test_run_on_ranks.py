@@ -11,7 +11,7 @@ import nxd_state
 import pytest
 import torch
 import torch.distributed as dist
-from nxd_state.testing import RankFailure, RankPool, run_on_ranks
+from nxd_state.testing import RankFailure, RankPool, deadline, run_on_ranks
 from torch import nn
 
 
@@ -259,3 +259,11 @@ run_on_ranks(print, 1)
 
     assert "ImportError: nxd_state.testing needs cloudpickle" in result.stderr
     assert "pip install 'nxd-state[testing]'" in result.stderr
+
+
+def test_deadlines_are_scaled_by_the_slowness_of_the_machine(monkeypatch):
+    monkeypatch.setenv("NXD_TESTING_SLOWNESS", "2.5")
+    scaled = deadline(10)
+    monkeypatch.delenv("NXD_TESTING_SLOWNESS")
+
+    assert (scaled, deadline(10)) == (25.0, 10.0)
