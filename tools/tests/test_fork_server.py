@@ -61,7 +61,11 @@ def test_script_is_main_and_has_its_folder_on_the_path(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_signal_to_the_client_ends_the_program(number: signal.Signals) -> None:
-    program = "import os, time; print(os.getpid(), flush=True); time.sleep(1000)"
+    # A session in the background has SIGINT ignored, and so has its program until it says otherwise.
+    program = (
+        "import signal, time; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "print('ready', flush=True); time.sleep(1000)"
+    )
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as client:
         assert client.stdout is not None
         client.stdout.readline()
