@@ -30,7 +30,7 @@ def observe() -> Observation:
             name: value for name, value in os.environ.items() if not name.startswith(_OF_LIBRARIES)
         },
         "working directory": {"is": os.getcwd()},
-        "child process": {pid: line for pid, line in children.items() if line and pid not in of_the_session},
+        "child process": {pid: line for pid, line in children.items() if pid not in of_the_session},
         "process of the session": of_the_session,
         "open descriptor": _memory_and_sockets(),
         "loaded": {name: True for name in ("torch._dynamo",) if name in sys.modules},
@@ -89,11 +89,17 @@ def _children() -> list[int]:
     for task in Path("/proc/self/task").iterdir():
         with suppress(FileNotFoundError):  # a thread that has ended meanwhile
             pids += map(int, (task / "children").read_text().split())
-    return pids
+    return [pid for pid in pids if _is_running(pid)]
+
+
+def _is_running(pid: int) -> bool:
+    """Whether a child has not ended; one that has is still there until it is waited for."""
+    with suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
+    return False
 
 
 def _command_line(pid: int) -> bytes:
-    """Empty for a process that has ended."""
     with suppress(FileNotFoundError, ProcessLookupError):
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
     return b""
