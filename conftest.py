@@ -1,7 +1,7 @@
 """What all tests of the repository have: interpreters that start quickly, deadlines, and a look at what tests leave.
 
 Programs that tests start as `sys.executable` are forks of a server that has torch loaded (`fork_server`), unless
-NXD_TEST_FRESH_INTERPRETERS=1 or coverage is measured. Deadlines are those of an idle machine of today times
+NXD_TEST_FRESH_INTERPRETERS=1. Deadlines are those of an idle machine of today times
 NXD_TESTING_SLOWNESS, which is measured here.
 """
 
@@ -37,8 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
         if config.option.basetemp is None:  # pytest's own folder is emptied by the user's next sessions but three
             config.option.basetemp = config.stash[OWN_FOLDER] = tempfile.mkdtemp(prefix="nxd-tests-")
         os.environ.setdefault("NXD_TESTING_SLOWNESS", f"{measure_slowness():.2f}")
-        wants_coverage = bool(config.getoption("cov_source", None)) or "COVERAGE_PROCESS_START" in os.environ
-        if os.environ.get("NXD_TEST_FRESH_INTERPRETERS") != "1" and not wants_coverage:
+        if os.environ.get("NXD_TEST_FRESH_INTERPRETERS") != "1":
             os.environ["NXD_TEST_PYTHON"] = start_fork_servers(config)
     if "NXD_TEST_PYTHON" in os.environ and not config.getoption("numprocesses", None):  # tests run in this process
         sys.executable = os.environ["NXD_TEST_PYTHON"]

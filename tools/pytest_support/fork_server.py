@@ -45,6 +45,7 @@ LOADED_LATER = (
     "peft",
 )
 NUM_SERVERS = 2
+COVERAGE = "COVERAGE_PROCESS_CONFIG"  # set where programs are measured; forks begin it, not the server
 PR_SET_PDEATHSIG = 1
 # Of the servers: libraries start no threads and no processes while they are loaded, which a fork would lack.
 VARIABLES = {"OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1", "TORCH_WARM_POOL": "0"}
@@ -88,7 +89,8 @@ def start(folder: Path) -> "tuple[Path, list[subprocess.Popen[bytes]]]":
         listening.bind(str(folder / str(number)))
         listening.listen(128)
         environment = {**os.environ, **VARIABLES, "PYTHONHASHSEED": str(number + 1)}
-        environment.pop("PYTHONPATH", None)
+        for name in ("PYTHONPATH", COVERAGE):
+            environment.pop(name, None)
         servers.append(
             subprocess.Popen(
                 [sys.executable, __file__, str(listening.fileno())],
@@ -329,6 +331,8 @@ def _reset_libraries() -> None:
         torch.set_num_threads(int(threads) if threads else os.cpu_count() or 1)
     if numpy is not None:
         numpy.random.seed()
+    if COVERAGE in os.environ:
+        importlib.import_module("coverage").process_startup()
 
 
 if __name__ == "__main__":
