@@ -1,8 +1,10 @@
 """A small model of many types, a reducer that gives itself away, and what a process holds in memory of its own."""
 
+import ctypes
 import os
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,8 @@ import torch
 from nxd_ckpt.dtypes import CODE_OF_DTYPE
 
 Tensors = Mapping[str, torch.Tensor]
+
+M_MMAP_THRESHOLD = -3  # of malloc.h
 
 
 @pytest.fixture(scope="session")
@@ -50,7 +54,12 @@ def exploded(tmp_path: Path) -> Callable[[], bool]:
 
 @pytest.fixture(scope="session")
 def own_memory() -> Callable[[], int]:
-    """Bytes of this process that are no pages of files."""
+    """Bytes of this process that are no pages of files; those of tensors go back to the system once they are freed.
+
+    By itself glibc keeps large blocks, up to 32 MiB each, once one of their size has been freed.
+    """
+    with suppress(AttributeError):  # of another C library
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**20)
 
     def read() -> int:
         return 1024 * int(re.findall(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())[0])

@@ -128,17 +128,14 @@ class Executor:
 
     def _completed_parameters(self, rank: int) -> dict[Action, list[Tensor]]:
         """By action, the parameters that get no gradient after it: each is in the last backward of all its stages."""
-        last_of_stage: dict[int, Action] = {}
-        for action in self._schedule.actions[rank]:
-            if action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT):
-                last_of_stage[action.stage] = action
-        order = {action: index for index, action in enumerate(self._schedule.actions[rank])}
-        last_of_parameter: dict[Tensor, Action] = {}
-        for action in sorted(last_of_stage.values(), key=order.__getitem__):
-            last_of_parameter.update(dict.fromkeys(self._modules[action.stage].parameters(), action))
-        completed: dict[Action, list[Tensor]] = {action: [] for action in last_of_stage.values()}
-        for parameter, action in last_of_parameter.items():
-            completed[action].append(parameter)
+        completed: dict[Action, list[Tensor]] = {}
+        stages: set[int] = set()
+        parameters: set[Tensor] = set()
+        for action in reversed(self._schedule.actions[rank]):
+            if action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT) and action.stage not in stages:
+                completed[action] = [p for p in self._modules[action.stage].parameters() if p not in parameters]
+                stages.add(action.stage)
+                parameters.update(completed[action])
         return completed
 
     def _await_inputs(self, action: Action, record: Record | None) -> None:
