@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from nxd_state.testing import RankFailure, RankPool, deadline, run_on_ranks
 from torch import nn
+from torch.overrides import _get_current_function_mode_stack
 
 
 @dataclass
@@ -172,6 +173,8 @@ def test_run_on_ranks_state_changed_by_a_job_is_reset_for_the_next():
             torch.get_default_dtype(),
             torch.is_grad_enabled(),
             torch.ones(1).device.type,
+            torch.get_default_device().type,
+            len(_get_current_function_mode_stack()),  # a default device by name is a mode
             torch.are_deterministic_algorithms_enabled(),
             torch.get_num_threads(),
             Path.cwd(),
@@ -179,7 +182,7 @@ def test_run_on_ranks_state_changed_by_a_job_is_reset_for_the_next():
 
     run_on_ranks(change, 1)
 
-    assert run_on_ranks(state, 1) == [(torch.float32, True, "cpu", False, 1, Path.cwd())]
+    assert run_on_ranks(state, 1) == [(torch.float32, True, "cpu", "cpu", 0, False, 1, Path.cwd())]
 
 
 def test_run_on_ranks_random_numbers_are_equal_on_all_ranks_and_in_all_jobs():

@@ -100,8 +100,9 @@ def _enter(job: Job) -> None:
     os.environ.update(job.env)
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float32)
-    if torch.get_default_device().type != "cpu":
-        torch.set_default_device("cpu")  # not None, after which torch 2.9 cannot tell the default device any more
+    # Not the CPU by name: that would be a mode, which torch's compiler cannot look through everywhere.
+    torch.set_default_device(None)
+    vars(torch._GLOBAL_DEVICE_CONTEXT).clear()  # else torch 2.9 cannot tell the default device any more
     torch.set_grad_enabled(True)
     if torch.are_deterministic_algorithms_enabled():  # turning them off imports the compiler, for a second
         torch.use_deterministic_algorithms(False)
