@@ -287,7 +287,7 @@ TRAINED = {name: Model(name, options=SPLIT_SEQUENCE) for name in ("llama", "qwen
 
 
 def trained_losses(model, is_split, *, with_adapters):
-    """20 steps of AdamW, in whatever the model is."""
+    """Eight steps of AdamW, in whatever the model is."""
     torch.manual_seed(7)
     made = make_model(model)
     if is_split:
@@ -297,7 +297,7 @@ def trained_losses(model, is_split, *, with_adapters):
         made = LoraModel(made, LoraConfig(lora_rank=4, target_modules=["q_proj", "v_proj", "o_proj", "down_proj"]))
     optimizer = torch.optim.AdamW([it for it in made.parameters() if it.requires_grad], lr=1e-2)
     losses = []
-    for _ in range(20):
+    for _ in range(8):
         optimizer.zero_grad()
         loss = own_loss(made)
         loss.backward()

@@ -60,8 +60,17 @@ def tensors(folder, tag: str | None = None) -> dict[str, torch.Tensor]:
     return {name: checkpoint.read(name) for name in checkpoint.tensors}
 
 
-@pytest.mark.parametrize("more", [[], [TIED, "train.gradient_accumulation_steps=2"]], ids=["", "tied-accumulating"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+# Each layout with one of the two quickly, with the other one in the slow session.
+SAME_LAYOUT = [
+    pytest.param(layout, more, id=f"{layout}-{name}", marks=[pytest.mark.slow] * ((index + number) % 2))
+    for index, layout in enumerate(LAYOUTS)
+    for number, (name, more) in enumerate(
+        [("", []), ("tied-accumulating", [TIED, "train.gradient_accumulation_steps=2"])]
+    )
+]
+
+
+@pytest.mark.parametrize(("layout", "more"), SAME_LAYOUT)
 def test_resume_same_layout_is_bitwise_the_run_that_never_stopped(layout, more, run_ranks, settings, tmp_path):
     settings = [*settings, *more]
     whole = at(layout, run_ranks, settings, f"output={tmp_path / 'whole'}")
