@@ -37,7 +37,7 @@ def compute_gradients(state: RunState) -> Tensor | None:
     """
     batch = state.train_batches.next_step()
     with autocast(state.recipe):
-        loss = state.model.run_train(batch.input_ids, batch.labels)
+        loss = state.model.run_train(**state.source.inputs(batch))
     assert not isinstance(loss, list)  # that is what return_mb_loss asks for
     return loss
 
@@ -99,10 +99,11 @@ def _held_out_loss(state: RunState) -> Tensor | None:
     with autocast(state.recipe):
         if get_mesh().pp == 1:
             for batch in batches:
-                losses.append(state.model(batch.input_ids, batch.labels))
+                output = state.model(**state.source.inputs(batch))
+                losses.append(output if isinstance(output, Tensor) else output.loss)
                 step_boundary()  # one small graph for all batches
         else:
             while group := list(islice(batches, state.recipe.train.gradient_accumulation_steps)):
                 batch = together(group)
-                losses.append(state.model.run_eval(batch.input_ids, batch.labels))
+                losses.append(state.model.run_eval(**state.source.inputs(batch)))
     return None if losses[0] is None else torch.stack(losses).mean()
