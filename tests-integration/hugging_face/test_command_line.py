@@ -29,7 +29,7 @@ def test_import_and_export_give_the_folder_back(make_folder, tmp_path):
 
     assert imported.stdout.splitlines() == [
         f"wrote {tmp_path / 'checkpoints' / 'begin'}",
-        "nxd train and nxd serve cannot run it: ['Qwen3ForCausalLM'] is not a LlamaForCausalLM; nxd generate and nxd "
+        "nxd serve cannot run it: ['Qwen3ForCausalLM'] is not a LlamaForCausalLM; nxd train, nxd generate and nxd "
         "export can",
     ], imported.stderr
     weights = tmp_path / "exported" / "model.safetensors"

@@ -60,11 +60,6 @@ class RecipeModel:
     layer_class: type[nn.Module] | None = None
     param_init_fn: ParamInit | None = None
 
-    def inputs(self, batch: Batch) -> dict[str, Tensor]:
-        """A batch as its forward takes it. The labels are the next tokens, which models of transformers call so."""
-        values = {"input_ids": batch.input_ids, "labels": batch.labels, "shift_labels": batch.labels}
-        return {name: values[name] for name in self.input_names}
-
 
 def tokenizer_of(recipe: Recipe) -> tuple[Tokenizer, str]:
     """What encodes a recipe's text, and what checkpoints are to call it.
@@ -196,7 +191,7 @@ def describe_pipeline(recipe: Recipe) -> str:
 def build_model(recipe: Recipe, model: RecipeModel) -> NxDModel:
     """The model on this rank, with its first weights; they depend on the seed, not on the layout."""
     torch.manual_seed(recipe.train.seed)
-    built = initialize_parallel_model(nxd_config(recipe, model), model.make)
+    built = initialize_parallel_model(nxd_config(recipe, model), model.make).train()
     seed_model_parallel(recipe.train.seed)
     return built
 
@@ -230,6 +225,12 @@ def learning_rate_on(device: torch.device, rate: float) -> float | Tensor:
     """A learning rate as an optimizer takes it: on XLA as data, 0-d, so that a schedule's steps are one graph."""
     # Made as [1], since torch-xla takes the scalars 0 and 1 for constants.
     return torch.tensor([rate], device=device).view(()) if device.type == "xla" else rate
+
+
+def model_inputs(names: Iterable[str], batch: Batch) -> dict[str, Tensor]:
+    """A batch as a model takes it. Labels are the next tokens; models of transformers want them as `shift_labels`."""
+    values = {"input_ids": batch.input_ids, "labels": batch.labels, "shift_labels": batch.labels}
+    return {name: values[name] for name in names}
 
 
 def autocast(recipe: Recipe) -> torch.autocast:

@@ -56,6 +56,10 @@ def test_load_yaml_without_keys_gives_the_defaults(tmp_path, text):
         ("model.vocab_size=512", "model", "vocab_size", 512),
         ("model.tie_word_embeddings=true", "model", "tie_word_embeddings", True),
         ("optimizer.schedule=linear", "optimizer", "schedule", "linear"),
+        ("lora.target_modules=q_proj,v_proj", "lora", "target_modules", ("q_proj", "v_proj")),
+        ("model.config.head_dim=64", "model", "config", {"head_dim": 64}),
+        ("model.config.hidden_act=gelu", "model", "config", {"hidden_act": "gelu"}),
+        ('model.config={"head_dim": 64}', "model", "config", {"head_dim": 64}),
     ],
 )
 def test_override_is_read_as_the_type_of_its_key(override, section, field, value):
@@ -78,6 +82,15 @@ def test_override_beats_the_file_and_the_last_one_wins(tmp_path):
     recipe = load_recipe(file, ["train.steps=8", "train.steps=9", "output=b"])
 
     assert (recipe.train.steps, recipe.train.seed, recipe.output) == (9, 3, Path("b"))
+
+
+def test_keys_of_a_table_on_the_command_line_are_put_into_that_of_the_file(tmp_path):
+    file = tmp_path / "a.toml"
+    file.write_text('[model]\ntype = "qwen3"\n[model.config]\nhead_dim = 8\nhidden_act = "gelu"\n')
+
+    recipe = load_recipe(file, ["model.config.head_dim=16", "model.config.layer_types=[1, 2]"])
+
+    assert recipe.model.config == {"head_dim": 16, "hidden_act": "gelu", "layer_types": [1, 2]}
 
 
 @pytest.mark.parametrize(
@@ -143,6 +156,7 @@ def test_unknown_section_like_no_other_lists_all():
             "yes",
             "parallel.sequence_parallel='yes' is not allowed; expected true or false",
         ),
+        ("model", "config", "some", "model.config='some' is not allowed; expected a table of keys, or none"),
         (
             "optimizer",
             "schedule",

@@ -77,7 +77,7 @@ def _model_choice_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], st
             instead = "model.config" if model.path is None else "model.config, or leave it to the folder's config.json"
             yield (
                 (*sizes, *chosen),
-                f"{_listed(sizes, 'and')} say nothing of {chosen[0]}; give what it needs in {instead}",
+                f"{_listed(sizes, 'and')}: {chosen[0]} has sizes of its own; give what it needs in {instead}",
             )
     for name in ("model.factory", "pipeline.layer_class"):
         given = _value(recipe, name)

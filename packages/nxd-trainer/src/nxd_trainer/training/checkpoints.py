@@ -77,7 +77,7 @@ class RunSaver:
             self._state.optimizer,
             user_content=_describe_run(self._state),
             with_settings=False,  # the recipe's count
-            description=self._state.source.description,
+            description=self._state.description,
             run_tensors=_own_rng_state(),
             step=step,
             metrics={} if held_out_loss is None else {"held_out_loss": held_out_loss},
@@ -227,7 +227,7 @@ def _check_same_run(
         if theirs[section].get(name) != value
     ]
     other = description or ModelDescription({})
-    differences = model_differences(state.source.description, other, "the checkpoint has") + differences
+    differences = model_differences(state.description, other, "the checkpoint has") + differences
     if differences:
         raise ValueError(
             f"{where} is of another run: {'; '.join(differences)}. Restore that, or take another output folder"

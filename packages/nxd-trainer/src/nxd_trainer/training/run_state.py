@@ -2,7 +2,7 @@
 
 import fcntl
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -17,7 +17,7 @@ from nxd_trainer.api.checkpoint_loading import load_checkpoint
 from nxd_trainer.api.checkpoint_tags import find_checkpoint
 from nxd_trainer.api.rank_sync import together
 from nxd_trainer.data import CorpusIndex, HeldOutLoader, TrainLoader, build_corpus, open_corpus, pack_corpus
-from nxd_trainer.from_recipe import RecipeModel, build_model, build_optimizer, recipe_model, tokenizer_of
+from nxd_trainer.from_recipe import build_model, build_optimizer, recipe_model, tokenizer_of
 from nxd_trainer.hugging_face import load_pretrained
 from nxd_trainer.hugging_face.conversion import complete_config
 from nxd_trainer.hugging_face.folder import CONFIG_FILE, read_config
@@ -38,7 +38,8 @@ class RunState:
     """What a training run holds on one rank.
 
     Attributes:
-        source: the model as the recipe names it.
+        description: of the model, for checkpoints.
+        input_names: what the model takes of a batch.
         train_loader: knows the position in the data.
         train_batches: what steps take from it, on the device.
         output_lock: keeps other runs out of the output folder while this object lives.
@@ -46,7 +47,8 @@ class RunState:
     """
 
     recipe: Recipe
-    source: RecipeModel
+    description: ModelDescription
+    input_names: Sequence[str]
     model: NxDModel
     optimizer: NxDOptimizer
     train_loader: TrainLoader
@@ -116,7 +118,8 @@ def build_run_state(recipe: Recipe) -> RunState:
     model = build_model(recipe, source)
     return RunState(
         recipe=recipe,
-        source=source,
+        description=source.description,
+        input_names=source.input_names,
         model=model,
         optimizer=build_optimizer(recipe, model),
         train_loader=train_loader,
@@ -180,7 +183,7 @@ def load_first_weights(state: RunState) -> None:
     """
     folder = state.recipe.checkpoint.initial_weights or state.recipe.model.path
     if folder is not None:
-        load_initial_weights(state.model, state.optimizer, state.source.description, folder)
+        load_initial_weights(state.model, state.optimizer, state.description, folder)
 
 
 def load_initial_weights(model: NxDModel, optimizer: NxDOptimizer, description: ModelDescription, folder: Path) -> None:
