@@ -22,7 +22,9 @@ QWEN3 = ["model.type=qwen3", "model.config.head_dim=8", "model.tie_word_embeddin
 FACTORY = """
 import torch
 from nxd_layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear, parallel_cross_entropy
-from torch import nn
+from torch import fx, nn
+
+fx.wrap("parallel_cross_entropy")  # a trace, which cuts the model into stages, does not look into it
 
 
 class Block(nn.Module):
@@ -107,12 +109,12 @@ def test_no_rank_makes_more_than_its_part_of_a_random_model(run_ranks, settings)
     ids=["all", "lora"],
 )
 def test_run_goes_on_bitwise(losses_of, model):
-    layout = [*model, "parallel.pipeline_parallel_size=2", "parallel.zero1=true"]
-    uninterrupted = losses_of("whole", 4, *layout)
+    layout = [*model, "parallel.tensor_parallel_size=2", "parallel.zero1=true"]
+    uninterrupted = losses_of("whole", 2, *layout)
 
-    losses_of("parts", 4, *layout, "train.stop_after=2")
+    losses_of("parts", 2, *layout, "train.stop_after=2")
 
-    assert losses_of("parts", 4, *layout) == uninterrupted
+    assert losses_of("parts", 2, *layout) == uninterrupted
 
 
 def test_adapters_of_a_folder_alone_are_trained_and_saved_and_generate_says_so(losses_of, settings, tmp_path):
@@ -122,11 +124,12 @@ def test_adapters_of_a_folder_alone_are_trained_and_saved_and_generate_says_so(l
     model.double().save_pretrained(tmp_path / "folder")
     lora = [f"model.path={tmp_path / 'folder'}", "lora.rank=2", "lora.target_modules=q_proj,v_proj"]
 
-    one, four = losses_of("one", 1, *lora), losses_of("four", 4, *lora, *FOUR_RANKS)
+    one = losses_of("one", 1, *lora)
+    two = losses_of("two", 2, *lora, "parallel.pipeline_parallel_size=2")
 
-    assert four == pytest.approx(one, rel=1e-6)
+    assert two == pytest.approx(one, rel=1e-6)
     assert one[0] == losses_of("plain", 1, f"model.path={tmp_path / 'folder'}")[0]  # adapters begin with nothing to add
-    checkpoint = nxd_ckpt.open_checkpoint(tmp_path / "four" / "checkpoints")
+    checkpoint = nxd_ckpt.open_checkpoint(tmp_path / "two" / "checkpoints")
     weights = [name for name in checkpoint.tensors if not name.startswith(("optimizer/", "rng/"))]
     assert weights
     assert all("lora" in name for name in weights)

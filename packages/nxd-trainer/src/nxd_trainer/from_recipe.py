@@ -1,7 +1,7 @@
-"""What a recipe means: the config of the documented API, the model, the data and the optimizer.
+"""What a recipe means: the config of the documented API, the model and its tokenizer, and the optimizer.
 
 `nxd train`, `nxd parity`, `nxd plan` and `nxd doctor` build what they run from here, with the calls that a script would
-make. Nobody else translates a recipe.
+make. How text becomes batches is in `training.run_state`.
 """
 
 import importlib

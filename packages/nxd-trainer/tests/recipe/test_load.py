@@ -56,10 +56,6 @@ def test_load_yaml_without_keys_gives_the_defaults(tmp_path, text):
         ("model.vocab_size=512", "model", "vocab_size", 512),
         ("model.tie_word_embeddings=true", "model", "tie_word_embeddings", True),
         ("optimizer.schedule=linear", "optimizer", "schedule", "linear"),
-        ("lora.target_modules=q_proj,v_proj", "lora", "target_modules", ("q_proj", "v_proj")),
-        ("model.config.head_dim=64", "model", "config", {"head_dim": 64}),
-        ("model.config.hidden_act=gelu", "model", "config", {"hidden_act": "gelu"}),
-        ('model.config={"head_dim": 64}', "model", "config", {"head_dim": 64}),
     ],
 )
 def test_override_is_read_as_the_type_of_its_key(override, section, field, value):
@@ -82,6 +78,19 @@ def test_override_beats_the_file_and_the_last_one_wins(tmp_path):
     recipe = load_recipe(file, ["train.steps=8", "train.steps=9", "output=b"])
 
     assert (recipe.train.steps, recipe.train.seed, recipe.output) == (9, 3, Path("b"))
+
+
+@pytest.mark.parametrize(
+    ("override", "table"),
+    [
+        ("model.config.head_dim=64", {"head_dim": 64}),
+        ("model.config.hidden_act=gelu", {"hidden_act": "gelu"}),
+        ('model.config={"head_dim": 64}', {"head_dim": 64}),
+        ("model.config=none", None),
+    ],
+)
+def test_override_of_a_table_or_of_its_keys_holds_what_json_says_of_it(override, table):
+    assert load_recipe(overrides=["model.type=qwen3", override]).model.config == table
 
 
 def test_keys_of_a_table_on_the_command_line_are_put_into_that_of_the_file(tmp_path):

@@ -36,7 +36,10 @@ def case_of_recipe(recipe: Recipe, steps: int) -> ParityCase:
     tokens = torch.randint(0, tokenizer.vocab_size, shape, generator=generator)
     return ParityCase(
         model_fn=lambda: whole_model(recipe),
-        batches=[model_inputs(model.input_names, Batch(step[:, :-1], step[:, 1:])) for step in tokens],
+        batches=[
+            model_inputs(model.input_names, Batch(step[:, :-1].contiguous(), step[:, 1:].contiguous()))
+            for step in tokens
+        ],
         nxd_config=config | {"pipeline_config": config["pipeline_config"] | {"trace_file_path": None}},
         optimizer_arguments=adamw_arguments(recipe),
         parameter_groups=lambda parameters: parameter_groups(recipe, parameters),

@@ -80,6 +80,7 @@ QUICK = [
     ("GPT-OSS", "DP 2 + ZeRO-1"),
     ("GLM-4", "TP 2"),
 ]
+QUICKLY_REFUSED = [("GPT-OSS", "TP 2"), ("Mixtral", "TP 2 x SP")]
 
 
 class InFloat64(TorchFunctionMode):
@@ -218,7 +219,13 @@ def test_losses_are_those_of_a_loop_of_transformers(
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize(("model", "layout"), [pytest.param(*cell, id=", ".join(cell)) for cell in REFUSED])
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        pytest.param(*cell, id=", ".join(cell), marks=[] if cell in QUICKLY_REFUSED else pytest.mark.slow)
+        for cell in REFUSED
+    ],
+)
 def test_layout_that_a_model_cannot_have_is_refused(run_ranks, folder_of, tokens_folder, tmp_path, model, layout):
     ranks, degrees = LAYOUTS[layout]
 
