@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import nxd_ckpt
 import pytest
@@ -11,6 +10,7 @@ import torch
 import transformers
 from nxd_state.testing import deadline
 from nxd_trainer.api import initialize_parallel_model, initialize_parallel_optimizer, neuronx_distributed_config
+from nxd_trainer.model_description import describe_llama
 from nxd_trainer.models import LlamaConfig, LlamaForCausalLM
 from nxd_trainer.training.run_state import load_initial_weights
 from safetensors.torch import load_file
@@ -29,7 +29,7 @@ def test_import_and_export_give_the_folder_back(make_folder, tmp_path):
 
     assert imported.stdout.splitlines() == [
         f"wrote {tmp_path / 'checkpoints' / 'begin'}",
-        "nxd train and nxd serve cannot run it: ['Qwen3ForCausalLM'] is not a LlamaForCausalLM; nxd generate and nxd "
+        "nxd serve cannot run it: ['Qwen3ForCausalLM'] is not a LlamaForCausalLM; nxd train, nxd generate and nxd "
         "export can",
     ], imported.stderr
     weights = tmp_path / "exported" / "model.safetensors"
@@ -76,11 +76,10 @@ def test_run_begins_with_the_weights_of_a_llama_at_any_degree(run_ranks, make_fo
         layout = neuronx_distributed_config(tensor_parallel_size=2)
         model = initialize_parallel_model(layout, LlamaForCausalLM, own)
         optimizer = initialize_parallel_optimizer(layout, torch.optim.SGD, model.parameters(), lr=0.0)
-        load_initial_weights(SimpleNamespace(model=model, config=own, optimizer=optimizer), begin)
+        load_initial_weights(model, optimizer, describe_llama(own), begin)
+        other = describe_llama(LlamaConfig(**sizes | {"rms_norm_eps": 0.5}))
         with pytest.raises(ValueError, match=r"model\.rms_norm_eps is 0\.5, there"):
-            load_initial_weights(
-                SimpleNamespace(model=model, config=LlamaConfig(**sizes | {"rms_norm_eps": 0.5})), begin
-            )
+            load_initial_weights(model, optimizer, other, begin)
         return model(ids[:, :-1], ids[:, 1:])
 
     with torch.no_grad():
@@ -101,7 +100,7 @@ def test_master_weights_begin_with_those_of_the_folder_too(run_ranks, make_folde
         layout = neuronx_distributed_config(optimizer_config={"zero_one_enabled": True})
         model = initialize_parallel_model(layout, LlamaForCausalLM, own, dtype=torch.bfloat16)
         optimizer = initialize_parallel_optimizer(layout, torch.optim.SGD, model.parameters(), lr=0.0)
-        load_initial_weights(SimpleNamespace(model=model, config=own, optimizer=optimizer), folder)
+        load_initial_weights(model, optimizer, describe_llama(own), folder)
         before = [parameter.detach().clone() for parameter in model.parameters()]
         model(ids[:, :-1], ids[:, 1:]).backward()
         optimizer.step()

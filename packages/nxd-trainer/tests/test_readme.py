@@ -4,16 +4,19 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 from nxd_state.testing import deadline
+from nxd_trainer.recipe import recipe_from_dict
 
 pytestmark = pytest.mark.smoke
 
 README = Path(__file__).parents[1] / "README.md"
-BLOCKS = re.findall(r"```(python|console)\n(.*?)```", README.read_text(), flags=re.DOTALL)
+BLOCKS = re.findall(r"```(python|console|toml)\n(.*?)```", README.read_text(), flags=re.DOTALL)
 EXAMPLES = [source for language, source in BLOCKS if language == "python"]
+RECIPES = [source for language, source in BLOCKS if language == "toml"]
 COMMANDS = [line for language, block in BLOCKS if language == "console" for line in block.splitlines()]
 
 
@@ -32,3 +35,8 @@ def test_readme_commands_run_as_written(tmp_path):
         prompt, program, *arguments = shlex.split(line)
         assert (prompt, program) == ("$", "nxd")
         run([sys.executable, "-m", "nxd_trainer", *arguments], tmp_path)
+
+
+@pytest.mark.parametrize("source", RECIPES)
+def test_readme_recipe_is_one(source):
+    recipe_from_dict(tomllib.loads(source))

@@ -1,25 +1,127 @@
-"""What a recipe means to the documented API: its config, model and optimizer.
+"""What a recipe means: the config of the documented API, the model and its tokenizer, and the optimizer.
 
-`nxd train` and `nxd parity` build what they run from here, with the calls that a script would make.
+`nxd train`, `nxd parity`, `nxd plan` and `nxd doctor` build what they run from here, with the calls that a script would
+make. How text becomes batches is in `training.run_state`.
 """
 
-from dataclasses import fields
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from nxd_layers.hf import is_transformers_model
+from nxd_layers.hf.transformers_models import takes_causal_lm_loss
+from nxd_layers.lora import LoraConfig
 from nxd_pipeline import Schedule, insert_communication, make_schedule, simulate
+from nxd_pipeline.partition import ParamInit, materialize
 from nxd_state import get_device, seed_model_parallel
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import AdamW
 
 from nxd_trainer.api import NxDModel, NxDOptimizer, initialize_parallel_model, initialize_parallel_optimizer
+from nxd_trainer.data import Batch, Tokenizer, load_tokenizer
+from nxd_trainer.hugging_face.conversion import config_of_type, model_on_meta
+from nxd_trainer.hugging_face.folder import read_config
+from nxd_trainer.hugging_face.saving import stored_shapes
+from nxd_trainer.model_description import BYTES, ModelDescription, describe_llama, describe_model, tokenizer_in
 from nxd_trainer.models import LlamaConfig, LlamaDecoderLayer, LlamaForCausalLM
-from nxd_trainer.recipe import ModelSection, Recipe
+from nxd_trainer.recipe import Recipe, padded_vocab_size
+from nxd_trainer.recipe.checks import SIZES
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
+# Of our Llama, where the recipe leaves them to the architecture.
+_LLAMA_DEFAULTS: dict[str, Any] = {
+    "rope_theta": 10000.0,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.02,
+}
 
-def nxd_config(recipe: Recipe) -> dict[str, Any]:
+
+@dataclass(frozen=True)
+class RecipeModel:
+    """The model that a recipe names, not spread over ranks yet.
+
+    Attributes:
+        make: makes it: our Llama with its first weights, one of transformers without memory, or what a factory made.
+        description: what checkpoints are to say of it.
+        input_names: what its forward takes of a batch.
+        layer_class: of the layers between which a pipeline is cut; None where the model tells.
+        param_init_fn: gives a model without memory its first weights, module by module.
+    """
+
+    make: Callable[[], nn.Module]
+    description: ModelDescription
+    input_names: Sequence[str] = ("input_ids", "labels")
+    layer_class: type[nn.Module] | None = None
+    param_init_fn: ParamInit | None = None
+
+
+def tokenizer_of(recipe: Recipe) -> tuple[Tokenizer, str]:
+    """What encodes a recipe's text, and what checkpoints are to call it.
+
+    Raises:
+        ValueError: nothing usable is there.
+    """
+    named = recipe.data.tokenizer or tokenizer_in(recipe.model.path) or BYTES
+    return load_tokenizer(None if str(named) == BYTES else named), str(named)
+
+
+def recipe_model(recipe: Recipe) -> RecipeModel:
+    """Make out the model that a recipe names. Nothing is communicated, and but for a factory's nothing is allocated.
+
+    Raises:
+        ValueError: there is no such model, it has no room for the tokenizer's ids or for the sequences, or is not one
+            that can be trained so.
+    """
+    tokenizer, tokenizer_name = tokenizer_of(recipe)
+    if recipe.model.is_own_llama:
+        sizes = {name: size for name, size in _sizes(recipe).items() if size is not None}
+        config = LlamaConfig(
+            **_LLAMA_DEFAULTS | sizes | {"vocab_size": padded_vocab_size(recipe, tokenizer.vocab_size)}
+        )
+        model = llama_model(recipe, config)
+        described = describe_llama(config, tokenizer=tokenizer_name, end_token=tokenizer.end_of_document)
+        return replace(model, description=described)
+    if recipe.model.factory is not None:
+        model = _made_by_factory(recipe, recipe.model.factory)
+    else:
+        model = _of_config(recipe, tokenizer)
+    _check_fits(recipe, model.description.config, tokenizer)
+    return replace(model, description=replace(model.description, tokenizer=tokenizer_name))
+
+
+def llama_model(recipe: Recipe, config: LlamaConfig) -> RecipeModel:
+    """A Llama of this package, in the precision and layout of a recipe; its description knows no tokenizer."""
+    sequence_parallel, dtype = recipe.parallel.sequence_parallel, DTYPES[recipe.train.dtype]
+    return RecipeModel(
+        lambda: LlamaForCausalLM(config, sequence_parallel=sequence_parallel, dtype=dtype),
+        describe_llama(config),
+        layer_class=LlamaDecoderLayer,
+    )
+
+
+def whole_model(recipe: Recipe) -> nn.Module:
+    """A recipe's model with its first weights, before it is split over ranks; of our Llama this rank's part.
+
+    Torch must be seeded as for `build_model`, for the same weights.
+
+    Raises:
+        ValueError: as for `recipe_model`.
+    """
+    model = recipe_model(recipe)
+    module: Any = model.make()
+    if recipe.model.path is not None:
+        return type(module).from_pretrained(recipe.model.path, config=module.config, dtype=DTYPES[recipe.train.dtype])
+    materialize(module, model.param_init_fn)
+    return module
+
+
+def nxd_config(recipe: Recipe, model: RecipeModel) -> dict[str, Any]:
     """The arguments of `neuronx_distributed_config`.
 
     With ZeRO-1, weights narrower than float32 learn by float32 masters, which checkpoints hold, and gradients are
@@ -28,18 +130,19 @@ def nxd_config(recipe: Recipe) -> dict[str, Any]:
     Raises:
         ValueError: the recipe's schedule cannot be played.
     """
-    parallel = recipe.parallel
+    parallel, checkpointing = recipe.parallel, recipe.parallel.activation_checkpointing
     pipeline: dict[str, Any] = {
         "num_microbatches": recipe.train.gradient_accumulation_steps,
-        "input_names": ["input_ids", "labels"],
-        "transformer_layer_cls": LlamaDecoderLayer,
+        "input_names": list(model.input_names),
         "return_loss_on_cpu": False,
     }
+    if model.layer_class is not None:
+        pipeline["transformer_layer_cls"] = model.layer_class
     if parallel.pipeline_parallel_size > 1:
         schedule = recipe_schedule(recipe)
         pipeline |= {
             "auto_partition": True,
-            "schedule": schedule,
+            "schedule": recipe.pipeline.schedule,
             "virtual_pipeline_size": schedule.num_stages // schedule.num_ranks,
             "trace_file_path": recipe.pipeline.trace_file,
         }
@@ -48,7 +151,10 @@ def nxd_config(recipe: Recipe) -> dict[str, Any]:
         "pipeline_parallel_size": parallel.pipeline_parallel_size,
         "sequence_parallel": parallel.sequence_parallel,
         "pipeline_config": pipeline,
-        "activation_checkpoint_config": None if parallel.activation_checkpointing == "none" else "full",
+        "activation_checkpoint_config": {"none": None, "full": "full"}.get(checkpointing, checkpointing.split(",")),
+        "pad_model": parallel.pad_heads,
+        "lora_config": _lora_config(recipe),
+        "model_init_config": {"param_init_fn": model.param_init_fn},
         "optimizer_config": {
             "zero_one_enabled": parallel.zero1,
             "grad_clipping": recipe.train.max_grad_norm > 0,
@@ -82,40 +188,37 @@ def describe_pipeline(recipe: Recipe) -> str:
     )
 
 
-def model_config(recipe: Recipe, vocab_size: int) -> LlamaConfig:
-    """The sizes of a recipe's model."""
-    sizes = {field.name: getattr(recipe.model, field.name) for field in fields(ModelSection)}
-    return LlamaConfig(**sizes | {"vocab_size": vocab_size})
-
-
-def build_model(recipe: Recipe, config: LlamaConfig) -> NxDModel:
-    """The model on this rank; its weights depend on the seed, not on the layout."""
+def build_model(recipe: Recipe, model: RecipeModel) -> NxDModel:
+    """The model on this rank, with its first weights; they depend on the seed, not on the layout."""
     torch.manual_seed(recipe.train.seed)
-    model = initialize_parallel_model(
-        nxd_config(recipe),
-        LlamaForCausalLM,
-        config,
-        sequence_parallel=recipe.parallel.sequence_parallel,
-        dtype=DTYPES[recipe.train.dtype],
-    )
+    built = initialize_parallel_model(nxd_config(recipe, model), model.make).train()
     seed_model_parallel(recipe.train.seed)
-    return model
+    return built
 
 
 def build_optimizer(recipe: Recipe, model: NxDModel) -> NxDOptimizer:
-    """AdamW that decays matrices and leaves norms alone."""
-    options = recipe.optimizer
-    parameters = list(model.parameters())
-    groups = [
-        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": options.weight_decay},
-        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
-    ]
+    """AdamW of what is to be trained."""
     device = get_device()
     # On XLA the count of steps, too, is data; bias corrections that have become 1 would make another graph.
     kind: dict[str, Any] = {"capturable": True} if device.type == "xla" else {"fused": device.type in ("cpu", "cuda")}
-    return initialize_parallel_optimizer(
-        nxd_config(recipe), AdamW, groups, lr=options.lr, betas=options.betas, eps=options.eps, **kind
-    )
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = parameter_groups(recipe, trained)
+    return initialize_parallel_optimizer(model.nxd_config, AdamW, groups, **adamw_arguments(recipe), **kind)
+
+
+def parameter_groups(recipe: Recipe, parameters: Iterable[Tensor]) -> list[dict[str, Any]]:
+    """Groups for an optimizer that decays matrices and leaves norms alone."""
+    trained = list(parameters)
+    return [
+        {"params": [p for p in trained if p.dim() > 1], "weight_decay": recipe.optimizer.weight_decay},
+        {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+
+
+def adamw_arguments(recipe: Recipe) -> dict[str, Any]:
+    """Arguments of AdamW that hold for all parameters."""
+    options = recipe.optimizer
+    return {"lr": options.lr, "betas": options.betas, "eps": options.eps}
 
 
 def learning_rate_on(device: torch.device, rate: float) -> float | Tensor:
@@ -124,8 +227,142 @@ def learning_rate_on(device: torch.device, rate: float) -> float | Tensor:
     return torch.tensor([rate], device=device).view(()) if device.type == "xla" else rate
 
 
+def model_inputs(names: Iterable[str], batch: Batch) -> dict[str, Tensor]:
+    """A batch as a model takes it. Labels are the next tokens; models of transformers want them as `shift_labels`."""
+    values = {"input_ids": batch.input_ids, "labels": batch.labels, "shift_labels": batch.labels}
+    return {name: values[name] for name in names}
+
+
 def autocast(recipe: Recipe) -> torch.autocast:
     """Around the forward passes: matrix products as `train.autocast` says."""
     # A cache would keep a bfloat16 copy of every weight from the first microbatch to the end of the step.
     enabled = recipe.train.autocast == "bfloat16"
     return torch.autocast(get_device().type, dtype=torch.bfloat16, enabled=enabled, cache_enabled=False)
+
+
+def import_named(name: str, key: str = "") -> Any:
+    """What "module:name" stands for, where modules are looked for in the working directory as well.
+
+    It runs the module. So the name must come from the person at the command line: never from a checkpoint, nor from
+    anything else that is not theirs.
+
+    Args:
+        name: such as "my_models:make".
+        key: that it was given under, for messages, such as "model.factory".
+
+    Raises:
+        ValueError: it cannot be imported.
+    """
+    module_name, _, attribute = name.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as python does for a script
+    try:
+        return getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError, ValueError, SyntaxError) as error:
+        told = f"{key}={name}" if key else name
+        raise ValueError(f"{told} cannot be imported from here: {error}") from error
+
+
+def _of_config(recipe: Recipe, tokenizer: Tokenizer) -> RecipeModel:
+    """A model of transformers, by the `config.json` of a folder or by its type."""
+    model, further = recipe.model, dict(recipe.model.config or {})
+    if model.path is not None:
+        config = {**read_config(model.path), **further}
+        description = ModelDescription(
+            config, folder=str(model.path.resolve()), stored_shapes=stored_shapes(model.path)
+        )
+    else:
+        sizes = _sizes(recipe)
+        asked_for = {size.name: sizes[size.name] for size in SIZES if sizes[size.name] != size.default}
+        asked_for["vocab_size"] = padded_vocab_size(recipe, tokenizer.vocab_size)
+        description = ModelDescription(
+            config_of_type(
+                str(model.type),
+                asked_for,
+                further,
+                default_sizes={name: size for name, size in sizes.items() if size is not None},
+                end_token=tokenizer.end_of_document,
+            )
+        )
+    outline = model_on_meta(description.config, DTYPES[recipe.train.dtype])
+    if outline is None:
+        raise ValueError(
+            f"model.path={model.path} is a {description.architecture}, which is made by transformers: it is not "
+            "installed, or does not know it (pip install transformers)"
+        )
+    return _of_transformers(recipe, outline, description)
+
+
+def _sizes(recipe: Recipe) -> dict[str, Any]:
+    return {size.name: getattr(recipe.model, size.name) for size in SIZES}
+
+
+def _made_by_factory(recipe: Recipe, factory: str) -> RecipeModel:
+    arguments = dict(recipe.model.config or {})
+    make = import_named(factory, "model.factory")
+    if not callable(make):
+        raise ValueError(f"model.factory={factory} is a {type(make).__name__}; give a function that makes a model")
+    made = make(**arguments)
+    if not isinstance(made, nn.Module):
+        raise ValueError(f"model.factory={factory} returned a {type(made).__name__}; it must return a torch module")
+    description = describe_model(made, made) or ModelDescription(arguments, factory=factory)
+    for parameter in made.parameters():  # buffers keep their type, such as rotary frequencies
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(DTYPES[recipe.train.dtype])
+    if is_transformers_model(made):
+        return _of_transformers(recipe, made, description)
+    layers = recipe.pipeline.layer_class
+    layer_class = None if layers is None else import_named(layers, "pipeline.layer_class")
+    return RecipeModel(lambda: made, description, layer_class=layer_class)
+
+
+def _of_transformers(recipe: Recipe, module: Any, description: ModelDescription) -> RecipeModel:
+    if not takes_causal_lm_loss(module):
+        raise ValueError(
+            f"{type(module).__name__} computes its loss in its own way, so that it cannot be told the next tokens; "
+            "give a model.factory, whose model takes input_ids and labels and returns the loss"
+        )
+    module.config.get_text_config().use_cache = False  # of what was said long ago, nothing is asked in training
+    if recipe.train.dtype == "float64":
+        module.config._experts_implementation = "eager"  # the grouped products of experts know no float64
+    return RecipeModel(
+        lambda: module,
+        description,
+        input_names=("input_ids", "labels", "shift_labels"),
+        param_init_fn=module._init_weights,
+    )
+
+
+def _check_fits(recipe: Recipe, config: Mapping[str, Any], tokenizer: Tokenizer) -> None:
+    """Raise ValueError for a model without room for the tokenizer's ids or the sequences, as far as it says."""
+    rows, positions = config.get("vocab_size"), config.get("max_position_embeddings")
+    named = next(f"model.{it}={name}" for it in ("path", "type", "factory") if (name := getattr(recipe.model, it)))
+    mistakes = []
+    if isinstance(rows, int) and rows < tokenizer.vocab_size:
+        mistakes.append(
+            f"{named} has a vocabulary of {rows}, less than the tokenizer's {tokenizer.vocab_size} ids; set "
+            "data.tokenizer to the tokenizer of the model"
+        )
+    if isinstance(positions, int) and positions < recipe.data.sequence_length:
+        mistakes.append(
+            f"{named} is made for {positions} positions, less than data.sequence_length={recipe.data.sequence_length}; "
+            "lower that"
+        )
+    if mistakes:
+        raise ValueError("; ".join(mistakes))
+
+
+def _lora_config(recipe: Recipe) -> LoraConfig | None:
+    options = recipe.lora
+    if not options.rank:
+        return None
+    return LoraConfig(
+        lora_rank=options.rank,
+        lora_alpha=options.alpha,
+        lora_dropout=options.dropout,
+        bias=options.bias,
+        target_modules=list(options.target_modules),
+        use_rslora=options.use_rslora,
+        save_lora_base=options.save != "adapter",
+        merge_lora=options.save == "merged",
+    )

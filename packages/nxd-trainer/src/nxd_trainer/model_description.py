@@ -36,12 +36,15 @@ class ModelDescription:
         tokenizer: what encodes its text: a file or a folder, or `BYTES`; None if that is not known.
         folder: where the model came from, with the files that belong to it; None if it came from nowhere.
         stored_shapes: names and shapes of the tensors in that folder's files; None: those of transformers itself.
+        factory: of a model that has no such config, what `model.factory` of its recipe was; `config` holds the
+            arguments. It is told to people, and never imported.
     """
 
     config: Mapping[str, Any]
     tokenizer: str | None = None
     folder: str | None = None
     stored_shapes: Mapping[str, tuple[int, ...]] | None = None
+    factory: str | None = None
 
     @property
     def architecture(self) -> str:
@@ -56,6 +59,7 @@ class ModelDescription:
             "tokenizer": self.tokenizer,
             "folder": self.folder,
             "stored_shapes": None if self.stored_shapes is None else dict(self.stored_shapes),
+            "factory": self.factory,
         }
         return {KEY: {name: value for name, value in values.items() if value is not None}}
 
@@ -106,6 +110,7 @@ def find_description(checkpoint: Checkpoint) -> ModelDescription | None:
             found.get("tokenizer"),
             found.get("folder"),
             {name: tuple(shape) for name, shape in shapes.items()} if isinstance(shapes, dict) else None,
+            found.get("factory"),
         )
     return _described_before(objects)
 
@@ -130,6 +135,12 @@ def description_of(checkpoint: Checkpoint) -> ModelDescription:
             f"{where} does not say of which model it is; give a folder of the same model, with its config.json: "
             "`nxd export --like FOLDER` writes one with these weights, which `nxd import` makes a checkpoint of that "
             "says it"
+        )
+    if description.factory is not None:
+        raise ValueError(
+            f"{where} is of a model that the function {description.factory} makes, and what a checkpoint names is not "
+            "run; make the model yourself, and fill it with load_checkpoint. nxd train goes on from it by the recipe "
+            "that it was written with"
         )
     return description
 

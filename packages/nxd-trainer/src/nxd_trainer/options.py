@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import math
 import operator
 from collections.abc import Iterable, Mapping
@@ -18,6 +19,7 @@ from typing import Any, Literal, TypedDict, TypeVar, Unpack, get_args, get_origi
 
 Value = TypeVar("Value")
 
+_NAMES = {int: "int", float: "float", bool: "true|false", str: "text", Path: "path", Any: "any"}
 _ADMITS = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le, "below": operator.lt}
 
 
@@ -45,7 +47,8 @@ def option(default: Value, description: str, **bounds: Unpack[Bounds]) -> Value:
 class Key:
     """One key: where it stands, what it may hold, and what it means.
 
-    Types are int, float, bool, str, Path, Literal, `T | None`, `tuple[T, ...]`, `tuple[T, T]` and Any.
+    Types are int, float, bool, str, Path, Literal, `T | None`, `tuple[T, ...]`, `tuple[T, T]`, Any, and
+    `Mapping[str, Any]`, a table whose own keys are another's business.
     """
 
     section: str  # "train", or "" at the top level
@@ -64,6 +67,11 @@ class Key:
     def type_name(self) -> str:
         """The type as help shows it: "int", "path", "float,float", "cosine|linear|constant"."""
         return _type_name(self.value_type)
+
+    @property
+    def is_table(self) -> bool:
+        """Whether it holds a table, of which single keys may be given: "model.config.head_dim"."""
+        return self.type_name == "table"
 
     def parse(self, value: object) -> object:
         """The value as this key's type.
@@ -125,6 +133,7 @@ class Schema:
 
     def read(self, given: Mapping[str, object], mistakes: list[str]) -> dict[str, object]:
         """Values by the keys' full names; unknown keys and wrong values go to `mistakes`."""
+        given = self._with_tables(given)
         mistakes += [self._unknown(name) for name in given if name not in self.keys]
         values: dict[str, object] = {}
         for name in given:
@@ -142,6 +151,19 @@ class Schema:
             section, field = self.keys[name].section, self.keys[name].field
             (content[section] if section else content)[field] = value
         return content
+
+    def _with_tables(self, given: Mapping[str, object]) -> dict[str, object]:
+        """Single keys of a table put into it, on top of what it holds."""
+        tables = [key.name for key in self.keys.values() if key.is_table]
+        put: dict[str, object] = {}
+        for name, value in given.items():
+            table = next((it for it in tables if name.startswith(f"{it}.")), None)
+            if table is None:
+                put[name] = value
+            else:
+                held = put.get(table)
+                put[table] = {**(held if isinstance(held, Mapping) else {}), name[len(table) + 1 :]: _literal(value)}
+        return put
 
     def _unknown(self, name: str) -> str:
         """The mistake line for a key that does not exist, with the nearest one that does."""
@@ -192,6 +214,8 @@ def _parse(value_type: Any, bounds: Mapping[str, float], value: object) -> Any: 
         return None if is_none else _parse(_without_none(parts), bounds, value)
     if origin is tuple:
         return _parse_tuple(parts, bounds, value)
+    if origin is Mapping:
+        return _parse_table(value)
     if value_type is bool:
         return _parse_bool(value)
     if value_type in (int, float):
@@ -209,6 +233,23 @@ def _parse_tuple(element_types: tuple[Any, ...], bounds: Mapping[str, float], va
     if not isinstance(value, list | tuple) or (... not in element_types and len(value) != len(element_types)):
         raise ValueError
     return tuple(_parse(element_types[0], bounds, element) for element in value)
+
+
+def _parse_table(value: object) -> dict[str, Any]:
+    table = _literal(value)
+    if not isinstance(table, Mapping) or not all(isinstance(key, str) for key in table):
+        raise ValueError
+    return dict(table)
+
+
+def _literal(value: object) -> object:
+    """A value as a table holds it: of a command line's text what JSON says it is, if it says anything."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError:
+        return value
 
 
 def _parse_bool(value: object) -> bool:
@@ -239,6 +280,8 @@ def _in_words(value_type: Any, bounds: Mapping[str, float]) -> str:
     if origin is tuple:
         number = "" if ... in parts else f"{len(parts)} "
         return f"a list of {number}values, each {_in_words(parts[0], bounds)}"
+    if origin is Mapping:
+        return "a table of keys"
     words = {int: "an integer", float: "a number", bool: "true or false", str: "a text", Path: "a path"}[value_type]
     limits = " and ".join(f"{name.replace('_', ' ')} {limit:g}" for name, limit in bounds.items())
     return f"{words} {limits}".rstrip()
@@ -252,7 +295,9 @@ def _type_name(value_type: Any) -> str:
         return "|".join(parts)
     if origin is tuple:
         return ",".join("..." if part is ... else _type_name(part) for part in parts)
-    return {int: "int", float: "float", bool: "true|false", str: "text", Path: "path"}[value_type]
+    if origin is Mapping:
+        return "table"
+    return _NAMES[value_type]
 
 
 def _without_none(parts: tuple[Any, ...]) -> Any:

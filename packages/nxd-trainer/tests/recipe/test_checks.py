@@ -50,6 +50,35 @@ from nxd_trainer.recipe.checks import STAGES_PER_RANK
             "leave it unset, or use gpipe, interleaved, zb-v or dualpipe-v",
         ),
         (
+            ["model.type=qwen3", "model.factory=a:b"],
+            "model.type and model.factory each name a model; set one of them",
+        ),
+        (
+            ["model.path=folder", "model.hidden_size=128", "model.rope_theta=5"],
+            "model.hidden_size and model.rope_theta: model.path has sizes of its own; give what it needs in "
+            "model.config, or leave it to the folder's config.json",
+        ),
+        (
+            ["model.factory=a:b", "model.vocab_size=300"],
+            "model.vocab_size: model.factory has sizes of its own; give what it needs in model.config",
+        ),
+        (["model.factory=make"], "model.factory=make is not of the form module:name, such as my_models:make"),
+        (
+            ["model.config.head_dim=8"],
+            "model.config is for model.type, model.path or model.factory; our Llama has no keys besides its sizes",
+        ),
+        (["pipeline.layer_class=a:b"], "pipeline.layer_class is for what model.factory makes; leave it out"),
+        (["parallel.pad_heads=true"], "parallel.pad_heads is for what model.factory makes; leave it out"),
+        (
+            ["parallel.activation_checkpointing=ful"],
+            "parallel.activation_checkpointing=ful is not known; did you mean full?",
+        ),
+        (["lora.rank=4"], "lora.rank=4 needs lora.target_modules, the layers to adapt, such as q_proj,v_proj"),
+        (
+            ["lora.target_modules=q_proj"],
+            "lora.target_modules are adapted by nothing with lora.rank=0; set lora.rank, such as 16",
+        ),
+        (
             ["checkpoint.keep=0", "checkpoint.keep_every=10"],
             "checkpoint.keep_every=10 adds nothing to checkpoint.keep=0, which keeps all; "
             "set checkpoint.keep to 1 or more, or checkpoint.keep_every=0",
@@ -159,6 +188,13 @@ def test_degree_that_does_not_divide_the_key_value_heads_is_accepted(tp_size, nu
     )
 
     check_layout(recipe, 1, vocab_size=320)
+
+
+@pytest.mark.parametrize("model", ["path=folder", "type=qwen3", "factory=a:b"])
+def test_degrees_and_sizes_of_other_models_than_our_llama_are_left_to_who_splits_them(model):
+    settings = ["parallel.tensor_parallel_size=3", "parallel.pipeline_parallel_size=4", f"model.{model}"]
+
+    check_layout(load_recipe(overrides=settings), 1, vocab_size=257)
 
 
 def test_hidden_size_that_does_not_divide_is_named():

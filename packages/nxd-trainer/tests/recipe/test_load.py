@@ -81,6 +81,28 @@ def test_override_beats_the_file_and_the_last_one_wins(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("override", "table"),
+    [
+        ("model.config.head_dim=64", {"head_dim": 64}),
+        ("model.config.hidden_act=gelu", {"hidden_act": "gelu"}),
+        ('model.config={"head_dim": 64}', {"head_dim": 64}),
+        ("model.config=none", None),
+    ],
+)
+def test_override_of_a_table_or_of_its_keys_holds_what_json_says_of_it(override, table):
+    assert load_recipe(overrides=["model.type=qwen3", override]).model.config == table
+
+
+def test_keys_of_a_table_on_the_command_line_are_put_into_that_of_the_file(tmp_path):
+    file = tmp_path / "a.toml"
+    file.write_text('[model]\ntype = "qwen3"\n[model.config]\nhead_dim = 8\nhidden_act = "gelu"\n')
+
+    recipe = load_recipe(file, ["model.config.head_dim=16", "model.config.layer_types=[1, 2]"])
+
+    assert recipe.model.config == {"head_dim": 16, "hidden_act": "gelu", "layer_types": [1, 2]}
+
+
+@pytest.mark.parametrize(
     ("override", "nearest"),
     [
         ("train.step=4", "train.steps"),
@@ -108,7 +130,7 @@ def test_unknown_section_names_the_nearest_one():
 def test_unknown_section_like_no_other_lists_all():
     (mistake,) = mistakes_of(xyzzy={"steps": 1})
 
-    assert mistake.endswith("sections are model, parallel, pipeline, data, train, optimizer, checkpoint")
+    assert mistake.endswith("sections are model, parallel, pipeline, data, train, optimizer, lora, checkpoint")
 
 
 @pytest.mark.parametrize(
@@ -143,6 +165,7 @@ def test_unknown_section_like_no_other_lists_all():
             "yes",
             "parallel.sequence_parallel='yes' is not allowed; expected true or false",
         ),
+        ("model", "config", "some", "model.config='some' is not allowed; expected a table of keys, or none"),
         (
             "optimizer",
             "schedule",

@@ -21,6 +21,9 @@ CHANGED = [
     'data.path=/with "quotes" \\ and\ttab é\x7f',
     "model.tie_word_embeddings=true",
     "model.vocab_size=1024",
+    "model.type=qwen3",
+    'model.config={"head_dim": 8, "layer_types": ["a", "b"], "rope parameters": {"rope_theta": 1e6, "is_it": true}}',
+    "model.config.attention_dropout=0.5",
     "output=runs/x",
 ]
 

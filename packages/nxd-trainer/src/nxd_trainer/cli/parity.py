@@ -1,9 +1,7 @@
 """`nxd parity`: does a layout compute what one process does, and if not, which tensor is the first to differ."""
 
 import argparse
-import importlib
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -61,6 +59,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _case(options: argparse.Namespace) -> "ParityCase":
+    from nxd_trainer.from_recipe import import_named  # noqa: PLC0415
     from nxd_trainer.parity import ParityCase  # noqa: PLC0415
     from nxd_trainer.parity.from_recipe import case_of_recipe  # noqa: PLC0415
 
@@ -69,12 +68,7 @@ def _case(options: argparse.Namespace) -> "ParityCase":
         return case_of_recipe(load_recipe(name, options.settings), options.compare_steps)
     if options.settings:
         raise ValueError(f"{options.settings[0]} is a key of a recipe, and {name} is none; leave it out")
-    module_name, _, function_name = name.partition(":")
-    sys.path.insert(0, os.getcwd())  # as python does for a script
-    try:
-        function = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError, ValueError, SyntaxError) as error:
-        raise ValueError(f"{name} cannot be imported from here: {error}") from error
+    function = import_named(name)
     if not callable(function):
         raise ValueError(f"{name} is a {type(function).__name__}; give a function that returns a ParityCase")
     case = function()

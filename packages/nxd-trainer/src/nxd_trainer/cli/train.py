@@ -1,4 +1,4 @@
-"""`nxd train`: train a Llama from a recipe."""
+"""`nxd train`: train a model from a recipe."""
 
 import argparse
 
@@ -11,9 +11,9 @@ def add_parser(commands: Commands) -> None:
     """Add `train` to the commands."""
     parser = commands.add_parser(
         "train",
-        help="train a Llama from a recipe",
+        help="train a model from a recipe",
         usage="nxd train [RECIPE] [--nproc N] [--KEY VALUE | KEY=VALUE ...]",
-        description="Train a Llama on text. Every key of the recipe is a flag, as in --train.steps 100.",
+        description="Train a language model on text. Every key of the recipe is a flag, as in --train.steps 100.",
         epilog=render_recipe_help(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -1,9 +1,11 @@
-"""How transformers keeps a model's tensors in files: their names there, and what it fuses or splits on the way.
+"""What transformers knows of a model: its config, and how its tensors are named, fused and split in files.
 
 The one file of this package that imports transformers. Its rules (`WeightRenaming`, `WeightConverter`) are applied
 to names and shapes only, so that each rank can then take just its bytes.
 """
 
+import difflib
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -150,8 +152,12 @@ def reference_model(config: Mapping[str, Any]) -> ReferenceModel | None:
     return None if model is None else ReferenceModel(model)
 
 
-def model_on_meta(config: Mapping[str, Any]) -> Any:
+def model_on_meta(config: Mapping[str, Any], dtype: torch.dtype | None = None) -> Any:
     """As `reference_model`, the model itself, without memory.
+
+    Args:
+        config: content of a `config.json`.
+        dtype: of what the model does not want in a type of its own; torch's default if None.
 
     Raises:
         ValueError: the config is not one that transformers takes.
@@ -166,13 +172,113 @@ def model_on_meta(config: Mapping[str, Any]) -> Any:
     if config_class is None:  # something else of transformers may have the name
         return None
     content = {name: value for name, value in config.items() if name != "quantization_config"}
+    default_dtype = torch.get_default_dtype()
     try:
+        torch.set_default_dtype(dtype or default_dtype)
         with torch.device("meta"):
             return model_class(config_class.from_dict(content))
     except Exception as error:  # whatever transformers stumbles over: its checks are of many kinds
         raise ValueError(
             f"transformers makes no {model_class.__name__} of the config: {type(error).__name__}: {error}"
         ) from error
+    finally:
+        torch.set_default_dtype(default_dtype)
+
+
+def complete_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """All keys of a model's config, with their defaults; as it is where transformers does not know its type.
+
+    Raises:
+        ValueError: the config is not one that transformers takes.
+    """
+    config_class = _config_class(str(config.get("model_type")))
+    if config_class is None:
+        return dict(config)
+    try:
+        made = config_class.from_dict(dict(config))
+    except Exception as error:  # its checks are of many kinds
+        raise ValueError(f"transformers takes no such config: {type(error).__name__}: {error}") from error
+    content: dict[str, Any] = json.loads(made.to_json_string(use_diff=False), parse_constant=str)
+    return content
+
+
+def config_of_type(
+    model_type: str,
+    sizes: Mapping[str, Any],
+    further: Mapping[str, Any],
+    *,
+    default_sizes: Mapping[str, Any],
+    end_token: int,
+) -> dict[str, Any]:
+    """The config of an architecture's causal language model: these sizes, and all else as the architecture has it.
+
+    Args:
+        model_type: as transformers calls it, such as "qwen3".
+        sizes: by the names of a `LlamaConfig`; what the type calls them is found.
+        further: keys as the type calls them, on top of the sizes.
+        default_sizes: sizes that nobody has asked for, so that a type need not have them.
+        end_token: that ends a text. There is none that begins one, and none for padding, unless `further` has them.
+
+    Raises:
+        ValueError: transformers is not installed, has no such language model, or the type has no such key.
+    """
+    config_class = _config_class(model_type)
+    if config_class is None or model_type not in _causal_language_models():
+        raise ValueError(_unknown_type(model_type))
+    default = config_class()
+    text = default.get_text_config()
+    if text is not default:
+        raise ValueError(
+            f"model.type={model_type} is a model of text and more, and has no sizes of its own; use "
+            f"model.type={text.model_type} for its text model"
+        )
+    known = default.to_dict()
+    names = {**{name: name for name in known}, **default.attribute_map}
+    if "rope_theta" in sizes:
+        rope = known.get("rope_parameters")
+        if not isinstance(rope, Mapping) or "rope_theta" not in rope:
+            raise ValueError(f"{model_type} has no one model.rope_theta; give model.config.rope_parameters")
+        further = {"rope_parameters": {**rope, "rope_theta": sizes["rope_theta"]}, **further}
+        sizes = {name: size for name, size in sizes.items() if name != "rope_theta"}
+    mistakes = [f"model.{name} is no size of {model_type}" for name in sizes if name not in names]
+    for name in further.keys() - names.keys():
+        nearest = difflib.get_close_matches(name, known, n=1)
+        hint = f"; did you mean {nearest[0]}?" if nearest else ""
+        mistakes.append(f"model.config.{name} is no key of {config_class.__name__}{hint}")
+    if mistakes:
+        raise ValueError("; ".join(sorted(mistakes)))
+    values = {"bos_token_id": None, "pad_token_id": None, "eos_token_id": end_token}
+    values |= {names[name]: value for name, value in {**default_sizes, **sizes}.items() if name in names}
+    architecture = _causal_language_models()[model_type]
+    return complete_config({**values, **further, "model_type": model_type, "architectures": [architecture]})
+
+
+def _config_class(model_type: str) -> Any:
+    """None if transformers is missing, or does not know the type."""
+    try:
+        from transformers import CONFIG_MAPPING  # noqa: PLC0415 - optional
+
+        return CONFIG_MAPPING[model_type]
+    except (ImportError, KeyError):
+        return None
+
+
+def _causal_language_models() -> Mapping[str, str]:
+    """Names of classes by type; empty if transformers is missing."""
+    try:
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: PLC0415
+    except ImportError:
+        return {}
+    return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+
+def _unknown_type(model_type: str) -> str:
+    types = _causal_language_models()
+    if not types:
+        return f"model.type={model_type} needs transformers, which is not installed: pip install transformers"
+    nearest = difflib.get_close_matches(model_type, types, n=3)
+    hint = f"did you mean {', '.join(nearest)}?" if nearest else "give a model_type as in a config.json"
+    return f"model.type={model_type} is no language model that transformers knows; {hint}"
 
 
 def _converts(rule: Any) -> bool:

@@ -25,6 +25,7 @@ class ParityCase:
             are compared by name; parameters have the names that a checkpoint gives them.
         optimizer_class: as for `initialize_parallel_optimizer`.
         optimizer_arguments: for `optimizer_class`.
+        parameter_groups: makes its groups of the parameters that are trained; by default they are one.
         seed: torch's, before a model is made.
     """
 
@@ -34,6 +35,7 @@ class ParityCase:
     reference_fn: Callable[[], nn.Module] | None = None
     optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW
     optimizer_arguments: Mapping[str, Any] = field(default_factory=lambda: {"lr": 1e-3})
+    parameter_groups: Callable[[list[nn.Parameter]], Any] = list
     seed: int = 0
 
 

@@ -2,11 +2,18 @@
 
 import torch
 
-from nxd_trainer.data import load_tokenizer
-from nxd_trainer.from_recipe import model_config, nxd_config
-from nxd_trainer.models import LlamaForCausalLM
+from nxd_trainer.data import Batch
+from nxd_trainer.from_recipe import (
+    adamw_arguments,
+    model_inputs,
+    nxd_config,
+    parameter_groups,
+    recipe_model,
+    tokenizer_of,
+    whole_model,
+)
 from nxd_trainer.parity.case import ParityCase
-from nxd_trainer.recipe import Recipe, padded_vocab_size
+from nxd_trainer.recipe import Recipe
 
 
 def case_of_recipe(recipe: Recipe, steps: int) -> ParityCase:
@@ -17,24 +24,24 @@ def case_of_recipe(recipe: Recipe, steps: int) -> ParityCase:
         steps: to train.
 
     Raises:
-        ValueError: there are no steps, or the recipe's tokenizer cannot be had.
+        ValueError: there are no steps, or the recipe's model or tokenizer cannot be had.
     """
     if steps < 1:
         raise ValueError(f"{steps} steps compare nothing; use 1 or more (--compare-steps)")
-    vocab_size = padded_vocab_size(recipe, load_tokenizer(recipe.data.tokenizer).vocab_size)
-    sizes, config = model_config(recipe, vocab_size), nxd_config(recipe)
+    tokenizer, _ = tokenizer_of(recipe)
+    model = recipe_model(recipe)
+    config = nxd_config(recipe, model)
     shape = (steps, recipe.train.global_batch_size, recipe.data.sequence_length + 1)
-    tokens = torch.randint(0, vocab_size, shape, generator=torch.Generator().manual_seed(recipe.train.seed))
-    options = recipe.optimizer
+    generator = torch.Generator().manual_seed(recipe.train.seed)
+    tokens = torch.randint(0, tokenizer.vocab_size, shape, generator=generator)
     return ParityCase(
-        model_fn=lambda: LlamaForCausalLM(sizes, sequence_parallel=recipe.parallel.sequence_parallel),
-        batches=[{"input_ids": step[:, :-1], "labels": step[:, 1:]} for step in tokens],
+        model_fn=lambda: whole_model(recipe),
+        batches=[
+            model_inputs(model.input_names, Batch(step[:, :-1].contiguous(), step[:, 1:].contiguous()))
+            for step in tokens
+        ],
         nxd_config=config | {"pipeline_config": config["pipeline_config"] | {"trace_file_path": None}},
-        optimizer_arguments={
-            "lr": options.lr,
-            "betas": options.betas,
-            "eps": options.eps,
-            "weight_decay": options.weight_decay,
-        },
+        optimizer_arguments=adamw_arguments(recipe),
+        parameter_groups=lambda parameters: parameter_groups(recipe, parameters),
         seed=recipe.train.seed,
     )

@@ -49,7 +49,7 @@ class LayoutRun:
         self.model: NxDModel = initialize_parallel_model(config, lambda: make_model(case.model_fn, case.seed, dtype))
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.optimizer: NxDOptimizer = initialize_parallel_optimizer(
-            config, case.optimizer_class, trained, **case.optimizer_arguments
+            config, case.optimizer_class, case.parameter_groups(trained), **case.optimizer_arguments
         )
         self._dtype = dtype
         self._first_names = self.model.pipeline.tied_names()

@@ -1,42 +1,54 @@
-"""A layout as what runs it: the `neuronx_distributed_config(...)` of a script, and a recipe of `nxd train`."""
+"""A layout as what runs it: a recipe of `nxd train`, and the `neuronx_distributed_config(...)` that this means."""
 
-from dataclasses import asdict, fields
+import inspect
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
 
+from nxd_pipeline import NxDPPModel
+
+from nxd_trainer.api.config import complete_config
+from nxd_trainer.from_recipe import llama_model, nxd_config
 from nxd_trainer.models import LlamaConfig
 from nxd_trainer.plan.layout import Job, Layout
-from nxd_trainer.plan.step_time import planned_schedule
-from nxd_trainer.recipe import ModelSection, Recipe, recipe_from_dict
+from nxd_trainer.recipe import Recipe, recipe_from_dict
 
 
 def config_call(job: Job, layout: Layout) -> str:
     """Lines of Python that lay out the Llama of this package so; `nxd`, `torch` and the Llama's names are imported."""
+    planned = recipe(job, layout)
+    arguments = nxd_config(planned, llama_model(planned, job.config))
     lines = ["nxd_config = nxd.neuronx_distributed_config("]
-    lines += [f"    {name}={value}," for name, value in _config_arguments(job, layout).items()]
+    lines += [f"    {name}={value}," for name, value in _not_by_default(arguments).items()]
     lines += [")", f"config = LlamaConfig({_sizes(job.config)})"]
-    arguments = ["nxd_config", "LlamaForCausalLM", "config"]
-    arguments += [f"sequence_parallel={layout.sequence_parallel}", f"dtype={job.dtype}"]
-    return "\n".join([*lines, f"model = nxd.initialize_parallel_model({', '.join(arguments)})"])
+    further = ["nxd_config", "LlamaForCausalLM", "config"]
+    further += [f"sequence_parallel={layout.sequence_parallel}", f"dtype={job.dtype}"]
+    return "\n".join([*lines, f"model = nxd.initialize_parallel_model({', '.join(further)})"])
 
 
-def _config_arguments(job: Job, layout: Layout) -> dict[str, str]:
-    """The arguments that are not as by default, as Python writes them."""
-    arguments = {"tensor_parallel_size": str(layout.tensor_parallel_size)}
-    pipeline = [f'"num_microbatches": {layout.num_microbatches}', '"input_names": ["input_ids", "labels"]']
-    if layout.pipeline_parallel_size > 1:
-        arguments["pipeline_parallel_size"] = str(layout.pipeline_parallel_size)
-        pipeline += ['"transformer_layer_cls": LlamaDecoderLayer', '"auto_partition": True']
-        if job.schedule != "1f1b":
-            schedule = planned_schedule(job.schedule, layout.pipeline_parallel_size, layout.num_microbatches)
-            pipeline.append(f'"schedule": "{job.schedule}"')
-            pipeline.append(f'"virtual_pipeline_size": {schedule.num_stages // schedule.num_ranks}')
-    arguments["pipeline_config"] = "{\n" + "".join(f"        {entry},\n" for entry in pipeline) + "    }"
-    if layout.zero1:
-        arguments["optimizer_config"] = '{"zero_one_enabled": True}'
-    if layout.checkpointing != "none":
-        arguments["activation_checkpoint_config"] = f'"{layout.checkpointing}"'
-    if layout.sequence_parallel:
-        arguments["sequence_parallel"] = "True"
-    return arguments
+def _not_by_default(arguments: Mapping[str, Any]) -> dict[str, str]:
+    """The arguments that are not as by default, as Python writes them; of sections the keys."""
+    default = complete_config({})
+    pipeline = {name: it.default for name, it in inspect.signature(NxDPPModel).parameters.items()}
+    shown = {}
+    for name, value in arguments.items():
+        if not isinstance(value, Mapping):
+            if value != default[name]:
+                shown[name] = _as_python(value)
+            continue
+        usual = pipeline if name == "pipeline_config" else default[name]
+        entries = [f"{_as_python(key)}: {_as_python(it)}" for key, it in value.items() if it != usual[key]]
+        if entries:
+            shown[name] = "{\n" + "".join(f"        {entry},\n" for entry in entries) + "    }"
+    return shown
+
+
+def _as_python(value: Any) -> str:
+    if isinstance(value, type):
+        return value.__name__
+    if isinstance(value, list):
+        return f"[{', '.join(map(_as_python, value))}]"
+    return f'"{value}"' if isinstance(value, str) else repr(value)
 
 
 def _sizes(config: LlamaConfig) -> str:
@@ -53,10 +65,9 @@ def recipe(job: Job, layout: Layout) -> Recipe:
     Raises:
         ValueError: `nxd train` cannot train with something of the job.
     """
-    sizes = asdict(job.config)
     return recipe_from_dict(
         {
-            "model": {field.name: sizes[field.name] for field in fields(ModelSection)},
+            "model": asdict(job.config),
             "parallel": {
                 "tensor_parallel_size": layout.tensor_parallel_size,
                 "sequence_parallel": layout.sequence_parallel,

@@ -16,6 +16,7 @@ from nxd_trainer.recipe.files import (
 from nxd_trainer.recipe.sections import (
     CheckpointSection,
     DataSection,
+    LoraSection,
     ModelSection,
     OptimizerSection,
     ParallelSection,
@@ -33,6 +34,7 @@ __all__ = [
     "DataSection",
     "TrainSection",
     "OptimizerSection",
+    "LoraSection",
     "CheckpointSection",
     # reading and writing
     "load_recipe",

@@ -5,13 +5,20 @@ Single values are checked where they are read; here are only rules over several 
 
 from __future__ import annotations
 
+import difflib
 import math
+import re
 from collections.abc import Iterable, Iterator
+from dataclasses import fields
+from typing import Any
 
 from nxd_trainer.options import OptionError
-from nxd_trainer.recipe.sections import Recipe
+from nxd_trainer.recipe.sections import ModelSection, Recipe
 
 VOCAB_SIZE_MULTIPLE = 64
+
+# What a folder or a factory says itself of its model.
+SIZES = [field for field in fields(ModelSection) if field.name not in ("path", "type", "factory", "config")]
 
 # Stages on each rank that a schedule of nxd-pipeline has; 0 for any number. Said again here, since that package brings
 # torch in, and a recipe is checked without.
@@ -25,6 +32,66 @@ class RecipeError(OptionError):
 def consistency_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:
     """The keys involved and the mistake line, for each rule that holds at every layout and is broken."""
     train = recipe.train
+    yield from _model_choice_mistakes(recipe)
+    if recipe.model.is_own_llama:
+        yield from _llama_mistakes(recipe)
+    limits = [("data.sequence_length", "model.max_position_embeddings")] if recipe.model.has_these_sizes else []
+    if train.stop_after is not None:
+        limits.append(("train.stop_after", "train.steps"))
+    for smaller, larger in limits:
+        low, high = _number(recipe, smaller), _number(recipe, larger)
+        if low > high:
+            mistake = f"{smaller}={low} is more than {larger}={high}; lower it or raise {larger}"
+            yield (smaller, larger), mistake
+    if train.autocast != "none" and train.dtype != "float32":
+        mistake = (
+            f"train.autocast={train.autocast} needs train.dtype=float32, not {train.dtype}; "
+            "set train.autocast=none or train.dtype=float32"
+        )
+        yield ("train.autocast", "train.dtype"), mistake
+    nearest = difflib.get_close_matches(recipe.parallel.activation_checkpointing.lower(), ("none", "full"), cutoff=0.7)
+    if nearest and recipe.parallel.activation_checkpointing not in nearest:
+        name = "parallel.activation_checkpointing"
+        yield (name,), f"{name}={recipe.parallel.activation_checkpointing} is not known; did you mean {nearest[0]}?"
+    if recipe.parallel.pipeline_parallel_size > 1:
+        yield from _pipeline_mistakes(recipe)
+    if recipe.lora.rank and not recipe.lora.target_modules:
+        mistake = f"lora.rank={recipe.lora.rank} needs lora.target_modules, the layers to adapt, such as q_proj,v_proj"
+        yield ("lora.rank", "lora.target_modules"), mistake
+    if recipe.lora.target_modules and not recipe.lora.rank:
+        mistake = "lora.target_modules are adapted by nothing with lora.rank=0; set lora.rank, such as 16"
+        yield ("lora.rank", "lora.target_modules"), mistake
+    yield from _retention_mistakes(recipe)
+
+
+def _model_choice_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:
+    """What names the model, and keys that say nothing of one that is named so."""
+    model = recipe.model
+    chosen = [f"model.{name}" for name in ("path", "type", "factory") if getattr(model, name) is not None]
+    if len(chosen) > 1:
+        yield tuple(chosen), f"{_listed(chosen, 'and')} each name a model; set one of them"
+        return
+    if not model.has_these_sizes:
+        sizes = [f"model.{it.name}" for it in SIZES if getattr(model, it.name) != it.default]
+        if sizes:
+            instead = "model.config" if model.path is None else "model.config, or leave it to the folder's config.json"
+            yield (
+                (*sizes, *chosen),
+                f"{_listed(sizes, 'and')}: {chosen[0]} has sizes of its own; give what it needs in {instead}",
+            )
+    for name in ("model.factory", "pipeline.layer_class"):
+        given = _value(recipe, name)
+        if given is not None and not re.fullmatch(r"[\w.]+:\w+", given):
+            yield (name,), f"{name}={given} is not of the form module:name, such as my_models:make"
+    if model.config is not None and model.is_own_llama:
+        mistake = "model.config is for model.type, model.path or model.factory; our Llama has no keys besides its sizes"
+        yield ("model.config", "model.type", "model.path", "model.factory"), mistake
+    for name in ("parallel.pad_heads", "pipeline.layer_class"):
+        if _value(recipe, name) and model.factory is None:
+            yield (name, "model.factory"), f"{name} is for what model.factory makes; leave it out"
+
+
+def _llama_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:
     for part, whole in (
         ("model.num_attention_heads", "model.hidden_size"),
         ("model.num_key_value_heads", "model.num_attention_heads"),
@@ -40,23 +107,6 @@ def consistency_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]
             f"{hidden // heads}; rotary embedding needs an even size"
         )
         yield ("model.hidden_size", "model.num_attention_heads"), mistake
-    limits = [("data.sequence_length", "model.max_position_embeddings")]
-    if train.stop_after is not None:
-        limits.append(("train.stop_after", "train.steps"))
-    for smaller, larger in limits:
-        low, high = _number(recipe, smaller), _number(recipe, larger)
-        if low > high:
-            mistake = f"{smaller}={low} is more than {larger}={high}; lower it or raise {larger}"
-            yield (smaller, larger), mistake
-    if train.autocast != "none" and train.dtype != "float32":
-        mistake = (
-            f"train.autocast={train.autocast} needs train.dtype=float32, not {train.dtype}; "
-            "set train.autocast=none or train.dtype=float32"
-        )
-        yield ("train.autocast", "train.dtype"), mistake
-    if recipe.parallel.pipeline_parallel_size > 1:
-        yield from _pipeline_mistakes(recipe)
-    yield from _retention_mistakes(recipe)
 
 
 def _pipeline_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:
@@ -69,6 +119,8 @@ def _pipeline_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:
             f"leave it unset, or use {_listed(fitting)}"
         )
         yield ("pipeline.virtual_pipeline_size", "pipeline.schedule"), mistake
+        return
+    if not recipe.model.has_these_sizes:  # who has the model counts its layers
         return
     per_rank = virtual or needed or (2 if schedule == "interleaved" else 1)
     size, layers = recipe.parallel.pipeline_parallel_size, recipe.model.num_hidden_layers
@@ -131,11 +183,13 @@ def check_layout(recipe: Recipe, dp_size: int, *, vocab_size: int | None = None)
 
 
 def _model_mistakes(recipe: Recipe, vocab_size: int | None) -> Iterator[str]:
-    names = ["num_attention_heads", "hidden_size", "intermediate_size"]  # key-value heads are copied where need be
-    sharded = {f"model.{name}": _number(recipe, f"model.{name}") for name in names}
+    sharded: dict[str, int] = {}
+    if recipe.model.is_own_llama:  # other models pad what they can, and say themselves what they cannot
+        names = ["num_attention_heads", "hidden_size", "intermediate_size"]  # key-value heads are copied
+        sharded |= {f"model.{name}": _number(recipe, f"model.{name}") for name in names}
     if recipe.parallel.sequence_parallel:
         sharded["data.sequence_length"] = recipe.data.sequence_length
-    if vocab_size is not None:
+    if vocab_size is not None and recipe.model.is_own_llama:
         sharded["model.vocab_size"] = vocab_size
     tp_size = recipe.parallel.tensor_parallel_size
     uneven = [f"{name}={size}" for name, size in sharded.items() if size % tp_size]
@@ -179,9 +233,13 @@ def padded_vocab_size(recipe: Recipe, tokenizer_vocab_size: int) -> int:
 
 
 def _number(recipe: Recipe, name: str) -> int:
-    section, _, field = name.partition(".")
-    number: int = getattr(getattr(recipe, section), field)
+    number: int = _value(recipe, name)
     return number
+
+
+def _value(recipe: Recipe, name: str) -> Any:
+    section, _, field = name.partition(".")
+    return getattr(getattr(recipe, section), field)
 
 
 def divisors(number: int) -> list[int]:

@@ -6,6 +6,7 @@ Every mistake is collected before anything is raised. What combinations of value
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import is_dataclass
@@ -26,7 +27,7 @@ def load_recipe(file: str | Path | None = None, overrides: Iterable[str] = ()) -
     Args:
         file: `.toml`, `.yaml`, `.yml` or `.json`; None starts from the defaults.
         overrides: texts like `train.steps=100`, `optimizer.betas=0.9,0.99`, `data.path=none`,
-            `output=runs/a`; the last one for a key wins.
+            `model.config.head_dim=64`, `output=runs/a`; the last one for a key wins.
 
     Raises:
         RecipeError: a ValueError with one line for each mistake.
@@ -61,7 +62,7 @@ def recipe_from_dict(content: Mapping[str, object], overrides: Iterable[str] = (
 
 
 def recipe_to_dict(recipe: Recipe) -> dict[str, Any]:
-    """Nested plain values (str, int, float, bool, list) that `recipe_from_dict` turns back to the recipe.
+    """Nested plain values (str, int, float, bool, list, dict) that `recipe_from_dict` turns back to the recipe.
 
     Unset keys (None) are left out.
     """
@@ -185,9 +186,15 @@ def _toml_line(field: str, value: object, name: str) -> str:
     return f"{field} = {_toml_value(value)}  # {recipe_keys()[name].description}"
 
 
+def _toml_key(key: str) -> str:
+    return key if re.fullmatch("[A-Za-z0-9_-]+", key) else _toml_value(key)
+
+
 def _toml_value(value: object) -> str:
     if isinstance(value, list):
         return "[" + ", ".join(_toml_value(part) for part in value) + "]"
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{_toml_key(key)} = {_toml_value(part)}" for key, part in value.items()) + " }"
     if isinstance(value, str):  # JSON's escapes are TOML's, except that TOML wants DEL escaped, too
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     return json.dumps(value)

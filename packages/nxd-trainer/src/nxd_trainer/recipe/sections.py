@@ -7,30 +7,57 @@ Numbers that switch something off are 0; a key that may be left unset is None.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from nxd_trainer.options import option
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSection:
-    """The Llama to train; the names are those of a Hugging Face LlamaConfig."""
+    """The model to train: our Llama with these sizes, or what path, type or factory names."""
 
+    path: Path | None = option(None, "folder of a Hugging Face model, with whose weights a new run begins")
+    type: str | None = option(None, "architecture of transformers, such as qwen3, with these sizes and random weights")
+    factory: str | None = option(
+        None, "MODULE:FUNCTION that makes the model, which takes input_ids and labels and returns the loss"
+    )
+    config: Mapping[str, Any] | None = option(
+        None, "further keys of the config of model.type or model.path; the arguments of model.factory"
+    )
     hidden_size: int = option(256, "width of the residual stream", at_least=1)
     intermediate_size: int = option(768, "width inside the MLP", at_least=1)
     num_hidden_layers: int = option(4, "decoder layers", at_least=1)
     num_attention_heads: int = option(8, "query heads", at_least=1)
     num_key_value_heads: int = option(4, "key/value heads, each shared by a group of query heads", at_least=1)
     max_position_embeddings: int = option(2048, "longest sequence the model is made for", at_least=1)
-    rope_theta: float = option(10000.0, "base of the rotary frequencies", above=0)
-    rms_norm_eps: float = option(1e-5, "added to the mean square in RMSNorm", above=0)
-    tie_word_embeddings: bool = option(False, "use the token embedding as output head, too")
+    rope_theta: float | None = option(
+        None, "base of the rotary frequencies; unset: 10000, or as model.type has it", above=0
+    )
+    rms_norm_eps: float | None = option(
+        None, "added to the mean square in RMSNorm; unset: 1e-5, or as model.type has it", above=0
+    )
+    tie_word_embeddings: bool | None = option(
+        None, "use the token embedding as output head, too; unset: false, or as model.type has it"
+    )
     vocab_size: int | None = option(
         None, "rows of the embedding; unset: the tokenizer's, rounded up to a multiple of 64", at_least=1
     )
-    initializer_range: float = option(0.02, "standard deviation of the initial weights", above=0)
+    initializer_range: float | None = option(
+        None, "standard deviation of the initial weights; unset: 0.02, or as model.type has it", above=0
+    )
+
+    @property
+    def is_own_llama(self) -> bool:
+        """Whether it is the Llama of this package."""
+        return self.path is None and self.type is None and self.factory is None
+
+    @property
+    def has_these_sizes(self) -> bool:
+        """Whether the sizes here are the model's: they say nothing of what comes from a folder or a factory."""
+        return self.path is None and self.factory is None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +68,11 @@ class ParallelSection:
     sequence_parallel: bool = option(False, "also shard the sequence between the layers' matrix products")
     pipeline_parallel_size: int = option(1, "ranks that the layers are shared out to", at_least=1)
     zero1: bool = option(False, "share the optimizer's state out over the data-parallel ranks (ZeRO-1)")
-    activation_checkpointing: Literal["none", "full"] = option(
-        "none", "full: keep only the inputs of the decoder layers, and compute the rest again in backward"
+    activation_checkpointing: str = option(
+        "none", "what is computed again in backward: none, full for decoder layers, or classes: CoreAttention,LlamaMLP"
+    )
+    pad_heads: bool = option(
+        False, "fill up what heads of model.factory are missing for tensor_parallel_size; models of transformers do it"
     )
 
 
@@ -59,6 +89,9 @@ class PipelineSection:
     trace_file: Path | None = option(
         None, "timeline of a step on all ranks, for Perfetto, with a picture beside it; unset: none"
     )
+    layer_class: str | None = option(
+        None, "MODULE:CLASS of the layers of model.factory, between which it is cut; other models tell theirs"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +102,7 @@ class DataSection:
     suffixes: tuple[str, ...] = option((".py", ".txt", ".md", ".rst"), "files read from a folder")
     include_tests: bool = option(False, "with path unset: read the standard library's own tests, too")
     tokenizer: Path | None = option(
-        None, "Hugging Face tokenizer.json, or a folder with a tokenizer; unset: one token per byte"
+        None, "Hugging Face tokenizer.json, or a folder with one; unset: that of model.path, else one token per byte"
     )
     sequence_length: int = option(256, "tokens in a training sequence", at_least=1)
     held_out_fraction: float = option(0.05, "share of the sequences kept for evaluation; 0: none", at_least=0, below=1)
@@ -111,6 +144,23 @@ class OptimizerSection:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoraSection:
+    """Low-rank adapters that are trained in place of the model."""
+
+    rank: int = option(0, "rows of an adapter's factors; 0: no adapters", at_least=0)
+    alpha: float = option(8.0, "what adapters add is multiplied by alpha / rank", above=0)
+    dropout: float = option(0.0, "share of the adapters' inputs that is dropped", at_least=0, below=1)
+    target_modules: tuple[str, ...] = option((), "layers that get adapters, by the ends of their names: q_proj,v_proj")
+    bias: Literal["none", "all", "lora_only"] = option(
+        "none", "biases that are trained, too: of adapted layers, or all"
+    )
+    use_rslora: bool = option(False, "multiply by alpha / sqrt(rank) instead")
+    save: Literal["adapter", "both", "merged"] = option(
+        "adapter", "what checkpoints hold: adapter alone, model and adapter, or a model with it in its weights"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class CheckpointSection:
     """When checkpoints are written, how many stay, and whether a run goes on from one."""
 
@@ -124,7 +174,7 @@ class CheckpointSection:
         "latest", "go on from the newest checkpoint if there is one, never, or fail where there is none"
     )
     initial_weights: Path | None = option(
-        None, "checkpoints of nxd import or nxd train, or a Hugging Face folder, to begin a new run with; unset: random"
+        None, "checkpoints, whoever wrote them, or a Hugging Face folder, with whose weights a new run begins"
     )
 
 
@@ -138,6 +188,7 @@ class Recipe:
     data: DataSection = field(default_factory=DataSection)
     train: TrainSection = field(default_factory=TrainSection)
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
+    lora: LoraSection = field(default_factory=LoraSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     output: Path = option(Path("runs/nxd"), "folder of the run: recipe, metrics, loss curve")
 

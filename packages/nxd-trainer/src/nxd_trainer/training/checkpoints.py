@@ -32,7 +32,12 @@ from nxd_trainer.api.stored_values import USER_CONTENT, unpack_value
 from nxd_trainer.checkpoint import RNG_PREFIX
 from nxd_trainer.model_description import ModelDescription, find_description
 from nxd_trainer.recipe import recipe_to_dict
-from nxd_trainer.training.run_state import RunState, describe_run_model, load_initial_weights
+from nxd_trainer.training.run_state import (
+    RunState,
+    load_first_weights,
+    model_differences,
+    on_first_rank_of_each_host,
+)
 
 
 class TrainingDiverged(RuntimeError):
@@ -72,7 +77,7 @@ class RunSaver:
             self._state.optimizer,
             user_content=_describe_run(self._state),
             with_settings=False,  # the recipe's count
-            description=describe_run_model(self._state),
+            description=self._state.description,
             run_tensors=_own_rng_state(),
             step=step,
             metrics={} if held_out_loss is None else {"held_out_loss": held_out_loss},
@@ -123,7 +128,7 @@ def resume_run(state: RunState) -> str | None:
     """Go on from the newest checkpoint, as the recipe's `checkpoint.resume` says.
 
     Returns:
-        The tag gone on from; None if the run begins, with `checkpoint.initial_weights` where these are set.
+        The tag gone on from; None if the run begins, with the weights that the recipe names, if it names some.
 
     Raises:
         ValueError: a checkpoint is required and there is none; or none is wanted and there are some, which a new run
@@ -131,7 +136,7 @@ def resume_run(state: RunState) -> str | None:
     """
     wish = state.recipe.checkpoint.resume
     folder = state.recipe.checkpoint_folder
-    tag = _newest_tag(folder)
+    (tag,) = on_first_rank_of_each_host(lambda: (_newest_tag(folder),))  # once for all ranks
     if tag is not None and wish == "never":
         raise ValueError(
             f"checkpoint.resume=never, but {folder} holds checkpoints up to {tag}; choose another output folder or "
@@ -140,9 +145,15 @@ def resume_run(state: RunState) -> str | None:
     if tag is None:
         if wish == "required":
             raise ValueError(f"checkpoint.resume=required, but there is no complete checkpoint in {folder}")
-        if state.recipe.checkpoint.initial_weights is not None:
-            load_initial_weights(state, state.recipe.checkpoint.initial_weights)
+        load_first_weights(state)
         return None
+    if state.recipe.lora.save == "merged":
+        raise ValueError(
+            f"{folder / tag} holds weights with the adapter in them (lora.save=merged), from which nothing goes on; "
+            "choose another output folder. Runs with lora.save=adapter or both go on"
+        )
+    if state.recipe.lora.rank:  # a checkpoint may hold no more than the adapter
+        load_first_weights(state)
     checkpoint = nxd_ckpt.open_checkpoint(folder, tag)
     content = _run_content(checkpoint, folder / tag)
     _check_same_run(state, find_description(checkpoint), content, folder / tag)
@@ -207,22 +218,16 @@ def _check_same_run(
     state: RunState, description: ModelDescription | None, content: dict[str, Any], where: Path
 ) -> None:
     """Raise ValueError if the checkpoint is of another model, precision or text."""
-    own: dict[str, dict[str, object]] = {
-        "model": asdict(state.config),
-        "data": _describe_data(state),
-        "train": {"dtype": state.recipe.train.dtype},
-    }
-    theirs = {
-        "model": {} if description is None else asdict(description.own_llama()),
-        "data": content["data"],
-        "train": content["recipe"]["train"],
-    }
+    own: dict[str, dict[str, object]] = {"data": _describe_data(state), "train": {"dtype": state.recipe.train.dtype}}
+    theirs = {"data": content["data"], "train": content["recipe"]["train"]}
     differences = [
         f"{section}.{name} is {value}, the checkpoint has {theirs[section].get(name)}"
         for section, values in own.items()
         for name, value in values.items()
         if theirs[section].get(name) != value
     ]
+    other = description or ModelDescription({})
+    differences = model_differences(state.description, other, "the checkpoint has") + differences
     if differences:
         raise ValueError(
             f"{where} is of another run: {'; '.join(differences)}. Restore that, or take another output folder"

@@ -2,38 +2,33 @@
 
 import fcntl
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import IO, Any, TypeVar
 
 import nxd_ckpt
+from nxd_layers.lora import adapter_names
 from nxd_optim import NeuronZero1Optimizer
 from nxd_state import all_gather_object, get_group, get_mesh, get_world_group
 
 from nxd_trainer.api import NxDModel, NxDOptimizer
 from nxd_trainer.api.checkpoint_loading import load_checkpoint
 from nxd_trainer.api.checkpoint_tags import find_checkpoint
-from nxd_trainer.data import (
-    CorpusIndex,
-    HeldOutLoader,
-    Tokenizer,
-    TrainLoader,
-    build_corpus,
-    load_tokenizer,
-    open_corpus,
-    pack_corpus,
-)
-from nxd_trainer.from_recipe import build_model, build_optimizer, model_config
+from nxd_trainer.api.rank_sync import together
+from nxd_trainer.data import CorpusIndex, HeldOutLoader, TrainLoader, build_corpus, open_corpus, pack_corpus
+from nxd_trainer.from_recipe import build_model, build_optimizer, recipe_model, tokenizer_of
 from nxd_trainer.hugging_face import load_pretrained
+from nxd_trainer.hugging_face.conversion import complete_config
 from nxd_trainer.hugging_face.folder import CONFIG_FILE, read_config
-from nxd_trainer.model_description import BYTES, ModelDescription, describe_llama, find_description
-from nxd_trainer.models import LlamaConfig
-from nxd_trainer.recipe import Recipe, check_layout, padded_vocab_size
+from nxd_trainer.model_description import ModelDescription, find_description
+from nxd_trainer.recipe import Recipe, check_layout
 from nxd_trainer.training.batches import TrainBatches
 
 # What says how a model's weights were drawn, and not what it computes.
 _OF_NO_EFFECT = ("initializer_range",)
+# What says how a config was written, or how a model is run.
+_NOT_COMPARED = ("architectures", "dtype", "torch_dtype", "transformers_version", "use_cache", "_name_or_path")
 
 T = TypeVar("T")
 
@@ -43,6 +38,8 @@ class RunState:
     """What a training run holds on one rank.
 
     Attributes:
+        description: of the model, for checkpoints.
+        input_names: what the model takes of a batch.
         train_loader: knows the position in the data.
         train_batches: what steps take from it, on the device.
         output_lock: keeps other runs out of the output folder while this object lives.
@@ -50,13 +47,13 @@ class RunState:
     """
 
     recipe: Recipe
-    config: LlamaConfig
+    description: ModelDescription
+    input_names: Sequence[str]
     model: NxDModel
     optimizer: NxDOptimizer
     train_loader: TrainLoader
     train_batches: TrainBatches
     held_out_loader: HeldOutLoader
-    tokenizer: Tokenizer
     corpus: CorpusIndex
     output_lock: IO[str] | None
     step: int = 0
@@ -84,9 +81,9 @@ def build_run_state(recipe: Recipe) -> RunState:
     """
     lock = lock_output(recipe.output)
     data_parallel = get_group("dp")
-    tokenizer = load_tokenizer(recipe.data.tokenizer)
-    vocab_size = padded_vocab_size(recipe, tokenizer.vocab_size)
-    check_layout(recipe, data_parallel.size, vocab_size=vocab_size)
+    source = together("make out its model", lambda: recipe_model(recipe), error_type=ValueError)
+    check_layout(recipe, data_parallel.size, vocab_size=source.description.config.get("vocab_size"))
+    tokenizer, _ = tokenizer_of(recipe)
     entry = on_first_rank_of_each_host(
         lambda: build_corpus(
             recipe.data.path,
@@ -118,17 +115,16 @@ def build_run_state(recipe: Recipe) -> RunState:
         dp_rank=data_parallel.rank,
         dp_size=data_parallel.size,
     )
-    config = model_config(recipe, vocab_size)
-    model = build_model(recipe, config)
+    model = build_model(recipe, source)
     return RunState(
         recipe=recipe,
-        config=config,
+        description=source.description,
+        input_names=source.input_names,
         model=model,
         optimizer=build_optimizer(recipe, model),
         train_loader=train_loader,
         train_batches=TrainBatches(train_loader),
         held_out_loader=held_out_loader,
-        tokenizer=tokenizer,
         corpus=corpus.index,
         output_lock=lock,
     )
@@ -151,16 +147,6 @@ def on_first_rank_of_each_host(make: Callable[[], T]) -> T:
         if failure is not None:
             raise failure
     return next(value for value, _ in outcomes if value is not None)
-
-
-def describe_run_model(state: RunState) -> ModelDescription:
-    """What checkpoints of the run say of its model."""
-    tokenizer = state.recipe.data.tokenizer
-    return describe_llama(
-        state.config,
-        tokenizer=BYTES if tokenizer is None else str(tokenizer),
-        end_token=state.tokenizer.end_of_document,
-    )
 
 
 def lock_output(folder: Path) -> IO[str] | None:
@@ -188,11 +174,25 @@ def lock_output(folder: Path) -> IO[str] | None:
     return lock
 
 
-def load_initial_weights(state: RunState, folder: Path) -> None:
-    """Fill the model of a run, whatever its layout, each rank reading its part; types are converted.
+def load_first_weights(state: RunState) -> None:
+    """Fill the model of a run with what it is to begin with, if the recipe names weights. By all ranks.
+
+    Raises:
+        ValueError: as for `load_initial_weights`.
+        CheckpointError: as for `load_initial_weights`.
+    """
+    folder = state.recipe.checkpoint.initial_weights or state.recipe.model.path
+    if folder is not None:
+        load_initial_weights(state.model, state.optimizer, state.description, folder)
+
+
+def load_initial_weights(model: NxDModel, optimizer: NxDOptimizer, description: ModelDescription, folder: Path) -> None:
+    """Fill a model, whatever its layout, each rank reading its part; types are converted. By all ranks.
 
     Args:
-        state: of a run that begins.
+        model: to be trained; adapters keep their own first weights, unless the folder has some.
+        optimizer: that has not taken a step.
+        description: of the model.
         folder: of checkpoints, whoever wrote them, of which the newest complete one is taken; or of a Hugging Face
             model.
 
@@ -201,28 +201,60 @@ def load_initial_weights(state: RunState, folder: Path) -> None:
         CheckpointError: there is no such checkpoint, files are damaged, or its tensors are not the model's.
     """
     if (folder / CONFIG_FILE).is_file():
-        _check_same_model(state, ModelDescription(read_config(folder)), folder)
-        load_pretrained(state.model.pipeline, folder)
+        _check_same_model(description, ModelDescription(read_config(folder)), folder)
+        _load_folder(model, folder)
     else:
-        found = find_checkpoint(folder, None)
+        found = on_first_rank_of_each_host(lambda: find_checkpoint(folder, None))  # once for all ranks
         if found.layout == "nxd":
             checkpoint = nxd_ckpt.open_checkpoint(found.root, found.tag)
-            _check_same_model(state, find_description(checkpoint), folder)
-        load_checkpoint(folder, model=state.model)
-    if isinstance(state.optimizer.optimizer, NeuronZero1Optimizer):
-        state.optimizer.optimizer.refresh_master_weights()
+            _check_same_model(description, find_description(checkpoint), folder)
+        load_checkpoint(found.root, found.tag or None, model=model)
+    if isinstance(optimizer.optimizer, NeuronZero1Optimizer):
+        optimizer.optimizer.refresh_master_weights()
 
 
-def _check_same_model(state: RunState, description: ModelDescription | None, folder: Path) -> None:
-    """Raise ValueError for another model; of one that is not described, names and shapes must do."""
-    if description is None:
-        return
-    theirs = asdict(description.own_llama())
-    differences = [
-        f"model.{name} is {value}, there {theirs[name]}"
-        for name, value in asdict(state.config).items()
-        if name not in _OF_NO_EFFECT and theirs[name] != value
+def _load_folder(model: NxDModel, folder: Path) -> None:
+    adapters = set() if model.lora_model is None else set(adapter_names(model.lora_model, with_biases=False))
+    missing = load_pretrained(model.pipeline, folder, strict=not adapters)
+    of_ranks = all_gather_object([name for name in missing if name not in adapters], get_world_group())
+    lacking = sorted({name for names in of_ranks for name in names})
+    if lacking:
+        raise ValueError(f"{folder} does not fit the model: it lacks {', '.join(lacking[:5])}")
+
+
+def model_differences(
+    own: ModelDescription, other: ModelDescription, told: str, *, of_no_effect: tuple[str, ...] = ()
+) -> list[str]:
+    """What another model has otherwise, such as "model.hidden_size is 64, there 128".
+
+    Args:
+        own: one model.
+        other: the other one.
+        told: goes before the other's values, such as "there".
+        of_no_effect: keys that may differ.
+    """
+    ours, theirs = _compared(own), _compared(other)
+    return [
+        f"model.{name} is {ours.get(name)}, {told} {theirs.get(name)}"
+        for name in {**ours, **theirs}
+        if name not in of_no_effect and ours.get(name) != theirs.get(name)
     ]
+
+
+def _compared(description: ModelDescription) -> dict[str, Any]:
+    """The sizes of a Llama that ours can be, whoever describes it; of others all keys of their config."""
+    if description.factory is not None:
+        return {**description.config, "factory": description.factory}
+    try:
+        return asdict(description.own_llama())
+    except ValueError:
+        content = complete_config(description.config)
+        return {name: value for name, value in content.items() if name not in _NOT_COMPARED}
+
+
+def _check_same_model(own: ModelDescription, found: ModelDescription | None, folder: Path) -> None:
+    """Raise ValueError for another model; of one that is not described, names and shapes must do."""
+    differences = [] if found is None else model_differences(own, found, "there", of_no_effect=_OF_NO_EFFECT)
     if differences:
         raise ValueError(
             f"checkpoint.initial_weights={folder} are of another model: {'; '.join(differences)}. Give the recipe "

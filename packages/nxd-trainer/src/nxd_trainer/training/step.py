@@ -6,7 +6,7 @@ import torch
 from nxd_state import all_reduce, get_device, get_mesh, get_world_group, send_to_device, step_boundary
 from torch import Tensor
 
-from nxd_trainer.from_recipe import autocast, learning_rate_on
+from nxd_trainer.from_recipe import autocast, learning_rate_on, model_inputs
 from nxd_trainer.lr_schedule import lr_multiplier
 from nxd_trainer.training.batches import held_out_batches, together
 from nxd_trainer.training.run_state import RunState
@@ -37,7 +37,7 @@ def compute_gradients(state: RunState) -> Tensor | None:
     """
     batch = state.train_batches.next_step()
     with autocast(state.recipe):
-        loss = state.model.run_train(batch.input_ids, batch.labels)
+        loss = state.model.run_train(**model_inputs(state.input_names, batch))
     assert not isinstance(loss, list)  # that is what return_mb_loss asks for
     return loss
 
@@ -99,10 +99,11 @@ def _held_out_loss(state: RunState) -> Tensor | None:
     with autocast(state.recipe):
         if get_mesh().pp == 1:
             for batch in batches:
-                losses.append(state.model(batch.input_ids, batch.labels))
+                output = state.model(**model_inputs(state.input_names, batch))
+                losses.append(output if isinstance(output, Tensor) else output.loss)
                 step_boundary()  # one small graph for all batches
         else:
             while group := list(islice(batches, state.recipe.train.gradient_accumulation_steps)):
                 batch = together(group)
-                losses.append(state.model.run_eval(batch.input_ids, batch.labels))
+                losses.append(state.model.run_eval(**model_inputs(state.input_names, batch)))
     return None if losses[0] is None else torch.stack(losses).mean()

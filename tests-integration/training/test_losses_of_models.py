@@ -1,0 +1,233 @@
+"""Every model that a recipe can name, in every layout: ten steps on real text give the losses of plain transformers.
+
+The text is that of a package of Python's standard library. Both sides compute in float64, also what the models of
+transformers compute in float32 whatever their weights are (norms, rotary positions, the loss).
+"""
+
+import json
+from unittest.mock import patch
+
+import pytest
+import torch
+from nxd_state import initialize_model_parallel
+from nxd_trainer.api import NxDModel
+from nxd_trainer.data import ByteTokenizer, TrainLoader, build_corpus, open_corpus, pack_corpus
+from nxd_trainer.lr_schedule import lr_multiplier
+from nxd_trainer.models import LlamaConfig
+from nxd_trainer.recipe import load_recipe
+from nxd_trainer.report import read_records
+from nxd_trainer.training import train
+from torch.overrides import TorchFunctionMode
+
+transformers = pytest.importorskip("transformers", reason="models of transformers need it: pip install transformers")
+
+STEPS, BATCH, SEQUENCE, RATE = 10, 4, 24, 3e-3
+SIZES = {
+    "vocab_size": 260,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.1,
+    "bos_token_id": None,
+    "eos_token_id": 256,
+    "pad_token_id": None,
+}
+HEADS = {"head_dim": 8}
+MODELS = {
+    "own Llama": ("llama", {}),
+    "Llama": ("llama", {}),
+    "Qwen3": ("qwen3", HEADS),
+    "Gemma 3": ("gemma3_text", HEADS | {"sliding_window": 8, "tie_word_embeddings": True}),
+    "Mixtral": ("mixtral", {"num_local_experts": 4}),
+    "GPT-OSS": ("gpt_oss", HEADS | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}),
+    "Phi-3": ("phi3", {}),
+    "GLM-4": ("glm4", HEADS),
+}
+LAYOUTS = {
+    "TP 2": (2, ["parallel.tensor_parallel_size=2"]),
+    "PP 2": (2, ["parallel.pipeline_parallel_size=2", "train.gradient_accumulation_steps=2"]),
+    "TP 2 x PP 2": (
+        4,
+        [
+            "parallel.tensor_parallel_size=2",
+            "parallel.pipeline_parallel_size=2",
+            "train.gradient_accumulation_steps=2",
+        ],
+    ),
+    "TP 2 x SP": (2, ["parallel.tensor_parallel_size=2", "parallel.sequence_parallel=true"]),
+    "DP 2 + ZeRO-1": (2, ["parallel.zero1=true"]),
+}
+# What nobody has compared, or transformers has no plan for, is refused.
+NOT_SPLIT = "models of type 'gpt_oss' are not split by their own plan"
+SEQUENCE_WHOLE = "sequence_parallel=True cannot be had around"
+REFUSED = {
+    ("GPT-OSS", "TP 2"): NOT_SPLIT,
+    ("GPT-OSS", "TP 2 x PP 2"): NOT_SPLIT,
+    ("GPT-OSS", "TP 2 x SP"): NOT_SPLIT,
+    ("Mixtral", "TP 2 x SP"): SEQUENCE_WHOLE,
+    ("Phi-3", "TP 2 x SP"): SEQUENCE_WHOLE,
+    ("GLM-4", "TP 2 x SP"): SEQUENCE_WHOLE,
+}
+QUICK = [
+    ("own Llama", "TP 2 x SP"),
+    ("Llama", "TP 2 x SP"),
+    ("Qwen3", "TP 2 x PP 2"),
+    ("Gemma 3", "PP 2"),
+    ("Mixtral", "TP 2"),
+    ("GPT-OSS", "DP 2 + ZeRO-1"),
+    ("GLM-4", "TP 2"),
+]
+QUICKLY_REFUSED = [("GPT-OSS", "TP 2"), ("Mixtral", "TP 2 x SP")]
+
+
+class InFloat64(TorchFunctionMode):
+    """What a model would compute in float32 whatever its weights are, it computes in float64."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        def wide(value):
+            return torch.float64 if value is torch.float32 else value
+
+        func = torch.Tensor.double if func is torch.Tensor.float else func
+        return func(*map(wide, args), **{name: wide(value) for name, value in (kwargs or {}).items()})
+
+
+def config_of(name):
+    model_type, further = MODELS[name]
+    config = transformers.AutoConfig.for_model(model_type, **{**SIZES, **further})
+    config._experts_implementation = "eager"  # grouped products know no float64
+    return config
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory):
+    """`folder_of("Qwen3")`: a model in float64, with random weights, as transformers saves it."""
+    root = tmp_path_factory.mktemp("models")
+
+    def make(name):
+        folder = root / name
+        if not folder.exists():
+            torch.manual_seed(0)
+            model = transformers.AutoModelForCausalLM.from_config(config_of(name)).double()
+            model.save_pretrained(folder)
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def tokens_folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("tokens")
+
+
+@pytest.fixture(scope="module")
+def losses_of(folder_of, tokens_folder):
+    """`losses_of("Qwen3")`: those of transformers in one process, by a loop as anybody would write it."""
+    found = {}
+
+    def run(name):
+        if name in found:
+            return found[name]
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder_of(name), dtype=torch.float64)
+        model.config._experts_implementation = "eager"
+        decayed = [it for it in model.parameters() if it.dim() > 1]
+        others = [it for it in model.parameters() if it.dim() <= 1]
+        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+        optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95), eps=1e-8)
+        corpus = build_corpus(text_folder(), ByteTokenizer(), cache_folder=tokens_folder, suffixes=(".py",))
+        sequences, _ = pack_corpus(open_corpus(corpus), sequence_length=SEQUENCE, held_out_fraction=0.05)
+        batches = TrainLoader(sequences, global_batch_size=BATCH)
+        losses = []
+        for step in range(STEPS):
+            [batch] = batches.next_step()
+            with InFloat64():
+                loss = model(batch.input_ids, labels=batch.labels, shift_labels=batch.labels, use_cache=False).loss
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            for group in optimizer.param_groups:
+                group["lr"] = RATE * lr_multiplier(step, total_steps=STEPS, warmup_steps=2, min_lr_ratio=0.1)
+            optimizer.step()
+            losses.append(loss.item())
+        found[name] = losses
+        return losses
+
+    return run
+
+
+def text_folder():
+    """Some files of the running Python's standard library."""
+    return json.__path__[0]
+
+
+def settings_of(name, folder, output, tokens):
+    settings = [
+        f"output={output}",
+        f"data.path={text_folder()}",
+        f"data.cache_folder={tokens}",
+        "data.suffixes=.py",
+        f"data.sequence_length={SEQUENCE}",
+        f"train.steps={STEPS}",
+        f"train.global_batch_size={BATCH}",
+        "train.dtype=float64",
+        "train.log_every=1",
+        "train.eval_every=0",
+        f"optimizer.lr={RATE}",
+        "optimizer.warmup_steps=2",
+        "checkpoint.save_every=0",
+    ]
+    if name != "own Llama":
+        return [*settings, f"model.path={folder}"]
+    own = LlamaConfig.__dataclass_fields__.keys() & SIZES.keys()
+    sizes = [f"model.{size}={SIZES[size]}" for size in own]
+    return [*settings, *sizes, "model.rms_norm_eps=1e-6", f"checkpoint.initial_weights={folder}"]
+
+
+def run(settings):
+    recipe = load_recipe(None, settings)
+    initialize_model_parallel(recipe.parallel.tensor_parallel_size, recipe.parallel.pipeline_parallel_size)
+    run_train = NxDModel.run_train
+
+    def in_float64(model, **inputs):
+        with InFloat64():
+            return run_train(model, **inputs)
+
+    with patch.object(NxDModel, "run_train", in_float64):
+        train(recipe)
+
+
+CELLS = [
+    pytest.param(model, layout, id=f"{model}, {layout}", marks=[] if (model, layout) in QUICK else pytest.mark.slow)
+    for model in MODELS
+    for layout in LAYOUTS
+    if (model, layout) not in REFUSED
+]
+
+
+@pytest.mark.parametrize(("model", "layout"), CELLS)
+def test_losses_are_those_of_a_loop_of_transformers(
+    run_ranks, folder_of, losses_of, tokens_folder, tmp_path, model, layout
+):
+    ranks, degrees = LAYOUTS[layout]
+
+    run_ranks(run, ranks, [*settings_of(model, folder_of(model), tmp_path / "run", tokens_folder), *degrees])
+
+    losses = [record.loss for record in read_records(tmp_path / "run/metrics.jsonl")]
+    assert losses == pytest.approx(losses_of(model), rel=1e-10, abs=0)
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        pytest.param(*cell, id=", ".join(cell), marks=[] if cell in QUICKLY_REFUSED else pytest.mark.slow)
+        for cell in REFUSED
+    ],
+)
+def test_layout_that_a_model_cannot_have_is_refused(run_ranks, folder_of, tokens_folder, tmp_path, model, layout):
+    ranks, degrees = LAYOUTS[layout]
+
+    with pytest.raises(RuntimeError, match=REFUSED[model, layout]):
+        run_ranks(run, ranks, [*settings_of(model, folder_of(model), tmp_path / "run", tokens_folder), *degrees])

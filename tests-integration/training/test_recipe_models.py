@@ -1,0 +1,241 @@
+"""Models of recipes beside their losses: weights that no layout changes, resuming, adapters, checkpoints, factories."""
+
+import sys
+from pathlib import Path
+from unittest.mock import patch
+
+import nxd_ckpt
+import pytest
+import torch
+from nxd_layers.hf import is_transformers_model
+from nxd_state import get_world_group, initialize_model_parallel
+from nxd_trainer.from_recipe import build_model, recipe_model
+from nxd_trainer.generate import load_for_generation
+from nxd_trainer.model_description import description_of
+from nxd_trainer.recipe import load_recipe
+from nxd_trainer.report import read_records
+from nxd_trainer.training import prepare_run, run_state, train
+
+transformers = pytest.importorskip("transformers", reason="models of transformers need it: pip install transformers")
+
+QWEN3 = ["model.type=qwen3", "model.config.head_dim=8", "model.tie_word_embeddings=true", "model.num_key_value_heads=2"]
+FACTORY = """
+import torch
+from nxd_layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear, parallel_cross_entropy
+from torch import fx, nn
+
+fx.wrap("parallel_cross_entropy")  # a trace, which cuts the model into stages, does not look into it
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.up = ColumnParallelLinear(width, 2 * width, gather_output=False)
+        self.down = RowParallelLinear(2 * width, width, input_is_parallel=True)
+
+    def forward(self, hidden):
+        return hidden + self.down(torch.relu(self.up(hidden)))
+
+
+class Model(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.table = ParallelEmbedding(320, width)
+        self.blocks = nn.ModuleList([Block(width) for _ in range(2)])
+        self.head = ColumnParallelLinear(width, 320, bias=False, gather_output=False)
+
+    def forward(self, input_ids, labels):
+        hidden = self.table(input_ids)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return parallel_cross_entropy(self.head(hidden), labels).mean()
+"""
+
+
+def initialized(settings):
+    recipe = load_recipe(None, settings)
+    initialize_model_parallel(recipe.parallel.tensor_parallel_size, recipe.parallel.pipeline_parallel_size)
+    return recipe
+
+
+def run(settings):
+    train(initialized(settings))
+
+
+def without_sizes(settings):
+    return [it for it in settings if not it.startswith("model.")]
+
+
+@pytest.fixture
+def losses_of(run_ranks, settings, tmp_path):
+    """`losses_of("one", 2, ...)`: of a run of four steps on two ranks, in a folder of that name."""
+
+    def losses(name: str, ranks: int, *more: str) -> list[float]:
+        shared = ["train.steps=4", "train.eval_every=0", "train.gradient_accumulation_steps=2"]
+        own = settings if QWEN3[0] in more else without_sizes(settings)
+        run_ranks(run, ranks, [*own, *shared, f"output={tmp_path / name}", *more])
+        return [record.loss for record in read_records(tmp_path / name / "metrics.jsonl")]
+
+    return losses
+
+
+FOUR_RANKS = ["parallel.tensor_parallel_size=2", "parallel.pipeline_parallel_size=2"]
+
+
+def test_random_weights_of_an_architecture_are_the_same_at_every_layout(losses_of):
+    one = losses_of("one", 1, *QWEN3)
+
+    assert losses_of("four", 4, *QWEN3, *FOUR_RANKS) == pytest.approx(one, rel=1e-6)  # norms are in float32
+
+
+def test_no_rank_makes_more_than_its_part_of_a_random_model(run_ranks, settings):
+    def made():
+        recipe = initialized([*settings, *QWEN3, *FOUR_RANKS])
+        model = recipe_model(recipe)
+        built = build_model(recipe, model)
+        in_memory = [name for name, it in model.make().named_parameters(remove_duplicate=False) if not it.is_meta]
+        return in_memory, {name: tuple(it.shape) for name, it in built.named_parameters()}
+
+    (names, shapes), _, (other_names, _), _ = run_ranks(made, 4)
+
+    assert not {name for name in names if "layers.1." in name}
+    assert not {name for name in other_names if "layers.0." in name}
+    assert shapes["model.layers.0.mlp.up_proj.weight"] == (24, 32)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [QWEN3, [*QWEN3, "lora.rank=2", "lora.target_modules=q_proj,up_proj", "lora.dropout=0.1"]],
+    ids=["all", "lora"],
+)
+def test_run_goes_on_bitwise(losses_of, model):
+    layout = [*model, "parallel.tensor_parallel_size=2", "parallel.zero1=true"]
+    uninterrupted = losses_of("whole", 2, *layout)
+
+    losses_of("parts", 2, *layout, "train.stop_after=2")
+
+    assert losses_of("parts", 2, *layout) == uninterrupted
+
+
+def test_adapters_of_a_folder_alone_are_trained_and_saved_and_generate_says_so(losses_of, settings, tmp_path):
+    config = recipe_model(load_recipe(None, [*settings, *QWEN3])).description.config
+    torch.manual_seed(0)
+    model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config.from_dict(dict(config)))
+    model.double().save_pretrained(tmp_path / "folder")
+    lora = [f"model.path={tmp_path / 'folder'}", "lora.rank=2", "lora.target_modules=q_proj,v_proj"]
+
+    one = losses_of("one", 1, *lora)
+    two = losses_of("two", 2, *lora, "parallel.pipeline_parallel_size=2")
+
+    assert two == pytest.approx(one, rel=1e-6)
+    assert one[0] == losses_of("plain", 1, f"model.path={tmp_path / 'folder'}")[0]  # adapters begin with nothing to add
+    checkpoint = nxd_ckpt.open_checkpoint(tmp_path / "two" / "checkpoints")
+    weights = [name for name in checkpoint.tensors if not name.startswith(("optimizer/", "rng/"))]
+    assert weights
+    assert all("lora" in name for name in weights)
+
+
+def test_checkpoint_says_of_which_architecture_it_is_and_is_generated_from(losses_of, tmp_path):
+    losses_of("one", 2, *QWEN3, "parallel.tensor_parallel_size=2")
+    checkpoints = tmp_path / "one" / "checkpoints"
+
+    description = description_of(nxd_ckpt.open_checkpoint(checkpoints))
+    model, tokenizer = load_for_generation(checkpoints)
+
+    assert (description.architecture, description.config["eos_token_id"]) == ("Qwen3ForCausalLM", 256)
+    assert is_transformers_model(model)
+    assert tokenizer.vocab_size == 257
+
+
+def test_run_begins_with_the_weights_of_a_checkpoint_that_is_chosen_once(run_ranks, losses_of, settings, tmp_path):
+    losses_of("one", 1, *QWEN3)
+    begun = [f"checkpoint.initial_weights={tmp_path / 'one' / 'checkpoints'}"]
+    expected = nxd_ckpt.open_checkpoint(tmp_path / "one" / "checkpoints").read("model.norm.weight")
+
+    def begin(more):
+        with patch.object(run_state, "find_checkpoint", wraps=run_state.find_checkpoint) as chosen:
+            state, _ = prepare_run(initialized([*settings, *QWEN3, *more, "train.seed=3"]))
+        found = dict(state.model.named_parameters()).get("model.norm.weight")
+        return chosen.call_count, get_world_group().rank, None if found is None else torch.equal(found, expected)
+
+    assert run_ranks(begin, 2, [*begun, "parallel.tensor_parallel_size=2", f"output={tmp_path / 'two'}"]) == [
+        (1, 0, True),
+        (0, 1, True),
+    ]
+    with pytest.raises(RuntimeError, match=r"of another model: model\.rms_norm_eps is 0\.5, there 1e-06"):
+        run_ranks(begin, 1, [*begun, "model.rms_norm_eps=0.5", f"output={tmp_path / 'other'}"])
+    with pytest.raises(RuntimeError, match=r"model\.model_type is mistral, there qwen3"):
+        run_ranks(begin, 1, [*begun, "model.type=mistral", f"output={tmp_path / 'another'}"])
+
+
+@pytest.fixture
+def factory(tmp_path, monkeypatch):
+    """Settings of a model that a module in the working directory makes."""
+    (tmp_path / "own_models.py").write_text(FACTORY)
+    return ["model.factory=own_models:Model", "model.config.width=16"], tmp_path
+
+
+def run_in(folder: Path, settings):
+    path = list(sys.path)
+    sys.path.insert(0, str(folder))
+    try:
+        return run(settings)
+    finally:
+        sys.path[:] = path
+        sys.modules.pop("own_models", None)
+
+
+def test_model_of_a_factory_trains_at_every_layout_and_its_checkpoint_runs_nothing(
+    run_ranks, settings, factory, tmp_path
+):
+    named, folder = factory
+    steps = ["train.steps=4", "train.eval_every=0", "train.gradient_accumulation_steps=2", *named]
+    settings = without_sizes(settings)
+    run_ranks(run_in, 1, folder, [*settings, *steps, f"output={tmp_path / 'one'}"])
+
+    layout = [*FOUR_RANKS, "pipeline.layer_class=own_models:Block"]
+    run_ranks(run_in, 4, folder, [*settings, *steps, *layout, f"output={tmp_path / 'four'}"])
+
+    one, four = (read_records(tmp_path / name / "metrics.jsonl") for name in ("one", "four"))
+    assert [record.loss for record in four] == pytest.approx([record.loss for record in one], rel=1e-10)
+    with pytest.raises(
+        ValueError, match=r"the function own_models:Model makes, and what a checkpoint names is not run"
+    ):
+        load_for_generation(tmp_path / "four" / "checkpoints")
+    assert "own_models" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (["model.type=qwen33"], r"model\.type=qwen33 is no language model that transformers knows; did you mean qwen3"),
+        (
+            ["model.type=qwen3", "model.config.head_dimm=8"],
+            r"model\.config\.head_dimm is no key .* did you mean head_dim",
+        ),
+        (["model.type=gemma3"], r"use model\.type=gemma3_text"),
+        (["model.type=gpt2", "model.intermediate_size=64"], r"model\.intermediate_size is no size of gpt2"),
+        (["model.type=gemma3_text", "model.rope_theta=5"], r"give model\.config\.rope_parameters"),
+        (["model.type=qwen3", "model.vocab_size=100"], r"model\.vocab_size=100 is less than the tokenizer's 257 ids"),
+        (
+            ["model.type=qwen3", "model.config.vocab_size=100"],
+            r"has a vocabulary of 100, less than the tokenizer's 257",
+        ),
+        (["model.path=nowhere"], r"nowhere/config\.json does not exist"),
+        (["model.factory=no_such_module:make"], r"model\.factory=no_such_module:make cannot be imported from here"),
+        (["model.factory=json:dumps", "model.config.obj=1"], r"returned a str; it must return a torch module"),
+    ],
+)
+def test_model_that_cannot_be_had_is_refused_in_words(given, expected):
+    with pytest.raises(ValueError, match=expected):
+        recipe_model(load_recipe(None, given))
+
+
+def test_keys_of_a_table_come_from_a_file_and_from_the_command_line(tmp_path):
+    file = tmp_path / "recipe.toml"
+    file.write_text('[model]\ntype = "qwen3"\n[model.config]\nhead_dim = 8\nattention_dropout = 0.5\n')
+
+    recipe = load_recipe(file, ["model.config.attention_dropout=0.25", "model.hidden_size=32"])
+
+    config = recipe_model(recipe).description.config
+    assert (config["head_dim"], config["attention_dropout"], config["hidden_size"]) == (8, 0.25, 32)
