@@ -30,11 +30,12 @@ def written(text, tmp_path_factory):
 
     def write(writer: str, model_type: str | None = None) -> Path:
         if (writer, model_type) not in folders:
-            folder = folders[writer, model_type] = tmp_path_factory.mktemp("written")
+            folder = tmp_path_factory.mktemp("written")
             if model_type is None:
                 run_on_ranks(WRITERS[writer], 2, folder, text)
             else:
                 run_on_ranks(WRITERS_OF_TRANSFORMERS[writer], 2, folder, text, partial(of_transformers, model_type))
+            folders[writer, model_type] = folder
         return folders[writer, model_type] / "checkpoints"
 
     return write

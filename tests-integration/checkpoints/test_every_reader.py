@@ -22,6 +22,7 @@ from writers_and_readers import (
     initialize_model_parallel,
     recipe_of,
     save_checkpoint,
+    skip_without,
 )
 
 
@@ -29,18 +30,18 @@ from writers_and_readers import (
 def writer(request) -> str:
     """Each of them in turn, where what it needs is installed."""
     if "Lightning" in request.param:
-        pytest.importorskip("lightning", reason="needs it: pip install lightning")
+        skip_without("lightning")
     if "transformers" in request.param:
-        pytest.importorskip("transformers", reason="needs it: pip install transformers")
+        skip_without("transformers")
     return request.param
 
 
 @pytest.mark.parametrize("reader", READERS)
 def test_checkpoint_fills_the_model_of_every_reader(run_ranks, written, text, tmp_path, writer, reader):
     if reader == "Lightning":
-        pytest.importorskip("lightning", reason="needs it: pip install lightning")
+        skip_without("lightning")
     if "transformers" in reader:
-        pytest.importorskip("transformers", reason="needs it: pip install transformers")
+        skip_without("transformers")
 
     differences = run_ranks(READERS[reader], 2, written(writer), tmp_path, text)
 

@@ -1,8 +1,10 @@
 """What writes checkpoints and what reads them, each on two ranks: of the same Llama, or of a model of transformers."""
 
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 
+import pytest
 import torch
 from neuronx_distributed.trainer import (
     initialize_parallel_model,
@@ -34,6 +36,12 @@ SIZES = LlamaConfig(
     rms_norm_eps=1e-5,
 )
 TOKENS = torch.arange(34).reshape(2, 17)
+
+
+def skip_without(module: str) -> None:
+    """As `pytest.importorskip`, but without an import into the process of the tests, in which that leaves things."""
+    if find_spec(module) is None:
+        pytest.skip(f"needs it: pip install {module}")
 
 
 def recipe_of(output: Path, text: Path, *settings: str):
@@ -102,14 +110,18 @@ WITHOUT_TENSOR_PARALLELISM = ("gpt_oss",)
 
 
 def of_transformers(model_type: str) -> torch.nn.Module:
-    """A tiny model in float64 that knows bytes; large weights make each token depend on all before it."""
+    """A tiny model that knows bytes; large weights make each token depend on all before it.
+
+    In float64, unless it has experts, whose products transformers has in float32 and shorter types only.
+    """
     import transformers
 
     sizes = asdict(SIZES) | {"vocab_size": 321, "initializer_range": 0.3}  # which two ranks do not divide
     del sizes["rope_theta"]
     config = transformers.AutoConfig.for_model(model_type, **sizes | OF_TRANSFORMERS[model_type])
     torch.manual_seed(0)
-    return transformers.AutoModelForCausalLM.from_config(config).to(torch.float64)
+    has_experts = any("experts" in name for name in OF_TRANSFORMERS[model_type])
+    return transformers.AutoModelForCausalLM.from_config(config).to(torch.float32 if has_experts else torch.float64)
 
 
 def write_by_train(folder: Path, text: Path) -> None:
