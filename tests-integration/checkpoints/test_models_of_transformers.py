@@ -125,6 +125,21 @@ def test_compiled_model_writes_what_transformers_would(checkpoints, tmp_path, mo
     assert found.tokens == greedy(model_type, checkpoints)
 
 
+def test_what_cannot_be_compiled_is_refused_at_once_and_generated_with(tmp_path):
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "layer_types": ["conv", "full_attention"]}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = transformers.Lfm2ForCausalLM(transformers.Lfm2Config(**sizes, **heads))
+    save_checkpoint(tmp_path, "first", model)
+
+    with pytest.raises(ValueError, match=r"Lfm2ForCausalLM cannot be compiled .*its cache .*nxd generate runs it"):
+        open_for_compilation(tmp_path, tokenizer="bytes").compile(batch_size=1)
+
+    expected = model.eval().generate(torch.tensor([PROMPT]), max_new_tokens=8, do_sample=False, eos_token_id=None)
+    found, _ = load_for_generation(tmp_path, tokenizer="bytes")
+    tokens = generate(found, torch.tensor(PROMPT), max_new_tokens=8, temperature=0)
+    assert list(tokens) == expected[0, len(PROMPT) :].tolist()
+
+
 @every_cell
 def test_export_gives_the_model_to_transformers(checkpoints, tmp_path, model_type, writer):
     export_hugging_face(checkpoints, tmp_path / "exported")

@@ -171,9 +171,10 @@ class CompilableCheckpoint:
                 HuggingFaceDecoder(parallelize(model_on_meta_of(self.description))).cache_layers()
         except Exception as error:  # whatever the model stumbles over; better here than in minutes, in the workers
             self.description.check_own_llama(tp_degree)
+            reason = str(error).partition("\n")[0].rstrip(".") or type(error).__name__
             raise ValueError(
-                f"{self.description.architecture} cannot be compiled over {tp_degree} ranks: {type(error).__name__}: "
-                f"{error}; nxd generate runs it uncompiled"
+                f"{self.description.architecture} cannot be compiled at tp_degree={tp_degree}: {reason}; nxd generate "
+                "runs it uncompiled"
             ) from error
         return BuildHuggingFaceDecoder(self.description, self.dtype)
 
@@ -206,5 +207,7 @@ def _max_positions(description: ModelDescription) -> int:
         return config.max_position_embeddings
     try:
         return HuggingFaceDecoder(model_on_meta_of(description)).max_positions
-    except TypeError as error:
-        raise ValueError(f"{error}; nxd generate runs it uncompiled") from error
+    except (TypeError, AttributeError) as error:  # the second of a config that does not say how long texts may be
+        raise ValueError(
+            f"{description.architecture} cannot be compiled: {error}; nxd generate runs it uncompiled"
+        ) from error
