@@ -97,6 +97,7 @@ def test_adapter_that_cannot_be_merged_is_refused_with_advice(tmp_path, model, m
     ("change", "message"),
     [
         ({f"{Q_PROJ}.lora_B": torch.zeros(8, 2)}, r"does not fit the model: .*q_proj\.weight is \[8, 8\]"),
+        ({f"{Q_PROJ}.lora_B": torch.zeros(())}, "does not fit the model"),
         ({f"{Q_PROJ}.lora_A": torch.zeros(3)}, "does not fit the model"),
         ({f"{Q_PROJ}.weight": torch.zeros(8, 7)}, "does not fit the model"),
     ],

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from nxd_trainer.api.checkpoint_tags import open_own
 from nxd_trainer.data import Tokenizer
-from nxd_trainer.generate import model_on_meta_of, tokenizer_of, transformers_model
+from nxd_trainer.generate import tokenizer_of
 from nxd_trainer.model_description import ModelDescription, description_of, model_dtype
-from nxd_trainer.model_weights import ModelWeights, model_weights
+from nxd_trainer.model_weights import ModelWeights, model_on_meta_of, model_weights, transformers_model
 from nxd_trainer.models import KeyValueCache, LlamaConfig, LlamaForCausalLM
 from nxd_trainer.models.llama import rotary_tables
 from nxd_trainer.plan.profile import planned_ranks

@@ -5,21 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from nxd_ckpt.coordinator import coordinator_for, on_every_rank
 from nxd_layers import parallel_argmax, parallel_topk
-from nxd_layers.hf import is_transformers_model, parallelize
-from nxd_state import active_group, all_gather, get_device, move_model_to_device
+from nxd_layers.hf import is_transformers_model
+from nxd_state import active_group, all_gather, get_device
 from torch import Tensor, nn
 
 from nxd_trainer.api.checkpoint_tags import open_own_together
-from nxd_trainer.api.unwrap import further_names
-from nxd_trainer.checkpoint import check_names, fill_state, model_state
 from nxd_trainer.data import Tokenizer, load_tokenizer
-from nxd_trainer.hugging_face.conversion import model_on_meta
-from nxd_trainer.hugging_face.loading import make_room
-from nxd_trainer.model_description import BYTES, ModelDescription, description_of, model_dtype, tokenizer_in
-from nxd_trainer.model_weights import model_weights
-from nxd_trainer.models import KeyValueCache, LlamaForCausalLM
+from nxd_trainer.model_description import BYTES, ModelDescription, description_of, tokenizer_in
+from nxd_trainer.model_weights import load_model
+from nxd_trainer.models import KeyValueCache
 
 
 def load_for_generation(
@@ -43,13 +38,7 @@ def load_for_generation(
     checkpoint = open_own_together(folder, tag)
     description = description_of(checkpoint)
     words = tokenizer_of(description, tokenizer)
-    weights = model_weights(checkpoint, description)
-    model = _model_without_weights(description, model_dtype(checkpoint))
-    state = model_state(model)
-    coordinator, where = coordinator_for(None), f"checkpoint {checkpoint.tag!r} in {folder}"
-    check_names(weights.tensors, state, further_names(model), where, coordinator, can_be_lax=False)
-    on_every_rank(coordinator, f"reading {where}", lambda: fill_state(weights, state))
-    return model.eval(), words
+    return load_model(checkpoint, description).eval(), words
 
 
 def tokenizer_of(description: ModelDescription, given: str | Path | None = None) -> Tokenizer:
@@ -65,48 +54,6 @@ def tokenizer_of(description: ModelDescription, given: str | Path | None = None)
             f'--tokenizer): a tokenizer.json, its folder, or "{BYTES}"'
         )
     return load_tokenizer(None if str(known) == BYTES else known)
-
-
-def _model_without_weights(description: ModelDescription, dtype: torch.dtype) -> nn.Module:
-    """Our own Llama where it can be the model, else that of transformers; with memory for this rank's part."""
-    degree = active_group("tp").size
-    config = description.own_llama_at(degree)
-    if config is None:
-        try:
-            return transformers_model(description, dtype)
-        except ValueError:
-            description.check_own_llama(degree)
-            raise
-    with torch.device("meta"):
-        model = LlamaForCausalLM(config, dtype=dtype)
-    move_model_to_device(model, get_device())
-    return model
-
-
-def transformers_model(description: ModelDescription, dtype: torch.dtype) -> nn.Module:
-    """This rank's part of the model as transformers has it, with memory, but without values for its parameters.
-
-    Raises:
-        ValueError: transformers is missing, or makes no such model, or it cannot be split over so many ranks.
-    """
-    model = parallelize(model_on_meta_of(description))
-    make_room(model, dtype)
-    return model
-
-
-def model_on_meta_of(description: ModelDescription) -> nn.Module:
-    """The whole model as transformers has it, without memory.
-
-    Raises:
-        ValueError: transformers is missing, or makes no such model.
-    """
-    model: nn.Module | None = model_on_meta(description.config)
-    if model is None:
-        raise ValueError(
-            f"{description.architecture} is made by transformers, which is not installed or does not know it; install "
-            "transformers"
-        )
-    return model
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""The weights of a checkpoint's model as one without adapters has them: what `generate`, `serve` and `export` read.
+"""The model of a checkpoint, and its weights as one without adapters has them: what `generate`, `serve`, `export` read.
 
 An adapter that lies beside its base model is merged into it box by box as boxes are read, so that each reader takes
 its part at any layout, and nothing whole is ever in memory.
@@ -12,14 +12,20 @@ from typing import Any
 import torch
 from nxd_ckpt import Checkpoint, Shard, TensorInfo
 from nxd_ckpt.boxes import Box
+from nxd_ckpt.coordinator import coordinator_for, on_every_rank
 from nxd_ckpt.interop import Selection, TensorSource, from_checkpoint
 from nxd_ckpt.interop.source import fill
+from nxd_layers.hf import parallelize
 from nxd_layers.lora import config_from_adapter_config
-from torch import Tensor
+from nxd_state import active_group, get_device, move_model_to_device
+from torch import Tensor, nn
 
-from nxd_trainer.checkpoint import NOT_OF_THE_MODEL
-from nxd_trainer.hugging_face.conversion import reference_model
-from nxd_trainer.model_description import ModelDescription, adapter_in
+from nxd_trainer.api.unwrap import further_names
+from nxd_trainer.checkpoint import NOT_OF_THE_MODEL, check_names, fill_state, model_state
+from nxd_trainer.hugging_face.conversion import model_on_meta, reference_model
+from nxd_trainer.hugging_face.loading import make_room
+from nxd_trainer.model_description import ModelDescription, adapter_in, model_dtype
+from nxd_trainer.models import LlamaForCausalLM
 
 _FACTORS = {"lora_A": "lora_B", "lora_embedding_A": "lora_embedding_B"}  # as PEFT calls them
 
@@ -90,6 +96,66 @@ class _Branch:
         return product.t() if self.is_transposed else product
 
 
+def load_model(checkpoint: Checkpoint, description: ModelDescription) -> nn.Module:
+    """The model on this rank's device, with its part of the weights. Called by all ranks.
+
+    It is our own Llama where that can be the model, else that of transformers.
+
+    Raises:
+        ValueError: transformers is missing or makes no such model, or it cannot be split over so many ranks; or the
+            weights have an adapter that cannot be merged.
+        CheckpointError: the checkpoint is damaged, or its tensors are not those of the model; on all ranks.
+    """
+    weights = model_weights(checkpoint, description)
+    model = _model_without_weights(description, model_dtype(checkpoint))
+    state = model_state(model)
+    coordinator, where = coordinator_for(None), f"checkpoint {checkpoint.tag!r}"
+    check_names(weights.tensors, state, further_names(model), where, coordinator, can_be_lax=False)
+    on_every_rank(coordinator, f"reading {where}", lambda: fill_state(weights, state))
+    return model
+
+
+def _model_without_weights(description: ModelDescription, dtype: torch.dtype) -> nn.Module:
+    degree = active_group("tp").size
+    config = description.own_llama_at(degree)
+    if config is None:
+        try:
+            return transformers_model(description, dtype)
+        except ValueError:
+            description.check_own_llama(degree)
+            raise
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config, dtype=dtype)
+    move_model_to_device(model, get_device())
+    return model
+
+
+def transformers_model(description: ModelDescription, dtype: torch.dtype) -> nn.Module:
+    """This rank's part of the model as transformers has it, with memory, but without values for its parameters.
+
+    Raises:
+        ValueError: transformers is missing, or makes no such model, or it cannot be split over so many ranks.
+    """
+    model = parallelize(model_on_meta_of(description))
+    make_room(model, dtype)
+    return model
+
+
+def model_on_meta_of(description: ModelDescription) -> nn.Module:
+    """The whole model as transformers has it, without memory.
+
+    Raises:
+        ValueError: transformers is missing, or makes no such model.
+    """
+    model: nn.Module | None = model_on_meta(description.config)
+    if model is None:
+        raise ValueError(
+            f"{description.architecture} is made by transformers, which is not installed or does not know it; install "
+            "transformers"
+        )
+    return model
+
+
 def model_weights(checkpoint: Checkpoint, description: ModelDescription) -> ModelWeights:
     """The weights of the model in a checkpoint, with its adapter, if there is one, merged into them.
 
@@ -118,7 +184,7 @@ def _branches(source: TensorSource, adapter: Mapping[str, Any], description: Mod
             )
         shapes = {name: source.tensors[name].global_shape for name in (weight, a, b) if name in source.tensors}
         inner, inputs = shapes[a] if len(shapes[a]) == 2 else (None, None)
-        outputs = shapes.get(b, (None,))[0]
+        outputs = (*shapes.get(b, ()), None)[0]
         if shapes.get(b) != (outputs, inner) or shapes.get(weight) not in ((outputs, inputs), (inputs, outputs)):
             listed = ", ".join(f"{name} is {list(shape)}" for name, shape in shapes.items())
             raise ValueError(f"the adapter does not fit the model: {listed}; save both anew")

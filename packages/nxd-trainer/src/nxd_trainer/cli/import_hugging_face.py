@@ -27,5 +27,5 @@ def run(options: argparse.Namespace) -> int:
     reason = mendable(lambda: import_hugging_face(options.folder, options.checkpoints, options.tag, dtype=dtype))
     print(f"wrote {options.checkpoints / options.tag}")
     if reason is not None:
-        print(f"nxd train and nxd serve cannot run it: {reason}; nxd generate and nxd export can")
+        print(f"nxd train cannot run it: {reason}; nxd generate, nxd serve and nxd export can")
     return 0

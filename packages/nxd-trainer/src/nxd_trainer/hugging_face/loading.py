@@ -88,7 +88,7 @@ def import_hugging_face(
         dtype: that floating-point tensors are converted to; as they are if None.
 
     Returns:
-        Why this package's own Llama, which `nxd train` and `nxd serve` run, cannot be the model; None if it can.
+        Why this package's own Llama, which `nxd train` runs, cannot be the model; None if it can.
 
     Raises:
         ValueError: `dtype` is no type, transformers does not take the config, tensors are missing, too many or of other
