@@ -29,8 +29,8 @@ def test_import_and_export_give_the_folder_back(make_folder, tmp_path):
 
     assert imported.stdout.splitlines() == [
         f"wrote {tmp_path / 'checkpoints' / 'begin'}",
-        "nxd train cannot run it: ['Qwen3ForCausalLM'] is not a LlamaForCausalLM; nxd generate, nxd serve and nxd export "
-        "can",
+        "nxd train cannot run it: ['Qwen3ForCausalLM'] is not a LlamaForCausalLM; nxd generate, nxd serve and nxd "
+        "export can",
     ], imported.stderr
     weights = tmp_path / "exported" / "model.safetensors"
     assert exported.stdout == f"wrote {tmp_path / 'exported' / 'config.json'} and {weights}\n", exported.stderr
