@@ -1,6 +1,7 @@
-"""Checkpoints of one tiny Llama in float64, written by whoever writes them, each at a layout of its own."""
+"""Checkpoints of tiny models in float64, written by whoever writes them, each at a layout of its own."""
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,16 +19,23 @@ def text(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def written(text, tmp_path_factory):
-    """`written("nxd train")`: a folder of checkpoints that this has written, once for all tests."""
+    """`written("nxd train")`: a folder of checkpoints that this has written, once for all tests.
+
+    `written("Lightning", "qwen3")`: the same of a model of transformers.
+    """
     from nxd_state.testing import run_on_ranks
-    from writers_and_readers import WRITERS
+    from writers_and_readers import WRITERS, WRITERS_OF_TRANSFORMERS, of_transformers
 
-    folders: dict[str, Path] = {}
+    folders: dict[tuple[str, str | None], Path] = {}
 
-    def write(writer: str) -> Path:
-        if writer not in folders:
-            folders[writer] = tmp_path_factory.mktemp("written")
-            run_on_ranks(WRITERS[writer], 2, folders[writer], text)
-        return folders[writer] / "checkpoints"
+    def write(writer: str, model_type: str | None = None) -> Path:
+        if (writer, model_type) not in folders:
+            folder = tmp_path_factory.mktemp("written")
+            if model_type is None:
+                run_on_ranks(WRITERS[writer], 2, folder, text)
+            else:
+                run_on_ranks(WRITERS_OF_TRANSFORMERS[writer], 2, folder, text, partial(of_transformers, model_type))
+            folders[writer, model_type] = folder
+        return folders[writer, model_type] / "checkpoints"
 
     return write

@@ -4,32 +4,44 @@ import shutil
 
 import pytest
 import torch
+import torch.distributed as dist
 from nxd_state.testing import RankFailure
 from nxd_trainer.api.checkpoint_tags import open_own
 from nxd_trainer.checkpoint import kind_of, model_state
 from nxd_trainer.compiled_generation import open_for_compilation
 from nxd_trainer.export import export_hugging_face
+from nxd_trainer.generate import load_for_generation
+from nxd_trainer.models import LlamaForCausalLM
 from nxd_trainer.training import prepare_run
 from safetensors.torch import load_file
-from writers_and_readers import READERS, SIZES, WRITERS, differing, initialize_model_parallel, recipe_of
+from writers_and_readers import (
+    READERS,
+    SIZES,
+    WRITERS,
+    differing,
+    initialize_model_parallel,
+    recipe_of,
+    save_checkpoint,
+    skip_without,
+)
 
 
 @pytest.fixture(params=WRITERS)
 def writer(request) -> str:
     """Each of them in turn, where what it needs is installed."""
     if "Lightning" in request.param:
-        pytest.importorskip("lightning", reason="needs it: pip install lightning")
+        skip_without("lightning")
     if "transformers" in request.param:
-        pytest.importorskip("transformers", reason="needs it: pip install transformers")
+        skip_without("transformers")
     return request.param
 
 
 @pytest.mark.parametrize("reader", READERS)
 def test_checkpoint_fills_the_model_of_every_reader(run_ranks, written, text, tmp_path, writer, reader):
     if reader == "Lightning":
-        pytest.importorskip("lightning", reason="needs it: pip install lightning")
+        skip_without("lightning")
     if "transformers" in reader:
-        pytest.importorskip("transformers", reason="needs it: pip install transformers")
+        skip_without("transformers")
 
     differences = run_ranks(READERS[reader], 2, written(writer), tmp_path, text)
 
@@ -41,9 +53,9 @@ def test_checkpoint_says_which_model_the_compiler_and_the_server_need(written, w
 
     found = open_for_compilation(checkpoints, tokenizer="bytes")
 
-    assert found.build.config == SIZES
-    assert found.build.dtype == torch.float64
-    wanted = {name: tuple(tensor.shape) for name, tensor in model_state(found.build().model).items()}
+    build = found.decoder_builder(1)
+    assert (build.config, build.dtype, found.max_positions) == (SIZES, torch.float64, SIZES.max_position_embeddings)
+    wanted = {name: tuple(tensor.shape) for name, tensor in model_state(build().model).items()}
     stored = {name: found.weights.tensors[name].global_shape for name in wanted}
     assert stored == wanted
 
@@ -84,3 +96,16 @@ def test_run_resumes_from_its_own_checkpoints_only(run_ranks, written, text, tmp
     else:
         with pytest.raises(RankFailure, match=r"ValueError: .* is no checkpoint of nxd train: .*initial_weights="):
             run_ranks(resume, 2)
+
+
+def test_first_rank_chooses_the_newest_checkpoint_for_all(run_ranks, written, tmp_path):
+    sooner, later = written("save_checkpoint"), tmp_path / "later"
+    shutil.copytree(sooner, later)
+    save_checkpoint(later, "finished meanwhile", LlamaForCausalLM(SIZES, dtype=torch.float64))
+
+    def load():
+        initialize_model_parallel(2)
+        model, _ = load_for_generation(later if dist.get_rank() else sooner, tokenizer="bytes")
+        return differing(model, sooner)
+
+    assert run_ranks(load, 2) == [[], []]

@@ -1,94 +1,167 @@
-"""A model of transformers that is no Llama of ours: `save_checkpoint` says which it is, and others make it anew."""
+"""Models of transformers: whoever wrote a checkpoint, every reader has the model back, at another layout."""
+
+from functools import partial
 
 import pytest
 import torch
+from nxd_trainer.api import save_checkpoint
 from nxd_trainer.api.checkpoint_tags import open_own
 from nxd_trainer.compiled_generation import open_for_compilation
 from nxd_trainer.export import export_hugging_face
 from nxd_trainer.generate import generate, load_for_generation
 from nxd_trainer.model_description import description_of
 from writers_and_readers import (
+    LORA,
+    OF_TRANSFORMERS,
+    WITHOUT_TENSOR_PARALLELISM,
+    WRITERS_OF_TRANSFORMERS,
+    fit_by_lightning,
     initialize_model_parallel,
-    initialize_parallel_model,
-    neuronx_distributed_config,
-    save_checkpoint,
+    load_by_script,
+    of_transformers,
+    skip_without,
 )
 
 transformers = pytest.importorskip("transformers", reason="needs it: pip install transformers")
 
 PROMPT = [3, 1, 4, 1, 5]
+ADAPTER = "save_checkpoint of an adapter"
+SLOW = pytest.mark.slow
+CELLS = [
+    pytest.param(model_type, writer, marks=() if model_type == "qwen3" else SLOW)
+    for model_type in OF_TRANSFORMERS
+    for writer in WRITERS_OF_TRANSFORMERS
+    if writer != ADAPTER or model_type not in (*WITHOUT_TENSOR_PARALLELISM, "phi3")  # whose q_proj is fused
+]
+every_cell = pytest.mark.parametrize(("model_type", "writer"), CELLS)
+every_cell_without_adapter = pytest.mark.parametrize(
+    ("model_type", "writer"), [cell for cell in CELLS if cell.values[1] != ADAPTER]
+)
 
 
-def qwen3():
-    config = transformers.Qwen3Config(
-        vocab_size=37,  # which two ranks do not divide
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        initializer_range=0.5,
-        tie_word_embeddings=True,
+@pytest.fixture
+def checkpoints(written, model_type, writer):
+    """What the writer has left."""
+    if writer == "Lightning":
+        skip_without("lightning")
+    return written(writer, model_type)
+
+
+@torch.no_grad()
+def whole(model_type, checkpoints):
+    """The model of transformers with the weights of a checkpoint, put together by hand."""
+    checkpoint, model = open_own(checkpoints, None), of_transformers(model_type)
+    for name, parameter in model.named_parameters():
+        parameter.copy_(checkpoint.read(name))
+        layer = name.removesuffix(".weight")
+        if f"{layer}.lora_A" in checkpoint.tensors:
+            parameter.add_(LORA.scale * checkpoint.read(f"{layer}.lora_B") @ checkpoint.read(f"{layer}.lora_A"))
+    return model.eval()
+
+
+def greedy(model_type, checkpoints):
+    """What transformers writes, as long as it does not depend on rounding."""
+    tokens = whole(model_type, checkpoints).generate(
+        torch.tensor([PROMPT]), max_new_tokens=16, do_sample=False, eos_token_id=None
     )
-    torch.manual_seed(0)
-    return transformers.Qwen3ForCausalLM(config).to(torch.float64)
+    return tokens[0, len(PROMPT) :].tolist()
 
 
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory):
-    """Saved by two pipeline stages."""
-    from nxd_state.testing import run_on_ranks
-
-    def save(folder) -> None:
-        stages = {"num_microbatches": 2, "input_names": ["input_ids", "labels"], "auto_partition": True}
-        config = neuronx_distributed_config(pipeline_parallel_size=2, pipeline_config=stages)
-        save_checkpoint(folder, "first", initialize_parallel_model(config, qwen3))
-
-    folder = tmp_path_factory.mktemp("checkpoints")
-    run_on_ranks(save, 2, folder)
-    return folder
+def tp_of(model_type):
+    return 1 if model_type in WITHOUT_TENSOR_PARALLELISM else 2
 
 
+@every_cell
+def test_load_checkpoint_fills_the_model_and_its_optimizer(run_ranks, checkpoints, text, tmp_path, model_type, writer):
+    settings = {"lora_config": LORA} if writer == ADAPTER else {}
+    tp = 1 if writer == ADAPTER else tp_of(model_type)
+    load = partial(load_by_script, model_fn=partial(of_transformers, model_type), tp=tp, **settings)
+
+    assert run_ranks(load, 2, checkpoints, tmp_path, text) == [[], []]
+
+
+@every_cell_without_adapter  # a Trainer's module has none
+def test_lightning_goes_on_with_the_model(run_ranks, checkpoints, text, tmp_path, model_type):
+    skip_without("lightning")
+    fit = partial(fit_by_lightning, model_fn=partial(of_transformers, model_type), tp=tp_of(model_type))
+
+    assert run_ranks(fit, 2, checkpoints, tmp_path, text) == [[], []]
+
+
+@every_cell
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_generate_writes_what_transformers_would(run_ranks, checkpoints, num_ranks):
-    expected = qwen3().generate(torch.tensor([PROMPT]), max_new_tokens=8, do_sample=False)[0, len(PROMPT) :].tolist()
+def test_generate_writes_what_transformers_would(run_ranks, checkpoints, model_type, writer, num_ranks):
+    if num_ranks > tp_of(model_type):
+        pytest.skip("is not split over tensor-parallel ranks")
 
     def write() -> tuple[list[int], list[int]]:
         initialize_model_parallel(num_ranks)
         model, _ = load_for_generation(checkpoints, tokenizer="bytes")
-        greedy, drawn = (
-            list(generate(model, torch.tensor(PROMPT), max_new_tokens=8, temperature=temperature, top_k=top_k))
+        likeliest, drawn = (
+            list(generate(model, torch.tensor(PROMPT), max_new_tokens=16, temperature=temperature, top_k=top_k))
             for temperature, top_k in ((0, 0), (5.0, 1))
         )
-        return greedy, drawn
+        return likeliest, drawn
 
+    expected = greedy(model_type, checkpoints)
     assert run_ranks(write, num_ranks) == [(expected, expected)] * num_ranks
 
 
-def test_export_gives_the_model_to_transformers(checkpoints, tmp_path):
+COMPILED = [
+    pytest.param(*cell.values, num_ranks, marks=() if (*cell.values, num_ranks) == ("qwen3", ADAPTER, 2) else SLOW)
+    for cell in CELLS
+    for num_ranks in (1, 2)
+    if num_ranks <= tp_of(cell.values[0])
+]
+
+
+@pytest.mark.parametrize(("model_type", "writer", "num_ranks"), COMPILED)
+def test_compiled_model_writes_what_transformers_would(checkpoints, tmp_path, model_type, writer, num_ranks):
+    checkpoint = open_for_compilation(checkpoints, tokenizer="bytes")
+    settings = {"batch_size": 2, "max_length": 32, "compiler": "export", "cache_dir": tmp_path}
+
+    with checkpoint.compile(tp_degree=num_ranks, **settings) as generator:
+        (found,) = generator.generate([PROMPT], max_new_tokens=16, temperature=0)
+
+    assert found.tokens == greedy(model_type, checkpoints)
+
+
+def test_what_cannot_be_compiled_is_refused_at_once_and_generated_with(tmp_path):
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "layer_types": ["conv", "full_attention"]}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = transformers.Lfm2ForCausalLM(transformers.Lfm2Config(**sizes, **heads))
+    save_checkpoint(tmp_path, "first", model)
+
+    with pytest.raises(ValueError, match=r"Lfm2ForCausalLM cannot be compiled .*its cache .*nxd generate runs it"):
+        open_for_compilation(tmp_path, tokenizer="bytes").compile(batch_size=1)
+
+    expected = model.eval().generate(torch.tensor([PROMPT]), max_new_tokens=8, do_sample=False, eos_token_id=None)
+    found, _ = load_for_generation(tmp_path, tokenizer="bytes")
+    tokens = generate(found, torch.tensor(PROMPT), max_new_tokens=8, temperature=0)
+    assert list(tokens) == expected[0, len(PROMPT) :].tolist()
+
+
+@every_cell
+def test_export_gives_the_model_to_transformers(checkpoints, tmp_path, model_type, writer):
     export_hugging_face(checkpoints, tmp_path / "exported")
 
-    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.float64)
+    expected = whole(model_type, checkpoints)
+    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype=expected.dtype)
 
-    expected = qwen3()
     assert type(found) is type(expected)
-    for name, parameter in expected.named_parameters():
-        assert torch.equal(found.get_parameter(name), parameter), name
+    with torch.no_grad():
+        logits, expected_logits = (model(torch.tensor([PROMPT])).logits for model in (found, expected))
+    tolerance = 1e-12 if expected.dtype == torch.float64 else 1e-5
+    torch.testing.assert_close(logits, expected_logits, rtol=tolerance, atol=tolerance)
 
 
-def test_what_only_our_llama_can_is_refused_with_advice(checkpoints):
-    with pytest.raises(ValueError, match=r"'Qwen3ForCausalLM'\] is not a LlamaForCausalLM.*nxd generate runs it"):
-        open_for_compilation(checkpoints, tokenizer="bytes")
-
-
-def test_tokenizer_that_nobody_knows_is_asked_for(checkpoints):
+def test_tokenizer_that_nobody_knows_is_asked_for(written):
     with pytest.raises(ValueError, match=r"does not say which tokenizer its model reads; give tokenizer="):
-        load_for_generation(checkpoints)
+        load_for_generation(written("save_checkpoint", "qwen3"))
 
 
 def test_tokenizer_is_that_of_the_folder_that_the_model_was_loaded_from(tmp_path):
-    qwen3().save_pretrained(tmp_path / "loaded")
+    of_transformers("qwen3").save_pretrained(tmp_path / "loaded")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "loaded")
 
     save_checkpoint(tmp_path / "checkpoints", "first", model)

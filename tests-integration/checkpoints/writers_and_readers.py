@@ -1,8 +1,10 @@
-"""What writes checkpoints and what reads them, each on two ranks: all of them of the same Llama."""
+"""What writes checkpoints and what reads them, each on two ranks: of the same Llama, or of a model of transformers."""
 
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 
+import pytest
 import torch
 from neuronx_distributed.trainer import (
     initialize_parallel_model,
@@ -12,6 +14,7 @@ from neuronx_distributed.trainer import (
     save_checkpoint,
 )
 from nxd_ckpt.sharded_tensor import as_sharded
+from nxd_layers.lora import LoraConfig
 from nxd_state import initialize_model_parallel
 from nxd_trainer.api.checkpoint_tags import open_own
 from nxd_trainer.api.unwrap import plain_model, plain_optimizer
@@ -35,6 +38,12 @@ SIZES = LlamaConfig(
 TOKENS = torch.arange(34).reshape(2, 17)
 
 
+def skip_without(module: str) -> None:
+    """As `pytest.importorskip`, but without an import into the process of the tests, in which that leaves things."""
+    if find_spec(module) is None:
+        pytest.skip(f"needs it: pip install {module}")
+
+
 def recipe_of(output: Path, text: Path, *settings: str):
     sizes = asdict(SIZES)
     del sizes["initializer_range"]
@@ -54,22 +63,28 @@ def recipe_of(output: Path, text: Path, *settings: str):
     )
 
 
-def made_by_script(tp: int, pp: int, model_fn=None, seed: int = 0):
-    """Model, optimizer and scheduler of the documented API."""
-    stages = {
+def stages(transformer_layer_cls=None):
+    return {
         "num_microbatches": 2,
         "input_names": ["input_ids", "labels"],
         "auto_partition": True,
-        "transformer_layer_cls": LlamaDecoderLayer,
+        "transformer_layer_cls": transformer_layer_cls,
     }
-    config = neuronx_distributed_config(tp, pp, pipeline_config=stages if pp > 1 else None)
+
+
+def made_by_script(tp: int, pp: int, model_fn=None, seed: int = 0, *, lr: float = 1e-3, lora_config=None):
+    """Model, optimizer and scheduler of the documented API."""
+    pipeline = stages(None if model_fn else LlamaDecoderLayer) if pp > 1 else None
+    config = neuronx_distributed_config(tp, pp, pipeline_config=pipeline, lora_config=lora_config)
     torch.manual_seed(seed)
     model = initialize_parallel_model(config, model_fn or (lambda: LlamaForCausalLM(SIZES, dtype=torch.float64)))
+    parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [  # those of Lightning
-        {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.01},
-        {"params": [p for p in model.parameters() if p.dim() <= 1], "weight_decay": 0.0},
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": 0.01},
+        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
     ]
-    optimizer = initialize_parallel_optimizer(config, torch.optim.AdamW, groups, lr=1e-3)
+    groups = [group for group in groups if group["params"]]
+    optimizer = initialize_parallel_optimizer(config, torch.optim.AdamW, groups, lr=lr)
     return model, optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.9)
 
 
@@ -82,18 +97,51 @@ def transformers_llama():
     return transformers.LlamaForCausalLM(config).to(torch.float64)
 
 
+OF_TRANSFORMERS = {  # what is not alike in all of them
+    "qwen3": {"head_dim": 8, "tie_word_embeddings": True},
+    "llama": {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 24},  # heads that TP 2 pads
+    "gemma3_text": {"head_dim": 8, "sliding_window": 32, "layer_types": ["sliding_attention", "full_attention"]},
+    "phi3": {"pad_token_id": 0},
+    "glm4": {"head_dim": 8, "pad_token_id": 0},
+    "qwen3_moe": {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8},
+    "gpt_oss": {"head_dim": 8, "num_local_experts": 4, "layer_types": ["sliding_attention", "full_attention"]},
+}
+WITHOUT_TENSOR_PARALLELISM = ("gpt_oss",)
+
+
+def of_transformers(model_type: str) -> torch.nn.Module:
+    """A tiny model that knows bytes; large weights make each token depend on all before it.
+
+    In float64, unless it has experts, whose products transformers has in float32 and shorter types only.
+    """
+    import transformers
+
+    sizes = asdict(SIZES) | {"vocab_size": 321, "initializer_range": 0.3}  # which two ranks do not divide
+    del sizes["rope_theta"]
+    config = transformers.AutoConfig.for_model(model_type, **sizes | OF_TRANSFORMERS[model_type])
+    torch.manual_seed(0)
+    has_experts = any("experts" in name for name in OF_TRANSFORMERS[model_type])
+    return transformers.AutoModelForCausalLM.from_config(config).to(torch.float32 if has_experts else torch.float64)
+
+
 def write_by_train(folder: Path, text: Path) -> None:
     initialize_model_parallel(2)
     train(recipe_of(folder, text, "parallel.tensor_parallel_size=2"))
 
 
-def write_by_script(folder: Path, text: Path) -> None:
-    model, optimizer, scheduler = made_by_script(tp=1, pp=2)
-    step_and_save(folder, model, optimizer, scheduler)
+def write_by_script(folder: Path, text: Path, model_fn=None) -> None:
+    step_and_save(folder, *made_by_script(tp=1, pp=2, model_fn=model_fn))
 
 
 def write_by_script_of_transformers(folder: Path, text: Path) -> None:
     step_and_save(folder, *made_by_script(tp=2, pp=1, model_fn=transformers_llama))
+
+
+def write_adapter_by_script(folder: Path, text: Path, model_fn) -> None:
+    step_and_save(folder, *made_by_script(tp=2, pp=1, model_fn=model_fn, lr=0.1, lora_config=LORA))
+
+
+LORA = LoraConfig(lora_rank=2, lora_alpha=8, target_modules=["q_proj", "o_proj"], save_lora_base=True)
 
 
 def step_and_save(folder: Path, model, optimizer, scheduler) -> None:
@@ -103,27 +151,20 @@ def step_and_save(folder: Path, model, optimizer, scheduler) -> None:
     save_checkpoint(folder / "checkpoints", "first", model, optimizer, scheduler, {"steps": 1})
 
 
-def fit(folder: Path, text: Path, *, tp: int, pp: int, ckpt_path: Path | None = None, callbacks=()):
+def fit(folder: Path, text: Path, *, tp: int, pp: int, model_fn=None, ckpt_path: Path | None = None, callbacks=()):
     """A Trainer that has trained to step 2, or from a checkpoint to step 3."""
     import lightning
     from nxd_lightning import NeuronLTModule, NeuronXLAPrecisionPlugin, NeuronXLAStrategy, TextDataModule
 
-    stages = {
-        "num_microbatches": 2,
-        "input_names": ["input_ids", "labels"],
-        "auto_partition": True,
-        "transformer_layer_cls": LlamaDecoderLayer,
-    }
-    config = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp, "pipeline_config": stages if pp > 1 else None}
+    pipeline = stages(None if model_fn else LlamaDecoderLayer) if pp > 1 else None
+    config = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp, "pipeline_config": pipeline}
     lightning.seed_everything(5)
     data = TextDataModule(text, sequence_length=16, global_batch_size=4, cache_folder=folder / "tokens")
     module = NeuronLTModule(
-        LlamaForCausalLM,
+        model_fn or (lambda: LlamaForCausalLM(SIZES, dtype=torch.float64)),
         config,
         torch.optim.AdamW,
         torch.optim.lr_scheduler.ConstantLR,
-        model_args=(SIZES,),
-        model_kwargs={"dtype": torch.float64},
         opt_kwargs={"lr": 1e-3},
     )
     trainer = lightning.Trainer(
@@ -144,14 +185,19 @@ def fit(folder: Path, text: Path, *, tp: int, pp: int, ckpt_path: Path | None = 
     return trainer
 
 
-def write_by_lightning(folder: Path, text: Path) -> None:
-    fit(folder, text, tp=1, pp=1).save_checkpoint(folder / "checkpoints" / "last.ckpt")
+def write_by_lightning(folder: Path, text: Path, model_fn=None) -> None:
+    fit(folder, text, tp=1, pp=1, model_fn=model_fn).save_checkpoint(folder / "checkpoints" / "last.ckpt")
 
 
 WRITERS = {
     "nxd train": write_by_train,  # TP 2
     "save_checkpoint": write_by_script,  # PP 2
     "save_checkpoint of transformers": write_by_script_of_transformers,  # TP 2
+    "Lightning": write_by_lightning,  # DP 2
+}
+WRITERS_OF_TRANSFORMERS = {
+    "save_checkpoint": write_by_script,  # PP 2
+    "save_checkpoint of an adapter": write_adapter_by_script,  # TP 2
     "Lightning": write_by_lightning,  # DP 2
 }
 
@@ -180,19 +226,17 @@ def begin_by_train(checkpoints: Path, folder: Path, text: Path) -> list[str]:
     return differing(state.model, checkpoints)
 
 
-def load_by_script(checkpoints: Path, folder: Path, text: Path) -> list[str]:
-    model, optimizer, _ = made_by_script(tp=2, pp=1, seed=7)
+def load_by_script(checkpoints: Path, folder: Path, text: Path, model_fn=None, tp=2, **settings) -> list[str]:
+    model, optimizer, _ = made_by_script(tp=tp, pp=2 // tp, model_fn=model_fn, seed=7, **settings)
     load_checkpoint(checkpoints, model=model, optimizer=optimizer)
     return differing(model, checkpoints, optimizer)
 
 
 def load_by_transformers_script(checkpoints: Path, folder: Path, text: Path) -> list[str]:
-    model, optimizer, _ = made_by_script(tp=2, pp=1, model_fn=transformers_llama, seed=7)
-    load_checkpoint(checkpoints, model=model, optimizer=optimizer)
-    return differing(model, checkpoints, optimizer)
+    return load_by_script(checkpoints, folder, text, transformers_llama)
 
 
-def fit_by_lightning(checkpoints: Path, folder: Path, text: Path) -> list[str]:
+def fit_by_lightning(checkpoints: Path, folder: Path, text: Path, model_fn=None, tp: int = 1) -> list[str]:
     from lightning.pytorch.callbacks import Callback
 
     found: list[list[str]] = []
@@ -202,7 +246,8 @@ def fit_by_lightning(checkpoints: Path, folder: Path, text: Path) -> list[str]:
             found.append(differing(pl_module.model, checkpoints))
 
     last = checkpoints / "last.ckpt"
-    fit(folder, text, tp=1, pp=2, ckpt_path=last if last.exists() else checkpoints, callbacks=[Compare()])
+    begun = last if last.exists() else checkpoints
+    fit(folder, text, tp=tp, pp=2 // tp, model_fn=model_fn, ckpt_path=begun, callbacks=[Compare()])
     return found[0]
 
 

@@ -81,3 +81,21 @@ def test_serve_answers_with_the_text_that_generate_writes(checkpoints, nxd):
     written = nxd("generate", str(checkpoints), *GREEDY).stdout
 
     assert written.endswith(f"the quick{served_text(checkpoints, '--compiler', 'export')}\n")
+
+
+@pytest.mark.slow
+def test_model_of_transformers_is_served_as_it_is_generated_with(tmp_path, nxd):
+    transformers = pytest.importorskip("transformers", reason="needs it: pip install transformers")
+    from nxd_trainer.api import save_checkpoint
+
+    sizes = {"vocab_size": 257, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+    config = transformers.Qwen3Config(**sizes, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.3)
+    save_checkpoint(tmp_path / "checkpoints", "first", transformers.Qwen3ForCausalLM(config))
+    written = nxd("generate", "checkpoints", *GREEDY, "--tokenizer", "bytes")
+
+    served = served_text(
+        tmp_path / "checkpoints", "--compiler", "export", "--tokenizer", "bytes", "--nproc", "2", "--max-length", "64"
+    )
+
+    assert written.stdout.endswith(f"the quick{served}\n")
+    assert len(served) > 8

@@ -27,11 +27,7 @@ def test_import_and_export_give_the_folder_back(make_folder, tmp_path):
     imported = nxd("import", folder, tmp_path / "checkpoints", "--tag", "begin")
     exported = nxd("export", tmp_path / "checkpoints", tmp_path / "exported", "--max-shard-size", "1GB")
 
-    assert imported.stdout.splitlines() == [
-        f"wrote {tmp_path / 'checkpoints' / 'begin'}",
-        "nxd serve cannot run it: ['Qwen3ForCausalLM'] is not a LlamaForCausalLM; nxd train, nxd generate and nxd "
-        "export can",
-    ], imported.stderr
+    assert imported.stdout == f"wrote {tmp_path / 'checkpoints' / 'begin'}\n", imported.stderr
     weights = tmp_path / "exported" / "model.safetensors"
     assert exported.stdout == f"wrote {tmp_path / 'exported' / 'config.json'} and {weights}\n", exported.stderr
     theirs, ours = load_file(folder / "model.safetensors"), load_file(weights)

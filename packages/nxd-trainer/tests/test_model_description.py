@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import nxd_ckpt
 import pytest
 import torch
-from nxd_layers import LoraConfig, LoraModel
 from nxd_trainer.api import save_checkpoint
 from nxd_trainer.checkpoint import kind_of, model_state
 from nxd_trainer.model_description import (
@@ -71,14 +70,6 @@ def test_config_of_another_kind_is_not_described():
     model.config = SimpleNamespace(num_attention_heads=2)
 
     assert describe_model(model, model) is None
-
-
-def test_adapter_apart_from_its_model_is_not_taken_for_one(tmp_path):
-    model = LoraModel(LlamaForCausalLM(CONFIG), LoraConfig(target_modules=["q_proj"], save_lora_base=True))
-    save_checkpoint(tmp_path, "a", model=model)
-
-    with pytest.raises(ValueError, match=r"'a' holds a LoRA adapter apart .* merge_lora=True"):
-        description_of(nxd_ckpt.open_checkpoint(tmp_path, "a"))
 
 
 def test_checkpoint_without_a_model_says_so(tmp_path):

@@ -4,11 +4,16 @@ Names and shapes are those of the unsharded model, so a checkpoint does not know
 of the model lies beside it under a prefix, see `kind_of`. Files and layouts on disk are nxd_ckpt's.
 """
 
+import ctypes
+import mmap
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Literal
 
 import torch
 from nxd_ckpt import CheckpointError, Coordinator, Shard, ShardedTensor
+from nxd_ckpt.boxes import Box, uncovered
+from nxd_ckpt.interop import TensorSource
+from nxd_ckpt.sharded_tensor import as_sharded
 from nxd_optim import MASTER_KEY, NeuronZero1Optimizer, give_states
 from nxd_pipeline import NxDPPModel
 from nxd_state import ShardPiece, get_shard_spec
@@ -23,6 +28,7 @@ RNG_PREFIX = "rng/"  # random streams of a rank
 NOT_OF_THE_MODEL = (OPTIMIZER_PREFIX, OPTIMIZER_DICT_PREFIX, RNG_PREFIX)
 
 _SHOWN_NAMES = 8
+_BLOCK_BYTES = 16 * 2**20
 
 
 def kind_of(name: str) -> Literal["model", "optimizer", "run"]:
@@ -149,6 +155,80 @@ def check_names(
 def _listed(names: list[str]) -> str:
     more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
     return ", ".join(names[:_SHOWN_NAMES]) + more
+
+
+def check_shapes(source: TensorSource, into: CheckpointState) -> None:
+    """Compare the tensors that a source and this rank have.
+
+    Raises:
+        CheckpointError: some are of other shapes; it names them.
+    """
+    problems = [
+        f"{name} is {list(source.tensors[name].global_shape)}, the model's {list(shape)}"
+        for name, tensor in into.items()
+        if name in source.tensors
+        and source.tensors[name].global_shape != (shape := as_sharded(name, tensor).global_shape)
+    ]
+    if problems:
+        more = f" and {len(problems) - _SHOWN_NAMES} more" if len(problems) > _SHOWN_NAMES else ""
+        raise CheckpointError(f"it does not fit the model: {'; '.join(problems[:_SHOWN_NAMES])}{more}")
+
+
+@torch.no_grad()
+def fill_state(source: TensorSource, into: CheckpointState) -> None:
+    """Fill this rank's tensors from those of a source; types are converted, and what it lacks is left alone.
+
+    Memory beside the tensors: 16 MiB of a source that maps files, otherwise the largest of this rank's boxes.
+
+    Raises:
+        CheckpointError: shapes differ, and nothing is touched; elements are missing, or the source cannot be read.
+    """
+    check_shapes(source, into)
+    for name in into.keys() & source.tensors.keys():
+        for shard in as_sharded(name, into[name]).shards:
+            for block in _blocks(shard.box, shard.tensor.element_size()) if source.is_mapped else [shard.box]:
+                _fill(source, name, block, shard)
+
+
+def _fill(source: TensorSource, name: str, block: Box, destination: Shard) -> None:
+    found = source.shards(name, block)
+    if uncovered(block, [shard.box for shard in found]):
+        raise CheckpointError(f"no stored tensor holds all of {name!r} {block}")
+    for shard in found:
+        common = shard.box.intersect(block)
+        if common is None:
+            continue
+        values = shard.tensor[common.relative_to(shard.box).slices()]
+        destination.tensor[common.relative_to(destination.box).slices()].copy_(values)
+        if source.is_mapped:
+            _release(values)
+
+
+def _blocks(box: Box, item_size: int) -> Iterator[Box]:
+    """Rows of a box, as many at a time as make some megabytes."""
+    if not box.shape or not box.num_elements:
+        yield box
+        return
+    row_bytes = box.num_elements // box.shape[0] * item_size
+    rows = max(1, _BLOCK_BYTES // row_bytes)
+    for start in range(0, box.shape[0], rows):
+        count = min(rows, box.shape[0] - start)
+        yield Box((box.offsets[0] + start, *box.offsets[1:]), (count, *box.shape[1:]))
+
+
+def _release(tensor: Tensor) -> None:
+    """Give back the whole pages under a view of a read-only mapped file, whose values stay readable.
+
+    The system keeps them for as long as there is room, but counts them as the process's own; so a rank would seem, to
+    whoever limits it, to hold every byte that it has read.
+    """
+    if not tensor.numel() or not hasattr(mmap, "MADV_DONTNEED"):
+        return
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    begin = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = (tensor.data_ptr() + reach * tensor.element_size()) // mmap.PAGESIZE * mmap.PAGESIZE
+    if begin < end:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)
 
 
 def allocate_optimizer_state(

@@ -1,24 +1,26 @@
-"""Our Llama as a decoder of `nxd_trace.generation`, and compiled generators from checkpoints."""
+"""Compiled generators from checkpoints: of our Llama, a decoder of `nxd_trace.generation`, and transformers' models."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import nxd_ckpt
 import torch
 from nxd_layers import gather_from_tensor_model_parallel_region
+from nxd_layers.hf import parallelize
 from nxd_layers.key_value_heads import kv_size_multiplier_for
 from nxd_state import active_group
-from nxd_trace.generation import CacheLayer, CacheView, Generator, compile_generator
+from nxd_trace.generation import CacheLayer, CacheView, Generator, HuggingFaceDecoder, compile_generator
 from torch import Tensor, nn
 
 from nxd_trainer.api.checkpoint_tags import open_own
 from nxd_trainer.data import Tokenizer
 from nxd_trainer.generate import tokenizer_of
-from nxd_trainer.model_description import description_of, model_dtype
+from nxd_trainer.model_description import ModelDescription, description_of, model_dtype
+from nxd_trainer.model_weights import ModelWeights, model_on_meta_of, model_weights, transformers_model
 from nxd_trainer.models import KeyValueCache, LlamaConfig, LlamaForCausalLM
 from nxd_trainer.models.llama import rotary_tables
+from nxd_trainer.plan.profile import planned_ranks
 
 
 class LlamaDecoder(nn.Module):
@@ -92,18 +94,39 @@ class BuildLlamaDecoder:
 
 
 @dataclass(frozen=True)
+class BuildHuggingFaceDecoder:
+    """As `BuildLlamaDecoder`, of a model of transformers, with memory.
+
+    Attributes:
+        description: of the model.
+        dtype: of all parameters.
+    """
+
+    description: ModelDescription
+    dtype: torch.dtype
+
+    def __call__(self) -> HuggingFaceDecoder:
+        """The decoder, without weights."""
+        return HuggingFaceDecoder(transformers_model(self.description, self.dtype))
+
+
+@dataclass(frozen=True)
 class CompilableCheckpoint:
     """A checkpoint that text is to be written with.
 
     Attributes:
-        build: of the decoder, without weights.
-        weights: the open checkpoint.
+        description: of the model.
+        dtype: of its weights.
+        weights: of the model, with an adapter merged into them.
         tokenizer: of the model.
+        max_positions: tokens that the model can be compiled for.
     """
 
-    build: BuildLlamaDecoder
-    weights: nxd_ckpt.Checkpoint
+    description: ModelDescription
+    dtype: torch.dtype
+    weights: ModelWeights
     tokenizer: Tokenizer
+    max_positions: int
 
     def compile(
         self, *, batch_size: int, max_length: int | None = None, tp_degree: int = 1, **settings: Any
@@ -117,25 +140,43 @@ class CompilableCheckpoint:
             **settings: as for `nxd_trace.generation.compile_generator`.
 
         Raises:
-            ValueError: the sizes do not divide by the degree, or the model is made for shorter sequences.
+            ValueError: the model cannot be compiled or not over so many ranks, or is made for shorter sequences.
             nxd_ckpt.CheckpointError: the checkpoint is damaged.
         """
-        config = self.build.config
-        config.check(tp_degree)
-        longest = config.max_position_embeddings
-        if max_length is not None and max_length > longest:
+        if max_length is not None and max_length > self.max_positions:
             raise ValueError(
-                f"a length of {max_length} tokens is more than the model's max_position_embeddings={longest}; use that "
-                "or less"
+                f"a length of {max_length} tokens is more than the {self.max_positions} that the model can be compiled "
+                "for (max_position_embeddings, or the window of its attention); use that or less"
             )
         return compile_generator(
-            self.build,
+            self.decoder_builder(tp_degree),
             batch_size=batch_size,
-            max_length=max_length or longest,
+            max_length=max_length or self.max_positions,
             tp_degree=tp_degree,
             weights=self.weights,
             **settings,
         )
+
+    def decoder_builder(self, tp_degree: int) -> BuildLlamaDecoder | BuildHuggingFaceDecoder:
+        """What builds the decoder in each worker: our own Llama where it can be the model at this degree.
+
+        Raises:
+            ValueError: the model cannot be compiled, or not over so many ranks.
+        """
+        config = self.description.own_llama_at(tp_degree)
+        if config is not None:
+            return BuildLlamaDecoder(config, self.dtype)
+        try:
+            with planned_ranks(tp_degree):
+                HuggingFaceDecoder(parallelize(model_on_meta_of(self.description))).cache_layers()
+        except Exception as error:  # whatever the model stumbles over; better here than in minutes, in the workers
+            self.description.check_own_llama(tp_degree)
+            reason = str(error).partition("\n")[0].rstrip(".") or type(error).__name__
+            raise ValueError(
+                f"{self.description.architecture} cannot be compiled at tp_degree={tp_degree}: {reason}; nxd generate "
+                "runs it uncompiled"
+            ) from error
+        return BuildHuggingFaceDecoder(self.description, self.dtype)
 
 
 def open_for_compilation(
@@ -149,15 +190,24 @@ def open_for_compilation(
         tokenizer: as for `load_for_generation`.
 
     Raises:
-        ValueError: the model is not a Llama as this package has it, or the checkpoint does not say which model or
-            tokenizer it is of.
+        ValueError: the model is none that can be compiled, or the checkpoint does not say which model or tokenizer it
+            is of.
         nxd_ckpt.CheckpointError: there is no such checkpoint, or it is damaged.
     """
     checkpoint = open_own(folder, tag)
     description = description_of(checkpoint)
+    words = tokenizer_of(description, tokenizer)
+    weights = model_weights(checkpoint, description)
+    return CompilableCheckpoint(description, model_dtype(checkpoint), weights, words, _max_positions(description))
+
+
+def _max_positions(description: ModelDescription) -> int:
+    config = description.own_llama_at(1)
+    if config is not None:
+        return config.max_position_embeddings
     try:
-        config = description.own_llama()
-    except ValueError as error:
-        raise ValueError(f"{error}, which alone is compiled and served; nxd generate runs it uncompiled") from error
-    build = BuildLlamaDecoder(config, model_dtype(checkpoint))
-    return CompilableCheckpoint(build, checkpoint, tokenizer_of(description, tokenizer))
+        return HuggingFaceDecoder(model_on_meta_of(description)).max_positions
+    except (TypeError, AttributeError) as error:  # the second of a config that does not say how long texts may be
+        raise ValueError(
+            f"{description.architecture} cannot be compiled: {error}; nxd generate runs it uncompiled"
+        ) from error

@@ -7,13 +7,13 @@ otherwise, `nxd_trainer.hugging_face` knows how.
 from pathlib import Path
 
 import torch
-from nxd_ckpt.interop import Selection, from_checkpoint
 
 from nxd_trainer.api.checkpoint_tags import open_own
-from nxd_trainer.checkpoint import NOT_OF_THE_MODEL
 from nxd_trainer.hugging_face.folder import read_config
-from nxd_trainer.hugging_face.saving import as_stored, stored_shapes, write_folder
+from nxd_trainer.hugging_face.loading import stored_shapes
+from nxd_trainer.hugging_face.saving import as_stored, write_folder
 from nxd_trainer.model_description import BYTES, ModelDescription, description_of
+from nxd_trainer.model_weights import model_weights
 
 
 def export_hugging_face(
@@ -28,7 +28,8 @@ def export_hugging_face(
     """Write the model of a checkpoint so that `transformers` loads it. Needs no process group.
 
     The checkpoint may be of `nxd train`, `import_hugging_face`, `save_checkpoint` or Lightning; with `like`, of any
-    trainer whose model is one of transformers. Memory: the largest tensor.
+    trainer whose model is one of transformers. A LoRA adapter beside its base model is merged into it. Memory: the
+    largest tensor.
 
     Args:
         folder: of checkpoints.
@@ -47,7 +48,6 @@ def export_hugging_face(
         nxd_ckpt.CheckpointError: there is no such checkpoint, or it is damaged.
     """
     checkpoint = open_own(folder, tag)
-    weights = Selection(from_checkpoint(checkpoint), exclude=[f"{prefix}*" for prefix in NOT_OF_THE_MODEL])
     if like is None:
         description = description_of(checkpoint)
     else:
@@ -55,7 +55,7 @@ def export_hugging_face(
     origins = [it for it in (description.folder, description.tokenizer) if it is not None and it != BYTES]
     companions = next((it for it in origins if Path(it).exists()), None)
     write_folder(
-        as_stored(weights, description.config, description.stored_shapes),
+        as_stored(model_weights(checkpoint, description), description.config, description.stored_shapes),
         target,
         description.config,
         companions=companions,

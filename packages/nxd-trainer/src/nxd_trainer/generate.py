@@ -5,25 +5,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from nxd_ckpt import Checkpoint
 from nxd_layers import parallel_argmax, parallel_topk
-from nxd_layers.hf import is_transformers_model, parallelize
-from nxd_state import active_group, all_gather, get_device, move_model_to_device
+from nxd_layers.hf import is_transformers_model
+from nxd_state import active_group, all_gather, get_device
 from torch import Tensor, nn
 
-from nxd_trainer.api.checkpoint_loading import load_checkpoint
-from nxd_trainer.api.checkpoint_tags import open_own
+from nxd_trainer.api.checkpoint_tags import open_own_together
 from nxd_trainer.data import Tokenizer, load_tokenizer
-from nxd_trainer.hugging_face.conversion import model_on_meta
-from nxd_trainer.hugging_face.loading import make_room
-from nxd_trainer.model_description import BYTES, ModelDescription, description_of, model_dtype, tokenizer_in
-from nxd_trainer.models import KeyValueCache, LlamaForCausalLM
+from nxd_trainer.model_description import BYTES, ModelDescription, description_of, tokenizer_in
+from nxd_trainer.model_weights import load_model
+from nxd_trainer.models import KeyValueCache
 
 
 def load_for_generation(
     folder: str | Path, tag: str | None = None, *, tokenizer: str | Path | None = None
 ) -> tuple[nn.Module, Tokenizer]:
-    """The model and tokenizer of a checkpoint, on this rank's device; each rank reads only its part.
+    """The model and tokenizer of a checkpoint, on this rank's device; each rank reads only its part. Called by all.
+
+    A LoRA adapter that lies beside its base model is merged into it.
 
     Args:
         folder: of checkpoints of `nxd train`, `save_checkpoint`, Lightning or `import_hugging_face`.
@@ -33,14 +32,13 @@ def load_for_generation(
     Raises:
         ValueError: the sizes do not divide by the tensor-parallel degree, or the checkpoint does not say which model or
             tokenizer it is of.
-        nxd_ckpt.CheckpointError: there is no such checkpoint, or it is damaged.
+        nxd_ckpt.CheckpointError: there is no such checkpoint, it is damaged, or its tensors are not those of the model
+            that it says; on all ranks.
     """
-    checkpoint = open_own(folder, tag)
+    checkpoint = open_own_together(folder, tag)
     description = description_of(checkpoint)
     words = tokenizer_of(description, tokenizer)
-    model = _model_without_weights(description, checkpoint)
-    load_checkpoint(folder, checkpoint.tag if tag else None, model=model)
-    return model.eval(), words
+    return load_model(checkpoint, description).eval(), words
 
 
 def tokenizer_of(description: ModelDescription, given: str | Path | None = None) -> Tokenizer:
@@ -56,27 +54,6 @@ def tokenizer_of(description: ModelDescription, given: str | Path | None = None)
             f'--tokenizer): a tokenizer.json, its folder, or "{BYTES}"'
         )
     return load_tokenizer(None if str(known) == BYTES else known)
-
-
-def _model_without_weights(description: ModelDescription, checkpoint: Checkpoint) -> nn.Module:
-    """Our own Llama where it can be the model, else that of transformers; with memory for this rank's part."""
-    dtype = model_dtype(checkpoint)
-    try:
-        config = description.own_llama()
-    except ValueError:
-        model = model_on_meta(description.config)
-        if model is None:
-            raise ValueError(
-                f"{description.architecture} is made by transformers, which is not installed or does not know it; "
-                "install transformers"
-            ) from None
-        model = parallelize(model)
-        make_room(model, dtype)
-        return model
-    with torch.device("meta"):
-        model = LlamaForCausalLM(config, dtype=dtype)
-    move_model_to_device(model, get_device())
-    return model
 
 
 @torch.no_grad()

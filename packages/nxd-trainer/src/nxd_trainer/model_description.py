@@ -23,7 +23,7 @@ from nxd_trainer.models import LlamaConfig
 KEY = "model"
 BYTES = "bytes"  # in place of a tokenizer's file: a token for each byte
 
-_ADAPTER_KEY = "lora"
+ADAPTER_KEY = "lora"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
@@ -70,6 +70,21 @@ class ModelDescription:
             ValueError: the model is another one, or a Llama that ours cannot be.
         """
         return own_llama_config(self.config)
+
+    def own_llama_at(self, tensor_parallel_size: int) -> LlamaConfig | None:
+        """As `own_llama`; None where ours cannot be the model, or not at this degree, and transformers' is to be."""
+        try:
+            config = self.own_llama()
+            config.check(tensor_parallel_size)
+        except ValueError:
+            return None
+        return config
+
+    def check_own_llama(self, tensor_parallel_size: int) -> None:
+        """Raise ValueError where ours could be the model, but not at this degree; transformers' cannot be it either."""
+        config = self.own_llama_at(1)
+        if config is not None:
+            config.check(tensor_parallel_size)
 
 
 def describe_model(model: nn.Module, inside: nn.Module) -> ModelDescription | None:
@@ -122,11 +137,7 @@ def description_of(checkpoint: Checkpoint) -> ModelDescription:
         ValueError: it does not say it, or holds no whole model; it says what to do then.
     """
     where = f"checkpoint {checkpoint.tag!r}"
-    if isinstance(checkpoint.objects, dict) and _ADAPTER_KEY in checkpoint.objects:
-        raise ValueError(
-            f"{where} holds a LoRA adapter apart from its model's weights; save the model with "
-            "LoraConfig(save_lora_base=True, merge_lora=True)"
-        )
+    adapter_in(checkpoint)
     if not any(kind_of(name) == "model" for name in checkpoint.tensors):
         raise ValueError(f"{where} holds no model; give one that was saved with model=")
     description = find_description(checkpoint)
@@ -143,6 +154,25 @@ def description_of(checkpoint: Checkpoint) -> ModelDescription:
             "that it was written with"
         )
     return description
+
+
+def adapter_in(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
+    """What describes the LoRA adapter that lies beside its base model in a checkpoint; None if there is none.
+
+    Raises:
+        ValueError: there is an adapter without its base model, or nothing that describes it.
+    """
+    if not isinstance(checkpoint.objects, dict) or ADAPTER_KEY not in checkpoint.objects:
+        return None
+    found = checkpoint.objects[ADAPTER_KEY]
+    if not isinstance(found, dict) or not isinstance(found.get("adapter"), dict):
+        raise ValueError(f"checkpoint {checkpoint.tag!r} holds a LoRA adapter that nothing describes; save it anew")
+    if not found.get("has_base"):
+        raise ValueError(
+            f"checkpoint {checkpoint.tag!r} holds a LoRA adapter without its base model; load it with load_checkpoint "
+            "into that model, and save both with LoraConfig(save_lora_base=True)"
+        )
+    return found["adapter"]
 
 
 def model_dtype(checkpoint: Checkpoint) -> torch.dtype:

@@ -227,7 +227,7 @@ def init_on_device(device: torch.device | str, include_buffers: bool = False) ->
         device: on others than "meta" buffers, and tensors that name no device, are made there as well.
         include_buffers: with "meta", put buffers there, too; otherwise they have their values.
     """
-    from nxd_trainer.api.meta_device import parameters_on_meta  # noqa: PLC0415 - brings in all of the trainer
+    from nxd_trainer.api.build import parameters_on_meta  # noqa: PLC0415 - brings in all of the trainer
 
     device = torch.device(device)
     with parameters_on_meta(include_buffers=include_buffers) if device.type == "meta" else device:

@@ -2,8 +2,11 @@
 
 import json
 
+import nxd_ckpt
 import pytest
-from nxd_trainer.models import LlamaConfig
+import torch
+from nxd_trainer.api import save_checkpoint
+from nxd_trainer.models import LlamaConfig, LlamaForCausalLM
 from nxd_trainer.plan import model_config
 
 CONTENT = {
@@ -93,3 +96,18 @@ def test_the_base_of_rotary_frequencies_is_found_where_transformers_5_writes_it(
 def test_layers_with_biases_are_refused_and_not_planned_without_them(write, name):
     with pytest.raises(ValueError, match=f"{name}=true; layers with biases cannot be planned"):
         model_config(write({**CONTENT, name: True}))
+
+
+def test_a_checkpoint_says_the_sizes_of_its_model(tmp_path):
+    config = LlamaConfig(128, 64, 96, 2, 4, 2, 512, rope_theta=5e5, rms_norm_eps=1e-5)
+    save_checkpoint(tmp_path, "a", LlamaForCausalLM(config))
+
+    assert model_config(tmp_path) == config
+
+
+def test_a_checkpoint_of_another_kind_of_model_is_refused(tmp_path):
+    description = {"config": {**CONTENT, "model_type": "gpt2"}}
+    nxd_ckpt.save(tmp_path, "a", {"weight": torch.zeros(1)}, objects={"model": description})
+
+    with pytest.raises(ValueError, match="model_type='gpt2'; plans are made with the layers of a Llama"):
+        model_config(tmp_path)

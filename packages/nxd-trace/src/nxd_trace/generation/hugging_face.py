@@ -77,6 +77,9 @@ class _Probe:
         self.layers[layer] = CacheLayer(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype)
         return keys, values
 
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"the model asks its cache for {name!r}, and ours keeps keys and values only")
+
 
 class _Probed(nn.Module):
     def __init__(self, decoder: HuggingFaceDecoder, probe: _Probe) -> None:

@@ -38,9 +38,8 @@ from nxd_trainer.api.checkpoint_tags import write_text
 from nxd_trainer.api.model import NxDModel
 from nxd_trainer.api.unwrap import further_names
 from nxd_trainer.checkpoint import CheckpointState, check_names, kind_of, model_state, owner_of
-from nxd_trainer.model_description import describe_model
+from nxd_trainer.model_description import ADAPTER_KEY, describe_model
 
-OBJECT_KEY = "lora"
 ADAPTER_FOLDER = "lora_adapter"
 CONFIG_FILE = "adapter_config.json"
 
@@ -178,12 +177,12 @@ def wanted_tensors(lora: LoraModel | None, objects: Any, state: CheckpointState,
     if not _has_adapter(objects):
         factors = set(adapter_names(lora, with_biases=False))
         return {name: tensor for name, tensor in state.items() if name not in factors}
-    check_same_scale(lora, config_from_adapter_config(objects[OBJECT_KEY]["adapter"]), where)
+    check_same_scale(lora, config_from_adapter_config(objects[ADAPTER_KEY]["adapter"]), where)
     return state if has_base(objects) else _adapter_of(lora, state)
 
 
 def _has_adapter(objects: Any) -> bool:
-    return isinstance(objects, dict) and OBJECT_KEY in objects
+    return isinstance(objects, dict) and ADAPTER_KEY in objects
 
 
 def _adapter_of(lora: LoraModel, state: CheckpointState) -> CheckpointState:
@@ -217,8 +216,8 @@ def save_lora_checkpoint(
         CheckpointError: the checkpoint cannot be written; on all ranks.
     """
     config = model.lora_config
-    if OBJECT_KEY in (objects or {}):
-        raise ValueError(f"objects has the key {OBJECT_KEY!r}, which describes the adapter; choose another one")
+    if ADAPTER_KEY in (objects or {}):
+        raise ValueError(f"objects has the key {ADAPTER_KEY!r}, which describes the adapter; choose another one")
     described = describe_model(model, model.module)
     kept = {**(described.as_objects() if described else {}), **(objects or {})}
     if not config.enable_lora:
@@ -232,7 +231,7 @@ def save_lora_checkpoint(
         path,
         tag,
         lora_state(model, with_base=config.save_lora_base),
-        objects={**kept, OBJECT_KEY: description},
+        objects={**kept, ADAPTER_KEY: description},
         step=step,
         overwrite=overwrite,
     )
@@ -300,7 +299,7 @@ def config_of_checkpoint(config: LoraConfig) -> tuple[LoraConfig, str | None]:
 
 def has_base(objects: Any) -> bool:
     """Whether a checkpoint with these objects and an adapter has the base model as well."""
-    return bool(objects[OBJECT_KEY]["has_base"])
+    return bool(objects[ADAPTER_KEY]["has_base"])
 
 
 def lora_state(model: LoraModel, *, with_base: bool) -> CheckpointState:
@@ -330,7 +329,7 @@ def _save_merged(path: str | os.PathLike[str], tag: str, model: LoraModel, **arg
 def _describe(path: str | os.PathLike[str], tag: str | None) -> tuple[str, dict[str, Any]]:
     """Tag and description of the adapter; reads no tensors."""
     found = nxd_ckpt.load(path, tag, into={}, strict=False)
-    description = found.objects.get(OBJECT_KEY) if isinstance(found.objects, dict) else None
+    description = found.objects.get(ADAPTER_KEY) if isinstance(found.objects, dict) else None
     if description is None:
         raise CheckpointError(
             f"checkpoint {found.tag!r} in {os.fspath(path)} holds no LoRA adapter; if it was saved with "

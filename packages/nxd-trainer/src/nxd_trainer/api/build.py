@@ -1,24 +1,34 @@
-"""`initialize_parallel_model`: from a function that makes a model to that model on this rank, as a config says."""
+"""`initialize_parallel_model`: from a function that makes a model to that model on this rank, as a config says.
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
+The model may be made without memory (`parameters_on_meta`). Unmodified models of transformers are split by their own
+plan before all else; attention heads are padded before the model is cut into stages, or on each of them.
+"""
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
+import torch
+from nxd_ckpt.coordinator import coordinator_for, on_every_rank
+from nxd_layers import RowParallelLinear, hf
 from nxd_layers.activation_checkpoint import apply_activation_checkpointing
 from nxd_layers.activation_checkpoint.find import named_modules_of, named_transformer_layers
-from nxd_layers.hf import is_transformers_model
+from nxd_layers.padding import pad_model
 from nxd_pipeline import NxDPPModel
 from nxd_pipeline.partition import materialize
-from nxd_state import get_device, move_model_to_device
+from nxd_state import get_device, get_shard_spec, get_tensor_model_parallel_size, move_model_to_device
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from nxd_trainer.api.adapters import adapt_model, choose_adapters
-from nxd_trainer.api.config import complete_config, ensure_model_parallel
-from nxd_trainer.api.head_padding import pad_heads, plan_padding
-from nxd_trainer.api.hugging_face import leave_out_cache, param_init_fn_for, split_if_plain
-from nxd_trainer.api.meta_device import parameters_on_meta
+from nxd_trainer.api.config import complete_config, ensure_model_parallel, param_init_fn_of
 from nxd_trainer.api.model import NxDModel
 from nxd_trainer.api.rank_sync import in_turns, together
+
+_NUMBERS_OF_HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 def initialize_parallel_model(
@@ -54,10 +64,10 @@ def initialize_parallel_model(
             module = model_fn(*model_args, **model_kwargs)
         if not isinstance(module, nn.Module):
             raise ValueError(f"model_fn returned a {type(module).__name__}; it must return the model, a torch module")
-        module = split_if_plain(module, config)
-        leave_out_cache(module, config)
+        module = _split_if_plain(module, config)
+        _leave_out_cache(module, config)
         if config["pipeline_parallel_size"] == 1:
-            materialize(module, param_init_fn_for(module, config))
+            materialize(module, _param_init_fn_for(module, config))
             move_model_to_device(module, get_device())
         return module
 
@@ -66,7 +76,7 @@ def initialize_parallel_model(
     # What is chosen by names and classes is chosen in the whole model, of which every rank has the outline; what
     # changes tensors is done once they have values, which on the meta device is on their stages only.
     # A model of transformers has been padded where it was split.
-    padding = plan_padding(module) if config["pad_model"] and not is_transformers_model(module) else None
+    padding = _plan_padding(module) if config["pad_model"] and not hf.is_transformers_model(module) else None
     adapters = choose_adapters(module, config["lora_config"]) if config["lora_config"] is not None else None
     to_recompute = _checkpointed_classes(module, config)
     kept_whole = {*to_recompute, *(type(module.get_submodule(name)) for name in (adapters.layers if adapters else ()))}
@@ -78,11 +88,43 @@ def initialize_parallel_model(
 
     model = together("make its stages of the model", cut)
     if padding is not None:
-        pad_heads(model, padding)
+        _pad_heads(model, padding)
     if adapters is not None:
         adapt_model(model, adapters)
     _checkpoint_activations(model, to_recompute)
     return model
+
+
+@contextmanager
+def parameters_on_meta(*, include_buffers: bool) -> Iterator[None]:
+    """Modules made inside have their parameters on the "meta" device, with ties and attributes.
+
+    Args:
+        include_buffers: put buffers there as well, and every other tensor that is made. Otherwise buffers have their
+            values, and each parameter takes memory only until its module has it.
+    """
+    if include_buffers:
+        with torch.device("meta"):
+            yield
+        return
+    register = nn.Module.register_parameter
+    on_meta = WeakIdKeyDictionary()  # a parameter that two modules are given stays one
+
+    def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        register(module, name, param)
+        if param is None or param.is_meta:
+            return
+        if param not in on_meta:
+            made = nn.Parameter(param.detach().to("meta"), param.requires_grad)
+            made.__dict__.update(param.__dict__)
+            on_meta[param] = made
+        module._parameters[name] = on_meta[param]
+
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 def _init_context(config: Mapping[str, Any], include_buffers: bool) -> Any:
@@ -99,7 +141,7 @@ def _pipeline_arguments(
         config["pipeline_config"] if config["pipeline_config"] is not None else {"return_loss_on_cpu": False}
     )
     leaves = [*(given.get("leaf_module_cls") or ()), *kept_whole]  # a trace into them would lose the modules
-    return {**given, "param_init_fn": param_init_fn_for(module, config), "leaf_module_cls": leaves}
+    return {**given, "param_init_fn": _param_init_fn_for(module, config), "leaf_module_cls": leaves}
 
 
 def _check_sequence_parallel(module: nn.Module, config: Mapping[str, Any]) -> None:
@@ -131,3 +173,96 @@ def _checkpoint_activations(model: NxDModel, classes: tuple[type[nn.Module], ...
     present = [cls for cls in classes if cls in here]
     if present:
         apply_activation_checkpointing(model, present)
+
+
+def _split_if_plain(module: nn.Module, config: Mapping[str, Any]) -> nn.Module:
+    """Split a model of transformers over the tensor-parallel ranks, unless its maker has done so; leave others alone.
+
+    Raises:
+        ValueError: the model cannot be split; `model_fn` may do it by `nxd_layers.hf.parallelize(model, plan=...)`.
+    """
+    if config["tensor_parallel_size"] > 1 and not _is_split(module) and hf.is_transformers_model(module):
+        hf.parallelize(module, sequence_parallel=config["sequence_parallel"])
+    return module
+
+
+def _leave_out_cache(module: nn.Module, config: Mapping[str, Any]) -> None:
+    """With activation checkpointing, have a model of transformers keep no cache of keys and values while it trains.
+
+    It does so by default, and a layer that is computed again would add to it once more. `generate()` has one still.
+    """
+    if config["activation_checkpoint_config"] is not None and hf.is_transformers_model(module):
+        text_config: Any = module.config.get_text_config()  # type: ignore[operator, union-attr]
+        text_config.use_cache = False
+
+
+def _param_init_fn_for(module: nn.Module, config: Mapping[str, Any]) -> Callable[..., Any] | None:
+    """The config's `param_init_fn`; made for plain layers, it fills parallel ones of a split model of transformers."""
+    fill = param_init_fn_of(config)
+    if fill is None or not _is_split(module) or not hf.is_transformers_model(module):
+        return fill
+    parameters = inspect.signature(fill).parameters.values()
+    takes_device = sum(it.kind in _POSITIONAL and it.default is it.empty for it in parameters) > 1
+    fill_plain = (lambda plain: fill(plain, torch.device("cpu"))) if takes_device else fill
+    return hf.param_init_fn_of(module, fill_plain)
+
+
+def _is_split(module: nn.Module) -> bool:
+    return any(get_shard_spec(parameter) for parameter in module.parameters())
+
+
+@dataclass(frozen=True)
+class _HeadPadding:
+    """What is to be padded.
+
+    Attributes:
+        num_heads: of the whole model, before padding.
+        classes: of the modules whose layers are; all layers if empty.
+    """
+
+    num_heads: int
+    classes: tuple[type[nn.Module], ...]
+
+
+def _plan_padding(module: nn.Module) -> _HeadPadding:
+    """Padding of a whole model, which may be on the meta device.
+
+    Padded are the layers of modules with a row-parallel layer of their own that takes whole heads in: it takes the
+    padding away again. So an output head, and what does not come in heads, stays as it is.
+
+    Raises:
+        ValueError: the model does not say how many heads it has.
+    """
+    num_heads = _number_of_heads(module)
+    classes = {
+        type(part): None
+        for part in module.modules()
+        if any(isinstance(it, RowParallelLinear) and it.input_size % num_heads == 0 for it in part.children())
+    }
+    return _HeadPadding(num_heads, tuple(classes))
+
+
+def _pad_heads(model: nn.Module, padding: _HeadPadding) -> None:
+    """Pad a model, or a rank's stages of it. Called by all ranks, which fail together.
+
+    Raises:
+        ValueError: a layer cannot be padded.
+    """
+
+    def pad() -> None:
+        present = tuple(cls for cls in padding.classes if any(type(module) is cls for module in model.modules()))
+        if present or not padding.classes:  # a stage may have none
+            pad_model(model, get_tensor_model_parallel_size(), padding.num_heads, present)
+
+    on_every_rank(coordinator_for(None), "padding the model", pad, error_type=ValueError)
+
+
+def _number_of_heads(module: nn.Module) -> int:
+    config = getattr(module, "config", None)
+    for name in _NUMBERS_OF_HEADS:
+        if isinstance(heads := getattr(config, name, None), int):
+            return heads
+    raise ValueError(
+        f"pad_model=True needs the number of attention heads, but {type(module).__name__} has no "
+        f"config.{_NUMBERS_OF_HEADS[0]}; give it one, or call pad_model in model_fn"
+    )

@@ -20,7 +20,7 @@ from nxd_state.neuron import extracting_graphs
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from nxd_trainer.api.adapters import OBJECT_KEY, describe_adapter, saved_tensors, weights_to_save, write_description
+from nxd_trainer.api.adapters import describe_adapter, saved_tensors, weights_to_save, write_description
 from nxd_trainer.api.checkpoint_tags import check_kept, choose_tag, is_untagged, keep_newest
 from nxd_trainer.api.config import accept_aliases
 from nxd_trainer.api.optimizer_dict import dict_state
@@ -29,7 +29,7 @@ from nxd_trainer.api.rank_sync import agree, is_first_replica
 from nxd_trainer.api.stored_values import METRICS, SCHEDULER, SETTINGS, USER_CONTENT, pack_values
 from nxd_trainer.api.unwrap import Subjects, buffer_names, describe_subjects, plain_model, subjects_of
 from nxd_trainer.checkpoint import CheckpointState, optimizer_state, saved_here
-from nxd_trainer.model_description import ModelDescription, describe_model
+from nxd_trainer.model_description import ADAPTER_KEY, ModelDescription, describe_model
 
 _FINISHING = "finishing a checkpoint, and dropping old ones"
 
@@ -163,7 +163,7 @@ def write_checkpoint(
             SCHEDULER: None if contents.scheduler is None else contents.scheduler.state_dict(),
             USER_CONTENT: contents.user_content,
             METRICS: dict(contents.metrics) or None,
-            OBJECT_KEY: adapter,
+            ADAPTER_KEY: adapter,
         }
         objects, extra = pack_values(values)
         return objects | (contents.description.as_objects() if contents.description else {}), extra

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import nxd_ckpt
 from nxd_ckpt import Checkpoint, CheckpointError, Coordinator
-from nxd_ckpt.coordinator import gather_from_every_rank
+from nxd_ckpt.coordinator import coordinator_for, gather_from_every_rank, on_every_rank, on_rank_zero
 from nxd_ckpt.interop.remote import is_remote, local_copy
 
 KEEP_ALL = -1
@@ -127,13 +127,26 @@ def open_own(path: str | os.PathLike[str], tag: str | None) -> Checkpoint:
         ValueError: the path or the tag is not allowed.
         CheckpointError: there is none, or it is the existing library's.
     """
-    found = find_checkpoint(path, tag)
-    if found.layout != "nxd":
-        raise CheckpointError(
-            f"{found.folder} is a checkpoint of the existing library, which does not say of which model it is; load "
-            "it into that with load_checkpoint, and save it anew"
-        )
+    found = _find_own(path, tag)
     return nxd_ckpt.open_checkpoint(found.root, found.tag)
+
+
+def open_own_together(path: str | os.PathLike[str], tag: str | None) -> Checkpoint:
+    """As `open_own`, the same checkpoint on all ranks: the first one chooses it. Called by all ranks.
+
+    Raises:
+        ValueError: as there, on a rank that is alone.
+        CheckpointError: there is none, it is the existing library's, or it was replaced meanwhile; on all ranks.
+    """
+    coordinator = coordinator_for(None)
+    if coordinator.world_size == 1:
+        return open_own(path, tag)
+    found = on_rank_zero(coordinator, f"looking for a checkpoint in {path}", lambda: _find_own(path, tag))
+    doing = f"opening checkpoint {found.folder}"
+    checkpoint = on_every_rank(coordinator, doing, lambda: nxd_ckpt.open_checkpoint(found.root, found.tag))
+    if len(set(coordinator.all_gather_object(checkpoint.save_id))) > 1:
+        raise CheckpointError(f"{doing} failed: it was replaced while the ranks were at it; open it again")
+    return checkpoint
 
 
 def check_kept(num_kept_ckpts: int | None) -> int:
@@ -152,6 +165,16 @@ def keep_newest(root: str, num_kept: int) -> None:
     """Remove all but the newest checkpoints; called by one rank, after a commit. Pinned ones and other folders stay."""
     if num_kept != KEEP_ALL:
         nxd_ckpt.retain(root, keep_last=num_kept)
+
+
+def _find_own(path: str | os.PathLike[str], tag: str | None) -> Found:
+    found = find_checkpoint(path, tag)
+    if found.layout != "nxd":
+        raise CheckpointError(
+            f"{found.folder} is a checkpoint of the existing library, which does not say of which model it is; load "
+            "it into that with load_checkpoint, and save it anew"
+        )
+    return found
 
 
 def _folder(path: str | os.PathLike[str]) -> str:

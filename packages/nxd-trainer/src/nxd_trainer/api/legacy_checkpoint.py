@@ -14,13 +14,12 @@ from typing import Any
 
 import torch
 from nxd_ckpt import CheckpointError, ShardedTensor
-from nxd_ckpt.boxes import Box
 from nxd_ckpt.coordinator import coordinator_for, on_every_rank
 from nxd_ckpt.interop.neuronx import Piece, Pieces, Sharding, Split, open_neuronx
 from nxd_ckpt.interop.neuronx.rank_files import Rank, v1_files, v2_files
 from nxd_ckpt.interop.neuronx.xser import load_rank_file
 from nxd_ckpt.interop.safe_pickle import load_torch_file
-from nxd_ckpt.interop.source import TensorSource, fill
+from nxd_ckpt.interop.source import TensorSource
 from nxd_layers.lora import LoraModel
 from nxd_pipeline import NxDPPModel
 from nxd_state import ShardSpec, active_group, all_gather_object, get_shard_spec
@@ -35,6 +34,8 @@ from nxd_trainer.checkpoint import (
     CheckpointState,
     allocate_optimizer_state,
     check_names,
+    check_shapes,
+    fill_state,
     logical_name,
     model_state,
     named_parameters,
@@ -126,10 +127,10 @@ def load_legacy_checkpoint(
     objects = source.objects
     on_every_rank(coordinator, doing, lambda: _check_objects(objects, optimizer, scheduler))
     into = {name: tensor for name, tensor in own.items() if name in source.tensors}
-    on_every_rank(coordinator, doing, lambda: _check_shapes(source, into))
+    on_every_rank(coordinator, doing, lambda: check_shapes(source, into))
     if optimizer is not None:
         into |= on_every_rank(coordinator, doing, lambda: _make_room(source, model, optimizer))
-    on_every_rank(coordinator, doing, lambda: _fill_all(source, into))
+    on_every_rank(coordinator, doing, lambda: fill_state(source, into))
     settle_adapters(adapters, {})
     if optimizer is not None:
         apply_settings(objects["optimizer"]["param_groups"], optimizer)
@@ -193,34 +194,10 @@ def _check_objects(objects: Mapping[str, Any], optimizer: Optimizer | None, sche
         )
 
 
-def _check_shapes(source: TensorSource, into: CheckpointState) -> None:
-    problems = [
-        f"{name} is {list(source.tensors[name].global_shape)}, the model's {list(_global_shape(tensor))}"
-        for name, tensor in into.items()
-        if source.tensors[name].global_shape != _global_shape(tensor)
-    ]
-    if problems:
-        raise CheckpointError("it does not fit the model: " + "; ".join(problems[:8]))
-
-
-def _global_shape(tensor: ShardedTensor | torch.Tensor) -> tuple[int, ...]:
-    return tuple(tensor.global_shape if isinstance(tensor, ShardedTensor) else tensor.shape)
-
-
 def _make_room(source: TensorSource, model: nn.Module, optimizer: Optimizer) -> CheckpointState:
     stored = {name: (info.dtype, info.global_shape) for name, info in source.tensors.items()}
     allocate_optimizer_state(model, optimizer, stored)
     return optimizer_state(model, optimizer)
-
-
-@torch.no_grad()
-def _fill_all(source: TensorSource, into: CheckpointState) -> None:
-    for name, tensor in into.items():
-        if isinstance(tensor, ShardedTensor):
-            for shard in tensor.shards:
-                fill(source, name, shard.box, shard.tensor)
-        else:
-            fill(source, name, Box.whole(tuple(tensor.shape)), tensor)
 
 
 def _gather_specs(model: nn.Module) -> list[_Specs]:

@@ -90,7 +90,7 @@ def _run_compiled(options: argparse.Namespace) -> int:
     prompt = tokenizer.encode(options.prompt).tolist()
     needed = len(prompt) + options.max_new_tokens
     rounded = -(-needed // _LENGTHS) * _LENGTHS
-    length = max(needed, min(rounded, checkpoint.build.config.max_position_embeddings))
+    length = max(needed, min(rounded, checkpoint.max_positions))
     generator = mendable(
         lambda: checkpoint.compile(
             batch_size=1, max_length=length, tp_degree=options.nproc or 1, compiler=options.compiler

@@ -19,13 +19,11 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Write the checkpoint and say where, and whether it is for other commands."""
+    """Write the checkpoint and say where."""
     from nxd_trainer.from_recipe import DTYPES  # noqa: PLC0415
     from nxd_trainer.hugging_face import import_hugging_face  # noqa: PLC0415
 
     dtype = None if options.dtype is None else DTYPES[options.dtype]
-    reason = mendable(lambda: import_hugging_face(options.folder, options.checkpoints, options.tag, dtype=dtype))
+    mendable(lambda: import_hugging_face(options.folder, options.checkpoints, options.tag, dtype=dtype))
     print(f"wrote {options.checkpoints / options.tag}")
-    if reason is not None:
-        print(f"nxd serve cannot run it: {reason}; nxd train, nxd generate and nxd export can")
     return 0

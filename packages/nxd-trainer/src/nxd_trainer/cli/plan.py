@@ -38,7 +38,7 @@ def add_parser(commands: Commands) -> None:
         "messages come from the real layers; times are estimates to compare layouts by.",
     )
     parser.add_argument(
-        "model", nargs="?", type=Path, metavar="CONFIG", help="a Hugging Face config.json or its folder"
+        "model", nargs="?", type=Path, metavar="MODEL", help="a Hugging Face config.json, its folder, or checkpoints"
     )
     job = parser.add_argument_group("the job")
     job.add_argument("--device", required=True, help="trn1, trn2, inf2, h100 or cpu (numbers cited from memory)")

@@ -4,8 +4,7 @@
 `import_hugging_face` makes a checkpoint of one without a model in memory.
 """
 
-from nxd_trainer.hugging_face.importing import import_hugging_face
-from nxd_trainer.hugging_face.loading import load_pretrained
+from nxd_trainer.hugging_face.loading import import_hugging_face, load_pretrained
 from nxd_trainer.hugging_face.saving import save_pretrained
 
 __all__ = ["load_pretrained", "save_pretrained", "import_hugging_face"]

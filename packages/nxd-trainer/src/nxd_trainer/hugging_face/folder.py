@@ -9,6 +9,8 @@ from typing import Any
 
 CONFIG_FILE = "config.json"
 
+PathLike = str | os.PathLike[str]
+
 # What `save_pretrained` of models, tokenizers and processors writes beside weights.
 _COMPANIONS = (
     "generation_config.json",
@@ -22,7 +24,7 @@ _COMPANIONS = (
 )
 
 
-def read_config(folder: "str | os.PathLike[str]") -> dict[str, Any]:
+def read_config(folder: PathLike) -> dict[str, Any]:
     """The content of `config.json`.
 
     Raises:
@@ -40,12 +42,12 @@ def read_config(folder: "str | os.PathLike[str]") -> dict[str, Any]:
     return content
 
 
-def write_config(folder: "str | os.PathLike[str]", config: Mapping[str, Any]) -> None:
+def write_config(folder: PathLike, config: Mapping[str, Any]) -> None:
     """Write `config.json`; keys keep their order."""
     (Path(folder) / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
 
 
-def copy_companions(source: "str | os.PathLike[str]", target: "str | os.PathLike[str]") -> list[str]:
+def copy_companions(source: PathLike, target: PathLike) -> list[str]:
     """Copy the files of tokenizer, processor and generation that lie beside a model, no matter how it is stored.
 
     Args:

@@ -1,14 +1,15 @@
-"""`load_pretrained`: a folder of safetensors streams into a model's shards, each rank reading only its bytes."""
+"""A folder of safetensors streams into a model's shards, or into a checkpoint without a model in memory.
 
-import os
-from collections.abc import Iterator, Sequence
+`load_pretrained` is the first, each rank reading only its bytes; `import_hugging_face` the second.
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from pathlib import Path
+from typing import Any
 
 import torch
-from nxd_ckpt import CheckpointError, Shard
-from nxd_ckpt.boxes import Box, uncovered
-from nxd_ckpt.interop import TensorSource, open_hugging_face
+from nxd_ckpt.interop import TensorSource, open_hugging_face, save_source
 from nxd_ckpt.sharded_tensor import as_sharded
 from nxd_layers.hf import is_transformers_model, param_init_fn_of
 from nxd_pipeline import NxDPPModel
@@ -23,21 +24,16 @@ from torch import nn
 
 from nxd_trainer.api.rank_sync import on_all_ranks
 from nxd_trainer.api.unwrap import plain_model
-from nxd_trainer.checkpoint import CheckpointState, model_state
-from nxd_trainer.hugging_face.conversion import reference_model
-from nxd_trainer.hugging_face.dtypes import check_dtype
-from nxd_trainer.hugging_face.folder import read_config
-from nxd_trainer.hugging_face.mapped_memory import release
+from nxd_trainer.checkpoint import CheckpointState, fill_state, model_state
+from nxd_trainer.hugging_face.conversion import Shapes, reference_model
+from nxd_trainer.hugging_face.folder import PathLike, read_config
 from nxd_trainer.hugging_face.rearrangement import Rearranged, RearrangedSource
-
-_BLOCK_BYTES = 16 * 2**20
-
-T = TypeVar("T")
+from nxd_trainer.model_description import ModelDescription, tokenizer_in
 
 
 def load_pretrained(
     model: nn.Module,
-    folder: "str | os.PathLike[str]",
+    folder: PathLike,
     *,
     dtype: torch.dtype | None = None,
     strict: bool = True,
@@ -72,8 +68,45 @@ def load_pretrained(
     state, source = model_state(module), found.source
     missing = sorted(state.keys() - source.tensors.keys())
     _agree(folder, source, state, unexpected=found.unexpected, missing=missing, on_meta=on_meta, strict=strict)
-    on_all_ranks(f"read {folder}", lambda: _fill_all(source, state))
+    on_all_ranks(f"read {folder}", lambda: fill_state(source, state))
     return missing
+
+
+def import_hugging_face(
+    folder: PathLike, checkpoints: PathLike, tag: str = "imported", *, dtype: torch.dtype | None = None
+) -> None:
+    """Write a model's weights as the checkpoint `tag`, one tensor after the other. Needs no process group.
+
+    Its tensors have the names and shapes of the unsharded model, so that `nxd_ckpt.load` and `load_checkpoint` fill
+    a model of any layout with them. It remembers the config, the names in the folder's files and where the folder
+    was, see `ModelDescription`. Memory: mapped files, and one tensor.
+
+    Args:
+        folder: with `model.safetensors`, or several files and their index, and `config.json`.
+        checkpoints: the folder of checkpoints; made if missing.
+        tag: name of the new one.
+        dtype: that floating-point tensors are converted to; as they are if None.
+
+    Raises:
+        ValueError: `dtype` is no type, transformers does not take the config, tensors are missing, too many or of other
+            shapes than it says, or need a conversion that is not known.
+        CheckpointError: the folder holds no safetensors, they are damaged, or the tag is taken.
+    """
+    check_dtype(dtype)
+    config = read_config(folder)
+    found = model_tensors(folder)
+    if found.missing or found.unexpected:
+        raise ValueError(
+            f"{folder} is not what its config says: it lacks {list(found.missing[:5])} and has "
+            f"{list(found.unexpected[:5])} besides; take the folder of a whole model"
+        )
+    if found.misshapen:
+        raise ValueError(f"{folder} is not what its config says: {'; '.join(found.misshapen[:5])}")
+    source = found.source
+    origin = str(Path(folder).resolve())
+    description = ModelDescription(config, tokenizer_in(origin), origin, stored_shapes(folder))
+    described = RearrangedSource(source.source, source.rearranged, description.as_objects())
+    save_source(described, checkpoints, tag, dtype=dtype)
 
 
 @dataclass(frozen=True)
@@ -93,7 +126,7 @@ class ModelTensors:
     misshapen: Sequence[str]
 
 
-def model_tensors(folder: "str | os.PathLike[str]") -> ModelTensors:
+def model_tensors(folder: PathLike) -> ModelTensors:
     """Open a folder. Where transformers is missing, or does not know the architecture, names are taken as they are
     stored.
 
@@ -154,7 +187,7 @@ def _give_memory(module: nn.Module) -> set[str]:
 
 
 def _agree(
-    folder: "str | os.PathLike[str]",
+    folder: PathLike,
     source: TensorSource,
     state: CheckpointState,
     *,
@@ -186,35 +219,17 @@ def _agree(
         raise ValueError(f"{folder} does not fit the model{advice}:\n  " + "\n  ".join([*shown, *more]))
 
 
-@torch.no_grad()
-def _fill_all(source: TensorSource, state: CheckpointState) -> None:
-    for name in state.keys() & source.tensors.keys():
-        for shard in as_sharded(name, state[name]).shards:
-            _fill(source, name, shard)
+def stored_shapes(folder: PathLike) -> Shapes:
+    """Names and shapes of the tensors in a folder's files.
+
+    Raises:
+        CheckpointError: the folder holds no safetensors, or they are damaged.
+    """
+    return {name: info.global_shape for name, info in open_hugging_face(folder).tensors.items()}
 
 
-def _fill(source: TensorSource, name: str, destination: Shard) -> None:
-    for block in _blocks(destination.box, destination.tensor.element_size()):
-        found = source.shards(name, block)
-        if uncovered(block, [shard.box for shard in found]):
-            raise CheckpointError(f"no stored tensor holds all of {name!r} {block}")
-        for shard in found:
-            common = shard.box.intersect(block)
-            if common is None:
-                continue
-            values = shard.tensor[common.relative_to(shard.box).slices()]
-            destination.tensor[common.relative_to(destination.box).slices()].copy_(values)
-            if source.is_mapped:
-                release(values)
-
-
-def _blocks(box: Box, item_size: int) -> Iterator[Box]:
-    """Rows of a box, as many at a time as make some megabytes."""
-    if not box.shape or not box.num_elements:
-        yield box
+def check_dtype(dtype: Any) -> None:
+    """Raise ValueError unless it is a floating-point `torch.dtype`, or None, which leaves weights as they are."""
+    if dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         return
-    row_bytes = box.num_elements // box.shape[0] * item_size
-    rows = max(1, _BLOCK_BYTES // row_bytes)
-    for start in range(0, box.shape[0], rows):
-        count = min(rows, box.shape[0] - start)
-        yield Box((box.offsets[0] + start, *box.offsets[1:]), (count, *box.shape[1:]))
+    raise ValueError(f"dtype={dtype!r} is no floating-point type of torch; give one such as torch.bfloat16, or None")

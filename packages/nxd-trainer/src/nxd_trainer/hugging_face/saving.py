@@ -1,13 +1,12 @@
 """`save_pretrained`: a model of any layout becomes a Hugging Face folder, one tensor in memory at a time."""
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from nxd_ckpt.interop import TensorSource, open_hugging_face, write_hugging_face
+from nxd_ckpt.interop import TensorSource, write_hugging_face
 from nxd_ckpt.interop.huggingface.reading import INDEX_FILE, SINGLE_FILE
 from nxd_ckpt.interop.huggingface.writing import parse_size
 from nxd_ckpt.sharded_tensor import as_sharded_state
@@ -19,12 +18,10 @@ from nxd_trainer.api.rank_sync import on_all_ranks
 from nxd_trainer.api.unwrap import plain_model
 from nxd_trainer.checkpoint import model_state, saved_here
 from nxd_trainer.hugging_face.conversion import Shapes, reference_model
-from nxd_trainer.hugging_face.dtypes import check_dtype
-from nxd_trainer.hugging_face.folder import copy_companions, read_config, write_config
+from nxd_trainer.hugging_face.folder import PathLike, copy_companions, read_config, write_config
 from nxd_trainer.hugging_face.gathering import gathered
+from nxd_trainer.hugging_face.loading import check_dtype, stored_shapes
 from nxd_trainer.hugging_face.rearrangement import RearrangedSource, inverse
-
-PathLike = str | os.PathLike[str]
 
 # Whoever has one of them has a model there, whose config must not be replaced.
 _WEIGHT_FILES = (SINGLE_FILE, INDEX_FILE, "pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -161,15 +158,6 @@ def as_stored(source: TensorSource, config: Mapping[str, Any], shapes: Shapes | 
             "config of this model"
         )
     return RearrangedSource(source, inverse(made, shapes))
-
-
-def stored_shapes(folder: PathLike) -> Shapes:
-    """Names and shapes of the tensors in a folder's files.
-
-    Raises:
-        CheckpointError: the folder holds no safetensors, or they are damaged.
-    """
-    return {name: info.global_shape for name, info in open_hugging_face(folder).tensors.items()}
 
 
 def _dtype_entry(config: Mapping[str, Any], stored: TensorSource, dtype: torch.dtype | None) -> dict[str, str]:

@@ -1,6 +1,6 @@
 """What is to be planned, the ways to lay it out over ranks, and which of these cannot be, told by arithmetic.
 
-A job's model is that of a Hugging Face `config.json`, of single numbers, or of both.
+A job's model is that of a Hugging Face `config.json`, of a checkpoint, of single numbers, or of one and these.
 """
 
 import json
@@ -13,6 +13,9 @@ import torch
 from nxd_pipeline import SCHEDULE_NAMES
 from nxd_state import Mesh
 
+from nxd_trainer.api.checkpoint_tags import has_checkpoint, open_own
+from nxd_trainer.hugging_face.folder import CONFIG_FILE
+from nxd_trainer.model_description import description_of
 from nxd_trainer.models import LlamaConfig
 from nxd_trainer.plan.devices import Device
 from nxd_trainer.recipe.checks import divisors
@@ -219,15 +222,17 @@ def model_config(file: str | Path | None = None, sizes: Mapping[str, Any] | None
     """The config of a Llama.
 
     Args:
-        file: a Hugging Face `config.json`, or the folder it lies in.
+        file: a Hugging Face `config.json`, or the folder it lies in; or a folder of checkpoints, of which the newest
+            says its model.
         sizes: fields of `LlamaConfig` that go before those of the file; None counts as not given. Without a file they
             are all there is, so those that a file must have must be given.
 
     Raises:
         ValueError: the file cannot be read, is of another kind of model, or sizes are missing or no numbers.
+        nxd_ckpt.CheckpointError: the checkpoint is damaged.
     """
     origin = "the flags" if file is None else str(_file_of(file))
-    content = {} if file is None else _read(_file_of(file))
+    content = {} if file is None else _content(file)
     rotary = content.get("rope_parameters")  # where transformers 5 writes it
     if content.get("rope_theta") is None and isinstance(rotary, dict):
         content["rope_theta"] = rotary.get("rope_theta")
@@ -252,8 +257,21 @@ def model_config(file: str | Path | None = None, sizes: Mapping[str, Any] | None
     return config
 
 
+def _content(file: str | Path) -> dict[str, Any]:
+    """What a config.json or a checkpoint says of a model."""
+    is_checkpoint = not _file_of(file).is_file() and has_checkpoint(file)
+    content = dict(description_of(open_own(file, None)).config) if is_checkpoint else _read(_file_of(file))
+    kind = content.get("model_type", "llama")
+    if kind not in LLAMA_TYPES:
+        raise ValueError(
+            f"{file}: model_type={kind!r}; plans are made with the layers of a Llama ({', '.join(LLAMA_TYPES)}). For "
+            "another model of like shape give its sizes as flags"
+        )
+    return content
+
+
 def _file_of(file: str | Path) -> Path:
-    return Path(file) / "config.json" if Path(file).is_dir() else Path(file)
+    return Path(file) / CONFIG_FILE if Path(file).is_dir() else Path(file)
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -265,12 +283,6 @@ def _read(file: Path) -> dict[str, Any]:
         raise ValueError(f"{file} is no JSON: {error}; give a Hugging Face config.json") from error
     if not isinstance(content, dict):
         raise ValueError(f"{file} holds a {type(content).__name__}; a config.json holds an object with sizes")
-    kind = content.get("model_type", "llama")
-    if kind not in LLAMA_TYPES:
-        raise ValueError(
-            f"{file}: model_type={kind!r}; plans are made with the layers of a Llama ({', '.join(LLAMA_TYPES)}). For "
-            "another model of like shape give its sizes as flags"
-        )
     return content
 
 

@@ -1,0 +1,201 @@
+"""The model of a checkpoint, and its weights as one without adapters has them: what `generate`, `serve`, `export` read.
+
+An adapter that lies beside its base model is merged into it box by box as boxes are read, so that each reader takes
+its part at any layout, and nothing whole is ever in memory.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from nxd_ckpt import Checkpoint, Shard, TensorInfo
+from nxd_ckpt.boxes import Box
+from nxd_ckpt.coordinator import coordinator_for, on_every_rank
+from nxd_ckpt.interop import Selection, TensorSource, from_checkpoint
+from nxd_ckpt.interop.source import fill
+from nxd_layers.hf import parallelize
+from nxd_layers.lora import config_from_adapter_config
+from nxd_state import active_group, get_device, move_model_to_device
+from torch import Tensor, nn
+
+from nxd_trainer.api.unwrap import further_names
+from nxd_trainer.checkpoint import NOT_OF_THE_MODEL, check_names, fill_state, model_state
+from nxd_trainer.hugging_face.conversion import model_on_meta, reference_model
+from nxd_trainer.hugging_face.loading import make_room
+from nxd_trainer.model_description import ModelDescription, adapter_in, model_dtype
+from nxd_trainer.models import LlamaForCausalLM
+
+_FACTORS = {"lora_A": "lora_B", "lora_embedding_A": "lora_embedding_B"}  # as PEFT calls them
+
+
+@dataclass(frozen=True)
+class ModelWeights:
+    """A `TensorSource`, and a `WeightSource` of nxd_trace, that workers can be sent.
+
+    Args:
+        source: the model's tensors as they are stored, with those of an adapter.
+        branches: of the adapter, by the weight that each is merged into.
+    """
+
+    source: TensorSource
+    branches: Mapping[str, "_Branch"]
+
+    objects = None
+    is_mapped = False
+
+    @cached_property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Type and shape of every tensor."""
+        factors = {name for branch in self.branches.values() for name in (branch.a, branch.b)}
+        return {name: info for name, info in self.source.tensors.items() if name not in factors}
+
+    def read_box(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
+        """The box of this shape that begins at `offsets`, on the CPU.
+
+        Raises:
+            CheckpointError: it cannot be read.
+        """
+        box = Box(tuple(offsets), tuple(shape))
+        values = torch.empty(box.shape, dtype=self.source.tensors[name].dtype)
+        fill(self.source, name, box, values)
+        if name in self.branches:
+            wide = values.float() if values.itemsize < 4 else values
+            values.copy_(wide + self.branches[name].delta(box, self.source))
+        return values
+
+    def shards(self, name: str, box: Box) -> Sequence[Shard]:
+        """The box itself, see `TensorSource`.
+
+        Raises:
+            CheckpointError: it cannot be read.
+        """
+        return [Shard(self.read_box(name, box.offsets, box.shape), box.offsets)]
+
+
+@dataclass(frozen=True)
+class _Branch:
+    """The adapter of one layer: A `[r, in]` and B `[out, r]` by name, of a weight `[out, in]`, or transposed."""
+
+    a: str
+    b: str
+    scale: float
+    is_transposed: bool
+
+    def delta(self, box: Box, source: TensorSource) -> Tensor:
+        """What merging adds to a box of the weight, in float32 or wider: computed as `LoraModel.merge` does."""
+        out_dim, in_dim = (1, 0) if self.is_transposed else (0, 1)
+        (rank, _), b_dtype = source.tensors[self.a].global_shape, source.tensors[self.b].dtype
+        a = torch.empty(rank, box.shape[in_dim], dtype=source.tensors[self.a].dtype)
+        b = torch.empty(box.shape[out_dim], rank, dtype=b_dtype)
+        fill(source, self.a, Box((0, box.offsets[in_dim]), tuple(a.shape)), a)
+        fill(source, self.b, Box((box.offsets[out_dim], 0), tuple(b.shape)), b)
+        a, b = (factor.float() if factor.itemsize < 4 else factor for factor in (a, b))
+        product = self.scale * (b @ a)
+        return product.t() if self.is_transposed else product
+
+
+def load_model(checkpoint: Checkpoint, description: ModelDescription) -> nn.Module:
+    """The model on this rank's device, with its part of the weights. Called by all ranks.
+
+    It is our own Llama where that can be the model, else that of transformers.
+
+    Raises:
+        ValueError: transformers is missing or makes no such model, or it cannot be split over so many ranks; or the
+            weights have an adapter that cannot be merged.
+        CheckpointError: the checkpoint is damaged, or its tensors are not those of the model; on all ranks.
+    """
+    weights = model_weights(checkpoint, description)
+    model = _model_without_weights(description, model_dtype(checkpoint))
+    state = model_state(model)
+    coordinator, where = coordinator_for(None), f"checkpoint {checkpoint.tag!r}"
+    check_names(weights.tensors, state, further_names(model), where, coordinator, can_be_lax=False)
+    on_every_rank(coordinator, f"reading {where}", lambda: fill_state(weights, state))
+    return model
+
+
+def _model_without_weights(description: ModelDescription, dtype: torch.dtype) -> nn.Module:
+    degree = active_group("tp").size
+    config = description.own_llama_at(degree)
+    if config is None:
+        try:
+            return transformers_model(description, dtype)
+        except ValueError:
+            description.check_own_llama(degree)
+            raise
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config, dtype=dtype)
+    move_model_to_device(model, get_device())
+    return model
+
+
+def transformers_model(description: ModelDescription, dtype: torch.dtype) -> nn.Module:
+    """This rank's part of the model as transformers has it, with memory, but without values for its parameters.
+
+    Raises:
+        ValueError: transformers is missing, or makes no such model, or it cannot be split over so many ranks.
+    """
+    model = parallelize(model_on_meta_of(description))
+    make_room(model, dtype)
+    return model
+
+
+def model_on_meta_of(description: ModelDescription) -> nn.Module:
+    """The whole model as transformers has it, without memory.
+
+    Raises:
+        ValueError: transformers is missing, or makes no such model.
+    """
+    model: nn.Module | None = model_on_meta(description.config)
+    if model is None:
+        raise ValueError(
+            f"{description.architecture} is made by transformers, which is not installed or does not know it; install "
+            "transformers"
+        )
+    return model
+
+
+def model_weights(checkpoint: Checkpoint, description: ModelDescription) -> ModelWeights:
+    """The weights of the model in a checkpoint, with its adapter, if there is one, merged into them.
+
+    Raises:
+        ValueError: the adapter has no base model there, is none of LoRA, or does not fit the model; or a weight that it
+            is merged into is tied to another.
+    """
+    source = Selection(from_checkpoint(checkpoint), exclude=[f"{prefix}*" for prefix in NOT_OF_THE_MODEL])
+    adapter = adapter_in(checkpoint)
+    return ModelWeights(source, {} if adapter is None else _branches(source, adapter, description))
+
+
+def _branches(source: TensorSource, adapter: Mapping[str, Any], description: ModelDescription) -> Mapping[str, _Branch]:
+    scale = config_from_adapter_config(adapter).scale
+    tied = _tied_weights(description)
+    found = {}
+    for a in source.tensors:
+        layer, _, factor = a.rpartition(".")
+        if factor not in _FACTORS:
+            continue
+        weight, b = f"{layer}.weight", f"{layer}.{_FACTORS[factor]}"
+        if weight in tied:
+            raise ValueError(
+                f"{weight} is tied to another weight: merging an adapter into it would change that, too. Untie them "
+                "(give each its own copy) before training"
+            )
+        shapes = {name: source.tensors[name].global_shape for name in (weight, a, b) if name in source.tensors}
+        inner, inputs = shapes[a] if len(shapes[a]) == 2 else (None, None)
+        outputs = (*shapes.get(b, ()), None)[0]
+        if shapes.get(b) != (outputs, inner) or shapes.get(weight) not in ((outputs, inputs), (inputs, outputs)):
+            listed = ", ".join(f"{name} is {list(shape)}" for name, shape in shapes.items())
+            raise ValueError(f"the adapter does not fit the model: {listed}; save both anew")
+        # An embedding lies [vocab, hidden], and so [in, out]; Conv1D, which the adapter's description tells of, too.
+        may_be_transposed = factor == "lora_embedding_A" or bool(adapter.get("fan_in_fan_out"))
+        found[weight] = _Branch(a, b, scale, may_be_transposed and shapes[weight] == (inputs, outputs))
+    return found
+
+
+def _tied_weights(description: ModelDescription) -> set[str]:
+    reference = reference_model(description.config)
+    if reference is not None:
+        return {*reference.tied, *reference.tied.values()}
+    return {"model.embed_tokens.weight"} if description.config.get("tie_word_embeddings") else set()
