@@ -79,6 +79,11 @@ ON_TWO_RANKS = {
     "qwen3, split sequence": Model("qwen3", options=SPLIT_SEQUENCE),
     "gemma2, split sequence": Model("gemma2", options=SPLIT_SEQUENCE),
     "starcoder2, split sequence": Model("starcoder2", {"residual_dropout": 0.0}, SPLIT_SEQUENCE),
+    "phi3, split sequence": Model("phi3", {"head_dim": None}, SPLIT_SEQUENCE),
+    "olmo2, split sequence": Model("olmo2", options=SPLIT_SEQUENCE),
+    "mixtral, split sequence": Model("mixtral", EXPERTS, SPLIT_SEQUENCE),
+    "deepseek-v2, split sequence": Model("deepseek_v2", EXPERTS | LATENT, SPLIT_SEQUENCE),
+    "llama4, split sequence": Model("llama4_text", EXPERTS, SPLIT_SEQUENCE),
     "whole logits": Model("llama", options={"vocabulary_parallel_loss": False}),
 }
 ON_FOUR_RANKS = {
@@ -486,8 +491,7 @@ def test_documented_call_recomputes_layers_of_a_model_that_keeps_a_cache(run_ran
     [
         (Model("doge"), "models of type 'doge' are not split by their own plan: its plan splits the heads"),
         (Model("gpt2"), "GPT2LMHeadModel has no tensor-parallel plan; give one"),
-        (Model("phi3", {"head_dim": None}, SPLIT_SEQUENCE), "sequence_parallel=True cannot be had around"),
-        (Model("mixtral", EXPERTS, SPLIT_SEQUENCE), "it has layers of style moe_tp_experts, packed_colwise"),
+        (Model("olmo_hybrid", {}, SPLIT_SEQUENCE), "sequence_parallel=True cannot be had around .*linear_attn"),
         (Model("llama", {"intermediate_size": 47}), "2 shards do not divide dim 0"),
         (
             Model("granite_swa", {"num_attention_heads": 3, "num_key_value_heads": 3}),

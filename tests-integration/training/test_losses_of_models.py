@@ -62,25 +62,21 @@ LAYOUTS = {
 }
 # What nobody has compared, or transformers has no plan for, is refused.
 NOT_SPLIT = "models of type 'gpt_oss' are not split by their own plan"
-SEQUENCE_WHOLE = "sequence_parallel=True cannot be had around"
 REFUSED = {
     ("GPT-OSS", "TP 2"): NOT_SPLIT,
     ("GPT-OSS", "TP 2 x PP 2"): NOT_SPLIT,
     ("GPT-OSS", "TP 2 x SP"): NOT_SPLIT,
-    ("Mixtral", "TP 2 x SP"): SEQUENCE_WHOLE,
-    ("Phi-3", "TP 2 x SP"): SEQUENCE_WHOLE,
-    ("GLM-4", "TP 2 x SP"): SEQUENCE_WHOLE,
 }
 QUICK = [
     ("own Llama", "TP 2 x SP"),
     ("Llama", "TP 2 x SP"),
     ("Qwen3", "TP 2 x PP 2"),
     ("Gemma 3", "PP 2"),
-    ("Mixtral", "TP 2"),
+    ("Mixtral", "TP 2 x SP"),
     ("GPT-OSS", "DP 2 + ZeRO-1"),
     ("GLM-4", "TP 2"),
 ]
-QUICKLY_REFUSED = [("GPT-OSS", "TP 2"), ("Mixtral", "TP 2 x SP")]
+QUICKLY_REFUSED = [("GPT-OSS", "TP 2")]
 
 
 class InFloat64(TorchFunctionMode):

@@ -3,11 +3,13 @@
 Between the first and the last decoder layer each rank has `seq/tp` positions. What is called with hidden states in a
 layer, attention or feed-forward, gets the whole sequence, gathered before it; its row-parallel layer leaves the sum
 split again. So norms and residual sums are computed on a part, and the blocks' own code sees whole sequences as before.
+A block that does not end in one row-parallel layer, such as experts, sums its output as it does without sequence
+parallelism, and each rank keeps its part: the same memory, for an all-reduce in place of a reduce-scatter.
 Without gradients (evaluation, `generate()`) sequences stay whole, and may have any length.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +21,12 @@ from nxd_layers.linear import RowParallelLinear
 from nxd_layers.regions import gather_from_sequence_parallel_region, scatter_to_sequence_parallel_region
 
 SEQUENCE_DIM = 1  # of hidden states [batch, seq, hidden]
-_ALLOWED = ("colwise", "rowwise", "replicated_with_grad_allreduce", "local_params")
+_ROWS = ("rowwise", "rowwise_split_input", "rowwise_rep")  # their sums are left split along the sequence
+_OF_LINEAR_BLOCKS = (
+    *("colwise", "colwise_gather_output", "colwise_rep"),
+    *_ROWS,
+    *("replicated_with_grad_allreduce", "local_params"),
+)
 
 
 class SequenceRegion:
@@ -28,13 +35,20 @@ class SequenceRegion:
     Args:
         model: parallelized.
         layers: its decoder layers, by path, in order.
-        blocks: the modules in them that need whole sequences.
+        blocks: the modules in them that need whole sequences, and end in a row-parallel layer.
+        summed_blocks: those that need whole sequences, and sum their output themselves.
     """
 
-    def __init__(self, model: nn.Module, layers: Mapping[str, nn.Module], blocks: list[nn.Module]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Mapping[str, nn.Module],
+        blocks: Sequence[nn.Module],
+        summed_blocks: Sequence[nn.Module],
+    ) -> None:
         self._rows = [it for block in blocks for it in block.modules() if isinstance(it, RowParallelLinear)]
         self._is_active = True
-        inside_blocks = {parameter for block in blocks for parameter in block.parameters()}
+        inside_blocks = {parameter for block in (*blocks, *summed_blocks) for parameter in block.parameters()}
         for layer in layers.values():
             mark_partial_gradients([it for it in layer.parameters() if it not in inside_blocks])
         for row in self._rows:
@@ -47,8 +61,10 @@ class SequenceRegion:
         model.register_forward_pre_hook(self._begin, with_kwargs=True)
         model.register_forward_hook(self._end, always_call=True)
         first.register_forward_pre_hook(self._split, with_kwargs=True)
-        for block in blocks:
+        for block in (*blocks, *summed_blocks):
             block.register_forward_pre_hook(self._gather, with_kwargs=True)
+        for block in summed_blocks:
+            block.register_forward_hook(self._keep_part, with_kwargs=True)
         last.register_forward_hook(self._leave)
 
     def _begin(self, model: Any, args: Any, kwargs: Any) -> None:
@@ -89,16 +105,30 @@ class SequenceRegion:
             return (change(args[0]), *args[1:]), kwargs
         return args, {**kwargs, "hidden_states": change(kwargs["hidden_states"])}
 
+    def _keep_part(self, block: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        whole = args[0] if args else kwargs["hidden_states"]
+        # Experts may return [batch * seq, hidden].
+        return self._changed_output(
+            output, lambda it: scatter_to_sequence_parallel_region(it.reshape(whole.shape), SEQUENCE_DIM)
+        )
+
     def _leave(self, layer: nn.Module, args: Any, output: Any) -> Any:
+        return self._changed_output(
+            output, lambda it: gather_from_sequence_parallel_region(it, SEQUENCE_DIM, to_model_parallel=False)
+        )
+
+    def _changed_output(self, output: Any, change: Callable[[Tensor], Tensor]) -> Any:
+        """The output with other hidden states, which stand first where there are several."""
         if not self._is_active:
             return output
         hidden, *rest = output if isinstance(output, tuple) else (output,)
-        whole = gather_from_sequence_parallel_region(hidden, SEQUENCE_DIM, to_model_parallel=False)
-        return (whole, *rest) if isinstance(output, tuple) else whole
+        return (change(hidden), *rest) if isinstance(output, tuple) else change(hidden)
 
 
-def region_of(model: nn.Module, styles: Mapping[str, str]) -> tuple[dict[str, nn.Module], list[nn.Module]]:
-    """The decoder layers of a model, by path, and the blocks in them, if its structure allows sequence parallelism.
+def region_of(
+    model: nn.Module, styles: Mapping[str, str]
+) -> tuple[dict[str, nn.Module], list[nn.Module], list[nn.Module]]:
+    """What `SequenceRegion` takes: decoder layers by path, and the two kinds of blocks in them.
 
     Args:
         model: not parallelized yet.
@@ -108,7 +138,8 @@ def region_of(model: nn.Module, styles: Mapping[str, str]) -> tuple[dict[str, nn
         ValueError: it does not; says why.
     """
     layers = _layers(model, styles)
-    blocks = []
+    blocks: list[nn.Module] = []
+    summed_blocks: list[nn.Module] = []
     for path, layer in layers.items():
         if any(True for _ in layer.parameters(recurse=False)):
             raise _refusal(path, "the layer has parameters of its own")
@@ -116,9 +147,10 @@ def region_of(model: nn.Module, styles: Mapping[str, str]) -> tuple[dict[str, nn
             own = {key: style for key, style in styles.items() if f"{key}.".startswith(f"{path}.{name}.")}
             if not own and (not any(True for _ in child.parameters()) or "Norm" in type(child).__name__):
                 continue
-            _check_block(f"{path}.{name}", child, own)
-            blocks.append(child)
-    return layers, blocks
+            if not own:
+                raise _refusal(f"{path}.{name}", "it is not split")
+            (blocks if _ends_in_row(f"{path}.{name}", child, own) else summed_blocks).append(child)
+    return layers, blocks, summed_blocks
 
 
 def _layers(model: nn.Module, styles: Mapping[str, str]) -> dict[str, nn.Module]:
@@ -132,17 +164,12 @@ def _layers(model: nn.Module, styles: Mapping[str, str]) -> dict[str, nn.Module]
     return {path: model.get_submodule(path) for path in paths}
 
 
-def _check_block(path: str, block: nn.Module, styles: Mapping[str, str]) -> None:
-    others = sorted({style for style in styles.values() if style not in _ALLOWED})
-    if others:
-        raise _refusal(path, f"it has layers of style {', '.join(others)}")
-    rows = [it for it, style in styles.items() if style == "rowwise"]
-    if len(rows) != 1:
-        raise _refusal(path, f"it has {len(rows)} row-parallel layers instead of one")
+def _ends_in_row(path: str, block: nn.Module, styles: Mapping[str, str]) -> bool:
+    """Whether a block is made of split linear layers, the last one row-parallel, and norms of single heads."""
+    if sum(style in _ROWS for style in styles.values()) != 1 or not set(styles.values()) <= set(_OF_LINEAR_BLOCKS):
+        return False
     planned = [it for it, style in styles.items() if style != "local_params"]
-    for name, _ in block.named_parameters():
-        if not any(f"{path}.{name}.".startswith(f"{it}.") for it in planned):
-            raise _refusal(path, f"its {name} is not split")
+    return all(any(f"{path}.{name}.".startswith(f"{it}.") for it in planned) for name, _ in block.named_parameters())
 
 
 def _refusal(path: str, reason: str) -> ValueError:
