@@ -21,6 +21,7 @@ from nxd_trainer.training import prepare_run, run_state, train
 transformers = pytest.importorskip("transformers", reason="models of transformers need it: pip install transformers")
 
 QWEN3 = ["model.type=qwen3", "model.config.head_dim=8", "model.tie_word_embeddings=true", "model.num_key_value_heads=2"]
+ADAPTERS = ["lora.rank=2", "lora.target_modules=q_proj,up_proj"]
 FACTORY = """
 import torch
 from nxd_layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear, parallel_cross_entropy
@@ -107,8 +108,10 @@ def test_no_rank_makes_more_than_its_part_of_a_random_model(run_ranks, settings)
 
 @pytest.mark.parametrize(
     "model",
-    [QWEN3, [*QWEN3, "lora.rank=2", "lora.target_modules=q_proj,up_proj", "lora.dropout=0.1"]],
-    ids=["all", "lora"],
+    [
+        pytest.param(QWEN3, id="whole"),
+        pytest.param([*QWEN3, *ADAPTERS, "lora.dropout=0.1"], id="adapters", marks=pytest.mark.slow),
+    ],
 )
 def test_run_goes_on_bitwise(losses_of, model):
     layout = [*model, "parallel.tensor_parallel_size=2", "parallel.zero1=true"]
@@ -120,16 +123,12 @@ def test_run_goes_on_bitwise(losses_of, model):
 
 
 def test_adapters_of_a_folder_alone_are_trained_and_saved_and_generate_says_so(losses_of, settings, tmp_path):
-    config = recipe_model(load_recipe(None, [*settings, *QWEN3])).description.config
+    content = recipe_model(load_recipe(None, [*settings, *QWEN3])).description.config
     torch.manual_seed(0)
-    model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config.from_dict(dict(config)))
+    model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config.from_dict(dict(content)))
     model.double().save_pretrained(tmp_path / "folder")
-    lora = [
-        f"model.path={tmp_path / 'folder'}",
-        "model.config.attention_dropout=0.0",
-        "lora.rank=2",
-        "lora.target_modules=q_proj,v_proj",
-    ]
+    config = "model.config.max_position_embeddings=64"  # otherwise than in the folder
+    lora = [f"model.path={tmp_path / 'folder'}", config, *ADAPTERS]
 
     one = losses_of("one", 1, *lora)
     two = losses_of("two", 2, *lora, "parallel.pipeline_parallel_size=2")
