@@ -12,6 +12,8 @@ from nxd_state import get_world_group, initialize_model_parallel
 from nxd_trainer.from_recipe import build_model, recipe_model
 from nxd_trainer.generate import load_for_generation
 from nxd_trainer.model_description import description_of
+from nxd_trainer.parity import compare
+from nxd_trainer.parity.from_recipe import case_of_recipe
 from nxd_trainer.recipe import load_recipe
 from nxd_trainer.report import read_records
 from nxd_trainer.training import prepare_run, run_state, train
@@ -19,6 +21,7 @@ from nxd_trainer.training import prepare_run, run_state, train
 transformers = pytest.importorskip("transformers", reason="models of transformers need it: pip install transformers")
 
 QWEN3 = ["model.type=qwen3", "model.config.head_dim=8", "model.tie_word_embeddings=true", "model.num_key_value_heads=2"]
+ADAPTERS = ["lora.rank=2", "lora.target_modules=q_proj,up_proj"]
 FACTORY = """
 import torch
 from nxd_layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear, parallel_cross_entropy
@@ -105,8 +108,10 @@ def test_no_rank_makes_more_than_its_part_of_a_random_model(run_ranks, settings)
 
 @pytest.mark.parametrize(
     "model",
-    [QWEN3, [*QWEN3, "lora.rank=2", "lora.target_modules=q_proj,up_proj", "lora.dropout=0.1"]],
-    ids=["all", "lora"],
+    [
+        pytest.param(QWEN3, id="whole"),
+        pytest.param([*QWEN3, *ADAPTERS, "lora.dropout=0.1"], id="adapters", marks=pytest.mark.slow),
+    ],
 )
 def test_run_goes_on_bitwise(losses_of, model):
     layout = [*model, "parallel.tensor_parallel_size=2", "parallel.zero1=true"]
@@ -118,11 +123,12 @@ def test_run_goes_on_bitwise(losses_of, model):
 
 
 def test_adapters_of_a_folder_alone_are_trained_and_saved_and_generate_says_so(losses_of, settings, tmp_path):
-    config = recipe_model(load_recipe(None, [*settings, *QWEN3])).description.config
+    content = recipe_model(load_recipe(None, [*settings, *QWEN3])).description.config
     torch.manual_seed(0)
-    model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config.from_dict(dict(config)))
+    model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config.from_dict(dict(content)))
     model.double().save_pretrained(tmp_path / "folder")
-    lora = [f"model.path={tmp_path / 'folder'}", "lora.rank=2", "lora.target_modules=q_proj,v_proj"]
+    config = "model.config.max_position_embeddings=64"  # otherwise than in the folder
+    lora = [f"model.path={tmp_path / 'folder'}", config, *ADAPTERS]
 
     one = losses_of("one", 1, *lora)
     two = losses_of("two", 2, *lora, "parallel.pipeline_parallel_size=2")
@@ -166,6 +172,16 @@ def test_run_begins_with_the_weights_of_a_checkpoint_that_is_chosen_once(run_ran
         run_ranks(begin, 1, [*begun, "model.rms_norm_eps=0.5", f"output={tmp_path / 'other'}"])
     with pytest.raises(RuntimeError, match=r"model\.model_type is mistral, there qwen3"):
         run_ranks(begin, 1, [*begun, "model.type=mistral", f"output={tmp_path / 'another'}"])
+
+
+def test_parity_compares_the_model_that_a_recipe_names(run_ranks, settings):
+    def report():
+        recipe = load_recipe(None, [*settings, *QWEN3, "parallel.pipeline_parallel_size=2"])
+        return compare(case_of_recipe(recipe, 1))
+
+    first, _ = run_ranks(report, 2)
+
+    assert first.agrees, str(first)
 
 
 @pytest.fixture

@@ -108,7 +108,7 @@ def llama_model(recipe: Recipe, config: LlamaConfig) -> RecipeModel:
 def whole_model(recipe: Recipe) -> nn.Module:
     """A recipe's model with its first weights, before it is split over ranks; of our Llama this rank's part.
 
-    Torch must be seeded as for `build_model`, for the same weights.
+    Torch must be seeded as for `build_model`, for the same weights. It is in evaluation mode, without dropout.
 
     Raises:
         ValueError: as for `recipe_model`.
@@ -116,9 +116,11 @@ def whole_model(recipe: Recipe) -> nn.Module:
     model = recipe_model(recipe)
     module: Any = model.make()
     if recipe.model.path is not None:
-        return type(module).from_pretrained(recipe.model.path, config=module.config, dtype=DTYPES[recipe.train.dtype])
+        dtype = DTYPES[recipe.train.dtype]
+        module = type(module).from_pretrained(recipe.model.path, config=module.config, dtype=dtype)
     materialize(module, model.param_init_fn)
-    return module
+    whole: nn.Module = module.eval()
+    return whole
 
 
 def nxd_config(recipe: Recipe, model: RecipeModel) -> dict[str, Any]:

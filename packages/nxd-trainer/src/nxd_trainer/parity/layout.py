@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from nxd_pipeline.partition.absent import AbsentLayer, AbsentModule
 from nxd_state import Box, get_group
 from torch import Tensor
 
@@ -64,8 +65,10 @@ class LayoutRun:
         own = {name: _share(value, replicas.rank, replicas.size) for name, value in batch.items()}
         record = ActivationRecord()
         self.optimizer.zero_grad()
+        # What stands in a stage for another's modules computes nothing.
+        own_modules = [it for it in self.model.named_modules() if not isinstance(it[1], AbsentLayer | AbsentModule)]
         # In no_sync, so that gradients can be read before anyone averages or takes them.
-        with record.watching(self.model.named_modules()), self.model.no_sync():
+        with record.watching(own_modules), self.model.no_sync():
             loss = self.model.run_train(**inputs_in(self._dtype, own))
         if isinstance(loss, list):
             loss = torch.stack(loss).mean() if loss else None

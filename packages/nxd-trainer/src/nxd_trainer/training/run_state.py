@@ -14,7 +14,7 @@ from nxd_state import all_gather_object, get_group, get_mesh, get_world_group
 
 from nxd_trainer.api import NxDModel, NxDOptimizer
 from nxd_trainer.api.checkpoint_loading import load_checkpoint
-from nxd_trainer.api.checkpoint_tags import find_checkpoint
+from nxd_trainer.api.checkpoint_tags import Found, find_checkpoint
 from nxd_trainer.api.rank_sync import together
 from nxd_trainer.data import CorpusIndex, HeldOutLoader, TrainLoader, build_corpus, open_corpus, pack_corpus
 from nxd_trainer.from_recipe import build_model, build_optimizer, recipe_model, tokenizer_of
@@ -25,8 +25,6 @@ from nxd_trainer.model_description import ModelDescription, find_description
 from nxd_trainer.recipe import Recipe, check_layout
 from nxd_trainer.training.batches import TrainBatches
 
-# What says how a model's weights were drawn, and not what it computes.
-_OF_NO_EFFECT = ("initializer_range",)
 # What says how a config was written, or how a model is run.
 _NOT_COMPARED = ("architectures", "dtype", "torch_dtype", "transformers_version", "use_cache", "_name_or_path")
 
@@ -181,9 +179,11 @@ def load_first_weights(state: RunState) -> None:
         ValueError: as for `load_initial_weights`.
         CheckpointError: as for `load_initial_weights`.
     """
-    folder = state.recipe.checkpoint.initial_weights or state.recipe.model.path
-    if folder is not None:
-        load_initial_weights(state.model, state.optimizer, state.description, folder)
+    initial, origin = state.recipe.checkpoint.initial_weights, state.recipe.model.path
+    if initial is not None:
+        load_initial_weights(state.model, state.optimizer, state.description, initial)
+    elif origin is not None:
+        _load_folder(state.model, state.optimizer, origin)
 
 
 def load_initial_weights(model: NxDModel, optimizer: NxDOptimizer, description: ModelDescription, folder: Path) -> None:
@@ -200,30 +200,47 @@ def load_initial_weights(model: NxDModel, optimizer: NxDOptimizer, description: 
         ValueError: they are weights of another model; it says which sizes differ.
         CheckpointError: there is no such checkpoint, files are damaged, or its tensors are not the model's.
     """
-    if (folder / CONFIG_FILE).is_file():
-        _check_same_model(description, ModelDescription(read_config(folder)), folder)
-        _load_folder(model, folder)
+
+    def look() -> tuple[Found | None, ModelDescription | None]:
+        if (folder / CONFIG_FILE).is_file():
+            return None, ModelDescription(read_config(folder))
+        found = find_checkpoint(folder, None)
+        is_described = found.layout == "nxd"
+        return found, find_description(nxd_ckpt.open_checkpoint(found.root, found.tag)) if is_described else None
+
+    found, theirs = on_first_rank_of_each_host(look)  # once for all ranks
+    differences = [] if theirs is None else model_differences(description, theirs, "there", among=_matters_to_weights)
+    if differences:  # of a model that is not described, names and shapes must do
+        raise ValueError(
+            f"checkpoint.initial_weights={folder} are of another model: {'; '.join(differences)}. Give the recipe "
+            "those sizes"
+        )
+    if found is None:
+        _load_folder(model, optimizer, folder)
     else:
-        found = on_first_rank_of_each_host(lambda: find_checkpoint(folder, None))  # once for all ranks
-        if found.layout == "nxd":
-            checkpoint = nxd_ckpt.open_checkpoint(found.root, found.tag)
-            _check_same_model(description, find_description(checkpoint), folder)
         load_checkpoint(found.root, found.tag or None, model=model)
-    if isinstance(optimizer.optimizer, NeuronZero1Optimizer):
-        optimizer.optimizer.refresh_master_weights()
+        _tell_weights(optimizer)
 
 
-def _load_folder(model: NxDModel, folder: Path) -> None:
+def _load_folder(model: NxDModel, optimizer: NxDOptimizer, folder: Path) -> None:
+    """Fill a model from a Hugging Face folder, but for adapters. By all ranks."""
     adapters = set() if model.lora_model is None else set(adapter_names(model.lora_model, with_biases=False))
     missing = load_pretrained(model.pipeline, folder, strict=not adapters)
     of_ranks = all_gather_object([name for name in missing if name not in adapters], get_world_group())
     lacking = sorted({name for names in of_ranks for name in names})
     if lacking:
         raise ValueError(f"{folder} does not fit the model: it lacks {', '.join(lacking[:5])}")
+    _tell_weights(optimizer)
+
+
+def _tell_weights(optimizer: NxDOptimizer) -> None:
+    """After weights have been loaded without their optimizer."""
+    if isinstance(optimizer.optimizer, NeuronZero1Optimizer):
+        optimizer.optimizer.refresh_master_weights()
 
 
 def model_differences(
-    own: ModelDescription, other: ModelDescription, told: str, *, of_no_effect: tuple[str, ...] = ()
+    own: ModelDescription, other: ModelDescription, told: str, *, among: Callable[[str], bool] = lambda _: True
 ) -> list[str]:
     """What another model has otherwise, such as "model.hidden_size is 64, there 128".
 
@@ -231,13 +248,13 @@ def model_differences(
         own: one model.
         other: the other one.
         told: goes before the other's values, such as "there".
-        of_no_effect: keys that may differ.
+        among: whether a key counts.
     """
     ours, theirs = _compared(own), _compared(other)
     return [
         f"model.{name} is {ours.get(name)}, {told} {theirs.get(name)}"
         for name in {**ours, **theirs}
-        if name not in of_no_effect and ours.get(name) != theirs.get(name)
+        if among(name) and ours.get(name) != theirs.get(name)
     ]
 
 
@@ -252,11 +269,6 @@ def _compared(description: ModelDescription) -> dict[str, Any]:
         return {name: value for name, value in content.items() if name not in _NOT_COMPARED}
 
 
-def _check_same_model(own: ModelDescription, found: ModelDescription | None, folder: Path) -> None:
-    """Raise ValueError for another model; of one that is not described, names and shapes must do."""
-    differences = [] if found is None else model_differences(own, found, "there", of_no_effect=_OF_NO_EFFECT)
-    if differences:
-        raise ValueError(
-            f"checkpoint.initial_weights={folder} are of another model: {'; '.join(differences)}. Give the recipe "
-            "those sizes"
-        )
+def _matters_to_weights(name: str) -> bool:
+    """Whether a key of a config says what is computed with weights, not how they began or how they are trained."""
+    return name != "initializer_range" and not name.endswith(("dropout", "_pdrop", "_token_id"))
