@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from nxd_state import destroy_model_parallel
 from nxd_trainer.api import save_checkpoint
 from nxd_trainer.api.checkpoint_tags import open_own
 from nxd_trainer.compiled_generation import open_for_compilation
@@ -134,6 +135,11 @@ def test_what_cannot_be_compiled_is_refused_at_once_and_generated_with(tmp_path)
 
     with pytest.raises(ValueError, match=r"Lfm2ForCausalLM cannot be compiled .*its cache .*nxd generate runs it"):
         open_for_compilation(tmp_path, tokenizer="bytes").compile(batch_size=1)
+
+    initialize_model_parallel(1)  # so does a process with ranks of its own
+    with pytest.raises(ValueError, match=r"Lfm2ForCausalLM cannot be compiled .*its cache"):
+        open_for_compilation(tmp_path, tokenizer="bytes").compile(batch_size=1)
+    destroy_model_parallel()
 
     expected = model.eval().generate(torch.tensor([PROMPT]), max_new_tokens=8, do_sample=False, eos_token_id=None)
     found, _ = load_for_generation(tmp_path, tokenizer="bytes")
