@@ -4,11 +4,13 @@ from functools import partial
 
 import pytest
 import torch
+from nxd_state import destroy_model_parallel
 from nxd_trainer.api import save_checkpoint
 from nxd_trainer.api.checkpoint_tags import open_own
 from nxd_trainer.compiled_generation import open_for_compilation
 from nxd_trainer.export import export_hugging_face
 from nxd_trainer.generate import generate, load_for_generation
+from nxd_trainer.hugging_face import import_hugging_face
 from nxd_trainer.model_description import description_of
 from writers_and_readers import (
     LORA,
@@ -126,6 +128,18 @@ def test_compiled_model_writes_what_transformers_would(checkpoints, tmp_path, mo
     assert found.tokens == greedy(model_type, checkpoints)
 
 
+def test_generate_writes_with_an_imported_folder_what_transformers_would(run_ranks, tmp_path):
+    of_transformers("qwen3").save_pretrained(tmp_path / "folder")
+    import_hugging_face(tmp_path / "folder", tmp_path / "checkpoints")
+
+    def write() -> list[int]:
+        initialize_model_parallel(2)
+        model, _ = load_for_generation(tmp_path / "checkpoints", tokenizer="bytes")
+        return list(generate(model, torch.tensor(PROMPT), max_new_tokens=16, temperature=0))
+
+    assert run_ranks(write, 2) == [greedy("qwen3", tmp_path / "checkpoints")] * 2
+
+
 def test_what_cannot_be_compiled_is_refused_at_once_and_generated_with(tmp_path):
     sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "layer_types": ["conv", "full_attention"]}
     heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -134,6 +148,11 @@ def test_what_cannot_be_compiled_is_refused_at_once_and_generated_with(tmp_path)
 
     with pytest.raises(ValueError, match=r"Lfm2ForCausalLM cannot be compiled .*its cache .*nxd generate runs it"):
         open_for_compilation(tmp_path, tokenizer="bytes").compile(batch_size=1)
+
+    initialize_model_parallel(1)  # so does a process with ranks of its own
+    with pytest.raises(ValueError, match=r"Lfm2ForCausalLM cannot be compiled .*its cache"):
+        open_for_compilation(tmp_path, tokenizer="bytes").compile(batch_size=1)
+    destroy_model_parallel()
 
     expected = model.eval().generate(torch.tensor([PROMPT]), max_new_tokens=8, do_sample=False, eos_token_id=None)
     found, _ = load_for_generation(tmp_path, tokenizer="bytes")

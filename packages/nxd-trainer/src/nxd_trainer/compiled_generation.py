@@ -1,15 +1,17 @@
 """Compiled generators from checkpoints: of our Llama, a decoder of `nxd_trace.generation`, and transformers' models."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from nxd_layers import gather_from_tensor_model_parallel_region
 from nxd_layers.hf import parallelize
 from nxd_layers.key_value_heads import kv_size_multiplier_for
-from nxd_state import active_group
+from nxd_state import active_group, model_parallel_is_initialized
 from nxd_trace.generation import CacheLayer, CacheView, Generator, HuggingFaceDecoder, compile_generator
 from torch import Tensor, nn
 
@@ -166,8 +168,10 @@ class CompilableCheckpoint:
         config = self.description.own_llama_at(tp_degree)
         if config is not None:
             return BuildLlamaDecoder(config, self.dtype)
+        # A process with ranks of its own cannot take the place of others; there the workers find what does not divide.
+        has_ranks = dist.is_initialized() or model_parallel_is_initialized()
         try:
-            with planned_ranks(tp_degree):
+            with nullcontext() if has_ranks else planned_ranks(tp_degree):
                 HuggingFaceDecoder(parallelize(model_on_meta_of(self.description))).cache_layers()
         except Exception as error:  # whatever the model stumbles over; better here than in minutes, in the workers
             self.description.check_own_llama(tp_degree)
