@@ -17,6 +17,7 @@ from writers_and_readers import (
     OF_TRANSFORMERS,
     WITHOUT_TENSOR_PARALLELISM,
     WRITERS_OF_TRANSFORMERS,
+    begin_by_train,
     fit_by_lightning,
     initialize_model_parallel,
     load_by_script,
@@ -80,6 +81,13 @@ def test_load_checkpoint_fills_the_model_and_its_optimizer(run_ranks, checkpoint
     load = partial(load_by_script, model_fn=partial(of_transformers, model_type), tp=tp, **settings)
 
     assert run_ranks(load, 2, checkpoints, tmp_path, text) == [[], []]
+
+
+@every_cell_without_adapter  # it has no place in the weights that a run begins with
+def test_nxd_train_begins_with_the_weights(run_ranks, checkpoints, text, tmp_path, model_type):
+    begin = partial(begin_by_train, model_fn=partial(of_transformers, model_type), tp=tp_of(model_type))
+
+    assert run_ranks(begin, 2, checkpoints, tmp_path, text) == [[], []]
 
 
 @every_cell_without_adapter  # a Trainer's module has none

@@ -15,7 +15,7 @@ from neuronx_distributed.trainer import (
 )
 from nxd_ckpt.sharded_tensor import as_sharded
 from nxd_layers.lora import LoraConfig
-from nxd_state import initialize_model_parallel
+from nxd_state import barrier, get_world_group, initialize_model_parallel
 from nxd_trainer.api.checkpoint_tags import open_own
 from nxd_trainer.api.unwrap import plain_model, plain_optimizer
 from nxd_trainer.checkpoint import model_state, optimizer_state
@@ -47,14 +47,27 @@ def skip_without(module: str) -> None:
 def recipe_of(output: Path, text: Path, *settings: str):
     sizes = asdict(SIZES)
     del sizes["initializer_range"]
+    model = [f"model.{name}={size}" for name, size in sizes.items()]
+    return recipe_with(output, text, *model, "train.dtype=float64", *settings)
+
+
+def recipe_of_transformers(output: Path, text: Path, model_fn, *settings: str):
+    """Of a folder, which the first rank writes."""
+    folder = output / "model"
+    if get_world_group().rank == 0:
+        model_fn().save_pretrained(folder)
+    barrier(get_world_group())
+    dtype = str(model_fn().dtype).removeprefix("torch.")
+    return recipe_with(output, text, f"model.path={folder}", f"train.dtype={dtype}", *settings)
+
+
+def recipe_with(output: Path, text: Path, *settings: str):
     return load_recipe(
         None,
         [
             f"data.path={text}",
             f"output={output}",
             "data.sequence_length=16",
-            *(f"model.{name}={size}" for name, size in sizes.items()),
-            "train.dtype=float64",
             "train.steps=2",
             "train.global_batch_size=4",
             "train.eval_every=0",
@@ -129,6 +142,11 @@ def write_by_train(folder: Path, text: Path) -> None:
     train(recipe_of(folder, text, "parallel.tensor_parallel_size=2"))
 
 
+def write_by_train_of_transformers(folder: Path, text: Path, model_fn) -> None:
+    initialize_model_parallel(1, 2)
+    train(recipe_of_transformers(folder, text, model_fn, "parallel.pipeline_parallel_size=2"))
+
+
 def write_by_script(folder: Path, text: Path, model_fn=None) -> None:
     step_and_save(folder, *made_by_script(tp=1, pp=2, model_fn=model_fn))
 
@@ -196,6 +214,7 @@ WRITERS = {
     "Lightning": write_by_lightning,  # DP 2
 }
 WRITERS_OF_TRANSFORMERS = {
+    "nxd train": write_by_train_of_transformers,  # PP 2
     "save_checkpoint": write_by_script,  # PP 2
     "save_checkpoint of an adapter": write_adapter_by_script,  # TP 2
     "Lightning": write_by_lightning,  # DP 2
@@ -218,10 +237,12 @@ def differing(model, checkpoints: Path, optimizer=None) -> list[str]:
     ]
 
 
-def begin_by_train(checkpoints: Path, folder: Path, text: Path) -> list[str]:
-    initialize_model_parallel(1, 2)
-    begun = [f"checkpoint.initial_weights={checkpoints}", "parallel.pipeline_parallel_size=2", "train.seed=7"]
-    state, resumed = prepare_run(recipe_of(folder, text, *begun))
+def begin_by_train(checkpoints: Path, folder: Path, text: Path, model_fn=None, tp: int = 1) -> list[str]:
+    initialize_model_parallel(tp, 2 // tp)
+    begun = [f"checkpoint.initial_weights={checkpoints}", "train.seed=7"]
+    begun += [f"parallel.tensor_parallel_size={tp}", f"parallel.pipeline_parallel_size={2 // tp}"]
+    recipe = recipe_of_transformers(folder, text, model_fn, *begun) if model_fn else recipe_of(folder, text, *begun)
+    state, resumed = prepare_run(recipe)
     assert resumed is None
     return differing(state.model, checkpoints)
 
