@@ -122,7 +122,7 @@ def test_run_goes_on_bitwise(losses_of, model):
     assert losses_of("parts", 2, *layout) == uninterrupted
 
 
-def test_adapters_of_a_folder_alone_are_trained_and_saved_and_generate_says_so(losses_of, settings, tmp_path):
+def test_adapters_on_the_weights_of_a_folder_are_alone_trained_and_saved(losses_of, settings, tmp_path):
     content = recipe_model(load_recipe(None, [*settings, *QWEN3])).description.config
     torch.manual_seed(0)
     model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config.from_dict(dict(content)))
