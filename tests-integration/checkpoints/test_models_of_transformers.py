@@ -10,7 +10,6 @@ from nxd_trainer.api.checkpoint_tags import open_own
 from nxd_trainer.compiled_generation import open_for_compilation
 from nxd_trainer.export import export_hugging_face
 from nxd_trainer.generate import generate, load_for_generation
-from nxd_trainer.hugging_face import import_hugging_face
 from nxd_trainer.model_description import description_of
 from writers_and_readers import (
     LORA,
@@ -29,6 +28,7 @@ transformers = pytest.importorskip("transformers", reason="needs it: pip install
 
 PROMPT = [3, 1, 4, 1, 5]
 ADAPTER = "save_checkpoint of an adapter"
+IMPORT = "nxd import"
 SLOW = pytest.mark.slow
 CELLS = [
     pytest.param(model_type, writer, marks=() if model_type == "qwen3" else SLOW)
@@ -78,7 +78,8 @@ def tp_of(model_type):
 def test_load_checkpoint_fills_the_model_and_its_optimizer(run_ranks, checkpoints, text, tmp_path, model_type, writer):
     settings = {"lora_config": LORA} if writer == ADAPTER else {}
     tp = 1 if writer == ADAPTER else tp_of(model_type)
-    load = partial(load_by_script, model_fn=partial(of_transformers, model_type), tp=tp, **settings)
+    model_fn, with_optimizer = partial(of_transformers, model_type), writer != IMPORT
+    load = partial(load_by_script, model_fn=model_fn, tp=tp, with_optimizer=with_optimizer, **settings)
 
     assert run_ranks(load, 2, checkpoints, tmp_path, text) == [[], []]
 
@@ -134,18 +135,6 @@ def test_compiled_model_writes_what_transformers_would(checkpoints, tmp_path, mo
         (found,) = generator.generate([PROMPT], max_new_tokens=16, temperature=0)
 
     assert found.tokens == greedy(model_type, checkpoints)
-
-
-def test_generate_writes_with_an_imported_folder_what_transformers_would(run_ranks, tmp_path):
-    of_transformers("qwen3").save_pretrained(tmp_path / "folder")
-    import_hugging_face(tmp_path / "folder", tmp_path / "checkpoints")
-
-    def write() -> list[int]:
-        initialize_model_parallel(2)
-        model, _ = load_for_generation(tmp_path / "checkpoints", tokenizer="bytes")
-        return list(generate(model, torch.tensor(PROMPT), max_new_tokens=16, temperature=0))
-
-    assert run_ranks(write, 2) == [greedy("qwen3", tmp_path / "checkpoints")] * 2
 
 
 def test_what_cannot_be_compiled_is_refused_at_once_and_generated_with(tmp_path):

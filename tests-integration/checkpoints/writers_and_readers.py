@@ -20,6 +20,7 @@ from nxd_trainer.api.checkpoint_tags import open_own
 from nxd_trainer.api.unwrap import plain_model, plain_optimizer
 from nxd_trainer.checkpoint import model_state, optimizer_state
 from nxd_trainer.generate import generate, load_for_generation
+from nxd_trainer.hugging_face import import_hugging_face
 from nxd_trainer.models import LlamaConfig, LlamaDecoderLayer, LlamaForCausalLM
 from nxd_trainer.recipe import load_recipe
 from nxd_trainer.training import prepare_run, train
@@ -207,6 +208,13 @@ def write_by_lightning(folder: Path, text: Path, model_fn=None) -> None:
     fit(folder, text, tp=1, pp=1, model_fn=model_fn).save_checkpoint(folder / "checkpoints" / "last.ckpt")
 
 
+def write_by_import(folder: Path, text: Path, model_fn) -> None:
+    initialize_model_parallel()
+    if get_world_group().rank == 0:
+        model_fn().save_pretrained(folder / "model")
+        import_hugging_face(folder / "model", folder / "checkpoints")
+
+
 WRITERS = {
     "nxd train": write_by_train,  # TP 2
     "save_checkpoint": write_by_script,  # PP 2
@@ -218,6 +226,7 @@ WRITERS_OF_TRANSFORMERS = {
     "save_checkpoint": write_by_script,  # PP 2
     "save_checkpoint of an adapter": write_adapter_by_script,  # TP 2
     "Lightning": write_by_lightning,  # DP 2
+    "nxd import": write_by_import,  # weights alone
 }
 
 
@@ -247,8 +256,11 @@ def begin_by_train(checkpoints: Path, folder: Path, text: Path, model_fn=None, t
     return differing(state.model, checkpoints)
 
 
-def load_by_script(checkpoints: Path, folder: Path, text: Path, model_fn=None, tp=2, **settings) -> list[str]:
+def load_by_script(
+    checkpoints: Path, folder: Path, text: Path, model_fn=None, tp=2, *, with_optimizer=True, **settings
+) -> list[str]:
     model, optimizer, _ = made_by_script(tp=tp, pp=2 // tp, model_fn=model_fn, seed=7, **settings)
+    optimizer = optimizer if with_optimizer else None
     load_checkpoint(checkpoints, model=model, optimizer=optimizer)
     return differing(model, checkpoints, optimizer)
 
