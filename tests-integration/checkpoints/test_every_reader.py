@@ -22,7 +22,6 @@ from writers_and_readers import (
     initialize_model_parallel,
     recipe_of,
     save_checkpoint,
-    skip_without,
 )
 
 
@@ -30,18 +29,18 @@ from writers_and_readers import (
 def writer(request) -> str:
     """Each of them in turn, where what it needs is installed."""
     if "Lightning" in request.param:
-        skip_without("lightning")
+        pytest.importorskip("lightning")
     if "transformers" in request.param:
-        skip_without("transformers")
+        pytest.importorskip("transformers")
     return request.param
 
 
 @pytest.mark.parametrize("reader", READERS)
 def test_checkpoint_fills_the_model_of_every_reader(run_ranks, written, text, tmp_path, writer, reader):
     if reader == "Lightning":
-        skip_without("lightning")
+        pytest.importorskip("lightning")
     if "transformers" in reader:
-        skip_without("transformers")
+        pytest.importorskip("transformers")
 
     differences = run_ranks(READERS[reader], 2, written(writer), tmp_path, text)
 

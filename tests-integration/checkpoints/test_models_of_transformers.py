@@ -21,7 +21,6 @@ from writers_and_readers import (
     initialize_model_parallel,
     load_by_script,
     of_transformers,
-    skip_without,
 )
 
 transformers = pytest.importorskip("transformers", reason="needs it: pip install transformers")
@@ -46,7 +45,7 @@ every_cell_without_adapter = pytest.mark.parametrize(
 def checkpoints(written, model_type, writer):
     """What the writer has left."""
     if writer == "Lightning":
-        skip_without("lightning")
+        pytest.importorskip("lightning")
     return written(writer, model_type)
 
 
@@ -93,7 +92,7 @@ def test_nxd_train_begins_with_the_weights(run_ranks, checkpoints, text, tmp_pat
 
 @every_cell_without_adapter  # a Trainer's module has none
 def test_lightning_goes_on_with_the_model(run_ranks, checkpoints, text, tmp_path, model_type):
-    skip_without("lightning")
+    pytest.importorskip("lightning")
     fit = partial(fit_by_lightning, model_fn=partial(of_transformers, model_type), tp=tp_of(model_type))
 
     assert run_ranks(fit, 2, checkpoints, tmp_path, text) == [[], []]

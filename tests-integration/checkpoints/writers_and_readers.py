@@ -1,10 +1,8 @@
 """What writes checkpoints and what reads them, each on two ranks: of the same Llama, or of a model of transformers."""
 
 from dataclasses import asdict
-from importlib.util import find_spec
 from pathlib import Path
 
-import pytest
 import torch
 from neuronx_distributed.trainer import (
     initialize_parallel_model,
@@ -37,12 +35,6 @@ SIZES = LlamaConfig(
     rms_norm_eps=1e-5,
 )
 TOKENS = torch.arange(34).reshape(2, 17)
-
-
-def skip_without(module: str) -> None:
-    """As `pytest.importorskip`, but without an import into the process of the tests, in which that leaves things."""
-    if find_spec(module) is None:
-        pytest.skip(f"needs it: pip install {module}")
 
 
 def recipe_of(output: Path, text: Path, *settings: str):

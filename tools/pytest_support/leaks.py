@@ -12,7 +12,8 @@ from typing import Any
 
 _OF_THE_SESSION = (b"nxd_state.testing.worker", b"nxd_trace.workers.fork_server", b"multiprocessing.resource_tracker")
 _LISTENS = "0A"  # in the table of TCP connections
-_OF_LIBRARIES = ("PYTEST_", "TORCHINDUCTOR_CACHE_DIR", "PJRT_", "XLA_", "TPU_")  # which they set when they are loaded
+# Variables that libraries set when they are loaded; the NVML one is Lightning's.
+_OF_LIBRARIES = ("PYTEST_", "TORCHINDUCTOR_CACHE_DIR", "PYTORCH_NVML_BASED_CUDA_CHECK", "PJRT_", "XLA_", "TPU_")
 
 Observation = Mapping[str, Mapping[str, Any]]
 
