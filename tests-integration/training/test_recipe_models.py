@@ -1,6 +1,7 @@
 """Models of recipes beside their losses: weights that no layout changes, resuming, adapters, checkpoints, factories."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -82,6 +83,7 @@ def losses_of(run_ranks, settings, tmp_path):
     return losses
 
 
+PIPELINE = ["parallel.pipeline_parallel_size=2", "train.gradient_accumulation_steps=2"]
 FOUR_RANKS = ["parallel.tensor_parallel_size=2", "parallel.pipeline_parallel_size=2"]
 
 
@@ -104,6 +106,28 @@ def test_no_rank_makes_more_than_its_part_of_a_random_model(run_ranks, settings)
     assert not {name for name in names if "layers.1." in name}
     assert not {name for name in other_names if "layers.0." in name}
     assert shapes["model.layers.0.mlp.up_proj.weight"] == (24, 32)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_stages_of_our_llama_have_its_weights_and_are_all_that_a_rank_makes(run_ranks, settings, tied):
+    def weights(*layout):
+        recipe = initialized([*settings, f"model.tie_word_embeddings={tied}", *layout])
+        model, outlines = recipe_model(recipe), []
+
+        def make():
+            outlines.append(model.make())
+            return outlines[0]
+
+        build_model(recipe, replace(model, make=make))
+        parameters = dict(outlines[0].named_parameters(remove_duplicate=False))
+        return {name: it.detach() for name, it in parameters.items() if not it.is_meta}
+
+    [whole] = run_ranks(weights, 1)
+    stages = run_ranks(weights, 2, *PIPELINE)
+
+    assert [sorted({name.split(".")[2] for name in stage if "layers" in name}) for stage in stages] == [["0"], ["1"]]
+    assert stages[0].keys() | stages[1].keys() == whole.keys()
+    assert all(torch.equal(it, whole[name]) for stage in stages for name, it in stage.items())
 
 
 @pytest.mark.parametrize(

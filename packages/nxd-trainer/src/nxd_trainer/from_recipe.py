@@ -4,12 +4,14 @@
 make. How text becomes batches is in `training.run_state`.
 """
 
+import copy
 import importlib
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from nxd_layers.hf import is_transformers_model
@@ -85,6 +87,8 @@ def recipe_model(recipe: Recipe) -> RecipeModel:
             **_LLAMA_DEFAULTS | sizes | {"vocab_size": padded_vocab_size(recipe, tokenizer.vocab_size)}
         )
         model = llama_model(recipe, config)
+        if recipe.parallel.pipeline_parallel_size > 1:
+            model = _without_memory(recipe, config, model)
         described = describe_llama(config, tokenizer=tokenizer_name, end_token=tokenizer.end_of_document)
         return replace(model, description=described)
     if recipe.model.factory is not None:
@@ -103,6 +107,45 @@ def llama_model(recipe: Recipe, config: LlamaConfig) -> RecipeModel:
         describe_llama(config),
         layer_class=LlamaDecoderLayer,
     )
+
+
+def _without_memory(recipe: Recipe, config: LlamaConfig, model: RecipeModel) -> RecipeModel:
+    """The same Llama for a pipeline, of which each rank then makes its stages only."""
+    first_weights = _FirstWeights()
+
+    def make() -> nn.Module:
+        with torch.device("meta"):
+            module = model.make()
+        first_weights.draw_all(module)
+        return module
+
+    return replace(model, make=make, param_init_fn=first_weights)
+
+
+class _FirstWeights:
+    """Fills modules made on the meta device with what they draw where they are made with memory.
+
+    There each draws in its turn, from the random state that the one before has left. So here all draw once, one at a
+    time, to find the state that each begins with; what is on this rank's stages draws again.
+    """
+
+    def __init__(self) -> None:
+        self._states: WeakKeyDictionary[nn.Module, Tensor] = WeakKeyDictionary()
+
+    def draw_all(self, model: nn.Module) -> None:
+        """Find the states, in the order in which the modules were made."""
+        first_with: dict[int, nn.Module] = {}
+        for module in model.modules():
+            own = next(module.parameters(recurse=False), None)
+            if own is not None:
+                tied_to = first_with.setdefault(id(own), module)
+                self._states[module] = self._states.get(tied_to, torch.get_rng_state())
+                copy.deepcopy(module).to_empty(device="cpu").reset_parameters()  # type: ignore[operator]
+
+    def __call__(self, module: nn.Module) -> None:
+        """Fill the parameters of a module, which have memory."""
+        torch.set_rng_state(self._states[module])
+        module.reset_parameters()  # type: ignore[operator]
 
 
 def whole_model(recipe: Recipe) -> nn.Module:
