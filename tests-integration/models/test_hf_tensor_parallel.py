@@ -329,6 +329,42 @@ def test_split_sequences_and_adapters_train_as_one_process_does(run_ranks, with_
             assert rank[name] == pytest.approx(expected, rel=1e-8), name
 
 
+def test_adapters_of_layers_that_are_gathered_have_the_gradients_of_one_process(run_ranks):
+    adapters = LoraConfig(lora_rank=4, target_modules=["o_proj", "down_proj", "qkv_proj"])
+
+    def gradients(model):
+        adapted = LoraModel(model, adapters)
+        with torch.no_grad():
+            for parameter in adapted.parameters():
+                if parameter.requires_grad:
+                    parameter.fill_(0.1)
+        own_loss(adapted).backward()
+        return adapted
+
+    def job():
+        initialize_model_parallel(tensor_model_parallel_size=2)
+        split = gradients(parallelize(make_model(Model("phi3", {"head_dim": None})), sequence_parallel=True))
+        return logical_pieces(complete_gradients(split))
+
+    found = assemble_logical(run_ranks(job, 2), rtol=1e-9)
+
+    whole = gradients(make_model(Model("phi3", {"head_dim": None})))
+    expected = {name: it.grad for name, it in whole.named_parameters() if it.grad is not None}
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, msg=name, **EXACT)
+
+
+def test_adapter_of_a_layer_whose_gradient_is_summed_in_part_is_refused(run_ranks):
+    def job():
+        initialize_model_parallel(tensor_model_parallel_size=2)
+        split = parallelize(make_model(Model("deepseek_v2", EXPERTS | LATENT)))
+        with pytest.raises(ValueError, match="'kv_a_proj_with_mqa' names only Linear, which LoRA cannot adapt"):
+            LoraModel(split, LoraConfig(target_modules=["kv_a_proj_with_mqa"]))
+
+    run_ranks(job, 2)
+
+
 def test_layers_computed_again_change_no_gradient(run_ranks):
     def gradients(model):
         model.zero_grad()

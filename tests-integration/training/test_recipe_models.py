@@ -165,6 +165,23 @@ def test_adapters_on_the_weights_of_a_folder_are_alone_trained_and_saved(losses_
     assert all("lora" in name for name in weights)
 
 
+def test_run_does_not_go_on_with_other_adapters(losses_of, tmp_path):
+    losses_of("one", 1, *QWEN3, "train.stop_after=2")
+    kept = sorted(path.name for path in (tmp_path / "one" / "checkpoints").iterdir())
+
+    with pytest.raises(RuntimeError, match=r"is of another run: lora\.rank is 2, the checkpoint has 0"):
+        losses_of("one", 1, *QWEN3, *ADAPTERS)
+
+    assert sorted(path.name for path in (tmp_path / "one" / "checkpoints").iterdir()) == kept
+
+
+def test_adapters_do_not_go_on_upon_other_weights(losses_of):
+    losses_of("one", 1, *QWEN3, *ADAPTERS, "train.stop_after=2")
+
+    with pytest.raises(RuntimeError, match=r"is of another run: train\.seed is 7, the checkpoint has 0"):
+        losses_of("one", 1, *QWEN3, *ADAPTERS, "train.seed=7")
+
+
 def test_checkpoint_says_of_which_architecture_it_is_and_is_generated_from(losses_of, tmp_path):
     losses_of("one", 2, *QWEN3, "parallel.tensor_parallel_size=2")
     checkpoints = tmp_path / "one" / "checkpoints"

@@ -100,3 +100,59 @@ def test_checkpointed_classes_change_nothing_in_what_is_computed(run_ranks):
     [[plain, checkpointed]] = run_ranks(losses, 1)
 
     assert all(map(torch.equal, plain, checkpointed))
+
+
+FACTORY = """
+from torch import nn
+
+def make(width=4):
+    return nn.Linear(int(width), 2)
+
+def needs(width, names):
+    return nn.Linear(width, 2)
+"""
+
+
+@pytest.fixture
+def factory(tmp_path, monkeypatch):
+    (tmp_path / "factory_of_a_test.py").write_text(FACTORY)
+    (tmp_path / "broken_factory_of_a_test.py").write_text("raise KeyError('x')")
+    monkeypatch.syspath_prepend(tmp_path)
+    return "model.factory=factory_of_a_test:make"
+
+
+def test_seed_of_the_recipe_is_that_of_a_factorys_weights(factory):
+    first, other, again = (recipe_model(load_recipe(None, [factory, f"train.seed={it}"])).make() for it in (1, 2, 1))
+
+    assert torch.equal(first.weight, again.weight)
+    assert not torch.equal(first.weight, other.weight)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["model.config.width=wide"], r"make failed with model.config=.*ValueError: invalid literal"),
+        (["model.factory=factory_of_a_test:needs"], r"needs failed with .*TypeError: .*'names'"),
+        (["model.factory=broken_factory_of_a_test:make"], r"cannot be imported from here: KeyError: 'x'"),
+    ],
+)
+def test_factory_that_fails_is_a_mistake_of_the_recipe(factory, settings, message):
+    with pytest.raises(ValueError, match=message):
+        recipe_model(load_recipe(None, [factory, *settings]))
+
+
+def test_model_that_would_see_what_it_is_to_predict_is_refused():
+    pytest.importorskip("transformers", reason="needs it: pip install transformers")
+
+    with pytest.raises(ValueError, match=r"BertLMHeadModel with is_decoder=False sees .*model.config.is_decoder=true"):
+        recipe_model(load_recipe(None, ["model.type=bert", "model.num_key_value_heads=4"]))
+
+
+@pytest.mark.parametrize(("key", "near"), [("num_hiden_layers", "num_hidden_layers"), ("hiden_act", "hidden_act")])
+def test_key_that_a_folders_config_does_not_have_is_named_with_the_nearest(tmp_path, key, near):
+    transformers = pytest.importorskip("transformers", reason="needs it: pip install transformers")
+    config = transformers.Qwen3Config(hidden_size=16, num_hidden_layers=1, vocab_size=320, intermediate_size=16)
+    transformers.Qwen3ForCausalLM(config).save_pretrained(tmp_path)
+
+    with pytest.raises(ValueError, match=rf"model.config.{key} is no key of Qwen3Config; did you mean {near}"):
+        recipe_model(load_recipe(None, [f"model.path={tmp_path}", f"model.config.{key}=1"]))

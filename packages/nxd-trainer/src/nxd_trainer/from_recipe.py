@@ -25,7 +25,7 @@ from torch.optim import AdamW
 
 from nxd_trainer.api import NxDModel, NxDOptimizer, initialize_parallel_model, initialize_parallel_optimizer
 from nxd_trainer.data import Batch, Tokenizer, load_tokenizer
-from nxd_trainer.hugging_face.conversion import config_of_type, model_on_meta
+from nxd_trainer.hugging_face.conversion import check_keys, config_of_type, model_on_meta
 from nxd_trainer.hugging_face.folder import read_config
 from nxd_trainer.hugging_face.loading import stored_shapes
 from nxd_trainer.model_description import BYTES, ModelDescription, describe_llama, describe_model, tokenizer_in
@@ -42,6 +42,9 @@ _LLAMA_DEFAULTS: dict[str, Any] = {
     "tie_word_embeddings": False,
     "initializer_range": 0.02,
 }
+
+# Their configs have `is_decoder`, which they do not read.
+_ALWAYS_DECODERS = ("gpt_neox", "gpt_neox_japanese")
 
 
 @dataclass(frozen=True)
@@ -303,9 +306,9 @@ def import_named(name: str, key: str = "") -> Any:
         sys.path.insert(0, os.getcwd())  # as python does for a script
     try:
         return getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError, ValueError, SyntaxError) as error:
+    except Exception as error:  # whatever the module raises
         told = f"{key}={name}" if key else name
-        raise ValueError(f"{told} cannot be imported from here: {error}") from error
+        raise ValueError(f"{told} cannot be imported from here: {type(error).__name__}: {error}") from error
 
 
 def _of_config(recipe: Recipe, tokenizer: Tokenizer) -> RecipeModel:
@@ -313,6 +316,7 @@ def _of_config(recipe: Recipe, tokenizer: Tokenizer) -> RecipeModel:
     model, further = recipe.model, dict(recipe.model.config or {})
     if model.path is not None:
         config = {**read_config(model.path), **further}
+        check_keys(config, further)
         description = ModelDescription(
             config, folder=str(model.path.resolve()), stored_shapes=stored_shapes(model.path)
         )
@@ -347,7 +351,13 @@ def _made_by_factory(recipe: Recipe, factory: str) -> RecipeModel:
     make = import_named(factory, "model.factory")
     if not callable(make):
         raise ValueError(f"model.factory={factory} is a {type(make).__name__}; give a function that makes a model")
-    made = make(**arguments)
+    torch.manual_seed(recipe.train.seed)
+    try:
+        made = make(**arguments)
+    except Exception as error:  # whatever the function stumbles over
+        raise ValueError(
+            f"model.factory={factory} failed with model.config={arguments}: {type(error).__name__}: {error}"
+        ) from error
     if not isinstance(made, nn.Module):
         raise ValueError(f"model.factory={factory} returned a {type(made).__name__}; it must return a torch module")
     description = describe_model(made, made) or ModelDescription(arguments, factory=factory)
@@ -367,6 +377,12 @@ def _of_transformers(recipe: Recipe, module: Any, description: ModelDescription)
             f"{type(module).__name__} computes its loss in its own way, so that it cannot be told the next tokens; "
             "give a model.factory, whose model takes input_ids and labels and returns the loss"
         )
+    is_decoder = getattr(module.config, "is_decoder", True) or module.config.model_type in _ALWAYS_DECODERS
+    if not is_decoder:
+        raise ValueError(
+            f"{type(module).__name__} with is_decoder=False sees the tokens that it is to predict; set "
+            "model.config.is_decoder=true"
+        )
     module.config.get_text_config().use_cache = False  # of what was said long ago, nothing is asked in training
     if recipe.train.dtype == "float64":
         module.config._experts_implementation = "eager"  # the grouped products of experts know no float64
@@ -380,7 +396,8 @@ def _of_transformers(recipe: Recipe, module: Any, description: ModelDescription)
 
 def _check_fits(recipe: Recipe, config: Mapping[str, Any], tokenizer: Tokenizer) -> None:
     """Raise ValueError for a model without room for the tokenizer's ids or the sequences, as far as it says."""
-    rows, positions = config.get("vocab_size"), config.get("max_position_embeddings")
+    rows = config.get("vocab_size")
+    positions = next((config[name] for name in ("max_position_embeddings", "n_positions") if name in config), None)
     named = next(f"model.{it}={name}" for it in ("path", "type", "factory") if (name := getattr(recipe.model, it)))
     mistakes = []
     if isinstance(rows, int) and rows < tokenizer.vocab_size:

@@ -171,6 +171,7 @@ def model_weights(checkpoint: Checkpoint, description: ModelDescription) -> Mode
 def _branches(source: TensorSource, adapter: Mapping[str, Any], description: ModelDescription) -> Mapping[str, _Branch]:
     scale = config_from_adapter_config(adapter).scale
     tied = _tied_weights(description)
+    outline: nn.Module | None = None
     found = {}
     for a in source.tensors:
         layer, _, factor = a.rpartition(".")
@@ -190,7 +191,11 @@ def _branches(source: TensorSource, adapter: Mapping[str, Any], description: Mod
             raise ValueError(f"the adapter does not fit the model: {listed}; save both anew")
         # An embedding lies [vocab, hidden], and so [in, out]; Conv1D, which the adapter's description tells of, too.
         may_be_transposed = factor == "lora_embedding_A" or bool(adapter.get("fan_in_fan_out"))
-        found[weight] = _Branch(a, b, scale, may_be_transposed and shapes[weight] == (inputs, outputs))
+        is_transposed = may_be_transposed and shapes[weight] == (inputs, outputs)
+        if is_transposed and factor != "lora_embedding_A" and inputs == outputs:  # of a square one the class must tell
+            outline = model_on_meta_of(description) if outline is None else outline
+            is_transposed = type(outline.get_submodule(layer)).__name__ == "Conv1D"
+        found[weight] = _Branch(a, b, scale, is_transposed)
     return found
 
 

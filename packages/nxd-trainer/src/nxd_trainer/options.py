@@ -161,7 +161,7 @@ class Schema:
             if table is None:
                 put[name] = value
             else:
-                held = put.get(table)
+                held = _literal(put.get(table))
                 put[table] = {**(held if isinstance(held, Mapping) else {}), name[len(table) + 1 :]: _literal(value)}
         return put
 
@@ -237,9 +237,18 @@ def _parse_tuple(element_types: tuple[Any, ...], bounds: Mapping[str, float], va
 
 def _parse_table(value: object) -> dict[str, Any]:
     table = _literal(value)
-    if not isinstance(table, Mapping) or not all(isinstance(key, str) for key in table):
+    if not isinstance(table, Mapping) or not _can_be_written(table):
         raise ValueError
     return dict(table)
+
+
+def _can_be_written(value: object) -> bool:
+    """Whether TOML, YAML and JSON all know the value."""
+    if isinstance(value, Mapping):
+        return all(isinstance(key, str) and _can_be_written(it) for key, it in value.items())
+    if isinstance(value, list):
+        return all(map(_can_be_written, value))
+    return isinstance(value, (str, int)) or (isinstance(value, float) and math.isfinite(value))
 
 
 def _literal(value: object) -> object:

@@ -93,6 +93,20 @@ def test_override_of_a_table_or_of_its_keys_holds_what_json_says_of_it(override,
     assert load_recipe(overrides=["model.type=qwen3", override]).model.config == table
 
 
+def test_key_of_a_table_is_put_into_the_one_given_before_it():
+    recipe = load_recipe(
+        None, ["model.type=qwen3", 'model.config={"head_dim": 32}', "model.config.attention_bias=true"]
+    )
+
+    assert recipe.model.config == {"head_dim": 32, "attention_bias": True}
+
+
+@pytest.mark.parametrize("value", ["null", "NaN", '{"a": [Infinity]}'])
+def test_value_of_a_table_that_a_recipe_file_cannot_hold_is_refused(value):
+    with pytest.raises(RecipeError, match=r"model\.config"):
+        load_recipe(None, ["model.type=qwen3", f"model.config.limit={value}"])
+
+
 def test_keys_of_a_table_on_the_command_line_are_put_into_that_of_the_file(tmp_path):
     file = tmp_path / "a.toml"
     file.write_text('[model]\ntype = "qwen3"\n[model.config]\nhead_dim = 8\nhidden_act = "gelu"\n')

@@ -21,12 +21,7 @@ from nxd_layers.linear import RowParallelLinear
 from nxd_layers.regions import gather_from_sequence_parallel_region, scatter_to_sequence_parallel_region
 
 SEQUENCE_DIM = 1  # of hidden states [batch, seq, hidden]
-_ROWS = ("rowwise", "rowwise_split_input", "rowwise_rep")  # their sums are left split along the sequence
-_OF_LINEAR_BLOCKS = (
-    *("colwise", "colwise_gather_output", "colwise_rep"),
-    *_ROWS,
-    *("replicated_with_grad_allreduce", "local_params"),
-)
+_OF_LINEAR_BLOCKS = ("colwise", "rowwise", "replicated_with_grad_allreduce", "local_params")
 
 
 class SequenceRegion:
@@ -166,7 +161,8 @@ def _layers(model: nn.Module, styles: Mapping[str, str]) -> dict[str, nn.Module]
 
 def _ends_in_row(path: str, block: nn.Module, styles: Mapping[str, str]) -> bool:
     """Whether a block is made of split linear layers, the last one row-parallel, and norms of single heads."""
-    if sum(style in _ROWS for style in styles.values()) != 1 or not set(styles.values()) <= set(_OF_LINEAR_BLOCKS):
+    kinds = list(styles.values())
+    if kinds.count("rowwise") != 1 or not set(kinds) <= set(_OF_LINEAR_BLOCKS):
         return False
     planned = [it for it, style in styles.items() if style != "local_params"]
     return all(any(f"{path}.{name}.".startswith(f"{it}.") for it in planned) for name, _ in block.named_parameters())

@@ -25,6 +25,8 @@ def kind_of(layer: nn.Module) -> LayerKind | None:
     """How a layer is adapted; None if it cannot be."""
     if isinstance(layer, NonDynamicallyQuantizableLinear):
         return None  # the output of nn.MultiheadAttention, which reads the weight and never calls the layer
+    if getattr(layer, "takes_no_adapter", False):
+        return None
     if _is_conv1d(layer):
         return TRANSPOSED_LINEAR
     return next((kind for layer_class, kind in _KINDS if isinstance(layer, layer_class)), None)

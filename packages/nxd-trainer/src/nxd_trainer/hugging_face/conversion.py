@@ -7,7 +7,7 @@ to names and shapes only, so that each rank can then take just its bytes.
 import difflib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -202,6 +202,30 @@ def complete_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return content
 
 
+def check_keys(config: Mapping[str, Any], further: Iterable[str]) -> None:
+    """Raise ValueError for keys that the config's architecture does not have, with the nearest that it has.
+
+    Args:
+        config: of a model, these keys among it.
+        further: the keys to look at.
+    """
+    config_class = _config_class(str(config.get("model_type")))
+    if config_class is None:
+        return
+    default = config_class()
+    _refuse_unknown(further, default.to_dict().keys() | default.attribute_map.keys(), config_class)
+
+
+def _refuse_unknown(keys: Iterable[str], known: Collection[str], config_class: type, *others: str) -> None:
+    mistakes = list(others)
+    for name in set(keys) - set(known):
+        nearest = difflib.get_close_matches(name, known, n=1)
+        hint = f"; did you mean {nearest[0]}?" if nearest else ""
+        mistakes.append(f"model.config.{name} is no key of {config_class.__name__}{hint}")
+    if mistakes:
+        raise ValueError("; ".join(sorted(mistakes)))
+
+
 def config_of_type(
     model_type: str,
     sizes: Mapping[str, Any],
@@ -241,12 +265,7 @@ def config_of_type(
         further = {"rope_parameters": {**rope, "rope_theta": sizes["rope_theta"]}, **further}
         sizes = {name: size for name, size in sizes.items() if name != "rope_theta"}
     mistakes = [f"model.{name} is no size of {model_type}" for name in sizes if name not in names]
-    for name in further.keys() - names.keys():
-        nearest = difflib.get_close_matches(name, known, n=1)
-        hint = f"; did you mean {nearest[0]}?" if nearest else ""
-        mistakes.append(f"model.config.{name} is no key of {config_class.__name__}{hint}")
-    if mistakes:
-        raise ValueError("; ".join(sorted(mistakes)))
+    _refuse_unknown(further, names, config_class, *mistakes)
     values = {"bos_token_id": None, "pad_token_id": None, "eos_token_id": end_token}
     values |= {names[name]: value for name, value in {**default_sizes, **sizes}.items() if name in names}
     architecture = _causal_language_models()[model_type]

@@ -217,9 +217,16 @@ def _run_content(checkpoint: Checkpoint, where: Path) -> dict[str, Any]:
 def _check_same_run(
     state: RunState, description: ModelDescription | None, content: dict[str, Any], where: Path
 ) -> None:
-    """Raise ValueError if the checkpoint is of another model, precision or text."""
+    """Raise ValueError if the checkpoint is of another model, precision or text, or of other adapters."""
+    recipe = recipe_to_dict(state.recipe)
     own: dict[str, dict[str, object]] = {"data": _describe_data(state), "train": {"dtype": state.recipe.train.dtype}}
-    theirs = {"data": content["data"], "train": content["recipe"]["train"]}
+    theirs = {"data": content["data"], **content["recipe"], "lora": content["recipe"].get("lora", {"rank": 0})}
+    # Without this a checkpoint that holds the adapter alone could follow one that holds the model, and outlive it.
+    own["lora"] = recipe["lora"] if state.recipe.lora.rank else {"rank": 0}
+    if state.recipe.lora.rank and state.recipe.lora.save == "adapter":  # which means nothing on other weights
+        own["train"]["seed"] = state.recipe.train.seed
+        own["checkpoint"] = {"initial_weights": recipe["checkpoint"].get("initial_weights")}
+        own["model"] = {"path": recipe["model"].get("path")}
     differences = [
         f"{section}.{name} is {value}, the checkpoint has {theirs[section].get(name)}"
         for section, values in own.items()
