@@ -220,7 +220,7 @@ def _check_same_run(
     """Raise ValueError if the checkpoint is of another model, precision or text, or of other adapters."""
     recipe = recipe_to_dict(state.recipe)
     own: dict[str, dict[str, object]] = {"data": _describe_data(state), "train": {"dtype": state.recipe.train.dtype}}
-    theirs = {"data": content["data"], **content["recipe"], "lora": content["recipe"].get("lora", {"rank": 0})}
+    theirs = {"lora": {"rank": 0}, **content["recipe"], "data": content["data"]}
     # Without this a checkpoint that holds the adapter alone could follow one that holds the model, and outlive it.
     own["lora"] = recipe["lora"] if state.recipe.lora.rank else {"rank": 0}
     if state.recipe.lora.rank and state.recipe.lora.save == "adapter":  # which means nothing on other weights
