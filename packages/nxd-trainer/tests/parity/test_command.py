@@ -84,7 +84,7 @@ def test_function_that_agrees_ends_with_0_and_one_that_does_not_with_3(capsys):
         (["parity_cases:right", "train.steps=3"], "train.steps=3 is a key of a recipe, and parity_cases:right is none"),
         (["nowhere.toml"], "nowhere.toml"),
         (["parity_cases:BATCHES"], "parity_cases:BATCHES is a list; give a function"),
-        (["parity_broken:right"], "parity_broken:right cannot be imported from here: invalid syntax"),
+        (["parity_broken:right"], "parity_broken:right cannot be imported from here: SyntaxError: invalid syntax"),
         (["parity_cases:right", "--rtol", "nan"], "rtol=nan is no share of a value"),
         ([*TINY, "--compare-steps", "-1"], "-1 steps compare nothing; use 1 or more"),
     ],
