@@ -209,7 +209,7 @@ class _Server:
 
     def _end_group_of(self, child: int) -> None:
         """The client is gone, so its program ends as it would have with it."""
-        client = self._clients[child]
+        client = self._clients.get(child)  # gone if the program has ended, too, and that was heard first
         if client is not None:
             try:
                 os.killpg(child, signal.SIGKILL)
