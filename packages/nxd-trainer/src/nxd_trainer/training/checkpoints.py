@@ -136,7 +136,7 @@ def resume_run(state: RunState) -> str | None:
     """
     wish = state.recipe.checkpoint.resume
     folder = state.recipe.checkpoint_folder
-    (tag,) = on_first_rank_of_each_host(lambda: (_newest_tag(folder),))  # once for all ranks
+    tag = on_first_rank_of_each_host(lambda: _newest_tag(folder))  # once for all ranks
     if tag is not None and wish == "never":
         raise ValueError(
             f"checkpoint.resume=never, but {folder} holds checkpoints up to {tag}; choose another output folder or "
@@ -152,11 +152,11 @@ def resume_run(state: RunState) -> str | None:
             f"{folder / tag} holds weights with the adapter in them (lora.save=merged), from which nothing goes on; "
             "choose another output folder. Runs with lora.save=adapter or both go on"
         )
-    if state.recipe.lora.rank:  # a checkpoint may hold no more than the adapter
-        load_first_weights(state)
     checkpoint = nxd_ckpt.open_checkpoint(folder, tag)
     content = _run_content(checkpoint, folder / tag)
     _check_same_run(state, find_description(checkpoint), content, folder / tag)
+    if state.recipe.lora.rank and state.recipe.lora.save == "adapter":  # the checkpoint holds no more than that
+        load_first_weights(state)
     load_checkpoint(folder, tag, model=state.model, optimizer=state.optimizer)
     state.train_loader.load_state_dict(content["train_loader"])
     state.step = checkpoint.step or 0

@@ -134,17 +134,17 @@ def on_first_rank_of_each_host(make: Callable[[], T]) -> T:
     Raises:
         Exception: what `make` raised on any host, on every rank.
     """
-    outcome: tuple[T | None, Exception | None] = (None, None)
+    outcome: tuple[list[T], Exception | None] = ([], None)
     if os.environ.get("LOCAL_RANK", "0") == "0":
         try:
-            outcome = (make(), None)
+            outcome = ([make()], None)
         except Exception as error:  # handed to every rank, where it is raised again
-            outcome = (None, error)
+            outcome = ([], error)
     outcomes = all_gather_object(outcome, get_world_group())
     for _, failure in outcomes:
         if failure is not None:
             raise failure
-    return next(value for value, _ in outcomes if value is not None)
+    return next(value for values, _ in outcomes for value in values)
 
 
 def lock_output(folder: Path) -> IO[str] | None:
