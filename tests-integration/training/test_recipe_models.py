@@ -14,7 +14,7 @@ from nxd_trainer.from_recipe import build_model, recipe_model
 from nxd_trainer.generate import load_for_generation
 from nxd_trainer.model_description import description_of
 from nxd_trainer.parity import compare
-from nxd_trainer.parity.from_recipe import case_of_recipe
+from nxd_trainer.parity.case import case_of_recipe
 from nxd_trainer.recipe import load_recipe
 from nxd_trainer.report import read_records
 from nxd_trainer.training import prepare_run, run_state, train
@@ -200,7 +200,7 @@ def test_run_begins_with_the_weights_of_a_checkpoint_that_is_chosen_once(run_ran
     expected = nxd_ckpt.open_checkpoint(tmp_path / "one" / "checkpoints").read("model.norm.weight")
 
     def begin(more):
-        with patch.object(run_state, "find_checkpoint", wraps=run_state.find_checkpoint) as chosen:
+        with patch.object(initial_weights, "find_checkpoint", wraps=initial_weights.find_checkpoint) as chosen:
             state, _ = prepare_run(initialized([*settings, *QWEN3, *more, "train.seed=3"]))
         found = dict(state.model.named_parameters()).get("model.norm.weight")
         return chosen.call_count, get_world_group().rank, None if found is None else torch.equal(found, expected)

@@ -14,7 +14,7 @@ from nxd_state.testing import deadline
 from nxd_trainer.recipe import load_recipe
 from nxd_trainer.report import read_records
 from nxd_trainer.training import prepare_run
-from nxd_trainer.training.steps_under_way import StepsUnderWay
+from nxd_trainer.training.step import StepsUnderWay
 
 pytestmark = [pytest.mark.xla, pytest.mark.neuron]
 

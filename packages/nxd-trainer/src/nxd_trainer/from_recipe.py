@@ -25,9 +25,7 @@ from torch.optim import AdamW
 
 from nxd_trainer.api import NxDModel, NxDOptimizer, initialize_parallel_model, initialize_parallel_optimizer
 from nxd_trainer.data import Batch, Tokenizer, load_tokenizer
-from nxd_trainer.hugging_face.conversion import check_keys, config_of_type, model_on_meta
-from nxd_trainer.hugging_face.folder import read_config
-from nxd_trainer.hugging_face.loading import stored_shapes
+from nxd_trainer.hugging_face import check_keys, config_of_type, model_on_meta, read_config, stored_shapes
 from nxd_trainer.model_description import BYTES, ModelDescription, describe_llama, describe_model, tokenizer_in
 from nxd_trainer.models import LlamaConfig, LlamaDecoderLayer, LlamaForCausalLM
 from nxd_trainer.recipe import Recipe, padded_vocab_size

@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 from nxd_trainer.data import PackedSequences, TrainLoader
-from nxd_trainer.training.batches import TrainBatches
+from nxd_trainer.training.run_state import TrainBatches
 
 BATCH = 6
 

@@ -19,10 +19,19 @@ from nxd_trainer.api.checkpoint_saving import finalize_checkpoint
 from nxd_trainer.api.checkpoint_tags import find_checkpoint, on_every_host
 from nxd_trainer.api.config import accept_aliases
 from nxd_trainer.api.legacy_checkpoint import load_legacy_checkpoint
-from nxd_trainer.api.optimizer_dict import holds_dict_state, read_dict_state
-from nxd_trainer.api.optimizer_settings import Settings, apply_settings, match_settings
 from nxd_trainer.api.rank_sync import agree
-from nxd_trainer.api.stored_values import SCHEDULER, SETTINGS, USER_CONTENT, holds_value, unpack_value
+from nxd_trainer.api.stored_values import (
+    SCHEDULER,
+    SETTINGS,
+    USER_CONTENT,
+    Settings,
+    apply_settings,
+    holds_dict_state,
+    holds_value,
+    match_settings,
+    read_dict_state,
+    unpack_value,
+)
 from nxd_trainer.api.unwrap import Subjects, describe_subjects, further_names, subjects_of
 from nxd_trainer.checkpoint import (
     CheckpointState,

@@ -23,10 +23,16 @@ from torch.optim import Optimizer
 from nxd_trainer.api.adapters import describe_adapter, saved_tensors, weights_to_save, write_description
 from nxd_trainer.api.checkpoint_tags import check_kept, choose_tag, is_untagged, keep_newest
 from nxd_trainer.api.config import accept_aliases
-from nxd_trainer.api.optimizer_dict import dict_state
-from nxd_trainer.api.optimizer_settings import gather_settings
 from nxd_trainer.api.rank_sync import agree, is_first_replica
-from nxd_trainer.api.stored_values import METRICS, SCHEDULER, SETTINGS, USER_CONTENT, pack_values
+from nxd_trainer.api.stored_values import (
+    METRICS,
+    SCHEDULER,
+    SETTINGS,
+    USER_CONTENT,
+    dict_state,
+    gather_settings,
+    pack_values,
+)
 from nxd_trainer.api.unwrap import Subjects, buffer_names, describe_subjects, plain_model, subjects_of
 from nxd_trainer.checkpoint import CheckpointState, optimizer_state, saved_here
 from nxd_trainer.model_description import ADAPTER_KEY, ModelDescription, describe_model

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 
 from nxd_trainer.api.adapters import settle_adapters, wanted_tensors
 from nxd_trainer.api.checkpoint_tags import Found
-from nxd_trainer.api.optimizer_settings import apply_settings, group_names
+from nxd_trainer.api.stored_values import apply_settings, group_names
 from nxd_trainer.api.unwrap import further_names
 from nxd_trainer.checkpoint import (
     CheckpointState,

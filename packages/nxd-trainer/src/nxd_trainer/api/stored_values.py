@@ -1,22 +1,33 @@
-"""A script's own values (scheduler, user content) in a checkpoint: nothing in there can run code when it is read.
+"""What a checkpoint holds besides tensors by name: nothing in there can run code when it is read.
 
-What JSON gives back as it was lies in the manifest, the rest as a file of torch's that its restricted unpickler reads.
+Scheduler, user content and the settings of the optimizer's groups: what JSON gives back as it was lies in the
+manifest, the rest as a file of torch's that its restricted unpickler reads. Settings go by the names of parameters, so
+they fit any layout. A `state_dict` without a model knows parameters by numbers only, so it comes back at the degrees of
+its saving and no others.
 """
 
 import io
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from nxd_ckpt import Checkpoint, CheckpointError
 from nxd_ckpt.interop.safe_pickle import load_torch_stream
+from nxd_state import active_group, all_gather_object
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from nxd_trainer.api.rank_sync import is_first_replica
+from nxd_trainer.checkpoint import OPTIMIZER_DICT_PREFIX, named_parameters
 
 # What a checkpoint's values are called, besides the description of its model.
 SETTINGS = "optimizer_settings"
 SCHEDULER = "scheduler"
 USER_CONTENT = "user_content"
 METRICS = "metrics"
+
+Settings = Mapping[str, Any]
 
 _SUFFIX = ".pt"
 
@@ -87,3 +98,124 @@ def _torch_bytes(name: str, value: Any) -> bytes:
 
 def _objects(checkpoint: Checkpoint) -> Mapping[str, Any]:
     return checkpoint.objects if isinstance(checkpoint.objects, dict) else {}
+
+
+def group_names(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
+    """The names of the parameters in each group, on this rank.
+
+    Raises:
+        ValueError: the optimizer holds a parameter that is not the model's.
+    """
+    names: dict[Tensor, str] = {parameter: name for name, parameter in named_parameters(model)}
+    strangers = [tuple(p.shape) for group in optimizer.param_groups for p in group["params"] if p not in names]
+    if strangers:
+        raise ValueError(
+            f"the optimizer holds parameters of shape {strangers[:3]} that are not the model's; give the model that "
+            "it was made for"
+        )
+    return [[names[p] for p in group["params"]] for group in optimizer.param_groups]
+
+
+def gather_settings(names: Sequence[Sequence[str]], optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Index, names and settings of the groups of all stages. Called by all ranks of a pipeline."""
+    own = [
+        {"index": index, "names": list(group), "settings": settings_of(optimizer.param_groups[index])}
+        for index, group in enumerate(names)
+    ]
+    return [entry for stage in all_gather_object(own, active_group("pp")) for entry in stage]
+
+
+def settings_of(group: Settings) -> dict[str, Any]:
+    """A parameter group without its parameters."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def match_settings(stored: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]) -> list[Settings]:
+    """What was stored for each group of these names; a group that is empty here has that of its index.
+
+    Raises:
+        ValueError: nothing was stored for a group, or parameters of one group had several settings.
+    """
+    return [_match_group(stored, index, set(group)) for index, group in enumerate(names)]
+
+
+def _match_group(stored: Sequence[Mapping[str, Any]], index: int, names: set[str]) -> Settings:
+    found = [entry for entry in stored if names.intersection(entry["names"])]
+    found = found or [entry for entry in stored if not names and entry["index"] == index]
+    if not found:
+        raise ValueError(
+            f"the checkpoint has no settings for parameter group {index} with {sorted(names)[:3]}; "
+            "give the optimizer that was saved, or leave it out"
+        )
+    settings: Settings = found[0]["settings"]
+    if any(repr(entry["settings"]) != repr(settings) for entry in found):
+        raise ValueError(
+            f"parameters of group {index} ({sorted(names)[:3]}, ...) were in groups of different settings when saved; "
+            "make the optimizer with the groups that it had then"
+        )
+    return settings
+
+
+def apply_settings(settings: Sequence[Settings], optimizer: Optimizer) -> None:
+    """Give each group its settings; what is a tensor, such as a learning rate on a device, stays one."""
+    for group, values in zip(optimizer.param_groups, settings, strict=True):
+        for key, value in values.items():
+            if isinstance(group.get(key), Tensor):
+                group[key] = torch.full_like(group[key], float(value))  # groups may share the one that is there
+            else:
+                group[key] = value
+
+
+def dict_state(state: Mapping[str, Any], *, zero1: bool) -> dict[str, Tensor]:
+    """The one tensor, uint8 `[bytes]`, that this rank has to save; none where another replica saves the same.
+
+    Args:
+        state: an optimizer's `state_dict()`.
+        zero1: each replica has a state of its own.
+
+    Raises:
+        ValueError: it holds what could only be read by running code.
+    """
+    if not zero1 and not is_first_replica():
+        return {}
+    stream = io.BytesIO()
+    torch.save(state, stream)
+    check_readable("the optimizer's state", stream.getvalue())
+    return {_own_name(zero1=zero1): torch.frombuffer(bytearray(stream.getvalue()), dtype=torch.uint8)}
+
+
+def holds_dict_state(checkpoint: Checkpoint) -> bool:
+    """Whether an optimizer's state was saved as ranks gave it."""
+    return any(name.startswith(OPTIMIZER_DICT_PREFIX) for name in checkpoint.tensors)
+
+
+def read_dict_state(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What this rank, or the first replica of it, gave.
+
+    Raises:
+        CheckpointError: it was saved at other degrees, or is damaged.
+    """
+    for zero1 in (True, False):
+        name = _own_name(zero1=zero1)
+        if name in checkpoint.tensors:
+            content = io.BytesIO(checkpoint.read(name).numpy().tobytes())
+            state: dict[str, Any] = load_torch_stream(content, f"{name} of checkpoint {checkpoint.tag!r}")
+            return state
+    found = sorted(
+        name.removeprefix(OPTIMIZER_DICT_PREFIX)
+        for name in checkpoint.tensors
+        if name.startswith(OPTIMIZER_DICT_PREFIX)
+    )
+    raise CheckpointError(
+        f"checkpoint {checkpoint.tag!r} has the optimizer's state as a dict of {', '.join(found[-4:])}, and none of "
+        "this rank; use the degrees of that run, or save the optimizer itself and the model, which load at any degrees"
+    )
+
+
+def _own_name(*, zero1: bool) -> str:
+    """Says the degrees as well, as the same rank of another layout had other parameters."""
+    axes = ("pp", "tp", "dp", "cp") if zero1 else ("pp", "tp")
+    groups = [(axis, active_group(axis)) for axis in axes]
+    return OPTIMIZER_DICT_PREFIX + "-".join(
+        f"{axis}_rank_{group.rank:02d}_of_{group.size:02d}" for axis, group in groups
+    )

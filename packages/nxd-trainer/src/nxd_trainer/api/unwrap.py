@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from nxd_trainer.api.model import NxDModel
 from nxd_trainer.api.optimizer import NxDOptimizer
-from nxd_trainer.api.optimizer_settings import group_names
+from nxd_trainer.api.stored_values import group_names
 from nxd_trainer.checkpoint import CheckpointState, model_state
 
 MAX_WORKERS = 32

@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
 def _case(options: argparse.Namespace) -> "ParityCase":
     from nxd_trainer.from_recipe import import_named  # noqa: PLC0415
     from nxd_trainer.parity import ParityCase  # noqa: PLC0415
-    from nxd_trainer.parity.from_recipe import case_of_recipe  # noqa: PLC0415
+    from nxd_trainer.parity.case import case_of_recipe  # noqa: PLC0415
 
     name = options.case
     if name is None or ":" not in name or Path(name).exists():

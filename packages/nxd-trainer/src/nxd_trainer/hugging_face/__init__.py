@@ -1,10 +1,25 @@
 """Weights in Hugging Face folders, in and out of models of any layout.
 
 `load_pretrained` streams a folder into a model's shards, `save_pretrained` writes one from them, and
-`import_hugging_face` makes a checkpoint of one without a model in memory.
+`import_hugging_face` makes a checkpoint of one without a model in memory. Configs are read and made without weights.
 """
 
-from nxd_trainer.hugging_face.loading import import_hugging_face, load_pretrained
+from nxd_trainer.hugging_face.conversion import check_keys, complete_config, config_of_type, model_on_meta
+from nxd_trainer.hugging_face.folder import CONFIG_FILE, read_config
+from nxd_trainer.hugging_face.loading import import_hugging_face, load_pretrained, stored_shapes
 from nxd_trainer.hugging_face.saving import save_pretrained
 
-__all__ = ["load_pretrained", "save_pretrained", "import_hugging_face"]
+__all__ = [
+    # weights
+    "load_pretrained",
+    "save_pretrained",
+    "import_hugging_face",
+    # configs
+    "CONFIG_FILE",
+    "read_config",
+    "config_of_type",
+    "complete_config",
+    "check_keys",
+    "model_on_meta",
+    "stored_shapes",
+]

@@ -12,8 +12,7 @@ from torch import Tensor
 from nxd_trainer.api import NxDModel, NxDOptimizer, initialize_parallel_model, initialize_parallel_optimizer
 from nxd_trainer.checkpoint import logical_name
 from nxd_trainer.parity.case import ParityCase, has_batch, inputs_in, make_model
-from nxd_trainer.parity.pieces import pieces_of
-from nxd_trainer.parity.recording import ActivationRecord
+from nxd_trainer.parity.recording import ActivationRecord, pieces_of
 
 
 @dataclass(frozen=True)

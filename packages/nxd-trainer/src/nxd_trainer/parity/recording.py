@@ -1,10 +1,11 @@
-"""What a model computes in a step, module by module, and the order in which its gradients come."""
+"""What a model computes in a step, module by module, the order of its gradients, and what its parameters hold."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from nxd_state import Box, ShardPiece, get_shard_spec
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -57,3 +58,12 @@ def gradient_order(parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterator[l
         names.extend(order)
         for handle in handles:
             handle.remove()
+
+
+def pieces_of(parameter: Tensor) -> Sequence[ShardPiece]:
+    """What this rank's part of a parameter holds; all of it in one piece if it is whole."""
+    spec = get_shard_spec(parameter)
+    if spec is not None:
+        return spec.pieces
+    whole = Box((0,) * parameter.dim(), tuple(parameter.shape))
+    return [ShardPiece(whole, whole, whole.shape)]

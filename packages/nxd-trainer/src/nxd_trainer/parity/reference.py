@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from nxd_trainer.api.adapters import initialize_lora_model
 from nxd_trainer.checkpoint import logical_name
 from nxd_trainer.parity.case import ParityCase, inputs_in, make_model
-from nxd_trainer.parity.pieces import pieces_of
-from nxd_trainer.parity.recording import ActivationRecord, gradient_order
+from nxd_trainer.parity.recording import ActivationRecord, gradient_order, pieces_of
 
 
 @dataclass

@@ -32,12 +32,8 @@ from nxd_trainer.api.stored_values import USER_CONTENT, unpack_value
 from nxd_trainer.checkpoint import RNG_PREFIX
 from nxd_trainer.model_description import ModelDescription, find_description
 from nxd_trainer.recipe import recipe_to_dict
-from nxd_trainer.training.run_state import (
-    RunState,
-    load_first_weights,
-    model_differences,
-    on_first_rank_of_each_host,
-)
+from nxd_trainer.training.initial_weights import load_first_weights, model_differences
+from nxd_trainer.training.run_state import RunState, on_first_rank_of_each_host
 
 
 class TrainingDiverged(RuntimeError):

@@ -2,12 +2,19 @@
 
 import logging
 import math
+import signal
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Self
 
-from nxd_state import get_device
+import torch
+from nxd_optim import NeuronZero1Optimizer
+from nxd_state import get_device, step_boundary
 from nxd_state.neuron import extracting_graphs
+from torch import Tensor
 
 from nxd_trainer.from_recipe import describe_pipeline
 from nxd_trainer.logs import get_logger
@@ -23,12 +30,10 @@ from nxd_trainer.report import (
     render_summary,
 )
 from nxd_trainer.training.checkpoints import RunSaver, diverged, resume_run
-from nxd_trainer.training.extraction import extract_graphs
-from nxd_trainer.training.graph_order import renew_in_order
 from nxd_trainer.training.run_state import RunState, build_run_state
-from nxd_trainer.training.step import evaluate
-from nxd_trainer.training.steps_under_way import FinishedStep, StepsUnderWay
-from nxd_trainer.training.stop_request import StopRequest
+from nxd_trainer.training.step import FinishedStep, StepsUnderWay, evaluate, take_step
+
+EXTRACTED_STEPS = 3  # the first makes the optimizer's states, the second is like all others; the third shows that it is
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,37 @@ class TrainResult:
     stopped: bool
 
 
+class StopRequest:
+    """Remembers the first SIGTERM or SIGINT, to stop at the end of a step; a second one ends the process as usual.
+
+    A context manager.
+
+    The loop asks `signal_number` between steps, agrees with the other ranks, saves, and leaves.
+    """
+
+    def __init__(self) -> None:
+        self.signal_number = 0
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._previous[number] = signal.signal(number, self._remember)
+        return self
+
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._restore()
+
+    def _remember(self, number: int, frame: FrameType | None) -> None:
+        self.signal_number = number
+        self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+
 def prepare_run(recipe: Recipe) -> tuple[RunState, str | None]:
     """Data, model and optimizer of a run, and the tag of the checkpoint it goes on from (None at its beginning).
 
@@ -56,7 +92,7 @@ def prepare_run(recipe: Recipe) -> tuple[RunState, str | None]:
     """
     state = build_run_state(recipe)
     tag = resume_run(state)
-    renew_in_order(state)
+    _renew_in_order(state)
     return state, tag
 
 
@@ -85,7 +121,7 @@ def run_training(state: RunState, resumed: str | None, stop: StopRequest) -> Tra
     """
     logger = get_logger("nxd_trainer")
     if extracting_graphs():
-        extract_graphs(state, logger.info)
+        _extract_graphs(state, logger.info)
         return TrainResult(step=state.step, loss=math.nan, stopped=False)
     shows_steps = state.is_writer and logger.isEnabledFor(logging.INFO)
     with (
@@ -106,6 +142,52 @@ def run_training(state: RunState, resumed: str | None, stop: StopRequest) -> Tra
     if state.is_writer:
         _report(state, logger, metrics.file)
     return result
+
+
+@torch.no_grad()
+def _renew_in_order(state: RunState) -> None:
+    """On XLA, make weights and optimizer states anew, one after the other, by way of the host.
+
+    Its graphs list their results in the order they were made in, and a checkpoint is read in another order on each
+    rank: the ranks would record, and compile, graphs that differ in nothing else.
+    """
+    if get_device().type != "xla":
+        return
+    step_boundary()  # what was loaded is there then, and no part of the next step's graph
+    for tensor in _tensors(state):
+        tensor.data = tensor.detach().cpu().to(tensor.device)
+
+
+def _tensors(state: RunState) -> Iterator[Tensor]:
+    yield from state.model.parameters()
+    if isinstance(state.optimizer.optimizer, NeuronZero1Optimizer):
+        for bucket, base in state.optimizer.optimizer.parts():
+            for own in bucket.ranges:
+                yield own.weight
+                yield from _on_xla(base.state.get(own.weight, {}))
+        return
+    for group in state.optimizer.param_groups:
+        for parameter in group["params"]:
+            yield from _on_xla(state.optimizer.state.get(parameter, {}))
+
+
+def _on_xla(values: dict[str, Tensor]) -> Iterator[Tensor]:
+    return (value for value in values.values() if value.device.type == "xla")
+
+
+def _extract_graphs(state: RunState, say: Callable[[str], None]) -> None:
+    """Take a few steps, and evaluate if the recipe does, so that `neuron_parallel_compile` gets each graph.
+
+    Nothing is computed meanwhile, and all values are zeros. So no loss is looked at, and nothing is written.
+
+    Args:
+        say: is given a line about it.
+    """
+    say(f"extracting graphs: {EXTRACTED_STEPS} steps on zeros; nothing is trained, saved or reported")
+    for _ in range(EXTRACTED_STEPS):
+        take_step(state)
+    if state.recipe.train.eval_every:
+        evaluate(state)
 
 
 def _run_steps(

@@ -2,33 +2,66 @@
 
 import fcntl
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, TypeVar
 
-import nxd_ckpt
-from nxd_layers.lora import adapter_names
-from nxd_optim import NeuronZero1Optimizer
-from nxd_state import all_gather_object, get_group, get_mesh, get_world_group
+import torch
+from nxd_state import all_gather_object, get_device, get_group, get_mesh, get_world_group, send_to_device
 
 from nxd_trainer.api import NxDModel, NxDOptimizer
-from nxd_trainer.api.checkpoint_loading import load_checkpoint
-from nxd_trainer.api.checkpoint_tags import Found, find_checkpoint
 from nxd_trainer.api.rank_sync import together
-from nxd_trainer.data import CorpusIndex, HeldOutLoader, TrainLoader, build_corpus, open_corpus, pack_corpus
+from nxd_trainer.data import (
+    Batch,
+    CorpusIndex,
+    HeldOutLoader,
+    TrainLoader,
+    build_corpus,
+    open_corpus,
+    pack_corpus,
+    read_ahead,
+)
 from nxd_trainer.from_recipe import build_model, build_optimizer, recipe_model, tokenizer_of
-from nxd_trainer.hugging_face import load_pretrained
-from nxd_trainer.hugging_face.conversion import complete_config
-from nxd_trainer.hugging_face.folder import CONFIG_FILE, read_config
-from nxd_trainer.model_description import ModelDescription, find_description
+from nxd_trainer.model_description import ModelDescription
 from nxd_trainer.recipe import Recipe, check_layout
-from nxd_trainer.training.batches import TrainBatches
 
-# What says how a config was written, or how a model is run.
-_NOT_COMPARED = ("architectures", "dtype", "torch_dtype", "transformers_version", "use_cache", "_name_or_path")
+STEPS_AHEAD = 2  # one is on its way to the device while the next is being made
 
 T = TypeVar("T")
+
+
+class TrainBatches:
+    """What one training step after the other trains on.
+
+    The position of the loader, which checkpoints hold, is that of the batches taken, not of those read ahead.
+
+    Args:
+        loader: where they come from; its position must not be changed by others from the first step to `close`.
+    """
+
+    def __init__(self, loader: TrainLoader) -> None:
+        self._loader = loader
+        self._ahead: Generator[Batch, None, None] | None = None
+
+    def next_step(self) -> Batch:
+        """This rank's microbatches of the next step, one below the other, there or on their way to the device.
+
+        Raises:
+            Exception: what the loader raised for this step.
+        """
+        if self._ahead is None:
+            steps = self._loader.steps_from(self._loader.samples_consumed)
+            self._ahead = read_ahead((_sent(concatenated(batches)) for batches in steps), STEPS_AHEAD)
+        batch = next(self._ahead)
+        self._loader.pass_step()
+        return batch
+
+    def close(self) -> None:
+        """End the thread; a step that is asked for later begins another one."""
+        if self._ahead is not None:
+            self._ahead.close()
+            self._ahead = None
 
 
 @dataclass
@@ -172,103 +205,16 @@ def lock_output(folder: Path) -> IO[str] | None:
     return lock
 
 
-def load_first_weights(state: RunState) -> None:
-    """Fill the model of a run with what it is to begin with, if the recipe names weights. By all ranks.
-
-    Raises:
-        ValueError: as for `load_initial_weights`.
-        CheckpointError: as for `load_initial_weights`.
-    """
-    initial, origin = state.recipe.checkpoint.initial_weights, state.recipe.model.path
-    if initial is not None:
-        load_initial_weights(state.model, state.optimizer, state.description, initial)
-    elif origin is not None:
-        _load_folder(state.model, state.optimizer, origin)
+def held_out_batches(loader: HeldOutLoader) -> Iterator[Batch]:
+    """All batches of an evaluation, there or on their way to the device."""
+    return read_ahead(map(_sent, loader), STEPS_AHEAD)
 
 
-def load_initial_weights(model: NxDModel, optimizer: NxDOptimizer, description: ModelDescription, folder: Path) -> None:
-    """Fill a model, whatever its layout, each rank reading its part; types are converted. By all ranks.
-
-    Args:
-        model: to be trained; adapters keep their own first weights, unless the folder has some.
-        optimizer: that has not taken a step.
-        description: of the model.
-        folder: of checkpoints, whoever wrote them, of which the newest complete one is taken; or of a Hugging Face
-            model.
-
-    Raises:
-        ValueError: they are weights of another model; it says which sizes differ.
-        CheckpointError: there is no such checkpoint, files are damaged, or its tensors are not the model's.
-    """
-
-    def look() -> tuple[Found | None, ModelDescription | None]:
-        if (folder / CONFIG_FILE).is_file():
-            return None, ModelDescription(read_config(folder))
-        found = find_checkpoint(folder, None)
-        is_described = found.layout == "nxd"
-        return found, find_description(nxd_ckpt.open_checkpoint(found.root, found.tag)) if is_described else None
-
-    found, theirs = on_first_rank_of_each_host(look)  # once for all ranks
-    differences = [] if theirs is None else model_differences(description, theirs, "there", among=_matters_to_weights)
-    if differences:  # of a model that is not described, names and shapes must do
-        raise ValueError(
-            f"checkpoint.initial_weights={folder} are of another model: {'; '.join(differences)}. Give the recipe "
-            "those sizes"
-        )
-    if found is None:
-        _load_folder(model, optimizer, folder)
-    else:
-        load_checkpoint(found.root, found.tag or None, model=model)
-        _tell_weights(optimizer)
+def concatenated(batches: Sequence[Batch]) -> Batch:
+    """Microbatches as one batch, which a model cuts into these again."""
+    return Batch(*[torch.cat(tensors) for tensors in zip(*batches, strict=True)])
 
 
-def _load_folder(model: NxDModel, optimizer: NxDOptimizer, folder: Path) -> None:
-    """Fill a model from a Hugging Face folder, but for adapters. By all ranks."""
-    adapters = set() if model.lora_model is None else set(adapter_names(model.lora_model, with_biases=False))
-    missing = load_pretrained(model.pipeline, folder, strict=not adapters)
-    of_ranks = all_gather_object([name for name in missing if name not in adapters], get_world_group())
-    lacking = sorted({name for names in of_ranks for name in names})
-    if lacking:
-        raise ValueError(f"{folder} does not fit the model: it lacks {', '.join(lacking[:5])}")
-    _tell_weights(optimizer)
-
-
-def _tell_weights(optimizer: NxDOptimizer) -> None:
-    """After weights have been loaded without their optimizer."""
-    if isinstance(optimizer.optimizer, NeuronZero1Optimizer):
-        optimizer.optimizer.refresh_master_weights()
-
-
-def model_differences(
-    own: ModelDescription, other: ModelDescription, told: str, *, among: Callable[[str], bool] = lambda _: True
-) -> list[str]:
-    """What another model has otherwise, such as "model.hidden_size is 64, there 128".
-
-    Args:
-        own: one model.
-        other: the other one.
-        told: goes before the other's values, such as "there".
-        among: whether a key counts.
-    """
-    ours, theirs = _compared(own), _compared(other)
-    return [
-        f"model.{name} is {ours.get(name)}, {told} {theirs.get(name)}"
-        for name in {**ours, **theirs}
-        if among(name) and ours.get(name) != theirs.get(name)
-    ]
-
-
-def _compared(description: ModelDescription) -> dict[str, Any]:
-    """The sizes of a Llama that ours can be, whoever describes it; of others all keys of their config."""
-    if description.factory is not None:
-        return {**description.config, "factory": description.factory}
-    try:
-        return asdict(description.own_llama())
-    except ValueError:
-        content = complete_config(description.config)
-        return {name: value for name, value in content.items() if name not in _NOT_COMPARED}
-
-
-def _matters_to_weights(name: str) -> bool:
-    """Whether a key of a config says what is computed with weights, not how they began or how they are trained."""
-    return name != "initializer_range" and not name.endswith(("dropout", "_pdrop", "_token_id"))
+def _sent(batch: Batch) -> Batch:
+    # A list: a tuple half made from a generator must not be held by others, as by who looks through all objects.
+    return Batch(*[send_to_device(tensor, get_device()) for tensor in batch])

@@ -1,0 +1,122 @@
+"""What a run's weights are at its beginning, where its recipe names some, and whether two models are the same."""
+
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import nxd_ckpt
+from nxd_layers.lora import adapter_names
+from nxd_optim import NeuronZero1Optimizer
+from nxd_state import all_gather_object, get_world_group
+
+from nxd_trainer.api import NxDModel, NxDOptimizer, load_checkpoint
+from nxd_trainer.api.checkpoint_tags import Found, find_checkpoint
+from nxd_trainer.hugging_face import CONFIG_FILE, complete_config, load_pretrained, read_config
+from nxd_trainer.model_description import ModelDescription, find_description
+from nxd_trainer.training.run_state import RunState, on_first_rank_of_each_host
+
+# What says how a config was written, or how a model is run.
+_NOT_COMPARED = ("architectures", "dtype", "torch_dtype", "transformers_version", "use_cache", "_name_or_path")
+
+
+def load_first_weights(state: RunState) -> None:
+    """Fill the model of a run with what it is to begin with, if the recipe names weights. By all ranks.
+
+    Raises:
+        ValueError: as for `load_initial_weights`.
+        CheckpointError: as for `load_initial_weights`.
+    """
+    initial, origin = state.recipe.checkpoint.initial_weights, state.recipe.model.path
+    if initial is not None:
+        load_initial_weights(state.model, state.optimizer, state.description, initial)
+    elif origin is not None:
+        _load_folder(state.model, state.optimizer, origin)
+
+
+def load_initial_weights(model: NxDModel, optimizer: NxDOptimizer, description: ModelDescription, folder: Path) -> None:
+    """Fill a model, whatever its layout, each rank reading its part; types are converted. By all ranks.
+
+    Args:
+        model: to be trained; adapters keep their own first weights, unless the folder has some.
+        optimizer: that has not taken a step.
+        description: of the model.
+        folder: of checkpoints, whoever wrote them, of which the newest complete one is taken; or of a Hugging Face
+            model.
+
+    Raises:
+        ValueError: they are weights of another model; it says which sizes differ.
+        CheckpointError: there is no such checkpoint, files are damaged, or its tensors are not the model's.
+    """
+
+    def look() -> tuple[Found | None, ModelDescription | None]:
+        if (folder / CONFIG_FILE).is_file():
+            return None, ModelDescription(read_config(folder))
+        found = find_checkpoint(folder, None)
+        is_described = found.layout == "nxd"
+        return found, find_description(nxd_ckpt.open_checkpoint(found.root, found.tag)) if is_described else None
+
+    found, theirs = on_first_rank_of_each_host(look)  # once for all ranks
+    differences = [] if theirs is None else model_differences(description, theirs, "there", among=_matters_to_weights)
+    if differences:  # of a model that is not described, names and shapes must do
+        raise ValueError(
+            f"checkpoint.initial_weights={folder} are of another model: {'; '.join(differences)}. Give the recipe "
+            "those sizes"
+        )
+    if found is None:
+        _load_folder(model, optimizer, folder)
+    else:
+        load_checkpoint(found.root, found.tag or None, model=model)
+        _tell_weights(optimizer)
+
+
+def _load_folder(model: NxDModel, optimizer: NxDOptimizer, folder: Path) -> None:
+    """Fill a model from a Hugging Face folder, but for adapters. By all ranks."""
+    adapters = set() if model.lora_model is None else set(adapter_names(model.lora_model, with_biases=False))
+    missing = load_pretrained(model.pipeline, folder, strict=not adapters)
+    of_ranks = all_gather_object([name for name in missing if name not in adapters], get_world_group())
+    lacking = sorted({name for names in of_ranks for name in names})
+    if lacking:
+        raise ValueError(f"{folder} does not fit the model: it lacks {', '.join(lacking[:5])}")
+    _tell_weights(optimizer)
+
+
+def _tell_weights(optimizer: NxDOptimizer) -> None:
+    """After weights have been loaded without their optimizer."""
+    if isinstance(optimizer.optimizer, NeuronZero1Optimizer):
+        optimizer.optimizer.refresh_master_weights()
+
+
+def model_differences(
+    own: ModelDescription, other: ModelDescription, told: str, *, among: Callable[[str], bool] = lambda _: True
+) -> list[str]:
+    """What another model has otherwise, such as "model.hidden_size is 64, there 128".
+
+    Args:
+        own: one model.
+        other: the other one.
+        told: goes before the other's values, such as "there".
+        among: whether a key counts.
+    """
+    ours, theirs = _compared(own), _compared(other)
+    return [
+        f"model.{name} is {ours.get(name)}, {told} {theirs.get(name)}"
+        for name in {**ours, **theirs}
+        if among(name) and ours.get(name) != theirs.get(name)
+    ]
+
+
+def _compared(description: ModelDescription) -> dict[str, Any]:
+    """The sizes of a Llama that ours can be, whoever describes it; of others all keys of their config."""
+    if description.factory is not None:
+        return {**description.config, "factory": description.factory}
+    try:
+        return asdict(description.own_llama())
+    except ValueError:
+        content = complete_config(description.config)
+        return {name: value for name, value in content.items() if name not in _NOT_COMPARED}
+
+
+def _matters_to_weights(name: str) -> bool:
+    """Whether a key of a config says what is computed with weights, not how they began or how they are trained."""
+    return name != "initializer_range" and not name.endswith(("dropout", "_pdrop", "_token_id"))
