@@ -17,7 +17,7 @@ from nxd_trainer.parity import compare
 from nxd_trainer.parity.case import case_of_recipe
 from nxd_trainer.recipe import load_recipe
 from nxd_trainer.report import read_records
-from nxd_trainer.training import prepare_run, run_state, train
+from nxd_trainer.training import initial_weights, prepare_run, train
 
 transformers = pytest.importorskip("transformers", reason="models of transformers need it: pip install transformers")
 
