@@ -1,5 +1,6 @@
 """Models of recipes beside their losses: weights that no layout changes, resuming, adapters, checkpoints, factories."""
 
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,8 @@ transformers = pytest.importorskip("transformers", reason="models of transformer
 QWEN3 = ["model.type=qwen3", "model.config.head_dim=8", "model.tie_word_embeddings=true", "model.num_key_value_heads=2"]
 ADAPTERS = ["lora.rank=2", "lora.target_modules=q_proj,up_proj"]
 FACTORY = """
+from types import SimpleNamespace
+
 import torch
 from nxd_layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear, parallel_cross_entropy
 from torch import fx, nn
@@ -32,20 +35,22 @@ fx.wrap("parallel_cross_entropy")  # a trace, which cuts the model into stages, 
 
 
 class Block(nn.Module):
-    def __init__(self, width):
+    def __init__(self, width, heads):
         super().__init__()
-        self.up = ColumnParallelLinear(width, 2 * width, gather_output=False)
-        self.down = RowParallelLinear(2 * width, width, input_is_parallel=True)
+        self.up = ColumnParallelLinear(width, 5 * heads, gather_output=False, pad=True)
+        self.down = RowParallelLinear(5 * heads, width, input_is_parallel=True, pad=True)
 
     def forward(self, hidden):
-        return hidden + self.down(torch.relu(self.up(hidden)))
+        by_head = self.up(hidden).unflatten(-1, (-1, 5))  # fails where a rank has a part of a head
+        return hidden + self.down(torch.relu(by_head).flatten(-2))
 
 
 class Model(nn.Module):
-    def __init__(self, width):
+    def __init__(self, width, heads):
         super().__init__()
+        self.config = SimpleNamespace(num_attention_heads=heads)
         self.table = ParallelEmbedding(320, width)
-        self.blocks = nn.ModuleList([Block(width) for _ in range(2)])
+        self.blocks = nn.ModuleList([Block(width, heads) for _ in range(2)])
         self.head = ColumnParallelLinear(width, 320, bias=False, gather_output=False)
 
     def forward(self, input_ids, labels):
@@ -175,6 +180,23 @@ def test_run_does_not_go_on_with_other_adapters(losses_of, tmp_path):
     assert sorted(path.name for path in (tmp_path / "one" / "checkpoints").iterdir()) == kept
 
 
+def test_adapters_saved_with_their_base_go_on_without_the_first_weights(losses_of, tmp_path):
+    losses_of("first", 1, *QWEN3)
+    begun = [*QWEN3, *ADAPTERS, f"checkpoint.initial_weights={tmp_path / 'first' / 'checkpoints'}", "lora.save=both"]
+    uninterrupted = losses_of("whole", 1, *begun)
+    losses_of("parts", 1, *begun, "train.stop_after=2")
+    shutil.rmtree(tmp_path / "first")
+
+    assert losses_of("parts", 1, *begun) == uninterrupted
+
+
+def test_run_whose_adapters_are_merged_does_not_go_on_with_them_apart(losses_of):
+    losses_of("one", 1, *QWEN3, *ADAPTERS, "lora.save=merged", "train.stop_after=2")
+
+    with pytest.raises(RuntimeError, match=r"is of another run: lora\.save is adapter, the checkpoint has merged"):
+        losses_of("one", 1, *QWEN3, *ADAPTERS)
+
+
 def test_adapters_do_not_go_on_upon_other_weights(losses_of):
     losses_of("one", 1, *QWEN3, *ADAPTERS, "train.stop_after=2")
 
@@ -242,11 +264,18 @@ def run_in(folder: Path, settings):
         sys.modules.pop("own_models", None)
 
 
+@pytest.mark.parametrize(
+    "heads",
+    [
+        pytest.param(["model.config.heads=4"], id="whole"),
+        pytest.param(["model.config.heads=3", "parallel.pad_heads=true"], id="padded"),
+    ],
+)
 def test_model_of_a_factory_trains_at_every_layout_and_its_checkpoint_runs_nothing(
-    run_ranks, settings, factory, tmp_path
+    run_ranks, settings, factory, tmp_path, heads
 ):
     named, folder = factory
-    steps = ["train.steps=4", "train.eval_every=0", "train.gradient_accumulation_steps=2", *named]
+    steps = ["train.steps=4", "train.eval_every=0", "train.gradient_accumulation_steps=2", *named, *heads]
     settings = without_sizes(settings)
     run_ranks(run_in, 1, folder, [*settings, *steps, f"output={tmp_path / 'one'}"])
 
