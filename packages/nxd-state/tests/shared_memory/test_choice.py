@@ -89,7 +89,7 @@ def refuse(*arguments, **keywords):
 
 @pytest.mark.parametrize(
     "call",
-    ["os.memfd_create", "nxd_state.shared_memory.segment._map", "nxd_state.shared_memory.futex.wait"],
+    ["os.memfd_create", "nxd_state.shared_memory.segment._map", "nxd_state.shared_memory.doorbell.futex_wait"],
     ids=["no memory is made", "none is mapped", "none can be slept on"],
 )
 def test_rank_that_cannot_share_says_so_in_one_line_and_all_go_on_over_gloo(call):

@@ -3,19 +3,23 @@
     <root>/<tag>/manifest.json, <root>/<tag>/data/...   a checkpoint
     <root>/.staging/lock, <root>/.staging/<save_id>/    a save that is not committed yet
     <root>/.trash/                                      a checkpoint on its way out
-    <root>/.pins/, <root>/LATEST                        see `posix_housekeeping.py`
+    <root>/.pins/<tag>                                  says that this tag is pinned
+    <root>/LATEST                                       the tag committed last, for people; nothing here reads it
 
 A new checkpoint appears by one rename of its folder. One that is overwritten changes by one rename of its manifest: the
 new data files, whose names are unique to the save, are moved next to the old ones first. What the files contain is not
-known here, except for the names above.
-"""
+known here, except for the names above."""
 
+import contextlib
 import os
-from collections.abc import Iterable, Sequence
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
 
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.files import (
     existing_file,
+    lock,
     make_folders,
     new_file,
     read_vectored,
@@ -24,20 +28,15 @@ from nxd_ckpt.files import (
     unlock,
     write_fully,
 )
-from nxd_ckpt.manifest import FILE_FOLDERS, MANIFEST_NAME, MAX_MANIFEST_BYTES, is_file_name
+from nxd_ckpt.manifest import FILE_FOLDERS, MANIFEST_NAME, MAX_MANIFEST_BYTES, decode, is_file_name
 from nxd_ckpt.stores.interface import Capabilities, Garbage, Piece
-from nxd_ckpt.stores.posix_housekeeping import (
-    LOCK_NAME,
-    STAGING_FOLDER,
-    TRASH_FOLDER,
-    garbage,
-    move_to_trash,
-    note_latest,
-    pinned,
-    set_pinned,
-    take_lock,
-)
 from nxd_ckpt.stores.tags import is_tag
+
+_STAGING_FOLDER = ".staging"
+_TRASH_FOLDER = ".trash"
+_LOCK_NAME = "lock"
+_PINS_FOLDER = ".pins"
+_LATEST_NAME = "LATEST"
 
 
 class PosixStore:
@@ -86,7 +85,7 @@ class PosixStore:
 
     def delete(self, tag: str) -> None:
         """See `Store.delete`: one rename out of sight, then its space is freed."""
-        doomed = move_to_trash(self.location, os.path.join(self.location, tag))
+        doomed = _move_to_trash(self.location, os.path.join(self.location, tag))
         sync_folder(self.location)
         remove(doomed)
 
@@ -96,15 +95,15 @@ class PosixStore:
 
     def pinned(self) -> set[str]:
         """See `Store.pinned`."""
-        return pinned(self.location)
+        return _pinned(self.location)
 
     def set_pinned(self, tag: str, *, to: bool) -> None:
         """See `Store.set_pinned`."""
-        set_pinned(self.location, tag, to=to)
+        _set_pinned(self.location, tag, to=to)
 
     def garbage(self, *, dead_after: float, delete: bool) -> list[Garbage]:
         """See `Store.garbage`."""
-        return garbage(self, dead_after=dead_after, delete=delete)
+        return _garbage(self, dead_after=dead_after, delete=delete)
 
 
 class PosixSave:
@@ -113,7 +112,7 @@ class PosixSave:
     def __init__(self, root: str, tag: str, save_id: str, *, overwrite: bool) -> None:
         self._root = root
         self._target = os.path.join(root, tag)
-        self._staging = os.path.join(root, STAGING_FOLDER)
+        self._staging = os.path.join(root, _STAGING_FOLDER)
         self._staged = os.path.join(self._staging, save_id)
         self._overwrite = overwrite
         self._begun = False
@@ -121,12 +120,12 @@ class PosixSave:
 
     def begin(self) -> None:
         """See `SaveTransaction.begin`: takes the root's lock and makes the staging folder."""
-        self._lock = take_lock(self._root)
+        self._lock = _take_lock(self._root)
         self._begun = True
         self._check_target()
         if self._lock is not None:  # nobody else is saving, so whatever lies there belongs to a save that died
-            _clear(self._staging, keep=LOCK_NAME)
-            _clear(os.path.join(self._root, TRASH_FOLDER))
+            _clear(self._staging, keep=_LOCK_NAME)
+            _clear(os.path.join(self._root, _TRASH_FOLDER))
         os.makedirs(os.path.join(self._staged, "data"))
 
     def write_file(self, file: str, parts: "Iterable[bytes | memoryview]") -> None:
@@ -156,7 +155,7 @@ class PosixSave:
             _replace(self._staged, self._target)
         else:
             _publish(self._staged, self._target)
-        note_latest(self._root, os.path.basename(self._target))
+        _note_latest(self._root, os.path.basename(self._target))
 
     def end(self) -> None:
         """See `SaveTransaction.end`: clears staging and releases the lock."""
@@ -216,3 +215,117 @@ def _clear(folder: str, keep: str = "") -> None:
         for name in os.listdir(folder):
             if name != keep:
                 remove(os.path.join(folder, name))
+
+
+def _pinned(root: str) -> set[str]:
+    """See `Store.pinned`."""
+    try:
+        return set(os.listdir(os.path.join(root, _PINS_FOLDER)))
+    except FileNotFoundError:
+        return set()
+
+
+def _set_pinned(root: str, tag: str, *, to: bool) -> None:
+    """See `Store.set_pinned`; on the disk when this returns."""
+    folder = os.path.join(root, _PINS_FOLDER)
+    make_folders(folder)
+    with contextlib.suppress(FileExistsError, FileNotFoundError):
+        if to:
+            with new_file(os.path.join(folder, tag)):
+                pass
+        else:
+            os.unlink(os.path.join(folder, tag))
+    sync_folder(folder)
+
+
+def _note_latest(root: str, tag: str) -> None:
+    """Leaves the hint; one that cannot be left is no error, and it need not outlive a crash. Called under the lock."""
+    scratch = os.path.join(root, _STAGING_FOLDER, _LATEST_NAME)
+    with contextlib.suppress(OSError):
+        fd = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        try:
+            write_fully(fd, f"{tag}\n".encode())
+        finally:
+            os.close(fd)
+        try:
+            os.replace(scratch, os.path.join(root, _LATEST_NAME))
+        except OSError:
+            os.unlink(scratch)
+
+
+def _take_lock(root: str) -> int | None:
+    """The root's lock, which a save holds as long as it is at work; None where the file system has no locks.
+
+    Raises:
+        CheckpointError: somebody else has it.
+    """
+    make_folders(root)
+    staging = os.path.join(root, _STAGING_FOLDER)
+    if not os.path.isdir(staging):
+        os.makedirs(staging, exist_ok=True)  # need not outlive a crash, so no fsync
+    try:
+        return lock(os.path.join(staging, _LOCK_NAME))
+    except BlockingIOError:
+        raise CheckpointError(f"another save is at work in {root}; wait for it or use another folder") from None
+
+
+def _garbage(store: PosixStore, *, dead_after: float, delete: bool) -> list[Garbage]:
+    """See `Store.garbage`: staging, trash, and files in checkpoints that no manifest speaks of."""
+    root = store.location
+    if not os.path.isdir(root):
+        return []
+    held = _take_lock(root)
+    try:
+        paths = [*_in_folder(root, _STAGING_FOLDER), *_in_folder(root, _TRASH_FOLDER)]
+        paths += [path for tag in store.tags() for path in _unknown_files(store, tag)]
+        if held is None:  # a save may be at work
+            paths = [path for path in paths if time.time() - _last_change(path) >= dead_after]
+        found = [Garbage(path, sum(os.lstat(file).st_size for file in _files_in(path))) for path in paths]
+        doomed = [_move_to_trash(root, path) for path in paths] if delete else []
+    finally:
+        if held is not None:
+            unlock(held)
+    for path in doomed:  # takes its time, and no save should find the lock taken meanwhile
+        remove(path)
+    return found
+
+
+def _move_to_trash(root: str, path: str) -> str:
+    """Takes a file or folder out of sight by one rename, and returns where it is now."""
+    trash = os.path.join(root, _TRASH_FOLDER)
+    if os.path.dirname(path) == trash:
+        return path
+    make_folders(trash)
+    doomed = os.path.join(trash, uuid.uuid4().hex)
+    os.rename(path, doomed)
+    return doomed
+
+
+def _in_folder(root: str, name: str) -> list[str]:
+    folder = os.path.join(root, name)
+    names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+    return [os.path.join(folder, name) for name in names if name != _LOCK_NAME]
+
+
+def _unknown_files(store: PosixStore, tag: str) -> list[str]:
+    """Files that an overwriting save has left when it died; none where the manifest is damaged."""
+    try:
+        known = decode(store.read_manifest(tag), store.where(tag)).files
+    except CheckpointError:
+        return []
+    folders = [folder for folder in FILE_FOLDERS if os.path.isdir(store.where(tag, folder))]
+    files = [f"{folder}/{name}" for folder in folders for name in sorted(os.listdir(store.where(tag, folder)))]
+    return [store.where(tag, file) for file in files if is_file_name(file) and file not in known]
+
+
+def _files_in(path: str) -> Iterator[str]:
+    """The file itself, or all files under a folder."""
+    if not os.path.isdir(path) or os.path.islink(path):
+        yield path
+        return
+    for folder, _, names in os.walk(path):
+        yield from (os.path.join(folder, name) for name in names)
+
+
+def _last_change(path: str) -> float:
+    return max(os.lstat(each).st_mtime for each in (path, *_files_in(path)))

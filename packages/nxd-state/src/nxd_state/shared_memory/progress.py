@@ -16,7 +16,6 @@ from torch import Tensor
 
 from nxd_state.shared_memory.channel import Awaited, Channel, SharedMemoryError, Steps
 from nxd_state.shared_memory.doorbell import Doorbell
-from nxd_state.shared_memory.failure import check_peers
 from nxd_state.shared_memory.modes import OutsideOfModes, any_mode
 
 _SPIN_SECONDS = 200e-6  # about twice what it takes to sleep and be waked
@@ -221,7 +220,7 @@ class Progress:
         awaited = lane.awaited
         if awaited is None:
             return
-        error = check_peers(lane.channel, awaited, seconds, thorough=thorough)
+        error = _check_peers(lane.channel, awaited, seconds, thorough=thorough)
         if error is None:
             return
         self._advance()  # it may have come to this just before it went
@@ -246,3 +245,36 @@ class Progress:
             self._left_alone.clear()  # whoever waits now will set it again
             while self._busy and not self._waiting_threads and not self._ended:
                 self._listen(None)
+
+
+def _check_peers(channel: Channel, awaited: Awaited, seconds: float, *, thorough: bool) -> SharedMemoryError | None:
+    """What to raise on a rank that has waited for `seconds`, if anything.
+
+    Args:
+        channel: of the group.
+        awaited: what it waits for.
+        seconds: how long.
+        thorough: whether to look at the peers' processes as well, which takes some microseconds each.
+    """
+    reason = channel.reason_of_leaver(awaited)
+    if reason is not None:
+        return SharedMemoryError(reason)
+    if not thorough:
+        return None
+    missing = channel.missing(awaited)
+    for peer in missing:
+        process = channel.process(peer)
+        if process.condition() == "has ended":
+            return SharedMemoryError(
+                f"rank {channel.ranks[peer]} is gone from {channel.title}: its process {process.pid} has ended while "
+                f"rank {channel.ranks[channel.rank]} waited for it; see what that rank printed"
+            )
+    if missing and seconds > channel.timeout:
+        peer = missing[0]
+        process = channel.process(peer)
+        return SharedMemoryError(
+            f"rank {channel.ranks[peer]} of {channel.title} did not come to what rank {channel.ranks[channel.rank]} "
+            f"waits for in {channel.timeout:g} s: its process {process.pid} {process.condition()}; "
+            "initialize_model_parallel(timeout=...) sets how long to wait"
+        )
+    return None

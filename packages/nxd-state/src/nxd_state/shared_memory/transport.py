@@ -10,15 +10,11 @@ import torch
 from torch import Tensor
 
 from nxd_state.collectives.messages import Receive, Send
-from nxd_state.shared_memory import broadcast as broadcasting
-from nxd_state.shared_memory.all_gather import all_gather
-from nxd_state.shared_memory.all_reduce import all_reduce
-from nxd_state.shared_memory.all_to_all import all_to_all
+from nxd_state.shared_memory.algorithms import all_gather, all_reduce, all_to_all, barrier, broadcast, reduce_scatter
 from nxd_state.shared_memory.channel import Channel, SharedMemoryError, Steps
 from nxd_state.shared_memory.copying import plain
 from nxd_state.shared_memory.messages import Inbox, Outbox
 from nxd_state.shared_memory.progress import Lane, Operation, Progress
-from nxd_state.shared_memory.reduce_scatter import reduce_scatter
 from nxd_state.shared_memory.reduction import check_reducible
 from nxd_state.shared_memory.rounds import Rounds
 
@@ -78,11 +74,11 @@ class Transport:
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         """A copy of the tensor of the rank with that index."""
-        return self._progress.complete(self._lane, broadcasting.broadcast(self._rounds, _detached(tensor), source))
+        return self._progress.complete(self._lane, broadcast(self._rounds, _detached(tensor), source))
 
     def barrier(self) -> None:
         """Wait for all ranks."""
-        self._progress.complete(self._lane, broadcasting.barrier(self._rounds))
+        self._progress.complete(self._lane, barrier(self._rounds))
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Every rank's value, by pickle."""

@@ -1,0 +1,259 @@
+"""The algorithms of the collectives: who posts what, and who adds or copies it, round by round.
+
+What fits one round is posted whole. What is larger goes piece by piece: while the others' is copied, the next one is
+posted already. An all-reduce adds small tensors whole on every rank, and of large ones a part on each.
+"""
+
+from collections.abc import Callable, Generator
+
+import torch
+from torch import Tensor
+
+from nxd_state.shared_memory import signature
+from nxd_state.shared_memory.channel import Awaited, Steps
+from nxd_state.shared_memory.copying import copy_bytes, empty, plain
+from nxd_state.shared_memory.layout import SLOT_BYTES, piece_of
+from nxd_state.shared_memory.reduction import combine
+from nxd_state.shared_memory.rounds import Rounds
+
+SMALL_BYTES = 256 * 1024  # up to here one round is enough; above, copying while others copy is worth more waits
+
+# What to do with one piece: (its round, its first byte, its bytes).
+OnPiece = Callable[[int, int, int], None]
+
+
+def in_pieces(
+    rounds: Rounds, what: int, size: int, largest: int, write: OnPiece, read: OnPiece
+) -> Generator[Awaited, None, None]:
+    """Go through as many rounds as `size` bytes need.
+
+    Args:
+        rounds: of the group.
+        what: the signature.
+        size: bytes of what is cut into pieces.
+        largest: how many of them a round can carry.
+        write: puts a piece into this rank's slot.
+        read: takes the same piece of what all ranks have posted.
+    """
+    piece = piece_of(size, largest)
+    number = -(-size // piece)
+    first = rounds.reserve(number)
+    for step in range(number + 1):
+        if step < number:
+            start = step * piece
+            write(first + step, start, min(piece, size - start))
+            rounds.post(first + step, what)
+        if step > 0:
+            start = (step - 1) * piece
+            yield from rounds.all_posted(first + step - 1, what)
+            read(first + step - 1, start, min(piece, size - start))
+
+
+def part_shape(tensor: Tensor, parts: int, dim: int) -> torch.Size:
+    """The shape of each of that many equal parts along `dim`."""
+    return torch.Size((*tensor.shape[:dim], tensor.shape[dim] // parts, *tensor.shape[dim + 1 :]))
+
+
+def cut(tensor: Tensor, parts: int, dim: int) -> Tensor:
+    """The tensor with its parts along `dim` lying in memory one after the other; itself where they do."""
+    if dim:
+        tensor = tensor.unflatten(dim, (parts, tensor.shape[dim] // parts)).movedim(dim, 0)
+    return plain(tensor)
+
+
+def writer(rounds: Rounds, parts: Tensor) -> OnPiece:
+    """Puts a piece of each part but this rank's own into the slot."""
+    source, part_size = parts.data_ptr(), parts.nbytes // rounds.size
+
+    def write(this: int, start: int, size: int) -> None:
+        slot = rounds.address(rounds.rank, this)
+        for peer in rounds.peers:
+            copy_bytes(slot + peer * rounds.part_bytes, source + peer * part_size + start, size)
+
+    return write
+
+
+_ADDED_WHOLE_BYTES = 64 * 1024  # up to here one more wait costs more than adding everything everywhere
+_ALIGNMENT = 16  # elements to which parts are rounded
+
+
+def all_reduce(rounds: Rounds, tensor: Tensor, op: str, *, in_place: bool) -> Steps:
+    """Combine the ranks' tensors, into `tensor` itself or a new one."""
+    what = signature.encode("all_reduce", tensor.numel(), tensor.dtype, op)
+    source = plain(tensor)
+    if tensor.nbytes <= _ADDED_WHOLE_BYTES:
+        this = yield from rounds.meet(what, source)
+        views = rounds.views(this, tensor.dtype, tensor.shape)
+        return combine(views, op, tensor if in_place else None)
+    if not in_place:
+        return (yield from _all_reduce_parts(rounds, source, op, empty(tensor.shape, tensor.dtype), what))
+    yield from _all_reduce_parts(rounds, source, op, source, what)
+    return tensor if source is tensor else tensor.copy_(source)
+
+
+def _all_reduce_parts(rounds: Rounds, tensor: Tensor, op: str, out: Tensor, what: int) -> Steps:
+    """Three things go on, each a round behind the one before: posting, adding this rank's part, taking the others'."""
+    per_round = piece_of(tensor.nbytes, SLOT_BYTES) // tensor.dtype.itemsize
+    number = -(-tensor.numel() // per_round)
+    first = rounds.reserve(number)
+    source, target = tensor.view(-1), out.view(-1)
+    for step in range(number + 2):
+        if step < number:
+            _post_parts(rounds, first + step, source[step * per_round : (step + 1) * per_round])
+            rounds.post(first + step, what)
+        if 0 < step <= number:
+            yield from rounds.all_posted(first + step - 1, what)
+            _reduce_part(rounds, first + step - 1, source[(step - 1) * per_round : step * per_round], op)
+            rounds.publish_reduced(first + step - 1)
+        if step > 1:
+            yield from rounds.all_reduced(first + step - 2)
+            _take_parts(rounds, first + step - 2, target[(step - 2) * per_round : (step - 1) * per_round])
+    return out
+
+
+def _part_of(rounds: Rounds, numel: int, index: int) -> tuple[int, int]:
+    """Where the part that a rank adds begins and ends."""
+    length = -(-numel // (rounds.size * _ALIGNMENT)) * _ALIGNMENT
+    return min(index * length, numel), min((index + 1) * length, numel)
+
+
+def _post_parts(rounds: Rounds, this: int, chunk: Tensor) -> None:
+    """Write to the slot what the others add."""
+    begin, end = (edge * chunk.dtype.itemsize for edge in _part_of(rounds, chunk.numel(), rounds.rank))
+    slot, address = rounds.address(rounds.rank, this), chunk.data_ptr()
+    copy_bytes(slot, address, begin)
+    copy_bytes(slot + end, address + end, chunk.nbytes - end)
+
+
+def _reduce_part(rounds: Rounds, this: int, chunk: Tensor, op: str) -> None:
+    """Add up this rank's part, in its slot."""
+    begin, end = _part_of(rounds, chunk.numel(), rounds.rank)
+    if begin == end:
+        return
+    views = list(rounds.views(this, chunk.dtype, (end - begin,), begin * chunk.dtype.itemsize))
+    out, views[rounds.rank] = views[rounds.rank], chunk[begin:end]
+    combine(views, op, out)
+
+
+def _take_parts(rounds: Rounds, this: int, chunk: Tensor) -> None:
+    """Copy the parts that the ranks have added."""
+    address, itemsize = chunk.data_ptr(), chunk.dtype.itemsize
+    for index in range(rounds.size):
+        begin, end = _part_of(rounds, chunk.numel(), index)
+        copy_bytes(address + begin * itemsize, rounds.address(index, this) + begin * itemsize, (end - begin) * itemsize)
+
+
+def all_gather(rounds: Rounds, tensor: Tensor, dim: int) -> Steps:
+    """Concatenate the ranks' tensors along `dim`."""
+    what = signature.encode("all_gather", tensor.numel(), tensor.dtype)
+    if tensor.nbytes <= SMALL_BYTES:
+        this = yield from rounds.meet(what, plain(tensor))
+        return torch.cat(rounds.views(this, tensor.dtype, tensor.shape), dim)
+    gathered = yield from _gather_stack(rounds, plain(tensor), what)
+    return gathered.flatten(0, 1) if dim == 0 else torch.cat(gathered.unbind(0), dim)
+
+
+def _gather_stack(rounds: Rounds, tensor: Tensor, what: int) -> Steps:
+    """Stack the ranks' tensors on a new dim 0."""
+    size, source = tensor.nbytes, tensor.data_ptr()
+    gathered = empty((rounds.size, *tensor.shape), tensor.dtype)
+    target = gathered.data_ptr()
+
+    def write(this: int, start: int, size: int) -> None:
+        copy_bytes(rounds.address(rounds.rank, this), source + start, size)
+
+    def read(this: int, start: int, piece: int) -> None:
+        for peer in rounds.peers:
+            copy_bytes(target + peer * size + start, rounds.address(peer, this), piece)
+
+    yield from in_pieces(rounds, what, size, SLOT_BYTES, write, read)
+    copy_bytes(target + rounds.rank * size, source, size)
+    return gathered
+
+
+def reduce_scatter(rounds: Rounds, tensor: Tensor, dim: int, op: str) -> Steps:
+    """Combine the ranks' tensors, of which this rank gets its part along `dim`."""
+    what = signature.encode("reduce_scatter", tensor.numel(), tensor.dtype, op)
+    shape = part_shape(tensor, rounds.size, dim)
+    parts = cut(tensor, rounds.size, dim)
+    if tensor.nbytes > SMALL_BYTES:
+        return (yield from _reduce_scatter_pieces(rounds, parts, shape, op, what))
+    this = yield from rounds.meet(what, parts)
+    return combine(rounds.views(this, tensor.dtype, shape, rounds.rank * (parts.nbytes // rounds.size)), op)
+
+
+def _reduce_scatter_pieces(rounds: Rounds, parts: Tensor, shape: torch.Size, op: str, what: int) -> Steps:
+    itemsize, part_size = parts.dtype.itemsize, parts.nbytes // rounds.size
+    own = parts.view(rounds.size, -1)[rounds.rank]
+    result = empty(shape, parts.dtype)
+    target = result.view(-1)
+    offset = rounds.rank * rounds.part_bytes  # where in every slot this rank's parts begin
+
+    def read(this: int, start: int, size: int) -> None:
+        here = slice(start // itemsize, (start + size) // itemsize)
+        pieces = list(rounds.views(this, parts.dtype, (size // itemsize,), offset))
+        pieces[rounds.rank] = own[here]
+        combine(pieces, op, target[here])
+
+    yield from in_pieces(rounds, what, part_size, rounds.part_bytes, writer(rounds, parts), read)
+    return result
+
+
+def all_to_all(rounds: Rounds, tensor: Tensor, split_dim: int, concat_dim: int) -> Steps:
+    """Cut `tensor` along `split_dim`, concatenate what comes along `concat_dim`."""
+    what = signature.encode("all_to_all", tensor.numel(), tensor.dtype)
+    shape = part_shape(tensor, rounds.size, split_dim)
+    parts = cut(tensor, rounds.size, split_dim)
+    if tensor.nbytes <= SMALL_BYTES:
+        this = yield from rounds.meet(what, parts)
+        start = rounds.rank * (parts.nbytes // rounds.size)
+        return torch.cat(rounds.views(this, tensor.dtype, shape, start), concat_dim)
+    received = yield from _exchange_parts(rounds, parts, shape, what)
+    return received.flatten(0, 1) if concat_dim == 0 else torch.cat(received.unbind(0), concat_dim)
+
+
+def _exchange_parts(rounds: Rounds, parts: Tensor, shape: torch.Size, what: int) -> Steps:
+    """Stack the parts for this rank on a new dim 0."""
+    received = empty((rounds.size, *shape), parts.dtype)
+    target, part_size = received.data_ptr(), parts.nbytes // rounds.size
+    offset = rounds.rank * rounds.part_bytes
+
+    def read(this: int, start: int, size: int) -> None:
+        for peer in rounds.peers:
+            copy_bytes(target + peer * part_size + start, rounds.address(peer, this) + offset, size)
+
+    yield from in_pieces(rounds, what, part_size, rounds.part_bytes, writer(rounds, parts), read)
+    own = rounds.rank * part_size
+    copy_bytes(target + own, parts.data_ptr() + own, part_size)
+    return received
+
+
+def broadcast(rounds: Rounds, tensor: Tensor, source: int) -> Steps:
+    """A copy of the tensor of the rank with index `source`; the others' give shape and dtype."""
+    what = signature.encode("broadcast", tensor.numel(), tensor.dtype, root=source)
+    posted = plain(tensor) if rounds.rank == source else None
+    if tensor.nbytes > SMALL_BYTES:
+        return (yield from _broadcast_pieces(rounds, tensor, posted, source, what))
+    this = yield from rounds.meet(what, posted)
+    return rounds.views(this, tensor.dtype, tensor.shape)[source].clone()
+
+
+def _broadcast_pieces(rounds: Rounds, tensor: Tensor, posted: Tensor | None, source: int, what: int) -> Steps:
+    copy = empty(tensor.shape, tensor.dtype)
+    target = copy.data_ptr()
+
+    def write(this: int, start: int, size: int) -> None:
+        if posted is not None:
+            copy_bytes(rounds.address(source, this), posted.data_ptr() + start, size)
+
+    def read(this: int, start: int, size: int) -> None:
+        copy_bytes(target + start, rounds.address(source, this), size)
+
+    yield from in_pieces(rounds, what, tensor.nbytes, SLOT_BYTES, write, read)
+    return copy
+
+
+def barrier(rounds: Rounds) -> Steps:
+    """Wait until every rank has come here."""
+    yield from rounds.meet(signature.encode("barrier"))
+    return torch.empty(0, device="cpu")
