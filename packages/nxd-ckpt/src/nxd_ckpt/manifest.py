@@ -1,8 +1,7 @@
 """The manifest: what a checkpoint holds and where its bytes lie. A folder is a checkpoint once it has a whole one.
 
 Here it is written as JSON text and read back with every field checked, since a manifest may come from anywhere.
-FORMAT.md specifies the format. Which boxes go into which file is decided in `plan.py`.
-"""
+FORMAT.md specifies the format. Which boxes go into which file is decided in `plan.py`."""
 
 import hashlib
 import json
@@ -17,7 +16,6 @@ from nxd_ckpt.boxes import Box
 from nxd_ckpt.checksums import num_blocks
 from nxd_ckpt.collector import collector_paused
 from nxd_ckpt.errors import CheckpointError
-from nxd_ckpt.item_sizes import ITEM_SIZES
 from nxd_ckpt.objects import check_json
 
 FORMAT = "nxd-ckpt"
@@ -26,6 +24,28 @@ MANIFEST_NAME = "manifest.json"
 FILE_FOLDERS = ("data", "extra")
 MAX_MANIFEST_BYTES = 2**30
 MAX_DIMS = 64
+
+# Bytes per element of each tensor type, by safetensors name. Here, as the writer process has no torch.
+ITEM_SIZES: dict[str, int] = {
+    "BOOL": 1,
+    "U8": 1,
+    "I8": 1,
+    "U16": 2,
+    "I16": 2,
+    "U32": 4,
+    "I32": 4,
+    "U64": 8,
+    "I64": 8,
+    "F8_E4M3": 1,
+    "F8_E4M3FNUZ": 1,
+    "F8_E5M2": 1,
+    "F8_E5M2FNUZ": 1,
+    "F16": 2,
+    "BF16": 2,
+    "F32": 4,
+    "F64": 8,
+    "C64": 8,
+}
 
 _SAVE_ID = re.compile(r"[0-9a-f]{32}")
 _EXTRA_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")

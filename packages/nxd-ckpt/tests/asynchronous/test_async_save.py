@@ -25,7 +25,7 @@ from nxd_ckpt.asynchronous import background
 from nxd_ckpt.asynchronous.arena import Arena
 from nxd_ckpt.asynchronous.handover import Slice
 from nxd_ckpt.dtypes import DTYPE_OF_CODE
-from nxd_ckpt.item_sizes import ITEM_SIZES
+from nxd_ckpt.manifest import ITEM_SIZES
 from nxd_ckpt.saving import run_save
 from nxd_ckpt.testing import outcomes_on_threads, run_on_threads
 

@@ -12,13 +12,11 @@ from dataclasses import dataclass
 
 import torch
 
-from nxd_ckpt.asynchronous.arena import Arena
+from nxd_ckpt.asynchronous.arena import Arena, default_limit, stage
 from nxd_ckpt.asynchronous.channel import Channel
 from nxd_ckpt.asynchronous.handle import AsyncSave
 from nxd_ckpt.asynchronous.handover import Handover, Stopped
-from nxd_ckpt.asynchronous.memory import default_limit
 from nxd_ckpt.asynchronous.staged_file import ChunkHashes, staged_parts
-from nxd_ckpt.asynchronous.staging import stage
 from nxd_ckpt.asynchronous.writer import FileToWrite
 from nxd_ckpt.asynchronous.writer_process import WriterProcess
 from nxd_ckpt.boxes import Box

@@ -1,10 +1,17 @@
-"""`async_save`: what `save` does, but for the copying of tensors in the background."""
+"""`async_save`: what `save` does, but for the copying of tensors in the background.
+
+Schedulers send SIGTERM some time before they kill, and that may be enough to finish a save that goes on.
+"""
 
 import atexit
 import copy
 import dataclasses
 import os
+import signal
+import threading
+import time
 from collections.abc import Mapping
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +20,6 @@ from nxd_ckpt.asynchronous import pending
 from nxd_ckpt.asynchronous.background import Background
 from nxd_ckpt.asynchronous.channel import Channel
 from nxd_ckpt.asynchronous.handle import AsyncSave
-from nxd_ckpt.asynchronous.termination import finish_saves_on_sigterm
 from nxd_ckpt.coordinator import DEFAULT_TIMEOUT, Coordinator, check_timeout, coordinator_for
 from nxd_ckpt.save_task import SaveOptions, prepare_save
 from nxd_ckpt.saving import tensors_of
@@ -24,6 +30,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 _MIN_MEMORY = 2**16
+GRACE_SECONDS = 20.0  # launchers and schedulers usually wait 30 before they kill
 
 _backgrounds: dict[pending.RankKey, Background] = {}
 
@@ -117,3 +124,20 @@ def _end() -> None:
 atexit.register(_end)
 # Writers are the parent's, not those of a child forked from it.
 os.register_at_fork(after_in_child=_backgrounds.clear)
+
+
+def finish_saves_on_sigterm() -> None:
+    """Has SIGTERM wait for saves before it ends the process. Leaves it alone if the program handles it in any way."""
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if in_main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _finish_saves_and_die)
+
+
+def _finish_saves_and_die(signal_number: int, frame: FrameType | None) -> None:
+    deadline = time.monotonic() + GRACE_SECONDS
+    for save in pending.in_flight():
+        # If it is not staged, its tensors wait for this very thread. Locks may be held by it, so none is used here.
+        while save.staged and not save.done() and time.monotonic() < deadline:
+            time.sleep(0.02)
+    signal.signal(signal_number, signal.SIG_DFL)
+    os.kill(os.getpid(), signal_number)

@@ -10,19 +10,24 @@ from nxd_pipeline.schedules.action import (
     parse_action,
 )
 from nxd_pipeline.schedules.blocking_communication import insert_blocking_communication
-from nxd_pipeline.schedules.catalog import SCHEDULE_NAMES, make_schedule
 from nxd_pipeline.schedules.chart import save_chart, text_chart
 from nxd_pipeline.schedules.communication import insert_communication
 from nxd_pipeline.schedules.csv_file import format_schedule, parse_schedule, read_schedule, write_schedule
 from nxd_pipeline.schedules.edge import Dataflow, Edge, chain
-from nxd_pipeline.schedules.makers.dualpipe_v import dualpipe_v
-from nxd_pipeline.schedules.makers.forward_only import forward_only, inference
-from nxd_pipeline.schedules.makers.gpipe import gpipe
-from nxd_pipeline.schedules.makers.interleaved import interleaved_one_forward_one_backward
-from nxd_pipeline.schedules.makers.one_forward_one_backward import one_forward_one_backward
-from nxd_pipeline.schedules.makers.order import looped_placement, v_placement
-from nxd_pipeline.schedules.makers.zero_bubble_h1 import zero_bubble_h1
-from nxd_pipeline.schedules.makers.zero_bubble_v import zero_bubble_v
+from nxd_pipeline.schedules.makers import (
+    SCHEDULE_NAMES,
+    dualpipe_v,
+    forward_only,
+    gpipe,
+    inference,
+    interleaved_one_forward_one_backward,
+    looped_placement,
+    make_schedule,
+    one_forward_one_backward,
+    v_placement,
+    zero_bubble_h1,
+    zero_bubble_v,
+)
 from nxd_pipeline.schedules.memory import ActivationSize, activations_kept, peak_in_flight
 from nxd_pipeline.schedules.schedule import Schedule, custom_schedule
 from nxd_pipeline.schedules.simulation import Costs, StageCost, simulate

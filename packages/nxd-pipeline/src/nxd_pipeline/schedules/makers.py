@@ -1,0 +1,338 @@
+"""Schedules by name, as configurations give them, and the pure functions that make them.
+
+Forwards and backwards stand in the order in which each rank computes them; the paper of each method is named with it.
+Messages are added by `insert_communication`.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from nxd_pipeline.schedules.action import Action, ActionKind
+from nxd_pipeline.schedules.schedule import Schedule
+
+F, B, I, W = (  # noqa: E741
+    ActionKind.FORWARD,
+    ActionKind.BACKWARD,
+    ActionKind.BACKWARD_INPUT,
+    ActionKind.BACKWARD_WEIGHT,
+)
+
+
+class Order:
+    """One rank's growing list of actions, each of them for the next microbatch of its stage.
+
+    Microbatches from `num_microbatches` on are counted but left out. Leaving a microbatch out of a schedule that works
+    gives a schedule that works, so patterns that need many microbatches serve for few.
+    """
+
+    def __init__(self, num_microbatches: int) -> None:
+        self._num_microbatches = num_microbatches
+        self._forwards: Counter[int] = Counter()
+        self._backwards: Counter[int] = Counter()
+        self._weights: Counter[int] = Counter()
+        self._actions: list[Action] = []
+
+    def add(self, kind: ActionKind, *stages: int, times: int = 1) -> "Order":
+        """The next microbatch of each of `stages` in turn, `times` over."""
+        for _ in range(times):
+            for stage in stages:
+                if kind is ActionKind.FORWARD:
+                    counter = self._forwards
+                elif kind is ActionKind.BACKWARD_WEIGHT:
+                    counter = self._weights
+                else:
+                    counter = self._backwards
+                if counter[stage] < self._num_microbatches:
+                    self._actions.append(Action(kind, stage, counter[stage]))
+                counter[stage] += 1
+                if kind is ActionKind.BACKWARD:
+                    self._weights[stage] += 1
+        return self
+
+    def forwards(self, stage: int) -> int:
+        """How many forwards of that stage have been added."""
+        return self._forwards[stage]
+
+    def weights_left(self, stage: int) -> int:
+        """How many gradients of that stage's weights wait to be added after those of its inputs."""
+        return self._backwards[stage] - self._weights[stage]
+
+    def actions(self) -> tuple[Action, ...]:
+        """All that was added and not left out."""
+        return tuple(self._actions)
+
+
+def looped_placement(pipeline_size: int, virtual_pipeline_size: int = 1) -> tuple[int, ...]:
+    """Stage s on rank s % pipeline_size."""
+    return tuple(range(pipeline_size)) * virtual_pipeline_size
+
+
+def v_placement(pipeline_size: int) -> tuple[int, ...]:
+    """Two stages per rank, down and up again: the first and the last stage share rank 0."""
+    return (*range(pipeline_size), *reversed(range(pipeline_size)))
+
+
+def check_sizes(pipeline_size: int, num_microbatches: int, virtual_pipeline_size: int = 1) -> None:
+    """Raises ValueError for what no schedule can do."""
+    sizes = {
+        "pipeline_size": pipeline_size,
+        "num_microbatches": num_microbatches,
+        "virtual_pipeline_size": virtual_pipeline_size,
+    }
+    for name, size in sizes.items():
+        if not isinstance(size, int) or size < 1:
+            raise ValueError(f"{name}={size!r} is not a positive number; use 1 or more")
+
+
+def gpipe(pipeline_size: int, num_microbatches: int, *, virtual_pipeline_size: int = 1) -> Schedule:
+    """All forwards, stage after stage, then all backwards (Huang et al. 2019, "GPipe").
+
+    With several stages per rank, each stage goes through all microbatches at once (Lamy-Poirier 2023, "Breadth-First
+    Pipeline Parallelism"). A rank keeps `num_microbatches * virtual_pipeline_size` activations.
+    """
+    check_sizes(pipeline_size, num_microbatches, virtual_pipeline_size)
+    rank_of_stage = looped_placement(pipeline_size, virtual_pipeline_size)
+    orders = []
+    for rank in range(pipeline_size):
+        stages = range(rank, len(rank_of_stage), pipeline_size)
+        order = Order(num_microbatches)
+        for stage in stages:
+            order.add(ActionKind.FORWARD, stage, times=num_microbatches)
+        for stage in reversed(stages):
+            order.add(ActionKind.BACKWARD, stage, times=num_microbatches)
+        orders.append(order.actions())
+    return Schedule("gpipe", num_microbatches, rank_of_stage, tuple(orders))
+
+
+def one_forward_one_backward(pipeline_size: int, num_microbatches: int) -> Schedule:
+    """Forwards to warm up, one forward and one backward in turn, then the backwards left (Narayanan et al. 2019).
+
+    Rank i warms up with `min(pipeline_size - 1 - i, num_microbatches)` forwards ("PipeDream", with the flush of
+    "PipeDream-Flush") and keeps at most `min(pipeline_size - i, num_microbatches)` activations.
+    """
+    check_sizes(pipeline_size, num_microbatches)
+    orders = []
+    for stage in range(pipeline_size):
+        warm_up = min(pipeline_size - 1 - stage, num_microbatches)
+        order = Order(num_microbatches)
+        order.add(ActionKind.FORWARD, stage, times=warm_up)
+        for _ in range(num_microbatches - warm_up):
+            order.add(ActionKind.FORWARD, stage).add(ActionKind.BACKWARD, stage)
+        order.add(ActionKind.BACKWARD, stage, times=warm_up)
+        orders.append(order.actions())
+    return Schedule("1f1b", num_microbatches, looped_placement(pipeline_size), tuple(orders))
+
+
+def interleaved_one_forward_one_backward(
+    pipeline_size: int, num_microbatches: int, *, virtual_pipeline_size: int = 2
+) -> Schedule:
+    """1F1B's bubble divided by the number of stages per rank, for more messages and activations.
+
+    Groups of `pipeline_size` microbatches go through a rank's stages in turn (Narayanan et al. 2021, "Efficient
+    Large-Scale Language Model Training on GPU Clusters Using Megatron-LM"). Rank i warms up with
+    `2 * (pipeline_size - 1 - i) + (virtual_pipeline_size - 1) * group` forwards and keeps one more activation.
+    Where `num_microbatches` is no multiple of `pipeline_size`, groups are larger: as small a bubble, for the
+    activations of a larger group. With one stage per rank this is 1F1B.
+    """
+    check_sizes(pipeline_size, num_microbatches, virtual_pipeline_size)
+    if virtual_pipeline_size == 1:
+        return one_forward_one_backward(pipeline_size, num_microbatches)
+    rank_of_stage = looped_placement(pipeline_size, virtual_pipeline_size)
+    groups = group_sizes(pipeline_size, num_microbatches)
+    orders = []
+    for rank in range(pipeline_size):
+        stages = range(rank, len(rank_of_stage), pipeline_size)
+        forwards = _in_groups(stages, groups)
+        backwards = _in_groups(stages[::-1], groups)
+        warm_up = min(2 * (pipeline_size - 1 - rank) + (virtual_pipeline_size - 1) * groups[0], len(forwards))
+        order = Order(num_microbatches)
+        order.add(ActionKind.FORWARD, *forwards[:warm_up])
+        for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
+            order.add(ActionKind.FORWARD, forward).add(ActionKind.BACKWARD, backward)
+        order.add(ActionKind.BACKWARD, *backwards[len(forwards) - warm_up :])
+        orders.append(order.actions())
+    return Schedule("interleaved", num_microbatches, rank_of_stage, tuple(orders))
+
+
+def group_sizes(pipeline_size: int, num_microbatches: int) -> list[int]:
+    """Microbatches in as many groups of at least `pipeline_size` as they allow, larger groups first; else in one."""
+    groups = max(1, num_microbatches // pipeline_size)
+    size, larger = divmod(num_microbatches, groups)
+    return [size + 1] * larger + [size] * (groups - larger)
+
+
+def _in_groups(stages: Sequence[int], groups: Sequence[int]) -> list[int]:
+    """The stage of each turn: a group of microbatches on one stage after the other, then the next group."""
+    return [stage for group in groups for stage in stages for _ in range(group)]
+
+
+def zero_bubble_h1(pipeline_size: int, num_microbatches: int) -> Schedule:
+    """About a third of 1F1B's bubble in the memory of its first rank.
+
+    The order is that of 1F1B (Qi et al. 2023, "Zero Bubble Pipeline Parallelism"). Rank i computes gradients of weights
+    i microbatches after those of inputs, so each rank keeps at most `min(pipeline_size, num_microbatches)` activations.
+    """
+    check_sizes(pipeline_size, num_microbatches)
+    orders = []
+    for stage in range(pipeline_size):
+        warm_up = min(pipeline_size - 1 - stage, num_microbatches)
+        order = Order(num_microbatches)
+        order.add(ActionKind.FORWARD, stage, times=warm_up)
+        for microbatch in range(num_microbatches):
+            order.add(ActionKind.FORWARD, stage).add(ActionKind.BACKWARD_INPUT, stage)
+            if microbatch >= stage:
+                order.add(ActionKind.BACKWARD_WEIGHT, stage)
+        order.add(ActionKind.BACKWARD_WEIGHT, stage, times=min(stage, num_microbatches))
+        orders.append(order.actions())
+    return Schedule("zb-h1", num_microbatches, looped_placement(pipeline_size), tuple(orders))
+
+
+def zero_bubble_v(pipeline_size: int, num_microbatches: int) -> Schedule:
+    """No rank waits once it has begun, where forward and both backwards take equally long.
+
+    From Qi et al. 2023, "Zero Bubble Pipeline Parallelism". Rank i holds stages i and 2 * pipeline_size - 1 - i, and
+    keeps at most `2 * pipeline_size` activations of such half-size stages, what 1F1B's first rank keeps. Fewer than
+    `2 * pipeline_size - 1` microbatches leave bubbles.
+    """
+    check_sizes(pipeline_size, num_microbatches)
+    orders = (_zero_bubble_v_order(rank, pipeline_size, num_microbatches) for rank in range(pipeline_size))
+    return Schedule("zb-v", num_microbatches, v_placement(pipeline_size), tuple(orders))
+
+
+def _zero_bubble_v_order(rank: int, pipeline_size: int, num_microbatches: int) -> tuple[Action, ...]:
+    down, up = rank, 2 * pipeline_size - 1 - rank
+    length = max(num_microbatches, 2 * pipeline_size - 1)
+    order = Order(num_microbatches)
+    # Warm-up: forwards until the first microbatch comes back up, then its two stages in turn.
+    order.add(F, down, times=2 * (pipeline_size - rank) - 1)
+    order.add(F, up, down, times=rank)
+    for _ in range(pipeline_size - rank):
+        order.add(F, up).add(I, up).add(W, up)
+    # Steady: each rank computes all the time.
+    while order.forwards(up) < length:
+        if order.forwards(down) < length:
+            order.add(F, down)
+        order.add(I, down).add(W, down)
+        order.add(F, up).add(I, up).add(W, up)
+    # The end: gradients of inputs first while others wait for them, then the gradients of weights left.
+    order.add(I, down, up, times=rank)
+    for _ in range(pipeline_size - rank):
+        order.add(I, down).add(W, down)
+    order.add(W, up, times=order.weights_left(up))
+    order.add(W, down, times=order.weights_left(down))
+    return order.actions()
+
+
+def dualpipe_v(pipeline_size: int, num_microbatches: int) -> Schedule:
+    """DualPipe with a V-shaped placement (DeepSeek-AI 2024, "DeepSeek-V3"; cut in half by Qi et al. 2025).
+
+    Rank i holds stages i and 2 * pipeline_size - 1 - i and keeps at most `2 * pipeline_size + 1` activations of such
+    half-size stages. In the middle, forwards of one stage alternate with whole backwards of the other; only at the
+    ends is the backward split. Made for `num_microbatches >= 2 * pipeline_size`; fewer leave bubbles.
+    """
+    check_sizes(pipeline_size, num_microbatches)
+    orders = (_dualpipe_v_order(rank, pipeline_size, num_microbatches) for rank in range(pipeline_size))
+    return Schedule("dualpipe-v", num_microbatches, v_placement(pipeline_size), tuple(orders))
+
+
+def _dualpipe_v_order(rank: int, pipeline_size: int, num_microbatches: int) -> tuple[Action, ...]:
+    down, up = rank, 2 * pipeline_size - 1 - rank
+    behind = pipeline_size - 1 - rank  # ranks further down the V
+    steady = max(num_microbatches, 2 * pipeline_size) - 2 * pipeline_size + rank + 1
+    order = Order(num_microbatches)
+    # Warm-up: forwards, then gradients of the first microbatches as soon as these come back up.
+    order.add(F, down, times=2 * behind)
+    order.add(F, down, up, times=rank + 1)
+    for _ in range(behind):
+        order.add(I, up).add(W, up).add(F, up)
+    # Steady: a forward of one stage beside a backward of the other.
+    for _ in range(steady):
+        order.add(F, down).add(B, up).add(F, up).add(B, down)
+    # The end: no new microbatches; from the middle of the last pairs on, weights wait until nobody waits for inputs.
+    for _ in range(behind):
+        order.add(B, up).add(F, up).add(B, down)
+    waiting: list[int] = []
+    for number, stage in enumerate((up, down) * (rank + 1)):
+        if number <= rank:
+            order.add(B, stage)
+        else:
+            order.add(I, stage)
+            waiting.append(stage)
+    for _ in range(behind):
+        order.add(W, waiting.pop(0)).add(I, down)
+        waiting.append(down)
+    for stage in waiting:
+        order.add(W, stage)
+    return order.actions()
+
+
+def inference(pipeline_size: int, num_microbatches: int, *, virtual_pipeline_size: int = 1) -> Schedule:
+    """The forwards of all microbatches, with stage s on rank s % pipeline_size; no rank keeps activations."""
+    training = interleaved_one_forward_one_backward(
+        pipeline_size, num_microbatches, virtual_pipeline_size=virtual_pipeline_size
+    )
+    return replace(forward_only(training), name="inference")
+
+
+def forward_only(schedule: Schedule) -> Schedule:
+    """The forwards of a training schedule, in its order and on its ranks: what evaluates a model that it trains.
+
+    Messages are left out; `insert_communication` adds them.
+    """
+    return replace(
+        schedule,
+        name=f"{schedule.name}, forward only",
+        actions=tuple(
+            tuple(action for action in actions if action.kind is ActionKind.FORWARD) for actions in schedule.actions
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class _Entry:
+    make: Callable[..., Schedule]
+    stages_per_rank: int | None  # None: any number
+    default_stages_per_rank: int
+
+
+_CATALOG = {
+    "gpipe": _Entry(gpipe, None, 1),
+    "1f1b": _Entry(one_forward_one_backward, 1, 1),
+    "interleaved": _Entry(interleaved_one_forward_one_backward, None, 2),
+    "zb-h1": _Entry(zero_bubble_h1, 1, 1),
+    "zb-v": _Entry(zero_bubble_v, 2, 2),
+    "dualpipe-v": _Entry(dualpipe_v, 2, 2),
+    "inference": _Entry(inference, None, 1),
+}
+
+SCHEDULE_NAMES = tuple(_CATALOG)
+
+
+def make_schedule(
+    name: str, pipeline_size: int, num_microbatches: int, *, virtual_pipeline_size: int | None = None
+) -> Schedule:
+    """The order of computation that the method `name` prescribes, without messages.
+
+    Args:
+        name: one of `SCHEDULE_NAMES`.
+        pipeline_size: pipeline-parallel ranks.
+        num_microbatches: any number from 1 on; few leave large bubbles.
+        virtual_pipeline_size: stages per rank; None for 2 with `interleaved`, `zb-v` and `dualpipe-v`, else 1.
+
+    Raises:
+        ValueError: the name is not known, a size is not positive, or the method has another number of stages per rank.
+    """
+    if name not in _CATALOG:
+        raise ValueError(f"schedule {name!r} is not known; use one of {', '.join(SCHEDULE_NAMES)}")
+    entry = _CATALOG[name]
+    stages_per_rank = entry.default_stages_per_rank if virtual_pipeline_size is None else virtual_pipeline_size
+    if entry.stages_per_rank is None:
+        return entry.make(pipeline_size, num_microbatches, virtual_pipeline_size=stages_per_rank)
+    if stages_per_rank != entry.stages_per_rank:
+        fitting = [other for other, it in _CATALOG.items() if it.stages_per_rank in (None, stages_per_rank)]
+        raise ValueError(
+            f"schedule {name!r} has virtual_pipeline_size={entry.stages_per_rank}, not {stages_per_rank}; leave it "
+            f"out, or use one of {', '.join(fitting)}"
+        )
+    return entry.make(pipeline_size, num_microbatches)
