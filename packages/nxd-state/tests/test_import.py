@@ -24,6 +24,6 @@ def test_import_adds_nothing_but_itself_and_the_standard_library(fresh_python):
         for name in added
         if name.partition(".")[0] not in {"nxd_state", *sys.stdlib_module_names} and not name.startswith(TORCH_MODULES)
     ]
-    assert "nxd_state.collectives.eager" in added
+    assert "nxd_state.collectives.c10d" in added
     assert strangers == []
     assert not any(name.startswith("nxd_state.testing") for name in added)

@@ -9,7 +9,7 @@ from typing import Any
 from unittest import mock
 
 from nxd_state import Pending
-from nxd_state.collectives import eager
+from nxd_state.collectives import c10d
 from processes.over_gloo import over_gloo
 from torch import Tensor
 
@@ -31,9 +31,9 @@ def measure_traffic(trainee: Trainee) -> dict[str, Traffic]:
     with ExitStack() as stack:
         stack.enter_context(over_gloo())
         for name in ("all_reduce_", "all_gather", "reduce_scatter"):
-            function = getattr(eager, name)
+            function = getattr(c10d, name)
             kind = name.rstrip("_").replace("_", "-")
-            stack.enter_context(mock.patch.object(eager, name, _measured(function, traffic[kind])))
+            stack.enter_context(mock.patch.object(c10d, name, _measured(function, traffic[kind])))
         trainee.step()
     return {kind: of_kind for kind, of_kind in traffic.items() if of_kind.number}
 

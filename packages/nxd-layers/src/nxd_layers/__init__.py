@@ -12,10 +12,7 @@ from nxd_layers.embedding import ParallelEmbedding
 from nxd_layers.key_value_heads import kv_size_multiplier_for
 from nxd_layers.linear import ColumnParallelLinear, RowParallelLinear, column_parallel_linears
 from nxd_layers.lora import LoraConfig, LoRAModel, LoraModel
-from nxd_layers.norm import LayerNorm, RMSNorm
-from nxd_layers.padding import divide, get_number_of_extra_heads, pad_model
-from nxd_layers.qkv_linear import GQAQKVColumnParallelLinear
-from nxd_layers.regions import (
+from nxd_layers.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     gather_from_tensor_model_parallel_region,
@@ -24,6 +21,9 @@ from nxd_layers.regions import (
     scatter_to_sequence_parallel_region,
     scatter_to_tensor_model_parallel_region,
 )
+from nxd_layers.norm import LayerNorm, RMSNorm
+from nxd_layers.padding import divide, get_number_of_extra_heads, pad_model
+from nxd_layers.qkv_linear import GQAQKVColumnParallelLinear
 from nxd_layers.sharded_logits import parallel_argmax, parallel_topk
 
 __version__ = "0.1.0"

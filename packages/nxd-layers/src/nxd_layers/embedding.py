@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from nxd_layers.initialization import InitMethod, empty_sharded_parameter, fill_from_logical
 from nxd_layers.layer_group import layer_group
-from nxd_layers.regions import (
+from nxd_layers.mappings import (
     gather_from_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region_,
     reduce_scatter_to_sequence_parallel_region,

@@ -21,15 +21,15 @@ from nxd_layers.initialization import (
     fill_from_logical,
 )
 from nxd_layers.layer_group import layer_group
-from nxd_layers.padding.gradient import zero_padding_gradient
-from nxd_layers.padding.heads import length_for_heads
-from nxd_layers.padding.repartition import repartition
-from nxd_layers.regions import (
+from nxd_layers.mappings import (
     gather_from_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region_,
     reduce_scatter_to_sequence_parallel_region,
     scatter_to_tensor_model_parallel_region,
 )
+from nxd_layers.padding.gradient import zero_padding_gradient
+from nxd_layers.padding.heads import length_for_heads
+from nxd_layers.padding.repartition import repartition
 from nxd_layers.shared_input import SharedInput
 
 

@@ -31,10 +31,10 @@ from nxd_layers.initialization import (
 from nxd_layers.key_value_heads import HeadCopies, KeyValueLayout, kv_size_multiplier_for, padded_layout
 from nxd_layers.layer_group import layer_group
 from nxd_layers.linear import check_linear_arguments
+from nxd_layers.mappings import gather_from_tensor_model_parallel_region
 from nxd_layers.padding.gradient import zero_padding_gradient
 from nxd_layers.padding.heads import length_for_heads
 from nxd_layers.padding.repartition import repartition
-from nxd_layers.regions import gather_from_tensor_model_parallel_region
 
 # What the parameters' names end in, and the layers of the unsharded model.
 PROJECTIONS = {"q": "q_proj", "k": "k_proj", "v": "v_proj"}

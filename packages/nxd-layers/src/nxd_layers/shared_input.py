@@ -14,7 +14,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from nxd_layers.column_linear import in_autocast_dtype
-from nxd_layers.regions import copy_to_tensor_model_parallel_region
+from nxd_layers.mappings import copy_to_tensor_model_parallel_region
 
 
 class _Gathered(Function):

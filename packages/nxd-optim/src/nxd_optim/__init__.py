@@ -1,7 +1,6 @@
 """ZeRO-1, gradient averaging, exact clipping and mixed precision for training on many ranks."""
 
 from nxd_optim.clip import clip_grad_norm, grad_norm
-from nxd_optim.given_states import give_states
 from nxd_optim.gradient_histogram import (
     LARGEST_EXPONENT,
     SMALLEST_EXPONENT,
@@ -9,6 +8,7 @@ from nxd_optim.gradient_histogram import (
     GradientHistograms,
     gradient_histograms,
 )
+from nxd_optim.load_states import give_states
 from nxd_optim.loss_scaler import LossScaler
 from nxd_optim.mixed_precision import MixedPrecision, resolve_mixed_precision
 from nxd_optim.parameter_groups import parameter_groups

@@ -28,7 +28,7 @@ class GradientBucket:
         slices = self.buffer.split([p.numel() for p in parameters])
         self._views = {id(p): part.view(p.shape) for p, part in zip(parameters, slices, strict=True)}
 
-    def adopt(self, parameter: Tensor) -> None:
+    def add_gradient(self, parameter: Tensor) -> None:
         """Make the bucket's slice the parameter's gradient, taking over what has been accumulated elsewhere.
 
         Needed whenever somebody set `.grad` to None or to another tensor: the next backward makes a new one or adds
@@ -48,7 +48,7 @@ class GradientBucket:
     def average(self, group: Group, dtype: torch.dtype | None) -> "Pending | WideMessage":
         """Start to average the gradients over the group, in `dtype` if given; no gradient counts as zero."""
         for parameter in self.parameters:
-            self.adopt(parameter)
+            self.add_gradient(parameter)
         if dtype in (None, self.buffer.dtype):
             return all_reduce_(self.buffer, group, op="avg", async_op=True)
         wide = self.buffer.to(dtype)

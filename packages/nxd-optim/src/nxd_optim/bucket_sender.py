@@ -24,7 +24,7 @@ class Bucket(Protocol):
 
     parameters: list[Tensor]
 
-    def adopt(self, parameter: Tensor) -> None:
+    def add_gradient(self, parameter: Tensor) -> None:
         """Take a parameter's new gradient in."""
 
 
@@ -183,7 +183,7 @@ class BucketSender:
                 "checkpoint(..., use_reentrant=False)"
             )
         if not getattr(parameter, "summed_over_stages", False):  # a pipeline adds the other stages' part to `.grad`
-            self._buckets[index].adopt(parameter)
+            self._buckets[index].add_gradient(parameter)
         if self._phase == "following" or id(parameter) in self._last:
             self._missing[index].remove(id(parameter))
             self._send_filled()

@@ -11,7 +11,7 @@ import torch
 from nxd_state import ShardSpec, active_group, all_gather, all_reduce_, get_device, get_shard_spec
 from torch import Tensor
 
-from nxd_optim.counted_rows import differs_between_ranks, row_weights
+from nxd_optim.norm_weights import differs_between_ranks, row_weights
 
 CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_ and Megatron-LM have it
 
@@ -84,7 +84,7 @@ def _as_list(parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
 def _gradients_by_copies(parameters: list[Tensor], power: float) -> dict[int, list[Tensor]]:
     """Gradients, or boxes of them, by the number of tensor-parallel ranks that hold the same elements.
 
-    On XLA the boxes are no part of the graph, where they would differ from rank to rank: see `counted_rows`.
+    On XLA the boxes are no part of the graph, where they would differ from rank to rank: see `norm_weights`.
     """
     tensor_parallel_size = active_group("tp").size
     by_copies: dict[int, list[Tensor]] = {}

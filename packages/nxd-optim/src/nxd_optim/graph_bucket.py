@@ -21,7 +21,7 @@ class GraphBucket:
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self.parameters = list(parameters)
 
-    def adopt(self, parameter: Tensor) -> None:
+    def add_gradient(self, parameter: Tensor) -> None:
         """Nothing to do: a gradient lies where it is."""
 
     def average(self, group: Group, dtype: torch.dtype | None) -> "Recorded":

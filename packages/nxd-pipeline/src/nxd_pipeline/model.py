@@ -33,8 +33,8 @@ from nxd_pipeline.partition import (
 from nxd_pipeline.runtime.executor import Executor, Record, without_autocast
 from nxd_pipeline.runtime.failure import Failures
 from nxd_pipeline.runtime.loss import LossSpec, check_loss, check_loss_spec, pick_loss, share_loss
-from nxd_pipeline.runtime.mailbox import Mailbox
 from nxd_pipeline.runtime.microbatches import split_batch
+from nxd_pipeline.runtime.p2p import P2PCommunicator
 from nxd_pipeline.runtime.tied_weights import TiedWeights
 from nxd_pipeline.schedules import (
     Action,
@@ -197,12 +197,12 @@ class NxDPPModel(nn.Module):
         self._tied_weights = TiedWeights(model.stages, self._schedule.rank_of_stage, self._group)
         self._local_modules = nn.ModuleList(stage.module for stage in self._stages.values())
         modules = {index: stage.module for index, stage in self._stages.items()}
-        self._mailbox = Mailbox(self._group)
+        self._p2p = P2PCommunicator(self._group)
         insert = insert_blocking_communication if device_type() == "xla" else insert_communication
         self._training_schedule = insert(self._schedule, wiring.edges)
         evaluation = insert(forward_only(self._schedule), wiring.edges)
-        self._train_executor = Executor(modules, wiring, self._training_schedule, self._mailbox)
-        self._eval_executor = Executor(modules, wiring, evaluation, self._mailbox)
+        self._train_executor = Executor(modules, wiring, self._training_schedule, self._p2p)
+        self._eval_executor = Executor(modules, wiring, evaluation, self._p2p)
 
     def partition(self) -> None:
         """Does nothing: the model is cut when it is made. For scripts that ask for it."""
@@ -371,7 +371,7 @@ class NxDPPModel(nn.Module):
         before = [tensor.dtype for tensor in self._local.tensors()]
         super()._apply(fn, recurse)
         if self._whole_model is None and before != [tensor.dtype for tensor in self._local.tensors()]:
-            self._mailbox.forget_layouts()  # stages return other dtypes than before
+            self._p2p.forget_layouts()  # stages return other dtypes than before
         return self
 
     @property

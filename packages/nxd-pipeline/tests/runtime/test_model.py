@@ -4,7 +4,7 @@ import pytest
 import torch
 from nxd_pipeline.model import NxDPPModel
 from nxd_pipeline.partition import Stage
-from nxd_pipeline.runtime import mailbox
+from nxd_pipeline.runtime import p2p
 from nxd_pipeline.schedules import make_schedule
 from nxd_state import Send, batch_isend_irecv, get_group, initialize_model_parallel, send
 from torch import nn
@@ -63,8 +63,8 @@ def test_layouts_travel_once_per_shape_of_inputs(run_ranks, make_model, make_bat
             return batch_isend_irecv(messages, group)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(mailbox, "send", counted_send)
-            patch.setattr(mailbox, "batch_isend_irecv", counted_batch)
+            patch.setattr(p2p, "send", counted_send)
+            patch.setattr(p2p, "batch_isend_irecv", counted_batch)
             for step, seq in enumerate([5, 5, 7, 7, 5]):
                 counts.append(0)
                 pipeline.run_train(**make_batch(step, seq=seq))

@@ -7,7 +7,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from nxd_pipeline.partition import Stage, Wiring
-from nxd_pipeline.runtime import Executor, Mailbox
+from nxd_pipeline.runtime import Executor, P2PCommunicator
 from nxd_pipeline.schedules import (
     SCHEDULE_NAMES,
     Action,
@@ -88,7 +88,7 @@ def play(schedule, group):
     outputs = [*((name,) for name in names[1:]), ()]
     wiring = Wiring([Stage(*it) for it in zip(modules, ((name,) for name in names), outputs, strict=True)])
     own = {stage: modules[stage] for stage in schedule.stages_of(group.rank)}
-    executor = Executor(own, wiring, schedule, Mailbox(group))
+    executor = Executor(own, wiring, schedule, P2PCommunicator(group))
     spans = []
     losses = executor.run(
         group.rank,

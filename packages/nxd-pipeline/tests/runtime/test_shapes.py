@@ -4,7 +4,7 @@ import pytest
 import torch
 from nxd_pipeline.model import NxDPPModel
 from nxd_pipeline.partition import Stage, Wiring
-from nxd_pipeline.runtime import Executor, Mailbox
+from nxd_pipeline.runtime import Executor, P2PCommunicator
 from nxd_pipeline.schedules import insert_communication, make_schedule
 from nxd_state import get_group, initialize_model_parallel
 from torch import nn
@@ -34,14 +34,14 @@ def test_value_of_any_structure_arrives_as_it_was_sent(run_ranks, env):
     def exchange():
         initialize_model_parallel(pipeline_model_parallel_size=2)
         group = get_group("pp")
-        mailbox = Mailbox(group)
+        p2p = P2PCommunicator(group)
         values = [value_of_everything(seed) for seed in range(3)]
         if group.rank == 0:
             for seed, value in enumerate(values):
-                mailbox.send_value(value, 1, (0, 1, "inputs"), seed)
-            mailbox.finish()
+                p2p.send_value(value, 1, (0, 1, "inputs"), seed)
+            p2p.finish()
             return True
-        incoming = [mailbox.receive_value(0, (0, 1, "inputs")) for _ in values]
+        incoming = [p2p.receive_value(0, (0, 1, "inputs")) for _ in values]
         received = [it.layout.fill(it.tensors()) for it in incoming]
         for one, other in zip(received, values, strict=True):
             assert one["rest"][1:] == other["rest"][1:]
@@ -102,7 +102,7 @@ def test_microbatches_of_several_lengths_give_the_gradients_of_one_process(run_r
         wiring = Wiring([Stage(First(model), ("x",), ("hidden", "mean")), Stage(Last(model), ("hidden", "mean"))])
         stage = [First(model), Last(model)][group.rank]
         schedule = insert_communication(make_schedule(name, 2, len(lengths)), wiring.edges)
-        executor = Executor({group.rank: stage}, wiring, schedule, Mailbox(group))
+        executor = Executor({group.rank: stage}, wiring, schedule, P2PCommunicator(group))
         losses = [executor.run(group.rank, microbatches_of_lengths(lengths), lambda loss: loss) for _ in range(2)]
         return losses, {name: it.grad for name, it in stage.named_parameters()}
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from nxd_layers.regions import reductions_out_of_place
+from nxd_layers.mappings import reductions_out_of_place
 
 Keep = Callable[[OpOverload], bool]
 Context = AbstractContextManager[Any]

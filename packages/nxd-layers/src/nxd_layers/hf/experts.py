@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from nxd_state import active_group
 from torch import Tensor, nn
 
-from nxd_layers.regions import copy_to_tensor_model_parallel_region, reduce_from_tensor_model_parallel_region
+from nxd_layers.mappings import copy_to_tensor_model_parallel_region, reduce_from_tensor_model_parallel_region
 
 
 class _HasModule(Protocol):

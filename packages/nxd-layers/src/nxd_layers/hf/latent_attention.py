@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from nxd_layers.hf.transformers_models import text_config
-from nxd_layers.regions import copy_to_tensor_model_parallel_region
+from nxd_layers.mappings import copy_to_tensor_model_parallel_region
 
 
 class _Target(Protocol):

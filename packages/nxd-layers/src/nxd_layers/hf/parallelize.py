@@ -1,15 +1,21 @@
-"""`parallelize`: from an unmodified model of transformers to this rank's part of it."""
+"""`parallelize`: from an unmodified model of transformers to this rank's part of it.
 
-from collections.abc import Mapping
-from typing import Any
+What would go wrong unseen with a split model is mended or refused: deep copies, which torch makes without the
+attributes of parameters, `generate()` on ranks with other seeds, ties that come apart, and methods that take a part for
+the whole.
+"""
 
-from nxd_state import active_group
+import copy
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NoReturn
+
+from nxd_state import active_group, broadcast, copy_parameter_attributes, get_rng_state, set_rng_state, transport_device
+from nxd_state.rng import SHARED_STREAM
 from torch import nn
 
-from nxd_layers.hf import checks, guards, heads
-from nxd_layers.hf.copies import keep_marks_in_copies
+from nxd_layers.hf import heads
 from nxd_layers.hf.embeddings import parallel_embedding
-from nxd_layers.hf.generation import draw_alike
 from nxd_layers.hf.initialization import initialize
 from nxd_layers.hf.linears import column_parallel
 from nxd_layers.hf.loss import split_loss
@@ -17,6 +23,7 @@ from nxd_layers.hf.plan import named_styles
 from nxd_layers.hf.sequence import SequenceRegion, region_of
 from nxd_layers.hf.shared_inputs import share_inputs
 from nxd_layers.hf.styles import Target, style_named
+from nxd_layers.hf.supported_models import check_plan, checked_plan
 from nxd_layers.hf.transformers_models import (
     build_on_meta,
     input_embeddings,
@@ -28,6 +35,14 @@ from nxd_layers.linear import ColumnParallelLinear
 
 # Styles that leave a layer's outputs split, and with them the heads of an attention.
 _SPLITS_OUTPUTS = ("colwise", "packed_colwise")
+
+# What takes parts for the whole, and what to do instead.
+_REFUSED_METHODS = {
+    "save_pretrained": "save a checkpoint instead (neuronx_distributed.save_checkpoint) and export it (nxd export)",
+    "resize_token_embeddings": "resize them before the model is parallelized",
+}
+
+_PICKLE_PROTOCOL = 4
 
 
 def parallelize(
@@ -84,10 +99,10 @@ def _split(model: Any, plan: Mapping[str, str] | None, *, sequence_parallel: boo
     functions = {path: style_named(style) for path, style in styles.items()}
     split = [path for path, style in styles.items() if style in _SPLITS_OUTPUTS]
     attentions = heads.attentions(model, split)
-    checks.check_plan(model, styles, attentions)
+    check_plan(model, styles, attentions)
     layouts = {path: heads.layout_of(path, it, model, tp_size) for path, it in attentions.items()}
     region = region_of(model, styles) if sequence_parallel else None  # raises before anything is changed
-    ties = guards.ties_of(model)
+    ties = _ties_of(model)
     done = _split_ends(model)
     for path, layout in layouts.items():
         if not layout.is_plain:
@@ -95,10 +110,10 @@ def _split(model: Any, plan: Mapping[str, str] | None, *, sequence_parallel: boo
     for path, apply in functions.items():
         if path not in done:
             apply(Target(model, path))
-    guards.check_ties(model, ties)
-    guards.refuse_methods(model)
-    draw_alike(model)
-    keep_marks_in_copies(model)
+    _check_ties(model, ties)
+    _refuse_methods(model)
+    _draw_alike(model)
+    _keep_attributes_in_copies(model)
     for path, attention in attentions.items():
         heads.tell_counts(path, attention, layouts[path])
     share_inputs(model)
@@ -113,7 +128,7 @@ def _styles_of(model: Any, plan: Mapping[str, str] | None) -> dict[str, str]:
                 f"{type(model).__name__} has no tensor-parallel plan; give one, such as "
                 'plan={"layers.*.mlp.up_proj": "colwise", "layers.*.mlp.down_proj": "rowwise"}'
             )
-        return named_styles(model, checks.checked_plan(model), must_match=False)
+        return named_styles(model, checked_plan(model), must_match=False)
     return named_styles(model, plan, must_match=True)
 
 
@@ -129,3 +144,70 @@ def _split_ends(model: Any) -> set[str]:
         Target(model, names[head]).replace(split_head)
         return {names[table], names[head]}
     return set()
+
+
+def _ties_of(model: nn.Module) -> list[list[str]]:
+    """The names of each parameter that has several."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return [tied for tied in names.values() if len(tied) > 1]
+
+
+def _check_ties(model: nn.Module, ties: list[list[str]]) -> None:
+    """Raise a ValueError if names of one parameter are now those of several."""
+    for tied in ties:
+        if len({model.get_parameter(name) for name in tied}) > 1:
+            raise ValueError(
+                f"{' and '.join(tied)} are one parameter, but the plan splits them apart; leave them out of the plan, "
+                "or untie them. The model is changed already, and cannot be used"
+            )
+
+
+def _refuse_methods(model: nn.Module) -> None:
+    """Have methods of transformers that would take this rank's parts for the whole model raise a RuntimeError."""
+    for name, instead in _REFUSED_METHODS.items():
+        if hasattr(model, name):
+            setattr(model, name, _refusal(name, instead))
+
+
+def _refusal(name: str, instead: str) -> Callable[..., NoReturn]:
+    return partial(_refuse, f"{name}() would take this rank's part for the whole model; {instead}")
+
+
+def _refuse(message: str, *args: Any, **kwargs: Any) -> NoReturn:
+    raise RuntimeError(message)
+
+
+def _draw_alike(model: nn.Module) -> None:
+    """Have `generate()` begin with the random numbers of the first rank on all of them, however they are seeded."""
+    if hasattr(model, "generate"):
+        model.generate = partial(_generate, model)  # type: ignore[assignment]
+
+
+def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
+    streams = get_rng_state()
+    group = active_group("tp")
+    streams[SHARED_STREAM] = {
+        kind: broadcast(state.to(transport_device(group)), group, source=0).cpu()
+        for kind, state in streams[SHARED_STREAM].items()
+    }
+    set_rng_state(streams)
+    return type(model).generate(model, *args, **kwargs)
+
+
+def _keep_attributes_in_copies(model: nn.Module) -> None:
+    """Have a deep copy of the model say of its parameters what they say themselves."""
+    model.__deepcopy__ = partial(_copied, model)  # type: ignore[assignment]
+
+
+def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    # What copy.deepcopy does where there is no __deepcopy__.
+    parts: Any = model.__reduce_ex__(_PICKLE_PROTOCOL)
+    make, args, state, *_ = parts
+    made: nn.Module = make(*args)
+    memo[id(model)] = made
+    made.__setstate__(copy.deepcopy(state, memo))
+    for parameter in model.parameters():
+        copy_parameter_attributes(parameter, memo[id(parameter)])
+    return made

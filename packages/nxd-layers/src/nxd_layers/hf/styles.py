@@ -16,7 +16,7 @@ from nxd_layers.hf import experts, latent_attention
 from nxd_layers.hf.embeddings import parallel_embedding
 from nxd_layers.hf.linears import column_parallel, row_parallel
 from nxd_layers.hf.shards import mark_partial_gradients, shard_parameter
-from nxd_layers.regions import reduce_from_tensor_model_parallel_region
+from nxd_layers.mappings import reduce_from_tensor_model_parallel_region
 
 
 @dataclass(frozen=True)

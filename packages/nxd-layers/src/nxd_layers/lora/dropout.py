@@ -4,7 +4,7 @@ import torch
 from nxd_state import active_group
 from torch import Tensor
 
-from nxd_layers.regions import own_part
+from nxd_layers.mappings import own_part
 
 
 def branch_dropout(input_: Tensor, probability: float, *, training: bool, split_dim: int | None = None) -> Tensor:

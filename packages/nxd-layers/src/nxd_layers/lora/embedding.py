@@ -14,7 +14,7 @@ from nxd_layers.embedding import ParallelEmbedding, lookup_own_tokens
 from nxd_layers.lora.adapter import LayerKind, factor, scale_of, widened
 from nxd_layers.lora.config import LoraConfig
 from nxd_layers.lora.factors import fill_factor, make_factor
-from nxd_layers.regions import (
+from nxd_layers.mappings import (
     gather_from_sequence_parallel_region,
     gather_from_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region_,

@@ -18,14 +18,14 @@ from nxd_layers.lora.adapter import LayerKind, adapter_of, factor, require_adapt
 from nxd_layers.lora.config import LoraConfig
 from nxd_layers.lora.dropout import branch_dropout
 from nxd_layers.lora.factors import fill_factor, make_factor
-from nxd_layers.qkv_linear import GQAQKVColumnParallelLinear
-from nxd_layers.regions import (
+from nxd_layers.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     gather_from_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region_,
     reduce_scatter_to_sequence_parallel_region,
 )
+from nxd_layers.qkv_linear import GQAQKVColumnParallelLinear
 
 FACTOR_NAMES = ("lora_A", "lora_B")
 

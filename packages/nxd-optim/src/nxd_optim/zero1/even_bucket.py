@@ -77,7 +77,7 @@ class EvenBucket:
         """Bytes per element of the gradients while they are accumulated."""
         return self._dtypes.gradient.itemsize
 
-    def adopt(self, parameter: Tensor) -> None:
+    def add_gradient(self, parameter: Tensor) -> None:
         """Add a parameter's new gradient to its sum, where that is of another dtype."""
         if parameter.grad is None or self._dtypes.gradient == parameter.dtype:
             return
@@ -90,7 +90,7 @@ class EvenBucket:
     def send(self) -> None:
         """Average the gradients over the ranks; a parameter without one counts as zero."""
         for parameter in self.parameters:
-            self.adopt(parameter)
+            self.add_gradient(parameter)
         grads = [self._sums.get(id(parameter), parameter.grad) for parameter in self.parameters]
         self.used = self.used | {id(p) for p, grad in zip(self.parameters, grads, strict=True) if grad is not None}
         whole = [

@@ -141,7 +141,7 @@ class FlatBucket:
         """Bytes per element of the gradients while they are accumulated."""
         return self._dtypes.gradient.itemsize
 
-    def adopt(self, parameter: Tensor) -> None:
+    def add_gradient(self, parameter: Tensor) -> None:
         """Take a parameter's new gradient into the bucket's buffer."""
         if parameter.grad is None:
             return
@@ -168,7 +168,7 @@ class FlatBucket:
     def send(self) -> None:
         """Start to average the gradients over the ranks; a parameter without one counts as zero."""
         for parameter in self.parameters:
-            self.adopt(parameter)
+            self.add_gradient(parameter)
         if self._gradients is None:
             self._gradients = torch.zeros_like(self._buffer, dtype=self._dtypes.gradient)
         sent = self._filled | {id(p) for p in self.parameters if p.grad is not None}

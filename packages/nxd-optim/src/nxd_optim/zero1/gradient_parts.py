@@ -11,7 +11,7 @@ from nxd_state import Group, active_group, all_gather_object, all_reduce_, get_s
 from torch import Tensor
 
 from nxd_optim.clip import check_axis, norm_accumulator, tensor_norms
-from nxd_optim.counted_rows import differs_between_ranks
+from nxd_optim.norm_weights import differs_between_ranks
 from nxd_optim.zero1.buckets import Bucket
 from nxd_optim.zero1.even_bucket import EvenBucket
 from nxd_optim.zero1.flat_bucket import OwnRange

@@ -2,9 +2,9 @@
 
 from nxd_pipeline.runtime.executor import Executor
 from nxd_pipeline.runtime.loss import LossSpec, pick_loss
-from nxd_pipeline.runtime.mailbox import Mailbox
 from nxd_pipeline.runtime.memory import StepMemory
 from nxd_pipeline.runtime.microbatches import split_batch
+from nxd_pipeline.runtime.p2p import P2PCommunicator
 from nxd_pipeline.runtime.tied_weights import TiedWeights
 
-__all__ = ["Executor", "LossSpec", "Mailbox", "StepMemory", "TiedWeights", "pick_loss", "split_batch"]
+__all__ = ["Executor", "LossSpec", "P2PCommunicator", "StepMemory", "TiedWeights", "pick_loss", "split_batch"]

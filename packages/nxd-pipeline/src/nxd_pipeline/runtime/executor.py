@@ -14,7 +14,7 @@ from torch.utils._pytree import TreeSpec
 
 from nxd_pipeline.partition.stage import Wiring
 from nxd_pipeline.runtime.layout import TensorLayout, ValueLayout, behind, describe_value, leaves_of_a_graph
-from nxd_pipeline.runtime.mailbox import Incoming, Mailbox
+from nxd_pipeline.runtime.p2p import Incoming, P2PCommunicator
 from nxd_pipeline.runtime.split_backward import SplitBackward
 from nxd_pipeline.schedules import Action, ActionKind, Schedule, verify_schedule
 from nxd_pipeline.schedules.action import RECEIVES
@@ -44,7 +44,9 @@ class _Passage:
 class Executor:
     """Plays one schedule over and over."""
 
-    def __init__(self, modules: Mapping[int, nn.Module], wiring: Wiring, schedule: Schedule, mailbox: Mailbox) -> None:
+    def __init__(
+        self, modules: Mapping[int, nn.Module], wiring: Wiring, schedule: Schedule, p2p: P2PCommunicator
+    ) -> None:
         """Takes the modules of this rank's stages and the wiring of all.
 
         Raises:
@@ -56,7 +58,7 @@ class Executor:
         self._schedule = schedule
         self._dataflow = Dataflow(schedule, wiring.edges)
         self._receives: dict[Action, list[Action]] = {}  # that a computation needs, once it has been asked for
-        self._mailbox = mailbox
+        self._p2p = p2p
         self._shapes = _Shapes(schedule.is_forward_only)
         self._indivisible: set[int] = set()  # stages whose backward is not split, see SplitBackward
         self._play = {
@@ -120,7 +122,7 @@ class Executor:
                         self._play[action.kind](action)
                     if record is not None and action.kind not in RECEIVES:
                         record(action, start, perf_counter_ns())
-            self._mailbox.finish()
+            self._p2p.finish()
             step_boundary()  # whoever reads a loss now finds it computed
             return [self._results[microbatch] for microbatch in sorted(self._results)]
         finally:
@@ -248,7 +250,7 @@ class Executor:
             gradients = self._incoming.pop(receive).tensors()
             if gradients:
                 key = (action.stage, consumer, self._shapes.of(action.microbatch))
-                self._mailbox.let_go(key, action.microbatch)
+                self._p2p.let_go(key, action.microbatch)
             return gradients
         return self._gradients.pop((consumer, action.stage, action.microbatch))
 
@@ -263,24 +265,24 @@ class Executor:
         stage, microbatch, consumer = action.stage, action.microbatch, self._peer(action)
         value = self._values.pop((stage, consumer, microbatch))
         key = (stage, consumer, self._shapes.of(microbatch))
-        layout, tensors = self._mailbox.send_value(value, self._schedule.rank_of_stage[consumer], key, microbatch)
+        layout, tensors = self._p2p.send_value(value, self._schedule.rank_of_stage[consumer], key, microbatch)
         self._keep_outputs(stage, consumer, microbatch, layout, tensors)
 
     def _receive_activation(self, action: Action) -> None:
         producer = self._peer(action)
         key = (producer, action.stage, self._shapes.of(action.microbatch))
-        self._incoming[action] = self._mailbox.receive_value(self._schedule.rank_of_stage[producer], key)
+        self._incoming[action] = self._p2p.receive_value(self._schedule.rank_of_stage[producer], key)
 
     def _send_gradient(self, action: Action) -> None:
         stage, microbatch, producer = action.stage, action.microbatch, self._peer(action)
         gradients = self._gradients.pop((stage, producer, microbatch))
         key = (producer, stage, self._shapes.of(microbatch))
-        self._mailbox.send_gradients(gradients, self._schedule.rank_of_stage[producer], key, microbatch)
+        self._p2p.send_gradients(gradients, self._schedule.rank_of_stage[producer], key, microbatch)
 
     def _receive_gradient(self, action: Action) -> None:
         consumer = self._peer(action)
         key = (action.stage, consumer, self._shapes.of(action.microbatch))
-        self._incoming[action] = self._mailbox.receive_gradients(self._schedule.rank_of_stage[consumer], key)
+        self._incoming[action] = self._p2p.receive_gradients(self._schedule.rank_of_stage[consumer], key)
 
     @staticmethod
     def _peer(action: Action) -> int:

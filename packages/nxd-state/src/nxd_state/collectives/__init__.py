@@ -18,9 +18,9 @@ from typing import Any, Literal, get_args, overload
 import torch
 from torch import Tensor
 
-from nxd_state.collectives import debug, eager, functional, xla
+from nxd_state.collectives import c10d, debug, functional, xla
 from nxd_state.collectives.abort import abort_group
-from nxd_state.collectives.eager import Pending, ReduceOp
+from nxd_state.collectives.c10d import Pending, ReduceOp
 from nxd_state.collectives.messages import Receive, Send
 from nxd_state.collectives.point_to_point import batch_isend_irecv, check_index, irecv, isend, recv, send
 from nxd_state.collectives.shared import pending_of, shared_memory_of
@@ -103,7 +103,7 @@ def all_reduce_(tensor: Tensor, group: Group, *, op: ReduceOp = "sum", async_op:
     memory = shared_memory_of(tensor, group)
     if memory is not None:
         return pending_of(tensor, memory.begin_all_reduce_(tensor, op)) if async_op else memory.all_reduce_(tensor, op)
-    pending = eager.all_reduce_(tensor, group, op)
+    pending = c10d.all_reduce_(tensor, group, op)
     return pending if async_op else pending.wait()
 
 
@@ -148,7 +148,7 @@ def all_gather(tensor: Tensor, group: Group, *, dim: int = 0, async_op: bool = F
     memory = shared_memory_of(tensor, group)
     if memory is not None:
         return pending_of(tensor, memory.begin_all_gather(tensor, dim)) if async_op else memory.all_gather(tensor, dim)
-    pending = eager.all_gather(tensor, group, dim)
+    pending = c10d.all_gather(tensor, group, dim)
     return pending if async_op else pending.wait()
 
 
@@ -185,7 +185,7 @@ def reduce_scatter(
         return pending_of(tensor, memory.begin_reduce_scatter(tensor, dim, op))
     if memory is not None:
         return memory.reduce_scatter(tensor, dim, op)
-    pending = eager.reduce_scatter(tensor, group, dim, op)
+    pending = c10d.reduce_scatter(tensor, group, dim, op)
     return pending if async_op else pending.wait()
 
 
@@ -207,7 +207,7 @@ def all_to_all(tensor: Tensor, group: Group, *, split_dim: int, concat_dim: int)
     memory = shared_memory_of(tensor, group)
     if memory is not None:
         return memory.all_to_all(tensor, split_dim, concat_dim)
-    return eager.all_to_all(tensor, group, split_dim, concat_dim)
+    return c10d.all_to_all(tensor, group, split_dim, concat_dim)
 
 
 def broadcast(tensor: Tensor, group: Group, *, source: int = 0) -> Tensor:
@@ -227,7 +227,7 @@ def broadcast(tensor: Tensor, group: Group, *, source: int = 0) -> Tensor:
     memory = shared_memory_of(tensor, group)
     if memory is not None:
         return memory.broadcast(tensor, source)
-    return eager.broadcast(tensor, group, source)
+    return c10d.broadcast(tensor, group, source)
 
 
 def barrier(group: Group) -> None:
@@ -237,7 +237,7 @@ def barrier(group: Group) -> None:
         if group.shared_memory is not None:
             group.shared_memory.barrier()
         else:
-            eager.barrier(group)
+            c10d.barrier(group)
 
 
 def all_gather_object(value: Any, group: Group) -> list[Any]:
@@ -247,7 +247,7 @@ def all_gather_object(value: Any, group: Group) -> list[Any]:
     _announce("all_gather_object", group)
     if group.shared_memory is not None:
         return group.shared_memory.all_gather_object(value)
-    return eager.all_gather_object(value, group)
+    return c10d.all_gather_object(value, group)
 
 
 def _check_op(op: str, tensor: Tensor) -> None:

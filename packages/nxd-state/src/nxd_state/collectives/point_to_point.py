@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from nxd_state.collectives import debug, eager, xla
-from nxd_state.collectives.eager import Pending
+from nxd_state.collectives import c10d, debug, xla
+from nxd_state.collectives.c10d import Pending
 from nxd_state.collectives.messages import Receive, Send
 from nxd_state.collectives.shared import pending_of, shared_memory_of
 from nxd_state.group import Group
@@ -32,7 +32,7 @@ def send(tensor: Tensor, group: Group, *, destination: int) -> None:
     elif memory is not None:
         memory.send(tensor, destination)
     else:
-        eager.send(tensor, group, destination)
+        c10d.send(tensor, group, destination)
 
 
 def recv(tensor: Tensor, group: Group, *, source: int) -> Tensor:
@@ -51,7 +51,7 @@ def recv(tensor: Tensor, group: Group, *, source: int) -> Tensor:
     elif memory is not None:
         memory.recv(tensor, source)
     else:
-        eager.recv(tensor, group, source)
+        c10d.recv(tensor, group, source)
     return tensor
 
 
@@ -145,7 +145,7 @@ def _begin(messages: Sequence[Send | Receive], group: Group) -> list[Pending]:
         else:
             (of_xla if message.tensor.device.type == "xla" else of_torch).append(index)
     if of_torch:
-        begun |= zip(of_torch, eager.batch_isend_irecv([messages[it] for it in of_torch], group), strict=True)
+        begun |= zip(of_torch, c10d.batch_isend_irecv([messages[it] for it in of_torch], group), strict=True)
     if of_xla:
         xla.exchange([messages[it] for it in of_xla], group)
         begun |= {it: Pending(messages[it].tensor) for it in of_xla}

@@ -4,7 +4,7 @@ import functools
 
 from torch import Tensor
 
-from nxd_state.collectives.eager import Pending
+from nxd_state.collectives.c10d import Pending
 from nxd_state.group import Group
 from nxd_state.shared_memory import Transport
 from nxd_state.shared_memory.progress import Operation

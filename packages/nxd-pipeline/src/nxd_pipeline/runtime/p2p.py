@@ -2,6 +2,11 @@
 
 Both ends of a message come to it in one order (see `nxd_pipeline.schedules.insert_communication`, and for XLA, where
 messages block, `insert_blocking_communication`), so messages between two ranks need no labels.
+
+Of the tensors of one message small ones travel together in one buffer, large ones as they are: a transport takes its
+time per message, some tens of microseconds, and below a certain size a copy is faster than that. Both ends know the
+layouts, and so what comes in which buffer. On XLA all travel as they are: there is no memory there in which tensors of
+several dtypes could lie.
 """
 
 import io
@@ -27,8 +32,10 @@ from nxd_state import (
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from nxd_pipeline.runtime.layout import ValueLayout, describe_value
-from nxd_pipeline.runtime.parcel import Parcel
+from nxd_pipeline.runtime.layout import TensorLayout, ValueLayout, describe_value
+
+SMALL = 64 * 1024  # bytes of a tensor that is copied into a common buffer
+_ALIGNMENT = 16  # bytes; a view of another dtype has to start at a multiple of its size
 
 # A send that is this many messages old has been received, or soon will be; waiting for it bounds the memory it holds.
 SENDS_UNDER_WAY = 4
@@ -38,6 +45,78 @@ SENDS_UNDER_WAY = 4
 LAYOUTS_KEPT = 1000
 
 Key = tuple[int, int, Hashable]  # the stages from which and to which values go, and what tells shapes of inputs apart
+
+
+@dataclass(frozen=True)
+class _Place:
+    index: int  # of the tensor
+    start: int  # in the buffer, in bytes
+    end: int
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Which tensors of given layouts travel by themselves, and where in the common buffer the others lie.
+
+    Attributes:
+        layouts: of all the tensors.
+        alone: the indices of those that travel by themselves; tensors without elements do not travel.
+        together: those in the buffer.
+        buffer_bytes: its size.
+    """
+
+    layouts: tuple[TensorLayout, ...]
+    alone: tuple[int, ...]
+    together: tuple[_Place, ...]
+    buffer_bytes: int
+
+    @classmethod
+    def of(cls, layouts: Sequence[TensorLayout]) -> "Packing":
+        """The packing of tensors of these layouts."""
+        sizes = {index: layout.num_bytes for index, layout in enumerate(layouts) if layout.num_bytes}
+        small = [index for index, size in sizes.items() if size <= SMALL and layouts[index].device_type != "xla"]
+        if len(small) == 1 or len({layouts[index].device_type for index in small}) > 1:
+            small = []
+        together: list[_Place] = []
+        start = 0
+        for index in small:
+            together.append(_Place(index, start, start + sizes[index]))
+            start += -(-sizes[index] // _ALIGNMENT) * _ALIGNMENT
+        alone = tuple(index for index in sizes if index not in small)
+        return cls(tuple(layouts), alone, tuple(together), start)
+
+    def pack(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """What to send for these tensors."""
+        packed = [tensors[index].detach() for index in self.alone]
+        if self.together:
+            buffer = self._buffer()
+            for place in self.together:
+                self._view(buffer, place).copy_(tensors[place.index].detach())
+            packed.append(buffer)
+        return packed
+
+    def make_room(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Tensors to receive what `pack` gives, and the tensors that it was made of, in the same memory."""
+        in_buffer = {place.index for place in self.together}
+        tensors = [
+            torch.empty(0 if index in in_buffer else layout.shape, dtype=layout.dtype, device=layout.device_type)
+            for index, layout in enumerate(self.layouts)
+        ]
+        packed = [tensors[index] for index in self.alone]
+        if self.together:
+            buffer = self._buffer()
+            packed.append(buffer)
+            for place in self.together:  # by `data`, autograd does not take a change of one for a change of all
+                tensors[place.index] = self._view(buffer, place).data
+        return packed, tensors
+
+    def _buffer(self) -> Tensor:
+        device = self.layouts[self.together[0].index].device_type
+        return torch.empty(self.buffer_bytes, dtype=torch.uint8, device=device)
+
+    def _view(self, buffer: Tensor, place: _Place) -> Tensor:
+        layout = self.layouts[place.index]
+        return buffer[place.start : place.end].view(layout.dtype).view(layout.shape)
 
 
 @dataclass(frozen=True)
@@ -51,13 +130,13 @@ class Route:
     """
 
     layout: ValueLayout
-    values: Parcel
-    gradients: Parcel
+    values: Packing
+    gradients: Packing
 
     @classmethod
     def of(cls, layout: ValueLayout) -> "Route":
         """The route of values of this layout."""
-        return cls(layout, Parcel.of(layout.tensors), Parcel.of(layout.gradients))
+        return cls(layout, Packing.of(layout.tensors), Packing.of(layout.gradients))
 
 
 class Incoming:
@@ -76,7 +155,7 @@ class Incoming:
         return self._tensors
 
 
-class Mailbox:
+class P2PCommunicator:
     """Sends and receives over a pipeline-parallel group.
 
     The two ends know from the key of a value, without a message, whether its layout is known.
@@ -160,10 +239,10 @@ class Mailbox:
             if len(self._sends) > SENDS_UNDER_WAY:
                 self._wait_for_oldest()
 
-    def _receive(self, route: Route, parcel: Parcel, source: int) -> Incoming:
+    def _receive(self, route: Route, packing: Packing, source: int) -> Incoming:
         if self._on_xla:
             step_boundary()  # what was computed is a graph without this room, the same wherever it is computed
-        packed, tensors = parcel.make_room()
+        packed, tensors = packing.make_room()
         pending = batch_isend_irecv([Receive(tensor, source) for tensor in packed], self._group)
         return Incoming(route.layout, tensors, pending)
 
