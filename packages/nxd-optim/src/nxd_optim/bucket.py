@@ -1,4 +1,8 @@
-"""A bucket: gradients of several parameters in one contiguous buffer, so that they travel in one message.
+"""Buckets: gradients of several parameters that travel in one message.
+
+Elsewhere than on XLA they lie in one contiguous buffer. There a tensor is no place in memory: one flat buffer with the
+gradients as views of it would be taken apart and put together again by copies, and each gradient would be as old as its
+last look at the buffer. So they stay what they are, operands of one operation of the step's graph.
 
 Which parameters share a bucket, and in which order buckets leave, is decided here; when they leave is not.
 """
@@ -7,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from nxd_state import Group, Pending, all_reduce_
+from nxd_state import Group, Pending, all_reduce_, all_reduce_coalesced_
 from torch import Tensor
 
 
@@ -96,3 +100,41 @@ def batch_parameters(parameters: Sequence[Tensor], bucket_bytes: int) -> list[li
     batches = [batch for batches_of_one in batches_of_kind.values() for batch in batches_of_one]
     batches.sort(key=lambda batch: reached[id(batch[-1])])
     return batches
+
+
+class GraphBucket:
+    """Gradients that leave together; each stays the tensor that backward has made.
+
+    Args:
+        parameters: of one dtype and device.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self.parameters = list(parameters)
+
+    def add_gradient(self, parameter: Tensor) -> None:
+        """Nothing to do: a gradient lies where it is."""
+
+    def average(self, group: Group, dtype: torch.dtype | None) -> "Recorded":
+        """Average the gradients over the group, in `dtype` if given; no gradient counts as zero."""
+        for parameter in self.parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        grads = [parameter.grad.detach() for parameter in self.parameters if parameter.grad is not None]
+        sent = grads if dtype in (None, grads[0].dtype) else [grad.to(dtype) for grad in grads]
+        all_reduce_coalesced_(sent, group, op="avg")
+        for parameter, mean in zip(self.parameters, sent, strict=True):
+            parameter.grad = mean.to(parameter.dtype)
+        return Recorded()
+
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
+        for parameter in self.parameters:
+            parameter.grad = None
+
+
+class Recorded:
+    """A message that is a part of the graph: nobody waits for it."""
+
+    def wait(self) -> None:
+        """Return at once."""

@@ -12,9 +12,8 @@ import torch
 from nxd_state import Group, active_group, all_gather_object
 from torch import Tensor
 
-from nxd_optim.bucket import GradientBucket, batch_parameters, make_buckets
+from nxd_optim.bucket import GradientBucket, GraphBucket, batch_parameters, make_buckets
 from nxd_optim.bucket_sender import BucketSender, Message
-from nxd_optim.graph_bucket import GraphBucket
 from nxd_optim.mesh_check import require_mesh
 from nxd_optim.usage import Usage
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from nxd_optim.zero1.rank_state import Parts
+from nxd_optim.zero1.buckets import Parts
 
 
 @dataclass(frozen=True)

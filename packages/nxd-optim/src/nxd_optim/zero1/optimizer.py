@@ -2,7 +2,7 @@
 
 Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", stage 1. Here is what
 a user calls and the order of a step; memory and messages are in `flat_bucket`, saving in `sharded_state` and
-`sharded_files`.
+`rank_state`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,10 +19,14 @@ from nxd_optim.bucket_sender import BucketSender
 from nxd_optim.clip import CLIP_EPSILON
 from nxd_optim.reducer import DEFAULT_BUCKET_BYTES
 from nxd_optim.usage import Usage
-from nxd_optim.zero1 import sharded_files
-from nxd_optim.zero1.buckets import Bucket
-from nxd_optim.zero1.build import choose_dtypes, make_base_optimizer, make_buckets
-from nxd_optim.zero1.elementwise import check_elementwise
+from nxd_optim.zero1.buckets import (
+    Bucket,
+    choose_dtypes,
+    make_base_optimizer,
+    make_buckets,
+    scale_gradients,
+    update_and_gather,
+)
 from nxd_optim.zero1.flat_bucket import Dtypes
 from nxd_optim.zero1.forward_gather import ForwardGather
 from nxd_optim.zero1.gradient_parts import (
@@ -33,12 +37,19 @@ from nxd_optim.zero1.gradient_parts import (
     own_gradients,
     sum_sequence_parallel,
 )
-from nxd_optim.zero1.groups import RankLists, check_grad_norm_groups, find_sharding_group
 from nxd_optim.zero1.memory_report import MemoryReport, memory_report
-from nxd_optim.zero1.rank_state import check_rank_state, load_rank_state, rank_state
-from nxd_optim.zero1.settings import check_cap, check_max_norm, for_the_cpu, settings_of
+from nxd_optim.zero1.rank_state import check_rank_state, load_rank_state, rank_state, read_rank_file, write_rank_file
+from nxd_optim.zero1.settings import (
+    RankLists,
+    check_cap,
+    check_elementwise,
+    check_grad_norm_groups,
+    check_max_norm,
+    find_sharding_group,
+    for_the_cpu,
+    settings_of,
+)
 from nxd_optim.zero1.sharded_state import StateTensor, StoredKeys, allocate_state, logical_state
-from nxd_optim.zero1.update import scale_gradients, update_and_gather
 
 MAX_MESSAGES = 2  # of reduce-scatters under way: enough to keep the transport busy, and no more buffers than that
 
@@ -362,7 +373,7 @@ class NeuronZero1Optimizer(Optimizer):
         Raises:
             RuntimeError: a rank could not write; all ranks raise.
         """
-        sharded_files.save(self.state_dict(), output_dir, serially=save_serially)
+        write_rank_file(self.state_dict(), output_dir, serially=save_serially)
 
     def load_sharded_state_dict(self, output_dir: str | PathLike[str], num_workers_per_step: int = 8) -> None:
         """Read what `save_sharded_state_dict` wrote at the same layout. Called by all ranks.
@@ -375,7 +386,7 @@ class NeuronZero1Optimizer(Optimizer):
             RuntimeError: a rank could not read its file, or it is from another layout or save; all ranks raise.
         """
         self._check_inited()
-        sharded_files.load(self.load_state_dict, output_dir, num_workers_per_step)
+        read_rank_file(self.load_state_dict, output_dir, num_workers_per_step)
 
     def register_gradient_hook(self, hook: Callable[[Sequence[OwnGradient]], None]) -> None:
         """Have `hook` called in every step with the mean gradients of this rank's parts, before they are clipped.

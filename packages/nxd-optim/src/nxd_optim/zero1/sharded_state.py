@@ -11,9 +11,9 @@ from nxd_state import Box, get_shard_spec
 from torch import Tensor
 
 from nxd_optim.load_states import give_states
+from nxd_optim.zero1.buckets import Parts
 from nxd_optim.zero1.flat_bucket import OwnRange
 from nxd_optim.zero1.flat_ranges import pieces_of_flat_range, whole_spec
-from nxd_optim.zero1.rank_state import Parts
 
 MASTER_KEY = "master_weight"
 
