@@ -1,7 +1,8 @@
 """The manifest: what a checkpoint holds and where its bytes lie. A folder is a checkpoint once it has a whole one.
 
 Here it is written as JSON text and read back with every field checked, since a manifest may come from anywhere.
-FORMAT.md specifies the format. Which boxes go into which file is decided in `plan.py`."""
+FORMAT.md specifies the format. Which boxes go into which file is decided in `plan.py`.
+"""
 
 import hashlib
 import json

@@ -5,8 +5,8 @@ Its steps run a batch forward and backward through the model, with a pipeline or
 
 import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, Self
 
 import torch
@@ -14,9 +14,37 @@ from nxd_trainer.api import NxDModel, complete_config, initialize_parallel_model
 from nxd_trainer.mesh import broadcast, get_device, get_group, seed_model_parallel
 from torch import Tensor
 
-from nxd_lightning.accumulation import GradientScale
 from nxd_lightning.checkpoint_io import NeuronCheckpointIO
 from nxd_lightning.spelling import fabric, lightning
+
+
+class GradientScale:
+    """Scales what a backward pass adds to the gradients, wherever in the pass the loss is made.
+
+    A pipeline makes it on its last stage, and adds to the gradients itself, so that no rank has a loss to divide.
+
+    Args:
+        parameters: those trained; gradients are scaled on their way to them, before anyone accumulates them.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self._divisor = 1
+        for parameter in parameters:
+            if parameter.requires_grad:
+                parameter.register_hook(self._scaled)
+
+    @contextmanager
+    def divided_by(self, divisor: int) -> Iterator[None]:
+        """Divide the gradients of backward passes inside the block."""
+        self._divisor = divisor
+        try:
+            yield
+        finally:
+            self._divisor = 1
+
+    def _scaled(self, gradient: Tensor) -> Tensor:
+        return gradient if self._divisor == 1 else gradient / self._divisor
+
 
 _LightningModule: Any = lightning().LightningModule
 _reset_seed: Any = fabric("utilities.seed").reset_seed

@@ -8,7 +8,8 @@
 
 A new checkpoint appears by one rename of its folder. One that is overwritten changes by one rename of its manifest: the
 new data files, whose names are unique to the save, are moved next to the old ones first. What the files contain is not
-known here, except for the names above."""
+known here, except for the names above.
+"""
 
 import contextlib
 import os

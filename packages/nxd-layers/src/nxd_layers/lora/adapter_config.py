@@ -7,9 +7,9 @@ from nxd_state import active_group, all_gather_object
 
 from nxd_layers.lora.adapter import adapted_layers
 from nxd_layers.lora.config import LoraConfig
-from nxd_layers.lora.kinds import adaptable_layers
 from nxd_layers.lora.model import LoraModel
 from nxd_layers.lora.state import adapter_names
+from nxd_layers.lora.targets import adaptable_layers
 
 # Entries of PEFT's file that say nothing about what the adapter computes. Any other that is set must be understood.
 _WITHOUT_EFFECT = {

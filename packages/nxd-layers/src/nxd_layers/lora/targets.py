@@ -1,8 +1,63 @@
-"""Which layers `target_modules` names."""
+"""The layers of a model that get adapters: which classes can have them, and which `target_modules` names."""
 
 import difflib
 import re
 from collections.abc import Mapping, Sequence
+
+from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+from nxd_layers.embedding import ParallelEmbedding
+from nxd_layers.linear import ColumnParallelLinear, RowParallelLinear
+from nxd_layers.lora.adapter import LayerKind, adapted_layers
+from nxd_layers.lora.config import LoraConfig
+from nxd_layers.lora.embedding import PARALLEL_EMBEDDING, PLAIN_EMBEDDING
+from nxd_layers.lora.linear import COLUMN_PARALLEL_LINEAR, PLAIN_LINEAR, ROW_PARALLEL_LINEAR, TRANSPOSED_LINEAR
+from nxd_layers.lora.qkv import QKV_LINEAR
+from nxd_layers.qkv_linear import GQAQKVColumnParallelLinear
+
+_KINDS: tuple[tuple[type[nn.Module], LayerKind], ...] = (
+    (ColumnParallelLinear, COLUMN_PARALLEL_LINEAR),
+    (RowParallelLinear, ROW_PARALLEL_LINEAR),
+    (GQAQKVColumnParallelLinear, QKV_LINEAR),
+    (ParallelEmbedding, PARALLEL_EMBEDDING),
+    (nn.Linear, PLAIN_LINEAR),
+    (nn.Embedding, PLAIN_EMBEDDING),
+)
+
+
+def kind_of(layer: nn.Module) -> LayerKind | None:
+    """How a layer is adapted; None if it cannot be."""
+    if isinstance(layer, NonDynamicallyQuantizableLinear):
+        return None  # the output of nn.MultiheadAttention, which reads the weight and never calls the layer
+    if getattr(layer, "takes_no_adapter", False):
+        return None
+    if _is_conv1d(layer):
+        return TRANSPOSED_LINEAR
+    return next((kind for layer_class, kind in _KINDS if isinstance(layer, layer_class)), None)
+
+
+def adaptable_layers(module: nn.Module) -> dict[str, tuple[str, tuple[str, ...]]]:
+    """The layers of a model, and of the unsharded model within them, that can have adapters.
+
+    Returns:
+        By name, in the model's order: the name of the layer that holds it, and which parts of that it is.
+    """
+    found: dict[str, tuple[str, tuple[str, ...]]] = {}
+    for name, layer in module.named_modules():
+        kind = kind_of(layer)
+        if kind is None:
+            continue
+        found[name] = (name, tuple(kind.parts))
+        parent = name.rpartition(".")[0]
+        for part, beside in kind.parts.items():
+            if part:
+                found[f"{parent}.{beside}" if parent else beside] = (name, (part,))
+    return found
+
+
+def _is_conv1d(layer: nn.Module) -> bool:
+    return (type(layer).__module__, type(layer).__name__) == ("transformers.pytorch_utils", "Conv1D")
 
 
 def match_targets(
@@ -58,3 +113,36 @@ def _why_nothing_matches(target: str, names: Sequence[str], others: Mapping[str,
     parts = sorted({part for name in [*names, *others] for part in [name, *name.split(".")] if part})
     near = difflib.get_close_matches(target, parts, n=3)
     return f"{target!r} matches nothing" + (f"; did you mean {' or '.join(map(repr, near))}?" if near else "")
+
+
+TargetLayers = Mapping[str, tuple[str, ...]]
+
+
+def find_target_layers(module: nn.Module, config: LoraConfig) -> TargetLayers:
+    """What `config.target_modules` names in a whole model, which may be on the meta device. Changes nothing.
+
+    Returns:
+        By the name of a layer, which of its parts are adapted: `("",)` for all but fused ones.
+
+    Raises:
+        ValueError: a target names nothing that can be adapted, the model has adapters already, or biases that are to
+            train cannot do so alone.
+    """
+    if adapted_layers(module):
+        raise ValueError("this model has adapters already; unload() them first")
+    adaptable = adaptable_layers(module)
+    others = {name: type(layer).__name__ for name, layer in module.named_modules() if name not in adaptable}
+    holders = {name: holder for name, (holder, _) in adaptable.items()}
+    targeted: dict[str, set[str]] = {}
+    for target in match_targets(config.target_modules, holders, others):
+        holder, parts = adaptable[target]
+        targeted.setdefault(holder, set()).update(parts)
+    chosen: dict[str, tuple[str, ...]] = {}
+    for name, found in targeted.items():
+        layer = module.get_submodule(name)
+        kind = kind_of(layer)
+        assert kind is not None, f"{name} was found among the layers that can be adapted"
+        chosen[name] = tuple(part for part in kind.parts if part in found)
+        if config.bias == "lora_only":
+            kind.bias_names(layer, chosen[name])
+    return chosen
