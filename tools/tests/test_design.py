@@ -27,11 +27,11 @@ def names_in(file: Path) -> set[str]:
     return found
 
 
-def test_files_of_the_map_exist():
+def test_files_of_the_map_exist() -> None:
     assert len(FILES) > 40
     assert [path for path in FILES if not located(path).exists()] == []
 
 
-def test_names_of_the_map_are_in_their_files():
+def test_names_of_the_map_are_in_their_files() -> None:
     assert len(NAMES) > 40
     assert [f"{path}:{name}" for path, name in NAMES if name not in names_in(located(path))] == []
