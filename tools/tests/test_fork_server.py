@@ -20,7 +20,11 @@ PROGRAMS = {
     "error": ["-c", "def f():\n    1 / 0\nf()"],
     "interrupt": ["-c", "raise KeyboardInterrupt"],
     "signal": ["-c", "import os, signal; os.kill(os.getpid(), signal.SIGTERM)"],
-    "thread": ["-c", "import threading, time; threading.Timer(0.01, print, ['late']).start(); print('early')"],
+    "thread": [
+        "-c",
+        "import threading; after = threading.Event(); "
+        "threading.Thread(target=lambda: after.wait() and print('late')).start(); print('early'); after.set()",
+    ],
     "at exit": ["-c", "import atexit; atexit.register(print, 'last'); print('first')"],
     "descriptors": ["-c", "import os; print(sorted(os.listdir('/proc/self/fd'), key=int)[:3])"],
     "environment": ["-c", "import os; print(os.environ['GREETING'], os.getcwd())"],
