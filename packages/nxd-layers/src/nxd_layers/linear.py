@@ -4,7 +4,8 @@
 With one rank, or without an initialised mesh, both are `nn.Linear`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import torch
 from nxd_state import ShardSpec, active_group, shard_along
@@ -32,6 +33,9 @@ from nxd_layers.padding.heads import length_for_heads
 from nxd_layers.padding.repartition import repartition
 from nxd_layers.shared_input import SharedInput
 
+# Of an input, the layers that it was given to, and their outputs: the outputs with the adapters' branches.
+AddBranches: TypeAlias = "Callable[[Tensor, Sequence[ColumnParallelLinear], Sequence[Tensor]], tuple[Tensor, ...]]"
+
 
 class ColumnParallelLinear(nn.Module):
     """`Y = X A + b` with `A` split by columns: each rank computes `out/tp` of the outputs.
@@ -57,6 +61,7 @@ class ColumnParallelLinear(nn.Module):
         padded_output_size: length that is cut into equal parts, `out` if there is no padding.
         shared_input: the same in layers that are called one by one with the same tensor, to sum its gradient once;
             not for sequence-parallel layers.
+        add_branches: gives outputs of layers that are computed together what adapters add to them; None without any.
 
     Raises:
         ValueError: the tensor-parallel degree (times stride) does not divide `output_size`, and `pad` is False.
@@ -84,6 +89,7 @@ class ColumnParallelLinear(nn.Module):
         self.sequence_parallel_enabled = sequence_parallel_enabled
         self.sequence_dimension = sequence_dimension
         self.shared_input: SharedInput | None = None
+        self.add_branches: AddBranches | None = None
         self.stride = stride
         self.init_method = init_method or default_linear_init
         group = active_group("tp")
@@ -195,11 +201,8 @@ def column_parallel_linears(input_: Tensor, layers: Sequence[ColumnParallelLinea
     if not layers:
         raise ValueError("no layers given; expected at least one ColumnParallelLinear")
     outputs = _outputs(input_, layers)
-    if not any(hasattr(layer, "lora") for layer in layers):
-        return outputs
-    from nxd_layers.lora.linear import add_column_branches  # noqa: PLC0415 - adapters are built on the layers
-
-    return add_column_branches(input_, layers, outputs)
+    add_branches = next((layer.add_branches for layer in layers if layer.add_branches is not None), None)
+    return outputs if add_branches is None else add_branches(input_, layers, outputs)
 
 
 def _outputs(

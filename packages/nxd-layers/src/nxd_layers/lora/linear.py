@@ -28,6 +28,8 @@ from nxd_layers.mappings import (
 )
 from nxd_layers.qkv_linear import GQAQKVColumnParallelLinear
 
+FACTOR_NAMES = ("lora_A", "lora_B")
+
 
 def branch_dropout(input_: Tensor, probability: float, *, training: bool, split_dim: int | None = None) -> Tensor:
     """Drop elements of a branch's input.
@@ -51,9 +53,6 @@ def branch_dropout(input_: Tensor, probability: float, *, training: bool, split_
     if split_dim is not None and group.size > 1:
         kept = own_part(kept, group, split_dim)
     return input_ * kept * (1.0 / (1.0 - probability))
-
-
-FACTOR_NAMES = ("lora_A", "lora_B")
 
 
 def init_of_a(config: LoraConfig) -> InitMethod:
@@ -180,7 +179,9 @@ def _column_delta(layer: ColumnParallelLinear, input_: Tensor) -> Tensor:
     return column_deltas(input_, [layer])[0]
 
 
-COLUMN_PARALLEL_LINEAR = LayerKind(FACTOR_NAMES, _add_parallel_factors, _column_delta, _weight_delta)
+COLUMN_PARALLEL_LINEAR = LayerKind(
+    FACTOR_NAMES, _add_parallel_factors, _column_delta, _weight_delta, add_branches=add_column_branches
+)
 
 
 # Row-parallel: A split along inputs, B whole.
