@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
-from nxd_state import Group, active_group, all_gather, all_reduce, all_reduce_, reduce_scatter
+from nxd_state import Group, active_group, all_gather, all_reduce, all_reduce_, checked_dim, reduce_scatter
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
@@ -130,19 +130,19 @@ def reductions_out_of_place() -> Iterator[None]:
 def scatter_to_tensor_model_parallel_region(input_: Tensor, dim: int = -1) -> Tensor:
     """Whole to split along `dim` (the last one unless said otherwise); gradients are gathered."""
     group = active_group("tp")
-    return input_ if group.size == 1 else _Split.apply(input_, group, _check_dim(input_, dim))
+    return input_ if group.size == 1 else _Split.apply(input_, group, checked_dim(dim, input_.shape))
 
 
 def gather_from_tensor_model_parallel_region(input_: Tensor, dim: int = -1) -> Tensor:
     """Split along `dim` to whole; each rank keeps its part of the gradient, which must be whole and equal."""
     group = active_group("tp")
-    return input_ if group.size == 1 else _Gather.apply(input_, group, _check_dim(input_, dim), False)
+    return input_ if group.size == 1 else _Gather.apply(input_, group, checked_dim(dim, input_.shape), False)
 
 
 def scatter_to_sequence_parallel_region(input_: Tensor, sequence_dimension: int = 0) -> Tensor:
     """Whole `[seq, batch, hidden]` to `[seq/tp, batch, hidden]`; gradients are gathered."""
     group = active_group("tp")
-    return input_ if group.size == 1 else _Split.apply(input_, group, _check_dim(input_, sequence_dimension))
+    return input_ if group.size == 1 else _Split.apply(input_, group, checked_dim(sequence_dimension, input_.shape))
 
 
 def gather_from_sequence_parallel_region(
@@ -160,7 +160,7 @@ def gather_from_sequence_parallel_region(
     group = active_group("tp")
     if group.size == 1:
         return input_
-    return _Gather.apply(input_, group, _check_dim(input_, sequence_dimension), to_model_parallel)
+    return _Gather.apply(input_, group, checked_dim(sequence_dimension, input_.shape), to_model_parallel)
 
 
 def reduce_scatter_to_sequence_parallel_region(input_: Tensor, sequence_dimension: int = 0) -> Tensor:
@@ -168,7 +168,7 @@ def reduce_scatter_to_sequence_parallel_region(input_: Tensor, sequence_dimensio
     group = active_group("tp")
     if group.size == 1:
         return input_
-    return _ReduceScatter.apply(input_, group, _check_dim(input_, sequence_dimension))
+    return _ReduceScatter.apply(input_, group, checked_dim(sequence_dimension, input_.shape))
 
 
 def own_part(whole: Tensor, group: Group, dim: int) -> Tensor:
@@ -177,7 +177,7 @@ def own_part(whole: Tensor, group: Group, dim: int) -> Tensor:
     Raises:
         ValueError: the group's size does not divide that dim.
     """
-    dim = _check_dim(whole, dim)
+    dim = checked_dim(dim, whole.shape)
     length, rest = divmod(whole.shape[dim], group.size)
     if rest:
         raise ValueError(
@@ -186,9 +186,3 @@ def own_part(whole: Tensor, group: Group, dim: int) -> Tensor:
         )
     parts = whole.unflatten(dim, (group.size, length))
     return parts.index_select(dim, group.rank_tensor(whole).view(1)).squeeze(dim)
-
-
-def _check_dim(tensor: Tensor, dim: int) -> int:
-    if not -tensor.dim() <= dim < tensor.dim():
-        raise ValueError(f"dim={dim} is outside a tensor of shape {tuple(tensor.shape)}")
-    return dim % tensor.dim()

@@ -139,7 +139,7 @@ def shard_along(
         ValueError: no such dim or rank, or the number of chunks does not divide the (padded) length, or `stride` the
             logical one.
     """
-    dim = _check_dim(dim, logical_shape)
+    dim = checked_dim(dim, logical_shape)
     if not 0 <= rank < size:
         raise ValueError(f"rank={rank} is outside the {size} shards; use 0..{size - 1}")
     length = logical_shape[dim] if padded_length is None else padded_length
@@ -183,7 +183,7 @@ def fuse_along(specs: Sequence[ShardSpec], dim: int) -> ShardSpec:
     """
     if not specs:
         raise ValueError("no specs to fuse; give at least one")
-    dim = _check_dim(dim, specs[0].local_shape)
+    dim = checked_dim(dim, specs[0].local_shape)
     start, pieces = 0, []
     for spec in specs:
         rest = [list(s.local_shape[:dim] + s.local_shape[dim + 1 :]) for s in (specs[0], spec)]
@@ -295,7 +295,13 @@ def _check_cover(name: str, pieces: Sequence[ShardPiece]) -> None:
         )
 
 
-def _check_dim(dim: int, shape: Sequence[int]) -> int:
+def checked_dim(dim: int, shape: Sequence[int]) -> int:
+    """A dim of a tensor of that shape, counted from the front.
+
+    Raises:
+        ValueError: there is no such dim.
+    """
     if not -len(shape) <= dim < len(shape):
-        raise ValueError(f"dim={dim} is outside a tensor of shape {tuple(shape)}")
+        use = f"use {-len(shape)}..{len(shape) - 1}" if shape else "reshape it to (1,) first"
+        raise ValueError(f"dim={dim} is outside a tensor of shape {tuple(shape)}; {use}")
     return dim % len(shape)

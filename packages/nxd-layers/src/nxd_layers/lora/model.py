@@ -4,12 +4,11 @@ Adapters are merged in float32 (or float64) and rounded once to the weight's dty
 subtracting, so the layer's own weights wait in host memory while they are merged: unmerging restores every bit.
 """
 
-import hashlib
 import re
 from typing import Any
 
 import torch
-from nxd_state import active_group, model_parallel_is_initialized
+from nxd_state import active_group, model_parallel_is_initialized, seed_of_module
 from torch import Tensor, nn
 
 from nxd_layers.lora.adapter import adapted_layers, attach, detach, require_adapter, reset_branch, widened
@@ -67,7 +66,7 @@ class LoraModel(nn.Module):
             if name in targets and kind is not None:  # stages have something else in the place of others' layers
                 parent = name.rpartition(".")[0]
                 named = {part: f"{parent}.{kind.parts[part]}".lstrip(".") if part else name for part in targets[name]}
-                attach(layer, kind, {part: _mixed(seed, own) for part, own in named.items()}, self.lora_config)
+                attach(layer, kind, {part: seed_of_module(seed, own) for part, own in named.items()}, self.lora_config)
         for parameter in self._trained_biases().values():
             parameter.requires_grad_(True)
 
@@ -157,11 +156,6 @@ class LoraModel(nn.Module):
         total = sum(parameter.numel() for parameter in self.module.parameters())
         trained = sum(parameter.numel() for parameter in self.module.parameters() if parameter.requires_grad)
         return f"LoRA: {len(layers)} layers adapted ({last_parts}); {trained:,} of {total:,} parameters train"
-
-
-def _mixed(seed: int, name: str) -> int:
-    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1
 
 
 def _world_rank() -> int:

@@ -25,6 +25,7 @@ from nxd_state.collectives.messages import Receive, Send
 from nxd_state.collectives.point_to_point import batch_isend_irecv, check_index, irecv, isend, recv, send
 from nxd_state.collectives.shared import pending_of, shared_memory_of
 from nxd_state.group import Group
+from nxd_state.shard_spec import checked_dim
 
 __all__ = [
     "Pending",
@@ -135,7 +136,7 @@ def all_gather(tensor: Tensor, group: Group, *, dim: int = 0, async_op: bool = F
     Raises:
         ValueError: the tensor has no such `dim`.
     """
-    dim = _check_dim(dim, tensor)
+    dim = checked_dim(dim, tensor.shape)
     if group.size == 1:
         return Pending(tensor) if async_op else tensor
     if torch.compiler.is_compiling():
@@ -169,7 +170,7 @@ def reduce_scatter(
         ValueError: the group's size does not divide `tensor.shape[dim]`; no such `op`, or an average of integers.
     """
     _check_op(op, tensor)
-    dim = _check_dim(dim, tensor)
+    dim = checked_dim(dim, tensor.shape)
     _check_divides(tensor, dim, group)
     if group.size == 1:
         return Pending(tensor) if async_op else tensor
@@ -195,7 +196,7 @@ def all_to_all(tensor: Tensor, group: Group, *, split_dim: int, concat_dim: int)
     Raises:
         ValueError: the group's size does not divide `tensor.shape[split_dim]`.
     """
-    split_dim, concat_dim = _check_dim(split_dim, tensor), _check_dim(concat_dim, tensor)
+    split_dim, concat_dim = checked_dim(split_dim, tensor.shape), checked_dim(concat_dim, tensor.shape)
     _check_divides(tensor, split_dim, group)
     if group.size == 1:
         return tensor
@@ -255,15 +256,6 @@ def _check_op(op: str, tensor: Tensor) -> None:
         raise ValueError(f"op={op!r} is not a reduction; use one of {', '.join(get_args(ReduceOp))}")
     if op == "avg" and not (tensor.is_floating_point() or tensor.is_complex()):
         raise ValueError(f"op='avg' of {tensor.dtype} has no result of that dtype; use op='sum' or convert to float")
-
-
-def _check_dim(dim: int, tensor: Tensor) -> int:
-    if not -tensor.dim() <= dim < tensor.dim():
-        raise ValueError(
-            f"dim={dim} is outside a tensor of shape {tuple(tensor.shape)}; "
-            + (f"use {-tensor.dim()}..{tensor.dim() - 1}" if tensor.dim() else "reshape it to (1,) first")
-        )
-    return dim % tensor.dim()
 
 
 def _check_divides(tensor: Tensor, dim: int, group: Group) -> None:
