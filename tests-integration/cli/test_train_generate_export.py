@@ -30,7 +30,7 @@ def test_train_resumed_at_another_layout_goes_on_where_it_was(trained):
     assert [record.step for record in records] == [1, 2, 3, 4, 5, 6]
     assert [record.layout for record in records if record.layout] == ["TP 1 x PP 2 x DP 1", "TP 1 x DP 2"]
     assert f"held-out loss as resumed, at step 3: {records[2].held_out_loss:.4f}" in second.stderr
-    assert "goes on from step-00000003" in second.stderr
+    assert "resumes from step-00000003" in second.stderr
 
 
 def test_train_pipeline_leaves_a_timeline_of_its_ranks(trained):

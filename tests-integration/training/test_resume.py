@@ -256,7 +256,7 @@ def test_resume_beside_a_damaged_checkpoint_is_refused(run_ranks, settings, tmp_
     at("one", run_ranks, settings, "train.stop_after=3")
     (tmp_path / "run/checkpoints/step-00000003/manifest.json").write_text("{")
 
-    with pytest.raises(RuntimeError, match=r"step-00000003.*remove that folder to go on without it"):
+    with pytest.raises(RuntimeError, match=r"step-00000003.*remove that folder to resume without it"):
         at("one", run_ranks, settings)
 
 

@@ -88,7 +88,7 @@ def test_run_begun_on_the_cpu_goes_on_on_xla(train_on, tmp_path):
     train_on("cpu", "output=moved", "train.stop_after=2")
     shown = train_on("xla", "output=moved")
 
-    assert "goes on from step-00000002" in shown
+    assert "resumes from step-00000002" in shown
     assert_same_weights(weights(tmp_path / "moved"), weights(tmp_path / "whole"))
 
 
@@ -98,7 +98,7 @@ def test_run_begun_on_xla_goes_on_on_the_cpu(train_on, tmp_path):
     train_on("xla", "output=moved", "train.stop_after=2")
     shown = train_on("cpu", "output=moved")
 
-    assert "goes on from step-00000002" in shown
+    assert "resumes from step-00000002" in shown
     assert_same_weights(weights(tmp_path / "moved"), weights(tmp_path / "whole"))
 
 

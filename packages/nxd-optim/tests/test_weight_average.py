@@ -1,4 +1,4 @@
-"""The moving average of the weights, shared out over replicas, equals the one that one process keeps."""
+"""The moving average of the weights, sharded over replicas, equals the one that one process keeps."""
 
 import pytest
 import torch

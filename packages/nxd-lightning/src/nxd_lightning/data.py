@@ -24,7 +24,7 @@ VOCABULARY_MULTIPLE = 64
 
 
 class TextDataModule(_LightningDataModule):
-    """Text files, tokenised once, packed and shared out to the replicas; the data and order of `nxd train`.
+    """Text files, tokenised once, packed and sharded over the replicas; the data and order of `nxd train`.
 
     Args:
         path: text file or folder; None: the sources of the running Python's standard library.

@@ -98,7 +98,7 @@ class NeuronXLAStrategy(StrategyBase):
 
     @property
     def pipeline_parallel_size(self) -> int:
-        """Ranks that the layers are shared out to."""
+        """Ranks that the layers are distributed over."""
         return self._degrees["pipeline_parallel_size"]
 
     @property

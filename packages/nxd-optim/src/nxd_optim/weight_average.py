@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights, shared out over the replicas as ZeRO-1 shares out its states.
+"""An exponential moving average of the weights, sharded over the replicas as ZeRO-1 shards its states.
 
 Polyak and Juditsky 1992 average weights to get rid of the noise of the last steps; each rank keeps the average of its
 part of the elements only, in float32 or wider.

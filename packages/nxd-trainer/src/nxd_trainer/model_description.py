@@ -150,7 +150,7 @@ def description_of(checkpoint: Checkpoint) -> ModelDescription:
     if description.factory is not None:
         raise ValueError(
             f"{where} is of a model that the function {description.factory} makes, and what a checkpoint names is not "
-            "run; make the model yourself, and fill it with load_checkpoint. nxd train goes on from it by the recipe "
+            "run; make the model yourself, and fill it with load_checkpoint. nxd train resumes from it by the recipe "
             "that it was written with"
         )
     return description

@@ -1,4 +1,4 @@
-"""ZeRO stage 1: an optimizer whose states are shared out over the replicas, in flat buckets."""
+"""ZeRO stage 1: an optimizer whose states are sharded over the replicas, in flat buckets."""
 
 from nxd_optim.zero1.gradient_parts import OwnGradient, counted_parts
 from nxd_optim.zero1.memory_report import MemoryBytes, MemoryReport

@@ -1,4 +1,4 @@
-"""`NeuronZero1Optimizer`: an elementwise optimizer whose states and work are shared out over the replicas.
+"""`NeuronZero1Optimizer`: an elementwise optimizer whose states and work are sharded over the replicas.
 
 Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", stage 1. Here is what
 a user calls and the order of a step; memory and messages are in `flat_bucket`, saving in `sharded_state` and
@@ -91,7 +91,7 @@ class NeuronZero1Optimizer(Optimizer):
         bucket_cap_mb_reduce_scatter: most MB of a bucket; 0 for 25. A parameter above it travels alone.
         use_grad_acc_hook: accumulate gradients over microbatches in float32, or the parameter's dtype where wider. The
             sums are then not in `.grad`, so that `model.zero_grad()` does not drop them: call the optimizer's.
-        save_master_weights: put master weights into `state_dict` and `sharded_state`. Without them a run goes on from
+        save_master_weights: put master weights into `state_dict` and `sharded_state`. Without them a run resumes from
             the rounded parameters.
         higher_cc_precision: average gradients in float32 or wider as well. The CPU always does so.
         **defaults: for `optimizer_class`.

@@ -29,7 +29,7 @@ class HuggingFaceDecoder(nn.Module):
         missing = [name for name in ("position_ids", "past_key_values") if name not in taken]
         if missing:
             raise TypeError(
-                f"{type(model).__name__}.forward takes no {' and no '.join(missing)}, so it cannot go on from a cache; "
+                f"{type(model).__name__}.forward takes no {' and no '.join(missing)}, so it cannot use a cache; "
                 "use a causal language model with rotary positions"
             )
         self.model = model

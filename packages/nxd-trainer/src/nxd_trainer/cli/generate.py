@@ -22,7 +22,7 @@ def add_parser(commands: Commands) -> None:
     parser = commands.add_parser("generate", help="write text with a trained model")
     add_checkpoint(parser)
     add_tokenizer(parser)
-    parser.add_argument("--prompt", default="def ", help="text to go on from (default: %(default)r)")
+    parser.add_argument("--prompt", default="def ", help="text to continue (default: %(default)r)")
     parser.add_argument("--max-new-tokens", type=int, default=200, metavar="N", help="default: %(default)s")
     parser.add_argument("--temperature", type=float, default=0.8, metavar="T", help="0: likeliest token (default: 0.8)")
     parser.add_argument("--top-k", type=int, default=40, metavar="K", help="0: all tokens (default: %(default)s)")

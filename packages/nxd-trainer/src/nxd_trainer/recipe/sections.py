@@ -66,8 +66,8 @@ class ParallelSection:
 
     tensor_parallel_size: int = option(1, "ranks that share each layer", at_least=1)
     sequence_parallel: bool = option(False, "also shard the sequence between the layers' matrix products")
-    pipeline_parallel_size: int = option(1, "ranks that the layers are shared out to", at_least=1)
-    zero1: bool = option(False, "share the optimizer's state out over the data-parallel ranks (ZeRO-1)")
+    pipeline_parallel_size: int = option(1, "ranks that the layers are distributed over", at_least=1)
+    zero1: bool = option(False, "shard the optimizer's state over the data-parallel ranks (ZeRO-1)")
     activation_checkpointing: str = option(
         "none", "what is computed again in backward: none, full for decoder layers, or classes: CoreAttention,LlamaMLP"
     )
@@ -78,7 +78,7 @@ class ParallelSection:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineSection:
-    """How the ranks that share out the layers work together; without effect on one such rank."""
+    """How pipeline-parallel ranks work together; without effect where there is one."""
 
     schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"] = option(
         "1f1b", "order of the work, by its name in nxd-pipeline"
@@ -162,7 +162,7 @@ class LoraSection:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSection:
-    """When checkpoints are written, how many stay, and whether a run goes on from one."""
+    """When checkpoints are written, how many stay, and whether a run resumes from one."""
 
     folder: Path | None = option(None, "where checkpoints lie; unset: checkpoints/ in the output folder")
     save_every: int = option(100, "steps between two checkpoints; 0: only at the end", at_least=0)
@@ -171,7 +171,7 @@ class CheckpointSection:
     keep_every: int = option(0, "checkpoints of steps that this divides are kept as well; 0: none", at_least=0)
     keep_best: int = option(0, "checkpoints with the lowest held-out loss kept as well; 0: none", at_least=0)
     resume: Literal["latest", "never", "required"] = option(
-        "latest", "go on from the newest checkpoint if there is one, never, or fail where there is none"
+        "latest", "resume from the newest checkpoint if there is one, never, or fail where there is none"
     )
     initial_weights: Path | None = option(
         None, "checkpoints, whoever wrote them, or a Hugging Face folder, with whose weights a new run begins"

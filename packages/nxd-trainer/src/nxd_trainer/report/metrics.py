@@ -96,7 +96,7 @@ class MetricsLog:
     Args:
         folder: the run's folder; made if need be.
         is_writer: whether this rank writes; on other ranks nothing happens.
-        first_step: step of the checkpoint this invocation goes on from; 0 begins a new file.
+        first_step: step of the checkpoint this invocation resumes from; 0 begins a new file.
         layout: of this invocation, such as "TP 2 x DP 2"; kept with its first record.
         say: is given a line to show if TensorBoard is not installed.
 

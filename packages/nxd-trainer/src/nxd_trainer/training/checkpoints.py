@@ -1,4 +1,4 @@
-"""A run's checkpoints: what they hold, writing them at once or in the background, and going on from one.
+"""A run's checkpoints: what they hold, writing them at once or in the background, and resuming from one.
 
 They go through `save_checkpoint`'s and `load_checkpoint`'s own functions: where the run stands is user content, and
 random streams are tensors of each rank.
@@ -121,10 +121,10 @@ class RunSaver:
 
 
 def resume_run(state: RunState) -> str | None:
-    """Go on from the newest checkpoint, as the recipe's `checkpoint.resume` says.
+    """Resume from the newest checkpoint, as the recipe's `checkpoint.resume` says.
 
     Returns:
-        The tag gone on from; None if the run begins, with the weights that the recipe names, if it names some.
+        The tag resumed from; None if the run begins, with the weights that the recipe names, if it names some.
 
     Raises:
         ValueError: a checkpoint is required and there is none; or none is wanted and there are some, which a new run
@@ -145,8 +145,8 @@ def resume_run(state: RunState) -> str | None:
         return None
     if state.recipe.lora.save == "merged":
         raise ValueError(
-            f"{folder / tag} holds weights with the adapter in them (lora.save=merged), from which nothing goes on; "
-            "choose another output folder. Runs with lora.save=adapter or both go on"
+            f"{folder / tag} holds weights with the adapter in them (lora.save=merged), from which no run can resume; "
+            "choose another output folder. Runs with lora.save=adapter or both resume"
         )
     checkpoint = nxd_ckpt.open_checkpoint(folder, tag)
     content = _run_content(checkpoint, folder / tag)
@@ -169,14 +169,14 @@ def _newest_tag(folder: Path) -> str | None:
     """Tag of the newest checkpoint.
 
     Raises:
-        ValueError: one of the checkpoints is damaged: going on from an older one, or anew, is not for us to choose.
+        ValueError: one of the checkpoints is damaged: whether to resume from an older one is not ours to choose.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         try:
             newest = nxd_ckpt.latest(folder)
         except UserWarning as damage:
-            raise ValueError(f"{damage}; remove that folder to go on without it") from damage
+            raise ValueError(f"{damage}; remove that folder to resume without it") from damage
     return None if newest is None else newest.tag
 
 
@@ -247,9 +247,9 @@ def check_weights(state: RunState) -> None:
 
 
 def diverged(state: RunState, what: str) -> TrainingDiverged:
-    """The error of a run that can only go on from its last checkpoint."""
+    """The error of a run that can only resume from its last checkpoint."""
     newest = nxd_ckpt.latest(state.recipe.checkpoint_folder)
-    advice = "start again" if newest is None else f"go on from {state.recipe.checkpoint_folder / newest.tag}"
+    advice = "start again" if newest is None else f"resume from {state.recipe.checkpoint_folder / newest.tag}"
     return TrainingDiverged(f"{what}; lower optimizer.lr or lengthen optimizer.warmup_steps, and {advice}")
 
 

@@ -83,7 +83,7 @@ class StopRequest:
 
 
 def prepare_run(recipe: Recipe) -> tuple[RunState, str | None]:
-    """Data, model and optimizer of a run, and the tag of the checkpoint it goes on from (None at its beginning).
+    """Data, model and optimizer of a run, and the tag of the checkpoint it resumes from (None at its beginning).
 
     The mesh must be initialised with the recipe's degrees.
 
@@ -261,7 +261,7 @@ def _announce(state: RunState, logger: logging.Logger, resumed: str | None) -> N
     if state.is_writer:
         save_recipe(state.recipe, state.recipe.output / "recipe.toml")
     count = sum(p.numel() for p in state.model.parameters())
-    begins = f"goes on from {resumed}" if resumed else "begins"
+    begins = f"resumes from {resumed}" if resumed else "begins"
     logger.info(f"{state.layout} on {get_device().type}, {count:,} parameters on this rank; the run {begins}")
     if state.recipe.parallel.pipeline_parallel_size > 1:
         logger.info(describe_pipeline(state.recipe))

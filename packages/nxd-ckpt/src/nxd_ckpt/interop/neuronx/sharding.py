@@ -131,7 +131,7 @@ def local_shape_of(name: str, global_shape: tuple[int, ...], rule: Sharding, at:
     """Shape of a rank's tensor, padding included: what `placements` needs to go the other way.
 
     Raises:
-        ValueError: the tensor cannot be shared out like that.
+        ValueError: the tensor cannot be sharded like that.
     """
     if isinstance(rule, Pieces):
         return tuple(rule.local_shape)
