@@ -4,6 +4,7 @@ Measured is what torch allocates: the bytes of all tensors, as they come and go,
 plan's own `neuronx_distributed_config(...)` sets up.
 """
 
+import re
 from dataclasses import dataclass
 
 import neuronx_distributed as nxd
@@ -13,7 +14,9 @@ from nxd_optim import NeuronZero1Optimizer
 from nxd_pipeline.runtime.memory import StepMemory
 from nxd_state import destroy_model_parallel, get_group
 from nxd_trainer.models import LlamaConfig, LlamaDecoderLayer, LlamaForCausalLM
-from nxd_trainer.plan import Degrees, Job, config_call, find_device, make_plan
+from nxd_trainer.plan import Degrees, Job, OwnLlama, TransformersModel, config_call, find_device, make_plan
+
+transformers = pytest.importorskip("transformers")
 
 SEQUENCE, TOLERANCE = 128, 0.1
 JOB_SECONDS = 300.0  # for all cases of a number of ranks, on a machine that does much else
@@ -26,10 +29,17 @@ SIZES = {
     "num_key_value_heads": 2,
     "max_position_embeddings": SEQUENCE,
 }
+OF_TRANSFORMERS = {
+    "qwen3": {"head_dim": 48},
+    "gemma3_text": {"head_dim": 48, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {"num_local_experts": 4, "num_experts_per_tok": 2, "mlp_only_layers": [1]},
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
+    model_type: str | None = None  # of transformers; None: this package's own Llama
     tp: int = 1
     pp: int = 1
     sequence_parallel: bool = False
@@ -49,6 +59,12 @@ ONE_RANK = [
     Case(microbatch_size=16),
     Case(microbatch_size=16, checkpointing="full"),
     Case(zero1=True, dtype=torch.bfloat16),
+    Case(model_type="qwen3"),
+    Case(model_type="qwen3", checkpointing="full", microbatch_size=16),
+    Case(model_type="qwen3", zero1=True, dtype=torch.bfloat16, tied=True),
+    Case(model_type="gemma3_text"),
+    Case(model_type="mixtral"),
+    Case(model_type="qwen3_moe", checkpointing="full"),
 ]
 TWO_RANKS = [
     Case(tp=2),
@@ -60,6 +76,12 @@ TWO_RANKS = [
     Case(),
     Case(zero1=True),
     Case(zero1=True, dtype=torch.bfloat16, checkpointing="full"),
+    Case(model_type="qwen3", tp=2),
+    Case(model_type="qwen3", tp=2, sequence_parallel=True, checkpointing="full", microbatch_size=4),
+    Case(model_type="qwen3", pp=2),
+    Case(model_type="qwen3", pp=2, checkpointing="full", microbatch_size=4, tied=True),
+    Case(model_type="mixtral", tp=2),
+    Case(model_type="mixtral", pp=2),
 ]
 FOUR_RANKS = [
     Case(tp=4),
@@ -73,9 +95,18 @@ FOUR_RANKS = [
 ]
 
 
+def model_of(case):
+    sizes = {**SIZES, "tie_word_embeddings": case.tied}
+    if case.model_type is None:
+        return OwnLlama(LlamaConfig(**sizes))
+    architecture = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[case.model_type]
+    further = {"pad_token_id": None, **OF_TRANSFORMERS[case.model_type]}
+    return TransformersModel({"model_type": case.model_type, "architectures": [architecture], **sizes, **further})
+
+
 def job_of(case, ranks):
     return Job(
-        LlamaConfig(**SIZES, tie_word_embeddings=case.tied),
+        model_of(case),
         find_device("cpu"),
         ranks,
         sequence_length=SEQUENCE,
@@ -98,6 +129,9 @@ def measure(call, case):
     tokens = torch.randint(SIZES["vocab_size"], (replica_batch, SEQUENCE))
     names = {"nxd": nxd, "torch": torch, "LlamaForCausalLM": LlamaForCausalLM}
     names |= {"LlamaDecoderLayer": LlamaDecoderLayer, "LlamaConfig": LlamaConfig}
+    names |= {
+        name: getattr(transformers, name) for name in re.findall(r"Auto\w+|\w+Config(?=\()", call) if name not in names
+    }
     with StepMemory() as memory:
         exec(call, names)  # the plan's own lines
         model = names["model"]
@@ -106,17 +140,23 @@ def measure(call, case):
         )
         for _ in range(2):
             memory.peak_bytes = memory.held_bytes
-            model.run_train(input_ids=tokens, labels=tokens)
+            model.run_train(**dict.fromkeys(names["nxd_config"]["pipeline_config"]["input_names"], tokens))
             optimizer.step()
             optimizer.zero_grad()
     found = {
         "parameters": sum(parameter.nbytes for parameter in model.parameters()),
         "optimizer_state": state_bytes(optimizer.optimizer),
-        "peak": memory.peak_bytes,
+        "peak": memory.peak_bytes - without_memory(names),
     }
     pp_rank = get_group("pp").rank
     destroy_model_parallel()
     return pp_rank, found
+
+
+def without_memory(names):
+    """Bytes that are counted of parameters on other stages: the model that has been cut has them on the meta device."""
+    outline = names.get("outline", torch.nn.Identity())
+    return sum(parameter.nbytes for parameter in outline.parameters() if parameter.is_meta)
 
 
 def state_bytes(optimizer):

@@ -110,6 +110,34 @@ def llama_model(recipe: Recipe, config: LlamaConfig) -> RecipeModel:
     )
 
 
+def transformers_model(module: Any, description: ModelDescription, dtype: torch.dtype) -> RecipeModel:
+    """A model of transformers, which may be without memory, as it is trained: it is told the next tokens.
+
+    Raises:
+        ValueError: it cannot be told them, or sees them.
+    """
+    if not takes_causal_lm_loss(module):
+        raise ValueError(
+            f"{type(module).__name__} computes its loss in its own way, so that it cannot be told the next tokens; "
+            "give a model.factory, whose model takes input_ids and labels and returns the loss"
+        )
+    is_decoder = getattr(module.config, "is_decoder", True) or module.config.model_type in _ALWAYS_DECODERS
+    if not is_decoder:
+        raise ValueError(
+            f"{type(module).__name__} with is_decoder=False sees the tokens that it is to predict; set "
+            "model.config.is_decoder=true"
+        )
+    module.config.get_text_config().use_cache = False  # of what was said long ago, nothing is asked in training
+    if dtype == torch.float64:
+        module.config._experts_implementation = "eager"  # the grouped products of experts know no float64
+    return RecipeModel(
+        lambda: module,
+        description,
+        input_names=("input_ids", "labels", "shift_labels"),
+        param_init_fn=module._init_weights,
+    )
+
+
 def _without_memory(recipe: Recipe, config: LlamaConfig, model: RecipeModel) -> RecipeModel:
     """The same Llama for a pipeline, of which each rank then makes its stages only."""
     first_weights = _FirstWeights()
@@ -337,7 +365,7 @@ def _of_config(recipe: Recipe, tokenizer: Tokenizer) -> RecipeModel:
             f"model.path={model.path} is a {description.architecture}, which is made by transformers: it is not "
             "installed, or does not know it (pip install transformers)"
         )
-    return _of_transformers(recipe, outline, description)
+    return transformers_model(outline, description, DTYPES[recipe.train.dtype])
 
 
 def _sizes(recipe: Recipe) -> dict[str, Any]:
@@ -363,33 +391,10 @@ def _made_by_factory(recipe: Recipe, factory: str) -> RecipeModel:
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(DTYPES[recipe.train.dtype])
     if is_transformers_model(made):
-        return _of_transformers(recipe, made, description)
+        return transformers_model(made, description, DTYPES[recipe.train.dtype])
     layers = recipe.pipeline.layer_class
     layer_class = None if layers is None else import_named(layers, "pipeline.layer_class")
     return RecipeModel(lambda: made, description, layer_class=layer_class)
-
-
-def _of_transformers(recipe: Recipe, module: Any, description: ModelDescription) -> RecipeModel:
-    if not takes_causal_lm_loss(module):
-        raise ValueError(
-            f"{type(module).__name__} computes its loss in its own way, so that it cannot be told the next tokens; "
-            "give a model.factory, whose model takes input_ids and labels and returns the loss"
-        )
-    is_decoder = getattr(module.config, "is_decoder", True) or module.config.model_type in _ALWAYS_DECODERS
-    if not is_decoder:
-        raise ValueError(
-            f"{type(module).__name__} with is_decoder=False sees the tokens that it is to predict; set "
-            "model.config.is_decoder=true"
-        )
-    module.config.get_text_config().use_cache = False  # of what was said long ago, nothing is asked in training
-    if recipe.train.dtype == "float64":
-        module.config._experts_implementation = "eager"  # the grouped products of experts know no float64
-    return RecipeModel(
-        lambda: module,
-        description,
-        input_names=("input_ids", "labels", "shift_labels"),
-        param_init_fn=module._init_weights,
-    )
 
 
 def _check_fits(recipe: Recipe, config: Mapping[str, Any], tokenizer: Tokenizer) -> None:

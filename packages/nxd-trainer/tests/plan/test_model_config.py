@@ -1,4 +1,4 @@
-"""Sizes come from a Hugging Face config.json, from numbers, or both; what does not make a Llama is named."""
+"""Sizes come from a Hugging Face config.json, from numbers, or both; what does not make a model is named."""
 
 import json
 
@@ -7,7 +7,9 @@ import pytest
 import torch
 from nxd_trainer.api import save_checkpoint
 from nxd_trainer.models import LlamaConfig, LlamaForCausalLM
-from nxd_trainer.plan import model_config
+from nxd_trainer.plan import OwnLlama, TransformersModel, planned_model
+
+transformers = pytest.importorskip("transformers")
 
 CONTENT = {
     "model_type": "llama",
@@ -20,6 +22,13 @@ CONTENT = {
     "max_position_embeddings": 512,
     "tie_word_embeddings": True,
     "torch_dtype": "bfloat16",
+}
+QWEN3 = {
+    **{name: CONTENT[name] for name in CONTENT if name not in ("model_type", "torch_dtype")},
+    "head_dim": 32,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
 }
 
 
@@ -38,31 +47,31 @@ def without(*names):
 
 
 def test_a_config_json_gives_the_sizes_of_the_model(write):
-    config = model_config(write(CONTENT))
-    assert config == LlamaConfig(128, 64, 96, 2, 4, 2, 512, tie_word_embeddings=True)
+    config = planned_model(write(CONTENT))
+    assert config == OwnLlama(LlamaConfig(128, 64, 96, 2, 4, 2, 512, tie_word_embeddings=True))
 
 
 def test_the_folder_of_a_config_json_will_do(write):
-    assert model_config(write(CONTENT).parent) == model_config(write(CONTENT))
+    assert planned_model(write(CONTENT).parent) == planned_model(write(CONTENT))
 
 
 def test_numbers_go_before_those_of_the_file_and_none_counts_as_not_given(write):
-    config = model_config(write(CONTENT), {"num_hidden_layers": 7, "hidden_size": None})
+    config = planned_model(write(CONTENT), {"num_hidden_layers": 7, "hidden_size": None}).config
     assert (config.num_hidden_layers, config.hidden_size) == (7, 64)
 
 
 def test_without_key_value_heads_there_are_as_many_as_query_heads(write):
-    assert model_config(write(without("num_key_value_heads"))).num_key_value_heads == 4
+    assert planned_model(write(without("num_key_value_heads"))).config.num_key_value_heads == 4
 
 
 def test_missing_keys_are_all_named_with_their_flags(write):
     with pytest.raises(ValueError, match=r"no vocab_size, hidden_size; .*--vocab-size N --hidden-size N"):
-        model_config(write(without("vocab_size", "hidden_size")))
+        planned_model(write(without("vocab_size", "hidden_size")))
 
 
 def test_without_a_file_the_sizes_that_are_not_given_are_named():
     with pytest.raises(ValueError, match="the flags: no vocab_size, intermediate_size"):
-        model_config(None, {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4})
+        planned_model(None, {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4})
 
 
 @pytest.mark.parametrize(
@@ -70,44 +79,68 @@ def test_without_a_file_the_sizes_that_are_not_given_are_named():
     [
         ("{", "is no JSON"),
         ([1], "holds a list"),
-        ({**CONTENT, "model_type": "gpt2"}, "model_type='gpt2'"),
+        ({**CONTENT, "model_type": "lama"}, "model.type=lama is no language model that transformers knows; did you"),
+        ({**CONTENT, "model_type": "vit"}, "model.type=vit is no language model"),
+        ({**CONTENT, "model_type": "bert"}, "is_decoder=False sees the tokens that it is to predict"),
         ({**CONTENT, "hidden_size": "64"}, "hidden_size='64'"),
         ({**CONTENT, "num_hidden_layers": 0}, "num_hidden_layers=0"),
         ({**CONTENT, "num_key_value_heads": 3}, "num_key_value_heads=3 does not divide"),
-        ({**CONTENT, "head_dim": 32}, "head_dim=32"),
     ],
 )
-def test_a_file_that_is_no_config_of_a_llama_is_refused(write, content, message):
+def test_a_file_that_is_no_config_of_a_language_model_is_refused(write, content, message):
     with pytest.raises(ValueError, match=message):
-        model_config(write(content))
+        planned_model(write(content))
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"nothing\.json cannot be read"):
-        model_config(tmp_path / "nothing.json")
+        planned_model(tmp_path / "nothing.json")
 
 
 def test_the_base_of_rotary_frequencies_is_found_where_transformers_5_writes_it(write):
-    config = model_config(write({**CONTENT, "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}))
+    config = planned_model(write({**CONTENT, "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}})).config
     assert config.rope_theta == 5e5
 
 
-@pytest.mark.parametrize("name", ["attention_bias", "mlp_bias"])
-def test_layers_with_biases_are_refused_and_not_planned_without_them(write, name):
-    with pytest.raises(ValueError, match=f"{name}=true; layers with biases cannot be planned"):
-        model_config(write({**CONTENT, name: True}))
+@pytest.mark.parametrize("further", [{"attention_bias": True}, {"mlp_bias": True}, {"head_dim": 32}])
+def test_a_llama_that_ours_cannot_be_is_planned_as_one_of_transformers(write, further):
+    model = planned_model(write({**CONTENT, **further}))
+    whole = model.outline()
+    assert isinstance(model, TransformersModel)
+    assert all(getattr(whole.config, name) == value for name, value in further.items())
 
 
 def test_a_checkpoint_says_the_sizes_of_its_model(tmp_path):
     config = LlamaConfig(128, 64, 96, 2, 4, 2, 512, rope_theta=5e5, rms_norm_eps=1e-5)
     save_checkpoint(tmp_path, "a", LlamaForCausalLM(config))
 
-    assert model_config(tmp_path) == config
+    assert planned_model(tmp_path) == OwnLlama(config)
 
 
-def test_a_checkpoint_of_another_kind_of_model_is_refused(tmp_path):
-    description = {"config": {**CONTENT, "model_type": "gpt2"}}
+def test_a_checkpoint_of_a_model_of_transformers_says_its_config(tmp_path):
+    config = transformers.Qwen3Config(**QWEN3)
+    save_checkpoint(tmp_path, "a", transformers.Qwen3ForCausalLM(config))
+
+    model = planned_model(tmp_path)
+    assert isinstance(model, TransformersModel)
+    assert model.recipe_section()["type"] == "qwen3"
+    assert shapes(model) == {
+        name: it.shape for name, it in transformers.Qwen3ForCausalLM(config).named_parameters(remove_duplicate=False)
+    }
+
+
+def shapes(model):
+    return {name: it.shape for name, it in model.outline().named_parameters(remove_duplicate=False)}
+
+
+def test_a_checkpoint_of_what_is_no_language_model_is_refused(tmp_path):
+    description = {"config": {**CONTENT, "model_type": "vit"}}
     nxd_ckpt.save(tmp_path, "a", {"weight": torch.zeros(1)}, objects={"model": description})
 
-    with pytest.raises(ValueError, match="model_type='gpt2'; plans are made with the layers of a Llama"):
-        model_config(tmp_path)
+    with pytest.raises(ValueError, match=r"model.type=vit is no language model"):
+        planned_model(tmp_path)
+
+
+def test_numbers_that_the_architecture_does_not_have_are_named(write):
+    with pytest.raises(ValueError, match=r"model.config.hiden_size is no key of Qwen3Config; did you mean hidden_size"):
+        planned_model(write({**QWEN3, "model_type": "qwen3"}), {"hiden_size": 32})

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from nxd_pipeline import Costs, StageCost, make_schedule, simulate
 from nxd_trainer.models import LlamaConfig, LlamaForCausalLM
-from nxd_trainer.plan import Degrees, Job, find_device, make_plan, step_time
+from nxd_trainer.plan import Degrees, Job, OwnLlama, find_device, make_plan, step_time
 from nxd_trainer.plan.render import describe_misfit, plan_as_json
 
 CONFIG = LlamaConfig(
@@ -25,7 +25,7 @@ ELEMENTS = sum(parameter.numel() for parameter in LlamaForCausalLM(CONFIG, devic
 
 def job(num_devices=4, *, batch=8, dtype=torch.float32, schedule="1f1b", device=None, config=CONFIG):
     return Job(
-        config,
+        OwnLlama(config),
         device or find_device("cpu"),
         num_devices,
         sequence_length=32,
@@ -207,7 +207,11 @@ def test_attention_is_counted_as_one_operation_that_keeps_no_scores():
     long = LlamaConfig(**{**vars(CONFIG), "max_position_embeddings": 4096})
     sizes = [512, 1024]
     kept = [
-        only(make_plan(Job(long, find_device("cpu"), 1, it, 1, torch.float32), Degrees(1, 1, None, False, 1, "none")))
+        only(
+            make_plan(
+                Job(OwnLlama(long), find_device("cpu"), 1, it, 1, torch.float32), Degrees(1, 1, None, False, 1, "none")
+            )
+        )
         for it in sizes
     ]
     assert kept[1].memory.activations <= 2 * kept[0].memory.activations
@@ -239,4 +243,4 @@ def test_a_job_that_cannot_be_is_refused(arguments, message):
 
 def test_a_sequence_longer_than_the_model_is_made_for_is_refused():
     with pytest.raises(ValueError, match="sequence_length=65 is more than max_position_embeddings=64"):
-        Job(CONFIG, find_device("cpu"), 1, sequence_length=65)
+        Job(OwnLlama(CONFIG), find_device("cpu"), 1, sequence_length=65)

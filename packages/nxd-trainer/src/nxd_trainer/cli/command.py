@@ -1,4 +1,4 @@
-"""What the commands share: a user's mistakes, the number of ranks, a run's checkpoints."""
+"""What the commands share: errors of the user, the number of ranks, a run's checkpoints."""
 
 import argparse
 from collections.abc import Callable
@@ -12,21 +12,21 @@ Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 T = TypeVar("T")
 
 
-class Mistake(Exception):
-    """Something the user can mend: shown as one line, without a traceback."""
+class UserError(Exception):
+    """An error that the user can correct: shown as one line, without a traceback."""
 
 
-def mendable(call: Callable[[], T]) -> T:
-    """Call something whose errors are the user's to mend, and the same on every rank."""
+def reports_user_errors(call: Callable[[], T]) -> T:
+    """Call something whose errors are for the user to correct, and the same on every rank."""
     try:
         return call()
     except (ValueError, OSError) as error:
-        raise Mistake(str(error)) from error
+        raise UserError(str(error)) from error
     except Exception as error:
         from nxd_ckpt import CheckpointError  # noqa: PLC0415 - it loads torch, which `nxd doctor` may find broken
 
         if isinstance(error, CheckpointError):
-            raise Mistake(str(error)) from error
+            raise UserError(str(error)) from error
         raise
 
 
@@ -37,7 +37,7 @@ def started_ranks(options: argparse.Namespace) -> int | None:
     """
     if options.nproc is None or is_launched():
         return None
-    mendable(lambda: check_nproc(options.nproc))
+    reports_user_errors(lambda: check_nproc(options.nproc))
     return launch_ranks(options.nproc, "nxd_trainer", options.arguments)
 
 

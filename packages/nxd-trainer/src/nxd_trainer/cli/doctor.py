@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nxd_trainer.cli.command import Commands, Mistake, mendable
+from nxd_trainer.cli.command import Commands, UserError, reports_user_errors
 
 if TYPE_CHECKING:
     from nxd_trainer.doctor.graph_report import GraphReport
@@ -52,7 +52,7 @@ def run(options: argparse.Namespace) -> int:
     if options.graph is not None:
         return _run_graph(options)
     if options.arguments_of_graph:
-        raise Mistake(f"{options.arguments_of_graph[0]}: without --graph there is nothing to give")
+        raise UserError(f"{options.arguments_of_graph[0]}: without --graph there is nothing to give")
     from nxd_trainer.doctor import examine  # noqa: PLC0415
 
     counts = {"ok": 0, "warning": 0, "wrong": 0}
@@ -73,7 +73,7 @@ def _run_graph(options: argparse.Namespace) -> int:
     from nxd_trainer.doctor.graph_report import render_report  # noqa: PLC0415
 
     look = _look_at_script if options.graph.endswith(".py") else _look_at_recipe
-    report = mendable(lambda: look(options))
+    report = reports_user_errors(lambda: look(options))
     if options.json:
         findings = {"verdict": report.verdict, "is_right": report.is_right}
         print(json.dumps(asdict(report) | findings, indent=2))

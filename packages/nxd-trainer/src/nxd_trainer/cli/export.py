@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from nxd_trainer.cli.command import Commands, add_checkpoint, mendable
+from nxd_trainer.cli.command import Commands, add_checkpoint, reports_user_errors
 
 
 def add_parser(commands: Commands) -> None:
@@ -32,7 +32,7 @@ def run(options: argparse.Namespace) -> int:
     from nxd_trainer.from_recipe import DTYPES  # noqa: PLC0415
 
     dtype = None if options.dtype is None else DTYPES[options.dtype]
-    target = mendable(
+    target = reports_user_errors(
         lambda: export_hugging_face(
             options.checkpoints,
             options.target,

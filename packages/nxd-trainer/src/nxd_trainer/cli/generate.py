@@ -10,7 +10,7 @@ from nxd_trainer.cli.command import (
     add_tokenizer,
     check_own_process,
     leave_mesh,
-    mendable,
+    reports_user_errors,
     started_ranks,
 )
 
@@ -51,7 +51,7 @@ def run(options: argparse.Namespace) -> int:
     from nxd_trainer.generate import generate, load_for_generation  # noqa: PLC0415
 
     initialize_model_parallel(int(os.environ.get("WORLD_SIZE", "1")))
-    model, tokenizer = mendable(
+    model, tokenizer = reports_user_errors(
         lambda: load_for_generation(options.checkpoints, options.tag, tokenizer=options.tokenizer)
     )
     prompt = torch.from_numpy(tokenizer.encode(options.prompt))
@@ -64,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
         end_token=tokenizer.end_of_document,
         seed=options.seed,
     )
-    new_tokens = mendable(lambda: [token for token in tokens if token != tokenizer.end_of_document])
+    new_tokens = reports_user_errors(lambda: [token for token in tokens if token != tokenizer.end_of_document])
     if get_world_group().rank == 0:
         print(options.prompt + tokenizer.decode(new_tokens))
     leave_mesh()
@@ -72,7 +72,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run_compiled(options: argparse.Namespace) -> int:
-    mendable(lambda: check_own_process(options.nproc, "--compiled"))
+    reports_user_errors(lambda: check_own_process(options.nproc, "--compiled"))
 
     from nxd_trace.generation import SamplingSettings  # noqa: PLC0415
 
@@ -84,19 +84,21 @@ def _run_compiled(options: argparse.Namespace) -> int:
         "top_k": options.top_k,
         "seed": options.seed,
     }
-    mendable(lambda: SamplingSettings(**sampling))  # before the minutes that compiling may take
-    checkpoint = mendable(lambda: open_for_compilation(options.checkpoints, options.tag, tokenizer=options.tokenizer))
+    reports_user_errors(lambda: SamplingSettings(**sampling))  # before the minutes that compiling may take
+    checkpoint = reports_user_errors(
+        lambda: open_for_compilation(options.checkpoints, options.tag, tokenizer=options.tokenizer)
+    )
     tokenizer, end = checkpoint.tokenizer, checkpoint.tokenizer.end_of_document
     prompt = tokenizer.encode(options.prompt).tolist()
     needed = len(prompt) + options.max_new_tokens
     rounded = -(-needed // _LENGTHS) * _LENGTHS
     length = max(needed, min(rounded, checkpoint.max_positions))
-    generator = mendable(
+    generator = reports_user_errors(
         lambda: checkpoint.compile(
             batch_size=1, max_length=length, tp_degree=options.nproc or 1, compiler=options.compiler
         )
     )
     with generator:
-        (completion,) = mendable(lambda: generator.generate([prompt], stop_tokens=(end,), **sampling))
+        (completion,) = reports_user_errors(lambda: generator.generate([prompt], stop_tokens=(end,), **sampling))
     print(options.prompt + tokenizer.decode(token for token in completion.tokens if token != end))
     return 0

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from nxd_trainer.cli.command import Commands, mendable
+from nxd_trainer.cli.command import Commands, reports_user_errors
 
 
 def add_parser(commands: Commands) -> None:
@@ -24,6 +24,6 @@ def run(options: argparse.Namespace) -> int:
     from nxd_trainer.hugging_face import import_hugging_face  # noqa: PLC0415
 
     dtype = None if options.dtype is None else DTYPES[options.dtype]
-    mendable(lambda: import_hugging_face(options.folder, options.checkpoints, options.tag, dtype=dtype))
+    reports_user_errors(lambda: import_hugging_face(options.folder, options.checkpoints, options.tag, dtype=dtype))
     print(f"wrote {options.checkpoints / options.tag}")
     return 0

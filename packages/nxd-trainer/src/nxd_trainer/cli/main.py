@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from nxd_trainer.cli import ckpt, doctor, export, generate, import_hugging_face, parity, plan, serve, train
-from nxd_trainer.cli.command import Mistake, leave_mesh, mendable
+from nxd_trainer.cli.command import UserError, leave_mesh, reports_user_errors
 from nxd_trainer.launch import slurm_environment
 from nxd_trainer.logs import log_level
 
@@ -29,11 +29,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     remaining, settings = _take_apart(arguments)
     options = _make_parser().parse_args(remaining, argparse.Namespace(arguments=arguments, settings=settings))
     try:
-        mendable(log_level)
-        os.environ.update(mendable(lambda: slurm_environment(os.environ)))
+        reports_user_errors(log_level)
+        os.environ.update(reports_user_errors(lambda: slurm_environment(os.environ)))
         code: int = options.run(options)
         sys.stdout.flush()
-    except Mistake as mistake:
+    except UserError as mistake:
         # Every rank makes the same mistake; one rank of each host says so.
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"nxd {options.command}: {mistake}", file=sys.stderr)

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nxd_trainer.cli.command import Commands, add_nproc, leave_mesh, mendable, started_ranks
+from nxd_trainer.cli.command import Commands, add_nproc, leave_mesh, reports_user_errors, started_ranks
 from nxd_trainer.recipe import load_recipe
 
 if TYPE_CHECKING:
@@ -50,8 +50,8 @@ def run(options: argparse.Namespace) -> int:
 
     from nxd_trainer.parity import compare  # noqa: PLC0415
 
-    case = mendable(lambda: _case(options))
-    report = mendable(lambda: compare(case, dtype=getattr(torch, options.dtype), rtol=options.rtol))
+    case = reports_user_errors(lambda: _case(options))
+    report = reports_user_errors(lambda: compare(case, dtype=getattr(torch, options.dtype), rtol=options.rtol))
     if os.environ.get("RANK", "0") == "0":
         print(report)
     leave_mesh()

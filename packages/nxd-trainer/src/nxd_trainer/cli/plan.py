@@ -6,7 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from nxd_trainer.cli.command import Commands, Mistake, mendable
+from nxd_trainer.cli.command import Commands, UserError, reports_user_errors
 
 MODEL_FLAGS = {
     "vocab_size": "rows of the embedding",
@@ -26,7 +26,6 @@ DEVICE_FLAGS: dict[str, tuple[str, float, str]] = {  # the field of a device, ho
 }
 YES_NO = {"yes": True, "no": False}
 DTYPES = ("bfloat16", "float32")
-ACTIVATION_MODES = ("none", "CoreAttention", "full")
 
 
 def add_parser(commands: Commands) -> None:
@@ -34,8 +33,9 @@ def add_parser(commands: Commands) -> None:
     parser = commands.add_parser(
         "plan",
         help="find the layouts of a training job that fit on a cluster",
-        description="Try every layout of a Llama over a number of devices, without any of them. Sizes, memory and "
-        "messages come from the real layers; times are estimates to compare layouts by.",
+        description="Try every layout of a model over a number of devices, without any of them: of a Llama, or of any "
+        "causal language model of transformers that `nxd train` trains. Sizes, memory and messages come from the real "
+        "layers; times are estimates to compare layouts by.",
     )
     parser.add_argument(
         "model", nargs="?", type=Path, metavar="MODEL", help="a Hugging Face config.json, its folder, or checkpoints"
@@ -68,9 +68,11 @@ def add_parser(commands: Commands) -> None:
 def _add_degrees(parser: argparse.ArgumentParser) -> None:
     degrees = parser.add_argument_group("degrees that are not to be chosen")
     degrees.add_argument("--tensor-parallel-size", type=int, metavar="N", help="ranks that split each layer")
-    degrees.add_argument("--pipeline-parallel-size", type=int, metavar="N", help="ranks that share out the layers")
+    degrees.add_argument(
+        "--pipeline-parallel-size", type=int, metavar="N", help="ranks that the layers are distributed over"
+    )
     degrees.add_argument("--sequence-parallel", choices=YES_NO, help="split activations along the sequence, above TP 1")
-    degrees.add_argument("--zero1", choices=YES_NO, help="share optimizer states out; yes with bfloat16 if unset")
+    degrees.add_argument("--zero1", choices=YES_NO, help="shard optimizer states; yes with bfloat16 if unset")
     degrees.add_argument("--microbatch-size", type=int, metavar="N", help="sequences in a microbatch; 1, 2, 4 or 8")
     degrees.add_argument("--checkpointing", choices=("none", "full"), help="compute layers again in backward")
 
@@ -92,21 +94,21 @@ def run(options: argparse.Namespace) -> int:
     )
     from nxd_trainer.recipe import save_recipe  # noqa: PLC0415
 
-    job, fixed = mendable(lambda: _job(options)), mendable(lambda: _degrees(options))
-    plan = mendable(lambda: make_plan(job, fixed, top=options.top))
+    job, fixed = reports_user_errors(lambda: _job(options)), reports_user_errors(lambda: _degrees(options))
+    plan = reports_user_errors(lambda: make_plan(job, fixed, top=options.top))
     if options.json:
         print(plan_as_json(plan))
     elif options.rejected:
         print(render_rejected(plan))
     if not plan.best:
-        raise Mistake(describe_misfit(plan, fixed))
+        raise UserError(describe_misfit(plan, fixed))
     first = plan.best[0]
     if not options.json:
         print(render_table(plan))
-        print(f"\nthe quickest: {render_detail(first, activation_modes(job, first.layout, ACTIVATION_MODES))}")
+        print(f"\nthe quickest: {render_detail(first, activation_modes(job, first.layout))}")
         print(f"\n{config_call(job, first.layout)}")
     if options.recipe is not None:
-        written = mendable(lambda: save_recipe(recipe(job, first.layout), options.recipe))
+        written = reports_user_errors(lambda: save_recipe(recipe(job, first.layout), options.recipe))
         told = f"\nwrote {written}: nxd train {written} on {job.num_devices} ranks"
         print(told, file=sys.stderr if options.json else sys.stdout)
     return 0
@@ -115,19 +117,19 @@ def run(options: argparse.Namespace) -> int:
 def _job(options: argparse.Namespace) -> Any:
     import torch  # noqa: PLC0415
 
-    from nxd_trainer.plan import Job, find_device, model_config  # noqa: PLC0415
+    from nxd_trainer.plan import Job, find_device, planned_model  # noqa: PLC0415
 
     numbers = {
         field: None if (given := getattr(options, name)) is None else given * unit
         for name, (field, unit, _) in DEVICE_FLAGS.items()
     }
     device = find_device(options.device, **numbers, devices_per_host=options.devices_per_host)
-    config = model_config(options.model, {name: getattr(options, name) for name in MODEL_FLAGS})
+    model = planned_model(options.model, {name: getattr(options, name) for name in MODEL_FLAGS})
     return Job(
-        config=config,
+        model=model,
         device=device,
         num_devices=options.devices,
-        sequence_length=min(4096, config.max_position_embeddings)
+        sequence_length=min(4096, model.max_positions or 4096)
         if options.sequence_length is None
         else options.sequence_length,
         global_batch_size=options.global_batch_size,

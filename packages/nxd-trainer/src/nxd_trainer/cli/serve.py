@@ -2,7 +2,7 @@
 
 import argparse
 
-from nxd_trainer.cli.command import Commands, add_checkpoint, add_tokenizer, check_own_process, mendable
+from nxd_trainer.cli.command import Commands, add_checkpoint, add_tokenizer, check_own_process, reports_user_errors
 
 
 def add_parser(commands: Commands) -> None:
@@ -23,15 +23,17 @@ def add_parser(commands: Commands) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Compile the model, and serve it until a signal comes."""
-    mendable(lambda: check_own_process(options.nproc, "nxd serve"))
+    reports_user_errors(lambda: check_own_process(options.nproc, "nxd serve"))
 
     from nxd_trace.serving import CompletionService, ServerLimits, check_installed, serve  # noqa: PLC0415
 
     from nxd_trainer.compiled_generation import open_for_compilation  # noqa: PLC0415
 
-    mendable(check_installed)  # before the minutes that compiling may take
-    checkpoint = mendable(lambda: open_for_compilation(options.checkpoints, options.tag, tokenizer=options.tokenizer))
-    generator = mendable(
+    reports_user_errors(check_installed)  # before the minutes that compiling may take
+    checkpoint = reports_user_errors(
+        lambda: open_for_compilation(options.checkpoints, options.tag, tokenizer=options.tokenizer)
+    )
+    generator = reports_user_errors(
         lambda: checkpoint.compile(
             batch_size=options.batch_size,
             max_length=options.max_length,

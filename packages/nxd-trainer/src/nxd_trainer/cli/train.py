@@ -2,7 +2,15 @@
 
 import argparse
 
-from nxd_trainer.cli.command import Commands, Mistake, add_nproc, check_nproc, leave_mesh, mendable, started_ranks
+from nxd_trainer.cli.command import (
+    Commands,
+    UserError,
+    add_nproc,
+    check_nproc,
+    leave_mesh,
+    reports_user_errors,
+    started_ranks,
+)
 from nxd_trainer.launch import EXIT_STOPPED, is_launched
 from nxd_trainer.recipe import Recipe, check_layout, load_recipe, render_recipe_help
 
@@ -24,9 +32,9 @@ def add_parser(commands: Commands) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Train, in the ranks that the command line asks for."""
-    recipe = mendable(lambda: load_recipe(options.recipe, options.settings))
+    recipe = reports_user_errors(lambda: load_recipe(options.recipe, options.settings))
     if not is_launched():
-        mendable(lambda: _check_ranks(recipe, 1 if options.nproc is None else options.nproc))
+        reports_user_errors(lambda: _check_ranks(recipe, 1 if options.nproc is None else options.nproc))
     code = started_ranks(options)
     if code is not None:
         return code
@@ -36,17 +44,19 @@ def run(options: argparse.Namespace) -> int:
     from nxd_state.neuron import computes_on_neuron, prepare_neuron  # noqa: PLC0415
 
     if computes_on_neuron():
-        mendable(prepare_neuron)  # before torch-xla is imported
+        reports_user_errors(prepare_neuron)  # before torch-xla is imported
     from nxd_trainer.training import StopRequest, TrainingDiverged, prepare_run, run_training  # noqa: PLC0415
 
     with StopRequest() as stop:
         parallel = recipe.parallel
-        mendable(lambda: initialize_model_parallel(parallel.tensor_parallel_size, parallel.pipeline_parallel_size))
-        prepared = mendable(lambda: prepare_run(recipe))
+        reports_user_errors(
+            lambda: initialize_model_parallel(parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
+        )
+        prepared = reports_user_errors(lambda: prepare_run(recipe))
         try:
             result = run_training(*prepared, stop)
         except (CheckpointError, TrainingDiverged) as error:  # every rank raises the same
-            raise Mistake(str(error)) from error
+            raise UserError(str(error)) from error
     leave_mesh()
     return EXIT_STOPPED if result.stopped else 0
 

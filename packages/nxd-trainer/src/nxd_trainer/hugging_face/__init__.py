@@ -4,7 +4,14 @@
 `import_hugging_face` makes a checkpoint of one without a model in memory. Configs are read and made without weights.
 """
 
-from nxd_trainer.hugging_face.conversion import check_keys, complete_config, config_of_type, model_on_meta
+from nxd_trainer.hugging_face.conversion import (
+    check_keys,
+    complete_config,
+    config_of_type,
+    leave_out_masks,
+    model_on_meta,
+    with_architecture,
+)
 from nxd_trainer.hugging_face.folder import CONFIG_FILE, read_config
 from nxd_trainer.hugging_face.loading import import_hugging_face, load_pretrained, stored_shapes
 from nxd_trainer.hugging_face.saving import save_pretrained
@@ -20,6 +27,8 @@ __all__ = [
     "config_of_type",
     "complete_config",
     "check_keys",
+    "with_architecture",
     "model_on_meta",
+    "leave_out_masks",
     "stored_shapes",
 ]

@@ -18,6 +18,7 @@ from nxd_trainer.hugging_face.rearrangement import Rearranged, concatenate, stac
 Shapes = Mapping[str, tuple[int, ...]]
 
 _ROTARY_FREQUENCIES = r"rotary_emb\.inv_freq$"
+_SDPA_WITHOUT_MASK = "sdpa_without_mask"  # transformers makes no masks for an attention that it does not know
 
 
 @dataclass(frozen=True)
@@ -183,6 +184,32 @@ def model_on_meta(config: Mapping[str, Any], dtype: torch.dtype | None = None) -
         ) from error
     finally:
         torch.set_default_dtype(default_dtype)
+
+
+def leave_out_masks(model: Any) -> None:
+    """Have a model whose attention is torch's say "causal" in place of a mask, also for a sliding window.
+
+    A mask is made by looking at values, which a model on the meta device does not have.
+    """
+    from transformers import AttentionInterface  # noqa: PLC0415 - optional
+
+    if model.config._attn_implementation == "sdpa":
+        AttentionInterface.register(_SDPA_WITHOUT_MASK, AttentionInterface()["sdpa"])
+        model.set_attn_implementation(_SDPA_WITHOUT_MASK)
+
+
+def with_architecture(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config that names its class: of one that does not, it is the causal language model of its type.
+
+    Raises:
+        ValueError: transformers is missing, or has no such model.
+    """
+    if config.get("architectures"):
+        return dict(config)
+    model_type = str(config.get("model_type"))
+    if model_type not in _causal_language_models():
+        raise ValueError(_unknown_type(model_type))
+    return {**config, "architectures": [_causal_language_models()[model_type]]}
 
 
 def complete_config(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,17 +4,23 @@ The real mesh, layers, partition and schedules run in one process, on tensors wi
 """
 
 from nxd_trainer.plan.devices import DEVICES, Device, find_device
-from nxd_trainer.plan.layout import Degrees, Job, Layout, Rejected, model_config
+from nxd_trainer.plan.layout import Degrees, Job, Layout, Rejected
 from nxd_trainer.plan.memory import RankMemory
+from nxd_trainer.plan.model import OwnLlama, PlannedModel
+from nxd_trainer.plan.model_file import planned_model
 from nxd_trainer.plan.planner import Misfit, Plan, PlannedLayout, make_plan
 from nxd_trainer.plan.ready_config import config_call, recipe
 from nxd_trainer.plan.step_time import Communication, StepTime
+from nxd_trainer.plan.transformers_model import TransformersModel
 
 __all__ = [
     # what is planned
     "Job",
     "Degrees",
-    "model_config",
+    "PlannedModel",
+    "OwnLlama",
+    "TransformersModel",
+    "planned_model",
     "Device",
     "DEVICES",
     "find_device",

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from nxd_pipeline import Schedule
 from nxd_pipeline.schedules.memory import ActivationSize, peak_in_flight
@@ -100,9 +101,9 @@ class _Kept:
         # Later stages receive what the embedding's part makes: hidden states and rotary tables. What a stage sends is
         # kept until its gradient comes back.
         before = profile.embedding.forward.kept
-        layers = stage.num_layers * profile.layer.forward.kept
+        layers = sum(profile.layers[kind].forward.kept for kind in stage.layers)
         head = profile.head.forward.kept if stage.has_head else 0
-        products = stage.num_layers * profile.layer.forward.product_bytes
+        products = sum(profile.layers[kind].forward.product_bytes for kind in stage.layers)
         products += profile.head.forward.product_bytes if stage.has_head else 0
         total = before + layers + head
         return cls(before, layers, head, total, total + products)
@@ -162,20 +163,20 @@ def _above_states(stage: StageParts, kept: _Kept, profile: Profile, late_gradien
         profile: of the parts.
         late_gradient_itemsize: bytes of each element of gradients that are not there before; 0 where all are.
     """
-    layer, head, embedding = profile.layer, profile.head, profile.embedding
-    after_layers = kept.before_layers + kept.layers
-    needs = [after_layers - layer.forward.kept + layer.forward.peak]
+    head, embedding = profile.head, profile.embedding
+    layers = [profile.layers[kind] for kind in stage.layers]
+    before = [kept.before_layers, *(kept.before_layers + sum_ for sum_ in accumulate(it.forward.kept for it in layers))]
+    needs = [held + layer.forward.peak for held, layer in zip(before, layers, strict=False)]
     if stage.has_embedding:
         needs.append(embedding.forward.peak)
         made = stage.elements * late_gradient_itemsize
         needs.append(profile.hidden_bytes + embedding.backward.peak + made)
     if stage.has_head:
-        needs.append(after_layers + head.forward.peak)
+        needs.append(before[-1] + head.forward.peak)
         made = stage.head_elements * late_gradient_itemsize
         needs.append(kept.total + head.backward.peak + made)
-    # With all gradients there, backward needs most at its beginning, in the last layer.
-    remaining = range(1, stage.num_layers + 1) if late_gradient_itemsize else [stage.num_layers]
-    for left in remaining:
-        made = ((stage.num_layers - left + 1) * stage.layer_elements + stage.head_elements) * late_gradient_itemsize
-        needs.append(kept.before_layers + left * layer.forward.kept + layer.backward.peak + made)
+    made = stage.head_elements * late_gradient_itemsize
+    for held, layer, elements in zip(before[:0:-1], reversed(layers), reversed(stage.layer_elements), strict=True):
+        made += elements * late_gradient_itemsize
+        needs.append(held + layer.backward.peak + made)
     return max(needs)

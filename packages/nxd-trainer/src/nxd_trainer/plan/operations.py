@@ -92,6 +92,8 @@ class Outcomes:
 
     def of(self, func: OpOverload) -> Callable[..., Any]:
         """The operation, which is run only for inputs that it has not had yet, if all that it does is make tensors."""
+        if func is aten._grouped_mm.default:
+            return _grouped_product
         if func.namespace != "aten" or func.is_view or func._schema.is_mutable:
             return func
 
@@ -107,6 +109,21 @@ class Outcomes:
             return known.again() if isinstance(known, _Made) else tuple(made.again() for made in known)
 
         return outcome
+
+
+def _grouped_product(one: Tensor, other: Tensor, offsets: Tensor, *options: Any) -> Tensor:
+    """A product of matrices for each group, or expert; torch has it without memory for bfloat16 only.
+
+    Args:
+        one: `[rows, inner]`, where groups have rows of it; or `[rows, inner]` where they have parts of `inner`.
+        other: `[groups, inner, columns]`, or `[inner, columns]`.
+        offsets: `[groups]`.
+        *options: which say nothing of the shape.
+    """
+    of_each_group = other.dim() == 2
+    return one.new_empty(
+        (*offsets.shape, one.shape[0], other.shape[1]) if of_each_group else (one.shape[0], other.shape[2])
+    )
 
 
 def _described(value: Any) -> Hashable:
@@ -163,7 +180,7 @@ class OperationLog(StepMemory):
         elif func.namespace == "aten" and not func.is_view and packet not in _WITHOUT_TRAFFIC:
             moved = sum(it.nbytes for it in tree_leaves((args, kwargs, result)) if isinstance(it, Tensor))
             self._current.operations.append(Operation(_flops(packet, args, result), moved))
-            if packet in _PRODUCTS:
+            if packet in _PRODUCTS or packet is aten._grouped_mm:
                 self._current.product_bytes += result.nbytes
         return result
 
@@ -184,6 +201,8 @@ def _messages(packet: str, args: Sequence[Any], result: Any) -> list[int]:
 def _flops(packet: Any, args: Sequence[Any], result: Any) -> int:
     if packet in _PRODUCTS:
         return int(flop_registry[_PRODUCTS[packet]](*args, out_val=result))
+    if packet is aten._grouped_mm:  # each token is in one group
+        return int(2 * args[0].numel() * result.shape[-1])
     for first_query, per_score in filter(None, (_ATTENTION.get(packet), _ATTENTION_BACKWARD.get(packet))):
         query, key = args[first_query], args[first_query + 1]
         causal = any(argument is True for argument in args)

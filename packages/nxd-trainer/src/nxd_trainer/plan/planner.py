@@ -4,7 +4,6 @@ What depends on the tensor-parallel degree alone (profiles) or on few degrees (s
 the work does not grow with the number of ranks.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from nxd_pipeline import Schedule
@@ -18,6 +17,7 @@ from nxd_trainer.plan.layout import (
     layouts_on,
     mesh_of,
     pipeline_parallel_sizes,
+    sequence_parallel_choices,
     tensor_parallel_sizes,
 )
 from nxd_trainer.plan.memory import RankMemory, rank_memories
@@ -127,7 +127,7 @@ def make_plan(job: Job, fixed: Degrees | None = None, *, top: int = 10) -> Plan:
     if top < 1:
         raise ValueError(f"top={top} must be 1 or more")
     search = _Search(job, fixed or Degrees())
-    planner = StagePlanner(job.config)
+    planner = StagePlanner(job.model)
     for size in tensor_parallel_sizes(job, search.fixed):
         try:
             mesh_of(job, size, 1)
@@ -142,21 +142,27 @@ def make_plan(job: Job, fixed: Degrees | None = None, *, top: int = 10) -> Plan:
 
 def _try_tensor_parallel_size(search: _Search, planner: StagePlanner, size: int) -> None:
     job = search.job
-    try:
-        shapes = planner.shapes(job.dtype)
-    except ValueError as error:
-        search.rejected.append(Rejected(f"TP {size}", str(error)))
+    profiler = Profiler(job.model, job.dtype, job.sequence_length)
+    choices = []
+    for sequence_parallel in sequence_parallel_choices(search.fixed, size):
+        try:
+            parameters = planner.parameters(profiler.model(sequence_parallel))
+            choices.append(sequence_parallel)
+        except ValueError as error:
+            search.rejected.append(Rejected(f"TP {size}{' + SP' * sequence_parallel}", str(error)))
+            if not sequence_parallel:  # it is not split at all
+                return
+    if not choices:
         return
-    profiler = Profiler(job.config, job.dtype, job.sequence_length)
     for pipeline_size in pipeline_parallel_sizes(job, search.fixed, size):
         try:
             mesh = mesh_of(job, size, pipeline_size)
             schedule = planned_schedule(job.schedule, pipeline_size, pipeline_size)
-            stages = planner.stages(schedule.num_stages, shapes)
+            stages = planner.stages(schedule.num_stages, parameters)
         except ValueError as error:
             search.rejected.append(Rejected(f"TP {size} x PP {pipeline_size}", str(error)))
             continue
-        for layout in layouts_on(job, search.fixed, mesh):
+        for layout in layouts_on(job, search.fixed, mesh, choices):
             if isinstance(layout, Rejected):
                 search.rejected.append(layout)
             elif not search.misfits or not _has_larger_microbatches(layout, search.misfits[-1].layout):
@@ -221,21 +227,23 @@ def _timed(job: Job, candidate: _Candidate, model_flops: float, *, simulated: bo
 def _model_flops(job: Job) -> float:
     """Of forward and backward of one sequence by the whole model: backward is twice the forward."""
     with planned_ranks(1):
-        profiler = Profiler(job.config, job.dtype, job.sequence_length)
+        profiler = Profiler(job.model, job.dtype, job.sequence_length)
         profile = profiler.profile(sequence_parallel=False, checkpointing="none", microbatch_size=1)
-    layers = job.config.num_hidden_layers * profile.layer.forward.flops
+    layers = sum(profile.layers[kind].forward.flops for kind in job.model.layer_kinds)
     return 3.0 * (layers + profile.head.forward.flops)
 
 
-def activation_modes(job: Job, layout: Layout, modes: Sequence[str]) -> dict[str, int]:
-    """Bytes that one decoder layer keeps of one microbatch in a layout, by form of checkpointing."""
+def activation_modes(job: Job, layout: Layout) -> dict[str, int]:
+    """Bytes that the first decoder layer keeps of one microbatch in a layout, by form of checkpointing."""
     with planned_ranks(layout.tensor_parallel_size):
-        profiler = Profiler(job.config, job.dtype, job.sequence_length)
+        profiler = Profiler(job.model, job.dtype, job.sequence_length)
         return {
             mode: profiler.profile(
                 sequence_parallel=layout.sequence_parallel,
                 checkpointing=mode,
                 microbatch_size=layout.microbatch_size,
-            ).layer.forward.kept
-            for mode in modes
+            )
+            .layers[0]
+            .forward.kept
+            for mode in job.model.activation_modes
         }

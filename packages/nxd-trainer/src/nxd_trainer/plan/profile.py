@@ -1,14 +1,14 @@
 """What one microbatch does on one rank, measured on the real layers with tensors that have shapes and no memory.
 
 One process takes the place of the first rank of a tensor-parallel group that does not exist; torch's own "fake"
-transport moves nothing. A model of one decoder layer runs forward and backward there. Hooks tell embedding, layer and
-head apart, and a model of any number of layers, or a stage of it, is put together from these parts.
+transport moves nothing. A model with one decoder layer of each kind runs forward and backward there. Hooks tell
+embedding, layers and head apart, and a model of any number of layers, or a stage of it, is put together from these.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -18,8 +18,10 @@ import torch.testing._internal.distributed.fake_pg  # registers the transport "f
 from nxd_layers import CoreAttention, apply_activation_checkpointing
 from nxd_state import destroy_model_parallel, initialize_model_parallel, model_parallel_is_initialized
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
 
-from nxd_trainer.models import LlamaConfig, LlamaDecoderLayer, LlamaForCausalLM
+from nxd_trainer.plan.model import PlannedModel
 from nxd_trainer.plan.operations import Operation, OperationLog, Outcomes, Segment
 
 CHECKPOINTING = {"none": None, "CoreAttention": CoreAttention, "full": "full"}
@@ -91,7 +93,7 @@ class Pass:
 
 @dataclass(frozen=True)
 class Part:
-    """Embedding, decoder layer, or final norm, head and loss."""
+    """Embedding, a decoder layer, or final norm, head and loss."""
 
     forward: Pass
     backward: Pass
@@ -105,10 +107,10 @@ class Part:
 
 @dataclass(frozen=True)
 class Profile:
-    """The parts of a model, and the bytes of the hidden states between them."""
+    """The parts of a model, its layers by kind, and the bytes of the hidden states between them."""
 
     embedding: Part
-    layer: Part
+    layers: tuple[Part, ...]
     head: Part
     hidden_bytes: int
 
@@ -116,7 +118,9 @@ class Profile:
         """See `Pass.extrapolated`."""
         return Profile(
             embedding=self.embedding.extrapolated(to_three.embedding, size),
-            layer=self.layer.extrapolated(to_three.layer, size),
+            layers=tuple(
+                layer.extrapolated(other, size) for layer, other in zip(self.layers, to_three.layers, strict=True)
+            ),
             head=self.head.extrapolated(to_three.head, size),
             hidden_bytes=_on_line(self.hidden_bytes, to_three.hidden_bytes, size),
         )
@@ -130,90 +134,121 @@ class Profiler:
     """Profiles of one model at one tensor-parallel degree, to be used inside `planned_ranks`; each is made once.
 
     Args:
-        config: sizes of the model; the number of layers does not matter.
+        model: to be profiled.
         dtype: of its parameters.
         sequence_length: tokens in a sequence.
     """
 
-    def __init__(self, config: LlamaConfig, dtype: torch.dtype, sequence_length: int) -> None:
-        self._config = replace(config, num_hidden_layers=1)
+    def __init__(self, model: PlannedModel, dtype: torch.dtype, sequence_length: int) -> None:
+        self._planned = model
         self._dtype = dtype
         self._sequence_length = sequence_length
         self._outcomes = Outcomes()
         self._measured = cache(self._measure)
-        self._model = cache(self._make_model)
+        self.model = cache(self._make_model)
 
     def profile(self, *, sequence_parallel: bool, checkpointing: str, microbatch_size: int) -> Profile:
         """The parts of the model for a microbatch of any size.
 
         Args:
             sequence_parallel: activations split along the sequence between the layers.
-            checkpointing: one of `CHECKPOINTING`.
+            checkpointing: one of `CHECKPOINTING` that the model knows.
             microbatch_size: sequences in it.
+
+        Raises:
+            ValueError: the model cannot be split so, or looks at values, which there are none of here.
         """
         if microbatch_size <= 2:  # tensors of one sequence may be transposed without a copy, so it is on no line
             return self._measured(sequence_parallel, checkpointing, microbatch_size)
         of_two = self._measured(sequence_parallel, checkpointing, 2)
         return of_two.extrapolated(self._measured(sequence_parallel, checkpointing, 3), microbatch_size)
 
-    def _make_model(self, sequence_parallel: bool) -> LlamaForCausalLM:
-        model = LlamaForCausalLM(self._config, sequence_parallel=sequence_parallel, dtype=self._dtype, device="meta")
-        _layer_of(model).self_attn.core = _AttentionAsOneOperation()
+    def _make_model(self, sequence_parallel: bool) -> nn.Module:
+        model = self._planned.on_rank(self._dtype, sequence_parallel=sequence_parallel)
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)  # to which backward adds, as in all microbatches but one
         return model
 
     def _measure(self, sequence_parallel: bool, checkpointing: str, microbatch_size: int) -> Profile:
-        model = self._model(sequence_parallel)
+        model = self.model(sequence_parallel)
+        layers = list(model.get_submodule(self._planned.layers_path).children())
         apply_activation_checkpointing(model, CHECKPOINTING[checkpointing])
-        with OperationLog(self._outcomes) as log:
+        with OperationLog(self._outcomes) as log, _attention_as_one_operation():
             tokens = torch.zeros(microbatch_size, self._sequence_length, dtype=torch.int64, device="meta")
-            marks = _Marks(_layer_of(model), log)
+            marks = _Marks(layers, log)
             log.begin("embedding forward")
-            loss = model(tokens, tokens)
-            log.begin("head backward")
-            loss.backward()
+            try:
+                output = model(**dict.fromkeys(self._planned.input_names, tokens))
+                loss: Tensor = output if isinstance(output, Tensor) else output.loss
+                del output
+                log.begin("head backward")
+                loss.backward()
+            except Exception as error:  # whatever a model does that tensors without memory cannot
+                reason = " ".join(str(error).split())
+                raise ValueError(
+                    f"{type(model).__name__} does not run on tensors without values, by which a plan is made: "
+                    f"{type(error).__name__}: {reason}"
+                ) from error
+            finally:
+                marks.remove()
             log.begin("end")
-            marks.remove()
-        parts = {name: _part(log.segments, name) for name in ("embedding", "layer", "head")}
-        return Profile(**parts, hidden_bytes=marks.hidden_bytes)
-
-
-def _layer_of(model: LlamaForCausalLM) -> LlamaDecoderLayer:
-    (layer,) = model.model.layers
-    assert isinstance(layer, LlamaDecoderLayer)
-    return layer
+        return Profile(
+            embedding=_part(log.segments, "embedding"),
+            layers=tuple(_part(log.segments, _name(kind)) for kind in range(len(layers))),
+            head=_part(log.segments, "head"),
+            hidden_bytes=marks.hidden_bytes,
+        )
 
 
 class _Marks:
-    """Hooks on the one layer, at which the segments of a forward and backward begin."""
+    """Hooks on the layers, at which the segments of a forward and backward begin."""
 
-    def __init__(self, layer: nn.Module, log: OperationLog) -> None:
+    def __init__(self, layers: Sequence[nn.Module], log: OperationLog) -> None:
         self.hidden_bytes = 0
         self._log = log
-        self._handles = [layer.register_forward_pre_hook(self._enter), layer.register_forward_hook(self._leave)]
+        self._handles = [layers[0].register_forward_pre_hook(self._enter_first, with_kwargs=True)]
+        for place, layer in enumerate(layers):
+            following = _name(place + 1) if place + 1 < len(layers) else "head"
+            self._handles.append(layer.register_forward_hook(partial(self._leave, place, following)))
 
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
 
-    def _enter(self, layer: nn.Module, args: Any) -> None:
-        args[0].register_hook(lambda _: self._log.begin("embedding backward"))
-        self._log.begin("layer forward")
+    def _enter_first(self, layer: nn.Module, args: Any, kwargs: Any) -> None:
+        hidden = next(it for it in tree_leaves((args, kwargs)) if isinstance(it, Tensor))
+        hidden.register_hook(lambda _: self._log.begin("embedding backward"))
+        self._log.begin(f"{_name(0)} forward")
 
-    def _leave(self, layer: nn.Module, args: Any, output: Tensor) -> None:
-        self.hidden_bytes = output.nbytes
-        output.register_hook(lambda _: self._log.begin("layer backward"))
-        self._log.begin("head forward")
+    def _leave(self, place: int, following: str, layer: nn.Module, args: Any, output: Any) -> None:
+        hidden = output if isinstance(output, Tensor) else output[0]
+        self.hidden_bytes = hidden.nbytes
+        hidden.register_hook(lambda _: self._log.begin(f"{_name(place)} backward"))
+        self._log.begin(f"{following} forward")
 
 
-class _AttentionAsOneOperation(CoreAttention):
-    """Causal attention as devices have it; of tensors without memory torch would make many operations of it."""
+def _name(kind: int) -> str:
+    return f"layer {kind}"
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
-        """See `CoreAttention`."""
-        mixed: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, True)[0]
-        return mixed
+
+@contextmanager
+def _attention_as_one_operation() -> Iterator[None]:
+    """Inside, attention is as devices have it; of tensors without memory torch would make many operations of it."""
+    of_torch = F.scaled_dot_product_attention
+    # A mode of torch's would not hold for what backward computes again.
+    F.scaled_dot_product_attention = _causal_attention  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention = of_torch
+
+
+def _causal_attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+    """Values of smaller heads than those of queries and keys are filled up."""
+    size = value.shape[-1]
+    filled = F.pad(value, (0, query.shape[-1] - size)) if size < query.shape[-1] else value
+    mixed: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, filled, 0.0, True)[0]
+    return mixed[..., :size]
 
 
 def _part(segments: dict[str, Segment], name: str) -> Part:

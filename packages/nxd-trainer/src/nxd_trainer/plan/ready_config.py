@@ -2,28 +2,24 @@
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 from nxd_pipeline import NxDPPModel
 
 from nxd_trainer.api.config import complete_config
-from nxd_trainer.from_recipe import llama_model, nxd_config
-from nxd_trainer.models import LlamaConfig
+from nxd_trainer.from_recipe import nxd_config
 from nxd_trainer.plan.layout import Job, Layout
 from nxd_trainer.recipe import Recipe, recipe_from_dict
 
 
 def config_call(job: Job, layout: Layout) -> str:
-    """Lines of Python that lay out the Llama of this package so; `nxd`, `torch` and the Llama's names are imported."""
-    planned = recipe(job, layout)
-    arguments = nxd_config(planned, llama_model(planned, job.config))
-    lines = ["nxd_config = nxd.neuronx_distributed_config("]
+    """Lines of Python that make the model in this layout; names of `nxd`, `torch` and of the model are imported."""
+    planned = _recipe(job, layout, {"path": "."})  # the lines do not depend on what a recipe says of the model
+    arguments = nxd_config(planned, job.model.recipe_model(planned))
+    lines = [*job.model.config_lines(planned), "nxd_config = nxd.neuronx_distributed_config("]
     lines += [f"    {name}={value}," for name, value in _not_by_default(arguments).items()]
-    lines += [")", f"config = LlamaConfig({_sizes(job.config)})"]
-    further = ["nxd_config", "LlamaForCausalLM", "config"]
-    further += [f"sequence_parallel={layout.sequence_parallel}", f"dtype={job.dtype}"]
-    return "\n".join([*lines, f"model = nxd.initialize_parallel_model({', '.join(further)})"])
+    given = ", ".join(["nxd_config", *job.model.model_arguments(planned)])
+    return "\n".join([*lines, ")", f"model = nxd.initialize_parallel_model({given})"])
 
 
 def _not_by_default(arguments: Mapping[str, Any]) -> dict[str, str]:
@@ -46,28 +42,26 @@ def _not_by_default(arguments: Mapping[str, Any]) -> dict[str, str]:
 def _as_python(value: Any) -> str:
     if isinstance(value, type):
         return value.__name__
+    if inspect.ismethod(value):  # of the model without memory
+        return f"outline.{value.__name__}"
     if isinstance(value, list):
         return f"[{', '.join(map(_as_python, value))}]"
     return f'"{value}"' if isinstance(value, str) else repr(value)
-
-
-def _sizes(config: LlamaConfig) -> str:
-    """Arguments of `LlamaConfig`, one to a line, those that are not as by default."""
-    default = asdict(LlamaConfig())
-    return (
-        "".join(f"\n    {name}={value!r}," for name, value in asdict(config).items() if value != default[name]) + "\n"
-    )
 
 
 def recipe(job: Job, layout: Layout) -> Recipe:
     """The recipe of a run in this layout, on the ranks that it is started with.
 
     Raises:
-        ValueError: `nxd train` cannot train with something of the job.
+        ValueError: `nxd train` cannot train with something of the job, or a recipe cannot name the model.
     """
+    return _recipe(job, layout, job.model.recipe_section())
+
+
+def _recipe(job: Job, layout: Layout, model: Mapping[str, Any]) -> Recipe:
     return recipe_from_dict(
         {
-            "model": asdict(job.config),
+            "model": model,
             "parallel": {
                 "tensor_parallel_size": layout.tensor_parallel_size,
                 "sequence_parallel": layout.sequence_parallel,

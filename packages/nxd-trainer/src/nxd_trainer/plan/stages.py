@@ -1,18 +1,14 @@
 """Which parts of the model each pipeline stage has, from the real model on the meta device, really cut."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
-import torch
 from nxd_pipeline.partition import PartitionOptions, partition_model
+from nxd_state import get_shard_spec
 from torch import nn
 
-from nxd_trainer.models import LlamaConfig, LlamaDecoderLayer, LlamaForCausalLM
-
-EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
-LAYERS = "model.layers."
-FIRST_LAYER = f"{LAYERS}0."
+from nxd_trainer.plan.model import PlannedModel, first_of_kinds
 
 
 @dataclass(frozen=True)
@@ -20,66 +16,95 @@ class StageParts:
     """One pipeline stage on one rank of its tensor-parallel group.
 
     Attributes:
-        num_layers: decoder layers.
+        layers: the kind of each of its decoder layers.
         has_embedding: it begins with the embedding.
         has_head: it ends with norm, head and loss.
         elements: of all its parameters on this rank.
-        layer_elements: of one decoder layer.
+        layer_elements: of each decoder layer.
         head_elements: of norm and head; 0 without.
         largest: elements of its largest parameter.
-        replicated: elements of the norms, of which every tensor-parallel rank has a copy.
+        replicated: elements of the parameters of which every tensor-parallel rank has a copy, such as norms.
+        tied: elements of the parameters that another stage has as well.
     """
 
-    num_layers: int
+    layers: tuple[int, ...]
     has_embedding: bool
     has_head: bool
     elements: int
-    layer_elements: int
+    layer_elements: tuple[int, ...]
     head_elements: int
     largest: int
     replicated: int
+    tied: int
 
 
-class _LayerStandIn(LlamaDecoderLayer):
-    """In the place of a layer: where a model is cut does not depend on what is in its layers."""
+@dataclass(frozen=True)
+class RankParameter:
+    """A parameter on one rank of its tensor-parallel group.
 
-    def __init__(self) -> None:
-        nn.Module.__init__(self)
-        self.weight = nn.Parameter(torch.empty(0, device="meta"))
+    Attributes:
+        elements: of this rank's part.
+        is_whole: every rank has all of it.
+        first_name: of the names of a tied one; its own otherwise.
+    """
+
+    elements: int
+    is_whole: bool
+    first_name: str
+
+
+Parameters = Mapping[str, RankParameter]
 
 
 class StagePlanner:
     """Stages of one model at any degrees; where it is cut does not depend on the tensor-parallel one."""
 
-    def __init__(self, config: LlamaConfig) -> None:
-        self._config = config
+    def __init__(self, model: PlannedModel) -> None:
+        self._model = model
+        self._prefix = f"{model.layers_path}."
         self._stage_of: dict[int, dict[str, set[int]]] = {}
 
     @cached_property
-    def _model(self) -> LlamaForCausalLM:
-        model = LlamaForCausalLM(replace(self._config, num_hidden_layers=1), device="meta")
-        model.model.layers = nn.ModuleList([_LayerStandIn() for _ in range(self._config.num_hidden_layers)])
-        return model
+    def _outline(self) -> nn.Module:
+        return self._model.outline()
 
-    def shapes(self, dtype: torch.dtype) -> dict[str, torch.Size]:
-        """Shapes of all parameters on one rank, by name; inside `planned_ranks`.
+    def parameters(self, on_rank: nn.Module) -> Parameters:
+        """All parameters of the model on one rank, in their order, by name.
 
-        Raises:
-            ValueError: the model does not fit the tensor-parallel degree.
+        Args:
+            on_rank: its part of the model, with one layer of each kind; see `PlannedModel.on_rank`.
         """
-        model = LlamaForCausalLM(replace(self._config, num_hidden_layers=1), dtype=dtype, device="meta")
-        shapes = {name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)}
-        of_layer = {name.removeprefix(FIRST_LAYER): shapes.pop(name) for name in [*shapes] if FIRST_LAYER in name}
-        for layer in range(self._config.num_hidden_layers):
-            shapes |= {f"{LAYERS}{layer}.{name}": shape for name, shape in of_layer.items()}
-        return shapes
+        named: dict[str, RankParameter] = {}
+        names: dict[nn.Parameter, str] = {}
+        for name, parameter in on_rank.named_parameters(remove_duplicate=False):
+            first_name = names.setdefault(parameter, name)
+            named[name] = RankParameter(parameter.numel(), get_shard_spec(parameter) is None, first_name)
+        of_kinds = [
+            [name.removeprefix(f"{self._prefix}{kind}.") for name in named if name.startswith(f"{self._prefix}{kind}.")]
+            for kind in range(len(first_of_kinds(self._model.layer_kinds)))
+        ]
+        whole: dict[str, RankParameter] = {}
+        for name, on_this in named.items():
+            if not name.startswith(self._prefix):
+                whole[name] = on_this
+            elif not any(it.startswith(self._prefix) for it in whole):
+                whole |= self._of_layers(named, of_kinds)
+        return whole
 
-    def stages(self, num_stages: int, shapes: dict[str, torch.Size]) -> list[StageParts]:
+    def _of_layers(self, named: Parameters, of_kinds: Sequence[Sequence[str]]) -> dict[str, RankParameter]:
+        made = {}
+        for layer, kind in enumerate(self._model.layer_kinds):
+            for name in of_kinds[kind]:
+                of_kind, full_name = named[f"{self._prefix}{kind}.{name}"], f"{self._prefix}{layer}.{name}"
+                made[full_name] = RankParameter(of_kind.elements, of_kind.is_whole, full_name)
+        return made
+
+    def stages(self, num_stages: int, parameters: Parameters) -> list[StageParts]:
         """All stages.
 
         Args:
             num_stages: of the whole pipeline.
-            shapes: see there.
+            parameters: see there.
 
         Raises:
             ValueError: the model cannot be cut into so many.
@@ -88,47 +113,57 @@ class StagePlanner:
             self._stage_of[num_stages] = self._cut(num_stages)
         stage_of = self._stage_of[num_stages]
         names: list[list[str]] = [[] for _ in range(num_stages)]
-        for name in shapes:
-            for stage in stage_of[_part_of(name)]:
+        for name in parameters:
+            for stage in stage_of[self._part_of(name)]:
                 names[stage].append(name)
-        return [self._parts(own, shapes) for own in names]
+        return [self._parts(stage, names, parameters) for stage in range(num_stages)]
 
     def _cut(self, num_stages: int) -> dict[str, set[int]]:
         """The stages that each part of the model is on."""
-        model = self._model
+        model = self._outline
         if num_stages == 1:
-            return {_part_of(name): {0} for name, _ in model.named_parameters(remove_duplicate=False)}
+            return {self._part_of(name): {0} for name, _ in model.named_parameters(remove_duplicate=False)}
         options = PartitionOptions(
-            transformer_layer_cls=LlamaDecoderLayer, auto_partition=True, input_names=["input_ids", "labels"]
+            transformer_layer_cls=self._model.layer_class, auto_partition=True, input_names=self._model.input_names
         )
         stage_of: dict[str, set[int]] = {}
         for index, stage in enumerate(partition_model(model, num_stages, options).stages):
             for path, _ in stage.module.named_parameters(remove_duplicate=False):
-                stage_of.setdefault(_part_of(stage.logical_name(path)), set()).add(index)
+                stage_of.setdefault(self._part_of(stage.logical_name(path)), set()).add(index)
         return stage_of
 
-    def _parts(self, names: Sequence[str], shapes: dict[str, torch.Size]) -> StageParts:
-        ties = self._config.tie_word_embeddings
-        counted = [name for name in names if not (ties and name == HEAD and EMBEDDING in names)]
-        layers = sorted({_part_of(name) for name in names if name.startswith(LAYERS)})
+    def _parts(self, stage: int, names: Sequence[Sequence[str]], parameters: Parameters) -> StageParts:
+        own = names[stage]
+        firsts = {parameters[name].first_name for name in own}
+        elsewhere = {parameters[name].first_name for it, others in enumerate(names) if it != stage for name in others}
+        layers: dict[str, list[str]] = {}
+        for name in own:
+            if name.startswith(self._prefix):
+                layers.setdefault(self._part_of(name), []).append(name)
+        has_head = stage == len(names) - 1
         return StageParts(
-            num_layers=len(layers),
-            has_embedding=EMBEDDING in names,
-            has_head=NORM in names,
-            elements=_elements(counted, shapes),
-            layer_elements=_elements([name for name in names if _part_of(name) in layers[:1]], shapes),
-            head_elements=_elements([name for name in names if name in (NORM, HEAD)], shapes),
-            largest=max(shapes[name].numel() for name in counted),
-            replicated=_elements([name for name in names if len(shapes[name]) == 1], shapes),
+            layers=tuple(self._model.layer_kinds[int(layer.removeprefix(self._prefix))] for layer in layers),
+            has_embedding=stage == 0,
+            has_head=has_head,
+            elements=_elements(firsts, parameters),
+            layer_elements=tuple(_elements(of_layer, parameters) for of_layer in layers.values()),
+            head_elements=_elements(self._after_layers(own), parameters) if has_head else 0,
+            largest=max(parameters[name].elements for name in own),
+            replicated=_elements([name for name in firsts if parameters[name].is_whole], parameters),
+            tied=_elements(firsts & elsewhere, parameters),
         )
 
+    def _after_layers(self, names: Sequence[str]) -> Sequence[str]:
+        """Of names in the model's order those of norm and head."""
+        last = max(place for place, name in enumerate(names) if name.startswith(self._prefix))
+        return names[last + 1 :]
 
-def _part_of(name: str) -> str:
-    """Of a parameter's name that of its decoder layer, or itself outside of the layers."""
-    if not name.startswith(LAYERS):
-        return name
-    return LAYERS + name.removeprefix(LAYERS).partition(".")[0]
+    def _part_of(self, name: str) -> str:
+        """Of a parameter's name that of its decoder layer, or itself outside of the layers."""
+        if not name.startswith(self._prefix):
+            return name
+        return self._prefix + name.removeprefix(self._prefix).partition(".")[0]
 
 
-def _elements(names: Sequence[str], shapes: dict[str, torch.Size]) -> int:
-    return sum(shapes[name].numel() for name in names)
+def _elements(names: Iterable[str], parameters: Parameters) -> int:
+    return sum(parameters[name].elements for name in names)

@@ -93,12 +93,15 @@ def stage_times(job: Job, mesh: Mesh, stages: Sequence[StageParts], profile: Pro
     def both(part: Part) -> StageTime:
         return StageTime(seconds(part.forward), seconds(part.backward))
 
-    embedding, layer, head = both(profile.embedding), both(profile.layer), both(profile.head)
+    embedding, head = both(profile.embedding), both(profile.head)
+    layers = [both(layer) for layer in profile.layers]
     return tuple(
         StageTime(
-            stage.has_embedding * embedding.forward + stage.num_layers * layer.forward + stage.has_head * head.forward,
+            stage.has_embedding * embedding.forward
+            + sum(layers[kind].forward for kind in stage.layers)
+            + stage.has_head * head.forward,
             stage.has_embedding * embedding.backward
-            + stage.num_layers * layer.backward
+            + sum(layers[kind].backward for kind in stage.layers)
             + stage.has_head * head.backward,
         )
         for stage in stages
@@ -167,14 +170,13 @@ def communication(
     for rank in range(schedule.num_ranks):
         own = schedule.stages_of(rank)
         tp.append(layout.num_microbatches * sum(_tensor_parallel_bytes(stages[stage], profile) for stage in own))
-        if layout.sequence_parallel:  # gradients of the norms are added over the ranks
+        if layout.sequence_parallel:  # gradients of what every rank has are added over the ranks
             replicated = sum(stages[stage].replicated for stage in own) * itemsize
             tp[-1] += 2 * replicated * (layout.tensor_parallel_size - 1) // layout.tensor_parallel_size
         neighbours = sum((stage > 0) + (stage < len(stages) - 1) for stage in own)
         pp.append(layout.num_microbatches * neighbours * profile.hidden_bytes if schedule.num_ranks > 1 else 0)
-        if schedule.num_ranks > 1 and job.config.tie_word_embeddings:
-            tied = sum(stages[stage].has_embedding or stages[stage].has_head for stage in own)
-            pp[-1] += tied * job.config.vocab_size // layout.tensor_parallel_size * job.config.hidden_size * itemsize
+        if schedule.num_ranks > 1:
+            pp[-1] += sum(stages[stage].tied for stage in own) * itemsize
         elements = sum(stages[stage].elements for stage in own)
         per_element = max(itemsize, FLOAT32_BYTES) + itemsize if layout.zero1 else 2 * itemsize
         dp.append(elements * per_element * (replicas - 1) // replicas)
@@ -185,7 +187,7 @@ def _tensor_parallel_bytes(stage: StageParts, profile: Profile) -> int:
     def of(part: Part) -> int:
         return sum(part.forward.messages) + sum(part.backward.messages)
 
-    total = stage.num_layers * of(profile.layer)
+    total = sum(of(profile.layers[kind]) for kind in stage.layers)
     return total + stage.has_embedding * of(profile.embedding) + stage.has_head * of(profile.head)
 
 

@@ -1,0 +1,150 @@
+"""What a plan has to know of a model, and this package's own Llama told so; for others see `transformers_model`.
+
+A model is made of what comes before its decoder layers, the layers, and what comes after them. Layers of one kind have
+the same class and parameters of the same shapes, so that one of each is enough to know them all.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from nxd_trainer.from_recipe import RecipeModel, llama_model
+from nxd_trainer.models import LlamaConfig, LlamaDecoderLayer, LlamaForCausalLM
+from nxd_trainer.recipe import Recipe
+
+
+class PlannedModel(Protocol):
+    """A causal language model to be planned. Everything that it makes is on the meta device."""
+
+    @property
+    def layer_kinds(self) -> tuple[int, ...]:
+        """The kind of each decoder layer: kinds are numbered as they come."""
+
+    @property
+    def layers_path(self) -> str:
+        """Of the list of decoder layers, such as "model.layers"."""
+
+    @property
+    def layer_class(self) -> type[nn.Module] | None:
+        """Of the layers between which a pipeline is cut; None where the model tells."""
+
+    @property
+    def input_names(self) -> tuple[str, ...]:
+        """What its forward takes; each is tokens, `[batch, seq]`."""
+
+    @property
+    def max_positions(self) -> int | None:
+        """The longest sequence that the model is made for; None if it does not say."""
+
+    @property
+    def activation_modes(self) -> tuple[str, ...]:
+        """Names of `profile.CHECKPOINTING` that the model knows."""
+
+    def outline(self) -> nn.Module:
+        """The model with all its layers, to be cut into stages."""
+
+    def on_rank(self, dtype: torch.dtype, *, sequence_parallel: bool) -> nn.Module:
+        """This tensor-parallel rank's part of the model, with one layer of each kind, in their order.
+
+        Raises:
+            ValueError: the model cannot be split so.
+        """
+
+    def recipe_section(self) -> dict[str, Any]:
+        """`[model]` of a recipe that trains it.
+
+        Raises:
+            ValueError: a recipe cannot say it.
+        """
+
+    def recipe_model(self, recipe: Recipe) -> RecipeModel:
+        """As `from_recipe.recipe_model`, without a tokenizer."""
+
+    def config_lines(self, recipe: Recipe) -> list[str]:
+        """Python that makes its config, and what else the other lines of Python name."""
+
+    def model_arguments(self, recipe: Recipe) -> list[str]:
+        """In Python, what follows the first argument of `initialize_parallel_model(nxd_config, ...)`."""
+
+
+def first_of_kinds(kinds: Sequence[int]) -> list[int]:
+    """The first layer of each kind."""
+    return [kinds.index(kind) for kind in range(max(kinds) + 1)]
+
+
+def numbered(kinds: Sequence[Any]) -> tuple[int, ...]:
+    """Numbers in place of what tells kinds apart."""
+    order = list(dict.fromkeys(kinds))
+    return tuple(map(order.index, kinds))
+
+
+def keyword_lines(values: Mapping[str, Any]) -> str:
+    """Arguments as Python writes them, one to a line."""
+    return "".join(f"\n    {name}={value!r}," for name, value in values.items()) + "\n"
+
+
+class _LayerStandIn(LlamaDecoderLayer):
+    """In the place of a layer: where a model is cut does not depend on what is in its layers."""
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self.weight = nn.Parameter(torch.empty(0, device="meta"))
+
+
+@dataclass(frozen=True)
+class OwnLlama:
+    """The Llama of this package; see `PlannedModel`.
+
+    Attributes:
+        config: its sizes.
+    """
+
+    config: LlamaConfig
+
+    layers_path = "model.layers"
+    layer_class = LlamaDecoderLayer
+    input_names = ("input_ids", "labels")
+    activation_modes = ("none", "CoreAttention", "full")
+
+    @property
+    def layer_kinds(self) -> tuple[int, ...]:
+        """All are alike."""
+        return (0,) * self.config.num_hidden_layers
+
+    @property
+    def max_positions(self) -> int:
+        """See `PlannedModel`."""
+        return self.config.max_position_embeddings
+
+    def outline(self) -> LlamaForCausalLM:
+        """See `PlannedModel`; in place of its layers are others without parts."""
+        model = LlamaForCausalLM(replace(self.config, num_hidden_layers=1), device="meta")
+        model.model.layers = nn.ModuleList([_LayerStandIn() for _ in self.layer_kinds])
+        return model
+
+    def on_rank(self, dtype: torch.dtype, *, sequence_parallel: bool) -> LlamaForCausalLM:
+        """See `PlannedModel`."""
+        config = replace(self.config, num_hidden_layers=1)
+        return LlamaForCausalLM(config, sequence_parallel=sequence_parallel, dtype=dtype, device="meta")
+
+    def recipe_section(self) -> dict[str, Any]:
+        """Its sizes."""
+        return asdict(self.config)
+
+    def recipe_model(self, recipe: Recipe) -> RecipeModel:
+        """See `PlannedModel`."""
+        return llama_model(recipe, self.config)
+
+    def config_lines(self, recipe: Recipe) -> list[str]:
+        """Sizes that are not as by default."""
+        default = asdict(LlamaConfig())
+        sizes = {name: value for name, value in asdict(self.config).items() if value != default[name]}
+        return [f"config = LlamaConfig({keyword_lines(sizes)})"]
+
+    def model_arguments(self, recipe: Recipe) -> list[str]:
+        """See `PlannedModel`."""
+        options = [f"sequence_parallel={recipe.parallel.sequence_parallel}", f"dtype=torch.{recipe.train.dtype}"]
+        return ["LlamaForCausalLM", "config", *options]

@@ -1,0 +1,105 @@
+"""Which model is to be planned: that of a Hugging Face `config.json`, of a checkpoint, of single numbers, or of one and
+these.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from nxd_trainer.api.checkpoint_tags import has_checkpoint, open_own
+from nxd_trainer.hugging_face import CONFIG_FILE, check_keys, with_architecture
+from nxd_trainer.model_description import description_of
+from nxd_trainer.models import LlamaConfig
+from nxd_trainer.plan.model import OwnLlama, PlannedModel
+from nxd_trainer.plan.transformers_model import TransformersModel
+
+LLAMA_TYPES = ("llama", "mistral")  # with the same tensors
+REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+
+
+def planned_model(file: str | Path | None = None, sizes: Mapping[str, Any] | None = None) -> PlannedModel:
+    """The model that a file describes: this package's own Llama where that can be it, or else one of transformers.
+
+    Args:
+        file: a Hugging Face `config.json`, or the folder it lies in; or a folder of checkpoints, of which the newest
+            says its model.
+        sizes: keys of a config that go before those of the file; None counts as not given. Without a file they are all
+            there is, and the model is a Llama; so those that a file must have must be given.
+
+    Raises:
+        ValueError: the file cannot be read, sizes are missing or no numbers, or the model cannot be trained.
+        nxd_ckpt.CheckpointError: the checkpoint is damaged.
+    """
+    changed = {name: value for name, value in (sizes or {}).items() if value is not None}
+    origin = "the flags" if file is None else str(_config_file(file))
+    content = ({} if file is None else _content(file)) | changed
+    if content.get("model_type", "llama") in LLAMA_TYPES:
+        config = _own_llama(content, origin)
+        if config is not None:
+            return OwnLlama(config)
+    try:
+        check_keys(content, changed)
+        return TransformersModel(with_architecture(content), folder=_weights_beside(file), changed=changed)
+    except ValueError as error:
+        raise ValueError(f"{origin}: {error}") from error
+
+
+def _own_llama(content: Mapping[str, Any], origin: str) -> LlamaConfig | None:
+    """The sizes of this package's own Llama; None where heads are of another size, or layers have biases."""
+    missing = [name for name in REQUIRED if content.get(name) is None]
+    if missing:
+        flags = " ".join(f"--{name.replace('_', '-')} N" for name in missing)
+        raise ValueError(f"{origin}: no {', '.join(missing)}; give a whole config.json, or {flags}")
+    given = {field.name: content[field.name] for field in fields(LlamaConfig) if content.get(field.name) is not None}
+    given.setdefault("num_key_value_heads", given["num_attention_heads"])
+    rotary = content.get("rope_parameters")  # where transformers 5 writes it
+    if "rope_theta" not in given and isinstance(rotary, dict) and rotary.get("rope_theta") is not None:
+        given["rope_theta"] = rotary["rope_theta"]
+    sizes = ("num_", "hidden", "intermediate", "vocab", "max_")
+    wrong = [f"{name}={value!r}" for name, value in given.items() if name.startswith(sizes) and not _is_size(value)]
+    if wrong:
+        raise ValueError(f"{origin}: {', '.join(wrong)}; sizes are positive whole numbers")
+    if content.get("head_dim") not in (None, given["hidden_size"] // given["num_attention_heads"]):
+        return None
+    if content.get("attention_bias") or content.get("mlp_bias"):
+        return None
+    config = LlamaConfig(**given)
+    config.check(1)
+    return config
+
+
+def _content(file: str | Path) -> dict[str, Any]:
+    """What a config.json or a checkpoint says of a model."""
+    if not _config_file(file).is_file() and has_checkpoint(file):
+        return dict(description_of(open_own(file, None)).config)
+    return _read(_config_file(file))
+
+
+def _config_file(file: str | Path) -> Path:
+    return Path(file) / CONFIG_FILE if Path(file).is_dir() else Path(file)
+
+
+def _weights_beside(file: str | Path | None) -> Path | None:
+    """The folder of a config.json, if it has weights as well, as `model.path` of a recipe wants it."""
+    if file is None or _config_file(file).name != CONFIG_FILE or not _config_file(file).is_file():
+        return None
+    folder = _config_file(file).parent
+    return folder if any(folder.glob("*.safetensors")) else None
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file} cannot be read: {error}; give a Hugging Face config.json or its folder") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{file} is no JSON: {error}; give a Hugging Face config.json") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} holds a {type(content).__name__}; a config.json holds an object with sizes")
+    return content
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0

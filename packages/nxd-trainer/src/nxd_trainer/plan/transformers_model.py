@@ -1,0 +1,177 @@
+"""Causal language models of transformers, told as a plan wants to know them; see `PlannedModel`.
+
+They are made without memory, as `nxd train` makes them, and split by their own plan. What a plan measures is a model
+that was left one layer of each kind.
+"""
+
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from nxd_layers.hf import parallelize
+from nxd_pipeline.partition import hugging_face_structure
+from nxd_state import get_tensor_model_parallel_size
+from torch import nn
+
+from nxd_trainer.from_recipe import DTYPES, RecipeModel, transformers_model
+from nxd_trainer.hugging_face import complete_config, leave_out_masks, model_on_meta
+from nxd_trainer.model_description import ModelDescription
+from nxd_trainer.plan.model import first_of_kinds, keyword_lines, numbered
+from nxd_trainer.recipe import Recipe
+from nxd_trainer.recipe.checks import SIZES
+
+# Keys of a config that say nothing of the model's tensors, or that are said elsewhere.
+_NOT_SAID = ("model_type", "architectures", "transformers_version", "dtype", "torch_dtype", "quantization_config")
+_OF_TOKENIZER = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+class TransformersModel:
+    """A causal language model of transformers.
+
+    Args:
+        config: content of its `config.json`, which names its class.
+        folder: with its weights, with which training is to begin; None for random ones.
+        changed: keys of the config that are other than in the folder.
+
+    Raises:
+        ValueError: transformers is missing, or does not take the config, or the model is none that can be trained by
+            next tokens, or has no list of layers.
+    """
+
+    layer_class = None
+    activation_modes = ("none", "full")
+
+    def __init__(
+        self, config: Mapping[str, Any], *, folder: Path | None = None, changed: Mapping[str, Any] | None = None
+    ) -> None:
+        self._content = dict(config)
+        self._folder = folder
+        self._changed = dict(changed or {})
+        described = self._described(torch.float32)
+        outline: Any = described.make()
+        self._config = outline.config
+        self._text_config = outline.config.get_text_config()
+        layers = hugging_face_structure(outline).layers
+        self.input_names = tuple(described.input_names)
+        self.layers_path = layers[0].rpartition(".")[0]
+        self.layer_kinds = numbered([_kind_of(outline.get_submodule(name)) for name in layers])
+
+    @property
+    def max_positions(self) -> int | None:
+        """See `PlannedModel`."""
+        positions = getattr(self._text_config, "max_position_embeddings", None)
+        return positions if isinstance(positions, int) else None
+
+    def outline(self) -> nn.Module:
+        """See `PlannedModel`."""
+        return self._described(torch.float32).make()
+
+    def on_rank(self, dtype: torch.dtype, *, sequence_parallel: bool) -> nn.Module:
+        """See `PlannedModel`."""
+        model: Any = self._described(dtype).make()
+        _leave_layers(model, self.layers_path, first_of_kinds(self.layer_kinds))
+        leave_out_masks(model)
+        if get_tensor_model_parallel_size() > 1:
+            parallelize(model, sequence_parallel=sequence_parallel)
+        module: nn.Module = model
+        return module
+
+    def recipe_section(self) -> dict[str, Any]:
+        """The folder with the weights; or the type, the sizes and what else is not as the type has it.
+
+        Raises:
+            ValueError: the config has a null where its type has none, or is of a model of text and more.
+        """
+        if self._folder is not None:
+            path = {"path": self._folder.as_posix()}
+            return {**path, "config": self._changed} if self._changed else path
+        if self._text_config is not self._config:
+            raise ValueError(
+                f"model_type={self._config.model_type} is a model of text and more, which a recipe names by a folder "
+                "only; put the model's safetensors beside its config.json"
+            )
+        sizes = {
+            size.name: value
+            for size in SIZES
+            if size.name != "rope_theta" and (value := getattr(self._config, size.name, None)) is not None
+        }
+        own_names = {self._config.attribute_map.get(name, name) for name in sizes}
+        said = {*own_names, *_OF_TOKENIZER}
+        further = {name: value for name, value in self._not_by_default.items() if name not in said}
+        nulls = [f"model.config.{name}" for name, value in further.items() if value is None]
+        if nulls:
+            raise ValueError(
+                f"{', '.join(nulls)}: null in the config.json, which a recipe cannot say; put the model's safetensors "
+                "beside its config.json, so that the recipe can name the folder"
+            )
+        section = {"type": self._config.model_type, **sizes}
+        return {**section, "config": further} if further else section
+
+    def recipe_model(self, recipe: Recipe) -> RecipeModel:
+        """See `PlannedModel`."""
+        return self._described(DTYPES[recipe.train.dtype])
+
+    def config_lines(self, recipe: Recipe) -> list[str]:
+        """The config as it is not by default, and the model without memory."""
+        values = keyword_lines({**self._not_by_default, "use_cache": False})
+        return [
+            f"config = {type(self._config).__name__}({values})",
+            'with torch.device("meta"):',
+            f"    outline = AutoModelForCausalLM.from_config(config, dtype=torch.{recipe.train.dtype})",
+        ]
+
+    def model_arguments(self, recipe: Recipe) -> list[str]:
+        """See `PlannedModel`."""
+        return ["lambda: outline"]
+
+    @cached_property
+    def _not_by_default(self) -> dict[str, Any]:
+        """Keys of the config without which it would be another."""
+        kind = {"model_type": self._config.model_type}
+        whole, default = complete_config(self._content), complete_config(kind)
+        needed = {
+            name: value
+            for name, value in whole.items()
+            if name not in _NOT_SAID and not name.startswith("_") and (name not in default or default[name] != value)
+        }
+        for name in list(needed):  # some follow from others, such as the types of layers from their number
+            rest = {key: value for key, value in needed.items() if key != name}
+            if _makes({**kind, **rest}, whole):
+                needed = rest
+        return needed
+
+    def _described(self, dtype: torch.dtype) -> RecipeModel:
+        made = model_on_meta(self._content, dtype)
+        if made is None:
+            raise ValueError(
+                f"model_type={self._content.get('model_type')!r} is made by transformers: it is not installed, or does "
+                f"not know {self._content.get('architectures')} (pip install transformers)"
+            )
+        return transformers_model(made, ModelDescription(self._content), dtype)
+
+
+def _kind_of(layer: nn.Module) -> tuple[Any, ...]:
+    return type(layer), *((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters())
+
+
+def _leave_layers(model: Any, path: str, places: list[int]) -> None:
+    """Leave a model only some of its layers, and in its config only what is said of these."""
+    layers = model.get_submodule(path)
+    parent, _, name = path.rpartition(".")
+    setattr(model.get_submodule(parent), name, nn.ModuleList([layers[place] for place in places]))
+    config = model.config.get_text_config()
+    for key, value in list(vars(config).items()):
+        if isinstance(value, list) and len(value) == len(layers):
+            setattr(config, key, [value[place] for place in places])
+    config.num_hidden_layers = len(places)
+
+
+def _makes(content: Mapping[str, Any], whole: Mapping[str, Any]) -> bool:
+    """Whether transformers makes a whole config of some of its keys."""
+    try:
+        made = complete_config(content)
+    except ValueError:
+        return False
+    return all(made.get(name) == value for name, value in whole.items() if name not in _NOT_SAID)

@@ -1,0 +1,212 @@
+"""Plans of tiny models of transformers: their layers by kind, what cannot be split, and recipes that train them."""
+
+import json
+
+import pytest
+import torch
+from nxd_trainer.from_recipe import recipe_model
+from nxd_trainer.hugging_face import complete_config
+from nxd_trainer.plan import Degrees, Job, config_call, find_device, make_plan, planned_model, recipe
+from nxd_trainer.recipe import load_recipe, save_recipe
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+CONFIGS = {
+    "qwen3": {"head_dim": 32},
+    "gemma3_text": {"head_dim": 32, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    "phi3": {},
+    "glm4": {"head_dim": 32},
+    "mistral": {"head_dim": 32, "sliding_window": 16},
+    "mixtral": EXPERTS,
+    "qwen3_moe": {**EXPERTS, "moe_intermediate_size": 32, "mlp_only_layers": [1]},
+    "gpt_oss": {**EXPERTS, "head_dim": 32},
+    "deepseek_v3": {
+        **EXPERTS,
+        "n_group": 1,
+        "topk_group": 1,
+        "moe_intermediate_size": 32,
+        "q_lora_rank": 32,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 16,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 16,
+        "first_k_dense_replace": 1,
+    },
+}
+
+
+@pytest.fixture
+def model_of(tmp_path):
+    def model_of(model_type, **further):
+        content = {"model_type": model_type, **SIZES, **CONFIGS[model_type], **further}
+        (tmp_path / "config.json").write_text(json.dumps(content))
+        return planned_model(tmp_path)
+
+    return model_of
+
+
+def job(model, num_devices=2, **further):
+    further = {"sequence_length": 32, "global_batch_size": 8, "dtype": torch.float32, **further}
+    return Job(model, find_device("cpu"), num_devices, **further)
+
+
+def only(plan):
+    (planned,) = plan.best
+    return planned
+
+
+def elements(model):
+    return sum(parameter.numel() for parameter in model.outline().parameters())
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "gemma3_text", "phi3", "glm4", "mistral", "mixtral", "qwen3_moe"])
+def test_models_are_planned_at_every_degree(model_of, model_type):
+    plan = make_plan(job(model_of(model_type)), Degrees(zero1=False, microbatch_size=1), top=100)
+    found = {
+        (it.layout.tensor_parallel_size, it.layout.sequence_parallel, it.layout.pipeline_parallel_size)
+        for it in plan.best
+    }
+    assert found == {(1, False, 1), (1, False, 2), (2, False, 1), (2, True, 1)}
+    assert not plan.rejected
+
+
+@pytest.mark.parametrize("model_type", CONFIGS)
+def test_all_parameters_are_held_by_one_rank_and_shared_out_to_stages(model_of, model_type):
+    model = model_of(model_type)
+    whole, cut = (
+        only(make_plan(job(model, ranks), Degrees(1, ranks, False, False, 1, "none"), top=1)) for ranks in (1, 2)
+    )
+    assert whole.memory.parameters == 4 * elements(model)
+    assert sum(memory.parameters for memory in cut.memories) == whole.memory.parameters
+
+
+def test_a_tied_embedding_is_held_by_both_ends_of_a_pipeline_and_its_gradient_is_sent(model_of):
+    model = model_of("qwen3", tie_word_embeddings=True)
+    cut = only(make_plan(job(model), Degrees(1, 2, False, False, 1, "none"), top=1))
+    table, hidden = 4 * 512 * 64, 4 * 32 * 64
+    assert sum(memory.parameters for memory in cut.memories) == 4 * elements(model) + table
+    assert cut.communication.pp == 8 * hidden + table
+
+
+def test_layers_are_alike_if_their_parameters_are(model_of):
+    assert model_of("gemma3_text").layer_kinds == (0, 0, 0, 0)
+    assert model_of("qwen3_moe").layer_kinds == (0, 1, 0, 0)
+    assert model_of("deepseek_v3").layer_kinds == (0, 1, 1, 1)
+
+
+def test_layers_of_two_kinds_each_count_as_what_they_are(model_of):
+    degrees = Degrees(1, 1, False, False, 1, "none")
+    kept, states = [], []
+    for dense in ([], [1], [1, 2], [0, 1, 2, 3]):
+        memory = only(make_plan(job(model_of("qwen3_moe", mlp_only_layers=dense), 1), degrees, top=1)).memory
+        kept.append(memory.activations)
+        states.append(memory.parameters)
+    assert kept[0] - kept[1] == kept[1] - kept[2] != 0
+    assert states[0] - states[1] == states[1] - states[2] != 0
+
+
+def test_only_the_experts_that_a_token_is_sent_to_compute(model_of):
+    degrees = Degrees(1, 1, False, False, 1, "none")
+    few, many, other = (
+        only(make_plan(job(model_of("mixtral", **experts), 1), degrees, top=1)).time
+        for experts in (
+            {"num_local_experts": 4, "num_experts_per_tok": 2},
+            {"num_local_experts": 8, "num_experts_per_tok": 2},
+            {"num_local_experts": 4, "num_experts_per_tok": 4},
+        )
+    )
+    flops = [time.mfu * time.seconds for time in (few, many, other)]
+    router, expert = 2 * 4 * 64, 2 * 3 * 64 * 96  # of a token in a layer, for four experts more, and one active more
+    per_token = find_device("cpu").flops_of("float32") / (3 * 4 * 32 * 8)
+    assert (flops[1] - flops[0]) * per_token == pytest.approx(router)
+    assert (flops[2] - flops[0]) * per_token == pytest.approx(2 * expert)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "rejected", "reason"),
+    [
+        ("gpt_oss", "TP 2", "models of type 'gpt_oss' are not split by their own plan"),
+        ("deepseek_v3", "TP 2 + SP", "sequence_parallel=True cannot be had around"),
+    ],
+)
+def test_what_an_architecture_refuses_is_a_rejected_layout_with_its_reason(model_of, model_type, rejected, reason):
+    plan = make_plan(job(model_of(model_type)), Degrees(zero1=False, microbatch_size=1))
+    assert plan.best
+    assert [it.what for it in plan.rejected] == [rejected]
+    assert reason in plan.rejected[0].reason
+
+
+def test_a_model_that_looks_at_values_is_refused_with_a_reason(model_of, monkeypatch):
+    layer = transformers.models.qwen3.modeling_qwen3.Qwen3DecoderLayer
+    monkeypatch.setattr(layer, "forward", lambda self, hidden, *args, **kwargs: hidden * hidden.sum().item())
+    with pytest.raises(ValueError, match="Qwen3ForCausalLM does not run on tensors without values, by which a plan is"):
+        make_plan(job(model_of("qwen3"), 1))
+
+
+def test_attention_of_heads_with_smaller_values_is_one_operation_that_keeps_no_scores(model_of):
+    model = model_of("deepseek_v3", max_position_embeddings=4096)
+    short, long = (
+        only(make_plan(job(model, 1, sequence_length=it), Degrees(1, 1, False, False, 1, "none"), top=1)).memory
+        for it in (512, 1024)
+    )
+    assert long.activations <= 2 * short.activations
+
+
+@pytest.mark.parametrize("suffix", ["toml", "json"])
+@pytest.mark.parametrize("model_type", CONFIGS)
+def test_the_recipe_of_a_plan_makes_the_model_that_was_planned(model_of, tmp_path, model_type, suffix):
+    model = model_of(model_type)
+    planned = only(make_plan(job(model), Degrees(1, 2, False, True, 2, "full"), top=1))
+    recipe_of_it = load_recipe(save_recipe(recipe(job(model), planned.layout), tmp_path / f"it.{suffix}"))
+    made = recipe_model(recipe_of_it)
+    asked_for = complete_config(json.loads((tmp_path / "config.json").read_text()))
+    ignored = ("eos_token_id", "architectures", "dtype")  # the first is the tokenizer's
+    assert {name: it for name, it in made.description.config.items() if name not in ignored} == {
+        name: it for name, it in asked_for.items() if name not in ignored
+    }
+
+
+def test_the_recipe_of_a_folder_with_weights_begins_with_them(tmp_path):
+    config = transformers.Qwen3Config(**SIZES, head_dim=32)
+    transformers.Qwen3ForCausalLM(config).save_pretrained(tmp_path / "model")
+    model = planned_model(tmp_path / "model", {"max_position_embeddings": 64})
+    planned = only(make_plan(job(model, 1), Degrees(1, 1, False, False, 1, "none"), top=1))
+
+    section = recipe(job(model, 1), planned.layout).model
+    assert (section.path, section.type) == (tmp_path / "model", None)
+    assert section.config == {"max_position_embeddings": 64}
+
+
+def test_a_null_that_a_recipe_cannot_say_is_named_and_the_lines_of_python_say_it(model_of):
+    model = model_of("mistral", sliding_window=None)
+    planned = only(make_plan(job(model, 1), Degrees(1, 1, False, False, 1, "none"), top=1))
+    with pytest.raises(
+        ValueError, match=r"model.config.sliding_window: null in the config.json, which a recipe cannot"
+    ):
+        recipe(job(model, 1), planned.layout)
+    assert "sliding_window=None" in config_call(job(model, 1), planned.layout)
+
+
+def test_the_lines_of_a_plan_make_the_config_that_was_planned(model_of):
+    model = model_of("gemma3_text")
+    planned = only(make_plan(job(model), Degrees(1, 2, False, False, 2, "full"), top=1))
+    lines = config_call(job(model), planned.layout)
+    names = {"torch": torch, "Gemma3TextConfig": transformers.Gemma3TextConfig}
+    exec(lines.partition("\nwith ")[0], names)
+    asked_for = {**SIZES, **CONFIGS["gemma3_text"], "use_cache": False}
+    assert {name: getattr(names["config"], name) for name in asked_for} == asked_for
+    assert '"param_init_fn": outline._init_weights' in lines
