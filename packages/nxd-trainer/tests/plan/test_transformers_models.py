@@ -201,6 +201,17 @@ def test_a_null_that_a_recipe_cannot_say_is_named_and_the_lines_of_python_say_it
     assert "sliding_window=None" in config_call(job(model, 1), planned.layout)
 
 
+def test_a_model_of_text_and_more_is_planned_and_has_a_recipe_by_its_folder_only(tmp_path):
+    vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.Gemma3Config(text_config={**SIZES, **CONFIGS["gemma3_text"]}, vision_config=vision)
+    config.architectures = ["Gemma3ForConditionalGeneration"]
+    config.save_pretrained(tmp_path)
+    model = planned_model(tmp_path)
+    planned = only(make_plan(job(model, 1), Degrees(1, 1, False, False, 1, "none"), top=1))
+    with pytest.raises(ValueError, match="model_type=gemma3 is a model of text and more, which a recipe names by a"):
+        recipe(job(model, 1), planned.layout)
+
+
 def test_the_lines_of_a_plan_make_the_config_that_was_planned(model_of):
     model = model_of("gemma3_text")
     planned = only(make_plan(job(model), Degrees(1, 2, False, False, 2, "full"), top=1))
