@@ -168,6 +168,9 @@ def test_adapters_on_the_weights_of_a_folder_are_alone_trained_and_saved(losses_
     weights = [name for name in checkpoint.tensors if not name.startswith(("optimizer/", "rng/"))]
     assert weights
     assert all("lora" in name for name in weights)
+    one_layer = ["model.config.num_hidden_layers=1", 'model.config.layer_types=["full_attention"]']
+    with pytest.raises(RuntimeError, match=r"layers\.1\.\S+ is in the folder, but not in the model"):
+        losses_of("fewer", 1, *lora, *one_layer)
 
 
 def test_run_does_not_go_on_with_other_adapters(losses_of, tmp_path):

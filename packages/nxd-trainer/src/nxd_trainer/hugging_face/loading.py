@@ -3,7 +3,7 @@
 `load_pretrained` is the first, each rank reading only its bytes; `import_hugging_face` the second.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ def load_pretrained(
     *,
     dtype: torch.dtype | None = None,
     strict: bool = True,
+    may_lack: Collection[str] = (),
 ) -> list[str]:
     """Fill a model with the weights of a Hugging Face folder, whatever its layout. Called by all ranks.
 
@@ -52,9 +53,10 @@ def load_pretrained(
         dtype: of the floating-point parameters afterwards; those of the model if None. Values are converted.
         strict: every tensor of the model must be stored, and every stored one be the model's. Otherwise those that are
             not stored keep their values.
+        may_lack: names of the model's tensors that need not be stored in any case, such as those of adapters.
 
     Returns:
-        The names of this rank's tensors that are not stored, sorted; none if `strict`.
+        The names of this rank's tensors that are not stored, sorted; if `strict`, of those that need not be.
 
     Raises:
         ValueError: names, shapes or types do not fit, or need a conversion that is not known; by name, on every rank.
@@ -67,7 +69,9 @@ def load_pretrained(
     on_meta = on_all_ranks("make room for the weights", lambda: make_room(module, dtype))
     state, source = model_state(module), found.source
     missing = sorted(state.keys() - source.tensors.keys())
-    _agree(folder, source, state, unexpected=found.unexpected, missing=missing, on_meta=on_meta, strict=strict)
+    needed = on_meta.union(name for name in missing if strict and name not in may_lack)
+    lacking = [name for name in missing if name in needed]
+    _agree(folder, source, state, unexpected=found.unexpected, lacking=lacking, strict=strict)
     on_all_ranks(f"read {folder}", lambda: fill_state(source, state))
     return missing
 
@@ -192,8 +196,7 @@ def _agree(
     state: CheckpointState,
     *,
     unexpected: Sequence[str],
-    missing: list[str],
-    on_meta: set[str],
+    lacking: list[str],
     strict: bool,
 ) -> None:
     """Raise ValueError on every rank if the folder does not fit on any of them."""
@@ -203,7 +206,7 @@ def _agree(
         for name, shape in shapes.items()
         if name in source.tensors and source.tensors[name].global_shape != shape
     ]
-    problems += [f"{name!r} is not in the folder" for name in missing if strict or name in on_meta]
+    problems += [f"{name!r} is not in the folder" for name in lacking]
     views = [(list(state), problems)]
     if model_parallel_is_initialized():
         views = all_gather_object(views[0], get_world_group())
