@@ -85,7 +85,10 @@ class ForkServer:
     def fits(self) -> bool:
         """Whether it runs, and would load the libraries as this process would now."""
         is_ours = self._owner == os.getpid()  # and not that of a process that this one was forked from
-        return is_ours and self._process.poll() is None and self._variables == _variables_read_when_loaded()
+        has_ended = self._process.poll() is not None or _is_readable(
+            self._connection.fileno(), 0
+        )  # says nothing unasked
+        return is_ours and not has_ended and self._variables == _variables_read_when_loaded()
 
     def fork(self, settings: Mapping[str, Any], descriptors: Mapping[str, int], environment: Mapping[str, str]) -> int:
         """Have it fork a worker; the worker's process id."""
