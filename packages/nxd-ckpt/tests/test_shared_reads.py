@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from nxd_ckpt import CheckpointError, Shard, ShardedTensor, load, save
 from nxd_ckpt.boxes import Box
-from nxd_ckpt.sharing import share_out_reads
+from nxd_ckpt.shared_reads import share_out_reads
 from nxd_ckpt.testing import run_on_threads
 
 WORLD_SIZE = 4

@@ -25,7 +25,7 @@ from nxd_ckpt.coordinator import (
 from nxd_ckpt.errors import CheckpointError, RanksLostError
 from nxd_ckpt.reader import Checkpoint, open_checkpoint
 from nxd_ckpt.sharded_tensor import ShardedTensor, as_sharded_state
-from nxd_ckpt.sharing import pass_on, share_out_reads, wants_of, without_others
+from nxd_ckpt.shared_reads import pass_on, share_out_reads, wants_of, without_others
 from nxd_ckpt.stores import check_tag, open_store
 from nxd_ckpt.tensor_bytes import lies_apart
 

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 from nxd_ckpt.boxes import Box
 from nxd_ckpt.checksums import num_blocks
-from nxd_ckpt.collector import collector_paused
 from nxd_ckpt.errors import CheckpointError
+from nxd_ckpt.gc_pause import gc_paused
 from nxd_ckpt.objects import check_json
 
 FORMAT = "nxd-ckpt"
@@ -176,14 +176,14 @@ def decode(text: bytes, source: str) -> Manifest:
     if hashlib.sha256(_DIGEST_FIELD.sub(_NO_DIGEST, text, count=1)).hexdigest().encode() != digest[1]:
         raise CheckpointError(f"{source} is damaged: its content does not match its digest; use another checkpoint")
     try:
-        with collector_paused():
+        with gc_paused():
             content = json.loads(text, object_pairs_hook=_without_repeats)
         _expect(content["format"] == FORMAT, f"format {content['format']!r}, expected {FORMAT!r}")
         _expect(
             content["version"] == FORMAT_VERSION,
             f"format version {content['version']!r}, but this nxd-ckpt reads {FORMAT_VERSION}; upgrade nxd-ckpt",
         )
-        with collector_paused():
+        with gc_paused():
             return _manifest_from_json(content)
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{source} cannot be used: {type(error).__name__}: {error}") from error

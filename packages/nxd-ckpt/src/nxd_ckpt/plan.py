@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from nxd_ckpt.boxes import Box, subtract, uncovered
 from nxd_ckpt.checksums import BLOCK_BYTES
-from nxd_ckpt.collector import collector_paused
 from nxd_ckpt.dtypes import DTYPE_OF_CODE
+from nxd_ckpt.gc_pause import gc_paused
 from nxd_ckpt.manifest import Chunk
 
 
@@ -57,7 +57,7 @@ def plan_save(descriptions: Sequence[Mapping[str, TensorDescription]]) -> SavePl
     Raises:
         ValueError: ranks disagree on a dtype or shape, or elements of a tensor are held by no rank; lists all of them.
     """
-    with collector_paused():
+    with gc_paused():
         held, problems = _gather_holders(descriptions)
         for name, tensor in held.items():
             if name not in problems and (missing := uncovered(Box.whole(tensor.global_shape), tensor.holders)):

@@ -18,7 +18,7 @@ from nxd_ckpt.dtypes import DTYPE_OF_CODE
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.manifest import Manifest
 from nxd_ckpt.plan import plan_read
-from nxd_ckpt.reads import Read, Transfer, reads_of_chunk
+from nxd_ckpt.read_pieces import Read, Transfer, reads_of_chunk
 from nxd_ckpt.sharded_tensor import Shard
 from nxd_ckpt.stores import Piece, Store, open_store
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from nxd_trainer.mesh import device_type
 
-from nxd_lightning.spelling import lightning
+from nxd_lightning.lightning_package import lightning
 
 ON_XLA = device_type() == "xla"
 

@@ -14,7 +14,7 @@ from nxd_trainer.api import checkpoint_parts, delete_checkpoint, has_checkpoint,
 from torch import Tensor, nn
 
 from nxd_lightning.bases import CheckpointIOBase
-from nxd_lightning.spelling import lightning
+from nxd_lightning.lightning_package import lightning
 
 # Of a checkpoint that no Trainer wrote, Lightning is told that it has model, optimizer and scheduler, and no more.
 _NOTHING_OF_LIGHTNING: dict[str, Any] = {

@@ -4,8 +4,8 @@ from typing import Any
 
 from nxd_trainer.api import NxDOptimizer
 
+from nxd_lightning.lightning_package import check_spelling
 from nxd_lightning.module import NeuronLTModule
-from nxd_lightning.spelling import check_spelling
 
 
 def check_trainer(trainer: Any) -> None:

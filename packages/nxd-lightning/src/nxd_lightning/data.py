@@ -16,7 +16,7 @@ from nxd_trainer.data import (
     pack_corpus,
 )
 
-from nxd_lightning.spelling import lightning
+from nxd_lightning.lightning_package import lightning
 
 _LightningDataModule: Any = lightning().LightningDataModule
 

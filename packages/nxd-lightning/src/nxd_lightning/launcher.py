@@ -6,7 +6,7 @@ from typing import Any
 
 from nxd_trainer.mesh import destroy_model_parallel
 
-from nxd_lightning.spelling import fabric, lightning
+from nxd_lightning.lightning_package import fabric, lightning
 
 _ScriptLauncher: Any = lightning("strategies.launchers")._SubprocessScriptLauncher
 _command: Any = fabric("strategies.launchers.subprocess_script")._basic_subprocess_cmd

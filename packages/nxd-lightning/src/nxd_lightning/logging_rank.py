@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from nxd_lightning.spelling import check_spelling, lightning
+from nxd_lightning.lightning_package import check_spelling, lightning
 
 _TQDMProgressBar: Any = lightning("callbacks").TQDMProgressBar
 _TensorBoardLogger: Any = lightning("loggers").TensorBoardLogger

@@ -15,7 +15,7 @@ from nxd_trainer.mesh import broadcast, get_device, get_group, seed_model_parall
 from torch import Tensor
 
 from nxd_lightning.checkpoint_io import NeuronCheckpointIO
-from nxd_lightning.spelling import fabric, lightning
+from nxd_lightning.lightning_package import fabric, lightning
 
 
 class GradientScale:

@@ -6,7 +6,7 @@ from typing import Any
 from nxd_trainer.mesh import step_boundary
 
 from nxd_lightning.bases import PrecisionBase
-from nxd_lightning.spelling import lightning
+from nxd_lightning.lightning_package import lightning
 
 _Precision: Any = lightning("plugins").Precision
 

@@ -25,7 +25,7 @@ from nxd_lightning.bases import ON_XLA, CheckpointIOBase, NeuronXLAAccelerator, 
 from nxd_lightning.checkpoint_io import NeuronCheckpointIO
 from nxd_lightning.checks import check_optimizers, check_precision, check_trainer
 from nxd_lightning.launcher import RankLauncher
-from nxd_lightning.spelling import SPELLING, advice, fabric, lightning
+from nxd_lightning.lightning_package import SPELLING, advice, fabric, lightning
 
 _TrainerFn: Any = lightning("trainer.states").TrainerFn
 _rank_zero_only: Any = lightning("utilities.rank_zero").rank_zero_only

@@ -15,7 +15,7 @@ from torch import Tensor
 from nxd_optim.bucket import GradientBucket, GraphBucket, batch_parameters, make_buckets
 from nxd_optim.bucket_sender import BucketSender, Message
 from nxd_optim.mesh_check import require_mesh
-from nxd_optim.usage import Usage
+from nxd_optim.used_parameters import Usage
 
 DEFAULT_BUCKET_BYTES = 25 * 2**20
 

@@ -24,6 +24,7 @@ from nxd_state.collectives.debug import CollectiveMismatch
 from nxd_state.collectives.shared import shared_memory_bytes
 from nxd_state.device import device_type, get_device, step_boundary
 from nxd_state.group import Group
+from nxd_state.host_device_copies import read_later, send_to_device
 from nxd_state.mesh import Mesh
 from nxd_state.meta_init import allocate_meta_tensor, seed_of_module
 from nxd_state.move_model import move_model_to_device
@@ -71,7 +72,6 @@ from nxd_state.shard_spec import (
     shard_along,
 )
 from nxd_state.shared_memory import SharedMemoryError
-from nxd_state.transfers import read_later, send_to_device
 
 __version__ = "0.1.0"
 

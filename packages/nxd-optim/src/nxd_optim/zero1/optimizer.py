@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from nxd_optim.bucket_sender import BucketSender
 from nxd_optim.clip import CLIP_EPSILON
 from nxd_optim.reducer import DEFAULT_BUCKET_BYTES
-from nxd_optim.usage import Usage
+from nxd_optim.used_parameters import Usage
 from nxd_optim.zero1.buckets import (
     Bucket,
     choose_dtypes,

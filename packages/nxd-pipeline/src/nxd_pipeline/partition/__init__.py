@@ -3,11 +3,11 @@
 from nxd_pipeline.partition.balance import balanced_cuts, layer_flops
 from nxd_pipeline.partition.cuts import LayerClasses, check_cuts, even_cuts, layer_names
 from nxd_pipeline.partition.hugging_face import hugging_face_structure, is_hugging_face
+from nxd_pipeline.partition.layer_list import LayerChain, LossFunction, StageOfLayers, sequence_partition
 from nxd_pipeline.partition.local_parts import LocalParts
 from nxd_pipeline.partition.manual import manual_partition
 from nxd_pipeline.partition.materialize import ParamInit, materialize
 from nxd_pipeline.partition.options import Balance, PartitionedModel, PartitionOptions, Tracer, partition_model
-from nxd_pipeline.partition.sequence import LayerChain, LossFunction, StageOfLayers, sequence_partition
 from nxd_pipeline.partition.stage import Stage, Wiring
 from nxd_pipeline.partition.structure import ModelStructure, structural_partition
 from nxd_pipeline.partition.trace import trace_model

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nxd_pipeline.partition.absent import (
+from nxd_pipeline.partition.stage import Stage, boundary
+from nxd_pipeline.partition.stand_ins import (
     OTHER_WAYS,
     AbsentLayer,
     AbsentModule,
@@ -23,7 +24,6 @@ from nxd_pipeline.partition.absent import (
     shallow_copy,
     tensors_in,
 )
-from nxd_pipeline.partition.stage import Stage, boundary
 
 
 @dataclass(frozen=True)

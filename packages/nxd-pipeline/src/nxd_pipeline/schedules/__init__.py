@@ -10,11 +10,7 @@ from nxd_pipeline.schedules.action import (
     parse_action,
 )
 from nxd_pipeline.schedules.blocking_communication import insert_blocking_communication
-from nxd_pipeline.schedules.chart import save_chart, text_chart
-from nxd_pipeline.schedules.communication import insert_communication
-from nxd_pipeline.schedules.csv_file import format_schedule, parse_schedule, read_schedule, write_schedule
-from nxd_pipeline.schedules.edge import Dataflow, Edge, chain
-from nxd_pipeline.schedules.makers import (
+from nxd_pipeline.schedules.catalog import (
     SCHEDULE_NAMES,
     dualpipe_v,
     forward_only,
@@ -28,6 +24,10 @@ from nxd_pipeline.schedules.makers import (
     zero_bubble_h1,
     zero_bubble_v,
 )
+from nxd_pipeline.schedules.chart import save_chart, text_chart
+from nxd_pipeline.schedules.communication import insert_communication
+from nxd_pipeline.schedules.csv_file import format_schedule, parse_schedule, read_schedule, write_schedule
+from nxd_pipeline.schedules.edge import Dataflow, Edge, chain
 from nxd_pipeline.schedules.memory import ActivationSize, activations_kept, peak_in_flight
 from nxd_pipeline.schedules.schedule import Schedule, custom_schedule
 from nxd_pipeline.schedules.simulation import Costs, StageCost, simulate

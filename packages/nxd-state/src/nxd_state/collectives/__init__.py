@@ -7,7 +7,7 @@ may be non-contiguous and of any dtype (reductions: of any that the transport ca
 are the regions of nxd_layers. Messages between two ranks are in `point_to_point`.
 
 Behind this line sits memory that the ranks of one host share (`nxd_state.shared_memory`, for CPU tensors), or
-torch.distributed (`eager`), or torch-xla (`xla`), or, while torch.compile or torch.export records a graph, its
+torch.distributed (`c10d`), or torch-xla (`xla`), or, while torch.compile or torch.export records a graph, its
 functional collectives (`functional`). With `NXD_DEBUG_COLLECTIVES=1` the ranks first agree on what they are
 about to do (`debug`).
 """

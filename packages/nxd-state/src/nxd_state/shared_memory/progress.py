@@ -15,8 +15,8 @@ from collections import deque
 from torch import Tensor
 
 from nxd_state.shared_memory.channel import Awaited, Channel, SharedMemoryError, Steps
+from nxd_state.shared_memory.dispatch_modes import OutsideOfModes, any_mode
 from nxd_state.shared_memory.doorbell import Doorbell
-from nxd_state.shared_memory.modes import OutsideOfModes, any_mode
 
 _SPIN_SECONDS = 200e-6  # about twice what it takes to sleep and be waked
 _LONGEST_SLEEP = 0.05  # seconds; then the peers are looked at

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from nxd_state.shared_memory.modes import OutsideOfModes
+from nxd_state.shared_memory.dispatch_modes import OutsideOfModes
 
 _HALF = (torch.float16, torch.bfloat16)
 _TWO: dict[str, Callable[..., Tensor]] = {

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from nxd_pipeline.partition.absent import AbsentLayer, AbsentModule
+from nxd_pipeline.partition.stand_ins import AbsentLayer, AbsentModule
 from nxd_state import Box, get_group
 from torch import Tensor
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from nxd_ckpt.boxes import Box
-from nxd_ckpt.collector import collector_paused
+from nxd_ckpt.gc_pause import gc_paused
 from nxd_ckpt.sharded_tensor import Shard, ShardedTensor
 from nxd_ckpt.tensor_bytes import pieces_of
 
@@ -51,7 +51,7 @@ def share_out_reads(wants: Sequence[Wants]) -> list[SharedBox]:
     Returns:
         These boxes, those of the same reader and ranks together and by descending element size.
     """
-    with collector_paused():
+    with gc_paused():
         return _share_out(wants)
 
 
