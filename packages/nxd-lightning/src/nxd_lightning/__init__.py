@@ -1,6 +1,6 @@
 """PyTorch Lightning over the nxd packages: Trainer, callbacks, loggers and checkpoints with TP, PP and ZeRO-1 below.
 
-Names are imported when they are first used: which Lightning they inherit from is decided then, see `spelling`.
+Names are imported when they are first used: which Lightning they inherit from is decided then, see `lightning_package`.
 """
 
 import importlib

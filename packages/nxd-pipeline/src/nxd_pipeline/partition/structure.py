@@ -1,6 +1,6 @@
 """Cutting a model by its structure: a list of layers, with modules that only its first or last stage needs.
 
-Every stage runs the model's own forward, with stand-ins for what it does not hold (see `absent`). So masks, positions
+Every stage runs the model's own forward, with `stand_ins` for what it does not hold. So masks, positions
 and whatever else follows from the inputs are computed on each stage as the model computes them, and only what a layer
 returns is sent. Nothing is traced.
 """

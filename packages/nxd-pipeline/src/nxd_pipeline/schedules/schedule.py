@@ -1,6 +1,6 @@
 """A pipeline schedule as data: one list of actions per pipeline rank, and which rank holds which stage.
 
-Makers of schedules are in `makers`, the messages that go with an order of computation in `communication`.
+Those of the known methods are made in `catalog`, the messages that go with an order of computation in `communication`.
 """
 
 from collections.abc import Iterable, Sequence
