@@ -180,7 +180,12 @@ class Replicas:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "cases"), [(1, ONE_RANK), (2, TWO_RANKS), (4, FOUR_RANKS)], ids=["one rank", "two ranks", "four ranks"]
+    ("ranks", "cases"),
+    [
+        pytest.param(1, ONE_RANK, id="one rank"),
+        pytest.param(2, TWO_RANKS, id="two ranks"),
+        pytest.param(4, FOUR_RANKS, id="four ranks", marks=pytest.mark.slow),
+    ],
 )
 def test_predicted_memory_is_within_a_tenth_of_measured_memory_on_every_rank(run_ranks, ranks, cases):
     predictions = [predict(case, ranks) for case in cases]
