@@ -12,8 +12,17 @@ from typing import Any
 
 _OF_THE_SESSION = (b"nxd_state.testing.worker", b"nxd_trace.workers.fork_server", b"multiprocessing.resource_tracker")
 _LISTENS = "0A"  # in the table of TCP connections
-# Variables that libraries set when they are loaded; the NVML one is Lightning's.
-_OF_LIBRARIES = ("PYTEST_", "TORCHINDUCTOR_CACHE_DIR", "PYTORCH_NVML_BASED_CUDA_CHECK", "PJRT_", "XLA_", "TPU_")
+# Variables that libraries set when they are loaded: Lightning the one of NVML, torch_xla the last five.
+_OF_LIBRARIES = (
+    "PYTEST_",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "PYTORCH_NVML_BASED_CUDA_CHECK",
+    "PJRT_",
+    "XLA_",
+    "TPU_",
+    "TF_CPP_",
+    "GRPC_",
+)
 
 Observation = Mapping[str, Mapping[str, Any]]
 

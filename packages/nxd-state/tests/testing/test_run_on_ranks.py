@@ -5,6 +5,7 @@ import random
 import subprocess
 import tempfile
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import nxd_state
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from nxd_state.testing import RankFailure, RankPool, deadline, run_on_ranks
 from torch import nn
+from torch.distributed.distributed_c10d import _get_default_store
 from torch.overrides import _get_current_function_mode_stack
 
 
@@ -167,6 +169,7 @@ def test_run_on_ranks_state_changed_by_a_job_is_reset_for_the_next():
         torch.use_deterministic_algorithms(True)
         torch.set_num_threads(2)
         os.chdir(tempfile.gettempdir())
+        _get_default_store().set_timeout(timedelta(seconds=2))
 
     def state():
         return (
@@ -178,11 +181,12 @@ def test_run_on_ranks_state_changed_by_a_job_is_reset_for_the_next():
             torch.are_deterministic_algorithms_enabled(),
             torch.get_num_threads(),
             Path.cwd(),
+            _get_default_store().timeout > timedelta(seconds=60),
         )
 
     run_on_ranks(change, 1)
 
-    assert run_on_ranks(state, 1) == [(torch.float32, True, "cpu", "cpu", 0, False, 1, Path.cwd())]
+    assert run_on_ranks(state, 1) == [(torch.float32, True, "cpu", "cpu", 0, False, 1, Path.cwd(), True)]
 
 
 def test_run_on_ranks_random_numbers_are_equal_on_all_ranks_and_in_all_jobs():

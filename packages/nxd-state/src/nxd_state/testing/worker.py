@@ -40,7 +40,6 @@ def serve(connection_fd: int, stacks_fd: int, store_port: int) -> None:
     _die_with_the_parent()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     connection = Connection(connection_fd)
-    store = dist.TCPStore("127.0.0.1", store_port, is_master=False, wait_for_workers=False)
     send(connection, READY)
     while True:
         try:
@@ -49,7 +48,7 @@ def serve(connection_fd: int, stacks_fd: int, store_port: int) -> None:
             return
         faulthandler.enable(stacks_fd, all_threads=True)
         environment, directory = dict(os.environ), os.getcwd()
-        send(connection, _run(job, store))
+        send(connection, _run(job, store_port))
         receive(connection)  # RELEASE: no rank waits for this one any more
         torn_down = TornDown(_tear_down())
         _restore(environment, directory)
@@ -70,10 +69,12 @@ def _die_with_the_parent() -> None:
     threading.Thread(target=watch, name="parent watchdog", daemon=True).start()
 
 
-def _run(job: Job, store: dist.Store) -> Success | Raised:
+def _run(job: Job, store_port: int) -> Success | Raised:
     try:
         _enter(job)
-        store = dist.PrefixStore(f"job{job.number}", store)
+        # A connection of its own: a job may set its timeout, or leave it while an answer is under way.
+        client = dist.TCPStore("127.0.0.1", store_port, is_master=False, wait_for_workers=False)
+        store = dist.PrefixStore(f"job{job.number}", client)
         _rendezvous_in(store)
         dist.init_process_group(
             job.backend,
