@@ -17,9 +17,9 @@ from nxd_layers.hf import parallelize
 from nxd_pipeline import NxDPPModel
 from nxd_state import all_reduce, destroy_model_parallel, get_group, get_shard_spec, initialize_model_parallel
 from nxd_state.testing import assemble_logical, logical_pieces
+from nxd_trainer.parity import InFloat64
 from packaging.version import Version
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 transformers = pytest.importorskip("transformers", reason="models of transformers need it: pip install transformers")
 
@@ -92,17 +92,6 @@ ON_FOUR_RANKS = {
     "heads as in the smallest qwen2": Model("qwen2", {"num_attention_heads": 14, "hidden_size": 112}),
     "fewer key/value heads, split sequence": Model("llama", {"num_key_value_heads": 1}, SPLIT_SEQUENCE),
 }
-
-
-class InFloat64(TorchFunctionMode):
-    """What a model would compute in float32 whatever its weights are, it computes in float64."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        def wide(value):
-            return torch.float64 if value is torch.float32 else value
-
-        func = torch.Tensor.double if func is torch.Tensor.float else func
-        return func(*map(wide, args), **{name: wide(value) for name, value in (kwargs or {}).items()})
 
 
 def make_config(model):

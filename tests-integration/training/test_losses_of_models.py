@@ -14,10 +14,10 @@ from nxd_trainer.api import NxDModel
 from nxd_trainer.data import ByteTokenizer, TrainLoader, build_corpus, open_corpus, pack_corpus
 from nxd_trainer.lr_schedule import lr_multiplier
 from nxd_trainer.models import LlamaConfig
+from nxd_trainer.parity import InFloat64
 from nxd_trainer.recipe import load_recipe
 from nxd_trainer.report import read_records
 from nxd_trainer.training import train
-from torch.overrides import TorchFunctionMode
 
 transformers = pytest.importorskip("transformers", reason="models of transformers need it: pip install transformers")
 
@@ -77,17 +77,6 @@ QUICK = [
     ("GLM-4", "TP 2"),
 ]
 QUICKLY_REFUSED = [("GPT-OSS", "TP 2")]
-
-
-class InFloat64(TorchFunctionMode):
-    """What a model would compute in float32 whatever its weights are, it computes in float64."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        def wide(value):
-            return torch.float64 if value is torch.float32 else value
-
-        func = torch.Tensor.double if func is torch.Tensor.float else func
-        return func(*map(wide, args), **{name: wide(value) for name, value in (kwargs or {}).items()})
 
 
 def config_of(name):

@@ -1,68 +1,16 @@
 """transformers' text decoders that have a tensor-parallel plan, each shrunk to a size that trains in an instant.
 
-The sizes keep what makes an architecture hard: grouped heads, several experts, windows shorter than the sequence,
-layers of every type on both stages.
+The sizes are those that `nxd parity --hf` shrinks a user's architecture to, with layers of every type on both stages.
 """
 
 from typing import Any
 
 import torch
 import transformers
+from nxd_trainer.parity.architecture import SMALL_SIZES, SPECIAL_TOKENS
 from torch import nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-VOCABULARY = 64
-
-# By the name that a config gives them; names that it does not have are left out.
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "ffn_hidden_size": 48,
-    "num_hidden_layers": 4,
-    "num_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "sliding_window": 4,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "global_head_dim": 8,
-    # embeddings of each layer
-    "vocab_size_per_layer_input": VOCABULARY,
-    "hidden_size_per_layer_input": 8,
-    # experts
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "expert_ffn_hidden_size": 16,
-    "shared_expert_intermediate_size": 16,
-    "shared_intermediate_size": 16,
-    "n_shared_experts": 1,
-    "num_shared_experts": 1,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    # latent attention
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 8,
-    # state-space and linear attention
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "linear_head_dim": 8,
-    "mamba_d_state": 8,
-    "mamba_dt_rank": 4,
-}
 
 
 def surveyed() -> list[str]:
@@ -82,7 +30,7 @@ def tiny_config(model_type: str) -> Any:
     """A config of a few thousand parameters."""
     config_class = CONFIG_MAPPING[model_type]
     known = set(config_class().to_dict()) | set(getattr(config_class, "attribute_map", {}))
-    sizes = {name: value for name, value in SIZES.items() if name in known}
+    sizes = {name: value for name, value in (SMALL_SIZES | SPECIAL_TOKENS).items() if name in known}
     sizes |= {name: 0.0 for name in known if "dropout" in name or name.endswith("pdrop")}
     config = config_class(**sizes | OWN_SIZES.get(model_type, {}))
     config.use_cache = False

@@ -14,10 +14,11 @@ from nxd_pipeline import NxDPPModel
 from nxd_state import initialize_model_parallel
 from nxd_state.testing import LogicalPiece, assemble_logical, logical_pieces
 from nxd_trainer.checkpoint import logical_name
+from nxd_trainer.parity import InFloat64
+from nxd_trainer.parity.architecture import VOCABULARY
 from torch import Tensor
 
-from hf_survey.architectures import VOCABULARY, tiny_model
-from hf_survey.float64 import InFloat64
+from hf_survey.architectures import tiny_model
 
 RTOL = 1e-10
 MICROBATCHES = 2

@@ -100,10 +100,13 @@ def test_without_tensorboard_one_line_says_what_to_install(tmp_path, record, wit
     assert os.listdir(tmp_path) == ["metrics.jsonl"]
 
 
-def test_tensorboard_gets_each_scalar_once_at_its_step(tmp_path, record):
+def test_tensorboard_gets_each_scalar_once_at_its_step(tmp_path, record, monkeypatch):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.summary.writer import event_file_writer
 
+    # Its files are read in the order of their names: those of one second by a count of this process, 10 before 9.
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
     with MetricsLog(tmp_path) as metrics:
         for step in (10, 20, 30):
             metrics.log(record(step, held_out_loss=5.0 if step == 20 else None, grad_norm=float(step), throughput=2.0))

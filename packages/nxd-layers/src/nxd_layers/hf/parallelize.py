@@ -8,7 +8,7 @@ the whole.
 import copy
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 from nxd_state import active_group, broadcast, copy_parameter_attributes, get_rng_state, set_rng_state, transport_device
 from nxd_state.rng import SHARED_STREAM
@@ -23,7 +23,7 @@ from nxd_layers.hf.plan import named_styles
 from nxd_layers.hf.sequence import SequenceRegion, region_of
 from nxd_layers.hf.shared_inputs import share_inputs
 from nxd_layers.hf.styles import Target, style_named
-from nxd_layers.hf.supported_models import check_plan, checked_plan
+from nxd_layers.hf.supported_models import check_plan, checked_plan, corrected_plan
 from nxd_layers.hf.transformers_models import (
     build_on_meta,
     input_embeddings,
@@ -48,7 +48,7 @@ _PICKLE_PROTOCOL = 4
 def parallelize(
     model_or_config: Any,
     *,
-    plan: Mapping[str, str] | None = None,
+    plan: Mapping[str, str] | Literal["own"] | None = None,
     sequence_parallel: bool = False,
     vocabulary_parallel_loss: bool = True,
 ) -> Any:
@@ -67,7 +67,8 @@ def parallelize(
             transformers, whose causal language model is then made on the meta device, split, and given the initial
             values that the unsharded one would have from torch's present seed: nothing whole is ever in memory.
         plan: pattern to style, such as {"layers.*.mlp.up_proj": "colwise"}, for a model without a plan, or in place of
-            it; see `register_style`. The model's own plan if None.
+            it; see `register_style`. The model's own plan if None, for the types that have been compared with one
+            process; "own" for that of any type, whose numbers are then to be looked at.
         sequence_parallel: between attention and feed-forward blocks, keep only `seq/tp` positions on each rank.
         vocabulary_parallel_loss: while the model computes a loss (labels are given), leave the logits split:
             `output.logits` is then `[batch, seq, vocab/tp]`. Without labels, logits are always whole.
@@ -93,7 +94,7 @@ def parallelize(
     return model
 
 
-def _split(model: Any, plan: Mapping[str, str] | None, *, sequence_parallel: bool) -> None:
+def _split(model: Any, plan: Mapping[str, str] | Literal["own"] | None, *, sequence_parallel: bool) -> None:
     styles = _styles_of(model, plan)
     tp_size = active_group("tp").size
     functions = {path: style_named(style) for path, style in styles.items()}
@@ -121,14 +122,14 @@ def _split(model: Any, plan: Mapping[str, str] | None, *, sequence_parallel: boo
         SequenceRegion(model, *region)
 
 
-def _styles_of(model: Any, plan: Mapping[str, str] | None) -> dict[str, str]:
-    if plan is None:
+def _styles_of(model: Any, plan: Mapping[str, str] | Literal["own"] | None) -> dict[str, str]:
+    if plan is None or plan == "own":
         if not own_plan(model):
             raise ValueError(
                 f"{type(model).__name__} has no tensor-parallel plan; give one, such as "
                 'plan={"layers.*.mlp.up_proj": "colwise", "layers.*.mlp.down_proj": "rowwise"}'
             )
-        return named_styles(model, checked_plan(model), must_match=False)
+        return named_styles(model, checked_plan(model) if plan is None else corrected_plan(model), must_match=False)
     return named_styles(model, plan, must_match=True)
 
 

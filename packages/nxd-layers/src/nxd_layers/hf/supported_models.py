@@ -1,17 +1,24 @@
 """Architectures whose split models have been compared with one process, what is wrong with plans, and the check of one.
 
 The list is the outcome of a survey of all causal language models of transformers 5.23 that have a tensor-parallel plan:
-tiny ones on two ranks in float64, the logits and all gradients equal to those of the unsplit model.
+tiny ones on two ranks in float64, the logits and all gradients equal to those of the unsplit model. Users compare
+others themselves (`nxd parity --hf FOLDER`), and what passes is remembered in their cache folder.
 """
 
+import hashlib
+import inspect
+import json
+import os
 from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from nxd_state import get_shard_spec
 from torch import nn
 
 from nxd_layers.hf.plan import joined
-from nxd_layers.hf.transformers_models import base_model_path, own_plan
+from nxd_layers.hf.transformers_models import base_model_path, is_transformers_model, own_plan
 
 # fmt: off
 COMPARED = frozenset(
@@ -58,18 +65,79 @@ def checked_plan(model: Any) -> dict[str, str]:
     Raises:
         ValueError: models of this type, split by their own plan, have not been compared with one process.
     """
-    model_type = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
-    if model_type in COMPARED:
-        base = base_model_path(model)
-        corrections = CORRECTIONS.get(model_type, {}).items()
-        return {**own_plan(model), **{joined(base, pattern): style for pattern, style in corrections}}
+    model_type = _type_of(model)
+    if model_type in COMPARED or _is_remembered(model):
+        return corrected_plan(model)
     reason = REFUSED.get(
         model_type, "loss and gradients of its split models have not been compared with those of one process"
     )
     raise ValueError(
-        f"models of type {model_type!r} are not split by their own plan: {reason}. To split one all the same, give "
-        "the plan yourself (plan=...), and compare the numbers"
+        f"models of type {model_type!r} are not split by their own plan: {reason}. Compare them in a minute by "
+        "nxd parity --hf FOLDER, with its config.json, which lets them through if they are equal; or give another plan "
+        "(plan=...)"
     )
+
+
+def corrected_plan(model: Any) -> dict[str, str]:
+    """The model's own plan, put right where that is known to be needed, whoever has compared it."""
+    base = base_model_path(model)
+    corrections = CORRECTIONS.get(_type_of(model), {}).items()
+    return {**own_plan(model), **{joined(base, pattern): style for pattern, style in corrections}}
+
+
+def remember_as_compared(model: nn.Module) -> Path:
+    """From now on, let this user's models of its type be split by their own plan, as those of the survey are.
+
+    That holds for this plan, this source of the model, and these versions of transformers and of nxd-layers. It is an
+    empty file in `$NXD_COMPARED_MODELS`, or in the user's cache folder; each host of a job needs to see it.
+
+    Args:
+        model: one of the type, which has been compared with one process.
+
+    Returns:
+        The file.
+
+    Raises:
+        ValueError: its class has no source file, by which a change of it would be seen.
+    """
+    source = _source_of(model)
+    if source is None:
+        raise ValueError(f"{type(model).__name__} has no source file; remember a class of transformers or of a module")
+    record = _record_of(model, source)
+    record.parent.mkdir(parents=True, exist_ok=True)
+    record.touch()
+    return record
+
+
+def _type_of(model: Any) -> str:
+    return str(getattr(getattr(model, "config", None), "model_type", type(model).__name__))
+
+
+def _is_remembered(model: Any) -> bool:
+    source = _source_of(model) if is_transformers_model(model) else None
+    return source is not None and _record_of(model, source).exists()
+
+
+def _source_of(model: Any) -> bytes | None:
+    try:
+        source = inspect.getsourcefile(type(model))
+    except TypeError:  # a class of a program that was typed in
+        return None
+    return None if source is None else Path(source).read_bytes()
+
+
+def _record_of(model: Any, source: bytes) -> Path:
+    """Where it is remembered that models like this one have been compared."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = Path(os.environ.get("NXD_COMPARED_MODELS") or cache / "nxd_layers" / "compared_models")
+    made_of = [
+        type(model).__qualname__,
+        sorted(own_plan(model).items()),
+        hashlib.sha256(source).hexdigest(),
+        version("transformers"),
+        version("nxd-layers"),
+    ]
+    return folder / f"{_type_of(model)}-{hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:16]}"
 
 
 def check_plan(model: nn.Module, styles: Mapping[str, str], attentions: Mapping[str, nn.Module]) -> None:

@@ -1,9 +1,10 @@
 """`nxd parity`: does a layout compute what one process does, and if not, which tensor is the first to differ."""
 
 import argparse
+import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nxd_trainer.cli.command import Commands, add_nproc, leave_mesh, reports_user_errors, started_ranks
 from nxd_trainer.recipe import load_recipe
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
     from nxd_trainer.parity import ParityCase
 
 EXIT_DIFFERENT = 3  # 1 is what a rank that fails ends with
-FLAGS = ("nproc", "help", "dtype", "rtol", "compare-steps")
+FLAGS = ("nproc", "help", "dtype", "rtol", "compare-steps", "hf")
 
 
 def add_parser(commands: Commands) -> None:
@@ -20,9 +21,10 @@ def add_parser(commands: Commands) -> None:
     parser = commands.add_parser(
         "parity",
         help="compare a layout with one process, tensor by tensor",
-        usage="nxd parity [RECIPE | MODULE:FUNCTION] [--nproc N] [--dtype D] [--KEY VALUE | KEY=VALUE ...]",
+        usage="nxd parity [RECIPE | MODULE:FUNCTION | --hf FOLDER] [--nproc N] [--dtype D] [--KEY VALUE ...]",
         description="Train a few steps in a layout and in one process, without dropout, and name the first tensor that "
-        "differs: outputs of modules as they are executed, loss, gradients, weights. The keys are those of nxd train.",
+        "differs: outputs of modules as they are executed, loss, gradients, weights. The keys are those of nxd train; "
+        "with --hf, those of the model's config.",
         epilog="exit codes: 0 all agree, 2 a mistake, 3 something differs",
     )
     parser.add_argument(
@@ -30,6 +32,13 @@ def add_parser(commands: Commands) -> None:
         nargs="?",
         metavar="RECIPE",
         help="a recipe of nxd train (defaults if unset), or MODULE:FUNCTION, which returns a ParityCase",
+    )
+    parser.add_argument(
+        "--hf",
+        type=Path,
+        metavar="FOLDER",
+        help="a small model of the architecture in its config.json, split by its own plan over the ranks (2 if unset); "
+        "where all agrees, models of that type are split so from then on",
     )
     parser.add_argument("--compare-steps", type=int, default=2, metavar="N", help="of a recipe (default: %(default)s)")
     parser.add_argument("--dtype", choices=["float64", "float32"], default="float64", help="default: %(default)s")
@@ -42,6 +51,8 @@ def add_parser(commands: Commands) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Compare, in the ranks that the command line asks for, and print what was found."""
+    if options.hf is not None and options.nproc is None:
+        options.nproc = 2
     code = started_ranks(options)
     if code is not None:
         return code
@@ -54,6 +65,10 @@ def run(options: argparse.Namespace) -> int:
     report = reports_user_errors(lambda: compare(case, dtype=getattr(torch, options.dtype), rtol=options.rtol))
     if os.environ.get("RANK", "0") == "0":
         print(report)
+        if options.hf is not None and report.agrees:
+            from nxd_trainer.parity.architecture import remember_equal  # noqa: PLC0415
+
+            print(reports_user_errors(lambda: remember_equal(options.hf)))
     leave_mesh()
     return 0 if report.agrees else EXIT_DIFFERENT
 
@@ -64,6 +79,12 @@ def _case(options: argparse.Namespace) -> "ParityCase":
     from nxd_trainer.parity.case import case_of_recipe  # noqa: PLC0415
 
     name = options.case
+    if options.hf is not None:
+        from nxd_trainer.parity.architecture import case_of_architecture  # noqa: PLC0415
+
+        if name is not None:
+            raise ValueError(f"{name} and --hf {options.hf} are two things to compare; give one")
+        return case_of_architecture(options.hf, _config_changes(options.settings), int(os.environ["WORLD_SIZE"]))
     if name is None or ":" not in name or Path(name).exists():
         return case_of_recipe(load_recipe(name, options.settings), options.compare_steps)
     if options.settings:
@@ -75,3 +96,14 @@ def _case(options: argparse.Namespace) -> "ParityCase":
     if not isinstance(case, ParityCase):
         raise ValueError(f"{name}() returned a {type(case).__name__}; it must return a nxd_trainer.parity.ParityCase")
     return case
+
+
+def _config_changes(settings: list[str]) -> dict[str, Any]:
+    """Keys of a config; values are JSON, or else text."""
+    changes: dict[str, Any] = {}
+    for key, _, value in (setting.partition("=") for setting in settings):
+        try:
+            changes[key] = json.loads(value)
+        except ValueError:
+            changes[key] = value
+    return changes

@@ -1,6 +1,7 @@
 """`compare`: trains a layout and one process side by side, and names the first tensor that differs."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from nxd_trainer.api.config import ensure_model_parallel
 from nxd_trainer.parity.case import ParityCase, check_batches, checked_config
+from nxd_trainer.parity.float64 import InFloat64
 from nxd_trainer.parity.layout import LayoutRun, LayoutStep, Piece
 from nxd_trainer.parity.placement import Distance, Part, distance, is_close, readings
 from nxd_trainer.parity.reference import Reference, ReferenceStep, run_reference
@@ -38,7 +40,8 @@ def compare(case: ParityCase, *, dtype: torch.dtype = torch.float64, rtol: float
 
     Args:
         case: what is compared.
-        dtype: of weights and inputs: float64 tells errors from rounding.
+        dtype: of weights and inputs: float64 tells errors from rounding. In it nothing is computed in float32, whatever
+            a model asks for.
         rtol: how far values may be apart, relative to the largest of their tensor: 1e-10 in float64, 1e-5 in float32.
 
     Returns:
@@ -55,28 +58,33 @@ def compare(case: ParityCase, *, dtype: torch.dtype = torch.float64, rtol: float
     config = checked_config(case)
     destroy_model_parallel()
     try:
-        ensure_model_parallel(config)  # degrees that do not fit raise here, before any work
-        check_batches(case, get_group("dp").size)
-        destroy_model_parallel()
-        reference = _reference_on_first_rank(case, config, dtype)
-        ensure_model_parallel(config)
-        run = LayoutRun(case, config, dtype)
-        mesh = get_mesh()
-        report = ParityReport(
-            f"TP {mesh.tp} x PP {mesh.pp} x DP {mesh.dp}",
-            str(dtype).removeprefix("torch."),
-            TOLERANCES[dtype] if rtol is None else rtol,
-        )
-        comparison = _Comparison(reference, report, config)
-        comparison.check_initial(run)
-        for index, batch in enumerate(case.batches):
-            if not report.agrees:
-                break
-            report.steps = index + 1
-            comparison.check_step(index, run.step(batch))
-        return report
+        with InFloat64() if dtype == torch.float64 else nullcontext():
+            return _compared(case, config, dtype, TOLERANCES[dtype] if rtol is None else rtol)
     finally:
         destroy_model_parallel()
+
+
+def _compared(case: ParityCase, config: Mapping[str, Any], dtype: torch.dtype, rtol: float) -> ParityReport:
+    ensure_model_parallel(config)  # degrees that do not fit raise here, before any work
+    check_batches(case, get_group("dp").size)
+    destroy_model_parallel()
+    reference = _reference_on_first_rank(case, config, dtype)
+    ensure_model_parallel(config)
+    run = LayoutRun(case, config, dtype)
+    mesh = get_mesh()
+    report = ParityReport(
+        f"TP {mesh.tp} x PP {mesh.pp} x DP {mesh.dp}",
+        str(dtype).removeprefix("torch."),
+        rtol,
+    )
+    comparison = _Comparison(reference, report, config)
+    comparison.check_initial(run)
+    for index, batch in enumerate(case.batches):
+        if not report.agrees:
+            break
+        report.steps = index + 1
+        comparison.check_step(index, run.step(batch))
+    return report
 
 
 def _reference_on_first_rank(case: ParityCase, config: Mapping[str, Any], dtype: torch.dtype) -> Reference | None:

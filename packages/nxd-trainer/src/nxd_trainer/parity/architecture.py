@@ -1,0 +1,200 @@
+"""Is an architecture of transformers, split by its own plan, what one process is? A case for `compare`, shrunk.
+
+The architecture is that of a folder's `config.json`; no weights are needed. Its sizes become small ones that keep what
+makes it hard: grouped heads, several experts, windows shorter than the sequence, layers of every kind.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from nxd_layers import hf
+from torch import nn
+
+from nxd_trainer.hugging_face import check_keys, complete_config, model_on_meta, read_config, with_architecture
+from nxd_trainer.parity.case import ParityCase
+
+VOCABULARY = 64
+LENGTH = 7  # of a sequence, in tokens
+LAYERS = 4
+
+# By the name that a config gives them.
+SMALL_SIZES: dict[str, int] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "ffn_hidden_size": 48,
+    "num_hidden_layers": LAYERS,
+    "num_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "sliding_window": 4,
+    "global_head_dim": 8,
+    # embeddings of each layer
+    "vocab_size_per_layer_input": VOCABULARY,
+    "hidden_size_per_layer_input": 8,
+    # experts
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "expert_ffn_hidden_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "shared_intermediate_size": 16,
+    "n_shared_experts": 1,
+    "num_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    # latent attention
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    # state-space and linear attention
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_head_dim": 8,
+    "mamba_d_state": 8,
+    "mamba_dt_rank": 4,
+}
+SPECIAL_TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+
+
+def case_of_architecture(folder: Path, changes: Mapping[str, Any], tensor_parallel_size: int) -> ParityCase:
+    """Two training steps of a small model of the folder's architecture, split by its own plan.
+
+    Args:
+        folder: of a model of transformers; only its `config.json` is read.
+        changes: keys of the config, for where the small sizes contradict one another.
+        tensor_parallel_size: over how many ranks it is split.
+
+    Raises:
+        ValueError: there is no such config, it is none of a text decoder that transformers has, or no small model can
+            be made and run with it.
+    """
+    config = read_config(folder)
+    if "auto_map" in config:
+        raise ValueError(f"{folder}: its model is Python code beside the weights (auto_map), which nothing here runs")
+    if tensor_parallel_size < 2:
+        raise ValueError("one rank splits nothing; compare on 2 or more (--nproc 2)")
+    check_keys(config, changes)
+    content = {**small_config(config), **changes}
+    _check_runs(content)
+    shape = (2 * tensor_parallel_size, LENGTH)
+    generator = torch.Generator().manual_seed(1)
+    tokens = [torch.randint(len(SPECIAL_TOKENS), content["vocab_size"], shape, generator=generator) for _ in range(2)]
+    return ParityCase(
+        model_fn=lambda: hf.parallelize(small_model(content), plan="own"),
+        reference_fn=lambda: small_model(content),
+        batches=[{"input_ids": ids, "labels": ids.clone()} for ids in tokens],
+        nxd_config={"tensor_parallel_size": tensor_parallel_size},
+    )
+
+
+def small_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config of the same architecture with a few thousand parameters, and without dropout.
+
+    Sizes become those of `SMALL_SIZES` where they are larger; lists with an entry for each layer keep entries of every
+    kind, as many as there are layers then. All else is as it was.
+
+    Raises:
+        ValueError: transformers has no causal language model for the config, or it is one of text and more.
+    """
+    content = _of_text_decoder(config)
+    names: Mapping[str, str] = model_on_meta(content).config.attribute_map
+    small = {**content, "dtype": "float32", "use_cache": False}
+    small.pop("quantization_config", None)
+    for name, size in SMALL_SIZES.items():
+        key = names.get(name, name)
+        if isinstance(content.get(key), int) and content[key] > size:
+            small[key] = size
+    heads, groups = (names.get(f"num_{kind}_heads", f"num_{kind}_heads") for kind in ("attention", "key_value"))
+    if content.get(groups) is not None and content.get(groups) == content.get(heads):
+        small[groups] = small[heads]
+    small |= {key: 0.0 for key in content if "dropout" in key or key.endswith("pdrop")}
+    small |= {key: token for key, token in SPECIAL_TOKENS.items() if key in content}
+    return small | _lists_of_layers(content, names.get("num_hidden_layers", "num_hidden_layers"))
+
+
+def small_model(content: Mapping[str, Any]) -> nn.Module:
+    """A model whose every parameter has random values, norms and biases included, from torch's present seed.
+
+    Args:
+        content: of its `config.json`.
+    """
+    model = model_on_meta(content)
+    config = model.config
+    config._experts_implementation = "eager"  # the other ones have no float64
+    made: nn.Module = type(model)(config).eval()
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return made
+
+
+def remember_equal(folder: Path) -> str:
+    """Let this user's models of the folder's type be split by their own plan; says where that is written down."""
+    outline = model_on_meta(_of_text_decoder(read_config(folder)))
+    record = hf.remember_as_compared(outline)
+    return f"Models of type {outline.config.model_type!r} are split by their own plan from now on: {record}"
+
+
+def _of_text_decoder(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The complete config, of the causal language model of its type.
+
+    Raises:
+        ValueError: transformers has no such model, or it is one of text and more.
+    """
+    headless = {name: value for name, value in config.items() if name != "architectures"}
+    content = complete_config(with_architecture(headless))
+    nested = [name for name in ("text_config", "vision_config", "audio_config") if content.get(name) is not None]
+    if nested:
+        raise ValueError(
+            f"model_type={content['model_type']} is a model of text and more ({', '.join(nested)}); give a folder "
+            "whose config.json is that of its text decoder"
+        )
+    return content
+
+
+def _lists_of_layers(content: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Lists with an entry for each layer, cut to the first layer of each kind and then the first ones."""
+    layers = content.get(key)
+    if not isinstance(layers, int) or layers <= LAYERS:
+        return {}
+    lists = {name: value for name, value in content.items() if isinstance(value, list) and len(value) == layers}
+    kinds: dict[str, int] = {}
+    for index in range(layers):
+        kinds.setdefault(json.dumps([value[index] for value in lists.values()]), index)
+    firsts = list(kinds.values())[:LAYERS]
+    others = [index for index in range(layers) if index not in firsts]
+    kept = sorted([*firsts, *others[: LAYERS - len(firsts)]])
+    return {name: [value[index] for index in kept] for name, value in lists.items()}
+
+
+def _check_runs(content: Mapping[str, Any]) -> None:
+    """Raise ValueError where the small model cannot be made or run."""
+    ids = torch.zeros(1, LENGTH, dtype=torch.int64)
+    try:
+        model: Any = small_model(content)
+        loss = model(input_ids=ids, labels=ids).loss
+    except Exception as error:  # whatever sizes that contradict one another lead to
+        raise ValueError(
+            f"the small model of type {content['model_type']} cannot be made or run: {type(error).__name__}: {error}. "
+            "Its sizes may contradict one another; give others, KEY=VALUE, such as head_dim=16"
+        ) from error
+    if not bool(loss.isfinite()):
+        raise ValueError(f"the loss of the small model of type {content['model_type']} is {loss}; give other sizes")
+    if not model.config.base_model_tp_plan:  # the class may have one of its head, which says nothing of the layers
+        raise ValueError(
+            f"models of type {content['model_type']} bring no tensor-parallel plan along; give one in a script "
+            "(nxd_layers.hf.parallelize(model, plan=...)), and compare that by a MODULE:FUNCTION"
+        )
