@@ -57,13 +57,21 @@ def left_behind(before: Observation, after: Observation) -> list[str]:
         kinds.remove("open descriptor")
     lines = []
     for kind in sorted(kinds):
-        for name, value in after[kind].items():
-            if name not in before[kind]:
-                lines.append(f"{kind} {name}: {value!r:.300}")
-            elif before[kind][name] != value:
+        for name, value in _changed(kind, before[kind], after[kind]).items():
+            if name in before[kind]:
                 lines.append(f"{kind} {name}: {value!r}, was {before[kind][name]!r}")
+            else:
+                lines.append(f"{kind} {name}: {value!r:.300}")
     removed = before["environment variable"].keys() - after["environment variable"].keys()
     return [*lines, *(f"environment variable {name}: removed" for name in sorted(removed))]
+
+
+def _changed(kind: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> Mapping[str, Any]:
+    changed = {name: value for name, value in after.items() if name not in before or before[name] != value}
+    if kind == "open descriptor" and changed:  # looked up where it matters: the tables are long
+        accepted = _accepted_connections(set(after.values()))
+        return {name: target for name, target in changed.items() if target not in accepted}
+    return changed
 
 
 def _process_groups() -> dict[str, Any]:
@@ -120,11 +128,8 @@ def _memory_and_sockets() -> dict[str, str]:
     for name in os.listdir("/proc/self/fd"):
         with suppress(FileNotFoundError):
             targets[name] = os.readlink(f"/proc/self/fd/{name}")
-    accepted = _accepted_connections(set(targets.values()))
     return {
-        f"{name} ({target})": target
-        for name, target in targets.items()
-        if target.startswith(("socket:", "/memfd:")) and target not in accepted
+        f"{name} ({target})": target for name, target in targets.items() if target.startswith(("socket:", "/memfd:"))
     }
 
 
