@@ -10,7 +10,7 @@ import nxd_state
 import pytest
 import torch
 import torch.distributed as dist
-from nxd_state.collectives.shared import shared_memory_of
+from nxd_state.collectives.choice import shared_memory_of
 from nxd_state.shared_memory import connection, host, layout
 from nxd_state.testing import run_on_ranks
 from torch._subclasses.fake_tensor import FakeTensorMode
