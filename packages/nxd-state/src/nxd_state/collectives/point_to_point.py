@@ -122,12 +122,14 @@ def _check_receivable(tensor: Tensor) -> None:
 
 def _begin(messages: Sequence[Send | Receive], group: Group) -> list[Pending[Tensor]]:
     """Each transport gets all of its own messages at once; those that block come last, so that the others are begun."""
-    of_transport: dict[type[MessageTransport], tuple[MessageTransport, list[int]]] = {}
-    for index in sorted(range(len(messages)), key=lambda index: records_graphs(messages[index].tensor)):
-        transport = eager_transport_of(messages[index].tensor, group)
-        of_transport.setdefault(type(transport), (transport, []))[1].append(index)
+    parts: dict[type[MessageTransport], tuple[MessageTransport, list[int]]] = {}
+    for index, message in enumerate(messages):
+        transport = eager_transport_of(message.tensor, group)
+        parts.setdefault(type(transport), (transport, []))[1].append(index)
+    if len(parts) == 1:
+        return transport.begin_messages(messages)
     begun: dict[int, Pending[Tensor]] = {}
-    for transport, indices in of_transport.values():
+    for transport, indices in sorted(parts.values(), key=lambda part: records_graphs(messages[part[1][0]].tensor)):
         begun |= zip(indices, transport.begin_messages([messages[index] for index in indices]), strict=True)
     return [begun[index] for index in range(len(messages))]
 
