@@ -6,8 +6,7 @@ import torch.distributed as dist
 from nxd_layers import LoraConfig, LoraModel, linear_cross_entropy
 from nxd_optim import NeuronZero1Optimizer
 from nxd_optim.zero1 import flat_bucket
-from nxd_optim.zero1.transfers import Transfer
-from nxd_state import active_group, initialize_model_parallel
+from nxd_state import Pending, active_group, initialize_model_parallel
 from nxd_trainer.models import LlamaConfig, LlamaForCausalLM
 from torch import nn
 
@@ -45,18 +44,19 @@ def make(kind):
     return model
 
 
-def gather_late(buffer, group):
+def gather_late(buffer, group, *, async_op):
     """In place of `all_gather_`: the others' parts arrive in `wait()` and are nan until then."""
     own = buffer.chunk(group.size)[group.rank].clone()
     buffer.fill_(float("nan"))
     buffer.chunk(group.size)[group.rank].copy_(own)
 
-    def arrive():
+    def arrive(buffer):
         parts = [torch.empty_like(own) for _ in group.ranks]
         dist.all_gather(parts, own, group=group.process_group)
         return buffer.copy_(torch.cat(parts))
 
-    return Transfer([], arrive)
+    assert async_op
+    return Pending(buffer, finish=arrive)
 
 
 def train(model, *, overlap):

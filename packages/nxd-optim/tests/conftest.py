@@ -6,9 +6,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from nxd_state.shared_memory import Transport
+from nxd_state.shared_memory import SharedMemoryTransport
 
-ALL_REDUCES = ((dist, "all_reduce"), (Transport, "all_reduce_"), (Transport, "begin_all_reduce_"))
+ALL_REDUCES = ((dist, "all_reduce"), (SharedMemoryTransport, "all_reduce_"))
 
 
 @contextmanager

@@ -91,5 +91,34 @@ def test_xla_device_and_step_boundary_come_from_torch_xla(machine, monkeypatch):
     assert boundaries == ["sync"]
 
 
+@pytest.mark.parametrize(
+    ("what", "expected"),
+    [
+        (torch.device("xla", 0), True),
+        ("xla", True),
+        (torch.device("cpu"), False),
+        (torch.device("cuda", 1), False),
+        ("meta", False),
+        (torch.ones(1), False),
+        (torch.nn.Parameter(torch.ones(1, device="meta")), False),
+    ],
+)
+def test_records_graphs_is_true_of_xla_only(what, expected):
+    assert nxd_state.records_graphs(what) is expected
+
+
+def test_records_graphs_without_argument_is_asked_of_the_device_of_this_process(machine):
+    machine(torch_xla=True)
+    assert not nxd_state.records_graphs()
+
+    machine(torch_xla=True).setenv("NXD_DEVICE", "xla")
+    assert nxd_state.records_graphs()
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("cpu", True), ("cuda", True), ("xla", False)])
+def test_float64_is_computed_everywhere_but_on_xla(kind, expected):
+    assert nxd_state.has_float64(torch.device(kind)) is expected
+
+
 def test_step_boundary_on_cpu_does_nothing(machine):
     assert nxd_state.step_boundary() is None

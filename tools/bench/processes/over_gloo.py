@@ -4,14 +4,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
 
-from nxd_state import Group, collectives
+from nxd_state import Group
+from nxd_state.collectives import choice
 from torch import Tensor
 
 
 @contextmanager
 def over_gloo() -> Iterator[None]:
     """Inside, no collective of this process goes through shared memory; all ranks must be inside."""
-    with mock.patch.object(collectives, "shared_memory_of", _none):
+    with mock.patch.object(choice, "shared_memory_of", _none):
         yield
 
 

@@ -9,7 +9,8 @@ from typing import Any
 from unittest import mock
 
 from nxd_state import Pending
-from nxd_state.collectives import c10d
+from nxd_state.collectives.c10d import C10dTransport
+from nxd_state.collectives.transport import Result
 from processes.over_gloo import over_gloo
 from torch import Tensor
 
@@ -31,26 +32,26 @@ def measure_traffic(trainee: Trainee) -> dict[str, Traffic]:
     with ExitStack() as stack:
         stack.enter_context(over_gloo())
         for name in ("all_reduce_", "all_gather", "reduce_scatter"):
-            function = getattr(c10d, name)
+            method = getattr(C10dTransport, name)
             kind = name.rstrip("_").replace("_", "-")
-            stack.enter_context(mock.patch.object(c10d, name, _measured(function, traffic[kind])))
+            stack.enter_context(mock.patch.object(C10dTransport, name, _measured(method, traffic[kind])))
         trainee.step()
     return {kind: of_kind for kind, of_kind in traffic.items() if of_kind.number}
 
 
-def _measured(function: Callable[..., Pending], traffic: Traffic) -> Callable[..., Pending]:
-    def call(tensor: Tensor, *args: Any, **kwargs: Any) -> Pending:
+def _measured(method: Callable[..., Result], traffic: Traffic) -> Callable[..., Result]:
+    def call(transport: C10dTransport, tensor: Tensor, *args: Any, **kwargs: Any) -> Result:
         traffic.number += 1
         traffic.bytes += tensor.nbytes
         with _stopwatch(traffic):
-            pending = function(tensor, *args, **kwargs)
-        return _MeasuredPending(pending, traffic)
+            result = method(transport, tensor, *args, **kwargs)
+        return _MeasuredPending(result, traffic) if isinstance(result, Pending) else result
 
     return call
 
 
-class _MeasuredPending(Pending):
-    def __init__(self, pending: Pending, traffic: Traffic) -> None:
+class _MeasuredPending(Pending[Tensor]):
+    def __init__(self, pending: Pending[Tensor], traffic: Traffic) -> None:
         self._pending, self._traffic = pending, traffic
 
     def wait(self) -> Tensor:

@@ -107,7 +107,7 @@ class _HeadInChunks:
         if self.grad_rows is not None:
             torch.mm(grad, self.weight, out=self.grad_rows[chunk])
 
-    def sum_input_grad(self, shape: torch.Size, group: Group, sequence_dim: int | None) -> Pending | None:
+    def sum_input_grad(self, shape: torch.Size, group: Group, sequence_dim: int | None) -> Pending[Tensor] | None:
         """Start the one sum over the ranks of the input's gradient."""
         if self.grad_rows is None:
             return None

@@ -102,7 +102,7 @@ def _partial_input_grad(ctx: Any, rows: list[Tensor], weights: list[Tensor]) -> 
     return grad_rows.view(ctx.whole_shape)
 
 
-def _start_sum(ctx: Any, grad_input: Tensor) -> Pending:
+def _start_sum(ctx: Any, grad_input: Tensor) -> Pending[Tensor]:
     """Start the sum over the ranks of the input's gradient."""
     if ctx.sequence_dim is None:
         return all_reduce_(grad_input, ctx.group, async_op=True)

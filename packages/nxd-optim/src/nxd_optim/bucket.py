@@ -8,7 +8,6 @@ Which parameters share a bucket, and in which order buckets leave, is decided he
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from nxd_state import Group, Pending, all_reduce_, all_reduce_coalesced_
@@ -49,32 +48,20 @@ class GradientBucket:
             view.copy_(parameter.grad.detach().to_dense())
         parameter.grad = view
 
-    def average(self, group: Group, dtype: torch.dtype | None) -> "Pending | WideMessage":
+    def average(self, group: Group, dtype: torch.dtype | None) -> Pending[Tensor]:
         """Start to average the gradients over the group, in `dtype` if given; no gradient counts as zero."""
         for parameter in self.parameters:
             self.add_gradient(parameter)
         if dtype in (None, self.buffer.dtype):
             return all_reduce_(self.buffer, group, op="avg", async_op=True)
         wide = self.buffer.to(dtype)
-        return WideMessage(all_reduce_(wide, group, op="avg", async_op=True), self.buffer)
+        return all_reduce_(wide, group, op="avg", async_op=True).then(self.buffer.copy_)
 
     def zero_grad(self) -> None:
         """Make the slices, all zero, the gradients."""
         self.buffer.zero_()
         for parameter in self.parameters:
             parameter.grad = self._views[id(parameter)]
-
-
-@dataclass(frozen=True)
-class WideMessage:
-    """A bucket that travels in another dtype than it is kept in."""
-
-    pending: Pending
-    buffer: Tensor
-
-    def wait(self) -> None:
-        """Have the average in the bucket."""
-        self.buffer.copy_(self.pending.wait())
 
 
 def make_buckets(parameters: Sequence[Tensor], bucket_bytes: int) -> list[GradientBucket]:
@@ -115,7 +102,7 @@ class GraphBucket:
     def add_gradient(self, parameter: Tensor) -> None:
         """Nothing to do: a gradient lies where it is."""
 
-    def average(self, group: Group, dtype: torch.dtype | None) -> "Recorded":
+    def average(self, group: Group, dtype: torch.dtype | None) -> Pending[None]:
         """Average the gradients over the group, in `dtype` if given; no gradient counts as zero."""
         for parameter in self.parameters:
             if parameter.grad is None:
@@ -125,16 +112,9 @@ class GraphBucket:
         all_reduce_coalesced_(sent, group, op="avg")
         for parameter, mean in zip(self.parameters, sent, strict=True):
             parameter.grad = mean.to(parameter.dtype)
-        return Recorded()
+        return Pending(None)  # a part of the graph: there is nothing to wait for
 
     def zero_grad(self) -> None:
         """Forget the gradients."""
         for parameter in self.parameters:
             parameter.grad = None
-
-
-class Recorded:
-    """A message that is a part of the graph: nobody waits for it."""
-
-    def wait(self) -> None:
-        """Return at once."""

@@ -8,7 +8,16 @@ import math
 from collections.abc import Iterable, Sequence
 
 import torch
-from nxd_state import ShardSpec, active_group, all_gather, all_reduce_, get_device, get_shard_spec
+from nxd_state import (
+    ShardSpec,
+    active_group,
+    all_gather,
+    all_reduce_,
+    get_device,
+    get_shard_spec,
+    has_float64,
+    records_graphs,
+)
 from torch import Tensor
 
 from nxd_optim.norm_weights import differs_between_ranks, row_weights
@@ -96,7 +105,7 @@ def _gradients_by_copies(parameters: list[Tensor], power: float) -> dict[int, li
             by_copies.setdefault(tensor_parallel_size, []).append(parameter.grad)
             continue
         check_axis(spec)
-        if parameter.device.type == "xla" and differs_between_ranks(parameter):
+        if records_graphs(parameter) and differs_between_ranks(parameter):
             by_copies.setdefault(1, []).append(parameter.grad * row_weights(parameter, power))
             continue
         for piece in spec.pieces:
@@ -109,7 +118,7 @@ def _gradients_by_copies(parameters: list[Tensor], power: float) -> dict[int, li
 def norm_accumulator(device: torch.device) -> Tensor:
     """A zero, `[1]`, to add powers of norms to."""
     # Not the gradients' own dtype: other ranks may have others, or none, and powers of float32 norms overflow.
-    return torch.zeros(1, dtype=torch.float32 if device.type == "xla" else torch.float64, device=device)
+    return torch.zeros(1, dtype=torch.float64 if has_float64(device) else torch.float32, device=device)
 
 
 def tensor_norms(tensors: Sequence[Tensor], power: float, like: Tensor) -> Tensor:

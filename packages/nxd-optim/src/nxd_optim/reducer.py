@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from nxd_state import Group, active_group, all_gather_object
+from nxd_state import Group, active_group, all_gather_object, records_graphs
 from torch import Tensor
 
 from nxd_optim.bucket import GradientBucket, GraphBucket, batch_parameters, make_buckets
@@ -207,7 +207,7 @@ class GradientReducer:
 
 
 def _buckets_of(parameters: Sequence[Tensor], bucket_bytes: int) -> list[GradientBucket] | list[GraphBucket]:
-    if any(parameter.device.type == "xla" for parameter in parameters):
+    if any(records_graphs(parameter) for parameter in parameters):
         return [GraphBucket(batch) for batch in batch_parameters(parameters, bucket_bytes)]
     return make_buckets(parameters, bucket_bytes)
 

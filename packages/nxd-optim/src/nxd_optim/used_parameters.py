@@ -3,7 +3,7 @@
 from collections.abc import Sequence, Set
 
 import torch
-from nxd_state import Group, Pending, all_reduce_
+from nxd_state import Group, Pending, all_reduce_, records_graphs
 from torch import Tensor
 
 
@@ -20,10 +20,10 @@ class Usage:
 
     def __init__(self, parameters: Sequence[Tensor], groups: Sequence[Group]) -> None:
         self._parameters = parameters
-        sends = bool(parameters) and parameters[0].device.type != "xla"
+        sends = bool(parameters) and not records_graphs(parameters[0])
         self._groups = [group for group in groups if sends and group.size > 1]
         self._used_here: Set[int] = set()
-        self._pending: Pending | None = None
+        self._pending: Pending[Tensor] | None = None
 
     def send(self, used_here: Set[int]) -> None:
         """Start to tell which parameters (their ids) have a gradient here. Called once every gradient was sent."""

@@ -10,7 +10,7 @@ from typing import Any, Protocol, Self
 from weakref import ref
 
 import torch
-from nxd_state import Group, broadcast, device_type, get_group, model_parallel_is_initialized, transport_device
+from nxd_state import Group, broadcast, get_group, model_parallel_is_initialized, records_graphs, transport_device
 from torch import Tensor, nn
 
 from nxd_pipeline.partition import (
@@ -198,7 +198,7 @@ class NxDPPModel(nn.Module):
         self._local_modules = nn.ModuleList(stage.module for stage in self._stages.values())
         modules = {index: stage.module for index, stage in self._stages.items()}
         self._p2p = P2PCommunicator(self._group)
-        insert = insert_blocking_communication if device_type() == "xla" else insert_communication
+        insert = insert_blocking_communication if records_graphs() else insert_communication
         self._training_schedule = insert(self._schedule, wiring.edges)
         evaluation = insert(forward_only(self._schedule), wiring.edges)
         self._train_executor = Executor(modules, wiring, self._training_schedule, self._p2p)
@@ -277,7 +277,7 @@ class NxDPPModel(nn.Module):
             return _last_backward(syncs, [parameter for parameter in parameters if parameter not in tied])
 
         # On XLA each action is a graph of its own, and what one communicates has its place in all ranks' order.
-        overlaps = len(syncs) == 1 and device_type() != "xla"
+        overlaps = len(syncs) == 1 and not records_graphs()
         with self._tied_weights.gradients_summed():
             losses = self._train_executor.run(
                 self._group.rank, microbatches, self._training_loss, record, last_backward if overlaps else None

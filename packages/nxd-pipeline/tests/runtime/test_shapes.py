@@ -42,7 +42,7 @@ def test_value_of_any_structure_arrives_as_it_was_sent(run_ranks, env):
             p2p.finish()
             return True
         incoming = [p2p.receive_value(0, (0, 1, "inputs")) for _ in values]
-        received = [it.layout.fill(it.tensors()) for it in incoming]
+        received = [layout.fill(tensors.wait()) for layout, tensors in incoming]
         for one, other in zip(received, values, strict=True):
             assert one["rest"][1:] == other["rest"][1:]
             for tensor, expected in zip(tensors_in(one), tensors_in(other), strict=True):

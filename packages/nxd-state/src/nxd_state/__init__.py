@@ -6,6 +6,7 @@ from nxd_state.collectives import (
     Send,
     abort_group,
     all_gather,
+    all_gather_,
     all_gather_object,
     all_reduce,
     all_reduce_,
@@ -20,9 +21,9 @@ from nxd_state.collectives import (
     reduce_scatter,
     send,
 )
+from nxd_state.collectives.choice import shared_memory_bytes
 from nxd_state.collectives.debug import CollectiveMismatch
-from nxd_state.collectives.shared import shared_memory_bytes
-from nxd_state.device import device_type, get_device, step_boundary
+from nxd_state.device import device_type, get_device, has_float64, records_graphs, step_boundary
 from nxd_state.group import Group
 from nxd_state.host_device_copies import read_later, send_to_device
 from nxd_state.mesh import Mesh
@@ -111,6 +112,7 @@ __all__ = [
     "all_reduce_",
     "all_reduce_coalesced_",
     "all_gather",
+    "all_gather_",
     "reduce_scatter",
     "all_to_all",
     "broadcast",
@@ -140,6 +142,8 @@ __all__ = [
     # devices and random numbers
     "device_type",
     "get_device",
+    "records_graphs",
+    "has_float64",
     "transport_device",
     "step_boundary",
     "send_to_device",

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 import torch
+from torch import Tensor
 
 from nxd_state.neuron_errors import device_errors
 
@@ -49,13 +50,35 @@ def get_device() -> torch.device:
     return torch.device("cpu")
 
 
+def records_graphs(what: Tensor | torch.device | str | None = None) -> bool:
+    """Whether a device records operations into a graph, which it compiles and runs later, as XLA devices do.
+
+    What follows where it does: all ranks have to record the same graph, so that a rank may differ in data only;
+    reading a value waits for the whole graph; backward only records, so that no hook can overlap it with messages;
+    messages block; and tensors have no memory that views could share.
+
+    Args:
+        what: a tensor, a device or a device's type; this process's device if None.
+    """
+    if what is None:
+        what = device_type()
+    elif isinstance(what, Tensor):
+        what = what.device
+    return (what if isinstance(what, str) else what.type) == "xla"
+
+
+def has_float64(device: torch.device) -> bool:
+    """Whether a device computes in float64; a Neuron device does not."""
+    return device.type != "xla"
+
+
 def step_boundary() -> None:
     """End of a training step: hands the graph recorded so far to the XLA compiler; elsewhere nothing happens.
 
     Raises:
         DeviceError: the compiler refused a graph or the device's memory did not suffice, for this step or one before.
     """
-    if device_type() == "xla":
+    if records_graphs():
         with device_errors():
             _torch_xla().sync()
 

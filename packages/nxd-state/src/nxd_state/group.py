@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from nxd_state.shared_memory import Transport
+    from nxd_state.shared_memory import SharedMemoryTransport
 
 
 _given_ranks: ContextVar[dict["Group", Tensor]] = ContextVar("_given_ranks", default={})  # noqa: B039 - never changed
@@ -38,7 +38,7 @@ class Group:
     replica_groups: tuple[tuple[int, ...], ...]
     process_group: dist.ProcessGroup | None = None
     name: str = ""
-    shared_memory: "Transport | None" = None
+    shared_memory: "SharedMemoryTransport | None" = None
     crosses_stages: bool = False
     _rank_tensors: dict[torch.device, Tensor] = field(default_factory=dict, init=False)
 

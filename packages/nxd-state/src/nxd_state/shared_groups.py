@@ -8,10 +8,12 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from nxd_state.group import Group
-from nxd_state.shared_memory import Membership, Transport, connect, serve_graphs
+from nxd_state.shared_memory import Membership, SharedMemoryTransport, connect, serve_graphs
 
 
-def share_memory(groups: Iterable[Group], rank: int, members: str, timeout: timedelta | None) -> dict[str, Transport]:
+def share_memory(
+    groups: Iterable[Group], rank: int, members: str, timeout: timedelta | None
+) -> dict[str, SharedMemoryTransport]:
     """Connect groups through shared memory; all their ranks call this, in the same order.
 
     Args:

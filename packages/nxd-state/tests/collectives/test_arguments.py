@@ -79,6 +79,12 @@ def test_average_of_integers_raises(reduce, group):
         (lambda: nxd_state.recv(TENSOR, PAIR, source=2), r"source=2 is outside Group.*0\.\.1"),
         (lambda: nxd_state.recv(TENSOR, PAIR, source=0), "source=0 is this rank itself"),
         (lambda: nxd_state.recv(TENSOR.t(), PAIR, source=1), r"non-contiguous tensor of shape \(5, 4\)"),
+        (
+            lambda: nxd_state.all_gather_(TENSOR[:3], PAIR),
+            r"2 ranks does not divide dim 0 of shape \(3, 5\); pad it to 4",
+        ),
+        (lambda: nxd_state.all_gather_(TENSOR[:, :4].t(), PAIR), r"non-contiguous tensor of shape \(4, 4\)"),
+        (lambda: nxd_state.all_gather_(torch.tensor(1.0), SOLO), r"dim=0 is outside a tensor of shape \(\)"),
         (lambda: nxd_state.isend(TENSOR, PAIR, destination=2), r"destination=2 is outside Group.*0\.\.1"),
         (lambda: nxd_state.irecv(TENSOR, PAIR, source=0), "source=0 is this rank itself"),
         (lambda: nxd_state.irecv(TENSOR.t(), PAIR, source=1), r"non-contiguous tensor of shape \(5, 4\)"),

@@ -25,6 +25,7 @@ def programs():
         "all_reduce_": lambda x, group: nxd_state.all_reduce_(2 * x, group),
         "all_gather": nxd_state.all_gather,
         "all_gather dim 1": lambda x, group: nxd_state.all_gather(x.t(), group, dim=1, async_op=True).wait(),
+        "all_gather_": lambda x, group: nxd_state.all_gather_(2 * x, group, async_op=True).wait(),
         "reduce_scatter": lambda x, group: nxd_state.reduce_scatter(x.t(), group),
         "reduce_scatter avg": lambda x, group: nxd_state.reduce_scatter(x, group, dim=-1, op="avg"),
         "all_to_all": lambda x, group: nxd_state.all_to_all(x, group, split_dim=1, concat_dim=0),

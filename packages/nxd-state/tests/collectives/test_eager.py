@@ -127,6 +127,19 @@ def test_all_gather_any_dtype_and_dim_concatenates(world_size, dtype):
 
 @pytest.mark.parametrize("dtype", MOVED, ids=str)
 @on_any_number_of_ranks
+def test_all_gather_in_place_any_dtype_fills_its_input_with_the_parts_of_the_ranks(world_size, dtype):
+    def check():
+        group = tensor_parallel_group()
+        tensors = inputs(group.size, dtype)
+        mine = tensors[group.rank].clone()
+        assert nxd_state.all_gather_(mine, group) is mine
+        assert same_bytes(mine, torch.cat([tensor.chunk(group.size)[rank] for rank, tensor in enumerate(tensors)]))
+
+    run_on_ranks(check, world_size)
+
+
+@pytest.mark.parametrize("dtype", MOVED, ids=str)
+@on_any_number_of_ranks
 def test_all_to_all_any_dtype_and_dims_exchanges_parts(world_size, dtype):
     def check():
         group = tensor_parallel_group()

@@ -15,7 +15,16 @@ from nxd_state.testing import run_on_ranks
 SHARED = {"NXD_SHM": "1"}
 REDUCED = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8]
 MOVED = [*REDUCED, torch.bool, torch.int16, torch.complex64, torch.float8_e4m3fn]
-OPERATIONS = ["all_reduce", "all_reduce_", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "messages"]
+OPERATIONS = [
+    "all_reduce",
+    "all_reduce_",
+    "all_gather",
+    "all_gather_",
+    "reduce_scatter",
+    "all_to_all",
+    "broadcast",
+    "messages",
+]
 LARGEST = 3 * 2**17  # elements: several rounds and chunks
 
 
@@ -55,6 +64,8 @@ def begin(draw, tensor, group):
             arguments = {"op": draw.op}
         case "all_gather":
             call, arguments = nxd_state.all_gather, {"dim": draw.dims[0]}
+        case "all_gather_":
+            call, arguments, tensor = nxd_state.all_gather_, {}, tensor.contiguous()
         case "reduce_scatter":
             call, arguments = nxd_state.reduce_scatter, {"dim": draw.dims[0], "op": draw.op}
         case "all_to_all":

@@ -10,7 +10,7 @@ import nxd_state
 import pytest
 import torch
 import torch.distributed as dist
-from nxd_state.collectives.shared import shared_memory_of
+from nxd_state.collectives.choice import eager_transport_of, host_transport_of, transport_of
 from nxd_state.shared_memory import connection, host, layout
 from nxd_state.testing import run_on_ranks
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -129,16 +129,30 @@ def test_other_systems_share_none(system, machine, monkeypatch):
     assert host.host_identity() is None
 
 
-def test_tensors_of_other_devices_and_without_values_do_not_go_through_memory():
+def test_tensor_goes_through_memory_only_if_it_lies_on_the_cpu_and_has_values():
     def job():
         nxd_state.initialize_model_parallel(2)
         group = nxd_state.get_group("tp")
         with FakeTensorMode():
             fake = torch.ones(2)
         tensors = [torch.ones(2), torch.ones(2, device="meta"), fake]
-        return [shared_memory_of(tensor, group) is not None for tensor in tensors]
+        return [
+            type(choose(tensor, group)).__name__ for choose in (transport_of, eager_transport_of) for tensor in tensors
+        ]
 
-    assert run_on_ranks(job, 2, env={"NXD_SHM": "1"}) == [[True, False, False]] * 2
+    assert run_on_ranks(job, 2, env={"NXD_SHM": "1"}) == [["SharedMemoryTransport", *["C10dTransport"] * 2] * 2] * 2
+
+
+@pytest.mark.parametrize(("switch", "eager"), [("1", "SharedMemoryTransport"), ("0", "C10dTransport")])
+def test_graph_that_torch_compiles_has_its_own_transport_and_messages_and_barriers_do_not(switch, eager):
+    def job():
+        nxd_state.initialize_model_parallel(2)
+        group, tensor = nxd_state.get_group("tp"), torch.ones(2)
+        with mock.patch.object(torch.compiler, "is_compiling", return_value=True):
+            chosen = transport_of(tensor, group), eager_transport_of(tensor, group), host_transport_of(group)
+        return [type(transport).__name__ for transport in chosen]
+
+    assert run_on_ranks(job, 2, env={"NXD_SHM": switch}) == [["FunctionalTransport", eager, eager]] * 2
 
 
 def test_groups_of_another_backend_than_gloo_share_none(monkeypatch):

@@ -152,7 +152,7 @@ def test_dispatch_mode_sees_the_same_whoever_drives_an_operation():
                 added = nxd_state.all_reduce_(torch.ones(3), group, async_op=True)
                 gathered = nxd_state.all_gather(torch.ones(3), group, async_op=True)
                 if is_late:  # without a collective, until the thread has done both
-                    while not gathered._work.done:
+                    while not gathered._works[0].done:
                         time.sleep(1e-3)
                 results = added.wait(), gathered.wait()
             assert [result.tolist() for result in results] == [[2.0] * 3, [1.0] * 6]

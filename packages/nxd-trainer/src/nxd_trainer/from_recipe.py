@@ -19,7 +19,7 @@ from nxd_layers.hf.transformers_models import takes_causal_lm_loss
 from nxd_layers.lora import LoraConfig
 from nxd_pipeline import Schedule, insert_communication, make_schedule, simulate
 from nxd_pipeline.partition import ParamInit, materialize
-from nxd_state import get_device, seed_model_parallel
+from nxd_state import get_device, records_graphs, seed_model_parallel
 from torch import Tensor, nn
 from torch.optim import AdamW
 
@@ -274,7 +274,7 @@ def build_optimizer(recipe: Recipe, model: NxDModel) -> NxDOptimizer:
     """AdamW of what is to be trained."""
     device = get_device()
     # On XLA the count of steps, too, is data; bias corrections that have become 1 would make another graph.
-    kind: dict[str, Any] = {"capturable": True} if device.type == "xla" else {"fused": device.type in ("cpu", "cuda")}
+    kind: dict[str, Any] = {"capturable": True} if records_graphs(device) else {"fused": device.type in ("cpu", "cuda")}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = parameter_groups(recipe, trained)
     return initialize_parallel_optimizer(model.nxd_config, AdamW, groups, **adamw_arguments(recipe), **kind)
@@ -298,7 +298,7 @@ def adamw_arguments(recipe: Recipe) -> dict[str, Any]:
 def learning_rate_on(device: torch.device, rate: float) -> float | Tensor:
     """A learning rate as an optimizer takes it: on XLA as data, 0-d, so that a schedule's steps are one graph."""
     # Made as [1], since torch-xla takes the scalars 0 and 1 for constants.
-    return torch.tensor([rate], device=device).view(()) if device.type == "xla" else rate
+    return torch.tensor([rate], device=device).view(()) if records_graphs(device) else rate
 
 
 def model_inputs(names: Iterable[str], batch: Batch) -> dict[str, Tensor]:

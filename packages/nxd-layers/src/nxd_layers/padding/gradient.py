@@ -13,7 +13,7 @@ import functools
 from typing import Any
 
 import torch
-from nxd_state import ShardSpec, is_padded_on_some_rank
+from nxd_state import ShardSpec, is_padded_on_some_rank, records_graphs
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
@@ -51,7 +51,7 @@ def zero_padding_gradient(parameter: Tensor, spec: ShardSpec) -> Tensor:
 
     Call it on every rank if there may be padding on one.
     """
-    if parameter.device.type == "xla" and is_padded_on_some_rank(parameter):
+    if records_graphs(parameter) and is_padded_on_some_rank(parameter):
         partition_dim: int = parameter.partition_dim  # type: ignore[attr-defined]
         return _MaskedGradient.apply(parameter, _kept(spec, partition_dim, parameter.device))
     if not spec.has_padding:

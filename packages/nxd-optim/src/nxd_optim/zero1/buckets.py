@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any
 
 import torch
-from nxd_state import Group
+from nxd_state import Group, records_graphs
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -23,7 +23,7 @@ Parts = Iterable[tuple[Bucket, Optimizer]]  # each bucket, and the optimizer of 
 
 def make_bucket(parameters: Sequence[Tensor], group: Group, dtypes: Dtypes) -> Bucket:
     """A bucket of parameters of one dtype and device."""
-    kind = EvenBucket if parameters[0].device.type == "xla" else FlatBucket
+    kind = EvenBucket if records_graphs(parameters[0]) else FlatBucket
     return kind(parameters, group, dtypes)
 
 

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-from nxd_state import Group
+from nxd_state import Group, Pending, all_gather_
 from torch import Tensor, nn
 
-from nxd_optim.zero1.transfers import Transfer, all_gather_, reduce_scatter_mean
+from nxd_optim.zero1.transfers import reduce_scatter_mean
 
 ALIGNMENT_BYTES = 64  # a cache line, and more than any kernel asks of its operands
 
@@ -97,8 +97,8 @@ class FlatBucket:
         self._mean_memory = self._memory_of_means()
         self._stale: set[int] = set()  # parameters whose master weights are still to be taken from them
         self._filled: set[int] = set()  # parameters whose sum lies in the buffer, where `.grad` cannot be it
-        self._reduction: Transfer | None = None
-        self._gathering: Transfer | None = None
+        self._reduction: Pending[Tensor] | None = None
+        self._gathering: Pending[Tensor] | None = None
 
     @property
     def parameter_bytes(self) -> int:
@@ -229,7 +229,7 @@ class FlatBucket:
         """Start to send this rank's part to the others and to fill the buffer with theirs."""
         if self.has_masters:
             self.own.copy_(self.master)
-        self._gathering = all_gather_(self._buffer, self._group)
+        self._gathering = all_gather_(self._buffer, self._group, async_op=True)
 
     def wait_for_parameters(self) -> None:
         """Return when all parameters are whole again."""

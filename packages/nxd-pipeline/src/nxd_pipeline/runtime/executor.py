@@ -7,14 +7,14 @@ from time import perf_counter_ns
 from typing import Any
 
 import torch
-from nxd_state import step_boundary
+from nxd_state import Pending, step_boundary
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import TreeSpec
 
 from nxd_pipeline.partition.stage import Wiring
 from nxd_pipeline.runtime.layout import TensorLayout, ValueLayout, behind, describe_value, leaves_of_a_graph
-from nxd_pipeline.runtime.p2p import Incoming, P2PCommunicator
+from nxd_pipeline.runtime.p2p import P2PCommunicator
 from nxd_pipeline.runtime.split_backward import SplitBackward
 from nxd_pipeline.schedules import Action, ActionKind, Schedule, verify_schedule
 from nxd_pipeline.schedules.action import RECEIVES
@@ -82,7 +82,8 @@ class Executor:
         self._weight_halves: dict[tuple[int, int], SplitBackward] = {}
         self._values: dict[_Key, Any] = {}  # made here, for other stages
         self._gradients: dict[_Key, list[Tensor]] = {}  # made here, for other stages
-        self._incoming: dict[Action, Incoming] = {}  # by the receive
+        self._incoming: dict[Action, Pending[list[Tensor]]] = {}  # by the receive
+        self._incoming_layouts: dict[Action, ValueLayout] = {}  # of values, by the receive
 
     def run(
         self,
@@ -145,7 +146,7 @@ class Executor:
             self._receives[action] = self._dataflow.receives(action)
         for receive in self._receives[action]:
             start = perf_counter_ns()
-            self._incoming[receive].tensors()
+            self._incoming[receive].wait()
             if record is not None:
                 record(receive, start, perf_counter_ns())
 
@@ -187,8 +188,7 @@ class Executor:
         """A value of another stage, received or made here."""
         receive = Action(ActionKind.RECV_ACTIVATION, stage, microbatch, producer)
         if receive in self._incoming:
-            incoming = self._incoming.pop(receive)
-            return incoming.layout, incoming.tensors()
+            return self._incoming_layouts.pop(receive), self._incoming.pop(receive).wait()
         value = self._values.pop((producer, stage, microbatch))
         layout, tensors = describe_value(value)
         self._keep_outputs(producer, stage, microbatch, layout, tensors)
@@ -247,7 +247,7 @@ class Executor:
         """The gradients of what a consumer used, received or made here."""
         receive = Action(ActionKind.RECV_GRADIENT, action.stage, action.microbatch, consumer)
         if receive in self._incoming:
-            gradients = self._incoming.pop(receive).tensors()
+            gradients = self._incoming.pop(receive).wait()
             if gradients:
                 key = (action.stage, consumer, self._shapes.of(action.microbatch))
                 self._p2p.let_go(key, action.microbatch)
@@ -271,7 +271,8 @@ class Executor:
     def _receive_activation(self, action: Action) -> None:
         producer = self._peer(action)
         key = (producer, action.stage, self._shapes.of(action.microbatch))
-        self._incoming[action] = self._p2p.receive_value(self._schedule.rank_of_stage[producer], key)
+        source = self._schedule.rank_of_stage[producer]
+        self._incoming_layouts[action], self._incoming[action] = self._p2p.receive_value(source, key)
 
     def _send_gradient(self, action: Action) -> None:
         stage, microbatch, producer = action.stage, action.microbatch, self._peer(action)

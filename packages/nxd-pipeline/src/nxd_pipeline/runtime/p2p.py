@@ -23,7 +23,7 @@ from nxd_state import (
     Send,
     barrier,
     batch_isend_irecv,
-    device_type,
+    records_graphs,
     recv,
     send,
     step_boundary,
@@ -74,7 +74,8 @@ class Packing:
     def of(cls, layouts: Sequence[TensorLayout]) -> "Packing":
         """The packing of tensors of these layouts."""
         sizes = {index: layout.num_bytes for index, layout in enumerate(layouts) if layout.num_bytes}
-        small = [index for index, size in sizes.items() if size <= SMALL and layouts[index].device_type != "xla"]
+        in_memory = [index for index in sizes if not records_graphs(layouts[index].device_type)]
+        small = [index for index in in_memory if sizes[index] <= SMALL]
         if len(small) == 1 or len({layouts[index].device_type for index in small}) > 1:
             small = []
         together: list[_Place] = []
@@ -139,22 +140,6 @@ class Route:
         return cls(layout, Packing.of(layout.tensors), Packing.of(layout.gradients))
 
 
-class Incoming:
-    """Tensors on their way to this rank."""
-
-    def __init__(self, layout: ValueLayout, tensors: list[Tensor], pending: list[Pending]) -> None:
-        self.layout = layout
-        self._tensors = tensors
-        self._pending = pending
-
-    def tensors(self) -> list[Tensor]:
-        """The tensors, once they are here."""
-        for pending in self._pending:
-            pending.wait()
-        self._pending = []
-        return self._tensors
-
-
 class P2PCommunicator:
     """Sends and receives over a pipeline-parallel group.
 
@@ -164,9 +149,9 @@ class P2PCommunicator:
     def __init__(self, group: Group) -> None:
         self._group = group
         self._device = transport_device(group)  # of layouts; other tensors stay where they are
-        self._on_xla = device_type() == "xla"
+        self._records_graphs = records_graphs()
         self._routes: dict[tuple[int, int], dict[Hashable, Route]] = {}
-        self._sends: dict[tuple[Key, int, str], list[Pending]] = {}  # in the order in which they began
+        self._sends: dict[tuple[Key, int, str], list[Pending[Tensor]]] = {}  # in the order in which they began
         if self._device.type != "cpu":
             barrier(group)  # before nccl takes batches among some ranks of a group, it wants a call of them all
 
@@ -194,20 +179,20 @@ class P2PCommunicator:
         self._send((key, microbatch, "value"), route.values.pack(tensors), destination)
         return route.layout, tensors
 
-    def receive_value(self, source: int, key: Key) -> Incoming:
-        """Begin to receive what `send_value` sends for the same key."""
+    def receive_value(self, source: int, key: Key) -> tuple[ValueLayout, Pending[list[Tensor]]]:
+        """Begin to receive what `send_value` sends for the same key: its layout, and its tensors once they are here."""
         route = self._known(key) or self._learn(key, self._receive_now(source))
-        return self._receive(route, route.values, source)
+        return route.layout, self._receive(route.values, source)
 
     def send_gradients(self, gradients: Sequence[Tensor], destination: int, key: Key, microbatch: int) -> None:
         """Begin to send the gradients of a value that has come by this key, of the tensors that need them."""
         route = self._routes[key[:2]][key[2]]
         self._send((key, microbatch, "gradient"), route.gradients.pack(gradients), destination)
 
-    def receive_gradients(self, source: int, key: Key) -> Incoming:
+    def receive_gradients(self, source: int, key: Key) -> Pending[list[Tensor]]:
         """Begin to receive what `send_gradients` sends for a value that was sent by this key."""
         route = self._routes[key[:2]][key[2]]
-        return self._receive(route, route.gradients, source)
+        return self._receive(route.gradients, source)
 
     def let_go(self, key: Key, microbatch: int) -> None:
         """Release the memory of a value that was sent, and has arrived: its gradient has come back."""
@@ -239,12 +224,12 @@ class P2PCommunicator:
             if len(self._sends) > SENDS_UNDER_WAY:
                 self._wait_for_oldest()
 
-    def _receive(self, route: Route, packing: Packing, source: int) -> Incoming:
-        if self._on_xla:
+    def _receive(self, packing: Packing, source: int) -> Pending[list[Tensor]]:
+        if self._records_graphs:
             step_boundary()  # what was computed is a graph without this room, the same wherever it is computed
         packed, tensors = packing.make_room()
         pending = batch_isend_irecv([Receive(tensor, source) for tensor in packed], self._group)
-        return Incoming(route.layout, tensors, pending)
+        return Pending(tensors, *pending)
 
     def _wait_for_oldest(self) -> None:
         for pending in self._sends.pop(next(iter(self._sends))):

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from nxd_state.collectives import c10d, debug, xla
-from nxd_state.collectives.c10d import Pending
-from nxd_state.collectives.messages import Receive, Send
-from nxd_state.collectives.shared import pending_of, shared_memory_of
+from nxd_state.collectives import debug
+from nxd_state.collectives.choice import eager_transport_of
+from nxd_state.collectives.transport import MessageTransport, Pending, Receive, Send
+from nxd_state.device import records_graphs
 from nxd_state.group import Group
 
 
@@ -26,13 +26,7 @@ def send(tensor: Tensor, group: Group, *, destination: int) -> None:
     _check("destination", destination, tensor, group)
     if debug.enabled():
         debug.confirm_message(_announce(Send(tensor, destination), group))
-    memory = shared_memory_of(tensor, group)
-    if tensor.device.type == "xla":
-        xla.exchange([Send(tensor, destination)], group)
-    elif memory is not None:
-        memory.send(tensor, destination)
-    else:
-        c10d.send(tensor, group, destination)
+    eager_transport_of(tensor, group).send(tensor, destination)
 
 
 def recv(tensor: Tensor, group: Group, *, source: int) -> Tensor:
@@ -45,17 +39,11 @@ def recv(tensor: Tensor, group: Group, *, source: int) -> Tensor:
     _check_receivable(tensor)
     if debug.enabled():
         debug.confirm_message(_announce(Receive(tensor, source), group))
-    memory = shared_memory_of(tensor, group)
-    if tensor.device.type == "xla":
-        xla.exchange([Receive(tensor, source)], group)
-    elif memory is not None:
-        memory.recv(tensor, source)
-    else:
-        c10d.recv(tensor, group, source)
+    eager_transport_of(tensor, group).recv(tensor, source)
     return tensor
 
 
-def isend(tensor: Tensor, group: Group, *, destination: int) -> Pending:
+def isend(tensor: Tensor, group: Group, *, destination: int) -> Pending[Tensor]:
     """Begin to send to index `destination` in the group; `wait()` returns when the tensor may be written again.
 
     Raises:
@@ -65,7 +53,7 @@ def isend(tensor: Tensor, group: Group, *, destination: int) -> Pending:
     return pending
 
 
-def irecv(tensor: Tensor, group: Group, *, source: int) -> Pending:
+def irecv(tensor: Tensor, group: Group, *, source: int) -> Pending[Tensor]:
     """Begin to receive into `tensor`, see `recv`; `wait()` gives it once it is there. Leave it alone until then.
 
     Raises:
@@ -75,7 +63,7 @@ def irecv(tensor: Tensor, group: Group, *, source: int) -> Pending:
     return pending
 
 
-def batch_isend_irecv(messages: Sequence[Send | Receive], group: Group) -> list[Pending]:
+def batch_isend_irecv(messages: Sequence[Send | Receive], group: Group) -> list[Pending[Tensor]]:
     """Begin several messages at once, so that two ranks that send to each other do not wait for one another.
 
     Returns:
@@ -97,8 +85,9 @@ def batch_isend_irecv(messages: Sequence[Send | Receive], group: Group) -> list[
         return _begin(messages, group)
     announced = [_announce(message, group) for message in messages]
     under_way = _begin(messages, group)
-    confirmed = map(_Confirmed, announced, under_way)
-    return [Pending(message.tensor, it) for message, it in zip(messages, confirmed, strict=True)]
+    confirmations = map(_Confirmation, announced)
+    ends = zip(messages, confirmations, under_way, strict=True)
+    return [Pending(message.tensor, confirmation, pending) for message, confirmation, pending in ends]
 
 
 def check_index(name: str, index: int, group: Group) -> None:
@@ -108,15 +97,13 @@ def check_index(name: str, index: int, group: Group) -> None:
 
 
 @dataclass(frozen=True)
-class _Confirmed:
-    """A message in debug mode: whoever waits for it learns first whether the other end means the same."""
+class _Confirmation:
+    """In debug mode, whoever waits for a message learns first whether the other end means the same."""
 
     announcement: debug.Announcement
-    under_way: Pending
 
     def wait(self) -> None:
         debug.confirm_message(self.announcement)
-        self.under_way.wait()
 
 
 def _check(name: str, peer: int, tensor: Tensor, group: Group) -> None:
@@ -133,22 +120,17 @@ def _check_receivable(tensor: Tensor) -> None:
         )
 
 
-def _begin(messages: Sequence[Send | Receive], group: Group) -> list[Pending]:
-    """In the order of the messages; each transport gets all of its own at once."""
-    begun: dict[int, Pending] = {}
-    of_torch: list[int] = []
-    of_xla: list[int] = []
+def _begin(messages: Sequence[Send | Receive], group: Group) -> list[Pending[Tensor]]:
+    """Each transport gets all of its own messages at once; those that block come last, so that the others are begun."""
+    parts: dict[type[MessageTransport], tuple[MessageTransport, list[int]]] = {}
     for index, message in enumerate(messages):
-        memory = shared_memory_of(message.tensor, group)
-        if memory is not None:
-            begun[index] = pending_of(message.tensor, memory.begin_message(message))
-        else:
-            (of_xla if message.tensor.device.type == "xla" else of_torch).append(index)
-    if of_torch:
-        begun |= zip(of_torch, c10d.batch_isend_irecv([messages[it] for it in of_torch], group), strict=True)
-    if of_xla:
-        xla.exchange([messages[it] for it in of_xla], group)
-        begun |= {it: Pending(messages[it].tensor) for it in of_xla}
+        transport = eager_transport_of(message.tensor, group)
+        parts.setdefault(type(transport), (transport, []))[1].append(index)
+    if len(parts) == 1:
+        return transport.begin_messages(messages)
+    begun: dict[int, Pending[Tensor]] = {}
+    for transport, indices in sorted(parts.values(), key=lambda part: records_graphs(messages[part[1][0]].tensor)):
+        begun |= zip(indices, transport.begin_messages([messages[index] for index in indices]), strict=True)
     return [begun[index] for index in range(len(messages))]
 
 

@@ -16,87 +16,123 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nxd_state.collectives.messages import Receive, Send
+from nxd_state.collectives.transport import MessageTransport, Pending, Receive, ReduceOp, Result, Send, ready
 from nxd_state.device import step_boundary
 from nxd_state.group import Group
 
 _PIN_LAYOUT = False
 
 
-@torch.no_grad()
-def all_reduce(tensor: Tensor, group: Group, op: str) -> Tensor:
-    """Sum, or what `op` says."""
-    kind, scale = _reduction(op, group)
-    with _own_graph_between_stages(group):
-        return _xla_model().torch_xla._XLAC._xla_all_reduce(kind, tensor, scale, _groups(group), _PIN_LAYOUT)
+class XlaTransport(MessageTransport):
+    """Collectives and messages of a group as operations of graphs; a handle has nothing to wait for."""
 
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._groups = [list(ranks) for ranks in group.replica_groups]
 
-@torch.no_grad()
-def all_reduce_(tensor: Tensor, group: Group, op: str) -> None:
-    """Reduce into `tensor`."""
-    tensor.copy_(all_reduce(tensor, group, op))
+    def all_reduce(self, tensor: Tensor, op: ReduceOp, *, async_op: bool = False) -> Result:
+        """Sum, or what `op` says."""
+        return ready(self._all_reduced(tensor, op), async_op=async_op)
 
+    @torch.no_grad()
+    def all_reduce_(self, tensor: Tensor, op: ReduceOp, *, async_op: bool = False) -> Result:
+        """Reduce into `tensor`."""
+        return ready(tensor.copy_(self._all_reduced(tensor, op)), async_op=async_op)
 
-@torch.no_grad()
-def all_reduce_coalesced_(tensors: list[Tensor], group: Group, op: str) -> None:
-    """Reduce into each of the tensors, of one dtype, by one operation."""
-    kind, scale = _reduction(op, group)
-    with _own_graph_between_stages(group):
-        _xla_model().torch_xla._XLAC._xla_all_reduce_inplace(kind, tensors, scale, _groups(group), _PIN_LAYOUT)
+    @torch.no_grad()
+    def all_reduce_coalesced_(self, tensors: Sequence[Tensor], op: ReduceOp) -> None:
+        """By one operation."""
+        kind, scale = self._reduction(op)
+        with self._own_graph_between_stages():
+            _xla_model().torch_xla._XLAC._xla_all_reduce_inplace(kind, list(tensors), scale, self._groups, _PIN_LAYOUT)
 
+    def all_gather(self, tensor: Tensor, dim: int, *, async_op: bool = False) -> Result:
+        """Gather along `dim`."""
+        return ready(self._gathered(tensor, dim), async_op=async_op)
 
-@torch.no_grad()
-def all_gather(tensor: Tensor, group: Group, dim: int) -> Tensor:
-    """Gather along `dim`."""
-    with _own_graph_between_stages(group):
-        return _xla_model().all_gather(tensor, dim=dim, groups=_groups(group), pin_layout=_PIN_LAYOUT)
+    @torch.no_grad()
+    def all_gather_(self, tensor: Tensor, *, async_op: bool = False) -> Result:
+        """Gather this rank's part, told by data and not by the graph, and copy into `tensor`."""
+        parts = tensor.view(self._group.size, -1)
+        own = parts.index_select(0, self._group.rank_tensor(tensor).view(1))
+        return ready(tensor.copy_(self._gathered(own, 0).view(tensor.shape)), async_op=async_op)
 
+    @torch.no_grad()
+    def reduce_scatter(self, tensor: Tensor, dim: int, op: ReduceOp, *, async_op: bool = False) -> Result:
+        """Reduce, and keep this rank's part along `dim`."""
+        kind, scale = self._reduction(op)
+        with self._own_graph_between_stages():
+            scattered = _xla_model().reduce_scatter(
+                kind,
+                tensor,
+                scale=scale,
+                scatter_dim=dim,
+                shard_count=self._group.size,
+                groups=self._groups,
+                pin_layout=_PIN_LAYOUT,
+            )
+        return ready(scattered, async_op=async_op)
 
-@torch.no_grad()
-def reduce_scatter(tensor: Tensor, group: Group, dim: int, op: str) -> Tensor:
-    """Reduce, and keep this rank's part along `dim`."""
-    kind, scale = _reduction(op, group)
-    with _own_graph_between_stages(group):
-        return _xla_model().reduce_scatter(
-            kind,
-            tensor,
-            scale=scale,
-            scatter_dim=dim,
-            shard_count=group.size,
-            groups=_groups(group),
-            pin_layout=_PIN_LAYOUT,
-        )
+    @torch.no_grad()
+    def all_to_all(self, tensor: Tensor, split_dim: int, concat_dim: int) -> Tensor:
+        """Exchange along `split_dim`, concatenate along `concat_dim`."""
+        size = self._group.size
+        with self._own_graph_between_stages():
+            return _xla_model().all_to_all(tensor, split_dim, concat_dim, size, self._groups, pin_layout=_PIN_LAYOUT)
 
+    @torch.no_grad()
+    def broadcast(self, tensor: Tensor, source: int) -> Tensor:
+        """The sum of the source's tensor and the others' zeros: the source is told apart by data, not by its graph."""
+        is_source = self._group.rank_tensor(tensor) == source
+        whole = tensor.to(torch.uint8) if tensor.dtype == torch.bool else tensor
+        return self._all_reduced(torch.where(is_source, whole, torch.zeros_like(whole)), "sum").to(tensor.dtype)
 
-@torch.no_grad()
-def all_to_all(tensor: Tensor, group: Group, split_dim: int, concat_dim: int) -> Tensor:
-    """Exchange along `split_dim`, concatenate along `concat_dim`."""
-    groups = _groups(group)
-    with _own_graph_between_stages(group):
-        return _xla_model().all_to_all(tensor, split_dim, concat_dim, group.size, groups, pin_layout=_PIN_LAYOUT)
+    def send(self, tensor: Tensor, destination: int) -> None:
+        """Send, by a graph of its own."""
+        self.begin_messages([Send(tensor, destination)])
 
+    def recv(self, tensor: Tensor, source: int) -> None:
+        """Receive into `tensor`, by a graph of its own."""
+        self.begin_messages([Receive(tensor, source)])
 
-@torch.no_grad()
-def broadcast(tensor: Tensor, group: Group, source: int) -> Tensor:
-    """The sum of the source's tensor and the others' zeros: the source is told apart by data, not by its graph."""
-    is_source = group.rank_tensor(tensor) == source
-    whole = tensor.to(torch.uint8) if tensor.dtype == torch.bool else tensor
-    return all_reduce(torch.where(is_source, whole, torch.zeros_like(whole)), group, "sum").to(tensor.dtype)
+    @torch.no_grad()
+    def begin_messages(self, messages: Sequence[Send | Receive]) -> list[Pending[Tensor]]:
+        """Send, and receive into the tensors given; each message is a permute that both its ends run as a graph.
 
-
-@torch.no_grad()
-def exchange(messages: Sequence[Send | Receive], group: Group) -> None:
-    """Send, and receive into the tensors given; each message is a permute that both its ends run as a graph.
-
-    All ranks take theirs in one order, by the ends, so that none waits for another in a circle.
-    """
-    step_boundary()
-    for source, destination, tensor in sorted(((*_ends(it, group), it.tensor) for it in messages), key=_by_ends):
-        pairs = [[ranks[source], ranks[destination]] for ranks in group.replica_groups]
-        carried = _xla_model().collective_permute(tensor.detach(), pairs)
+        All ranks take theirs in one order, by the ends, so that none waits for another in a circle.
+        """
         step_boundary()
-        if destination == group.rank:
-            tensor.copy_(carried)
+        ends = [(*_ends(message, self._group), message.tensor) for message in messages]
+        for source, destination, tensor in sorted(ends, key=_by_ends):
+            pairs = [[ranks[source], ranks[destination]] for ranks in self._groups]
+            carried = _xla_model().collective_permute(tensor.detach(), pairs)
+            step_boundary()
+            if destination == self._group.rank:
+                tensor.copy_(carried)
+        return [Pending(message.tensor) for message in messages]
+
+    @torch.no_grad()
+    def _all_reduced(self, tensor: Tensor, op: ReduceOp) -> Tensor:
+        kind, scale = self._reduction(op)
+        with self._own_graph_between_stages():
+            return _xla_model().torch_xla._XLAC._xla_all_reduce(kind, tensor, scale, self._groups, _PIN_LAYOUT)
+
+    @torch.no_grad()
+    def _gathered(self, tensor: Tensor, dim: int) -> Tensor:
+        with self._own_graph_between_stages():
+            return _xla_model().all_gather(tensor, dim=dim, groups=self._groups, pin_layout=_PIN_LAYOUT)
+
+    @contextmanager
+    def _own_graph_between_stages(self) -> Iterator[None]:
+        if self._group.crosses_stages:
+            step_boundary()
+        yield
+        if self._group.crosses_stages:
+            step_boundary()
+
+    def _reduction(self, op: ReduceOp) -> tuple[str, float]:
+        """XLA's name of the reduction, and what its result is multiplied by."""
+        return ("sum", 1.0 / self._group.size) if op == "avg" else (op, 1.0)
 
 
 def _ends(message: Send | Receive, group: Group) -> tuple[int, int]:
@@ -107,24 +143,6 @@ def _ends(message: Send | Receive, group: Group) -> tuple[int, int]:
 
 def _by_ends(message: tuple[int, int, Tensor]) -> tuple[int, int]:
     return message[:2]
-
-
-@contextmanager
-def _own_graph_between_stages(group: Group) -> Iterator[None]:
-    if group.crosses_stages:
-        step_boundary()
-    yield
-    if group.crosses_stages:
-        step_boundary()
-
-
-def _reduction(op: str, group: Group) -> tuple[str, float]:
-    """XLA's name of the reduction, and what its result is multiplied by."""
-    return ("sum", 1.0 / group.size) if op == "avg" else (op, 1.0)
-
-
-def _groups(group: Group) -> list[list[int]]:
-    return [list(ranks) for ranks in group.replica_groups]
 
 
 def _xla_model() -> Any:

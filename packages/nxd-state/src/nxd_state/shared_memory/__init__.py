@@ -9,6 +9,6 @@ torch.distributed. `connection` finds out which groups can; `transport` is what 
 from nxd_state.shared_memory.channel import SharedMemoryError
 from nxd_state.shared_memory.connection import Membership, connect
 from nxd_state.shared_memory.graph_kernels import serve_graphs
-from nxd_state.shared_memory.transport import Transport
+from nxd_state.shared_memory.transport import SharedMemoryTransport
 
-__all__ = ["Membership", "SharedMemoryError", "Transport", "connect", "serve_graphs"]
+__all__ = ["Membership", "SharedMemoryError", "SharedMemoryTransport", "connect", "serve_graphs"]

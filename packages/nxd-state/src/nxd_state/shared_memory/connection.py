@@ -19,7 +19,7 @@ from nxd_state.shared_memory.host import Process, host_identity
 from nxd_state.shared_memory.layout import Layout
 from nxd_state.shared_memory.progress import Progress
 from nxd_state.shared_memory.segment import OwnSegment, map_segment
-from nxd_state.shared_memory.transport import Transport
+from nxd_state.shared_memory.transport import SharedMemoryTransport
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ def _forget_parent() -> None:
 os.register_at_fork(after_in_child=_forget_parent)
 
 
-def connect(memberships: Mapping[str, Membership], rank: int, store: dist.Store) -> dict[str, Transport]:
+def connect(memberships: Mapping[str, Membership], rank: int, store: dist.Store) -> dict[str, SharedMemoryTransport]:
     """Share memory with the members of this rank's groups; every member calls this, with the same groups in mind.
 
     Args:
@@ -80,7 +80,7 @@ def connect(memberships: Mapping[str, Membership], rank: int, store: dist.Store)
         for segment in own.values():
             segment.seal()
     return {
-        name: Transport(channel, process.progress)
+        name: SharedMemoryTransport(channel, process.progress)
         for name, channel in mapped.items()
         if process is not None and all(name in agreed[peer] for peer in channel.ranks if peer != rank)
     }

@@ -16,16 +16,16 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _world
 
 from nxd_state.shared_memory.reduction import REDUCTIONS
-from nxd_state.shared_memory.transport import Transport
+from nxd_state.shared_memory.transport import SharedMemoryTransport
 
 _NAMESPACE = "_c10d_functional"
-_Kernel = Callable[..., Tensor]
+_Kernel = Callable[..., Any]  # gives a tensor
 
-_transports: dict[str, tuple[Transport, dist.ProcessGroup]] = {}
+_transports: dict[str, tuple[SharedMemoryTransport, dist.ProcessGroup]] = {}
 _libraries: list[torch.library.Library] = []  # kernels live as long as their library
 
 
-def serve_graphs(transport: Transport, process_group: dist.ProcessGroup) -> None:
+def serve_graphs(transport: SharedMemoryTransport, process_group: dist.ProcessGroup) -> None:
     """Let graphs that name this process group use its memory, until it is destroyed."""
     for name in [name for name in _transports if not _is_live(*_transports[name])]:
         del _transports[name]
@@ -41,7 +41,7 @@ def _install() -> None:
     _libraries.append(library)
 
 
-def _dispatch(kernel: _Kernel, torch_kernel: _Kernel, tensor: Tensor, *arguments: Any) -> Tensor:
+def _dispatch(kernel: _Kernel, torch_kernel: _Kernel, tensor: Tensor, *arguments: Any) -> Any:
     *others, name = arguments
     transport, process_group = _transports.get(getattr(name, "group_name", name), (None, None))
     if transport is None or process_group is None or not _is_live(transport, process_group):
@@ -51,7 +51,7 @@ def _dispatch(kernel: _Kernel, torch_kernel: _Kernel, tensor: Tensor, *arguments
     return kernel(transport, tensor, *others)
 
 
-def _is_live(transport: Transport, process_group: dist.ProcessGroup) -> bool:
+def _is_live(transport: SharedMemoryTransport, process_group: dist.ProcessGroup) -> bool:
     """Names are given again once a group is destroyed."""
     return transport.is_open and process_group in _world.pg_names
 
@@ -61,35 +61,11 @@ def _torch_kernel(operator: str) -> _Kernel:
     return functools.partial(overload._op_dk, torch._C.DispatchKey.CompositeExplicitAutograd)
 
 
-def _all_reduce(transport: Transport, tensor: Tensor, op: str) -> Tensor:
-    return transport.all_reduce(tensor, op)
-
-
-def _all_reduce_(transport: Transport, tensor: Tensor, op: str) -> Tensor:
-    return transport.all_reduce_(tensor, op)
-
-
-def _all_gather(transport: Transport, tensor: Tensor, group_size: int) -> Tensor:
-    return transport.all_gather(tensor, 0)
-
-
-def _reduce_scatter(transport: Transport, tensor: Tensor, op: str, group_size: int) -> Tensor:
-    return transport.reduce_scatter(tensor, 0, op)
-
-
-def _broadcast(transport: Transport, tensor: Tensor, source: int) -> Tensor:
-    return transport.broadcast(tensor, source)
-
-
-def _broadcast_(transport: Transport, tensor: Tensor, source: int) -> Tensor:
-    return tensor.copy_(transport.broadcast(tensor, source))
-
-
 _KERNELS: dict[str, _Kernel] = {
-    "all_reduce": _all_reduce,
-    "all_reduce_": _all_reduce_,
-    "all_gather_into_tensor": _all_gather,
-    "reduce_scatter_tensor": _reduce_scatter,
-    "broadcast": _broadcast,
-    "broadcast_": _broadcast_,
+    "all_reduce": lambda transport, tensor, op: transport.all_reduce(tensor, op),
+    "all_reduce_": lambda transport, tensor, op: transport.all_reduce_(tensor, op),
+    "all_gather_into_tensor": lambda transport, tensor, group_size: transport.all_gather(tensor, 0),
+    "reduce_scatter_tensor": lambda transport, tensor, op, group_size: transport.reduce_scatter(tensor, 0, op),
+    "broadcast": lambda transport, tensor, source: transport.broadcast(tensor, source),
+    "broadcast_": lambda transport, tensor, source: tensor.copy_(transport.broadcast(tensor, source)),
 }

@@ -1,25 +1,26 @@
-"""Collectives and messages of one group through shared memory: what `nxd_state.collectives` calls.
+"""The transport of one group through shared memory.
 
 Callers have checked their arguments; tensors are on the CPU. Results carry no gradient.
 """
 
 import pickle
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nxd_state.collectives.messages import Receive, Send
+from nxd_state.collectives.transport import MessageTransport, Pending, Receive, ReduceOp, Result, Send
 from nxd_state.shared_memory.algorithms import all_gather, all_reduce, all_to_all, barrier, broadcast, reduce_scatter
 from nxd_state.shared_memory.channel import Channel, SharedMemoryError, Steps
 from nxd_state.shared_memory.copying import plain
 from nxd_state.shared_memory.messages import Inbox, Outbox
-from nxd_state.shared_memory.progress import Lane, Operation, Progress
+from nxd_state.shared_memory.progress import Lane, Progress
 from nxd_state.shared_memory.reduction import check_reducible
 from nxd_state.shared_memory.rounds import Rounds
 
 
-class Transport:
+class SharedMemoryTransport(MessageTransport):
     """A group's collectives, one after the other, and its messages, one after the other from each rank to each.
 
     Attributes:
@@ -39,34 +40,41 @@ class Transport:
         """The most memory that all ranks of the group may take together."""
         return self._channel.bytes
 
-    def all_reduce(self, tensor: Tensor, op: str) -> Tensor:
+    def all_reduce(self, tensor: Tensor, op: ReduceOp, *, async_op: bool = False) -> Result:
         """A new tensor with the ranks' tensors combined."""
+        if async_op:  # of a copy: the caller may write the tensor at once
+            copy = tensor.detach().clone(memory_format=torch.contiguous_format)
+            return self.all_reduce_(copy, op, async_op=True)
         return self._progress.complete(self._lane, self._all_reduce(tensor, op, in_place=False))
 
-    def all_reduce_(self, tensor: Tensor, op: str) -> Tensor:
+    def all_reduce_(self, tensor: Tensor, op: ReduceOp, *, async_op: bool = False) -> Result:
         """Combine into `tensor` itself."""
-        self._progress.complete(self._lane, self._all_reduce(tensor, op, in_place=True))
+        steps = self._all_reduce(tensor, op, in_place=True)
+        if async_op:
+            return self._begin(self._lane, steps, tensor)
+        self._progress.complete(self._lane, steps)
         return tensor
 
-    def begin_all_reduce_(self, tensor: Tensor, op: str) -> Operation:
-        """`all_reduce_` without waiting."""
-        return self._progress.begin(self._lane, self._all_reduce(tensor, op, in_place=True))
-
-    def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
+    def all_gather(self, tensor: Tensor, dim: int, *, async_op: bool = False) -> Result:
         """Concatenate along `dim`."""
-        return self._progress.complete(self._lane, all_gather(self._rounds, _detached(tensor), dim))
+        steps = all_gather(self._rounds, _detached(tensor), dim)
+        if async_op:
+            return self._begin(self._lane, steps, tensor)
+        return self._progress.complete(self._lane, steps)
 
-    def begin_all_gather(self, tensor: Tensor, dim: int) -> Operation:
-        """`all_gather` without waiting."""
-        return self._progress.begin(self._lane, all_gather(self._rounds, _detached(tensor), dim))
+    def all_gather_(self, tensor: Tensor, *, async_op: bool = False) -> Result:
+        """By messages, which fill the tensor; `all_gather` makes a new one."""
+        channel = self._channel
+        pending = self._gather_by_messages(_detached(tensor), channel.rank, len(channel.ranks))
+        return pending if async_op else pending.wait()
 
-    def reduce_scatter(self, tensor: Tensor, dim: int, op: str) -> Tensor:
+    def reduce_scatter(self, tensor: Tensor, dim: int, op: ReduceOp, *, async_op: bool = False) -> Result:
         """Combine, and keep this rank's part along `dim`."""
-        return self._progress.complete(self._lane, self._reduce_scatter(tensor, dim, op))
-
-    def begin_reduce_scatter(self, tensor: Tensor, dim: int, op: str) -> Operation:
-        """`reduce_scatter` without waiting."""
-        return self._progress.begin(self._lane, self._reduce_scatter(tensor, dim, op))
+        check_reducible(tensor.dtype, op)
+        steps = reduce_scatter(self._rounds, _detached(tensor), dim, op)
+        if async_op:
+            return self._begin(self._lane, steps, tensor)
+        return self._progress.complete(self._lane, steps)
 
     def all_to_all(self, tensor: Tensor, split_dim: int, concat_dim: int) -> Tensor:
         """Exchange along `split_dim`, concatenate along `concat_dim`."""
@@ -83,10 +91,10 @@ class Transport:
     def all_gather_object(self, value: Any) -> list[Any]:
         """Every rank's value, by pickle."""
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        sizes = self.all_gather(torch.tensor([data.numel()], device="cpu"), 0).tolist()
+        sizes = self._gathered(torch.tensor([data.numel()], device="cpu")).tolist()
         padded = torch.empty(max(sizes), dtype=torch.uint8, device="cpu")
         padded[: data.numel()] = data
-        gathered = self.all_gather(padded, 0).view(len(sizes), -1)
+        gathered = self._gathered(padded).view(len(sizes), -1)
         return [pickle.loads(row[:size].numpy()) for row, size in zip(gathered, sizes, strict=True)]
 
     def send(self, tensor: Tensor, destination: int) -> None:
@@ -99,13 +107,9 @@ class Transport:
         inbox, lane = self._inboxes[source]
         self._progress.complete(lane, inbox.receive(tensor))
 
-    def begin_message(self, message: Send | Receive) -> Operation:
-        """Begin to send or to receive."""
-        if isinstance(message, Send):
-            outbox, lane = self._outboxes[message.destination]
-            return self._progress.begin(lane, outbox.send(plain(message.tensor)))
-        inbox, lane = self._inboxes[message.source]
-        return self._progress.begin(lane, inbox.receive(message.tensor))
+    def begin_messages(self, messages: Sequence[Send | Receive]) -> list[Pending[Tensor]]:
+        """Begin to send and to receive."""
+        return [self._begin_message(message) for message in messages]
 
     def abort(self, reason: str) -> None:
         """End this rank's part: what the others wait for in this group, now or later, raises there."""
@@ -120,13 +124,24 @@ class Transport:
             self._channel.leave("it has destroyed the group (destroy_model_parallel), or is ending", failed=False)
             self._progress.abandon(self._channel, SharedMemoryError("it has been destroyed (destroy_model_parallel)"))
 
-    def _all_reduce(self, tensor: Tensor, op: str, *, in_place: bool) -> Steps:
+    def _gathered(self, tensor: Tensor) -> Tensor:
+        return self._progress.complete(self._lane, all_gather(self._rounds, tensor, 0))
+
+    def _all_reduce(self, tensor: Tensor, op: ReduceOp, *, in_place: bool) -> Steps:
         check_reducible(tensor.dtype, op)
         return all_reduce(self._rounds, _detached(tensor), op, in_place=in_place)
 
-    def _reduce_scatter(self, tensor: Tensor, dim: int, op: str) -> Steps:
-        check_reducible(tensor.dtype, op)
-        return reduce_scatter(self._rounds, _detached(tensor), dim, op)
+    def _begin_message(self, message: Send | Receive) -> Pending[Tensor]:
+        if isinstance(message, Send):
+            outbox, lane = self._outboxes[message.destination]
+            return self._begin(lane, outbox.send(plain(message.tensor)), message.tensor)
+        inbox, lane = self._inboxes[message.source]
+        return self._begin(lane, inbox.receive(message.tensor), message.tensor)
+
+    def _begin(self, lane: Lane, steps: Steps, tensor: Tensor) -> Pending[Tensor]:
+        """The handle of an operation; `tensor` is kept until it is done."""
+        operation = self._progress.begin(lane, steps)
+        return Pending(tensor, operation, finish=lambda _: operation.wait())
 
 
 def _detached(tensor: Tensor) -> Tensor:

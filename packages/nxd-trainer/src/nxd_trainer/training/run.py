@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import torch
 from nxd_optim import NeuronZero1Optimizer
-from nxd_state import get_device, step_boundary
+from nxd_state import get_device, records_graphs, step_boundary
 from nxd_state.neuron import extracting_graphs
 from torch import Tensor
 
@@ -151,7 +151,7 @@ def _renew_in_order(state: RunState) -> None:
     Its graphs list their results in the order they were made in, and a checkpoint is read in another order on each
     rank: the ranks would record, and compile, graphs that differ in nothing else.
     """
-    if get_device().type != "xla":
+    if not records_graphs():
         return
     step_boundary()  # what was loaded is there then, and no part of the next step's graph
     for tensor in _tensors(state):
@@ -172,7 +172,7 @@ def _tensors(state: RunState) -> Iterator[Tensor]:
 
 
 def _on_xla(values: dict[str, Tensor]) -> Iterator[Tensor]:
-    return (value for value in values.values() if value.device.type == "xla")
+    return (value for value in values.values() if records_graphs(value))
 
 
 def _extract_graphs(state: RunState, say: Callable[[str], None]) -> None:

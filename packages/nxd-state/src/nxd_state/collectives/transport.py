@@ -1,0 +1,141 @@
+"""What carries a group's tensors: the interface of all transports, the handle of what is under way, and messages.
+
+A transport serves one group. Its callers have checked their arguments and handled groups of one. Four classes
+implement it: `SharedMemoryTransport`, `C10dTransport`, `XlaTransport` and `FunctionalTransport`; `choice` picks one.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar
+
+from torch import Tensor
+
+T = TypeVar("T")
+
+ReduceOp = Literal["sum", "avg", "max", "min"]
+
+
+class Work(Protocol):
+    """What a `Pending` waits for: a `torch.distributed.Work`, another `Pending`, ..."""
+
+    def wait(self) -> Any:
+        """Return when it is done."""
+
+
+class Pending(Generic[T]):
+    """Collectives or messages under way. `wait()` may be called more than once.
+
+    Args:
+        result: what `wait` gives, or what `finish` makes it of. It is kept until then, and so is its memory.
+        works: what is under way; waited for in this order.
+        finish: makes the result, once, after all works are done: casts, unflattens, adds.
+    """
+
+    def __init__(self, result: T, *works: Work, finish: Callable[[T], T] | None = None) -> None:
+        self._result = result
+        self._works = works
+        self._finish = finish
+
+    def wait(self) -> T:
+        """The result, once it is there (on CUDA: once the current stream is ordered after it)."""
+        if self._works:
+            for work in self._works:
+                work.wait()
+            self._works = ()
+        if self._finish is not None:
+            self._result = self._finish(self._result)
+            self._finish = None
+        return self._result
+
+    def then(self, finish: Callable[[T], T]) -> "Pending[T]":
+        """The same, with `finish` of the result as the result."""
+        return Pending(self._result, self, finish=lambda _: finish(self.wait()))
+
+
+Result: TypeAlias = Tensor | Pending[Tensor]
+
+
+def ready(tensor: Tensor, *, async_op: bool) -> Result:
+    """A result that is there, or part of a graph, as a caller asked for it."""
+    return Pending(tensor) if async_op else tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """`tensor` goes to the rank with index `destination` in the group."""
+
+    tensor: Tensor
+    destination: int
+
+
+@dataclass(frozen=True, slots=True)
+class Receive:
+    """The rank with index `source` in the group sends what `tensor` (contiguous, of that shape and dtype) receives."""
+
+    tensor: Tensor
+    source: int
+
+
+class Transport(ABC):
+    """The collectives of one group, as `nxd_state.collectives` describes them; results carry no gradient.
+
+    With `async_op=True` a method gives a `Pending`, else the tensor itself.
+    """
+
+    @abstractmethod
+    def all_reduce(self, tensor: Tensor, op: ReduceOp, *, async_op: bool = False) -> Result:
+        """A new tensor with the ranks' tensors combined; with `async_op` the input may be written at once."""
+
+    @abstractmethod
+    def all_reduce_(self, tensor: Tensor, op: ReduceOp, *, async_op: bool = False) -> Result:
+        """Combine into `tensor`, which need not be contiguous."""
+
+    def all_reduce_coalesced_(self, tensors: Sequence[Tensor], op: ReduceOp) -> None:
+        """Combine into each of the tensors, of one dtype."""
+        for tensor in tensors:
+            self.all_reduce_(tensor, op)
+
+    @abstractmethod
+    def all_gather(self, tensor: Tensor, dim: int, *, async_op: bool = False) -> Result:
+        """Concatenate along `dim`."""
+
+    @abstractmethod
+    def all_gather_(self, tensor: Tensor, *, async_op: bool = False) -> Result:
+        """Fill a contiguous `tensor` with the ranks' equal parts of it along dim 0; each sends its own from there."""
+
+    @abstractmethod
+    def reduce_scatter(self, tensor: Tensor, dim: int, op: ReduceOp, *, async_op: bool = False) -> Result:
+        """Combine, and keep this rank's part along `dim`."""
+
+    @abstractmethod
+    def all_to_all(self, tensor: Tensor, split_dim: int, concat_dim: int) -> Tensor:
+        """Exchange along `split_dim`, concatenate along `concat_dim`."""
+
+    @abstractmethod
+    def broadcast(self, tensor: Tensor, source: int) -> Tensor:
+        """A copy of the tensor of the rank with that index."""
+
+
+class MessageTransport(Transport):
+    """A transport that also carries messages from one rank to another; graphs that torch compiles have none."""
+
+    @abstractmethod
+    def send(self, tensor: Tensor, destination: int) -> None:
+        """Send to the rank with that index, and return when the tensor may be written."""
+
+    @abstractmethod
+    def recv(self, tensor: Tensor, source: int) -> None:
+        """Receive from the rank with that index into a contiguous tensor."""
+
+    @abstractmethod
+    def begin_messages(self, messages: Sequence[Send | Receive]) -> list[Pending[Tensor]]:
+        """Begin messages, at least one; their handles give their tensors."""
+
+    def _gather_by_messages(self, tensor: Tensor, rank: int, size: int) -> Pending[Tensor]:
+        """`all_gather_` in which each rank sends its part straight to every other."""
+        parts = tensor.chunk(size)
+        others = [index for index in range(size) if index != rank]
+        receives = [Receive(parts[index], index) for index in others]
+        sends = [Send(parts[rank], index) for index in others]
+        return Pending(tensor, *self.begin_messages([*receives, *sends]))
