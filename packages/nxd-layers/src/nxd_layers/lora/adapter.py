@@ -35,7 +35,6 @@ class LayerKind:
         parts: where a layer holds several layers of the unsharded model, which are adapted one by one: their names,
             beside the layer in its parent, by the ending of their factors' names.
         bias_names: `(layer, parts)`: the biases of these parts; a ValueError if they cannot train without others.
-        add_branches: for layers that a model may compute together, see `ColumnParallelLinear.add_branches`.
     """
 
     factor_names: tuple[str, str]
@@ -45,7 +44,6 @@ class LayerKind:
     zero_factor: int = 1
     parts: Mapping[str, str] = field(default_factory=lambda: {"": ""})
     bias_names: Callable[[Any, Sequence[str]], list[str]] = _own_bias
-    add_branches: Callable[[Tensor, Sequence[Any], Sequence[Tensor]], tuple[Tensor, ...]] | None = None
 
 
 @dataclass(eq=False)
@@ -94,8 +92,6 @@ def attach(layer: nn.Module, kind: LayerKind, parts: Mapping[str, int], config: 
     """
     adapter = LoraAdapter(kind, tuple(parts), config.scale, config.lora_dropout)
     layer.lora = adapter  # type: ignore[assignment]
-    if kind.add_branches is not None:
-        layer.add_branches = kind.add_branches  # type: ignore[assignment]
     for part, seed in parts.items():
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
@@ -110,8 +106,6 @@ def detach(layer: nn.Module) -> None:
         adapter.hook.remove()
     for name in adapter.factor_names:
         delattr(layer, name)
-    if adapter.kind.add_branches is not None:
-        layer.add_branches = None  # type: ignore[assignment]
     del layer.lora
 
 
