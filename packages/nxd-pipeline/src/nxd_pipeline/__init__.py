@@ -1,7 +1,8 @@
 """Pipeline parallelism: models cut into stages, and schedules as data that are checked before any rank plays them."""
 
-from nxd_pipeline.model import GradientSync, NxDPPModel
+from nxd_pipeline.model import NxDPPModel
 from nxd_pipeline.partition import Stage, layer_flops, manual_partition
+from nxd_pipeline.runtime import GradientSync
 from nxd_pipeline.schedules import (
     SCHEDULE_NAMES,
     Action,

@@ -12,6 +12,7 @@ from nxd_pipeline.schedules.action import (
 from nxd_pipeline.schedules.blocking_communication import insert_blocking_communication
 from nxd_pipeline.schedules.catalog import (
     SCHEDULE_NAMES,
+    choose_schedule,
     dualpipe_v,
     forward_only,
     gpipe,
@@ -51,6 +52,7 @@ __all__ = [
     # making one
     "SCHEDULE_NAMES",
     "make_schedule",
+    "choose_schedule",
     "gpipe",
     "one_forward_one_backward",
     "interleaved_one_forward_one_backward",

@@ -336,3 +336,34 @@ def make_schedule(
             f"out, or use one of {', '.join(fitting)}"
         )
     return entry.make(pipeline_size, num_microbatches)
+
+
+def choose_schedule(
+    schedule: str | Schedule | None, pipeline_size: int, num_microbatches: int, virtual_pipeline_size: int
+) -> Schedule:
+    """The schedule that a pipeline is to play.
+
+    Args:
+        schedule: a name, or a schedule; None for 1F1B, interleaved if there are several stages per rank.
+        pipeline_size: pipeline-parallel ranks.
+        num_microbatches: of a batch.
+        virtual_pipeline_size: stages per rank; 1 also for a schedule that is given itself.
+
+    Raises:
+        ValueError: as for `make_schedule`, or the schedule that was given is for other sizes.
+    """
+    if schedule is None:
+        schedule = "1f1b" if virtual_pipeline_size == 1 else "interleaved"
+    if isinstance(schedule, str):
+        return make_schedule(schedule, pipeline_size, num_microbatches, virtual_pipeline_size=virtual_pipeline_size)
+    if (schedule.num_ranks, schedule.num_microbatches) != (pipeline_size, num_microbatches):
+        raise ValueError(
+            f"schedule {schedule.name!r} is for {schedule.num_ranks} ranks and {schedule.num_microbatches} "
+            f"microbatches; this pipeline has {pipeline_size} ranks and num_microbatches={num_microbatches}"
+        )
+    if virtual_pipeline_size not in (1, schedule.num_stages / pipeline_size):
+        raise ValueError(
+            f"schedule {schedule.name!r} has {schedule.num_stages} stages on {pipeline_size} ranks, which is not "
+            f"virtual_pipeline_size={virtual_pipeline_size}; leave it out, the schedule says it"
+        )
+    return schedule
