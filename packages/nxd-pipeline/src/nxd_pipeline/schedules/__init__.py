@@ -13,6 +13,7 @@ from nxd_pipeline.schedules.blocking_communication import insert_blocking_commun
 from nxd_pipeline.schedules.catalog import (
     SCHEDULE_NAMES,
     choose_schedule,
+    default_stages_per_rank,
     dualpipe_v,
     forward_only,
     gpipe,
@@ -21,6 +22,7 @@ from nxd_pipeline.schedules.catalog import (
     looped_placement,
     make_schedule,
     one_forward_one_backward,
+    stages_per_rank,
     v_placement,
     zero_bubble_h1,
     zero_bubble_v,
@@ -51,6 +53,8 @@ __all__ = [
     "Dataflow",
     # making one
     "SCHEDULE_NAMES",
+    "stages_per_rank",
+    "default_stages_per_rank",
     "make_schedule",
     "choose_schedule",
     "gpipe",

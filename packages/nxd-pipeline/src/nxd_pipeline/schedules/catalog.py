@@ -309,6 +309,16 @@ _CATALOG = {
 SCHEDULE_NAMES = tuple(_CATALOG)
 
 
+def stages_per_rank(name: str) -> int | None:
+    """How many stages each rank has by the method `name`, one of `SCHEDULE_NAMES`; None for any number."""
+    return _CATALOG[name].stages_per_rank
+
+
+def default_stages_per_rank(name: str) -> int:
+    """How many stages each rank has by the method `name`, one of `SCHEDULE_NAMES`, where nothing else is said."""
+    return _CATALOG[name].default_stages_per_rank
+
+
 def make_schedule(
     name: str, pipeline_size: int, num_microbatches: int, *, virtual_pipeline_size: int | None = None
 ) -> Schedule:
@@ -326,13 +336,13 @@ def make_schedule(
     if name not in _CATALOG:
         raise ValueError(f"schedule {name!r} is not known; use one of {', '.join(SCHEDULE_NAMES)}")
     entry = _CATALOG[name]
-    stages_per_rank = entry.default_stages_per_rank if virtual_pipeline_size is None else virtual_pipeline_size
+    per_rank = entry.default_stages_per_rank if virtual_pipeline_size is None else virtual_pipeline_size
     if entry.stages_per_rank is None:
-        return entry.make(pipeline_size, num_microbatches, virtual_pipeline_size=stages_per_rank)
-    if stages_per_rank != entry.stages_per_rank:
-        fitting = [other for other, it in _CATALOG.items() if it.stages_per_rank in (None, stages_per_rank)]
+        return entry.make(pipeline_size, num_microbatches, virtual_pipeline_size=per_rank)
+    if per_rank != entry.stages_per_rank:
+        fitting = [other for other, it in _CATALOG.items() if it.stages_per_rank in (None, per_rank)]
         raise ValueError(
-            f"schedule {name!r} has virtual_pipeline_size={entry.stages_per_rank}, not {stages_per_rank}; leave it "
+            f"schedule {name!r} has virtual_pipeline_size={entry.stages_per_rank}, not {per_rank}; leave it "
             f"out, or use one of {', '.join(fitting)}"
         )
     return entry.make(pipeline_size, num_microbatches)
