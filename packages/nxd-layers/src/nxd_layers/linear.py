@@ -63,7 +63,7 @@ class ColumnParallelLinear(nn.Module):
         weight: `[out/tp, in]`.
         bias: `[out/tp]` or None.
         padded_output_size: length that is cut into equal parts, `out` if there is no padding.
-        shared_input: the same in layers that read the same tensor; None for a layer by itself.
+        shared_input: the same in layers that are called one by one with the same tensor; None for a layer by itself.
 
     Raises:
         ValueError: the tensor-parallel degree (times stride) does not divide `output_size`, and `pad` is False.
@@ -155,11 +155,13 @@ class ColumnParallelLinear(nn.Module):
         bias = None if self.bias is None else zero_padding_gradient(self.bias, self._bias_spec)
         return zero_padding_gradient(self.weight, self._weight_spec), bias
 
-    def forward(self, input_: Tensor) -> Tensor:
-        """`[..., in]` to `[..., out/tp]`, or `[..., out]` with `gather_output`; `[seq/tp, ...]` in if split so."""
-        if self.shared_input is None:
-            return column_outputs(input_, [self])[0]
-        return self.shared_input.output(self, input_)
+    def forward(self, input_: Tensor, call: InputSharing | None = None) -> Tensor:
+        """`[..., in]` to `[..., out/tp]`, or `[..., out]` with `gather_output`; `[seq/tp, ...]` in if split so.
+
+        `call` is for `column_parallel_linears`, which has the output already.
+        """
+        sharing = call or self.shared_input
+        return column_outputs(input_, [self])[0] if sharing is None else sharing.output(self, input_)
 
     def extra_repr(self) -> str:
         """Sizes and the arguments that change the computation."""

@@ -23,7 +23,7 @@ from nxd_layers.mappings import copy_to_tensor_model_parallel_region
 
 @dataclass(eq=False)
 class JointCall:
-    """A call of several layers with one input, in progress; each has it as its `shared_input` until it is over.
+    """A call of several layers with one input, which goes with it as an argument: a graph must not change a module.
 
     Attributes:
         input_: of all of them.
@@ -40,7 +40,7 @@ class JointCall:
     def output(self, layer: ColumnParallelLinear, input_: Tensor) -> Tensor:
         """What is there already, unless a forward pre-hook gave the layer another input."""
         if input_ is not self.input_:
-            return column_outputs(input_, [layer])[0]
+            return layer.forward(input_)
         return next(output for other, output in zip(self.layers, self.outputs, strict=True) if other is layer)
 
 
@@ -53,7 +53,7 @@ def column_parallel_linears(input_: Tensor, layers: Sequence[nn.Module]) -> tupl
     Args:
         input_: as for `ColumnParallelLinear.forward`.
         layers: query, key and value, or gate and up; alike in their sequence-parallel arguments. Adapters that
-            `nxd_layers.lora` gave them communicate together, too. Another module in a layer's place works by itself.
+            `nxd_layers.lora` gave them communicate together, too. Another module or forward works by itself.
 
     Returns:
         One output per layer.
@@ -63,17 +63,14 @@ def column_parallel_linears(input_: Tensor, layers: Sequence[nn.Module]) -> tupl
     """
     if not layers:
         raise ValueError("no layers given; expected at least one ColumnParallelLinear")
-    joint = [layer for layer in layers if isinstance(layer, ColumnParallelLinear)]
+    joint = [layer for layer in layers if isinstance(layer, ColumnParallelLinear) and _has_own_forward(layer)]
     call = JointCall(input_, joint, column_outputs(input_, joint) if joint else ())
-    # Another thread's call must not be brought back: it would stay.
-    before = [None if isinstance(layer.shared_input, JointCall) else layer.shared_input for layer in joint]
-    for layer in joint:
-        layer.shared_input = call
-    try:
-        return tuple([layer(input_) for layer in layers])
-    finally:
-        for layer, shared in zip(joint, before, strict=True):
-            layer.shared_input = shared
+    return tuple([layer(input_, call=call) if layer in joint else layer(input_) for layer in layers])
+
+
+def _has_own_forward(layer: ColumnParallelLinear) -> bool:
+    """Whether it takes the call, which a forward that somebody put in its place need not."""
+    return type(layer).forward is ColumnParallelLinear.forward and "forward" not in layer.__dict__
 
 
 class _Gathered(Function):

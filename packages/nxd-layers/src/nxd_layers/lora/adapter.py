@@ -29,7 +29,7 @@ class LayerKind:
         factor_names: what A and B are called; PEFT's names, so that its files need only a prefix.
         add_factors: `(layer, config, part)`: registers the factors of a part with the layer and fills them.
         output_delta: `(layer, input)`: what the branch adds to the layer's output; if that is several tensors, one for
-            each, or None.
+            each, or None. `call=` comes with it from `column_parallel_linears`.
         weight_deltas: `(layer)`: what merging adds to the layer's weights, by parameter name; `widened`.
         zero_factor: which of the two starts at zero, so that the branch adds nothing at first.
         parts: where a layer holds several layers of the unsharded model, which are adapted one by one: their names,
@@ -39,7 +39,7 @@ class LayerKind:
 
     factor_names: tuple[str, str]
     add_factors: Callable[[Any, LoraConfig, str], None]
-    output_delta: Callable[[Any, Tensor], Tensor | tuple[Tensor | None, ...]]
+    output_delta: Callable[..., Tensor | tuple[Tensor | None, ...]]
     weight_deltas: Callable[[Any], dict[str, Tensor]]
     zero_factor: int = 1
     parts: Mapping[str, str] = field(default_factory=lambda: {"": ""})
@@ -159,7 +159,8 @@ def _add_branch(layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
     if adapter is None or adapter.is_merged:
         return output
     input_ = args[0] if args else next(iter(kwargs.values()))
-    delta = adapter.kind.output_delta(layer, input_)
+    joint = {"call": kwargs["call"]} if "call" in kwargs else {}
+    delta = adapter.kind.output_delta(layer, input_, **joint)
     if isinstance(delta, Tensor):
         return output + delta
     return tuple(whole if part is None else whole + part for whole, part in zip(output, delta, strict=True))

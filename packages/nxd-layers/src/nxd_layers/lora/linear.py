@@ -163,9 +163,8 @@ def _rows_for_output(layer: ColumnParallelLinear) -> Tensor:
     return gathered_output(rows.t(), layer).t() if layer.gather_output and layer.tensor_parallel_size > 1 else rows
 
 
-def _column_delta(layer: ColumnParallelLinear, input_: Tensor) -> Tensor:
-    call = layer.shared_input
-    if not isinstance(call, JointCall) or input_ is not call.input_:
+def _column_delta(layer: ColumnParallelLinear, input_: Tensor, call: JointCall | None = None) -> Tensor:
+    if call is None or input_ is not call.input_:
         return column_deltas(input_, [layer])[0]
     if not call.branches:
         adapted = [other for other in call.layers if _is_added(adapter_of(other))]
