@@ -1,9 +1,10 @@
-"""`column_parallel_linears`: the numbers of separate layers, with one collective per direction, overlapped."""
+"""`column_parallel_linears`: numbers and hooks of separate layers, one collective per direction, overlapped."""
 
 import pytest
 import torch
 from nxd_layers import ColumnParallelLinear, column_parallel_linears
 from nxd_state import get_tensor_model_parallel_rank
+from torch import nn
 
 SIZES = (8, 4, 12)  # query, key and value of different lengths
 
@@ -108,6 +109,43 @@ def test_input_without_grad_needs_no_collective_backward(on_tp, collectives):
         return collectives(lambda: backward_of(outputs))
 
     assert on_tp(2, job) == [[], []]
+
+
+@pytest.mark.parametrize("sequence_dim", [None, 0])
+def test_forward_hooks_of_layers_of_a_shared_input_see_and_replace_what_they_do_of_separate_ones(
+    on_tp, assert_same, sequence_dim
+):
+    def job():
+        layers, input_ = make_layers(sequence_dim), make_input(sequence_dim)
+        plain = [output.detach() for output in column_parallel_linears(input_, layers)]
+        seen = []
+        layers[0].register_forward_hook(lambda layer, args, output: seen.append((args[0] is input_, output)))
+        layers[1].register_forward_hook(lambda layer, args, output: 2 * output)
+        layers[2].register_forward_pre_hook(lambda layer, args: (3 * args[0],))
+        layers[2].bias.data.zero_()
+
+        outputs = column_parallel_linears(input_, layers)
+
+        assert seen[0] == (True, outputs[0])
+        assert_same(outputs[0], plain[0])
+        assert_same(outputs[1], 2 * plain[1])
+        assert_same(outputs[2], layers[2](input_))
+        assert_same(outputs[2], 3 * (plain[2] - make_layers(sequence_dim)[2].bias))
+
+    on_tp(2, job)
+
+
+def test_module_or_forward_in_the_place_of_one_of_a_layer_of_a_shared_input_is_called(on_tp, assert_same):
+    def job():
+        layers, input_ = make_layers(), make_input()
+        plain = column_parallel_linears(input_, layers)
+        wrapped, forward = nn.Sequential(layers[1], nn.ReLU()), layers[2].forward
+        layers[2].forward = lambda hidden: 2 * forward(hidden)
+        outputs = column_parallel_linears(input_, [layers[0], wrapped, layers[2]])
+        for output, expected in zip(outputs, [plain[0], plain[1].relu(), 2 * plain[2]], strict=True):
+            assert_same(output, expected)
+
+    on_tp(2, job)
 
 
 def test_layers_that_expect_different_inputs_raise(on_tp):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from nxd_pipeline import NxDPPModel, make_schedule
+from nxd_pipeline import SCHEDULE_NAMES, NxDPPModel, default_stages_per_rank, make_schedule
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -23,7 +23,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Pipeli
 from pipeline_step.model import LastStage, Size, WholeModel, chunks, mean_squared_error
 
 RANKS = 2
-STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "zb-h1": 1, "interleaved": 2, "zb-v": 2, "dualpipe-v": 2}
+STAGES_PER_RANK = {name: default_stages_per_rank(name) for name in SCHEDULE_NAMES if name != "inference"}
 TORCHS: dict[str, Callable[..., PipelineScheduleSingle | PipelineScheduleMulti]] = {
     "gpipe": ScheduleGPipe,
     "1f1b": Schedule1F1B,

@@ -4,8 +4,9 @@
 With one rank, or without an initialised mesh, both are `nn.Linear`.
 """
 
-from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from collections.abc import Sequence
+from functools import partial
+from typing import Protocol
 
 import torch
 from nxd_state import ShardSpec, active_group, shard_along
@@ -31,10 +32,13 @@ from nxd_layers.mappings import (
 from nxd_layers.padding.gradient import zero_padding_gradient
 from nxd_layers.padding.heads import length_for_heads
 from nxd_layers.padding.repartition import repartition
-from nxd_layers.shared_input import SharedInput
 
-# Of an input, the layers that it was given to, and their outputs: the outputs with the adapters' branches.
-AddBranches: TypeAlias = "Callable[[Tensor, Sequence[ColumnParallelLinear], Sequence[Tensor]], tuple[Tensor, ...]]"
+
+class InputSharing(Protocol):
+    """How layers that read the same tensor share what is computed or sent for it: see `nxd_layers.shared_input`."""
+
+    def output(self, layer: "ColumnParallelLinear", input_: Tensor) -> Tensor:
+        """What `layer` makes of this input."""
 
 
 class ColumnParallelLinear(nn.Module):
@@ -59,9 +63,7 @@ class ColumnParallelLinear(nn.Module):
         weight: `[out/tp, in]`.
         bias: `[out/tp]` or None.
         padded_output_size: length that is cut into equal parts, `out` if there is no padding.
-        shared_input: the same in layers that are called one by one with the same tensor, to sum its gradient once;
-            not for sequence-parallel layers.
-        add_branches: gives outputs of layers that are computed together what adapters add to them; None without any.
+        shared_input: the same in layers that are called one by one with the same tensor; None for a layer by itself.
 
     Raises:
         ValueError: the tensor-parallel degree (times stride) does not divide `output_size`, and `pad` is False.
@@ -88,32 +90,16 @@ class ColumnParallelLinear(nn.Module):
         self.gather_output = gather_output
         self.sequence_parallel_enabled = sequence_parallel_enabled
         self.sequence_dimension = sequence_dimension
-        self.shared_input: SharedInput | None = None
-        self.add_branches: AddBranches | None = None
+        self.shared_input: InputSharing | None = None
         self.stride = stride
         self.init_method = init_method or default_linear_init
         group = active_group("tp")
         self.tensor_parallel_size = group.size
         self.padded_output_size = _round_up(output_size, group.size * stride) if pad else output_size
         self._weight_spec, self._bias_spec = self._specs_of(group.rank)
-        self.weight = empty_sharded_parameter(
-            self._weight_spec,
-            partition_dim=0,
-            num_partitions=group.size,
-            stride=stride,
-            dtype=dtype,
-            device=device,
-        )
-        self.bias: nn.Parameter | None = None
-        if bias:
-            self.bias = empty_sharded_parameter(
-                self._bias_spec,
-                partition_dim=0,
-                num_partitions=group.size,
-                stride=stride,
-                dtype=dtype,
-                device=device,
-            )
+        empty = partial(empty_sharded_parameter, partition_dim=0, num_partitions=group.size, stride=stride)
+        self.weight = empty(self._weight_spec, dtype=dtype, device=device)
+        self.bias = empty(self._bias_spec, dtype=dtype, device=device) if bias else None
         self.reset_parameters()
 
     def _specs_of(self, rank: int) -> tuple[ShardSpec, ShardSpec]:
@@ -169,11 +155,13 @@ class ColumnParallelLinear(nn.Module):
         bias = None if self.bias is None else zero_padding_gradient(self.bias, self._bias_spec)
         return zero_padding_gradient(self.weight, self._weight_spec), bias
 
-    def forward(self, input_: Tensor) -> Tensor:
-        """`[..., in]` to `[..., out/tp]`, or `[..., out]` with `gather_output`; `[seq/tp, ...]` in if split so."""
-        if self.shared_input is None:
-            return _outputs(input_, [self])[0]
-        return _outputs(self.shared_input.take(input_), [self], sums_input_grad=False)[0]
+    def forward(self, input_: Tensor, call: InputSharing | None = None) -> Tensor:
+        """`[..., in]` to `[..., out/tp]`, or `[..., out]` with `gather_output`; `[seq/tp, ...]` in if split so.
+
+        `call` is for `column_parallel_linears`, which has the output already.
+        """
+        sharing = call or self.shared_input
+        return column_outputs(input_, [self])[0] if sharing is None else sharing.output(self, input_)
 
     def extra_repr(self) -> str:
         """Sizes and the arguments that change the computation."""
@@ -184,31 +172,19 @@ class ColumnParallelLinear(nn.Module):
         )
 
 
-def column_parallel_linears(input_: Tensor, layers: Sequence[ColumnParallelLinear]) -> tuple[Tensor, ...]:
-    """Apply several column-parallel layers to one input, with one collective per direction instead of one per layer.
+def column_outputs(
+    input_: Tensor, layers: Sequence[ColumnParallelLinear], *, sums_input_grad: bool = True
+) -> tuple[Tensor, ...]:
+    """Outputs of layers with one input, without what hooks make of them: one collective per direction for all.
 
     Args:
         input_: as for `ColumnParallelLinear.forward`.
-        layers: query, key and value, or gate and up; alike in their sequence-parallel arguments. Adapters that
-            `nxd_layers.lora` gave them communicate together, too.
-
-    Returns:
-        One output per layer.
+        layers: alike in their sequence-parallel arguments.
+        sums_input_grad: False leaves the input's gradient partial: somebody else sums it over the ranks.
 
     Raises:
         ValueError: the layers expect different inputs.
     """
-    if not layers:
-        raise ValueError("no layers given; expected at least one ColumnParallelLinear")
-    outputs = _outputs(input_, layers)
-    add_branches = next((layer.add_branches for layer in layers if layer.add_branches is not None), None)
-    return outputs if add_branches is None else add_branches(input_, layers, outputs)
-
-
-def _outputs(
-    input_: Tensor, layers: Sequence[ColumnParallelLinear], *, sums_input_grad: bool = True
-) -> tuple[Tensor, ...]:
-    """Of the layers themselves, without what hooks make of them."""
     first = layers[0]
     for layer in layers[1:]:
         if _expected_input(layer) != _expected_input(first):

@@ -1,20 +1,76 @@
-"""One sum of the input's gradient for column-parallel layers that are called one by one.
+"""Column-parallel layers that read the same tensor: query, key and value, or gate and up.
 
-A model that calls query, key and value, or gate and up, itself does not go through `column_parallel_linears`. Layers
-with the same `SharedInput` take their input through it: where they are given the same tensor, they get the same node
-of the graph, whose backward runs once, with the sum of their gradients.
+Whoever writes the model calls them by `column_parallel_linears`: one product of all, so that they communicate once per
+direction, and then each layer as a module, which finds its output there. Layers of a model that calls them itself, one
+by one, share a `SharedInput`: where they are given the same tensor, they get the same node of the graph, whose
+backward runs once, with the sum of their gradients.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from nxd_state import Group, active_group, reduce_scatter
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from nxd_layers.column_linear import in_autocast_dtype
+from nxd_layers.linear import ColumnParallelLinear, column_outputs
 from nxd_layers.mappings import copy_to_tensor_model_parallel_region
+
+
+@dataclass(eq=False)
+class JointCall:
+    """A call of several layers with one input, which goes with it as an argument: a graph must not change a module.
+
+    Attributes:
+        input_: of all of them.
+        layers: query, key and value, for example.
+        outputs: of the layers themselves, one for each.
+        branches: by layer, what its adapter adds; computed for all of them when the first one asks.
+    """
+
+    input_: Tensor
+    layers: Sequence[ColumnParallelLinear]
+    outputs: Sequence[Tensor]
+    branches: dict[nn.Module, Tensor] = field(default_factory=dict)
+
+    def output(self, layer: ColumnParallelLinear, input_: Tensor) -> Tensor:
+        """What is there already, unless a forward pre-hook gave the layer another input."""
+        if input_ is not self.input_:
+            return layer.forward(input_)
+        return next(output for other, output in zip(self.layers, self.outputs, strict=True) if other is layer)
+
+
+def column_parallel_linears(input_: Tensor, layers: Sequence[nn.Module]) -> tuple[Tensor, ...]:
+    """Call several column-parallel layers with one input, with one collective per direction instead of one per layer.
+
+    Each layer is called as a module, with its hooks. A forward pre-hook that replaces the input costs that layer
+    collectives of its own.
+
+    Args:
+        input_: as for `ColumnParallelLinear.forward`.
+        layers: query, key and value, or gate and up; alike in their sequence-parallel arguments. Adapters that
+            `nxd_layers.lora` gave them communicate together, too. Another module or forward works by itself.
+
+    Returns:
+        One output per layer.
+
+    Raises:
+        ValueError: the layers expect different inputs.
+    """
+    if not layers:
+        raise ValueError("no layers given; expected at least one ColumnParallelLinear")
+    joint = [layer for layer in layers if isinstance(layer, ColumnParallelLinear) and _has_own_forward(layer)]
+    call = JointCall(input_, joint, column_outputs(input_, joint) if joint else ())
+    return tuple([layer(input_, call=call) if layer in joint else layer(input_) for layer in layers])
+
+
+def _has_own_forward(layer: ColumnParallelLinear) -> bool:
+    """Whether it takes the call, which a forward that somebody put in its place need not."""
+    return type(layer).forward is ColumnParallelLinear.forward and "forward" not in layer.__dict__
 
 
 class _Gathered(Function):
@@ -34,7 +90,8 @@ class _Gathered(Function):
 class SharedInput:
     """The latest input of some layers, until `forget`.
 
-    Layers that are not given the same tensor are right as well, with a sum each.
+    Layers that are not given the same tensor are right as well, with a sum each. Not for layers that gather a
+    sequence-parallel input themselves.
     """
 
     def __init__(self) -> None:
@@ -49,6 +106,10 @@ class SharedInput:
         self._input: Tensor | None = None
         self._version = 0
         self._taken: Tensor | None = None
+
+    def output(self, layer: ColumnParallelLinear, input_: Tensor) -> Tensor:
+        """What `layer` makes of this input, whose gradient is summed with those of the other layers."""
+        return column_outputs(self.take(input_), [layer], sums_input_grad=False)[0]
 
     def take(self, input_: Tensor) -> Tensor:
         """`input_` as split weights use it: the sum of its gradients over layers and ranks goes back."""

@@ -1,7 +1,8 @@
 """Pipeline parallelism: models cut into stages, and schedules as data that are checked before any rank plays them."""
 
-from nxd_pipeline.model import GradientSync, NxDPPModel
+from nxd_pipeline.model import NxDPPModel
 from nxd_pipeline.partition import Stage, layer_flops, manual_partition
+from nxd_pipeline.runtime import GradientSync
 from nxd_pipeline.schedules import (
     SCHEDULE_NAMES,
     Action,
@@ -12,11 +13,13 @@ from nxd_pipeline.schedules import (
     StageCost,
     Timeline,
     custom_schedule,
+    default_stages_per_rank,
     insert_blocking_communication,
     insert_communication,
     make_schedule,
     read_schedule,
     simulate,
+    stages_per_rank,
     verify_schedule,
     write_schedule,
 )
@@ -31,6 +34,8 @@ __all__ = [
     "manual_partition",
     "layer_flops",
     "SCHEDULE_NAMES",
+    "stages_per_rank",
+    "default_stages_per_rank",
     "make_schedule",
     "custom_schedule",
     "Schedule",

@@ -2,20 +2,18 @@
 
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from time import perf_counter_ns
 from types import ModuleType
-from typing import Any, Protocol, Self
-from weakref import ref
+from typing import Any, Self
 
 import torch
-from nxd_state import Group, broadcast, get_group, model_parallel_is_initialized, records_graphs, transport_device
+from nxd_state import Group, get_group, model_parallel_is_initialized, records_graphs
 from torch import Tensor, nn
 
 from nxd_pipeline.partition import (
     Balance,
-    LayerChain,
     LayerClasses,
     LocalParts,
     LossFunction,
@@ -29,10 +27,12 @@ from nxd_pipeline.partition import (
     is_hugging_face,
     materialize,
     partition_model,
+    whole_model,
 )
 from nxd_pipeline.runtime.executor import Executor, Record, without_autocast
 from nxd_pipeline.runtime.failure import Failures
-from nxd_pipeline.runtime.loss import LossSpec, check_loss, check_loss_spec, pick_loss, share_loss
+from nxd_pipeline.runtime.gradient_sync import GradientSync, GradientSyncs, last_backward
+from nxd_pipeline.runtime.loss import LossReport, LossSpec, check_loss_spec
 from nxd_pipeline.runtime.microbatches import split_batch
 from nxd_pipeline.runtime.p2p import P2PCommunicator
 from nxd_pipeline.runtime.tied_weights import TiedWeights
@@ -40,22 +40,13 @@ from nxd_pipeline.schedules import (
     Action,
     ActionKind,
     Schedule,
+    choose_schedule,
     forward_only,
     insert_blocking_communication,
     insert_communication,
     make_schedule,
 )
 from nxd_pipeline.timeline import BubbleReport, TraceFile, bubble_report
-
-
-class GradientSync(Protocol):
-    """What averages gradients over the replicas of a model, such as an optimizer of nxd_optim."""
-
-    def last_backward(self, parameters: Iterable[Tensor]) -> AbstractContextManager[None]:
-        """A block in which these parameters get their last gradient of a `run_train`, so that they may leave."""
-
-    def synchronize(self) -> None:
-        """Wait until all gradients are averaged."""
 
 
 class NxDPPModel(nn.Module):
@@ -142,38 +133,36 @@ class NxDPPModel(nn.Module):
         super().__init__()
         if return_mb_loss and broadcast_and_average_loss:
             raise ValueError("return_mb_loss and broadcast_and_average_loss exclude each other; choose one")
-        if manual_pp_partition == isinstance(module, nn.Module):
-            raise ValueError(
-                f"manual_pp_partition={manual_pp_partition} and module is a {type(module).__name__}; give a list of "
-                "layers with manual_pp_partition=True, or a module without it"
-            )
-        check_loss_spec(output_loss_value_spec)
+        options = PartitionOptions(
+            transformer_layer_cls=transformer_layer_cls,
+            pipeline_cuts=pipeline_cuts,
+            auto_partition=auto_partition,
+            balance=balance,
+            input_names=input_names,
+            leaf_module_cls=leaf_module_cls,
+            autowrap_functions=autowrap_functions,
+            autowrap_modules=autowrap_modules,
+            tracer_cls=tracer_cls,
+            stages=stages,
+            manual_pp_partition=manual_pp_partition,
+            manual_pp_stage_partition_fn=manual_pp_stage_partition_fn,
+            manual_pp_loss_fn=manual_pp_loss_fn,
+        )
+        whole = whole_model(module, options)
         self._num_microbatches = num_microbatches
-        self._loss_spec = output_loss_value_spec
-        if output_loss_value_spec is None and is_hugging_face(module):
-            self._loss_spec = {"loss": True}
-        self._return_mb_loss = return_mb_loss
-        self._broadcast_loss = broadcast_and_average_loss
-        self._return_loss_on_cpu = return_loss_on_cpu
         self._group = get_group("pp") if model_parallel_is_initialized() else Group.solo("pp")
         self._failures = Failures(self._group)
-        self._schedule = _make_schedule(schedule, self._group.size, num_microbatches, virtual_pipeline_size)
-        options = PartitionOptions(
-            transformer_layer_cls,
-            pipeline_cuts,
-            auto_partition,
-            balance,
-            input_names,
-            tuple(leaf_module_cls or ()),
-            (*(autowrap_functions or ()), *(autowrap_modules or ())),
-            tracer_cls,
-            stages,
-            manual_pp_stage_partition_fn,
-            manual_pp_loss_fn,
+        self._schedule = choose_schedule(schedule, self._group.size, num_microbatches, virtual_pipeline_size)
+        self._report = LossReport(
+            spec=_loss_spec(module, output_loss_value_spec),
+            per_microbatch=return_mb_loss,
+            broadcast_and_average=broadcast_and_average_loss,
+            on_cpu=return_loss_on_cpu,
+            pipeline=self._group,
+            last_rank=self._schedule.rank_of_stage[-1],
+            failures=self._failures,
         )
-        whole = module if isinstance(module, nn.Module) else LayerChain(dict(enumerate(module)), manual_pp_loss_fn)
-        self._gradient_syncs: list[tuple[ref[GradientSync], set[int]]] = []  # with the ids of their parameters
-        self._syncs_gradients = True
+        self._gradient_syncs = GradientSyncs()
         self._tied_names = LocalParts([whole]).tied_names()
         self._whole_model: nn.Module | None = None
         self._stages: dict[int, Stage] = {}
@@ -212,28 +201,14 @@ class NxDPPModel(nn.Module):
 
         It takes the place of one that averaged any of these parameters before.
         """
-        own = {id(parameter) for parameter in parameters}
-        for known, theirs in self._gradient_syncs:
-            if known() is sync:
-                own |= theirs
-        self._gradient_syncs = [
-            (known, theirs)
-            for known, theirs in self._gradient_syncs
-            if known() not in (None, sync) and theirs.isdisjoint(own)
-        ]
-        self._gradient_syncs.append((ref(sync), own))
+        self._gradient_syncs.add(sync, parameters)
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """In the block `run_train` only accumulates gradients: for all its calls of a step but the last.
 
         As in DistributedDataParallel: without it each call communicates, and the gradients are the same.
         """
-        before, self._syncs_gradients = self._syncs_gradients, False
-        try:
-            yield
-        finally:
-            self._syncs_gradients = before
+        return self._gradient_syncs.off()
 
     def run_train(self, **kwargs: Any) -> Tensor | list[Tensor] | None:
         """Forward and backward of a batch; gradients are added to those that the parameters have.
@@ -258,7 +233,7 @@ class NxDPPModel(nn.Module):
                 "another schedule, see SCHEDULE_NAMES"
             )
         microbatches = self._microbatches(kwargs)
-        syncs = [sync for it, _ in self._gradient_syncs if (sync := it()) is not None] if self._syncs_gradients else []
+        syncs = self._gradient_syncs.active()
         with nullcontext() if self._trace_file is None else self._trace_file.step() as record:
             if self._whole_model is not None:
                 losses = self._train_whole(self._whole_model, microbatches, record, syncs)
@@ -266,21 +241,21 @@ class NxDPPModel(nn.Module):
                 self.synchronize_tied_weights()
                 with self._failures.end_all_ranks():
                     losses = self._train_stages(microbatches, record, syncs)
-        return self._finished(losses)
+        return self._report.of_losses(losses)
 
     def _train_stages(
         self, microbatches: Sequence[Mapping[str, Any]], record: Record | None, syncs: Sequence[GradientSync]
     ) -> list[Tensor]:
         tied = {weight.parameter for weight in self._tied_weights.weights}  # complete when all stages are done
 
-        def last_backward(parameters: Iterable[Tensor]) -> AbstractContextManager[None]:
-            return _last_backward(syncs, [parameter for parameter in parameters if parameter not in tied])
+        def without_tied(parameters: Iterable[Tensor]) -> AbstractContextManager[None]:
+            return last_backward(syncs, [parameter for parameter in parameters if parameter not in tied])
 
         # On XLA each action is a graph of its own, and what one communicates has its place in all ranks' order.
         overlaps = len(syncs) == 1 and not records_graphs()
         with self._tied_weights.gradients_summed():
             losses = self._train_executor.run(
-                self._group.rank, microbatches, self._training_loss, record, last_backward if overlaps else None
+                self._group.rank, microbatches, self._report.training_loss, record, without_tied if overlaps else None
             )
         for sync in syncs:
             sync.synchronize()
@@ -296,10 +271,10 @@ class NxDPPModel(nn.Module):
         losses = []
         for index, microbatch in enumerate(microbatches):
             start = perf_counter_ns()
-            loss = self._training_loss(model(**microbatch))
+            loss = self._report.training_loss(model(**microbatch))
             middle = perf_counter_ns()
             is_last = index == len(microbatches) - 1
-            with without_autocast(), _last_backward(syncs if is_last else (), model.parameters()):
+            with without_autocast(), last_backward(syncs if is_last else (), model.parameters()):
                 (loss / self._num_microbatches).backward()
             losses.append(loss.detach())
             if record is not None:
@@ -322,19 +297,12 @@ class NxDPPModel(nn.Module):
         microbatches = self._microbatches(kwargs)
         if self._whole_model is not None:
             with torch.no_grad():
-                results = [self._evaluated(self._whole_model(**microbatch)) for microbatch in microbatches]
+                results = [self._report.evaluated(self._whole_model(**microbatch)) for microbatch in microbatches]
         else:
             self.synchronize_tied_weights()
             with self._failures.end_all_ranks():
-                results = self._eval_executor.run(self._group.rank, microbatches, self._evaluated)
-        is_loss = all(map(_is_loss, results))
-        if self._broadcast_loss:  # only the last stage's rank has seen what the model returns
-            seen = torch.tensor(is_loss, device=transport_device(self._group))
-            with self._failures.end_all_ranks():
-                is_loss = bool(broadcast(seen, self._group, source=self._schedule.rank_of_stage[-1]))
-        if is_loss:
-            return self._finished(results)
-        return results or None
+                results = self._eval_executor.run(self._group.rank, microbatches, self._report.evaluated)
+        return self._report.of_evaluation(results)
 
     def synchronize_tied_weights(self) -> None:
         """Give all copies of a tied weight the values of the first, which an optimizer leaves apart by rounding.
@@ -423,56 +391,12 @@ class NxDPPModel(nn.Module):
                 )
         return split_batch(batch, self._num_microbatches)
 
-    def _training_loss(self, output: Any) -> Tensor:
-        return check_loss(pick_loss(output, self._loss_spec))
 
-    def _evaluated(self, output: Any) -> Any:
-        """The loss where the output has one in its place, else the output."""
-        try:
-            loss = pick_loss(output, self._loss_spec)
-        except ValueError:  # no labels, no loss
-            return output
-        return loss if _is_loss(loss) else output
+def _loss_spec(module: nn.Module | Sequence[nn.Module], spec: LossSpec) -> LossSpec:
+    """Where the loss is in what the model returns; models of transformers have it in `loss`.
 
-    def _finished(self, losses: Sequence[Tensor]) -> Tensor | list[Tensor] | None:
-        if self._return_loss_on_cpu:
-            losses = [loss.cpu() for loss in losses]
-        if self._return_mb_loss:
-            return list(losses) or None
-        mean = torch.stack([loss.reshape(()) for loss in losses]).mean() if losses else None
-        if self._broadcast_loss:
-            source = self._schedule.rank_of_stage[-1]
-            replicas = get_group("dp") if model_parallel_is_initialized() else Group.solo("dp")
-            with self._failures.end_all_ranks():
-                mean = share_loss(mean, self._group, replicas, source=source)
-            return mean.cpu() if self._return_loss_on_cpu else mean
-        return mean
-
-
-def _last_backward(syncs: Sequence[GradientSync], parameters: Iterable[Tensor]) -> AbstractContextManager[None]:
-    """A block for the only one; several would send in an order that depends on the graph, which ranks may not share."""
-    return syncs[0].last_backward(parameters) if len(syncs) == 1 else nullcontext()
-
-
-def _is_loss(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.numel() == 1 and value.is_floating_point()
-
-
-def _make_schedule(
-    schedule: str | Schedule | None, pipeline_size: int, num_microbatches: int, virtual_pipeline_size: int
-) -> Schedule:
-    if schedule is None:
-        schedule = "1f1b" if virtual_pipeline_size == 1 else "interleaved"
-    if isinstance(schedule, str):
-        return make_schedule(schedule, pipeline_size, num_microbatches, virtual_pipeline_size=virtual_pipeline_size)
-    if (schedule.num_ranks, schedule.num_microbatches) != (pipeline_size, num_microbatches):
-        raise ValueError(
-            f"schedule {schedule.name!r} is for {schedule.num_ranks} ranks and {schedule.num_microbatches} "
-            f"microbatches; this pipeline has {pipeline_size} ranks and num_microbatches={num_microbatches}"
-        )
-    if virtual_pipeline_size not in (1, schedule.num_stages / pipeline_size):
-        raise ValueError(
-            f"schedule {schedule.name!r} has {schedule.num_stages} stages on {pipeline_size} ranks, which is not "
-            f"virtual_pipeline_size={virtual_pipeline_size}; leave it out, the schedule says it"
-        )
-    return schedule
+    Raises:
+        ValueError: the spec marks no loss.
+    """
+    check_loss_spec(spec)
+    return {"loss": True} if spec is None and is_hugging_face(module) else spec

@@ -24,6 +24,7 @@ from nxd_state.collectives import (
 from nxd_state.collectives.choice import shared_memory_bytes
 from nxd_state.collectives.debug import CollectiveMismatch
 from nxd_state.device import device_type, get_device, has_float64, records_graphs, step_boundary
+from nxd_state.every_rank import Attempt, attempt_on_every_rank, on_every_rank
 from nxd_state.group import Group
 from nxd_state.host_device_copies import read_later, send_to_device
 from nxd_state.mesh import Mesh
@@ -126,6 +127,9 @@ __all__ = [
     "abort_group",
     "barrier",
     "all_gather_object",
+    "on_every_rank",
+    "attempt_on_every_rank",
+    "Attempt",
     # shard metadata
     "Box",
     "ShardPiece",

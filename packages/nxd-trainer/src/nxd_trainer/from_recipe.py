@@ -30,8 +30,9 @@ from nxd_trainer.model_description import BYTES, ModelDescription, describe_llam
 from nxd_trainer.models import LlamaConfig, LlamaDecoderLayer, LlamaForCausalLM
 from nxd_trainer.recipe import Recipe, padded_vocab_size
 from nxd_trainer.recipe.checks import SIZES
+from nxd_trainer.recipe.sections import DTYPE_NAMES
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_NAMES}
 
 # Of our Llama, where the recipe leaves them to the architecture.
 _LLAMA_DEFAULTS: dict[str, Any] = {

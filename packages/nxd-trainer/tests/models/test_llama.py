@@ -5,6 +5,7 @@ import torch
 from nxd_state import initialize_model_parallel
 from nxd_state.testing import assemble_logical, logical_pieces
 from nxd_trainer.models import KeyValueCache, LlamaConfig, LlamaForCausalLM
+from torch import nn
 from torch.nn import functional as F
 
 SIZES = {
@@ -43,6 +44,26 @@ def test_parameter_names_are_those_of_the_hugging_face_model():
         "lm_head.weight",
         *(f"model.layers.{number}.{name}.weight" for number in range(2) for name in layer),
     }
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_every_module_of_a_layer_is_called_with_its_forward_hooks(run_ranks, tp):
+    def job():
+        initialize_model_parallel(tensor_model_parallel_size=tp)
+        model, tokens = make_model(), torch.arange(8).view(2, 4)
+        plain, called = model(tokens), set()
+        for name, module in model.named_modules():
+            module.register_forward_hook(lambda *_, name=name: called.add(name))
+        model(tokens)
+        assert called == {name for name, module in model.named_modules() if not isinstance(module, nn.ModuleList)}
+        attention, mlp = model.model.layers[1].self_attn, model.model.layers[1].mlp
+        for layer in (attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj):
+            hook = layer.register_forward_hook(lambda layer, args, output: -output)
+            assert not torch.allclose(model(tokens), plain)
+            hook.remove()
+            assert torch.equal(model(tokens), plain)
+
+    run_ranks(job, tp)
 
 
 def logits_by_hand(model: LlamaForCausalLM, tokens: torch.Tensor) -> torch.Tensor:

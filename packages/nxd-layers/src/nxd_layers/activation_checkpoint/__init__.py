@@ -56,7 +56,7 @@ def apply_activation_checkpointing(
             found.
     """
     chosen = _choose(model, config, transformer_layer_cls)
-    _check_forwards_run(chosen)
+    _check_computed_inside(chosen)
     remove_activation_checkpointing(model)
     for module in chosen.values():
         # An attribute of the instance hides the method of its class, and `del` brings that back.
@@ -74,13 +74,13 @@ def remove_activation_checkpointing(model: nn.Module) -> None:
                 module.forward = checkpointed.forward
 
 
-def _check_forwards_run(chosen: dict[str, nn.Module]) -> None:
+def _check_computed_inside(chosen: dict[str, nn.Module]) -> None:
     for name, module in chosen.items():
         if isinstance(module, ColumnParallelLinear):
             raise ValueError(
-                f"{name or 'the model'} is a {type(module).__name__}, whose forward does not run where "
-                "column_parallel_linears or linear_cross_entropy apply it together with others; checkpoint the module "
-                "around it, such as the attention's or the feed-forward's class"
+                f"{name or 'the model'} is a {type(module).__name__}, whose product column_parallel_linears and "
+                "linear_cross_entropy compute outside of its forward; checkpoint the module around it, such as the "
+                "attention's or the feed-forward's class"
             )
 
 

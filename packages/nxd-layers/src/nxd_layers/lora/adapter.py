@@ -29,23 +29,21 @@ class LayerKind:
         factor_names: what A and B are called; PEFT's names, so that its files need only a prefix.
         add_factors: `(layer, config, part)`: registers the factors of a part with the layer and fills them.
         output_delta: `(layer, input)`: what the branch adds to the layer's output; if that is several tensors, one for
-            each, or None.
+            each, or None. `call=` comes with it from `column_parallel_linears`.
         weight_deltas: `(layer)`: what merging adds to the layer's weights, by parameter name; `widened`.
         zero_factor: which of the two starts at zero, so that the branch adds nothing at first.
         parts: where a layer holds several layers of the unsharded model, which are adapted one by one: their names,
             beside the layer in its parent, by the ending of their factors' names.
         bias_names: `(layer, parts)`: the biases of these parts; a ValueError if they cannot train without others.
-        add_branches: for layers that a model may compute together, see `ColumnParallelLinear.add_branches`.
     """
 
     factor_names: tuple[str, str]
     add_factors: Callable[[Any, LoraConfig, str], None]
-    output_delta: Callable[[Any, Tensor], Tensor | tuple[Tensor | None, ...]]
+    output_delta: Callable[..., Tensor | tuple[Tensor | None, ...]]
     weight_deltas: Callable[[Any], dict[str, Tensor]]
     zero_factor: int = 1
     parts: Mapping[str, str] = field(default_factory=lambda: {"": ""})
     bias_names: Callable[[Any, Sequence[str]], list[str]] = _own_bias
-    add_branches: Callable[[Tensor, Sequence[Any], Sequence[Tensor]], tuple[Tensor, ...]] | None = None
 
 
 @dataclass(eq=False)
@@ -94,8 +92,6 @@ def attach(layer: nn.Module, kind: LayerKind, parts: Mapping[str, int], config: 
     """
     adapter = LoraAdapter(kind, tuple(parts), config.scale, config.lora_dropout)
     layer.lora = adapter  # type: ignore[assignment]
-    if kind.add_branches is not None:
-        layer.add_branches = kind.add_branches  # type: ignore[assignment]
     for part, seed in parts.items():
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
@@ -110,8 +106,6 @@ def detach(layer: nn.Module) -> None:
         adapter.hook.remove()
     for name in adapter.factor_names:
         delattr(layer, name)
-    if adapter.kind.add_branches is not None:
-        layer.add_branches = None  # type: ignore[assignment]
     del layer.lora
 
 
@@ -165,7 +159,8 @@ def _add_branch(layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
     if adapter is None or adapter.is_merged:
         return output
     input_ = args[0] if args else next(iter(kwargs.values()))
-    delta = adapter.kind.output_delta(layer, input_)
+    joint = {"call": kwargs["call"]} if "call" in kwargs else {}
+    delta = adapter.kind.output_delta(layer, input_, **joint)
     if isinstance(delta, Tensor):
         return output + delta
     return tuple(whole if part is None else whole + part for whole, part in zip(output, delta, strict=True))

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from nxd_layers.initialization import InitMethod, default_linear_init
 from nxd_layers.linear import ColumnParallelLinear, RowParallelLinear, gathered_output
-from nxd_layers.lora.adapter import LayerKind, adapter_of, factor, require_adapter, scale_of, widened
+from nxd_layers.lora.adapter import LayerKind, LoraAdapter, adapter_of, factor, require_adapter, scale_of, widened
 from nxd_layers.lora.config import LoraConfig
 from nxd_layers.lora.factors import fill_factor, make_factor
 from nxd_layers.mappings import (
@@ -27,6 +27,7 @@ from nxd_layers.mappings import (
     reduce_scatter_to_sequence_parallel_region,
 )
 from nxd_layers.qkv_linear import GQAQKVColumnParallelLinear
+from nxd_layers.shared_input import JointCall
 
 FACTOR_NAMES = ("lora_A", "lora_B")
 
@@ -147,19 +148,6 @@ def column_deltas(input_: Tensor, layers: Sequence[ColumnParallelLinear]) -> lis
     return [F.linear(part, _rows_for_output(layer)) for part, layer in zip(parts, layers, strict=True)]
 
 
-def add_column_branches(
-    input_: Tensor, layers: Sequence[ColumnParallelLinear], outputs: Sequence[Tensor]
-) -> tuple[Tensor, ...]:
-    """Outputs of layers that were computed together, with the branches of those that are adapted."""
-    adapters = [adapter_of(layer) for layer in layers]
-    active = [index for index, adapter in enumerate(adapters) if adapter is not None and not adapter.is_merged]
-    added = list(outputs)
-    deltas = column_deltas(input_, [layers[index] for index in active]) if active else []
-    for index, delta in zip(active, deltas, strict=True):
-        added[index] = outputs[index] + delta
-    return tuple(added)
-
-
 def to_columns(down: Tensor, layer: ColumnParallelLinear | GQAQKVColumnParallelLinear) -> Tensor:
     """Whole, with a gradient that becomes complete: of split outputs each rank knows a part of it."""
     if layer.sequence_parallel_enabled:
@@ -175,13 +163,20 @@ def _rows_for_output(layer: ColumnParallelLinear) -> Tensor:
     return gathered_output(rows.t(), layer).t() if layer.gather_output and layer.tensor_parallel_size > 1 else rows
 
 
-def _column_delta(layer: ColumnParallelLinear, input_: Tensor) -> Tensor:
-    return column_deltas(input_, [layer])[0]
+def _column_delta(layer: ColumnParallelLinear, input_: Tensor, call: JointCall | None = None) -> Tensor:
+    if call is None or input_ is not call.input_:
+        return column_deltas(input_, [layer])[0]
+    if not call.branches:
+        adapted = [other for other in call.layers if _is_added(adapter_of(other))]
+        call.branches.update(zip(adapted, column_deltas(input_, adapted), strict=True))
+    return call.branches[layer]
 
 
-COLUMN_PARALLEL_LINEAR = LayerKind(
-    FACTOR_NAMES, _add_parallel_factors, _column_delta, _weight_delta, add_branches=add_column_branches
-)
+def _is_added(adapter: LoraAdapter | None) -> bool:
+    return adapter is not None and not adapter.is_merged
+
+
+COLUMN_PARALLEL_LINEAR = LayerKind(FACTOR_NAMES, _add_parallel_factors, _column_delta, _weight_delta)
 
 
 # Row-parallel: A split along inputs, B whole.

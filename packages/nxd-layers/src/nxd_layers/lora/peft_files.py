@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from nxd_state import all_gather_object, get_world_group, model_parallel_is_initialized
+from nxd_state import Group, active_group, on_every_rank
 from torch import Tensor
 
 from nxd_layers.lora.adapter_config import (
@@ -44,7 +44,7 @@ def save_peft_adapter(
     content = adapter_config(model, base_model_name_or_path=base_model_name_or_path)
     adapted = adapted_logical_layers(model)
     tensors = {_peft_name(name, adapted): tensor.contiguous() for name, tensor in gather_adapter(model).items()}
-    _on_every_rank(lambda: _write(Path(folder), content, tensors) if _is_rank_zero() else None, f"writing {folder}")
+    _on_rank_zero(f"writing {folder}", lambda: _write(Path(folder), content, tensors))
 
 
 def write_adapter_config(model: LoraModel, folder: str | os.PathLike[str]) -> None:
@@ -54,7 +54,7 @@ def write_adapter_config(model: LoraModel, folder: str | os.PathLike[str]) -> No
         RuntimeError: rank 0 cannot write; on all ranks.
     """
     content = adapter_config(model)
-    _on_every_rank(lambda: _write_config(Path(folder), content) if _is_rank_zero() else None, f"writing {folder}")
+    _on_rank_zero(f"writing {folder}", lambda: _write_config(Path(folder), content))
 
 
 def load_peft_adapter(model: LoraModel, folder: str | os.PathLike[str]) -> None:
@@ -69,9 +69,9 @@ def load_peft_adapter(model: LoraModel, folder: str | os.PathLike[str]) -> None:
         ValueError: the adapter does not fit the model, or its rank, alpha or use_rslora are not the model's.
     """
     file = Path(folder) / TENSOR_FILE
-    tensors = _on_every_rank(lambda: _safetensors().load_file(file), f"reading {file}")
+    tensors = on_every_rank(f"reading {file}", lambda: _safetensors().load_file(file), _world())
     config_file = Path(folder) / CONFIG_FILE
-    content = _on_every_rank(lambda: json.loads(config_file.read_text()), f"reading {config_file}")
+    content = on_every_rank(f"reading {config_file}", lambda: json.loads(config_file.read_text()), _world())
     check_same_scale(model, config_from_adapter_config(content), str(folder))
     load_adapter(model, {_own_name(name): tensor for name, tensor in tensors.items()})
 
@@ -117,22 +117,12 @@ def _write_config(folder: Path, content: dict[str, Any]) -> Path:
     return file
 
 
-def _on_every_rank(work: Callable[[], Any], doing: str) -> Any:
-    """Do it, and raise on all ranks if it fails on one."""
-    result, failure = None, None
-    try:
-        result = work()
-    except Exception as error:  # whatever it is, the other ranks must not wait for this one
-        failure = f"{type(error).__name__}: {error}"
-    failures = all_gather_object(failure, get_world_group()) if model_parallel_is_initialized() else [failure]
-    found = [f"rank {rank}: {text}" for rank, text in enumerate(failures) if text]
-    if found:
-        raise RuntimeError(f"{doing} failed: " + "; ".join(found))
-    return result
+def _on_rank_zero(doing: str, act: Callable[[], object]) -> None:
+    on_every_rank(doing, act if _world().rank == 0 else lambda: None, _world())
 
 
-def _is_rank_zero() -> bool:
-    return not model_parallel_is_initialized() or get_world_group().rank == 0
+def _world() -> Group:
+    return active_group("pp", "dp", "cp", "tp")
 
 
 def _safetensors() -> Any:

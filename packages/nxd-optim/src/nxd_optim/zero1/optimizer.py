@@ -1,8 +1,8 @@
 """`NeuronZero1Optimizer`: an elementwise optimizer whose states and work are sharded over the replicas.
 
 Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", stage 1. Here is what
-a user calls and the order of a step; memory and messages are in `flat_bucket`, saving in `sharded_state` and
-`rank_state`.
+a user calls and the order of a step; who keeps which weights is in `sharded_weights`, how gradients travel in
+`gradient_exchange`, memory and messages in `flat_bucket`, saving in `sharded_state` and `rank_state`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,28 +15,12 @@ from nxd_state import Group, active_group, get_device
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from nxd_optim.bucket_sender import BucketSender
 from nxd_optim.clip import CLIP_EPSILON
 from nxd_optim.reducer import DEFAULT_BUCKET_BYTES
-from nxd_optim.used_parameters import Usage
-from nxd_optim.zero1.buckets import (
-    Bucket,
-    choose_dtypes,
-    make_base_optimizer,
-    make_buckets,
-    scale_gradients,
-    update_and_gather,
-)
+from nxd_optim.zero1.buckets import Bucket, choose_dtypes, scale_gradients, update_and_gather
 from nxd_optim.zero1.flat_bucket import Dtypes
-from nxd_optim.zero1.forward_gather import ForwardGather
-from nxd_optim.zero1.gradient_parts import (
-    OwnGradient,
-    average_over_contexts,
-    check_same_sequence_parallel_ranges,
-    norm_of_parts,
-    own_gradients,
-    sum_sequence_parallel,
-)
+from nxd_optim.zero1.gradient_exchange import GradientExchange
+from nxd_optim.zero1.gradient_parts import OwnGradient, norm_of_parts, own_gradients
 from nxd_optim.zero1.memory_report import MemoryReport, memory_report
 from nxd_optim.zero1.rank_state import check_rank_state, load_rank_state, rank_state, read_rank_file, write_rank_file
 from nxd_optim.zero1.settings import (
@@ -47,11 +31,9 @@ from nxd_optim.zero1.settings import (
     check_max_norm,
     find_sharding_group,
     for_the_cpu,
-    settings_of,
 )
 from nxd_optim.zero1.sharded_state import StateTensor, StoredKeys, allocate_state, logical_state
-
-MAX_MESSAGES = 2  # of reduce-scatters under way: enough to keep the transport busy, and no more buffers than that
+from nxd_optim.zero1.sharded_weights import ShardedWeights
 
 
 class NeuronZero1Optimizer(Optimizer):
@@ -142,9 +124,7 @@ class NeuronZero1Optimizer(Optimizer):
         self.skipped_steps = 0
         self.loss_scale = 1.0
         self._grad_norm: Tensor | None = None
-        self._buckets: list[Bucket] = []
-        self._base_optimizers: list[Optimizer] = []  # one per bucket, so that a bucket can be gathered once updated
-        self._forward_gather: ForwardGather | None = None
+        self._weights = ShardedWeights(lambda groups: optimizer_class(groups, **defaults), self._dtypes)
         self._gradient_hooks: list[Callable[[Sequence[OwnGradient]], None]] = []
         super().__init__(params, check_elementwise(optimizer_class, defaults))
         if not lazy_init:
@@ -162,7 +142,7 @@ class NeuronZero1Optimizer(Optimizer):
         self.group: Group = find_sharding_group(self.sharding_groups)
         check_grad_norm_groups(self.grad_norm_groups)
         self.inited = True
-        self._add_buckets([p for group in self.param_groups for p in group["params"]])
+        self._shard([p for group in self.param_groups for p in group["params"]])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with settings of their own, at any time but between `overlap_backward` and `step`.
@@ -172,13 +152,11 @@ class NeuronZero1Optimizer(Optimizer):
             ValueError: as for torch's optimizers, or as for `init_zero`.
         """
         if self.inited:
-            self._sender.refuse("add_param_group()", "overlapping", "leaving", "arrived", "failed")
+            self._gradients.sender.refuse("add_param_group()", "overlapping", "leaving", "arrived", "failed")
         super().add_param_group(param_group)
         if self.inited:
-            for base in self._base_optimizers:
-                base.add_param_group(settings_of(self.param_groups[-1]) | {"params": []})
-            self._sender.close()
-            self._add_buckets(self.param_groups[-1]["params"])
+            self._gradients.sender.close()
+            self._shard(self.param_groups[-1]["params"])
 
     @property
     def grad_norm(self) -> Tensor | None:
@@ -196,7 +174,7 @@ class NeuronZero1Optimizer(Optimizer):
             RuntimeError: the last step is not finished, or a parameter gets a second gradient in the block.
         """
         self._check_inited()
-        with self._sender.overlap_backward():
+        with self._gradients.sender.overlap_backward():
             yield
 
     @contextmanager
@@ -210,7 +188,7 @@ class NeuronZero1Optimizer(Optimizer):
             RuntimeError: a block is open or has failed, or a parameter gets a second gradient in it.
         """
         self._check_inited()
-        with self._sender.last_backward(map(id, parameters)):
+        with self._gradients.sender.last_backward(map(id, parameters)):
             yield
 
     def synchronize(self) -> None:
@@ -223,7 +201,7 @@ class NeuronZero1Optimizer(Optimizer):
             RuntimeError: inside `overlap_backward`, or after a backward failed whose gradients were leaving.
         """
         self._check_inited()
-        self._sender.synchronize()
+        self._gradients.sender.synchronize()
 
     def overlap_forward(self, model: nn.Module) -> None:
         """From now on `step` returns while parameters are still arriving; who reads one from its module waits for it.
@@ -235,14 +213,11 @@ class NeuronZero1Optimizer(Optimizer):
             model: whose modules hold the parameters.
         """
         self._check_inited()
-        if self._forward_gather is not None:
-            self._forward_gather.close()
-        self._forward_gather = ForwardGather(model, self._buckets)
+        self._weights.overlap_forward(model)
 
     def wait_for_parameters(self) -> None:
         """Return when all parameters are whole; only needed after `overlap_forward`."""
-        for bucket in self._buckets:
-            bucket.wait_for_parameters()
+        self._weights.wait()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -262,24 +237,19 @@ class NeuronZero1Optimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._sender.refuse("step()", "overlapping", "failed")
-        self.wait_for_parameters()
-        self._check_parameters()
-        for bucket in self._buckets:
-            bucket.refresh_stale_masters()
-        self._sender.complete()
-        used = self._usage.anywhere()
-        if self.group is active_group("dp"):
-            average_over_contexts(self._buckets)
-        sum_sequence_parallel(self._buckets)
+        self._gradients.sender.refuse("step()", "overlapping", "failed")
+        self._weights.wait()
+        self._weights.check_places()
+        self._gradients.check_frozen()
+        self._weights.refresh_masters(only_stale=True)
+        used = self._gradients.complete()
         for hook in self._gradient_hooks:
-            hook(own_gradients(self._buckets))
+            hook(own_gradients(self._weights.buckets))
         if self._clip():
             update_and_gather(self.parts(), used, self.param_groups)
-            if self._forward_gather is None:
-                self.wait_for_parameters()
-        for bucket in self._buckets:
-            bucket.drop_gradients()
+            if not self._weights.arrive_in_forward:
+                self._weights.wait()
+        self._weights.drop_gradients()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -294,19 +264,16 @@ class NeuronZero1Optimizer(Optimizer):
         if not self.inited:
             super().zero_grad(set_to_none)
             return
-        self._sender.refuse("zero_grad()", "overlapping")
-        self._sender.drop()
-        for bucket in self._buckets:
-            if set_to_none:
-                bucket.drop_gradients()
-            else:
-                bucket.zero_gradients()
+        self._gradients.sender.refuse("zero_grad()", "overlapping")
+        self._gradients.sender.drop()
+        if set_to_none:
+            self._weights.drop_gradients()
+        else:
+            self._weights.zero_gradients()
 
     def refresh_master_weights(self) -> None:
         """Take the master weights from the parameters, after somebody has loaded or changed those."""
-        for bucket in self._buckets:
-            bucket.mark_masters_stale(bucket.parameters)
-            bucket.refresh_stale_masters()
+        self._weights.refresh_masters(only_stale=False)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of the states, in a form that fits this rank of this layout only; see `sharded_state`.
@@ -316,8 +283,7 @@ class NeuronZero1Optimizer(Optimizer):
             this rank owns, "ranges": which those are, "master_weights" if `save_master_weights`, and "skipped_steps".
         """
         self._check_inited()
-        for bucket in self._buckets:
-            bucket.refresh_stale_masters()
+        self._weights.refresh_masters(only_stale=True)
         own = rank_state(self.parts(), self._indices(), with_masters=self.save_master_weights)
         return super().state_dict() | own | {"skipped_steps": self.skipped_steps}
 
@@ -403,7 +369,7 @@ class NeuronZero1Optimizer(Optimizer):
 
     def parts(self) -> Iterator[tuple[Bucket, Optimizer]]:
         """Each bucket with the optimizer that updates this rank's part of it."""
-        return zip(self._buckets, self._base_optimizers, strict=True)
+        return self._weights.parts()
 
     def _indices(self) -> dict[int, int]:
         """The index of each parameter, by id, as torch counts them in a `state_dict`."""
@@ -414,17 +380,11 @@ class NeuronZero1Optimizer(Optimizer):
         if not self.inited:
             raise RuntimeError("the optimizer was made with lazy_init=True; call init_zero() first")
 
-    def _add_buckets(self, parameters: Sequence[Tensor]) -> None:
-        buckets = make_buckets(parameters, self.group, self._bucket_bytes(), self._dtypes)
-        self._buckets += buckets
-        self._base_optimizers += [make_base_optimizer(it, self.param_groups, self._make_optimizer) for it in buckets]
-        check_same_sequence_parallel_ranges(self._buckets)
-        self._sender = BucketSender(self._buckets, self._send, finish="step()", drop="zero_grad() of the optimizer")
-        contexts = (active_group("cp"),) if self.group is active_group("dp") else ()
-        self._usage = Usage([p for bucket in self._buckets for p in bucket.parameters], (self.group, *contexts))
-        self._frozen = [p for group in self.param_groups for p in group["params"] if not p.requires_grad]
-        if self._forward_gather is not None:
-            self.overlap_forward(self._forward_gather.model)
+    def _shard(self, parameters: Sequence[Tensor]) -> None:
+        """Take parameters of `param_groups` into the buckets, and watch the gradients of all."""
+        self._weights.add(parameters, self.param_groups, self.group, bucket_bytes=self._bucket_bytes())
+        frozen = [p for group in self.param_groups for p in group["params"] if not p.requires_grad]
+        self._gradients = GradientExchange(self._weights.buckets, self.group, frozen)
 
     def _bucket_bytes(self) -> int:
         cap = self.bucket_cap_mb_reduce_scatter * 2**20 or DEFAULT_BUCKET_BYTES
@@ -440,40 +400,19 @@ class NeuronZero1Optimizer(Optimizer):
             average_wide=self.higher_cc_precision,
         )
 
-    def _make_optimizer(self, groups: Any) -> Optimizer:
-        return self.optimizer_class(groups, **self._arguments)
-
-    def _send(self, index: int) -> Bucket:
-        if index >= MAX_MESSAGES:
-            self._buckets[index - MAX_MESSAGES].wait()
-        bucket = self._buckets[index]
-        bucket.send()
-        if index == len(self._buckets) - 1:
-            self._usage.send(set().union(*(it.used for it in self._buckets)))
-        return bucket
-
-    def _check_parameters(self) -> None:
-        for bucket in self._buckets:
-            bucket.check_places()
-        for parameter in self._frozen:
-            if parameter.grad is not None:
-                raise RuntimeError(
-                    f"a parameter of shape {tuple(parameter.shape)} was frozen when the optimizer was made, and has a "
-                    "gradient now; leave it out there, and use add_param_group() once it is to be trained"
-                )
-
     def _clip(self) -> bool:
         """Scale the gradients by their norm and the loss scale; whether the step is to be taken."""
-        device = self._buckets[0].device if self._buckets else get_device()
+        buckets = self._weights.buckets
+        device = buckets[0].device if buckets else get_device()
         scale = torch.tensor(1.0 / self.loss_scale, dtype=torch.float64, device=device)
         self._grad_norm = None
         if self.grad_clipping or self.skip_non_finite_steps:
-            norm = norm_of_parts(self._buckets, (self.group, active_group("pp", "tp")), device) / self.loss_scale
+            norm = norm_of_parts(buckets, (self.group, active_group("pp", "tp")), device) / self.loss_scale
             if self.grad_clipping:
                 self._grad_norm = norm
                 scale = scale * torch.clamp(self.max_norm / (norm + CLIP_EPSILON), max=1.0)
             if self.skip_non_finite_steps and not norm.isfinite():
                 self.skipped_steps += 1
                 return False
-        scale_gradients(self._buckets, scale)
+        scale_gradients(buckets, scale)
         return True

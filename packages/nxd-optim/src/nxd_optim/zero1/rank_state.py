@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from nxd_state import active_group, all_gather_object
+from nxd_state import Group, active_group, all_gather_object, on_every_rank
 
 from nxd_optim.zero1.buckets import Parts
 
@@ -90,8 +90,9 @@ def write_rank_file(state: dict[str, Any], output_dir: str | os.PathLike[str], *
     try:
         for turn in range(replicas.size if serially else 1):
             mine = not serially or replicas.rank == turn
-            _on_every_rank(doing, (lambda: _write(state | {_SAVE_ID: save_id}, temporary)) if mine else None)
-        _on_every_rank(doing, lambda: os.replace(temporary, path))
+            act = (lambda: _write(state | {_SAVE_ID: save_id}, temporary)) if mine else _nothing
+            on_every_rank(doing, act, _world())
+        on_every_rank(doing, lambda: os.replace(temporary, path), _world())
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -112,12 +113,12 @@ def read_rank_file(
     my_turn = int(os.environ.get("LOCAL_RANK", _world().rank)) // num_workers_per_step
     read: list[dict[str, Any]] = []
     for turn in range(max(all_gather_object(my_turn, _world())) + 1):
-        _on_every_rank(doing, (lambda: read.append(_read(path))) if turn == my_turn else None)
+        on_every_rank(doing, (lambda: read.append(_read(path))) if turn == my_turn else _nothing, _world())
     if len(set(all_gather_object(read[0].pop(_SAVE_ID, None), _world()))) > 1:
         raise RuntimeError(
             f"{doing} failed: the files are of several saves, one of which did not end; use another folder"
         )
-    _on_every_rank(doing, lambda: apply(read[0]))
+    on_every_rank(doing, lambda: apply(read[0]), _world())
 
 
 def _path_of_rank(output_dir: str | os.PathLike[str]) -> Path:
@@ -125,8 +126,12 @@ def _path_of_rank(output_dir: str | os.PathLike[str]) -> Path:
     return Path(output_dir) / "optim" / f"dp_rank_{dp_rank:02d}_tp_rank_{tp_rank:02d}_pp_rank_{pp_rank:02d}.pt"
 
 
-def _world() -> Any:
+def _world() -> Group:
     return active_group("pp", "dp", "cp", "tp")
+
+
+def _nothing() -> None:
+    """What ranks do whose turn it is not."""
 
 
 def _write(state: dict[str, Any], path: Path) -> None:
@@ -149,18 +154,3 @@ def _to_cpu(value: Any) -> Any:
 def _read(path: Path) -> dict[str, Any]:
     state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     return state
-
-
-def _on_every_rank(doing: str, act: Callable[[], Any] | None) -> None:
-    """Do this rank's part, if it has one now, and raise everywhere if that failed anywhere."""
-    problem = None
-    try:
-        if act is not None:
-            act()
-    except Exception as error:  # handed to every rank, where it is raised
-        problem = f"{type(error).__name__}: {error}"
-    world = _world()
-    problems = zip(world.ranks, all_gather_object(problem, world), strict=True)
-    failed = [f"rank {rank}: {text}" for rank, text in problems if text is not None]
-    if failed:
-        raise RuntimeError(f"{doing} failed on {len(failed)} of {world.size} ranks\n  " + "\n  ".join(failed))

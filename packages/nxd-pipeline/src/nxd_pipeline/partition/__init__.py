@@ -7,7 +7,14 @@ from nxd_pipeline.partition.layer_list import LayerChain, LossFunction, StageOfL
 from nxd_pipeline.partition.local_parts import LocalParts
 from nxd_pipeline.partition.manual import manual_partition
 from nxd_pipeline.partition.materialize import ParamInit, materialize
-from nxd_pipeline.partition.options import Balance, PartitionedModel, PartitionOptions, Tracer, partition_model
+from nxd_pipeline.partition.options import (
+    Balance,
+    PartitionedModel,
+    PartitionOptions,
+    Tracer,
+    partition_model,
+    whole_model,
+)
 from nxd_pipeline.partition.stage import Stage, Wiring
 from nxd_pipeline.partition.structure import ModelStructure, structural_partition
 from nxd_pipeline.partition.trace import trace_model
@@ -20,6 +27,7 @@ __all__ = [
     "PartitionOptions",
     "PartitionedModel",
     "partition_model",
+    "whole_model",
     "Balance",
     "Tracer",
     "LayerClasses",

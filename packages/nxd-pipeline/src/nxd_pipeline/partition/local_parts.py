@@ -71,15 +71,7 @@ class LocalParts:
         first: dict[nn.Parameter, str] = {}
         tied: dict[str, str] = {}
         for part in self._parts:
-            for name, parameter in _every_name(part):
+            for name, parameter in part.named_parameters(remove_duplicate=False):
                 if first.setdefault(parameter, name) != name:
                     tied[name] = first[parameter]
         return tied
-
-
-def _every_name(part: nn.Module | Stage) -> Iterator[tuple[str, nn.Parameter]]:
-    if isinstance(part, nn.Module):
-        yield from part.named_parameters(remove_duplicate=False)
-    else:
-        for path, parameter in part.module.named_parameters(remove_duplicate=False):
-            yield part.logical_name(path), parameter

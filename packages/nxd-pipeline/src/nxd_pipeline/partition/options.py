@@ -11,7 +11,7 @@ from torch import fx, nn
 from nxd_pipeline.partition.balance import MEASURES, balanced_cuts
 from nxd_pipeline.partition.cuts import LayerClasses, check_cuts, even_cuts, layer_names
 from nxd_pipeline.partition.hugging_face import hugging_face_inputs, hugging_face_structure, is_hugging_face
-from nxd_pipeline.partition.layer_list import LABELS, LossFunction, StageOfLayers, sequence_partition
+from nxd_pipeline.partition.layer_list import LABELS, LayerChain, LossFunction, StageOfLayers, sequence_partition
 from nxd_pipeline.partition.manual import manual_partition
 from nxd_pipeline.partition.stage import Stage
 from nxd_pipeline.partition.structure import optional_inputs, structural_partition
@@ -24,19 +24,21 @@ Tracer = Literal["hf", "torch"] | type[fx.Tracer]
 
 @dataclass(frozen=True)
 class PartitionOptions:
-    """Where and how a model is to be cut; the fields are arguments of `NxDPPModel`."""
+    """Where and how a model is to be cut; the fields are arguments of `NxDPPModel`, and described there."""
 
     transformer_layer_cls: LayerClasses | None = None
     pipeline_cuts: Sequence[str] | None = None
     auto_partition: bool = False
     balance: Balance = "layers"
     input_names: Sequence[str] | None = None
-    leaf_module_cls: Sequence[type[nn.Module] | str] = ()
-    autowrap: Sequence[Callable[..., Any] | ModuleType] = ()
+    leaf_module_cls: Sequence[type[nn.Module] | str] | None = None
+    autowrap_functions: Sequence[Callable[..., Any] | ModuleType] | None = None
+    autowrap_modules: Sequence[ModuleType | Callable[..., Any]] | None = None
     tracer_cls: Tracer | None = None
     stages: Sequence[nn.Module | Stage] | None = None
-    stage_of_layers: StageOfLayers | None = None
-    loss_fn: LossFunction | None = None
+    manual_pp_partition: bool = False
+    manual_pp_stage_partition_fn: StageOfLayers | None = None
+    manual_pp_loss_fn: LossFunction | None = None
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,20 @@ class PartitionedModel:
 
     stages: tuple[Stage, ...]
     optional_inputs: Mapping[str, Any] = field(default_factory=dict)
+
+
+def whole_model(module: nn.Module | Sequence[nn.Module], options: PartitionOptions) -> nn.Module:
+    """The model as it is before it is cut, also where it is given as a list of layers.
+
+    Raises:
+        ValueError: it is a list, and `manual_pp_partition` does not say so, or the other way round.
+    """
+    if options.manual_pp_partition == isinstance(module, nn.Module):
+        raise ValueError(
+            f"manual_pp_partition={options.manual_pp_partition} and module is a {type(module).__name__}; give a list "
+            "of layers with manual_pp_partition=True, or a module without it"
+        )
+    return module if isinstance(module, nn.Module) else LayerChain(dict(enumerate(module)), options.manual_pp_loss_fn)
 
 
 def partition_model(
@@ -57,8 +73,11 @@ def partition_model(
     """
     _check_options(options)
     if not isinstance(model, nn.Module):
-        stages = sequence_partition(model, num_stages, stage_of_layers=options.stage_of_layers, loss_fn=options.loss_fn)
-        return PartitionedModel(stages, {LABELS: None} if options.loss_fn is not None else {})
+        loss_fn = options.manual_pp_loss_fn
+        stages = sequence_partition(
+            model, num_stages, stage_of_layers=options.manual_pp_stage_partition_fn, loss_fn=loss_fn
+        )
+        return PartitionedModel(stages, {LABELS: None} if loss_fn is not None else {})
     if options.stages is not None:
         return PartitionedModel(_by_hand(model, num_stages, options.stages, options))
     if options.tracer_cls == "hf" or (options.tracer_cls is None and is_hugging_face(model)):
@@ -130,13 +149,14 @@ def _by_trace(model: nn.Module, num_stages: int, options: PartitionOptions) -> t
     layers = layer_names(model, classes) if options.auto_partition else list(options.pipeline_cuts or ())
     if not options.auto_partition:  # with names that can be cut at, before anything is traced
         layers = _cuts(model, num_stages, options, layers, lambda _: [])
+    autowrap = (*(options.autowrap_functions or ()), *(options.autowrap_modules or ()))
     graph = trace_model(
         model,
         input_names=options.input_names,
-        leaf_classes=(*classes, *options.leaf_module_cls),
+        leaf_classes=(*classes, *(options.leaf_module_cls or ())),
         leaf_names=layers,
-        autowrap_functions=[it for it in options.autowrap if not isinstance(it, ModuleType)],
-        autowrap_modules=[it for it in options.autowrap if isinstance(it, ModuleType)],
+        autowrap_functions=[it for it in autowrap if not isinstance(it, ModuleType)],
+        autowrap_modules=[it for it in autowrap if isinstance(it, ModuleType)],
         tracer_cls=_tracer_class(options.tracer_cls),
     )
     cuts = _cuts(model, num_stages, options, layers, lambda measure: traced_costs(model, graph, layers, measure))

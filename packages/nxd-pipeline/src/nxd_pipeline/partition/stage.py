@@ -50,9 +50,10 @@ class Stage:
             if name or not path:  # a model that a stage wraps is not named again
                 yield name, module
 
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Its parameters by their logical names."""
-        return ((self.logical_name(path), parameter) for path, parameter in self.module.named_parameters())
+    def named_parameters(self, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+        """Its parameters by their logical names; without `remove_duplicate` a tied one by each of its names here."""
+        named = self.module.named_parameters(remove_duplicate=remove_duplicate)
+        return ((self.logical_name(path), parameter) for path, parameter in named)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Its parameters and persistent buffers by their logical names."""

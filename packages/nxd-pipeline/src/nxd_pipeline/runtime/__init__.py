@@ -1,10 +1,20 @@
 """Playing a schedule on the ranks of a pipeline: microbatches, messages, the executor, losses and tied weights."""
 
 from nxd_pipeline.runtime.executor import Executor
+from nxd_pipeline.runtime.gradient_sync import GradientSync
 from nxd_pipeline.runtime.loss import LossSpec, pick_loss
 from nxd_pipeline.runtime.memory import StepMemory
 from nxd_pipeline.runtime.microbatches import split_batch
 from nxd_pipeline.runtime.p2p import P2PCommunicator
 from nxd_pipeline.runtime.tied_weights import TiedWeights
 
-__all__ = ["Executor", "LossSpec", "P2PCommunicator", "StepMemory", "TiedWeights", "pick_loss", "split_batch"]
+__all__ = [
+    "Executor",
+    "GradientSync",
+    "LossSpec",
+    "P2PCommunicator",
+    "StepMemory",
+    "TiedWeights",
+    "pick_loss",
+    "split_batch",
+]

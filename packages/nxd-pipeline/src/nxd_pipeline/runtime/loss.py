@@ -1,11 +1,14 @@
 """Which part of a model's output is its loss, and what becomes of the losses of the microbatches."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from nxd_state import Group, all_reduce, broadcast, transport_device
+from nxd_state import Group, all_reduce, broadcast, get_group, model_parallel_is_initialized, transport_device
 from torch import Tensor
+
+from nxd_pipeline.runtime.failure import Failures
 
 LossSpec = Mapping[str, Any] | Sequence[Any] | None
 
@@ -70,6 +73,72 @@ def share_loss(loss: Tensor | None, pipeline: Group, replicas: Group, *, source:
         else loss.detach().double().reshape(()).to(device)
     )
     return all_reduce(broadcast(mine, pipeline, source=source), replicas, op="avg")
+
+
+@dataclass(frozen=True)
+class LossReport:
+    """What `run_train` and `run_eval` give back.
+
+    Attributes:
+        spec: where in the model's output the loss is.
+        per_microbatch: a list of the microbatches' losses, instead of their mean.
+        broadcast_and_average: every rank gets the mean, averaged over the data-parallel ranks.
+        on_cpu: as CPU tensors.
+        pipeline: the group of the pipeline's ranks.
+        last_rank: its rank that has the last stage.
+        failures: ends all ranks where a message fails.
+    """
+
+    spec: LossSpec
+    per_microbatch: bool
+    broadcast_and_average: bool
+    on_cpu: bool
+    pipeline: Group
+    last_rank: int
+    failures: Failures
+
+    def training_loss(self, output: Any) -> Tensor:
+        """The loss in what the model returned for a microbatch.
+
+        Raises:
+            ValueError: there is none.
+        """
+        return check_loss(pick_loss(output, self.spec))
+
+    def evaluated(self, output: Any) -> Any:
+        """The loss where the output has one in its place, else the output."""
+        try:
+            loss = pick_loss(output, self.spec)
+        except ValueError:  # no labels, no loss
+            return output
+        return loss if _is_loss(loss) else output
+
+    def of_evaluation(self, results: Sequence[Any]) -> Any:
+        """What `run_eval` returns, of what `evaluated` made of each microbatch's output on this rank."""
+        is_loss = all(map(_is_loss, results))
+        if self.broadcast_and_average:  # only the last stage's rank has seen what the model returns
+            seen = torch.tensor(is_loss, device=transport_device(self.pipeline))
+            with self.failures.end_all_ranks():
+                is_loss = bool(broadcast(seen, self.pipeline, source=self.last_rank))
+        return self.of_losses(results) if is_loss else results or None
+
+    def of_losses(self, losses: Sequence[Tensor]) -> Tensor | list[Tensor] | None:
+        """What `run_train` returns, of the microbatches' losses on this rank."""
+        if self.on_cpu:
+            losses = [loss.cpu() for loss in losses]
+        if self.per_microbatch:
+            return list(losses) or None
+        mean = torch.stack([loss.reshape(()) for loss in losses]).mean() if losses else None
+        if not self.broadcast_and_average:
+            return mean
+        replicas = get_group("dp") if model_parallel_is_initialized() else Group.solo("dp")
+        with self.failures.end_all_ranks():
+            mean = share_loss(mean, self.pipeline, replicas, source=self.last_rank)
+        return mean.cpu() if self.on_cpu else mean
+
+
+def _is_loss(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() == 1 and value.is_floating_point()
 
 
 def _pairs(spec: Mapping[str, Any] | Sequence[Any]) -> Iterable[tuple[Any, Any]]:

@@ -12,6 +12,8 @@ from nxd_pipeline.schedules.action import (
 from nxd_pipeline.schedules.blocking_communication import insert_blocking_communication
 from nxd_pipeline.schedules.catalog import (
     SCHEDULE_NAMES,
+    choose_schedule,
+    default_stages_per_rank,
     dualpipe_v,
     forward_only,
     gpipe,
@@ -20,6 +22,7 @@ from nxd_pipeline.schedules.catalog import (
     looped_placement,
     make_schedule,
     one_forward_one_backward,
+    stages_per_rank,
     v_placement,
     zero_bubble_h1,
     zero_bubble_v,
@@ -50,7 +53,10 @@ __all__ = [
     "Dataflow",
     # making one
     "SCHEDULE_NAMES",
+    "stages_per_rank",
+    "default_stages_per_rank",
     "make_schedule",
+    "choose_schedule",
     "gpipe",
     "one_forward_one_backward",
     "interleaved_one_forward_one_backward",

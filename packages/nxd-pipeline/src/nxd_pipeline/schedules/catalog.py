@@ -309,6 +309,16 @@ _CATALOG = {
 SCHEDULE_NAMES = tuple(_CATALOG)
 
 
+def stages_per_rank(name: str) -> int | None:
+    """How many stages each rank has by the method `name`, one of `SCHEDULE_NAMES`; None for any number."""
+    return _CATALOG[name].stages_per_rank
+
+
+def default_stages_per_rank(name: str) -> int:
+    """How many stages each rank has by the method `name`, one of `SCHEDULE_NAMES`, where nothing else is said."""
+    return _CATALOG[name].default_stages_per_rank
+
+
 def make_schedule(
     name: str, pipeline_size: int, num_microbatches: int, *, virtual_pipeline_size: int | None = None
 ) -> Schedule:
@@ -326,13 +336,44 @@ def make_schedule(
     if name not in _CATALOG:
         raise ValueError(f"schedule {name!r} is not known; use one of {', '.join(SCHEDULE_NAMES)}")
     entry = _CATALOG[name]
-    stages_per_rank = entry.default_stages_per_rank if virtual_pipeline_size is None else virtual_pipeline_size
+    per_rank = entry.default_stages_per_rank if virtual_pipeline_size is None else virtual_pipeline_size
     if entry.stages_per_rank is None:
-        return entry.make(pipeline_size, num_microbatches, virtual_pipeline_size=stages_per_rank)
-    if stages_per_rank != entry.stages_per_rank:
-        fitting = [other for other, it in _CATALOG.items() if it.stages_per_rank in (None, stages_per_rank)]
+        return entry.make(pipeline_size, num_microbatches, virtual_pipeline_size=per_rank)
+    if per_rank != entry.stages_per_rank:
+        fitting = [other for other, it in _CATALOG.items() if it.stages_per_rank in (None, per_rank)]
         raise ValueError(
-            f"schedule {name!r} has virtual_pipeline_size={entry.stages_per_rank}, not {stages_per_rank}; leave it "
+            f"schedule {name!r} has virtual_pipeline_size={entry.stages_per_rank}, not {per_rank}; leave it "
             f"out, or use one of {', '.join(fitting)}"
         )
     return entry.make(pipeline_size, num_microbatches)
+
+
+def choose_schedule(
+    schedule: str | Schedule | None, pipeline_size: int, num_microbatches: int, virtual_pipeline_size: int
+) -> Schedule:
+    """The schedule that a pipeline is to play.
+
+    Args:
+        schedule: a name, or a schedule; None for 1F1B, interleaved if there are several stages per rank.
+        pipeline_size: pipeline-parallel ranks.
+        num_microbatches: of a batch.
+        virtual_pipeline_size: stages per rank; 1 also for a schedule that is given itself.
+
+    Raises:
+        ValueError: as for `make_schedule`, or the schedule that was given is for other sizes.
+    """
+    if schedule is None:
+        schedule = "1f1b" if virtual_pipeline_size == 1 else "interleaved"
+    if isinstance(schedule, str):
+        return make_schedule(schedule, pipeline_size, num_microbatches, virtual_pipeline_size=virtual_pipeline_size)
+    if (schedule.num_ranks, schedule.num_microbatches) != (pipeline_size, num_microbatches):
+        raise ValueError(
+            f"schedule {schedule.name!r} is for {schedule.num_ranks} ranks and {schedule.num_microbatches} "
+            f"microbatches; this pipeline has {pipeline_size} ranks and num_microbatches={num_microbatches}"
+        )
+    if virtual_pipeline_size not in (1, schedule.num_stages / pipeline_size):
+        raise ValueError(
+            f"schedule {schedule.name!r} has {schedule.num_stages} stages on {pipeline_size} ranks, which is not "
+            f"virtual_pipeline_size={virtual_pipeline_size}; leave it out, the schedule says it"
+        )
+    return schedule

@@ -7,7 +7,14 @@ from typing import TypeVar
 
 from nxd_ckpt import Coordinator
 from nxd_ckpt.coordinator import gather_from_every_rank
-from nxd_state import Group, active_group, all_gather_object, get_world_group, model_parallel_is_initialized
+from nxd_state import (
+    Group,
+    active_group,
+    all_gather_object,
+    attempt_on_every_rank,
+    get_world_group,
+    model_parallel_is_initialized,
+)
 
 T = TypeVar("T")
 
@@ -55,20 +62,12 @@ def together(
         Exception: what `act` raised, on its rank.
         RuntimeError: `act` raised on another rank; of `error_type`, where that is given.
     """
-    done: list[T] = []
-    failure: Exception | None = None
-    try:
-        done.append(act())
-    except Exception as error:  # raised below, when the others know
-        failure = error
-    group = group or get_world_group()
-    failures = all_gather_object(None if failure is None else f"{type(failure).__name__}: {failure}", group)
-    if failure is not None:
-        raise failure
-    for rank, text in zip(group.ranks, failures, strict=True):
-        if text is not None:
-            raise error_type(f"rank {rank} could not {doing}: {text}")
-    return done[0]
+    attempt = attempt_on_every_rank(act, group or get_world_group())
+    if attempt.error is not None:
+        raise attempt.error
+    for rank, text in attempt.failures.items():
+        raise error_type(f"rank {rank} could not {doing}: {text}")
+    return attempt.results[0]
 
 
 def on_all_ranks(doing: str, act: Callable[[], T]) -> T:

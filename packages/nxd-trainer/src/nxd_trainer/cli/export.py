@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from nxd_trainer.cli.command import Commands, add_checkpoint, reports_user_errors
+from nxd_trainer.recipe.sections import DTYPE_NAMES
 
 
 def add_parser(commands: Commands) -> None:
@@ -11,9 +12,7 @@ def add_parser(commands: Commands) -> None:
     parser = commands.add_parser("export", help="write a Hugging Face folder from a checkpoint")
     add_checkpoint(parser)
     parser.add_argument("target", type=Path, help="folder to write")
-    parser.add_argument(
-        "--dtype", choices=["float32", "bfloat16", "float64"], help="of the weights; as stored if unset"
-    )
+    parser.add_argument("--dtype", choices=DTYPE_NAMES, help="of the weights; as stored if unset")
     parser.add_argument(
         "--like",
         type=Path,

@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from nxd_trainer.cli.command import Commands, reports_user_errors
+from nxd_trainer.recipe.sections import DTYPE_NAMES
 
 
 def add_parser(commands: Commands) -> None:
@@ -12,9 +13,7 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument("folder", type=Path, help="with safetensors and config.json")
     parser.add_argument("checkpoints", type=Path, help="folder of checkpoints to write to")
     parser.add_argument("--tag", default="imported", help="name of the checkpoint (default: %(default)s)")
-    parser.add_argument(
-        "--dtype", choices=["float32", "bfloat16", "float64"], help="of the weights; as stored if unset"
-    )
+    parser.add_argument("--dtype", choices=DTYPE_NAMES, help="of the weights; as stored if unset")
     parser.set_defaults(run=run)
 
 

@@ -128,8 +128,8 @@ class StagePlanner:
         )
         stage_of: dict[str, set[int]] = {}
         for index, stage in enumerate(partition_model(model, num_stages, options).stages):
-            for path, _ in stage.module.named_parameters(remove_duplicate=False):
-                stage_of.setdefault(self._part_of(stage.logical_name(path)), set()).add(index)
+            for name, _ in stage.named_parameters(remove_duplicate=False):
+                stage_of.setdefault(self._part_of(name), set()).add(index)
         return stage_of
 
     def _parts(self, stage: int, names: Sequence[Sequence[str]], parameters: Parameters) -> StageParts:

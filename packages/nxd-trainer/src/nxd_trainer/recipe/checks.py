@@ -10,19 +10,15 @@ import math
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
-from typing import Any
+from typing import Any, get_args
 
 from nxd_trainer.options import OptionError
-from nxd_trainer.recipe.sections import ModelSection, Recipe
+from nxd_trainer.recipe.sections import ModelSection, Recipe, ScheduleName
 
 VOCAB_SIZE_MULTIPLE = 64
 
 # What a folder or a factory says itself of its model.
 SIZES = [field for field in fields(ModelSection) if field.name not in ("path", "type", "factory", "config")]
-
-# Stages on each rank that a schedule of nxd-pipeline has; 0 for any number. Said again here, since that package brings
-# torch in, and a recipe is checked without.
-STAGES_PER_RANK = {"gpipe": 0, "1f1b": 1, "interleaved": 0, "zb-h1": 1, "zb-v": 2, "dualpipe-v": 2}
 
 
 class RecipeError(OptionError):
@@ -110,10 +106,13 @@ def _llama_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:
 
 
 def _pipeline_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:
+    # Brings torch in, which a recipe without a pipeline is checked without.
+    from nxd_pipeline import default_stages_per_rank, stages_per_rank  # noqa: PLC0415
+
     schedule, virtual = recipe.pipeline.schedule, recipe.pipeline.virtual_pipeline_size
-    needed = STAGES_PER_RANK[schedule]
+    needed = stages_per_rank(schedule)
     if virtual is not None and needed and virtual != needed:
-        fitting = [name for name, stages in STAGES_PER_RANK.items() if stages in (0, virtual)]
+        fitting = [name for name in get_args(ScheduleName) if stages_per_rank(name) in (None, virtual)]
         mistake = (
             f"pipeline.virtual_pipeline_size={virtual} is not for pipeline.schedule={schedule}, which has {needed}; "
             f"leave it unset, or use {_listed(fitting)}"
@@ -122,7 +121,7 @@ def _pipeline_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:
         return
     if not recipe.model.has_these_sizes:  # who has the model counts its layers
         return
-    per_rank = virtual or needed or (2 if schedule == "interleaved" else 1)
+    per_rank = virtual or default_stages_per_rank(schedule)
     size, layers = recipe.parallel.pipeline_parallel_size, recipe.model.num_hidden_layers
     if layers < size * per_rank:
         each = f" of {per_rank} stages each" if per_rank > 1 else ""

@@ -10,9 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from nxd_trainer.options import option
+
+# Written out, since nxd-pipeline, whose names these are, brings torch in, and `nxd train --help` does without.
+ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"]
+DtypeName = Literal["float32", "bfloat16", "float64"]
+DTYPE_NAMES: tuple[DtypeName, ...] = get_args(DtypeName)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,9 +85,7 @@ class ParallelSection:
 class PipelineSection:
     """How pipeline-parallel ranks work together; without effect where there is one."""
 
-    schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"] = option(
-        "1f1b", "order of the work, by its name in nxd-pipeline"
-    )
+    schedule: ScheduleName = option("1f1b", "order of the work, by its name in nxd-pipeline")
     virtual_pipeline_size: int | None = option(
         None, "stages on each rank; unset: 2 for interleaved, zb-v and dualpipe-v, else 1", at_least=1
     )
@@ -122,7 +125,7 @@ class TrainSection:
         1, "microbatches each rank cuts its share into; a pipeline's, too", at_least=1
     )
     seed: int = option(0, "seed of the initial weights, dropout and the order of the data", at_least=0)
-    dtype: Literal["float32", "bfloat16", "float64"] = option("float32", "type of the weights")
+    dtype: DtypeName = option("float32", "type of the weights")
     autocast: Literal["none", "bfloat16"] = option("none", "type of the matrix products of float32 weights")
     max_grad_norm: float = option(1.0, "gradients are scaled down to this norm; 0: never", at_least=0)
     log_every: int = option(10, "steps between two logged lines", at_least=1)

@@ -1,0 +1,104 @@
+"""The weights of ZeRO-1: buckets of which each replica updates a part, and the optimizers of this replica's parts."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from nxd_state import Group
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from nxd_optim.zero1.buckets import Bucket, make_base_optimizer, make_buckets
+from nxd_optim.zero1.flat_bucket import Dtypes
+from nxd_optim.zero1.forward_gather import ForwardGather
+from nxd_optim.zero1.gradient_parts import check_same_sequence_parallel_ranges
+from nxd_optim.zero1.settings import settings_of
+
+
+class ShardedWeights:
+    """Who keeps which weights and states, and when the weights of other replicas have arrived.
+
+    Args:
+        make_optimizer: the optimizer of some parameter groups.
+        dtypes_of: what parameters of a dtype are trained in.
+
+    Attributes:
+        buckets: in the order in which their gradients leave.
+    """
+
+    def __init__(self, make_optimizer: Callable[[Any], Optimizer], dtypes_of: Callable[[torch.dtype], Dtypes]) -> None:
+        self._make_optimizer, self._dtypes_of = make_optimizer, dtypes_of
+        self.buckets: list[Bucket] = []
+        self._base_optimizers: list[Optimizer] = []  # one per bucket, so that a bucket can be gathered once updated
+        self._forward_gather: ForwardGather | None = None
+
+    def add(
+        self,
+        parameters: Sequence[Tensor],
+        param_groups: Sequence[dict[str, Any]],
+        group: Group,
+        *,
+        bucket_bytes: int,
+    ) -> None:
+        """Move parameters into further buckets.
+
+        Args:
+            parameters: those that are frozen stay where they are.
+            param_groups: the groups of all parameters, as a user sees them.
+            group: the replicas.
+            bucket_bytes: most of a bucket.
+
+        Raises:
+            ValueError: parameters on the meta device, or others on another rank of the group.
+        """
+        for base in self._base_optimizers:  # all have the user's groups, empty ones too
+            for added in param_groups[len(base.param_groups) :]:
+                base.add_param_group(settings_of(added) | {"params": []})
+        buckets = make_buckets(parameters, group, bucket_bytes, self._dtypes_of)
+        self.buckets = [*self.buckets, *buckets]
+        self._base_optimizers += [make_base_optimizer(it, param_groups, self._make_optimizer) for it in buckets]
+        check_same_sequence_parallel_ranges(self.buckets)
+        if self._forward_gather is not None:
+            self.overlap_forward(self._forward_gather.model)
+
+    def parts(self) -> Iterator[tuple[Bucket, Optimizer]]:
+        """Each bucket with the optimizer that updates this rank's part of it."""
+        return zip(self.buckets, self._base_optimizers, strict=True)
+
+    def overlap_forward(self, model: nn.Module) -> None:
+        """From now on the modules of `model` wait for their parameters, instead of the step."""
+        if self._forward_gather is not None:
+            self._forward_gather.close()
+        self._forward_gather = ForwardGather(model, self.buckets)
+
+    @property
+    def arrive_in_forward(self) -> bool:
+        """Whether a step leaves the waiting for other replicas' weights to the next forward."""
+        return self._forward_gather is not None
+
+    def wait(self) -> None:
+        """Return when all parameters are whole."""
+        for bucket in self.buckets:
+            bucket.wait_for_parameters()
+
+    def check_places(self) -> None:
+        """Raise a RuntimeError if a parameter has moved out of its bucket."""
+        for bucket in self.buckets:
+            bucket.check_places()
+
+    def refresh_masters(self, *, only_stale: bool) -> None:
+        """Take master weights from the parameters: all, or those that are marked to be."""
+        for bucket in self.buckets:
+            if not only_stale:
+                bucket.mark_masters_stale(bucket.parameters)
+            bucket.refresh_stale_masters()
+
+    def drop_gradients(self) -> None:
+        """Forget all gradients."""
+        for bucket in self.buckets:
+            bucket.drop_gradients()
+
+    def zero_gradients(self) -> None:
+        """Make the gradients that there are zero."""
+        for bucket in self.buckets:
+            bucket.zero_gradients()

@@ -1,0 +1,63 @@
+"""Work whose failure on one rank is an error on every rank, so that nobody waits for a rank that has raised."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from nxd_state.collectives import all_gather_object
+from nxd_state.group import Group
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Attempt(Generic[T]):
+    """What became of the same work on the ranks of a group.
+
+    Attributes:
+        results: what it returned here; empty if it raised.
+        error: what it raised here.
+        failures: by rank of the job, the text of what it raised there; the same on every rank.
+    """
+
+    results: tuple[T, ...]
+    error: Exception | None
+    failures: dict[int, str]
+
+
+def attempt_on_every_rank(act: Callable[[], T], group: Group) -> Attempt[T]:
+    """Do it, and wait until all ranks of the group have tried; raises nothing that `act` raises.
+
+    Args:
+        act: must not communicate: who raises in it does not take part.
+        group: its ranks all call this.
+    """
+    results: tuple[T, ...] = ()
+    error: Exception | None = None
+    try:
+        results = (act(),)
+    except Exception as raised:  # whatever it is, the other ranks must hear of it instead of waiting
+        error = raised
+    texts = all_gather_object(None if error is None else f"{type(error).__name__}: {error}", group)
+    failures = {rank: text for rank, text in zip(group.ranks, texts, strict=True) if text is not None}
+    return Attempt(results, error, failures)
+
+
+def on_every_rank(doing: str, act: Callable[[], T], group: Group) -> T:
+    """What `act` returned here, once it has returned on every rank of the group.
+
+    Args:
+        doing: for the message, such as "writing /tmp/adapter".
+        act: see `attempt_on_every_rank`.
+        group: its ranks all call this.
+
+    Raises:
+        RuntimeError: `act` raised on some rank; on every rank, with one text.
+    """
+    attempt = attempt_on_every_rank(act, group)
+    if attempt.failures:
+        lines = "\n  ".join(f"rank {rank}: {text}" for rank, text in attempt.failures.items())
+        raise RuntimeError(
+            f"{doing} failed on {len(attempt.failures)} of {group.size} ranks\n  {lines}"
+        ) from attempt.error
+    return attempt.results[0]
