@@ -4,6 +4,8 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import nxd_ckpt
@@ -23,6 +25,13 @@ def processes_with(marker: str) -> list[int]:
         except OSError:  # it has ended, or is not ours
             continue
     return found
+
+
+def wait_until(condition: Callable[[], bool], seconds: float) -> None:
+    give_up = time.monotonic() + deadline(seconds)
+    while not condition():
+        assert time.monotonic() < give_up, "it did not come about in time"
+        time.sleep(0.05)
 
 
 def test_train_rank_that_raises_ends_all_ranks_with_its_traceback_first(tiny, tmp_path):
@@ -74,3 +83,35 @@ def test_train_signal_saves_and_leaves_no_process(tiny, tmp_path, signal_number,
     checkpoint = nxd_ckpt.open_checkpoint(tmp_path / "run/checkpoints")
     assert checkpoint.read("model.norm.weight").shape == (32,)
     assert processes_with(marker) == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a process is not told of its parent's death")
+def test_train_with_a_killed_launcher_leaves_no_process_and_can_go_on(tiny, tmp_path, fresh_python, nxd):
+    marker = f"NXD_TEST_MARKER={tmp_path.name}-{os.getpid()}"
+    name, value = marker.split("=")
+    # Without saves: these use the launcher's store, and fail when that is gone.
+    long_run = ["train", "--nproc", "2", *tiny, "train.steps=100000", "train.eval_every=0", "checkpoint.save_every=0"]
+    assert nxd(*long_run, "train.stop_after=1").returncode == 0
+    said = tmp_path / "errors.txt"  # no pipe: its end would stop the ranks, too
+    with (
+        said.open("w") as errors,
+        subprocess.Popen(
+            [fresh_python, "-m", "nxd_trainer", *long_run],
+            cwd=tmp_path,
+            stderr=errors,
+            stdout=subprocess.DEVNULL,
+            env=os.environ | {name: value},
+        ) as process,
+    ):
+        wait_until(lambda: "\nstep" in said.read_text(), 120)
+        assert len(processes_with(marker)) > 2
+        process.kill()
+    try:
+        wait_until(lambda: not processes_with(marker), 30)
+    finally:
+        for pid in processes_with(marker):
+            os.kill(pid, signal.SIGKILL)
+
+    resumed = nxd(*long_run, "train.stop_after=2")
+    assert resumed.returncode == 0, resumed.stderr

@@ -4,14 +4,18 @@ Under torchrun or Slurm nothing is started: the process is a rank already. Slurm
 ...`) says who a task is in variables of its own, and torch.distributed reads those of torchrun: one is told the other.
 """
 
+import ctypes
 import logging
 import os
 import re
+import signal
 import sys
 import uuid
 from collections.abc import Mapping, Sequence
 
 EXIT_STOPPED = 143  # 128 + SIGTERM
+
+_PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 
 def is_launched() -> bool:
@@ -60,6 +64,16 @@ def launch_ranks(nproc: int, module: str, arguments: Sequence[str]) -> int:
         print(f"nxd: stopped by signal {int(error.sigval)}; all ranks have ended", file=sys.stderr)
         return EXIT_STOPPED
     return 0
+
+
+def end_with_launcher() -> None:
+    """On Linux, have this rank killed as soon as the process that started it has ended, however that was.
+
+    Else the ranks of a killed launcher would train on, unseen, and keep the run's folder locked. A checkpoint that is
+    being written is then left out, and the one before it is whole.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 FIRST_PORT, NUM_PORTS = 20000, 10000
