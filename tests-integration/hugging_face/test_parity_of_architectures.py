@@ -66,6 +66,16 @@ def test_equal_architecture_is_remembered(folder_with, remembered):
     assert third == f"Models of type 'qwen3' are split by their own plan from now on: {record}"
 
 
+def test_equal_within_a_wide_tolerance_is_not_remembered(folder_with, remembered):
+    ended = nxd_parity(
+        "--hf", folder_with(**LARGE), "--rtol", "0.5", "num_hidden_layers=1", 'layer_types=["full_attention"]'
+    )
+
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.endswith("Nothing is remembered: that takes float64 and a tolerance of 1e-10 or less\n")
+    assert not remembered.exists()
+
+
 def test_plan_that_forgets_a_gradient_differs(run_ranks, folder_with):
     folder = folder_with(model_type="apertus")
 
@@ -125,7 +135,7 @@ def test_type_that_nobody_has_compared_is_let_through_once_remembered(run_ranks,
         parallelize(model)
         return tuple(model.model.layers[0].mlp.up_proj.weight.shape)
 
-    assert run_ranks(job, 2) == [(4, 8)] * 2
+    assert run_ranks(job, 2, env={"NXD_COMPARED_MODELS": str(remembered)}) == [(4, 8)] * 2
     assert [path.name.startswith("new_llama-") for path in remembered.iterdir()] == [True]
 
 
@@ -138,6 +148,9 @@ def test_small_config_keeps_every_kind_of_layer_and_what_is_no_size():
     assert small["layer_types"] == ["sliding_attention"] * 3 + ["full_attention"]
     assert (small["num_hidden_layers"], small["num_attention_heads"], small["num_key_value_heads"]) == (4, 4, 2)
     assert (small["sliding_window"], small["attention_dropout"], small["tie_word_embeddings"]) == (4, 0.0, True)
+    kinds = [["a", 1], ["a", 1], ["b", 1], ["b", 2], ["c", 1], ["d", 1]]
+    more = small_config({**LARGE, "num_hidden_layers": 6, "layer_types": None, "own_kinds": kinds})
+    assert (more["num_hidden_layers"], more["own_kinds"]) == (5, kinds[1:])
     assert small_config({**LARGE, "num_key_value_heads": 64})["num_key_value_heads"] == 4
     assert small_config({**LARGE, "num_key_value_heads": 1})["num_key_value_heads"] == 1
 

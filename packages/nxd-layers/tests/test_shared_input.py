@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.fx
 from nxd_layers import ColumnParallelLinear, column_parallel_linears
 from nxd_state import get_tensor_model_parallel_rank
 from torch import nn
@@ -155,3 +156,20 @@ def test_layers_that_expect_different_inputs_raise(on_tp):
             column_parallel_linears(torch.ones(2, 6), layers)
 
     on_tp(2, job)
+
+
+def test_trace_of_layers_of_a_shared_input_calls_each_of_them():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate, self.up = (ColumnParallelLinear(4, 6, gather_output=False) for _ in range(2))
+
+        def forward(self, x):
+            gate, up = column_parallel_linears(x, [self.gate, self.up])
+            return gate * up
+
+    block, x = Block(), torch.randn(3, 4)
+    traced = torch.fx.symbolic_trace(block)
+
+    assert torch.equal(traced(x), block(x))
+    assert {name for name, _ in traced.named_parameters()} == {name for name, _ in block.named_parameters()}

@@ -15,6 +15,7 @@ from nxd_state import Group, active_group, reduce_scatter
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from torch.fx import Proxy
 
 from nxd_layers.column_linear import in_autocast_dtype
 from nxd_layers.linear import ColumnParallelLinear, column_outputs
@@ -48,7 +49,8 @@ def column_parallel_linears(input_: Tensor, layers: Sequence[nn.Module]) -> tupl
     """Call several column-parallel layers with one input, with one collective per direction instead of one per layer.
 
     Each layer is called as a module, with its hooks. A forward pre-hook that replaces the input costs that layer
-    collectives of its own.
+    collectives of its own; one that changes the layer's parameters, such as `torch.nn.utils.weight_norm`, comes after
+    the product. In a trace of torch.fx each layer is a call of its own.
 
     Args:
         input_: as for `ColumnParallelLinear.forward`.
@@ -63,9 +65,15 @@ def column_parallel_linears(input_: Tensor, layers: Sequence[nn.Module]) -> tupl
     """
     if not layers:
         raise ValueError("no layers given; expected at least one ColumnParallelLinear")
+    if _is_traced(input_):  # a graph has no place for a call that knows layers
+        return tuple([layer(input_) for layer in layers])
     joint = [layer for layer in layers if isinstance(layer, ColumnParallelLinear) and _has_own_forward(layer)]
     call = JointCall(input_, joint, column_outputs(input_, joint) if joint else ())
     return tuple([layer(input_, call=call) if layer in joint else layer(input_) for layer in layers])
+
+
+def _is_traced(value: object) -> bool:
+    return isinstance(value, Proxy)
 
 
 def _has_own_forward(layer: ColumnParallelLinear) -> bool:

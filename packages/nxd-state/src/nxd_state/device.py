@@ -68,8 +68,8 @@ def records_graphs(what: Tensor | torch.device | str | None = None) -> bool:
 
 
 def has_float64(device: torch.device) -> bool:
-    """Whether a device computes in float64; a Neuron device does not."""
-    return device.type != "xla"
+    """Whether a device computes in float64; Neuron devices do not, and neither do Apple's."""
+    return device.type in ("cpu", "cuda")
 
 
 def step_boundary() -> None:

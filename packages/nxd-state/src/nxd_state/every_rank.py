@@ -40,7 +40,10 @@ def attempt_on_every_rank(act: Callable[[], T], group: Group) -> Attempt[T]:
         error = raised
     texts = all_gather_object(None if error is None else f"{type(error).__name__}: {error}", group)
     failures = {rank: text for rank, text in zip(group.ranks, texts, strict=True) if text is not None}
-    return Attempt(results, error, failures)
+    try:
+        return Attempt(results, error, failures)
+    finally:
+        del error, act  # the error's traceback holds this frame, and with it what `act` has
 
 
 def on_every_rank(doing: str, act: Callable[[], T], group: Group) -> T:

@@ -84,6 +84,7 @@ def test_average_of_integers_raises(reduce, group):
             r"2 ranks does not divide dim 0 of shape \(3, 5\); pad it to 4",
         ),
         (lambda: nxd_state.all_gather_(TENSOR[:, :4].t(), PAIR), r"non-contiguous tensor of shape \(4, 4\)"),
+        (lambda: nxd_state.all_gather_(torch.zeros(2, dtype=torch.complex64).conj(), PAIR), "conjugate view"),
         (lambda: nxd_state.all_gather_(torch.tensor(1.0), SOLO), r"dim=0 is outside a tensor of shape \(\)"),
         (lambda: nxd_state.isend(TENSOR, PAIR, destination=2), r"destination=2 is outside Group.*0\.\.1"),
         (lambda: nxd_state.irecv(TENSOR, PAIR, source=0), "source=0 is this rank itself"),

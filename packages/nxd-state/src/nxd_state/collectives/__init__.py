@@ -21,7 +21,15 @@ from torch import Tensor
 from nxd_state.collectives import debug
 from nxd_state.collectives.abort import abort_group
 from nxd_state.collectives.choice import host_transport_of, transport_of
-from nxd_state.collectives.point_to_point import batch_isend_irecv, check_index, irecv, isend, recv, send
+from nxd_state.collectives.point_to_point import (
+    batch_isend_irecv,
+    check_index,
+    irecv,
+    is_plain_memory,
+    isend,
+    recv,
+    send,
+)
 from nxd_state.collectives.transport import Pending, Receive, ReduceOp, Send, Transport, ready
 from nxd_state.group import Group
 from nxd_state.shard_spec import checked_dim
@@ -126,13 +134,16 @@ def all_gather_(tensor: Tensor, group: Group, *, async_op: Literal[True]) -> Pen
 def all_gather_(tensor: Tensor, group: Group, *, async_op: bool = False) -> Tensor | Pending[Tensor]:
     """Fill `tensor` with the ranks' equal parts of it along dim 0, in group order; each rank sends its own from there.
 
+    On the CPU the parts go as messages of the group: no `isend` or `irecv` of it may be under way meanwhile.
+
     Raises:
         ValueError: `tensor` is not contiguous, has no dim, or the group's size does not divide `tensor.shape[0]`.
     """
     _check_divides(tensor, checked_dim(0, tensor.shape), group)
-    if not tensor.is_contiguous():
+    if not is_plain_memory(tensor):
         raise ValueError(
-            f"cannot gather into a non-contiguous tensor of shape {tuple(tensor.shape)}; gather into a contiguous one"
+            f"cannot gather into a non-contiguous tensor of shape {tuple(tensor.shape)} (or a conjugate view); "
+            "gather into a contiguous one"
         )
     if group.size == 1:
         return ready(tensor, async_op=async_op)

@@ -112,10 +112,15 @@ def _check(name: str, peer: int, tensor: Tensor, group: Group) -> None:
         raise ValueError(f"{name}={peer} is this rank itself in {group}; no message is needed")
 
 
+def is_plain_memory(tensor: Tensor) -> bool:
+    """Whether the elements lie in memory in order, as they are: what others send can be written there."""
+    return tensor.is_contiguous() and not (tensor.is_complex() and tensor.is_conj())
+
+
 def _check_receivable(tensor: Tensor) -> None:
-    if not tensor.is_contiguous():
+    if not is_plain_memory(tensor):
         raise ValueError(
-            f"cannot receive into a non-contiguous tensor of shape {tuple(tensor.shape)}; "
+            f"cannot receive into a non-contiguous tensor of shape {tuple(tensor.shape)} (or a conjugate view); "
             "receive into a contiguous one and copy"
         )
 

@@ -65,7 +65,7 @@ class SharedMemoryTransport(MessageTransport):
     def all_gather_(self, tensor: Tensor, *, async_op: bool = False) -> Result:
         """By messages, which fill the tensor; `all_gather` makes a new one."""
         channel = self._channel
-        pending = self._gather_by_messages(_detached(tensor), channel.rank, len(channel.ranks))
+        pending = Pending(tensor, self._gather_by_messages(_detached(tensor), channel.rank, len(channel.ranks)))
         return pending if async_op else pending.wait()
 
     def reduce_scatter(self, tensor: Tensor, dim: int, op: ReduceOp, *, async_op: bool = False) -> Result:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from nxd_trainer.parity import ParityCase
 
 EXIT_DIFFERENT = 3  # 1 is what a rank that fails ends with
+RTOL_TO_REMEMBER = 1e-10  # rounding in float64
 FLAGS = ("nproc", "help", "dtype", "rtol", "compare-steps", "hf")
 
 
@@ -66,9 +67,7 @@ def run(options: argparse.Namespace) -> int:
     if os.environ.get("RANK", "0") == "0":
         print(report)
         if options.hf is not None and report.agrees:
-            from nxd_trainer.parity.architecture import remember_equal  # noqa: PLC0415
-
-            print(reports_user_errors(lambda: remember_equal(options.hf)))
+            print(_remember(options, report.rtol))
     leave_mesh()
     return 0 if report.agrees else EXIT_DIFFERENT
 
@@ -96,6 +95,14 @@ def _case(options: argparse.Namespace) -> "ParityCase":
     if not isinstance(case, ParityCase):
         raise ValueError(f"{name}() returned a {type(case).__name__}; it must return a nxd_trainer.parity.ParityCase")
     return case
+
+
+def _remember(options: argparse.Namespace, rtol: float) -> str:
+    if options.dtype != "float64" or rtol > RTOL_TO_REMEMBER:
+        return f"Nothing is remembered: that takes float64 and a tolerance of {RTOL_TO_REMEMBER:g} or less"
+    from nxd_trainer.parity.architecture import remember_equal  # noqa: PLC0415
+
+    return reports_user_errors(lambda: remember_equal(options.hf))
 
 
 def _config_changes(settings: list[str]) -> dict[str, Any]:

@@ -103,8 +103,8 @@ def case_of_architecture(folder: Path, changes: Mapping[str, Any], tensor_parall
 def small_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """A config of the same architecture with a few thousand parameters, and without dropout.
 
-    Sizes become those of `SMALL_SIZES` where they are larger; lists with an entry for each layer keep entries of every
-    kind, as many as there are layers then. All else is as it was.
+    Sizes become those of `SMALL_SIZES` where they are larger. Lists with an entry for each layer keep one of every
+    kind, and there are more layers where there are more kinds. All else stays.
 
     Raises:
         ValueError: transformers has no causal language model for the config, or it is one of text and more.
@@ -166,7 +166,7 @@ def _of_text_decoder(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _lists_of_layers(content: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """Lists with an entry for each layer, cut to the first layer of each kind and then the first ones."""
+    """Lists with an entry for each layer, cut to the first layer of each kind and then the first ones; their number."""
     layers = content.get(key)
     if not isinstance(layers, int) or layers <= LAYERS:
         return {}
@@ -174,10 +174,10 @@ def _lists_of_layers(content: Mapping[str, Any], key: str) -> dict[str, Any]:
     kinds: dict[str, int] = {}
     for index in range(layers):
         kinds.setdefault(json.dumps([value[index] for value in lists.values()]), index)
-    firsts = list(kinds.values())[:LAYERS]
+    firsts = list(kinds.values())
     others = [index for index in range(layers) if index not in firsts]
-    kept = sorted([*firsts, *others[: LAYERS - len(firsts)]])
-    return {name: [value[index] for index in kept] for name, value in lists.items()}
+    kept = sorted([*firsts, *others[: max(LAYERS - len(firsts), 0)]])
+    return {key: len(kept)} | {name: [value[index] for index in kept] for name, value in lists.items()}
 
 
 def _check_runs(content: Mapping[str, Any]) -> None:
