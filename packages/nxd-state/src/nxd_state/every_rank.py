@@ -1,4 +1,4 @@
-"""Work whose failure on one rank is an error on every rank, so that nobody waits for a rank that has raised."""
+"""Work whose failure on one rank is an error on every rank, so that no rank waits for one that has raised."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Attempt(Generic[T]):
-    """What became of the same work on the ranks of a group.
+    """The outcome of the same work on the ranks of a group.
 
     Attributes:
         results: what it returned here; empty if it raised.
@@ -26,10 +26,10 @@ class Attempt(Generic[T]):
 
 
 def attempt_on_every_rank(act: Callable[[], T], group: Group) -> Attempt[T]:
-    """Do it, and wait until all ranks of the group have tried; raises nothing that `act` raises.
+    """Call `act`, and wait until all ranks of the group have tried; does not raise what `act` raises.
 
     Args:
-        act: must not communicate: who raises in it does not take part.
+        act: must not communicate: a rank that raises in it would not take part.
         group: its ranks all call this.
     """
     results: tuple[T, ...] = ()

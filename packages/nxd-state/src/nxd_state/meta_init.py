@@ -1,4 +1,4 @@
-"""Giving memory to what was made on the "meta" device, and values that do not depend on how a model is cut."""
+"""Giving memory to tensors on the "meta" device, and seeds of initial values that do not depend on the sharding."""
 
 import hashlib
 

@@ -1,4 +1,4 @@
-"""Errors of the device's compiler and of its memory, told with the module of the user's model that they are about.
+"""Errors of the device's compiler and of its memory, reported with the module of the user's model that they concern.
 
 What a compiler says of an instruction has its metadata (the scopes that `xla_inspect.module_scopes` opens, and a
 source line) or at least its name, which a recorded graph explains. Messages are recognised by the words that

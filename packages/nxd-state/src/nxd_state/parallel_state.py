@@ -1,4 +1,4 @@
-"""The one mesh of this process: made by `initialize_model_parallel`, asked by everything else.
+"""The one mesh of this process: made by `initialize_model_parallel`, read by everything else.
 
 Holds the state (mesh and process groups) and the documented getters. The arithmetic is in `mesh`.
 """

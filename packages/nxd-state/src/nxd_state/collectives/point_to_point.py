@@ -1,6 +1,6 @@
 """Messages between two ranks of a `Group`: blocking, without waiting, or several at once.
 
-Those from one rank to another arrive in the order in which they were sent, and both ends ask for them in that order.
+Messages from one rank to another arrive in the order in which they were sent; both ends ask for them in that order.
 On XLA none leaves at once: a message is a small graph that both ends run, one message after the other. There the ranks
 need one order of all messages in which each waits for both its ends; those of one batch are ordered here.
 """

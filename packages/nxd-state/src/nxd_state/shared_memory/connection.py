@@ -1,7 +1,7 @@
 """Sharing memory among the ranks of a group, if they are on one host and all of them can.
 
-The ranks tell each other through the job's key-value store where their memory is, map it, and tell each other
-whether that went well; a group that some rank could not map goes on without.
+Through the job's key-value store, the ranks tell each other where their memory is, map it, and tell each other
+whether that succeeded; a group whose memory some rank could not map does without it.
 """
 
 import json

@@ -1,9 +1,9 @@
-"""Driving collectives and messages on: by whoever waits for one, and for those begun without waiting by a thread.
+"""Advancing collectives and messages: a caller that waits does it; a thread does it for asynchronous ones.
 
-They come in steps (see `channel.Steps`) and stand in lanes: those of one lane run one after the other, in the order
-in which they were begun, which is the same on all ranks; different lanes do not wait for each other. Whoever waits
-drives all lanes of the process, looks for a short while again and again, leaving the core to others in between, and
-then sleeps until a peer rings.
+Operations run in steps (see `channel.Steps`) and are queued in lanes: those of one lane run one after the other, in the
+order in which they were begun, which is the same on all ranks; different lanes do not wait for each other. A waiting
+caller advances all lanes of the process, polls for a short while, yielding the core in between, and then sleeps until
+a peer rings.
 """
 
 import atexit

@@ -1,6 +1,6 @@
-"""The pool's handle of one worker process: start it, know whether it lives, read what it printed, end it.
+"""The pool's handle of one worker process: start it, check whether it is alive, read what it printed, end it.
 
-What runs inside it is `nxd_state.testing.worker`; which job it gets is the business of `pool`.
+`nxd_state.testing.worker` runs inside it; `pool` assigns its jobs.
 """
 
 from __future__ import annotations

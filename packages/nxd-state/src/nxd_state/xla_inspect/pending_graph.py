@@ -1,4 +1,4 @@
-"""The graph that torch-xla has recorded in this process and not yet run: as text, as bytes, with what it reads.
+"""The graph that torch-xla has recorded in this process and not yet run: as text, as bytes, with its inputs.
 
 All tensors of the process that are still to be computed are lowered as one module, as `step_boundary` would do it.
 """
