@@ -1,4 +1,4 @@
-"""The core of attention: from queries, keys and values of this rank's heads to what they mix, and the masks for it.
+"""Core attention over the queries, keys and values of this rank's heads, and its masks.
 
 Every attention of these packages goes through `CoreAttention`, which is a module of its own so that activation
 checkpointing can name it. Projections, rotary positions and caches are the model's.

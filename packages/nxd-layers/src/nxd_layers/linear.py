@@ -38,7 +38,7 @@ class InputSharing(Protocol):
     """How layers that read the same tensor share what is computed or sent for it: see `nxd_layers.shared_input`."""
 
     def output(self, layer: "ColumnParallelLinear", input_: Tensor) -> Tensor:
-        """What `layer` makes of this input."""
+        """The output of `layer` for this input."""
 
 
 class ColumnParallelLinear(nn.Module):

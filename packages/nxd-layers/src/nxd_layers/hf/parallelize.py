@@ -1,8 +1,8 @@
-"""`parallelize`: from an unmodified model of transformers to this rank's part of it.
+"""`parallelize`: turns an unmodified model of transformers into this rank's part of it.
 
-What would go wrong unseen with a split model is mended or refused: deep copies, which torch makes without the
-attributes of parameters, `generate()` on ranks with other seeds, ties that come apart, and methods that take a part for
-the whole.
+Operations that would silently go wrong with a split model are fixed or refused: deep copies, which torch makes without
+the attributes of parameters, `generate()` on ranks with different seeds, ties that come apart, and methods that take a
+part for the whole.
 """
 
 import copy

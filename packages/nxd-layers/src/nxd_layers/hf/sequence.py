@@ -1,8 +1,8 @@
 """Sequence parallelism around unmodified blocks (Korthikanti et al. 2022).
 
-Between the first and the last decoder layer each rank has `seq/tp` positions. What is called with hidden states in a
-layer, attention or feed-forward, gets the whole sequence, gathered before it; its row-parallel layer leaves the sum
-split again. So norms and residual sums are computed on a part, and the blocks' own code sees whole sequences as before.
+Between the first and the last decoder layer each rank has `seq/tp` positions. Attention and feed-forward blocks get the
+whole sequence, gathered before them; their row-parallel layers leave the sum split again. So norms and residual sums
+are computed on a part, and the blocks' own code sees whole sequences as before.
 A block that does not end in one row-parallel layer, such as experts, sums its output as it does without sequence
 parallelism, and each rank keeps its part: the same memory, for an all-reduce in place of a reduce-scatter.
 Without gradients (evaluation, `generate()`) sequences stay whole, and may have any length.

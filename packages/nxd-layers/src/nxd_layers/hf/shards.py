@@ -1,4 +1,4 @@
-"""Parts of whole tensors: a parameter of a model in memory becomes this rank's part of it."""
+"""Cutting whole tensors: replaces a parameter of a model in memory by this rank's part of it."""
 
 from collections.abc import Sequence
 

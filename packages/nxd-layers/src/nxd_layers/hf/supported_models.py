@@ -1,4 +1,4 @@
-"""Architectures whose split models have been compared with one process, what is wrong with plans, and the check of one.
+"""Architectures whose split models have been compared with one process, corrections of their plans, and plan checks.
 
 The list is the outcome of a survey of all causal language models of transformers 5.23 that have a tensor-parallel plan:
 tiny ones on two ranks in float64, the logits and all gradients equal to those of the unsplit model. Users compare
@@ -60,7 +60,7 @@ _FUSED = ("gate_up_proj", "gate_up_proj_bias")
 
 
 def checked_plan(model: Any) -> dict[str, str]:
-    """The model's own plan, put right where that is known to be needed.
+    """The model's own plan, corrected where that is known to be needed.
 
     Raises:
         ValueError: models of this type, split by their own plan, have not been compared with one process.
@@ -79,14 +79,14 @@ def checked_plan(model: Any) -> dict[str, str]:
 
 
 def corrected_plan(model: Any) -> dict[str, str]:
-    """The model's own plan, put right where that is known to be needed, whoever has compared it."""
+    """The model's own plan, corrected where that is known to be needed, whether or not it has been compared."""
     base = base_model_path(model)
     corrections = CORRECTIONS.get(_type_of(model), {}).items()
     return {**own_plan(model), **{joined(base, pattern): style for pattern, style in corrections}}
 
 
 def remember_as_compared(model: nn.Module) -> Path:
-    """From now on, let this user's models of its type be split by their own plan, as those of the survey are.
+    """Record that models of this type may be split by their own plan for this user, as those of the survey may.
 
     That holds for this plan, this source of the model, and these versions of transformers and of nxd-layers. It is an
     empty file in `$NXD_COMPARED_MODELS`, or in the user's cache folder; each host of a job needs to see it.

@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA) on plain and parallel layers: training, merging, saving, Hugging Face PEFT's files."""
+"""Low-rank adapters (LoRA) on plain and parallel layers: training, merging, saving, Hugging Face PEFT's file format."""
 
 from nxd_layers.lora.adapter_config import adapter_config, check_same_scale, config_from_adapter_config
 from nxd_layers.lora.config import LoraConfig

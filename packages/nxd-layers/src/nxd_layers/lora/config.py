@@ -1,4 +1,4 @@
-"""`LoraConfig`: what a user says about adapters. Which layers a target names is found in `targets`."""
+"""`LoraConfig`: the user's settings for adapters. `targets` finds the layers that a target names."""
 
 import math
 import re

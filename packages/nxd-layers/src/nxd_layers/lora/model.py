@@ -1,4 +1,4 @@
-"""`LoraModel`: a model some of whose layers have adapters, and alone these train.
+"""`LoraModel`: a model with adapters on some of its layers; only the adapters train.
 
 Adapters are merged in float32 (or float64) and rounded once to the weight's dtype. Rounding cannot be undone by
 subtracting, so the layer's own weights wait in host memory while they are merged: unmerging restores every bit.
@@ -102,7 +102,7 @@ class LoraModel(nn.Module):
         unmerge_adapters(self.module)
 
     def reset(self) -> None:
-        """Begin anew: adapters add nothing, as in a model that has just been wrapped. Unmerges them first."""
+        """Unmerge the adapters and reset them, so that they add nothing, as in a model that has just been wrapped."""
         self.unmerge()
         for layer in adapted_layers(self.module).values():
             reset_branch(layer)

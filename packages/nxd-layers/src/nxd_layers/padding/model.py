@@ -1,6 +1,6 @@
-"""`pad_model`: attention heads that the tensor-parallel degree does not divide, made to divide by heads of zeros.
+"""`pad_model`: adds attention heads of zeros until the tensor-parallel degree divides their number.
 
-Which layers are padded is decided here; how a layer pads its weights is its own `pad_heads`.
+This module decides which layers are padded; a layer's own `pad_heads` pads its weights.
 """
 
 from collections.abc import Callable, Iterable
@@ -55,7 +55,7 @@ def pad_model(
 
     Raises:
         ValueError: `tp_degree` is not the current one, no module is of a wrapped class, a layer cannot be padded by
-            the ratio, or is tied to one that is not. The model is then as it was.
+            the ratio, or is tied to one that is not. The model is then unchanged.
         RuntimeError: a weight to pad has a gradient already.
     """
     group = active_group("tp")
