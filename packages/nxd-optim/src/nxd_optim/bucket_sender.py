@@ -1,7 +1,7 @@
-"""When buckets of gradients leave: as backward fills them, or when the caller says so, in one order on all ranks.
+"""Sends buckets of gradients, as backward fills them or when the caller asks, in one order on all ranks.
 
-What a bucket holds and what sending it means is its owner's business: the average over replicas of
-`GradientReducer`, the reduce-scatter of the ZeRO-1 optimizer.
+Its owner defines what a bucket holds and how it is sent: `GradientReducer` averages over replicas, the ZeRO-1 optimizer
+reduce-scatters.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,30 +20,30 @@ Phase = Literal["accumulating", "overlapping", "leaving", "following", "arrived"
 
 
 class Bucket(Protocol):
-    """Gradients that leave together."""
+    """Gradients that are sent together."""
 
     parameters: list[Tensor]
 
     def add_gradient(self, parameter: Tensor) -> None:
-        """Take a parameter's new gradient in."""
+        """Add a parameter's new gradient."""
 
 
 class Message(Protocol):
-    """What is under way."""
+    """A message under way."""
 
     def wait(self) -> Any:
         """Return when it has arrived."""
 
 
 class BucketSender:
-    """Follows backward by hooks on the parameters and sends each bucket when its turn has come.
+    """Follows backward by hooks on the parameters and sends each bucket in its turn.
 
     Args:
-        buckets: in the order in which they leave.
-        send: starts the message of the bucket of an index.
+        buckets: in the order in which they are sent.
+        send: starts the message of the bucket with this index.
         finish: the owner's call that ends a step, for messages.
         drop: the owner's call that drops a failed step, for messages.
-        every_backward: buckets leave with every backward outside `hold`, without `overlap_backward`.
+        every_backward: send buckets with every backward outside `hold`, without `overlap_backward`.
     """
 
     def __init__(
@@ -115,14 +115,14 @@ class BucketSender:
         self._phase = "leaving"
 
     def synchronize(self) -> None:
-        """Send what has not left yet, and wait for all. Gradients that come now belong to the same step."""
+        """Send the remaining buckets, and wait for all. Gradients that follow belong to the same step."""
         self.refuse("synchronize()", "overlapping", "following", "failed")
         self._finish_messages()
         self._phase = "arrived"
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Let nothing leave with the backward passes inside the block.
+        """Send nothing during the backward passes inside the block.
 
         Raises:
             RuntimeError: this step's gradients are leaving already.
@@ -135,13 +135,13 @@ class BucketSender:
             self._follows = follows
 
     def complete(self) -> None:
-        """Send what has not left yet, and wait for all: a new step may begin."""
+        """Send the remaining buckets, and wait for all: a new step may begin."""
         if self._phase != "arrived":
             self._finish_messages()
         self._phase = "accumulating"
 
     def drop(self) -> None:
-        """Make an end of a step that failed or was not finished, if every rank does so."""
+        """Drop a step that failed or was not finished; every rank must do so."""
         if self._phase != "accumulating":
             # Ranks may have failed at different points. Were a message left out here that another rank has sent,
             # it would be taken for one of the next step.

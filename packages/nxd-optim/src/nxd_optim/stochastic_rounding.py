@@ -64,7 +64,7 @@ class StochasticRounding:
         return {"seed": self.seed, "steps": self.steps}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on where `state_dict` was taken."""
+        """Resume from a `state_dict`."""
         self.seed, self.steps = state["seed"], state["steps"]
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
-"""The buckets of ZeRO-1 and the optimizer that updates this rank's part of each: made, stepped and gathered.
+"""Makes, steps and gathers the buckets of ZeRO-1, and the optimizer that updates this rank's part of each.
 
-Which kind of bucket a device gets is decided here; outside they are alike.
+This module chooses the kind of bucket for a device; all kinds have the same interface.
 """
 
 from collections.abc import Callable, Iterable, Sequence, Set
@@ -30,7 +30,7 @@ def make_bucket(parameters: Sequence[Tensor], group: Group, dtypes: Dtypes) -> B
 def choose_dtypes(
     parameter: torch.dtype, optimizer_dtype: torch.dtype | None, *, accumulate_wide: bool, average_wide: bool
 ) -> Dtypes:
-    """What parameters of a dtype are trained in; wide is float32, or the parameter's own dtype where wider."""
+    """The dtypes that train parameters of a dtype; wide is float32, or the parameter's own dtype where wider."""
     wide = torch.promote_types(parameter, torch.float32)
     gradient = wide if accumulate_wide else parameter
     return Dtypes(optimizer_dtype or wide, gradient, wide if average_wide else gradient)
@@ -39,7 +39,7 @@ def choose_dtypes(
 def make_buckets(
     parameters: Iterable[Tensor], group: Group, bucket_bytes: int, dtypes_of: Callable[[torch.dtype], Dtypes]
 ) -> list[Bucket]:
-    """Move the trained ones among the parameters into buckets, in the order in which those leave.
+    """Move the trained ones among the parameters into buckets, in the order in which the buckets are sent.
 
     Raises:
         ValueError: parameters on the meta device, or others on another rank of the group.

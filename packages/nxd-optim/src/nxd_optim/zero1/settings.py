@@ -1,8 +1,8 @@
 """Arguments of ZeRO-1 and settings of parameter groups: checked, and carried between optimizers.
 
-Whether an optimizer treats every element on its own, so that it may be given flat parts of parameters, is found out by
-trying it, not by its name: any class is welcome that updates two parts as it updates the whole. The documented lists of
-ranks name the groups that the mesh has anyway.
+An optimizer must treat every element on its own, so that it may be given flat parts of parameters. This is checked by
+trying it, not by its name: any class works that updates two parts as it updates the whole. The documented lists of
+ranks name groups that the mesh has anyway.
 """
 
 import inspect
