@@ -36,7 +36,7 @@ def traced_partition(module: nn.Module, graph: fx.Graph, cuts: Sequence[str]) ->
 def traced_costs(
     module: nn.Module, graph: fx.Graph, layers: Sequence[str], measure: Callable[[nn.Module], float]
 ) -> list[float]:
-    """The cost of each layer, with what the model calls before it since the last one; the rest is the last layer's.
+    """The cost of each layer, including calls since the previous layer; the rest counts towards the last layer.
 
     Raises:
         ValueError: the model never calls a layer.

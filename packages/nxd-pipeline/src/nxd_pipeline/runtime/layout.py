@@ -1,4 +1,4 @@
-"""The layout of a value: its structure with shapes and dtypes in the place of tensors, which can be sent ahead."""
+"""The layout of a value: its structure, with shapes and dtypes instead of tensors. It can be sent ahead."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """What must be known of a tensor to receive it."""
+    """The metadata needed to receive a tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

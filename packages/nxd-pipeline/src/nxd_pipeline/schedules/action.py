@@ -1,6 +1,6 @@
-"""One step of a pipeline schedule: what a rank does for one stage and one microbatch, and how it is written as text.
+"""Actions of a pipeline schedule: one step of a rank for one stage and one microbatch, and its text notation.
 
-What an order of actions must fulfil is in `verification`; nothing here knows of ranks.
+`verification` checks orders of actions; this module does not know about ranks.
 """
 
 import re
