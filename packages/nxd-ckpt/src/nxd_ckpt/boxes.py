@@ -90,7 +90,7 @@ def subtract(box: Box, hole: Box) -> list[Box]:
 
 
 def uncovered(box: Box, covers: Iterable[Box]) -> list[Box]:
-    """What is left of `box` when all `covers` are taken out; empty if they cover it."""
+    """The parts of `box` outside of all `covers`; empty if they cover it."""
     covers = list(covers)
     if _covered_by_slabs(box, covers):
         return []

@@ -1,4 +1,4 @@
-"""How the ranks of one save or load talk to one another: gather small objects, and fail together.
+"""Communication between the ranks of one save or load: gather small objects, and fail together.
 
 Three ways to have ranks: a torch process group, a world of one, or any object with the three members of `Coordinator`.
 """
@@ -18,7 +18,7 @@ Result = TypeVar("Result")
 
 @runtime_checkable
 class Coordinator(Protocol):
-    """What saving and loading need to know of the other ranks."""
+    """The interface to the other ranks that saving and loading need."""
 
     @property
     def rank(self) -> int:

@@ -1,6 +1,6 @@
-"""Small file operations that outlive a crash: what they have written or made is on the disk when they return.
+"""Small crash-safe file operations: their results are on the disk when they return.
 
-Nothing here knows what a checkpoint is; that is `stores/posix.py`.
+This module does not know what a checkpoint is; `stores/posix.py` does.
 """
 
 import contextlib
@@ -122,7 +122,7 @@ def make_folders(path: str) -> None:
 
 
 def remove(path: str) -> None:
-    """Removes a file or a whole folder if that can be done; what stays is only space."""
+    """Removes a file or a whole folder if possible; a failure only wastes space."""
     if os.path.isdir(path) and not os.path.islink(path):
         shutil.rmtree(path, ignore_errors=True)
     else:

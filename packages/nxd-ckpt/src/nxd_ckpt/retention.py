@@ -1,7 +1,7 @@
-"""Which checkpoints stay, and how the others go: all of it by one process, and none of it inside a save.
+"""Keeping and deleting checkpoints: done by one process, and never inside a save.
 
-Only complete checkpoints count. A checkpoint's manifest goes first, so what dies half-way leaves no half checkpoint,
-only files that `gc` finds.
+Only complete checkpoints count. A checkpoint's manifest is deleted first, so an interrupted deletion leaves no half
+checkpoint, only files that `gc` finds.
 """
 
 import math
@@ -97,7 +97,7 @@ def retain(
 
 
 def gc(path: "str | os.PathLike[str]", *, dry_run: bool = False, dead_after: float = DEAD_AFTER) -> list[Garbage]:
-    """Frees what saves and deletions that died have left; no checkpoint and no foreign file is touched.
+    """Frees the remains of saves and deletions that died; no checkpoint and no foreign file is touched.
 
     Args:
         path: the folder of checkpoints.

@@ -1,10 +1,10 @@
 """Gathering objects through a torch key-value store, with a deadline that names the ranks that did not answer.
 
-A process group's own collectives would not do: they say neither in time nor at all who is missing, and some backends
-take tensors of an accelerator only. The store is what every process group was made from, and one can also be opened
-from another process, so the same code serves a save in the background.
+A process group's own collectives are not suitable: they report missing ranks late or never, and some backends only take
+tensors of an accelerator. Every process group was made from a store, and a store can also be opened from another
+process, so the same code serves a save in the background.
 
-Nobody need wait until the deadline for a process of this machine that has died.
+No rank waits until the deadline for a process of this machine that has died.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Several ranks in one process, to try out or test a layout without launching anything.
+"""Several ranks in one process, to try or test a layout without a launcher.
 
 Each rank is a thread; they exchange objects through a barrier, pickled as they would be between processes.
 """

@@ -1,4 +1,4 @@
-"""What one rank keeps from one background save to the next, and the thread that sees each of them through.
+"""The state that one rank keeps between background saves, and the thread that completes each of them.
 
 The caller's thread fills the arena; the save's own thread has the writer process write it and commits with the other
 ranks. Saves of a rank follow one another: the next fills the arena when the writer is done with it, and begins when

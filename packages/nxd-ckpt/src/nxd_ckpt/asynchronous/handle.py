@@ -1,4 +1,4 @@
-"""What `async_save` returns: how far a save has come, and how it ended."""
+"""The handle that `async_save` returns: the progress of a save, and its outcome."""
 
 import threading
 
@@ -25,7 +25,7 @@ class AsyncSave:
 
     @property
     def staged(self) -> bool:
-        """Whether the tensors are the caller's own again: they are when `async_save` has returned."""
+        """Whether the caller may change the tensors again: true when `async_save` has returned."""
         return self._staged.is_set()
 
     @property

@@ -1,4 +1,4 @@
-"""`async_save`: what `save` does, but for the copying of tensors in the background.
+"""`async_save`: as `save`, but in the background once the tensors are copied.
 
 Schedulers send SIGTERM some time before they kill, and that may be enough to finish a save that goes on.
 """

@@ -1,4 +1,4 @@
-"""Saving and loading by one process alone, also where torch.distributed knows more."""
+"""Saving and loading by one process alone, even where torch.distributed has more."""
 
 from typing import Any
 
