@@ -114,7 +114,7 @@ class BuildHuggingFaceDecoder:
 
 @dataclass(frozen=True)
 class CompilableCheckpoint:
-    """A checkpoint that text is to be written with.
+    """A checkpoint to generate text with.
 
     Attributes:
         description: of the model.
@@ -186,7 +186,7 @@ class CompilableCheckpoint:
 def open_for_compilation(
     folder: str | Path, tag: str | None = None, *, tokenizer: str | Path | None = None
 ) -> CompilableCheckpoint:
-    """Read what a checkpoint says of its model and its tokenizer.
+    """Read a checkpoint's description of its model and its tokenizer.
 
     Args:
         folder: of checkpoints, see `load_for_generation`.

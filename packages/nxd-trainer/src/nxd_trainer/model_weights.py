@@ -1,4 +1,4 @@
-"""The model of a checkpoint, and its weights as one without adapters has them: what `generate`, `serve`, `export` read.
+"""The model of a checkpoint, and its weights with adapters merged, as `generate`, `serve` and `export` read them.
 
 An adapter that lies beside its base model is merged into it box by box as boxes are read, so that each reader takes
 its part at any layout, and nothing whole is ever in memory.

@@ -1,7 +1,7 @@
-"""`initialize_parallel_model`: from a function that makes a model to that model on this rank, as a config says.
+"""`initialize_parallel_model`: makes a model by a function and builds this rank's part of it, according to a config.
 
-The model may be made without memory (`parameters_on_meta`). Unmodified models of transformers are split by their own
-plan before all else; attention heads are padded before the model is cut into stages, or on each of them.
+The model may be made without memory (`parameters_on_meta`). Unmodified models of transformers are first split by their
+own plan; attention heads are padded before the model is cut into stages, or on each stage.
 """
 
 import inspect
@@ -213,7 +213,7 @@ def _is_split(module: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class _HeadPadding:
-    """What is to be padded.
+    """The heads and modules to pad.
 
     Attributes:
         num_heads: of the whole model, before padding.

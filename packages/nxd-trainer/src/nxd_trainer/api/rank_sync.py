@@ -1,4 +1,4 @@
-"""Ranks that act alike: what fails on one fails on all, calls are compared before they communicate, turns are taken."""
+"""Keeps ranks in step: failures are shared, calls are compared before they communicate, and ranks take turns."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -54,7 +54,7 @@ def together(
 
     Args:
         doing: for the messages of other ranks, such as "make its model".
-        act: must not communicate: who raises in it does not take part.
+        act: must not communicate: a rank that raises in it would not take part.
         group: the ranks that wait for one another; all, unless given.
         error_type: of what is raised where `act` failed on another rank.
 

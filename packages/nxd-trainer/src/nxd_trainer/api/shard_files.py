@@ -1,7 +1,7 @@
 """`parallel_layers.save` and `load`: files of torch's of each model-parallel rank, as the existing library writes (v1).
 
 For checkpoints that load at other degrees, and are complete or not there, use `save_checkpoint` and `load_checkpoint`.
-Nothing that could run code is unpickled, so nothing of that kind is saved either.
+Objects that could run code when unpickled are neither loaded nor saved.
 """
 
 import io

@@ -1,9 +1,9 @@
-"""What a checkpoint holds besides tensors by name: nothing in there can run code when it is read.
+"""Values in a checkpoint besides named tensors; reading them can never run code.
 
-Scheduler, user content and the settings of the optimizer's groups: what JSON gives back as it was lies in the
-manifest, the rest as a file of torch's that its restricted unpickler reads. Settings go by the names of parameters, so
-they fit any layout. A `state_dict` without a model knows parameters by numbers only, so it comes back at the degrees of
-its saving and no others.
+These are scheduler, user content and the settings of the optimizer's groups. Values that JSON restores exactly are in
+the manifest, the rest in a file that torch's restricted unpickler reads. Settings are stored by the names of
+parameters, so they fit any layout. A `state_dict` without a model knows parameters by numbers only, so it loads only at
+the degrees at which it was saved.
 """
 
 import io

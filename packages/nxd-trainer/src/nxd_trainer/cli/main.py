@@ -1,4 +1,4 @@
-"""Takes the command line apart, runs the command that it names and ends the process as it should."""
+"""Parses the command line, runs the command that it names, and ends the process with its exit code."""
 
 import argparse
 import os

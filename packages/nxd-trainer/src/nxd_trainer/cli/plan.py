@@ -1,4 +1,4 @@
-"""`nxd plan`: which layouts of a training job fit on a cluster, and which is quickest."""
+"""`nxd plan`: finds the layouts of a training job that fit on a cluster, and the quickest of them."""
 
 import argparse
 import sys

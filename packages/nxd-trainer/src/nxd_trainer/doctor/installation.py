@@ -1,4 +1,4 @@
-"""Whether what is installed fits together and finds a device: versions, the import name, torch's transports.
+"""Checks that the installed packages fit together and find a device: versions, the import name, torch's transports.
 
 A check is a function from what was found to a `Finding`; reading the machine is a function beside it.
 """
@@ -169,7 +169,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def check_import_name(other: str | None, found: Path | None, own: Path) -> Finding:
-    """Whether the import name leads to us, and to nobody else.
+    """Whether the import name leads to this package, and to no other.
 
     Args:
         other: name and version of the other distribution that owns it, if it is installed.

@@ -1,7 +1,7 @@
-"""Whether this machine is ready to train: all checks in the order in which they explain each other.
+"""Checks that this machine is ready to train: all checks, in the order in which they explain each other.
 
-Those of what is installed are beside this file; here are those of the host: environment variables, limits of open
-files and shared memory, the clock, ports, a folder for checkpoints, and two ranks that add up a number.
+`installation` checks installed packages; this module checks the host: environment variables, limits of open files and
+shared memory, the clock, ports, a folder for checkpoints, and two ranks that add up a number.
 """
 
 import os
@@ -40,7 +40,7 @@ from nxd_trainer.units import show_memory
 def examine(
     folder: str | Path | None = None, *, try_ranks: bool = True, show_output: Callable[[str], None] | None = None
 ) -> Iterator[Finding]:
-    """Look at this machine; findings come as they are made.
+    """Check this machine; yields findings as they are made.
 
     Args:
         folder: for checkpoints, also as a URL; left out if None.

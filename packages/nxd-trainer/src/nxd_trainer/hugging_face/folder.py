@@ -1,4 +1,4 @@
-"""What a Hugging Face folder holds beside weights: its config, and the files of the tokenizer that travel with it."""
+"""The contents of a Hugging Face folder besides weights: its config, and the tokenizer files copied with it."""
 
 import json
 import os

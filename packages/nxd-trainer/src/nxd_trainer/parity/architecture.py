@@ -1,4 +1,4 @@
-"""Is an architecture of transformers, split by its own plan, what one process is? A case for `compare`, shrunk.
+"""Compares an architecture of transformers, split by its own plan, with one process: a shrunk case for `compare`.
 
 The architecture is that of a folder's `config.json`; no weights are needed. Its sizes become small ones that keep what
 makes it hard: grouped heads, several experts, windows shorter than the sequence, layers of every kind.

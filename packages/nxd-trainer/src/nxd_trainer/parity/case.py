@@ -1,4 +1,4 @@
-"""What is compared: a model, how it is spread, and the batches of a few steps; also those that a recipe describes."""
+"""The input of a comparison: a model, its layout, and the batches of a few steps; also made from a recipe."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,4 +1,4 @@
-"""The same steps on this rank of the layout, through the documented API."""
+"""Runs the compared steps on this rank of the layout, through the documented API."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class Piece:
 
 @dataclass
 class LayoutStep:
-    """What this rank computes in a step; see `ReferenceStep`."""
+    """This rank's results of a step; see `ReferenceStep`."""
 
     activations: dict[str, list[Tensor]]
     loss: float | None

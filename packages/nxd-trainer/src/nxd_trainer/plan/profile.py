@@ -1,4 +1,4 @@
-"""What one microbatch does on one rank, measured on the real layers with tensors that have shapes and no memory.
+"""Profiles one microbatch on one rank: measured on the real layers, with tensors that have shapes and no memory.
 
 One process takes the place of the first rank of a tensor-parallel group that does not exist; torch's own "fake"
 transport moves nothing. A model with one decoder layer of each kind runs forward and backward there. Hooks tell

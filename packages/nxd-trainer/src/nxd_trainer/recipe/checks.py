@@ -1,6 +1,6 @@
-"""Which combinations of a recipe's values make sense, and which parallel layouts they fit.
+"""Checks combinations of a recipe's values, and the parallel layouts they fit.
 
-Single values are checked where they are read; here are only rules over several keys.
+Single values are checked where they are read; this module only has rules over several keys.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Reads and writes recipes, and lists their keys: files of TOML, YAML or JSON, overrides, plain dictionaries.
 
-Every mistake is collected before anything is raised. What combinations of values make sense is in checks.py.
+Every mistake is collected before anything is raised. `checks.py` checks combinations of values.
 """
 
 from __future__ import annotations
