@@ -1,4 +1,4 @@
-"""What a program takes and gives: shapes, dtypes and nesting. All of it is known before the first call."""
+"""The inputs and outputs of a program: shapes, dtypes and nesting. All of it is known before the first call."""
 
 from dataclasses import asdict, dataclass
 from functools import cached_property

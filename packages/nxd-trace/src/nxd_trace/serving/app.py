@@ -1,4 +1,4 @@
-"""The HTTP server: the one file that knows starlette and uvicorn. What the endpoints do is `service`'s."""
+"""The HTTP server: the only file that uses starlette and uvicorn. `service` implements the endpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests and responses of OpenAI's completions interface: what we take of it, and how it looks as JSON."""
+"""Requests and responses of OpenAI's completions interface: the supported part, and its JSON form."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -144,7 +144,7 @@ def completion_body(
 
 
 def choice(index: int, text: str, finish_reason: str | None) -> dict[str, Any]:
-    """What was written after one prompt, or the next piece of it."""
+    """The text generated after one prompt, or the next piece of it."""
     return {"index": index, "text": text, "logprobs": None, "finish_reason": finish_reason}
 
 

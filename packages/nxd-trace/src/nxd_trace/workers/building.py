@@ -46,7 +46,7 @@ class BuildCall:
 
 @dataclass(frozen=True)
 class ProgramReport:
-    """What a rank tells of a program it has recorded: enough to decide who compiles what.
+    """A rank's report of a recorded program: enough to assign compilations to ranks.
 
     Attributes:
         signature: of the program.

@@ -1,6 +1,6 @@
 """Starting worker processes: forks of a server that is started with the first of them.
 
-The server serves all models of this process, and ends with it. `fork_server` is what runs there.
+The server serves all models of this process, and ends with it. It runs `fork_server`.
 """
 
 import contextlib

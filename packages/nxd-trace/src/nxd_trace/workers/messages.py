@@ -1,4 +1,4 @@
-"""What a model's process and its workers say to each other, over a socket pair per worker.
+"""Messages between a model's process and its workers, over a socket pair per worker.
 
 Every message begins with a header of fixed length. A call needs no more than that: which program to run. Everything
 else carries a pickled object; both ends are processes of one user, and nothing here comes from a file.

@@ -1,4 +1,4 @@
-"""Sending a user's function to the workers by pickle, and saying what is wrong where that fails.
+"""Sending a user's function to the workers by pickle, with clear errors where that fails.
 
 A function is pickled as its module and name, so workers import the module. If that is the main script, they import it
 under the name `__mp_main__`, as multiprocessing does, but only when the function needs it.
