@@ -36,7 +36,7 @@ def attempt_on_every_rank(act: Callable[[], T], group: Group) -> Attempt[T]:
     error: Exception | None = None
     try:
         results = (act(),)
-    except Exception as raised:  # whatever it is, the other ranks must hear of it instead of waiting
+    except Exception as raised:  # any error: the other ranks must learn of it instead of waiting
         error = raised
     texts = all_gather_object(None if error is None else f"{type(error).__name__}: {error}", group)
     failures = {rank: text for rank, text in zip(group.ranks, texts, strict=True) if text is not None}

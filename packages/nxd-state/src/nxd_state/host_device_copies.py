@@ -29,7 +29,7 @@ def read_later(tensor: Tensor) -> Callable[[], Tensor]:
     """
     if tensor.device.type != "cuda":
         return tensor.detach().cpu
-    values = tensor.detach().to("cpu", non_blocking=True)  # in the device's queue, before what is still to be given
+    values = tensor.detach().to("cpu", non_blocking=True)  # queued on the device before any later work
     copied = torch.cuda.Event()
     copied.record(torch.cuda.current_stream(tensor.device))
 

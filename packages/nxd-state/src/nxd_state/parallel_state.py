@@ -90,14 +90,14 @@ def initialize_model_parallel(
     if owns_world:
         start_torch_distributed(rank, world_size, timeout)
         # For programs that end without it. Gloo's threads live as long as anything refers to a group, and one that
-        # lets go of a message's tensor while Python ends aborts the process: the groups must be forgotten, too.
+        # releases a message's tensor while Python ends aborts the process: the groups must be dropped, too.
         atexit.unregister(destroy_model_parallel)
         atexit.register(destroy_model_parallel)
     state = _ParallelState(mesh=mesh, rank=rank, groups={}, timeout=timeout, owns_world=owns_world)
     _make_groups(state)
     _share_memory(state)
     if world_size > 1:
-        dist.barrier()  # a rank that went on and ended at once would close connections that others are still making
+        dist.barrier()  # a rank that continued and ended at once would close connections that others are still making
     _state = state
 
 

@@ -23,7 +23,7 @@ from nxd_state.shared_memory.transport import SharedMemoryTransport
 
 logger = logging.getLogger(__name__)
 
-_MOST_RANKS = 64  # no host has more of them; larger groups are not asked
+_MOST_RANKS = 64  # no host has more ranks; larger groups are not tried
 
 
 class Membership(NamedTuple):

@@ -20,7 +20,7 @@ from nxd_state.shared_memory.doorbell import Doorbell
 
 _SPIN_SECONDS = 200e-6  # about twice what it takes to sleep and be waked
 _LONGEST_SLEEP = 0.05  # seconds; then the peers are looked at
-_GRACE_SECONDS = 1e-3  # what was begun without waiting is left to whoever will wait for it, for so long
+_GRACE_SECONDS = 1e-3  # for so long, an asynchronous operation is left to a caller that may wait for it
 
 
 class Operation:
@@ -178,7 +178,7 @@ class Progress:
                 return True
             if time.perf_counter() > end:
                 return False
-            os.sched_yield()  # where there are more ranks than cores, a peer goes on here
+            os.sched_yield()  # where there are more ranks than cores, a peer can run now
 
     def _sleep_until_done(self, operation: Operation) -> None:
         began = looked = time.monotonic()

@@ -57,7 +57,7 @@ def pending_tensors() -> list[Aliases]:
     saved tensors have made them Python's.
     """
     found = [it for it in gc.get_objects() if issubclass(type(it), Tensor) and _is_on_xla(it)]
-    # Python first learns of a gradient that backward has made when somebody asks for it.
+    # A gradient made by backward gets its Python object only when it is first read.
     found += [it.grad for it in found if it.is_leaf and it.grad is not None]
     # A tensor that was changed in place has a new number, given when it is next looked at: here, in no certain order.
     # But it keeps that of the tensor it was made as.
