@@ -74,7 +74,7 @@ class _LinearCrossEntropy(Function):
                 "linear_cross_entropy's gradients were given away by its first backward; call it anew instead of "
                 "retain_graph=True, or use the head and parallel_cross_entropy"
             )
-        # In place: these are the largest tensors here, and nobody else holds them.
+        # In place: these are the largest tensors here, and nothing else refers to them.
         grads = [
             None if grad is None else grad.mul_(grad_total).to(dtype)
             for grad, dtype in zip(ctx.grads, ctx.dtypes, strict=True)

@@ -36,7 +36,7 @@ from nxd_layers.padding.gradient import zero_padding_gradient
 from nxd_layers.padding.heads import length_for_heads
 from nxd_layers.padding.repartition import repartition
 
-# What the parameters' names end in, and the layers of the unsharded model.
+# Endings of the parameters' names, and the layers of the unsharded model.
 PROJECTIONS = {"q": "q_proj", "k": "k_proj", "v": "v_proj"}
 
 _Kind = Literal["weight", "bias"]

@@ -62,7 +62,7 @@ class CheckpointedForward:
                 return checkpoint(forward, *args, use_reentrant=False)
             return checkpoint(forward, *args, use_reentrant=False, context_fn=partial(_selection, self.keep))
         if any(isinstance(arg, Tensor) and arg.device.type == "xla" for arg in args):
-            forward, args = partial(forward, *args), ()  # torch would look for a module torch.xla, which there is not
+            forward, args = partial(forward, *args), ()  # torch would look for a module torch.xla, which does not exist
         return checkpoint(forward, *args, use_reentrant=False, context_fn=partial(_contexts, self.keep))
 
 
@@ -107,7 +107,7 @@ class _Recomputation(AbstractContextManager[None]):
         with ExitStack() as stack:
             stack.callback(set_rng_state, get_rng_state())
             set_rng_state(self._random_state)
-            dtype, enabled = self._autocast  # that of other devices torch brings back
+            dtype, enabled = self._autocast  # torch itself restores that of other devices
             stack.enter_context(torch.autocast("xla", dtype=dtype, enabled=enabled))
             stack.enter_context(self._inner())
             self._leave = stack.pop_all()

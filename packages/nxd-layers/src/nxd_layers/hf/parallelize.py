@@ -36,7 +36,7 @@ from nxd_layers.linear import ColumnParallelLinear
 # Styles that leave a layer's outputs split, and with them the heads of an attention.
 _SPLITS_OUTPUTS = ("colwise", "packed_colwise")
 
-# What takes parts for the whole, and what to do instead.
+# Methods that would take parts for the whole, and what to use instead.
 _REFUSED_METHODS = {
     "save_pretrained": "save a checkpoint instead (neuronx_distributed.save_checkpoint) and export it (nxd export)",
     "resize_token_embeddings": "resize them before the model is parallelized",
@@ -203,7 +203,7 @@ def _keep_attributes_in_copies(model: nn.Module) -> None:
 
 
 def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    # What copy.deepcopy does where there is no __deepcopy__.
+    # As copy.deepcopy does where there is no __deepcopy__.
     parts: Any = model.__reduce_ex__(_PICKLE_PROTOCOL)
     make, args, state, *_ = parts
     made: nn.Module = make(*args)

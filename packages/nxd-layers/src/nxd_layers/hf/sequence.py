@@ -72,7 +72,7 @@ class SequenceRegion:
             )
 
     def _end(self, model: nn.Module, args: Any, output: Any) -> None:
-        self._set_active(True)  # for layers that are computed again in backward
+        self._set_active(True)  # for layers that are recomputed in backward
 
     def _set_active(self, is_active: bool) -> None:
         self._is_active = is_active
@@ -83,7 +83,7 @@ class SequenceRegion:
         return self._changed(args, kwargs, lambda it: scatter_to_sequence_parallel_region(it, SEQUENCE_DIM))
 
     def _gather(self, block: nn.Module, args: Any, kwargs: Any) -> Any:
-        # The block's column-parallel layers send gradients to the part; what else reads the whole has whole ones.
+        # The block's column-parallel layers send gradients to the part; other readers of the whole have whole ones.
         def gathered(part: Tensor) -> Tensor:
             whole = gather_from_sequence_parallel_region(part, SEQUENCE_DIM, to_model_parallel=False)
             for shared in shared_inputs_of(block):

@@ -39,7 +39,7 @@ COMPARED = frozenset(
 )
 # fmt: on
 
-# What plans get wrong or leave out, by type of model: styles that are added to its own plan, in its base model.
+# Corrections of incomplete plans, by type of model: styles that are added to its own plan, in its base model.
 CORRECTIONS: dict[str, dict[str, str]] = {
     "apertus": {"layers.*.mlp.act_fn": "replicated_with_grad_allreduce"},  # learned, and sees split activations
     "inkling_text": {
@@ -121,7 +121,7 @@ def _is_remembered(model: Any) -> bool:
 def _source_of(model: Any) -> bytes | None:
     try:
         source = inspect.getsourcefile(type(model))
-    except TypeError:  # a class of a program that was typed in
+    except TypeError:  # a class defined interactively
         return None
     return None if source is None else Path(source).read_bytes()
 

@@ -16,7 +16,7 @@ __all__ = [
     # which layers are adapted
     "find_target_layers",
     "TargetLayers",
-    # the adapter as whole tensors, and what describes it
+    # the adapter as whole tensors, and its description
     "adapter_names",
     "gather_adapter",
     "load_adapter",

@@ -63,7 +63,7 @@ class LoraModel(nn.Module):
         self.module.requires_grad_(False)
         for name, layer in list(self.module.named_modules()):
             kind = kind_of(layer)
-            if name in targets and kind is not None:  # stages have something else in the place of others' layers
+            if name in targets and kind is not None:  # stages have stand-ins for the layers of other stages
                 parent = name.rpartition(".")[0]
                 named = {part: f"{parent}.{kind.parts[part]}".lstrip(".") if part else name for part in targets[name]}
                 attach(layer, kind, {part: seed_of_module(seed, own) for part, own in named.items()}, self.lora_config)

@@ -69,7 +69,7 @@ def pad_model(
     if padded_n_heads != n_heads:
         layers = _layers_within(model, wrapped)
         _check_not_shared(model, layers)
-        for layer in layers:  # all of them first: a model that cannot be padded stays as it is
+        for layer in layers:  # check all of them first: a model that cannot be padded is left unchanged
             layer.check_pad_heads(n_heads, padded_n_heads)
         for layer in layers:
             layer.pad_heads(n_heads, padded_n_heads)
