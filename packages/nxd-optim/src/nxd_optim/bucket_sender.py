@@ -13,9 +13,9 @@ from weakref import WeakMethod
 from torch import Tensor
 from torch.autograd import Variable
 
-# Where a step stands. "overlapping": in a block around a last backward; "leaving": behind such a block, which need not
-# have been the last parameters'; "following": buckets leave with a backward that no block ends; "arrived": every
-# gradient is averaged, and none has come since; "failed": an exception left the gradients incomplete.
+# The phase of a step. "overlapping": in a block around a last backward; "leaving": after such a block, which need not
+# have been the last parameters'; "following": buckets are sent with a backward that no block ends; "arrived": every
+# gradient is averaged, and none was added since; "failed": an exception left the gradients incomplete.
 Phase = Literal["accumulating", "overlapping", "leaving", "following", "arrived", "failed"]
 
 
@@ -67,7 +67,7 @@ class BucketSender:
         }
         self._bucket_of = {id(p): index for index, bucket in enumerate(buckets) for p in bucket.parameters}
         watched = [p for bucket in buckets for p in bucket.parameters]
-        # Parameters keep their hooks alive, and a hook that kept this object alive would so keep them, for ever.
+        # Parameters keep their hooks alive. A hook that kept this object alive would be a cycle that is never freed.
         on_gradient = WeakMethod(self._on_gradient)
         self._hooks = [p.register_post_accumulate_grad_hook(partial(_call, on_gradient)) for p in watched]
         self._phase: Phase = "accumulating"
@@ -168,7 +168,7 @@ class BucketSender:
             self._backward_ended = False
             Variable._execution_engine.queue_callback(self._on_end_of_backward)  # not called if backward raises
         if self._phase == "arrived":
-            self._phase = "accumulating"  # another round, whose average is added to the one there is
+            self._phase = "accumulating"  # another round, whose average is added to the existing one
         leaving = self._phase in ("overlapping", "leaving", "following")
         if leaving and id(parameter) not in self._missing[index]:
             advice = (
@@ -196,7 +196,7 @@ class BucketSender:
         self._phase = phase
 
     def _send_filled(self) -> None:
-        # Buckets leave in one order on all ranks, whatever order they fill in.
+        # Buckets are sent in one order on all ranks, whatever order they fill in.
         while len(self._messages) < len(self._buckets) and not self._missing[len(self._messages)]:
             self._send_next()
 

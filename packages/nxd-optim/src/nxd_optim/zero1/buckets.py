@@ -48,8 +48,8 @@ def make_buckets(
     if any(p.is_meta for p in trained):
         raise ValueError("parameters on the meta device cannot be trained; materialise them, then call init_zero()")
     check_same_parameters(trained, group)
-    # Small parameters (norms, biases) travel apart and last. They are often listed apart from the matrices, so
-    # nobody can tell when backward reaches them, and a bucket waits for the last of its parameters.
+    # Small parameters (norms, biases) are sent separately and last. They are often listed apart from the matrices, so
+    # it is unknown when backward reaches them, and a bucket waits for the last of its parameters.
     matrices, others = [p for p in trained if p.dim() > 1], [p for p in trained if p.dim() <= 1]
     batches = (*batch_parameters(matrices, bucket_bytes), *batch_parameters(others, bucket_bytes))
     return [make_bucket(batch, group, dtypes_of(batch[0].dtype)) for batch in batches]
