@@ -172,7 +172,7 @@ class NxDPPModel(nn.Module):
             materialize(whole, param_init_fn)
         else:
             self._keep_stages(partition_model(module, self._schedule.num_stages, options), whole, param_init_fn)
-            gc.collect()  # torch.fx leaves cycles, in which the whole model would stay when the caller lets go of it
+            gc.collect()  # torch.fx leaves cycles, which would keep the whole model alive after the caller releases it
         self._trace_file = None
         if trace_file_path is not None:
             self._trace_file = TraceFile(trace_file_path, self._training_schedule, self._group)

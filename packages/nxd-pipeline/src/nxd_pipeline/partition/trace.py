@@ -93,7 +93,7 @@ def trace_model(
     tracer.input_names = tuple(input_names)
     try:
         return tracer.trace(module)
-    except Exception as error:  # whatever a model raises when it is given proxies in the place of values
+    except Exception as error:  # models may raise anything when given proxies instead of values
         raise ValueError(_not_traced(module, error, tracer.failed_in)) from error
 
 

@@ -13,7 +13,7 @@ from torch import fx, nn
 
 from nxd_pipeline.partition.stage import Stage
 
-_PURE_MODULES = ("_operator", "builtins", "math")  # where the functions of Python's operators live
+_PURE_MODULES = ("_operator", "builtins", "math")  # the module of the functions of Python's operators
 
 
 def traced_partition(module: nn.Module, graph: fx.Graph, cuts: Sequence[str]) -> tuple[Stage, ...]:

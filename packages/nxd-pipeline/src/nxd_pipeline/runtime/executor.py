@@ -124,7 +124,7 @@ class Executor:
                     if record is not None and action.kind not in RECEIVES:
                         record(action, start, perf_counter_ns())
             self._p2p.finish()
-            step_boundary()  # whoever reads a loss now finds it computed
+            step_boundary()  # a loss read from now on is already computed
             return [self._results[microbatch] for microbatch in sorted(self._results)]
         finally:
             self._forget()

@@ -152,7 +152,7 @@ class P2PCommunicator:
         self._routes: dict[tuple[int, int], dict[Hashable, Route]] = {}
         self._sends: dict[tuple[Key, int, str], list[Pending[Tensor]]] = {}  # in the order in which they began
         if self._device.type != "cpu":
-            barrier(group)  # before nccl takes batches among some ranks of a group, it wants a call of them all
+            barrier(group)  # nccl needs a call by all ranks of a group before it takes batches among some of them
 
     def send_value(self, value: Any, destination: int, key: Key, microbatch: int) -> tuple[ValueLayout, list[Tensor]]:
         """Begin to send a value of any structure; its layout goes ahead the first time for this key.

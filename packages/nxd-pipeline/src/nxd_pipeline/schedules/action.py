@@ -14,7 +14,7 @@ class ActionKind(StrEnum):
     FORWARD = "F"
     BACKWARD = "B"  # gradients of inputs and weights together
     BACKWARD_INPUT = "I"  # gradients of the stage's inputs, which the stages before it wait for
-    BACKWARD_WEIGHT = "W"  # gradients of the stage's weights, which nobody waits for
+    BACKWARD_WEIGHT = "W"  # gradients of the stage's weights, which no other stage waits for
     SEND_ACTIVATION = "SA"
     RECV_ACTIVATION = "RA"
     SEND_GRADIENT = "SG"

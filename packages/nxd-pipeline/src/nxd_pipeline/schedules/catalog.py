@@ -249,7 +249,7 @@ def _dualpipe_v_order(rank: int, pipeline_size: int, num_microbatches: int) -> t
     # Steady: a forward of one stage beside a backward of the other.
     for _ in range(steady):
         order.add(F, down).add(B, up).add(F, up).add(B, down)
-    # The end: no new microbatches; from the middle of the last pairs on, weights wait until nobody waits for inputs.
+    # The end: no new microbatches; from the middle of the last pairs on, weights wait until no rank waits for inputs.
     for _ in range(behind):
         order.add(B, up).add(F, up).add(B, down)
     waiting: list[int] = []

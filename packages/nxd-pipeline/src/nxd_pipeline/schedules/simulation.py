@@ -152,7 +152,7 @@ class _Simulation:
             woken.append(self._waiting.pop(receive))
 
     def _arrival(self, receive: Action) -> float:
-        producer = min(receive.stage, receive.counterpart().stage)  # a gradient is as large as what it is of
+        producer = min(receive.stage, receive.counterpart().stage)  # a gradient is as large as its value
         return max(self._sent[receive], self._posted.get(receive, 0.0)) + self._transit[producer]
 
     def _span(self, action: Action) -> Span:

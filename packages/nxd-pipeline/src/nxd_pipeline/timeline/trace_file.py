@@ -17,7 +17,7 @@ from nxd_pipeline.timeline.bubble import bubble_report
 from nxd_pipeline.timeline.chrome_trace import lane_names, step_events, trace_facts
 from nxd_pipeline.timeline.traced_step import TracedStep, gather_step
 
-# What a viewer still shows fluently, and one rank writes between two steps.
+# As much as a viewer still shows fluently, and one rank can write between two steps.
 MAX_STEPS = 20
 MAX_EVENTS = 200_000
 
