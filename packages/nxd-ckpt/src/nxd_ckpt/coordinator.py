@@ -105,7 +105,7 @@ def gather_from_every_rank(
     cause: Exception | None = None
     try:
         result = action()
-    except Exception as error:  # whatever it was, the other ranks must hear of it instead of waiting
+    except Exception as error:  # any error: the other ranks must learn of it instead of waiting
         cause = error
     outcomes = coordinator.all_gather_object((result, None if cause is None else _describe(cause)))
     failures = [(rank, failure) for rank, (_, failure) in enumerate(outcomes) if failure is not None]

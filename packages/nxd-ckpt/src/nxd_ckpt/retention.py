@@ -143,7 +143,7 @@ def _delete_if_unchanged(store: Store, info: CheckpointInfo) -> bool:
         if read_manifest(store, info.tag).save_id != info.save_id:
             return False
         store.delete(info.tag)
-    except (CheckpointError, FileNotFoundError):  # somebody else has deleted it
+    except (CheckpointError, FileNotFoundError):  # another process has deleted it
         return False
     return True
 

@@ -120,7 +120,7 @@ def _end() -> None:
     pending.report_at_exit()
 
 
-# Threads that see saves through are waited for before this is called.
+# Threads that complete saves are joined before this is called.
 atexit.register(_end)
 # Writers are the parent's, not those of a child forked from it.
 os.register_at_fork(after_in_child=_backgrounds.clear)

@@ -94,7 +94,7 @@ def _write(request: FileToWrite, arena: memoryview, connection: "Connection") ->
         request.transaction.write_file(request.file, _with_signs_of_life(parts, connection))
     except (EOFError, ConnectionError):
         raise
-    except Exception as error:  # whatever it was, the parent must hear of it
+    except Exception as error:  # any error must be reported to the parent
         return WritingFailed(f"{type(error).__name__}: {error}")
     return FileWritten(hashes.done)
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from nxd_ckpt.interop.torch_dcp import open_torch_dcp, write_torch_dcp
 
 __all__ = [
-    # what all have in common
+    # the common interface
     "TensorSource",
     "Selection",
     "Progress",
