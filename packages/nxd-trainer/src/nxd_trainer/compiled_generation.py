@@ -173,7 +173,7 @@ class CompilableCheckpoint:
         try:
             with nullcontext() if has_ranks else planned_ranks(tp_degree):
                 HuggingFaceDecoder(parallelize(model_on_meta_of(self.description))).cache_layers()
-        except Exception as error:  # whatever the model stumbles over; better here than in minutes, in the workers
+        except Exception as error:  # any error of the model; better here than minutes later in the workers
             self.description.check_own_llama(tp_degree)
             reason = str(error).partition("\n")[0].rstrip(".") or type(error).__name__
             raise ValueError(

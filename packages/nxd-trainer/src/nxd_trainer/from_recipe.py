@@ -381,7 +381,7 @@ def _made_by_factory(recipe: Recipe, factory: str) -> RecipeModel:
     torch.manual_seed(recipe.train.seed)
     try:
         made = make(**arguments)
-    except Exception as error:  # whatever the function stumbles over
+    except Exception as error:  # any error of the function
         raise ValueError(
             f"model.factory={factory} failed with model.config={arguments}: {type(error).__name__}: {error}"
         ) from error

@@ -55,7 +55,7 @@ def launch_ranks(nproc: int, module: str, arguments: Sequence[str]) -> int:
         elastic_launch(config, sys.executable)("-m", module, *arguments)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        if failure.exitcode > 1:  # the rank has said what is to be mended, or that it was stopped
+        if failure.exitcode > 1:  # the rank has reported the error, or that it was stopped
             return failure.exitcode
         killed = f" (killed by signal {-failure.exitcode})" if failure.exitcode < 0 else ""
         print(f"nxd: rank {rank} failed first{killed}; the other ranks were ended", file=sys.stderr)

@@ -43,7 +43,7 @@ from nxd_trainer.model_description import ADAPTER_KEY, describe_model
 ADAPTER_FOLDER = "lora_adapter"
 CONFIG_FILE = "adapter_config.json"
 
-# What a checkpoint says of an adapter; the rest of a config says how to save and load.
+# A checkpoint's description of an adapter; the rest of a config says how to save and load.
 _DESCRIBED = ("lora_rank", "lora_alpha", "lora_dropout", "bias", "target_modules", "use_rslora", "init_lora_weights")
 
 

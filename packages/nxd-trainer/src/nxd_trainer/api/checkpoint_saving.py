@@ -127,7 +127,7 @@ def save_checkpoint(
     root, name = on_rank_zero(coordinator, "choosing the tag of a checkpoint", lambda: choose_tag(path, tag))
 
     def drop_old_ones() -> None:
-        if not is_untagged(tag):  # else what lies beside this one is of other runs
+        if not is_untagged(tag):  # else the checkpoints beside this one are of other runs
             keep_newest(root, check_kept(num_kept_ckpts))
 
     description = None if model is None else describe_model(model, plain_model(model))

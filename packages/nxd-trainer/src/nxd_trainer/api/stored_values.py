@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from nxd_trainer.api.rank_sync import is_first_replica
 from nxd_trainer.checkpoint import OPTIMIZER_DICT_PREFIX, named_parameters
 
-# What a checkpoint's values are called, besides the description of its model.
+# Names of a checkpoint's values, besides the description of its model.
 SETTINGS = "optimizer_settings"
 SCHEDULER = "scheduler"
 USER_CONTENT = "user_content"

@@ -76,7 +76,7 @@ def examine(
         yield check_collective(code, output)
 
 
-# What each does to a job, where that is easily forgotten.
+# Effects of each on a job that are easily forgotten.
 SURPRISES = {
     "XLA_USE_BF16": "all float32 tensors are bfloat16 on the device; use a bfloat16 model instead",
     "XLA_DOWNCAST_BF16": "float32 becomes bfloat16 and float64 float32 on the device; use a bfloat16 model instead",

@@ -11,7 +11,7 @@ CONFIG_FILE = "config.json"
 
 PathLike = str | os.PathLike[str]
 
-# What `save_pretrained` of models, tokenizers and processors writes beside weights.
+# Files that `save_pretrained` of models, tokenizers and processors writes besides weights.
 _COMPANIONS = (
     "generation_config.json",
     "*token*",

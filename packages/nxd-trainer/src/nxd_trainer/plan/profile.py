@@ -183,7 +183,7 @@ class Profiler:
                 del output
                 log.begin("head backward")
                 loss.backward()
-            except Exception as error:  # whatever a model does that tensors without memory cannot
+            except Exception as error:  # anything a model does that tensors without memory cannot
                 reason = " ".join(str(error).split())
                 raise ValueError(
                     f"{type(model).__name__} does not run on tensors without values, by which a plan is made: "

@@ -21,7 +21,7 @@ from tqdm import tqdm
 from nxd_trainer.report.metrics import StepRecord
 from nxd_trainer.units import show_count, show_duration, show_memory
 
-# What matters most stands first: a narrow terminal cuts off the end.
+# The most important first: a narrow terminal cuts off the end.
 BAR_FORMAT = "{n_fmt}/{total_fmt} {bar:10} ETA {remaining} | {desc}"
 
 

@@ -15,7 +15,7 @@ from nxd_trainer.hugging_face import CONFIG_FILE, complete_config, load_pretrain
 from nxd_trainer.model_description import ModelDescription, find_description
 from nxd_trainer.training.run_state import RunState, on_first_rank_of_each_host
 
-# What says how a config was written, or how a model is run.
+# Keys about how a config was written, or how a model is run.
 _NOT_COMPARED = ("architectures", "dtype", "torch_dtype", "transformers_version", "use_cache", "_name_or_path")
 
 
