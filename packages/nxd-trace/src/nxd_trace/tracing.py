@@ -260,7 +260,7 @@ class ArtifactCache:
             shutil.rmtree(self._folder / key, ignore_errors=True)
             new.rename(self._folder / key)
         except OSError:
-            if not (self._folder / key / _HASHES).is_file():  # else another process was faster
+            if not (self._folder / key / _HASHES).is_file():  # otherwise another process was faster
                 raise
         finally:
             shutil.rmtree(new, ignore_errors=True)

@@ -185,7 +185,7 @@ class _Endpoints:
         return StreamingResponse(events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
 
-# As nginx counts them; nobody gets the answer.
+# As nginx counts them; the client does not get the answer.
 _CLIENT_HAS_GONE = RequestError(499, "the client has closed the connection")
 
 

@@ -120,7 +120,7 @@ def _tokens(prompt: Any, encode: Callable[[str], Sequence[int]], vocab_size: int
 def _encoded(text: str, encode: Callable[[str], Sequence[int]]) -> list[int]:
     try:
         return [int(token) for token in encode(text)]
-    except Exception as error:  # whatever a tokenizer raises at a text that it does not know
+    except Exception as error:  # a tokenizer may raise anything for a text that it cannot encode
         raise RequestError(400, f"the prompt has no tokens: {error}", "prompt") from error
 
 

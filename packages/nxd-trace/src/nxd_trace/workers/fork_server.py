@@ -87,7 +87,7 @@ class _Server:
             ended, status = os.waitpid(child, os.WNOHANG)
             if ended:
                 descriptor = self._status.pop(child)
-                with contextlib.suppress(BrokenPipeError):  # nobody wants to know any more
+                with contextlib.suppress(BrokenPipeError):  # no client is left
                     os.write(descriptor, EXIT_CODE.pack(os.waitstatus_to_exitcode(status)))
                 os.close(descriptor)
 

@@ -67,7 +67,7 @@ class WorkerProcess:
         """Whether a signal such as SIGSTOP has halted it, and it waits for SIGCONT; never where that is unknown."""
         try:
             status = Path(f"/proc/{self.pid}/stat").read_text(encoding="utf-8", errors="replace")
-        except OSError:  # it has ended, or this is no Linux
+        except OSError:  # it has ended, or this is not Linux
             return False
         return status.rpartition(")")[2].split()[0] == "T"
 

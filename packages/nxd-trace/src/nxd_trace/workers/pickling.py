@@ -29,7 +29,7 @@ def dumps_for_workers(value: Any, what: str) -> bytes:
     """
     try:
         data = pickle.dumps(value)
-    except Exception as error:  # whatever an object's own __reduce__ raises
+    except Exception as error:  # an object's own __reduce__ may raise anything
         raise TypeError(
             f"{what} cannot be sent to the worker processes: {error}. Define functions at the top level of a module "
             "(no lambda, no function within a function), give arguments with functools.partial, and open files or "
