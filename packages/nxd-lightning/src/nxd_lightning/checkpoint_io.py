@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from nxd_lightning.bases import CheckpointIOBase
 from nxd_lightning.lightning_package import lightning
 
-# Of a checkpoint that no Trainer wrote, Lightning is told that it has model, optimizer and scheduler, and no more.
+# A checkpoint that no Trainer wrote is presented to Lightning as having model, optimizer and scheduler only.
 _NOTHING_OF_LIGHTNING: dict[str, Any] = {
     "epoch": 0,
     "global_step": 0,

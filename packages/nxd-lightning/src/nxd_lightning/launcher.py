@@ -15,7 +15,7 @@ _command: Any = fabric("strategies.launchers.subprocess_script")._basic_subproce
 class RankLauncher(_ScriptLauncher):
     """Lightning's launcher of scripts, which sets each rank's environment as torchrun would.
 
-    So a script may query its rank anywhere, even before the Trainer is made. It starts nothing under torchrun, where
+    So a script may ask for ranks anywhere, even before the Trainer is made. It starts nothing under torchrun, where
     the ranks are already running, nor for one rank.
     """
 
@@ -23,7 +23,7 @@ class RankLauncher(_ScriptLauncher):
         if self.num_processes * self.num_nodes == 1:
             return
         self._check_can_spawn_children()
-        destroy_model_parallel()  # of one rank, which this process has taken itself for until now
+        destroy_model_parallel()  # of one rank, as which this process has acted until now
         first = self.cluster_environment.node_rank() * self.num_processes
         os.environ.update(
             MASTER_ADDR=self.cluster_environment.main_address,

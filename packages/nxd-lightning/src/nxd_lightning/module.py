@@ -120,7 +120,7 @@ class NeuronLTModule(_LightningModule):
         self.should_print = False
         self._gradient_scale: GradientScale | None = None
 
-    # What is trained, and by what.
+    # Model, optimizer and scheduler.
 
     def setup(self, stage: str | None = None) -> None:
         """Make the model, unless it is there already. Called by all ranks.
@@ -225,7 +225,7 @@ class NeuronLTModule(_LightningModule):
             kwargs.pop("labels", None)
         return self.model.run_eval(*args, **kwargs)
 
-    # What the Trainer would do in another order.
+    # Steps that the Trainer would do in another order.
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Backward of a loss that has not been through it."""

@@ -89,7 +89,7 @@ class NeuronXLAStrategy(StrategyBase):
         # Lightning shows it where it refuses a strategy, which it does to those of the other spelling.
         return f"<NeuronXLAStrategy for a Trainer of {SPELLING} ({advice()})>"
 
-    # Who this process is.
+    # This process's ranks.
 
     @property
     def tensor_parallel_size(self) -> int:
@@ -218,7 +218,7 @@ class NeuronXLAStrategy(StrategyBase):
         self.cluster_environment.teardown()
         self.checkpoint_io.teardown()
 
-    # What ranks do together.
+    # Collective operations.
 
     @property
     def is_left_alone(self) -> bool:
