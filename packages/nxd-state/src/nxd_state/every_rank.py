@@ -44,7 +44,7 @@ def attempt_on_every_rank(act: Callable[[], T], group: Group) -> Attempt[T]:
 
 
 def on_every_rank(doing: str, act: Callable[[], T], group: Group) -> T:
-    """What `act` returned here, once it has returned on every rank of the group.
+    """Call `act`; return its result here once it has returned on every rank of the group.
 
     Args:
         doing: for the message, such as "writing /tmp/adapter".

@@ -56,7 +56,7 @@ def initialize_model_parallel(
 ) -> None:
     """Lay the launched ranks out as a mesh and make the process groups of every axis.
 
-    Starts torch.distributed if nobody has: from torchrun's environment if there is one, else as a world of one.
+    Starts torch.distributed if it is not running: from torchrun's environment if there is one, else as a world of one.
     Data parallelism takes the ranks that the given degrees leave.
 
     Args:
@@ -161,7 +161,7 @@ def get_world_group() -> Group:
 def subgroup(axis: str, size: int) -> Group:
     """This rank's run of `size` consecutive ranks of its group along `axis`; the same object at each call.
 
-    The first call makes the process group and waits for the other members' first calls; nobody else need call it.
+    The first call makes the process group and waits for the other members' first calls; other ranks need not call it.
 
     Raises:
         RuntimeError: not initialised.

@@ -82,7 +82,7 @@ def all_reduce_(tensor: Tensor, group: Group, *, op: ReduceOp = "sum", async_op:
 def all_reduce_(
     tensor: Tensor, group: Group, *, op: ReduceOp = "sum", async_op: bool = False
 ) -> Tensor | Pending[Tensor]:
-    """`all_reduce` that writes into `tensor` itself, for buffers and temporaries that nobody else reads."""
+    """`all_reduce` that writes into `tensor` itself, for buffers and temporaries without other readers."""
     _check_op(op, tensor)
     if group.size == 1:
         return ready(tensor, async_op=async_op)

@@ -98,7 +98,7 @@ def check_index(name: str, index: int, group: Group) -> None:
 
 @dataclass(frozen=True)
 class _Confirmation:
-    """In debug mode, whoever waits for a message learns first whether the other end means the same."""
+    """In debug mode, a wait for a message first checks that the other end announced the same message."""
 
     announcement: debug.Announcement
 

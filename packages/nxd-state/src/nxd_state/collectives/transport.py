@@ -17,7 +17,7 @@ ReduceOp = Literal["sum", "avg", "max", "min"]
 
 
 class Work(Protocol):
-    """What a `Pending` waits for: a `torch.distributed.Work`, another `Pending`, ..."""
+    """Work that a `Pending` waits for: a `torch.distributed.Work`, another `Pending`, ..."""
 
     def wait(self) -> Any:
         """Return when it is done."""
@@ -38,7 +38,7 @@ class Pending(Generic[T]):
         self._finish = finish
 
     def wait(self) -> T:
-        """The result, once it is there (on CUDA: once the current stream is ordered after it)."""
+        """The result, once it is available (on CUDA: once the current stream is ordered after it)."""
         if self._works:
             for work in self._works:
                 work.wait()

@@ -47,7 +47,7 @@ class Neighbour:
 
 
 class Channel:
-    """What one group shares.
+    """The memory that one group shares.
 
     Args:
         title: the group, as errors name it.
@@ -142,7 +142,7 @@ class Channel:
 
         Args:
             reason: why.
-            failed: whether nobody can go on, or only those that need something more of this rank.
+            failed: whether no rank can continue; otherwise only ranks that need something more of this one cannot.
         """
         if self._own_words[layout.LEFT]:
             return

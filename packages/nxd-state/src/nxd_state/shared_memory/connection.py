@@ -27,7 +27,7 @@ _MOST_RANKS = 64  # no host has more ranks; larger groups are not tried
 
 
 class Membership(NamedTuple):
-    """What a group is, as needed here."""
+    """The description of a group, as needed here."""
 
     axis: str
     ranks: tuple[int, ...]
@@ -62,7 +62,7 @@ def connect(memberships: Mapping[str, Membership], rank: int, store: dist.Store)
     Args:
         memberships: by name, which is the same on all its ranks.
         rank: this global rank.
-        store: where the members meet, under keys that nobody else uses.
+        store: where the members meet, under keys that are used for nothing else.
 
     Returns:
         By name, the transports of those groups that share memory.

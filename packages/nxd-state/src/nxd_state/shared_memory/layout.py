@@ -1,4 +1,4 @@
-"""What lies where in the memory that a rank shares with a group.
+"""The layout of the memory that a rank shares with a group.
 
 Each rank writes only its own segment, so no word has two writers:
 

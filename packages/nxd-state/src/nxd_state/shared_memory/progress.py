@@ -57,7 +57,7 @@ class Lane:
         self.awaited: Awaited | None = None
 
     def advance(self) -> None:
-        """Go on as far as possible without waiting."""
+        """Advance as far as possible without waiting."""
         if self.awaited is not None and self.channel.lacks(self.awaited):
             return
         queue = self.queue
@@ -78,7 +78,7 @@ class Lane:
         self.awaited = None
 
     def fail(self, error: BaseException) -> None:
-        """The channel is of no more use: the peers have lost count of this rank's turns."""
+        """Mark the channel as unusable: the peers have lost count of this rank's turns."""
         self.channel.error = error
         self.channel.leave(f"{type(error).__name__}: {error}", failed=True)
         for operation in self.queue:
@@ -109,11 +109,11 @@ class Progress:
         self.is_foreign = False  # a copy that a fork has made
 
     def disown(self) -> None:
-        """In a process that was forked: this belongs to the other one, which goes on with it."""
+        """In a forked process: this belongs to the parent, which continues with it."""
         self.is_foreign = True
 
     def begin(self, lane: Lane, steps: Steps) -> Operation:
-        """Begin an operation and go on with it as far as possible; the thread sees to the rest."""
+        """Begin an operation and advance it as far as possible; the thread does the rest."""
         operation = self._enter(lane, steps)
         if not operation.done:
             if self._thread is None:
@@ -126,7 +126,7 @@ class Progress:
         return self._enter(lane, steps).wait()
 
     def drive(self, operation: Operation) -> None:
-        """Go on with everything until `operation` is done."""
+        """Advance everything until `operation` is done."""
         with self._waiting_lock:
             self._waiting_threads += 1
         try:

@@ -2,7 +2,7 @@
 
 On devices each rank runs its own graphs, and meets others only in collectives. So it is here: a rank announces what it
 is about to run, in its order, and waits for those announcements of its peers that concern it. All goes through the
-job's store, for nobody knows beforehand which ranks will meet.
+job's store, since it is unknown beforehand which ranks will meet.
 """
 
 import hashlib

@@ -20,7 +20,7 @@ Aliases = tuple[Tensor, ...]  # Python's several objects of what is one tensor t
 
 @dataclass(frozen=True)
 class PendingGraph:
-    """What the device's compiler would get.
+    """The graph that the device's compiler would get.
 
     Attributes:
         text: HLO.
