@@ -110,9 +110,9 @@ def attention_mask(
         num_queries: the last positions of the sequence.
         num_keys: all positions, with those in a cache.
         causal: no query looks at later positions.
-        padding_mask: bool or integer `[batch, keys]`, true (or 1) for tokens, false (or 0) for padding: nobody looks
+        padding_mask: bool or integer `[batch, keys]`, true (or 1) for tokens, false (or 0) for padding: no query looks
             at padding.
-        document_ids: integer `[batch, keys]` or `[keys]` of a packed sequence; nobody looks at another document.
+        document_ids: integer `[batch, keys]` or `[keys]` of a packed sequence; no query looks at another document.
         device: of the mask; that of `padding_mask` or `document_ids` if there is one.
 
     Returns:

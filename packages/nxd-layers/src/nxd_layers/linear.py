@@ -180,7 +180,7 @@ def column_outputs(
     Args:
         input_: as for `ColumnParallelLinear.forward`.
         layers: alike in their sequence-parallel arguments.
-        sums_input_grad: False leaves the input's gradient partial: somebody else sums it over the ranks.
+        sums_input_grad: False leaves the input's gradient partial: it is summed over the ranks elsewhere.
 
     Raises:
         ValueError: the layers expect different inputs.

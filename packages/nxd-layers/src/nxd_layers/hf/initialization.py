@@ -19,7 +19,7 @@ from nxd_layers.linear import ColumnParallelLinear, RowParallelLinear
 
 
 def param_init_fn_of(model: Any, fill_plain: Callable[[nn.Module], Any] | None = None) -> Callable[[nn.Module], None]:
-    """What `NxDPPModel` takes as `param_init_fn` for a parallelized model.
+    """The `param_init_fn` of `NxDPPModel` for a parallelized model.
 
     Args:
         model: of transformers.

@@ -74,7 +74,7 @@ def parallelize(
             `output.logits` is then `[batch, seq, vocab/tp]`. Without labels, logits are always whole.
 
     Returns:
-        The model. With one tensor-parallel rank it is as it was.
+        The model, unchanged if there is one tensor-parallel rank.
 
     Raises:
         ValueError: there is no plan, it names a style or a layer that does not exist, heads or sizes cannot be split

@@ -20,7 +20,7 @@ from nxd_layers.mappings import reduce_from_tensor_model_parallel_region
 
 @dataclass(frozen=True)
 class Target:
-    """What a style is applied to.
+    """The module or parameter that a style is applied to.
 
     Attributes:
         model: the whole model.

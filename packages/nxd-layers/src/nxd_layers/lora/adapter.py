@@ -123,7 +123,7 @@ def require_adapter(layer: nn.Module) -> LoraAdapter:
 
 
 def scale_of(layer: nn.Module) -> float:
-    """What the branch of an adapted layer is multiplied by."""
+    """The factor of an adapted layer's branch."""
     return require_adapter(layer).scale
 
 

@@ -83,7 +83,7 @@ class LoraConfig:
 
     @property
     def scale(self) -> float:
-        """What the branch's output is multiplied by."""
+        """The factor of the branch's output."""
         return self.lora_alpha / (math.sqrt(self.lora_rank) if self.use_rslora else self.lora_rank)
 
 

@@ -113,7 +113,7 @@ class LoraModel(nn.Module):
         return self._detach_all()
 
     def unload(self) -> nn.Module:
-        """The plain model as it was before wrapping, but for trained biases."""
+        """The plain model as before wrapping, except for trained biases."""
         self.unmerge()
         return self._detach_all()
 
@@ -125,7 +125,7 @@ class LoraModel(nn.Module):
         return self.module
 
     def adapter_parameters(self) -> dict[str, nn.Parameter]:
-        """What the adapter consists of, by its name in the wrapped model: the factors, and biases that train."""
+        """The adapter's parameters, by name in the wrapped model: the factors, and biases that train."""
         return self.factors() | self._trained_biases()
 
     def factors(self) -> dict[str, nn.Parameter]:

@@ -17,7 +17,7 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 @runtime_checkable
 class PaddableLayer(Protocol):
-    """What a layer with a split dim offers to be padded."""
+    """The interface of layers with a split dim that can be padded."""
 
     def check_pad_heads(self, num_heads: int, padded_num_heads: int) -> None:
         """Raise what `pad_heads` would raise, and change nothing."""
