@@ -238,7 +238,7 @@ class FlatBucket:
             self._gathering = None
 
     def check_places(self) -> None:
-        """Raise a RuntimeError if somebody has moved a parameter out of the buffer."""
+        """Raise a RuntimeError if a parameter has been moved out of the buffer."""
         for parameter in self.parameters:
             if parameter.data_ptr() != self._places[id(parameter)].data_ptr():
                 raise RuntimeError(
