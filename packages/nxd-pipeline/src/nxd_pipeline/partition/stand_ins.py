@@ -85,7 +85,7 @@ class AbsentLayer(nn.Module):
             ) from None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the last layer of the stage before has returned.
+        """The output of the last layer of the previous stage.
 
         Raises:
             RuntimeError: the layer is behind the stage's own.

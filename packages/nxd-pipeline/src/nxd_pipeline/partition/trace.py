@@ -13,7 +13,7 @@ from torch import fx, nn
 
 
 class _LayerTracer(fx.Tracer):
-    """Keeps layers whole, and leaves inputs that nobody gives at the defaults of `forward`."""
+    """Keeps layers whole, and leaves inputs that are not given at the defaults of `forward`."""
 
     proxy_buffer_attributes = True  # so that a buffer may be cut to the length of an input
     layer_classes: tuple[type[nn.Module] | str, ...] = ()

@@ -59,7 +59,7 @@ class ValueLayout:
         return repr(self.fill(self.tensors))
 
     def allows(self, other: "ValueLayout") -> bool:
-        """Whether who expects this layout can take the other: but for gradients that it makes and nobody needs."""
+        """Whether a receiver of this layout can take the other: equal, except for gradients made but not needed."""
         if self.structure != other.structure or len(self.leaves) != len(other.leaves):
             return False
         return all(_allows(mine, theirs) for mine, theirs in zip(self.leaves, other.leaves, strict=True))

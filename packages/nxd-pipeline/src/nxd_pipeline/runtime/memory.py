@@ -17,8 +17,8 @@ class StepMemory(TorchDispatchMode):
     count, so a step before it lets parameters have their gradients. It makes every operation slower by microseconds.
 
     Attributes:
-        held_bytes: of the tensors that are there now.
-        peak_bytes: the most that there were at once.
+        held_bytes: of the tensors that exist now.
+        peak_bytes: the most that existed at once.
     """
 
     def __init__(self) -> None:

@@ -86,7 +86,7 @@ class Packing:
         return cls(tuple(layouts), alone, tuple(together), start)
 
     def pack(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """What to send for these tensors."""
+        """The tensors to send for these."""
         packed = [tensors[index].detach() for index in self.alone]
         if self.together:
             buffer = self._buffer()
@@ -121,7 +121,7 @@ class Packing:
 
 @dataclass(frozen=True)
 class Route:
-    """What both ends know of the values that go from one stage to another, for inputs of one shape.
+    """The metadata that both ends have of the values sent from one stage to another, for inputs of one shape.
 
     Attributes:
         layout: that of the values.

@@ -9,7 +9,7 @@ from enum import StrEnum
 
 
 class ActionKind(StrEnum):
-    """What an action does; the value is how it is written, as in `0F3`: stage 0, forward, microbatch 3."""
+    """The kind of an action; the value is its notation, as in `0F3`: stage 0, forward, microbatch 3."""
 
     FORWARD = "F"
     BACKWARD = "B"  # gradients of inputs and weights together
@@ -37,7 +37,7 @@ _NOTATION = re.compile(r"(\d+)(F|B|I|W|SA|RA|SG|RG)(\d+)(?:([<>])(\d+))?")
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """What the rank of `stage` does for one microbatch.
+    """One action of the rank of `stage` for one microbatch.
 
     Written `0F3` where it computes. Communication also names the stage at the other end: `0SA3>1` sends stage 0's
     output of microbatch 3 to stage 1, which receives it by `1RA3<0`; `1SG3>0` and `0RG3<1` are its gradient's way back.

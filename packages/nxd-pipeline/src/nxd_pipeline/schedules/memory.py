@@ -35,7 +35,7 @@ def peak_in_flight(schedule: Schedule, sizes: Sequence[ActivationSize] | None = 
 
 
 def activations_kept(schedule: Schedule, sizes: Sequence[ActivationSize] | None = None) -> tuple[tuple[int, ...], ...]:
-    """What each rank keeps after each of its actions; see `peak_in_flight`."""
+    """The activations that each rank keeps after each of its actions; see `peak_in_flight`."""
     if sizes is None:
         sizes = (ActivationSize(),) * schedule.num_stages
     if len(sizes) != schedule.num_stages:

@@ -62,7 +62,7 @@ def bubble_report(timeline: Timeline) -> BubbleReport:
 
 
 def measured_costs(timeline: Timeline) -> tuple[StageCost, ...]:
-    """What the actions of each stage took: the median over microbatches for each kind, 0 for kinds it has not."""
+    """The measured time of each stage's actions: the median over microbatches for each kind, 0 for kinds it lacks."""
     times: dict[tuple[int, ActionKind], list[float]] = {}
     for spans in timeline.compute_spans:
         for span in spans:
