@@ -137,7 +137,7 @@ def lock(path: str) -> int | None:
         A file descriptor for `unlock`, or None where the file system has no locks.
 
     Raises:
-        BlockingIOError: somebody else holds it.
+        BlockingIOError: another process holds it.
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def gc_paused() -> Iterator[None]:
-    """Leaves it as it was."""
+    """Pauses the collector inside the block, and restores its state afterwards."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -102,7 +102,7 @@ def gc(path: "str | os.PathLike[str]", *, dry_run: bool = False, dead_after: flo
     Args:
         path: the folder of checkpoints.
         dry_run: only find it.
-        dead_after: in object stores, and on file systems without locks, nobody can tell a dead save from one at work.
+        dead_after: in object stores, and on file systems without locks, a dead save cannot be told from one at work.
             There, only files that have not changed for so many seconds are taken: more than any save needs.
 
     Returns:

@@ -104,7 +104,7 @@ def prepare_save(
 
     Raises:
         ValueError: the arguments of a rank are wrong or do not fit the others'; on every rank alike.
-        CheckpointError: an earlier save in the background has failed on any rank and nobody waited for it.
+        CheckpointError: an earlier save in the background has failed on any rank and was not waited for.
     """
     sharded: dict[str, ShardedTensor] = {}
     descriptions: dict[str, TensorDescription] = {}

@@ -12,7 +12,7 @@ class AsyncSave:
         tag: of the checkpoint.
         save_id: unique to this save, the same on all ranks.
         failure: why it failed, once it has.
-        told: whether that has been raised to somebody.
+        told: whether that has been raised to the caller.
     """
 
     def __init__(self, tag: str, save_id: str) -> None:
@@ -44,7 +44,7 @@ class AsyncSave:
             timeout: seconds; None means as long as it takes, which the save's own `timeout` bounds.
 
         Raises:
-            TimeoutError: it is still going on.
+            TimeoutError: it is still under way.
             CheckpointError: it failed, on all ranks with the same text. Not raised again by the next save then.
         """
         if not self._done.wait(timeout):

@@ -38,7 +38,7 @@ def wait_for_saves() -> None:
 
 
 def failures(key: RankKey) -> dict[str, str]:
-    """By save id, the errors of this rank's saves that nobody was told of."""
+    """By save id, the errors of this rank's saves that have not been reported."""
     return {
         save.save_id: f"saving checkpoint {save.tag!r} in the background has failed: {save.failure}"
         for save in _left(key)

@@ -1,6 +1,6 @@
 """`async_save`: as `save`, but in the background once the tensors are copied.
 
-Schedulers send SIGTERM some time before they kill, and that may be enough to finish a save that goes on.
+Schedulers send SIGTERM some time before they kill, and that may be enough to finish a save under way.
 """
 
 import atexit

@@ -10,5 +10,5 @@ class ThisProcess:
     world_size = 1
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """What all ranks said."""
+        """The values of all ranks."""
         return [value]

@@ -2,7 +2,7 @@
 
 A checkpoint is a tag, a manifest and files named relative to the tag, such as `data/<name>` and `extra/<name>`. A store
 knows nothing of what they contain. Names come from a validated manifest or from this package: stores need not check
-them again, but must not follow links that somebody put in their place.
+them again, but must not follow links that were put in their place.
 """
 
 from collections.abc import Iterable, Sequence
@@ -88,7 +88,7 @@ class Store(Protocol):
 
     @property
     def capabilities(self) -> Capabilities:
-        """What the storage can do by itself."""
+        """The capabilities of the storage."""
 
     @property
     def location(self) -> str:

@@ -258,7 +258,7 @@ def _take_lock(root: str) -> int | None:
     """The root's lock, which a save holds as long as it is at work; None where the file system has no locks.
 
     Raises:
-        CheckpointError: somebody else has it.
+        CheckpointError: another process holds it.
     """
     make_folders(root)
     staging = os.path.join(root, _STAGING_FOLDER)
