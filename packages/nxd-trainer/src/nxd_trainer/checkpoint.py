@@ -130,13 +130,13 @@ def check_names(
     Args:
         stored: names in the checkpoint, of any kind.
         wanted: names of the model's tensors on this rank.
-        ignored: names that may be stored though nobody wants them.
+        ignored: names that may be stored though no rank wants them.
         what: the checkpoint, for the message.
         coordinator: reaches the other ranks.
         can_be_lax: whether the caller has `strict=False`.
 
     Raises:
-        CheckpointError: a name is missing or nobody wants it; the same text on all ranks.
+        CheckpointError: a name is missing or no rank wants it; the same text on all ranks.
     """
     of_all_ranks = coordinator.all_gather_object((sorted(wanted), sorted(ignored)))
     wanted_names = {name for names, _ in of_all_ranks for name in names}

@@ -160,7 +160,7 @@ class CompilableCheckpoint:
         )
 
     def decoder_builder(self, tp_degree: int) -> BuildLlamaDecoder | BuildHuggingFaceDecoder:
-        """What builds the decoder in each worker: our own Llama where it can be the model at this degree.
+        """The builder of the decoder in each worker: our own Llama where it can be the model at this degree.
 
         Raises:
             ValueError: the model cannot be compiled, or not over so many ranks.

@@ -53,7 +53,7 @@ class ModelDescription:
         return str(named[0])
 
     def as_objects(self) -> dict[str, Any]:
-        """What goes into a checkpoint's objects."""
+        """The description as a checkpoint's objects."""
         values = {
             "config": dict(self.config),
             "tokenizer": self.tokenizer,

@@ -48,7 +48,7 @@ class Key:
     """One key: its name, its allowed values, and its meaning.
 
     Types are int, float, bool, str, Path, Literal, `T | None`, `tuple[T, ...]`, `tuple[T, T]`, Any, and
-    `Mapping[str, Any]`, a table whose own keys are another's business.
+    `Mapping[str, Any]`, a table whose own keys are not checked here.
     """
 
     section: str  # "train", or "" at the top level

@@ -50,7 +50,7 @@ def agree(coordinator: Coordinator, doing: str, describe: Callable[[], Mapping[s
 def together(
     doing: str, act: Callable[[], T], *, group: Group | None = None, error_type: type[Exception] = RuntimeError
 ) -> T:
-    """What `act` returns, once every rank's has returned. Called by all ranks of the group.
+    """Call `act`; return its result once every rank's has returned. Called by all ranks of the group.
 
     Args:
         doing: for the messages of other ranks, such as "make its model".
@@ -81,7 +81,7 @@ def on_all_ranks(doing: str, act: Callable[[], T]) -> T:
 
 
 def in_turns(doing: str, make: Callable[[], T], at_a_time: int) -> T:
-    """What `make` returns, called by at most `at_a_time` ranks of each host at once. Called by all ranks.
+    """Call `make` on at most `at_a_time` ranks of each host at once; return its result. Called by all ranks.
 
     Args:
         doing: for the messages of other ranks, as for `together`.

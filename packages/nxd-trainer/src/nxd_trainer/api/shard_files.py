@@ -183,7 +183,7 @@ def _write_xser(content: Any, path: str) -> None:
 
 
 def _write(content: Any, path: str) -> None:
-    """A file is there as a whole or not at all."""
+    """Write a file atomically."""
     torch.save(content, path + ".new")
     os.replace(path + ".new", path)
 

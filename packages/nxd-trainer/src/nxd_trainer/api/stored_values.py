@@ -131,7 +131,7 @@ def settings_of(group: Settings) -> dict[str, Any]:
 
 
 def match_settings(stored: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]) -> list[Settings]:
-    """What was stored for each group of these names; a group that is empty here has that of its index.
+    """The stored settings for each group of these names; a group that is empty here gets those of its index.
 
     Raises:
         ValueError: nothing was stored for a group, or parameters of one group had several settings.

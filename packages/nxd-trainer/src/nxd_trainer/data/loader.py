@@ -30,7 +30,7 @@ MASK_64 = (1 << 64) - 1
 
 
 class Batch(NamedTuple):
-    """What one rank computes at a time; labels are the inputs moved by one token."""
+    """The tokens that one rank computes at a time; labels are the inputs shifted by one token."""
 
     input_ids: torch.Tensor  # [microbatch/dp, seq], int64
     labels: torch.Tensor  # [microbatch/dp, seq], int64

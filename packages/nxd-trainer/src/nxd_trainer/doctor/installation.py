@@ -76,7 +76,7 @@ def installed_versions(names: Iterable[str] = (*OWN, *OTHERS)) -> dict[str, str]
 
 
 def check_torch(versions: Mapping[str, str]) -> Finding:
-    """Whether torch is there and new enough."""
+    """Whether torch is installed and new enough."""
     oldest = ".".join(map(str, OLDEST_TORCH))
     if "torch" not in versions:
         return wrong("torch", "not installed", f"pip install 'torch>={oldest}'")
@@ -88,7 +88,7 @@ def check_torch(versions: Mapping[str, str]) -> Finding:
 
 
 def torch_import_failure() -> str:
-    """What importing torch raises; empty if it works."""
+    """The error that importing torch raises; empty if it works."""
     try:
         importlib.import_module("torch")
     except Exception as error:  # a missing library of the system is an OSError, half an installation any other
@@ -187,7 +187,7 @@ def check_import_name(other: str | None, found: Path | None, own: Path) -> Findi
 
 @dataclass(frozen=True)
 class Devices:
-    """What a host has.
+    """The devices of a host.
 
     Attributes:
         chosen: the type that nxd_state picks; empty if it cannot.

@@ -88,7 +88,7 @@ READ_HERE = ("NXD_DEVICE", "NXD_CPU_MODE", "NXD_LOG_LEVEL", "PJRT_DEVICE")
 
 
 def check_environment(environment: Mapping[str, str]) -> list[Finding]:
-    """What is set, and a finding for each variable that is likely to surprise."""
+    """Findings on environment variables: those that are set, and each that is likely to surprise."""
     name = "environment"
     findings = []
     devices = environment.get("NXD_DEVICE", "")

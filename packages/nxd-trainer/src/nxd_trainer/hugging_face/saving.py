@@ -107,10 +107,10 @@ def write_folder(
 
 
 def config_content(config: Any, like: PathLike | None, model: nn.Module) -> dict[str, Any]:
-    """What is to stand in `config.json`.
+    """The content for `config.json`.
 
     Raises:
-        ValueError: nobody has given a config, or it does not name the architecture.
+        ValueError: no config is given, or it does not name the architecture.
     """
     if config is None and like is not None:
         return read_config(like)

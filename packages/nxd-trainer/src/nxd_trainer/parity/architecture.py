@@ -104,7 +104,7 @@ def small_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """A config of the same architecture with a few thousand parameters, and without dropout.
 
     Sizes become those of `SMALL_SIZES` where they are larger; lists with an entry for each layer keep entries of every
-    kind, as many as there are layers then. All else is as it was.
+    kind, as many as there are layers then. Everything else is unchanged.
 
     Raises:
         ValueError: transformers has no causal language model for the config, or it is one of text and more.

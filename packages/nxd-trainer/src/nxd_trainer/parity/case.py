@@ -107,7 +107,7 @@ def inputs_in(dtype: torch.dtype, batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def case_of_recipe(recipe: Recipe, steps: int) -> ParityCase:
-    """What `compare` needs of a recipe; of its batches only the sizes, and neither text nor learning-rate schedule.
+    """The case of a recipe for `compare`: of its batches only the sizes, and neither text nor learning-rate schedule.
 
     Args:
         recipe: one that `load_recipe` accepted.

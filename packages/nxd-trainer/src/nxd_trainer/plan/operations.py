@@ -85,7 +85,7 @@ class _Made(NamedTuple):
 
 
 class Outcomes:
-    """What operations on the meta device return; called in place of them."""
+    """Cached results of operations on the meta device; called in place of the operations."""
 
     def __init__(self) -> None:
         self._known: dict[Hashable, _Made | tuple[_Made, ...]] = {}
