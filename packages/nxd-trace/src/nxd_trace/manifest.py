@@ -214,7 +214,7 @@ class Manifest:
             raise ValueError(f"tp_degree is {self.tp_degree}, and there are files of {len(ranks)} ranks")
 
     def _problems_of_ranks(self, folder: Path) -> Iterator[str]:
-        """Files that are as they were saved, but do not belong together."""
+        """Files that are intact, but do not belong together."""
         for rank in range(self.tp_degree):
             name = rank_folder(rank)
             try:

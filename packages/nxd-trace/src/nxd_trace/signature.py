@@ -101,7 +101,7 @@ class Signature:
         return tensors
 
     def nested_outputs(self, tensors: list[Tensor]) -> Any:
-        """What a call returns."""
+        """The outputs of a call, nested as the model returned them."""
         return unflatten(self.output_structure, tensors)
 
     def to_json(self) -> dict[str, Any]:

@@ -129,7 +129,7 @@ class GenerationEngine:
         """Run the model once. Sequences that finish or fail leave their rows.
 
         Returns:
-            Those that got a token, or a failure; not those whose prompt goes on in the next step.
+            Those that got a token, or a failure; not those whose prompt continues in the next step.
 
         Raises:
             WorkerError: a worker failed.

@@ -101,7 +101,7 @@ class Completions:
         service.metrics.count_tokens(prompt=self.prompt_tokens)
 
     async def pieces(self) -> AsyncIterator[Piece]:
-        """What is written, of all prompts, as it comes; whoever stops reading early drops the rest.
+        """The generated text of all prompts, as it comes; a reader that stops early drops the rest.
 
         Raises:
             RequestError: the model failed.

@@ -29,7 +29,7 @@ from nxd_trace.workers.pickling import loads_in_worker
 
 @dataclass(frozen=True)
 class BuildCall:
-    """What to build.
+    """A request to build models and programs.
 
     Attributes:
         func: gives the model.

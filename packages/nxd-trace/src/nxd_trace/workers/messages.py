@@ -71,7 +71,7 @@ class ReadState:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a worker made of a request: a value, or an error as text with its traceback."""
+    """A worker's answer to a request: a value, or an error as text with its traceback."""
 
     value: Any = None
     error: str = ""
