@@ -123,7 +123,7 @@ class NeuronLTModule(_LightningModule):
     # Model, optimizer and scheduler.
 
     def setup(self, stage: str | None = None) -> None:
-        """Make the model, unless it is there already. Called by all ranks.
+        """Make the model, unless it exists already. Called by all ranks.
 
         With `seed_everything` its weights depend on the seed only, not on the layout or on what was drawn before.
 

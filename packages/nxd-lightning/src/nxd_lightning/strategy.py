@@ -289,7 +289,7 @@ class NeuronXLAStrategy(StrategyBase):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """Model and optimizer are filled together, once both are there."""
+        """Model and optimizer are filled together, once both exist."""
         return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
