@@ -1,7 +1,7 @@
 """Sharded, crash-safe checkpoints that load at any layout.
 
-Save and load `{logical name: ShardedTensor | torch.Tensor}` with one process or many. Knows nothing of how a trainer
-cuts its tensors: a `ShardedTensor` says which boxes of a global tensor this rank holds, and that is enough.
+Save and load `{logical name: ShardedTensor | torch.Tensor}` with one process or many. The package does not know how a
+trainer shards its tensors: a `ShardedTensor` only says which boxes of a global tensor this rank holds.
 """
 
 from nxd_ckpt.asynchronous.handle import AsyncSave

@@ -79,7 +79,7 @@ def subtract(box: Box, hole: Box) -> list[Box]:
     rest: list[Box] = []
     offsets, ends = list(box.offsets), list(box.ends)
     for dim in range(len(box.shape)):
-        # Cut off what lies before and after the hole along this dimension, then go on with the slab in between.
+        # Cut off the parts before and after the hole along this dimension, then continue with the slab in between.
         for start, end in ((offsets[dim], common.offsets[dim]), (common.ends[dim], ends[dim])):
             if start < end:
                 lows = [*offsets[:dim], start, *offsets[dim + 1 :]]
@@ -90,7 +90,7 @@ def subtract(box: Box, hole: Box) -> list[Box]:
 
 
 def uncovered(box: Box, covers: Iterable[Box]) -> list[Box]:
-    """What is left of `box` when all `covers` are taken out; empty if they cover it."""
+    """The parts of `box` outside of all `covers`; empty if they cover it."""
     covers = list(covers)
     if _covered_by_slabs(box, covers):
         return []

@@ -1,7 +1,7 @@
-"""Which checkpoints a folder holds, oldest first.
+"""Lists the checkpoints of a folder, oldest first.
 
 Order comes from the step, the commit time and the save id in the manifests, never from file times or from the hint
-LATEST. What has no whole manifest is not a checkpoint: it is neither listed nor counted.
+LATEST. A folder without a whole manifest is not a checkpoint: it is neither listed nor counted.
 """
 
 import os

@@ -8,7 +8,7 @@ BLOCK_BYTES = 16 * 2**20
 
 
 class BlockHasher:
-    """Takes bytes in order, in parts of any size."""
+    """Hashes bytes given in order, in parts of any size."""
 
     def __init__(self) -> None:
         self._done: list[str] = []

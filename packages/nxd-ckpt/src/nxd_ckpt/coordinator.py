@@ -1,4 +1,4 @@
-"""How the ranks of one save or load talk to one another: gather small objects, and fail together.
+"""Communication between the ranks of one save or load: gather small objects, and fail together.
 
 Three ways to have ranks: a torch process group, a world of one, or any object with the three members of `Coordinator`.
 """
@@ -18,7 +18,7 @@ Result = TypeVar("Result")
 
 @runtime_checkable
 class Coordinator(Protocol):
-    """What saving and loading need to know of the other ranks."""
+    """The interface to the other ranks that saving and loading need."""
 
     @property
     def rank(self) -> int:
@@ -105,7 +105,7 @@ def gather_from_every_rank(
     cause: Exception | None = None
     try:
         result = action()
-    except Exception as error:  # whatever it was, the other ranks must hear of it instead of waiting
+    except Exception as error:  # any error: the other ranks must learn of it instead of waiting
         cause = error
     outcomes = coordinator.all_gather_object((result, None if cause is None else _describe(cause)))
     failures = [(rank, failure) for rank, (_, failure) in enumerate(outcomes) if failure is not None]

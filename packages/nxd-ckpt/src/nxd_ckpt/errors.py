@@ -6,4 +6,4 @@ class CheckpointError(RuntimeError):
 
 
 class RanksLostError(CheckpointError):
-    """Other ranks could not be heard: this says nothing of any checkpoint, so another one would not do better."""
+    """Other ranks did not answer. This is no fault of the checkpoint, so falling back to another one would not help."""

@@ -1,6 +1,6 @@
-"""Small file operations that outlive a crash: what they have written or made is on the disk when they return.
+"""Small crash-safe file operations: their results are on the disk when they return.
 
-Nothing here knows what a checkpoint is; that is `stores/posix.py`.
+This module does not know what a checkpoint is; `stores/posix.py` does.
 """
 
 import contextlib
@@ -122,7 +122,7 @@ def make_folders(path: str) -> None:
 
 
 def remove(path: str) -> None:
-    """Removes a file or a whole folder if that can be done; what stays is only space."""
+    """Removes a file or a whole folder if possible; a failure only wastes space."""
     if os.path.isdir(path) and not os.path.islink(path):
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -137,7 +137,7 @@ def lock(path: str) -> int | None:
         A file descriptor for `unlock`, or None where the file system has no locks.
 
     Raises:
-        BlockingIOError: somebody else holds it.
+        BlockingIOError: another process holds it.
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:

@@ -1,4 +1,4 @@
-"""Python's garbage collector, out of the way while hundreds of thousands of small tuples are made.
+"""Pauses Python's garbage collector while hundreds of thousands of small tuples are made.
 
 None of them can be part of a cycle, but the collector walks through all of them again and again: half of the time.
 """
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def gc_paused() -> Iterator[None]:
-    """Leaves it as it was."""
+    """Pauses the collector inside the block, and restores its state afterwards."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,6 +1,6 @@
 """`load`: every rank fills the tensors that it gives, from whatever layout they were saved in.
 
-All ranks check everything first and agree that it is well; only then is the first destination touched.
+All ranks check everything first and agree on success; only then is the first destination changed.
 """
 
 import os
@@ -32,7 +32,7 @@ from nxd_ckpt.tensor_bytes import lies_apart
 
 @dataclass(frozen=True, slots=True)
 class LoadedObjects:
-    """What a checkpoint held besides tensors.
+    """The contents of a checkpoint besides tensors.
 
     Attributes:
         tag: the checkpoint's name.
@@ -145,7 +145,7 @@ def load(
 
 
 class _DoesNotFit(CheckpointError):
-    """The checkpoint is sound, but not what is asked for: an older one would not be better."""
+    """The checkpoint is intact but does not fit the request: falling back to an older one would not help."""
 
 
 def _load_tag(

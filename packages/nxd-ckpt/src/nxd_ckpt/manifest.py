@@ -1,7 +1,7 @@
-"""The manifest: what a checkpoint holds and where its bytes lie. A folder is a checkpoint once it has a whole one.
+"""The manifest: the contents of a checkpoint and where its bytes lie. A folder with a whole manifest is a checkpoint.
 
-Here it is written as JSON text and read back with every field checked, since a manifest may come from anywhere.
-FORMAT.md specifies the format. Which boxes go into which file is decided in `plan.py`.
+This module writes it as JSON text and reads it back with every field checked, since a manifest may come from anywhere.
+FORMAT.md specifies the format. `plan.py` assigns boxes to files.
 """
 
 import hashlib
@@ -89,7 +89,7 @@ class ExtraEntry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Everything that is known of one checkpoint. `files` gives the size in bytes of each file, by relative path."""
+    """The complete description of one checkpoint. `files` gives the size in bytes of each file, by relative path."""
 
     save_id: str
     step: int | None

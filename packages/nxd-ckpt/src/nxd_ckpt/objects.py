@@ -1,4 +1,4 @@
-"""The small things saved besides tensors: only what JSON can hold, so that nothing ever has to be unpickled."""
+"""Small values saved besides tensors: only JSON values, so that nothing ever has to be unpickled."""
 
 MAX_NESTING = 64
 _MAX_INT_BITS = 8192  # Python itself does not read numbers of more than 4300 digits

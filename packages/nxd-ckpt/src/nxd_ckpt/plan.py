@@ -1,4 +1,4 @@
-"""Who writes which box, and which stored chunks a wanted box is read from.
+"""Plans which rank writes which box, and from which stored chunks a wanted box is read.
 
 Pure functions of plain descriptions: no tensors, no files, no torch.distributed. Every rank computes the same save plan
 from the same gathered descriptions, and a thousand ranks can be planned for in one process.
@@ -16,7 +16,7 @@ from nxd_ckpt.manifest import Chunk
 
 
 class TensorDescription(NamedTuple):
-    """What one rank says of one tensor: its safetensors dtype name, global shape, and the boxes held here."""
+    """One rank's description of one tensor: its safetensors dtype name, global shape, and the boxes held here."""
 
     dtype: str
     global_shape: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""From wanted boxes to pieces of files: what is read, where it lands, what verifies it and what is done with it after.
+"""Turns wanted boxes into reads of files: the bytes, their destination, their hash, and the step after reading.
 
 Verified, the unit is the block that has a checksum: a block that is wanted as a whole and lies together in the
 destination is read straight into it, any other passes through a scratch block. Unverified, only the wanted bytes are

@@ -41,9 +41,9 @@ class Checkpoint:
     Attributes:
         tag: its name.
         step: the step it was saved at, if that was given.
-        manifest: all that is known of it, down to each chunk's place and hashes.
-        mesh: what `save` was given as mesh.
-        objects: what `save` was given as objects.
+        manifest: its complete description, down to each chunk's place and hashes.
+        mesh: the `mesh` given to `save`.
+        objects: the `objects` given to `save`.
         rank_objects: each saving rank's rank_objects.
         world_size: how many ranks saved it.
         tensors: dtype and global shape of every logical tensor.
@@ -94,11 +94,11 @@ class Checkpoint:
 
     @property
     def extra(self) -> list[str]:
-        """Names of the files that `save` was given as extra."""
+        """Names of the files given to `save` as `extra`."""
         return list(self.manifest.extra)
 
     def read_extra(self, name: str) -> bytes:
-        """The content of a file that `save` was given as extra, verified.
+        """The content of a file given to `save` as `extra`, verified.
 
         Raises:
             ValueError: there is none of this name.
@@ -117,7 +117,7 @@ class Checkpoint:
         return bytes(content)
 
     def plan(self, wanted: Mapping[str, Sequence[Shard]]) -> list[Transfer]:
-        """Finds where every element comes from, and that the files are there; touches no destination.
+        """Finds where every element comes from, and checks that the files exist; changes no destination.
 
         Raises:
             CheckpointError: elements are not in the checkpoint, or files are missing or of a wrong size; lists all.
@@ -159,7 +159,7 @@ class Checkpoint:
         return problems
 
     def check_files(self) -> None:
-        """Looks whether all files are there, with the right sizes.
+        """Checks that all files exist, with the right sizes.
 
         Raises:
             CheckpointError: names those that are not.

@@ -1,7 +1,7 @@
-"""Which checkpoints stay, and how the others go: all of it by one process, and none of it inside a save.
+"""Keeping and deleting checkpoints: done by one process, and never inside a save.
 
-Only complete checkpoints count. A checkpoint's manifest goes first, so what dies half-way leaves no half checkpoint,
-only files that `gc` finds.
+Only complete checkpoints count. A checkpoint's manifest is deleted first, so an interrupted deletion leaves no half
+checkpoint, only files that `gc` finds.
 """
 
 import math
@@ -97,12 +97,12 @@ def retain(
 
 
 def gc(path: "str | os.PathLike[str]", *, dry_run: bool = False, dead_after: float = DEAD_AFTER) -> list[Garbage]:
-    """Frees what saves and deletions that died have left; no checkpoint and no foreign file is touched.
+    """Frees the remains of saves and deletions that died; no checkpoint and no foreign file is touched.
 
     Args:
         path: the folder of checkpoints.
         dry_run: only find it.
-        dead_after: in object stores, and on file systems without locks, nobody can tell a dead save from one at work.
+        dead_after: in object stores, and on file systems without locks, a dead save cannot be told from one at work.
             There, only files that have not changed for so many seconds are taken: more than any save needs.
 
     Returns:
@@ -143,7 +143,7 @@ def _delete_if_unchanged(store: Store, info: CheckpointInfo) -> bool:
         if read_manifest(store, info.tag).save_id != info.save_id:
             return False
         store.delete(info.tag)
-    except (CheckpointError, FileNotFoundError):  # somebody else has deleted it
+    except (CheckpointError, FileNotFoundError):  # another process has deleted it
         return False
     return True
 

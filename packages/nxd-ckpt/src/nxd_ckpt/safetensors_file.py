@@ -1,6 +1,6 @@
 """Data files in the safetensors format: an 8-byte little-endian length, a JSON header of that length, the payload.
 
-Written here rather than by the safetensors library, which neither fsyncs nor streams nor takes checksums. Where a chunk
+Not written by the safetensors library, which neither fsyncs nor streams nor computes checksums. Where a chunk
 lies in its file follows from the list of writes alone, so the rank that writes the manifest need not ask the others.
 """
 

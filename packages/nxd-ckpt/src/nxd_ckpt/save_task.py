@@ -1,7 +1,7 @@
-"""From what the ranks want to save to one rank's part of it: checked, agreed on and planned, but nothing written yet.
+"""Prepares a save: checks it, agrees on it among the ranks, and plans one rank's part of it; writes nothing.
 
-A `SaveTask` is plain data and can be pickled: what has been prepared in one process can be run in another one, which
-needs only the tensors of `task.layout` and a way to reach the other ranks.
+A `SaveTask` is plain data and can be pickled: a task prepared in one process can run in another one, which needs only
+the tensors of `task.layout` and a way to reach the other ranks.
 """
 
 import os
@@ -32,7 +32,7 @@ _RESERVED_NAME = re.compile(r"|__metadata__|.*\[\d+:\d+(,\d+:\d+)*\]", re.DOTALL
 
 @dataclass(frozen=True, slots=True)
 class SaveOptions:
-    """What a caller gives to a save besides tensors; `save` describes each."""
+    """The arguments of a save besides tensors; `save` describes each."""
 
     tag: str
     step: int | None = None
@@ -67,7 +67,7 @@ class SaveTask:
 
 
 class _Request(NamedTuple):
-    """What one rank asks for, as the others get to know it."""
+    """One rank's request, as it is sent to the others."""
 
     save_id: str
     common: tuple[str, int | None, bool]
@@ -104,7 +104,7 @@ def prepare_save(
 
     Raises:
         ValueError: the arguments of a rank are wrong or do not fit the others'; on every rank alike.
-        CheckpointError: an earlier save in the background has failed on any rank and nobody waited for it.
+        CheckpointError: an earlier save in the background has failed on any rank and was not waited for.
     """
     sharded: dict[str, ShardedTensor] = {}
     descriptions: dict[str, TensorDescription] = {}

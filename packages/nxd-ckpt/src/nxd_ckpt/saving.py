@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class _Written(NamedTuple):
-    """What one rank tells the committing one."""
+    """One rank's report to the committing rank."""
 
     hashes: Hashes
     extra: dict[str, ExtraEntry]
@@ -92,7 +92,7 @@ def tensors_of(state: Mapping[str, ShardedTensor]) -> Callable[[str, Box], torch
 
 
 def run_save(task: SaveTask, write_tensors: Callable[[], Hashes], coordinator: Coordinator) -> None:
-    """Writes and commits what was prepared. Called for all ranks.
+    """Writes and commits a prepared save. Called for all ranks.
 
     Args:
         task: from `prepare_save`.

@@ -1,6 +1,6 @@
-"""What a caller hands over: the boxes of a global tensor that this rank holds.
+"""The caller's description of a tensor: the boxes of a global tensor that this rank holds.
 
-Only descriptions and checks; which rank writes what is decided in `plan.py`, bytes move in `tensor_bytes.py`.
+Only descriptions and checks; `plan.py` decides which rank writes what, and `tensor_bytes.py` moves the bytes.
 """
 
 import operator
@@ -68,7 +68,7 @@ class ShardedTensor:
 
 
 def as_sharded(name: str, value: "ShardedTensor | torch.Tensor") -> ShardedTensor:
-    """A plain tensor is a whole tensor that all ranks hold alike."""
+    """Wraps a plain tensor as a whole tensor that is replicated on all ranks."""
     if isinstance(value, ShardedTensor):
         return value
     if isinstance(value, torch.Tensor):

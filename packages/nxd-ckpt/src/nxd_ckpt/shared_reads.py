@@ -1,7 +1,7 @@
-"""Boxes that several ranks want alike: each is read by one of them, which passes it on to the others.
+"""Boxes that several ranks want: one of these ranks reads each box and sends it to the others.
 
-The ranks agree that all reads went well before the first element is sent, so nobody waits for one that failed. Who
-sends what to whom follows from the gathered descriptions, in the same order on all ranks.
+The ranks agree that all reads succeeded before the first element is sent, so no rank waits for one that failed. All
+sends follow from the gathered descriptions, in the same order on all ranks.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -38,12 +38,12 @@ class SharedBox(NamedTuple):
 
 
 def wants_of(wanted: Mapping[str, ShardedTensor]) -> Wants:
-    """What the other ranks have to know of one rank's wishes."""
+    """One rank's wanted boxes, as the other ranks need to know them."""
     return {name: (tensor.dtype, [shard.box for shard in tensor.shards]) for name, tensor in wanted.items()}
 
 
 def share_out_reads(wants: Sequence[Wants]) -> list[SharedBox]:
-    """Gives each box that several ranks want to the one of them with least to read, largest first.
+    """Assigns each box that several ranks want to the one of them with least to read, largest first.
 
     Args:
         wants: of each rank, in rank order.
@@ -94,7 +94,7 @@ def pass_on(
     process_group: dist.ProcessGroup,
     timeout: float,
 ) -> None:
-    """Sends what this rank has read to those who want it as well, and takes from them. Called by all ranks.
+    """Sends the boxes that this rank has read to the others that want them, and receives theirs. Called by all ranks.
 
     Args:
         shared: from `share_out_reads`.

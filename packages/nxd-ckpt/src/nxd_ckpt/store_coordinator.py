@@ -1,10 +1,10 @@
 """Gathering objects through a torch key-value store, with a deadline that names the ranks that did not answer.
 
-A process group's own collectives would not do: they say neither in time nor at all who is missing, and some backends
-take tensors of an accelerator only. The store is what every process group was made from, and one can also be opened
-from another process, so the same code serves a save in the background.
+A process group's own collectives are not suitable: they report missing ranks late or never, and some backends only take
+tensors of an accelerator. Every process group was made from a store, and a store can also be opened from another
+process, so the same code serves a save in the background.
 
-Nobody need wait until the deadline for a process of this machine that has died.
+No rank waits until the deadline for a process of this machine that has died.
 """
 
 import os
@@ -22,7 +22,7 @@ from nxd_ckpt.errors import RanksLostError
 
 # Stores refuse values of more than 8 MiB.
 _PART_BYTES = 4 * 2**20
-# What the exchange itself may take beyond the time that a rank waits.
+# Time for the exchange itself, beyond the time that a rank waits.
 _GRACE_SECONDS = 5.0
 # How often a rank that waits looks whether those that it waits for have died on its machine.
 _LOOK_SECONDS = 1.0
@@ -69,7 +69,7 @@ class StoreCoordinator:
         self._round = 0
         self._keys: list[str] = []
         self._life = own_life()
-        self._lives: list[Life | None] = [None] * world_size  # as far as they were heard of
+        self._lives: list[Life | None] = [None] * world_size  # those that have answered
 
     @property
     def store(self) -> dist.Store:
@@ -136,7 +136,7 @@ class StoreCoordinator:
         outcome = self._store.get(f"{here}/outcome").decode()
         if outcome != "complete":
             raise RanksLostError(outcome)
-        for key in stale:  # every rank has come this far, so none still reads what was said before
+        for key in stale:  # every rank has reached this point, so none still reads the previous values
             self._store.delete_key(key)
         heard = [pickle.loads(zlib.decompress(data)) for data in pickle.loads(self._get(f"{here}/all"))]
         self._lives = [life for life, _ in heard]

@@ -16,7 +16,7 @@ from nxd_ckpt.boxes import Box
 
 SCRATCH_BYTES = 16 * 2**20
 
-# What is hashed and written in one go: small enough to be still in the processor's cache for the second of these.
+# Bytes hashed and written in one go: small enough to be still in the processor's cache when written.
 PART_BYTES = 2**20
 
 

@@ -1,4 +1,4 @@
-"""Several ranks in one process, to try out or test a layout without launching anything.
+"""Several ranks in one process, to try or test a layout without a launcher.
 
 Each rank is a thread; they exchange objects through a barrier, pickled as they would be between processes.
 """
@@ -35,7 +35,7 @@ class _ThreadCoordinator:
         try:
             self._meeting.barrier.wait()
             values = list(self._meeting.values)
-            self._meeting.barrier.wait()  # nobody may overwrite a value that another has not seen
+            self._meeting.barrier.wait()  # no rank may overwrite a value that another has not seen
         except threading.BrokenBarrierError:
             raise RanksLostError(f"rank {self.rank} of {self.world_size} lost contact with the other ranks") from None
         return [pickle.loads(data) for data in values]

@@ -1,4 +1,4 @@
-"""The core of attention: from queries, keys and values of this rank's heads to what they mix, and the masks for it.
+"""Core attention over the queries, keys and values of this rank's heads, and its masks.
 
 Every attention of these packages goes through `CoreAttention`, which is a module of its own so that activation
 checkpointing can name it. Projections, rotary positions and caches are the model's.
@@ -110,9 +110,9 @@ def attention_mask(
         num_queries: the last positions of the sequence.
         num_keys: all positions, with those in a cache.
         causal: no query looks at later positions.
-        padding_mask: bool or integer `[batch, keys]`, true (or 1) for tokens, false (or 0) for padding: nobody looks
+        padding_mask: bool or integer `[batch, keys]`, true (or 1) for tokens, false (or 0) for padding: no query looks
             at padding.
-        document_ids: integer `[batch, keys]` or `[keys]` of a packed sequence; nobody looks at another document.
+        document_ids: integer `[batch, keys]` or `[keys]` of a packed sequence; no query looks at another document.
         device: of the mask; that of `padding_mask` or `document_ids` if there is one.
 
     Returns:

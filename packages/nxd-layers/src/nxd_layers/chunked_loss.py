@@ -1,10 +1,10 @@
-"""Language-model head and cross entropy in one, chunk of tokens by chunk: the whole logits exist at no time.
+"""Language-model head and cross entropy in one, in chunks of tokens: the whole logits never exist.
 
 For long sequences and large vocabularies the logits and their gradient are by far the largest tensors of a model.
 Here each chunk's logits become losses and gradients at once, and their memory serves the next chunk (as in Liger
 Kernel, Hsu et al. 2024). So gradients are computed in the forward pass, and nothing twice: the same three matrix
-products as the head's own, in place of a fourth for recomputing the logits. Between forward and backward stay the
-gradients of hidden states and weight instead of hidden states and logits.
+products as the head's own, without a fourth for recomputing the logits. Between forward and backward, the gradients
+of hidden states and weight are kept instead of hidden states and logits.
 """
 
 from typing import Any, Literal, get_args
@@ -74,7 +74,7 @@ class _LinearCrossEntropy(Function):
                 "linear_cross_entropy's gradients were given away by its first backward; call it anew instead of "
                 "retain_graph=True, or use the head and parallel_cross_entropy"
             )
-        # In place: these are the largest tensors here, and nobody else holds them.
+        # In place: these are the largest tensors here, and nothing else refers to them.
         grads = [
             None if grad is None else grad.mul_(grad_total).to(dtype)
             for grad, dtype in zip(ctx.grads, ctx.dtypes, strict=True)

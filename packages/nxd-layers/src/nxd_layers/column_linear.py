@@ -3,7 +3,7 @@
 Layers that read the same input (query, key and value; gate and up) go through one call, so that the group
 communicates once in each direction: an all-gather of a sequence-parallel input forward, and one sum of the input's
 gradient backward, which runs while the weight gradients are computed. Where several ranks hold the same key and value
-heads, their gradients are added up in one more sum, which runs while the gradients of the other rows are computed.
+heads, one more sum adds up their gradients while the gradients of the other rows are computed.
 """
 
 from typing import Any

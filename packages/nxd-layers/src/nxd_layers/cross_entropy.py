@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True)
 class LossDefinition:
-    """What the loss of a token is, given its logits and label.
+    """The definition of a token's loss, given its logits and label.
 
     Attributes:
         label_smoothing: share of the target that is spread over the vocabulary.

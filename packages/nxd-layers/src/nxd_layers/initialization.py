@@ -1,7 +1,7 @@
-"""Making parameters whose values do not depend on the layout.
+"""Making parameters whose initial values do not depend on the layout.
 
 Every rank draws the whole logical weight in float32 on the CPU, from the same random state, and keeps its part. So
-weights are the same at any tensor-parallel degree and on any device, and the random state moves on alike on all ranks.
+weights are the same at any tensor-parallel degree and on any device, and the random state advances alike on all ranks.
 """
 
 import math
@@ -54,11 +54,11 @@ def fill_from_logical(
 
 
 def default_linear_init(weight: Tensor) -> None:
-    """What `nn.Linear` does: uniform within 1/sqrt(in)."""
+    """As `nn.Linear`: uniform within 1/sqrt(in)."""
     nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
 
 
 def default_bias_init(input_size: int) -> InitMethod:
-    """What `nn.Linear` does for a bias: uniform within 1/sqrt(in)."""
+    """As `nn.Linear` for a bias: uniform within 1/sqrt(in)."""
     bound = 1 / math.sqrt(input_size) if input_size > 0 else 0.0
     return lambda bias: nn.init.uniform_(bias, -bound, bound)

@@ -1,9 +1,9 @@
-"""Where key and value heads lie when there are fewer of them than tensor-parallel ranks, or they do not divide.
+"""The layout of key and value heads that are fewer than the tensor-parallel ranks, or not divisible by them.
 
 Each head is then repeated `copies` times, one copy after the other, and the ranks take equal runs of the repeated
 heads: expanded head j is logical head `j // copies`, and rank r holds expanded heads `[r * L, (r + 1) * L)`. Query
 heads stay in their natural order, so a rank's key and value heads, each repeated equally often, are those of its query
-heads. Here is the arithmetic of that layout, and the sum of the copies' gradients; the layer is in `qkv_linear`.
+heads. This module has the arithmetic of that layout and the sum of the copies' gradients; `qkv_linear` has the layer.
 """
 
 import math
@@ -50,7 +50,7 @@ class KeyValueLayout:
 
     @property
     def sharing_ranks(self) -> int:
-        """Length of the runs of ranks of which none has a head that a rank outside has as well."""
+        """Length of the runs of ranks that share heads only among themselves."""
         return self.copies // math.gcd(self.copies, self.heads_per_rank)
 
     def heads_of(self, tp_rank: int) -> list[int]:

@@ -38,7 +38,7 @@ class InputSharing(Protocol):
     """How layers that read the same tensor share what is computed or sent for it: see `nxd_layers.shared_input`."""
 
     def output(self, layer: "ColumnParallelLinear", input_: Tensor) -> Tensor:
-        """What `layer` makes of this input."""
+        """The output of `layer` for this input."""
 
 
 class ColumnParallelLinear(nn.Module):
@@ -180,7 +180,7 @@ def column_outputs(
     Args:
         input_: as for `ColumnParallelLinear.forward`.
         layers: alike in their sequence-parallel arguments.
-        sums_input_grad: False leaves the input's gradient partial: somebody else sums it over the ranks.
+        sums_input_grad: False leaves the input's gradient partial: it is summed over the ranks elsewhere.
 
     Raises:
         ValueError: the layers expect different inputs.

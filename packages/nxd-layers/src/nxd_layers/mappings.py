@@ -119,7 +119,7 @@ def reduce_from_tensor_model_parallel_region_(input_: Tensor) -> Tensor:
 
 @contextmanager
 def reductions_out_of_place() -> Iterator[None]:
-    """Inside, `reduce_from_tensor_model_parallel_region_` leaves its input alone: somebody keeps it after all."""
+    """Inside, `reduce_from_tensor_model_parallel_region_` leaves its input unchanged: it is kept after all."""
     token = _reduce_in_place.set(False)
     try:
         yield

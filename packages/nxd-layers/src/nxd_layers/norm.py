@@ -1,4 +1,4 @@
-"""Normalisation layers that can stand in a sequence-parallel region.
+"""Normalisation layers for use in a sequence-parallel region.
 
 Each rank normalises its part of the sequence with the whole weight, so the weight's gradient is a partial sum; the
 parameters say so by `sequence_parallel_enabled`, and the optimizer sums them before its step.
@@ -87,7 +87,7 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(nn.LayerNorm):
-    """`nn.LayerNorm` whose parameters know whether they stand in a sequence-parallel region.
+    """`nn.LayerNorm` whose parameters are marked if they are in a sequence-parallel region.
 
     Args:
         normalized_shape: as in `nn.LayerNorm`.

@@ -1,7 +1,7 @@
 """The query, key and value projections of attention as one layer, for any number of key and value heads.
 
 Grouped-query attention (Ainslie et al. 2023) has fewer key and value heads than query heads, often fewer than
-tensor-parallel ranks: then several ranks hold copies of a head. How the heads lie is in `key_value_heads`.
+tensor-parallel ranks: then several ranks hold copies of a head. `key_value_heads` defines the layout of the heads.
 """
 
 import warnings
@@ -36,7 +36,7 @@ from nxd_layers.padding.gradient import zero_padding_gradient
 from nxd_layers.padding.heads import length_for_heads
 from nxd_layers.padding.repartition import repartition
 
-# What the parameters' names end in, and the layers of the unsharded model.
+# Endings of the parameters' names, and the layers of the unsharded model.
 PROJECTIONS = {"q": "q_proj", "k": "k_proj", "v": "v_proj"}
 
 _Kind = Literal["weight", "bias"]
@@ -125,7 +125,7 @@ class GQAQKVColumnParallelLinear(nn.Module):
         self.reset_parameters()
 
     def _lay_out(self, padded_q_size: int, layout: KeyValueLayout, tp_rank: int) -> None:
-        """Set what follows from where the heads lie; the parameters are another matter."""
+        """Set everything that follows from the layout of the heads, except the parameters."""
         self.padded_q_size, self.key_value_layout = padded_q_size, layout
         self._local_sizes = (padded_q_size // self.tensor_parallel_size, *[layout.rows_per_rank] * 2)
         self._specs = {kind: self._specs_of(kind, tp_rank) for kind in _KINDS}

@@ -1,9 +1,9 @@
 """Column-parallel layers that read the same tensor: query, key and value, or gate and up.
 
-Whoever writes the model calls them by `column_parallel_linears`: one product of all, so that they communicate once per
-direction, and then each layer as a module, which finds its output there. Layers of a model that calls them itself, one
-by one, share a `SharedInput`: where they are given the same tensor, they get the same node of the graph, whose
-backward runs once, with the sum of their gradients.
+A model written for this package calls them by `column_parallel_linears`: it computes one product of all, so that they
+communicate once per direction, and then calls each layer as a module, which finds its output there. In a model that
+calls its layers one by one, they share a `SharedInput`: layers that are given the same tensor get the same node of the
+graph, whose backward runs once, with the sum of their gradients.
 """
 
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ class JointCall:
     branches: dict[nn.Module, Tensor] = field(default_factory=dict)
 
     def output(self, layer: ColumnParallelLinear, input_: Tensor) -> Tensor:
-        """What is there already, unless a forward pre-hook gave the layer another input."""
+        """The output computed already, unless a forward pre-hook gave the layer another input."""
         if input_ is not self.input_:
             return layer.forward(input_)
         return next(output for other, output in zip(self.layers, self.outputs, strict=True) if other is layer)
@@ -116,7 +116,7 @@ class SharedInput:
         self._taken: Tensor | None = None
 
     def output(self, layer: ColumnParallelLinear, input_: Tensor) -> Tensor:
-        """What `layer` makes of this input, whose gradient is summed with those of the other layers."""
+        """The output of `layer` for this input, whose gradient is summed with those of the other layers."""
         return column_outputs(self.take(input_), [layer], sums_input_grad=False)[0]
 
     def take(self, input_: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
-"""PyTorch Lightning over the nxd packages: Trainer, callbacks, loggers and checkpoints with TP, PP and ZeRO-1 below.
+"""PyTorch Lightning on the nxd packages: Trainer, callbacks, loggers and checkpoints with TP, PP and ZeRO-1.
 
-Names are imported when they are first used: which Lightning they inherit from is decided then, see `lightning_package`.
+Names are imported when they are first used. The Lightning that they inherit from is chosen then, see
+`lightning_package`.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""What the documented classes inherit from: Lightning's XLA classes on torch-xla, their siblings on CPU and CUDA.
+"""Base classes of the documented classes: Lightning's XLA classes on torch-xla, their siblings on CPU and CUDA.
 
 Lightning refuses to make its XLA classes without torch-xla, so the choice is made once, by nxd_state's device.
 """
@@ -53,12 +53,12 @@ class NeuronXLAAccelerator(_XLAAccelerator):
 
     @staticmethod
     def name() -> str:
-        """What Lightning calls it."""
+        """Lightning's name of it."""
         return "nxd_xla"
 
     def setup_device(self, device: torch.device) -> None:
         """Nothing is to be done."""
 
     def get_device_stats(self, device: torch.device | str | int) -> dict[str, Any]:
-        """Nothing that all devices of torch-xla tell."""
+        """Empty: torch-xla has no statistics for all its devices."""
         return {}

@@ -1,7 +1,7 @@
 """`NeuronCheckpointIO`: a Lightning checkpoint as a checkpoint of nxd, which loads at any layout.
 
-The folder `<name>.ckpt` holds model and optimizer as `nxd.save_checkpoint` writes them, and what Lightning keeps
-besides (loops, callbacks, schedulers, hyperparameters) as user content.
+The folder `<name>.ckpt` holds model and optimizer as `nxd.save_checkpoint` writes them, and Lightning's other state
+(loops, callbacks, schedulers, hyperparameters) as user content.
 """
 
 import copy
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from nxd_lightning.bases import CheckpointIOBase
 from nxd_lightning.lightning_package import lightning
 
-# Of a checkpoint that no Trainer wrote, Lightning is told that it has model, optimizer and scheduler, and no more.
+# A checkpoint that no Trainer wrote is presented to Lightning as having model, optimizer and scheduler only.
 _NOTHING_OF_LIGHTNING: dict[str, Any] = {
     "epoch": 0,
     "global_step": 0,
@@ -42,10 +42,10 @@ class NeuronCheckpointIO(CheckpointIOBase):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
     ) -> None:
-        """Write a checkpoint that is complete or not there. Called by all ranks.
+        """Write a checkpoint atomically: it is complete or absent. Called by all ranks.
 
         Args:
-            checkpoint: what Lightning keeps; the first rank's counts. Hyperparameters that are no plain values, such
+            checkpoint: Lightning's state; the first rank's counts. Hyperparameters that are no plain values, such
                 as functions, are left out with a warning.
             path: the folder to become the checkpoint.
             storage_options: `model`, `optimizer` and `scheduler`, as for `nxd.save_checkpoint`.
@@ -64,7 +64,7 @@ class NeuronCheckpointIO(CheckpointIOBase):
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any | None = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """What Lightning keeps in a checkpoint. Called by all ranks.
+        """Lightning's state in a checkpoint. Called by all ranks.
 
         Args:
             path: a checkpoint, or a folder of them, of which the newest counts; also of `nxd.save_checkpoint`.
@@ -82,7 +82,7 @@ class NeuronCheckpointIO(CheckpointIOBase):
     def fill(self, path: str | os.PathLike[str], model: nn.Module, *, strict: bool = True, **others: Any) -> None:
         """Fill a model, and an `optimizer` and a `scheduler` if given, from a checkpoint. Called by all ranks.
 
-        One of those that the checkpoint lacks, as one of `nxd train` has no scheduler, begins anew with a warning.
+        Any of these that the checkpoint lacks starts anew with a warning; one of `nxd train`, say, has no scheduler.
 
         Raises:
             CheckpointError: there is none, or it does not fit; on all ranks.

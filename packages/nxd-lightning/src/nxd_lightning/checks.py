@@ -1,4 +1,4 @@
-"""What a Trainer with `NeuronXLAStrategy` must not be given: each would go wrong without a word, or on one rank."""
+"""Refuses settings that a Trainer with `NeuronXLAStrategy` cannot run: they would fail silently, or on one rank."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ def check_trainer(trainer: Any) -> None:
 
 
 def check_optimizers(optimizers: list[Any]) -> None:
-    """Raise unless there is at most one optimizer, which knows of the mesh.
+    """Raise unless there is at most one optimizer, and it is made for the mesh.
 
     Raises:
         ValueError: there are several, or another.

@@ -87,7 +87,7 @@ class TextDataModule(_LightningDataModule):
             )
 
     def train_dataloader(self) -> "ResumableBatches":
-        """Batches to train on, which go on where a checkpoint was made."""
+        """Batches to train on; they resume where a checkpoint was made."""
         train, _ = self._sequences
         return ResumableBatches(TrainLoader(train, seed=self.seed, **self._batches, **self._replica), len(train))
 
@@ -120,7 +120,7 @@ class TextDataModule(_LightningDataModule):
 
 
 class ResumableBatches:
-    """An epoch of a loader's batches at a time; the next one goes on with the samples that follow.
+    """An epoch of a loader's batches at a time; the next epoch continues with the samples that follow.
 
     Args:
         loader: gives the batches of one step of the optimizer after the other, without end.
@@ -159,7 +159,7 @@ class ResumableBatches:
         return {**self._loader.state_dict(), "steps_taken": self._steps_taken}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on there.
+        """Resume from a `state_dict`.
 
         Raises:
             ValueError: the state is of other data, sequence length or seed.

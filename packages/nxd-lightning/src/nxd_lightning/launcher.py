@@ -1,4 +1,4 @@
-"""Starting the ranks of a Trainer that nobody has launched: the script once more for each of them."""
+"""Starting the ranks of a Trainer that was not launched as ranks: the script is run again for each rank."""
 
 import os
 import subprocess
@@ -13,17 +13,17 @@ _command: Any = fabric("strategies.launchers.subprocess_script")._basic_subproce
 
 
 class RankLauncher(_ScriptLauncher):
-    """Lightning's launcher of scripts, which tells each rank who it is as torchrun would.
+    """Lightning's launcher of scripts, which sets each rank's environment as torchrun would.
 
-    So a script may ask for ranks anywhere, also above the Trainer. It starts nothing under torchrun, where the ranks
-    are there already, nor for one rank.
+    So a script may ask for ranks anywhere, even before the Trainer is made. It starts nothing under torchrun, where
+    the ranks are already running, nor for one rank.
     """
 
     def _call_children_scripts(self) -> None:
         if self.num_processes * self.num_nodes == 1:
             return
         self._check_can_spawn_children()
-        destroy_model_parallel()  # of one rank, which this process has taken itself for until now
+        destroy_model_parallel()  # of one rank, as which this process has acted until now
         first = self.cluster_environment.node_rank() * self.num_processes
         os.environ.update(
             MASTER_ADDR=self.cluster_environment.main_address,

@@ -1,6 +1,6 @@
-"""Which Lightning there is: the same library is published as `lightning.pytorch` and as `pytorch_lightning`.
+"""Chooses the Lightning package: the same library is published as `lightning.pytorch` and as `pytorch_lightning`.
 
-Classes of one mean nothing to a Trainer of the other, so ours inherit from that which the program has imported first;
+A Trainer of one does not accept classes of the other, so ours inherit from the one that the program has imported first;
 from `lightning.pytorch` if it has imported none. Nothing else here depends on the spelling.
 """
 
@@ -33,7 +33,7 @@ def fabric(submodule: str) -> Any:
 
 
 def advice() -> str:
-    """What to do about classes of both."""
+    """Advice for programs that use classes of both."""
     return (
         f"nxd_lightning is built on {SPELLING}, which was imported first; take Trainer, callbacks and loggers from "
         f"there too, or import {OTHER_SPELLING} before nxd_lightning and neuronx_distributed.lightning"

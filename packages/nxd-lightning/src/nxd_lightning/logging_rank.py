@@ -1,4 +1,4 @@
-"""`NeuronTQDMProgressBar` and `NeuronTensorBoardLogger`: one rank shows and writes, which need not be rank 0.
+"""`NeuronTQDMProgressBar` and `NeuronTensorBoardLogger`: one rank shows and writes; it need not be rank 0.
 
 It is the strategy's `logging_rank`: the last stage's first rank, or rank 0 with `log_rank0`.
 """
@@ -18,7 +18,7 @@ class NeuronTQDMProgressBar(_TQDMProgressBar):
     """Lightning's progress bar, on the logging rank."""
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Take the Trainer over.
+        """Attach to the Trainer.
 
         Raises:
             TypeError: it is of the other spelling of Lightning.
@@ -79,7 +79,7 @@ class NeuronTensorBoardLogger(_TensorBoardLogger):
             super().log_graph(model, input_array)
 
     def save(self) -> None:
-        """Bring what is written to disk."""
+        """Flush to disk."""
         with self._writer_as_rank_zero():
             super().save()
 

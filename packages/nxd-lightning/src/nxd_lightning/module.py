@@ -19,9 +19,9 @@ from nxd_lightning.lightning_package import fabric, lightning
 
 
 class GradientScale:
-    """Scales what a backward pass adds to the gradients, wherever in the pass the loss is made.
+    """Scales the gradients that a backward pass adds, wherever in the pass the loss is made.
 
-    A pipeline makes it on its last stage, and adds to the gradients itself, so that no rank has a loss to divide.
+    A pipeline makes the loss on its last stage, and adds to the gradients itself, so no rank has a loss to divide.
 
     Args:
         parameters: those trained; gradients are scaled on their way to them, before anyone accumulates them.
@@ -120,10 +120,10 @@ class NeuronLTModule(_LightningModule):
         self.should_print = False
         self._gradient_scale: GradientScale | None = None
 
-    # What is trained, and by what.
+    # Model, optimizer and scheduler.
 
     def setup(self, stage: str | None = None) -> None:
-        """Make the model, unless it is there already. Called by all ranks.
+        """Make the model, unless it exists already. Called by all ranks.
 
         With `seed_everything` its weights depend on the seed only, not on the layout or on what was drawn before.
 
@@ -168,7 +168,7 @@ class NeuronLTModule(_LightningModule):
     # Steps.
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model returns; of a model that is not cut into stages."""
+        """The model's output, for a model that is not cut into stages."""
         return self.model(*args, **kwargs)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -195,7 +195,7 @@ class NeuronLTModule(_LightningModule):
         return loss
 
     def train_on(self, batch: Any, *, divide_gradients_by: int = 1) -> Tensor:
-        """Forward and backward of a batch; gradients are added to those that there are.
+        """Forward and backward of a batch; gradients are added to the existing ones.
 
         Returns:
             The loss, 0-d, detached, on every rank of the pipeline.
@@ -216,16 +216,16 @@ class NeuronLTModule(_LightningModule):
         return self._evaluate("test_loss", batch)
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        """What the model makes of a batch without its `labels`, on ranks of the last stage; None on others.
+        """The model's output for a batch without its `labels`, on ranks of the last stage; None on others.
 
-        A pipeline whose `input_names` have `labels` cannot do without, and gives the loss.
+        A pipeline whose `input_names` contain `labels` needs them, and gives the loss.
         """
         args, kwargs = _inputs(batch)
         if self.nxd_config["pipeline_parallel_size"] == 1 or "labels" not in (self._input_names or ()):
             kwargs.pop("labels", None)
         return self.model.run_eval(*args, **kwargs)
 
-    # What the Trainer would do in another order.
+    # Steps that the Trainer would do in another order.
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Backward of a loss that has not been through it."""
@@ -238,7 +238,7 @@ class NeuronLTModule(_LightningModule):
         optimizer.zero_grad()
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
-        """Nothing: the Trainer asks for it between `training_step` and backward, which are one here."""
+        """Does nothing: the Trainer calls it between `training_step` and backward, which are one here."""
 
     # Values that only the last stage has.
 

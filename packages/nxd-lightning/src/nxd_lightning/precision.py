@@ -12,7 +12,7 @@ _Precision: Any = lightning("plugins").Precision
 
 
 class NeuronXLAPrecisionPlugin(PrecisionBase):
-    """Full precision, or what the model's parameters and `mixed_precision_config` say.
+    """Full precision, or that of the model's parameters and `mixed_precision_config`.
 
     Inherits Lightning's `XLAPrecision` on torch-xla, whose reduction of gradients it leaves to the optimizer.
     """

@@ -1,4 +1,4 @@
-"""`NeuronXLAStrategy`: which rank of the mesh a Trainer's process is, and what its ranks do together."""
+"""`NeuronXLAStrategy`: assigns a Trainer's processes to ranks of the mesh, and implements their joint operations."""
 
 import os
 import signal
@@ -48,7 +48,7 @@ class NeuronXLAStrategy(StrategyBase):
         accelerator: as for any strategy of Lightning.
         parallel_devices: a device for each rank of this host; otherwise the Trainer's `devices`, or under torchrun
             the ranks there are.
-        cluster_environment: tells who this process is; otherwise found by Lightning.
+        cluster_environment: gives this process's rank; otherwise found by Lightning.
         checkpoint_io: a `NeuronCheckpointIO`.
         precision_plugin: such as `NeuronXLAPrecisionPlugin`.
 
@@ -89,7 +89,7 @@ class NeuronXLAStrategy(StrategyBase):
         # Lightning shows it where it refuses a strategy, which it does to those of the other spelling.
         return f"<NeuronXLAStrategy for a Trainer of {SPELLING} ({advice()})>"
 
-    # Who this process is.
+    # This process's ranks.
 
     @property
     def tensor_parallel_size(self) -> int:
@@ -133,11 +133,11 @@ class NeuronXLAStrategy(StrategyBase):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
-        """Samplers share data out to replicas; ranks of one replica see the same."""
+        """Samplers divide data among replicas; ranks of one replica see the same."""
         return {"num_replicas": self.data_parallel_size, "rank": self.data_parallel_rank}
 
     def set_world_ranks(self) -> None:
-        """Tell the environment who this process is, where it does not know that by itself."""
+        """Set this process's ranks in the environment, where it does not know them by itself."""
         if self.cluster_environment is None:
             return
         self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
@@ -154,7 +154,7 @@ class NeuronXLAStrategy(StrategyBase):
 
         Raises:
             ValueError: the degrees do not fit the ranks.
-            RuntimeError: the Trainer was told of other ranks or another device than there are.
+            RuntimeError: the Trainer was given other ranks or another device than exist.
             TypeError: a callback or a logger is of the other spelling of Lightning, or the module no `NeuronLTModule`.
         """
         self._exception_is_known = False
@@ -182,7 +182,7 @@ class NeuronXLAStrategy(StrategyBase):
         """Put the module on its device and make optimizers. Called by all ranks.
 
         Raises:
-            ValueError: there are several optimizers, or one that does not know of the mesh, or losses are scaled.
+            ValueError: there are several optimizers, or one that is not made for the mesh, or losses are scaled.
         """
         check_precision(self.precision_plugin)
         self.accelerator.setup(trainer)
@@ -194,7 +194,7 @@ class NeuronXLAStrategy(StrategyBase):
         self.setup_precision_plugin()
 
     def process_dataloader(self, dataloader: object) -> object:
-        """The loader as it is: batches are moved one by one, or stay where they are."""
+        """Returns the loader unchanged: batches are moved one by one, or not at all."""
         return dataloader
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
@@ -207,7 +207,7 @@ class NeuronXLAStrategy(StrategyBase):
         """Nothing is wrapped: the optimizer averages gradients over the replicas."""
 
     def on_exception(self, exception: BaseException) -> None:
-        """End the ranks that this process has started, which may wait for it."""
+        """End the ranks that this process has started; they may be waiting for it."""
         self._exception_is_known = True
         self.launcher.kill(signal.SIGKILL)
 
@@ -218,11 +218,11 @@ class NeuronXLAStrategy(StrategyBase):
         self.cluster_environment.teardown()
         self.checkpoint_io.teardown()
 
-    # What ranks do together.
+    # Collective operations.
 
     @property
     def is_left_alone(self) -> bool:
-        """Whether callbacks are being told of an exception, which other ranks need not have: nobody may wait now."""
+        """Whether callbacks are handling an exception that other ranks may not have: no rank may wait now."""
         is_ending = getattr(getattr(self.lightning_module, "_trainer", None), "interrupted", False)
         return self.world_size > 1 and is_ending and not self._exception_is_known
 
@@ -274,7 +274,7 @@ class NeuronXLAStrategy(StrategyBase):
 
     @property
     def checkpoint_io(self) -> Any:
-        """What reads and writes checkpoints."""
+        """The object that reads and writes checkpoints."""
         if self._checkpoint_io is None:
             self._checkpoint_io = NeuronCheckpointIO(self.save_load_xser)
         return self._checkpoint_io
@@ -289,16 +289,16 @@ class NeuronXLAStrategy(StrategyBase):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """Model and optimizer are filled together, once both are there."""
+        """Model and optimizer are filled together, once both exist."""
         return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """What the module holds besides its model, such as metrics; the model is saved by `save_checkpoint`."""
+        """The module's state besides its model, such as metrics; `save_checkpoint` saves the model."""
         state: dict[str, Any] = self.lightning_module.state_dict()
         return {name: value for name, value in state.items() if not name.startswith("model.")}
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Nothing: the optimizer is saved by `save_checkpoint`, by the names of its parameters."""
+        """Empty: `save_checkpoint` saves the optimizer, by the names of its parameters."""
         return {}
 
     def save_checkpoint(
@@ -321,7 +321,7 @@ class NeuronXLAStrategy(StrategyBase):
         self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=subjects)
 
     def load_checkpoint(self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None) -> Any:
-        """What Lightning keeps in a checkpoint; model and optimizer are filled later. Called by all ranks."""
+        """Lightning's state in a checkpoint; model and optimizer are filled later. Called by all ranks."""
         self._loaded_from = self.broadcast(os.fspath(checkpoint_path))
         return self.checkpoint_io.load_checkpoint(self._loaded_from)
 

@@ -1,10 +1,10 @@
 """Buckets: gradients of several parameters that travel in one message.
 
-Elsewhere than on XLA they lie in one contiguous buffer. There a tensor is no place in memory: one flat buffer with the
-gradients as views of it would be taken apart and put together again by copies, and each gradient would be as old as its
-last look at the buffer. So they stay what they are, operands of one operation of the step's graph.
+On most devices they lie in one contiguous buffer. On XLA a tensor is not a place in memory: a flat buffer with the
+gradients as views would be split and joined again by copies, and each gradient would be as old as its last read of the
+buffer. There the gradients stay separate tensors, operands of one operation of the step's graph.
 
-Which parameters share a bucket, and in which order buckets leave, is decided here; when they leave is not.
+This module decides which parameters share a bucket, and the order in which buckets are sent, but not when.
 """
 
 from collections.abc import Sequence
@@ -34,8 +34,8 @@ class GradientBucket:
     def add_gradient(self, parameter: Tensor) -> None:
         """Make the bucket's slice the parameter's gradient, taking over what has been accumulated elsewhere.
 
-        Needed whenever somebody set `.grad` to None or to another tensor: the next backward makes a new one or adds
-        to that. No gradient counts as zero.
+        Needed whenever `.grad` was set to None or to another tensor: the next backward then makes a new one or adds to
+        that tensor. A missing gradient counts as zero.
         """
         view = self._views[id(parameter)]
         if parameter.grad is view:
@@ -49,7 +49,7 @@ class GradientBucket:
         parameter.grad = view
 
     def average(self, group: Group, dtype: torch.dtype | None) -> Pending[Tensor]:
-        """Start to average the gradients over the group, in `dtype` if given; no gradient counts as zero."""
+        """Start to average the gradients over the group, in `dtype` if given; a missing gradient counts as zero."""
         for parameter in self.parameters:
             self.add_gradient(parameter)
         if dtype in (None, self.buffer.dtype):
@@ -65,14 +65,14 @@ class GradientBucket:
 
 
 def make_buckets(parameters: Sequence[Tensor], bucket_bytes: int) -> list[GradientBucket]:
-    """Buckets of at most `bucket_bytes`, listed in the order in which backward fills them; see `batch_parameters`."""
+    """Buckets of at most `bucket_bytes`, in the order in which backward fills them; see `batch_parameters`."""
     return [GradientBucket(batch) for batch in batch_parameters(parameters, bucket_bytes)]
 
 
 def batch_parameters(parameters: Sequence[Tensor], bucket_bytes: int) -> list[list[Tensor]]:
     """Cut the parameters into batches of at most `bucket_bytes`, listed in the order in which backward fills them.
 
-    Backward is taken to reach the parameters in reverse order. A batch holds one dtype and device. A parameter
+    Backward is assumed to reach the parameters in reverse order. A batch holds one dtype and device. A parameter
     larger than `bucket_bytes` gets a batch of its own.
     """
     batches_of_kind: dict[tuple[torch.dtype, torch.device], list[list[Tensor]]] = {}
@@ -90,7 +90,7 @@ def batch_parameters(parameters: Sequence[Tensor], bucket_bytes: int) -> list[li
 
 
 class GraphBucket:
-    """Gradients that leave together; each stays the tensor that backward has made.
+    """Gradients that are sent together; each stays the tensor that backward has made.
 
     Args:
         parameters: of one dtype and device.
@@ -100,10 +100,10 @@ class GraphBucket:
         self.parameters = list(parameters)
 
     def add_gradient(self, parameter: Tensor) -> None:
-        """Nothing to do: a gradient lies where it is."""
+        """Nothing to do: gradients are not moved."""
 
     def average(self, group: Group, dtype: torch.dtype | None) -> Pending[None]:
-        """Average the gradients over the group, in `dtype` if given; no gradient counts as zero."""
+        """Average the gradients over the group, in `dtype` if given; a missing gradient counts as zero."""
         for parameter in self.parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)

@@ -1,7 +1,7 @@
-"""When buckets of gradients leave: as backward fills them, or when the caller says so, in one order on all ranks.
+"""Sends buckets of gradients, as backward fills them or when the caller asks, in one order on all ranks.
 
-What a bucket holds and what sending it means is its owner's business: the average over replicas of
-`GradientReducer`, the reduce-scatter of the ZeRO-1 optimizer.
+Its owner defines what a bucket holds and how it is sent: `GradientReducer` averages over replicas, the ZeRO-1 optimizer
+reduce-scatters.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,37 +13,37 @@ from weakref import WeakMethod
 from torch import Tensor
 from torch.autograd import Variable
 
-# Where a step stands. "overlapping": in a block around a last backward; "leaving": behind such a block, which need not
-# have been the last parameters'; "following": buckets leave with a backward that no block ends; "arrived": every
-# gradient is averaged, and none has come since; "failed": an exception left the gradients incomplete.
+# The phase of a step. "overlapping": in a block around a last backward; "leaving": after such a block, which need not
+# have been the last parameters'; "following": buckets are sent with a backward that no block ends; "arrived": every
+# gradient is averaged, and none was added since; "failed": an exception left the gradients incomplete.
 Phase = Literal["accumulating", "overlapping", "leaving", "following", "arrived", "failed"]
 
 
 class Bucket(Protocol):
-    """Gradients that leave together."""
+    """Gradients that are sent together."""
 
     parameters: list[Tensor]
 
     def add_gradient(self, parameter: Tensor) -> None:
-        """Take a parameter's new gradient in."""
+        """Add a parameter's new gradient."""
 
 
 class Message(Protocol):
-    """What is under way."""
+    """A message under way."""
 
     def wait(self) -> Any:
         """Return when it has arrived."""
 
 
 class BucketSender:
-    """Follows backward by hooks on the parameters and sends each bucket when its turn has come.
+    """Follows backward by hooks on the parameters and sends each bucket in its turn.
 
     Args:
-        buckets: in the order in which they leave.
-        send: starts the message of the bucket of an index.
+        buckets: in the order in which they are sent.
+        send: starts the message of the bucket with this index.
         finish: the owner's call that ends a step, for messages.
         drop: the owner's call that drops a failed step, for messages.
-        every_backward: buckets leave with every backward outside `hold`, without `overlap_backward`.
+        every_backward: send buckets with every backward outside `hold`, without `overlap_backward`.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class BucketSender:
         }
         self._bucket_of = {id(p): index for index, bucket in enumerate(buckets) for p in bucket.parameters}
         watched = [p for bucket in buckets for p in bucket.parameters]
-        # Parameters keep their hooks alive, and a hook that kept this object alive would so keep them, for ever.
+        # Parameters keep their hooks alive. A hook that kept this object alive would be a cycle that is never freed.
         on_gradient = WeakMethod(self._on_gradient)
         self._hooks = [p.register_post_accumulate_grad_hook(partial(_call, on_gradient)) for p in watched]
         self._phase: Phase = "accumulating"
@@ -115,14 +115,14 @@ class BucketSender:
         self._phase = "leaving"
 
     def synchronize(self) -> None:
-        """Send what has not left yet, and wait for all. Gradients that come now belong to the same step."""
+        """Send the remaining buckets, and wait for all. Gradients that follow belong to the same step."""
         self.refuse("synchronize()", "overlapping", "following", "failed")
         self._finish_messages()
         self._phase = "arrived"
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Let nothing leave with the backward passes inside the block.
+        """Send nothing during the backward passes inside the block.
 
         Raises:
             RuntimeError: this step's gradients are leaving already.
@@ -135,13 +135,13 @@ class BucketSender:
             self._follows = follows
 
     def complete(self) -> None:
-        """Send what has not left yet, and wait for all: a new step may begin."""
+        """Send the remaining buckets, and wait for all: a new step may begin."""
         if self._phase != "arrived":
             self._finish_messages()
         self._phase = "accumulating"
 
     def drop(self) -> None:
-        """Make an end of a step that failed or was not finished, if every rank does so."""
+        """Drop a step that failed or was not finished; every rank must do so."""
         if self._phase != "accumulating":
             # Ranks may have failed at different points. Were a message left out here that another rank has sent,
             # it would be taken for one of the next step.
@@ -168,7 +168,7 @@ class BucketSender:
             self._backward_ended = False
             Variable._execution_engine.queue_callback(self._on_end_of_backward)  # not called if backward raises
         if self._phase == "arrived":
-            self._phase = "accumulating"  # another round, whose average is added to the one there is
+            self._phase = "accumulating"  # another round, whose average is added to the existing one
         leaving = self._phase in ("overlapping", "leaving", "following")
         if leaving and id(parameter) not in self._missing[index]:
             advice = (
@@ -196,7 +196,7 @@ class BucketSender:
         self._phase = phase
 
     def _send_filled(self) -> None:
-        # Buckets leave in one order on all ranks, whatever order they fill in.
+        # Buckets are sent in one order on all ranks, whatever order they fill in.
         while len(self._messages) < len(self._buckets) and not self._missing[len(self._messages)]:
             self._send_next()
 

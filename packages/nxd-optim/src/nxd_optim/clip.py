@@ -1,7 +1,7 @@
 """The norm of a model's gradients, counting every element of the logical model once, and clipping by it.
 
-Shards are counted on each rank, what several ranks hold is counted once: parameters that are whole everywhere,
-rows with several copies, and tied weights kept on two stages.
+Shards are counted on each rank. Elements that several ranks hold are counted once: replicated parameters, rows with
+several copies, and tied weights kept on two stages.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Giving an optimizer the states of its parameters, in the dtypes and on the devices in which it keeps them."""
+"""Loading the states of parameters into an optimizer, in the dtypes and on the devices in which it keeps them."""
 
 from collections.abc import Mapping
 
@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 def give_states(optimizer: Optimizer, states: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
     """Replace an optimizer's states, by its own `load_state_dict`.
 
-    That knows what becomes of a state whose dtype is another: torch's takes on the parameter's, but for "step".
+    `load_state_dict` converts states of another dtype: torch's optimizers use the parameter's dtype, except for "step".
 
     Args:
         optimizer: keeps its settings.

@@ -126,7 +126,7 @@ class LossScaler:
         return taken
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs."""
+        """The state that a resumed run needs."""
         return {
             "scale_factor": self.scale_factor,
             "skipped_steps": self.skipped_steps,
@@ -134,7 +134,7 @@ class LossScaler:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken."""
+        """Resume from a `state_dict`."""
         self.scale_factor = float(state["scale_factor"])
         self.skipped_steps = int(state["skipped_steps"])
         self._steps_since_change = int(state["steps_since_change"])

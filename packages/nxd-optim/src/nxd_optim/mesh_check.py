@@ -1,11 +1,11 @@
-"""A job of several ranks needs a mesh: without one, each rank would take itself for the whole job."""
+"""Checks that a job of several ranks has a mesh: without one, each rank would act as if it were the whole job."""
 
 import torch.distributed as dist
 from nxd_state import model_parallel_is_initialized
 
 
 def require_mesh() -> None:
-    """Check that somebody has said what the ranks of this job do.
+    """Check that the ranks of this job have been laid out as a mesh.
 
     Raises:
         RuntimeError: torch.distributed runs several ranks, but there is no mesh.

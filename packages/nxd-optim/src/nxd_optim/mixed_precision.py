@@ -1,4 +1,4 @@
-"""The documented `mixed_precision_config`: what it means, checked, and as arguments of the ZeRO-1 optimizer."""
+"""The documented `mixed_precision_config`: its meaning, its checks, and its translation to ZeRO-1 arguments."""
 
 import difflib
 from collections.abc import Mapping

@@ -1,6 +1,6 @@
-"""What counts of a gradient whose parts differ between the ranks, as data: on XLA all ranks are to record one graph.
+"""Weights, as data, for norms of gradients whose counted parts differ between ranks: on XLA all ranks record one graph.
 
-Which rows of a parameter are padding, or copies of rows on other ranks, is another matter on each rank.
+The rows of a parameter that are padding, or copies of rows on other ranks, differ from rank to rank.
 """
 
 import functools

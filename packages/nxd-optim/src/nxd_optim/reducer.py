@@ -27,7 +27,7 @@ class GradientReducer:
 
         for microbatch in microbatches[:-1]:
             loss(microbatch).backward()
-        with reducer.overlap_backward():  # optional: buckets leave as soon as they are full
+        with reducer.overlap_backward():  # optional: buckets are sent as soon as they are full
             loss(microbatches[-1]).backward()
         reducer.finish()
         optimizer.step()
@@ -37,8 +37,8 @@ class GradientReducer:
     `optimizer.zero_grad()` does as well as `reducer.zero_grad()`, at the price of one more copy of each gradient.
     A change of `requires_grad` needs a new reducer.
 
-    A script made for DistributedDataParallel keeps its shape with `every_backward=True`: gradients leave with each
-    `backward()` that is not inside `no_sync()`, and `finish()` stands before the optimizer's step.
+    A script made for DistributedDataParallel keeps its structure with `every_backward=True`: gradients are sent with
+    each `backward()` that is not inside `no_sync()`, and `finish()` is called before the optimizer's step.
 
     Args:
         parameters: the same on every rank and in the same order; those that need gradients are taken, each once.
@@ -89,7 +89,7 @@ class GradientReducer:
 
     @contextmanager
     def overlap_backward(self) -> Iterator[None]:
-        """Send each bucket as soon as backward has filled it, and at the end those that it has not filled.
+        """Send each bucket as soon as backward has filled it, and the others at the end.
 
         For the last backward before `finish` only. If the block raises, the step is void: `zero_grad` drops it.
         Inside the block, leave the group's ranks no other messages to exchange once backward has begun.
@@ -104,8 +104,8 @@ class GradientReducer:
     def last_backward(self, parameters: Iterable[Tensor]) -> Iterator[None]:
         """As `overlap_backward`, for those of the parameters that get their last gradient of a step in the block.
 
-        A pipeline's stages have their last backward one after the other, and so a block for each. `synchronize` or
-        `finish` sends what no block was for.
+        A pipeline's stages have their last backward one after the other, so each gets a block of its own. `synchronize`
+        or `finish` sends the rest.
 
         Raises:
             RuntimeError: a block is open or has failed, or a parameter gets a second gradient in it.
@@ -114,9 +114,9 @@ class GradientReducer:
             yield
 
     def synchronize(self) -> None:
-        """Send what has not left yet, and wait: every `.grad` is the mean of what has been accumulated.
+        """Send the remaining buckets, and wait: every `.grad` is then the mean of the gradients accumulated so far.
 
-        More may be: what further backward passes add is averaged by the next `synchronize` or `finish`.
+        More may be accumulated: the next `synchronize` or `finish` averages what further backward passes add.
 
         Raises:
             RuntimeError: inside `overlap_backward`, or after a backward failed whose gradients were leaving.
@@ -127,7 +127,7 @@ class GradientReducer:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Only accumulate in the backward passes inside the block; for `every_backward=True`, else they do so anyway.
+        """Only accumulate in the backward passes inside the block; needed for `every_backward=True` only.
 
         Raises:
             RuntimeError: this step's gradients are leaving already.
@@ -136,7 +136,7 @@ class GradientReducer:
             yield
 
     def finish(self) -> None:
-        """Send what has not left yet, and wait: afterwards every `.grad` is the mean over the replicas.
+        """Send the remaining buckets, and wait: afterwards every `.grad` is the mean over the replicas.
 
         Where no rank has a gradient the mean is zero, with one replica as with many; None if unused parameters are
         to be found.
@@ -158,7 +158,7 @@ class GradientReducer:
                     parameter.grad = torch.zeros_like(parameter)
 
     def zero_grad(self) -> None:
-        """Begin a new step without gradients; drops one that failed or was not finished, if every rank does so.
+        """Begin a new step without gradients; drops a failed or unfinished step, if every rank calls this.
 
         Where there are buckets, the gradients are zeros that stay in them; None on XLA, or if unused parameters are to
         be found.
@@ -175,7 +175,7 @@ class GradientReducer:
                 parameter.grad = None
 
     def drop(self) -> None:
-        """End a step that failed or was not finished, if every rank does so; `.grad` stays as it is.
+        """End a failed or unfinished step, if every rank calls this; `.grad` is left unchanged.
 
         Raises:
             RuntimeError: inside `overlap_backward`.

@@ -11,8 +11,8 @@ from torch import Tensor
 def reduce_sequence_parallel_gradients(parameters: Iterable[Tensor], group: Group | None = None) -> None:
     """Sum the gradients of parameters marked `sequence_parallel_enabled` over the tensor-parallel ranks, in place.
 
-    One message per dtype. A marked parameter without a gradient counts as zero. Once a step, before or after the
-    average over data-parallel replicas, but not while that is under way: so after `GradientReducer.finish`.
+    One message per dtype. A marked parameter without a gradient counts as zero. Call it once per step, before or after
+    the average over data-parallel replicas, but not while that is under way: so after `GradientReducer.finish`.
 
     Args:
         parameters: all parameters of the model; the others are left alone.

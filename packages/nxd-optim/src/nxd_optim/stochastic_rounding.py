@@ -60,11 +60,11 @@ class StochasticRounding:
         self._hooks = [hook for each in _updating_optimizers(optimizer) for hook in self._attach(each)]
 
     def state_dict(self) -> dict[str, int]:
-        """What to save, so that a resumed run draws the noise it would have drawn."""
+        """The state to save, so that a resumed run draws the noise it would have drawn."""
         return {"seed": self.seed, "steps": self.steps}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on where `state_dict` was taken."""
+        """Resume from a `state_dict`."""
         self.seed, self.steps = state["seed"], state["steps"]
 
     def close(self) -> None:

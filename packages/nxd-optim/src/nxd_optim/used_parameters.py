@@ -1,4 +1,4 @@
-"""Which parameters have a gradient on some rank: as in torch, an optimizer leaves the others alone."""
+"""Finds the parameters that have a gradient on some rank: as in torch, an optimizer leaves the others alone."""
 
 from collections.abc import Sequence, Set
 
@@ -10,7 +10,7 @@ from torch import Tensor
 class Usage:
     """Agrees on the parameters that a step is to update, in a message that travels behind the gradients.
 
-    Who uses all parameters itself knows the answer, and reads none: on an accelerator that would be a wait. On XLA
+    A rank that uses all parameters knows the answer without reading it, which would be a wait on an accelerator. On XLA
     nothing is sent: all ranks record one graph, and so have gradients of the same parameters.
 
     Args:

@@ -54,7 +54,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take in the weights as they are now; call it after the optimizer's step."""
+        """Add the current weights to the average; call it after the optimizer's step."""
         self._wait_for_parameters()
         for parameter, bounds, average in zip(self.parameters, self._ranges, self._averages, strict=True):
             average.lerp_(self._own(parameter, bounds), 1.0 - self.decay)

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: models cut into stages, and schedules as data that are checked before any rank plays them."""
+"""Pipeline parallelism: models cut into stages, and schedules as data that are verified before any rank runs them."""
 
 from nxd_pipeline.model import NxDPPModel
 from nxd_pipeline.partition import Stage, layer_flops, manual_partition

@@ -172,7 +172,7 @@ class NxDPPModel(nn.Module):
             materialize(whole, param_init_fn)
         else:
             self._keep_stages(partition_model(module, self._schedule.num_stages, options), whole, param_init_fn)
-            gc.collect()  # torch.fx leaves cycles, in which the whole model would stay when the caller lets go of it
+            gc.collect()  # torch.fx leaves cycles, which would keep the whole model alive after the caller releases it
         self._trace_file = None
         if trace_file_path is not None:
             self._trace_file = TraceFile(trace_file_path, self._training_schedule, self._group)
@@ -197,14 +197,14 @@ class NxDPPModel(nn.Module):
         """Does nothing: the model is cut when it is made. For scripts that ask for it."""
 
     def sync_gradients_by(self, sync: GradientSync, parameters: Iterable[Tensor]) -> None:
-        """From now on `run_train` has gradients averaged by it while backward is running; it is not kept alive.
+        """From now on `run_train` has it average gradients while backward is running; no reference to it is kept.
 
         It takes the place of one that averaged any of these parameters before.
         """
         self._gradient_syncs.add(sync, parameters)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """In the block `run_train` only accumulates gradients: for all its calls of a step but the last.
+        """In the block `run_train` only accumulates gradients: use it for all calls of a step but the last.
 
         As in DistributedDataParallel: without it each call communicates, and the gradients are the same.
         """
@@ -307,15 +307,15 @@ class NxDPPModel(nn.Module):
     def synchronize_tied_weights(self) -> None:
         """Give all copies of a tied weight the values of the first, which an optimizer leaves apart by rounding.
 
-        `run_train` and `run_eval` begin with it; only who reads the copies in between, calls it. By all ranks of the
-        pipeline; optimizer states of further copies mean nothing, and are not to be saved.
+        `run_train` and `run_eval` begin with it; call it only to read the copies in between. Called by all ranks of the
+        pipeline; optimizer states of further copies are meaningless and should not be saved.
         """
         if self._whole_model is None:
             with self._failures.end_all_ranks():
                 self._tied_weights.synchronize()
 
     def bubble_report(self) -> BubbleReport:
-        """How much of the last traced step this pipeline's ranks were idle, and what the simulator says.
+        """The measured idle part of the last traced step on this pipeline's ranks, and the simulated one.
 
         Raises:
             RuntimeError: no step has been traced.
@@ -326,7 +326,7 @@ class NxDPPModel(nn.Module):
         return bubble_report(step.timelines[step.pipelines.index(self._group.ranks)])
 
     def forward(self, **kwargs: Any) -> Any:
-        """What the model returns, where the pipeline has one rank.
+        """The model's output, where the pipeline has one rank.
 
         Raises:
             RuntimeError: the model is cut.
@@ -363,7 +363,7 @@ class NxDPPModel(nn.Module):
         return self._local.named_modules()
 
     def tied_names(self) -> dict[str, str]:
-        """Of each further name of a tied weight of the unpartitioned model, the first, which checkpoints know it by."""
+        """Maps each further name of a tied weight of the unpartitioned model to the first, which checkpoints use."""
         return dict(self._tied_names)
 
     def local_state_dict(self) -> dict[str, Tensor]:
@@ -393,7 +393,7 @@ class NxDPPModel(nn.Module):
 
 
 def _loss_spec(module: nn.Module | Sequence[nn.Module], spec: LossSpec) -> LossSpec:
-    """Where the loss is in what the model returns; models of transformers have it in `loss`.
+    """The place of the loss in the model's output; models of transformers have it in `loss`.
 
     Raises:
         ValueError: the spec marks no loss.

@@ -23,7 +23,7 @@ def device_type() -> str:
 
     Raises:
         ValueError: `NXD_DEVICE` names a type that is not known.
-        RuntimeError: the environment asks for a device that is not there.
+        RuntimeError: the environment asks for a device that is not available.
     """
     asked = "cpu" if os.environ.get("NXD_CPU_MODE") == "1" else os.environ.get("NXD_DEVICE", "")
     if asked:
@@ -53,7 +53,7 @@ def get_device() -> torch.device:
 def records_graphs(what: Tensor | torch.device | str | None = None) -> bool:
     """Whether a device records operations into a graph, which it compiles and runs later, as XLA devices do.
 
-    What follows where it does: all ranks have to record the same graph, so that a rank may differ in data only;
+    Consequences on such a device: all ranks have to record the same graph, so a rank may differ in data only;
     reading a value waits for the whole graph; backward only records, so that no hook can overlap it with messages;
     messages block; and tensors have no memory that views could share.
 

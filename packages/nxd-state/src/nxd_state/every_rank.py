@@ -1,4 +1,4 @@
-"""Work whose failure on one rank is an error on every rank, so that nobody waits for a rank that has raised."""
+"""Work whose failure on one rank is an error on every rank, so that no rank waits for one that has raised."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Attempt(Generic[T]):
-    """What became of the same work on the ranks of a group.
+    """The outcome of the same work on the ranks of a group.
 
     Attributes:
         results: what it returned here; empty if it raised.
@@ -26,17 +26,17 @@ class Attempt(Generic[T]):
 
 
 def attempt_on_every_rank(act: Callable[[], T], group: Group) -> Attempt[T]:
-    """Do it, and wait until all ranks of the group have tried; raises nothing that `act` raises.
+    """Call `act`, and wait until all ranks of the group have tried; does not raise what `act` raises.
 
     Args:
-        act: must not communicate: who raises in it does not take part.
+        act: must not communicate: a rank that raises in it would not take part.
         group: its ranks all call this.
     """
     results: tuple[T, ...] = ()
     error: Exception | None = None
     try:
         results = (act(),)
-    except Exception as raised:  # whatever it is, the other ranks must hear of it instead of waiting
+    except Exception as raised:  # any error: the other ranks must learn of it instead of waiting
         error = raised
     texts = all_gather_object(None if error is None else f"{type(error).__name__}: {error}", group)
     failures = {rank: text for rank, text in zip(group.ranks, texts, strict=True) if text is not None}
@@ -47,7 +47,7 @@ def attempt_on_every_rank(act: Callable[[], T], group: Group) -> Attempt[T]:
 
 
 def on_every_rank(doing: str, act: Callable[[], T], group: Group) -> T:
-    """What `act` returned here, once it has returned on every rank of the group.
+    """Call `act`; return its result here once it has returned on every rank of the group.
 
     Args:
         doing: for the message, such as "writing /tmp/adapter".

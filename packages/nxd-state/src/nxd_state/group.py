@@ -52,9 +52,9 @@ class Group:
         return len(self.ranks)
 
     def rank_tensor(self, like: Tensor) -> Tensor:
-        """`rank` as data: what a computation uses whose graph is to be the same on every rank.
+        """`rank` as data, for computations whose graph is to be the same on every rank.
 
-        A number would be a constant of the graph, so that each rank would record, and compile, another one.
+        A Python number would be a constant of the graph, so each rank would record and compile a different one.
 
         Args:
             like: a tensor that it is used with; gives the device.

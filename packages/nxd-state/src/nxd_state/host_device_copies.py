@@ -1,6 +1,6 @@
 """Copies between the host and the device for which the host does not wait: batches on their way there, losses back.
 
-On XLA both are asynchronous by themselves. On CUDA that takes host memory that the system does not move about.
+On XLA both are asynchronous by themselves. On CUDA they need pinned host memory.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def send_to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy of a CPU tensor on `device`, which need not be there yet; on the CPU the tensor itself.
+    """A copy of a CPU tensor on `device`, which need not have arrived yet; on the CPU the tensor itself.
 
     On XLA it is data from the beginning and no part of the graph under way, so that another thread may call this.
     """
@@ -29,7 +29,7 @@ def read_later(tensor: Tensor) -> Callable[[], Tensor]:
     """
     if tensor.device.type != "cuda":
         return tensor.detach().cpu
-    values = tensor.detach().to("cpu", non_blocking=True)  # in the device's queue, before what is still to be given
+    values = tensor.detach().to("cpu", non_blocking=True)  # queued on the device before any later work
     copied = torch.cuda.Event()
     copied.record(torch.cuda.current_stream(tensor.device))
 

@@ -1,4 +1,4 @@
-"""Giving memory to what was made on the "meta" device, and values that do not depend on how a model is cut."""
+"""Giving memory to tensors on the "meta" device, and seeds of initial values that do not depend on the sharding."""
 
 import hashlib
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 def allocate_meta_tensor(tensor: Tensor) -> None:
     """Give a tensor on the meta device memory on the CPU; it stays the same object, with its attributes.
 
-    Floating-point numbers begin as `nan`, so that a value that nobody sets is found; others as zero.
+    Floating-point numbers begin as `nan`, so that an unset value is noticed; others as zero.
     """
     made = torch.empty_like(tensor, device="cpu")
     made = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made

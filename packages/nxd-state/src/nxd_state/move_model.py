@@ -1,4 +1,4 @@
-"""Moving a model to a device without losing what its parameters know about themselves.
+"""Moving a model to a device without losing its parameters' attributes and ties.
 
 `Module.to` replaces parameters by new ones, without their attributes and unties shared ones, whenever old and new
 tensor are of different kinds (away from meta, to XLA). `move_model_to_device` keeps both.
@@ -17,7 +17,7 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 def move_model_to_device(model: ModuleT, device: torch.device | str) -> ModuleT:
     """Move parameters and buffers to `device`, in place, keeping attributes, ties, gradients and `requires_grad`.
 
-    A parameter stays the same object where torch allows it, so that an optimizer made before goes on to work; away
+    A parameter stays the same object where torch allows it, so that an existing optimizer still works; away
     from meta and to XLA it becomes a new one. From meta the tensors come out uninitialised: fill them with an init
     function or a checkpoint. Only those with padding come out as zeros.
 

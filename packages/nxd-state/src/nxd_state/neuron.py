@@ -1,8 +1,8 @@
 """The environment of a training process on AWS Neuron devices: what to set before torch-xla is imported.
 
-torch-xla reads the launcher's variables once, when it is imported, and gives each process its NeuronCore and its place
-in the job by them. So nothing of that is done again here; what it cannot know is set, and what would make it fail on
-one rank, or hang, is refused. What a user has set stays as it is. Names and meanings are those of the Neuron
+torch-xla reads the launcher's variables once, when it is imported, and assigns each process its NeuronCore and its
+place in the job accordingly. That is not repeated here. This module sets what torch-xla cannot know, and refuses what
+would make it fail on one rank, or hang. A user's own settings are kept. Names and meanings are those of the Neuron
 documentation ("PyTorch NeuronX Environment Variables", "Neuron Runtime configuration") and of torch-xla 2.9's
 `_internal/neuron.py`.
 """
@@ -54,7 +54,7 @@ def neuron_settings(
     async_requests: int | None = None,
     efa: bool = False,
 ) -> dict[str, str]:
-    """What is to be added to the environment of a rank; nothing is set here.
+    """The variables to add to the environment of a rank; sets nothing.
 
     Args:
         environment: as the launcher made it: `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`, `MASTER_ADDR`.
@@ -99,7 +99,7 @@ def compiler_flags(given: str, *, model_type: str | None = None, compile_cache: 
 
 
 def check_neuron_environment(environment: Mapping[str, str]) -> None:
-    """Refuse what would fail on one rank only, hang, or be passed over.
+    """Refuse settings that would fail on one rank only, hang, or be ignored.
 
     Raises:
         ValueError: with all that is wrong.

@@ -1,4 +1,4 @@
-"""Errors of the device's compiler and of its memory, told with the module of the user's model that they are about.
+"""Errors of the device's compiler and of its memory, reported with the module of the user's model that they concern.
 
 What a compiler says of an instruction has its metadata (the scopes that `xla_inspect.module_scopes` opens, and a
 source line) or at least its name, which a recorded graph explains. Messages are recognised by the words that
@@ -52,11 +52,11 @@ def device_errors() -> Iterator[None]:
 
 
 def explain_device_error(message: str, graphs: "Sequence[HloModule]" = ()) -> str | None:
-    """What happened, where in the model, and what to do; None if the message is of another kind.
+    """An explanation: the error, its place in the model, and advice; None if the message is of another kind.
 
     Args:
         message: of the compiler or the runtime.
-        graphs: those that were recorded before it; graphs run while the program goes on, so it need not be the last.
+        graphs: those recorded before it; graphs run while the program continues, so it need not be the last.
     """
     out_of_memory = _OUT_OF_MEMORY.search(message) is not None
     if not out_of_memory and not _NOT_COMPILED.search(message):

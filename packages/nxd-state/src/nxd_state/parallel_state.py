@@ -1,4 +1,4 @@
-"""The one mesh of this process: made by `initialize_model_parallel`, asked by everything else.
+"""The one mesh of this process: made by `initialize_model_parallel`, read by everything else.
 
 Holds the state (mesh and process groups) and the documented getters. The arithmetic is in `mesh`.
 """
@@ -56,7 +56,7 @@ def initialize_model_parallel(
 ) -> None:
     """Lay the launched ranks out as a mesh and make the process groups of every axis.
 
-    Starts torch.distributed if nobody has: from torchrun's environment if there is one, else as a world of one.
+    Starts torch.distributed if it is not running: from torchrun's environment if there is one, else as a world of one.
     Data parallelism takes the ranks that the given degrees leave.
 
     Args:
@@ -90,14 +90,14 @@ def initialize_model_parallel(
     if owns_world:
         start_torch_distributed(rank, world_size, timeout)
         # For programs that end without it. Gloo's threads live as long as anything refers to a group, and one that
-        # lets go of a message's tensor while Python ends aborts the process: the groups must be forgotten, too.
+        # releases a message's tensor while Python ends aborts the process: the groups must be dropped, too.
         atexit.unregister(destroy_model_parallel)
         atexit.register(destroy_model_parallel)
     state = _ParallelState(mesh=mesh, rank=rank, groups={}, timeout=timeout, owns_world=owns_world)
     _make_groups(state)
     _share_memory(state)
     if world_size > 1:
-        dist.barrier()  # a rank that went on and ended at once would close connections that others are still making
+        dist.barrier()  # a rank that continued and ended at once would close connections that others are still making
     _state = state
 
 
@@ -161,7 +161,7 @@ def get_world_group() -> Group:
 def subgroup(axis: str, size: int) -> Group:
     """This rank's run of `size` consecutive ranks of its group along `axis`; the same object at each call.
 
-    The first call makes the process group and waits for the other members' first calls; nobody else need call it.
+    The first call makes the process group and waits for the other members' first calls; other ranks need not call it.
 
     Raises:
         RuntimeError: not initialised.

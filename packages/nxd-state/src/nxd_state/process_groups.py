@@ -1,6 +1,6 @@
 """Starting torch.distributed and making process groups, in a way that can be repeated in one process.
 
-Which groups there are is the business of `parallel_state`; what travels over them, of `collectives`.
+`parallel_state` decides which groups exist; `collectives` communicates over them.
 """
 
 import inspect

@@ -79,7 +79,7 @@ def get_rng_state() -> dict[str, dict[str, Tensor]]:
 
 
 def set_rng_state(state: dict[str, dict[str, Tensor]]) -> None:
-    """Go on where `get_rng_state` was taken.
+    """Resume the streams from the state that `get_rng_state` returned.
 
     Raises:
         ValueError: the state has no shared stream.

@@ -81,7 +81,7 @@ class ShardPiece:
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """What one rank's part of a parameter holds.
+    """The contents of one rank's part of a parameter.
 
     Attributes:
         local_shape: shape of the parameter on this rank.

@@ -18,7 +18,7 @@ __all__ = [
     "BucketModelConfig",
     "ModelBuilder",
     "shard_checkpoint",
-    # what comes of it
+    # the result
     "TensorParallelModel",
     "Signature",
     "TensorSpec",

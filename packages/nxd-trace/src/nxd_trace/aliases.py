@@ -22,7 +22,7 @@ class Alias:
 
 
 def read_aliases(model: nn.Module, aliases: Any) -> list[Alias]:
-    """What `func` returned beside the model, in one form.
+    """The aliases that `func` returned with the model, in one form.
 
     Args:
         model: that the aliases are of.

@@ -1,7 +1,7 @@
 """Buckets: one program per input length, and the choice between them at each call.
 
-A bucket kernel sees the inputs of a call, pads them, and says which bucket they go to. Kernels may be scripted, then
-they are saved with the model, or plain Python, then whoever loads the model gives the configuration again.
+A bucket kernel takes the inputs of a call, pads them, and chooses their bucket. Scripted kernels are saved with the
+model. Kernels in plain Python are not: pass the configuration again when loading.
 """
 
 from collections.abc import Callable, Mapping, Sequence

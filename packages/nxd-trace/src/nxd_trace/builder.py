@@ -62,7 +62,7 @@ class ModelBuilder:
 
 
 def shard_checkpoint(weights: Weights, model: TensorParallelModel) -> list[dict[str, Tensor]]:
-    """What each rank of a model would take of some weights, without giving it to the workers.
+    """Each rank's shards of some weights, without passing them to the workers.
 
     Args:
         weights: as for `TensorParallelModel.replace_weights`.

@@ -1,4 +1,4 @@
-"""What goes wrong with traced models beyond plain wrong arguments."""
+"""Errors of traced models other than wrong arguments."""
 
 
 class WorkerError(RuntimeError):

@@ -1,8 +1,8 @@
 """Recording a model as a graph that holds no weights, no state and, where the model allows it, no rank.
 
-The graph's inputs are weights, states and the user's inputs, one after the other. So weights can be replaced, several
-programs can share weights and state, and ranks whose graphs are equal share one compiled program. Among the weights is
-the tensor-parallel rank, which layers ask `Group.rank_tensor` for.
+The graph's inputs are weights, states and the user's inputs, in this order. So weights can be replaced, several
+programs can share weights and state, and ranks whose graphs are equal share one compiled program. The tensor-parallel
+rank, which layers get from `Group.rank_tensor`, is one of the weights.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ _RANK = "nxd_trace.tp_rank"
 
 
 def rank_tensors() -> dict[str, Tensor]:
-    """This process's tensor-parallel rank, which is one more weight of every model; nothing where there is but one."""
+    """This process's tensor-parallel rank, which is one more weight of every model; empty if there is only one."""
     group = active_group("tp")
     return {_RANK: torch.tensor([group.rank], device=get_device())} if group.size > 1 else {}
 

@@ -1,4 +1,4 @@
-"""A traced model as a folder: what lies where, and whether it can be loaded here.
+"""A traced model as a folder: its files, and checks that it can be loaded here.
 
     manifest.json           what the model is, and every other file with its size; written last
     programs/<key>/         a compiled program, for all ranks whose graphs are equal
@@ -71,7 +71,7 @@ class RankProgram:
 
 @dataclass(frozen=True)
 class RankManifest:
-    """What one rank holds."""
+    """The contents of one rank."""
 
     weights: Mapping[str, Weight]
     states: Mapping[str, StateTensor]
@@ -116,7 +116,7 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a traced model is, for all ranks.
+    """The description of a traced model, for all ranks.
 
     Attributes:
         tp_degree: number of ranks.
@@ -143,7 +143,7 @@ class Manifest:
     files: Mapping[str, StoredFile] = field(default_factory=dict)
 
     def write(self, folder: Path) -> Self:
-        """Take stock of the folder and complete it by the manifest; gives the manifest with these files."""
+        """Write the manifest, which lists the files of the folder; returns it with these files."""
         (folder / MANIFEST).unlink(missing_ok=True)
         files = {str(path.relative_to(folder)): _stored_file(path) for path in _files(folder)}
         value = {
@@ -214,7 +214,7 @@ class Manifest:
             raise ValueError(f"tp_degree is {self.tp_degree}, and there are files of {len(ranks)} ranks")
 
     def _problems_of_ranks(self, folder: Path) -> Iterator[str]:
-        """Files that are as they were saved, but do not belong together."""
+        """Files that are intact, but do not belong together."""
         for rank in range(self.tp_degree):
             name = rank_folder(rank)
             try:

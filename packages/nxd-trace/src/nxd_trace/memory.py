@@ -1,7 +1,7 @@
-"""One piece of memory that a model's processes share, and where each input and output lies in it.
+"""Memory shared by a model's processes, and the place of each input and output in it.
 
-It has no name, only a file descriptor that the workers inherit: nothing is left behind when all of them have ended,
-in whatever way.
+It has no name, only a file descriptor that the workers inherit: nothing is left behind when all of them have ended, for
+whatever reason.
 """
 
 import mmap

@@ -33,9 +33,9 @@ class TensorParallelModel(nn.Module):
     by the shapes of its inputs, `model.run("decode", ...)` by name. State (what aliases name, such as a key-value
     cache) stays in the workers between calls; `reset_state` sets it back.
 
-    Calls run one after the other, also when several threads make them. What a call returns is what the model returns
-    on rank 0, on the CPU. `close`, or leaving a `with` block, ends the processes; they also end when the model is
-    garbage or this process is gone, however that came about.
+    Calls run one after the other, even from several threads. A call returns the outputs of rank 0, on the CPU. `close`,
+    or leaving a `with` block, ends the processes; they also end when the model is garbage-collected or this process
+    ends, for whatever reason.
 
     Made by `parallel_model_trace`, `ModelBuilder` and `parallel_model_load`.
 
@@ -131,7 +131,7 @@ class TensorParallelModel(nn.Module):
             return state
 
     def replace_weights(self, weights: str | Path | Mapping[str, Tensor] | WeightSource) -> None:
-        """Put new weights in, without compiling; each rank reads only its part.
+        """Replace the weights, without compiling; each rank reads only its part.
 
         Args:
             weights: logical tensors, with the names and shapes of the unsharded model: a safetensors file or a folder
@@ -167,7 +167,7 @@ class TensorParallelModel(nn.Module):
             self._watch(workers)
 
     def restart(self) -> None:
-        """End the workers, if some are left, and start new ones: the state is what it was before the first call.
+        """End any remaining workers and start new ones: the state is reset to that before the first call.
 
         Raises:
             ModelFolderError: the model's folder has changed or is gone.
@@ -220,7 +220,7 @@ class TensorParallelModel(nn.Module):
         check_fit(misfits)
 
     def _fitting_program(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """The only program, or the one that was traced with such inputs."""
+        """The only program, or the one that was traced with inputs of these shapes."""
         programs = self._manifest.programs
         if len(programs) == 1:
             return 0

@@ -1,4 +1,4 @@
-"""`Program`: one thing a traced model can do, such as the prefill of one length, or one step of decoding."""
+"""`Program`: one operation of a traced model, such as the prefill of one length, or one step of decoding."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""What a program takes and gives: shapes, dtypes and nesting. All of it is known before the first call."""
+"""The inputs and outputs of a program: shapes, dtypes and nesting. All of it is known before the first call."""
 
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -101,7 +101,7 @@ class Signature:
         return tensors
 
     def nested_outputs(self, tensors: list[Tensor]) -> Any:
-        """What a call returns."""
+        """The outputs of a call, nested as the model returned them."""
         return unflatten(self.output_structure, tensors)
 
     def to_json(self) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Nested tuples, lists and dicts of tensors as a flat list and a structure that JSON can hold.
 
-Programs take and give flat lists; what users pass and get is put together again from the structure.
+Programs take and return flat lists; the structure restores the nesting for users.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,7 +44,7 @@ def flatten(value: Any, what: str) -> tuple[list[Tensor], Structure]:
 
 
 def unflatten(structure: Structure, tensors: Sequence[Tensor]) -> Any:
-    """What `flatten` took apart, with these tensors in the places of its own."""
+    """The inverse of `flatten`, with these tensors in place of the original ones."""
     if structure is None:
         return None
     if isinstance(structure, int):

@@ -1,7 +1,7 @@
 """Tracing: workers build the shards and record graphs, each distinct graph is compiled once, the workers serve.
 
-Compiled programs are kept by what they were made of, so that the same graph is compiled once per machine. An entry is a
-folder named by its key. It is made beside the others and renamed, so it is whole or not there.
+Compiled programs are cached by a key of their inputs, so that the same graph is compiled once per machine. An entry is
+a folder named by its key. It is made beside the others and renamed, so it is complete or absent.
 """
 
 import hashlib
@@ -260,7 +260,7 @@ class ArtifactCache:
             shutil.rmtree(self._folder / key, ignore_errors=True)
             new.rename(self._folder / key)
         except OSError:
-            if not (self._folder / key / _HASHES).is_file():  # else another process was faster
+            if not (self._folder / key / _HASHES).is_file():  # otherwise another process was faster
                 raise
         finally:
             shutil.rmtree(new, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Where new weights come from: logical tensors of any layout, of which each rank reads its own boxes.
+"""Sources of new weights: logical tensors of any layout, from which each rank reads its own boxes.
 
 The logical names and shapes are those of the unsharded model, as in `nxd_state`'s shard metadata.
 """
@@ -38,7 +38,7 @@ _DTYPES = {
 
 
 class LogicalTensor(Protocol):
-    """What a source says of one tensor."""
+    """A source's description of one tensor."""
 
     @property
     def dtype(self) -> torch.dtype:

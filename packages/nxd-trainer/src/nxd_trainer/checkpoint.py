@@ -1,7 +1,7 @@
-"""The bridge from shard metadata to checkpoints: what a model and its optimizer hold, as logical tensors.
+"""The bridge from shard metadata to checkpoints: the state of a model and its optimizer, as logical tensors.
 
-Names and shapes are those of the unsharded model, so a checkpoint does not know the layout it came from. What is not
-of the model lies beside it under a prefix, see `kind_of`. Files and layouts on disk are nxd_ckpt's.
+Names and shapes are those of the unsharded model, so a checkpoint does not depend on the layout it came from. Other
+tensors are stored under a prefix, see `kind_of`. nxd_ckpt handles files and their format.
 """
 
 import ctypes
@@ -32,14 +32,14 @@ _BLOCK_BYTES = 16 * 2**20
 
 
 def kind_of(name: str) -> Literal["model", "optimizer", "run"]:
-    """What a checkpoint's tensor of this name is of, whoever wrote the checkpoint."""
+    """The kind of a checkpoint's tensor, by its name, whoever wrote the checkpoint."""
     if not name.startswith(NOT_OF_THE_MODEL):
         return "model"
     return "run" if name.startswith(RNG_PREFIX) else "optimizer"
 
 
 def owner_of(name: str) -> str:
-    """The model's tensor that a state of the optimizer belongs to; of any other name that itself."""
+    """The name of the model's tensor that a state of the optimizer belongs to; any other name itself."""
     return name.removeprefix(OPTIMIZER_PREFIX).rpartition("/")[0] if name.startswith(OPTIMIZER_PREFIX) else name
 
 
@@ -100,7 +100,7 @@ def _zero1_state(model: nn.Module, optimizer: NeuronZero1Optimizer) -> Checkpoin
 
 
 def saved_here(model: nn.Module, state: CheckpointState) -> CheckpointState:
-    """What this rank is to save of the state of a model and its optimizer: not the further copies of a tied weight.
+    """The part of a model's and optimizer's state that this rank saves: without further copies of a tied weight.
 
     Copies on several stages of a pipeline, and more so their optimizer state, may be apart by rounding. The first one
     counts, from which the others take their values; to load, all copies are needed.
@@ -130,13 +130,13 @@ def check_names(
     Args:
         stored: names in the checkpoint, of any kind.
         wanted: names of the model's tensors on this rank.
-        ignored: names that may be stored though nobody wants them.
+        ignored: names that may be stored though no rank wants them.
         what: the checkpoint, for the message.
         coordinator: reaches the other ranks.
         can_be_lax: whether the caller has `strict=False`.
 
     Raises:
-        CheckpointError: a name is missing or nobody wants it; the same text on all ranks.
+        CheckpointError: a name is missing or no rank wants it; the same text on all ranks.
     """
     of_all_ranks = coordinator.all_gather_object((sorted(wanted), sorted(ignored)))
     wanted_names = {name for names, _ in of_all_ranks for name in names}

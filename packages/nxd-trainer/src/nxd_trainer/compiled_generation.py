@@ -114,7 +114,7 @@ class BuildHuggingFaceDecoder:
 
 @dataclass(frozen=True)
 class CompilableCheckpoint:
-    """A checkpoint that text is to be written with.
+    """A checkpoint to generate text with.
 
     Attributes:
         description: of the model.
@@ -160,7 +160,7 @@ class CompilableCheckpoint:
         )
 
     def decoder_builder(self, tp_degree: int) -> BuildLlamaDecoder | BuildHuggingFaceDecoder:
-        """What builds the decoder in each worker: our own Llama where it can be the model at this degree.
+        """The builder of the decoder in each worker: our own Llama where it can be the model at this degree.
 
         Raises:
             ValueError: the model cannot be compiled, or not over so many ranks.
@@ -173,7 +173,7 @@ class CompilableCheckpoint:
         try:
             with nullcontext() if has_ranks else planned_ranks(tp_degree):
                 HuggingFaceDecoder(parallelize(model_on_meta_of(self.description))).cache_layers()
-        except Exception as error:  # whatever the model stumbles over; better here than in minutes, in the workers
+        except Exception as error:  # any error of the model; better here than minutes later in the workers
             self.description.check_own_llama(tp_degree)
             reason = str(error).partition("\n")[0].rstrip(".") or type(error).__name__
             raise ValueError(
@@ -186,7 +186,7 @@ class CompilableCheckpoint:
 def open_for_compilation(
     folder: str | Path, tag: str | None = None, *, tokenizer: str | Path | None = None
 ) -> CompilableCheckpoint:
-    """Read what a checkpoint says of its model and its tokenizer.
+    """Read a checkpoint's description of its model and its tokenizer.
 
     Args:
         folder: of checkpoints, see `load_for_generation`.

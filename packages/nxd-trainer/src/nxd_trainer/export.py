@@ -1,7 +1,7 @@
 """Writing a checkpoint as a Hugging Face folder, which transformers loads.
 
-A checkpoint's tensors have the names and shapes of the Hugging Face model in memory already; where its files are
-otherwise, `nxd_trainer.hugging_face` knows how.
+A checkpoint's tensors already have the names and shapes of the Hugging Face model in memory; where its files differ,
+`nxd_trainer.hugging_face` converts them.
 """
 
 from pathlib import Path

@@ -1,7 +1,7 @@
-"""What a recipe means: the config of the documented API, the model and its tokenizer, and the optimizer.
+"""Builds a recipe's objects: the config of the documented API, the model and its tokenizer, and the optimizer.
 
-`nxd train`, `nxd parity`, `nxd plan` and `nxd doctor` build what they run from here, with the calls that a script would
-make. How text becomes batches is in `training.run_state`.
+`nxd train`, `nxd parity`, `nxd plan` and `nxd doctor` use this module, which makes the same calls that a script would
+make. `training.run_state` turns text into batches.
 """
 
 import copy
@@ -66,7 +66,7 @@ class RecipeModel:
 
 
 def tokenizer_of(recipe: Recipe) -> tuple[Tokenizer, str]:
-    """What encodes a recipe's text, and what checkpoints are to call it.
+    """The tokenizer of a recipe's text, and its name in checkpoints.
 
     Raises:
         ValueError: nothing usable is there.
@@ -76,7 +76,7 @@ def tokenizer_of(recipe: Recipe) -> tuple[Tokenizer, str]:
 
 
 def recipe_model(recipe: Recipe) -> RecipeModel:
-    """Make out the model that a recipe names. Nothing is communicated, and but for a factory's nothing is allocated.
+    """Determine the model that a recipe names. Communicates nothing, and allocates nothing but a factory's model.
 
     Raises:
         ValueError: there is no such model, it has no room for the tokenizer's ids or for the sequences, or is not one
@@ -254,7 +254,7 @@ def recipe_schedule(recipe: Recipe) -> Schedule:
 
 
 def describe_pipeline(recipe: Recipe) -> str:
-    """What becomes of the recipe's ranks and microbatches, on one line."""
+    """The layout of the recipe's ranks and microbatches, on one line."""
     schedule = recipe_schedule(recipe)
     idle = simulate(insert_communication(schedule)).bubble_fraction
     return (
@@ -272,7 +272,7 @@ def build_model(recipe: Recipe, model: RecipeModel) -> NxDModel:
 
 
 def build_optimizer(recipe: Recipe, model: NxDModel) -> NxDOptimizer:
-    """AdamW of what is to be trained."""
+    """AdamW for the parameters that train."""
     device = get_device()
     # On XLA the count of steps, too, is data; bias corrections that have become 1 would make another graph.
     kind: dict[str, Any] = {"capturable": True} if records_graphs(device) else {"fused": device.type in ("cpu", "cuda")}
@@ -316,10 +316,10 @@ def autocast(recipe: Recipe) -> torch.autocast:
 
 
 def import_named(name: str, key: str = "") -> Any:
-    """What "module:name" stands for, where modules are looked for in the working directory as well.
+    """The object that "module:name" stands for; modules are also looked up in the working directory.
 
-    It runs the module. So the name must come from the person at the command line: never from a checkpoint, nor from
-    anything else that is not theirs.
+    It runs the module. So the name must come from the person at the command line, never from a checkpoint or any
+    other untrusted source.
 
     Args:
         name: such as "my_models:make".
@@ -381,7 +381,7 @@ def _made_by_factory(recipe: Recipe, factory: str) -> RecipeModel:
     torch.manual_seed(recipe.train.seed)
     try:
         made = make(**arguments)
-    except Exception as error:  # whatever the function stumbles over
+    except Exception as error:  # any error of the function
         raise ValueError(
             f"model.factory={factory} failed with model.config={arguments}: {type(error).__name__}: {error}"
         ) from error

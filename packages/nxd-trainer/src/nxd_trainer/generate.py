@@ -1,4 +1,4 @@
-"""Writing text with a trained model, from a checkpoint of any layout and at any tensor-parallel degree."""
+"""Text generation with a trained model, from a checkpoint of any layout and at any tensor-parallel degree."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

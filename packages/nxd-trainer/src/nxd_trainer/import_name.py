@@ -43,7 +43,7 @@ def warn_of_other_owner() -> None:
 
 
 def how_to_part_them() -> str:
-    """What to do about it."""
+    """Advice on how to keep only one of the two distributions."""
     return (
         f"Keep one of them in an environment: pip uninstall {OTHER_OWNER} && pip install --force-reinstall --no-deps "
         "nxd-trainer"

@@ -1,7 +1,7 @@
-"""How a process becomes a rank: started here through torchrun's own agent, by torchrun, or as a task of a Slurm step.
+"""Launching ranks: started here through torchrun's own agent, by torchrun, or as a task of a Slurm step.
 
 Under torchrun or Slurm nothing is started: the process is a rank already. Slurm (`srun --ntasks-per-node=8 nxd train
-...`) says who a task is in variables of its own, and torch.distributed reads those of torchrun: one is told the other.
+...`) identifies a task by variables of its own; they are translated to torchrun's, which torch.distributed reads.
 """
 
 import ctypes
@@ -55,7 +55,7 @@ def launch_ranks(nproc: int, module: str, arguments: Sequence[str]) -> int:
         elastic_launch(config, sys.executable)("-m", module, *arguments)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        if failure.exitcode > 1:  # the rank has said what is to be mended, or that it was stopped
+        if failure.exitcode > 1:  # the rank has reported the error, or that it was stopped
             return failure.exitcode
         killed = f" (killed by signal {-failure.exitcode})" if failure.exitcode < 0 else ""
         print(f"nxd: rank {rank} failed first{killed}; the other ranks were ended", file=sys.stderr)
@@ -67,10 +67,10 @@ def launch_ranks(nproc: int, module: str, arguments: Sequence[str]) -> int:
 
 
 def end_with_launcher() -> None:
-    """On Linux, have this rank killed as soon as the process that started it has ended, however that was.
+    """On Linux, have this rank killed as soon as the process that started it has ended, for whatever reason.
 
-    Else the ranks of a killed launcher would train on, unseen, and keep the run's folder locked. A checkpoint that is
-    being written is then left out, and the one before it is whole.
+    Otherwise the ranks of a killed launcher would keep training unnoticed, and keep the run's folder locked. A
+    checkpoint that is being written is then discarded, and the one before it is intact.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

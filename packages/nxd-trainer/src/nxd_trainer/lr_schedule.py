@@ -1,6 +1,6 @@
 """The learning-rate schedule: linear warm-up, then cosine, linear or no decay: a pure function of the step.
 
-The schedule depends on nothing but the step, so a resumed run is on it at once.
+The schedule depends only on the step, so a resumed run needs no state for it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def lr_multiplier(
     min_lr_ratio: float = 0.0,
     schedule: Schedule = "cosine",
 ) -> float:
-    """What the base learning rate is multiplied by in one optimizer step.
+    """The factor of the base learning rate in one optimizer step.
 
     Rises linearly to 1 over the warm-up (the first step already moves), then falls to `min_lr_ratio` at
     `total_steps` and stays there; "constant" stays at 1.

@@ -1,6 +1,6 @@
-"""The ranks of a job, for packages that build on this one: who am I, who are the others, what do we exchange.
+"""The ranks of a job, for packages that build on this one: this rank, its groups, and collectives.
 
-All of it is nxd_state's, which says what each does.
+Everything is re-exported from nxd_state, which documents it.
 """
 
 from nxd_state import (

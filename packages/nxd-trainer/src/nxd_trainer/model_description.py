@@ -1,4 +1,4 @@
-"""Which model a checkpoint's tensors are of: one description under one key, whoever wrote the checkpoint.
+"""The description of the model in a checkpoint: one description under one key, whoever wrote the checkpoint.
 
 It is the content of a Hugging Face `config.json`, since the tensors have the names and shapes of that model in memory.
 This package's own Llama is a `LlamaForCausalLM` by its config as well, and runs any that is no more than it can be.
@@ -29,7 +29,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json"
 
 @dataclass(frozen=True)
 class ModelDescription:
-    """What a checkpoint says of its model.
+    """A checkpoint's description of its model.
 
     Attributes:
         config: content of its `config.json`.
@@ -53,7 +53,7 @@ class ModelDescription:
         return str(named[0])
 
     def as_objects(self) -> dict[str, Any]:
-        """What goes into a checkpoint's objects."""
+        """The description as a checkpoint's objects."""
         values = {
             "config": dict(self.config),
             "tokenizer": self.tokenizer,
@@ -88,7 +88,7 @@ class ModelDescription:
 
 
 def describe_model(model: nn.Module, inside: nn.Module) -> ModelDescription | None:
-    """What a checkpoint is to say of a model: one of transformers, or a Llama of ours; None of others.
+    """The description of a model for a checkpoint: one of transformers, or our own Llama; None for others.
 
     Args:
         model: as it is given to `save_checkpoint`; its `config` counts.
@@ -110,12 +110,12 @@ def describe_model(model: nn.Module, inside: nn.Module) -> ModelDescription | No
 def describe_llama(
     config: LlamaConfig, *, tokenizer: str | None = None, end_token: int | None = None
 ) -> ModelDescription:
-    """What a checkpoint says of a Llama of ours."""
+    """The description of our own Llama."""
     return ModelDescription(hugging_face_config(config, end_token=end_token), tokenizer)
 
 
 def find_description(checkpoint: Checkpoint) -> ModelDescription | None:
-    """What a checkpoint says of its model; None if it says nothing."""
+    """The description in a checkpoint; None if there is none."""
     objects = checkpoint.objects if isinstance(checkpoint.objects, dict) else {}
     found = objects.get(KEY)
     if isinstance(found, dict) and isinstance(found.get("config"), dict):
@@ -131,7 +131,7 @@ def find_description(checkpoint: Checkpoint) -> ModelDescription | None:
 
 
 def description_of(checkpoint: Checkpoint) -> ModelDescription:
-    """What a checkpoint says of the model whose weights it holds.
+    """The description of the model whose weights a checkpoint holds.
 
     Raises:
         ValueError: it does not say it, or holds no whole model; it says what to do then.
@@ -157,7 +157,7 @@ def description_of(checkpoint: Checkpoint) -> ModelDescription:
 
 
 def adapter_in(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
-    """What describes the LoRA adapter that lies beside its base model in a checkpoint; None if there is none.
+    """The description of the LoRA adapter beside its base model in a checkpoint; None if there is none.
 
     Raises:
         ValueError: there is an adapter without its base model, or nothing that describes it.

@@ -1,4 +1,4 @@
-"""The model of a checkpoint, and its weights as one without adapters has them: what `generate`, `serve`, `export` read.
+"""The model of a checkpoint, and its weights with adapters merged, as `generate`, `serve` and `export` read them.
 
 An adapter that lies beside its base model is merged into it box by box as boxes are read, so that each reader takes
 its part at any layout, and nothing whole is ever in memory.
@@ -192,7 +192,7 @@ def _branches(source: TensorSource, adapter: Mapping[str, Any], description: Mod
         # An embedding lies [vocab, hidden], and so [in, out]; Conv1D, which the adapter's description tells of, too.
         may_be_transposed = factor == "lora_embedding_A" or bool(adapter.get("fan_in_fan_out"))
         is_transposed = may_be_transposed and shapes[weight] == (inputs, outputs)
-        if is_transposed and factor != "lora_embedding_A" and inputs == outputs:  # of a square one the class must tell
+        if is_transposed and factor != "lora_embedding_A" and inputs == outputs:  # for a square one the class decides
             outline = model_on_meta_of(description) if outline is None else outline
             is_transposed = type(outline.get_submodule(layer)).__name__ == "Conv1D"
         found[weight] = _Branch(a, b, scale, is_transposed)

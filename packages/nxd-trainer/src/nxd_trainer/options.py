@@ -1,7 +1,7 @@
 """Options: keys with a type, a range, a default and a meaning, read so that every mistake is reported at once.
 
-The recipe of `nxd train` and the config of a script are both read by this: two levels, keys at the top ("output")
-and keys of a section ("train.steps"). Which values fit together is the business of those two.
+It reads both the recipe of `nxd train` and the config of a script: two levels, keys at the top ("output") and keys of
+a section ("train.steps"). The recipe and the config check which values fit together.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ def option(default: Value, description: str, **bounds: Unpack[Bounds]) -> Value:
 
 @dataclass(frozen=True, kw_only=True)
 class Key:
-    """One key: where it stands, what it may hold, and what it means.
+    """One key: its name, its allowed values, and its meaning.
 
     Types are int, float, bool, str, Path, Literal, `T | None`, `tuple[T, ...]`, `tuple[T, T]`, Any, and
-    `Mapping[str, Any]`, a table whose own keys are another's business.
+    `Mapping[str, Any]`, a table whose own keys are not checked here.
     """
 
     section: str  # "train", or "" at the top level

@@ -1,7 +1,7 @@
-"""What training scripts for NeuronX Distributed import beside the documented API: an optimizer and small functions.
+"""Undocumented helpers that training scripts for NeuronX Distributed import: an optimizer and small functions.
 
-They are served under the import paths that those scripts use, see `neuronx_distributed`. New code finds the same, and
-more, in nxd_state, nxd_layers and nxd_optim.
+They are available under the import paths that those scripts use, see `neuronx_distributed`. New code should use the
+equivalents in nxd_state, nxd_layers and nxd_optim.
 """
 
 import os
@@ -150,7 +150,7 @@ class RngTracker:
         return get_rng_state()
 
     def set_states(self, states: dict[str, dict[str, Tensor]]) -> None:
-        """Go on from `get_states`."""
+        """Restore a state of `get_states`."""
         set_rng_state(states)
 
 

@@ -1,6 +1,6 @@
-"""Memory that the writer process sees too: how much it may be, and how tensors are copied there.
+"""Memory shared with the writer process: its size limit, and the copying of tensors into it.
 
-They are the caller's own again then. They lie in the order of the data file, whole or slice by slice.
+After the copy the caller may change the tensors. Copies are in the order of the data file, whole or slice by slice.
 """
 
 import mmap

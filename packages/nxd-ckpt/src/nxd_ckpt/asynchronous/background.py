@@ -1,4 +1,4 @@
-"""What one rank keeps from one background save to the next, and the thread that sees each of them through.
+"""The state that one rank keeps between background saves, and the thread that completes each of them.
 
 The caller's thread fills the arena; the save's own thread has the writer process write it and commits with the other
 ranks. Saves of a rank follow one another: the next fills the arena when the writer is done with it, and begins when
@@ -70,14 +70,14 @@ class Background:
         num_slots, slot_bytes = _slots(sum(sizes), limit)
         handover = Handover(num_slots)
         file = data_file_name(task.save_id, channel.rank)
-        # The transaction is copied before it begins here: what it holds from then on is of no use to another process.
+        # The transaction is copied before it begins here: its later state is of no use to another process.
         request = FileToWrite(copy.copy(task.transaction), file, task.layout.header, sizes)
         job = _Job(task, request, channel, handover, save, previous, timeout, in_this_process)
         name = f"nxd_ckpt save {save.tag}"
         thread = threading.Thread(target=self._see_through, args=(job,), name=name, daemon=False)
         self._last = (save, handover, thread)
         try:
-            self._arena.reserve(num_slots * slot_bytes)  # before the thread, which has others look at it
+            self._arena.reserve(num_slots * slot_bytes)  # before the thread starts, since others then use it
         except OSError as error:
             handover.stop(CheckpointError(f"taking {num_slots * slot_bytes} bytes of memory: {error}"))
         thread.start()

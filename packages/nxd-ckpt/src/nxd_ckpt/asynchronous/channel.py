@@ -1,7 +1,7 @@
-"""How the ranks of one background save talk to one another, apart from whatever the training does meanwhile.
+"""Communication between the ranks of one background save, separate from the communication of training.
 
-Each save has a channel of its own, so that nothing of an earlier one can be mistaken for it. It outlives the process
-group: training may destroy that while a save is still on its way.
+Each save has its own channel, so that messages of an earlier save cannot be mistaken for its own. The channel outlives
+the process group: training may destroy that while a save is still under way.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""What `async_save` returns: how far a save has come, and how it ended."""
+"""The handle that `async_save` returns: the progress of a save, and its outcome."""
 
 import threading
 
@@ -12,7 +12,7 @@ class AsyncSave:
         tag: of the checkpoint.
         save_id: unique to this save, the same on all ranks.
         failure: why it failed, once it has.
-        told: whether that has been raised to somebody.
+        told: whether that has been raised to the caller.
     """
 
     def __init__(self, tag: str, save_id: str) -> None:
@@ -25,7 +25,7 @@ class AsyncSave:
 
     @property
     def staged(self) -> bool:
-        """Whether the tensors are the caller's own again: they are when `async_save` has returned."""
+        """Whether the caller may change the tensors again: true when `async_save` has returned."""
         return self._staged.is_set()
 
     @property
@@ -44,7 +44,7 @@ class AsyncSave:
             timeout: seconds; None means as long as it takes, which the save's own `timeout` bounds.
 
         Raises:
-            TimeoutError: it is still going on.
+            TimeoutError: it is still under way.
             CheckpointError: it failed, on all ranks with the same text. Not raised again by the next save then.
         """
         if not self._done.wait(timeout):

@@ -1,6 +1,6 @@
 """From the caller's thread, which fills slices of the arena, to the thread that has them written, and back.
 
-A save that fits into the arena is one slice, and nobody waits. A larger one takes turns in two halves of it.
+A save that fits into the arena is one slice, without any waiting. A larger one alternates between two halves of it.
 """
 
 import threading

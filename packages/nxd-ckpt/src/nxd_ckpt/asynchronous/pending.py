@@ -1,4 +1,4 @@
-"""What each rank of this process has under way in the background, and what went wrong there and nobody was told of.
+"""The background saves of each rank of this process, and their errors that have not been reported yet.
 
 A rank is known by its number and the world's size, as several ranks may be threads of one process.
 """
@@ -22,23 +22,23 @@ _unsettled: dict[RankKey, list[AsyncSave]] = defaultdict(list)
 
 
 def note(key: RankKey, save: AsyncSave) -> None:
-    """A save begins; from now on it counts until it is over and somebody knows why, if it failed."""
+    """Register a save that begins; it counts until it is over and its failure, if any, has been reported."""
     _unsettled[key] = [*_left(key), save]
 
 
 def in_flight() -> list[AsyncSave]:
-    """The saves of this process that go on."""
+    """The saves of this process that are under way."""
     return [save for key in list(_unsettled) for save in _left(key) if not save.done()]
 
 
 def wait_for_saves() -> None:
-    """Returns when no save of this process goes on, whatever group it is of; how they ended is another question."""
+    """Returns when no save of this process is under way, whatever its group; does not say how they ended."""
     for save in in_flight():
         save.wait_until_done()
 
 
 def failures(key: RankKey) -> dict[str, str]:
-    """By save id, the errors of this rank's saves that nobody was told of."""
+    """By save id, the errors of this rank's saves that have not been reported."""
     return {
         save.save_id: f"saving checkpoint {save.tag!r} in the background has failed: {save.failure}"
         for save in _left(key)

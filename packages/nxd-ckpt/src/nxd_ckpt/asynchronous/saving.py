@@ -1,6 +1,6 @@
-"""`async_save`: what `save` does, but for the copying of tensors in the background.
+"""`async_save`: as `save`, but in the background once the tensors are copied.
 
-Schedulers send SIGTERM some time before they kill, and that may be enough to finish a save that goes on.
+Schedulers send SIGTERM some time before they kill, and that may be enough to finish a save under way.
 """
 
 import atexit
@@ -120,7 +120,7 @@ def _end() -> None:
     pending.report_at_exit()
 
 
-# Threads that see saves through are waited for before this is called.
+# Threads that complete saves are joined before this is called.
 atexit.register(_end)
 # Writers are the parent's, not those of a child forked from it.
 os.register_at_fork(after_in_child=_backgrounds.clear)

@@ -1,4 +1,4 @@
-"""A data file out of slices of the arena: its bytes in order, and the hashes of its chunks on the way."""
+"""Makes a data file from slices of the arena: yields its bytes in order, and hashes its chunks on the way."""
 
 from collections.abc import Iterable, Iterator
 

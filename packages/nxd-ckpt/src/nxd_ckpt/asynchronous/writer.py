@@ -1,7 +1,7 @@
 """The writer process of one rank: takes bytes from the arena, hashes them, writes them through the store.
 
-Imports no torch, directly or indirectly: that would cost every rank seconds and 150 MB. It knows nothing of other
-ranks and commits nothing; when its parent is gone, so is it. `writer_process.py` is the parent's side.
+Does not import torch, directly or indirectly: that would cost every rank seconds and 150 MB. It does not know the other
+ranks and commits nothing; it ends when its parent ends. `writer_process.py` is the parent's side.
 """
 
 import contextlib
@@ -94,7 +94,7 @@ def _write(request: FileToWrite, arena: memoryview, connection: "Connection") ->
         request.transaction.write_file(request.file, _with_signs_of_life(parts, connection))
     except (EOFError, ConnectionError):
         raise
-    except Exception as error:  # whatever it was, the parent must hear of it
+    except Exception as error:  # any error must be reported to the parent
         return WritingFailed(f"{type(error).__name__}: {error}")
     return FileWritten(hashes.done)
 

@@ -1,4 +1,4 @@
-"""`nxd-ckpt diff`: what differs between two checkpoints, of whatever formats."""
+"""`nxd-ckpt diff`: the differences between two checkpoints of any formats."""
 
 import math
 from typing import Any

@@ -1,4 +1,4 @@
-"""`nxd-ckpt inspect`: what is in a checkpoint, as a tree; and `nxd-ckpt list`: which there are."""
+"""`nxd-ckpt inspect`: the content of a checkpoint, as a tree; and `nxd-ckpt list`: the checkpoints of a folder."""
 
 import re
 import time

@@ -1,4 +1,4 @@
-"""What a command hands back: an exit code, data for `--json`, and lines for people."""
+"""The result of a command: an exit code, data for `--json`, and lines for people."""
 
 import os
 from collections.abc import Sequence

@@ -7,7 +7,7 @@ from nxd_ckpt.retention import gc, pin, unpin
 
 
 def collect_garbage(path: str, *, dry_run: bool) -> Report:
-    """Removes, or only lists, what dead saves and deletions left.
+    """Removes, or only lists, the remains of dead saves and deletions.
 
     Raises:
         CheckpointError: there is no such folder, or a save is at work.

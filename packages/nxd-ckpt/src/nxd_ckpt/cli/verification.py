@@ -1,4 +1,4 @@
-"""`nxd-ckpt verify`: is a checkpoint whole, and with `--deep`, is every byte what was saved."""
+"""`nxd-ckpt verify`: checks that a checkpoint is whole, and with `--deep`, that every byte is as saved."""
 
 import dataclasses
 import os
@@ -50,7 +50,7 @@ def _report(tag: str, num_bytes: int, problems: list[str], *, deep: bool) -> Rep
 
 
 def _shallow_problems(checkpoint: Checkpoint) -> list[str]:
-    """What planning to read everything finds, and the extra files, which are small."""
+    """Problems found by planning to read everything, and in the extra files, which are small."""
     everything = {
         name: [Shard(torch.empty(info.global_shape, dtype=info.dtype, device="meta"), (0,) * len(info.global_shape))]
         for name, info in checkpoint.tensors.items()

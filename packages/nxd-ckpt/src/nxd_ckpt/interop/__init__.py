@@ -1,4 +1,4 @@
-"""Other formats in and out: Hugging Face folders, torch's distributed checkpoints, the layouts of NeuronX Distributed.
+"""Import and export of other formats: Hugging Face folders, torch distributed checkpoints, NeuronX Distributed layouts.
 
 Every format is read as a `TensorSource`: names, shapes and types at once, the elements when they are asked for. So any
 of them can be written as any other, with no more than one tensor in memory, and none of them is ever unpickled without
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from nxd_ckpt.interop.torch_dcp import open_torch_dcp, write_torch_dcp
 
 __all__ = [
-    # what all have in common
+    # the common interface
     "TensorSource",
     "Selection",
     "Progress",

@@ -1,7 +1,7 @@
-"""Reading files that torch pickled, without running anything that they say, unless they are trusted.
+"""Reading files that torch pickled, without running code from them unless they are trusted.
 
 torch's restricted unpickler knows tensors, numbers, strings and containers; a format may add a few plain classes of
-its own. What asks for anything else is refused before it is called.
+its own. Anything else that a file asks for is refused before it is called.
 """
 
 import os

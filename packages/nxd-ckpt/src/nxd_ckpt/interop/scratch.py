@@ -1,6 +1,6 @@
 """Writing any source as a checkpoint of this package, without having it in memory.
 
-`save` wants all tensors at once. Those of mapped files are given to it as they are. The others, and those whose type
+`save` needs all tensors at once. Tensors of mapped files are passed unchanged. The others, and those whose type
 changes, are first put into a temporary file next to the checkpoints, whose pages the system writes back and drops.
 """
 

@@ -1,6 +1,6 @@
-"""What every format looks like to a reader: named tensors that lie in files until they are asked for.
+"""The common interface of all formats: named tensors that stay in files until they are read.
 
-Formats are opened in their own folders; here is only what the writers need to know of them.
+Each format is opened in its own folder; this module has only the interface that the writers need.
 """
 
 import fnmatch
@@ -21,7 +21,7 @@ Progress = Callable[[str, int], None]
 
 
 class TensorSource(Protocol):
-    """Named tensors in files, and what lies beside them."""
+    """Named tensors in files, and the objects saved with them."""
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
@@ -44,7 +44,7 @@ class TensorSource(Protocol):
 
 
 def ignore_progress(name: str, num_bytes: int) -> None:
-    """The progress report that nobody reads."""
+    """A progress callback that does nothing."""
 
 
 def fill(source: TensorSource, name: str, box: Box, destination: torch.Tensor) -> None:

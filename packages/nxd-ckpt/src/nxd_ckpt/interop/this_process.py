@@ -1,4 +1,4 @@
-"""Saving and loading by one process alone, also where torch.distributed knows more."""
+"""Saving and loading by one process alone, even where torch.distributed has more."""
 
 from typing import Any
 
@@ -10,5 +10,5 @@ class ThisProcess:
     world_size = 1
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """What all ranks said."""
+        """The values of all ranks."""
         return [value]

@@ -1,6 +1,6 @@
-"""Where checkpoints lie: one small interface, and the kinds of storage behind it.
+"""Storage of checkpoints: one small interface, and its implementations.
 
-`open_store` picks by the form of the path; each kind has a file of its own.
+`open_store` chooses one by the form of the path; each kind has a file of its own.
 """
 
 import os
@@ -13,7 +13,7 @@ __all__ = ["Capabilities", "Garbage", "Piece", "SaveTransaction", "Store", "chec
 
 
 def open_store(path: "str | os.PathLike[str]") -> Store:
-    """The store at a path. Makes nothing yet, and needs none to be there.
+    """The store at a path. Creates nothing; the path need not exist.
 
     Args:
         path: a folder, or a URL that fsspec knows, such as "s3://bucket/runs". Options of its file system come from

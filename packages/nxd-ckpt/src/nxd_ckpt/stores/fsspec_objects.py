@@ -1,4 +1,4 @@
-"""What object stores are asked for beyond plain reads and puts: conditional puts, uploads in parts, one kind of error.
+"""Operations on object stores beyond plain reads and puts: conditional puts, multipart uploads, uniform errors.
 
 S3 makes a put depend on what is there by itself (If-None-Match, If-Match), Google Cloud Storage for new objects; for
 `memory://` a lock of this process does. Elsewhere it is a look followed by a put: of two at the very same moment both

@@ -1,8 +1,8 @@
-"""What saving and loading ask of a place where checkpoints lie.
+"""The interface to storage that saving and loading need.
 
 A checkpoint is a tag, a manifest and files named relative to the tag, such as `data/<name>` and `extra/<name>`. A store
 knows nothing of what they contain. Names come from a validated manifest or from this package: stores need not check
-them again, but must not follow links that somebody put in their place.
+them again, but must not follow links that were put in their place.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,7 +12,7 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a kind of storage can do by itself.
+    """The capabilities of a kind of storage.
 
     Attributes:
         atomic_rename: a folder appears under its name as a whole, so files are staged elsewhere first.
@@ -88,7 +88,7 @@ class Store(Protocol):
 
     @property
     def capabilities(self) -> Capabilities:
-        """What the storage can do by itself."""
+        """The capabilities of the storage."""
 
     @property
     def location(self) -> str:
@@ -135,7 +135,7 @@ class Store(Protocol):
         """Pins a tag (True) or ends that (False). A pin outlives the checkpoint of its tag."""
 
     def garbage(self, *, dead_after: float, delete: bool) -> list[Garbage]:
-        """What saves and deletions that died have left, and removes it if asked to.
+        """The remains of saves and deletions that died; removes them if asked to.
 
         Args:
             dead_after: where a save under way cannot be told from a dead one, seconds since a file changed after which

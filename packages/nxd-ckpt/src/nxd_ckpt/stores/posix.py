@@ -124,7 +124,7 @@ class PosixSave:
         self._lock = _take_lock(self._root)
         self._begun = True
         self._check_target()
-        if self._lock is not None:  # nobody else is saving, so whatever lies there belongs to a save that died
+        if self._lock is not None:  # no other process is saving, so anything there belongs to a save that died
             _clear(self._staging, keep=_LOCK_NAME)
             _clear(os.path.join(self._root, _TRASH_FOLDER))
         os.makedirs(os.path.join(self._staged, "data"))
@@ -258,7 +258,7 @@ def _take_lock(root: str) -> int | None:
     """The root's lock, which a save holds as long as it is at work; None where the file system has no locks.
 
     Raises:
-        CheckpointError: somebody else has it.
+        CheckpointError: another process holds it.
     """
     make_folders(root)
     staging = os.path.join(root, _STAGING_FOLDER)

@@ -1,7 +1,7 @@
-"""Activation checkpointing: parts of a model that keep their inputs only, and compute the rest again for backward.
+"""Activation checkpointing: parts of a model keep only their inputs, and recompute the rest for backward.
 
-Which parts is said here, and found in `find`; what a part then does differently is in `forward`. A part's `forward`
-is replaced in place, so parameter names, shard metadata, tied weights and the model's structure stay as they were.
+The caller chooses the parts here; `find` finds them, and `forward` is their new forward. A part's `forward` is
+replaced in place, so parameter names, shard metadata, tied weights and the model's structure do not change.
 (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"; the selective forms are from Korthikanti et al.
 2022, "Reducing Activation Recomputation in Large Transformer Models".)
 """
@@ -33,11 +33,11 @@ def apply_activation_checkpointing(
     transformer_layer_cls: ModuleClass | Sequence[ModuleClass] | None = None,
     keep: Keep | None = None,
 ) -> list[str]:
-    """Make parts of a model compute their activations again in backward instead of keeping them.
+    """Make parts of a model recompute their activations in backward instead of keeping them.
 
     Loss and gradients are bitwise those without it, dropout in the streams of `nxd_state.rng_stream` included. The
-    collectives of a part run again as well, on all ranks alike, up to the last one whose result backward needs. What
-    an earlier call has set is replaced. Call it alike on all ranks, and after the model is cut into pipeline stages.
+    collectives of a part run again as well, on all ranks alike, up to the last one whose result backward needs. The
+    settings of an earlier call are replaced. Call it alike on all ranks, after the model is cut into pipeline stages.
 
     Args:
         model: changed in place.

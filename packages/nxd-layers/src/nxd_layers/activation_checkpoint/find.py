@@ -1,4 +1,4 @@
-"""Finding the modules of a model that are to be checkpointed: by class, by name of the class, by structure."""
+"""Finding the modules of a model to checkpoint: by class, by class name, or by structure."""
 
 from collections.abc import Sequence
 from difflib import get_close_matches

@@ -1,7 +1,7 @@
-"""What takes the place of a checkpointed module's `forward`.
+"""The replacement for a checkpointed module's `forward`.
 
-It is torch's non-reentrant `torch.utils.checkpoint`, which keeps autocast and torch's own random state; added are
-this repository's random streams, and the choice of operations whose outputs are kept. A recomputation stops where
+It uses torch's non-reentrant `torch.utils.checkpoint`, which keeps autocast and torch's own random state, and adds
+this repository's random streams and the choice of operations whose outputs are kept. A recomputation stops where
 backward needs no more, which depends on the graph only: all ranks stop at the same place.
 """
 
@@ -33,9 +33,9 @@ _MATMULS = {
 
 
 def matmul_outputs(operation: OpOverload) -> bool:
-    """Whether an operation is a product with a weight, or an attention kernel: what costs most to compute again.
+    """Whether an operation is a product with a weight or an attention kernel, the most expensive ones to recompute.
 
-    Batched products are not: attention without a kernel makes its `[seq, seq]` scores by them.
+    Batched products are excluded: attention without a kernel computes its `[seq, seq]` scores with them.
     """
     return operation in _MATMULS
 
@@ -62,7 +62,7 @@ class CheckpointedForward:
                 return checkpoint(forward, *args, use_reentrant=False)
             return checkpoint(forward, *args, use_reentrant=False, context_fn=partial(_selection, self.keep))
         if any(isinstance(arg, Tensor) and arg.device.type == "xla" for arg in args):
-            forward, args = partial(forward, *args), ()  # torch would look for a module torch.xla, which there is not
+            forward, args = partial(forward, *args), ()  # torch would look for a module torch.xla, which does not exist
         return checkpoint(forward, *args, use_reentrant=False, context_fn=partial(_contexts, self.keep))
 
 
@@ -107,7 +107,7 @@ class _Recomputation(AbstractContextManager[None]):
         with ExitStack() as stack:
             stack.callback(set_rng_state, get_rng_state())
             set_rng_state(self._random_state)
-            dtype, enabled = self._autocast  # that of other devices torch brings back
+            dtype, enabled = self._autocast  # torch itself restores that of other devices
             stack.enter_context(torch.autocast("xla", dtype=dtype, enabled=enabled))
             stack.enter_context(self._inner())
             self._leave = stack.pop_all()

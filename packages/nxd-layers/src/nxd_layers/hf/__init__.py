@@ -1,8 +1,8 @@
-"""Models of Hugging Face's transformers, tensor parallel without a line rewritten.
+"""Tensor parallelism for models of Hugging Face's transformers, without changes to their code.
 
-`parallelize` follows the plan that a model brings along (or one given by the user) and puts parallel layers in the
-places of its linears and embeddings, so that every parameter keeps the name and, as a logical tensor, the shape that
-it has in the unsharded model. What each style of a plan means is a table, which `register_style` extends.
+`parallelize` follows the model's own plan (or one given by the user) and replaces linears and embeddings by parallel
+layers, so that every parameter keeps the name and, as a logical tensor, the shape that it has in the unsharded model.
+A table gives the meaning of each style of a plan; `register_style` extends it.
 """
 
 from nxd_layers.hf.initialization import param_init_fn_of

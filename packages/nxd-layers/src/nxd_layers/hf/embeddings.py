@@ -12,7 +12,7 @@ from nxd_layers.hf.shards import take_part
 def parallel_embedding(table: nn.Embedding, *, shard_across_embedding: bool = False) -> Any:
     """`ParallelEmbedding` with the rows of `table`; a vocabulary that does not divide is padded.
 
-    What a subclass of `nn.Embedding` does around its lookup, it goes on doing.
+    A subclass of `nn.Embedding` still does what it did around its lookup.
 
     Raises:
         ValueError: the table has options that change its values or its gradients.

@@ -1,8 +1,8 @@
-"""Mixtures of experts whose every expert is split over the tensor-parallel ranks.
+"""Mixtures of experts in which every expert is split over the tensor-parallel ranks.
 
 The experts of a layer are parameters `[experts, out, in]` of one module, which computes with whatever part of them it
 has. Its inputs are whole on every rank, its output is this rank's part of a sum. The parameters have styles of their
-own; here is what goes in and what comes out.
+own; this module handles the inputs and outputs.
 """
 
 from typing import Any, Protocol

@@ -1,4 +1,4 @@
-"""The heads of attention modules: how many there are, where they lie, and what the modules are told of it."""
+"""The heads of attention modules: counting them, placing them on ranks, and telling the modules their new counts."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any

@@ -1,7 +1,7 @@
-"""Values for a parallelized model that was made on the meta device: those of the unsharded one, whatever the degree.
+"""Initial values for a parallelized model on the meta device: those of the unsharded model, at any degree.
 
-A model of transformers says in its `_init_weights(module)` how a plain module's own parameters begin. For a parallel
-layer the plain module is made for that moment, filled, and this rank's part kept: one layer is whole at a time.
+A model of transformers initialises a plain module's own parameters in its `_init_weights(module)`. For a parallel
+layer a plain module is made temporarily and filled, and this rank keeps its part: only one layer is whole at a time.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from nxd_layers.linear import ColumnParallelLinear, RowParallelLinear
 
 
 def param_init_fn_of(model: Any, fill_plain: Callable[[nn.Module], Any] | None = None) -> Callable[[nn.Module], None]:
-    """What `NxDPPModel` takes as `param_init_fn` for a parallelized model.
+    """The `param_init_fn` of `NxDPPModel` for a parallelized model.
 
     Args:
         model: of transformers.

@@ -1,7 +1,7 @@
 """Attention over a compressed cache (multi-head latent attention, DeepSeek-AI 2024), with its heads split.
 
-One projection makes the compressed keys and values, which a column-parallel layer takes on, and beside them the part
-of the keys with positions, which all heads use as it is: its gradient is a sum over the heads of all ranks.
+One projection makes both the compressed keys and values, the input of a column-parallel layer, and the part of the
+keys with positions, which all heads use unchanged: its gradient is a sum over the heads of all ranks.
 """
 
 from typing import Any, Protocol

@@ -1,4 +1,4 @@
-"""Parallel linear layers in the places of plain ones, with this rank's part of their weights."""
+"""Replacing plain linear layers by parallel ones with this rank's part of their weights."""
 
 from typing import TypeVar
 

@@ -1,6 +1,6 @@
 """The causal language model's loss from logits that stay split along the vocabulary.
 
-While a model computes a loss, its head leaves out the gathering of the logits, and the loss function takes them split.
+While a model computes a loss, its head does not gather the logits, and the loss function takes them split.
 """
 
 import inspect

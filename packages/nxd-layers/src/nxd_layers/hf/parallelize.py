@@ -1,8 +1,8 @@
-"""`parallelize`: from an unmodified model of transformers to this rank's part of it.
+"""`parallelize`: turns an unmodified model of transformers into this rank's part of it.
 
-What would go wrong unseen with a split model is mended or refused: deep copies, which torch makes without the
-attributes of parameters, `generate()` on ranks with other seeds, ties that come apart, and methods that take a part for
-the whole.
+Operations that would silently go wrong with a split model are fixed or refused: deep copies, which torch makes without
+the attributes of parameters, `generate()` on ranks with different seeds, ties that come apart, and methods that take a
+part for the whole.
 """
 
 import copy
@@ -36,7 +36,7 @@ from nxd_layers.linear import ColumnParallelLinear
 # Styles that leave a layer's outputs split, and with them the heads of an attention.
 _SPLITS_OUTPUTS = ("colwise", "packed_colwise")
 
-# What takes parts for the whole, and what to do instead.
+# Methods that would take parts for the whole, and what to use instead.
 _REFUSED_METHODS = {
     "save_pretrained": "save a checkpoint instead (neuronx_distributed.save_checkpoint) and export it (nxd export)",
     "resize_token_embeddings": "resize them before the model is parallelized",
@@ -74,7 +74,7 @@ def parallelize(
             `output.logits` is then `[batch, seq, vocab/tp]`. Without labels, logits are always whole.
 
     Returns:
-        The model. With one tensor-parallel rank it is as it was.
+        The model, unchanged if there is one tensor-parallel rank.
 
     Raises:
         ValueError: there is no plan, it names a style or a layer that does not exist, heads or sizes cannot be split
@@ -203,7 +203,7 @@ def _keep_attributes_in_copies(model: nn.Module) -> None:
 
 
 def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    # What copy.deepcopy does where there is no __deepcopy__.
+    # As copy.deepcopy does where there is no __deepcopy__.
     parts: Any = model.__reduce_ex__(_PICKLE_PROTOCOL)
     make, args, state, *_ = parts
     made: nn.Module = make(*args)

@@ -1,4 +1,4 @@
-"""Which style a plan says for which modules and parameters of a model.
+"""Matches the styles of a plan to the modules and parameters of a model.
 
 A plan is a dict from patterns to names of styles, as transformers has them: a pattern is a path in which `*` stands for
 one part, such as "model.layers.*.self_attn.q_proj". A path is that of a module or of a parameter.

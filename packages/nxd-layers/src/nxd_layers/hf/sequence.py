@@ -1,8 +1,8 @@
 """Sequence parallelism around unmodified blocks (Korthikanti et al. 2022).
 
-Between the first and the last decoder layer each rank has `seq/tp` positions. What is called with hidden states in a
-layer, attention or feed-forward, gets the whole sequence, gathered before it; its row-parallel layer leaves the sum
-split again. So norms and residual sums are computed on a part, and the blocks' own code sees whole sequences as before.
+Between the first and the last decoder layer each rank has `seq/tp` positions. Attention and feed-forward blocks get the
+whole sequence, gathered before them; their row-parallel layers leave the sum split again. So norms and residual sums
+are computed on a part, and the blocks' own code sees whole sequences as before.
 A block that does not end in one row-parallel layer, such as experts, sums its output as it does without sequence
 parallelism, and each rank keeps its part: the same memory, for an all-reduce in place of a reduce-scatter.
 Without gradients (evaluation, `generate()`) sequences stay whole, and may have any length.
@@ -72,7 +72,7 @@ class SequenceRegion:
             )
 
     def _end(self, model: nn.Module, args: Any, output: Any) -> None:
-        self._set_active(True)  # for layers that are computed again in backward
+        self._set_active(True)  # for layers that are recomputed in backward
 
     def _set_active(self, is_active: bool) -> None:
         self._is_active = is_active
@@ -83,7 +83,7 @@ class SequenceRegion:
         return self._changed(args, kwargs, lambda it: scatter_to_sequence_parallel_region(it, SEQUENCE_DIM))
 
     def _gather(self, block: nn.Module, args: Any, kwargs: Any) -> Any:
-        # The block's column-parallel layers send gradients to the part; what else reads the whole has whole ones.
+        # The block's column-parallel layers send gradients to the part; other readers of the whole have whole ones.
         def gathered(part: Tensor) -> Tensor:
             whole = gather_from_sequence_parallel_region(part, SEQUENCE_DIM, to_model_parallel=False)
             for shared in shared_inputs_of(block):

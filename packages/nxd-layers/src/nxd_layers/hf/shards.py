@@ -1,4 +1,4 @@
-"""Parts of whole tensors: a parameter of a model in memory becomes this rank's part of it."""
+"""Cutting whole tensors: replaces a parameter of a model in memory by this rank's part of it."""
 
 from collections.abc import Sequence
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 @torch.no_grad()
 def part_of(whole: Tensor, spec: ShardSpec) -> Tensor:
-    """What `spec` says of `whole`, in memory of its own; padding is zero. On the meta device if `whole` is."""
+    """The part of `whole` that `spec` describes, as a copy; padding is zero. On the meta device if `whole` is."""
     part = whole.new_zeros(spec.local_shape)
     for piece in spec.pieces:
         part[piece.local.slices] = whole[piece.logical.slices]

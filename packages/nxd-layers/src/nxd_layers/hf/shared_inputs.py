@@ -1,4 +1,4 @@
-"""Which layers of a split model read the same tensor: query, key and value, or gate and up."""
+"""Finds the layers of a split model that read the same tensor: query, key and value, or gate and up."""
 
 from typing import Any, TypeAlias
 

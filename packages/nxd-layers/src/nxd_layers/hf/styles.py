@@ -1,7 +1,6 @@
-"""What the styles of a plan mean: a table from a style's name to a function that applies it to one module or parameter.
+"""The styles of a plan: a table from a style's name to the function that applies it to one module or parameter.
 
-The names are those of transformers 5 and 4; their meaning is that of transformers, by other means. `register_style`
-adds to the table.
+Names and meanings are those of transformers 5 and 4; the implementation differs. `register_style` adds to the table.
 """
 
 import difflib
@@ -21,7 +20,7 @@ from nxd_layers.mappings import reduce_from_tensor_model_parallel_region
 
 @dataclass(frozen=True)
 class Target:
-    """What a style is applied to.
+    """The module or parameter that a style is applied to.
 
     Attributes:
         model: the whole model.

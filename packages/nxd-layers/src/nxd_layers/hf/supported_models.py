@@ -1,4 +1,4 @@
-"""Architectures whose split models have been compared with one process, what is wrong with plans, and the check of one.
+"""Architectures whose split models have been compared with one process, corrections of their plans, and plan checks.
 
 The list is the outcome of a survey of all causal language models of transformers 5.23 that have a tensor-parallel plan:
 tiny ones on two ranks in float64, the logits and all gradients equal to those of the unsplit model. Users compare
@@ -39,7 +39,7 @@ COMPARED = frozenset(
 )
 # fmt: on
 
-# What plans get wrong or leave out, by type of model: styles that are added to its own plan, in its base model.
+# Corrections of incomplete plans, by type of model: styles that are added to its own plan, in its base model.
 CORRECTIONS: dict[str, dict[str, str]] = {
     "apertus": {"layers.*.mlp.act_fn": "replicated_with_grad_allreduce"},  # learned, and sees split activations
     "inkling_text": {
@@ -60,7 +60,7 @@ _FUSED = ("gate_up_proj", "gate_up_proj_bias")
 
 
 def checked_plan(model: Any) -> dict[str, str]:
-    """The model's own plan, put right where that is known to be needed.
+    """The model's own plan, corrected where that is known to be needed.
 
     Raises:
         ValueError: models of this type, split by their own plan, have not been compared with one process.
@@ -79,14 +79,14 @@ def checked_plan(model: Any) -> dict[str, str]:
 
 
 def corrected_plan(model: Any) -> dict[str, str]:
-    """The model's own plan, put right where that is known to be needed, whoever has compared it."""
+    """The model's own plan, corrected where that is known to be needed, whether or not it has been compared."""
     base = base_model_path(model)
     corrections = CORRECTIONS.get(_type_of(model), {}).items()
     return {**own_plan(model), **{joined(base, pattern): style for pattern, style in corrections}}
 
 
 def remember_as_compared(model: nn.Module) -> Path:
-    """From now on, let this user's models of its type be split by their own plan, as those of the survey are.
+    """Record that models of this type may be split by their own plan for this user, as those of the survey may.
 
     That holds for this plan, this source of the model, and these versions of transformers and of nxd-layers. It is an
     empty file in `$NXD_COMPARED_MODELS`, or in the user's cache folder; each host of a job needs to see it.
@@ -121,7 +121,7 @@ def _is_remembered(model: Any) -> bool:
 def _source_of(model: Any) -> bytes | None:
     try:
         source = inspect.getsourcefile(type(model))
-    except TypeError:  # a class of a program that was typed in
+    except TypeError:  # a class defined interactively
         return None
     return None if source is None else Path(source).read_bytes()
 

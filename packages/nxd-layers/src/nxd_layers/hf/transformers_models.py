@@ -1,4 +1,4 @@
-"""The one file that knows the library transformers: its configs, its models, what they say of themselves."""
+"""The only module that depends on the transformers library: its configs, its models, and the metadata they provide."""
 
 import inspect
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA) on plain and parallel layers: training, merging, saving, Hugging Face PEFT's files."""
+"""Low-rank adapters (LoRA) on plain and parallel layers: training, merging, saving, Hugging Face PEFT's file format."""
 
 from nxd_layers.lora.adapter_config import adapter_config, check_same_scale, config_from_adapter_config
 from nxd_layers.lora.config import LoraConfig
@@ -16,7 +16,7 @@ __all__ = [
     # which layers are adapted
     "find_target_layers",
     "TargetLayers",
-    # the adapter as whole tensors, and what describes it
+    # the adapter as whole tensors, and its description
     "adapter_names",
     "gather_adapter",
     "load_adapter",

@@ -1,7 +1,7 @@
-"""`LoraAdapter`: what turns an ordinary layer into one with a low-rank branch, in place, and back.
+"""`LoraAdapter`: adds a low-rank branch to an ordinary layer, in place, and removes it again.
 
-The layer stays the object it was, with its class, its place and its parameters' names; it gets two more parameters,
-the factors, and a forward hook that adds their product to its output.
+The layer stays the same object, with its class, its place and its parameters' names; it gets two more parameters, the
+factors, and a forward hook that adds their product to its output.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -123,7 +123,7 @@ def require_adapter(layer: nn.Module) -> LoraAdapter:
 
 
 def scale_of(layer: nn.Module) -> float:
-    """What the branch of an adapted layer is multiplied by."""
+    """The factor of an adapted layer's branch."""
     return require_adapter(layer).scale
 
 

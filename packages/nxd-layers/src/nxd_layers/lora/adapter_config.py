@@ -1,4 +1,4 @@
-"""What describes an adapter, as a JSON-able dict in the words of PEFT's `adapter_config.json`."""
+"""The description of an adapter, as a JSON-able dict with the keys of PEFT's `adapter_config.json`."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""`LoraConfig`: what a user says about adapters. Which layers a target names is found in `targets`."""
+"""`LoraConfig`: the user's settings for adapters. `targets` finds the layers that a target names."""
 
 import math
 import re
@@ -83,7 +83,7 @@ class LoraConfig:
 
     @property
     def scale(self) -> float:
-        """What the branch's output is multiplied by."""
+        """The factor of the branch's output."""
         return self.lora_alpha / (math.sqrt(self.lora_rank) if self.use_rslora else self.lora_rank)
 
 

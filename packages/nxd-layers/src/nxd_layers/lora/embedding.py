@@ -1,4 +1,4 @@
-"""The branch beside embeddings: A `[r, vocab]` is a second table of short vectors, which B `[hidden, r]` lengthens.
+"""The branch of embeddings: A `[r, vocab]` is a second table of short vectors, which B `[hidden, r]` projects up.
 
 As in PEFT, A starts at zero, B is drawn from N(0, 1), and there is no dropout. Only short vectors, `[..., r]`, cross
 the ranks.

@@ -1,4 +1,4 @@
-"""`LoraModel`: a model some of whose layers have adapters, and alone these train.
+"""`LoraModel`: a model with adapters on some of its layers; only the adapters train.
 
 Adapters are merged in float32 (or float64) and rounded once to the weight's dtype. Rounding cannot be undone by
 subtracting, so the layer's own weights wait in host memory while they are merged: unmerging restores every bit.
@@ -63,7 +63,7 @@ class LoraModel(nn.Module):
         self.module.requires_grad_(False)
         for name, layer in list(self.module.named_modules()):
             kind = kind_of(layer)
-            if name in targets and kind is not None:  # stages have something else in the place of others' layers
+            if name in targets and kind is not None:  # stages have stand-ins for the layers of other stages
                 parent = name.rpartition(".")[0]
                 named = {part: f"{parent}.{kind.parts[part]}".lstrip(".") if part else name for part in targets[name]}
                 attach(layer, kind, {part: seed_of_module(seed, own) for part, own in named.items()}, self.lora_config)
@@ -102,7 +102,7 @@ class LoraModel(nn.Module):
         unmerge_adapters(self.module)
 
     def reset(self) -> None:
-        """Begin anew: adapters add nothing, as in a model that has just been wrapped. Unmerges them first."""
+        """Unmerge the adapters and reset them, so that they add nothing, as in a model that has just been wrapped."""
         self.unmerge()
         for layer in adapted_layers(self.module).values():
             reset_branch(layer)
@@ -113,7 +113,7 @@ class LoraModel(nn.Module):
         return self._detach_all()
 
     def unload(self) -> nn.Module:
-        """The plain model as it was before wrapping, but for trained biases."""
+        """The plain model as before wrapping, except for trained biases."""
         self.unmerge()
         return self._detach_all()
 
@@ -125,7 +125,7 @@ class LoraModel(nn.Module):
         return self.module
 
     def adapter_parameters(self) -> dict[str, nn.Parameter]:
-        """What the adapter consists of, by its name in the wrapped model: the factors, and biases that train."""
+        """The adapter's parameters, by name in the wrapped model: the factors, and biases that train."""
         return self.factors() | self._trained_biases()
 
     def factors(self) -> dict[str, nn.Parameter]:

@@ -1,4 +1,4 @@
-"""The branches beside `GQAQKVColumnParallelLinear`: an adapter for each of q, k and v, and any of them may be missing.
+"""The branches of `GQAQKVColumnParallelLinear`: an adapter for each of q, k and v, any of which may be missing.
 
 They are those of three column-parallel layers, and have their logical names; see `linear`. B of keys and values is
 copied as their heads are, and the copies' gradients are added up as those of the weights are.

@@ -1,7 +1,7 @@
 """An adapter as whole, logical tensors: gathered from the ranks' parts, and put back at any layout.
 
 Names are those of the unsharded model, `layers.0.q_proj.lora_A`, also where one layer holds several of its matrices.
-What the tensors are written to is not known here.
+This module does not know the file format.
 """
 
 from collections.abc import Iterator, Mapping

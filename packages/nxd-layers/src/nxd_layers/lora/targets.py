@@ -1,4 +1,4 @@
-"""The layers of a model that get adapters: which classes can have them, and which `target_modules` names."""
+"""Finds the layers that get adapters: those of adaptable classes that `target_modules` names."""
 
 import difflib
 import re

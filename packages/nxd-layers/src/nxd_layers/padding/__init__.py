@@ -1,8 +1,8 @@
-"""Padding of split dims that the tensor-parallel degree does not divide, so that the padding stays invisible.
+"""Invisible padding of split dims that the tensor-parallel degree does not divide.
 
 Padding is zeros at the end of the logical dim, in no piece of the shard metadata: checkpoints and gradient norms do
-not see it, and its gradient is zero, so that it stays zero. `model` pads a whole model to a number of attention heads
-that divides; the layers of `nxd_layers.linear` hold the padded weights.
+not see it, and its gradient is zero, so that it stays zero. `model` pads a whole model to a divisible number of
+attention heads; the layers of `nxd_layers.linear` hold the padded weights.
 """
 
 from nxd_layers.padding.heads import divide, get_number_of_extra_heads

@@ -1,12 +1,12 @@
 """Keeping padding zero: its gradient is set to zero where a layer reads its weight.
 
-That padded weights are zero does not make their gradient zero: an activation that is not zero at zero, or a loss that
-reads padded outputs, would move them, and with them the output of the model. The mask is part of the layer's forward
+Zero weights may still have a nonzero gradient: an activation that is not zero at zero, or a loss that reads padded
+outputs, would change the padding, and with it the output of the model. The mask is part of the layer's forward
 and not a hook on the parameter, because hooks are lost where a parameter is replaced (on its way from the meta
 device, in a copy), and are not seen by `torch.compile`.
 
-Which elements these are is a matter of the rank. On XLA, where all ranks are to record one graph, it comes in as data,
-and ranks without padding take part.
+The padded elements differ between ranks. On XLA, where all ranks must record the same graph, they are therefore given
+as data, and ranks without padding take part.
 """
 
 import functools

@@ -1,6 +1,6 @@
-"""`pad_model`: attention heads that the tensor-parallel degree does not divide, made to divide by heads of zeros.
+"""`pad_model`: adds attention heads of zeros until the tensor-parallel degree divides their number.
 
-Which layers are padded is decided here; how a layer pads its weights is its own `pad_heads`.
+This module decides which layers are padded; a layer's own `pad_heads` pads its weights.
 """
 
 from collections.abc import Callable, Iterable
@@ -17,7 +17,7 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 @runtime_checkable
 class PaddableLayer(Protocol):
-    """What a layer with a split dim offers to be padded."""
+    """The interface of layers with a split dim that can be padded."""
 
     def check_pad_heads(self, num_heads: int, padded_num_heads: int) -> None:
         """Raise what `pad_heads` would raise, and change nothing."""
@@ -55,7 +55,7 @@ def pad_model(
 
     Raises:
         ValueError: `tp_degree` is not the current one, no module is of a wrapped class, a layer cannot be padded by
-            the ratio, or is tied to one that is not. The model is then as it was.
+            the ratio, or is tied to one that is not. The model is then unchanged.
         RuntimeError: a weight to pad has a gradient already.
     """
     group = active_group("tp")
@@ -69,7 +69,7 @@ def pad_model(
     if padded_n_heads != n_heads:
         layers = _layers_within(model, wrapped)
         _check_not_shared(model, layers)
-        for layer in layers:  # all of them first: a model that cannot be padded stays as it is
+        for layer in layers:  # check all of them first: a model that cannot be padded is left unchanged
             layer.check_pad_heads(n_heads, padded_n_heads)
         for layer in layers:
             layer.pad_heads(n_heads, padded_n_heads)

@@ -1,6 +1,6 @@
-"""The buckets of ZeRO-1 and the optimizer that updates this rank's part of each: made, stepped and gathered.
+"""Makes, steps and gathers the buckets of ZeRO-1, and the optimizer that updates this rank's part of each.
 
-Which kind of bucket a device gets is decided here; outside they are alike.
+This module chooses the kind of bucket for a device; all kinds have the same interface.
 """
 
 from collections.abc import Callable, Iterable, Sequence, Set
@@ -30,7 +30,7 @@ def make_bucket(parameters: Sequence[Tensor], group: Group, dtypes: Dtypes) -> B
 def choose_dtypes(
     parameter: torch.dtype, optimizer_dtype: torch.dtype | None, *, accumulate_wide: bool, average_wide: bool
 ) -> Dtypes:
-    """What parameters of a dtype are trained in; wide is float32, or the parameter's own dtype where wider."""
+    """The dtypes that train parameters of a dtype; wide is float32, or the parameter's own dtype where wider."""
     wide = torch.promote_types(parameter, torch.float32)
     gradient = wide if accumulate_wide else parameter
     return Dtypes(optimizer_dtype or wide, gradient, wide if average_wide else gradient)
@@ -39,7 +39,7 @@ def choose_dtypes(
 def make_buckets(
     parameters: Iterable[Tensor], group: Group, bucket_bytes: int, dtypes_of: Callable[[torch.dtype], Dtypes]
 ) -> list[Bucket]:
-    """Move the trained ones among the parameters into buckets, in the order in which those leave.
+    """Move the trained ones among the parameters into buckets, in the order in which the buckets are sent.
 
     Raises:
         ValueError: parameters on the meta device, or others on another rank of the group.
@@ -48,8 +48,8 @@ def make_buckets(
     if any(p.is_meta for p in trained):
         raise ValueError("parameters on the meta device cannot be trained; materialise them, then call init_zero()")
     check_same_parameters(trained, group)
-    # Small parameters (norms, biases) travel apart and last. They are often listed apart from the matrices, so
-    # nobody can tell when backward reaches them, and a bucket waits for the last of its parameters.
+    # Small parameters (norms, biases) are sent separately and last. They are often listed apart from the matrices, so
+    # it is unknown when backward reaches them, and a bucket waits for the last of its parameters.
     matrices, others = [p for p in trained if p.dim() > 1], [p for p in trained if p.dim() <= 1]
     batches = (*batch_parameters(matrices, bucket_bytes), *batch_parameters(others, bucket_bytes))
     return [make_bucket(batch, group, dtypes_of(batch[0].dtype)) for batch in batches]

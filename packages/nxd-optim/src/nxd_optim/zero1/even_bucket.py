@@ -1,8 +1,8 @@
 """A bucket of ZeRO-1 on XLA: each parameter is cut into equal parts, one for each rank, and stays a tensor of its own.
 
-There all ranks record one graph, so that what a rank owns may not depend on its index but in its values: of each
-parameter every rank has a part of the same shape, the last ones filled up with zeros. And there is no memory for
-tensors to share: `flat_bucket`'s buffer with views would be taken apart and put together by copies.
+On XLA all ranks record one graph, so only the values of a rank's part may depend on its index: every rank has a part of
+the same shape of each parameter, the last ones padded with zeros. And tensors cannot share memory there:
+`flat_bucket`'s buffer with views would be split and joined by copies.
 """
 
 from collections.abc import Iterable, Sequence

@@ -1,6 +1,6 @@
 """A bucket of ZeRO-1: parameters that live in one flat buffer, of which each rank updates one part.
 
-Here is the memory: parameters, gradients while they are needed, and the weights that the optimizer of this rank gets.
+This module manages the memory: parameters, gradients while they are needed, and the weights for this rank's optimizer.
 The order of sending and the step are in `optimizer`.
 """
 
@@ -18,7 +18,7 @@ ALIGNMENT_BYTES = 64  # a cache line, and more than any kernel asks of its opera
 
 @dataclass(frozen=True, eq=False)
 class OwnRange:
-    """What this rank updates of a parameter.
+    """The part of a parameter that this rank updates.
 
     Attributes:
         parameter: the model's.
@@ -41,7 +41,7 @@ class OwnRange:
 
 @dataclass(frozen=True)
 class Dtypes:
-    """What a bucket computes in.
+    """The dtypes that a bucket computes in.
 
     Attributes:
         master: of the weights that the optimizer updates.
@@ -238,7 +238,7 @@ class FlatBucket:
             self._gathering = None
 
     def check_places(self) -> None:
-        """Raise a RuntimeError if somebody has moved a parameter out of the buffer."""
+        """Raise a RuntimeError if a parameter has been moved out of the buffer."""
         for parameter in self.parameters:
             if parameter.data_ptr() != self._places[id(parameter)].data_ptr():
                 raise RuntimeError(

@@ -1,4 +1,4 @@
-"""Which elements of the logical model lie in a range of a flattened parameter.
+"""Maps ranges of flattened parameters to elements of the logical model.
 
 Pure arithmetic on shapes: a range of an N-d tensor in C order is a handful of boxes, and each box is looked up in
 the parameter's `ShardSpec`. Buffers, ranks and optimizer states live elsewhere.

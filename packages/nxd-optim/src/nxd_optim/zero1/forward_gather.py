@@ -1,4 +1,4 @@
-"""Waiting for parameters where the next forward reads them, not where the step that sent them ends."""
+"""Waiting for parameters when the next forward reads them, not at the end of the step that sent them."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -10,9 +10,9 @@ from nxd_optim.zero1.buckets import Bucket
 
 
 class ForwardGather:
-    """Makes a model's modules wait for the bucket of a parameter whenever somebody reads it as their attribute.
+    """Makes a model's modules wait for a parameter's bucket whenever the parameter is read as an attribute.
 
-    Reading is what counts, not the call of the module that owns it: layers that share an input are computed by one
+    The wait is on reading a parameter, not on calling its module: layers that share an input are computed by one
     function of their weights, and a loss takes the weight of the head. A module also waits for its own parameters
     before its forward, since some (`nn.LSTM`) keep them in a list besides.
 

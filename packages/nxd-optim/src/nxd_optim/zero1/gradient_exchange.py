@@ -1,4 +1,4 @@
-"""The gradients of ZeRO-1 from backward to their means: when buckets leave, and which parameters have a gradient."""
+"""Averages the gradients of ZeRO-1: sends buckets during backward, and finds out which parameters have a gradient."""
 
 from collections.abc import Sequence, Set
 
@@ -17,12 +17,12 @@ class GradientExchange:
     """Sends the gradients of some buckets, by hooks on their parameters.
 
     Args:
-        buckets: in the order in which they leave.
+        buckets: in the order in which they are sent.
         group: the replicas.
         frozen: parameters that must not get a gradient.
 
     Attributes:
-        sender: follows backward; see there for the blocks in which gradients leave.
+        sender: follows backward; it has the blocks in which gradients are sent.
     """
 
     def __init__(self, buckets: Sequence[Bucket], group: Group, frozen: Sequence[Tensor]) -> None:
@@ -42,7 +42,7 @@ class GradientExchange:
                 )
 
     def complete(self) -> Set[int]:
-        """Send what has not left: then each bucket has the mean gradient of this rank's part.
+        """Send the remaining buckets: then each bucket has the mean gradient of this rank's part.
 
         Returns:
             Ids of the parameters that have a gradient on some rank.

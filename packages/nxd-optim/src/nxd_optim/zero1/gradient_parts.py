@@ -1,6 +1,6 @@
-"""What is done to mean gradients, of which each rank has a part, before the update: missing sums, and the norm.
+"""Work on each rank's part of the mean gradients before the update: missing sums, and the norm.
 
-All of it costs 1/dp of what it would cost on whole gradients.
+Each of these costs 1/dp of its cost on whole gradients.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,7 +20,7 @@ from nxd_optim.zero1.flat_ranges import pieces_of_flat_range
 
 @dataclass(frozen=True, eq=False)
 class OwnGradient:
-    """The mean gradient of what this rank updates of a parameter.
+    """The mean gradient of the part of a parameter that this rank updates.
 
     Attributes:
         parameter: the model's.

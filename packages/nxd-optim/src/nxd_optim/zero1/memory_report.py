@@ -1,6 +1,6 @@
-"""What ZeRO-1 keeps on this rank, counted, beside what the sizes of the model let expect.
+"""The memory that ZeRO-1 keeps on this rank, measured, and predicted from the sizes of the model.
 
-What passes through (messages under way, temporaries of the update) is named by its largest size only.
+Of transient memory (messages under way, temporaries of the update), only the largest size is given.
 """
 
 from collections.abc import Callable

@@ -43,7 +43,7 @@ class NeuronZero1Optimizer(Optimizer):
 
         for microbatch in microbatches[:-1]:
             loss(microbatch).backward()
-        with optimizer.overlap_backward():  # optional: gradients leave while backward goes on
+        with optimizer.overlap_backward():  # optional: gradients are sent while backward continues
             loss(microbatches[-1]).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -59,7 +59,7 @@ class NeuronZero1Optimizer(Optimizer):
 
     Args:
         params: parameters or groups of them, in the same order on every rank.
-        optimizer_class: an elementwise one, such as AdamW or SGD with momentum. Which is found out by trying it.
+        optimizer_class: an elementwise one, such as AdamW or SGD with momentum. This is checked by trying it.
         optimizer_dtype: of the weights and states that are updated. float32 if None, or the parameter's own dtype
             where that is wider. Where it differs from the parameter's, this rank keeps master weights for its part.
         grad_clipping: scale the gradients so that the norm of the whole model's is at most `max_norm`.
@@ -181,8 +181,8 @@ class NeuronZero1Optimizer(Optimizer):
     def last_backward(self, parameters: Iterable[Tensor]) -> Iterator[None]:
         """As `overlap_backward`, for those of the parameters that get their last gradient of a step in the block.
 
-        A pipeline's stages have their last backward one after the other, and so a block for each. `synchronize` or
-        `step` sends what no block was for.
+        A pipeline's stages have their last backward one after the other, so each gets a block of its own. `synchronize`
+        or `step` sends the rest.
 
         Raises:
             RuntimeError: a block is open or has failed, or a parameter gets a second gradient in it.
@@ -192,7 +192,7 @@ class NeuronZero1Optimizer(Optimizer):
             yield
 
     def synchronize(self) -> None:
-        """Send what has not left yet, and wait: this rank has the mean of its part, and every `.grad` is None.
+        """Send the remaining buckets, and wait: this rank then has the mean of its part, and every `.grad` is None.
 
         More gradients may be accumulated: what further backward passes make is added by the next `synchronize` or
         `step`.
@@ -204,10 +204,10 @@ class NeuronZero1Optimizer(Optimizer):
         self._gradients.sender.synchronize()
 
     def overlap_forward(self, model: nn.Module) -> None:
-        """From now on `step` returns while parameters are still arriving; who reads one from its module waits for it.
+        """From now on `step` returns while parameters are still arriving; reading one from its module waits for it.
 
-        `model.state_dict()` waits for all. Who keeps or lists parameters (`model.parameters()`) calls
-        `wait_for_parameters` before looking into them.
+        `model.state_dict()` waits for all. Code that keeps or lists parameters (`model.parameters()`) must call
+        `wait_for_parameters` before reading their values.
 
         Args:
             model: whose modules hold the parameters.
@@ -253,7 +253,7 @@ class NeuronZero1Optimizer(Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Begin a new step; drops one that failed or was not finished, if every rank does so.
+        """Begin a new step; drops a failed or unfinished step, if every rank calls this.
 
         Args:
             set_to_none: forget the gradients. Otherwise those that there are become zero.
@@ -272,7 +272,7 @@ class NeuronZero1Optimizer(Optimizer):
             self._weights.zero_gradients()
 
     def refresh_master_weights(self) -> None:
-        """Take the master weights from the parameters, after somebody has loaded or changed those."""
+        """Take the master weights from the parameters, after these have been loaded or changed."""
         self._weights.refresh_masters(only_stale=False)
 
     def state_dict(self) -> dict[str, Any]:
@@ -362,7 +362,7 @@ class NeuronZero1Optimizer(Optimizer):
         self._gradient_hooks.append(hook)
 
     def memory_report(self) -> MemoryReport:
-        """What this rank keeps for training, in bytes: measured, and as the sizes of the model predict it."""
+        """The memory that this rank keeps for training, in bytes: measured, and predicted from the model's sizes."""
         self._check_inited()
         arguments = for_the_cpu(self._arguments)
         return memory_report(self.parts(), self.group.size, lambda p: self.optimizer_class(p, **arguments))

@@ -1,4 +1,4 @@
-"""What `state_dict` adds for ZeRO-1, and the documented files of it: the states of this rank's part of each parameter.
+"""ZeRO-1's part of `state_dict`, and its documented files: the states of this rank's part of each parameter.
 
 They fit one rank of one layout. `sharded_state` is the form that fits every layout. The files, one per rank in a
 folder, are written under temporary names that take their final ones when every rank has written, and read as plain

@@ -1,8 +1,8 @@
 """Arguments of ZeRO-1 and settings of parameter groups: checked, and carried between optimizers.
 
-Whether an optimizer treats every element on its own, so that it may be given flat parts of parameters, is found out by
-trying it, not by its name: any class is welcome that updates two parts as it updates the whole. The documented lists of
-ranks name the groups that the mesh has anyway.
+An optimizer must treat every element on its own, so that it may be given flat parts of parameters. This is checked by
+trying it, not by its name: any class works that updates two parts as it updates the whole. The documented lists of
+ranks name groups that the mesh has anyway.
 """
 
 import inspect
@@ -20,7 +20,7 @@ RankLists = Sequence[Sequence[int]]
 _SHARDING_AXES = (("dp", "cp"), ("dp",))
 _NORM_AXES = (("tp",), ("pp",), ("pp", "tp"), ("pp", "dp", "cp", "tp"))
 
-# What optimizers are tried with.
+# Values for trying optimizers.
 _TRIED_SHAPE = (160, 144)  # some optimizers look at rows and columns of large matrices only
 _TRIED_CUT = 10_007
 _TRIED_STEPS = 3
@@ -81,7 +81,7 @@ def check_elementwise(optimizer_class: type[Optimizer], defaults: dict[str, Any]
     Raises:
         ValueError: the optimizer cannot be made or does not update the parts as it updates the whole.
     """
-    # Made here for its complaints about arguments, before any of ours.
+    # Made here so that its errors about arguments come before ours.
     complete = optimizer_class([{"params": [torch.zeros(1, 1)]}], **defaults).defaults
     settings = for_the_cpu(defaults)
     if "lr" in inspect.signature(optimizer_class).parameters:

@@ -1,6 +1,6 @@
 """The optimizer's states as boxes of logical tensors: the form that checkpoints keep and every layout can load.
 
-Names of parameters and files are the caller's business; so is filling the tensors.
+The caller handles names of parameters, files, and filling the tensors.
 """
 
 from collections.abc import Callable, Mapping

@@ -16,14 +16,14 @@ from nxd_optim.zero1.settings import settings_of
 
 
 class ShardedWeights:
-    """Who keeps which weights and states, and when the weights of other replicas have arrived.
+    """Assigns weights and states to replicas, and waits for the weights of other replicas.
 
     Args:
         make_optimizer: the optimizer of some parameter groups.
         dtypes_of: what parameters of a dtype are trained in.
 
     Attributes:
-        buckets: in the order in which their gradients leave.
+        buckets: in the order in which their gradients are sent.
     """
 
     def __init__(self, make_optimizer: Callable[[Any], Optimizer], dtypes_of: Callable[[torch.dtype], Dtypes]) -> None:

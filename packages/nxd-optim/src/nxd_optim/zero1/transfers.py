@@ -1,6 +1,6 @@
-"""The message of ZeRO-1 on flat buffers by which the mean of one part arrives here.
+"""ZeRO-1's reduce-scatter of flat buffers: this rank receives the mean of its part.
 
-What is sent and when is decided by the buckets. Every buffer's length is a multiple of the group's size; rank r's
+The buckets decide what is sent and when. Every buffer's length is a multiple of the group's size; rank r's
 part is the r-th.
 """
 

@@ -1,4 +1,4 @@
-"""Which layers form a stage when stages are to cost the same, and what a layer costs."""
+"""Balances the costs of stages: assigns layers to stages, and estimates the cost of a layer."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +14,7 @@ Measure = Callable[[nn.Module], float]
 
 
 def balanced_cuts(layers: Sequence[str], costs: Sequence[float], num_stages: int) -> list[str]:
-    """The last layer of each stage but the last, such that the most expensive stage is as cheap as can be.
+    """The last layer of each stage but the last, such that the most expensive stage is as cheap as possible.
 
     Of the cuts that reach this, those that differ least otherwise (by the sum of squares) are taken. Exact, by dynamic
     programming over contiguous stages of at least one layer.

@@ -1,4 +1,4 @@
-"""Where to cut: the layers that end the stages, given by name or chosen so that layers are spread evenly."""
+"""Chooses the layers that end the stages: given by name, or so that layers are spread evenly."""
 
 from collections.abc import Sequence
 
@@ -37,7 +37,7 @@ def even_cuts(layers: Sequence[str], num_stages: int) -> list[str]:
 
 
 def check_layer_count(num_layers: int, num_stages: int) -> None:
-    """Check that no stage need be empty.
+    """Check that there are enough layers for all stages.
 
     Raises:
         ValueError: there are fewer layers than stages.

@@ -1,4 +1,4 @@
-"""What a Hugging Face model says of its structure: its pipeline plan, its layers, embeddings and heads.
+"""The structure of a Hugging Face model: its pipeline plan, its layers, embeddings and heads.
 
 transformers is never imported: its models are recognised by their class, and asked through their public methods.
 """
@@ -26,7 +26,7 @@ def is_hugging_face(module: Any) -> bool:
 
 
 def hugging_face_structure(model: nn.Module, transformer_layer_cls: LayerClasses | None = None) -> ModelStructure:
-    """Where a model of transformers can be cut.
+    """The places where a model of transformers can be cut.
 
     Its layers are those of `transformer_layer_cls`, or of the pipeline plan, or of its one list of blocks. Input and
     output embeddings, the plan's modules and the head go to the first or the last stage; all else is on every stage.

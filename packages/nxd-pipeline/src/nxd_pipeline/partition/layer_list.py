@@ -1,4 +1,4 @@
-"""A model given as a list of layers, of which each takes what the one before returns, with a loss behind the last."""
+"""Models given as a list of layers: each takes the output of the one before; a loss may follow the last."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,7 +15,7 @@ INPUTS, LABELS = "inputs", "labels"
 
 
 class LayerChain(nn.Module):
-    """Some layers of a list, named by their places in it, and maybe the loss."""
+    """Some layers of a list, named by their indices in it, and possibly the loss."""
 
     def __init__(self, layers: Mapping[int, nn.Module], loss_fn: LossFunction | None = None) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class LayerChain(nn.Module):
         self._loss_fn = loss_fn
 
     def forward(self, inputs: Any, labels: Any = None) -> Any:
-        """What the last layer returns; with a loss and labels, the loss."""
+        """The output of the last layer; with a loss and labels, the loss."""
         for place in self._places:
             inputs = self._modules[place](inputs)  # type: ignore[misc]
         return inputs if self._loss_fn is None or labels is None else self._loss_fn(inputs, labels)

@@ -15,7 +15,7 @@ def manual_partition(
 
     The first module takes inputs of the model. Each further one takes as its first argument what the one before
     returned (a tensor, tuple or dict), and behind it any inputs of the model; arguments are matched by their names.
-    Values that skip stages need `Stage`, which names them; either all are given so, or none.
+    Values that skip stages need `Stage`, which names them; either all stages are given as `Stage`, or none.
 
     Args:
         stages: one per stage of the pipeline.

@@ -1,4 +1,4 @@
-"""Giving memory and values to modules that were made on the "meta" device: to this rank's stages, and to no others."""
+"""Giving memory and values to modules made on the "meta" device, for this rank's stages only."""
 
 import inspect
 import itertools

@@ -1,4 +1,4 @@
-"""The one place that chooses how a model is cut: stages by hand, a list of layers, by structure, or by a trace."""
+"""Chooses how a model is cut: stages by hand, a list of layers, by structure, or by a trace."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence

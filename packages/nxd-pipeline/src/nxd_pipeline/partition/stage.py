@@ -1,6 +1,6 @@
 """A pipeline stage and how stages are wired: the one interface between partitioning and the runtime.
 
-How a model becomes stages is in `manual` and `traced`; how they run is not known here.
+`manual` and `traced` cut models into stages; this module does not know how stages run.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +12,7 @@ from nxd_pipeline.schedules import Edge
 
 
 def boundary(stage: int) -> str:
-    """The name of what a stage of a chain returns."""
+    """The name of the value that a stage of a chain returns."""
     return f"stage_{stage}.output"
 
 

@@ -1,7 +1,7 @@
-"""What stands in a stage for the modules that other stages hold, so that the model's own forward can run there.
+"""Stand-ins for the modules that other stages hold, so that the model's own forward can run on a stage.
 
-A stage runs the whole model's forward. What precedes its layers runs on values that are not a number, the layer
-before its first one answers with what the stage before sent, and the forward ends behind its last layer.
+A stage runs the whole model's forward. The modules before its layers run on NaN values, the stand-in of the layer
+before its first one returns the values that the previous stage sent, and the forward ends after its last layer.
 """
 
 from collections.abc import Iterator
@@ -16,12 +16,12 @@ OTHER_WAYS = "cut the model by a trace (tracer_cls='torch'), or write its stages
 
 
 class StageEnd(Exception):
-    """Leaves the model's forward behind the stage's last layer."""
+    """Raised to leave the model's forward after the stage's last layer."""
 
 
 @dataclass
 class Passage:
-    """One forward of a stage: what came in, and what goes out.
+    """One forward of a stage: its inputs and outputs.
 
     Attributes:
         received: what the last layer of the stage before returned.
@@ -52,7 +52,7 @@ class Passage:
 
 
 class AbsentLayer(nn.Module):
-    """In the place of a layer of an earlier or later stage; it has the layer's plain attributes.
+    """Stands in for a layer of an earlier or later stage; it has the layer's plain attributes.
 
     Earlier layers return what was received, so the model takes it for the output of the layer before the stage's own.
     """
@@ -85,7 +85,7 @@ class AbsentLayer(nn.Module):
             ) from None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the last layer of the stage before has returned.
+        """The output of the last layer of the previous stage.
 
         Raises:
             RuntimeError: the layer is behind the stage's own.
@@ -99,7 +99,7 @@ class AbsentLayer(nn.Module):
 
 
 class AbsentModule(nn.Module):
-    """In the place of an embedding or a head that another stage holds."""
+    """Stands in for an embedding or a head that another stage holds."""
 
     def __init__(self, name: str, module: nn.Module, passage: Passage) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
 """Cutting a model by its structure: a list of layers, with modules that only its first or last stage needs.
 
-Every stage runs the model's own forward, with `stand_ins` for what it does not hold. So masks, positions
-and whatever else follows from the inputs are computed on each stage as the model computes them, and only what a layer
-returns is sent. Nothing is traced.
+Every stage runs the model's own forward, with `stand_ins` for the modules it does not hold. So masks, positions and
+everything else that follows from the inputs are computed on each stage as the model computes them, and only outputs of
+layers are sent. Nothing is traced.
 """
 
 import inspect
@@ -28,7 +28,7 @@ from nxd_pipeline.partition.stand_ins import (
 
 @dataclass(frozen=True)
 class ModelStructure:
-    """What a cut by structure knows of a model.
+    """The structure of a model, as a cut by structure needs it.
 
     Attributes:
         layers: names of the layers in the order of calls, all in one `nn.ModuleList`.

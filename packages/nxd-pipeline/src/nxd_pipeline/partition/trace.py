@@ -13,7 +13,7 @@ from torch import fx, nn
 
 
 class _LayerTracer(fx.Tracer):
-    """Keeps layers whole, and leaves inputs that nobody gives at the defaults of `forward`."""
+    """Keeps layers whole, and leaves inputs that are not given at the defaults of `forward`."""
 
     proxy_buffer_attributes = True  # so that a buffer may be cut to the length of an input
     layer_classes: tuple[type[nn.Module] | str, ...] = ()
@@ -93,7 +93,7 @@ def trace_model(
     tracer.input_names = tuple(input_names)
     try:
         return tracer.trace(module)
-    except Exception as error:  # whatever a model raises when it is given proxies in the place of values
+    except Exception as error:  # models may raise anything when given proxies instead of values
         raise ValueError(_not_traced(module, error, tracer.failed_in)) from error
 
 

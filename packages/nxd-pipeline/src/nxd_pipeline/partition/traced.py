@@ -13,7 +13,7 @@ from torch import fx, nn
 
 from nxd_pipeline.partition.stage import Stage
 
-_PURE_MODULES = ("_operator", "builtins", "math")  # where the functions of Python's operators live
+_PURE_MODULES = ("_operator", "builtins", "math")  # the module of the functions of Python's operators
 
 
 def traced_partition(module: nn.Module, graph: fx.Graph, cuts: Sequence[str]) -> tuple[Stage, ...]:
@@ -36,7 +36,7 @@ def traced_partition(module: nn.Module, graph: fx.Graph, cuts: Sequence[str]) ->
 def traced_costs(
     module: nn.Module, graph: fx.Graph, layers: Sequence[str], measure: Callable[[nn.Module], float]
 ) -> list[float]:
-    """The cost of each layer, with what the model calls before it since the last one; the rest is the last layer's.
+    """The cost of each layer, including calls since the previous layer; the rest counts towards the last layer.
 
     Raises:
         ValueError: the model never calls a layer.

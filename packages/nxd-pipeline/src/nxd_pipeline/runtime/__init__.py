@@ -1,4 +1,4 @@
-"""Playing a schedule on the ranks of a pipeline: microbatches, messages, the executor, losses and tied weights."""
+"""Running a schedule on the ranks of a pipeline: microbatches, messages, the executor, losses and tied weights."""
 
 from nxd_pipeline.runtime.executor import Executor
 from nxd_pipeline.runtime.gradient_sync import GradientSync

@@ -1,4 +1,4 @@
-"""Plays a schedule: computes this rank's stages in the order it says, and sends and receives what it says."""
+"""Runs a schedule: this rank's computations, sends and receives, in the order that the schedule prescribes."""
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -28,7 +28,7 @@ _Key = tuple[int, int, int]  # from stage, to stage, microbatch
 
 @dataclass
 class _Passage:
-    """What is kept of one microbatch in one stage from its forward to its backward.
+    """The data kept for one microbatch in one stage from its forward to its backward.
 
     Attributes:
         inputs: by producer, the leaf tensors that need gradients.
@@ -42,7 +42,7 @@ class _Passage:
 
 
 class Executor:
-    """Plays one schedule over and over."""
+    """Runs one schedule repeatedly."""
 
     def __init__(
         self, modules: Mapping[int, nn.Module], wiring: Wiring, schedule: Schedule, p2p: P2PCommunicator
@@ -74,7 +74,7 @@ class Executor:
         self._forget()
 
     def _forget(self) -> None:
-        """Let go of everything that belongs to one run."""
+        """Release everything that belongs to one run."""
         self._microbatches: Sequence[Mapping[str, Any]] = ()
         self._read_output: Callable[[Any], Any] = _same
         self._results: dict[int, Any] = {}
@@ -93,7 +93,7 @@ class Executor:
         record: Record | None = None,
         last_backward: LastBackward | None = None,
     ) -> list[Any]:
-        """Play the schedule once; gradients are added to those that parameters have.
+        """Run the schedule once; gradients are added to those that parameters have.
 
         Args:
             rank: this rank's index in the pipeline-parallel group.
@@ -105,7 +105,7 @@ class Executor:
                 last gradient in it.
 
         Returns:
-            What `read_output` gave for each microbatch, on the rank of the last stage; elsewhere nothing.
+            The results of `read_output` for each microbatch, on the rank of the last stage; empty elsewhere.
         """
         self._microbatches, self._read_output = microbatches, read_output
         self._shapes.look_at(microbatches)
@@ -124,7 +124,7 @@ class Executor:
                     if record is not None and action.kind not in RECEIVES:
                         record(action, start, perf_counter_ns())
             self._p2p.finish()
-            step_boundary()  # whoever reads a loss now finds it computed
+            step_boundary()  # a loss read from now on is already computed
             return [self._results[microbatch] for microbatch in sorted(self._results)]
         finally:
             self._forget()

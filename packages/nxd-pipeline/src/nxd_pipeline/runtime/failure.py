@@ -1,4 +1,4 @@
-"""A stage that fails ends the run of all stages, and all of them say whose error it was."""
+"""A failure of one stage ends the run on all stages, and all of them report the original error."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,7 +7,7 @@ from nxd_state import Group, abort_group
 
 
 class Failures:
-    """What a pipeline knows of its end."""
+    """The failures of a pipeline."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
@@ -15,7 +15,7 @@ class Failures:
 
     @contextmanager
     def end_all_ranks(self) -> Iterator[None]:
-        """Where the body fails, the other ranks are freed from waiting, and raise what failed first.
+        """Where the body fails, the other ranks stop waiting, and raise the first failure.
 
         Raises:
             RuntimeError: the body failed, and another rank's failure was the first; or one failed before.

@@ -1,4 +1,4 @@
-"""Who averages a pipeline's gradients over the replicas, and when these may leave."""
+"""Averaging a pipeline's gradients over the replicas: by which object, and when they may be sent."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class GradientSync(Protocol):
-    """What averages gradients over the replicas of a model, such as an optimizer of nxd_optim."""
+    """An object that averages gradients over the replicas of a model, such as an optimizer of nxd_optim."""
 
     def last_backward(self, parameters: Iterable[Tensor]) -> AbstractContextManager[None]:
         """A block in which these parameters get their last gradient of a `run_train`, so that they may leave."""
@@ -26,7 +26,7 @@ class GradientSyncs:
         self._is_on = True
 
     def add(self, sync: GradientSync, parameters: Iterable[Tensor]) -> None:
-        """From now on `sync` averages the gradients of these parameters, in the place of who did before."""
+        """From now on `sync` averages the gradients of these parameters, replacing an earlier one."""
         own = {id(parameter) for parameter in parameters}
         for known, theirs in self._known:
             if known() is sync:

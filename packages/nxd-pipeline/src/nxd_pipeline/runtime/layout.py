@@ -1,4 +1,4 @@
-"""The layout of a value: its structure with shapes and dtypes in the place of tensors, which can be sent ahead."""
+"""The layout of a value: its structure, with shapes and dtypes instead of tensors. It can be sent ahead."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """What must be known of a tensor to receive it."""
+    """The metadata needed to receive a tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -59,7 +59,7 @@ class ValueLayout:
         return repr(self.fill(self.tensors))
 
     def allows(self, other: "ValueLayout") -> bool:
-        """Whether who expects this layout can take the other: but for gradients that it makes and nobody needs."""
+        """Whether a receiver of this layout can take the other: equal, except for gradients made but not needed."""
         if self.structure != other.structure or len(self.leaves) != len(other.leaves):
             return False
         return all(_allows(mine, theirs) for mine, theirs in zip(self.leaves, other.leaves, strict=True))

@@ -1,4 +1,4 @@
-"""Which part of a model's output is its loss, and what becomes of the losses of the microbatches."""
+"""Finds the loss in a model's output, and reports the losses of the microbatches."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -77,7 +77,7 @@ def share_loss(loss: Tensor | None, pipeline: Group, replicas: Group, *, source:
 
 @dataclass(frozen=True)
 class LossReport:
-    """What `run_train` and `run_eval` give back.
+    """The results of `run_train` and `run_eval`.
 
     Attributes:
         spec: where in the model's output the loss is.
@@ -114,7 +114,7 @@ class LossReport:
         return loss if _is_loss(loss) else output
 
     def of_evaluation(self, results: Sequence[Any]) -> Any:
-        """What `run_eval` returns, of what `evaluated` made of each microbatch's output on this rank."""
+        """The result of `run_eval`, from the values of `evaluated` for each microbatch on this rank."""
         is_loss = all(map(_is_loss, results))
         if self.broadcast_and_average:  # only the last stage's rank has seen what the model returns
             seen = torch.tensor(is_loss, device=transport_device(self.pipeline))
@@ -123,7 +123,7 @@ class LossReport:
         return self.of_losses(results) if is_loss else results or None
 
     def of_losses(self, losses: Sequence[Tensor]) -> Tensor | list[Tensor] | None:
-        """What `run_train` returns, of the microbatches' losses on this rank."""
+        """The result of `run_train`, from the microbatches' losses on this rank."""
         if self.on_cpu:
             losses = [loss.cpu() for loss in losses]
         if self.per_microbatch:

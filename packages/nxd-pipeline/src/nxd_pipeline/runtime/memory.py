@@ -1,4 +1,4 @@
-"""How much memory a step holds: activations, gradients and messages, counted as they come and go."""
+"""Measures the memory of a step: activations, gradients and messages, counted as they are made and freed."""
 
 import weakref
 from collections.abc import Mapping, Sequence
@@ -11,14 +11,14 @@ from torch.utils._pytree import tree_leaves
 
 
 class StepMemory(TorchDispatchMode):
-    """Counts the bytes of the tensors that are made in its body, on any device, until they go.
+    """Counts the bytes of the tensors that are made in its body, on any device, until they are freed.
 
     `with StepMemory() as memory: model.run_train(...)` and then `memory.peak_bytes`. Whatever was there before does not
     count, so a step before it lets parameters have their gradients. It makes every operation slower by microseconds.
 
     Attributes:
-        held_bytes: of the tensors that are there now.
-        peak_bytes: the most that there were at once.
+        held_bytes: of the tensors that exist now.
+        peak_bytes: the most that existed at once.
     """
 
     def __init__(self) -> None:

@@ -1,12 +1,11 @@
-"""Messages between the stages of different ranks: without blocking, and with their layouts ahead of them when new.
+"""Messages between the stages of different ranks: non-blocking, and preceded by their layouts when these are new.
 
 Both ends of a message come to it in one order (see `nxd_pipeline.schedules.insert_communication`, and for XLA, where
 messages block, `insert_blocking_communication`), so messages between two ranks need no labels.
 
-Of the tensors of one message small ones travel together in one buffer, large ones as they are: a transport takes its
-time per message, some tens of microseconds, and below a certain size a copy is faster than that. Both ends know the
-layouts, and so what comes in which buffer. On XLA all travel as they are: there is no memory there in which tensors of
-several dtypes could lie.
+Small tensors of one message are sent together in one buffer, large ones separately: a transport has an overhead of some
+tens of microseconds per message, and below a certain size a copy is faster. Both ends know the layouts, and so the
+contents of each buffer. On XLA all tensors are sent separately: a buffer there cannot hold tensors of several dtypes.
 """
 
 import io
@@ -87,7 +86,7 @@ class Packing:
         return cls(tuple(layouts), alone, tuple(together), start)
 
     def pack(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """What to send for these tensors."""
+        """The tensors to send for these."""
         packed = [tensors[index].detach() for index in self.alone]
         if self.together:
             buffer = self._buffer()
@@ -122,7 +121,7 @@ class Packing:
 
 @dataclass(frozen=True)
 class Route:
-    """What both ends know of the values that go from one stage to another, for inputs of one shape.
+    """The metadata that both ends have of the values sent from one stage to another, for inputs of one shape.
 
     Attributes:
         layout: that of the values.
@@ -153,7 +152,7 @@ class P2PCommunicator:
         self._routes: dict[tuple[int, int], dict[Hashable, Route]] = {}
         self._sends: dict[tuple[Key, int, str], list[Pending[Tensor]]] = {}  # in the order in which they began
         if self._device.type != "cpu":
-            barrier(group)  # before nccl takes batches among some ranks of a group, it wants a call of them all
+            barrier(group)  # nccl needs a call by all ranks of a group before it takes batches among some of them
 
     def send_value(self, value: Any, destination: int, key: Key, microbatch: int) -> tuple[ValueLayout, list[Tensor]]:
         """Begin to send a value of any structure; its layout goes ahead the first time for this key.
@@ -195,12 +194,12 @@ class P2PCommunicator:
         return self._receive(route.gradients, source)
 
     def let_go(self, key: Key, microbatch: int) -> None:
-        """Release the memory of a value that was sent, and has arrived: its gradient has come back."""
+        """Release the memory of a sent value. It has arrived, since its gradient has come back."""
         for pending in self._sends.pop((key, microbatch, "value"), ()):
             pending.wait()
 
     def finish(self) -> None:
-        """Return once everything sent has left."""
+        """Return once all sends are complete."""
         while self._sends:
             self._wait_for_oldest()
 

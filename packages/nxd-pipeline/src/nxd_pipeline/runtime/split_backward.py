@@ -1,9 +1,9 @@
 """A backward in two halves: gradients of a stage's inputs, and later those of its weights.
 
 The idea is that of Qi et al. 2023, "Zero Bubble Pipeline Parallelism": other stages wait for the first half only. The
-graph is cut at the *joints*, where weights meet what depends on the inputs. The first half keeps the gradient that
-each joint got, the second goes on from there to the weights. So every operation runs in one half, but for the joints,
-which make one part of their gradients in each. A custom `torch.autograd.Function` among them learns from
+graph is cut at the *joints*, where weights meet values that depend on the inputs. The first half keeps the gradient
+that each joint got, the second continues from there to the weights. So every operation runs in one half, except the
+joints, which compute one part of their gradients in each. A custom `torch.autograd.Function` among them learns from
 `ctx.needs_input_grad` which part is asked for.
 """
 

@@ -61,7 +61,7 @@ class TiedWeights:
                     if rank == group.rank:
                         places.setdefault(parameter, (module, name))
         self._group = group
-        self._device = transport_device(group)  # of what is told about weights; they stay where they are
+        self._device = transport_device(group)  # of messages about weights; the weights are not moved
         self.weights = tuple(
             TiedWeight(*places[parameter], tuple(sorted(ranks)))
             for parameter, ranks in holders.items()

@@ -1,6 +1,6 @@
-"""One step of a pipeline schedule: what a rank does for one stage and one microbatch, and how it is written as text.
+"""Actions of a pipeline schedule: one step of a rank for one stage and one microbatch, and its text notation.
 
-What an order of actions must fulfil is in `verification`; nothing here knows of ranks.
+`verification` checks orders of actions; this module does not know about ranks.
 """
 
 import re
@@ -9,12 +9,12 @@ from enum import StrEnum
 
 
 class ActionKind(StrEnum):
-    """What an action does; the value is how it is written, as in `0F3`: stage 0, forward, microbatch 3."""
+    """The kind of an action; the value is its notation, as in `0F3`: stage 0, forward, microbatch 3."""
 
     FORWARD = "F"
     BACKWARD = "B"  # gradients of inputs and weights together
     BACKWARD_INPUT = "I"  # gradients of the stage's inputs, which the stages before it wait for
-    BACKWARD_WEIGHT = "W"  # gradients of the stage's weights, which nobody waits for
+    BACKWARD_WEIGHT = "W"  # gradients of the stage's weights, which no other stage waits for
     SEND_ACTIVATION = "SA"
     RECV_ACTIVATION = "RA"
     SEND_GRADIENT = "SG"
@@ -37,7 +37,7 @@ _NOTATION = re.compile(r"(\d+)(F|B|I|W|SA|RA|SG|RG)(\d+)(?:([<>])(\d+))?")
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """What the rank of `stage` does for one microbatch.
+    """One action of the rank of `stage` for one microbatch.
 
     Written `0F3` where it computes. Communication also names the stage at the other end: `0SA3>1` sends stage 0's
     output of microbatch 3 to stage 1, which receives it by `1RA3<0`; `1SG3>0` and `0RG3<1` are its gradient's way back.

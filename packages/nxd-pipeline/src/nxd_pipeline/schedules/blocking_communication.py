@@ -1,7 +1,7 @@
-"""Adds messages for a transport at which both ends wait for each other: each where both ranks are free anyway.
+"""Adds messages for a transport on which both ends wait for each other: each at a time when both ranks are free.
 
-By `insert_communication` a receive comes before the computation during which its message is sent. Where that blocks,
-as on XLA, the computation would wait for the message, and 1F1B on eight ranks take two thirds longer.
+`insert_communication` puts a receive before the computation during which its message is sent. If a receive blocks, as
+on XLA, the computation would wait for the message, and 1F1B on eight ranks would take two thirds longer.
 """
 
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ _COST = StageCost()
 
 
 def insert_blocking_communication(schedule: Schedule, edges: Iterable[Edge] | None = None) -> Schedule:
-    """The schedule with each message as soon as both its ranks are between two computations.
+    """The schedule with each message placed as soon as both its ranks are between two computations.
 
     Computations go as in a simulation in which forward and each half of a backward take 1: whoever ends one exchanges
     what there is with all who are between two of theirs, and goes on unless its next one lacks something. Where

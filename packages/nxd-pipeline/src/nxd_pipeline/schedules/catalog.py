@@ -1,6 +1,6 @@
 """Schedules by name, as configurations give them, and the pure functions that make them.
 
-Forwards and backwards stand in the order in which each rank computes them; the paper of each method is named with it.
+Forwards and backwards are listed in the order in which each rank computes them; each method cites its paper.
 Messages are added by `insert_communication`.
 """
 
@@ -74,7 +74,7 @@ def v_placement(pipeline_size: int) -> tuple[int, ...]:
 
 
 def check_sizes(pipeline_size: int, num_microbatches: int, virtual_pipeline_size: int = 1) -> None:
-    """Raises ValueError for what no schedule can do."""
+    """Raises ValueError for sizes that no schedule supports."""
     sizes = {
         "pipeline_size": pipeline_size,
         "num_microbatches": num_microbatches,
@@ -189,7 +189,7 @@ def zero_bubble_h1(pipeline_size: int, num_microbatches: int) -> Schedule:
 
 
 def zero_bubble_v(pipeline_size: int, num_microbatches: int) -> Schedule:
-    """No rank waits once it has begun, where forward and both backwards take equally long.
+    """No rank waits once it has begun, provided that forward and both backwards take equally long.
 
     From Qi et al. 2023, "Zero Bubble Pipeline Parallelism". Rank i holds stages i and 2 * pipeline_size - 1 - i, and
     keeps at most `2 * pipeline_size` activations of such half-size stages, what 1F1B's first rank keeps. Fewer than
@@ -249,7 +249,7 @@ def _dualpipe_v_order(rank: int, pipeline_size: int, num_microbatches: int) -> t
     # Steady: a forward of one stage beside a backward of the other.
     for _ in range(steady):
         order.add(F, down).add(B, up).add(F, up).add(B, down)
-    # The end: no new microbatches; from the middle of the last pairs on, weights wait until nobody waits for inputs.
+    # The end: no new microbatches; from the middle of the last pairs on, weights wait until no rank waits for inputs.
     for _ in range(behind):
         order.add(B, up).add(F, up).add(B, down)
     waiting: list[int] = []

@@ -1,9 +1,9 @@
-"""Adds to an order of computation the messages that it needs, in an order in which no rank waits for ever.
+"""Adds to an order of computation the messages that it needs, in an order that cannot deadlock.
 
-How messages travel is the executor's business. It may play them in any of three ways, and none can deadlock: one
-after the other, each blocking until both ends are there; neighbouring ones as one batch, batches in order; or all
-without blocking, matched in order for each pair of ranks. A computation needs its own receives only, and the one
-behind it may already be posted: whoever batches should not let the first wait for the second.
+The executor sends the messages. It may do so in any of three ways, and none can deadlock: one after the other, each
+blocking until both ends have arrived; neighbouring ones as one batch, batches in order; or all without blocking,
+matched in order for each pair of ranks. A computation needs its own receives only, and the receive of the next one may
+already be posted: an executor that batches should not let the first wait for the second.
 """
 
 from collections.abc import Iterable
@@ -22,7 +22,7 @@ _Time = tuple[float, ...]
 
 
 def insert_communication(schedule: Schedule, edges: Iterable[Edge] | None = None) -> Schedule:
-    """The schedule with sends right behind what makes the values, and receives before they can arrive.
+    """The schedule with sends right after the computations that make the values, and receives before they can arrive.
 
     Each rank's actions are ordered by when computations end, and a message has the time at which the computation that
     makes it ends, at both of its ends. So all ranks agree on one order of everything, which rules out deadlock; a

@@ -1,4 +1,4 @@
-"""Which stage uses what another stage computed, and what each computation therefore waits for.
+"""The edges between stages: which stage uses values of which other, and what each computation therefore waits for.
 
 Partitioning decides the edges of a model; a chain is the default. Values may skip stages, and need no gradient.
 """
@@ -26,7 +26,7 @@ def chain(num_stages: int) -> tuple[Edge, ...]:
 
 
 class Dataflow:
-    """What each action of a schedule needs and feeds, given the edges between its stages.
+    """The inputs and consumers of each action of a schedule, given the edges between its stages.
 
     Attributes:
         edges: those of the model, by producer and consumer.
@@ -86,7 +86,7 @@ class Dataflow:
         return []
 
     def carries(self, message: Action) -> bool:
-        """Whether an edge between two ranks gives reason for this send or receive."""
+        """Whether an edge between two ranks requires this send or receive."""
         ends = {
             ActionKind.SEND_ACTIVATION: self._consumers,
             ActionKind.RECV_ACTIVATION: self._producers,

@@ -1,4 +1,4 @@
-"""How many activations each rank keeps at once, from the order of its actions alone."""
+"""Counts the activations that each rank keeps at once, from the order of its actions alone."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from nxd_pipeline.schedules.schedule import Schedule
 
 @dataclass(frozen=True)
 class ActivationSize:
-    """What one microbatch leaves on a stage, in bytes or any other unit.
+    """The activations that one microbatch leaves on a stage, in bytes or any other unit.
 
     Attributes:
         until_backward: kept from the forward until the backward, or the backward of inputs.
@@ -35,7 +35,7 @@ def peak_in_flight(schedule: Schedule, sizes: Sequence[ActivationSize] | None = 
 
 
 def activations_kept(schedule: Schedule, sizes: Sequence[ActivationSize] | None = None) -> tuple[tuple[int, ...], ...]:
-    """What each rank keeps after each of its actions; see `peak_in_flight`."""
+    """The activations that each rank keeps after each of its actions; see `peak_in_flight`."""
     if sizes is None:
         sizes = (ActivationSize(),) * schedule.num_stages
     if len(sizes) != schedule.num_stages:

@@ -1,6 +1,6 @@
 """A pipeline schedule as data: one list of actions per pipeline rank, and which rank holds which stage.
 
-Those of the known methods are made in `catalog`, the messages that go with an order of computation in `communication`.
+`catalog` makes the schedules of the known methods; `communication` adds the messages to an order of computation.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,7 +13,7 @@ from nxd_pipeline.schedules.action import Action, ActionKind, parse_action
 
 @dataclass(frozen=True)
 class Schedule:
-    """What every pipeline rank does in one step, in order.
+    """The actions of every pipeline rank in one step, in order.
 
     Attributes:
         name: for messages and pictures.

@@ -1,4 +1,4 @@
-"""What a schedule takes, for given costs: when each action starts and ends, without running any.
+"""Simulates a schedule for given costs: when each action starts and ends.
 
 An order of computation is enough; where the schedule also sends and receives, messages leave when they are sent, and
 arrive once both ends are there. Links do not slow one another down.
@@ -16,7 +16,7 @@ from nxd_pipeline.schedules.timeline import Span, Timeline
 
 @dataclass(frozen=True)
 class StageCost:
-    """What one microbatch costs on one stage; any unit of time, the same for all.
+    """The cost of one microbatch on one stage; any unit of time, the same for all.
 
     Attributes:
         forward: time of a forward.
@@ -45,7 +45,7 @@ class StageCost:
 
 @dataclass(frozen=True)
 class Costs:
-    """What each stage costs, and messages between ranks.
+    """The costs of each stage, and of messages between ranks.
 
     Attributes:
         stages: one for all, or one per stage.
@@ -87,7 +87,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None, *, edges: Iterable[
 
 
 class _Simulation:
-    """Goes on with a rank until it waits for a message, and again when that message leaves."""
+    """Advances a rank until it waits for a message, and again when that message is sent."""
 
     def __init__(self, schedule: Schedule, costs: Costs, dataflow: Dataflow) -> None:
         self._schedule = schedule
@@ -152,7 +152,7 @@ class _Simulation:
             woken.append(self._waiting.pop(receive))
 
     def _arrival(self, receive: Action) -> float:
-        producer = min(receive.stage, receive.counterpart().stage)  # a gradient is as large as what it is of
+        producer = min(receive.stage, receive.counterpart().stage)  # a gradient is as large as its value
         return max(self._sent[receive], self._posted.get(receive, 0.0)) + self._transit[producer]
 
     def _span(self, action: Action) -> Span:

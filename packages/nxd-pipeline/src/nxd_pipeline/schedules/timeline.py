@@ -1,4 +1,4 @@
-"""When each action of a step started and ended, simulated or measured, and how much of the time ranks were idle."""
+"""Timelines, simulated or measured: when each action of a step started and ended, and how long ranks were idle."""
 
 from dataclasses import dataclass
 from functools import cached_property

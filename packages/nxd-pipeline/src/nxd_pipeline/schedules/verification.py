@@ -1,7 +1,7 @@
-"""Checks that a schedule can be played: inputs exist, nothing is missing or done twice, and nobody waits for ever.
+"""Checks that a schedule can run: inputs exist, nothing is missing or done twice, and no rank waits for ever.
 
 It needs no ranks. Messages are matched in the strictest way, one after the other and each blocking at both ends:
-what passes cannot deadlock on a transport that blocks less or that matches messages by their order.
+a schedule that passes cannot deadlock on a transport that blocks less or that matches messages by their order.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,4 +1,4 @@
-"""Timelines of training steps: measured on all ranks, on one clock, kept in a file, drawn, and judged."""
+"""Timelines of training steps: measured on all ranks with one clock, stored in a file, drawn, and evaluated."""
 
 from nxd_pipeline.timeline.bubble import BubbleReport, bubble_report, measured_costs
 from nxd_pipeline.timeline.chrome_trace import read_trace

@@ -1,4 +1,4 @@
-"""How much of a step the ranks were idle, as measured, beside what the simulator says for the same actions."""
+"""Compares the measured idle time of the ranks in a step with the simulated one of the same actions."""
 
 from dataclasses import dataclass
 from statistics import median
@@ -20,8 +20,8 @@ from nxd_pipeline.schedules import (
 class BubbleReport:
     """The idle part of a step, from the first computation of all ranks to the last; `str` gives a table.
 
-    What is measured above what is simulated was lost to messages, to actions that took longer than others of their
-    kind, and to the host's work between them; what both have is the schedule's own.
+    Idle time beyond the simulated one was lost to messages, to actions that took longer than others of their kind, and
+    to the host's work between them; the simulated part is due to the schedule itself.
 
     Attributes:
         schedule: its name.
@@ -62,7 +62,7 @@ def bubble_report(timeline: Timeline) -> BubbleReport:
 
 
 def measured_costs(timeline: Timeline) -> tuple[StageCost, ...]:
-    """What the actions of each stage took: the median over microbatches for each kind, 0 for kinds it has not."""
+    """The measured time of each stage's actions: the median over microbatches for each kind, 0 for kinds it lacks."""
     times: dict[tuple[int, ActionKind], list[float]] = {}
     for spans in timeline.compute_spans:
         for span in spans:

@@ -65,7 +65,7 @@ def step_events(step: TracedStep) -> Iterator[Event]:
 
 
 def trace_facts(step: TracedStep, clock_errors: Sequence[float]) -> dict[str, Any]:
-    """What the file's `otherData` says: of all steps, and the clock errors in seconds, step by step."""
+    """The content of the file's `otherData`: facts of all steps, and the clock errors in seconds, step by step."""
     return {
         "schedule": step.timelines[0].name,
         "pipelines": [list(ranks) for ranks in step.pipelines],

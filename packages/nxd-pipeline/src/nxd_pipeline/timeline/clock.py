@@ -1,6 +1,6 @@
 """One clock for all ranks: how far each one's `time.perf_counter_ns()` is ahead of the first one's.
 
-Processes of one host share that clock, hosts do not. How the estimate is used is not known here.
+Processes of one host share that clock; hosts do not.
 """
 
 from dataclasses import dataclass

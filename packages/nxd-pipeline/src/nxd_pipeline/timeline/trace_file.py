@@ -1,4 +1,4 @@
-"""The file that `trace_file_path` names: steps are added to it as they are made, and a picture lies beside it."""
+"""The file that `trace_file_path` names: steps are added as they are traced, and a picture is saved beside it."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from nxd_pipeline.timeline.bubble import bubble_report
 from nxd_pipeline.timeline.chrome_trace import lane_names, step_events, trace_facts
 from nxd_pipeline.timeline.traced_step import TracedStep, gather_step
 
-# What a viewer still shows fluently, and one rank writes between two steps.
+# As much as a viewer still shows fluently, and one rank can write between two steps.
 MAX_STEPS = 20
 MAX_EVENTS = 200_000
 
@@ -26,7 +26,7 @@ class TraceFile:
     """Traces training steps of all ranks until `MAX_STEPS` of them, or `MAX_EVENTS` actions, are in the file.
 
     The first rank of the world writes it anew after each traced step, in one move, so that a reader finds all of the
-    steps before or all of them with the new one. What is lost to tracing is lost between steps, not in them.
+    steps before or all of them with the new one. The overhead of tracing falls between steps, not within them.
     """
 
     def __init__(self, path: str | Path, schedule: Schedule, pipeline: Group) -> None:
@@ -140,7 +140,7 @@ def _document(events: Sequence[str], facts: Mapping[str, Any]) -> str:
 
 
 def _replace(path: Path, content: str) -> None:
-    """Write a file so that nobody ever sees a part of it."""
+    """Write a file atomically."""
     temporary = _temporary(path)
     with temporary.open("w", encoding="utf-8") as file:
         file.write(content)

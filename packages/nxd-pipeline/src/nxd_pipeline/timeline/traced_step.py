@@ -1,4 +1,4 @@
-"""What is known of one training step that was traced, and how the ranks bring it together.
+"""The data of one traced training step, and its gathering from all ranks.
 
 All ranks know the schedule, so only times travel: a start and an end for each of a rank's actions.
 """

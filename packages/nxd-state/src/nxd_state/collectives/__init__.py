@@ -1,12 +1,12 @@
 """Collectives on a `Group`: the one way ranks exchange tensors in these packages.
 
-Every function takes a tensor and a group, leaves its input as it was, and returns a new tensor, except those
+Every function takes a tensor and a group, leaves its input unchanged, and returns a new tensor, except those
 that end in an underscore, which work in place. A group of one costs nothing: the tensor itself comes back. Inputs
 may be non-contiguous and of any dtype (reductions: of any that the transport can add). With `async_op=True` a
-`Pending` comes back at once; its `wait()` gives the tensor. Results carry no gradient: the differentiable forms
+`Pending` is returned at once; its `wait()` gives the tensor. Results carry no gradient: the differentiable forms
 are the regions of nxd_layers. Messages between two ranks are in `point_to_point`.
 
-Behind this line sits a transport (`transport`, picked by `choice`): memory that the ranks of one host share
+A transport (see `transport`, picked by `choice`) does the work: memory that the ranks of one host share
 (`nxd_state.shared_memory`, for CPU tensors), or torch.distributed (`c10d`), or torch-xla (`xla`), or, while
 torch.compile or torch.export records a graph, its functional collectives (`functional`). With
 `NXD_DEBUG_COLLECTIVES=1` the ranks first agree on what they are about to do (`debug`).
@@ -59,7 +59,7 @@ __all__ = [
 
 
 def _transport(name: str, tensor: Tensor, group: Group, **details: Any) -> Transport:
-    """What carries the tensor, once in debug mode all ranks have announced the same; graphs are recorded without."""
+    """The tensor's transport; in debug mode, once all ranks have announced the same, except while recording a graph."""
     if debug.enabled() and not torch.compiler.is_compiling():
         debug.agree(name, group, tensor, details)
     return transport_of(tensor, group)
@@ -90,7 +90,7 @@ def all_reduce_(tensor: Tensor, group: Group, *, op: ReduceOp = "sum", async_op:
 def all_reduce_(
     tensor: Tensor, group: Group, *, op: ReduceOp = "sum", async_op: bool = False
 ) -> Tensor | Pending[Tensor]:
-    """`all_reduce` that writes into `tensor` itself, for buffers and temporaries that nobody else reads."""
+    """`all_reduce` that writes into `tensor` itself, for buffers and temporaries without other readers."""
     _check_op(op, tensor)
     if group.size == 1:
         return ready(tensor, async_op=async_op)
@@ -202,7 +202,7 @@ def broadcast(tensor: Tensor, group: Group, *, source: int = 0) -> Tensor:
 
 
 def barrier(group: Group) -> None:
-    """Return once every rank of the group has come here."""
+    """Return once every rank of the group has called this."""
     if group.size > 1:
         if debug.enabled():
             debug.agree("barrier", group, None, {})

@@ -1,4 +1,4 @@
-"""The end of a group's communication: a rank that fails frees those that wait for it, and tells them why."""
+"""Ending a group's communication: a rank that fails releases those that wait for it, and tells them why."""
 
 from contextlib import suppress
 from datetime import timedelta
@@ -16,16 +16,16 @@ _TAG = 1  # no message has it, so none is taken for an answer
 def abort_group(group: Group, reason: str) -> str:
     """Break this rank's connections to the others of the group: those that wait for it raise, now or when they do.
 
-    For a rank that cannot go on, or that learnt by an exception from a collective that another one did not. The group
-    is of no more use; groups of other ranks stay as they are. Over nccl only this rank's own calls are ended for
-    certain: the others may notice no earlier than the timeout of the group.
+    For a rank that cannot continue, or that learnt from a collective's exception that another rank could not. The
+    group is unusable afterwards; groups of other ranks are not affected. Over nccl only this rank's own calls are
+    sure to end: the others may not notice before the timeout of the group.
 
     Args:
-        group: whose ranks wait for each other.
-        reason: why this rank cannot go on.
+        group: the group to abort.
+        reason: why this rank cannot continue.
 
     Returns:
-        The reason of the rank of this group that aborted it first: `reason`, if that is this one.
+        The reason given by the first rank that aborted this group: `reason`, if this one was first.
     """
     if group.size == 1:
         return reason

@@ -1,6 +1,6 @@
 """Collectives on torch.distributed process groups (gloo, nccl), run as they are called.
 
-What only moves data moves it as bytes, so that it serves every dtype. Callers have checked their arguments and
+Operations that only move data move bytes, so they work for every dtype. Callers have checked their arguments and
 handled groups of one. Nothing here is recorded by autograd.
 """
 

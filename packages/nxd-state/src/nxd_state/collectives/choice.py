@@ -1,4 +1,4 @@
-"""Which transport carries a tensor within its group: decided here, in one order, for all collectives and messages."""
+"""Chooses the transport that carries a tensor within its group, for all collectives and messages."""
 
 import functools
 
@@ -18,14 +18,14 @@ from nxd_state.shared_memory import SharedMemoryTransport
 
 
 def transport_of(tensor: Tensor, group: Group) -> Transport:
-    """What carries the tensor: the graph that torch compiles, if it is recording one, else `eager_transport_of`."""
+    """The tensor's transport: functional collectives while torch is recording a graph, else `eager_transport_of`."""
     if torch.compiler.is_compiling():
         return FunctionalTransport(group)
     return eager_transport_of(tensor, group)
 
 
 def eager_transport_of(tensor: Tensor, group: Group) -> MessageTransport:
-    """What carries the tensor when the call runs; messages are never part of a graph that torch compiles."""
+    """The tensor's transport outside of recorded graphs; messages are never part of a graph that torch compiles."""
     memory = shared_memory_of(tensor, group)
     if memory is not None:
         return memory
@@ -33,7 +33,7 @@ def eager_transport_of(tensor: Tensor, group: Group) -> MessageTransport:
 
 
 def host_transport_of(group: Group) -> SharedMemoryTransport | C10dTransport:
-    """What carries objects and barriers, whatever the device."""
+    """The transport of objects and barriers, whatever the device."""
     return C10dTransport(group) if group.shared_memory is None else group.shared_memory
 
 

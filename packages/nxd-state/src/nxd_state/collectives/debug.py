@@ -1,10 +1,10 @@
 """Agreement before each collective, over a side channel, so that a mismatch raises instead of hanging.
 
-On with `NXD_DEBUG_COLLECTIVES=1` when model parallelism is initialised. Every rank posts what it is about to do in the
-job's key-value store and reads what its peers posted. Three things raise, with the call sites of all ranks concerned: a
-peer that posted something else for the same turn of the same group; ranks that wait for each other in different groups;
-and a peer that raised one of these instead of coming here, so that the error reaches every rank that depends on it. A
-job that got it is over: the ranks have lost count of each other's turns.
+Enabled if `NXD_DEBUG_COLLECTIVES=1` is set when model parallelism is initialised. Every rank posts its next operation
+in the job's key-value store and reads what its peers posted. Three things raise, with the call sites of all ranks
+concerned: a peer that posted something else for the same turn of the same group; ranks that wait for each other in
+different groups; and a peer that raised one of these errors instead of arriving, so that the error reaches every rank
+that depends on it. The job cannot continue afterwards: the ranks no longer agree on each other's turns.
 """
 
 import json
@@ -35,7 +35,7 @@ class CollectiveMismatch(RuntimeError):
 
 @dataclass(frozen=True)
 class Announcement:
-    """What a rank last said: which collective it came to, and whether it waits there, went on, or raised."""
+    """What a rank last announced: which collective it reached, and whether it waits there, continued, or raised."""
 
     rank: int
     does: str

@@ -1,6 +1,6 @@
 """Messages between two ranks of a `Group`: blocking, without waiting, or several at once.
 
-Those from one rank to another arrive in the order in which they were sent, and both ends ask for them in that order.
+Messages from one rank to another arrive in the order in which they were sent; both ends ask for them in that order.
 On XLA none leaves at once: a message is a small graph that both ends run, one message after the other. There the ranks
 need one order of all messages in which each waits for both its ends; those of one batch are ordered here.
 """
@@ -98,7 +98,7 @@ def check_index(name: str, index: int, group: Group) -> None:
 
 @dataclass(frozen=True)
 class _Confirmation:
-    """In debug mode, whoever waits for a message learns first whether the other end means the same."""
+    """In debug mode, a wait for a message first checks that the other end announced the same message."""
 
     announcement: debug.Announcement
 

@@ -1,4 +1,4 @@
-"""What carries a group's tensors: the interface of all transports, the handle of what is under way, and messages.
+"""The interface of all transports, which carry a group's tensors; handles of pending operations; and messages.
 
 A transport serves one group. Its callers have checked their arguments and handled groups of one. Four classes
 implement it: `SharedMemoryTransport`, `C10dTransport`, `XlaTransport` and `FunctionalTransport`; `choice` picks one.
@@ -17,7 +17,7 @@ ReduceOp = Literal["sum", "avg", "max", "min"]
 
 
 class Work(Protocol):
-    """What a `Pending` waits for: a `torch.distributed.Work`, another `Pending`, ..."""
+    """Work that a `Pending` waits for: a `torch.distributed.Work`, another `Pending`, ..."""
 
     def wait(self) -> Any:
         """Return when it is done."""
@@ -38,7 +38,7 @@ class Pending(Generic[T]):
         self._finish = finish
 
     def wait(self) -> T:
-        """The result, once it is there (on CUDA: once the current stream is ordered after it)."""
+        """The result, once it is available (on CUDA: once the current stream is ordered after it)."""
         if self._works:
             for work in self._works:
                 work.wait()
@@ -57,7 +57,7 @@ Result: TypeAlias = Tensor | Pending[Tensor]
 
 
 def ready(tensor: Tensor, *, async_op: bool) -> Result:
-    """A result that is there, or part of a graph, as a caller asked for it."""
+    """A result that is already available, or part of a graph, in the form the caller asked for."""
     return Pending(tensor) if async_op else tensor
 
 

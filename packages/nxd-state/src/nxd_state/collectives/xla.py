@@ -1,11 +1,11 @@
 """Collectives as operations of the graph that torch-xla records: they run with the rest of it, at the step's boundary.
 
-Each names the replica groups of the whole axis, never this rank: so every rank records the same graph. Layouts are not
-pinned, which the compiler may then choose. Callers have checked their arguments and handled groups of one. torch-xla's
-own reductions do nothing in a process that is alone; which groups are is known here, so its C++ is asked directly.
+Each names the replica groups of the whole axis, never this rank, so every rank records the same graph. Layouts are not
+pinned: the compiler may choose them. Callers have checked their arguments and handled groups of one. torch-xla's own
+reductions do nothing in a single-process job; the groups are known here, so its C++ functions are called directly.
 
 Stages of a pipeline record different graphs, and a device that runs one with a collective waits until all of its ranks
-run theirs. What goes between stages is therefore a graph of its own, the same on all ranks that take part.
+run theirs. Each message between stages is therefore a graph of its own, the same on all ranks that take part.
 """
 
 import importlib

@@ -1,6 +1,6 @@
 """Collectives through memory that the ranks of one host share: a third transport behind `nxd_state.collectives`.
 
-For CPU tensors and groups whose ranks are all on one host, unless `NXD_SHM=0`; everything else goes on over
+For CPU tensors and groups whose ranks are all on one host, unless `NXD_SHM=0`; everything else still uses
 torch.distributed. `connection` finds out which groups can; `transport` is what the collectives call,
 `graph_kernels` what compiled graphs call; `channel`, `rounds` and `messages` say how ranks meet in the memory,
 `progress` and `doorbell` how they wait.

@@ -47,7 +47,7 @@ class Neighbour:
 
 
 class Channel:
-    """What one group shares.
+    """The memory that one group shares.
 
     Args:
         title: the group, as errors name it.
@@ -120,7 +120,7 @@ class Channel:
         self._own_words[word] = value
 
     def missing(self, awaited: Awaited) -> list[int]:
-        """Who has not come to what is awaited."""
+        """The peers that have not reached the awaited value."""
         return [peer for peer in awaited.peers if self._words[peer][awaited.word] < awaited.value]
 
     def code_of_first(self, awaited: Awaited) -> int | None:
@@ -136,13 +136,13 @@ class Channel:
         return self._neighbours[peer].process
 
     def leave(self, reason: str, *, failed: bool) -> None:
-        """Tell the peers that this rank takes part in nothing more; the first reason stays.
+        """Tell the peers that this rank no longer takes part in anything; the first reason stays.
 
         What has been published stays readable.
 
         Args:
             reason: why.
-            failed: whether nobody can go on, or only those that need something more of this rank.
+            failed: whether no rank can continue; otherwise only ranks that need something more of this one cannot.
         """
         if self._own_words[layout.LEFT]:
             return

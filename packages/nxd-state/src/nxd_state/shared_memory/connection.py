@@ -1,7 +1,7 @@
 """Sharing memory among the ranks of a group, if they are on one host and all of them can.
 
-The ranks tell each other through the job's key-value store where their memory is, map it, and tell each other
-whether that went well; a group that some rank could not map goes on without.
+Through the job's key-value store, the ranks tell each other where their memory is, map it, and tell each other
+whether that succeeded; a group whose memory some rank could not map does without it.
 """
 
 import json
@@ -23,11 +23,11 @@ from nxd_state.shared_memory.transport import SharedMemoryTransport
 
 logger = logging.getLogger(__name__)
 
-_MOST_RANKS = 64  # no host has more of them; larger groups are not asked
+_MOST_RANKS = 64  # no host has more ranks; larger groups are not tried
 
 
 class Membership(NamedTuple):
-    """What a group is, as needed here."""
+    """The description of a group, as needed here."""
 
     axis: str
     ranks: tuple[int, ...]
@@ -62,7 +62,7 @@ def connect(memberships: Mapping[str, Membership], rank: int, store: dist.Store)
     Args:
         memberships: by name, which is the same on all its ranks.
         rank: this global rank.
-        store: where the members meet, under keys that nobody else uses.
+        store: where the members meet, under keys that are used for nothing else.
 
     Returns:
         By name, the transports of those groups that share memory.

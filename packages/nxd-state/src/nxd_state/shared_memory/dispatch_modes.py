@@ -1,4 +1,4 @@
-"""Work that the caller's dispatch modes must not see, as those of selective checkpointing, which replay what they saw.
+"""Hides work from the caller's dispatch modes, such as selective checkpointing's, which replay what they saw.
 
 Who drives a step, the caller or the thread, is a matter of timing, and what is remembered is done only once: a mode
 that saw either would see something else the next time.

@@ -1,9 +1,9 @@
 """The collectives of compiled and exported graphs, for groups that share memory.
 
-The graphs themselves stay what they are, functional collectives of torch that name a group, so that other compilers
-know them. On the CPU these operators get a kernel that looks the group up: if it shares memory, that serves it,
-and there is nothing left to wait for; else torch's own kernel does. So it does for an all-to-all, whose parts may be
-of any size, and for reductions that `nxd_state.collectives` has not.
+The graphs still contain torch's functional collectives, which name a group, so other compilers understand them. On the
+CPU these operators get a kernel that looks the group up. If the group shares memory, the collective runs through it,
+and there is nothing left to wait for; otherwise torch's own kernel runs. Torch's kernel also runs for an all-to-all,
+whose parts may be of any size, and for reductions that `nxd_state.collectives` lacks.
 """
 
 import functools

@@ -47,7 +47,7 @@ class Process:
         return cls(os.getpid(), status[1])
 
     def condition(self) -> _Condition:
-        """How it is; one that nobody has waited for yet has ended as well."""
+        """Its condition; a zombie, which has not been waited for yet, counts as ended."""
         status = _status(self.pid)
         if status is None or status[1] != self.start or status[0] in "ZXx":
             return "has ended"

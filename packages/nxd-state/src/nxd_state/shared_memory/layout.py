@@ -1,4 +1,4 @@
-"""What lies where in the memory that a rank shares with a group.
+"""The layout of the memory that a rank shares with a group.
 
 Each rank writes only its own segment, so no word has two writers:
 
@@ -33,7 +33,7 @@ _LEAST_MESSAGE_SLOT, _LARGEST_MESSAGE_SLOT = 2**15, 2**19
 _LEAST_PIECE = 2**17  # below, a wait for each takes longer than copying it
 _PIECES = 4  # into which something large is cut at least, so that ranks copy at the same time
 
-# Other versions of this package may lay their memory out in another way: ranks share it only where these are equal.
+# Other versions of this package may use another memory layout: ranks share memory only where these are equal.
 FORMAT = [ROUND_SLOTS, SLOT_BYTES, MESSAGE_SLOTS, _LARGEST_MESSAGE_SLOT]
 
 

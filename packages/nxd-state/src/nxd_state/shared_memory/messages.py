@@ -12,7 +12,7 @@ from nxd_state.shared_memory.layout import MESSAGE_SLOTS, piece_of
 
 
 class Outbox:
-    """What this rank sends to one other."""
+    """Messages from this rank to one other."""
 
     def __init__(self, channel: Channel, peer: int) -> None:
         self._channel, self._peer = channel, peer
@@ -44,7 +44,7 @@ class Outbox:
 
 
 class Inbox:
-    """What this rank receives from one other."""
+    """Messages from one other rank to this one."""
 
     def __init__(self, channel: Channel, peer: int) -> None:
         self._channel, self._peer = channel, peer

@@ -1,9 +1,9 @@
-"""Driving collectives and messages on: by whoever waits for one, and for those begun without waiting by a thread.
+"""Advancing collectives and messages: a caller that waits does it; a thread does it for asynchronous ones.
 
-They come in steps (see `channel.Steps`) and stand in lanes: those of one lane run one after the other, in the order
-in which they were begun, which is the same on all ranks; different lanes do not wait for each other. Whoever waits
-drives all lanes of the process, looks for a short while again and again, leaving the core to others in between, and
-then sleeps until a peer rings.
+Operations run in steps (see `channel.Steps`) and are queued in lanes: those of one lane run one after the other, in the
+order in which they were begun, which is the same on all ranks; different lanes do not wait for each other. A waiting
+caller advances all lanes of the process, polls for a short while, yielding the core in between, and then sleeps until
+a peer rings.
 """
 
 import atexit
@@ -20,7 +20,7 @@ from nxd_state.shared_memory.doorbell import Doorbell
 
 _SPIN_SECONDS = 200e-6  # about twice what it takes to sleep and be waked
 _LONGEST_SLEEP = 0.05  # seconds; then the peers are looked at
-_GRACE_SECONDS = 1e-3  # what was begun without waiting is left to whoever will wait for it, for so long
+_GRACE_SECONDS = 1e-3  # for so long, an asynchronous operation is left to a caller that may wait for it
 
 
 class Operation:
@@ -57,7 +57,7 @@ class Lane:
         self.awaited: Awaited | None = None
 
     def advance(self) -> None:
-        """Go on as far as possible without waiting."""
+        """Advance as far as possible without waiting."""
         if self.awaited is not None and self.channel.lacks(self.awaited):
             return
         queue = self.queue
@@ -78,7 +78,7 @@ class Lane:
         self.awaited = None
 
     def fail(self, error: BaseException) -> None:
-        """The channel is of no more use: the peers have lost count of this rank's turns."""
+        """Mark the channel as unusable: the peers have lost count of this rank's turns."""
         self.channel.error = error
         self.channel.leave(f"{type(error).__name__}: {error}", failed=True)
         for operation in self.queue:
@@ -109,11 +109,11 @@ class Progress:
         self.is_foreign = False  # a copy that a fork has made
 
     def disown(self) -> None:
-        """In a process that was forked: this belongs to the other one, which goes on with it."""
+        """In a forked process: this belongs to the parent, which continues with it."""
         self.is_foreign = True
 
     def begin(self, lane: Lane, steps: Steps) -> Operation:
-        """Begin an operation and go on with it as far as possible; the thread sees to the rest."""
+        """Begin an operation and advance it as far as possible; the thread does the rest."""
         operation = self._enter(lane, steps)
         if not operation.done:
             if self._thread is None:
@@ -126,7 +126,7 @@ class Progress:
         return self._enter(lane, steps).wait()
 
     def drive(self, operation: Operation) -> None:
-        """Go on with everything until `operation` is done."""
+        """Advance everything until `operation` is done."""
         with self._waiting_lock:
             self._waiting_threads += 1
         try:
@@ -178,7 +178,7 @@ class Progress:
                 return True
             if time.perf_counter() > end:
                 return False
-            os.sched_yield()  # where there are more ranks than cores, a peer goes on here
+            os.sched_yield()  # where there are more ranks than cores, a peer can run now
 
     def _sleep_until_done(self, operation: Operation) -> None:
         began = looked = time.monotonic()

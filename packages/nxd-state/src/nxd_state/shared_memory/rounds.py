@@ -54,7 +54,7 @@ class Rounds:
     def views(
         self, round_number: int, dtype: torch.dtype, shape: torch.Size | tuple[int, ...], start: int = 0
     ) -> list[Tensor]:
-        """What lies in every rank's slot from the byte `start` on, as tensors; a list to be left as it is."""
+        """The contents of every rank's slot from the byte `start` on, as tensors; do not change the list."""
         slot = round_number % ROUND_SLOTS
         key = (slot, dtype, shape, start)
         views = self._views.get(key)

@@ -21,7 +21,7 @@ FIRST_FREE_BYTE = 64
 
 @dataclass(frozen=True)
 class Handle:
-    """What another process of the host needs to map a segment."""
+    """The data that another process of the host needs to map a segment."""
 
     pid: int
     descriptor: int
@@ -102,7 +102,7 @@ class OwnSegment(Segment):
         self.handle = Handle(os.getpid(), self._descriptor, size, token)
 
     def seal(self) -> None:
-        """Close the descriptor: nobody else can map this any more."""
+        """Close the descriptor: no other process can map this any more."""
         os.close(self._descriptor)
 
 

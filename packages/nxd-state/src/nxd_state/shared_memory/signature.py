@@ -1,4 +1,4 @@
-"""What a rank is about to do, as one word that its peers compare with their own, and as the text of an error.
+"""A rank's next operation, as one word that its peers compare with their own, and as the text of an error.
 
 64 bits: operation (4), reduction (3), dtype (6), root (7), number of elements (44).
 """

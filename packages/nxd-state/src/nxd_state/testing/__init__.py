@@ -1,7 +1,7 @@
 """Run a function on N ranks, for tests: warm processes, real collectives, failures that name the rank.
 
-Here live the pool of ranks, its pytest plugin, the replicas that run XLA's graphs on a CPU and a runner for command
-lines under torchrun; the tests that use them do not. Needs the extra `nxd-state[testing]`.
+Contains the pool of ranks, its pytest plugin, the replicas that run XLA's graphs on a CPU and a runner for command
+lines under torchrun, but not the tests that use them. Needs the extra `nxd-state[testing]`.
 """
 
 from nxd_state.testing.deadlines import deadline

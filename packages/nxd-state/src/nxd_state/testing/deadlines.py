@@ -1,4 +1,4 @@
-"""How long is too long: deadlines are given for an idle machine of today, and scaled to the one that tests run on."""
+"""Deadlines of tests: given for an idle machine of today, and scaled to the one that the tests run on."""
 
 import os
 

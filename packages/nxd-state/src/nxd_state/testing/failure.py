@@ -1,6 +1,6 @@
 """The error that the parent process raises when a job fails, and how it reads: root cause first.
 
-How a failure is noticed is the business of `job_run`.
+`job_run` detects failures.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """One job under way: wait for the ranks' answers, notice those that raise, die or hang, and let them all end.
 
-Which workers run the job, and what becomes of them afterwards, is the business of `pool`; how a failure reads
-is that of `failure`.
+`pool` decides which workers run the job, and what happens to them afterwards; `failure` words the error.
 """
 
 from __future__ import annotations

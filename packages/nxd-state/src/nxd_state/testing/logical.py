@@ -20,7 +20,7 @@ class LogicalPiece:
 
 
 def logical_pieces(named: Iterable[tuple[str, nn.Parameter, Tensor]]) -> list[LogicalPiece]:
-    """What this rank holds of some tensors (weights, gradients, ...), each split as its parameter is.
+    """This rank's pieces of some tensors (weights, gradients, ...), each split as its parameter is.
 
     Args:
         named: name, parameter, and the tensor of the parameter's shape.

@@ -1,4 +1,4 @@
-"""What the pool and a worker process say to each other over their connection.
+"""Messages between the pool and a worker process over their connection.
 
 A job goes like this: the pool sends a `Job`; the worker answers with a `Success` or a `Raised`; the pool sends
 `RELEASE` once no rank needs this one any more; the worker tears its process groups down and answers with a

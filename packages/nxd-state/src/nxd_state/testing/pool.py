@@ -105,7 +105,7 @@ class RankPool:
                 run = JobRun(workers, deadline(timeout))
                 run.collect()
                 run.finish()
-            except BaseException:  # an interrupt: nobody knows where the ranks are
+            except BaseException:  # an interrupt: the state of the ranks is unknown
                 self._end_all()
                 raise
             outputs = {rank: text for rank, worker in enumerate(workers) if (text := worker.take_output())}

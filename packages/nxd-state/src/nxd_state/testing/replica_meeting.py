@@ -1,8 +1,8 @@
-"""Where the ranks that a graph's collectives connect come together to run it, while others are elsewhere.
+"""Meetings of the ranks that a graph's collectives connect, to run it together while other ranks do other work.
 
 On devices each rank runs its own graphs, and meets others only in collectives. So it is here: a rank announces what it
 is about to run, in its order, and waits for those announcements of its peers that concern it. All goes through the
-job's store, for nobody knows beforehand which ranks will meet.
+job's store, since it is unknown beforehand which ranks will meet.
 """
 
 import hashlib

@@ -3,9 +3,9 @@
 Each rank records its graphs by torch-xla, as it would on an accelerator. At a `step_boundary` it meets the ranks that
 its graph's collectives connect it to (`replica_meeting`), if any; their graphs must be the same to the letter, and the
 first of them compiles one and runs it as N replicas (`replica_executable`), each with its own rank's tensors. Then
-every rank goes on with its results. So stages of a pipeline may run different graphs, and what has no collective, as
-the copies of a checkpoint that is loaded, may differ everywhere. To read a tensor before it is computed is an error
-here: it would stall a device, and cut the step's graph in two.
+every rank continues with its results. So stages of a pipeline may run different graphs, and graphs without collectives,
+such as the copies made while loading a checkpoint, may differ on every rank. Reading a tensor before it is computed is
+an error here: it would stall a device, and split the step's graph in two.
 """
 
 import atexit

@@ -1,4 +1,4 @@
-"""The program of one worker process: take a job, be one rank of it, give the result back, and be as new.
+"""The program of one worker process: take a job, run one rank of it, return the result, and reset.
 
 Started by `nxd_state.testing.worker_process`; what the two say to each other is in `messages`.
 """

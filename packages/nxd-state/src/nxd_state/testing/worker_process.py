@@ -1,6 +1,6 @@
-"""The pool's handle of one worker process: start it, know whether it lives, read what it printed, end it.
+"""The pool's handle of one worker process: start it, check whether it is alive, read what it printed, end it.
 
-What runs inside it is `nxd_state.testing.worker`; which job it gets is the business of `pool`.
+`nxd_state.testing.worker` runs inside it; `pool` assigns its jobs.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class WorkerProcess:
     def take_output(self) -> str:
         """Returns what was printed since the last call, stdout and stderr as they were interleaved."""
         output = _read(self._output.fileno())
-        # The file offset is shared with the worker, which therefore goes on writing at the start.
+        # The file offset is shared with the worker, which therefore continues writing at the start.
         os.ftruncate(self._output.fileno(), 0)
         os.lseek(self._output.fileno(), 0, os.SEEK_SET)
         # gloo of torch 2.9 reports each connection on stdout.

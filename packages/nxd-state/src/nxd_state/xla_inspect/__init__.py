@@ -1,4 +1,4 @@
-"""What a compiler of XLA graphs gets from a training step, counted without a device.
+"""Inspects the graphs that a training step hands to an XLA compiler, without a device.
 
 The counting works on HLO text, whatever made it. Only recording the graphs of a step needs torch-xla.
 """

@@ -1,4 +1,4 @@
-"""Recording the graphs that torch-xla runs during some steps. torch-xla writes them; here it is told to, and where."""
+"""Recording the graphs that torch-xla runs during some steps: this module tells torch-xla to dump them, and where."""
 
 import atexit
 import os

@@ -1,4 +1,4 @@
-"""Whether two graphs are the same program, and if not, where they first differ, in words.
+"""Compares two graphs: whether they are the same program, and if not, where they first differ, in words.
 
 Used for two ranks, which should build the same graph, and for two steps, where a difference means a recompilation.
 Names of instructions and metadata do not matter.

@@ -1,4 +1,4 @@
-"""What torch-xla has counted since the process began: compilations, runs, what fell back to the CPU."""
+"""torch-xla's counters since the process began: compilations, executions, and operations that fell back to the CPU."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -33,7 +33,7 @@ class Counters:
 
 
 def read_counters() -> Counters:
-    """As they are when all graphs that have been handed over are through.
+    """The counters once all submitted graphs have finished.
 
     Raises:
         ModuleNotFoundError: torch-xla is not installed.

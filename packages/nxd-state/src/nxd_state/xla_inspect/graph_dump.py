@@ -1,4 +1,4 @@
-"""The file in which torch-xla writes down each graph that it is about to run, read back.
+"""Reads the file to which torch-xla dumps each graph that it is about to run.
 
 With `XLA_SAVE_TENSORS_FILE` and `XLA_SAVE_TENSORS_FMT=hlo`, torch-xla appends a graph at each synchronisation: the
 Python frames that asked for it, then the HLO text between two markers.

@@ -1,4 +1,4 @@
-"""What an HLO module consists of: shapes, instructions, computations. Only data; `parse` makes it from text."""
+"""The parts of an HLO module: shapes, instructions, computations. Plain data; `parse` builds it from text."""
 
 import math
 import re

@@ -1,4 +1,4 @@
-"""The graph that torch-xla has recorded in this process and not yet run: as text, as bytes, with what it reads.
+"""The graph that torch-xla has recorded in this process and not yet run: as text, as bytes, with its inputs.
 
 All tensors of the process that are still to be computed are lowered as one module, as `step_boundary` would do it.
 """
@@ -20,7 +20,7 @@ Aliases = tuple[Tensor, ...]  # Python's several objects of what is one tensor t
 
 @dataclass(frozen=True)
 class PendingGraph:
-    """What the device's compiler would get.
+    """The graph that the device's compiler would get.
 
     Attributes:
         text: HLO.
@@ -57,7 +57,7 @@ def pending_tensors() -> list[Aliases]:
     saved tensors have made them Python's.
     """
     found = [it for it in gc.get_objects() if issubclass(type(it), Tensor) and _is_on_xla(it)]
-    # Python first learns of a gradient that backward has made when somebody asks for it.
+    # A gradient made by backward gets its Python object only when it is first read.
     found += [it.grad for it in found if it.is_leaf and it.grad is not None]
     # A tensor that was changed in place has a new number, given when it is next looked at: here, in no certain order.
     # But it keeps that of the tensor it was made as.

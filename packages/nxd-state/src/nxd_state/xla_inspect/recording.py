@@ -44,7 +44,7 @@ def record_steps(step: Callable[[], object], count: int = 1) -> list[list[Captur
 
     steps = []
     with mock.patch.object(torch_xla, "sync", record):
-        record()  # what is pending is no part of the steps
+        record()  # pending operations are not part of the steps
         for _ in range(count):
             graphs.clear()
             early = graphs_of(step)

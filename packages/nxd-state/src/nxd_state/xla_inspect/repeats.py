@@ -1,4 +1,4 @@
-"""How often each computation of a module runs in one step: what stands in a loop counts as often as it runs."""
+"""Counts how often each computation of a module runs in one step, loops included."""
 
 import re
 from collections import Counter

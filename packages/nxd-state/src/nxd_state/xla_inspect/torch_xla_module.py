@@ -1,4 +1,4 @@
-"""torch-xla, where it is installed: what records graphs asks here for it. Nothing else in this package needs it."""
+"""Imports torch-xla, where it is installed, for the code that records graphs. Nothing else in this package needs it."""
 
 import importlib
 import importlib.util

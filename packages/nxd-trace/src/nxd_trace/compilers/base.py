@@ -1,4 +1,4 @@
-"""What a compiler is: how to turn a recorded graph into files, and files into something that runs."""
+"""The interface of compilers: turn a recorded graph into files, and files into a runnable program."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

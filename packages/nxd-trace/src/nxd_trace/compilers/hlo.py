@@ -1,4 +1,4 @@
-"""Compiler "hlo": the graph as the XLA compiler would get it, to look at. torch-xla is imported only here.
+"""Compiler "hlo": writes the graph as the XLA compiler would get it, for inspection. torch-xla is imported only here.
 
 Writes `program.hlo.txt` (HLO text), `program.hlo.pb` (the HLO module, which `neuronx-cc compile` takes) and
 `program.stablehlo.mlir`. Weights, states and inputs are parameters of the module; its results are the outputs, and the

@@ -18,7 +18,7 @@ _FILE = "program.pt2"
 
 
 def has_cpp_compiler() -> bool:
-    """Whether the C++ compiler that AOTInductor would call is there."""
+    """Whether the C++ compiler that AOTInductor would call is installed."""
     return shutil.which(os.environ.get("CXX", "g++")) is not None or shutil.which("clang++") is not None
 
 

@@ -1,4 +1,4 @@
-"""Writing text with traced language models: a sharded cache, prefill and decode programs, sampling, a batch of rows."""
+"""Text generation with traced language models: a sharded cache, prefill and decode programs, sampling, and batching."""
 
 from nxd_trace.generation.cache import CacheLayer, CacheView, KeyValueCache
 from nxd_trace.generation.decoder import Decoder

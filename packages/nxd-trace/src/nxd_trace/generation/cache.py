@@ -1,8 +1,8 @@
 """The key-value cache of a rank's attention heads: fixed shapes, written in place, one row per sequence.
 
-A token's slot in the cache is its position in the sequence. So what a query may look at follows from its position
-alone: slots up to its own, all of which hold tokens of its sequence. Padding is put into the last slot, which no
-token that anything looks at ever needs; whatever lies in slots beyond a sequence's end is never looked at.
+A token's slot in the cache is its position in the sequence. So the position of a query alone decides which slots it may
+attend to: those up to its own, all of which hold tokens of its sequence. Padding is put into the last slot, which no
+attended token ever needs; slots beyond a sequence's end are never attended to.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class CacheLayer:
-    """What one attention layer keeps per token, on this rank.
+    """The cache entries of one attention layer per token, on this rank.
 
     Attributes:
         heads: key and value heads of this rank.

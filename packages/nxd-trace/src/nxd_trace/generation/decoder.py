@@ -1,4 +1,4 @@
-"""What generation asks of a language model, and the module that is traced: such a model together with its cache."""
+"""The interface to language models that generation needs, and the traced module: such a model with its cache."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
-"""Rows of a batch, each a sequence of its own that joins and leaves while the others go on.
+"""Continuous batching: each row of a batch is a sequence that joins and leaves while the others continue.
 
 Every step feeds each row the tokens that it has not seen yet: the prompt, or a part of a long one, and later the token
-chosen last. So prompts of any length join a running batch, and no step is of another kind than the others.
+chosen last. So prompts of any length join a running batch, and all steps are alike.
 """
 
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(eq=False)
 class RunningSequence:
-    """A prompt and what has been written after it.
+    """A prompt and the tokens generated after it.
 
     Attributes:
         settings: how its tokens are chosen.
@@ -122,14 +122,14 @@ class GenerationEngine:
         return sequence
 
     def remove(self, sequence: RunningSequence) -> None:
-        """Free the row of a sequence that nobody waits for any more; nothing happens if it has left already."""
+        """Free the row of a sequence that is no longer needed; does nothing if it has left already."""
         self._rows = [None if row is sequence else row for row in self._rows]
 
     def step(self) -> list[RunningSequence]:
         """Run the model once. Sequences that finish or fail leave their rows.
 
         Returns:
-            Those that got a token, or a failure; not those whose prompt goes on in the next step.
+            Those that got a token, or a failure; not those whose prompt continues in the next step.
 
         Raises:
             WorkerError: a worker failed.

@@ -23,7 +23,7 @@ OnToken = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Completion:
-    """What was written after one prompt.
+    """The tokens generated after one prompt.
 
     Attributes:
         tokens: the new ones; a stop token, if one ended it, is the last.
@@ -35,7 +35,7 @@ class Completion:
 
 
 class Generator:
-    """Writes on from prompts with a model that was compiled for it.
+    """Continues prompts with a model that was compiled for generation.
 
     Prompts of any number and lengths share the batch: one joins as soon as another is done. Calls of several threads
     run one after the other. `close`, or leaving a `with` block, ends the workers.
@@ -68,7 +68,7 @@ class Generator:
         on_token: OnToken | None = None,
         **settings: Any,
     ) -> list[Completion]:
-        """Write on from each prompt.
+        """Continue each prompt.
 
         Args:
             prompts: token ids of each, at least one, in lists, tensors or arrays; from padded ones by `unpad_prompts`.

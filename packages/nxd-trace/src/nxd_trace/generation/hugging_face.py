@@ -67,7 +67,7 @@ class HuggingFaceDecoder(nn.Module):
 
 
 class _Probe:
-    """In the place of a cache, notes what each layer would keep."""
+    """Stands in for a cache and records the entries that each layer would keep."""
 
     def __init__(self) -> None:
         self.layers: dict[int, CacheLayer] = {}

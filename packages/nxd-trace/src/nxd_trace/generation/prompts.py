@@ -1,4 +1,4 @@
-"""Prompts as lists of token ids, out of what users have."""
+"""Converts users' prompts to lists of token ids."""
 
 from collections.abc import Iterable
 from operator import index

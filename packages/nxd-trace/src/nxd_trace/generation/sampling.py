@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """How one prompt is gone on with.
+    """How one prompt is continued.
 
     Attributes:
         max_new_tokens: stop after this many.

@@ -1,4 +1,4 @@
-"""The HTTP server: the one file that knows starlette and uvicorn. What the endpoints do is `service`'s."""
+"""The HTTP server: the only file that uses starlette and uvicorn. `service` implements the endpoints."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ class _Endpoints:
         return StreamingResponse(events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
 
-# As nginx counts them; nobody gets the answer.
+# As nginx counts them; the client does not get the answer.
 _CLIENT_HAS_GONE = RequestError(499, "the client has closed the connection")
 
 

@@ -1,4 +1,4 @@
-"""Counts of a server, in the text format that Prometheus reads."""
+"""A server's counters, in Prometheus's text format."""
 
 import threading
 from collections import Counter

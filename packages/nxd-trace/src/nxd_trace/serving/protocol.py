@@ -1,4 +1,4 @@
-"""Requests and responses of OpenAI's completions interface: what we take of it, and how it looks as JSON."""
+"""Requests and responses of OpenAI's completions interface: the supported part, and its JSON form."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -120,7 +120,7 @@ def _tokens(prompt: Any, encode: Callable[[str], Sequence[int]], vocab_size: int
 def _encoded(text: str, encode: Callable[[str], Sequence[int]]) -> list[int]:
     try:
         return [int(token) for token in encode(text)]
-    except Exception as error:  # whatever a tokenizer raises at a text that it does not know
+    except Exception as error:  # a tokenizer may raise anything for a text that it cannot encode
         raise RequestError(400, f"the prompt has no tokens: {error}", "prompt") from error
 
 
@@ -144,7 +144,7 @@ def completion_body(
 
 
 def choice(index: int, text: str, finish_reason: str | None) -> dict[str, Any]:
-    """What was written after one prompt, or the next piece of it."""
+    """The text generated after one prompt, or the next piece of it."""
     return {"index": index, "text": text, "logprobs": None, "finish_reason": finish_reason}
 
 

@@ -1,4 +1,4 @@
-"""A thread that steps the batch, and the queue of prompts before it."""
+"""A thread that steps the batch, and its queue of prompts."""
 
 import contextlib
 import threading
@@ -101,7 +101,7 @@ class Scheduler:
             self._changed.notify()
 
     def cancel(self, jobs: Sequence[Job]) -> None:
-        """Drop prompts that nobody waits for any more; those that are done are left alone."""
+        """Drop prompts whose client no longer waits; finished ones are left alone."""
         with self._changed:
             self._waiting = deque(job for job in self._waiting if job not in jobs)
             self._cancelled.extend(jobs)

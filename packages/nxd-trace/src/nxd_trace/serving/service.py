@@ -1,4 +1,4 @@
-"""What the endpoints do, apart from HTTP: from a request's JSON to the pieces of its completions."""
+"""The endpoints without HTTP: from a request's JSON to the pieces of its completions."""
 
 import asyncio
 import random
@@ -18,7 +18,7 @@ from nxd_trace.serving.text import TextStream
 
 
 class TextTokenizer(Protocol):
-    """Between texts and token ids."""
+    """Converts between texts and token ids."""
 
     @property
     def vocab_size(self) -> int:
@@ -37,7 +37,7 @@ class TextTokenizer(Protocol):
 
 @dataclass(frozen=True)
 class ServerLimits:
-    """What is refused.
+    """The limits beyond which requests are refused.
 
     Attributes:
         max_waiting: prompts that wait for a row of the batch.
@@ -101,7 +101,7 @@ class Completions:
         service.metrics.count_tokens(prompt=self.prompt_tokens)
 
     async def pieces(self) -> AsyncIterator[Piece]:
-        """What is written, of all prompts, as it comes; whoever stops reading early drops the rest.
+        """The generated text of all prompts, as it comes; a reader that stops early drops the rest.
 
         Raises:
             RequestError: the model failed.

@@ -1,4 +1,4 @@
-"""From tokens that come one by one to text that can be sent at once."""
+"""Streaming text: turns tokens that arrive one by one into text that can be sent at once."""
 
 from collections.abc import Callable, Iterable, Sequence
 

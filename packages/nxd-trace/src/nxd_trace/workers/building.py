@@ -29,7 +29,7 @@ from nxd_trace.workers.pickling import loads_in_worker
 
 @dataclass(frozen=True)
 class BuildCall:
-    """What to build.
+    """A request to build models and programs.
 
     Attributes:
         func: gives the model.
@@ -46,7 +46,7 @@ class BuildCall:
 
 @dataclass(frozen=True)
 class ProgramReport:
-    """What a rank tells of a program it has recorded: enough to decide who compiles what.
+    """A rank's report of a recorded program: enough to assign compilations to ranks.
 
     Attributes:
         signature: of the program.

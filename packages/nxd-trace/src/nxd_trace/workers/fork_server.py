@@ -1,8 +1,8 @@
-"""What runs in the fork server: a process that has torch and torch.export loaded, and forks workers.
+"""The program of the fork server: a process that has torch and torch.export loaded, and forks workers.
 
-A fresh interpreter takes seconds to load them, again for every rank of every model; a fork takes milliseconds, and
-shares their memory. The server computes nothing, so it has no threads of its own and no CUDA context, which a fork
-would break. The other end is `launching`.
+A fresh interpreter takes seconds to load them, for every rank of every model; a fork takes milliseconds, and shares
+their memory. The server computes nothing, so it has no threads of its own and no CUDA context, which a fork would
+break. `launching` is the other end.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ DESCRIPTORS = ("stdin", "stdout", "stderr", "connection", "memory", "stacks", "s
 
 
 def serve(descriptor: int) -> None:
-    """Fork a worker per request, and report how each has ended; return when nobody is left to ask.
+    """Fork a worker per request, and report how each has ended; return when no client is left.
 
     Args:
         descriptor: of the socket that requests come from.
@@ -87,7 +87,7 @@ class _Server:
             ended, status = os.waitpid(child, os.WNOHANG)
             if ended:
                 descriptor = self._status.pop(child)
-                with contextlib.suppress(BrokenPipeError):  # nobody wants to know any more
+                with contextlib.suppress(BrokenPipeError):  # no client is left
                     os.write(descriptor, EXIT_CODE.pack(os.waitstatus_to_exitcode(status)))
                 os.close(descriptor)
 

@@ -67,7 +67,7 @@ class WorkerProcess:
         """Whether a signal such as SIGSTOP has halted it, and it waits for SIGCONT; never where that is unknown."""
         try:
             status = Path(f"/proc/{self.pid}/stat").read_text(encoding="utf-8", errors="replace")
-        except OSError:  # it has ended, or this is no Linux
+        except OSError:  # it has ended, or this is not Linux
             return False
         return status.rpartition(")")[2].split()[0] == "T"
 
@@ -198,7 +198,7 @@ class WorkerGroup:
     def _exchange(self, ranks: Sequence[int], send: Callable[[int, socket.socket], None], what: str) -> dict[int, Any]:
         """Send each of these ranks a message, and collect their answers.
 
-        Whatever interrupts this ends the group: nobody knows how far the ranks are.
+        Any interruption ends the group, since the progress of the ranks is unknown then.
         """
         try:
             with contextlib.suppress(OSError):  # the end of a process shows when its answer is awaited
@@ -218,7 +218,7 @@ class WorkerGroup:
     def _collect(self, ranks: set[int]) -> tuple[dict[int, Any], dict[int, str], bool]:
         """One answer of each of these ranks: values, errors, and whether one has died or is stopped.
 
-        Once a rank has failed the others get a moment to answer as well. If they do, the group goes on: an input that
+        Once a rank has failed the others get a moment to answer as well. If they do, the group continues: an input that
         every rank refuses ends nothing. If a rank has died, or one waits in a collective for another that raised, all
         are ended. So they are if one is found stopped twice in a row, since it might never go on.
         """

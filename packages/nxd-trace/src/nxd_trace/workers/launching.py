@@ -1,6 +1,6 @@
 """Starting worker processes: forks of a server that is started with the first of them.
 
-The server serves all models of this process, and ends with it. `fork_server` is what runs there.
+The server serves all models of this process, and ends with it. It runs `fork_server`.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ _READ_WHEN_LOADED = (
 
 # In the server, which only loads libraries: nothing that would not survive a fork.
 _WITHOUT_SIDE_EFFECTS = {
-    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # whether there is CUDA is asked without making a context
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # checks for CUDA without making a context
     "TORCH_WARM_POOL": "0",  # no compile workers
 }
 
@@ -57,7 +57,7 @@ class LaunchedProcess:
         if self._exit_code is None and _is_readable(self._status, timeout):
             code = os.read(self._status, EXIT_CODE.size)
             os.close(self._status)
-            self._exit_code = EXIT_CODE.unpack(code)[0] if code else 1  # without a server nobody knows how
+            self._exit_code = EXIT_CODE.unpack(code)[0] if code else 1  # without a server the outcome is unknown
         return self._exit_code
 
 
@@ -142,7 +142,7 @@ def launch(
         try:
             pid = _servers[0].fork(settings, {**descriptors, **outputs, "status": theirs}, environment)
         except BaseException:
-            _servers.pop().close()  # nobody knows how far it is
+            _servers.pop().close()  # its progress is unknown
             os.close(status)
             raise
     return LaunchedProcess(pid, status)

@@ -1,4 +1,4 @@
-"""What runs in a worker process: take a message, do it, answer; end when the other end of the connection is gone."""
+"""The program of a worker process: receive a request, execute it, answer; end when the connection is closed."""
 
 import faulthandler
 import os

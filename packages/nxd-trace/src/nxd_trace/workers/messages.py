@@ -1,4 +1,4 @@
-"""What a model's process and its workers say to each other, over a socket pair per worker.
+"""Messages between a model's process and its workers, over a socket pair per worker.
 
 Every message begins with a header of fixed length. A call needs no more than that: which program to run. Everything
 else carries a pickled object; both ends are processes of one user, and nothing here comes from a file.
@@ -71,7 +71,7 @@ class ReadState:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a worker made of a request: a value, or an error as text with its traceback."""
+    """A worker's answer to a request: a value, or an error as text with its traceback."""
 
     value: Any = None
     error: str = ""

@@ -1,4 +1,4 @@
-"""Sending a user's function to the workers by pickle, and saying what is wrong where that fails.
+"""Sending a user's function to the workers by pickle, with clear errors where that fails.
 
 A function is pickled as its module and name, so workers import the module. If that is the main script, they import it
 under the name `__mp_main__`, as multiprocessing does, but only when the function needs it.
@@ -29,7 +29,7 @@ def dumps_for_workers(value: Any, what: str) -> bytes:
     """
     try:
         data = pickle.dumps(value)
-    except Exception as error:  # whatever an object's own __reduce__ raises
+    except Exception as error:  # an object's own __reduce__ may raise anything
         raise TypeError(
             f"{what} cannot be sent to the worker processes: {error}. Define functions at the top level of a module "
             "(no lambda, no function within a function), give arguments with functools.partial, and open files or "

@@ -25,7 +25,7 @@ class _LoadedProgram:
 
 
 class Server:
-    """What one rank holds of a loaded model.
+    """One rank's part of a loaded model.
 
     Args:
         folder: of the model, which has been checked.

@@ -43,16 +43,16 @@ from nxd_trainer.model_description import ADAPTER_KEY, describe_model
 ADAPTER_FOLDER = "lora_adapter"
 CONFIG_FILE = "adapter_config.json"
 
-# What a checkpoint says of an adapter; the rest of a config says how to save and load.
+# A checkpoint's description of an adapter; the rest of a config says how to save and load.
 _DESCRIBED = ("lora_rank", "lora_alpha", "lora_dropout", "bias", "target_modules", "use_rslora", "init_lora_weights")
 
 
 @dataclass(frozen=True)
 class ChosenAdapters:
-    """What a model is to get.
+    """The adapters chosen for a model.
 
     Attributes:
-        config: how adapters are; what describes them is the checkpoint's if they come from one.
+        config: the adapters' config; its description of them is the checkpoint's if they come from one.
         layers: which layers have them.
         tag: of the checkpoint in `config.lora_save_dir`; None if adapters are new.
     """
@@ -63,7 +63,7 @@ class ChosenAdapters:
 
 
 def choose_adapters(module: nn.Module, config: LoraConfig) -> ChosenAdapters:
-    """Find what a config asks for in a whole model, which may be on the meta device. Called by all ranks.
+    """Find the layers that a config names in a whole model, which may be on the meta device. Called by all ranks.
 
     Raises:
         ValueError: a target names nothing that can be adapted.
@@ -95,7 +95,7 @@ def adapt_model(model: NxDModel, chosen: ChosenAdapters) -> None:
 
 @contextmanager
 def weights_to_save(lora: LoraModel | None, coordinator: Coordinator, doing: str) -> Iterator[None]:
-    """Within it the weights are as the config says that they are saved. Called by all ranks.
+    """Inside, the weights are merged or unmerged as the config wants them saved. Called by all ranks.
 
     Raises:
         ValueError: a weight to be merged is tied to another, or adapters are merged and are not to be; on all ranks.
@@ -120,9 +120,9 @@ def weights_to_save(lora: LoraModel | None, coordinator: Coordinator, doing: str
 
 
 def saved_tensors(lora: LoraModel | None, state: CheckpointState) -> CheckpointState:
-    """Those that are saved: all, the adapter's, or with merged weights those of an ordinary model.
+    """The tensors to save: all, the adapter's, or with merged weights those of an ordinary model.
 
-    What is merged has come to its end, so the states that an optimizer has for it are left out as well.
+    Merged adapters do not train further, so their optimizer states are left out as well.
     """
     if lora is None or (lora.lora_config.save_lora_base and not lora.lora_config.merge_lora):
         return state
@@ -134,7 +134,7 @@ def saved_tensors(lora: LoraModel | None, state: CheckpointState) -> CheckpointS
 
 
 def describe_adapter(lora: LoraModel | None) -> Mapping[str, Any] | None:
-    """What a checkpoint says of the adapter in it; None if there is none. Called by all ranks."""
+    """A checkpoint's description of the model's adapter; None if there is none. Called by all ranks."""
     if lora is None or lora.lora_config.merge_lora:
         return None
     return {"adapter": adapter_config(lora), "has_base": lora.lora_config.save_lora_base}
@@ -148,13 +148,13 @@ def write_description(description: Mapping[str, Any] | None, lora: LoraModel | N
 
 
 def settle_adapters(lora: LoraModel | None, objects: Any) -> None:
-    """After a load: where the checkpoint held a model without adapters, these begin anew."""
+    """After a load: reset the adapters if the checkpoint held a model without any."""
     if lora is not None and not _has_adapter(objects):
         lora.reset()
 
 
 def wanted_tensors(lora: LoraModel | None, objects: Any, state: CheckpointState, where: str) -> CheckpointState:
-    """Those of a model that a checkpoint is to fill.
+    """The tensors of a model that a checkpoint should fill.
 
     Args:
         lora: knows the model's adapters, if it has any.

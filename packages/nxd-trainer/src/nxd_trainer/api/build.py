@@ -1,7 +1,7 @@
-"""`initialize_parallel_model`: from a function that makes a model to that model on this rank, as a config says.
+"""`initialize_parallel_model`: makes a model by a function and builds this rank's part of it, according to a config.
 
-The model may be made without memory (`parameters_on_meta`). Unmodified models of transformers are split by their own
-plan before all else; attention heads are padded before the model is cut into stages, or on each of them.
+The model may be made without memory (`parameters_on_meta`). Unmodified models of transformers are first split by their
+own plan; attention heads are padded before the model is cut into stages, or on each stage.
 """
 
 import inspect
@@ -73,8 +73,8 @@ def initialize_parallel_model(
 
     module = in_turns("make its model", make, config["model_init_config"]["sequential_move_factor"])
     _check_sequence_parallel(module, config)
-    # What is chosen by names and classes is chosen in the whole model, of which every rank has the outline; what
-    # changes tensors is done once they have values, which on the meta device is on their stages only.
+    # Choices by names and classes are made in the whole model, whose outline every rank has. Changes of tensors are
+    # made once they have values; if made on the meta device, they have them on their stages only.
     # A model of transformers has been padded where it was split.
     padding = _plan_padding(module) if config["pad_model"] and not hf.is_transformers_model(module) else None
     adapters = choose_adapters(module, config["lora_config"]) if config["lora_config"] is not None else None
@@ -136,7 +136,7 @@ def _init_context(config: Mapping[str, Any], include_buffers: bool) -> Any:
 def _pipeline_arguments(
     module: nn.Module, config: Mapping[str, Any], kept_whole: Iterable[type[nn.Module]]
 ) -> dict[str, Any]:
-    # Who asks for no pipeline gets the loss where the model is, as from an ordinary forward.
+    # Without a pipeline the loss stays on the model's device, as from an ordinary forward.
     given: dict[str, Any] = (
         config["pipeline_config"] if config["pipeline_config"] is not None else {"return_loss_on_cpu": False}
     )
@@ -213,7 +213,7 @@ def _is_split(module: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class _HeadPadding:
-    """What is to be padded.
+    """The heads and modules to pad.
 
     Attributes:
         num_heads: of the whole model, before padding.

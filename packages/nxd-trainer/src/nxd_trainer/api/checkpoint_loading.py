@@ -1,6 +1,6 @@
-"""`load_checkpoint` as it is documented: what `save_checkpoint`, Lightning or `nxd train` wrote, at any degrees.
+"""The documented `load_checkpoint`: loads checkpoints of `save_checkpoint`, Lightning or `nxd train`, at any degrees.
 
-What is a checkpoint of the existing library is left to `legacy_checkpoint`.
+`legacy_checkpoint` loads checkpoints of the existing library.
 """
 
 import os
@@ -44,7 +44,7 @@ from nxd_trainer.checkpoint import (
 
 @dataclass(frozen=True)
 class _Values:
-    """What a checkpoint holds besides named tensors, as far as it is wanted."""
+    """The requested contents of a checkpoint besides named tensors."""
 
     settings: Sequence[Settings] | None
     optimizer_dict: dict[str, Any] | None
@@ -62,7 +62,7 @@ def load_checkpoint(
     num_workers: int = 8,
     strict: bool = True,
 ) -> Any:
-    """Fill what is given from a checkpoint, at any degrees. Called by all ranks.
+    """Fill the given objects from a checkpoint, at any degrees. Called by all ranks.
 
     Also reads checkpoints of the existing library, see `load_legacy_checkpoint`. An adapter goes into the adapter of a
     model, and may lie there without its base; a model without one goes into the base, and adapters begin anew. Tensors
@@ -122,9 +122,9 @@ def load_checkpoint(
 
 
 def checkpoint_parts(path: str | os.PathLike[str], tag: str | None = None) -> set[str]:
-    """What of "model", "optimizer" and "scheduler" a checkpoint can fill. Called by all ranks.
+    """Which of "model", "optimizer" and "scheduler" a checkpoint can fill. Called by all ranks.
 
-    Of one of the existing library, which is not asked, all.
+    For a checkpoint of the existing library, which is not inspected, all of them.
 
     Raises:
         CheckpointError: there is no such checkpoint, or it is damaged; on all ranks.
@@ -141,7 +141,7 @@ def checkpoint_parts(path: str | os.PathLike[str], tag: str | None = None) -> se
 
 
 def _read_values(checkpoint: Checkpoint, subjects: Subjects, *, scheduler: bool) -> _Values:
-    """All that is no tensor of the model or the optimizer, checked before anything is filled."""
+    """Everything except tensors of the model and the optimizer, checked before anything is filled."""
     if scheduler and not holds_value(checkpoint, SCHEDULER):
         raise CheckpointError("it holds no scheduler; leave out scheduler=")
     settings: list[Settings] | None = None
@@ -164,7 +164,7 @@ def _read_values(checkpoint: Checkpoint, subjects: Subjects, *, scheduler: bool)
 
 
 def _make_room(checkpoint: Checkpoint, subjects: Subjects, values: _Values) -> CheckpointState:
-    """The optimizer's tensors, ready to be filled; its own state is gone."""
+    """The optimizer's tensors, ready to be filled; drops its previous state."""
     if subjects.model is None or subjects.optimizer is None or values.optimizer_dict is not None:
         return {}
     stored = {name: (info.dtype, info.global_shape) for name, info in checkpoint.tensors.items()}
@@ -173,7 +173,7 @@ def _make_room(checkpoint: Checkpoint, subjects: Subjects, values: _Values) -> C
 
 
 def _hand_over(values: _Values, subjects: Subjects, scheduler: Any) -> None:
-    """Give the optimizer and the scheduler what is no tensor of a parameter."""
+    """Give the optimizer and the scheduler everything except tensors of parameters."""
     if subjects.optimizer is not None and values.optimizer_dict is not None:
         subjects.optimizer.load_state_dict(values.optimizer_dict)
     if subjects.optimizer is not None and values.settings is not None:

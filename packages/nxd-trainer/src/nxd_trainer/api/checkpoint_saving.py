@@ -1,8 +1,7 @@
-"""`save_checkpoint` as it is documented, on nxd_ckpt: complete or absent, loadable anywhere; also in the background.
+"""The documented `save_checkpoint`, on nxd_ckpt: complete or absent, loadable anywhere; also in the background.
 
 Tensors are stored by their names in the unsharded model, so a checkpoint loads at any tensor-, pipeline- and
-data-parallel degrees, with ZeRO-1 or without. Whoever saves a run, a script, Lightning or `nxd train`, comes through
-`write_checkpoint`.
+data-parallel degrees, with ZeRO-1 or without. Scripts, Lightning and `nxd train` all save through `write_checkpoint`.
 """
 
 import atexit
@@ -42,7 +41,7 @@ _FINISHING = "finishing a checkpoint, and dropping old ones"
 
 @dataclass(frozen=True)
 class Contents:
-    """What a checkpoint is to hold.
+    """The contents of a checkpoint to save.
 
     Attributes:
         model: see `save_checkpoint`.
@@ -51,10 +50,10 @@ class Contents:
         user_content: see `save_checkpoint`.
         zero1_optimizer: see `save_checkpoint`.
         with_settings: whether to keep the settings of the optimizer's groups, such as their learning rates.
-        description: which model it is, for who reads the checkpoint without having one.
-        run_tensors: what a run has besides, such as this rank's random streams, under names of kind "run".
+        description: of the model, for readers of the checkpoint that do not have one.
+        run_tensors: further tensors of a run, such as this rank's random streams, under names of kind "run".
         step: optimizer steps taken.
-        metrics: by which checkpoints are told apart that are kept.
+        metrics: by which retention chooses checkpoints.
     """
 
     model: nn.Module | None = None
@@ -85,7 +84,7 @@ def save_checkpoint(
     *,
     nxd_config: Any = None,
 ) -> None:
-    """Save a checkpoint that is complete or not there at all. Called by all ranks.
+    """Save a checkpoint atomically: it is complete or absent. Called by all ranks.
 
     A checkpoint of the same tag is replaced; it stays valid until the new one is complete. A save waits for the one in
     the background before it. `num_workers` and `use_xser` change nothing: every rank writes its own tensors one at a
@@ -128,7 +127,7 @@ def save_checkpoint(
     root, name = on_rank_zero(coordinator, "choosing the tag of a checkpoint", lambda: choose_tag(path, tag))
 
     def drop_old_ones() -> None:
-        if not is_untagged(tag):  # else what lies beside this one is of other runs
+        if not is_untagged(tag):  # else the checkpoints beside this one are of other runs
             keep_newest(root, check_kept(num_kept_ckpts))
 
     description = None if model is None else describe_model(model, plain_model(model))
@@ -199,7 +198,7 @@ def write_checkpoint(
 
 
 def finalize_checkpoint() -> None:
-    """Wait for the save in the background, then drop the checkpoints that it is not to keep. Called by all ranks.
+    """Wait for the save in the background, then delete the checkpoints that are not kept. Called by all ranks.
 
     Each save and load calls it first; without a save it does nothing. A program that ends finishes its save, too.
 
@@ -218,7 +217,7 @@ def is_saving() -> bool:
 
 
 def _tensors(subjects: Subjects, contents: Contents) -> CheckpointState:
-    """What this rank gives to the checkpoint."""
+    """This rank's tensors for the checkpoint."""
     model, optimizer, given = subjects.model, subjects.optimizer, contents.optimizer
     state = subjects.model_tensors()
     if model is not None and not is_first_replica():  # statistics of batches differ between replicas
@@ -237,14 +236,14 @@ def _tensors(subjects: Subjects, contents: Contents) -> CheckpointState:
 
 @dataclass(frozen=True)
 class _PendingSave:
-    """A save in the background, and what is to be done once it is complete."""
+    """A save in the background, and the work to do once it is complete."""
 
     handle: AsyncSave
     finish: Callable[[], None]
     is_first_rank: bool
 
     def finish_on_first_rank(self) -> None:
-        """What is left to do after the commit; nothing on all ranks but the first."""
+        """Do the work that follows the commit; nothing on all ranks but the first."""
         if self.is_first_rank:
             self.finish()
 

@@ -1,4 +1,4 @@
-"""Which checkpoint is meant: tags, the newest one, whose format it is, and how many stay; in folders or behind URLs.
+"""Finds checkpoints by tag or age, recognises their format, and deletes old ones; in folders or behind URLs.
 
 Folders of the existing library are recognised by their marker files (v2) or their ranks' names (v1). Behind a URL such
 as "s3://bucket/runs" they are listed where they are, and copied to each host when they are loaded, since their files

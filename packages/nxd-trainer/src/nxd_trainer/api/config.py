@@ -1,4 +1,4 @@
-"""The documented training config: one dict that is checked as a whole and read by the other calls of this API."""
+"""The documented training config: one dict, checked as a whole and read by the other calls of this API."""
 
 import difflib
 import inspect
@@ -45,10 +45,10 @@ def neuronx_distributed_config(
     expert_parallel_size: int = 1,
     **unknown: Any,
 ) -> dict[str, Any]:
-    """The config of a training job, the same on every rank; initialises model parallelism if nobody has.
+    """The config of a training job, the same on every rank; initialises model parallelism if it is not initialised yet.
 
-    A process that nobody has launched as a rank cannot do that for several ranks: who starts them later, as the
-    Trainer of nxd_lightning does, initialises it then, and `initialize_parallel_model` without that is refused.
+    A process that was not launched as a rank cannot initialise it for several ranks. A launcher that starts them
+    later, such as the Trainer of nxd_lightning, does so then; `initialize_parallel_model` raises before that.
 
     Args:
         tensor_parallel_size: ranks that split each layer.
@@ -56,9 +56,9 @@ def neuronx_distributed_config(
         pipeline_config: arguments of `nxd_pipeline.NxDPPModel`, such as `num_microbatches`, `transformer_layer_cls`,
             `pipeline_cuts` or `auto_partition`, `output_loss_value_spec` and `input_names`. They hold without a
             pipeline as well.
-        optimizer_config: `zero_one_enabled` (False) shares optimizer states out over the replicas, `grad_clipping`
+        optimizer_config: `zero_one_enabled` (False) shards optimizer states over the replicas, `grad_clipping`
             (True) and `max_grad_norm` (1.0) clip gradients.
-        activation_checkpoint_config: what is computed again in backward: "full" for every transformer layer, a module
+        activation_checkpoint_config: what is recomputed in backward: "full" for every transformer layer, a module
             class (or its name, or several) for these modules, None for nothing.
         pad_model: pad attention heads to a multiple of `tensor_parallel_size`; their number is the model's
             `config.num_attention_heads`.
@@ -259,7 +259,7 @@ def _mistakes_in_pipeline(config: Mapping[str, Any], *, all_read: bool) -> list[
 
 
 def accept_aliases(**documented_names: str) -> Callable[[Callable[Parameters, Result]], Callable[..., Result]]:
-    """Let callers give some arguments under another name: signatures show the documented ones.
+    """Let callers give some arguments under another name; signatures show the documented names.
 
     Args:
         **documented_names: the function's own name of an argument, by the other one.

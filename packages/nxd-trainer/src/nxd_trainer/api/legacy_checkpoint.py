@@ -1,9 +1,9 @@
 """Loading checkpoints of the existing library: v2 and v1, plain and xser, with ZeRO-1 or without.
 
-Their files hold what each rank had. How that fits together is told by the shard metadata of the model that is filled:
-with as many tensor-parallel ranks as in the run that saved, each had what the metadata of now says. With others, a
-parallel layer's tensors were split evenly along the dimension in which their shape differs; fused and repeated heads
-cannot be told then.
+Their files hold each rank's tensors. The shard metadata of the model that is filled says how these fit together. If the
+saving run had as many tensor-parallel ranks, the current metadata describes its tensors. Otherwise a parallel layer's
+tensors are taken as split evenly along the dimension in which their shape differs; fused and repeated heads cannot be
+recognised then.
 """
 
 import os
@@ -81,7 +81,7 @@ def load_legacy_checkpoint(
     adapters: LoraModel | None,
     strict: bool,
 ) -> Any:
-    """Fill what is given, as `load_checkpoint` does. Called by all ranks.
+    """Fill the given objects, as `load_checkpoint` does. Called by all ranks.
 
     Args:
         found: which checkpoint.

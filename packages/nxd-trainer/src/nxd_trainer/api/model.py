@@ -1,4 +1,4 @@
-"""`NxDModel`: a parallel model under the calls of an ordinary module, wherever its parts are."""
+"""`NxDModel`: a parallel model with the interface of an ordinary module, wherever its parts are."""
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,7 +16,7 @@ _models: "WeakSet[NxDModel]" = WeakSet()  # an optimizer is given parameters, an
 
 
 class NxDModel(nn.Module):
-    """What `initialize_parallel_model` returns. Names are those of the model that the user wrote.
+    """The model that `initialize_parallel_model` returns. Names are those of the model that the user wrote.
 
     Parameters, buffers, modules and children, also in `state_dict`, are those of this rank: its parts of the tensors,
     and with a pipeline its stages.
@@ -60,10 +60,10 @@ class NxDModel(nn.Module):
         return self._stages[0] if len(self._stages) == 1 else nn.ModuleList(self._stages)
 
     def add_adapters(self, config: LoraConfig, layers: TargetLayers) -> LoraModel:
-        """Give layers of this rank adapters, which alone train then.
+        """Give layers of this rank adapters; afterwards only the adapters train.
 
         Args:
-            config: how they are; a pipeline's stages are adapted as their model would be.
+            config: of the adapters; a pipeline's stages are adapted as their model would be.
             layers: of the whole model, from `find_target_layers`.
 
         Returns:
@@ -73,7 +73,7 @@ class NxDModel(nn.Module):
         return self.lora_model
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model returns.
+        """The output of the model.
 
         Raises:
             RuntimeError: the model is cut into stages; `run_train` and `run_eval` are for these.

@@ -1,4 +1,4 @@
-"""`NxDOptimizer`: an ordinary optimizer whose step reduces and clips gradients as the mesh needs it."""
+"""`NxDOptimizer`: an ordinary optimizer whose step reduces and clips gradients as the mesh requires."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -69,8 +69,8 @@ def initialize_parallel_optimizer(
 class NxDOptimizer(Optimizer):
     """An optimizer with the gradients' reductions and clipping in its `step`.
 
-    What `run_train` of the model has averaged already, `step` does not send again. A script that calls `backward`
-    itself has gradients leave while it runs by `overlap_backward`.
+    `step` does not send gradients again that `run_train` of the model has averaged. A script that calls `backward`
+    itself can overlap it with sending gradients by `overlap_backward`.
 
     All else is the wrapped optimizer's: schedulers change its `param_groups`, hooks are called by it, and a
     `state_dict` fits it. As there, a parameter without a gradient on any replica is left alone.
@@ -132,14 +132,14 @@ class NxDOptimizer(Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Begin a new step without gradients, or with zeros; drops one whose backward failed, if all ranks do so."""
+        """Begin a new step without gradients, or with zeros; drops a step whose backward failed, if all ranks do so."""
         if self._reducer is not None:
             self._reducer.drop()
         self.optimizer.zero_grad(set_to_none)
 
     @contextmanager
     def overlap_backward(self) -> Iterator[None]:
-        """Send gradients as soon as the backward in the block has made them: around the last backward of a step.
+        """Send gradients as soon as the backward in the block has made them. Use it around the last backward of a step.
 
         Only for scripts that call `backward` themselves; `run_train` needs none.
 
@@ -157,7 +157,7 @@ class NxDOptimizer(Optimizer):
             yield
 
     def synchronize(self) -> None:
-        """Send the gradients that have not left, and wait until all are averaged, as `run_train` does at its end."""
+        """Send the remaining gradients, and wait until all are averaged, as `run_train` does at its end."""
         self._sender().synchronize()
 
     def state_dict(self) -> dict[str, Any]:

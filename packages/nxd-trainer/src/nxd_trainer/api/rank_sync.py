@@ -1,4 +1,4 @@
-"""Ranks that act alike: what fails on one fails on all, calls are compared before they communicate, turns are taken."""
+"""Keeps ranks in step: failures are shared, calls are compared before they communicate, and ranks take turns."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -50,11 +50,11 @@ def agree(coordinator: Coordinator, doing: str, describe: Callable[[], Mapping[s
 def together(
     doing: str, act: Callable[[], T], *, group: Group | None = None, error_type: type[Exception] = RuntimeError
 ) -> T:
-    """What `act` returns, once every rank's has returned. Called by all ranks of the group.
+    """Call `act`; return its result once every rank's has returned. Called by all ranks of the group.
 
     Args:
         doing: for the messages of other ranks, such as "make its model".
-        act: must not communicate: who raises in it does not take part.
+        act: must not communicate: a rank that raises in it would not take part.
         group: the ranks that wait for one another; all, unless given.
         error_type: of what is raised where `act` failed on another rank.
 
@@ -81,7 +81,7 @@ def on_all_ranks(doing: str, act: Callable[[], T]) -> T:
 
 
 def in_turns(doing: str, make: Callable[[], T], at_a_time: int) -> T:
-    """What `make` returns, called by at most `at_a_time` ranks of each host at once. Called by all ranks.
+    """Call `make` on at most `at_a_time` ranks of each host at once; return its result. Called by all ranks.
 
     Args:
         doing: for the messages of other ranks, as for `together`.

@@ -1,7 +1,7 @@
 """`parallel_layers.save` and `load`: files of torch's of each model-parallel rank, as the existing library writes (v1).
 
 For checkpoints that load at other degrees, and are complete or not there, use `save_checkpoint` and `load_checkpoint`.
-Nothing that could run code is unpickled, so nothing of that kind is saved either.
+Objects that could run code when unpickled are neither loaded nor saved.
 """
 
 import io
@@ -183,7 +183,7 @@ def _write_xser(content: Any, path: str) -> None:
 
 
 def _write(content: Any, path: str) -> None:
-    """A file is there as a whole or not at all."""
+    """Write a file atomically."""
     torch.save(content, path + ".new")
     os.replace(path + ".new", path)
 

@@ -1,9 +1,9 @@
-"""What a checkpoint holds besides tensors by name: nothing in there can run code when it is read.
+"""Values in a checkpoint besides named tensors; reading them can never run code.
 
-Scheduler, user content and the settings of the optimizer's groups: what JSON gives back as it was lies in the
-manifest, the rest as a file of torch's that its restricted unpickler reads. Settings go by the names of parameters, so
-they fit any layout. A `state_dict` without a model knows parameters by numbers only, so it comes back at the degrees of
-its saving and no others.
+These are scheduler, user content and the settings of the optimizer's groups. Values that JSON restores exactly are in
+the manifest, the rest in a file that torch's restricted unpickler reads. Settings are stored by the names of
+parameters, so they fit any layout. A `state_dict` without a model knows parameters by numbers only, so it loads only at
+the degrees at which it was saved.
 """
 
 import io
@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from nxd_trainer.api.rank_sync import is_first_replica
 from nxd_trainer.checkpoint import OPTIMIZER_DICT_PREFIX, named_parameters
 
-# What a checkpoint's values are called, besides the description of its model.
+# Names of a checkpoint's values, besides the description of its model.
 SETTINGS = "optimizer_settings"
 SCHEDULER = "scheduler"
 USER_CONTENT = "user_content"
@@ -131,7 +131,7 @@ def settings_of(group: Settings) -> dict[str, Any]:
 
 
 def match_settings(stored: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]) -> list[Settings]:
-    """What was stored for each group of these names; a group that is empty here has that of its index.
+    """The stored settings for each group of these names; a group that is empty here gets those of its index.
 
     Raises:
         ValueError: nothing was stored for a group, or parameters of one group had several settings.

@@ -1,4 +1,4 @@
-"""What the checkpoint functions work on: the model and the optimizer inside of the wrappers that scripts hold."""
+"""Unwraps the objects that the checkpoint functions work on: the model and the optimizer inside scripts' wrappers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ MAX_WORKERS = 32
 
 @dataclass(frozen=True)
 class Subjects:
-    """What is saved or filled, without wrappers."""
+    """The objects that are saved or filled, without wrappers."""
 
     model: nn.Module | None
     optimizer: Optimizer | None

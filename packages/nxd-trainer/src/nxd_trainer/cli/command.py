@@ -1,4 +1,4 @@
-"""What the commands share: errors of the user, the number of ranks, a run's checkpoints."""
+"""Code that the commands share: errors of the user, the number of ranks, a run's checkpoints."""
 
 import argparse
 from collections.abc import Callable

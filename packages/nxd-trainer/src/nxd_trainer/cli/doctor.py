@@ -1,4 +1,4 @@
-"""`nxd doctor`: what is wrong with this machine, and how to mend it; or, with `--graph`, with a training step."""
+"""`nxd doctor`: finds problems of this machine, or, with `--graph`, of a training step, and how to fix them."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""Takes the command line apart, runs the command that it names and ends the process as it should."""
+"""Parses the command line, runs the command that it names, and ends the process with its exit code."""
 
 import argparse
 import os
@@ -17,7 +17,7 @@ from nxd_trainer.logs import log_level
 EXIT_MISTAKE = 2
 EXIT_NO_READER = 128 + 13  # as of a process that SIGPIPE ends
 COMMANDS = (train, generate, serve, import_hugging_face, export, ckpt, plan, doctor, parity)
-RECIPE_FLAGS = {"train": ("nproc", "help"), "parity": parity.FLAGS}  # what is no key of the recipe
+RECIPE_FLAGS = {"train": ("nproc", "help"), "parity": parity.FLAGS}  # not a key of the recipe
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

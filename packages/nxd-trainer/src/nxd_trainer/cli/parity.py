@@ -1,4 +1,4 @@
-"""`nxd parity`: does a layout compute what one process does, and if not, which tensor is the first to differ."""
+"""`nxd parity`: checks that a layout computes the same as one process, and finds the first tensor that differs."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""`nxd plan`: which layouts of a training job fit on a cluster, and which is quickest."""
+"""`nxd plan`: finds the layouts of a training job that fit on a cluster, and the quickest of them."""
 
 import argparse
 import sys
@@ -25,7 +25,7 @@ DEVICE_FLAGS: dict[str, tuple[str, float, str]] = {  # the field of a device, ho
     "inter_host_gb": ("inter_host_bandwidth", 1e9, "what a device sends to other hosts, GB/s"),
 }
 YES_NO = {"yes": True, "no": False}
-DTYPES = ("bfloat16", "float32")  # of the recipes' those of which devices say how fast they are
+DTYPES = ("bfloat16", "float32")  # those of the recipes' dtypes for which devices have a speed
 
 
 def add_parser(commands: Commands) -> None:

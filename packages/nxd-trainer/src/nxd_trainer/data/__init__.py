@@ -1,7 +1,7 @@
 """From text files to batches of token ids: sources, tokenizers, the token cache, packing, and the loaders.
 
 Every order is a function of seeds and counts, never of the number of ranks, and nothing here communicates:
-ranks are told who they are by plain numbers.
+ranks are given their positions as plain numbers.
 """
 
 from nxd_trainer.data.corpus import Corpus, CorpusIndex, PackedSequences, build_corpus, open_corpus, pack_corpus

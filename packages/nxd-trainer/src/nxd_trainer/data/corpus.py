@@ -1,12 +1,12 @@
 """Tokens on disk, and sequences cut from them.
 
-A corpus is tokenised once into one flat file, and memory-mapped ever after. A cache entry is a folder named by a digest
+A corpus is tokenised once into one flat file, and memory-mapped afterwards. A cache entry is a folder named by a digest
 of the files' names and contents and the tokenizer. It is written under a temporary name and published by one rename, so
 an entry that exists is whole, and any number of processes may build the same one at the same time.
 
 The row of tokens is cut into equal pieces, some of which are held out for evaluation. Piece i covers tokens
 i * sequence_length to (i + 1) * sequence_length, both included: the last one is only a label here and the first input
-of the next piece. In which order pieces are used is in loader.py.
+of the next piece. `loader.py` decides the order of pieces.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NUM_ZONES = 64
 
 @dataclass(frozen=True, kw_only=True)
 class CorpusIndex:
-    """What is known of a tokenised corpus without reading its tokens."""
+    """The metadata of a tokenised corpus, without its tokens."""
 
     digest: str  # of everything the tokens depend on; also the entry's name
     dtype: str  # uint16 or uint32

@@ -2,7 +2,7 @@
 
 All samples of a run form one endless row: one shuffled epoch after another. A step takes the next
 `global_batch_size` of them, cuts them into microbatches, and each rank takes its slice of each microbatch. So
-the position is one number, the samples consumed, and a run can go on with other ranks or microbatches.
+the position is one number, the samples consumed, and a run can resume with other ranks or microbatches.
 
 The shuffled order is a function of the position: a keyed permutation (a Feistel network, walked until it lands inside
 the range) instead of a shuffled array. It needs no memory, any position can be asked for at once, and it stays the same
@@ -30,7 +30,7 @@ MASK_64 = (1 << 64) - 1
 
 
 class Batch(NamedTuple):
-    """What one rank computes at a time; labels are the inputs moved by one token."""
+    """The tokens that one rank computes at a time; labels are the inputs shifted by one token."""
 
     input_ids: torch.Tensor  # [microbatch/dp, seq], int64
     labels: torch.Tensor  # [microbatch/dp, seq], int64
@@ -107,7 +107,7 @@ class TrainLoader:
         return batches
 
     def steps_from(self, position: int) -> Iterator[list[Batch]]:
-        """This rank's microbatches of one step after the other, without end; the loader's own position stays.
+        """This rank's microbatches of one step after the other, without end; the loader's own position does not change.
 
         Args:
             position: as `samples_consumed` before the first of these steps.
@@ -131,7 +131,7 @@ class TrainLoader:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on after the samples that `state` has consumed, at this loader's own layout.
+        """Resume after the samples that `state` has consumed, at this loader's own layout.
 
         Raises:
             ValueError: the state is of another order: of other data, sequence length or seed.

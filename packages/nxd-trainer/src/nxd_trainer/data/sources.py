@@ -1,6 +1,6 @@
-"""Finds the text files of a corpus and reads them: always in the same order, skipping what is not text.
+"""Finds the text files of a corpus and reads them, always in the same order, skipping files that are not text.
 
-Text is UTF-8 without NUL bytes. Nothing here knows of tokens.
+Text is UTF-8 without NUL bytes. This module does not know about tokens.
 """
 
 from __future__ import annotations

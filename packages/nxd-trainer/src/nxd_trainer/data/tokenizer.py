@@ -20,7 +20,7 @@ END_OF_DOCUMENT_TEXTS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[
 
 
 class Tokenizer(Protocol):
-    """What the data and the generation of text ask of a tokenizer."""
+    """The tokenizer interface that data and text generation need."""
 
     @property
     def vocab_size(self) -> int:

@@ -1,4 +1,4 @@
-"""Is this machine ready to train, and what does the device's compiler get from a training step? See `nxd doctor`."""
+"""Checks that this machine is ready to train, and inspects the graphs of a training step. See `nxd doctor`."""
 
 from nxd_trainer.doctor.installation import Finding, Status
 from nxd_trainer.doctor.machine import examine

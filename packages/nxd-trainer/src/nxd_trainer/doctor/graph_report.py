@@ -1,4 +1,4 @@
-"""What there is to know of recorded graphs: which, how often and why, what the step's graph computes and sends.
+"""Reports recorded graphs: which ones, how often and why, and what the step's graph computes and sends.
 
 The counting itself is nxd_state.xla_inspect; `render_report` shows it as tables on a terminal.
 """

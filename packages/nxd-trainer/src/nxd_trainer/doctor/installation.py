@@ -1,4 +1,4 @@
-"""Whether what is installed fits together and finds a device: versions, the import name, torch's transports.
+"""Checks that the installed packages fit together and find a device: versions, the import name, torch's transports.
 
 A check is a function from what was found to a `Finding`; reading the machine is a function beside it.
 """
@@ -76,7 +76,7 @@ def installed_versions(names: Iterable[str] = (*OWN, *OTHERS)) -> dict[str, str]
 
 
 def check_torch(versions: Mapping[str, str]) -> Finding:
-    """Whether torch is there and new enough."""
+    """Whether torch is installed and new enough."""
     oldest = ".".join(map(str, OLDEST_TORCH))
     if "torch" not in versions:
         return wrong("torch", "not installed", f"pip install 'torch>={oldest}'")
@@ -88,7 +88,7 @@ def check_torch(versions: Mapping[str, str]) -> Finding:
 
 
 def torch_import_failure() -> str:
-    """What importing torch raises; empty if it works."""
+    """The error that importing torch raises; empty if it works."""
     try:
         importlib.import_module("torch")
     except Exception as error:  # a missing library of the system is an OSError, half an installation any other
@@ -169,7 +169,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def check_import_name(other: str | None, found: Path | None, own: Path) -> Finding:
-    """Whether the import name leads to us, and to nobody else.
+    """Whether the import name leads to this package, and to no other.
 
     Args:
         other: name and version of the other distribution that owns it, if it is installed.
@@ -187,7 +187,7 @@ def check_import_name(other: str | None, found: Path | None, own: Path) -> Findi
 
 @dataclass(frozen=True)
 class Devices:
-    """What a host has.
+    """The devices of a host.
 
     Attributes:
         chosen: the type that nxd_state picks; empty if it cannot.

@@ -1,7 +1,7 @@
-"""Whether this machine is ready to train: all checks in the order in which they explain each other.
+"""Checks that this machine is ready to train: all checks, in the order in which they explain each other.
 
-Those of what is installed are beside this file; here are those of the host: environment variables, limits of open
-files and shared memory, the clock, ports, a folder for checkpoints, and two ranks that add up a number.
+`installation` checks installed packages; this module checks the host: environment variables, limits of open files and
+shared memory, the clock, ports, a folder for checkpoints, and two ranks that add up a number.
 """
 
 import os
@@ -40,7 +40,7 @@ from nxd_trainer.units import show_memory
 def examine(
     folder: str | Path | None = None, *, try_ranks: bool = True, show_output: Callable[[str], None] | None = None
 ) -> Iterator[Finding]:
-    """Look at this machine; findings come as they are made.
+    """Check this machine; yields findings as they are made.
 
     Args:
         folder: for checkpoints, also as a URL; left out if None.
@@ -76,7 +76,7 @@ def examine(
         yield check_collective(code, output)
 
 
-# What each does to a job, where that is easily forgotten.
+# Effects of each on a job that are easily forgotten.
 SURPRISES = {
     "XLA_USE_BF16": "all float32 tensors are bfloat16 on the device; use a bfloat16 model instead",
     "XLA_DOWNCAST_BF16": "float32 becomes bfloat16 and float64 float32 on the device; use a bfloat16 model instead",
@@ -88,7 +88,7 @@ READ_HERE = ("NXD_DEVICE", "NXD_CPU_MODE", "NXD_LOG_LEVEL", "PJRT_DEVICE")
 
 
 def check_environment(environment: Mapping[str, str]) -> list[Finding]:
-    """What is set, and a finding for each variable that is likely to surprise."""
+    """Findings on environment variables: those that are set, and each that is likely to surprise."""
     name = "environment"
     findings = []
     devices = environment.get("NXD_DEVICE", "")

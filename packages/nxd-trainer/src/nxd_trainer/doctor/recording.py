@@ -1,7 +1,7 @@
-"""Records what a training step gives to a device's compiler, in processes that run on torch-xla's CPU client.
+"""Records the graphs that a training step hands to a device's compiler, in processes on torch-xla's CPU client.
 
-torch-xla decides at its first graph whether it writes graphs down, and a process plays one rank: so every rank, and
-every script, gets a process of its own. Run as a module, this file is such a process:
+torch-xla decides at its first graph whether it dumps graphs, and a process plays one rank: so every rank, and every
+script, gets a process of its own. Run as a module, this file is such a process:
 `python -m nxd_trainer.doctor.recording RECIPE RESULT RANK ...`.
 """
 

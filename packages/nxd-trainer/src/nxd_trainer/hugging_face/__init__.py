@@ -1,4 +1,4 @@
-"""Weights in Hugging Face folders, in and out of models of any layout.
+"""Loading and saving Hugging Face weights, with models of any layout.
 
 `load_pretrained` streams a folder into a model's shards, `save_pretrained` writes one from them, and
 `import_hugging_face` makes a checkpoint of one without a model in memory. Configs are read and made without weights.

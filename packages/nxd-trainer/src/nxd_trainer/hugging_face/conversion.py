@@ -1,7 +1,7 @@
-"""What transformers knows of a model: its config, and how its tensors are named, fused and split in files.
+"""The knowledge of transformers about a model: its config, and how its tensors are named, fused and split in files.
 
-The one file of this package that imports transformers. Its rules (`WeightRenaming`, `WeightConverter`) are applied
-to names and shapes only, so that each rank can then take just its bytes.
+The only file of this package that imports transformers. The rules of transformers (`WeightRenaming`,
+`WeightConverter`) are applied to names and shapes only, so that each rank can then read just its bytes.
 """
 
 import difflib
@@ -23,7 +23,7 @@ _SDPA_WITHOUT_MASK = "sdpa_without_mask"  # transformers makes no masks for an a
 
 @dataclass(frozen=True)
 class Arrangement:
-    """How a model's tensors are made of a folder's.
+    """How a model's tensors are made from a folder's.
 
     Attributes:
         tensors: by the model's names.
@@ -35,7 +35,7 @@ class Arrangement:
 
 
 class ReferenceModel:
-    """A model of transformers without memory, which is asked for its names and rules."""
+    """A model of transformers without memory, used for its names and rules."""
 
     def __init__(self, model: Any) -> None:
         """Wrap a whole, unsharded model, which may be on the meta device."""

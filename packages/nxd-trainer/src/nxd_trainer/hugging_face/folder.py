@@ -1,4 +1,4 @@
-"""What a Hugging Face folder holds beside weights: its config, and the files of the tokenizer that travel with it."""
+"""The contents of a Hugging Face folder besides weights: its config, and the tokenizer files copied with it."""
 
 import json
 import os
@@ -11,7 +11,7 @@ CONFIG_FILE = "config.json"
 
 PathLike = str | os.PathLike[str]
 
-# What `save_pretrained` of models, tokenizers and processors writes beside weights.
+# Files that `save_pretrained` of models, tokenizers and processors writes besides weights.
 _COMPANIONS = (
     "generation_config.json",
     "*token*",

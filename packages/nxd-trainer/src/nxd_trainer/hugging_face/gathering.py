@@ -1,8 +1,8 @@
-"""The tensors of all ranks as one source on rank 0, which asks the others for a box when it is its turn to be written.
+"""The tensors of all ranks as one source on rank 0, which requests each box from the others when it is written.
 
-So the model is never in one memory, and no rank but the first needs the disk. The others wait in `_serve` until the
-first is done, or has failed. Nothing is sent before every rank has said that it has what is asked for, so that one
-that fails alone leaves nobody waiting.
+So the model is never in one memory, and only rank 0 needs the disk. The others wait in `_serve` until rank 0 is done,
+or has failed. Nothing is sent before every rank has confirmed that it has the requested tensors, so that a single
+failing rank leaves no other waiting.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ from nxd_trainer.api.rank_sync import together
 
 
 class _Errand(NamedTuple):
-    """A rank's part of what is asked for."""
+    """A rank's part of a request."""
 
     rank: int
     name: str

@@ -1,4 +1,4 @@
-"""Tensors made of boxes of other tensors: what lies under one name in a folder and under another in a model.
+"""Tensors made of boxes of other tensors, for tensors whose names or shapes differ between a folder and a model.
 
 transformers keeps some tensors otherwise in memory than in files: under another name, or fused, such as all experts
 of a layer in one tensor. Here such a tensor is a list of `Part`s, which work in both directions. Values are views;

@@ -23,7 +23,7 @@ from nxd_trainer.hugging_face.gathering import gathered
 from nxd_trainer.hugging_face.loading import check_dtype, stored_shapes
 from nxd_trainer.hugging_face.rearrangement import RearrangedSource, inverse
 
-# Whoever has one of them has a model there, whose config must not be replaced.
+# A folder with one of them holds a model, whose config must not be replaced.
 _WEIGHT_FILES = (SINGLE_FILE, INDEX_FILE, "pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
@@ -107,10 +107,10 @@ def write_folder(
 
 
 def config_content(config: Any, like: PathLike | None, model: nn.Module) -> dict[str, Any]:
-    """What is to stand in `config.json`.
+    """The content for `config.json`.
 
     Raises:
-        ValueError: nobody has given a config, or it does not name the architecture.
+        ValueError: no config is given, or it does not name the architecture.
     """
     if config is None and like is not None:
         return read_config(like)

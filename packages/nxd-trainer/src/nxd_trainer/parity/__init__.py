@@ -1,6 +1,6 @@
-"""Is a layout what one process is? The first tensor that differs, for who wonders why a loss does.
+"""Compares a layout with one process, and finds the first tensor that differs, to explain a differing loss.
 
-Here live the comparison and its report; the command that runs it is `nxd parity`.
+This package has the comparison and its report; `nxd parity` is the command that runs it.
 """
 
 from nxd_trainer.parity.case import ParityCase

@@ -1,4 +1,4 @@
-"""Is an architecture of transformers, split by its own plan, what one process is? A case for `compare`, shrunk.
+"""Compares an architecture of transformers, split by its own plan, with one process: a shrunk case for `compare`.
 
 The architecture is that of a folder's `config.json`; no weights are needed. Its sizes become small ones that keep what
 makes it hard: grouped heads, several experts, windows shorter than the sequence, layers of every kind.
@@ -104,7 +104,7 @@ def small_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """A config of the same architecture with a few thousand parameters, and without dropout.
 
     Sizes become those of `SMALL_SIZES` where they are larger. Lists with an entry for each layer keep one of every
-    kind, and there are more layers where there are more kinds. All else stays.
+    kind, and there are more layers where there are more kinds. Everything else is unchanged.
 
     Raises:
         ValueError: transformers has no causal language model for the config, or it is one of text and more.

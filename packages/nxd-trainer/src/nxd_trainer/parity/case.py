@@ -1,4 +1,4 @@
-"""What is compared: a model, how it is spread, and the batches of a few steps; also those that a recipe describes."""
+"""The input of a comparison: a model, its layout, and the batches of a few steps; also made from a recipe."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -107,7 +107,7 @@ def inputs_in(dtype: torch.dtype, batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def case_of_recipe(recipe: Recipe, steps: int) -> ParityCase:
-    """What `compare` needs of a recipe; of its batches only the sizes, and neither text nor learning-rate schedule.
+    """The case of a recipe for `compare`: of its batches only the sizes, and neither text nor learning-rate schedule.
 
     Args:
         recipe: one that `load_recipe` accepted.

@@ -1,4 +1,4 @@
-"""The same steps on this rank of the layout, through the documented API."""
+"""Runs the compared steps on this rank of the layout, through the documented API."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class Piece:
 
 @dataclass
 class LayoutStep:
-    """What this rank computes in a step; see `ReferenceStep`."""
+    """This rank's results of a step; see `ReferenceStep`."""
 
     activations: dict[str, list[Tensor]]
     loss: float | None
@@ -64,9 +64,9 @@ class LayoutRun:
         own = {name: _share(value, replicas.rank, replicas.size) for name, value in batch.items()}
         record = ActivationRecord()
         self.optimizer.zero_grad()
-        # What stands in a stage for another's modules computes nothing.
+        # Stand-ins for other stages' modules compute nothing.
         own_modules = [it for it in self.model.named_modules() if not isinstance(it[1], AbsentLayer | AbsentModule)]
-        # In no_sync, so that gradients can be read before anyone averages or takes them.
+        # In no_sync, so that gradients can be read before they are averaged or moved.
         with record.watching(own_modules), self.model.no_sync():
             loss = self.model.run_train(**inputs_in(self._dtype, own))
         if isinstance(loss, list):

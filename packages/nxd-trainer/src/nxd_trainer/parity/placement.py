@@ -1,7 +1,7 @@
-"""Which part of a whole tensor a rank's part is, and how far the two are apart.
+"""Locates a rank's part within a whole tensor, and measures their difference.
 
-Activations say nothing of how they are split, so their shapes do: along one dim by replicas and microbatches, along
-another by tensor-parallel ranks. Where shapes allow several readings, the nearest one counts.
+Activations carry no shard metadata, so the split is inferred from their shapes: along one dim by replicas and
+microbatches, along another by tensor-parallel ranks. Where shapes allow several readings, the nearest one counts.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""What a model computes in a step, module by module, the order of its gradients, and what its parameters hold."""
+"""Records a model's outputs in a step, module by module, the order of its gradients, and its parameters' values."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""The same steps in one process, with plain PyTorch: whole batches, whole tensors, no parallel run-time."""
+"""Runs the compared steps in one process, with plain PyTorch: whole batches, whole tensors, no parallel runtime."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from nxd_trainer.parity.recording import ActivationRecord, gradient_order, piece
 
 @dataclass
 class ReferenceStep:
-    """What one process computes in a step.
+    """The results of one process in a step.
 
     Attributes:
         activations: outputs of modules by name, one for each call, in the order of execution.

@@ -1,4 +1,4 @@
-"""What a comparison found, as data and as the lines that a person reads."""
+"""The result of a comparison, as data and as lines for people."""
 
 from dataclasses import dataclass, field
 

@@ -1,4 +1,4 @@
-"""Planning a training job without its cluster: which layouts fit, what they hold and send, how long a step takes.
+"""Planning a training job without its cluster: the layouts that fit, their memory and messages, and the time of a step.
 
 The real mesh, layers, partition and schedules run in one process, on tensors without memory. Nothing is trained here.
 """

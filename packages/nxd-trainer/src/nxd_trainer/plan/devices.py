@@ -1,4 +1,4 @@
-"""The devices that a plan can be made for: what one of them computes, holds and sends.
+"""The devices that a plan can be made for: their compute, memory and bandwidths.
 
 The documents named below were cited from memory, and nothing here was measured: compare with them before a decision
 hangs on a number, and replace it by `find_device(..., flops=...)` or the flags of `nxd plan`.

@@ -1,4 +1,4 @@
-"""What is to be planned, the ways to lay it out over ranks, and which of these cannot be, told by arithmetic."""
+"""The job to plan, its possible layouts over ranks, and the layouts that arithmetic rules out."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -63,7 +63,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Degrees:
-    """What is fixed beforehand; None leaves open.
+    """The choices fixed in advance; None leaves one open.
 
     Attributes:
         tensor_parallel_size: ranks that split each layer.

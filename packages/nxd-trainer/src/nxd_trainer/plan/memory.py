@@ -42,7 +42,7 @@ class RankMemory:
 
     @property
     def states(self) -> int:
-        """What is there whatever the batch is."""
+        """The memory that does not depend on the batch."""
         return self.parameters + self.gradients + self.optimizer_state + self.buckets
 
 

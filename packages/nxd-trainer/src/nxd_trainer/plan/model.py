@@ -1,4 +1,4 @@
-"""What a plan has to know of a model, and this package's own Llama told so; for others see `transformers_model`.
+"""The interface of models for a plan, and its implementation for our own Llama; for others see `transformers_model`.
 
 A model is made of what comes before its decoder layers, the layers, and what comes after them. Layers of one kind have
 the same class and parameters of the same shapes, so that one of each is enough to know them all.

@@ -1,6 +1,4 @@
-"""Which model is to be planned: that of a Hugging Face `config.json`, of a checkpoint, of single numbers, or of one and
-these.
-"""
+"""The model to plan: from a Hugging Face `config.json`, a checkpoint, single numbers, or a file and numbers."""
 
 import json
 from collections.abc import Mapping

@@ -1,7 +1,7 @@
-"""Counts what a computation would do, operation by operation, while nothing is computed.
+"""Counts the work of a computation, operation by operation, without computing anything.
 
-For tensors on the meta device. The memory of a computation is counted by nxd_pipeline's `StepMemory`; here it is cut
-into the segments that somebody else marks, together with the work and the messages of each.
+For tensors on the meta device. nxd_pipeline's `StepMemory` counts the memory of a computation; this module divides it
+into segments that the caller marks, together with the work and the messages of each.
 
 torch works out in Python what an operation on such tensors returns, which takes longer than everything else about it,
 and a plan runs the same layers many times: so `Outcomes` works it out once for each kind of inputs.
@@ -37,7 +37,7 @@ _ATTENTION_BACKWARD = {aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 @dataclass(frozen=True)
 class Operation:
-    """What one operation computes, and moves between memory and the arithmetic units.
+    """The arithmetic and the memory traffic of one operation.
 
     Attributes:
         flops: of matrix products and attention; causal attention computes half of the scores. Others count none.
@@ -85,7 +85,7 @@ class _Made(NamedTuple):
 
 
 class Outcomes:
-    """What operations on the meta device return; called in place of them."""
+    """Cached results of operations on the meta device; called in place of the operations."""
 
     def __init__(self) -> None:
         self._known: dict[Hashable, _Made | tuple[_Made, ...]] = {}

@@ -69,7 +69,7 @@ class Misfit:
 
 @dataclass(frozen=True)
 class Plan:
-    """What came of a job.
+    """The result of planning a job.
 
     Attributes:
         job: that was planned.

@@ -1,4 +1,4 @@
-"""What one microbatch does on one rank, measured on the real layers with tensors that have shapes and no memory.
+"""Profiles one microbatch on one rank: measured on the real layers, with tensors that have shapes and no memory.
 
 One process takes the place of the first rank of a tensor-parallel group that does not exist; torch's own "fake"
 transport moves nothing. A model with one decoder layer of each kind runs forward and backward there. Hooks tell
@@ -183,7 +183,7 @@ class Profiler:
                 del output
                 log.begin("head backward")
                 loss.backward()
-            except Exception as error:  # whatever a model does that tensors without memory cannot
+            except Exception as error:  # anything a model does that tensors without memory cannot
                 reason = " ".join(str(error).split())
                 raise ValueError(
                     f"{type(model).__name__} does not run on tensors without values, by which a plan is made: "

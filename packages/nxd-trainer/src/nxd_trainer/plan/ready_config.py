@@ -1,4 +1,4 @@
-"""A layout as what runs it: a recipe of `nxd train`, and the `neuronx_distributed_config(...)` that this means."""
+"""A layout as runnable config: a recipe of `nxd train`, and the equivalent `neuronx_distributed_config(...)` call."""
 
 import inspect
 from collections.abc import Mapping

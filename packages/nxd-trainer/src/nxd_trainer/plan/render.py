@@ -1,4 +1,4 @@
-"""A plan as text: the ranked table, the quickest layout in detail, what would help where none fits; and as JSON."""
+"""A plan as text: the ranked table, the quickest layout in detail, advice where none fits; and as JSON."""
 
 import json
 import math

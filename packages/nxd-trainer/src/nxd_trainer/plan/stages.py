@@ -1,4 +1,4 @@
-"""Which parts of the model each pipeline stage has, from the real model on the meta device, really cut."""
+"""The parts of the model on each pipeline stage, found by cutting the real model on the meta device."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

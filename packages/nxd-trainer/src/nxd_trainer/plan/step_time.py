@@ -1,4 +1,4 @@
-"""How long a training step takes, estimated: computation, messages by axis, the pipeline's idle time.
+"""Estimates the time of a training step: computation, messages by axis, the pipeline's idle time.
 
 A roofline (Williams et al. 2009): every operation takes as long as its arithmetic or its memory traffic, whichever is
 longer. Nothing overlaps, and no operations are fused: an estimate to compare layouts by, not a promise.

@@ -1,7 +1,7 @@
-"""Causal language models of transformers, told as a plan wants to know them; see `PlannedModel`.
+"""Causal language models of transformers with the interface that a plan needs; see `PlannedModel`.
 
-They are made without memory, as `nxd train` makes them, and split by their own plan. What a plan measures is a model
-that was left one layer of each kind.
+They are made without memory, as `nxd train` makes them, and split by their own plan. A plan measures a model reduced to
+one layer of each kind.
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,7 @@
 """The recipe: everything that defines a training run, as frozen dataclasses.
 
 A recipe is read from a TOML, YAML or JSON file plus `section.key=value` overrides, checked as a whole, and
-saved beside the run. What the keys mean to the model, the data or the loop is the business of those folders.
+saved beside the run. The model, the data and the loop interpret the keys.
 """
 
 from nxd_trainer.recipe.checks import RecipeError, check_layout, padded_vocab_size

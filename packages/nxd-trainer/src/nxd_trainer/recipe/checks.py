@@ -1,6 +1,6 @@
-"""Which combinations of a recipe's values make sense, and which parallel layouts they fit.
+"""Checks combinations of a recipe's values, and the parallel layouts they fit.
 
-Single values are checked where they are read; here are only rules over several keys.
+Single values are checked where they are read; this module only has rules over several keys.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from nxd_trainer.recipe.sections import ModelSection, Recipe, ScheduleName
 
 VOCAB_SIZE_MULTIPLE = 64
 
-# What a folder or a factory says itself of its model.
+# Keys that a folder or a factory determines itself.
 SIZES = [field for field in fields(ModelSection) if field.name not in ("path", "type", "factory", "config")]
 
 
@@ -119,7 +119,7 @@ def _pipeline_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:
         )
         yield ("pipeline.virtual_pipeline_size", "pipeline.schedule"), mistake
         return
-    if not recipe.model.has_these_sizes:  # who has the model counts its layers
+    if not recipe.model.has_these_sizes:  # layers are counted where the model is available
         return
     per_rank = virtual or default_stages_per_rank(schedule)
     size, layers = recipe.parallel.pipeline_parallel_size, recipe.model.num_hidden_layers

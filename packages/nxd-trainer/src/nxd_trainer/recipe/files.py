@@ -1,6 +1,6 @@
 """Reads and writes recipes, and lists their keys: files of TOML, YAML or JSON, overrides, plain dictionaries.
 
-Every mistake is collected before anything is raised. What combinations of values make sense is in checks.py.
+Every mistake is collected before anything is raised. `checks.py` checks combinations of values.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def recipe_from_dict(content: Mapping[str, object], overrides: Iterable[str] = (
     recipe = Recipe(**arguments | {name: cls(**arguments[name]) for name, cls in _section_types().items()})
     wrong_keys = given.keys() - values.keys()
     for keys, mistake in consistency_mistakes(recipe):
-        if wrong_keys.isdisjoint(keys):  # else it would complain about a default nobody chose
+        if wrong_keys.isdisjoint(keys):  # else it would complain about a default that the user did not choose
             mistakes.append(mistake)
     if mistakes:
         raise RecipeError(origin, mistakes)

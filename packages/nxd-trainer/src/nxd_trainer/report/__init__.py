@@ -1,7 +1,7 @@
-"""What a training run shows and leaves behind: a live line, metrics, the loss curve and a summary.
+"""The output of a training run: a live line, metrics, the loss curve and a summary.
 
-Only one rank writes; the others hold the same objects and stay silent. Nothing here knows the model: the loop
-hands over one `StepRecord` for each logged step.
+Only one rank writes; the others hold the same objects and stay silent. Reports do not know the model: the loop passes
+one `StepRecord` for each logged step.
 """
 
 from nxd_trainer.report.loss_curve import draw_loss_curve

@@ -90,8 +90,8 @@ TENSORBOARD_FOLDER = "tensorboard"
 class MetricsLog:
     """Writes the records of a run into its folder. A context manager.
 
-    The file never holds a step twice: what an earlier invocation logged after the step that this one goes on
-    from is cut off when it begins. Each line is on its way to the disk before `log` returns.
+    The file never holds a step twice: records that an earlier invocation logged after the step that this one resumes
+    from are cut off at the start. Each line is on its way to the disk before `log` returns.
 
     Args:
         folder: the run's folder; made if need be.

@@ -1,7 +1,6 @@
-"""What a run shows: a tqdm bar with the latest measures on a terminal, else one plain line per record; a last table.
+"""The display of a run: a tqdm bar with the latest measures on a terminal, else a plain line per record; a final table.
 
-Beside it the measures of the running process: how many tokens it gets through, and how much memory it has needed.
-Only the writer's rank shows anything.
+Also measures the running process: its throughput in tokens, and its peak memory. Only the writer's rank shows anything.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from tqdm import tqdm
 from nxd_trainer.report.metrics import StepRecord
 from nxd_trainer.units import show_count, show_duration, show_memory
 
-# What matters most stands first: a narrow terminal cuts off the end.
+# The most important first: a narrow terminal cuts off the end.
 BAR_FORMAT = "{n_fmt}/{total_fmt} {bar:10} ETA {remaining} | {desc}"
 
 
 class Progress:
-    """Shows how a run goes on. A context manager; `close` leaves the terminal in order.
+    """Shows the progress of a run. A context manager; `close` leaves the terminal in order.
 
     Args:
         last_step: the step at which this invocation ends.

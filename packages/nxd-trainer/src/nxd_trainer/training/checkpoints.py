@@ -1,6 +1,6 @@
-"""A run's checkpoints: what they hold, writing them at once or in the background, and resuming from one.
+"""A run's checkpoints: their contents, writing them at once or in the background, and resuming from one.
 
-They go through `save_checkpoint`'s and `load_checkpoint`'s own functions: where the run stands is user content, and
+They use the functions behind `save_checkpoint` and `load_checkpoint`: the position of the run is user content, and
 random streams are tensors of each rank.
 """
 
@@ -181,7 +181,7 @@ def _newest_tag(folder: Path) -> str | None:
 
 
 def _describe_run(state: RunState) -> dict[str, object]:
-    """What goes into a checkpoint beside tensors: what the run is, and where in its data it stands."""
+    """The contents of a checkpoint besides tensors: the description of the run, and its position in the data."""
     return {
         "step": state.step,
         "recipe": recipe_to_dict(state.recipe),
@@ -191,7 +191,7 @@ def _describe_run(state: RunState) -> dict[str, object]:
 
 
 def _describe_data(state: RunState) -> dict[str, object]:
-    """What the run's tokens and their split depend on."""
+    """The inputs that determine the run's tokens and their split."""
     return {"digest": state.corpus.digest, "held_out_fraction": state.recipe.data.held_out_fraction}
 
 

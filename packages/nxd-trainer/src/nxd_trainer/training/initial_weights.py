@@ -1,4 +1,4 @@
-"""What a run's weights are at its beginning, where its recipe names some, and whether two models are the same."""
+"""Loading a run's initial weights, where its recipe names some, and comparing two models."""
 
 from collections.abc import Callable
 from dataclasses import asdict
@@ -15,12 +15,12 @@ from nxd_trainer.hugging_face import CONFIG_FILE, complete_config, load_pretrain
 from nxd_trainer.model_description import ModelDescription, find_description
 from nxd_trainer.training.run_state import RunState, on_first_rank_of_each_host
 
-# What says how a config was written, or how a model is run.
+# Keys about how a config was written, or how a model is run.
 _NOT_COMPARED = ("architectures", "dtype", "torch_dtype", "transformers_version", "use_cache", "_name_or_path")
 
 
 def load_first_weights(state: RunState) -> None:
-    """Fill the model of a run with what it is to begin with, if the recipe names weights. By all ranks.
+    """Fill the model of a run with its initial weights, if the recipe names some. By all ranks.
 
     Raises:
         ValueError: as for `load_initial_weights`.
@@ -77,7 +77,7 @@ def _load_folder(model: NxDModel, optimizer: NxDOptimizer, folder: Path) -> None
 
 
 def _tell_weights(optimizer: NxDOptimizer) -> None:
-    """After weights have been loaded without their optimizer."""
+    """Notify the optimizer that weights have been loaded without their optimizer state."""
     if isinstance(optimizer.optimizer, NeuronZero1Optimizer):
         optimizer.optimizer.refresh_master_weights()
 
@@ -85,7 +85,7 @@ def _tell_weights(optimizer: NxDOptimizer) -> None:
 def model_differences(
     own: ModelDescription, other: ModelDescription, told: str, *, among: Callable[[str], bool] = lambda _: True
 ) -> list[str]:
-    """What another model has otherwise, such as "model.hidden_size is 64, there 128".
+    """The differences of another model, such as "model.hidden_size is 64, there 128".
 
     Args:
         own: one model.

@@ -153,7 +153,7 @@ def _renew_in_order(state: RunState) -> None:
     """
     if not records_graphs():
         return
-    step_boundary()  # what was loaded is there then, and no part of the next step's graph
+    step_boundary()  # loaded tensors are computed then, and not part of the next step's graph
     for tensor in _tensors(state):
         tensor.data = tensor.detach().cpu().to(tensor.device)
 

@@ -1,4 +1,4 @@
-"""Everything a training run holds on one rank, built from a recipe."""
+"""The state of a training run on one rank, built from a recipe."""
 
 import fcntl
 import os
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 class TrainBatches:
-    """What one training step after the other trains on.
+    """The batches of successive training steps.
 
     The position of the loader, which checkpoints hold, is that of the batches taken, not of those read ahead.
 
@@ -66,7 +66,7 @@ class TrainBatches:
 
 @dataclass
 class RunState:
-    """What a training run holds on one rank.
+    """The state of a training run on one rank.
 
     Attributes:
         description: of the model, for checkpoints.

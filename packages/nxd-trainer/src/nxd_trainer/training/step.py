@@ -1,6 +1,6 @@
-"""One optimizer step, and one evaluation: what is computed and what is communicated, in order.
+"""One optimizer step, and one evaluation: computation and communication, in order.
 
-`StepsUnderWay` begins steps whose values nobody has looked at: on an accelerator it computes one meanwhile.
+`StepsUnderWay` begins a step before the values of the last one are read, so that an accelerator stays busy.
 """
 
 from collections import deque
@@ -18,7 +18,7 @@ from nxd_trainer.training.run_state import RunState, concatenated, held_out_batc
 
 
 def take_step(state: RunState, *, stopping: bool = False) -> tuple[Tensor, Tensor | None]:
-    """A whole optimizer step, for whose values nothing here waits. On XLA it is one graph, which goes to the device.
+    """A whole optimizer step, without waiting for its values. On XLA it is one graph, which is sent to the device.
 
     Args:
         stopping: whether this rank has been asked to stop.

@@ -1,6 +1,6 @@
 """Folders as the Hugging Face hub has them: `model.safetensors`, or several files and `model.safetensors.index.json`.
 
-Only the tensors; configuration and tokenizer files are copied by whoever has them.
+Only the tensors; the caller copies configuration and tokenizer files.
 """
 
 from nxd_ckpt.interop.huggingface.reading import open_hugging_face

@@ -1,7 +1,7 @@
 """Opening a NeuronX Distributed checkpoint: all ranks' files as one set of whole tensors, none of them in memory.
 
-What ranks are supposed to hold alike is compared bit by bit, so a sharding that was not declared is an error and not a
-tensor of one rank's values.
+Tensors that should be equal on all ranks are compared bit by bit, so an undeclared sharding raises an error instead of
+giving one rank's values.
 """
 
 import os

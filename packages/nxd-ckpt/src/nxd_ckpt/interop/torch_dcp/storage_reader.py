@@ -54,12 +54,12 @@ class NxdStorageReader(StorageReader):
         self._is_alone = False
 
     def reset(self, checkpoint_id: "str | os.PathLike[str] | None" = None) -> None:
-        """Takes path and tag from torch's `checkpoint_id`, if there is one."""
+        """Takes path and tag from torch's `checkpoint_id`, if given."""
         if checkpoint_id is not None:
             self._path, self._tag = split_checkpoint_id(checkpoint_id)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """What torch's planners ask for: types and shapes, each tensor as if it were one piece.
+        """The metadata that torch's planners need: types and shapes, each tensor as if it were one piece.
 
         Raises:
             CheckpointError: there is no such checkpoint.
@@ -121,7 +121,7 @@ class NxdStorageReader(StorageReader):
 
 
 class _PlannedState(Mapping[str, ShardedTensor]):
-    """A plan's items as what a load is to fill. They are resolved when `load` looks, as errors reach all ranks there.
+    """A plan's items as the destinations of a load. They are resolved inside `load`, where errors reach all ranks.
 
     Attributes:
         tensors: each item and the planner's memory for it.

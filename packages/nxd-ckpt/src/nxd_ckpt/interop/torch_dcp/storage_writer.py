@@ -108,7 +108,7 @@ class NxdStorageWriter(StorageWriter):
 
 
 class _PlannedState(Mapping[str, ShardedTensor]):
-    """A plan's items as the state of a save. They are resolved when `save` looks, as errors reach all ranks there."""
+    """A plan's items as the state of a save. They are resolved inside `save`, where errors reach all ranks."""
 
     def __init__(self, plan: SavePlan, planner: SavePlanner) -> None:
         self._plan, self._planner = plan, planner
