@@ -156,7 +156,8 @@ seed = 0
 {BUILD}{TRAIN}{SAVE}{TRAIN}
 without_stop, seed = losses, 1
 {BUILD}{LOAD}{TRAIN}
-print(user_content["total_steps"], losses == without_stop, losses != [None, None], flush=True)
+line = " ".join(map(str, [user_content["total_steps"], losses == without_stop, losses != [None, None]]))
+print(line + "\\n", end="", flush=True)  # in one piece: four ranks print
 nxd.parallel_state.destroy_model_parallel()
 """
 
