@@ -161,8 +161,8 @@ class Schema:
             if table is None:
                 put[name] = value
             else:
-                held = _literal(put.get(table))
-                put[table] = {**(held if isinstance(held, Mapping) else {}), name[len(table) + 1 :]: _literal(value)}
+                held = literal(put.get(table))
+                put[table] = {**(held if isinstance(held, Mapping) else {}), name[len(table) + 1 :]: literal(value)}
         return put
 
     def _unknown(self, name: str) -> str:
@@ -236,7 +236,7 @@ def _parse_tuple(element_types: tuple[Any, ...], bounds: Mapping[str, float], va
 
 
 def _parse_table(value: object) -> dict[str, Any]:
-    table = _literal(value)
+    table = literal(value)
     if not isinstance(table, Mapping) or not _can_be_written(table):
         raise ValueError
     return dict(table)
@@ -251,7 +251,7 @@ def _can_be_written(value: object) -> bool:
     return isinstance(value, (str, int)) or (isinstance(value, float) and math.isfinite(value))
 
 
-def _literal(value: object) -> object:
+def literal(value: object) -> object:
     """A value as a table holds it: of a command line's text what JSON says it is, if it says anything."""
     if not isinstance(value, str):
         return value

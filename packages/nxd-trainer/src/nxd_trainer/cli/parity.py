@@ -1,19 +1,18 @@
 """`nxd parity`: checks that a layout computes the same as one process, and finds the first tensor that differs."""
 
 import argparse
-import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nxd_trainer.cli.command import Commands, add_nproc, leave_mesh, reports_user_errors, started_ranks
+from nxd_trainer.options import literal
 from nxd_trainer.recipe import load_recipe
 
 if TYPE_CHECKING:
-    from nxd_trainer.parity import ParityCase
+    from nxd_trainer.parity import ParityCase, ParityReport
 
 EXIT_DIFFERENT = 3  # 1 is what a rank that fails ends with
-RTOL_TO_REMEMBER = 1e-10  # rounding in float64
 FLAGS = ("nproc", "help", "dtype", "rtol", "compare-steps", "hf")
 
 
@@ -67,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
     if os.environ.get("RANK", "0") == "0":
         print(report)
         if options.hf is not None and report.agrees:
-            print(_remember(options, report.rtol))
+            print(_remember(options.hf, report))
     leave_mesh()
     return 0 if report.agrees else EXIT_DIFFERENT
 
@@ -97,20 +96,17 @@ def _case(options: argparse.Namespace) -> "ParityCase":
     return case
 
 
-def _remember(options: argparse.Namespace, rtol: float) -> str:
-    if options.dtype != "float64" or rtol > RTOL_TO_REMEMBER:
-        return f"Nothing is remembered: that takes float64 and a tolerance of {RTOL_TO_REMEMBER:g} or less"
-    from nxd_trainer.parity.architecture import remember_equal  # noqa: PLC0415
+def _remember(folder: Path, report: "ParityReport") -> str:
+    import torch  # noqa: PLC0415
 
-    return reports_user_errors(lambda: remember_equal(options.hf))
+    from nxd_trainer.parity.architecture import remember_equal  # noqa: PLC0415
+    from nxd_trainer.parity.compare import TOLERANCES  # noqa: PLC0415
+
+    tolerance = TOLERANCES[torch.float64]
+    if report.dtype != "float64" or report.rtol > tolerance:
+        return f"Nothing is remembered: that takes float64 and a tolerance of {tolerance:g} or less"
+    return reports_user_errors(lambda: remember_equal(folder))
 
 
 def _config_changes(settings: list[str]) -> dict[str, Any]:
-    """Keys of a config; values are JSON, or else text."""
-    changes: dict[str, Any] = {}
-    for key, _, value in (setting.partition("=") for setting in settings):
-        try:
-            changes[key] = json.loads(value)
-        except ValueError:
-            changes[key] = value
-    return changes
+    return {key: literal(value) for key, _, value in (setting.partition("=") for setting in settings)}

@@ -109,8 +109,8 @@ def small_config(config: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: transformers has no causal language model for the config, or it is one of text and more.
     """
-    content = _of_text_decoder(config)
-    names: Mapping[str, str] = model_on_meta(content).config.attribute_map
+    content, outline = _text_decoder(config)
+    names: Mapping[str, str] = outline.config.attribute_map
     small = {**content, "dtype": "float32", "use_cache": False}
     small.pop("quantization_config", None)
     for name, size in SMALL_SIZES.items():
@@ -143,26 +143,26 @@ def small_model(content: Mapping[str, Any]) -> nn.Module:
 
 def remember_equal(folder: Path) -> str:
     """Let this user's models of the folder's type be split by their own plan; says where that is written down."""
-    outline = model_on_meta(_of_text_decoder(read_config(folder)))
+    _, outline = _text_decoder(read_config(folder))
     record = hf.remember_as_compared(outline)
     return f"Models of type {outline.config.model_type!r} are split by their own plan from now on: {record}"
 
 
-def _of_text_decoder(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The complete config, of the causal language model of its type.
+def _text_decoder(config: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
+    """The causal language model of a config's type: its complete config, and the model without memory.
 
     Raises:
         ValueError: transformers has no such model, or it is one of text and more.
     """
     headless = {name: value for name, value in config.items() if name != "architectures"}
     content = complete_config(with_architecture(headless))
-    nested = [name for name in ("text_config", "vision_config", "audio_config") if content.get(name) is not None]
-    if nested:
+    outline = model_on_meta(content)
+    if outline.config.get_text_config() is not outline.config:
         raise ValueError(
-            f"model_type={content['model_type']} is a model of text and more ({', '.join(nested)}); give a folder "
-            "whose config.json is that of its text decoder"
+            f"model_type={content['model_type']} is a model of text and more; give a folder whose config.json is that "
+            "of its text decoder"
         )
-    return content
+    return content, outline
 
 
 def _lists_of_layers(content: Mapping[str, Any], key: str) -> dict[str, Any]:
