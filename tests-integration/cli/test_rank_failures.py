@@ -169,9 +169,11 @@ def test_fault_of_a_rank_ends_all_ranks_and_is_named(tmp_path, fault, place, tra
 
     assert code not in (0, None)
     lines = training.lines_of_failure()
-    if fault == "raise":
-        shown = "made to fail" if place == "save" else "rank 1 failed:"
-        assert shown in lines[0], training.errors
+    if fault == "raise" and place == "save":
+        assert lines[0].startswith("nxd train: saving checkpoint"), training.errors
+        assert "  rank 1: RuntimeError: made to fail" in training.errors
+    elif fault == "raise":
+        assert lines[0] == "rank 1 failed:", training.errors
         assert training.errors.count("Traceback (most recent call last)") <= 1 or transport == "torchrun"
     elif fault == "SIGKILL":
         assert "rank 1 " in lines[0], training.errors

@@ -5,6 +5,7 @@
 
 import inspect
 import os
+import socket
 from datetime import timedelta
 from typing import Any
 
@@ -45,6 +46,17 @@ def _fresh_store(rank: int, world_size: int, timeout: timedelta | None) -> dist.
         _launcher_stores[_launch()] = store
     start = store.add(f"nxd_state/starts_of_rank_{rank}", 1)
     return dist.PrefixStore(f"nxd_state/start_{start}", store)
+
+
+def serve_store(listener: socket.socket) -> dist.TCPStore:
+    """Serve the key-value store through which the ranks of a launch meet.
+
+    Args:
+        listener: a listening socket, which the store takes over. Whoever reaches its address can read and set keys, so
+            ranks of one machine should meet on the loopback interface.
+    """
+    host, port = listener.getsockname()[:2]
+    return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def launcher_store() -> dist.Store | None:

@@ -53,18 +53,12 @@ def launch_ranks(nproc: int, command: Sequence[str]) -> int:
         for rank in range(nproc):
             ranks.start(
                 command,
-                environment | {"RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0"},
+                environment | {"RANK": str(rank), "LOCAL_RANK": str(rank), "ROLE_RANK": str(rank)},
             )
         # Imported now: it takes seconds, in which the ranks do the same. Until then they wait for the connection.
-        from torch.distributed import TCPStore  # noqa: PLC0415
+        from nxd_state import serve_store  # noqa: PLC0415
 
-        store = TCPStore(
-            _LOOPBACK,
-            listener.getsockname()[1],
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=os.dup(listener.fileno()),
-        )
+        store = serve_store(listener)
         return _wait(ranks, store)
 
 
@@ -73,6 +67,10 @@ def _environment(nproc: int, port: int) -> dict[str, str]:
     own = {
         "WORLD_SIZE": str(nproc),
         "LOCAL_WORLD_SIZE": str(nproc),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_NAME": "default",
+        "ROLE_WORLD_SIZE": str(nproc),
         "MASTER_ADDR": _LOOPBACK,
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is served here, not by rank 0
