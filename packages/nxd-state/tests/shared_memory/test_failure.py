@@ -152,7 +152,7 @@ def test_ranks_that_disagree_raise_everywhere_and_say_what_each_does(what, first
         group = shared_group()
         with pytest.raises(nxd_state.SharedMemoryError) as raised:
             differs(what, group)
-        with pytest.raises(nxd_state.SharedMemoryError, match="is of no more use"):
+        with pytest.raises(nxd_state.SharedMemoryError, match="can no longer be used"):
             nxd_state.barrier(group)
         return str(raised.value)
 

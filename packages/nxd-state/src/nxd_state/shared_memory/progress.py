@@ -154,7 +154,7 @@ class Progress:
             )
         if lane.channel.error is not None:
             raise SharedMemoryError(
-                f"{lane.channel.title} is of no more use: {lane.channel.error}"
+                f"{lane.channel.title} can no longer be used: {lane.channel.error}"
             ) from lane.channel.error
         operation = Operation(lane, steps)
         with self._lock:
