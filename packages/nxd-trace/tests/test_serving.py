@@ -19,7 +19,7 @@ import tiny_decoder
 from nxd_state.testing import deadline
 from nxd_trace.generation import SamplingSettings, choose_token, compile_generator
 from nxd_trace.serving import CompletionService, Job, RequestError, Scheduler, ServerLimits, make_app
-from nxd_trace.serving.text import TextStream
+from nxd_trace.serving.text import StopText, TextStream
 from starlette.requests import Request as StarletteRequest
 from starlette.testclient import TestClient
 
@@ -262,7 +262,7 @@ def test_text_is_held_back_until_its_characters_are_whole():
 
 
 def test_text_that_may_begin_a_stop_text_is_held_back():
-    stream = TextStream(lambda tokens: bytes(tokens).decode(), stop=("ab!",))
+    stream = TextStream(lambda tokens: bytes(tokens).decode(), stop=[StopText("ab!")])
 
     assert [stream.push(byte) for byte in b"xaabc"] == ["x", "", "a", "", "abc"]
     assert stream.rest() == ""
@@ -322,7 +322,7 @@ async def row_is_freed(service) -> None:
 
 def test_a_stream_that_nobody_reads_any_more_frees_its_row(gated):
     async def read_one_piece():
-        pieces = gated.service.start(GREEDY | {"max_tokens": 30}).pieces()
+        pieces = (await gated.service.start(json.dumps(GREEDY | {"max_tokens": 30}).encode())).pieces()
         await anext(pieces)
         await pieces.aclose()
         gated.permits.release()  # for the step that is under way
