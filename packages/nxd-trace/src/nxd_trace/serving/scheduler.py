@@ -20,7 +20,7 @@ from nxd_trace.serving.errors import RequestError, headline
 _log = logging.getLogger("nxd_trace.serving")
 
 _SECONDS_BETWEEN_LOOKS = 1.0  # at workers that have nothing to do
-_SECONDS_TO_CLOSE = 5.0
+_SECONDS_TO_CLOSE = 2.0
 
 
 @dataclass(frozen=True)

@@ -23,31 +23,26 @@ _SECONDS_TO_TAKE_ERRORS = 1.0  # for clients whose requests have been ended
 _FULL = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 
 
-def serve(
-    service: CompletionService, *, host: str = "127.0.0.1", port: int = 8000, shutdown_timeout: float = 30.0
-) -> None:
+def serve(service: CompletionService, *, host: str = "127.0.0.1", port: int = 8000) -> None:
     """Answer requests until a signal comes. Port 0 takes a free one, which the log names.
 
-    At SIGINT or SIGTERM no more requests are taken. Those that run are finished, or ended with an error after
-    `shutdown_timeout`; then this returns. A second signal ends the process at once, and its workers with it.
+    At SIGINT or SIGTERM no more requests are taken. Those that run are finished, or ended with an error after the
+    limit `shutdown_timeout`; then this returns. A second signal ends the process at once, and its workers with it.
 
     Args:
         service: that answers; it is closed at the end.
         host: address to listen at.
         port: to listen at.
-        shutdown_timeout: seconds.
 
     Raises:
-        ValueError: starlette or uvicorn is not installed, or a port or time that cannot be.
+        ValueError: starlette or uvicorn is not installed, or there is no such port.
         WorkerError: the workers failed more often than they may be started again.
         SystemExit: the address cannot be listened at, which the log explains.
     """
     check_installed()
     if not 0 <= port < 1 << 16:
         raise ValueError(f"port={port} must be from 0 to {(1 << 16) - 1}")
-    if not shutdown_timeout >= 0:
-        raise ValueError(f"shutdown_timeout={shutdown_timeout} must be 0 or more")
-    _make_server(service, host, port, shutdown_timeout).run()
+    _make_server(service, host, port).run()
     if not service.scheduler.has_ended:
         _log.warning("the model is still busy; ending the process without waiting for it")
         os._exit(0)  # which ends the workers
@@ -56,7 +51,7 @@ def serve(
         raise WorkerError(f"the workers failed too often: {headline(failure)}") from failure
 
 
-def _make_server(service: CompletionService, host: str, port: int, shutdown_timeout: float) -> uvicorn.Server:
+def _make_server(service: CompletionService, host: str, port: int) -> uvicorn.Server:
     import uvicorn  # noqa: PLC0415 - optional
     from uvicorn.config import LOGGING_CONFIG  # noqa: PLC0415 - optional
     from uvicorn.protocols.http.h11_impl import H11Protocol  # noqa: PLC0415 - optional
@@ -73,9 +68,9 @@ def _make_server(service: CompletionService, host: str, port: int, shutdown_time
             return await super().on_tick(counter) or service.scheduler.has_given_up
 
         async def shutdown(self, sockets: Any = None) -> None:
-            loop = asyncio.get_running_loop()
-            loop.call_later(shutdown_timeout, service.scheduler.end_requests)
-            loop.call_later(shutdown_timeout + _SECONDS_TO_TAKE_ERRORS, connections.abort)
+            loop, timeout = asyncio.get_running_loop(), service.limits.shutdown_timeout
+            loop.call_later(timeout, service.scheduler.end_requests)
+            loop.call_later(timeout + _SECONDS_TO_TAKE_ERRORS, connections.abort)
             await super().shutdown(sockets)
 
     log_config = deepcopy(LOGGING_CONFIG)

@@ -47,6 +47,7 @@ class ServerLimits:
         max_connections: at a time. Beyond it a new one takes the place of the one that has been idle for longest.
         client_timeout: seconds that a client may take to begin a request, to send its body, and to take what it is
             sent.
+        shutdown_timeout: seconds for running requests, once the server has been told to end.
 
     Raises:
         ValueError: a limit that is not positive.
@@ -57,6 +58,7 @@ class ServerLimits:
     max_body_bytes: int = 1 << 20
     max_connections: int = 1024
     client_timeout: float = 30.0
+    shutdown_timeout: float = 30.0
 
     def __post_init__(self) -> None:
         for field in fields(self):
