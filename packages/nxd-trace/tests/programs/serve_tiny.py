@@ -2,8 +2,8 @@
 
     python serve_tiny.py [LIMITS [RESTARTS [STEPS]]]
 
-The first two are JSON, as `ServerLimits` and `RestartPolicy` have them. Process ids of the workers are printed. After so
-many STEPS of the model each further one waits for a line on standard input.
+The first two are JSON, as `ServerLimits` and `RestartPolicy` have them. The workers' process ids and the model's folder are
+printed. After so many STEPS of the model each further one waits for a line on standard input.
 """
 
 import json
@@ -47,7 +47,7 @@ def main(limits: str = "{}", restarts: str = "{}", num_steps: str = "") -> None:
     with compile_generator(tiny_decoder.TinyDecoder, compiler="export", progress=False, **sizes) as generator:
         if num_steps:
             gate(generator.engine, int(num_steps))
-        print(*generator.model.worker_pids, flush=True)
+        print(json.dumps({"workers": generator.model.worker_pids, "folder": str(generator.model.folder)}), flush=True)
         policy = {"limits": ServerLimits(**json.loads(limits)), "restarts": RestartPolicy(**json.loads(restarts))}
         serve(CompletionService(generator.engine, Letters(), model="tiny", **policy), port=0)
 
