@@ -10,7 +10,7 @@ import pytest
 import serve_tiny as program
 import tiny_decoder
 from nxd_trace.generation import compile_generator
-from nxd_trace.serving import CompletionService, ServerLimits, make_app
+from nxd_trace.serving import CompletionService, make_app
 from nxd_trace.serving.text import StopText, TextStream
 from starlette.testclient import TestClient
 from tiny_server import TinyServer
@@ -127,7 +127,21 @@ def test_a_prompt_is_tokenized_while_the_server_answers_others(generator):
     assert answered == [True]
 
 
-PARTS = ["[]", "{}", '""', "300", "1e9", '"ab"', "[0]", '{"a":1}', "null", '"\\ud83d\\ude00"', '"[é😀"', "-0.5", "1" * 400]
+PARTS = [
+    "[]",
+    "{}",
+    '""',
+    "300",
+    "1e9",
+    '"ab"',
+    "[0]",
+    '{"a":1}',
+    "null",
+    '"\\ud83d\\ude00"',
+    '"[é😀"',
+    "-0.5",
+    "1" * 400,
+]
 
 
 def hostile_body(rng, num_bytes):
@@ -156,7 +170,9 @@ def test_random_requests_to_every_endpoint_are_answered_within_ten_times_their_m
         for _ in range(25):
             body = hostile_body(rng, rng.choice([10, 1000, 1 << 18]))
             method = rng.choice(["POST", "POST", "POST", "GET", "PUT", "DELETE", "OPTIONS", "HEAD"])
-            path = rng.choice(["/v1/completions"] * 3 + ["/v1/models", "/health", "/metrics", "/%00", "/v1/" + "x" * 999])
+            path = rng.choice(
+                ["/v1/completions"] * 3 + ["/v1/models", "/health", "/metrics", "/%00", "/v1/" + "x" * 999]
+            )
             before, _ = tracemalloc.get_traced_memory()
             tracemalloc.reset_peak()
 
@@ -173,7 +189,25 @@ def test_random_requests_to_every_endpoint_are_answered_within_ten_times_their_m
 @pytest.mark.parametrize("seed", range(4))
 def test_random_fields_are_answered_and_leave_the_server_well(client, seed):
     rng = random.Random(seed)
-    values = [None, True, -1, 0, 1, 2**63, 10**300, 0.5, float("nan"), float("inf"), "", "a", "\ud800", [], ["a"], {}, [[]]]
+    values = [
+        None,
+        True,
+        -1,
+        0,
+        1,
+        2**63,
+        10**300,
+        0.5,
+        float("nan"),
+        float("inf"),
+        "",
+        "a",
+        "\ud800",
+        [],
+        ["a"],
+        {},
+        [[]],
+    ]
     fields = ["prompt", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "stream", "n", "model", "suffix"]
     for _ in range(40):
         body = {"prompt": "a", "max_tokens": 2} | {rng.choice(fields): rng.choice(values) for _ in range(3)}
@@ -224,9 +258,12 @@ def test_the_body_of_a_refused_request_is_not_read_for_ever(impatient, deadline,
 
 
 def test_a_client_that_takes_no_answers_is_cut_off(impatient, deadline):
-    with impatient.connect(deadline(20)) as client, pytest.raises(ConnectionError):
+    def ask_for_ever(client):
         while True:
             client.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n" * 1000)
+
+    with impatient.connect(deadline(20)) as client, pytest.raises(ConnectionError):
+        ask_for_ever(client)
 
 
 @pytest.fixture(scope="module")
@@ -259,7 +296,13 @@ def test_connections_beyond_those_that_are_busy_are_refused(small, deadline):
 
 def test_good_requests_are_answered_beside_hostile_ones(impatient, deadline):
     """The light form of `tools/bench/hostile_clients.py`."""
-    hostile = [b"", HEAD, HEAD + b"Content-Length: 99\r\n\r\n{", b"\x00" * 999, HEAD + b"Content-Length: 99999999\r\n\r\n"]
+    hostile = [
+        b"",
+        HEAD,
+        HEAD + b"Content-Length: 99\r\n\r\n{",
+        b"\x00" * 999,
+        HEAD + b"Content-Length: 99999999\r\n\r\n",
+    ]
     with ExitStack() as stack:
         for number in range(100):
             client = stack.enter_context(impatient.connect(deadline(20)))

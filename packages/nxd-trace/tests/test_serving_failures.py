@@ -191,14 +191,13 @@ def test_sigterm_ends_requests_with_an_error_at_the_deadline_even_while_a_step_t
 
 
 def test_a_second_signal_ends_the_server_at_once(deadline):
-    with TinyServer(steps=5) as server:
-        with server.post(GREEDY | {"stream": True}, deadline(60)) as answer:
-            first_event(answer)
-            server.process.send_signal(signal.SIGINT)
-            server.log_until("Waiting for connections to close")
-            server.process.send_signal(signal.SIGTERM)
+    with TinyServer(steps=5) as server, server.post(GREEDY | {"stream": True}, deadline(60)) as answer:
+        first_event(answer)
+        server.process.send_signal(signal.SIGINT)
+        server.log_until("Waiting for connections to close")
+        server.process.send_signal(signal.SIGTERM)
 
-            assert server.wait(deadline(60)) == 128 + signal.SIGTERM
+        assert server.wait(deadline(60)) == 128 + signal.SIGTERM
 
 
 def test_a_server_without_requests_ends_at_sigterm_and_leaves_nothing_behind(deadline):

@@ -2,8 +2,8 @@
 
     python serve_tiny.py [LIMITS [RESTARTS [STEPS]]]
 
-The first two are JSON, as `ServerLimits` and `RestartPolicy` have them. The workers' process ids and the model's folder are
-printed. After so many STEPS of the model each further one waits for a line on standard input.
+The first two are JSON, as `ServerLimits` and `RestartPolicy` have them. The workers' process ids and the model's folder
+are printed. After so many STEPS of the model each further one waits for a line on standard input.
 """
 
 import json

@@ -144,9 +144,7 @@ def _prompts(prompt: Any, model: ServedModel) -> list[list[int]]:
     if not isinstance(prompt, list) or not prompt:
         raise RequestError(400, "prompt must be a text, a list of texts, or token ids", "prompt")
     if len(prompt) > model.max_prompts:
-        raise RequestError(
-            400, f"the request has {len(prompt)} prompts; send {model.max_prompts} or fewer", "prompt"
-        )
+        raise RequestError(400, f"the request has {len(prompt)} prompts; send {model.max_prompts} or fewer", "prompt")
     return [_tokens(part, model) for part in prompt]
 
 

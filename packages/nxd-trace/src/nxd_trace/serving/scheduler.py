@@ -16,7 +16,6 @@ from nxd_trace.generation import GenerationEngine, RunningSequence, SamplingSett
 from nxd_trace.generation.engine import FinishReason
 from nxd_trace.serving.errors import RequestError, headline
 
-
 _log = logging.getLogger("nxd_trace.serving")
 
 _SECONDS_BETWEEN_LOOKS = 1.0  # at workers that have nothing to do
@@ -97,9 +96,7 @@ class Scheduler:
         has_given_up: whether the thread has ended because the model failed too often.
     """
 
-    def __init__(
-        self, engine: GenerationEngine, max_waiting: int = 64, restarts: RestartPolicy | None = None
-    ) -> None:
+    def __init__(self, engine: GenerationEngine, max_waiting: int = 64, restarts: RestartPolicy | None = None) -> None:
         self._engine = engine
         self._max_waiting = max_waiting
         self._restarts = restarts or RestartPolicy()

@@ -59,6 +59,8 @@ def _make_server(service: CompletionService, host: str, port: int) -> uvicorn.Se
     connections = Connections(service.limits)
 
     class Server(uvicorn.Server):
+        should_exit: bool
+
         def handle_exit(self, sig: int, frame: Any) -> None:
             if self.should_exit:
                 os._exit(128 + sig)

@@ -39,7 +39,7 @@ def add_parser(commands: Commands) -> None:
         type=float,
         default=30,
         metavar="S",
-        help="seconds for running requests after SIGTERM or SIGINT; a second signal ends at once (default: %(default)s)",
+        help="seconds for running requests after SIGTERM; a second signal ends at once (default: %(default)s)",
     )
     parser.add_argument(
         "--max-restarts",
