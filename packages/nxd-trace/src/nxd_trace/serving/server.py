@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import resource
 from collections.abc import Awaitable, Callable
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("nxd_trace.serving")
 
 _SECONDS_TO_TAKE_ERRORS = 1.0  # for clients whose requests have been ended
+_OTHER_FILES = 128  # beside connections
 _FULL = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 
 
@@ -57,6 +59,7 @@ def _make_server(service: CompletionService, host: str, port: int) -> uvicorn.Se
     from uvicorn.protocols.http.h11_impl import H11Protocol  # noqa: PLC0415 - optional
 
     connections = Connections(service.limits)
+    _allow_files(service.limits.max_connections + _OTHER_FILES)
 
     class Server(uvicorn.Server):
         should_exit: bool
@@ -88,6 +91,17 @@ def _make_server(service: CompletionService, host: str, port: int) -> uvicorn.Se
         log_config=log_config,
     )
     return Server(config)
+
+
+def _allow_files(number: int) -> None:
+    """Raise this process's limit of open files, as far as it may."""
+    allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if allowed == resource.RLIM_INFINITY or allowed >= number:
+        return
+    allowed = number if most == resource.RLIM_INFINITY else min(number, most)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, most))
+    if allowed < number:
+        _log.warning("max_connections needs %d open files, and only %d are allowed; raise ulimit -n", number, allowed)
 
 
 class Connections:
