@@ -176,7 +176,7 @@ def test_what_choosing_one_prompts_token_raises_fails_that_prompt_alone(client, 
     assert complete(client).json()["choices"][0]["text"] == TEXT
 
 
-@pytest.mark.parametrize("body", [b"prompt=once", b"[" * 100])
+@pytest.mark.parametrize("body", [b"prompt=once", b"[" * 100, json.dumps(GREEDY).encode("utf-16")])
 def test_a_body_that_is_no_json_is_refused(generator, body):
     with TestClient(make_app(CompletionService(generator.engine, LETTERS, model="tiny"))) as client:
         response = client.post("/v1/completions", content=body)

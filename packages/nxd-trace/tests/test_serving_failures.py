@@ -2,8 +2,10 @@
 
 import json
 import os
+import queue
 import signal
 import threading
+import time
 
 import pytest
 from nxd_trace.generation import SamplingSettings
@@ -52,13 +54,19 @@ class FailingEngine:
             raise RuntimeError("a worker died")
 
 
+def wait_until(condition):
+    give_up = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < give_up
+
+
 def job_for(delivered):
-    return Job([1], SamplingSettings(), delivered.append)
+    return Job([1], SamplingSettings(), delivered.put)
 
 
 def test_a_full_queue_refuses_and_a_failure_ends_all_that_wait():
     engine = FailingEngine(num_failures=1)
-    delivered = []
+    delivered = queue.Queue()
     with Scheduler(engine, max_waiting=1, restarts=RestartPolicy(first_delay=7.5)) as scheduler:
         scheduler.submit([job_for(delivered)])
         assert engine.joined.wait(60)
@@ -66,10 +74,8 @@ def test_a_full_queue_refuses_and_a_failure_ends_all_that_wait():
         with pytest.raises(RequestError, match="the queue is full"):
             scheduler.submit([job_for(delivered)])
         engine.go_on.set()
-        while len(delivered) < 2:
-            pass
 
-        assert [str(error) for error in delivered] == ["a worker died"] * 2
+        assert [str(delivered.get(timeout=60)) for _ in range(2)] == ["a worker died"] * 2
         with pytest.raises(RequestError, match="does not run: a worker died; try again later") as refused:
             scheduler.submit([job_for(delivered)])
         assert (refused.value.status, refused.value.headers) == (503, {"Retry-After": "8"})
@@ -77,13 +83,12 @@ def test_a_full_queue_refuses_and_a_failure_ends_all_that_wait():
 
 def test_a_model_that_failed_is_restarted_until_it_runs_and_then_takes_prompts(caplog):
     engine = FailingEngine(num_failures=3)
-    delivered = []
+    delivered = queue.Queue()
     with Scheduler(engine, restarts=RestartPolicy(max_restarts=3, first_delay=0.0)) as scheduler:
         engine.go_on.set()
         scheduler.submit([job_for(delivered)])
         assert engine.restarted.wait(60)
-        while scheduler.failure is not None:
-            pass
+        wait_until(lambda: scheduler.failure is None)
         scheduler.submit([])
 
     lines = [record.getMessage() for record in caplog.records if record.name == "nxd_trace.serving"]
@@ -95,14 +100,13 @@ def test_a_model_that_fails_too_often_is_given_up(caplog):
     engine = FailingEngine(num_failures=3)
     scheduler = Scheduler(engine, restarts=RestartPolicy(max_restarts=2, first_delay=0.0))
     engine.go_on.set()
-    scheduler.submit([job_for([])])
-    while not scheduler.has_ended:
-        pass
+    scheduler.submit([job_for(queue.Queue())])
+    wait_until(lambda: scheduler.has_ended)
 
     assert scheduler.has_given_up
     assert "a worker died; giving up after 2 restarts in 600 s" in caplog.text
     with pytest.raises(RequestError, match="does not run: a worker died"):
-        scheduler.submit([job_for([])])
+        scheduler.submit([job_for(queue.Queue())])
 
 
 def test_delays_between_restarts_double_up_to_the_longest(caplog):
@@ -110,9 +114,8 @@ def test_delays_between_restarts_double_up_to_the_longest(caplog):
     delays = RestartPolicy(max_restarts=5, first_delay=0.001, longest_delay=0.004)
     scheduler = Scheduler(engine, restarts=delays)
     engine.go_on.set()
-    scheduler.submit([job_for([])])
-    while not scheduler.has_ended:
-        pass
+    scheduler.submit([job_for(queue.Queue())])
+    wait_until(lambda: scheduler.has_ended)
 
     lines = [record.args[1] for record in caplog.records if "starting" in record.msg]
     assert lines == [0.001, 0.002, 0.004, 0.004, 0.004]

@@ -24,7 +24,7 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
 _LARGE_BODY_BYTES = 1 << 16
-_MAX_LARGE_BODIES = 64  # that are received at a time
+_MAX_LARGE_BODIES = 64  # that are received or read at a time
 _SECONDS_TO_READ_ON = 1.0
 
 
@@ -91,7 +91,12 @@ class _Endpoints:
         return answer
 
     async def completions(self, request: Request) -> Response:
-        completions = await self._service.start(await self._body(request))
+        data = bytearray()
+        try:
+            await self._receive(request, data)
+            completions = await self._service.start(bytes(data))
+        finally:
+            self._num_large_bodies -= len(data) > _LARGE_BODY_BYTES
         if completions.stream:
             return self._stream(completions)
         try:
@@ -125,14 +130,13 @@ class _Endpoints:
 
         return PlainTextResponse(self._service.metrics_text(), media_type="text/plain; version=0.0.4")
 
-    async def _body(self, request: Request) -> bytes:
-        """Within the limits of bytes and seconds."""
+    async def _receive(self, request: Request, data: bytearray) -> None:
+        """The body, within the limits of bytes and seconds."""
         from starlette.requests import ClientDisconnect  # noqa: PLC0415 - optional
 
         limits = self._service.limits
         announced = request.headers.get("content-length", "")
-        self._check_size(int(announced) if announced.isdecimal() and len(announced) < 20 else 0)
-        data = bytearray()
+        self._check_size(int(announced) if announced.isdecimal() else 0)
         try:
             async with asyncio.timeout(limits.client_timeout):
                 async for chunk in request.stream():
@@ -145,9 +149,6 @@ class _Endpoints:
             raise RequestError(
                 408, f"the request was not received within {limits.client_timeout:g} s; send it faster"
             ) from error
-        finally:
-            self._num_large_bodies -= len(data) > _LARGE_BODY_BYTES
-        return bytes(data)
 
     def _check_size(self, num_bytes: int) -> None:
         limit = self._service.limits.max_body_bytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import resource
@@ -44,7 +45,12 @@ def serve(service: CompletionService, *, host: str = "127.0.0.1", port: int = 80
     check_installed()
     if not 0 <= port < 1 << 16:
         raise ValueError(f"port={port} must be from 0 to {(1 << 16) - 1}")
-    _make_server(service, host, port).run()
+    server = _make_server(service, host, port)
+    gc.freeze()  # or each full collection, of all that torch has loaded, would stop the event loop for 0.2 s
+    try:
+        server.run()
+    finally:
+        gc.unfreeze()
     if not service.scheduler.has_ended:
         _log.warning("the model is still busy; ending the process without waiting for it")
         os._exit(0)  # which ends the workers

@@ -6,6 +6,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, Protocol
@@ -127,12 +128,12 @@ class Completions:
         try:
             while unfinished:
                 index, event = await self._events.get()
+                if index not in unfinished:  # a token that was under way when a stop text was found
+                    continue
                 if isinstance(event, RequestError):
                     raise event
                 if isinstance(event, Exception):
                     raise RequestError(503, f"the model failed: {headline(event)}") from event
-                if index not in unfinished:  # a token that was under way when a stop text was found
-                    continue
                 self.written_tokens += 1
                 self._service.metrics.count_tokens(written=1)
                 piece = self._piece(index, event)
@@ -149,7 +150,7 @@ class Completions:
 
     def _deliver(self, index: int, event: WrittenToken | Exception) -> None:
         """Called in the scheduler's thread."""
-        if not self._loop.is_closed():
+        with suppress(RuntimeError):  # of an event loop that has been closed, with all its clients
             self._loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
 
     def _piece(self, index: int, event: WrittenToken) -> Piece:
