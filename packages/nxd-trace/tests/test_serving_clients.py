@@ -43,7 +43,7 @@ def test_stop_texts_are_found_however_the_tokens_cut_them():
     rng = random.Random(0)
     for _ in range(500):
         text = "".join(rng.choice("aabé😀") for _ in range(rng.randrange(60)))
-        stops = ["".join(rng.choice("aabé") for _ in range(rng.randrange(1, 5))) for _ in range(rng.randrange(4))]
+        stops = ["".join(rng.choice("aabé") for _ in range(rng.randrange(1, 5))) for _ in range(rng.randrange(2))]
         left, cut = text.encode(), []
         while left:
             size = rng.randrange(1, 7)
@@ -160,7 +160,7 @@ def hostile_body(rng, num_bytes):
     return body.encode(rng.choice(["utf-8", "utf-8", "utf-16"]), "surrogatepass")
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_random_requests_to_every_endpoint_are_answered_within_ten_times_their_memory(client, seed):
     rng = random.Random(seed)
     slack = 1 << 19  # of the client and the server, whatever is sent
@@ -186,7 +186,7 @@ def test_random_requests_to_every_endpoint_are_answered_within_ten_times_their_m
     assert client.get("/health").json() == {"status": "ok"}
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_random_fields_are_answered_and_leave_the_server_well(client, seed):
     rng = random.Random(seed)
     values = [
@@ -257,6 +257,7 @@ def test_the_body_of_a_refused_request_is_not_read_for_ever(impatient, deadline,
     assert sent < 1 << 28
 
 
+@pytest.mark.slow
 def test_a_client_that_takes_no_answers_is_cut_off(impatient, deadline):
     def ask_for_ever(client):
         while True:

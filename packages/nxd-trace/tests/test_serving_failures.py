@@ -193,6 +193,7 @@ def test_sigterm_ends_requests_with_an_error_at_the_deadline_even_while_a_step_t
         assert "Traceback" not in "".join(server.log)
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_the_server_at_once(deadline):
     with TinyServer(steps=5) as server, server.post(GREEDY | {"stream": True}, deadline(60)) as answer:
         first_event(answer)
