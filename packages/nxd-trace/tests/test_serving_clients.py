@@ -257,6 +257,24 @@ def test_the_body_of_a_refused_request_is_not_read_for_ever(impatient, deadline,
     assert sent < 1 << 28
 
 
+def test_a_client_that_does_not_wait_for_answers_gets_one(impatient, deadline):
+    with impatient.connect(deadline(20)) as client:
+        client.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" * 3)
+        answers = b"".join(iter(lambda: client.recv(1 << 16), b""))
+
+    assert answers.count(b"HTTP/1.1 200") == 1
+
+
+def test_a_client_that_waits_for_answers_gets_all_on_one_connection(impatient, deadline):
+    with impatient.connect(deadline(20)) as client:
+        for _ in range(20):
+            client.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            answer = b""
+            while not answer.endswith(b"}"):
+                answer += client.recv(1 << 16)
+            assert answer.startswith(b"HTTP/1.1 200")
+
+
 @pytest.mark.slow
 def test_a_client_that_takes_no_answers_is_cut_off(impatient, deadline):
     def ask_for_ever(client):

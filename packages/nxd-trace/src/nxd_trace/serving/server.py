@@ -111,9 +111,10 @@ def _allow_files(number: int) -> None:
 
 
 class Connections:
-    """The connections of a server: closes those that stand still, and those beyond a number.
+    """The connections of a server: closes those that stand still, are one too many, or carry pipelined requests.
 
-    A connection is busy while a request of it is answered, and idle otherwise.
+    A connection is busy while a request of it is answered, and idle otherwise. Clients that send many requests without
+    waiting for answers would get most of the server's time; they get one answer.
 
     Args:
         limits: `max_connections` and `client_timeout`.
@@ -132,6 +133,11 @@ class Connections:
             connection = self._of_client.get(scope.get("client"))
             if connection is not None:
                 self._idle.pop(connection, None)
+                if not connection.take_news():  # the request came with the one before
+                    connection.close()
+                    while (await receive())["type"] != "http.disconnect":
+                        pass
+                    return
             try:
                 await app(scope, receive, send)
             finally:
@@ -185,6 +191,7 @@ class GuardedConnection(asyncio.Protocol):
         self._connections = connections
         self._loop = asyncio.get_running_loop()
         self._is_clogged = False
+        self._has_news = False
         self.client: Any = None
 
     def connection_made(self, transport: Any) -> None:
@@ -203,6 +210,7 @@ class GuardedConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Pass it on."""
+        self._has_news = True
         if self._is_taken:
             self._protocol.data_received(data)
 
@@ -232,6 +240,15 @@ class GuardedConnection(asyncio.Protocol):
         """From now on the client has `client_timeout`."""
         self._waits_since = self._loop.time()
 
+    def take_news(self) -> bool:
+        """Whether the client has sent anything since this was asked last."""
+        news, self._has_news = self._has_news, False
+        return news
+
+    def close(self) -> None:
+        """Close it once everything has been sent."""
+        self._transport.close()
+
     def abort(self) -> None:
         """Close it at once, whatever has not been sent yet."""
         self._transport.abort()
@@ -244,5 +261,5 @@ class GuardedConnection(asyncio.Protocol):
             if self._is_clogged or self._transport.is_closing():
                 self.abort()
             elif self._connections.is_idle(self):
-                self._transport.close()
+                self.close()
         self._looking = self._loop.call_later(timeout / 4, self._look)
