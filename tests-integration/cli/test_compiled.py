@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from urllib.request import Request, urlopen
 
 import pytest
@@ -81,6 +82,46 @@ def test_serve_answers_with_the_text_that_generate_writes(checkpoints, nxd):
     written = nxd("generate", str(checkpoints), *GREEDY).stdout
 
     assert written.endswith(f"the quick{served_text(checkpoints, '--compiler', 'export')}\n")
+
+
+def children_of(pid):
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fresh_interpreter")  # whose children are those of the server
+def test_serve_ends_with_its_own_exit_code_when_workers_died_too_often(checkpoints):
+    pytest.importorskip("uvicorn", reason="nxd serve needs it: pip install 'nxd-trace[serve]'")
+    command = [sys.executable, "-m", "nxd_trainer", "serve", str(checkpoints), "--port", "0", "--compiler", "export"]
+    with subprocess.Popen([*command, "--max-restarts", "0"], stderr=subprocess.PIPE, text=True) as server:
+        log = []
+        for line in server.stderr:
+            log.append(line)
+            if "running on" in line:
+                [worker] = [worker for child in children_of(server.pid) for worker in children_of(child)]
+                os.kill(worker, signal.SIGKILL)
+        code = server.wait(deadline(60))
+
+    assert code == 4
+    assert log[-1].startswith("nxd serve: the workers failed too often: rank 0 of 1")
+    assert log[-1].endswith("the worker was killed by SIGKILL\n")
+    assert "Traceback" not in "".join(log)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "text"),
+    [
+        ("--client-timeout", "0", "client_timeout=0.0 must be more than 0"),
+        ("--max-restarts", "-1", "max_restarts=-1 must be 0 or more"),
+    ],
+)
+def test_serve_names_a_limit_that_cannot_be(checkpoints, nxd, option, value, text):
+    pytest.importorskip("uvicorn", reason="nxd serve needs it: pip install 'nxd-trace[serve]'")
+    result = nxd("serve", str(checkpoints), option, value)
+
+    assert result.returncode == 2
+    assert result.stderr == f"nxd serve: {text}\n"
 
 
 @pytest.mark.slow

@@ -167,3 +167,21 @@ class GenerationEngine:
         self._rows = [None] * self.batch_size
         if self._model.worker_pids:
             self._model.reset_state()
+
+    def check_workers(self) -> None:
+        """Look whether the workers are alive, while there is nothing to step.
+
+        Raises:
+            WorkerError: one has ended.
+        """
+        self._model.check_workers()
+
+    def restart(self) -> None:
+        """Drop all sequences, and start new workers from the model's folder.
+
+        Raises:
+            ModelFolderError: the folder has changed or is gone.
+            WorkerError: a worker could not load its part.
+        """
+        self._rows = [None] * self.batch_size
+        self._model.restart()

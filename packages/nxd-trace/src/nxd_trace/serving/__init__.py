@@ -3,9 +3,10 @@
 Needs the extra `nxd-trace[serve]`, which is imported when an application is made, not before.
 """
 
-from nxd_trace.serving.app import check_installed, make_app, serve
+from nxd_trace.serving.app import check_installed, make_app
 from nxd_trace.serving.errors import RequestError
-from nxd_trace.serving.scheduler import Job, Scheduler, WrittenToken
+from nxd_trace.serving.scheduler import Job, RestartPolicy, Scheduler, WrittenToken
+from nxd_trace.serving.server import serve
 from nxd_trace.serving.service import CompletionService, ServerLimits, TextTokenizer
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "check_installed",
     "CompletionService",
     "ServerLimits",
+    "RestartPolicy",
     "TextTokenizer",
     # for a server of one's own
     "Scheduler",

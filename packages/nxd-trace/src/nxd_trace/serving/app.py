@@ -1,15 +1,12 @@
-"""The HTTP server: the only file that uses starlette and uvicorn. `service` implements the endpoints."""
+"""The endpoints as an ASGI application: the only file that uses starlette. `service` implements them without HTTP."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import signal
-import sys
-import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, MutableMapping
+from contextlib import aclosing, asynccontextmanager, suppress
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +18,14 @@ if TYPE_CHECKING:
     from starlette.applications import Starlette
     from starlette.requests import Request
     from starlette.responses import Response
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+_LARGE_BODY_BYTES = 1 << 16
+_MAX_LARGE_BODIES = 64  # that are received or read at a time
+_SECONDS_TO_READ_ON = 1.0
 
 
 def check_installed() -> None:
@@ -40,6 +45,7 @@ def make_app(service: CompletionService) -> Starlette:
     """
     check_installed()
     from starlette.applications import Starlette  # noqa: PLC0415 - optional
+    from starlette.middleware import Middleware  # noqa: PLC0415 - optional
     from starlette.routing import Route  # noqa: PLC0415 - optional
 
     endpoints = _Endpoints(service)
@@ -57,41 +63,14 @@ def make_app(service: CompletionService) -> Starlette:
         finally:
             service.close()
 
-    return Starlette(routes=routes, lifespan=lifespan)
-
-
-def serve(service: CompletionService, *, host: str = "127.0.0.1", port: int = 8000) -> None:
-    """Answer requests until a signal comes. Port 0 takes a free one, which the log names.
-
-    Returns after SIGINT.
-
-    Raises:
-        ValueError: starlette or uvicorn is not installed.
-        SystemExit: after SIGTERM, with 143; so `with` blocks around this end the model's workers.
-    """
-    check_installed()
-    import uvicorn  # noqa: PLC0415 - optional
-
-    with _exit_at_termination():
-        uvicorn.run(make_app(service), host=host, port=port, access_log=False)
-
-
-@contextmanager
-def _exit_at_termination() -> Iterator[None]:
-    """Once uvicorn has shut down it raises the signal again, whose default is to end the process on the spot."""
-    if threading.current_thread() is not threading.main_thread():  # where uvicorn leaves signals alone
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    refusals = Middleware(CloseAfterUnreadBody, max_bytes=service.limits.max_body_bytes)
+    return Starlette(routes=routes, lifespan=lifespan, middleware=[refusals])
 
 
 class _Endpoints:
     def __init__(self, service: CompletionService) -> None:
         self._service = service
+        self._num_large_bodies = 0
 
     def counted(self, endpoint: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
         """An endpoint that answers refusals as JSON. The time of a stream counts until it begins."""
@@ -103,7 +82,7 @@ class _Endpoints:
                 response = await endpoint(request)
                 status = response.status_code
             except RequestError as error:
-                response = _json(error.body, error.status)
+                response = _json(error.body, error.status, error.headers)
                 status = error.status
             finally:
                 self._service.metrics.count_request(status, time.perf_counter() - start)
@@ -112,7 +91,12 @@ class _Endpoints:
         return answer
 
     async def completions(self, request: Request) -> Response:
-        completions = self._service.start(await self._body(request))
+        data = bytearray()
+        try:
+            await self._receive(request, data)
+            completions = await self._service.start(bytes(data))
+        finally:
+            self._num_large_bodies -= len(data) > _LARGE_BODY_BYTES
         if completions.stream:
             return self._stream(completions)
         try:
@@ -146,22 +130,32 @@ class _Endpoints:
 
         return PlainTextResponse(self._service.metrics_text(), media_type="text/plain; version=0.0.4")
 
-    async def _body(self, request: Request) -> Any:
+    async def _receive(self, request: Request, data: bytearray) -> None:
+        """The body, within the limits of bytes and seconds."""
         from starlette.requests import ClientDisconnect  # noqa: PLC0415 - optional
 
-        limit = self._service.limits.max_body_bytes
-        data = b""
+        limits = self._service.limits
+        announced = request.headers.get("content-length", "")
+        self._check_size(int(announced) if announced.isdecimal() else 0)
         try:
-            async for chunk in request.stream():
-                data += chunk
-                if len(data) > limit:
-                    raise RequestError(413, f"the request has more than {limit} bytes; send a shorter one")
+            async with asyncio.timeout(limits.client_timeout):
+                async for chunk in request.stream():
+                    self._num_large_bodies += len(data) <= _LARGE_BODY_BYTES < len(data) + len(chunk)
+                    data += chunk
+                    self._check_size(len(data))
         except ClientDisconnect as error:
             raise _CLIENT_HAS_GONE from error
-        try:
-            return json.loads(data)
-        except (ValueError, RecursionError) as error:
-            raise RequestError(400, f"the body is not JSON: {error}") from error
+        except TimeoutError as error:
+            raise RequestError(
+                408, f"the request was not received within {limits.client_timeout:g} s; send it faster"
+            ) from error
+
+    def _check_size(self, num_bytes: int) -> None:
+        limit = self._service.limits.max_body_bytes
+        if num_bytes > limit:
+            raise RequestError(413, f"the request has more than {limit} bytes; send a shorter one")
+        if num_bytes > _LARGE_BODY_BYTES and self._num_large_bodies > _MAX_LARGE_BODIES:
+            raise RequestError(429, "too many long requests are being received; try again later", retry_after=1)
 
     def _stream(self, completions: Completions) -> Response:
         """Server-sent events: one per piece, then `[DONE]`."""
@@ -216,8 +210,53 @@ def _event(body: dict[str, Any]) -> str:
     return f"data: {json.dumps(body)}\n\n"
 
 
-def _json(body: dict[str, Any], status: int = 200) -> Response:
+def _json(body: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> Response:
     from starlette.responses import Response  # noqa: PLC0415 - optional
 
     # Not JSONResponse, which fails at half a pair of surrogates; json.dumps writes it as it may have come.
-    return Response(json.dumps(body), status, media_type="application/json")
+    return Response(json.dumps(body), status, headers, media_type="application/json")
+
+
+class CloseAfterUnreadBody:
+    """ASGI middleware: an answer to a request that has not been read to its end closes the connection.
+
+    The answer is sent at once. What the client still sends is thrown away for a second and up to a number of bytes,
+    since a connection that is closed with unread data may lose the answer.
+
+    Args:
+        app: the application.
+        max_bytes: to throw away.
+    """
+
+    def __init__(self, app: Callable[[Message, Receive, Send], Awaitable[None]], max_bytes: int) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """As ASGI has it."""
+        names = {name for name, _ in scope.get("headers", ())}
+        is_unread = scope["type"] == "http" and not names.isdisjoint({b"content-length", b"transfer-encoding"})
+
+        async def receive_part() -> Message:
+            nonlocal is_unread
+            message = await receive()
+            is_unread = is_unread and message.get("more_body", False)
+            return message
+
+        async def send_part(message: Message) -> None:
+            if is_unread and message["type"] == "http.response.start":
+                message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
+            if is_unread and message["type"] == "http.response.body" and not message.get("more_body", False):
+                await send({**message, "more_body": True})
+                await read_on()
+                message = {"type": "http.response.body"}
+            await send(message)
+
+        async def read_on() -> None:
+            left = self._max_bytes
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_SECONDS_TO_READ_ON):
+                    while is_unread and left > 0:
+                        left -= len((await receive_part()).get("body", b""))
+
+        await self._app(scope, receive_part, send_part)

@@ -1,4 +1,4 @@
-"""The error with which a request is refused."""
+"""The error with which a request is refused, and errors of the model in one line."""
 
 
 class RequestError(Exception):
@@ -8,16 +8,32 @@ class RequestError(Exception):
         status: of the HTTP response.
         message: what is wrong, and what to do.
         parameter: of the request, that is wrong.
+        retry_after: seconds after which the same request may be answered; None if it never is.
     """
 
-    def __init__(self, status: int, message: str, parameter: str | None = None) -> None:
+    def __init__(
+        self, status: int, message: str, parameter: str | None = None, *, retry_after: int | None = None
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.message = message
         self.parameter = parameter
+        self.retry_after = retry_after
 
     @property
     def body(self) -> dict[str, object]:
         """As clients of OpenAI's interface read errors."""
         kind = "invalid_request_error" if self.status < 500 and self.status != 429 else "server_error"
         return {"error": {"message": self.message, "type": kind, "param": self.parameter, "code": None}}
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Of the HTTP response."""
+        return {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
+
+
+def headline(error: Exception) -> str:
+    """An error of the model in one line: of each rank what it failed with, without tracebacks."""
+    lines = str(error).splitlines() or [type(error).__name__]
+    ranks = [line for line in lines if line.startswith("rank ")]
+    return "; ".join(ranks or lines[:1])

@@ -1,17 +1,25 @@
-"""A thread that steps the batch, and its queue of prompts."""
+"""A thread that steps the batch, its queue of prompts, and new workers where the model's have died."""
 
 import contextlib
+import logging
+import math
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import TracebackType
 from typing import Self
 
 from nxd_trace.errors import WorkerError
 from nxd_trace.generation import GenerationEngine, RunningSequence, SamplingSettings
 from nxd_trace.generation.engine import FinishReason
-from nxd_trace.serving.errors import RequestError
+from nxd_trace.serving.errors import RequestError, headline
+
+_log = logging.getLogger("nxd_trace.serving")
+
+_SECONDS_BETWEEN_LOOKS = 1.0  # at workers that have nothing to do
+_SECONDS_TO_CLOSE = 2.0
 
 
 @dataclass(frozen=True)
@@ -46,26 +54,61 @@ class Job:
     sequence: RunningSequence | None = None
 
 
+@dataclass(frozen=True)
+class RestartPolicy:
+    """How often the workers of a model are started again after they failed.
+
+    Attributes:
+        max_restarts: within `window`; one failure more ends the scheduler.
+        window: seconds.
+        first_delay: seconds before the first restart in the window; each further one waits twice as long.
+        longest_delay: seconds, however many restarts there were.
+
+    Raises:
+        ValueError: a negative value.
+    """
+
+    max_restarts: int = 5
+    window: float = 600.0
+    first_delay: float = 1.0
+    longest_delay: float = 30.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not value >= 0:
+                raise ValueError(f"{field.name}={value} must be 0 or more")
+
+
 class Scheduler:
     """Runs prompts as rows of the batch come free, in the order they came.
+
+    When the model fails, such as by a dead worker, whatever waits or runs is delivered the error, and new workers are
+    started from the same saved model. Both are logged.
 
     Args:
         engine: the batch; from now on only this scheduler's thread steps it.
         max_waiting: prompts that may wait for a row; more are refused.
+        restarts: how often workers are started again.
 
     Attributes:
-        failure: what ended the scheduler's thread, such as a dead worker; None while all is well.
+        failure: what the model failed with, until it runs again; None while all is well.
+        has_given_up: whether the thread has ended because the model failed too often.
     """
 
-    def __init__(self, engine: GenerationEngine, max_waiting: int = 64) -> None:
+    def __init__(self, engine: GenerationEngine, max_waiting: int = 64, restarts: RestartPolicy | None = None) -> None:
         self._engine = engine
         self._max_waiting = max_waiting
+        self._restarts = restarts or RestartPolicy()
+        self._failure_times: list[float] = []  # within the window
+        self._retry_after = 1
         self._waiting: deque[Job] = deque()
         self._running: dict[RunningSequence, Job] = {}
         self._cancelled: list[Job] = []
         self._changed = threading.Condition()
         self._closing = False
         self.failure: Exception | None = None
+        self.has_given_up = False
         self._thread = threading.Thread(target=self._run, name="nxd-trace-scheduler", daemon=True)
         self._thread.start()
 
@@ -79,24 +122,50 @@ class Scheduler:
         """Prompts in the batch."""
         return len(self._running)
 
-    def submit(self, jobs: Sequence[Job]) -> None:
-        """Queue the prompts of a request: all of them, or none.
+    @property
+    def has_ended(self) -> bool:
+        """Whether the thread has ended, and nobody uses the engine any more."""
+        return not self._thread.is_alive()
+
+    def check(self, prompts: Sequence[Sequence[int]], settings: SamplingSettings) -> None:
+        """Check the prompts of a request, in a time that grows with them.
 
         Raises:
-            RequestError: a prompt does not fit the model (400), the queue is full (429), or the model has failed (503).
+            RequestError: a prompt does not fit the model (400).
         """
-        for job in jobs:
+        for prompt in prompts:
             try:
-                self._engine.check(job.prompt, job.settings)
+                self._engine.check(prompt, settings)
             except ValueError as error:
                 raise RequestError(400, str(error), "max_tokens") from error
+
+    def check_runs(self) -> None:
+        """Check that prompts would be taken.
+
+        Raises:
+            RequestError: the model has failed, or is being closed (503).
+        """
+        if self._closing:
+            raise _closing()
+        if self.failure is not None:
+            raise RequestError(
+                503, f"the model does not run: {headline(self.failure)}; try again later", retry_after=self._retry_after
+            )
+
+    def submit(self, jobs: Sequence[Job]) -> None:
+        """Queue the prompts of a request, which have been checked: all of them, or none.
+
+        Raises:
+            RequestError: the queue is full (429), or the model does not run (503).
+        """
         with self._changed:
-            if self.failure is not None or self._closing:
-                raise RequestError(503, f"the model does not run: {self.failure or 'the server is closing'}")
+            self.check_runs()
             # Prompts that will find a free row at the next step do not count as waiting.
             room = self._max_waiting + self._engine.batch_size - len(self._running) - len(self._waiting)
             if len(jobs) > room:
-                raise RequestError(429, f"the queue is full ({self._max_waiting} prompts wait); try again later")
+                raise RequestError(
+                    429, f"the queue is full ({self._max_waiting} prompts wait); try again later", retry_after=1
+                )
             self._waiting.extend(jobs)
             self._changed.notify()
 
@@ -107,12 +176,20 @@ class Scheduler:
             self._cancelled.extend(jobs)
             self._changed.notify()
 
-    def close(self) -> None:
-        """End the thread after the step that it is in; what waits or runs is delivered an error."""
+    def end_requests(self) -> None:
+        """Refuse new prompts; what waits or runs is delivered an error at once, even while a step takes long."""
         with self._changed:
             self._closing = True
             self._changed.notify()
-        self._thread.join()
+        self._fail(_closing())
+
+    def close(self) -> None:
+        """End the thread after the step that it is in, after `end_requests`.
+
+        Where that step, or the start of new workers, takes seconds, the thread is left to end with the process.
+        """
+        self.end_requests()
+        self._thread.join(_SECONDS_TO_CLOSE)
 
     def __enter__(self) -> Self:
         return self
@@ -125,52 +202,103 @@ class Scheduler:
     def _run(self) -> None:
         while self._admit():
             try:
-                extended = self._engine.step()
-            except FloatingPointError as error:  # of these prompts, maybe; others may fare better
-                self._engine.clear()
-                self._fail_running(error)
+                self._step()
             except Exception as error:
-                self._stop(error)
-                return
-            else:
-                self._deliver(extended)
-        self._stop(RuntimeError("the server is closing"))
+                if not self._restart(error):
+                    return
+        with contextlib.suppress(WorkerError):
+            self._engine.clear()  # for who uses it next
+
+    def _step(self) -> None:
+        if not self._running:
+            self._engine.check_workers()
+            return
+        try:
+            extended = self._engine.step()
+        except FloatingPointError as error:  # of these prompts, maybe; others may fare better
+            self._engine.clear()
+            self._fail_running(error)
+        else:
+            self._deliver(extended)
 
     def _admit(self) -> bool:
         """Wait for something to do, and give waiting prompts their rows; false if it is time to end."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closing or self._waiting or self._running)
+            self._changed.wait_for(
+                lambda: self._closing or self._waiting or self._running, timeout=_SECONDS_BETWEEN_LOOKS
+            )
             for job in self._cancelled:
                 if job.sequence is not None and self._running.pop(job.sequence, None) is not None:
                     self._engine.remove(job.sequence)
             self._cancelled.clear()
             while self._waiting and self._engine.num_free:
                 job = self._waiting.popleft()
-                job.sequence = self._engine.add(job.prompt, job.settings)
-                self._running[job.sequence] = job
+                try:
+                    job.sequence = self._engine.add(job.prompt, job.settings)
+                except (TypeError, ValueError) as error:  # of a prompt that nobody has checked
+                    job.deliver(error)
+                else:
+                    self._running[job.sequence] = job
             return not self._closing
 
     def _deliver(self, extended: Sequence[RunningSequence]) -> None:
         for sequence in extended:
-            job = self._running[sequence]
-            if sequence.finish_reason is not None or sequence.failure is not None:
-                with self._changed:
-                    del self._running[sequence]
-            job.deliver(sequence.failure or WrittenToken(sequence.tokens[-1], sequence.finish_reason))
+            with self._changed:
+                is_last = sequence.finish_reason is not None or sequence.failure is not None
+                job = self._running.pop(sequence, None) if is_last else self._running.get(sequence)
+            if job is not None:  # its request has not been ended meanwhile
+                job.deliver(sequence.failure or WrittenToken(sequence.tokens[-1], sequence.finish_reason))
 
-    def _stop(self, error: Exception) -> None:
+    def _restart(self, error: Exception) -> bool:
+        """Start new workers, as often as it takes; false if it is time to end."""
+        while True:
+            delay = self._next_delay()
+            with self._changed:
+                self.failure = error
+                self._retry_after = max(1, math.ceil(delay))
+            self._fail(error)
+            number, most = len(self._failure_times), self._restarts.max_restarts
+            if number > most:
+                _log.error("%s; giving up after %d restarts in %g s", headline(error), most, self._restarts.window)
+                self.has_given_up = True
+                return False
+            _log.error("%s; starting new workers in %g s (restart %d of %d)", headline(error), delay, number, most)
+            with self._changed:
+                if self._changed.wait_for(lambda: self._closing, delay):
+                    return False
+            try:
+                self._engine.restart()
+            except Exception as another:
+                error = another
+                continue
+            with self._changed:
+                self.failure = None
+            _log.info("the new workers run; requests are answered again")
+            return True
+
+    def _next_delay(self) -> float:
+        """Seconds before the next restart, after one failure more."""
+        now = time.monotonic()
+        self._failure_times = [at for at in self._failure_times if now - at < self._restarts.window] + [now]
+        delay = self._restarts.first_delay * 2.0 ** min(len(self._failure_times) - 1, 60)
+        return min(delay, self._restarts.longest_delay)
+
+    def _fail(self, error: Exception) -> None:
+        """End what waits or runs."""
         with self._changed:
-            self.failure = error
-        with contextlib.suppress(WorkerError):
-            self._engine.clear()  # for who uses it next
+            waiting = list(self._waiting)
+            self._waiting.clear()
         self._fail_running(error)
+        for job in waiting:
+            job.deliver(error)
 
     def _fail_running(self, error: Exception) -> None:
         with self._changed:
             jobs = list(self._running.values())
             self._running.clear()
-            if self.failure is not None:
-                jobs += self._waiting
-                self._waiting.clear()
         for job in jobs:
             job.deliver(error)
+
+
+def _closing() -> RequestError:
+    return RequestError(503, "the server is closing; try again later", retry_after=1)

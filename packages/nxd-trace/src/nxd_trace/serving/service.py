@@ -5,15 +5,17 @@ import random
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterable, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, Protocol
 
 from nxd_trace.generation import GenerationEngine
 from nxd_trace.serving import protocol
-from nxd_trace.serving.errors import RequestError
+from nxd_trace.serving.errors import RequestError, headline
 from nxd_trace.serving.metrics import ServerMetrics
-from nxd_trace.serving.scheduler import Job, Scheduler, WrittenToken
+from nxd_trace.serving.scheduler import Job, RestartPolicy, Scheduler, WrittenToken
 from nxd_trace.serving.text import TextStream
 
 
@@ -37,17 +39,33 @@ class TextTokenizer(Protocol):
 
 @dataclass(frozen=True)
 class ServerLimits:
-    """The limits beyond which requests are refused.
+    """The limits beyond which requests are refused, and connections closed.
 
     Attributes:
         max_waiting: prompts that wait for a row of the batch.
         max_prompts: in one request.
         max_body_bytes: of one request.
+        max_connections: at a time. Beyond it a new one takes the place of the one that has been idle for longest.
+        client_timeout: seconds that a client may take to begin a request, to send its body, and to take what it is
+            sent.
+        shutdown_timeout: seconds for running requests, once the server has been told to end.
+
+    Raises:
+        ValueError: a limit that is not positive.
     """
 
     max_waiting: int = 64
     max_prompts: int = 16
     max_body_bytes: int = 1 << 20
+    max_connections: int = 1024
+    client_timeout: float = 30.0
+    shutdown_timeout: float = 30.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not value > 0:
+                raise ValueError(f"{field.name}={value} must be more than 0")
 
 
 @dataclass(frozen=True)
@@ -80,7 +98,7 @@ class Completions:
         written_tokens: so far.
 
     Raises:
-        RequestError: the prompts do not fit the model or the queue.
+        RequestError: the queue is full, or the model does not run.
     """
 
     def __init__(self, service: "CompletionService", request: protocol.CompletionRequest) -> None:
@@ -104,16 +122,18 @@ class Completions:
         """The generated text of all prompts, as it comes; a reader that stops early drops the rest.
 
         Raises:
-            RequestError: the model failed.
+            RequestError: the model failed, or the server is closing.
         """
         unfinished = set(range(len(self._jobs)))
         try:
             while unfinished:
                 index, event = await self._events.get()
-                if isinstance(event, Exception):
-                    raise RequestError(503, f"the model failed: {event}") from event
                 if index not in unfinished:  # a token that was under way when a stop text was found
                     continue
+                if isinstance(event, RequestError):
+                    raise event
+                if isinstance(event, Exception):
+                    raise RequestError(503, f"the model failed: {headline(event)}") from event
                 self.written_tokens += 1
                 self._service.metrics.count_tokens(written=1)
                 piece = self._piece(index, event)
@@ -130,18 +150,20 @@ class Completions:
 
     def _deliver(self, index: int, event: WrittenToken | Exception) -> None:
         """Called in the scheduler's thread."""
-        if not self._loop.is_closed():
+        with suppress(RuntimeError):  # of an event loop that has been closed, with all its clients
             self._loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
 
     def _piece(self, index: int, event: WrittenToken) -> Piece:
         stream = self._streams[index]
         is_end = event.token == self._service.tokenizer.end_of_document
         text = "" if is_end else stream.push(event.token)
-        if stream.stopped:
-            return Piece(index, text, "stop")
         if event.finish_reason is not None:
-            return Piece(index, text + stream.rest(), event.finish_reason)
-        return Piece(index, text, None)
+            text += stream.rest()
+        return Piece(index, text, "stop" if stream.stopped else event.finish_reason)
+
+
+# Reading a body of this size takes a millisecond or so.
+_SMALL_BODY_BYTES = 1 << 13
 
 
 class CompletionService:
@@ -152,6 +174,7 @@ class CompletionService:
         tokenizer: of the model.
         model: its name.
         limits: what is refused.
+        restarts: how often workers that failed are started again.
 
     Attributes:
         model: its name.
@@ -162,40 +185,58 @@ class CompletionService:
     """
 
     def __init__(
-        self, engine: GenerationEngine, tokenizer: TextTokenizer, *, model: str, limits: ServerLimits | None = None
+        self,
+        engine: GenerationEngine,
+        tokenizer: TextTokenizer,
+        *,
+        model: str,
+        limits: ServerLimits | None = None,
+        restarts: RestartPolicy | None = None,
     ) -> None:
         self.model = model
         self.limits = limits or ServerLimits()
         self.metrics = ServerMetrics()
-        self.scheduler = Scheduler(engine, self.limits.max_waiting)
+        self.scheduler = Scheduler(engine, self.limits.max_waiting, restarts)
         self.tokenizer = tokenizer
+        self._served = protocol.ServedModel(
+            name=model,
+            encode=tokenizer.encode,
+            vocab_size=tokenizer.vocab_size,
+            end_token=tokenizer.end_of_document,
+            max_length=engine.max_length,
+            max_prompts=self.limits.max_prompts,
+        )
+        # Bodies are parsed and tokenized outside the event loop; small ones do not wait for large ones.
+        self._small_bodies = ThreadPoolExecutor(1, "nxd-trace-small-bodies")
+        self._large_bodies = ThreadPoolExecutor(1, "nxd-trace-large-bodies")
 
-    def start(self, body: Any) -> Completions:
+    async def start(self, body: bytes) -> Completions:
         """Check a request and queue its prompts; called in the event loop that will read the pieces.
 
         Raises:
             RequestError: it is refused.
         """
-        request = protocol.read_request(
-            body,
-            model=self.model,
-            encode=self.tokenizer.encode,
-            vocab_size=self.tokenizer.vocab_size,
-            end_token=self.tokenizer.end_of_document,
-            max_prompts=self.limits.max_prompts,
-            random_seed=random.getrandbits(32),
-        )
+        self.scheduler.check_runs()  # before any work
+        readers = self._small_bodies if len(body) <= _SMALL_BODY_BYTES else self._large_bodies
+        request = await asyncio.get_running_loop().run_in_executor(readers, self._read, body)
         return Completions(self, request)
+
+    def _read(self, body: bytes) -> protocol.CompletionRequest:
+        request = protocol.read_request(body, self._served, random.getrandbits(32))
+        self.scheduler.check(request.prompts, request.settings)
+        return request
 
     def health(self) -> tuple[bool, str]:
         """Whether the model runs, and what is wrong if it does not."""
         failure = self.scheduler.failure
-        return failure is None, "ok" if failure is None else str(failure)
+        return failure is None, "ok" if failure is None else headline(failure)
 
     def metrics_text(self) -> str:
         """All counts, as Prometheus reads them."""
         return self.metrics.text({"waiting": self.scheduler.num_waiting, "running": self.scheduler.num_running})
 
     def close(self) -> None:
-        """End the queue's thread."""
+        """End the queue's thread; what waits or runs is ended with an error."""
+        for readers in (self._small_bodies, self._large_bodies):
+            readers.shutdown(wait=False, cancel_futures=True)
         self.scheduler.close()

@@ -1,8 +1,11 @@
 """`nxd serve`: answer completion requests with a trained model."""
 
 import argparse
+import sys
 
 from nxd_trainer.cli.command import Commands, add_checkpoint, add_tokenizer, check_own_process, reports_user_errors
+
+EXIT_WORKERS_FAILED = 4  # 3 is uvicorn's, for an address that it cannot listen at
 
 
 def add_parser(commands: Commands) -> None:
@@ -18,6 +21,34 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument("--max-waiting", type=int, default=64, metavar="N", help="prompts in the queue (default: 64)")
     parser.add_argument("--compiler", help="inductor or export; unset: what this machine has")
     parser.add_argument("--nproc", type=int, metavar="N", help="tensor-parallel worker processes (default: 1)")
+    parser.add_argument(
+        "--max-body-bytes", type=int, default=1 << 20, metavar="N", help="of one request (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--max-connections", type=int, default=1024, metavar="N", help="at a time (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--client-timeout",
+        type=float,
+        default=30,
+        metavar="S",
+        help="seconds for a client to begin a request, to send its body, and to take the answer (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--shutdown-timeout",
+        type=float,
+        default=30,
+        metavar="S",
+        help="seconds for running requests after SIGTERM; a second signal ends at once (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--max-restarts",
+        type=int,
+        default=5,
+        metavar="N",
+        help="of workers that died, in ten minutes; after one death more the server ends with exit code "
+        f"{EXIT_WORKERS_FAILED} (default: %(default)s)",
+    )
     parser.set_defaults(run=run)
 
 
@@ -25,11 +56,28 @@ def run(options: argparse.Namespace) -> int:
     """Compile the model, and serve it until a signal comes."""
     reports_user_errors(lambda: check_own_process(options.nproc, "nxd serve"))
 
-    from nxd_trace.serving import CompletionService, ServerLimits, check_installed, serve  # noqa: PLC0415
+    from nxd_trace.errors import WorkerError  # noqa: PLC0415
+    from nxd_trace.serving import (  # noqa: PLC0415
+        CompletionService,
+        RestartPolicy,
+        ServerLimits,
+        check_installed,
+        serve,
+    )
 
     from nxd_trainer.compiled_generation import open_for_compilation  # noqa: PLC0415
 
     reports_user_errors(check_installed)  # before the minutes that compiling may take
+    limits = reports_user_errors(
+        lambda: ServerLimits(
+            max_waiting=options.max_waiting,
+            max_body_bytes=options.max_body_bytes,
+            max_connections=options.max_connections,
+            client_timeout=options.client_timeout,
+            shutdown_timeout=options.shutdown_timeout,
+        )
+    )
+    restarts = reports_user_errors(lambda: RestartPolicy(max_restarts=options.max_restarts))
     checkpoint = reports_user_errors(
         lambda: open_for_compilation(options.checkpoints, options.tag, tokenizer=options.tokenizer)
     )
@@ -42,7 +90,12 @@ def run(options: argparse.Namespace) -> int:
         )
     )
     with generator:
-        limits = ServerLimits(max_waiting=options.max_waiting)
-        service = CompletionService(generator.engine, checkpoint.tokenizer, model=options.name, limits=limits)
-        serve(service, host=options.host, port=options.port)
+        service = CompletionService(
+            generator.engine, checkpoint.tokenizer, model=options.name, limits=limits, restarts=restarts
+        )
+        try:
+            reports_user_errors(lambda: serve(service, host=options.host, port=options.port))
+        except WorkerError as error:
+            print(f"nxd serve: {error}", file=sys.stderr)
+            return EXIT_WORKERS_FAILED
     return 0
