@@ -289,14 +289,15 @@ class Manifest:
             name = rank_folder(rank)
             try:
                 manifest = RankManifest.read(folder / name)
-                programs = manifest.programs
-                if len(programs) != len(self.programs) or any(program.folder not in known for program in programs):
-                    yield f"{name}/{RANK_MANIFEST} names other programs than {MANIFEST}: save the model again"
-                    continue
-                for problem in manifest.problems(folder / name):
-                    yield f"{name}/{problem}: save the model again"
+                problems = [*manifest.problems(folder / name)]
             except ModelFolderError as error:
                 yield str(error)
+                continue
+            programs = manifest.programs
+            if len(programs) != len(self.programs) or any(program.folder not in known for program in programs):
+                problems.append(f"{RANK_MANIFEST} names other programs than {MANIFEST}")
+            if problems:
+                yield from (f"{name}/{problem}: save the model again" for problem in problems)
                 continue
             for program, signature in zip(programs, self.programs, strict=True):
                 num_inputs = len(program.weights) + len(program.states) + len(signature.inputs)

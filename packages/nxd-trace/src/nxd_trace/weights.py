@@ -222,7 +222,7 @@ class Weight:
             )
             for piece in value["pieces"]
         )
-        spec = TensorSpec.from_json(value)
+        spec = TensorSpec.from_json(dict(value))
         return cls(spec.shape, spec.dtype, pieces, bool(value["required"]))
 
 

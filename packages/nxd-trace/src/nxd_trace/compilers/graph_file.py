@@ -127,6 +127,7 @@ def _graph_to_json(module: fx.GraphModule) -> dict[str, Any]:
                 return {type(value).__name__: str(value).removeprefix("torch.")}
         raise ValueError(f"the graph holds {value!r}, a {type(value).__name__}; {_INSTEAD}")
 
+    stored: list[Any]
     for node in module.graph.nodes:
         match node.op:
             case "placeholder":

@@ -23,7 +23,16 @@ _PRELOADED = ("nxd_trace.workers.main", "torch._dynamo", "torch._export.serde.se
 LENGTH = struct.Struct("=Q")  # before a request
 PROCESS_ID = struct.Struct("=Q")  # the answer to one
 EXIT_CODE = struct.Struct("=i")  # what is written to a worker's `status`, as of `subprocess.Popen.returncode`
-DESCRIPTORS = ("stdin", "stdout", "stderr", "connection", "memory", "store", "stacks", "status")  # sent with each request
+DESCRIPTORS = (
+    "stdin",
+    "stdout",
+    "stderr",
+    "connection",
+    "memory",
+    "store",
+    "stacks",
+    "status",
+)  # sent with each request
 
 
 def serve(descriptor: int) -> None:
