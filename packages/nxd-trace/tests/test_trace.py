@@ -62,7 +62,7 @@ def test_ranks_with_equal_graphs_compile_once_and_later_traces_not_at_all(trace,
     trace(models.mlp, x, weights=models.logical_weights(seed=1), **settings)
     second = capfd.readouterr().err
     (entry,) = [path for path in tmp_path.iterdir() if path.is_dir()]
-    (entry / "program.pt2").write_bytes(b"damaged")
+    (entry / "program.json").write_bytes(b"damaged")
     trace(models.mlp, x, weights=weights, **settings)
     third = capfd.readouterr().err
 

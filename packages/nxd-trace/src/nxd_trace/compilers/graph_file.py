@@ -47,7 +47,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{f"higher_order.{name}": getattr(torch.ops.higher_order, name) for name in _CONTROL_FLOW},
 }
 
-# Operators with a leading underscore are torch's inner ones, many of which trust their arguments. These do not, and
+# Operators with one leading underscore are torch's inner ones, many of which trust their arguments. These do not, and
 # neither do those that torch counts among its core.
 _CHECKED_INNER = frozenset(
     f"_{name}"
@@ -178,7 +178,7 @@ def _operator(name: str) -> Any:
     found = getattr(getattr(getattr(torch.ops, namespace), base), overload)
     if namespace == "aten" and (
         base in _OPENS_FILES
-        or (base.startswith("_") and base not in _CHECKED_INNER and torch.Tag.core not in found.tags)
+        or (re.match("_[^_]", base) and base not in _CHECKED_INNER and torch.Tag.core not in found.tags)
     ):
         return None
     return found

@@ -31,11 +31,11 @@ def read_config(folder: PathLike) -> dict[str, Any]:
         ValueError: there is none, or it is no JSON object.
     """
     path = Path(folder) / CONFIG_FILE
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist; give the folder of a model, with its {CONFIG_FILE}")
     try:
         content = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise ValueError(f"{path} does not exist; give the folder of a model, with its {CONFIG_FILE}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is no JSON: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds a {type(content).__name__}; expected an object")
