@@ -3,10 +3,13 @@
 Every folder here has a manifest that fits its files, hashes included: whoever writes the files writes the manifest.
 """
 
+import copy
 import hashlib
 import json
 import os
 import pickle
+import random
+import resource
 import shutil
 from pathlib import Path
 
@@ -15,6 +18,7 @@ import pytest
 import torch
 import traced_models as models
 from nxd_trace.compilers import COMPILERS
+from nxd_trace.manifest import Manifest
 from safetensors.torch import load_file, save_file
 
 X = torch.ones(2, models.IN, dtype=torch.float64)
@@ -321,6 +325,83 @@ def test_scripted_bucket_functions_are_refused_where_code_is_not_trusted(folder)
 def test_program_of_compiler_export_is_loaded_where_code_is_not_trusted(folder):
     with nxd_trace.parallel_model_load(folder, trust_code=False) as model:
         torch.testing.assert_close(model(X), models.plain_mlp(models.logical_weights(), X))
+
+
+NASTY = (
+    None,
+    True,
+    -1,
+    0,
+    1,
+    2**63,
+    10**30,
+    1e308,
+    float("nan"),
+    "",
+    "0",
+    "..",
+    "/",
+    "\n\0",
+    CODE,
+    [],
+    [[]],
+    {},
+    {"": []},
+)
+
+
+def values_of(tree: object) -> list[tuple[dict | list, object]]:
+    """Every value in JSON, as what holds it and its key there."""
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    return [place for key, value in items for place in [(tree, key), *values_of(value)]]
+
+
+def mutate(path: Path, chance: random.Random) -> None:
+    """Change some values of a file of JSON, or some bytes of any file."""
+    if path.suffix == ".json" and chance.random() < 0.7:
+        tree = json.loads(path.read_text())
+        for _ in range(chance.randint(1, 3)):
+            places = values_of(tree)
+            if not places:
+                break
+            (holder, key), (other, from_key) = chance.choice(places), chance.choice(places)
+            holder[key] = copy.deepcopy(chance.choice([*NASTY, other[from_key], other[from_key]]))
+        path.write_text(json.dumps(tree))
+        return
+    content = bytearray(path.read_bytes())
+    for _ in range(chance.randint(1, 8)):
+        start = chance.randrange(len(content) + 1)
+        length = chance.choice([0, 1, 1, 2, 8, 64])
+        content[start : start + chance.choice([0, length])] = chance.choice(
+            [chance.randbytes(length), b"[" * length, b"9" * length, bytes(length), b"\xff" * length]
+        )
+    path.write_bytes(content)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_changed_model_is_whole_or_refused_and_takes_no_memory(folder, tmp_path, seed):
+    chance = random.Random(seed)
+    shutil.copytree(folder, tmp_path / "model" / "good")
+    good, changed = tmp_path / "model" / "good", tmp_path / "model" / "changed"
+    names = sorted(str(path.relative_to(good)) for path in good.rglob("*") if path.is_file())
+    refused = 0
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    for _ in range(500):
+        shutil.copytree(good, changed)
+        name = chance.choice([*names, *[name for name in names if name.endswith("program.json")] * 3])
+        mutate(changed / name, chance)
+        if name != "manifest.json":
+            sign(changed)
+        try:
+            Manifest.read(changed).check(changed)
+        except nxd_trace.ModelFolderError:
+            refused += 1
+        shutil.rmtree(changed)
+
+    assert refused > 300
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10  # kilobytes
 
 
 def test_new_weights_of_a_dtype_that_models_lack_are_refused(folder, tmp_path):

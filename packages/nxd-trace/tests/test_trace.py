@@ -1,5 +1,8 @@
 """Traced models compute what the plain model computes, at any degree; wrong arguments are named."""
 
+import os
+from pathlib import Path
+
 import nxd_trace
 import pytest
 import torch
@@ -69,6 +72,19 @@ def test_ranks_with_equal_graphs_compile_once_and_later_traces_not_at_all(trace,
     assert "compiling 1 of 1 distinct programs with export" in first
     assert "compiling 0 of 1 distinct programs" in second
     assert "compiling 1 of 1 distinct programs" in third
+
+
+def test_workers_meet_where_no_other_user_of_the_host_can_write(trace):
+    def listening() -> set[str]:
+        """The sockets of this process that others can connect to."""
+        own = {os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.exists()}
+        rows = [row.split() for name in ("tcp", "tcp6") for row in Path("/proc/net", name).read_text().splitlines()]
+        return own & {f"socket:[{row[9]}]" for row in rows if row[3] == "0A"}
+
+    before = listening()
+    trace(models.mlp, torch.zeros(3, models.IN, dtype=torch.float64), tp_degree=2, weights=models.logical_weights())
+
+    assert listening() == before
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+from itertools import pairwise
 
 import pytest
 from nxd_trainer.data.sources import find_text_files, scan_text_files
@@ -30,7 +31,7 @@ def folder(tmp_path, monkeypatch):
 
 
 DIGITS = "9" * 10_000
-LAUGHS = "a: &a [x]\n" + "".join(f"{b}: &{b} [*{a}, *{a}, *{a}, *{a}]\n" for a, b in zip("abcdefghij", "bcdefghijk"))
+LAUGHS = "a: &a [x]\n" + "".join(f"{b}: &{b} [*{a}, *{a}, *{a}, *{a}]\n" for a, b in pairwise("abcdefghijk"))
 
 RECIPES = [
     (".toml", '[model]\nfactory = "os:system"\n[model.config]\ncommand = "touch ran"'),

@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
-_PRELOADED = ("nxd_trace.workers.main", "torch._dynamo", "torch._export.serde.serialize", "torch.export.pt2_archive")
+_PRELOADED = ("nxd_trace.workers.main", "torch._dynamo")
 
 LENGTH = struct.Struct("=Q")  # before a request
 PROCESS_ID = struct.Struct("=Q")  # the answer to one
