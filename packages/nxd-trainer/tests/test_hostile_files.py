@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 from nxd_trainer.data.sources import find_text_files, scan_text_files
 from nxd_trainer.data.tokenizer import load_tokenizer
-from nxd_trainer.hugging_face.folder import read_config
+from nxd_trainer.hugging_face import model_on_meta, read_config
 from nxd_trainer.recipe import RecipeError, load_recipe
 
 
@@ -205,3 +205,77 @@ def test_config_that_is_no_file_is_not_waited_for(folder):
 
     with pytest.raises(ValueError, match=r"config\.json does not exist"):
         read_config(folder)
+
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "vocab_size": 32,
+}
+
+CONFIGS = [
+    {"model_type": "stranger", "auto_map": {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}},
+    {"auto_map": {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}},
+    {"auto_map": {"AutoModelForCausalLM": "stranger/code--code.Model"}},
+    {"attn_implementation": "stranger/kernel"},
+    {"_attn_implementation": "stranger/kernel:run"},
+    {"attn_implementation": {"": "stranger/kernel"}},
+    {"experts_implementation": "stranger/kernel"},
+    {"text_config": {"model_type": "llama", "attn_implementation": "stranger/kernel"}},
+    {"architectures": ["os.system"]},
+    {"architectures": ["pipeline"]},
+    {"architectures": ["TrainingArguments"]},
+    {"architectures": ["LlamaConfig"]},
+    {"architectures": [1]},
+    {"architectures": 1},
+    {"architectures": "LlamaForCausalLM"},
+    {"architectures": {"LlamaForCausalLM": 1}},
+    {"model_type": 1},
+    {"model_type": ["llama"]},
+    {"hidden_size": "16"},
+    {"hidden_size": -1},
+    {"hidden_size": [1]},
+    {"num_attention_heads": 0},
+    {"vocab_size": 10**30},
+    {"vocab_size": float("nan")},
+    {"hidden_act": "os.system"},
+    {"hidden_act": ["silu"]},
+    {"rope_scaling": {"rope_type": "__import__('os')"}},
+    {"rope_parameters": "default"},
+    {"quantization_config": {"quant_method": "stranger"}},
+    {"quantization_config": 1},
+    {"torch_dtype": "os"},
+    {"dtype": "load"},
+    {"dtype": 1},
+    {"id2label": 1},
+    {"_name_or_path": "/etc"},
+    {"transformers_version": 1},
+]
+
+
+@pytest.mark.parametrize("changes", CONFIGS, ids=map(str, CONFIGS))
+def test_config_of_a_stranger_gives_a_model_of_transformers_or_one_line(folder, changes):
+    pytest.importorskip("transformers")
+    (folder / "config.json").write_text(json.dumps({**LLAMA, **changes}))
+    (folder / "code.py").write_text("open('ran', 'w')")
+
+    model, refusal = None, ""
+    try:
+        model = model_on_meta(read_config(folder))
+    except ValueError as error:
+        refusal = str(error)
+
+    assert "\n" not in refusal
+    assert model is None or type(model).__module__.startswith("transformers.models.")
+
+
+@pytest.mark.parametrize("changes", CONFIGS[3:8], ids=map(str, CONFIGS[3:8]))
+def test_config_that_names_a_kernel_of_a_hub_is_refused(changes):
+    pytest.importorskip("transformers")
+
+    with pytest.raises(ValueError, match="code from a hub, which is not run"):
+        model_on_meta({**LLAMA, **changes})

@@ -42,6 +42,18 @@ def read_config(folder: PathLike) -> dict[str, Any]:
     return content
 
 
+def refuse_hub_code(config: Mapping[str, Any]) -> None:
+    """Raise ValueError where a config, or one in it, names a kernel of a hub: transformers would load and run it."""
+    for key, value in config.items():
+        if isinstance(value, Mapping) and not key.endswith("_implementation"):
+            refuse_hub_code(value)
+        elif key.endswith("_implementation") and "/" in str(value):
+            raise ValueError(
+                f"the config has {key}={value!r}, code from a hub, which is not run; leave it out, or give one of "
+                "transformers' own, such as 'sdpa'"
+            )
+
+
 def write_config(folder: PathLike, config: Mapping[str, Any]) -> None:
     """Write `config.json`; keys keep their order."""
     (Path(folder) / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
