@@ -173,7 +173,7 @@ def model_on_meta(config: Mapping[str, Any], dtype: torch.dtype | None = None) -
     model_class: Any = getattr(transformers, name, None)
     if not isinstance(model_class, type) or not issubclass(model_class, transformers.PreTrainedModel):
         return None  # something else of transformers may have the name
-    config_class: Any = model_class.config_class
+    config_class: Any = getattr(model_class, "config_class", None)
     if config_class is None:
         return None
     refuse_hub_code(config)
