@@ -8,7 +8,7 @@ import torch
 import transformers
 from nxd_ckpt import CheckpointError
 from nxd_layers.hf import parallelize
-from nxd_state import get_tensor_model_parallel_rank, initialize_model_parallel
+from nxd_state import PeerError, get_tensor_model_parallel_rank, initialize_model_parallel
 from nxd_trainer.hugging_face import import_hugging_face, load_pretrained, save_pretrained
 
 
@@ -92,7 +92,7 @@ def test_a_rank_that_cannot_give_its_part_fails_the_saving_on_all_and_leaves_nob
     assert own_of_second == own_of_first == (MemoryError, "no room for a copy")
     told = "rank 1 could not give its part of the model: MemoryError: no room for a copy"
     assert (issubclass(first[0], RuntimeError), first[1]) == (True, told)
-    assert second == (RuntimeError, "rank 0 could not write the model: MemoryError: no room for a copy")
+    assert second == (PeerError, "rank 0 could not write the model: MemoryError: no room for a copy")
     assert len(list((tmp_path / "saved").glob("*.safetensors"))) > 0
     assert not list(tmp_path.glob("failed-*/model*"))
 

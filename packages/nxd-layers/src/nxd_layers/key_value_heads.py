@@ -98,7 +98,7 @@ def padded_layout(
         tensor_parallel_size: as of `KeyValueLayout`.
 
     Raises:
-        ValueError: that gives no whole number of heads, or not one that can be dealt out with so many copies.
+        ValueError: that gives no whole number of heads, or not one that can be distributed with so many copies.
     """
     query_heads, heads = head_counts
     padded_heads, rest = divmod(heads * padded_query_heads, query_heads)
@@ -111,7 +111,7 @@ def padded_layout(
     if padded_heads * copies % tensor_parallel_size or padded_query_heads % (padded_heads * copies):
         raise ValueError(
             f"{heads} key/value heads, padded to {padded_heads} as {query_heads} query heads are to "
-            f"{padded_query_heads}, cannot be dealt out over tp {tensor_parallel_size} with kv_size_multiplier="
+            f"{padded_query_heads}, cannot be distributed over tp {tensor_parallel_size} with kv_size_multiplier="
             f"{copies}; build the layer with kv_size_multiplier="
             f"{kv_size_multiplier_for(padded_heads, tensor_parallel_size)}"
         )

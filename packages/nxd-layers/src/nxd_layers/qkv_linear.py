@@ -64,7 +64,7 @@ class GQAQKVColumnParallelLinear(nn.Module):
         fuse_qkv: hold one weight and one bias per rank, and compute one product.
         init_method: fills each whole weight in place; as in `nn.Linear` if None.
         sequence_dimension: which dim of the input is the sequence.
-        num_key_value_heads: of the model, so that heads are copied and dealt out as wholes. None treats a rank's rows
+        num_key_value_heads: of the model, so that heads are copied and distributed as wholes. None treats a rank's rows
             as one head: right without copies, and where the multiplier just suffices for one head per rank; with
             copies it warns.
         output_size: another spelling of `output_sizes`.

@@ -50,7 +50,7 @@ def test_stage_that_fails_and_is_caught_ends_all_ranks_with_its_error(
 
     first = f"pipeline rank {layer} failed with Overflow: a layer overflowed"
     for rank, (message, later) in enumerate(results):
-        own, other = "Overflow: a layer overflowed", f"RuntimeError: this rank stopped because {first}"
+        own, other = "Overflow: a layer overflowed", f"PeerError: this rank stopped because {first}"
         assert message == (own if rank == layer else other)
         assert later.startswith(f"RuntimeError: this pipeline has ended: {first}. ")
 
@@ -79,7 +79,7 @@ def test_stage_that_fails_when_others_share_the_loss_already_ends_them_with_its_
 
     assert own == "Overflow: a layer overflowed"
     for other in others:
-        assert other == f"RuntimeError: this rank stopped because pipeline rank 0 failed with {own}"
+        assert other == f"PeerError: this rank stopped because pipeline rank 0 failed with {own}"
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
@@ -100,5 +100,5 @@ def test_stage_whose_process_ends_ends_all_ranks_with_its_error(
 
     messages = [(tmp_path / str(rank)).read_text() for rank in range(4)]
     own = "Overflow: a layer overflowed"
-    other = f"RuntimeError: this rank stopped because pipeline rank 2 failed with {own}"
+    other = f"PeerError: this rank stopped because pipeline rank 2 failed with {own}"
     assert messages == [other, other, own, other]

@@ -57,7 +57,8 @@ from nxd_state.parallel_state import (
     model_parallel_is_initialized,
     subgroup,
 )
-from nxd_state.process_groups import transport_device
+from nxd_state.process_groups import serve_store, transport_device
+from nxd_state.rank_failure import EXIT_PEER_FAILED, FAILURE_SHOWN, PeerError, report_failure
 from nxd_state.rng import get_rng_state, rng_stream, seed_model_parallel, set_rng_state
 from nxd_state.shard_spec import (
     Box,
@@ -108,6 +109,11 @@ __all__ = [
     "Pending",
     "CollectiveMismatch",
     "SharedMemoryError",
+    "PeerError",
+    "report_failure",
+    "serve_store",
+    "EXIT_PEER_FAILED",
+    "FAILURE_SHOWN",
     "shared_memory_bytes",
     "all_reduce",
     "all_reduce_",

@@ -6,6 +6,7 @@ from typing import Generic, TypeVar
 
 from nxd_state.collectives import all_gather_object
 from nxd_state.group import Group
+from nxd_state.rank_failure import PeerError
 
 T = TypeVar("T")
 
@@ -55,12 +56,13 @@ def on_every_rank(doing: str, act: Callable[[], T], group: Group) -> T:
         group: its ranks all call this.
 
     Raises:
-        RuntimeError: `act` raised on some rank; on every rank, with one text.
+        RuntimeError: `act` raised on some rank; on every rank, with one text. A `PeerError` where it did not raise.
     """
     attempt = attempt_on_every_rank(act, group)
     if attempt.failures:
         lines = "\n  ".join(f"rank {rank}: {text}" for rank, text in attempt.failures.items())
-        raise RuntimeError(
+        error_type = PeerError if attempt.error is None else RuntimeError
+        raise error_type(
             f"{doing} failed on {len(attempt.failures)} of {group.size} ranks\n  {lines}"
         ) from attempt.error
     return attempt.results[0]

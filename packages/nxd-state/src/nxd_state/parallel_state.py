@@ -4,6 +4,7 @@ Holds the state (mesh and process groups) and the documented getters. The arithm
 """
 
 import atexit
+import math
 import os
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -15,6 +16,7 @@ from nxd_state.device import device_type
 from nxd_state.group import Group
 from nxd_state.mesh import Mesh, RankGroups
 from nxd_state.process_groups import new_process_group, new_process_group_of_members, start_torch_distributed
+from nxd_state.rank_failure import report_uncaught_failures
 from nxd_state.shared_groups import share_memory
 
 GROUP_AXES: tuple[tuple[str, ...], ...] = (
@@ -29,6 +31,7 @@ GROUP_AXES: tuple[tuple[str, ...], ...] = (
     ("pp", "dp", "cp", "tp"),
 )
 WORLD_AXES = ("pp", "dp", "cp", "tp")
+_LONGEST_TIMEOUT = 1e9  # seconds; torch counts milliseconds in 64 bits, and adds to them
 
 
 @dataclass
@@ -66,13 +69,13 @@ def initialize_model_parallel(
         expert_model_parallel_size: ranks that split the experts of a layer.
         context_parallel_size: ranks that split each sequence.
         rank_order: how mesh positions map to ranks; see `nxd_state.rank_order`.
-        timeout: how long a collective may wait for a peer; torch's default if None.
+        timeout: how long a collective may wait for a peer; if None, the seconds of `NXD_TIMEOUT`, else torch's default.
         store: a new one, where the ranks find each other; the launcher's if None. Whoever can write to it can pose as a
             rank.
 
     Raises:
         RuntimeError: already initialised.
-        ValueError: degrees that do not divide the world size.
+        ValueError: degrees that do not divide the world size, or `NXD_TIMEOUT` is no number of seconds.
     """
     global _state  # noqa: PLW0603  (the process has one mesh)
     if _state is not None:
@@ -80,6 +83,7 @@ def initialize_model_parallel(
             f"model parallelism is already initialised as {_state.mesh}; call destroy_model_parallel() first"
         )
     debug.read_environment()
+    timeout = timeout or _timeout_from_environment()
     rank, world_size = _launched_rank_and_world_size()
     mesh = Mesh(
         world_size,
@@ -96,6 +100,8 @@ def initialize_model_parallel(
         # releases a message's tensor while Python ends aborts the process: the groups must be dropped, too.
         atexit.unregister(destroy_model_parallel)
         atexit.register(destroy_model_parallel)
+    if world_size > 1:
+        report_uncaught_failures()
     state = _ParallelState(mesh=mesh, rank=rank, groups={}, timeout=timeout, owns_world=owns_world)
     _make_groups(state)
     _share_memory(state)
@@ -192,6 +198,19 @@ def _launched_rank_and_world_size() -> tuple[int, int]:
             "processes; use one rank, or NXD_DEVICE=cpu, or, in a test, nxd_state.testing.run_on_replicas"
         )
     return int(os.environ.get("RANK", "0")), world_size
+
+
+def _timeout_from_environment() -> timedelta | None:
+    text = os.environ.get("NXD_TIMEOUT")
+    if text is None:
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < _LONGEST_TIMEOUT:
+        raise ValueError(f"NXD_TIMEOUT={text!r} must be a number of seconds above 0, such as 600")
+    return timedelta(seconds=seconds)
 
 
 def _make_groups(state: _ParallelState) -> None:

@@ -5,6 +5,7 @@
 
 import inspect
 import os
+import socket
 from datetime import timedelta
 from typing import Any
 
@@ -42,13 +43,33 @@ def _fresh_store(rank: int, world_size: int, timeout: timedelta | None) -> dist.
 
     Without it a second start would find the addresses that the ranks had during the first.
     """
-    launch = tuple(os.environ.get(name) for name in _LAUNCH_VARIABLES)
-    if launch not in _launcher_stores:
+    store = launcher_store()
+    if store is None:
         timeout = timeout or distributed_c10d.default_pg_timeout
-        _launcher_stores[launch], _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
-    store = _launcher_stores[launch]
+        store, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
+        _launcher_stores[_launch()] = store
     start = store.add(f"nxd_state/starts_of_rank_{rank}", 1)
     return dist.PrefixStore(f"nxd_state/start_{start}", store)
+
+
+def serve_store(listener: socket.socket) -> dist.TCPStore:
+    """Serve the key-value store through which the ranks of a launch meet.
+
+    Args:
+        listener: a listening socket, which the store takes over. Whoever reaches its address can read and set keys, so
+            ranks of one machine should meet on the loopback interface.
+    """
+    host, port = listener.getsockname()[:2]
+    return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+def launcher_store() -> dist.Store | None:
+    """The key-value store of this launch, without a prefix; None where `start_torch_distributed` did not use it."""
+    return _launcher_stores.get(_launch())
+
+
+def _launch() -> tuple[str | None, ...]:
+    return tuple(os.environ.get(name) for name in _LAUNCH_VARIABLES)
 
 
 def transport_device(group: Group) -> torch.device:

@@ -1,21 +1,34 @@
-"""Launching ranks: started here through torchrun's own agent, by torchrun, or as a task of a Slurm step.
+"""Launching ranks: started here on this machine, by torchrun, or as a task of a Slurm step.
 
 Under torchrun or Slurm nothing is started: the process is a rank already. Slurm (`srun --ntasks-per-node=8 nxd train
 ...`) identifies a task by variables of its own; they are translated to torchrun's, which torch.distributed reads.
 """
 
 import ctypes
-import logging
 import os
+import queue
 import re
 import signal
+import socket
+import subprocess
 import sys
-import uuid
+import threading
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
 
 EXIT_STOPPED = 143  # 128 + SIGTERM
+LAUNCHER_PID = "NXD_LAUNCHER_PID"  # variable of the ranks that are started here
 
+_LOOPBACK = "127.0.0.1"
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
+SECONDS_TO_END = 20.0  # for the other ranks once one has failed: they hear of it at once, and say what they did
+_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 def is_launched() -> bool:
@@ -23,47 +36,160 @@ def is_launched() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def launch_ranks(nproc: int, module: str, arguments: Sequence[str]) -> int:
-    """Run `python -m module arguments` on `nproc` ranks of this machine and wait for them.
+def launch_ranks(nproc: int, command: Sequence[str]) -> int:
+    """Run a command on `nproc` ranks of this machine and wait for them.
 
-    When a rank fails, torchrun ends the others; the failed rank's traceback is what the ranks print first.
+    The ranks meet through a key-value store that this process serves, on the loopback interface only. SIGTERM and
+    Ctrl-C are handed on to them. When a rank fails, the others have some seconds to end as well, and are then killed.
 
     Returns:
         Exit code: 0, 143 after a signal, a rank's own exit code if it is more than 1, else 1.
-    """
-    # torchrun takes half a second to import, which a single rank should not pay.
-    from torch.distributed.elastic.multiprocessing.api import SignalException  # noqa: PLC0415
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError  # noqa: PLC0415
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch  # noqa: PLC0415
 
-    # Ranks that share the cores must not each start a thread per core.
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
-    # The agent would report a failure in its own words, after the rank has said what happened.
-    for name in list(logging.root.manager.loggerDict):
-        if name.startswith("torch.distributed.elastic"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=nproc,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",  # a port the system picks
-        max_restarts=0,
-    )
-    try:
-        elastic_launch(config, sys.executable)("-m", module, *arguments)
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        if failure.exitcode > 1:  # the rank has reported the error, or that it was stopped
-            return failure.exitcode
-        killed = f" (killed by signal {-failure.exitcode})" if failure.exitcode < 0 else ""
-        print(f"nxd: rank {rank} failed first{killed}; the other ranks were ended", file=sys.stderr)
+    Raises:
+        OSError: a process could not be started.
+    """
+    with socket.create_server((_LOOPBACK, 0), backlog=2 * nproc) as listener, _Ranks() as ranks:
+        environment = _environment(nproc, listener.getsockname()[1])
+        for rank in range(nproc):
+            ranks.start(
+                command,
+                environment | {"RANK": str(rank), "LOCAL_RANK": str(rank), "ROLE_RANK": str(rank)},
+            )
+        # Imported now: it takes seconds, in which the ranks do the same. Until then they wait for the connection.
+        from nxd_state import serve_store  # noqa: PLC0415
+
+        store = serve_store(listener)
+        return _wait(ranks, store)
+
+
+def _environment(nproc: int, port: int) -> dict[str, str]:
+    """The variables that torchrun would set, but for those that tell the ranks apart."""
+    own = {
+        "WORLD_SIZE": str(nproc),
+        "LOCAL_WORLD_SIZE": str(nproc),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_NAME": "default",
+        "ROLE_WORLD_SIZE": str(nproc),
+        "MASTER_ADDR": _LOOPBACK,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is served here, not by rank 0
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_RUN_ID": f"nxd-{os.getpid()}",
+        LAUNCHER_PID: str(os.getpid()),
+    }
+    overridable = {
+        # Ranks that share the cores must not each start a thread per core.
+        "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // nproc)),
+        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+    }
+    return overridable | dict(os.environ) | own
+
+
+class _Ranks:
+    """The processes of the ranks, in the order of their ranks. A context manager: what runs at its end is killed.
+
+    Signals that come meanwhile are handed on; the third one kills.
+
+    Attributes:
+        ended: gives each rank whose process has ended, in that order.
+        signals: that have come.
+    """
+
+    def __init__(self) -> None:
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.ended: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self.signals: list[int] = []
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        for number in _FORWARDED:
+            self._previous[number] = signal.signal(number, self._forward)
+        return self
+
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.kill()
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def start(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        """Start the next rank; in a session of its own, or it would get a Ctrl-C of the terminal as well."""
+        process = subprocess.Popen(command, env=environment, start_new_session=True)
+        rank = len(self.processes)
+        self.processes.append(process)
+        threading.Thread(target=self._await_end, args=(rank,), daemon=True).start()
+
+    def kill(self) -> list[int]:
+        """Kill what still runs, with the processes that it has started; returns the ranks that did."""
+        running = [rank for rank, process in enumerate(self.processes) if process.poll() is None]
+        for rank in running:
+            with suppress(ProcessLookupError):
+                os.killpg(self.processes[rank].pid, signal.SIGKILL)
+        for rank in running:
+            self.processes[rank].wait()
+        return running
+
+    def _await_end(self, rank: int) -> None:
+        self.processes[rank].wait()
+        self.ended.put(rank)
+
+    def _forward(self, number: int, frame: FrameType | None) -> None:
+        self.signals.append(number)
+        handed_on = number if number == signal.SIGINT else signal.SIGTERM
+        for process in self.processes:
+            process.send_signal(handed_on if len(self.signals) <= 2 else signal.SIGKILL)
+
+
+def _wait(ranks: _Ranks, store: "TCPStore") -> int:
+    """Wait for all ranks, and say which one failed first; returns the exit code."""
+    from nxd_state import EXIT_PEER_FAILED, FAILURE_SHOWN  # noqa: PLC0415 - it loads torch
+
+    codes: dict[int, int] = {}
+    first: int | None = None  # the rank that failed by itself
+    give_up: float | None = None
+    while len(codes) < len(ranks.processes):
+        try:
+            rank = ranks.ended.get(timeout=None if give_up is None else max(0.0, give_up - time.monotonic()))
+        except queue.Empty:
+            killed = ranks.kill()
+            names = ", ".join(f"rank {rank}" for rank in killed)
+            print(f"nxd: {names} did not end {SECONDS_TO_END:g} s after the failure and was killed", file=sys.stderr)
+            codes |= dict.fromkeys(killed, EXIT_PEER_FAILED)
+            break
+        code = codes[rank] = ranks.processes[rank].returncode
+        if code == 0 or (ranks.signals and code in (EXIT_STOPPED, *(-number for number in ranks.signals))):
+            continue
+        give_up = give_up or time.monotonic() + SECONDS_TO_END
+        if first is None and code != EXIT_PEER_FAILED:
+            first = rank
+            if code < 0:
+                print(f"nxd: rank {rank} was killed by {_signal_name(-code)}", file=sys.stderr, flush=True)
+                for prefix in ("", "/worker/attempt_0/"):  # torch 2.9's ranks see the store through a prefix
+                    store.set(f"{prefix}{FAILURE_SHOWN}", str(rank))
+    return _exit_code(codes, first, ranks.signals)
+
+
+def _exit_code(codes: Mapping[int, int], first: int | None, signals: Sequence[int]) -> int:
+    if first is not None and codes[first] > 1:  # the rank has reported the error
+        return codes[first]
+    if first is not None:
+        if codes[first] == 1:
+            print(f"nxd: rank {first} failed first; the other ranks have ended", file=sys.stderr)
         return 1
-    except SignalException as error:
-        print(f"nxd: stopped by signal {int(error.sigval)}; all ranks have ended", file=sys.stderr)
+    if signals and any(codes.values()):
+        print(f"nxd: stopped by {_signal_name(signals[0])}; all ranks have ended", file=sys.stderr)
         return EXIT_STOPPED
-    return 0
+    return int(any(codes.values()))
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return f"{signal.Signals(number).name} (signal {number})"
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
 
 
 def end_with_launcher() -> None:
@@ -74,6 +200,11 @@ def end_with_launcher() -> None:
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if LAUNCHER_PID in os.environ:
+        try:
+            os.kill(int(os.environ[LAUNCHER_PID]), 0)
+        except ProcessLookupError:  # it ended before that
+            os._exit(EXIT_STOPPED)
 
 
 FIRST_PORT, NUM_PORTS = 20000, 10000

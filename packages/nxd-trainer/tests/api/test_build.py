@@ -6,7 +6,7 @@ import pytest
 import torch
 from nxd_layers import ColumnParallelLinear, CoreAttention, RowParallelLinear
 from nxd_layers.lora import LoraConfig
-from nxd_state import get_group
+from nxd_state import PeerError, get_group
 from nxd_trainer.api import initialize_parallel_model, neuronx_distributed_config
 from nxd_trainer.models import LlamaDecoderLayer, LlamaForCausalLM
 from torch import nn
@@ -268,7 +268,7 @@ def test_parameters_that_one_stage_cannot_fill_are_an_error_on_all_ranks(run_ran
         fill(module)
 
     assert run_ranks(run, 2) == [
-        (RuntimeError, "rank 1 could not make its stages of the model: KeyError: 'no values'"),
+        (PeerError, "rank 1 could not make its stages of the model: KeyError: 'no values'"),
         (KeyError, "'no values'"),
     ]
 

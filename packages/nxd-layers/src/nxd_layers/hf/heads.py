@@ -46,7 +46,7 @@ def layout_of(path: str, attention: nn.Module, model: nn.Module, tp_size: int) -
     if num_heads is None:
         raise ValueError(
             f"{path} ({type(attention).__name__}) has neither num_heads nor config.num_attention_heads, so that its "
-            "heads cannot be dealt out; leave its layers out of the plan, or give it one of them"
+            "heads cannot be distributed over ranks; leave its layers out of the plan, or give it one of them"
         )
     try:
         return head_layout(num_heads, key_value_heads or num_heads, tp_size)
@@ -101,7 +101,9 @@ def tell_counts(path: str, attention: nn.Module, layout: HeadLayout) -> None:
         if not isinstance(count, int):
             continue
         if count != whole:
-            raise ValueError(f"{path}.{name} is {count}, where {whole} is expected; its heads cannot be dealt out")
+            raise ValueError(
+                f"{path}.{name} is {count}, where {whole} is expected; its heads cannot be distributed over ranks"
+            )
         setattr(attention, name, here)
     regrouped = layout.queries_per_copy != layout.num_heads // layout.num_key_value_heads
     if regrouped and not hasattr(attention, _GROUPS):

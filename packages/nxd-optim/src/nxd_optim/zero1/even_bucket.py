@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from nxd_optim.clip import check_axis
 from nxd_optim.zero1.flat_bucket import Dtypes, OwnRange
-from nxd_optim.zero1.flat_ranges import pieces_of_flat_range
+from nxd_optim.zero1.logical_pieces import pieces_of_flat_range
 
 
 class EvenBucket:

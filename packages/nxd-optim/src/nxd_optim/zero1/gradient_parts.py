@@ -15,7 +15,7 @@ from nxd_optim.norm_weights import differs_between_ranks
 from nxd_optim.zero1.buckets import Bucket
 from nxd_optim.zero1.even_bucket import EvenBucket
 from nxd_optim.zero1.flat_bucket import OwnRange
-from nxd_optim.zero1.flat_ranges import pieces_of_flat_range
+from nxd_optim.zero1.logical_pieces import pieces_of_flat_range
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,7 +13,7 @@ from torch import Tensor
 from nxd_optim.load_states import give_states
 from nxd_optim.zero1.buckets import Parts
 from nxd_optim.zero1.flat_bucket import OwnRange
-from nxd_optim.zero1.flat_ranges import pieces_of_flat_range, whole_spec
+from nxd_optim.zero1.logical_pieces import pieces_of_flat_range, whole_spec
 
 MASTER_KEY = "master_weight"
 

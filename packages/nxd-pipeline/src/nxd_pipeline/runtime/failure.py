@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from nxd_state import Group, abort_group
+from nxd_state import Group, PeerError, abort_group
 
 
 class Failures:
@@ -18,7 +18,8 @@ class Failures:
         """Where the body fails, the other ranks stop waiting, and raise the first failure.
 
         Raises:
-            RuntimeError: the body failed, and another rank's failure was the first; or one failed before.
+            PeerError: the body failed, and another rank's failure was the first.
+            RuntimeError: one failed before.
         """
         if self._first is not None:
             raise RuntimeError(
@@ -32,4 +33,4 @@ class Failures:
             self._first = abort_group(self._group, mine)
             if self._first == mine:
                 raise
-            raise RuntimeError(f"this rank stopped because {self._first}") from error
+            raise PeerError(f"this rank stopped because {self._first}") from error

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from nxd_state.rank_failure import PeerError
 from nxd_state.shared_memory import layout
 from nxd_state.shared_memory.doorbell import ANYTHING, RemoteDoorbell, ring_all
 from nxd_state.shared_memory.host import Process
@@ -35,6 +36,10 @@ Steps = Generator[Awaited, None, Tensor]
 
 class SharedMemoryError(RuntimeError):
     """A collective through shared memory cannot be completed."""
+
+
+class LostPeerError(SharedMemoryError, PeerError):
+    """A rank that has ended, failed or not come in time is needed to complete it."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from collections import deque
 
 from torch import Tensor
 
-from nxd_state.shared_memory.channel import Awaited, Channel, SharedMemoryError, Steps
+from nxd_state.shared_memory.channel import Awaited, Channel, LostPeerError, SharedMemoryError, Steps
 from nxd_state.shared_memory.dispatch_modes import OutsideOfModes, any_mode
 from nxd_state.shared_memory.doorbell import Doorbell
 
@@ -153,7 +153,9 @@ class Progress:
                 "initialise model parallelism after the fork"
             )
         if lane.channel.error is not None:
-            raise SharedMemoryError(f"{lane.channel.title} is of no more use: {lane.channel.error}")
+            raise SharedMemoryError(
+                f"{lane.channel.title} can no longer be used: {lane.channel.error}"
+            ) from lane.channel.error
         operation = Operation(lane, steps)
         with self._lock:
             lane.queue.append(operation)
@@ -247,7 +249,7 @@ class Progress:
                 self._listen(None)
 
 
-def _check_peers(channel: Channel, awaited: Awaited, seconds: float, *, thorough: bool) -> SharedMemoryError | None:
+def _check_peers(channel: Channel, awaited: Awaited, seconds: float, *, thorough: bool) -> LostPeerError | None:
     """What to raise on a rank that has waited for `seconds`, if anything.
 
     Args:
@@ -258,23 +260,23 @@ def _check_peers(channel: Channel, awaited: Awaited, seconds: float, *, thorough
     """
     reason = channel.reason_of_leaver(awaited)
     if reason is not None:
-        return SharedMemoryError(reason)
+        return LostPeerError(reason)
     if not thorough:
         return None
     missing = channel.missing(awaited)
     for peer in missing:
         process = channel.process(peer)
         if process.condition() == "has ended":
-            return SharedMemoryError(
+            return LostPeerError(
                 f"rank {channel.ranks[peer]} is gone from {channel.title}: its process {process.pid} has ended while "
                 f"rank {channel.ranks[channel.rank]} waited for it; see what that rank printed"
             )
     if missing and seconds > channel.timeout:
         peer = missing[0]
         process = channel.process(peer)
-        return SharedMemoryError(
+        return LostPeerError(
             f"rank {channel.ranks[peer]} of {channel.title} did not come to what rank {channel.ranks[channel.rank]} "
             f"waits for in {channel.timeout:g} s: its process {process.pid} {process.condition()}; "
-            "initialize_model_parallel(timeout=...) sets how long to wait"
+            "NXD_TIMEOUT or initialize_model_parallel(timeout=...) sets how many seconds to wait"
         )
     return None

@@ -12,6 +12,7 @@ import contextlib
 import functools
 import os
 import pickle
+import socket
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -143,9 +144,9 @@ class RankPool:
 
     def _store_port(self) -> int:
         if self._store is None:
-            from torch.distributed import TCPStore  # noqa: PLC0415
+            from nxd_state.process_groups import serve_store  # noqa: PLC0415
 
-            self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            self._store = serve_store(socket.create_server(("127.0.0.1", 0)))
         return self._store.port
 
     def _send_jobs(self, workers: list[WorkerProcess], call: bytes, backend: str, env: Mapping[str, str]) -> None:

@@ -46,17 +46,23 @@ def run_torchrun(
     Raises:
         TimeoutError: the command took too long; the message shows its output and each rank's Python stacks.
     """
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(nproc),
-        *args,
-    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", **(env or {})}
-    with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
+    with (
+        tempfile.TemporaryFile() as stdout,
+        tempfile.TemporaryFile() as stderr,
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as logs,  # torchrun leaves its own behind
+    ):
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(nproc),
+            "--log-dir",
+            logs,
+            *args,
+        ]
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,

@@ -9,6 +9,7 @@ from nxd_ckpt import Coordinator
 from nxd_ckpt.coordinator import gather_from_every_rank
 from nxd_state import (
     Group,
+    PeerError,
     active_group,
     all_gather_object,
     attempt_on_every_rank,
@@ -48,7 +49,7 @@ def agree(coordinator: Coordinator, doing: str, describe: Callable[[], Mapping[s
 
 
 def together(
-    doing: str, act: Callable[[], T], *, group: Group | None = None, error_type: type[Exception] = RuntimeError
+    doing: str, act: Callable[[], T], *, group: Group | None = None, error_type: type[Exception] = PeerError
 ) -> T:
     """Call `act`; return its result once every rank's has returned. Called by all ranks of the group.
 
@@ -60,7 +61,7 @@ def together(
 
     Raises:
         Exception: what `act` raised, on its rank.
-        RuntimeError: `act` raised on another rank; of `error_type`, where that is given.
+        PeerError: `act` raised on another rank; of `error_type`, where that is given.
     """
     attempt = attempt_on_every_rank(act, group or get_world_group())
     if attempt.error is not None:
@@ -75,7 +76,7 @@ def on_all_ranks(doing: str, act: Callable[[], T]) -> T:
 
     Raises:
         Exception: what `act` raised, on its rank.
-        RuntimeError: `act` raised on another rank.
+        PeerError: `act` raised on another rank.
     """
     return together(doing, act) if model_parallel_is_initialized() else act()
 

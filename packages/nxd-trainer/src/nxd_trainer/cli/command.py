@@ -1,6 +1,7 @@
 """Code that the commands share: errors of the user, the number of ranks, a run's checkpoints."""
 
 import argparse
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias, TypeVar
@@ -38,7 +39,7 @@ def started_ranks(options: argparse.Namespace) -> int | None:
     if options.nproc is None or is_launched():
         return None
     reports_user_errors(lambda: check_nproc(options.nproc))
-    return launch_ranks(options.nproc, "nxd_trainer", options.arguments)
+    return launch_ranks(options.nproc, [sys.executable, "-m", "nxd_trainer", *options.arguments])
 
 
 def check_nproc(nproc: int) -> None:

@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if isinstance(error, BrokenPipeError) and _reader_is_gone():
             os._exit(EXIT_NO_READER)
-        _fail_at_once()
+        _fail_at_once(error)
     return code
 
 
@@ -96,13 +96,17 @@ def _reader_is_gone() -> bool:
     return any(event & select.POLLERR for _, event in output.poll(0))
 
 
-def _fail_at_once() -> NoReturn:
-    """Show the traceback, then end without tearing anything down.
+def _fail_at_once(error: Exception) -> NoReturn:
+    """Show the failure, then end without tearing anything down.
 
     Peers learn of the failure only when this process is gone, so the cause is printed before what follows from it.
     """
-    rank = os.environ.get("RANK")
-    heading = "" if rank is None else f"rank {rank} failed:\n"
-    print(heading + traceback.format_exc(), file=sys.stderr, flush=True)
+    code = 1
+    if is_launched():
+        from nxd_state import report_failure  # noqa: PLC0415 - it loads torch
+
+        code = report_failure(error)
+    else:
+        traceback.print_exception(error)
     sys.stdout.flush()
-    os._exit(1)
+    os._exit(code)

@@ -1,6 +1,7 @@
 """`nxd train`: train a model from a recipe."""
 
 import argparse
+import os
 
 from nxd_trainer.cli.command import (
     Commands,
@@ -49,6 +50,8 @@ def run(options: argparse.Namespace) -> int:
 
     with StopRequest() as stop:
         parallel = recipe.parallel
+        if parallel.timeout is not None:
+            os.environ["NXD_TIMEOUT"] = str(parallel.timeout)  # which checkpoints obey as well
         reports_user_errors(
             lambda: initialize_model_parallel(parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
         )

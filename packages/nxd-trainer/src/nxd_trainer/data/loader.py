@@ -145,7 +145,7 @@ class TrainLoader:
         ]
         if differences:
             raise ValueError(
-                f"the run cannot go on in the same data: {'; '.join(differences)}; restore what has changed, "
+                f"the run cannot continue in the same data: {'; '.join(differences)}; restore what has changed, "
                 "or start anew in another output folder"
             )
         self.samples_consumed = state["samples_consumed"]

@@ -84,7 +84,7 @@ SURPRISES = {
     "NEURON_CC_FLAGS": "flags change what is compiled and which cached graphs are found",
     "CUDA_LAUNCH_BLOCKING": "every kernel is waited for; unset it to train",
 }
-READ_HERE = ("NXD_DEVICE", "NXD_CPU_MODE", "NXD_LOG_LEVEL", "PJRT_DEVICE")
+READ_HERE = ("NXD_DEVICE", "NXD_CPU_MODE", "NXD_LOG_LEVEL", "NXD_SHM", "NXD_TIMEOUT", "PJRT_DEVICE")
 
 
 def check_environment(environment: Mapping[str, str]) -> list[Finding]:
@@ -276,6 +276,8 @@ def check_folder(folder: str | Path, free: int | None = None) -> Finding:
 
 TIMEOUT_SECONDS = 120.0
 PROGRAM = """
+from nxd_trainer.launch import end_with_launcher
+end_with_launcher()
 import torch
 from nxd_state import all_reduce, destroy_model_parallel, get_device, get_world_group, initialize_model_parallel
 initialize_model_parallel(2)
@@ -284,7 +286,7 @@ total = all_reduce(torch.full((4,), group.rank + 1.0, device=get_device()), grou
 assert total.tolist() == [3.0] * 4, total
 destroy_model_parallel()
 """
-LAUNCHER = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--nnodes=1", "--rdzv-backend=c10d")
+LAUNCHER = "import sys; from nxd_trainer.launch import launch_ranks; sys.exit(launch_ranks(2, sys.argv[1:]))"
 LEFT_TO_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -295,7 +297,7 @@ def run_two_ranks(timeout: float = TIMEOUT_SECONDS) -> tuple[int | None, str]:
         Their exit code, None if they were not done in time, and what they wrote.
     """
     environment = {name: value for name, value in os.environ.items() if name not in LEFT_TO_TORCHRUN}
-    command = [sys.executable, *LAUNCHER, "--rdzv-endpoint=localhost:0", "--no-python", sys.executable, "-c", PROGRAM]
+    command = [sys.executable, "-c", LAUNCHER, sys.executable, "-c", PROGRAM]
     with subprocess.Popen(
         command,
         env=environment | {"OMP_NUM_THREADS": "1"},
@@ -307,7 +309,7 @@ def run_two_ranks(timeout: float = TIMEOUT_SECONDS) -> tuple[int | None, str]:
         try:
             output, _ = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # torchrun and its ranks
+            os.killpg(process.pid, signal.SIGKILL)  # the ranks end with it
             output, _ = process.communicate()
             return None, output
         except BaseException:  # as Ctrl-C, which does not reach them in a session of their own

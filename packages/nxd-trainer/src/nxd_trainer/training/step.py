@@ -155,7 +155,11 @@ class StepsUnderWay:
             asked_to_stop: this rank.
         """
         state, rate = self._state, learning_rate(self._state)
-        sums, norm = take_step(state, stopping=asked_to_stop)
+        try:
+            sums, norm = take_step(state, stopping=asked_to_stop)
+        except Exception as error:
+            error.add_note(f"in step {state.step + 1}")
+            raise
         number, tokens = state.step, state.train_loader.samples_consumed * state.recipe.data.sequence_length
         read_sums, read_norm = read_later(sums), None if norm is None else read_later(norm)
 

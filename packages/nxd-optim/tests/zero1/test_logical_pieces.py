@@ -7,7 +7,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
-from nxd_optim.zero1.flat_ranges import boxes_of_flat_range, pieces_of_flat_range, whole_spec
+from nxd_optim.zero1.logical_pieces import boxes_of_flat_range, pieces_of_flat_range, whole_spec
 from nxd_state import fuse_along, shard_along
 
 shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)

@@ -1,0 +1,163 @@
+"""What a rank shows when it cannot continue: its own failure in full, the failure of another rank in one line.
+
+The failure of one rank fails the others as well: their collectives are never completed. Only the first failure says
+what is wrong. So the other ranks wait until it has been shown, and then each of them shows one line: what it was doing.
+"""
+
+import os
+import re
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import suppress
+from types import FrameType, TracebackType
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.distributed_c10d import _get_default_store
+
+from nxd_state.group import Group
+from nxd_state.process_groups import launcher_store
+
+EXIT_FAILED, EXIT_PEER_FAILED = 1, 3
+FAILURE_SHOWN = "nxd_state/failure_shown"  # key of the launcher's store: the rank whose failure can be read already
+
+_PATIENCE = 5.0  # seconds, for the failure to be shown, and for the lines of other ranks
+_PAUSE = 0.02
+_LONGEST_MESSAGE = 600  # characters
+# torch has no class for errors of gloo.
+_GLOO_TIMEOUT = re.compile(r"[Tt]imed out waiting|Application timeout")
+_GLOO_FAILURE = re.compile(r"(?s)gloo.*(peer|Broken pipe|[Cc]onnect)")
+_ADVICE_OF_GLOO = " This is typically caused by"
+_NOT_CALL_SITES = (os.path.dirname(__file__), os.path.dirname(dist.__path__[0]))
+
+
+class PeerError(RuntimeError):
+    """This rank cannot continue because another one failed, ended or did not answer in time."""
+
+
+def is_peer_failure(error: BaseException) -> bool:
+    """Whether an exception was raised on this rank only because of another rank."""
+    return any(
+        isinstance(link, (PeerError, dist.DistNetworkError, dist.DistStoreError))
+        or (isinstance(link, RuntimeError) and bool(_GLOO_FAILURE.search(str(link)) or _timed_out(link)))
+        for link in _chain(error)
+    )
+
+
+def report_failure(error: BaseException) -> int:
+    """Show on standard error why this rank ends; call it where no other code handles the exception.
+
+    Returns:
+        The exit code for the process: 1 for a failure of this rank, 3 if another rank failed.
+    """
+    rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+    if not is_peer_failure(error):
+        text = "".join(traceback.format_exception(error))
+        # One write: lines of several ranks do not mix.
+        print(f"rank {rank} failed:\n{text}" if "RANK" in os.environ else text, file=sys.stderr, flush=True)
+        _tell(FAILURE_SHOWN, str(rank))
+        return EXIT_FAILED
+    _tell(f"{FAILURE_SHOWN}/line_of_{rank}", "1")
+    _await(FAILURE_SHOWN)
+    print(f"rank {rank} ended: {describe_failure(error)}", file=sys.stderr, flush=True)
+    if any(map(_timed_out, _chain(error))):
+        _name_silent_ranks(rank)
+    return EXIT_PEER_FAILED
+
+
+def describe_failure(error: BaseException) -> str:
+    """One line: the message, the collective, the modules whose forward was running, and the line of code."""
+    message = " ".join(str(error).partition(_ADVICE_OF_GLOO)[0].split())
+    if len(message) > _LONGEST_MESSAGE:
+        message = f"{message[:_LONGEST_MESSAGE]}..."
+    frames = [frame for link in _chain(error) for frame in _frames(link.__traceback__)]
+    places = [note for link in _chain(error) for note in getattr(link, "__notes__", ())]
+    collectives = [frame for frame in frames if _is_collective(frame)]
+    if collectives:
+        first = collectives[0]
+        group = first.f_locals.get("group")
+        of = f" of group {group.axis} {list(group.ranks)}" if isinstance(group, Group) else ""
+        places.append(f"{first.f_code.co_name}{of}")
+    modules = [type(frame.f_locals["self"]).__name__ for frame in frames if _is_forward(frame)]
+    if modules:
+        places.append("forward of " + " > ".join(modules[-3:]))
+    sites = [frame for frame in frames if not frame.f_code.co_filename.startswith(_NOT_CALL_SITES)]
+    if sites:
+        code = sites[-1].f_code
+        places.append(f"{code.co_filename}:{sites[-1].f_lineno} in {code.co_name}")
+    return f"{type(error).__name__}: {message}" + (f" [{'; '.join(places)}]" if places else "")
+
+
+def report_uncaught_failures() -> None:
+    """Have exceptions that nothing handles shown by `report_failure`, unless the program shows them in its own way.
+
+    To be called once torch.distributed runs: it sets a hook of its own, which puts the rank before each line.
+    """
+    if sys.excepthook is sys.__excepthook__ or sys.excepthook.__module__.startswith("torch."):
+        sys.excepthook = _report_uncaught
+
+
+def _report_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if isinstance(error, Exception):
+        report_failure(error)
+    else:
+        sys.__excepthook__(kind, error, trace)
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """The exception and what it was raised from, or while handling, outermost first."""
+    link: BaseException | None = error
+    while link is not None:
+        yield link
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+
+
+def _timed_out(error: BaseException) -> bool:
+    return isinstance(error, RuntimeError) and bool(_GLOO_TIMEOUT.search(str(error)))
+
+
+def _frames(trace: TracebackType | None) -> Iterator[FrameType]:
+    return (frame for frame, _ in traceback.walk_tb(trace))
+
+
+def _is_collective(frame: FrameType) -> bool:
+    return frame.f_globals.get("__name__") == "nxd_state.collectives" and not frame.f_code.co_name.startswith("_")
+
+
+def _is_forward(frame: FrameType) -> bool:
+    return frame.f_code.co_name == "forward" and isinstance(frame.f_locals.get("self"), nn.Module)
+
+
+def _name_silent_ranks(rank: int) -> None:
+    """After a timeout that does not say whom it waited for: the first rank that hears of it names those that do not."""
+    lines = {other: f"{FAILURE_SHOWN}/line_of_{other}" for other in range(dist.get_world_size())}
+    _await(*lines.values())
+    with suppress(dist.DistError):
+        store = _store()
+        silent = [other for other, line in lines.items() if not store.check([line])]
+        if silent and rank == min(set(lines) - set(silent)):
+            names = ", ".join(f"rank {other}" for other in silent)
+            found = f"no word from {names}: stopped, or cut off from the network; NXD_TIMEOUT sets how long ranks wait"
+            print(found, file=sys.stderr, flush=True)
+
+
+def _tell(key: str, value: str) -> None:
+    if dist.is_initialized():
+        with suppress(dist.DistError):  # whoever serves the store has ended
+            _store().set(key, value)
+
+
+def _await(*keys: str) -> None:
+    if not dist.is_initialized():
+        return
+    give_up = time.monotonic() + _PATIENCE
+    with suppress(dist.DistError):
+        # Asked again and again: when `Store.wait` times out, torch writes warnings to standard error.
+        while not _store().check(list(keys)) and time.monotonic() < give_up:
+            time.sleep(_PAUSE)
+
+
+def _store() -> dist.Store:
+    return launcher_store() or _get_default_store()

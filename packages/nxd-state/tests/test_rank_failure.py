@@ -1,0 +1,83 @@
+"""What the ranks of a program show when one of them fails, and how long they wait for one that does not answer."""
+
+import sys
+
+import nxd_state
+import pytest
+import torch
+from nxd_state.testing import deadline, run_torchrun
+
+PROGRAM = """
+import sys
+import torch
+from nxd_state import all_reduce, get_group, get_world_group, initialize_model_parallel
+
+class Wide(torch.nn.Module):
+    def forward(self, x):
+        if get_group("tp").rank == 1:
+            raise ValueError("made to fail")
+        return all_reduce(x, get_group("tp"))
+
+initialize_model_parallel(2)
+Wide()(torch.ones(2))
+"""
+
+
+@pytest.mark.parametrize("shared_memory", ["0", "1"])
+def test_script_shows_the_failure_of_one_rank_and_a_line_of_the_other(tmp_path, shared_memory):
+    (tmp_path / "script.py").write_text(PROGRAM)
+
+    result = run_torchrun([str(tmp_path / "script.py")], 2, env={"NXD_SHM": shared_memory})
+
+    assert result.returncode != 0
+    shown = [line for line in result.stderr.splitlines() if line.startswith(("rank ", "Traceback", "ValueError"))]
+    assert shown[:3] == ["rank 1 failed:", "Traceback (most recent call last):", "ValueError: made to fail"]
+    of_peer = next(line for line in shown if line.startswith("rank 0 ended: "))
+    where = f"[all_reduce of group tp [0, 1]; forward of Wide; {tmp_path}/script.py:10 in forward]"
+    assert of_peer.endswith(where), of_peer
+
+
+def test_peer_failure_is_told_from_a_failure_of_this_rank(run_ranks):
+    def fail() -> tuple[bool, str]:
+        nxd_state.initialize_model_parallel(2)
+        group = nxd_state.get_group("tp")
+        try:
+            nxd_state.on_every_rank("writing", lambda: 1 // group.rank, group)
+        except RuntimeError as error:
+            return isinstance(error, nxd_state.PeerError), str(error)
+        raise AssertionError
+
+    first, second = run_ranks(fail, 2)
+
+    assert first[1] == second[1]
+    assert (first[0], second[0]) == (False, True)
+
+
+@pytest.mark.parametrize("text", ["", "soon", "0", "-1", "nan", "inf"])
+def test_timeout_that_is_no_number_of_seconds_is_refused(run_ranks, text):
+    def initialize() -> None:
+        with pytest.raises(ValueError, match=f"NXD_TIMEOUT='{text}' must be a number of seconds above 0"):
+            nxd_state.initialize_model_parallel()
+
+    run_ranks(initialize, 1, env={"NXD_TIMEOUT": text})
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ranks share memory on Linux only")
+def test_rank_that_does_not_come_is_given_up_after_the_timeout(run_ranks):
+    seconds = str(deadline(2))
+
+    def wait() -> str:
+        nxd_state.initialize_model_parallel(2)
+        group = nxd_state.get_group("tp")
+        store = torch.distributed.distributed_c10d._get_default_store()
+        if group.rank == 1:
+            store.wait(["given up"])
+            return ""
+        with pytest.raises(nxd_state.PeerError) as raised:
+            nxd_state.all_reduce(torch.ones(2), group)
+        store.set("given up", "")
+        return str(raised.value)
+
+    text, _ = run_ranks(wait, 2, env={"NXD_TIMEOUT": seconds})
+
+    assert f"rank 1 of group tp [0, 1] did not come to what rank 0 waits for in {float(seconds):g} s" in text

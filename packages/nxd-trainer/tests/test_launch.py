@@ -1,0 +1,119 @@
+"""Ranks that are started on this machine: their environment, their end, and the exit code made of theirs."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from nxd_trainer.launch import launch_ranks
+
+
+def run(program: str, nproc: int = 2) -> int:
+    return launch_ranks(nproc, [sys.executable, "-c", program])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_store_listens_on_loopback_only(tmp_path):
+    program = f"""
+import os, pathlib, time
+port, address = int(os.environ["MASTER_PORT"]), os.environ["MASTER_ADDR"]
+tables = [pathlib.Path("/proc/net", name).read_text() for name in ("tcp", "tcp6")]
+rows = [line.split() for table in tables for line in table.splitlines()[1:]]
+listening = [row[1] for row in rows if row[3] == "0A" and row[1].endswith(f":{{port:04X}}")]
+pathlib.Path({str(tmp_path)!r}, os.environ["RANK"]).write_text(address + " " + " ".join(listening))
+"""
+    assert run(program) == 0
+
+    for rank in ("0", "1"):
+        address, listening = (tmp_path / rank).read_text().split()
+        assert address == "127.0.0.1"
+        assert listening.startswith("0100007F:")
+
+
+def test_ranks_meet_through_the_store_that_the_launcher_serves():
+    program = """
+import os
+from torch.distributed import TCPStore
+store = TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
+store.set(os.environ["RANK"], "here")
+store.wait(["0", "1"])
+"""
+    assert run(program) == 0
+
+
+@pytest.mark.parametrize(
+    ("program", "code", "said"),
+    [
+        ("", 0, ""),
+        ("import sys; sys.exit(7 if RANK == 1 else 3)", 7, ""),
+        ("import sys; sys.exit(1 if RANK == 1 else 3)", 1, "nxd: rank 1 failed first; the other ranks have ended\n"),
+        (
+            "import os, signal, sys; os.kill(os.getpid(), signal.SIGKILL) if RANK == 1 else sys.exit(3)",
+            1,
+            "nxd: rank 1 was killed by SIGKILL (signal 9)\n",
+        ),
+    ],
+)
+def test_exit_code_is_that_of_the_rank_that_failed_by_itself(capfd, program, code, said):
+    assert run(f"import os; RANK = int(os.environ['RANK']); {program}") == code
+    assert capfd.readouterr().err == said
+
+
+def test_rank_that_does_not_end_after_a_failure_is_killed(capfd, monkeypatch):
+    monkeypatch.setattr("nxd_trainer.launch.SECONDS_TO_END", 0.2)
+
+    assert run("import os, time; time.sleep(3600 * int(os.environ['RANK'])); raise SystemExit(1)") == 1
+
+    assert "nxd: rank 1 did not end 0.2 s after the failure and was killed" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_is_handed_on_and_ends_the_ranks(tmp_path, number):
+    program = f"""
+import os, pathlib, signal, sys, time
+def stop(number, frame):
+    pathlib.Path({str(tmp_path)!r}, "got" + os.environ["RANK"]).write_text(str(number))
+    sys.exit(143)
+signal.signal(signal.SIGTERM, stop)
+signal.signal(signal.SIGINT, stop)
+pathlib.Path({str(tmp_path)!r}, os.environ["RANK"]).write_text("")
+while True: time.sleep(0.05)
+"""
+
+    def interrupt() -> None:
+        while len(list(tmp_path.iterdir())) < 2:
+            time.sleep(0.02)
+        os.kill(os.getpid(), number)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    code = run(program)
+    thread.join()
+
+    assert code == 143
+    assert [(tmp_path / f"got{rank}").read_text() for rank in (0, 1)] == [str(int(number))] * 2
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_command_that_cannot_be_started_is_an_error_and_leaves_no_process():
+    with pytest.raises(FileNotFoundError):
+        launch_ranks(2, ["/no/such/program"])
+
+
+def test_rank_ends_at_once_where_its_launcher_has_ended():
+    program = "from nxd_trainer.launch import end_with_launcher; end_with_launcher(); print('lives on')"
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+
+    of_rank = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"NXD_LAUNCHER_PID": str(ended.pid)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert (of_rank.returncode, of_rank.stdout) == (143, "")

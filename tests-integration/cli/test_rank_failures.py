@@ -1,0 +1,224 @@
+"""When a rank of `nxd train` fails, is killed or stops, the user sees which one, and why, once; then the run ends.
+
+Nothing is left: no process, no file outside the output folder.
+"""
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import nxd_ckpt
+import pytest
+from nxd_state.testing import deadline
+
+PROGRAMS = Path(__file__).parent / "programs"
+PLACES = {
+    "tp": ("forward:21", ["parallel.tensor_parallel_size=2"]),
+    "pp": ("forward:21", ["parallel.pipeline_parallel_size=2"]),
+    "zero1": ("forward:21", ["parallel.zero1=true"]),
+    "save": ("fsync:4", ["parallel.tensor_parallel_size=2", "checkpoint.save_every=2"]),
+    "background save": ("forward:21", ["parallel.zero1=true", "checkpoint.save_every=1", "checkpoint.background=true"]),
+}
+TRANSPORTS = ["shared memory", "gloo", "torchrun"]
+LAST_STEP = 100_000
+LOG_LINE = (f"{time.gmtime().tm_year // 100}", "step ", "[rank", "[W", "WARNING", "W1", "  ")
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+@dataclass
+class Training:
+    """`nxd train` on two ranks, in a folder of its own."""
+
+    folder: Path
+    place: str = "tp"
+    transport: str = "shared memory"
+    fault: str = "none"
+    settings: Sequence[str] = ()
+    env: dict[str, str] = field(default_factory=dict)
+    largest_file: int = resource.RLIM_INFINITY
+
+    def start(self) -> "subprocess.Popen[bytes]":
+        call, settings = PLACES[self.place]
+        (self.folder / "text").mkdir(exist_ok=True)
+        (self.folder / "text/words.txt").write_text("words to be read again and again " * 500)
+        (self.folder / "tmp").mkdir(exist_ok=True)
+        torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
+        return subprocess.Popen(
+            [
+                *(sys.executable, "-m", *(torchrun if self.transport == "torchrun" else ())),
+                *("nxd_trainer", "train", *(() if self.transport == "torchrun" else ("--nproc", "2"))),
+                *("model.factory=failing_model:make", "data.path=text", "output=run", "data.sequence_length=16"),
+                "pipeline.layer_class=transformers.models.llama.modeling_llama:LlamaDecoderLayer",
+                *("train.global_batch_size=8", f"train.steps={LAST_STEP}", "train.eval_every=0"),
+                *("train.log_every=1", "checkpoint.save_every=0", *settings, *self.settings),
+            ],
+            cwd=self.folder,
+            preexec_fn=self._limit_files,  # noqa: PLW1509 - it takes no lock
+            stdout=(self.folder / "output.txt").open("ab"),
+            stderr=(self.folder / "errors.txt").open("ab"),
+            env=os.environ
+            | {
+                "FAULT": f"{self.fault}:{call}",
+                "NXD_SHM": "0" if self.transport == "gloo" else "1",
+                "PYTHONPATH": str(PROGRAMS),
+                "TMPDIR": str(self.folder / "tmp"),
+                self.marker: "1",
+            }
+            | self.env,
+        )
+
+    def _limit_files(self) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (self.largest_file, self.largest_file))
+
+    @property
+    def marker(self) -> str:
+        """An environment variable by which this training's processes are found."""
+        return f"NXD_TEST_MARKER_{abs(hash(self.folder))}"
+
+    @property
+    def errors(self) -> str:
+        return (self.folder / "errors.txt").read_text()
+
+    def processes(self) -> list[int]:
+        found = []
+        for entry in Path("/proc").glob("[0-9]*/environ"):
+            try:
+                if self.marker.encode() in entry.read_bytes():
+                    found.append(int(entry.parent.name))
+            except OSError:  # it has ended, or is not ours
+                continue
+        return found
+
+    def wait_for_step(self) -> None:
+        give_up = time.monotonic() + deadline(120)
+        while "\nstep" not in self.errors:
+            assert time.monotonic() < give_up, self.errors
+            time.sleep(0.05)
+
+    def wait_for_end(self, process: "subprocess.Popen[bytes]", seconds: float) -> int:
+        """The exit code; within the seconds, the processes of all ranks must have ended as well."""
+        give_up = time.monotonic() + deadline(seconds)
+        try:
+            code = process.wait(deadline(seconds))
+            while self.processes():
+                assert time.monotonic() < give_up, self.errors
+                time.sleep(0.05)
+        finally:
+            for pid in self.processes():
+                os.kill(pid, signal.SIGKILL)
+            process.wait()
+        return code
+
+    def check_traces(self) -> None:
+        """Nothing is left outside the output, and what is in it can be resumed."""
+        if self.transport != "torchrun":  # which leaves a folder of its own
+            assert list((self.folder / "tmp").iterdir()) == []
+        if nxd_ckpt.list_checkpoints(self.folder / "run/checkpoints"):
+            assert nxd_ckpt.open_checkpoint(self.folder / "run/checkpoints").damage() == []
+
+    def lines_of_failure(self) -> list[str]:
+        """What was written that is neither progress nor the inner lines of a traceback."""
+        return [line for line in self.errors.splitlines() if line.strip() and not line.startswith(LOG_LINE)]
+
+
+def test_rank_that_raises_in_a_pipeline_is_shown_first_and_the_others_in_one_line(tmp_path):
+    training = Training(tmp_path, "pp", fault="raise")
+
+    assert training.wait_for_end(training.start(), 120) == 1
+
+    assert training.lines_of_failure() == [
+        "rank 1 failed:",
+        "Traceback (most recent call last):",
+        "RuntimeError: made to fail",
+        "in step 21",
+        *[line for line in training.errors.splitlines() if line.startswith("rank 0 ended: PeerError")],
+        "nxd: rank 1 failed first; the other ranks have ended",
+    ]
+    assert training.errors.count("rank 0 ended:") == 1
+    training.check_traces()
+
+
+def test_rank_that_is_killed_is_named_with_the_signal(tmp_path):
+    training = Training(tmp_path, "tp", fault="SIGKILL")
+
+    assert training.wait_for_end(training.start(), 120) == 1
+
+    first, of_peer = training.lines_of_failure()
+    assert first == "nxd: rank 1 was killed by SIGKILL (signal 9)"
+    assert of_peer.startswith("rank 0 ended: LostPeerError: rank 1 is gone from group tp [0, 1]")
+    assert "in step 11; all_reduce_ of group tp [0, 1]; forward of LlamaDecoderLayer > LlamaAttention" in of_peer
+    training.check_traces()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("fault", ["raise", "SIGKILL", "SIGSTOP"])
+def test_fault_of_a_rank_ends_all_ranks_and_is_named(tmp_path, fault, place, transport):
+    waits = {"NXD_TIMEOUT": str(deadline(20))} if fault == "SIGSTOP" else {}
+    training = Training(tmp_path, place, transport, fault, env=waits)
+
+    code = training.wait_for_end(training.start(), 180)
+
+    assert code not in (0, None)
+    lines = training.lines_of_failure()
+    if fault == "raise" and place == "save":
+        assert lines[0].startswith("nxd train: saving checkpoint"), training.errors
+        assert "  rank 1: RuntimeError: made to fail" in training.errors
+    elif fault == "raise":
+        assert lines[0] == "rank 1 failed:", training.errors
+        assert training.errors.count("Traceback (most recent call last)") <= 1 or transport == "torchrun"
+    elif fault == "SIGKILL":
+        assert "rank 1 " in lines[0], training.errors
+    else:
+        assert "rank 1" in training.errors
+        assert not [line for line in lines if line.startswith("rank 1")]
+    training.check_traces()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("signals", [["SIGTERM"], ["SIGINT", "SIGINT"], ["SIGKILL"]], ids=",".join)
+def test_signal_to_the_launcher_ends_all_ranks(tmp_path, signals, place, transport, fresh_python, monkeypatch):
+    monkeypatch.setattr(sys, "executable", fresh_python)
+    training = Training(tmp_path, place, transport)
+    process = training.start()
+    training.wait_for_step()
+
+    for name in signals:
+        process.send_signal(getattr(signal, name))
+
+    code = training.wait_for_end(process, 120)
+    assert code == -signal.SIGKILL if signals == ["SIGKILL"] else code != 0
+    if signals != ["SIGKILL"]:
+        training.check_traces()
+    if signals == ["SIGTERM"] and transport != "torchrun":
+        assert code == 143
+        assert nxd_ckpt.latest(tmp_path / "run/checkpoints") is not None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("place", ["save", "background save"])
+def test_full_disk_is_one_line_and_what_was_saved_stays(tmp_path, place, transport):
+    training = Training(tmp_path, place, transport, settings=["train.stop_after=3", "checkpoint.save_every=1"])
+    assert training.wait_for_end(training.start(), 120) == 0
+
+    training.settings = ["checkpoint.save_every=1"]
+    training.largest_file = 2**16  # bytes; a rank's part of a checkpoint has more
+
+    assert training.wait_for_end(training.start(), 120) != 0
+    (line,) = [line for line in training.lines_of_failure() if line.startswith("nxd train: ")]
+    assert "File too large" in line
+    newest = nxd_ckpt.latest(tmp_path / "run/checkpoints")
+    assert newest is not None
+    assert newest.tag == "step-00000003"
+    training.check_traces()
