@@ -1,5 +1,9 @@
 """Traced models compute what the plain model computes, at any degree; wrong arguments are named."""
 
+import json
+import os
+from pathlib import Path
+
 import nxd_trace
 import pytest
 import torch
@@ -62,13 +66,41 @@ def test_ranks_with_equal_graphs_compile_once_and_later_traces_not_at_all(trace,
     trace(models.mlp, x, weights=models.logical_weights(seed=1), **settings)
     second = capfd.readouterr().err
     (entry,) = [path for path in tmp_path.iterdir() if path.is_dir()]
-    (entry / "program.pt2").write_bytes(b"damaged")
+    (entry / "program.json").write_bytes(b"damaged")
     trace(models.mlp, x, weights=weights, **settings)
     third = capfd.readouterr().err
 
     assert "compiling 1 of 1 distinct programs with export" in first
     assert "compiling 0 of 1 distinct programs" in second
     assert "compiling 1 of 1 distinct programs" in third
+
+
+def test_cache_entry_that_lists_files_elsewhere_is_compiled_again(trace, tmp_path, capfd):
+    x = torch.zeros(2, models.IN, dtype=torch.float64)
+    settings = {"weights": models.logical_weights(), "progress": True, "cache_dir": tmp_path / "cache"}
+    trace(models.mlp, x, **settings)
+    (entry,) = (tmp_path / "cache").iterdir()
+    (tmp_path / "cache" / "other").write_bytes(b"")
+    empty = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
+    (entry / "hashes.json").write_text(json.dumps({"../other": empty}))
+    capfd.readouterr()
+
+    trace(models.mlp, x, **settings)
+
+    assert "compiling 1 of 1 distinct programs" in capfd.readouterr().err
+
+
+def test_workers_meet_where_no_other_user_of_the_host_can_write(trace):
+    def listening() -> set[str]:
+        """The sockets of this process that others can connect to."""
+        own = {os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.exists()}
+        rows = [row.split() for name in ("tcp", "tcp6") for row in Path("/proc/net", name).read_text().splitlines()]
+        return own & {f"socket:[{row[9]}]" for row in rows if row[3] == "0A"}
+
+    before = listening()
+    trace(models.mlp, torch.zeros(3, models.IN, dtype=torch.float64), tp_degree=2, weights=models.logical_weights())
+
+    assert listening() == before
 
 
 @pytest.mark.parametrize(

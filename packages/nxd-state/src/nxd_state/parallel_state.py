@@ -56,6 +56,7 @@ def initialize_model_parallel(
     context_parallel_size: int = 1,
     rank_order: str = "row_major",
     timeout: timedelta | None = None,
+    store: dist.Store | None = None,
 ) -> None:
     """Lay the launched ranks out as a mesh and make the process groups of every axis.
 
@@ -69,6 +70,8 @@ def initialize_model_parallel(
         context_parallel_size: ranks that split each sequence.
         rank_order: how mesh positions map to ranks; see `nxd_state.rank_order`.
         timeout: how long a collective may wait for a peer; if None, the seconds of `NXD_TIMEOUT`, else torch's default.
+        store: a new one, where the ranks find each other; the launcher's if None. Whoever can write to it can pose as a
+            rank.
 
     Raises:
         RuntimeError: already initialised.
@@ -92,7 +95,7 @@ def initialize_model_parallel(
     )
     owns_world = not dist.is_initialized()
     if owns_world:
-        start_torch_distributed(rank, world_size, timeout)
+        start_torch_distributed(rank, world_size, timeout, store)
         # For programs that end without it. Gloo's threads live as long as anything refers to a group, and one that
         # releases a message's tensor while Python ends aborts the process: the groups must be dropped, too.
         atexit.unregister(destroy_model_parallel)

@@ -24,13 +24,17 @@ _LAUNCH_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "TORCHE
 _launcher_stores: dict[tuple[str | None, ...], dist.Store] = {}
 
 
-def start_torch_distributed(rank: int, world_size: int, timeout: timedelta | None) -> None:
-    """Start torch.distributed on this process's device: a world of one by itself, else as the launcher says."""
+def start_torch_distributed(rank: int, world_size: int, timeout: timedelta | None, store: dist.Store | None) -> None:
+    """Start torch.distributed on this process's device: a world of one by itself, else over the store, or over the
+    launcher's if there is none."""
     kind = device_type()
     if kind == "cuda":
         torch.cuda.set_device(get_device())
     # A world of one needs no rendezvous, hence no free port and no launcher.
-    store = dist.HashStore() if world_size == 1 else _fresh_store(rank, world_size, timeout)
+    if world_size == 1:
+        store = dist.HashStore()
+    elif store is None:
+        store = _fresh_store(rank, world_size, timeout)
     dist.init_process_group(BACKENDS[kind], store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 

@@ -1,19 +1,21 @@
 """A traced model as a folder: its files, and checks that it can be loaded here.
 
-    manifest.json           what the model is, and every other file with its size; written last
+    manifest.json           what the model is, and every other file with its size and hash; written last
     programs/<key>/         a compiled program, for all ranks whose graphs are equal
     tp_rank_00/rank.json    this rank's weights, state and programs
     tp_rank_00/weights.safetensors
     tp_rank_00/state.safetensors      only state that does not begin as zeros
     bucket_kernel.pt, ...   scripted functions of a bucket configuration
 
-Nothing in it is a Python pickle.
+Nothing in it is a Python pickle. All that is read here may come from a stranger: it is data, and is checked.
 """
 
 import hashlib
 import json
+import os
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path, PurePath
 from typing import Any, Self
@@ -23,14 +25,17 @@ from nxd_state import device_type
 
 from nxd_trace.compilers import COMPILERS, choose_compiler
 from nxd_trace.errors import ModelFolderError
-from nxd_trace.signature import Signature
-from nxd_trace.weights import Weight
+from nxd_trace.signature import Signature, TensorSpec, shape_from_json
+from nxd_trace.weights import Weight, stored_tensors
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST, RANK_MANIFEST = "manifest.json", "rank.json"
 WEIGHTS, STATE = "weights.safetensors", "state.safetensors"
 
-_HASHED_BYTES = 64 * 2**20  # files up to this long are also checked by their hash
+_BUCKET_FUNCTIONS = ("built-in", "python", "scripted")
+
+# What code that expects a manifest raises if it gets something else.
+_NOT_AS_WRITTEN = (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError)
 
 
 def torch_version() -> str:
@@ -88,27 +93,52 @@ class RankManifest:
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """From a rank's folder, whose files have been checked."""
-        value = json.loads((folder / RANK_MANIFEST).read_text(encoding="utf-8"))
-        states = {
-            name: StateTensor(tuple(state["shape"]), state["dtype"], state["zeros"])
-            for name, state in value["states"].items()
-        }
-        programs = tuple(
-            RankProgram(
-                program["folder"],
-                tuple(program["weights"]),
-                tuple(program["states"]),
-                tuple(tuple(shape) for shape in program["state_shapes"]),
+        """From a rank's folder.
+
+        Raises:
+            ModelFolderError: it is damaged.
+        """
+        path = folder / RANK_MANIFEST
+        try:
+            value = json.loads(path.read_text(encoding="utf-8"))
+            states = {}
+            for name, state in value["states"].items():
+                spec = TensorSpec.from_json(state)
+                states[name] = StateTensor(spec.shape, spec.dtype, bool(state["zeros"]))
+            programs = tuple(
+                RankProgram(
+                    str(program["folder"]),
+                    tuple(map(str, program["weights"])),
+                    tuple(map(str, program["states"])),
+                    tuple(map(shape_from_json, program["state_shapes"])),
+                )
+                for program in value["programs"]
             )
-            for program in value["programs"]
-        )
-        return cls({name: Weight.from_json(weight) for name, weight in value["weights"].items()}, states, programs)
+            return cls({name: Weight.from_json(weight) for name, weight in value["weights"].items()}, states, programs)
+        except _NOT_AS_WRITTEN as error:
+            raise ModelFolderError(f"{path} is damaged ({error}); save the model again") from error
+
+    def problems(self, folder: Path) -> Iterator[str]:
+        """What does not belong together: names that programs take, and tensors in the rank's folder."""
+        for program in self.programs:
+            if unknown := {*program.weights} - self.weights.keys() | {*program.states} - self.states.keys():
+                yield f"{RANK_MANIFEST} has a program that takes {min(unknown)!r}, and no such tensor"
+            if len(program.state_shapes) != len(program.states):
+                yield f"{RANK_MANIFEST} has {len(program.state_shapes)} shapes for {len(program.states)} states"
+        kept = {name: state for name, state in self.states.items() if not state.zeros}
+        for file, expected in ((WEIGHTS, self.weights), (STATE, kept)):
+            stored = stored_tensors(folder / file) if file == WEIGHTS or kept else {}
+            for name, tensor in expected.items():
+                found = stored.get(name)
+                if found is None:
+                    yield f"{file} lacks {name!r}"
+                elif (found.global_shape, found.dtype) != (tensor.shape, getattr(torch, tensor.dtype)):
+                    yield f"{file} has {name!r} in another shape or dtype than {RANK_MANIFEST}"
 
 
 @dataclass(frozen=True)
 class StoredFile:
-    """Size of a file, and its SHA-256 unless it is long."""
+    """Size of a file, and its SHA-256."""
 
     size: int
     sha256: str
@@ -145,7 +175,11 @@ class Manifest:
     def write(self, folder: Path) -> Self:
         """Write the manifest, which lists the files of the folder; returns it with these files."""
         (folder / MANIFEST).unlink(missing_ok=True)
-        files = {str(path.relative_to(folder)): _stored_file(path) for path in _files(folder)}
+        paths = _files(folder)
+        files = {
+            str(path.relative_to(folder)): StoredFile(path.stat().st_size, sha256)
+            for path, sha256 in zip(paths, _hashes_of(paths), strict=True)
+        }
         value = {
             "format": FORMAT,
             **{name: getattr(self, name) for name in self.__dataclass_fields__},
@@ -181,9 +215,9 @@ class Manifest:
             manifest = cls(**value)
             manifest._check_values()
             return manifest
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            if isinstance(error, ModelFolderError):
-                raise
+        except ModelFolderError:
+            raise
+        except _NOT_AS_WRITTEN as error:
             raise ModelFolderError(f"{path} is damaged ({error}); copy it again, or save the model again") from error
 
     def check(self, folder: Path) -> None:
@@ -196,7 +230,25 @@ class Manifest:
         if not problems:
             problems = [*self._problems_of_ranks(folder)]
         if problems:
-            raise ModelFolderError(f"the model in {folder} cannot be loaded:\n  " + "\n  ".join(problems))
+            listed = problems[0] if len(problems) == 1 else "\n  ".join(["", *problems])
+            raise ModelFolderError(f"the model in {folder} cannot be loaded: {listed}")
+
+    def check_is_data(self, folder: Path) -> None:
+        """Check that no file of the folder is code that loading the model would run.
+
+        Raises:
+            ModelFolderError: its programs are, or its bucket functions.
+        """
+        what = ""
+        if COMPILERS[self.compiler].is_code:
+            what = f"the programs, of compiler {self.compiler!r},"
+        elif self.buckets is not None and "scripted" in self.buckets.values():
+            what = "the scripted bucket functions"
+        if what:
+            raise ModelFolderError(
+                f"{what} in {folder} are code, and trust_code=False refuses to run it; leave that out if you trust "
+                "whoever made the model, or trace it with compiler='export' and without scripted functions"
+            )
 
     def _check_values(self) -> None:
         if type(self.tp_degree) is not int or self.tp_degree < 1:
@@ -205,26 +257,61 @@ class Manifest:
             raise ValueError(f"compiler is {self.compiler!r}, none of {', '.join(COMPILERS)}")
         if not self.programs:
             raise ValueError("it has no programs")
+        if len({program.name for program in self.programs}) < len(self.programs):
+            raise ValueError("two programs have one name")
+        match self.buckets:
+            case None:
+                pass
+            case {"kernel": kernel, "preprocessor": preprocessor} if len(self.buckets) == 2:
+                if not {kernel, preprocessor} <= {*_BUCKET_FUNCTIONS}:
+                    raise ValueError(f"buckets are {self.buckets!r}; expected one of {', '.join(_BUCKET_FUNCTIONS)}")
+            case _:
+                raise ValueError(f"buckets are {self.buckets!r}; expected a kernel and a preprocessor")
+        for text in (self.compiler_version, self.device, self.torch, self.system, *self.files):
+            if not isinstance(text, str) or not text.isprintable():
+                raise ValueError(f"{text!r} is no name of a file, a version or a system")
         outside = [name for name in self.files if PurePath(name).is_absolute() or ".." in PurePath(name).parts]
         if outside:
             raise ValueError(f"{outside[0]!r} is outside the folder")
         ranks = {name.partition("/")[0] for name in self.files if name.startswith("tp_rank_")}
-        needed = {f"{rank_folder(rank)}/{name}" for rank in range(self.tp_degree) for name in (RANK_MANIFEST, WEIGHTS)}
-        if len(ranks) != self.tp_degree or not needed <= self.files.keys():
+        if len(ranks) != self.tp_degree or not all(
+            f"{rank_folder(rank)}/{name}" in self.files
+            for rank in range(self.tp_degree)
+            for name in (RANK_MANIFEST, WEIGHTS)
+        ):
             raise ValueError(f"tp_degree is {self.tp_degree}, and there are files of {len(ranks)} ranks")
 
     def _problems_of_ranks(self, folder: Path) -> Iterator[str]:
-        """Files that are intact, but do not belong together."""
+        """Files that are intact, but do not belong together, or hold what a traced model cannot."""
+        known = {str(PurePath(file).parent) for file in self.files}
+        checked: set[tuple[str, int]] = set()
         for rank in range(self.tp_degree):
             name = rank_folder(rank)
             try:
-                programs = RankManifest.read(folder / name).programs
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                yield f"{name}/{RANK_MANIFEST} is damaged ({error}): save the model again"
+                manifest = RankManifest.read(folder / name)
+                problems = [*manifest.problems(folder / name)]
+            except ModelFolderError as error:
+                yield str(error)
                 continue
-            known = {str(PurePath(file).parent) for file in self.files}
+            programs = manifest.programs
             if len(programs) != len(self.programs) or any(program.folder not in known for program in programs):
-                yield f"{name}/{RANK_MANIFEST} names other programs than {MANIFEST}: save the model again"
+                problems.append(f"{RANK_MANIFEST} names other programs than {MANIFEST}")
+            if problems:
+                yield from (f"{name}/{problem}: save the model again" for problem in problems)
+                continue
+            for program, signature in zip(programs, self.programs, strict=True):
+                num_inputs = len(program.weights) + len(program.states) + len(signature.inputs)
+                if (program.folder, num_inputs) not in checked:
+                    checked.add((program.folder, num_inputs))
+                    yield from self._problems_of_program(folder, program.folder, num_inputs)
+
+    def _problems_of_program(self, folder: Path, program: str, num_inputs: int) -> Iterator[str]:
+        check = COMPILERS[self.compiler].check
+        if check is not None:
+            try:
+                check(folder / program, num_inputs)
+            except ValueError as error:
+                yield f"{program} holds no program of compiler {self.compiler!r} ({error}): trace the model again"
 
     def _problems_of_platform(self) -> Iterator[str]:
         for what, stored, here in (
@@ -240,13 +327,17 @@ class Manifest:
         for rank in range(self.tp_degree):
             if not (folder / rank_folder(rank)).is_dir():
                 yield f"{rank_folder(rank)} is missing: the model has {self.tp_degree} shards, copy all of them"
+        whole = []
         for name, file in self.files.items():
             path = folder / name
             if not path.is_file():
                 yield f"{name} is missing: copy the whole folder again"
             elif path.stat().st_size != file.size:
                 yield f"{name} has {path.stat().st_size} bytes of {file.size}: copy it again"
-            elif file.sha256 and sha256_of(path) != file.sha256:
+            else:
+                whole.append(name)
+        for name, sha256 in zip(whole, _hashes_of([folder / name for name in whole]), strict=True):
+            if sha256 != self.files[name].sha256:
                 yield f"{name} has been changed since it was saved: copy it again"
 
 
@@ -261,10 +352,11 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def _hashes_of(paths: Sequence[Path]) -> list[str]:
+    """SHA-256 of each file; several are read at once, since weights take a second per gigabyte and core."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return list(pool.map(sha256_of, paths))
+
+
 def _files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
-
-
-def _stored_file(path: Path) -> StoredFile:
-    size = path.stat().st_size
-    return StoredFile(size, sha256_of(path) if size <= _HASHED_BYTES else "")

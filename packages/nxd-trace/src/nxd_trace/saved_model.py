@@ -68,18 +68,26 @@ def _check_replaceable(target: Path) -> None:
         )
 
 
-def parallel_model_load(load_dir: str | Path, *, bucket_config: BucketModelConfig | None = None) -> TensorParallelModel:
+def parallel_model_load(
+    load_dir: str | Path, *, bucket_config: BucketModelConfig | None = None, trust_code: bool = True
+) -> TensorParallelModel:
     """Load a traced model, and start its worker processes.
 
     Args:
         load_dir: the folder that `parallel_model_save` wrote; it must stay while the model is in use.
         bucket_config: that the model was traced with, if its functions are plain Python.
+        trust_code: run code that the folder holds: programs of the compilers "inductor" and "neuronx", and scripted
+            bucket functions. Give False for a folder from someone that you do not trust; programs of the compiler
+            "export" hold no code.
 
     Raises:
         ModelFolderError: the folder is incomplete or damaged, or was made for another platform, device, torch or
-            compiler.
+            compiler, or holds code that is not trusted.
         WorkerError: a worker could not load its part.
     """
     folder = Path(load_dir)
-    Manifest.read(folder).check(folder)
+    manifest = Manifest.read(folder)
+    if not trust_code:
+        manifest.check_is_data(folder)
+    manifest.check(folder)
     return TensorParallelModel(folder, bucket_config=bucket_config)

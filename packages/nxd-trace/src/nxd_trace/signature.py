@@ -3,12 +3,15 @@
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from math import prod
+from reprlib import repr as shortened
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from nxd_trace.structure import Structure, flatten, unflatten
+from nxd_trace.structure import Structure, check_structure, flatten, unflatten
+
+_MOST_ELEMENTS = 1 << 48  # more than any machine has bytes
 
 
 @dataclass(frozen=True)
@@ -30,11 +33,9 @@ class TensorSpec:
         Raises:
             ValueError: it is no shape, or no dtype of torch.
         """
-        shape, dtype = tuple(value["shape"]), value["dtype"]
-        if not all(isinstance(length, int) and length >= 0 for length in shape):
-            raise ValueError(f"{list(shape)} is no shape of a tensor")
-        if not isinstance(getattr(torch, dtype, None), torch.dtype):
-            raise ValueError(f"{dtype!r} is no dtype of torch")
+        shape, dtype = shape_from_json(value["shape"]), value["dtype"]
+        if not isinstance(dtype, str) or not isinstance(getattr(torch, dtype, None), torch.dtype):
+            raise ValueError(f"{shortened(dtype)} is no dtype of torch")
         return cls(shape, dtype)
 
     @cached_property
@@ -110,10 +111,37 @@ class Signature:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Self:
-        """Out of a manifest."""
+        """Out of a manifest.
+
+        Raises:
+            ValueError: it holds what `to_json` would not have given.
+        """
         inputs = tuple(TensorSpec.from_json(spec) for spec in value["inputs"])
         outputs = tuple(TensorSpec.from_json(spec) for spec in value["outputs"])
+        match value["input_structure"]:
+            case {"list": [{"tuple": _}, {"dict": _}]}:
+                check_structure(value["input_structure"], len(inputs))
+            case other:
+                raise ValueError(f"{shortened(other)} is no nesting of positional and keyword inputs")
+        check_structure(value["output_structure"], len(outputs))
+        if not isinstance(value["name"], str):
+            raise ValueError(f"{shortened(value['name'])} is no name of a program")
         return cls(value["name"], inputs, value["input_structure"], outputs, value["output_structure"])
+
+
+def shape_from_json(value: Any) -> tuple[int, ...]:
+    """The shape out of a manifest.
+
+    Raises:
+        ValueError: it is none, or one that no machine has the memory for.
+    """
+    if (
+        not isinstance(value, list)
+        or not all(type(length) is int and length >= 0 for length in value)
+        or prod(max(length, 1) for length in value) > _MOST_ELEMENTS
+    ):
+        raise ValueError(f"{shortened(value)} is no shape of a tensor")
+    return tuple(value)
 
 
 def dtype_name(tensor: Tensor) -> str:

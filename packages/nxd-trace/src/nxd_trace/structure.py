@@ -4,6 +4,7 @@ Programs take and return flat lists; the structure restores the nesting for user
 """
 
 from collections.abc import Mapping, Sequence
+from reprlib import repr as shortened
 from typing import Any
 
 from torch import Tensor
@@ -54,6 +55,27 @@ def unflatten(structure: Structure, tensors: Sequence[Tensor]) -> Any:
         return {key: unflatten(part, tensors) for key, part in parts.items()}
     inner = [unflatten(part, tensors) for part in parts]
     return inner if kind == "list" else tuple(inner)
+
+
+def check_structure(structure: Structure, count: int) -> None:
+    """Raises ValueError unless `flatten` could have given this structure with so many tensors."""
+    stack, found = [structure], 0
+    while stack:
+        match stack.pop():
+            case None:
+                pass
+            case int(index) if index == found:
+                found += 1
+            case {"tuple": list(parts)} as nested if len(nested) == 1:
+                stack.extend(reversed(parts))
+            case {"list": list(parts)} as nested if len(nested) == 1:
+                stack.extend(reversed(parts))
+            case {"dict": dict(named)} as nested if len(nested) == 1:
+                stack.extend(reversed(named.values()))
+            case other:
+                raise ValueError(f"{shortened(other)} is no nesting of tensors; expected the next index, {found}")
+    if found != count:
+        raise ValueError(f"{shortened(structure)} nests {found} tensors, and there are {count}")
 
 
 def without(structure: Structure, dropped: set[int]) -> Structure:

@@ -240,9 +240,11 @@ class ArtifactCache:
         entry = self._folder / key
         try:
             hashes = json.loads((entry / _HASHES).read_text(encoding="utf-8"))
-            if any(sha256_of(entry / name) != expected for name, expected in hashes.items()):
+            names = [str(path.relative_to(entry)) for path in entry.rglob("*") if path.is_file()]
+            names.remove(_HASHES)  # the files that are there: what the list says may lie elsewhere
+            if {name: sha256_of(entry / name) for name in names} != hashes:
                 return False
-            for name in hashes:
+            for name in names:
                 (destination / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(entry / name, destination / name)
         except (OSError, ValueError):

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from nxd_trace.errors import ModelFolderError
-from nxd_trace.signature import dtype_name
+from nxd_trace.signature import TensorSpec, dtype_name, shape_from_json
 
 _DTYPES = {
     "BOOL": torch.bool,
@@ -86,11 +86,7 @@ class SafetensorsFiles:
             raise ModelFolderError(f"{path} holds no weights; give a .safetensors file or a folder of them")
         self.tensors: dict[str, StoredTensor] = {}
         for file in files:
-            with open_safetensors(file) as stored:
-                for name in stored.keys():  # noqa: SIM118 - it cannot be iterated
-                    part = stored.get_slice(name)
-                    dtype = _DTYPES[part.get_dtype()]
-                    self.tensors[name] = StoredTensor(str(file), dtype, tuple(part.get_shape()))
+            self.tensors |= stored_tensors(file)
 
     def read_box(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
         """The box of this shape that begins at `offsets`."""
@@ -100,6 +96,24 @@ class SafetensorsFiles:
                 return whole
             box: Tensor = stored.get_slice(name)[Box(tuple(offsets), tuple(shape)).slices]
             return box
+
+
+def stored_tensors(file: Path) -> dict[str, StoredTensor]:
+    """The tensors of a safetensors file by name; their elements are not read.
+
+    Raises:
+        ModelFolderError: it is missing or damaged, or holds a dtype that no model here has.
+    """
+    found = {}
+    with open_safetensors(file) as stored:
+        for name in stored.keys():  # noqa: SIM118 - it cannot be iterated
+            part = stored.get_slice(name)
+            if part.get_dtype() not in _DTYPES:
+                raise ModelFolderError(
+                    f"{file} holds {name!r} of dtype {part.get_dtype()}; expected one of {', '.join(_DTYPES)}"
+                )
+            found[name] = StoredTensor(str(file), _DTYPES[part.get_dtype()], tuple(part.get_shape()))
+    return found
 
 
 @contextmanager
@@ -194,17 +208,22 @@ class Weight:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Weight:
-        """Out of a manifest."""
+        """Out of a manifest.
+
+        Raises:
+            ValueError: it holds what `to_json` would not have given.
+        """
         pieces = value["pieces"] and tuple(
             ShardPiece(
-                Box(tuple(piece["local"]), tuple(piece["shape"])),
-                Box(tuple(piece["logical"]), tuple(piece["shape"])),
-                tuple(piece["logical_shape"]),
-                piece["name"],
+                Box(shape_from_json(piece["local"]), shape_from_json(piece["shape"])),
+                Box(shape_from_json(piece["logical"]), shape_from_json(piece["shape"])),
+                shape_from_json(piece["logical_shape"]),
+                str(piece["name"]),
             )
             for piece in value["pieces"]
         )
-        return cls(tuple(value["shape"]), value["dtype"], pieces, value["required"])
+        spec = TensorSpec.from_json(dict(value))
+        return cls(spec.shape, spec.dtype, pieces, bool(value["required"]))
 
 
 def weight_of(name: str, tensor: Tensor, required: bool) -> Weight:

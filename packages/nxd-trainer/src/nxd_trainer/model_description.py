@@ -49,8 +49,8 @@ class ModelDescription:
     @property
     def architecture(self) -> str:
         """The class of transformers, such as "LlamaForCausalLM"; the model's type where no class is named."""
-        named = self.config.get("architectures") or [self.config.get("model_type")]
-        return str(named[0])
+        named = self.config.get("architectures") or self.config.get("model_type")
+        return str(named[0] if isinstance(named, list) else named)
 
     def as_objects(self) -> dict[str, Any]:
         """The description as a checkpoint's objects."""

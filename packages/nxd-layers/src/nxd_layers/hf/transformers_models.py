@@ -30,7 +30,7 @@ def build_on_meta(config: Any) -> nn.Module:
     except ImportError as error:
         raise ImportError("a model of a config needs transformers: pip install 'nxd-layers[transformers]'") from error
     with torch.device("meta"):
-        model: nn.Module = AutoModelForCausalLM.from_config(config)
+        model: nn.Module = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     return model
 
 

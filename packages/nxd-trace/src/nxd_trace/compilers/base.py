@@ -47,6 +47,9 @@ class Compiler:
         version: of what compiles, as it enters the cache's key.
         compile: writes files into `job.folder`.
         load: makes them run on a device.
+        is_code: to load a program is to run what its files say, so they must come from someone trusted.
+        check: raises ValueError if a folder does not hold a program that takes so many tensors; None where only `load`
+            could tell.
         holds_tensors: a program holds a rank's weights and states, so ranks share none, and weights cannot be replaced.
         runs: whether `load` gives something that runs; otherwise the files are for inspection.
     """
@@ -55,5 +58,7 @@ class Compiler:
     version: Callable[[], str]
     compile: Callable[[CompileJob], None]
     load: Callable[[Path, torch.device], Run]
+    is_code: bool
+    check: Callable[[Path, int], None] | None = None
     holds_tensors: bool = False
     runs: bool = True

@@ -5,32 +5,21 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.export.graph_signature import InputKind
 
 from nxd_trace.compilers.base import CompileJob, Compiler, Run
-
-_FILE = "program.pt2"
+from nxd_trace.compilers.graph_file import VERSION, read_graph, write_graph
 
 
 def _compile(job: CompileJob) -> None:
     if job.arguments:
         raise ValueError(f"compiler_args={list(job.arguments)}: compiler 'export' takes none")
-    example_inputs = job.exported.example_inputs
-    job.exported.example_inputs = None  # they are the weights, which lie elsewhere
-    try:
-        torch.export.save(job.exported, job.folder / _FILE)
-    finally:
-        job.exported.example_inputs = example_inputs
+    write_graph(job.exported, job.folder)
 
 
 def _load(folder: Path, device: torch.device) -> Run:
-    exported = torch.export.load(folder / _FILE)
-    constants = [
-        exported.constants[str(spec.target)].to(device)
-        for spec in exported.graph_signature.input_specs
-        if spec.kind == InputKind.CONSTANT_TENSOR
-    ]
-    forward = exported.graph_module.forward  # the bare graph, without checks and nesting: constants come first
+    held, graph = read_graph(folder)
+    constants = [constant.to(device) for constant in held]
+    forward = graph.forward  # the bare graph, without checks and nesting: constants come first
 
     def run(tensors: list[Tensor]) -> Sequence[Tensor]:
         outputs: Sequence[Tensor] = forward(*constants, *tensors)
@@ -39,4 +28,15 @@ def _load(folder: Path, device: torch.device) -> Run:
     return run
 
 
-EXPORT = Compiler(name="export", version=lambda: torch.__version__, compile=_compile, load=_load)
+def _check(folder: Path, num_inputs: int) -> None:
+    constants, graph = read_graph(folder)
+    taken = len(graph.graph.find_nodes(op="placeholder"))
+    if taken != len(constants) + num_inputs:
+        raise ValueError(f"the graph takes {taken} tensors; expected {len(constants)} constants and {num_inputs} more")
+
+
+def _version() -> str:
+    return f"{torch.__version__}, graph file {VERSION}"
+
+
+EXPORT = Compiler(name="export", version=_version, compile=_compile, load=_load, is_code=False, check=_check)

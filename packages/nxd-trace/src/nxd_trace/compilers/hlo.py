@@ -47,4 +47,4 @@ def _load(folder: Path, device: torch.device) -> Run:
     raise RuntimeError(f"programs of compiler 'hlo' do not run; read {folder / _HLO_TEXT}")
 
 
-HLO = Compiler(name="hlo", version=lambda: torch.__version__, compile=_compile, load=_load, runs=False)
+HLO = Compiler(name="hlo", version=lambda: torch.__version__, compile=_compile, load=_load, is_code=False, runs=False)

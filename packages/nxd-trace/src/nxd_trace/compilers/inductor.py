@@ -63,4 +63,4 @@ def _version() -> str:
     return f"{torch.__version__} {torch.backends.cpu.get_cpu_capability()}"
 
 
-INDUCTOR = Compiler(name="inductor", version=_version, compile=_compile, load=_load)
+INDUCTOR = Compiler(name="inductor", version=_version, compile=_compile, load=_load, is_code=True)

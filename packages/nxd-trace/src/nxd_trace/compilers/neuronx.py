@@ -100,4 +100,4 @@ def _version() -> str:
     return ", ".join(found)
 
 
-NEURONX = Compiler(name="neuronx", version=_version, compile=_compile, load=_load, holds_tensors=True)
+NEURONX = Compiler(name="neuronx", version=_version, compile=_compile, load=_load, is_code=True, holds_tensors=True)

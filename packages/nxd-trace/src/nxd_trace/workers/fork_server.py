@@ -18,12 +18,21 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
-_PRELOADED = ("nxd_trace.workers.main", "torch._dynamo", "torch._export.serde.serialize", "torch.export.pt2_archive")
+_PRELOADED = ("nxd_trace.workers.main", "torch._dynamo")
 
 LENGTH = struct.Struct("=Q")  # before a request
 PROCESS_ID = struct.Struct("=Q")  # the answer to one
 EXIT_CODE = struct.Struct("=i")  # what is written to a worker's `status`, as of `subprocess.Popen.returncode`
-DESCRIPTORS = ("stdin", "stdout", "stderr", "connection", "memory", "stacks", "status")  # sent with each request
+DESCRIPTORS = (
+    "stdin",
+    "stdout",
+    "stderr",
+    "connection",
+    "memory",
+    "store",
+    "stacks",
+    "status",
+)  # sent with each request
 
 
 def serve(descriptor: int) -> None:
@@ -106,7 +115,8 @@ class _Server:
                 os.close(given[name])
             _take_over(request)
             main = importlib.import_module("nxd_trace.workers.main").main
-            main({**request["settings"], **{name: given[name] for name in ("connection", "memory", "stacks")}})
+            kept = {name: given[name] for name in ("connection", "memory", "store", "stacks")}
+            main({**request["settings"], **kept})
         except BaseException:
             traceback.print_exc()
         finally:

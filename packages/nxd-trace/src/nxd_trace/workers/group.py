@@ -11,11 +11,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
-
-import torch.distributed as dist
 
 from nxd_trace.errors import MissingMainGuardError, WorkerError
 from nxd_trace.memory import new_shared_file
@@ -31,13 +28,14 @@ class WorkerProcess:
     Args:
         rank: of the worker.
         memory: descriptor of the memory that it shares with this process.
+        store: descriptor of the memory that the ranks meet in.
         environment: its environment variables.
 
     Attributes:
         connection: our end of the socket pair; it reads as closed once the process is gone.
     """
 
-    def __init__(self, rank: int, memory: int, environment: dict[str, str]) -> None:
+    def __init__(self, rank: int, memory: int, store: int, environment: dict[str, str]) -> None:
         self.rank = rank
         self._stacks = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
         self.connection, theirs = socket.socketpair()
@@ -46,6 +44,7 @@ class WorkerProcess:
             "stdin": stdin,
             "connection": theirs.fileno(),
             "memory": memory,
+            "store": store,
             "stacks": self._stacks.fileno(),
         }
         try:
@@ -134,15 +133,14 @@ class WorkerGroup:
     def __init__(self, size: int) -> None:
         self.size = size
         self.memory = new_shared_file()
-        self._store = dist.TCPStore(
-            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=120)
-        )
+        # A file without a name: whoever writes to the store can pose as a rank, and other users can reach every port.
+        self._store = new_shared_file()
         self._selector = selectors.DefaultSelector()
         self._workers: list[WorkerProcess] = []
         self._is_open = True
         try:
             for rank in range(size):
-                worker = WorkerProcess(rank, self.memory, self._environment(rank))
+                worker = WorkerProcess(rank, self.memory, self._store, self._environment(rank))
                 self._workers.append(worker)
                 self._selector.register(worker.connection, selectors.EVENT_READ, worker)
         except BaseException:
@@ -194,6 +192,7 @@ class WorkerGroup:
         for worker in self._workers:
             worker.end(patience)
         os.close(self.memory)
+        os.close(self._store)
 
     def _exchange(self, ranks: Sequence[int], send: Callable[[int, socket.socket], None], what: str) -> dict[int, Any]:
         """Send each of these ranks a message, and collect their answers.
@@ -263,7 +262,7 @@ class WorkerGroup:
         return Answer() if kind == DONE else answer
 
     def _environment(self, rank: int) -> dict[str, str]:
-        """What torchrun would set, and a fair share of the cores."""
+        """The rank as torchrun would set it, and a fair share of the cores."""
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         return {
             "OMP_NUM_THREADS": str(max(1, cores // self.size)),
@@ -272,10 +271,6 @@ class WorkerGroup:
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(self.size),
             "LOCAL_WORLD_SIZE": str(self.size),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(self._store.port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TORCHELASTIC_RESTART_COUNT": "0",
         }
 
 

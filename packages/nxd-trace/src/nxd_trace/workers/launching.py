@@ -125,7 +125,7 @@ def launch(
 
     Args:
         settings: for the worker's `main`, beside the descriptors.
-        descriptors: "stdin", "connection", "memory" and "stacks". Output goes where this process's does.
+        descriptors: "stdin", "connection", "memory", "store" and "stacks". Output goes where this process's does.
         environment: the worker's variables; OMP_NUM_THREADS must be one of them.
 
     Raises:

@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Mapping
 from typing import Any
 
+import torch.distributed as dist
 from nxd_state import initialize_model_parallel, model_parallel_is_initialized
 
 from nxd_trace.errors import MissingMainGuardError
@@ -37,11 +38,13 @@ def main(settings: Mapping[str, Any]) -> None:
     """The life of a worker.
 
     Args:
-        settings: descriptors of connection, shared memory and the file for stacks, and where the main script is.
+        settings: descriptors of connection, shared memory, the store that the ranks meet in and the file for stacks,
+            and where the main script is.
     """
     faulthandler.enable(os.fdopen(settings["stacks"], "wb", buffering=0))
     threading.Thread(target=_end_with_parent, name="parent watch", daemon=True).start()
-    worker = _Worker(socket.socket(fileno=settings["connection"]), settings["memory"], settings["main"])
+    connection = socket.socket(fileno=settings["connection"])
+    worker = _Worker(connection, settings["memory"], settings["store"], settings["main"])
     try:
         worker.run()
     finally:
@@ -60,9 +63,10 @@ def _end_with_parent() -> None:
 class _Worker:
     """First builds a model's shard, then serves it; or only serves."""
 
-    def __init__(self, connection: socket.socket, memory: int, main_script: dict[str, str]) -> None:
+    def __init__(self, connection: socket.socket, memory: int, store: int, main_script: dict[str, str]) -> None:
         self._connection = connection
         self._memory = memory
+        self._store = store
         self._main_script = main_script
         self._builder: Builder | None = None
         self._server: Server | None = None
@@ -88,7 +92,9 @@ class _Worker:
 
     def _handle(self, request: Any) -> Any:
         if not model_parallel_is_initialized():
-            initialize_model_parallel(tensor_model_parallel_size=int(os.environ["WORLD_SIZE"]))
+            initialize_model_parallel(
+                tensor_model_parallel_size=int(os.environ["WORLD_SIZE"]), store=dist.FileStore(f"/dev/fd/{self._store}")
+            )
         match request:
             case Build():
                 self._builder = Builder(request, self._main_script)

@@ -1,7 +1,8 @@
 """Messages between a model's process and its workers, over a socket pair per worker.
 
 Every message begins with a header of fixed length. A call needs no more than that: which program to run. Everything
-else carries a pickled object; both ends are processes of one user, and nothing here comes from a file.
+else carries a pickled object. That is safe because a socket pair has no address: only this process and the workers that
+it started hold an end, so no other user can put a pickle there, and nothing here comes from a file.
 """
 
 import pickle

@@ -68,8 +68,9 @@ def _walk(folder: Path, suffixes: tuple[str, ...], excluded: set[str]) -> Iterat
     for parent, subfolders, names in os.walk(folder):
         subfolders[:] = [name for name in subfolders if name not in excluded and not name.startswith(".")]
         for name in names:
-            if name.endswith(suffixes) and not name.startswith("."):
-                file = Path(parent, name)
+            file = Path(parent, name)
+            # Only files: to open a pipe is to wait for whoever writes to it, and a device need not end.
+            if name.endswith(suffixes) and not name.startswith(".") and file.is_file():
                 yield file.relative_to(folder).as_posix(), file
 
 

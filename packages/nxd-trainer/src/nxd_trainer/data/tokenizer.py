@@ -92,6 +92,8 @@ class HuggingFaceTokenizer:
         except Exception as error:  # the package raises plain Exception for whatever it cannot read
             raise ValueError(f"data.tokenizer: {file} is not a Hugging Face tokenizer: {error}") from error
         self._vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
+        if not self._vocabulary:
+            raise ValueError(f"data.tokenizer: {file} has an empty vocabulary; give a tokenizer that knows tokens")
         self._encode = lambda text: tokenizer.encode(text, add_special_tokens=False).ids
         self._decode = lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True)
         self.end_of_document = _find_end_of_document(file, self._vocabulary)
@@ -100,9 +102,12 @@ class HuggingFaceTokenizer:
     def _load_folder(self, folder: Path) -> None:
         transformers = _import_reader("transformers", folder)
         try:
-            tokenizer: Any = transformers.AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-        except (OSError, ValueError) as error:
-            reason = str(error).splitlines()[0]
+            # A tokenizer with code of its own is refused, where transformers would ask at the terminal.
+            tokenizer: Any = transformers.AutoTokenizer.from_pretrained(
+                str(folder), local_files_only=True, trust_remote_code=False
+            )
+        except Exception as error:  # whatever the readers of many formats raise
+            reason = next(iter(str(error).splitlines()), type(error).__name__)
             raise ValueError(f"data.tokenizer={folder} holds no Hugging Face tokenizer: {reason}") from error
         if tokenizer.eos_token_id is None:
             raise ValueError(f"data.tokenizer={folder} has no eos_token, which must end each document")
@@ -141,9 +146,16 @@ def _import_reader(package: str, path: Path) -> Any:
 def _find_end_of_document(file: Path, vocabulary: dict[str, int]) -> int:
     """The `eos_token` of the tokenizer_config.json beside the file, else a well-known one."""
     config_file = file.with_name("tokenizer_config.json")
-    config = json.loads(config_file.read_text(encoding="utf-8")) if config_file.is_file() else {}
+    try:
+        config = json.loads(config_file.read_text(encoding="utf-8")) if config_file.is_file() else {}
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"data.tokenizer: {config_file} is no JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"data.tokenizer: {config_file} holds a {type(config).__name__}; expected an object")
     declared = config.get("eos_token")
     declared = declared.get("content") if isinstance(declared, dict) else declared
+    if declared is not None and not isinstance(declared, str):
+        raise ValueError(f"data.tokenizer: {config_file} has no text as its eos_token, but a {type(declared).__name__}")
     candidates = END_OF_DOCUMENT_TEXTS if declared is None else (declared,)
     for candidate in candidates:
         if candidate in vocabulary:

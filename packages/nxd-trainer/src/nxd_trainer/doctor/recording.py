@@ -20,7 +20,7 @@ from nxd_state import initialize_model_parallel, step_boundary
 from nxd_state.xla_inspect import CapturedGraph, capture_steps, module_scopes, read_graphs, start_capture
 from nxd_state.xla_inspect.recording import record_steps
 
-from nxd_trainer.recipe import Recipe, load_recipe, save_recipe
+from nxd_trainer.recipe import Recipe, recipe_from_dict, save_recipe
 
 _SHOWN_OUTPUT = 2000  # characters, from the end of what a process said before it failed
 _LAUNCHERS_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -130,7 +130,7 @@ def record_rank(recipe_file: str, result: str, rank: int, world_size: int, num_s
         import torch.testing._internal.distributed.fake_pg  # noqa: F401, PLC0415  (registers the transport "fake")
 
         dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=world_size)
-    recipe = load_recipe(recipe_file, [])
+    recipe = recipe_from_dict(json.loads(Path(recipe_file).read_text()))  # our own, which may name a factory
     initialize_model_parallel(recipe.parallel.tensor_parallel_size)
     state = build_run_state(recipe)
     record = capture_steps if world_size == 1 else record_steps

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from nxd_trainer.hugging_face.folder import refuse_hub_code
 from nxd_trainer.hugging_face.rearrangement import Rearranged, concatenate, stack
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -167,11 +168,15 @@ def model_on_meta(config: Mapping[str, Any], dtype: torch.dtype | None = None) -
         import transformers  # noqa: PLC0415 - optional
     except ImportError:
         return None
-    architectures = config.get("architectures") or ()
-    model_class: Any = next((getattr(transformers, str(name), None) for name in architectures), None)
+    architectures = config.get("architectures")
+    name = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
+    model_class: Any = getattr(transformers, name, None)
+    if not isinstance(model_class, type) or not issubclass(model_class, transformers.PreTrainedModel):
+        return None  # something else of transformers may have the name
     config_class: Any = getattr(model_class, "config_class", None)
-    if config_class is None:  # something else of transformers may have the name
+    if config_class is None:
         return None
+    refuse_hub_code(config)
     content = {name: value for name, value in config.items() if name != "quantization_config"}
     default_dtype = torch.get_default_dtype()
     try:
@@ -180,7 +185,8 @@ def model_on_meta(config: Mapping[str, Any], dtype: torch.dtype | None = None) -
             return model_class(config_class.from_dict(content))
     except Exception as error:  # whatever transformers stumbles over: its checks are of many kinds
         raise ValueError(
-            f"transformers makes no {model_class.__name__} of the config: {type(error).__name__}: {error}"
+            f"transformers makes no {model_class.__name__} of the config: {type(error).__name__}: "
+            f"{' '.join(str(error).split())}"
         ) from error
     finally:
         torch.set_default_dtype(default_dtype)

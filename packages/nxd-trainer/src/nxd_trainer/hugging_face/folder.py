@@ -31,15 +31,27 @@ def read_config(folder: PathLike) -> dict[str, Any]:
         ValueError: there is none, or it is no JSON object.
     """
     path = Path(folder) / CONFIG_FILE
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist; give the folder of a model, with its {CONFIG_FILE}")
     try:
         content = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise ValueError(f"{path} does not exist; give the folder of a model, with its {CONFIG_FILE}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is no JSON: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds a {type(content).__name__}; expected an object")
     return content
+
+
+def refuse_hub_code(config: Mapping[str, Any]) -> None:
+    """Raise ValueError where a config, or one in it, names a kernel of a hub: transformers would load and run it."""
+    for key, value in config.items():
+        if isinstance(value, Mapping) and not key.endswith("_implementation"):
+            refuse_hub_code(value)
+        elif key.endswith("_implementation") and "/" in str(value):
+            raise ValueError(
+                f"the config has {key}={value!r}, code from a hub, which is not run; leave it out, or give one of "
+                "transformers' own, such as 'sdpa'"
+            )
 
 
 def write_config(folder: PathLike, config: Mapping[str, Any]) -> None:

@@ -92,7 +92,7 @@ def _read(file: Path) -> dict[str, Any]:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{file} cannot be read: {error}; give a Hugging Face config.json or its folder") from error
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is no JSON: {error}; give a Hugging Face config.json") from error
     if not isinstance(content, dict):
         raise ValueError(f"{file} holds a {type(content).__name__}; a config.json holds an object with sizes")

@@ -20,9 +20,14 @@ from nxd_trainer.options import Key, Schema, keys_of
 from nxd_trainer.recipe.checks import RecipeError, consistency_mistakes
 from nxd_trainer.recipe.sections import Recipe
 
+IMPORTED_KEYS = frozenset({"model.factory", "pipeline.layer_class"})
+
 
 def load_recipe(file: str | Path | None = None, overrides: Iterable[str] = ()) -> Recipe:
     """Read a recipe file, apply overrides on top, and check the whole.
+
+    A file may come from a stranger, so it cannot choose what is imported: keys that name a module's objects must be
+    among the overrides as well.
 
     Args:
         file: `.toml`, `.yaml`, `.yml` or `.json`; None starts from the defaults.
@@ -32,7 +37,19 @@ def load_recipe(file: str | Path | None = None, overrides: Iterable[str] = ()) -
     Raises:
         RecipeError: a ValueError with one line for each mistake.
     """
+    overrides = list(overrides)
     content = {} if file is None else _read_file(Path(file))
+    named = _schema().flatten(content, []).keys() & IMPORTED_KEYS - {
+        text.partition("=")[0].strip() for text in overrides
+    }
+    if named:
+        raise RecipeError(
+            f"recipe {file}",
+            [
+                f"{key} names code, and what a file names is not run; if you trust it, repeat {key} on the command line"
+                for key in sorted(named)
+            ],
+        )
     return recipe_from_dict(content, overrides, origin="recipe" if file is None else f"recipe {file}")
 
 
@@ -114,6 +131,15 @@ def render_recipe_help() -> str:
     return "\n".join(lines[1:])
 
 
+class _PlainLoader(yaml.SafeLoader):
+    """YAML without aliases: a few of them in one another are more values than any memory holds."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("aliases such as *name are not read; write the value itself")
+        return super().compose_node(parent, index)
+
+
 @cache
 def _section_types() -> dict[str, type[Any]]:
     hints: dict[str, Any] = get_type_hints(Recipe)
@@ -140,12 +166,14 @@ def _read_file(file: Path) -> Mapping[str, object]:
         if file.suffix == ".toml":
             content: object = tomllib.loads(text)
         elif file.suffix in (".yaml", ".yml"):
-            content = yaml.safe_load(text)
+            content = yaml.load(text, _PlainLoader)
         elif file.suffix == ".json":
             content = json.loads(text)
         else:
             raise RecipeError(origin, [f"has suffix {file.suffix!r}; expected .toml, .yaml, .yml or .json"])
-    except (tomllib.TOMLDecodeError, yaml.YAMLError, json.JSONDecodeError) as error:
+    except RecipeError:
+        raise
+    except Exception as error:  # PyYAML also raises KeyError, IndexError and more for values that it cannot make
         reason = " ".join(str(error).split())  # YAML explains over several lines
         raise RecipeError(origin, [f"is not valid {file.suffix[1:].upper()}: {reason}"]) from error
     if content is None:  # an empty YAML file

@@ -1,0 +1,281 @@
+"""Recipes, texts and tokenizers from a stranger: none runs code or hangs, and each is one line of error."""
+
+import json
+import os
+import pickle
+from itertools import pairwise
+
+import pytest
+from nxd_trainer.data.sources import find_text_files, scan_text_files
+from nxd_trainer.data.tokenizer import load_tokenizer
+from nxd_trainer.hugging_face import model_on_meta, read_config
+from nxd_trainer.recipe import RecipeError, load_recipe
+
+
+class RunsCode:
+    """As a pickle, code that leaves a file."""
+
+    def __reduce__(self):
+        return os.system, ("touch ran",)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder for files; code that they could run would write into the working directory beside it."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    (tmp_path / "folder").mkdir()
+    yield tmp_path / "folder"
+    assert os.listdir(tmp_path / "here") == []
+    assert sorted(os.listdir(tmp_path)) == ["folder", "here"]
+
+
+DIGITS = "9" * 10_000
+LAUGHS = "a: &a [x]\n" + "".join(f"{b}: &{b} [*{a}, *{a}, *{a}, *{a}]\n" for a, b in pairwise("abcdefghijk"))
+
+RECIPES = [
+    (".toml", '[model]\nfactory = "os:system"\n[model.config]\ncommand = "touch ran"'),
+    (".json", '{"model": {"factory": "os:system", "config": {"command": "touch ran"}}}'),
+    (".yaml", "model: {factory: 'os:system', config: {command: touch ran}}"),
+    (".json", '{"model.factory": "os:system"}'),
+    (".toml", '"model.factory" = "os:system"'),
+    (".toml", '[pipeline]\nlayer_class = "os:system"'),
+    (".json", '{"pipeline": {"layer_class": "os:system"}, "model": {"factory": "os:system"}}'),
+    (".yaml", "!!python/object/apply:os.system ['touch ran']"),
+    (".yaml", "train: !!python/object/new:os.system ['touch ran']"),
+    (".yaml", "train: {steps: !!python/name:os.system }"),
+    (".yaml", "output: !!python/module:os"),
+    (".yaml", "!!python/object:os.system {}"),
+    (".yml", LAUGHS),
+    (".yaml", "model: {config: &a {b: *a}}"),
+    (".yaml", "train: &a {steps: 1}\noptimizer: *a"),
+    (".yaml", "train: {steps: !!int ''}"),
+    (".yaml", "train: {steps: !!float x}"),
+    (".yaml", "train: {steps: !!timestamp x}"),
+    (".yaml", "train: {steps: !!bool x}"),
+    (".yaml", "train: {steps: !!binary é}"),
+    (".yaml", "output: 2001-99-99"),
+    (".yaml", "[" * 5_000),
+    (".yaml", "? " * 5_000),
+    (".yaml", "--- {}\n--- {}"),
+    (".yaml", "{[1]: 2}"),
+    (".yaml", "train: {steps: " + DIGITS + "}"),
+    (".json", "[" * 200_000),
+    (".json", '{"a":' * 200_000),
+    (".json", '{"train": {"steps": ' + DIGITS + "}}"),
+    (".json", '{"train": {"steps": 1e999}}'),
+    (".json", '{"train": {"steps": NaN}}'),
+    (".json", '"train"'),
+    (".toml", "a = " + "[" * 200_000),
+    (".toml", "train.steps = " + DIGITS),
+    (".toml", "train = 1\n[train]\nsteps = 1"),
+    (".toml", "[train]\nsteps = nan"),
+    (".py", "__import__('os').system('touch ran')"),
+    (".pkl", ""),
+]
+
+
+@pytest.mark.parametrize(("suffix", "text"), RECIPES)
+def test_recipe_that_names_code_or_is_no_recipe_is_refused_in_one_line(folder, suffix, text):
+    file = folder / f"recipe{suffix}"
+    file.write_text(text)
+
+    with pytest.raises(RecipeError) as raised:
+        load_recipe(file)
+
+    assert all("\n" not in mistake and len(mistake) < 1000 for mistake in raised.value.mistakes)
+
+
+def test_recipe_that_is_a_pickle_is_refused(folder):
+    for suffix in (".toml", ".yaml", ".json"):
+        (folder / f"recipe{suffix}").write_bytes(pickle.dumps(RunsCode()))
+        with pytest.raises(RecipeError):
+            load_recipe(folder / f"recipe{suffix}")
+
+
+def test_factory_of_a_recipe_file_is_taken_where_the_command_line_repeats_it(folder):
+    (folder / "recipe.toml").write_text('[model]\nfactory = "my_models:make"\nconfig = { width = 16 }')
+
+    with pytest.raises(RecipeError, match=r"if you trust it, repeat model\.factory on the command line"):
+        load_recipe(folder / "recipe.toml", ["train.steps=1"])
+    recipe = load_recipe(folder / "recipe.toml", ["model.factory=my_models:make"])
+
+    assert (recipe.model.factory, recipe.model.config) == ("my_models:make", {"width": 16})
+
+
+def test_folder_of_texts_gives_its_files_and_nothing_that_would_be_waited_for(folder):
+    (folder / "good.txt").write_text("good")
+    (folder / "binary.txt").write_bytes(pickle.dumps(RunsCode()))
+    (folder / "half.txt").write_bytes("é".encode()[:1])
+    (folder / "empty.txt").touch()
+    (folder / "folder.txt").mkdir()
+    (folder / "circle").symlink_to(folder)
+    (folder / "gone.txt").symlink_to(folder / "nowhere")
+    (folder / "loop.txt").symlink_to(folder / "loop.txt")
+    (folder / "endless.txt").symlink_to("/dev/zero")
+    os.mkfifo(folder / "pipe.txt")
+
+    readable, skipped = scan_text_files(find_text_files(folder))
+
+    assert [file.name for file in readable] == ["good.txt"]
+    assert skipped == {"binary or not UTF-8": 2, "empty": 1}
+
+
+VOCABULARY = {"version": "1.0", "model": {"type": "WordLevel", "vocab": {"</s>": 0}, "unk_token": "</s>"}}
+
+TOKENIZERS = [
+    {"tokenizer.json": ""},
+    {"tokenizer.json": "[" * 200_000},
+    {"tokenizer.json": "{}"},
+    {"tokenizer.json": '{"model": ' + DIGITS + "}"},
+    {"tokenizer.json": json.dumps({**VOCABULARY, "model": {"type": "os.system"}})},
+    {"tokenizer.json": json.dumps({**VOCABULARY, "model": {**VOCABULARY["model"], "vocab": {}}})},
+    {"tokenizer.json": json.dumps({**VOCABULARY, "model": {**VOCABULARY["model"], "vocab": {"a": -1}}})},
+    {"tokenizer.json": json.dumps({**VOCABULARY, "model": {**VOCABULARY["model"], "vocab": {"a": 0}}})},
+    {"tokenizer.json": json.dumps({**VOCABULARY, "pre_tokenizer": {"type": "Custom", "code": "1"}})},
+    *(
+        {"tokenizer.json": json.dumps(VOCABULARY), "tokenizer_config.json": config}
+        for config in (
+            "",
+            "[" * 200_000,
+            "[]",
+            '"</s>"\n\n',
+            DIGITS,
+            '{"eos_token": 1}',
+            '{"eos_token": ["</s>"]}',
+            '{"eos_token": {"content": {"a": 1}}}',
+            '{"eos_token": "other"}',
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("files", TOKENIZERS)
+def test_tokenizer_that_is_none_is_refused_in_one_line(folder, files):
+    pytest.importorskip("tokenizers")
+    for name, text in files.items():
+        (folder / name).write_text(text)
+
+    with pytest.raises(ValueError, match=r"data\.tokenizer") as raised:
+        load_tokenizer(folder)
+
+    assert "\n" not in str(raised.value)
+    assert len(str(raised.value)) < 1000
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        '{"auto_map": {"AutoTokenizer": ["code.Tokenizer", null]}}',
+        '{"auto_map": {"AutoTokenizer": ["code.Tokenizer", null]}, "tokenizer_class": "Tokenizer"}',
+        '{"auto_map": {"AutoTokenizer": [null, "code.Tokenizer"]}, "model_type": "other"}',
+        '{"auto_map": {"AutoTokenizer": "stranger/code--code.Tokenizer"}}',
+        '{"auto_map": 1}',
+        '{"tokenizer_class": 1}',
+        '{"tokenizer_class": "os.system"}',
+        "[]",
+        "[" * 200_000,
+        "",
+    ],
+)
+def test_tokenizer_with_code_of_its_own_is_refused_without_a_question(folder, config):
+    pytest.importorskip("transformers")
+    (folder / "tokenizer_config.json").write_text(config)
+    (folder / "config.json").write_text('{"model_type": "other"}')
+    (folder / "code.py").write_text("open('ran', 'w')\nclass Tokenizer: pass")
+
+    with pytest.raises(ValueError, match="holds no Hugging Face tokenizer") as raised:
+        load_tokenizer(folder)
+
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("text", ["", "[]", '"a"', "[" * 200_000, '{"a":' * 200_000, '{"a": ' + DIGITS + "}", "\0"])
+def test_config_that_is_no_object_is_refused_in_one_line(folder, text):
+    (folder / "config.json").write_text(text)
+
+    with pytest.raises(ValueError, match=r"config\.json") as raised:
+        read_config(folder)
+
+    assert "\n" not in str(raised.value)
+
+
+def test_config_that_is_no_file_is_not_waited_for(folder):
+    os.mkfifo(folder / "config.json")
+
+    with pytest.raises(ValueError, match=r"config\.json does not exist"):
+        read_config(folder)
+
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "vocab_size": 32,
+}
+
+CONFIGS = [
+    {"model_type": "stranger", "auto_map": {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}},
+    {"auto_map": {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}},
+    {"auto_map": {"AutoModelForCausalLM": "stranger/code--code.Model"}},
+    {"attn_implementation": "stranger/kernel"},
+    {"_attn_implementation": "stranger/kernel:run"},
+    {"attn_implementation": {"": "stranger/kernel"}},
+    {"experts_implementation": "stranger/kernel"},
+    {"text_config": {"model_type": "llama", "attn_implementation": "stranger/kernel"}},
+    {"architectures": ["os.system"]},
+    {"architectures": ["pipeline"]},
+    {"architectures": ["TrainingArguments"]},
+    {"architectures": ["LlamaConfig"]},
+    {"architectures": [1]},
+    {"architectures": 1},
+    {"architectures": "LlamaForCausalLM"},
+    {"architectures": {"LlamaForCausalLM": 1}},
+    {"model_type": 1},
+    {"model_type": ["llama"]},
+    {"hidden_size": "16"},
+    {"hidden_size": -1},
+    {"hidden_size": [1]},
+    {"num_attention_heads": 0},
+    {"vocab_size": 10**30},
+    {"vocab_size": float("nan")},
+    {"hidden_act": "os.system"},
+    {"hidden_act": ["silu"]},
+    {"rope_scaling": {"rope_type": "__import__('os')"}},
+    {"rope_parameters": "default"},
+    {"quantization_config": {"quant_method": "stranger"}},
+    {"quantization_config": 1},
+    {"torch_dtype": "os"},
+    {"dtype": "load"},
+    {"dtype": 1},
+    {"id2label": 1},
+    {"_name_or_path": "/etc"},
+    {"transformers_version": 1},
+]
+
+
+@pytest.mark.parametrize("changes", CONFIGS, ids=map(str, CONFIGS))
+def test_config_of_a_stranger_gives_a_model_of_transformers_or_one_line(folder, changes):
+    pytest.importorskip("transformers")
+    (folder / "config.json").write_text(json.dumps({**LLAMA, **changes}))
+    (folder / "code.py").write_text("open('ran', 'w')")
+
+    model, refusal = None, ""
+    try:
+        model = model_on_meta(read_config(folder))
+    except ValueError as error:
+        refusal = str(error)
+
+    assert "\n" not in refusal
+    assert model is None or type(model).__module__.startswith("transformers.models.")
+
+
+@pytest.mark.parametrize("changes", CONFIGS[3:8], ids=map(str, CONFIGS[3:8]))
+def test_config_that_names_a_kernel_of_a_hub_is_refused(changes):
+    pytest.importorskip("transformers")
+
+    with pytest.raises(ValueError, match="code from a hub, which is not run"):
+        model_on_meta({**LLAMA, **changes})
