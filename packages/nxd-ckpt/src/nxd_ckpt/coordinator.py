@@ -8,6 +8,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch.distributed as dist
 
+from nxd_ckpt.arguments import is_timeout
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.store_coordinator import coordinator_of_group
 
@@ -47,27 +48,22 @@ def coordinator_for(
 
     Args:
         process_group: the ranks; a Coordinator is returned as it is.
-        timeout: seconds to wait for other ranks of a process group; the default one if it is none, so that these hear
-            of it from `check_timeout`.
+        timeout: seconds to wait for other ranks of a process group; the default one if it is none, so that these can
+            hear of it when all arguments are checked.
 
     Raises:
-        ValueError: this process is not a member of the group.
+        ValueError: it is neither a group nor a Coordinator, or this process is not a member of it.
     """
     if isinstance(process_group, Coordinator):
         return process_group
+    if not (process_group is None or isinstance(process_group, dist.ProcessGroup)):
+        raise ValueError(
+            f"process_group={process_group!r} is a {type(process_group).__name__}; pass a torch process group, or an "
+            "object with rank, world_size and all_gather_object"
+        )
     if process_group is None and not (dist.is_available() and dist.is_initialized()):
         return _WorldOfOne()
-    return coordinator_of_group(process_group, timeout if timeout > 0 else DEFAULT_TIMEOUT)
-
-
-def check_timeout(timeout: float) -> None:
-    """Called where the other ranks hear of it.
-
-    Raises:
-        ValueError: it is not above 0.
-    """
-    if not timeout > 0:
-        raise ValueError(f"timeout={timeout!r} is not a number of seconds above 0")
+    return coordinator_of_group(process_group, timeout if is_timeout(timeout) else DEFAULT_TIMEOUT)
 
 
 def on_every_rank(

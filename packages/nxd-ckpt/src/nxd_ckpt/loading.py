@@ -12,11 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nxd_ckpt.catalog import find_tag, list_checkpoints
+from nxd_ckpt.arguments import check_flags, check_timeout
+from nxd_ckpt.catalog import complete_tags, find_tag
 from nxd_ckpt.coordinator import (
     DEFAULT_TIMEOUT,
     Coordinator,
-    check_timeout,
     coordinator_for,
     gather_from_every_rank,
     on_every_rank,
@@ -78,7 +78,7 @@ def load(
 
     Args:
         path: the folder that was given to `save`.
-        tag: which checkpoint; default: the newest complete one.
+        tag: which checkpoint; default: the newest one.
         into: what this rank wants of each logical tensor; the shards' memory is filled. Ranks may want different
             names and any boxes, whatever the layout was when saving.
         strict: the checkpoint must hold no tensor that no rank wants. Wanted tensors must be there in any case.
@@ -96,6 +96,7 @@ def load(
         ValueError: the arguments of a rank are wrong or differ from the others'.
         CheckpointError: there is no such checkpoint, it does not fit `into` (one error lists all differences of
             name, shape and dtype), or files are missing, damaged or unreadable. All ranks raise, with the same text.
+            Without `tag` and `fallback`, also if the manifest of any checkpoint is damaged: it may be the newest.
             Only an error while reading, after all checks, can leave destinations filled in part.
     """
     coordinator = coordinator_for(process_group, timeout)
@@ -103,6 +104,13 @@ def load(
 
     def check_arguments() -> dict[str, ShardedTensor]:
         check_timeout(timeout)
+        check_flags(
+            strict=strict,
+            verify=verify,
+            convert_dtype=convert_dtype,
+            fallback=fallback,
+            share_reads=share_reads,
+        )
         open_store(path)
         if tag is not None:
             check_tag(tag)
@@ -127,9 +135,9 @@ def load(
     if not fallback:
         found = on_rank_zero(coordinator, f"loading from {store.location}", lambda: find_tag(store, tag))
         return load_tag(found)
-    newest_last = on_rank_zero(coordinator, f"loading from {store.location}", lambda: list_checkpoints(path))
+    newest_last = on_rank_zero(coordinator, f"loading from {store.location}", lambda: complete_tags(store))
     skipped: list[str] = []
-    for found in [info.tag for info in reversed(newest_last)]:
+    for found in reversed(newest_last):
         try:
             loaded = load_tag(found)
         except (_DoesNotFit, RanksLostError):

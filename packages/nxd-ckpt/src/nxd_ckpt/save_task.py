@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import xxhash
 
+from nxd_ckpt.arguments import check_flags
 from nxd_ckpt.asynchronous.pending import RankKey, failures, settle
 from nxd_ckpt.coordinator import Coordinator, gather_from_every_rank
 from nxd_ckpt.dtypes import CODE_OF_DTYPE
@@ -152,12 +153,15 @@ def prepare_save(
 
 def _check_options(options: SaveOptions) -> None:
     check_tag(options.tag)
+    check_flags(overwrite=options.overwrite)
     step = options.step
     if step is not None and not (type(step) is int and 0 <= step < 2**63):
         raise ValueError(f"step={step!r} is not a number of steps; pass an int from 0 to 2**63 - 1, or None")
     check_json(options.objects, "objects")
     check_json(options.rank_objects, "rank_objects")
     check_json(options.mesh, "mesh")
+    if not isinstance(options.extra, Mapping | None):
+        raise ValueError(f"extra is a {type(options.extra).__name__}; pass {{name: content as bytes}}, or None")
     for name, content in (options.extra or {}).items():
         extra_file_name("0" * 32, name)
         if not isinstance(content, bytes):

@@ -7,19 +7,28 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from nxd_ckpt.arguments import check_timeout
 from nxd_ckpt.asynchronous.pending import wait_for_saves
 from nxd_ckpt.boxes import Box
-from nxd_ckpt.checksums import BlockHasher
+from nxd_ckpt.checksums import hashes_of
 from nxd_ckpt.coordinator import (
     DEFAULT_TIMEOUT,
     Coordinator,
-    check_timeout,
     coordinator_for,
     gather_from_every_rank,
     on_rank_zero,
 )
 from nxd_ckpt.errors import CheckpointError
-from nxd_ckpt.manifest import Chunk, ExtraEntry, Manifest, TensorEntry, data_file_name, encode, extra_file_name
+from nxd_ckpt.manifest import (
+    Chunk,
+    ExtraEntry,
+    HeaderEntry,
+    Manifest,
+    TensorEntry,
+    data_file_name,
+    encode,
+    extra_file_name,
+)
 from nxd_ckpt.safetensors_file import Hashes, file_parts, lay_out
 from nxd_ckpt.save_task import SaveOptions, SaveTask, prepare_save
 from nxd_ckpt.sharded_tensor import ShardedTensor
@@ -126,9 +135,7 @@ def _write(task: SaveTask, write_tensors: Callable[[], Hashes], rank: int) -> _W
     sizes: dict[str, int] = {}
     if rank == 0:
         for name, content in (task.options.extra or {}).items():
-            hasher = BlockHasher()
-            hasher.update(content)
-            extra[name] = ExtraEntry(extra_file_name(task.save_id, name), hasher.hashes())
+            extra[name] = ExtraEntry(extra_file_name(task.save_id, name), hashes_of(content))
             sizes[extra[name].file] = len(content)
             task.transaction.write_file(extra[name].file, [content])
     return _Written(hashes, extra, sizes)
@@ -136,12 +143,14 @@ def _write(task: SaveTask, write_tensors: Callable[[], Hashes], rank: int) -> _W
 
 def _commit(task: SaveTask, written: list[_Written]) -> None:
     files: dict[str, int] = dict(written[0].extra_sizes)
+    headers: dict[str, HeaderEntry] = {}
     chunks: dict[str, list[Chunk]] = {name: [] for name in task.plan.tensors}
     for rank, writes in enumerate(task.plan.writes):
         if writes:
             layout = lay_out(writes, task.plan.tensors)
             file = data_file_name(task.save_id, rank)
             files[file] = layout.size
+            headers[file] = HeaderEntry(len(layout.header), hashes_of(layout.header))
             for write, hashes in zip(layout.placed, written[rank].hashes, strict=True):
                 chunks[write.name].append(Chunk(file, write.offset, write.num_bytes, write.box, hashes))
     _check_sizes(task, files)
@@ -160,6 +169,7 @@ def _commit(task: SaveTask, written: list[_Written]) -> None:
         extra=written[0].extra,
         objects=options.objects,
         rank_objects=task.all_rank_objects,
+        headers=headers,
     )
     task.transaction.commit(encode(manifest))
 

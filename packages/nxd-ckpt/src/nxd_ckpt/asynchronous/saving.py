@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from nxd_ckpt.arguments import check_timeout
 from nxd_ckpt.asynchronous import pending
 from nxd_ckpt.asynchronous.background import Background
 from nxd_ckpt.asynchronous.channel import Channel
 from nxd_ckpt.asynchronous.handle import AsyncSave
-from nxd_ckpt.coordinator import DEFAULT_TIMEOUT, Coordinator, check_timeout, coordinator_for
+from nxd_ckpt.coordinator import DEFAULT_TIMEOUT, Coordinator, coordinator_for
 from nxd_ckpt.save_task import SaveOptions, prepare_save
 from nxd_ckpt.saving import tensors_of
 from nxd_ckpt.sharded_tensor import ShardedTensor
@@ -77,6 +78,8 @@ def async_save(
 
     def check() -> None:
         check_timeout(timeout)
+        if memory_limit is not None and type(memory_limit) is not int:
+            raise ValueError(f"memory_limit={memory_limit!r} is not a number of bytes; give an int, or None")
         if memory_limit is not None and memory_limit < _MIN_MEMORY:
             raise ValueError(f"memory_limit={memory_limit} bytes is too little; give at least {_MIN_MEMORY}, or None")
 

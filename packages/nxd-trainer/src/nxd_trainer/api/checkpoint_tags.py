@@ -76,7 +76,7 @@ def find_checkpoint(path: str | os.PathLike[str], tag: str | None) -> Found:
 
     Raises:
         ValueError: the path or the tag is not allowed.
-        CheckpointError: there is none.
+        CheckpointError: there is none; or no tag is given, and one of ours is damaged and may be the newest.
     """
     root = _folder(path).removeprefix("file://")
     if os.path.isfile(root):
@@ -103,7 +103,14 @@ def find_checkpoint(path: str | os.PathLike[str], tag: str | None) -> Found:
 
 
 def has_checkpoint(path: str | os.PathLike[str]) -> bool:
-    """Whether a folder holds a complete checkpoint, of this library or the existing one."""
+    """Whether a folder holds a complete checkpoint, of this library or the existing one.
+
+    Raises:
+        CheckpointError: one is damaged: whether to begin without it is not ours to choose.
+    """
+    root = _folder(path).removeprefix("file://")
+    if not os.path.isfile(root) and nxd_ckpt.latest(root) is not None:
+        return True
     try:
         find_checkpoint(path, None)
     except CheckpointError:

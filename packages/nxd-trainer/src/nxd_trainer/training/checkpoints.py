@@ -4,7 +4,6 @@ They use the functions behind `save_checkpoint` and `load_checkpoint`: the posit
 random streams are tensors of each rank.
 """
 
-import warnings
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 
 import nxd_ckpt
 import torch
-from nxd_ckpt import Checkpoint
+from nxd_ckpt import Checkpoint, CheckpointError
 from nxd_state import (
     all_reduce,
     barrier,
@@ -171,12 +170,10 @@ def _newest_tag(folder: Path) -> str | None:
     Raises:
         ValueError: one of the checkpoints is damaged: whether to resume from an older one is not ours to choose.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        try:
-            newest = nxd_ckpt.latest(folder)
-        except UserWarning as damage:
-            raise ValueError(f"{damage}; remove that folder to resume without it") from damage
+    try:
+        newest = nxd_ckpt.latest(folder)
+    except CheckpointError as damage:
+        raise ValueError(f"{damage}; remove that folder to resume without it") from damage
     return None if newest is None else newest.tag
 
 
@@ -248,8 +245,8 @@ def check_weights(state: RunState) -> None:
 
 def diverged(state: RunState, what: str) -> TrainingDiverged:
     """The error of a run that can only resume from its last checkpoint."""
-    newest = nxd_ckpt.latest(state.recipe.checkpoint_folder)
-    advice = "start again" if newest is None else f"resume from {state.recipe.checkpoint_folder / newest.tag}"
+    complete = nxd_ckpt.list_checkpoints(state.recipe.checkpoint_folder)
+    advice = f"resume from {state.recipe.checkpoint_folder / complete[-1].tag}" if complete else "start again"
     return TrainingDiverged(f"{what}; lower optimizer.lr or lengthen optimizer.warmup_steps, and {advice}")
 
 
