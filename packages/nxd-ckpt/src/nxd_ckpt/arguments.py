@@ -1,4 +1,4 @@
-"""Checks of arguments that several calls share. Each raises a ValueError that says the value and what to pass instead."""
+"""Checks of arguments that several calls share. A ValueError says the value and what to pass instead."""
 
 import math
 

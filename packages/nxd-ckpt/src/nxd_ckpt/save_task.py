@@ -17,12 +17,13 @@ import xxhash
 
 from nxd_ckpt.arguments import check_flags
 from nxd_ckpt.asynchronous.pending import RankKey, failures, settle
-from nxd_ckpt.coordinator import Coordinator, gather_from_every_rank
+from nxd_ckpt.coordinator import Coordinator, gather_from_every_rank, on_every_rank
 from nxd_ckpt.dtypes import CODE_OF_DTYPE
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.manifest import extra_file_name
 from nxd_ckpt.objects import check_json, is_unicode
 from nxd_ckpt.plan import SavePlan, TensorDescription, plan_save
+from nxd_ckpt.replicas import ReplicaHashes, hash_replicas
 from nxd_ckpt.safetensors_file import FileLayout, lay_out
 from nxd_ckpt.sharded_tensor import ShardedTensor, as_sharded_state
 from nxd_ckpt.stores import SaveTransaction, check_tag, open_store
@@ -38,6 +39,7 @@ class SaveOptions:
     tag: str
     step: int | None = None
     overwrite: bool = False
+    check_replicas: bool = False
     objects: Any = None
     rank_objects: Any = None
     extra: Mapping[str, bytes] | None = None
@@ -56,6 +58,7 @@ class SaveTask:
         plan: what all ranks write.
         options: this rank's; `rank_objects` of all ranks are in `all_rank_objects`.
         all_rank_objects: by rank number.
+        replica_hashes: of this rank's copies of what others write; empty unless they are to be compared.
     """
 
     save_id: str
@@ -65,13 +68,14 @@ class SaveTask:
     plan: SavePlan
     options: SaveOptions
     all_rank_objects: Mapping[int, Any]
+    replica_hashes: ReplicaHashes
 
 
 class _Request(NamedTuple):
     """One rank's request, as it is sent to the others."""
 
     save_id: str
-    common: tuple[str, int | None, bool]
+    common: tuple[str, int | None, bool, bool]
     rank_objects: Any
     layout_digest: str
     cached_plan: str
@@ -120,7 +124,7 @@ def prepare_save(
         _check_options(options)
         return _Request(
             save_id=uuid.uuid4().hex,
-            common=(options.tag, options.step, options.overwrite),
+            common=(options.tag, options.step, options.overwrite, options.check_replicas),
             rank_objects=options.rank_objects,
             layout_digest=xxhash.xxh3_128_hexdigest(pickle.dumps(descriptions)),
             cached_plan=cached.digest,
@@ -136,6 +140,12 @@ def prepare_save(
         plan = plan_save(coordinator.all_gather_object(descriptions))
         cached = _CachedPlan(digest, plan, lay_out(plan.writes[coordinator.rank], plan.tensors))
         _cache[cache_key] = cached
+    replica_hashes: ReplicaHashes = {}
+    if options.check_replicas:
+        doing = f"comparing replicas to save checkpoint {options.tag!r}"
+        replica_hashes = on_every_rank(
+            coordinator, doing, lambda: hash_replicas(cached.plan, sharded, coordinator.rank)
+        )
     store, save_id = open_store(path), requests[0].save_id
     task = SaveTask(
         save_id=save_id,
@@ -147,13 +157,14 @@ def prepare_save(
         all_rank_objects={
             rank: request.rank_objects for rank, request in enumerate(requests) if request.rank_objects is not None
         },
+        replica_hashes=replica_hashes,
     )
     return task, sharded
 
 
 def _check_options(options: SaveOptions) -> None:
     check_tag(options.tag)
-    check_flags(overwrite=options.overwrite)
+    check_flags(overwrite=options.overwrite, check_replicas=options.check_replicas)
     step = options.step
     if step is not None and not (type(step) is int and 0 <= step < 2**63):
         raise ValueError(f"step={step!r} is not a number of steps; pass an int from 0 to 2**63 - 1, or None")
@@ -194,6 +205,6 @@ def _check_same_save(requests: list[_Request]) -> None:
     for rank, request in enumerate(requests):
         if request.common != expected:
             raise ValueError(
-                f"ranks want different saves: (tag, step, overwrite) is {expected} on rank 0 but {request.common} on "
-                f"rank {rank}"
+                f"ranks want different saves: (tag, step, overwrite, check_replicas) is {expected} on rank 0 but "
+                f"{request.common} on rank {rank}"
             )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from nxd_ckpt import replicas
 from nxd_ckpt.arguments import check_timeout
 from nxd_ckpt.asynchronous.pending import wait_for_saves
 from nxd_ckpt.boxes import Box
@@ -16,6 +17,7 @@ from nxd_ckpt.coordinator import (
     Coordinator,
     coordinator_for,
     gather_from_every_rank,
+    on_every_rank,
     on_rank_zero,
 )
 from nxd_ckpt.errors import CheckpointError
@@ -56,6 +58,7 @@ def save(
     mesh: Any = None,
     step: int | None = None,
     overwrite: bool = False,
+    check_replicas: bool = False,
     timeout: float = DEFAULT_TIMEOUT,
     process_group: "dist.ProcessGroup | Coordinator | None" = None,
 ) -> None:
@@ -75,17 +78,18 @@ def save(
         mesh: JSON-able description of the layout, for people and tools; rank 0's counts. Loading does not need it.
         step: number that orders the checkpoints of this folder.
         overwrite: replace a checkpoint of this tag; until the very end the old one stays valid.
+        check_replicas: refuse to save if ranks that hold the same box hold different bits: each hashes its copy.
         timeout: seconds that this rank waits for the others, each time it does, before it gives up.
         process_group: the ranks; default: torch's default group if initialised, else this process alone.
 
     Raises:
         ValueError: the arguments of a rank are wrong or do not fit the others'; nothing was written.
-        CheckpointError: a rank could not write or did not answer, or the tag is taken. All ranks raise, with the same
-            text; a checkpoint that was there before is untouched.
+        CheckpointError: a rank could not write or did not answer, replicas differ, or the tag is taken. All ranks
+            raise, with the same text; a checkpoint that was there before is untouched.
     """
     coordinator = coordinator_for(process_group, timeout)
     wait_for_saves()
-    options = SaveOptions(tag, step, overwrite, objects, rank_objects, extra, mesh)
+    options = SaveOptions(tag, step, overwrite, check_replicas, objects, rank_objects, extra, mesh)
     task, sharded = prepare_save(path, state, options, coordinator, lambda: check_timeout(timeout))
     run_save(task, lambda: _write_tensors(task, tensors_of(sharded), coordinator.rank), coordinator)
 
@@ -116,6 +120,9 @@ def run_save(task: SaveTask, write_tensors: Callable[[], Hashes], coordinator: C
     try:
         on_rank_zero(coordinator, doing, transaction.begin)
         written = gather_from_every_rank(coordinator, doing, lambda: _write(task, write_tensors, coordinator.rank))
+        if task.options.check_replicas:
+            hashes = [of_rank.hashes for of_rank in written]
+            on_every_rank(coordinator, doing, lambda: replicas.check_replicas(task.plan, task.replica_hashes, hashes))
         on_rank_zero(coordinator, doing, lambda: _commit(task, written))
     finally:
         transaction.end()

@@ -47,6 +47,7 @@ def async_save(
     mesh: Any = None,
     step: int | None = None,
     overwrite: bool = False,
+    check_replicas: bool = False,
     memory_limit: int | None = None,
     timeout: float = DEFAULT_TIMEOUT,
     process_group: "dist.ProcessGroup | Coordinator | None" = None,
@@ -84,7 +85,7 @@ def async_save(
             raise ValueError(f"memory_limit={memory_limit} bytes is too little; give at least {_MIN_MEMORY}, or None")
 
     coordinator = coordinator_for(process_group, timeout)
-    options = SaveOptions(tag, step, overwrite, objects, rank_objects, extra, mesh)
+    options = SaveOptions(tag, step, overwrite, check_replicas, objects, rank_objects, extra, mesh)
     task, sharded = prepare_save(path, state, options, coordinator, check)
     task = dataclasses.replace(
         task, options=copy.deepcopy(task.options), all_rank_objects=copy.deepcopy(task.all_rank_objects)

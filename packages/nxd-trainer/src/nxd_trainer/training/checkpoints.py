@@ -51,6 +51,7 @@ class RunSaver:
         self._state = state
         self._say = say
         self._untold: str | None = None  # tag of a checkpoint that may not be complete yet
+        self._num_saves = 0
 
     def save(self, held_out_loss: float | None) -> None:
         """Write a checkpoint under the tag of the run's step, or begin to, once the one before is complete.
@@ -62,7 +63,8 @@ class RunSaver:
 
         Raises:
             TrainingDiverged: there is nothing worth saving.
-            CheckpointError: it cannot be written, or the one before was not.
+            CheckpointError: it cannot be written, or the one before was not; or ranks that hold the same weights hold
+                them with different bits, where the recipe has them compared.
         """
         self.finish()
         check_weights(self._state)
@@ -77,8 +79,16 @@ class RunSaver:
             step=step,
             metrics={} if held_out_loss is None else {"held_out_loss": held_out_loss},
         )
-        tag, background = f"step-{step:08d}", recipe.checkpoint.background
-        write_checkpoint(recipe.checkpoint_folder, tag, contents, finish=self._drop_old_ones, in_background=background)
+        tag, options = f"step-{step:08d}", recipe.checkpoint
+        write_checkpoint(
+            recipe.checkpoint_folder,
+            tag,
+            contents,
+            finish=self._drop_old_ones,
+            in_background=options.background,
+            check_replicas=options.check_replicas_every > 0 and self._num_saves % options.check_replicas_every == 0,
+        )
+        self._num_saves += 1
         self._untold = tag
         self.poll()
 
