@@ -4,6 +4,7 @@ import nxd_ckpt
 import pytest
 import torch
 from nxd_state import get_world_group, initialize_model_parallel
+from nxd_trainer.data.loader import TrainLoader
 from nxd_trainer.recipe import load_recipe
 from nxd_trainer.report import StepRecord, read_records
 from nxd_trainer.training import checkpoints, train
@@ -48,6 +49,32 @@ def test_run_saves_every_few_steps_and_at_its_end_and_keeps_what_the_recipe_says
     run_ranks(run, 1, [*settings, "train.steps=7", *options])
 
     assert [info.step for info in nxd_ckpt.list_checkpoints(tmp_path / "run/checkpoints")] == kept
+
+
+def run_that_fails_on_rank_1_before_it_saves(settings: list[str]) -> str:
+    state_dict = TrainLoader.state_dict
+
+    def fail(loader: TrainLoader) -> dict[str, object]:
+        if get_world_group().rank == 1:
+            raise ValueError("where the data was is not known")
+        return state_dict(loader)
+
+    TrainLoader.state_dict = fail
+    try:
+        run(settings)
+    except (ValueError, nxd_ckpt.CheckpointError) as error:
+        return str(error)
+    finally:
+        TrainLoader.state_dict = state_dict
+    return "all is well"
+
+
+def test_run_that_fails_on_one_rank_before_it_saves_ends_on_the_other_at_once(run_ranks, settings):
+    """Whose process goes on."""
+    waiting, failed = run_ranks(run_that_fails_on_rank_1_before_it_saves, 2, [*settings, "train.steps=1"])
+
+    assert failed == "where the data was is not known"
+    assert waiting == "rank 1 of 2 ended its work: ValueError: where the data was is not known"
 
 
 def run_with_a_weight_that_is_wrong_on_rank_1_after_step_3(settings: list[str]) -> None:

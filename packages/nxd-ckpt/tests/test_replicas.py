@@ -79,7 +79,5 @@ def test_save_ranks_that_do_not_all_check_replicas_are_refused(tmp_path):
     )
 
     for outcome in outcomes:
-        with pytest.raises(
-            ValueError, match=r"overwrite, check_replicas\) is .* False\) on rank 0 but .* True\) on rank"
-        ):
+        with pytest.raises(ValueError, match=r"check_replicas\) is .* False\) on rank 0 but .* True\) on rank 1"):
             raise outcome

@@ -58,6 +58,6 @@ def check_replicas(plan: SavePlan, own: ReplicaHashes, written: Sequence[Hashes]
     if problems:
         more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
         raise CheckpointError(
-            f"its {'; '.join(problems[:3])}{more}: the replicas are no longer equal; load an earlier checkpoint, or save "
-            "with check_replicas=False"
+            f"its {'; '.join(problems[:3])}{more}: the replicas are no longer equal; load an earlier checkpoint, or "
+            "save with check_replicas=False"
         )

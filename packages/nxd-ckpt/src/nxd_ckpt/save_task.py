@@ -17,10 +17,12 @@ import xxhash
 
 from nxd_ckpt.arguments import check_flags
 from nxd_ckpt.asynchronous.pending import RankKey, failures, settle
+from nxd_ckpt.boxes import Box
 from nxd_ckpt.coordinator import Coordinator, gather_from_every_rank, on_every_rank
-from nxd_ckpt.dtypes import CODE_OF_DTYPE
+from nxd_ckpt.dtypes import CODE_OF_DTYPE, DTYPE_OF_CODE
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.manifest import extra_file_name
+from nxd_ckpt.messages import all_are, expect, parsed
 from nxd_ckpt.objects import check_json, is_unicode
 from nxd_ckpt.plan import SavePlan, TensorDescription, plan_save
 from nxd_ckpt.replicas import ReplicaHashes, hash_replicas
@@ -82,6 +84,25 @@ class _Request(NamedTuple):
     failed_saves: dict[str, str]
 
 
+def _request_from(message: Any) -> _Request:
+    save_id, common, rank_objects, layout_digest, cached_plan, failed_saves = message
+    tag, step, overwrite, compared = common
+    expect(all_are(str, (save_id, tag, layout_digest, cached_plan)), f"a text that is none in {message!r:.200}")
+    expect(all_are(str, (*failed_saves, *failed_saves.values())), "failed saves that are no texts")
+    return _Request(save_id, (tag, step, overwrite, compared), rank_objects, layout_digest, cached_plan, failed_saves)
+
+
+def _descriptions_from(message: Any) -> dict[str, TensorDescription]:
+    found = {}
+    for name, (dtype, shape, boxes) in message.items():
+        box_list = [Box(tuple(offsets), tuple(sizes)) for offsets, sizes in boxes]
+        numbers = (*shape, *(number for box in box_list for side in box for number in side))
+        expect(dtype in DTYPE_OF_CODE and all_are(int, numbers), f"the tensor {name!r:.200} of {dtype!r:.200}")
+        expect(all(box.fits_in(tuple(shape)) for box in box_list), f"a box of {name!r:.200} outside of {shape}")
+        found[name] = TensorDescription(dtype, tuple(shape), tuple(box_list))
+    return found
+
+
 class _CachedPlan(NamedTuple):
     digest: str
     plan: SavePlan
@@ -126,18 +147,19 @@ def prepare_save(
             save_id=uuid.uuid4().hex,
             common=(options.tag, options.step, options.overwrite, options.check_replicas),
             rank_objects=options.rank_objects,
-            layout_digest=xxhash.xxh3_128_hexdigest(pickle.dumps(descriptions)),
+            layout_digest=xxhash.xxh3_128_hexdigest(pickle.dumps(descriptions)),  # hashed here, and never loaded
             cached_plan=cached.digest,
             failed_saves=failures(RankKey(coordinator.rank, coordinator.world_size)),
         )
 
     doing = "checking the arguments of save"
-    requests = gather_from_every_rank(coordinator, doing, check_arguments, error_type=ValueError)
+    sent = gather_from_every_rank(coordinator, doing, check_arguments, error_type=ValueError)
+    requests = parsed(sent, _request_from, doing)
     _check_earlier_saves(requests, coordinator)
     _check_same_save(requests)
     digest = "".join(request.layout_digest for request in requests)
     if any(request.cached_plan != digest for request in requests):
-        plan = plan_save(coordinator.all_gather_object(descriptions))
+        plan = plan_save(parsed(coordinator.all_gather_object(descriptions), _descriptions_from, doing))
         cached = _CachedPlan(digest, plan, lay_out(plan.writes[coordinator.rank], plan.tensors))
         _cache[cache_key] = cached
     replica_hashes: ReplicaHashes = {}

@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from nxd_ckpt.checksums import hashes_of
 from nxd_ckpt.coordinator import (
     DEFAULT_TIMEOUT,
     Coordinator,
+    abandoned_on_error,
     coordinator_for,
     gather_from_every_rank,
     on_every_rank,
@@ -31,6 +33,7 @@ from nxd_ckpt.manifest import (
     encode,
     extra_file_name,
 )
+from nxd_ckpt.messages import all_are, expect, parsed
 from nxd_ckpt.safetensors_file import Hashes, file_parts, lay_out
 from nxd_ckpt.save_task import SaveOptions, SaveTask, prepare_save
 from nxd_ckpt.sharded_tensor import ShardedTensor
@@ -45,6 +48,15 @@ class _Written(NamedTuple):
     hashes: Hashes
     extra: dict[str, ExtraEntry]
     extra_sizes: dict[str, int]
+
+
+def _written_from(message: Any) -> _Written:
+    hashes, extra, sizes = message
+    of_chunks = [tuple(of_chunk) for of_chunk in hashes]
+    entries = {name: ExtraEntry(file, tuple(of_file)) for name, (file, of_file) in extra.items()}
+    texts = [*chain(*of_chunks), *(text for entry in entries.values() for text in (entry.file, *entry.hashes))]
+    expect(all_are(str, texts) and all_are(int, sizes.values()), "hashes or sizes that are none")
+    return _Written(of_chunks, entries, sizes)
 
 
 def save(
@@ -88,10 +100,11 @@ def save(
             raise, with the same text; a checkpoint that was there before is untouched.
     """
     coordinator = coordinator_for(process_group, timeout)
-    wait_for_saves()
     options = SaveOptions(tag, step, overwrite, check_replicas, objects, rank_objects, extra, mesh)
-    task, sharded = prepare_save(path, state, options, coordinator, lambda: check_timeout(timeout))
-    run_save(task, lambda: _write_tensors(task, tensors_of(sharded), coordinator.rank), coordinator)
+    with abandoned_on_error(coordinator):
+        wait_for_saves()
+        task, sharded = prepare_save(path, state, options, coordinator, lambda: check_timeout(timeout))
+        run_save(task, lambda: _write_tensors(task, tensors_of(sharded), coordinator.rank), coordinator)
 
 
 def tensors_of(state: Mapping[str, ShardedTensor]) -> Callable[[str, Box], torch.Tensor]:
@@ -119,7 +132,8 @@ def run_save(task: SaveTask, write_tensors: Callable[[], Hashes], coordinator: C
     doing = f"saving checkpoint {task.options.tag!r} to {task.location}"
     try:
         on_rank_zero(coordinator, doing, transaction.begin)
-        written = gather_from_every_rank(coordinator, doing, lambda: _write(task, write_tensors, coordinator.rank))
+        sent = gather_from_every_rank(coordinator, doing, lambda: _write(task, write_tensors, coordinator.rank))
+        written = parsed(sent, _written_from, doing)
         if task.options.check_replicas:
             hashes = [of_rank.hashes for of_rank in written]
             on_every_rank(coordinator, doing, lambda: replicas.check_replicas(task.plan, task.replica_hashes, hashes))

@@ -21,7 +21,7 @@ from nxd_ckpt.asynchronous import pending
 from nxd_ckpt.asynchronous.background import Background
 from nxd_ckpt.asynchronous.channel import Channel
 from nxd_ckpt.asynchronous.handle import AsyncSave
-from nxd_ckpt.coordinator import DEFAULT_TIMEOUT, Coordinator, coordinator_for
+from nxd_ckpt.coordinator import DEFAULT_TIMEOUT, Coordinator, abandoned_on_error, coordinator_for
 from nxd_ckpt.save_task import SaveOptions, prepare_save
 from nxd_ckpt.saving import tensors_of
 from nxd_ckpt.sharded_tensor import ShardedTensor
@@ -86,11 +86,12 @@ def async_save(
 
     coordinator = coordinator_for(process_group, timeout)
     options = SaveOptions(tag, step, overwrite, check_replicas, objects, rank_objects, extra, mesh)
-    task, sharded = prepare_save(path, state, options, coordinator, check)
-    task = dataclasses.replace(
-        task, options=copy.deepcopy(task.options), all_rank_objects=copy.deepcopy(task.all_rank_objects)
-    )
-    channel = Channel(coordinator, task.save_id, timeout)
+    with abandoned_on_error(coordinator):
+        task, sharded = prepare_save(path, state, options, coordinator, check)
+        task = dataclasses.replace(
+            task, options=copy.deepcopy(task.options), all_rank_objects=copy.deepcopy(task.all_rank_objects)
+        )
+        channel = Channel(coordinator, task.save_id, timeout)
     save = AsyncSave(tag, task.save_id)
     key = pending.RankKey(coordinator.rank, coordinator.world_size)
     if key not in _backgrounds:

@@ -10,7 +10,7 @@ import re
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from datetime import datetime
 from typing import Any, Literal
 
@@ -148,7 +148,8 @@ def open_own_together(path: str | os.PathLike[str], tag: str | None) -> Checkpoi
     coordinator = coordinator_for(None)
     if coordinator.world_size == 1:
         return open_own(path, tag)
-    found = on_rank_zero(coordinator, f"looking for a checkpoint in {path}", lambda: _find_own(path, tag))
+    doing = f"looking for a checkpoint in {path}"
+    found = Found(*on_rank_zero(coordinator, doing, lambda: astuple(_find_own(path, tag))))
     doing = f"opening checkpoint {found.folder}"
     checkpoint = on_every_rank(coordinator, doing, lambda: nxd_ckpt.open_checkpoint(found.root, found.tag))
     if len(set(coordinator.all_gather_object(checkpoint.save_id))) > 1:
