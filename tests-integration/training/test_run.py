@@ -3,10 +3,12 @@
 import nxd_ckpt
 import pytest
 import torch
-from nxd_state import initialize_model_parallel
+from nxd_state import get_world_group, initialize_model_parallel
+from nxd_trainer.data.loader import TrainLoader
 from nxd_trainer.recipe import load_recipe
 from nxd_trainer.report import StepRecord, read_records
-from nxd_trainer.training import train
+from nxd_trainer.training import checkpoints, train
+from nxd_trainer.training.run_state import RunState
 
 
 def run(settings: list[str]) -> None:
@@ -45,6 +47,62 @@ def test_run_saves_every_few_steps_and_at_its_end_and_keeps_what_the_recipe_says
 ):
     options = [f"checkpoint.{option}" for option in ["save_every=2", *options]]
     run_ranks(run, 1, [*settings, "train.steps=7", *options])
+
+    assert [info.step for info in nxd_ckpt.list_checkpoints(tmp_path / "run/checkpoints")] == kept
+
+
+def run_that_fails_on_rank_1_before_it_saves(settings: list[str]) -> str:
+    state_dict = TrainLoader.state_dict
+
+    def fail(loader: TrainLoader) -> dict[str, object]:
+        if get_world_group().rank == 1:
+            raise ValueError("where the data was is not known")
+        return state_dict(loader)
+
+    TrainLoader.state_dict = fail
+    try:
+        run(settings)
+    except (ValueError, nxd_ckpt.CheckpointError) as error:
+        return str(error)
+    finally:
+        TrainLoader.state_dict = state_dict
+    return "all is well"
+
+
+def test_run_that_fails_on_one_rank_before_it_saves_ends_on_the_other_at_once(run_ranks, settings):
+    """Whose process goes on."""
+    waiting, failed = run_ranks(run_that_fails_on_rank_1_before_it_saves, 2, [*settings, "train.steps=1"])
+
+    assert failed == "where the data was is not known"
+    assert waiting == "rank 1 of 2 ended its work: ValueError: where the data was is not known"
+
+
+def run_with_a_weight_that_is_wrong_on_rank_1_after_step_3(settings: list[str]) -> None:
+    check_weights = checkpoints.check_weights
+
+    def check_and_spoil(state: RunState) -> None:
+        check_weights(state)
+        if state.step == 3 and get_world_group().rank == 1:
+            with torch.no_grad():
+                next(iter(state.model.parameters())).view(torch.uint8).reshape(-1)[0] ^= 1
+
+    checkpoints.check_weights = check_and_spoil
+    try:
+        run(settings)
+    finally:
+        checkpoints.check_weights = check_weights
+
+
+@pytest.mark.parametrize(("every", "kept"), [(2, [1, 2]), (0, [1, 2, 3, 4]), (3, [1, 2, 3])])
+def test_run_compares_the_ranks_weights_before_every_nth_save(run_ranks, settings, tmp_path, every, kept):
+    options = ["checkpoint.save_every=1", "checkpoint.keep=0", f"checkpoint.check_replicas_every={every}"]
+    arguments = [*settings, "train.steps=4", *options]
+
+    if every:
+        with pytest.raises(RuntimeError, match=r"differs from what rank 0 wrote: the replicas are no longer equal"):
+            run_ranks(run_with_a_weight_that_is_wrong_on_rank_1_after_step_3, 2, arguments)
+    else:
+        run_ranks(run_with_a_weight_that_is_wrong_on_rank_1_after_step_3, 2, arguments)
 
     assert [info.step for info in nxd_ckpt.list_checkpoints(tmp_path / "run/checkpoints")] == kept
 

@@ -2,7 +2,19 @@
 
 import pytest
 import torch
-from nxd_ckpt import Shard, ShardedTensor, async_save, load, open_checkpoint, save
+from nxd_ckpt import (
+    Shard,
+    ShardedTensor,
+    async_save,
+    delete,
+    gc,
+    list_checkpoints,
+    load,
+    open_checkpoint,
+    pin,
+    retain,
+    save,
+)
 from nxd_ckpt.testing import outcomes_on_threads
 
 BAD_TAGS = ["", ".", "..", ".hidden", "a/b", "../a", "a\\b", "a\nb", "a\0b", "\ud800", "x" * 201, "é" * 101, "LATEST"]
@@ -44,7 +56,7 @@ def test_save_objects_nested_too_deep_are_refused(tmp_path):
         save(tmp_path, "a", {}, mesh=deep)
 
 
-@pytest.mark.parametrize("timeout", [0, -1.0, float("nan")])
+@pytest.mark.parametrize("timeout", [0, -1.0, float("nan"), float("inf"), None, "10", True])
 def test_bad_timeout_is_refused(tmp_path, timeout):
     with pytest.raises(ValueError, match="is not a number of seconds above 0"):
         save(tmp_path, "a", {}, timeout=timeout)
@@ -64,6 +76,51 @@ def test_bad_timeout_is_refused(tmp_path, timeout):
 def test_save_bad_extra_file_is_refused(tmp_path, extra, message):
     with pytest.raises(ValueError, match=message):
         save(tmp_path, "a", {}, extra=extra)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda root: retain(root, keep_last=None), "keep_last=None is not a number of checkpoints; use an int"),
+        (lambda root: retain(root, keep_last=1.5), "keep_last=1.5 is not a number of checkpoints; use an int"),
+        (lambda root: retain(root, keep_last=True), "keep_last=True is not a number of checkpoints; use an int"),
+        (lambda root: retain(root, keep_last=1, keep_every=2.5), "keep_every=2.5 is not a number of steps"),
+        (lambda root: retain(root, keep_last=1, keep_best="2", metric="loss"), "keep_best='2' is not a number of"),
+        (lambda root: retain(root, keep_last=1, keep_best=1, metric=3), "metric=3 is not the name of a metric"),
+        (lambda root: gc(root, dead_after="1"), "dead_after='1' is not a number of seconds"),
+        (lambda root: gc(root, dry_run="no"), "dry_run='no' is a str; pass True or False"),
+        (lambda root: delete(root, None), "tag None is not allowed"),
+        (lambda root: pin(root, 1.5), "tag 1.5 is not allowed"),
+        (lambda root: save(root, "b", {}, overwrite="false"), "overwrite='false' is a str; pass True or False"),
+        (lambda root: save(root, "b", [torch.ones(1)]), "a list is no state; pass {name: ShardedTensor or tensor}"),
+        (lambda root: save(root, "b", {}, extra=[b""]), "extra is a list; pass {name: content as bytes}, or None"),
+        (lambda root: save(root, "b", {}, process_group=1.5), "process_group=1.5 is a float; pass a torch process"),
+        (lambda root: async_save(root, "b", {}, memory_limit=1.5), "memory_limit=1.5 is not a number of bytes"),
+        (lambda root: save(None, "b", {}), "path=None is no folder of checkpoints; give a path or a URL"),
+        (lambda root: save(b"x", "b", {}), "path=b'x' is no folder of checkpoints"),
+        (lambda root: load("", into={}), "path='' is no folder of checkpoints"),
+        (lambda root: load(root, into={}, strict=None), "strict=None is a NoneType; pass True or False"),
+        (lambda root: load(root, into={}, verify="no"), "verify='no' is a str; pass True or False"),
+        (lambda root: load(root, into=None), "a NoneType is no state"),
+        (lambda root: open_checkpoint(root, verify=0), "verify=0 is a int; pass True or False"),
+        (lambda root: open_checkpoint(root).read(["w"]), r"checkpoint 'a' has no tensor \['w'\]"),
+        (
+            lambda root: open_checkpoint(root).read_box("w", [0.5], [1]),
+            r"offsets=\[0.5\] and shape=\[1\] are",
+        ),
+        (lambda root: open_checkpoint(root).read_box("w", None, [1]), r"offsets=None and shape=\[1\] are not"),
+        (lambda root: ShardedTensor((1,), [torch.ones(1)]), "a shard is a Tensor; pass Shard"),
+        (lambda root: ShardedTensor((1,), [Shard("w", (0,))]), "a shard is a Shard; pass Shard.tensor, offsets., with"),
+    ],
+)
+def test_argument_of_a_wrong_type_is_one_line_that_says_what_to_pass(tmp_path, call, message):
+    save(tmp_path, "a", {"w": torch.ones(4)})
+
+    with pytest.raises(ValueError, match=message) as raised:
+        call(tmp_path)
+
+    assert "\n" not in str(raised.value)
+    assert [info.tag for info in list_checkpoints(tmp_path)] == ["a"]
 
 
 def test_load_fallback_with_a_tag_is_refused(tmp_path):

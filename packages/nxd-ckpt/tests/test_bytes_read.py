@@ -59,13 +59,13 @@ def test_load_rows_verified_reads_the_blocks_that_they_touch(tmp_path, monkeypat
     load(tmp_path, into={"w": ShardedTensor((64, 256), [Shard(rows, (6, 0))])})
 
     assert torch.equal(rows, whole[6:16])
-    assert sum(bytes_read) == 3 * 4096  # rows 4 to 15
+    assert sum(bytes_read) == 128 + 3 * 4096  # the header, and rows 4 to 15
 
 
 def test_load_one_tensor_of_many_reads_no_other(tmp_path, bytes_read):
     save(tmp_path, "a", {f"w{i}": torch.randn(100) for i in range(5)})
 
-    load(tmp_path, into={"w3": torch.zeros(100)}, strict=False)
+    load(tmp_path, into={"w3": torch.zeros(100)}, strict=False, verify=False)
 
     assert sum(bytes_read) == 400
 
@@ -79,7 +79,17 @@ def test_load_small_tensors_that_lie_close_together_are_read_in_one_go(tmp_path,
     load(tmp_path, into=wanted, strict=False, verify=verify)
 
     assert all(torch.equal(tensor, saved[name]) for name, tensor in wanted.items())
-    assert bytes_read == [4 * 400]
+    assert bytes_read == [4 * 400 + (384 if verify else 0)]  # verified, with the header
+
+
+def test_read_of_many_tensors_verifies_the_header_once(tmp_path, bytes_read):
+    save(tmp_path, "a", {f"w{i}": torch.randn(2000) for i in range(3)})
+    checkpoint = open_checkpoint(tmp_path)
+
+    for name in checkpoint.tensors:
+        checkpoint.read(name)
+
+    assert bytes_read == [256 + 8000, 8000, 8000]
 
 
 def test_open_checkpoint_alone_reads_no_data(tmp_path, bytes_read):

@@ -4,7 +4,8 @@ import math
 
 import pytest
 from nxd_ckpt.boxes import Box, uncovered
-from nxd_ckpt.manifest import Chunk, Manifest, TensorEntry, data_file_name, decode, encode, num_blocks
+from nxd_ckpt.checksums import hashes_of, num_blocks
+from nxd_ckpt.manifest import Chunk, HeaderEntry, Manifest, TensorEntry, data_file_name, decode, encode
 from nxd_ckpt.plan import TensorDescription, plan_read, plan_save
 from nxd_ckpt.safetensors_file import lay_out
 
@@ -14,11 +15,12 @@ SAVE_ID = "0" * 32
 def manifest_of(plan):
     """As a save would commit it, with made-up hashes."""
     chunks = {name: [] for name in plan.tensors}
-    files = {}
+    files, headers = {}, {}
     for rank, writes in enumerate(plan.writes):
         layout = lay_out(writes, plan.tensors)
         file = data_file_name(SAVE_ID, rank)
         files[file] = layout.size
+        headers[file] = HeaderEntry(len(layout.header), hashes_of(layout.header))
         for placed in layout.placed:
             hashes = ("0" * 16,) * num_blocks(placed.num_bytes)
             chunks[placed.name].append(Chunk(file, placed.offset, placed.num_bytes, placed.box, hashes))
@@ -26,7 +28,7 @@ def manifest_of(plan):
         name: TensorEntry(tensor.dtype, tensor.global_shape, tuple(chunks[name]))
         for name, tensor in plan.tensors.items()
     }
-    return Manifest(SAVE_ID, 1, 1.0, len(plan.writes), None, files, tensors, {}, None, {})
+    return Manifest(SAVE_ID, 1, 1.0, len(plan.writes), None, files, tensors, {}, None, {}, headers)
 
 
 @pytest.mark.slow

@@ -48,10 +48,18 @@ def list_checkpoints(path: "str | os.PathLike[str]") -> list[CheckpointInfo]:
     return _list(open_store(path))
 
 
+def complete_tags(store: Store) -> list[str]:
+    """Their tags, oldest first; a damaged manifest is skipped with a warning."""
+    return [info.tag for info in _list(store)]
+
+
 def latest(path: "str | os.PathLike[str]") -> CheckpointInfo | None:
-    """The newest complete checkpoint in a folder, None if there is none."""
-    checkpoints = list_checkpoints(path)
-    return checkpoints[-1] if checkpoints else None
+    """The newest checkpoint in a folder, None if there is none.
+
+    Raises:
+        CheckpointError: the manifest of one is damaged or of another version, so that may be the newest.
+    """
+    return _newest(open_store(path))
 
 
 def read_manifest(store: Store, tag: str) -> Manifest:
@@ -60,15 +68,11 @@ def read_manifest(store: Store, tag: str) -> Manifest:
     Raises:
         CheckpointError: there is none, or it is damaged.
     """
-    source = store.where(tag)
     try:
-        content = store.read_manifest(tag)
+        return _read_manifest(store, tag)
     except FileNotFoundError:
         there = ", ".join(store.tags()) or "none"
         raise CheckpointError(f"there is no checkpoint {tag!r} in {store.location}; there are: {there}") from None
-    except OSError as error:
-        raise CheckpointError(f"{source} cannot be read: {error}") from error
-    return decode(content, source)
 
 
 def find_tag(store: Store, tag: str | None) -> str:
@@ -76,31 +80,48 @@ def find_tag(store: Store, tag: str | None) -> str:
 
     Raises:
         ValueError: the tag is not allowed.
-        CheckpointError: no tag is given and there is no checkpoint.
+        CheckpointError: no tag is given, and there is no checkpoint or a manifest that may be the newest is damaged.
     """
     if tag is not None:
         return check_tag(tag)
-    checkpoints = _list(store)
-    if not checkpoints:
+    newest = _newest(store)
+    if newest is None:
         raise CheckpointError(f"there is no complete checkpoint in {store.location}")
-    return checkpoints[-1].tag
+    return newest.tag
 
 
-def newest_first(store: Store) -> list[str]:
-    """Tags of the complete checkpoints."""
-    return [info.tag for info in reversed(_list(store))]
+def _newest(store: Store) -> CheckpointInfo | None:
+    """A damaged manifest does not say how new it is, so the newest of the others may not be the newest of all."""
+    checkpoints, problems = _survey(store)
+    if problems:
+        raise CheckpointError(
+            f"the newest checkpoint in {store.location} cannot be told: {'; '.join(problems)}; give the tag of another "
+            "one, move what is damaged elsewhere, or load with fallback=True"
+        )
+    return checkpoints[-1] if checkpoints else None
 
 
 def _list(store: Store) -> list[CheckpointInfo]:
+    checkpoints, problems = _survey(store)
+    for problem in problems:
+        warnings.warn(f"skipping a folder that is no usable checkpoint: {problem}", stacklevel=3)
+    return checkpoints
+
+
+def _survey(store: Store) -> tuple[list[CheckpointInfo], list[str]]:
+    """The complete checkpoints, oldest first, and why others are not; those deleted meanwhile are neither."""
     found: list[tuple[str, Manifest]] = []
+    problems: list[str] = []
     for tag in store.tags():
         try:
-            found.append((tag, read_manifest(store, tag)))
+            found.append((tag, _read_manifest(store, tag)))
+        except FileNotFoundError:
+            continue
         except CheckpointError as error:
-            warnings.warn(f"skipping a folder that is no usable checkpoint: {error}", stacklevel=3)
+            problems.append(str(error))
     found.sort(key=lambda item: item[1].order)
     pinned = store.pinned()
-    return [
+    checkpoints = [
         CheckpointInfo(
             tag=tag,
             step=it.step,
@@ -113,6 +134,18 @@ def _list(store: Store) -> list[CheckpointInfo]:
         )
         for tag, it in found
     ]
+    return checkpoints, problems
+
+
+def _read_manifest(store: Store, tag: str) -> Manifest:
+    source = store.where(tag)
+    try:
+        content = store.read_manifest(tag)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{source} cannot be read: {error}") from error
+    return decode(content, source)
 
 
 def _metrics(objects: Any) -> dict[str, float]:

@@ -37,6 +37,13 @@ class BlockHasher:
         self._left_in_block = BLOCK_BYTES
 
 
+def hashes_of(content: "bytes | memoryview") -> tuple[str, ...]:
+    """The hashes of bytes that are all there."""
+    hasher = BlockHasher()
+    hasher.update(content)
+    return hasher.hashes()
+
+
 def block_hash(block: memoryview) -> str:
     """The hash of one block."""
     return xxhash.xxh3_64_hexdigest(block)

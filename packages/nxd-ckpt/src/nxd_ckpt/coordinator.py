@@ -3,13 +3,16 @@
 Three ways to have ranks: a torch process group, a world of one, or any object with the three members of `Coordinator`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch.distributed as dist
 
-from nxd_ckpt.errors import CheckpointError
-from nxd_ckpt.store_coordinator import coordinator_of_group
+from nxd_ckpt.arguments import is_timeout
+from nxd_ckpt.errors import CheckpointError, one_line
+from nxd_ckpt.messages import expect, parsed
+from nxd_ckpt.store_coordinator import StoreCoordinator, coordinator_of_group, leave_default_group
 
 DEFAULT_TIMEOUT = 1800.0
 
@@ -29,7 +32,10 @@ class Coordinator(Protocol):
         """How many ranks take part."""
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Returns every rank's value, in rank order; raises when a rank is gone."""
+        """Returns every rank's value, in rank order; raises when a rank is gone.
+
+        Values are what JSON can hold; tuples may come back as lists.
+        """
 
 
 class _WorldOfOne:
@@ -47,27 +53,47 @@ def coordinator_for(
 
     Args:
         process_group: the ranks; a Coordinator is returned as it is.
-        timeout: seconds to wait for other ranks of a process group; the default one if it is none, so that these hear
-            of it from `check_timeout`.
+        timeout: seconds to wait for other ranks of a process group; the default one if it is none, so that these can
+            hear of it when all arguments are checked.
 
     Raises:
-        ValueError: this process is not a member of the group.
+        ValueError: it is neither a group nor a Coordinator, or this process is not a member of it.
     """
     if isinstance(process_group, Coordinator):
         return process_group
+    if not (process_group is None or isinstance(process_group, dist.ProcessGroup)):
+        raise ValueError(
+            f"process_group={process_group!r} is a {type(process_group).__name__}; pass a torch process group, or an "
+            "object with rank, world_size and all_gather_object"
+        )
     if process_group is None and not (dist.is_available() and dist.is_initialized()):
         return _WorldOfOne()
-    return coordinator_of_group(process_group, timeout if timeout > 0 else DEFAULT_TIMEOUT)
+    return coordinator_of_group(process_group, timeout if is_timeout(timeout) else DEFAULT_TIMEOUT)
 
 
-def check_timeout(timeout: float) -> None:
-    """Called where the other ranks hear of it.
+@contextmanager
+def abandoned_on_error(coordinator: Coordinator) -> Iterator[None]:
+    """What ends the block early, an interrupt for example, is told to the ranks that may still wait for this one."""
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(coordinator, StoreCoordinator):
+            coordinator.abandon(f"left: {one_line(error)}")
+        raise
 
-    Raises:
-        ValueError: it is not above 0.
+
+@contextmanager
+def announced_to_waiting_ranks() -> Iterator[None]:
+    """For a program's work between calls of this package: an error that ends it is told to all ranks.
+
+    Ranks of torch's default process group that wait for this one, now or later, then raise as fast as if its process
+    had ended, which it may do late or not at all. Until this rank saves or loads again.
     """
-    if not timeout > 0:
-        raise ValueError(f"timeout={timeout!r} is not a number of seconds above 0")
+    try:
+        yield
+    except BaseException as error:
+        leave_default_group(f"ended its work: {one_line(error)}")
+        raise
 
 
 def on_every_rank(
@@ -88,7 +114,7 @@ def on_every_rank(
 
 
 def on_rank_zero(coordinator: Coordinator, doing: str, action: Callable[[], Result]) -> Result:
-    """Runs `action` on rank 0 alone and gives every rank its result, or its error."""
+    """Runs `action` on rank 0 alone and gives every rank its result, which JSON can hold, or its error."""
     results = gather_from_every_rank(coordinator, doing, action if coordinator.rank == 0 else lambda: None)
     return results[0]  # type: ignore[return-value]
 
@@ -100,18 +126,28 @@ def gather_from_every_rank(
     *,
     error_type: type[Exception] = CheckpointError,
 ) -> list[Result]:
-    """Runs `action` on every rank and returns what all of them returned, in rank order; raises as `on_every_rank`."""
+    """Runs `action` on every rank and returns what all of them returned, in rank order; raises as `on_every_rank`.
+
+    What is returned is what JSON can hold; tuples may come back as lists.
+    """
     result: Result | None = None
     cause: Exception | None = None
     try:
         result = action()
     except Exception as error:  # any error: the other ranks must learn of it instead of waiting
         cause = error
-    outcomes = coordinator.all_gather_object((result, None if cause is None else _describe(cause)))
+    own = (result, None if cause is None else _describe(cause))
+    outcomes = parsed(coordinator.all_gather_object(own), _outcome, doing)
     failures = [(rank, failure) for rank, (_, failure) in enumerate(outcomes) if failure is not None]
     if failures:
         raise error_type(f"{doing} failed{_listed(failures, coordinator.world_size)}") from cause
     return [result for result, _ in outcomes]
+
+
+def _outcome(message: Any) -> tuple[Any, str | None]:
+    result, failure = message
+    expect(failure is None or isinstance(failure, str), f"the failure {failure!r}")
+    return result, failure
 
 
 def _listed(failures: list[tuple[int, str]], world_size: int) -> str:
@@ -124,6 +160,7 @@ def _listed(failures: list[tuple[int, str]], world_size: int) -> str:
 
 
 def _describe(error: Exception) -> str:
-    """Own errors speak for themselves; of others the type is part of the message."""
+    """Own errors speak for themselves; of others the type is part of the message. Names of files may be no Unicode."""
     own = isinstance(error, CheckpointError) or type(error) is ValueError
-    return str(error) if own else f"{type(error).__name__}: {error}"
+    text = str(error) if own else f"{type(error).__name__}: {error}"
+    return text.encode("utf-8", "backslashreplace").decode()

@@ -1,8 +1,14 @@
-"""The exceptions of this package that are not ValueErrors."""
+"""The exceptions of this package that are not ValueErrors, and how errors are told."""
 
 
 class CheckpointError(RuntimeError):
     """A checkpoint could not be written, found, understood or read; nothing complete was harmed."""
+
+
+def one_line(error: BaseException) -> str:
+    """Type and first line of an error, as other ranks are told it. Names of files in it may be no Unicode."""
+    text = f"{type(error).__name__}: {error}".splitlines()[0].removesuffix(": ")
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 class RanksLostError(CheckpointError):

@@ -10,6 +10,7 @@ import os
 import shutil
 import stat
 from collections.abc import Iterator, Sequence
+from typing import IO
 
 from nxd_ckpt.errors import CheckpointError
 
@@ -60,6 +61,16 @@ def existing_file(folder: str, file: str) -> Iterator[int]:
         yield fd
     finally:
         os.close(fd)
+
+
+@contextlib.contextmanager
+def regular_file(path: str) -> Iterator[IO[bytes]]:
+    """Opens a file for reading, also through links; what is not a file is an error, as a named pipe would block."""
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(fd, "rb") as file:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "is not a regular file", path)
+        yield file
 
 
 def read_vectored(fd: int, pieces: Sequence[tuple[int, memoryview]]) -> None:

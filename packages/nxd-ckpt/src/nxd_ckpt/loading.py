@@ -12,20 +12,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nxd_ckpt.catalog import find_tag, list_checkpoints
+from nxd_ckpt.arguments import check_flags, check_timeout
+from nxd_ckpt.catalog import complete_tags, find_tag
 from nxd_ckpt.coordinator import (
     DEFAULT_TIMEOUT,
     Coordinator,
-    check_timeout,
+    abandoned_on_error,
     coordinator_for,
     gather_from_every_rank,
     on_every_rank,
     on_rank_zero,
 )
 from nxd_ckpt.errors import CheckpointError, RanksLostError
+from nxd_ckpt.messages import all_are, expect, parsed
 from nxd_ckpt.reader import Checkpoint, open_checkpoint
 from nxd_ckpt.sharded_tensor import ShardedTensor, as_sharded_state
-from nxd_ckpt.shared_reads import pass_on, share_out_reads, wants_of, without_others
+from nxd_ckpt.shared_reads import SharedBox, pass_on, share_out_reads, wants_from, wants_of, without_others
 from nxd_ckpt.stores import check_tag, open_store
 from nxd_ckpt.tensor_bytes import lies_apart
 
@@ -78,7 +80,7 @@ def load(
 
     Args:
         path: the folder that was given to `save`.
-        tag: which checkpoint; default: the newest complete one.
+        tag: which checkpoint; default: the newest one.
         into: what this rank wants of each logical tensor; the shards' memory is filled. Ranks may want different
             names and any boxes, whatever the layout was when saving.
         strict: the checkpoint must hold no tensor that no rank wants. Wanted tensors must be there in any case.
@@ -96,19 +98,39 @@ def load(
         ValueError: the arguments of a rank are wrong or differ from the others'.
         CheckpointError: there is no such checkpoint, it does not fit `into` (one error lists all differences of
             name, shape and dtype), or files are missing, damaged or unreadable. All ranks raise, with the same text.
+            Without `tag` and `fallback`, also if the manifest of any checkpoint is damaged: it may be the newest.
             Only an error while reading, after all checks, can leave destinations filled in part.
     """
     coordinator = coordinator_for(process_group, timeout)
     options = _LoadOptions(tag, strict, verify, convert_dtype, fallback, share_reads)
+    with abandoned_on_error(coordinator):
+        loaded, skipped = _load(path, into, options, coordinator, process_group, timeout)
+    for problem in skipped:
+        warnings.warn(f"skipped a checkpoint and loaded {loaded.tag!r} instead: {problem}", stacklevel=2)
+    return loaded
+
+
+def _load(
+    path: "str | os.PathLike[str]",
+    into: Mapping[str, ShardedTensor | torch.Tensor],
+    options: _LoadOptions,
+    coordinator: Coordinator,
+    process_group: "dist.ProcessGroup | Coordinator | None",
+    timeout: float,
+) -> tuple[LoadedObjects, list[str]]:
+    """Also returns what was wrong with newer checkpoints that were skipped."""
 
     def check_arguments() -> dict[str, ShardedTensor]:
         check_timeout(timeout)
+        check_flags(**{name: value for name, value in asdict(options).items() if name != "tag"})
         open_store(path)
-        if tag is not None:
-            check_tag(tag)
-            if fallback:
-                raise ValueError(f"fallback=True takes the newest readable checkpoint, so tag={tag!r} cannot be given")
-        if share_reads and coordinator.world_size > 1 and isinstance(process_group, Coordinator):
+        if options.tag is not None:
+            check_tag(options.tag)
+            if options.fallback:
+                raise ValueError(
+                    f"fallback=True takes the newest readable checkpoint, so tag={options.tag!r} cannot be given"
+                )
+        if options.share_reads and coordinator.world_size > 1 and isinstance(process_group, Coordinator):
             raise ValueError("share_reads=True sends tensors, so process_group must be a torch process group")
         destinations = as_sharded_state(into)
         for name, tensor in destinations.items():
@@ -117,29 +139,26 @@ def load(
 
     doing = "checking the arguments of load"
     wanted = on_every_rank(coordinator, doing, check_arguments, error_type=ValueError)
-    _check_same_load(coordinator.all_gather_object(options))
+    asked = coordinator.all_gather_object(asdict(options))
+    _check_same_load(parsed(asked, lambda message: _LoadOptions(**message), doing))
     store = open_store(path)
     group = process_group if isinstance(process_group, dist.ProcessGroup) else dist.group.WORLD
 
     def load_tag(found: str) -> LoadedObjects:
         return _load_tag(path, found, wanted, options, coordinator, group, timeout)
 
-    if not fallback:
-        found = on_rank_zero(coordinator, f"loading from {store.location}", lambda: find_tag(store, tag))
-        return load_tag(found)
-    newest_last = on_rank_zero(coordinator, f"loading from {store.location}", lambda: list_checkpoints(path))
+    if not options.fallback:
+        found = on_rank_zero(coordinator, f"loading from {store.location}", lambda: find_tag(store, options.tag))
+        return load_tag(found), []
+    newest_last = on_rank_zero(coordinator, f"loading from {store.location}", lambda: complete_tags(store))
     skipped: list[str] = []
-    for found in [info.tag for info in reversed(newest_last)]:
+    for found in reversed(newest_last):
         try:
-            loaded = load_tag(found)
+            return load_tag(found), skipped
         except (_DoesNotFit, RanksLostError):
             raise
         except CheckpointError as error:
             skipped.append(str(error))
-            continue
-        for problem in skipped:
-            warnings.warn(f"skipped a checkpoint and loaded {found!r} instead: {problem}", stacklevel=2)
-        return loaded
     listed = "".join(f"\n  {problem}" for problem in skipped) or " there is none"
     raise CheckpointError(f"no checkpoint in {store.location} could be loaded:{listed}")
 
@@ -161,7 +180,9 @@ def _load_tag(
     checkpoint = on_every_rank(coordinator, doing, lambda: open_checkpoint(path, tag, verify=options.verify))
     _check_fit(coordinator, doing, checkpoint, wanted, options)
     share = options.share_reads and group is not None and coordinator.world_size > 1
-    shared = share_out_reads(coordinator.all_gather_object(wants_of(wanted))) if share else []
+    shared: list[SharedBox] = []
+    if share:
+        shared = share_out_reads(parsed(coordinator.all_gather_object(wants_of(wanted)), wants_from, doing))
     to_read = without_others(wanted, shared, coordinator.rank)
     transfers = on_every_rank(coordinator, doing, lambda: checkpoint.plan(to_read))
     on_every_rank(coordinator, doing, lambda: checkpoint.fill(transfers))
@@ -203,7 +224,7 @@ def _check_fit(
     options: _LoadOptions,
 ) -> None:
     """Compares names, shapes and dtypes over all ranks; a name is unexpected only if no rank at all wants it."""
-    views = gather_from_every_rank(
+    sent = gather_from_every_rank(
         coordinator,
         doing,
         lambda: (
@@ -212,6 +233,7 @@ def _check_fit(
             _differences(checkpoint, wanted, convert_dtype=options.convert_dtype),
         ),
     )
+    views = parsed(sent, _view_from, doing)
     if len({save_id for save_id, _, _ in views}) > 1:
         raise CheckpointError(f"{doing} failed: ranks found different saves under this tag; was it just overwritten?")
     ranks_of: dict[str, list[int]] = {}
@@ -232,6 +254,12 @@ def _check_fit(
             problems.append("(pass strict=False to leave out what is not asked for)")
     if problems:
         raise _DoesNotFit(f"{doing} failed: it does not fit what is asked for\n  " + "\n  ".join(problems))
+
+
+def _view_from(message: Any) -> tuple[str, list[str], list[str]]:
+    save_id, names, differences = message
+    expect(all_are(str, (save_id, *names, *differences)), "names that are no texts")
+    return save_id, list(names), list(differences)
 
 
 def _differences(checkpoint: Checkpoint, wanted: Mapping[str, ShardedTensor], *, convert_dtype: bool) -> list[str]:

@@ -87,9 +87,20 @@ class ExtraEntry(NamedTuple):
     hashes: tuple[str, ...]
 
 
+class HeaderEntry(NamedTuple):
+    """The first bytes of a data file, before its first chunk: how many, and the hashes of their blocks."""
+
+    num_bytes: int
+    hashes: tuple[str, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The complete description of one checkpoint. `files` gives the size in bytes of each file, by relative path."""
+    """The complete description of one checkpoint.
+
+    `files` gives the size in bytes of each file, `headers` the header of each data file, by relative path. Checkpoints
+    of earlier versions of this package have no `headers`.
+    """
 
     save_id: str
     step: int | None
@@ -101,6 +112,7 @@ class Manifest:
     extra: Mapping[str, ExtraEntry]
     objects: Any
     rank_objects: Mapping[int, Any]
+    headers: Mapping[str, HeaderEntry]
 
     @property
     def order(self) -> tuple[int, float, str]:
@@ -131,6 +143,11 @@ def is_file_name(path: str) -> bool:
     return _FILE.fullmatch(path) is not None
 
 
+def is_possible_shape(shape: Sequence[int], itemsize: int) -> bool:
+    """Whether torch can make a tensor of this shape, also an empty one: its bytes and strides fit into 63 bits."""
+    return math.prod(size or 1 for size in shape) * itemsize < 2**63
+
+
 def encode(manifest: Manifest) -> bytes:
     """The manifest as JSON text. Its digest is the sha256 of that text with the digest's digits all zero.
 
@@ -149,6 +166,9 @@ def encode(manifest: Manifest) -> bytes:
         "objects": manifest.objects,
         "rank_objects": {str(rank): value for rank, value in manifest.rank_objects.items()},
         "files": dict(manifest.files),
+        "headers": {
+            file: {"bytes": header.num_bytes, "xxh3": header.hashes} for file, header in manifest.headers.items()
+        },
         "extra": {name: {"file": entry.file, "xxh3": entry.hashes} for name, entry in manifest.extra.items()},
         "tensors": {name: _tensor_to_json(entry) for name, entry in manifest.tensors.items()},
     }
@@ -213,6 +233,7 @@ def _manifest_from_json(content: dict[str, Any]) -> Manifest:
     for name, size in files.items():
         _expect(is_file_name(name), f"data file name {name!r}")
         _expect(_is_size(size), f"size {size!r} of {name}")
+    all_bytes = sum(files.values())
     for field in ("mesh", "objects"):
         check_json(content[field], field)
     for rank, value in content["rank_objects"].items():
@@ -225,18 +246,22 @@ def _manifest_from_json(content: dict[str, Any]) -> Manifest:
         world_size=content["world_size"],
         mesh=content["mesh"],
         files=files,
-        tensors={name: _tensor_from_json(name, entry, files) for name, entry in content["tensors"].items()},
+        tensors={name: _tensor_from_json(name, entry, files, all_bytes) for name, entry in content["tensors"].items()},
         extra={name: _extra_from_json(name, entry, files) for name, entry in content["extra"].items()},
         objects=content["objects"],
         rank_objects={int(rank): value for rank, value in content["rank_objects"].items()},
+        headers={file: _header_from_json(file, entry, files) for file, entry in content.get("headers", {}).items()},
     )
 
 
-def _tensor_from_json(name: str, entry: dict[str, Any], files: Mapping[str, int]) -> TensorEntry:
+def _tensor_from_json(name: str, entry: dict[str, Any], files: Mapping[str, int], all_bytes: int) -> TensorEntry:
     dtype, shape = entry["dtype"], tuple(entry["shape"])
     _expect(dtype in ITEM_SIZES, f"dtype {dtype!r} of {name!r}")
     _expect(len(shape) <= MAX_DIMS and all(map(_is_size, shape)), f"shape {shape} of {name!r}")
     itemsize = ITEM_SIZES[dtype]
+    _expect(is_possible_shape(shape, itemsize), f"shape {list(shape)} of {name!r}, whose size no machine can count")
+    num_bytes = math.prod(shape) * itemsize
+    _expect(num_bytes <= all_bytes, f"shape {list(shape)} of {name!r}, {num_bytes} bytes, with files of {all_bytes}")
     chunks = []
     for item in entry["chunks"]:
         offsets, sizes = map(tuple, item["box"])
@@ -260,6 +285,17 @@ def _extra_from_json(name: str, entry: dict[str, Any], files: Mapping[str, int])
     possible = _EXTRA_NAME.fullmatch(name) and extra.file in files and _are_hashes(extra.hashes, files[extra.file])
     _expect(bool(possible), f"extra file {name!r}: {entry}")
     return extra
+
+
+def _header_from_json(file: str, entry: dict[str, Any], files: Mapping[str, int]) -> HeaderEntry:
+    header = HeaderEntry(entry["bytes"], tuple(entry["xxh3"]))
+    possible = (
+        _is_size(header.num_bytes)
+        and header.num_bytes <= files.get(file, -1)
+        and _are_hashes(header.hashes, header.num_bytes)
+    )
+    _expect(possible, f"header of {file!r}: {entry}")
+    return header
 
 
 def _are_hashes(hashes: Sequence[object], num_bytes: int) -> bool:

@@ -3,21 +3,23 @@
 A read is planned and checked as a whole (coverage, files, sizes) before the first byte is written to a destination.
 """
 
+import operator
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any
 
 import torch
 
+from nxd_ckpt.arguments import check_flags
 from nxd_ckpt.boxes import Box
 from nxd_ckpt.catalog import find_tag, read_manifest
 from nxd_ckpt.checksums import block_hash, blocks_with_hashes
 from nxd_ckpt.dtypes import DTYPE_OF_CODE
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.manifest import Manifest
-from nxd_ckpt.plan import plan_read
+from nxd_ckpt.plan import PlannedRead, plan_read
 from nxd_ckpt.read_pieces import Read, Transfer, reads_of_chunk
 from nxd_ckpt.sharded_tensor import Shard
 from nxd_ckpt.stores import Piece, Store, open_store
@@ -52,6 +54,7 @@ class Checkpoint:
     def __init__(self, store: Store, tag: str, manifest: Manifest, *, verify: bool = True) -> None:
         self._store = store
         self._verify = verify
+        self._verified_headers: set[str] = set()
         self.tag = tag
         self.manifest = manifest
         self.step = manifest.step
@@ -82,15 +85,38 @@ class Checkpoint:
             CheckpointError: a data file is missing or damaged.
         """
         info = self._info(name)
-        box = Box(tuple(offsets), tuple(shape))
+        try:
+            box = Box(tuple(map(operator.index, offsets)), tuple(map(operator.index, shape)))
+        except TypeError:
+            raise ValueError(f"offsets={offsets!r} and shape={shape!r} are not lists of whole numbers") from None
         if len(box.offsets) != len(box.shape) or not box.fits_in(info.global_shape):
             raise ValueError(
                 f"the box with offsets {list(offsets)} and shape {list(shape)} does not lie inside {name!r} "
                 f"{list(info.global_shape)}"
             )
+        reads = self.locate({name: [box]})[name]  # before memory is taken for what the manifest only promises
         tensor = torch.empty(box.shape, dtype=info.dtype)
-        self.fill(self.plan({name: [Shard(tensor, box.offsets)]}))
+        self.fill(self._transfers(name, Shard(tensor, box.offsets), reads[0]))
         return tensor
+
+    def locate(self, wanted: Mapping[str, Sequence[Box]]) -> dict[str, list[list[PlannedRead]]]:
+        """Finds where every element of each box comes from, and checks that the files exist; takes no memory for them.
+
+        Raises:
+            CheckpointError: elements are not in the checkpoint, or files are missing or of a wrong size; lists all.
+        """
+        found: dict[str, list[list[PlannedRead]]] = {name: [] for name in wanted}
+        problems: list[str] = []
+        for name, boxes in wanted.items():
+            for box in boxes:
+                reads, missing = plan_read(box, self.manifest.tensors[name].chunks)
+                problems.extend(f"{name!r}: no data for {hole}" for hole in missing)
+                found[name].append(reads)
+        if problems:
+            raise CheckpointError("the checkpoint lacks elements:\n  " + "\n  ".join(problems))
+        files = {read.chunk.file for of_name in found.values() for reads in of_name for read in reads}
+        self._check_sizes(sorted(files))
+        return found
 
     @property
     def extra(self) -> list[str]:
@@ -117,35 +143,30 @@ class Checkpoint:
         return bytes(content)
 
     def plan(self, wanted: Mapping[str, Sequence[Shard]]) -> list[Transfer]:
-        """Finds where every element comes from, and checks that the files exist; changes no destination.
+        """As `locate`, for the memory of shards; changes no destination.
 
         Raises:
-            CheckpointError: elements are not in the checkpoint, or files are missing or of a wrong size; lists all.
+            CheckpointError: as `locate`.
         """
-        transfers: list[Transfer] = []
-        problems: list[str] = []
-        for name, shards in wanted.items():
-            entry = self.manifest.tensors[name]
-            for shard in shards:
-                reads, missing = plan_read(shard.box, entry.chunks)
-                problems.extend(f"{name!r}: no data for {box}" for box in missing)
-                for read in reads:
-                    destination = shard.tensor.detach()[read.box.relative_to(shard.box).slices()]
-                    box = read.box.relative_to(read.chunk.box)
-                    transfers.append(Transfer(read.chunk, entry.dtype, box, destination))
-        if problems:
-            raise CheckpointError("the checkpoint lacks elements:\n  " + "\n  ".join(problems))
-        self._check_sizes(sorted({transfer.chunk.file for transfer in transfers}))
+        found = self.locate({name: [shard.box for shard in shards] for name, shards in wanted.items()})
+        transfers = [
+            transfer
+            for name, shards in wanted.items()
+            for shard, reads in zip(shards, found[name], strict=True)
+            for transfer in self._transfers(name, shard, reads)
+        ]
         return sorted(transfers, key=lambda transfer: (transfer.chunk, transfer.dtype, transfer.box))
 
     def fill(self, transfers: Sequence[Transfer]) -> None:
-        """Reads what was planned, file by file.
+        """Reads what was planned, file by file; the first time also each file's header, to verify it.
 
         Raises:
             CheckpointError: a file cannot be read or is damaged; destinations may be filled in part.
         """
         for file, of_file in groupby(transfers, key=lambda transfer: transfer.chunk.file):
-            self._run(file, self._reads(of_file))
+            with_header = self._verify and file not in self._verified_headers
+            self._run(file, chain(self._reads_of_header(file) if with_header else (), self._reads(of_file)))
+            self._verified_headers.add(file)
 
     def damage(self) -> list[str]:
         """Reads everything and says what is wrong with it, by file; an empty list if all is well."""
@@ -180,9 +201,26 @@ class Checkpoint:
         ] + [
             (0, self.manifest.files[file], entry.hashes) for entry in self.manifest.extra.values() if entry.file == file
         ]
+        yield from self._reads_of_header(file)
         for offset, num_bytes, hashes in sorted(stretches):
-            for start, stop, expected in blocks_with_hashes(num_bytes, hashes):
-                yield Read(offset + start, memoryview(bytearray(stop - start)), expected, None)
+            yield from _reads_to_verify(offset, num_bytes, hashes)
+
+    def _reads_of_header(self, file: str) -> Iterator[Read]:
+        header = self.manifest.headers.get(file)
+        if header is not None:
+            yield from _reads_to_verify(0, header.num_bytes, header.hashes)
+
+    def _transfers(self, name: str, shard: Shard, reads: Iterable[PlannedRead]) -> list[Transfer]:
+        dtype, memory = self.manifest.tensors[name].dtype, shard.tensor.detach()
+        return [
+            Transfer(
+                read.chunk,
+                dtype,
+                read.box.relative_to(read.chunk.box),
+                memory[read.box.relative_to(shard.box).slices()],
+            )
+            for read in reads
+        ]
 
     def _run(self, file: str, reads: Iterable[Read]) -> None:
         where = self._store.where(self.tag, file)
@@ -219,7 +257,7 @@ class Checkpoint:
             raise CheckpointError("; ".join(problems))
 
     def _info(self, name: str) -> TensorInfo:
-        if name not in self.tensors:
+        if not isinstance(name, str) or name not in self.tensors:
             raise ValueError(
                 f"checkpoint {self.tag!r} has no tensor {name!r}; it has {len(self.tensors)}, see .tensors"
             )
@@ -231,16 +269,24 @@ def open_checkpoint(path: "str | os.PathLike[str]", tag: str | None = None, *, v
 
     Args:
         path: the folder that was given to `save`.
-        tag: which one; default: the newest complete one.
+        tag: which one; default: the newest one.
         verify: compare the data with its checksums; reads whole blocks of 16 MiB where less is asked for.
 
     Raises:
         ValueError: the tag is not allowed.
-        CheckpointError: there is no such checkpoint, or its manifest is damaged.
+        CheckpointError: there is no such checkpoint, or its manifest is damaged. Without a tag, also if that of any
+            other one is: it may be the newest.
     """
+    check_flags(verify=verify)
     store = open_store(path)
     found = find_tag(store, tag)
     return Checkpoint(store, found, read_manifest(store, found), verify=verify)
+
+
+def _reads_to_verify(offset: int, num_bytes: int, hashes: tuple[str, ...]) -> Iterator[Read]:
+    """Reads bytes only to compare them with their checksums."""
+    for start, stop, expected in blocks_with_hashes(num_bytes, hashes):
+        yield Read(offset + start, memoryview(bytearray(stop - start)), expected, None)
 
 
 def _batches(reads: Iterable[Read]) -> Iterator[list[Read]]:

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Literal
 
+from nxd_ckpt.arguments import check_flags
 from nxd_ckpt.catalog import CheckpointInfo, list_checkpoints, read_manifest
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.reader import open_checkpoint
@@ -109,19 +110,26 @@ def gc(path: "str | os.PathLike[str]", *, dry_run: bool = False, dead_after: flo
         What was found, with sizes.
 
     Raises:
-        ValueError: `dead_after` is below 0.
+        ValueError: `dead_after` is not a number of at least 0, or `dry_run` is not a bool.
         CheckpointError: a save is at work in this folder.
     """
-    if not dead_after >= 0:
+    check_flags(dry_run=dry_run)
+    if type(dead_after) not in (int, float) or not dead_after >= 0:
         raise ValueError(f"dead_after={dead_after!r} is not a number of seconds; use 0 or more")
     return open_store(path).garbage(dead_after=dead_after, delete=not dry_run)
 
 
 def _check_rules(keep_last: int, keep_every: int | None, keep_best: int, metric: str | None, best: str) -> None:
+    if type(keep_last) is not int:
+        raise ValueError(f"keep_last={keep_last!r} is not a number of checkpoints; use an int of 1 or more")
     if keep_last < 1:
         raise ValueError(f"keep_last={keep_last} would remove the newest checkpoint; use 1 or more")
-    if keep_every is not None and keep_every < 1:
-        raise ValueError(f"keep_every={keep_every} is not a number of steps; use 1 or more, or None")
+    if keep_every is not None and (type(keep_every) is not int or keep_every < 1):
+        raise ValueError(f"keep_every={keep_every!r} is not a number of steps; use 1 or more, or None")
+    if type(keep_best) is not int:
+        raise ValueError(f"keep_best={keep_best!r} is not a number of checkpoints; use an int of 0 or more")
+    if metric is not None and not isinstance(metric, str):
+        raise ValueError(f"metric={metric!r} is not the name of a metric; use a text such as 'loss', or None")
     if keep_best < 0 or (keep_best > 0) != (metric is not None):
         raise ValueError(f"keep_best={keep_best} and metric={metric!r} do not fit: give both, or neither")
     if best not in ("lowest", "highest"):

@@ -38,6 +38,11 @@ class FileLayout(NamedTuple):
     size: int
 
 
+def in_file_order(writes: Iterable[PlannedWrite], tensors: Mapping[str, TensorDescription]) -> list[PlannedWrite]:
+    """One rank's writes as they follow one another in its file: large element sizes first."""
+    return sorted(writes, key=lambda write: -DTYPE_OF_CODE[tensors[write.name].dtype].itemsize)
+
+
 def lay_out(writes: Iterable[PlannedWrite], tensors: Mapping[str, TensorDescription]) -> FileLayout:
     """Places one rank's writes in its file. Large element sizes come first, so that every chunk is aligned to its own.
 
@@ -45,7 +50,7 @@ def lay_out(writes: Iterable[PlannedWrite], tensors: Mapping[str, TensorDescript
         writes: what the rank writes.
         tensors: dtype and global shape of every tensor.
     """
-    ordered = sorted(writes, key=lambda write: -DTYPE_OF_CODE[tensors[write.name].dtype].itemsize)
+    ordered = in_file_order(writes, tensors)
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     begin = 0
     for write in ordered:

@@ -15,13 +15,17 @@ from typing import Any, NamedTuple
 import torch
 import xxhash
 
+from nxd_ckpt.arguments import check_flags
 from nxd_ckpt.asynchronous.pending import RankKey, failures, settle
-from nxd_ckpt.coordinator import Coordinator, gather_from_every_rank
-from nxd_ckpt.dtypes import CODE_OF_DTYPE
+from nxd_ckpt.boxes import Box
+from nxd_ckpt.coordinator import Coordinator, gather_from_every_rank, on_every_rank
+from nxd_ckpt.dtypes import CODE_OF_DTYPE, DTYPE_OF_CODE
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.manifest import extra_file_name
+from nxd_ckpt.messages import all_are, expect, parsed
 from nxd_ckpt.objects import check_json, is_unicode
 from nxd_ckpt.plan import SavePlan, TensorDescription, plan_save
+from nxd_ckpt.replicas import ReplicaHashes, hash_replicas
 from nxd_ckpt.safetensors_file import FileLayout, lay_out
 from nxd_ckpt.sharded_tensor import ShardedTensor, as_sharded_state
 from nxd_ckpt.stores import SaveTransaction, check_tag, open_store
@@ -37,6 +41,7 @@ class SaveOptions:
     tag: str
     step: int | None = None
     overwrite: bool = False
+    check_replicas: bool = False
     objects: Any = None
     rank_objects: Any = None
     extra: Mapping[str, bytes] | None = None
@@ -55,6 +60,7 @@ class SaveTask:
         plan: what all ranks write.
         options: this rank's; `rank_objects` of all ranks are in `all_rank_objects`.
         all_rank_objects: by rank number.
+        replica_hashes: of this rank's copies of what others write; empty unless they are to be compared.
     """
 
     save_id: str
@@ -64,17 +70,37 @@ class SaveTask:
     plan: SavePlan
     options: SaveOptions
     all_rank_objects: Mapping[int, Any]
+    replica_hashes: ReplicaHashes
 
 
 class _Request(NamedTuple):
     """One rank's request, as it is sent to the others."""
 
     save_id: str
-    common: tuple[str, int | None, bool]
+    common: tuple[str, int | None, bool, bool]
     rank_objects: Any
     layout_digest: str
     cached_plan: str
     failed_saves: dict[str, str]
+
+
+def _request_from(message: Any) -> _Request:
+    save_id, common, rank_objects, layout_digest, cached_plan, failed_saves = message
+    tag, step, overwrite, compared = common
+    expect(all_are(str, (save_id, tag, layout_digest, cached_plan)), f"a text that is none in {message!r:.200}")
+    expect(all_are(str, (*failed_saves, *failed_saves.values())), "failed saves that are no texts")
+    return _Request(save_id, (tag, step, overwrite, compared), rank_objects, layout_digest, cached_plan, failed_saves)
+
+
+def _descriptions_from(message: Any) -> dict[str, TensorDescription]:
+    found = {}
+    for name, (dtype, shape, boxes) in message.items():
+        box_list = [Box(tuple(offsets), tuple(sizes)) for offsets, sizes in boxes]
+        numbers = (*shape, *(number for box in box_list for side in box for number in side))
+        expect(dtype in DTYPE_OF_CODE and all_are(int, numbers), f"the tensor {name!r:.200} of {dtype!r:.200}")
+        expect(all(box.fits_in(tuple(shape)) for box in box_list), f"a box of {name!r:.200} outside of {shape}")
+        found[name] = TensorDescription(dtype, tuple(shape), tuple(box_list))
+    return found
 
 
 class _CachedPlan(NamedTuple):
@@ -119,22 +145,29 @@ def prepare_save(
         _check_options(options)
         return _Request(
             save_id=uuid.uuid4().hex,
-            common=(options.tag, options.step, options.overwrite),
+            common=(options.tag, options.step, options.overwrite, options.check_replicas),
             rank_objects=options.rank_objects,
-            layout_digest=xxhash.xxh3_128_hexdigest(pickle.dumps(descriptions)),
+            layout_digest=xxhash.xxh3_128_hexdigest(pickle.dumps(descriptions)),  # hashed here, and never loaded
             cached_plan=cached.digest,
             failed_saves=failures(RankKey(coordinator.rank, coordinator.world_size)),
         )
 
     doing = "checking the arguments of save"
-    requests = gather_from_every_rank(coordinator, doing, check_arguments, error_type=ValueError)
+    sent = gather_from_every_rank(coordinator, doing, check_arguments, error_type=ValueError)
+    requests = parsed(sent, _request_from, doing)
     _check_earlier_saves(requests, coordinator)
     _check_same_save(requests)
     digest = "".join(request.layout_digest for request in requests)
     if any(request.cached_plan != digest for request in requests):
-        plan = plan_save(coordinator.all_gather_object(descriptions))
+        plan = plan_save(parsed(coordinator.all_gather_object(descriptions), _descriptions_from, doing))
         cached = _CachedPlan(digest, plan, lay_out(plan.writes[coordinator.rank], plan.tensors))
         _cache[cache_key] = cached
+    replica_hashes: ReplicaHashes = {}
+    if options.check_replicas:
+        doing = f"comparing replicas to save checkpoint {options.tag!r}"
+        replica_hashes = on_every_rank(
+            coordinator, doing, lambda: hash_replicas(cached.plan, sharded, coordinator.rank)
+        )
     store, save_id = open_store(path), requests[0].save_id
     task = SaveTask(
         save_id=save_id,
@@ -146,18 +179,22 @@ def prepare_save(
         all_rank_objects={
             rank: request.rank_objects for rank, request in enumerate(requests) if request.rank_objects is not None
         },
+        replica_hashes=replica_hashes,
     )
     return task, sharded
 
 
 def _check_options(options: SaveOptions) -> None:
     check_tag(options.tag)
+    check_flags(overwrite=options.overwrite, check_replicas=options.check_replicas)
     step = options.step
     if step is not None and not (type(step) is int and 0 <= step < 2**63):
         raise ValueError(f"step={step!r} is not a number of steps; pass an int from 0 to 2**63 - 1, or None")
     check_json(options.objects, "objects")
     check_json(options.rank_objects, "rank_objects")
     check_json(options.mesh, "mesh")
+    if not isinstance(options.extra, Mapping | None):
+        raise ValueError(f"extra is a {type(options.extra).__name__}; pass {{name: content as bytes}}, or None")
     for name, content in (options.extra or {}).items():
         extra_file_name("0" * 32, name)
         if not isinstance(content, bytes):
@@ -190,6 +227,6 @@ def _check_same_save(requests: list[_Request]) -> None:
     for rank, request in enumerate(requests):
         if request.common != expected:
             raise ValueError(
-                f"ranks want different saves: (tag, step, overwrite) is {expected} on rank 0 but {request.common} on "
-                f"rank {rank}"
+                f"ranks want different saves: (tag, step, overwrite, check_replicas) is {expected} on rank 0 but "
+                f"{request.common} on rank {rank}"
             )

@@ -3,23 +3,37 @@
 import os
 import time
 from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from nxd_ckpt import replicas
+from nxd_ckpt.arguments import check_timeout
 from nxd_ckpt.asynchronous.pending import wait_for_saves
 from nxd_ckpt.boxes import Box
-from nxd_ckpt.checksums import BlockHasher
+from nxd_ckpt.checksums import hashes_of
 from nxd_ckpt.coordinator import (
     DEFAULT_TIMEOUT,
     Coordinator,
-    check_timeout,
+    abandoned_on_error,
     coordinator_for,
     gather_from_every_rank,
+    on_every_rank,
     on_rank_zero,
 )
 from nxd_ckpt.errors import CheckpointError
-from nxd_ckpt.manifest import Chunk, ExtraEntry, Manifest, TensorEntry, data_file_name, encode, extra_file_name
+from nxd_ckpt.manifest import (
+    Chunk,
+    ExtraEntry,
+    HeaderEntry,
+    Manifest,
+    TensorEntry,
+    data_file_name,
+    encode,
+    extra_file_name,
+)
+from nxd_ckpt.messages import all_are, expect, parsed
 from nxd_ckpt.safetensors_file import Hashes, file_parts, lay_out
 from nxd_ckpt.save_task import SaveOptions, SaveTask, prepare_save
 from nxd_ckpt.sharded_tensor import ShardedTensor
@@ -36,6 +50,15 @@ class _Written(NamedTuple):
     extra_sizes: dict[str, int]
 
 
+def _written_from(message: Any) -> _Written:
+    hashes, extra, sizes = message
+    of_chunks = [tuple(of_chunk) for of_chunk in hashes]
+    entries = {name: ExtraEntry(file, tuple(of_file)) for name, (file, of_file) in extra.items()}
+    texts = [*chain(*of_chunks), *(text for entry in entries.values() for text in (entry.file, *entry.hashes))]
+    expect(all_are(str, texts) and all_are(int, sizes.values()), "hashes or sizes that are none")
+    return _Written(of_chunks, entries, sizes)
+
+
 def save(
     path: "str | os.PathLike[str]",
     tag: str,
@@ -47,6 +70,7 @@ def save(
     mesh: Any = None,
     step: int | None = None,
     overwrite: bool = False,
+    check_replicas: bool = False,
     timeout: float = DEFAULT_TIMEOUT,
     process_group: "dist.ProcessGroup | Coordinator | None" = None,
 ) -> None:
@@ -66,19 +90,21 @@ def save(
         mesh: JSON-able description of the layout, for people and tools; rank 0's counts. Loading does not need it.
         step: number that orders the checkpoints of this folder.
         overwrite: replace a checkpoint of this tag; until the very end the old one stays valid.
+        check_replicas: refuse to save if ranks that hold the same box hold different bits: each hashes its copy.
         timeout: seconds that this rank waits for the others, each time it does, before it gives up.
         process_group: the ranks; default: torch's default group if initialised, else this process alone.
 
     Raises:
         ValueError: the arguments of a rank are wrong or do not fit the others'; nothing was written.
-        CheckpointError: a rank could not write or did not answer, or the tag is taken. All ranks raise, with the same
-            text; a checkpoint that was there before is untouched.
+        CheckpointError: a rank could not write or did not answer, replicas differ, or the tag is taken. All ranks
+            raise, with the same text; a checkpoint that was there before is untouched.
     """
     coordinator = coordinator_for(process_group, timeout)
-    wait_for_saves()
-    options = SaveOptions(tag, step, overwrite, objects, rank_objects, extra, mesh)
-    task, sharded = prepare_save(path, state, options, coordinator, lambda: check_timeout(timeout))
-    run_save(task, lambda: _write_tensors(task, tensors_of(sharded), coordinator.rank), coordinator)
+    options = SaveOptions(tag, step, overwrite, check_replicas, objects, rank_objects, extra, mesh)
+    with abandoned_on_error(coordinator):
+        wait_for_saves()
+        task, sharded = prepare_save(path, state, options, coordinator, lambda: check_timeout(timeout))
+        run_save(task, lambda: _write_tensors(task, tensors_of(sharded), coordinator.rank), coordinator)
 
 
 def tensors_of(state: Mapping[str, ShardedTensor]) -> Callable[[str, Box], torch.Tensor]:
@@ -106,7 +132,11 @@ def run_save(task: SaveTask, write_tensors: Callable[[], Hashes], coordinator: C
     doing = f"saving checkpoint {task.options.tag!r} to {task.location}"
     try:
         on_rank_zero(coordinator, doing, transaction.begin)
-        written = gather_from_every_rank(coordinator, doing, lambda: _write(task, write_tensors, coordinator.rank))
+        sent = gather_from_every_rank(coordinator, doing, lambda: _write(task, write_tensors, coordinator.rank))
+        written = parsed(sent, _written_from, doing)
+        if task.options.check_replicas:
+            hashes = [of_rank.hashes for of_rank in written]
+            on_every_rank(coordinator, doing, lambda: replicas.check_replicas(task.plan, task.replica_hashes, hashes))
         on_rank_zero(coordinator, doing, lambda: _commit(task, written))
     finally:
         transaction.end()
@@ -126,9 +156,7 @@ def _write(task: SaveTask, write_tensors: Callable[[], Hashes], rank: int) -> _W
     sizes: dict[str, int] = {}
     if rank == 0:
         for name, content in (task.options.extra or {}).items():
-            hasher = BlockHasher()
-            hasher.update(content)
-            extra[name] = ExtraEntry(extra_file_name(task.save_id, name), hasher.hashes())
+            extra[name] = ExtraEntry(extra_file_name(task.save_id, name), hashes_of(content))
             sizes[extra[name].file] = len(content)
             task.transaction.write_file(extra[name].file, [content])
     return _Written(hashes, extra, sizes)
@@ -136,12 +164,14 @@ def _write(task: SaveTask, write_tensors: Callable[[], Hashes], rank: int) -> _W
 
 def _commit(task: SaveTask, written: list[_Written]) -> None:
     files: dict[str, int] = dict(written[0].extra_sizes)
+    headers: dict[str, HeaderEntry] = {}
     chunks: dict[str, list[Chunk]] = {name: [] for name in task.plan.tensors}
     for rank, writes in enumerate(task.plan.writes):
         if writes:
             layout = lay_out(writes, task.plan.tensors)
             file = data_file_name(task.save_id, rank)
             files[file] = layout.size
+            headers[file] = HeaderEntry(len(layout.header), hashes_of(layout.header))
             for write, hashes in zip(layout.placed, written[rank].hashes, strict=True):
                 chunks[write.name].append(Chunk(file, write.offset, write.num_bytes, write.box, hashes))
     _check_sizes(task, files)
@@ -160,6 +190,7 @@ def _commit(task: SaveTask, written: list[_Written]) -> None:
         extra=written[0].extra,
         objects=options.objects,
         rank_objects=task.all_rank_objects,
+        headers=headers,
     )
     task.transaction.commit(encode(manifest))
 

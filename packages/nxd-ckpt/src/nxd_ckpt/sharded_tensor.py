@@ -11,7 +11,7 @@ import torch
 
 from nxd_ckpt.boxes import Box
 from nxd_ckpt.dtypes import CODE_OF_DTYPE
-from nxd_ckpt.manifest import MAX_DIMS
+from nxd_ckpt.manifest import MAX_DIMS, is_possible_shape
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,6 +52,9 @@ class ShardedTensor:
         if len(self.global_shape) > MAX_DIMS or not all(0 <= size < 2**63 for size in self.global_shape):
             raise ValueError(f"global_shape={list(global_shape)} is not a shape of at most {MAX_DIMS} dimensions")
         self.shards = tuple(shards)
+        for shard in self.shards:
+            if not (isinstance(shard, Shard) and isinstance(shard.tensor, torch.Tensor)):
+                raise ValueError(f"a shard is a {type(shard).__name__}; pass Shard(tensor, offsets), with a tensor")
         dtypes = {shard.tensor.dtype for shard in self.shards} | ({dtype} if dtype is not None else set())
         if len(dtypes) != 1:
             found = ", ".join(sorted(map(str, dtypes))) or "no shard and no dtype"
@@ -59,6 +62,8 @@ class ShardedTensor:
         self.dtype: torch.dtype = dtypes.pop()
         if self.dtype not in CODE_OF_DTYPE:
             raise ValueError(f"{self.dtype} cannot be stored; use one of {', '.join(map(str, CODE_OF_DTYPE))}")
+        if not is_possible_shape(self.global_shape, self.dtype.itemsize):
+            raise ValueError(f"global_shape={list(self.global_shape)} is of more bytes than can be counted; check it")
         for shard in self.shards:
             _check_shard(shard, self.global_shape)
 
@@ -82,6 +87,8 @@ def as_sharded_state(state: "Mapping[str, ShardedTensor | torch.Tensor]") -> dic
     Raises:
         ValueError: lists every entry that cannot be used.
     """
+    if not isinstance(state, Mapping):
+        raise ValueError(f"a {type(state).__name__} is no state; pass {{name: ShardedTensor or tensor}}")
     sharded: dict[str, ShardedTensor] = {}
     problems: list[str] = []
     for name, value in state.items():

@@ -7,13 +7,15 @@ sends follow from the gathered descriptions, in the same order on all ranks.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from nxd_ckpt.boxes import Box
+from nxd_ckpt.dtypes import CODE_OF_DTYPE, DTYPE_OF_CODE
 from nxd_ckpt.gc_pause import gc_paused
+from nxd_ckpt.messages import all_are, expect
 from nxd_ckpt.sharded_tensor import Shard, ShardedTensor
 from nxd_ckpt.tensor_bytes import pieces_of
 
@@ -37,9 +39,24 @@ class SharedBox(NamedTuple):
         return self.box.num_elements * self.dtype.itemsize
 
 
-def wants_of(wanted: Mapping[str, ShardedTensor]) -> Wants:
-    """One rank's wanted boxes, as the other ranks need to know them."""
-    return {name: (tensor.dtype, [shard.box for shard in tensor.shards]) for name, tensor in wanted.items()}
+def wants_of(wanted: Mapping[str, ShardedTensor]) -> dict[str, tuple[str, list[Box]]]:
+    """One rank's wanted boxes, as a message to the other ranks."""
+    return {
+        name: (CODE_OF_DTYPE[tensor.dtype], [shard.box for shard in tensor.shards]) for name, tensor in wanted.items()
+    }
+
+
+def wants_from(message: Any) -> Wants:
+    """What such a message says.
+
+    Raises:
+        ValueError, TypeError, KeyError or AttributeError: it is none.
+    """
+    wants: dict[str, tuple[torch.dtype, list[Box]]] = {}
+    for name, (code, boxes) in message.items():
+        wants[name] = (DTYPE_OF_CODE[code], [Box(tuple(offsets), tuple(shape)) for offsets, shape in boxes])
+        expect(all(all_are(int, (*box.offsets, *box.shape)) for box in wants[name][1]), f"no boxes of {name!r:.200}")
+    return wants
 
 
 def share_out_reads(wants: Sequence[Wants]) -> list[SharedBox]:

@@ -4,28 +4,37 @@ A process group's own collectives are not suitable: they report missing ranks la
 tensors of an accelerator. Every process group was made from a store, and a store can also be opened from another
 process, so the same code serves a save in the background.
 
-No rank waits until the deadline for a process of this machine that has died.
+No rank waits until the deadline for a process of this machine that has died, or for one that has said that it will not
+come: because an error ended its save or load, its work between two of these, or its program.
 """
 
+import atexit
+import contextlib
+import json
 import os
-import pickle
+import sys
 import threading
 import time
-import zlib
+from collections.abc import Callable
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from nxd_ckpt.errors import RanksLostError
+from nxd_ckpt.errors import RanksLostError, one_line
+from nxd_ckpt.messages import decode_message, encode_message, join, split
 
 # Stores refuse values of more than 8 MiB.
 _PART_BYTES = 4 * 2**20
 # Time for the exchange itself, beyond the time that a rank waits.
 _GRACE_SECONDS = 5.0
-# How often a rank that waits looks whether those that it waits for have died on its machine.
+# How often a rank that waits looks whether those that it waits for have died on its machine, or have left.
 _LOOK_SECONDS = 1.0
+# How long a rank tries to say that it leaves: the process that hosts the store may be stopped.
+_FAREWELL_SECONDS = 5.0
+
+_LEFT = "left"
 
 _of_group: "WeakKeyDictionary[dist.ProcessGroup, StoreCoordinator]" = WeakKeyDictionary()
 
@@ -38,6 +47,18 @@ def coordinator_of_group(process_group: "dist.ProcessGroup | None", timeout: flo
     Raises:
         ValueError: this process is not a member.
     """
+    coordinator = _coordinator_of(process_group, timeout)
+    coordinator.begin(timeout)
+    return coordinator
+
+
+def leave_default_group(reason: str) -> None:
+    """Tells the ranks of torch's default process group that this one will not come, see `StoreCoordinator.leave`."""
+    if dist.is_available() and dist.is_initialized():
+        _coordinator_of(None, _FAREWELL_SECONDS).leave(reason)
+
+
+def _coordinator_of(process_group: "dist.ProcessGroup | None", timeout: float) -> "StoreCoordinator":
     group = process_group if process_group is not None else dist.group.WORLD
     rank = dist.get_rank(group)
     if rank < 0 or group is None:
@@ -45,8 +66,15 @@ def coordinator_of_group(process_group: "dist.ProcessGroup | None", timeout: flo
     if group not in _of_group:
         prefix = f"nxd_ckpt/{group.group_name}"
         _of_group[group] = StoreCoordinator(_get_default_store(), rank, group.size(), prefix=prefix, timeout=timeout)
-    _of_group[group].begin(timeout)
     return _of_group[group]
+
+
+@atexit.register
+def _leave_after_an_error() -> None:
+    """A program takes its time to end after an error, and before its first save nobody knows its process."""
+    error = getattr(sys, "last_value", None)
+    if error is not None:
+        leave_default_group(f"ended its program: {one_line(error)}")
 
 
 class StoreCoordinator:
@@ -68,6 +96,8 @@ class StoreCoordinator:
         self._session = 0
         self._round = 0
         self._keys: list[str] = []
+        self._has_left = False
+        self._left_before: tuple[int, str] | None = None  # the farewell at the last look
         self._life = own_life()
         self._lives: list[Life | None] = [None] * world_size  # those that have answered
 
@@ -81,20 +111,45 @@ class StoreCoordinator:
         self._timeout = timeout
         self._session += 1
         self._round = 0
+        self._left_before = None
+        if self._has_left:
+            self._tell(lambda: self._store.delete_key(_LEFT))
+            self._has_left = False
+
+    def abandon(self, reason: str) -> None:
+        """Tells the ranks that wait for this one that it will not come before the next `begin`. Raises nothing.
+
+        Args:
+            reason: what it did, such as "left: KeyboardInterrupt".
+        """
+        key = f"{self._session}/{_LEFT}"
+        self._tell(lambda: self._store.compare_set(key, "", self._farewell(reason)))
+        self._keys.append(key)
+
+    def leave(self, reason: str) -> None:
+        """As `abandon`, also to those that begin without it, until it begins again itself."""
+        self._has_left = True
+        self._tell(lambda: self._store.compare_set(_LEFT, "", self._farewell(reason)))
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Every rank's value, in rank order.
+        """Every rank's value, in rank order; what JSON can hold, tuples come back as lists.
 
         Raises:
-            RanksLostError: ranks did not answer in time; names them, on every rank that still runs.
+            RanksLostError: ranks did not answer in time; names them, on every rank that still runs. Or a value cannot
+                be sent.
         """
+        try:
+            message = encode_message((self._life, value))
+        except ValueError as error:
+            self.abandon(f"cannot say what it has to: {error}")
+            raise RanksLostError(f"rank {self.rank} of {self.world_size} cannot say what it has to: {error}") from error
         result: list[Any] = []
         here = f"{self._session}/{self._round}"  # before the thread, which an interrupt may leave behind
         self._round += 1
 
         def exchange() -> None:
             try:
-                result.append(self._exchange(here, value))
+                result.append(self._exchange(here, message))
             except Exception as error:  # handed on to the thread that waits
                 result.append(error)
 
@@ -115,17 +170,17 @@ class StoreCoordinator:
             ) from result[0]
         return result[0]
 
-    def _exchange(self, here: str, value: Any) -> list[Any]:
+    def _exchange(self, here: str, message: bytes) -> list[Any]:
         """Rank 0 collects and publishes. Whoever waits too long, or sees on its own machine that a missing rank has
         ended, publishes who is missing: the first word counts.
         """
         deadline = time.monotonic() + self._timeout
         stale, self._keys = self._keys, []
-        self._put(f"{here}/{self.rank}", zlib.compress(pickle.dumps((self._life, value)), 1))
+        self._put(f"{here}/{self.rank}", message)
         if self.rank == 0:
             from_ranks = [f"{here}/{rank}" for rank in range(self.world_size)]
             if self._wait(from_ranks, deadline, here):
-                self._put(f"{here}/all", pickle.dumps([self._get(key) for key in from_ranks]))
+                self._put(f"{here}/all", join(self._get(key) for key in from_ranks))
                 self._say(here, "complete")
         if not self._wait([f"{here}/outcome"], deadline, here):
             self._say(
@@ -138,8 +193,10 @@ class StoreCoordinator:
             raise RanksLostError(outcome)
         for key in stale:  # every rank has reached this point, so none still reads the previous values
             self._store.delete_key(key)
-        heard = [pickle.loads(zlib.decompress(data)) for data in pickle.loads(self._get(f"{here}/all"))]
-        self._lives = [life for life, _ in heard]
+        heard = [decode_message(data) for data in split(self._get(f"{here}/all"))]
+        if len(heard) != self.world_size:
+            raise ValueError(f"{len(heard)} ranks are said to have answered")
+        self._lives = [_life_from(life) for life, _ in heard]
         return [value for _, value in heard]
 
     def _say(self, here: str, outcome: str) -> None:
@@ -159,12 +216,45 @@ class StoreCoordinator:
                 return False
             if time.monotonic() >= next_look:
                 self._look_for_the_dead(here)
+                self._look_for_those_who_left(here)
                 if self._store.check([f"{here}/outcome"]):
                     return keys == [f"{here}/outcome"]
                 next_look = time.monotonic() + _LOOK_SECONDS
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
         return True
+
+    def _look_for_those_who_left(self, here: str) -> None:
+        farewells = [self._farewell_in(f"{here.partition('/')[0]}/{_LEFT}")]
+        # One that left may be about to begin again, as when all ranks raise and catch the same: so look twice.
+        before, self._left_before = self._left_before, self._farewell_in(_LEFT)
+        if self._left_before == before:
+            farewells.append(before)
+        for farewell in farewells:
+            if farewell is not None and not self._store.check([f"{here}/{farewell[0]}"]):
+                self._say(here, f"rank {farewell[0]} of {self.world_size} {farewell[1]}")
+
+    def _farewell_in(self, key: str) -> tuple[int, str] | None:
+        if not self._store.check([key]):
+            return None
+        rank, reason = json.loads(self._store.get(key))
+        if type(rank) is not int or not isinstance(reason, str):
+            raise ValueError("the store holds a farewell that is none")
+        return rank, reason
+
+    def _farewell(self, reason: str) -> str:
+        return json.dumps([self.rank, reason])
+
+    def _tell(self, action: Callable[[], object]) -> None:
+        """In a thread of its own, and not for long: the process that hosts the store may be stopped or gone."""
+
+        def attempt() -> None:
+            with contextlib.suppress(Exception):
+                action()
+
+        thread = threading.Thread(target=attempt, name="nxd_ckpt farewell", daemon=True)
+        thread.start()
+        thread.join(_FAREWELL_SECONDS)
 
     def _look_for_the_dead(self, here: str) -> None:
         for rank, life in enumerate(self._lives):
@@ -193,6 +283,15 @@ class Life(NamedTuple):
     place: str
     pid: int
     began: str
+
+
+def _life_from(message: Any) -> Life | None:
+    if message is None:
+        return None
+    place, pid, began = message
+    if not (isinstance(place, str) and type(pid) is int and 0 < pid < 2**31 and isinstance(began, str)):
+        raise ValueError(f"a process is said to be {message!r}")
+    return Life(place, pid, began)
 
 
 def own_life() -> Life | None:

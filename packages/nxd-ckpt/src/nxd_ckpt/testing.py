@@ -1,15 +1,15 @@
 """Several ranks in one process, to try or test a layout without a launcher.
 
-Each rank is a thread; they exchange objects through a barrier, pickled as they would be between processes.
+Each rank is a thread; they exchange messages through a barrier, encoded as they would be between processes.
 """
 
-import pickle
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from nxd_ckpt.coordinator import Coordinator
 from nxd_ckpt.errors import RanksLostError
+from nxd_ckpt.messages import decode_message, encode_message
 
 Result = TypeVar("Result")
 
@@ -31,14 +31,14 @@ class _ThreadCoordinator:
         self._meeting = meeting
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        self._meeting.values[self.rank] = pickle.dumps(value)
+        self._meeting.values[self.rank] = encode_message(value)
         try:
             self._meeting.barrier.wait()
             values = list(self._meeting.values)
             self._meeting.barrier.wait()  # no rank may overwrite a value that another has not seen
         except threading.BrokenBarrierError:
             raise RanksLostError(f"rank {self.rank} of {self.world_size} lost contact with the other ranks") from None
-        return [pickle.loads(data) for data in values]
+        return [decode_message(data) for data in values]
 
 
 def outcomes_on_threads(

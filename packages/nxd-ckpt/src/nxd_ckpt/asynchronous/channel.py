@@ -8,11 +8,13 @@ import contextlib
 import socket
 import time
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
 from nxd_ckpt.coordinator import Coordinator
 from nxd_ckpt.errors import CheckpointError
+from nxd_ckpt.messages import expect, parsed
 from nxd_ckpt.store_coordinator import StoreCoordinator
 
 _FAREWELL_SECONDS = 10.0
@@ -66,6 +68,12 @@ class Channel:
             self._store.delete_key(key)
 
 
+def _address_from(message: Any) -> tuple[str, int]:
+    host, port = message
+    expect(isinstance(host, str) and type(port) is int, f"the address {message!r:.200}")
+    return host, port
+
+
 def _store_of(coordinator: Coordinator, timeout: float) -> dist.Store:
     """The store behind a process group, or a new one that rank 0 hosts."""
     if isinstance(coordinator, StoreCoordinator):
@@ -75,9 +83,9 @@ def _store_of(coordinator: Coordinator, timeout: float) -> dist.Store:
     server: dist.TCPStore | None = None
     if coordinator.rank == 0:
         server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    hosts_and_ports = coordinator.all_gather_object((socket.gethostname(), server.port if server else 0))
+    sent = coordinator.all_gather_object((socket.gethostname(), server.port if server else 0))
     if server is not None:
         return server
-    host, port = hosts_and_ports[0]
+    host, port = parsed(sent, _address_from, "connecting the ranks of a background save")[0]
     here = host == socket.gethostname()
     return dist.TCPStore("localhost" if here else host, port, timeout=timedelta(seconds=timeout))

@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from nxd_ckpt.arguments import check_timeout
 from nxd_ckpt.asynchronous import pending
 from nxd_ckpt.asynchronous.background import Background
 from nxd_ckpt.asynchronous.channel import Channel
 from nxd_ckpt.asynchronous.handle import AsyncSave
-from nxd_ckpt.coordinator import DEFAULT_TIMEOUT, Coordinator, check_timeout, coordinator_for
+from nxd_ckpt.coordinator import DEFAULT_TIMEOUT, Coordinator, abandoned_on_error, coordinator_for
 from nxd_ckpt.save_task import SaveOptions, prepare_save
 from nxd_ckpt.saving import tensors_of
 from nxd_ckpt.sharded_tensor import ShardedTensor
@@ -46,6 +47,7 @@ def async_save(
     mesh: Any = None,
     step: int | None = None,
     overwrite: bool = False,
+    check_replicas: bool = False,
     memory_limit: int | None = None,
     timeout: float = DEFAULT_TIMEOUT,
     process_group: "dist.ProcessGroup | Coordinator | None" = None,
@@ -77,16 +79,19 @@ def async_save(
 
     def check() -> None:
         check_timeout(timeout)
+        if memory_limit is not None and type(memory_limit) is not int:
+            raise ValueError(f"memory_limit={memory_limit!r} is not a number of bytes; give an int, or None")
         if memory_limit is not None and memory_limit < _MIN_MEMORY:
             raise ValueError(f"memory_limit={memory_limit} bytes is too little; give at least {_MIN_MEMORY}, or None")
 
     coordinator = coordinator_for(process_group, timeout)
-    options = SaveOptions(tag, step, overwrite, objects, rank_objects, extra, mesh)
-    task, sharded = prepare_save(path, state, options, coordinator, check)
-    task = dataclasses.replace(
-        task, options=copy.deepcopy(task.options), all_rank_objects=copy.deepcopy(task.all_rank_objects)
-    )
-    channel = Channel(coordinator, task.save_id, timeout)
+    options = SaveOptions(tag, step, overwrite, check_replicas, objects, rank_objects, extra, mesh)
+    with abandoned_on_error(coordinator):
+        task, sharded = prepare_save(path, state, options, coordinator, check)
+        task = dataclasses.replace(
+            task, options=copy.deepcopy(task.options), all_rank_objects=copy.deepcopy(task.all_rank_objects)
+        )
+        channel = Channel(coordinator, task.save_id, timeout)
     save = AsyncSave(tag, task.save_id)
     key = pending.RankKey(coordinator.rank, coordinator.world_size)
     if key not in _backgrounds:

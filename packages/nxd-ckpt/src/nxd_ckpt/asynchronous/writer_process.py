@@ -9,11 +9,11 @@ import time
 from collections.abc import Iterable
 from multiprocessing.connection import Connection
 
-import nxd_ckpt
 from nxd_ckpt.asynchronous.handover import Slice
 from nxd_ckpt.asynchronous.writer import FileToWrite, FileWritten, NothingMore, Progress, SliceWritten, WritingFailed
 from nxd_ckpt.errors import CheckpointError
 
+_PACKAGE_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _LOOK_SECONDS = 0.5
 _END_SECONDS = 5.0
 
@@ -41,10 +41,11 @@ class WriterProcess:
     """
 
     def __init__(self, arena_fd: int) -> None:
+        # Without a name and inherited by this child alone: what is pickled over it comes from this process only.
         ours, theirs = socket.socketpair()
         with theirs:
             numbers = [str(arena_fd), str(theirs.fileno()), str(os.getpid())]
-            paths = [json.dumps(list(nxd_ckpt.__path__)), json.dumps(sys.path)]
+            paths = [json.dumps([_PACKAGE_FOLDER]), json.dumps(sys.path)]
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-c", _PROGRAM, *numbers, *paths],
                 stdin=subprocess.DEVNULL,

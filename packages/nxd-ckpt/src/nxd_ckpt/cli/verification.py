@@ -3,8 +3,7 @@
 import dataclasses
 import os
 
-import torch
-
+from nxd_ckpt.boxes import Box
 from nxd_ckpt.cli.formats import root_and_tag
 from nxd_ckpt.cli.progress import progress_bar
 from nxd_ckpt.cli.report import EXIT_DIFFERENT, EXIT_GOOD, Report, human_size
@@ -13,7 +12,6 @@ from nxd_ckpt.interop.huggingface.header import read_header
 from nxd_ckpt.manifest import Chunk, Manifest
 from nxd_ckpt.reader import Checkpoint, open_checkpoint
 from nxd_ckpt.safetensors_file import stored_name
-from nxd_ckpt.sharded_tensor import Shard
 from nxd_ckpt.stores import Store, check_tag, open_store
 
 
@@ -51,13 +49,10 @@ def _report(tag: str, num_bytes: int, problems: list[str], *, deep: bool) -> Rep
 
 def _shallow_problems(checkpoint: Checkpoint) -> list[str]:
     """Problems found by planning to read everything, and in the extra files, which are small."""
-    everything = {
-        name: [Shard(torch.empty(info.global_shape, dtype=info.dtype, device="meta"), (0,) * len(info.global_shape))]
-        for name, info in checkpoint.tensors.items()
-    }
+    everything = {name: [Box.whole(info.global_shape)] for name, info in checkpoint.tensors.items()}
     problems = []
     try:
-        checkpoint.plan(everything)
+        checkpoint.locate(everything)
         for name in checkpoint.extra:
             checkpoint.read_extra(name)
     except CheckpointError as error:
@@ -70,8 +65,7 @@ def _deep_problems(store: Store, checkpoint: Checkpoint) -> list[str]:
     with progress_bar("verify", sum(checkpoint.manifest.files.values())) as advance:
         for file, of_file in _by_file(checkpoint.manifest).items():
             part = Checkpoint(store, checkpoint.tag, of_file)
-            problems.extend(part.damage())
-            problems.extend(_header_problems(store.where(checkpoint.tag, file), part))
+            problems.extend(part.damage() or _header_problems(store.where(checkpoint.tag, file), part))
             advance(file, of_file.files[file])
     return problems
 
@@ -94,7 +88,7 @@ def _by_file(manifest: Manifest) -> dict[str, Manifest]:
 
 
 def _header_problems(path: str, part: Checkpoint) -> list[str]:
-    """Our readers never look at a data file's own header, but others do."""
+    """What a header says is nothing to our readers, who only verify its checksum where there is one, but to others."""
     if not path.endswith(".safetensors") or not os.path.isfile(path):
         return []
     expected = {

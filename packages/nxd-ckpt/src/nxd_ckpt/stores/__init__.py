@@ -20,10 +20,12 @@ def open_store(path: "str | os.PathLike[str]") -> Store:
             fsspec's configuration or from the environment.
 
     Raises:
-        ValueError: the scheme of the URL is not known.
+        ValueError: it is neither a path nor a URL, or the scheme of the URL is not known.
         ImportError: the package for this scheme is not installed; says which.
     """
-    root = os.fspath(path)
+    root = os.fspath(path) if isinstance(path, str | os.PathLike) else None
+    if not isinstance(root, str) or not root:
+        raise ValueError(f"path={path!r} is no folder of checkpoints; give a path or a URL as text or as a Path")
     if root.startswith("file://"):
         root = root.removeprefix("file://")
     if "://" not in root:

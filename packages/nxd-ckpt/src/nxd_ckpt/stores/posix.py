@@ -58,7 +58,7 @@ class PosixStore:
             names = os.listdir(self.location)
         except FileNotFoundError:
             return []
-        return [name for name in sorted(names) if is_tag(name) and os.path.isfile(self.where(name))]
+        return [name for name in sorted(names) if is_tag(name) and _may_exist(self.where(name))]
 
     def read_manifest(self, tag: str) -> bytes:
         """See `Store.read_manifest`."""
@@ -175,6 +175,17 @@ class PosixSave:
             raise CheckpointError(f"{self._target} exists and is not a checkpoint; move it or choose another tag")
         if not self._overwrite:
             raise CheckpointError(f"{self._target} exists; choose another tag or pass overwrite=True")
+
+
+def _may_exist(path: str) -> bool:
+    """False only if nothing of this name is there: what cannot be looked at, or is no file, may be a damaged one."""
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def _file_folders(checkpoint: str) -> list[str]:

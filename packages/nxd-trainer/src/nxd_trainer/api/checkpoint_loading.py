@@ -5,7 +5,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import nxd_ckpt
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from nxd_trainer.api.adapters import settle_adapters, wanted_tensors
 from nxd_trainer.api.checkpoint_saving import finalize_checkpoint
-from nxd_trainer.api.checkpoint_tags import find_checkpoint, on_every_host
+from nxd_trainer.api.checkpoint_tags import Found, find_checkpoint, on_every_host
 from nxd_trainer.api.config import accept_aliases
 from nxd_trainer.api.legacy_checkpoint import load_legacy_checkpoint
 from nxd_trainer.api.rank_sync import agree
@@ -96,7 +96,7 @@ def load_checkpoint(
         return {**describe_subjects(model, optimizer, scheduler, num_workers), "strict": bool(strict)}
 
     agree(coordinator, "checking the arguments of load_checkpoint", describe_call)
-    found = on_rank_zero(coordinator, f"loading from {path}", lambda: find_checkpoint(path, tag))
+    found = Found(*on_rank_zero(coordinator, f"loading from {path}", lambda: astuple(find_checkpoint(path, tag))))
     subjects = subjects_of(model, optimizer)
     if found.layout != "nxd":
         with on_every_host(found.folder, coordinator) as folder:
@@ -131,7 +131,7 @@ def checkpoint_parts(path: str | os.PathLike[str], tag: str | None = None) -> se
     """
     coordinator = coordinator_for(None)
     finalize_checkpoint()
-    found = on_rank_zero(coordinator, f"looking into {path}", lambda: find_checkpoint(path, tag))
+    found = Found(*on_rank_zero(coordinator, f"looking into {path}", lambda: astuple(find_checkpoint(path, tag))))
     if found.layout != "nxd":
         return {"model", "optimizer", "scheduler"}
     doing = f"looking into checkpoint {found.tag!r} in {found.root}"

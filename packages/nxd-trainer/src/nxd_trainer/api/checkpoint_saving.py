@@ -136,7 +136,13 @@ def save_checkpoint(
 
 
 def write_checkpoint(
-    root: str | os.PathLike[str], tag: str, contents: Contents, *, finish: Callable[[], None], in_background: bool
+    root: str | os.PathLike[str],
+    tag: str,
+    contents: Contents,
+    *,
+    finish: Callable[[], None],
+    in_background: bool,
+    check_replicas: bool = False,
 ) -> None:
     """Write a checkpoint, replacing one of the same tag, once the one before is complete. Called by all ranks.
 
@@ -147,6 +153,7 @@ def write_checkpoint(
         finish: called by rank 0 when it is complete: in the background by the next save, load or
             `finalize_checkpoint`.
         in_background: return when the tensors are copied.
+        check_replicas: compare the copies of what several ranks hold, bit by bit.
 
     Raises:
         ValueError: something could only be read back by running code; nothing was written.
@@ -187,6 +194,7 @@ def write_checkpoint(
             "mesh": asdict(get_mesh()) if model_parallel_is_initialized() else None,
             "step": contents.step,
             "overwrite": True,
+            "check_replicas": check_replicas,
         }
         if in_background:
             handle = nxd_ckpt.async_save(root, tag, state, **arguments)

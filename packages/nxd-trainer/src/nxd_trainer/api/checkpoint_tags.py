@@ -10,7 +10,7 @@ import re
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from datetime import datetime
 from typing import Any, Literal
 
@@ -76,7 +76,7 @@ def find_checkpoint(path: str | os.PathLike[str], tag: str | None) -> Found:
 
     Raises:
         ValueError: the path or the tag is not allowed.
-        CheckpointError: there is none.
+        CheckpointError: there is none; or no tag is given, and one of ours is damaged and may be the newest.
     """
     root = _folder(path).removeprefix("file://")
     if os.path.isfile(root):
@@ -103,7 +103,14 @@ def find_checkpoint(path: str | os.PathLike[str], tag: str | None) -> Found:
 
 
 def has_checkpoint(path: str | os.PathLike[str]) -> bool:
-    """Whether a folder holds a complete checkpoint, of this library or the existing one."""
+    """Whether a folder holds a complete checkpoint, of this library or the existing one.
+
+    Raises:
+        CheckpointError: one is damaged: whether to begin without it is not ours to choose.
+    """
+    root = _folder(path).removeprefix("file://")
+    if not os.path.isfile(root) and nxd_ckpt.latest(root) is not None:
+        return True
     try:
         find_checkpoint(path, None)
     except CheckpointError:
@@ -141,7 +148,8 @@ def open_own_together(path: str | os.PathLike[str], tag: str | None) -> Checkpoi
     coordinator = coordinator_for(None)
     if coordinator.world_size == 1:
         return open_own(path, tag)
-    found = on_rank_zero(coordinator, f"looking for a checkpoint in {path}", lambda: _find_own(path, tag))
+    doing = f"looking for a checkpoint in {path}"
+    found = Found(*on_rank_zero(coordinator, doing, lambda: astuple(_find_own(path, tag))))
     doing = f"opening checkpoint {found.folder}"
     checkpoint = on_every_rank(coordinator, doing, lambda: nxd_ckpt.open_checkpoint(found.root, found.tag))
     if len(set(coordinator.all_gather_object(checkpoint.save_id))) > 1:

@@ -179,6 +179,9 @@ class CheckpointSection:
     keep: int = option(3, "newest checkpoints kept; 0: all", at_least=0)
     keep_every: int = option(0, "checkpoints of steps that this divides are kept as well; 0: none", at_least=0)
     keep_best: int = option(0, "checkpoints with the lowest held-out loss kept as well; 0: none", at_least=0)
+    check_replicas_every: int = option(
+        10, "of so many checkpoints, the ranks compare their copies of weights before one; 0: never", at_least=0
+    )
     resume: Literal["latest", "never", "required"] = option(
         "latest", "resume from the newest checkpoint if there is one, never, or fail where there is none"
     )

@@ -4,7 +4,6 @@ They use the functions behind `save_checkpoint` and `load_checkpoint`: the posit
 random streams are tensors of each rank.
 """
 
-import warnings
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 
 import nxd_ckpt
 import torch
-from nxd_ckpt import Checkpoint
+from nxd_ckpt import Checkpoint, CheckpointError
 from nxd_state import (
     all_reduce,
     barrier,
@@ -52,6 +51,7 @@ class RunSaver:
         self._state = state
         self._say = say
         self._untold: str | None = None  # tag of a checkpoint that may not be complete yet
+        self._num_saves = 0
 
     def save(self, held_out_loss: float | None) -> None:
         """Write a checkpoint under the tag of the run's step, or begin to, once the one before is complete.
@@ -63,7 +63,8 @@ class RunSaver:
 
         Raises:
             TrainingDiverged: there is nothing worth saving.
-            CheckpointError: it cannot be written, or the one before was not.
+            CheckpointError: it cannot be written, or the one before was not; or ranks that hold the same weights hold
+                them with different bits, where the recipe has them compared.
         """
         self.finish()
         check_weights(self._state)
@@ -78,8 +79,16 @@ class RunSaver:
             step=step,
             metrics={} if held_out_loss is None else {"held_out_loss": held_out_loss},
         )
-        tag, background = f"step-{step:08d}", recipe.checkpoint.background
-        write_checkpoint(recipe.checkpoint_folder, tag, contents, finish=self._drop_old_ones, in_background=background)
+        tag, options = f"step-{step:08d}", recipe.checkpoint
+        write_checkpoint(
+            recipe.checkpoint_folder,
+            tag,
+            contents,
+            finish=self._drop_old_ones,
+            in_background=options.background,
+            check_replicas=options.check_replicas_every > 0 and self._num_saves % options.check_replicas_every == 0,
+        )
+        self._num_saves += 1
         self._untold = tag
         self.poll()
 
@@ -171,12 +180,10 @@ def _newest_tag(folder: Path) -> str | None:
     Raises:
         ValueError: one of the checkpoints is damaged: whether to resume from an older one is not ours to choose.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        try:
-            newest = nxd_ckpt.latest(folder)
-        except UserWarning as damage:
-            raise ValueError(f"{damage}; remove that folder to resume without it") from damage
+    try:
+        newest = nxd_ckpt.latest(folder)
+    except CheckpointError as damage:
+        raise ValueError(f"{damage}; remove that folder to resume without it") from damage
     return None if newest is None else newest.tag
 
 
@@ -248,8 +255,8 @@ def check_weights(state: RunState) -> None:
 
 def diverged(state: RunState, what: str) -> TrainingDiverged:
     """The error of a run that can only resume from its last checkpoint."""
-    newest = nxd_ckpt.latest(state.recipe.checkpoint_folder)
-    advice = "start again" if newest is None else f"resume from {state.recipe.checkpoint_folder / newest.tag}"
+    complete = nxd_ckpt.list_checkpoints(state.recipe.checkpoint_folder)
+    advice = f"resume from {state.recipe.checkpoint_folder / complete[-1].tag}" if complete else "start again"
     return TrainingDiverged(f"{what}; lower optimizer.lr or lengthen optimizer.warmup_steps, and {advice}")
 
 

@@ -11,6 +11,7 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 import torch
+from nxd_ckpt.coordinator import announced_to_waiting_ranks
 from nxd_optim import NeuronZero1Optimizer
 from nxd_state import get_device, records_graphs, step_boundary
 from nxd_state.neuron import extracting_graphs
@@ -137,8 +138,9 @@ def run_training(state: RunState, resumed: str | None, stop: StopRequest) -> Tra
     ):
         _announce(state, logger, resumed)
         saver = RunSaver(state, logger.info)
-        result = _run_steps(state, progress, metrics, saver, stop)
-        saver.close()
+        with announced_to_waiting_ranks():
+            result = _run_steps(state, progress, metrics, saver, stop)
+            saver.close()
     if state.is_writer:
         _report(state, logger, metrics.file)
     return result

@@ -13,6 +13,7 @@ from typing import Any
 from nxd_ckpt.boxes import Box
 from nxd_ckpt.dtypes import CODE_OF_DTYPE, DTYPE_OF_CODE
 from nxd_ckpt.errors import CheckpointError
+from nxd_ckpt.files import regular_file
 from nxd_ckpt.objects import is_unicode
 from nxd_ckpt.reader import TensorInfo
 
@@ -38,7 +39,7 @@ def read_header(path: str) -> dict[str, StoredTensor]:
         CheckpointError: there is no such file, or it is not a whole safetensors file.
     """
     try:
-        with open(path, "rb") as file:
+        with regular_file(path) as file:
             file_size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
             if file_size < 8 or length > min(MAX_HEADER_BYTES, file_size - 8):

@@ -23,9 +23,11 @@ from torch.distributed.checkpoint.planner import WriteItem
 from nxd_ckpt.boxes import Box
 from nxd_ckpt.dtypes import CODE_OF_DTYPE
 from nxd_ckpt.errors import CheckpointError
+from nxd_ckpt.files import regular_file
 from nxd_ckpt.interop.safe_pickle import load_torch_stream
 from nxd_ckpt.interop.source import Progress, TensorSource, converted, ignore_progress, num_bytes, read_whole
 from nxd_ckpt.interop.torch_dcp.metadata import METADATA_FILE, read_metadata
+from nxd_ckpt.manifest import is_possible_shape
 from nxd_ckpt.objects import check_json
 from nxd_ckpt.reader import TensorInfo
 from nxd_ckpt.sharded_tensor import Shard
@@ -74,7 +76,7 @@ class _TorchDcpFolder:
     def _load(self, name: str, part: _Part) -> Any:
         path = os.path.join(self._folder, part.file)
         try:
-            with open(path, "rb") as file:
+            with regular_file(path) as file:
                 file.seek(part.offset)
                 content = file.read(part.length)
         except OSError as error:
@@ -186,6 +188,8 @@ def _describe(metadata: Metadata) -> tuple[dict[str, TensorInfo], dict[str, list
             numbers = [*info.global_shape, *(number for box in boxes for number in (*box.offsets, *box.shape))]
             if not all(type(number) is int and number >= 0 for number in numbers):
                 raise ValueError(f"{name!r} has sizes or places that are no numbers")
+            if not is_possible_shape(info.global_shape, info.dtype.itemsize):
+                raise ValueError(f"{name!r} has the shape {list(info.global_shape)}, whose size no machine can count")
             if not all(box.fits_in(info.global_shape) for box in boxes):
                 raise ValueError(f"{name!r} {list(info.global_shape)} has a part outside of it")
             parts[name] = [_part(name, box, places[MetadataIndex(name, box.offsets)]) for box in boxes]

@@ -1,0 +1,29 @@
+"""Checks of arguments that several calls share. A ValueError says the value and what to pass instead."""
+
+import math
+
+
+def check_flags(**flags: object) -> None:
+    """Accepts True and False alone: of others, such as the text "no", most would count as True.
+
+    Raises:
+        ValueError: names the first flag that is neither.
+    """
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"{name}={value!r} is a {type(value).__name__}; pass True or False")
+
+
+def check_timeout(timeout: float) -> None:
+    """Accepts a number of seconds.
+
+    Raises:
+        ValueError: it is not a finite number above 0.
+    """
+    if not is_timeout(timeout):
+        raise ValueError(f"timeout={timeout!r} is not a number of seconds above 0")
+
+
+def is_timeout(timeout: object) -> bool:
+    """Whether somebody can wait so many seconds."""
+    return type(timeout) in (int, float) and 0 < timeout < math.inf  # type: ignore[operator]

@@ -1,0 +1,63 @@
+"""Replicas: several ranks hold the same box and one of them writes it, so nobody reads what the others hold.
+
+Each of the others hashes its copy. When the writers have sent the hashes of what they wrote, each compares its own.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from nxd_ckpt.boxes import Box
+from nxd_ckpt.checksums import BlockHasher
+from nxd_ckpt.errors import CheckpointError
+from nxd_ckpt.plan import SavePlan
+from nxd_ckpt.safetensors_file import Hashes, in_file_order
+from nxd_ckpt.sharded_tensor import ShardedTensor
+from nxd_ckpt.tensor_bytes import tensor_parts
+
+ReplicaHashes = Mapping[tuple[str, Box], tuple[str, ...]]
+"""The hashes of this rank's copies of what other ranks write, by name and box."""
+
+
+def hash_replicas(plan: SavePlan, state: Mapping[str, ShardedTensor], rank: int) -> ReplicaHashes:
+    """Hashes what this rank holds of the boxes that other ranks write.
+
+    Args:
+        plan: what all ranks write.
+        state: what this rank holds.
+        rank: its number.
+    """
+    found: dict[tuple[str, Box], tuple[str, ...]] = {}
+    for writer, writes in enumerate(plan.writes):
+        for write in writes if writer != rank else ():
+            shards = state[write.name].shards if write.name in state else ()
+            shard = next((shard for shard in shards if shard.box.contains(write.box)), None)
+            if shard is not None:
+                hasher = BlockHasher()
+                for part in tensor_parts(shard.tensor[write.box.relative_to(shard.box).slices()]):
+                    hasher.update(part)
+                found[write.name, write.box] = hasher.hashes()
+    return found
+
+
+def check_replicas(plan: SavePlan, own: ReplicaHashes, written: Sequence[Hashes]) -> None:
+    """Compares this rank's copies with what was written.
+
+    Args:
+        plan: what all ranks write.
+        own: from `hash_replicas`.
+        written: the hashes of what each rank wrote, in the order of its file.
+
+    Raises:
+        CheckpointError: a copy differs; names it and the rank that wrote.
+    """
+    problems = [
+        f"{write.name!r} {write.box} differs from what rank {writer} wrote"
+        for writer, (writes, hashes_of_file) in enumerate(zip(plan.writes, written, strict=True))
+        for write, hashes in zip(in_file_order(writes, plan.tensors), hashes_of_file, strict=True)
+        if own.get((write.name, write.box), hashes) != hashes
+    ]
+    if problems:
+        more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
+        raise CheckpointError(
+            f"its {'; '.join(problems[:3])}{more}: the replicas are no longer equal; load an earlier checkpoint, or "
+            "save with check_replicas=False"
+        )
