@@ -155,16 +155,15 @@ def test_load_whose_checkpoint_retention_removes_meanwhile_is_one_line(tmp_path,
 def test_newest_checkpoint_is_found_though_retention_removes_an_older_one_meanwhile(tmp_path, monkeypatch):
     for step in (1, 2, 3):
         save(tmp_path, f"step-{step}", NEW, step=step)
-    listdir = os.listdir
+    original = os.open
 
-    def list_then_remove(path):
-        names = listdir(path)
-        if os.fspath(path) == str(tmp_path):
-            monkeypatch.setattr(os, "listdir", listdir)
+    def remove_then_open(path, *args, **options):
+        if str(path) == str(tmp_path / "step-1"):
+            monkeypatch.setattr(os, "open", original)
             retain(tmp_path, keep_last=1)
-        return names
+        return original(path, *args, **options)
 
-    monkeypatch.setattr(os, "listdir", list_then_remove)
+    monkeypatch.setattr(os, "open", remove_then_open)
 
     assert open_checkpoint(tmp_path).step == 3
 
