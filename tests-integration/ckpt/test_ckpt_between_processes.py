@@ -123,6 +123,25 @@ def test_save_rank_killed_in_the_middle_leaves_the_old_checkpoint_and_ends_the_o
     assert os.listdir(f"{root}/.staging") == ["lock"]
 
 
+def test_save_gives_up_a_rank_that_does_not_come_after_the_seconds_of_the_environment(tmp_path):
+    def save_alone(root):
+        store = dist.distributed_c10d._get_default_store()
+        if dist.get_rank() == 1:
+            store.wait(["given up"])
+            return ""
+        try:
+            save(root, "a", {})
+        except CheckpointError as error:
+            return str(error)
+        finally:
+            store.set("given up", "")
+        return "saved"
+
+    text, _ = run_on_ranks(save_alone, 2, str(tmp_path), env={"NXD_TIMEOUT": "0.5"})
+
+    assert "no answer within 0.5 seconds from rank 1 of 2" in text
+
+
 def test_save_rank_that_fails_is_named_by_all(tmp_path):
     def save_and_fail(root):
         if dist.get_rank() == 1:

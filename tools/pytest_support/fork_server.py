@@ -306,7 +306,9 @@ def _print_without_own_frames(error: BaseException) -> None:
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
         trace = trace.tb_next
-    sys.excepthook(type(error), error.with_traceback(trace), trace)
+    error = error.with_traceback(trace)
+    sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace  # read by what runs at exit
+    sys.excepthook(type(error), error, trace)
 
 
 def _end(exit_code: int) -> NoReturn:

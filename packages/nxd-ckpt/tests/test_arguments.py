@@ -56,7 +56,7 @@ def test_save_objects_nested_too_deep_are_refused(tmp_path):
         save(tmp_path, "a", {}, mesh=deep)
 
 
-@pytest.mark.parametrize("timeout", [0, -1.0, float("nan"), float("inf"), None, "10", True])
+@pytest.mark.parametrize("timeout", [0, -1.0, float("nan"), float("inf"), "10", True])
 def test_bad_timeout_is_refused(tmp_path, timeout):
     with pytest.raises(ValueError, match="is not a number of seconds above 0"):
         save(tmp_path, "a", {}, timeout=timeout)
@@ -192,9 +192,15 @@ def test_sharded_tensor_without_one_dtype_is_refused():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([{"tag": "a"}, {"tag": "b"}], r"is \('a', None, False\) on rank 0 but \('b', None, False\) on rank 1"),
-        ([{"step": 1}, {"step": 2}], r"is \('a', 1, False\) on rank 0 but \('a', 2, False\) on rank 1"),
-        ([{}, {"overwrite": True}], r"is \('a', None, False\) on rank 0 but \('a', None, True\) on rank 1"),
+        (
+            [{"tag": "a"}, {"tag": "b"}],
+            r"is \('a', None, False, False\) on rank 0 but \('b', None, False, False\) on rank 1",
+        ),
+        ([{"step": 1}, {"step": 2}], r"is \('a', 1, False, False\) on rank 0 but \('a', 2, False, False\) on rank 1"),
+        (
+            [{}, {"overwrite": True}],
+            r"is \('a', None, False, False\) on rank 0 but \('a', None, True, False\) on rank 1",
+        ),
         ([{}, {"tag": "../b"}], r"failed on 1 of 2 ranks\n  rank 1: tag '../b' is not allowed"),
         ([{}, {"timeout": -1}], r"failed on 1 of 2 ranks\n  rank 1: timeout=-1 is not a number of seconds above 0"),
         ([{}, {"state": {"w": 3}}], r"rank 1: unusable tensors:\n  'w': 'w' is a int"),

@@ -6,7 +6,6 @@ import pickle
 import re
 import signal
 import subprocess
-import sys
 import threading
 import zlib
 
@@ -219,12 +218,12 @@ def test_gather_rank_that_abandoned_an_earlier_session_is_waited_for_in_the_next
 
 
 @pytest.mark.parametrize("how", ["raises before", "is interrupted within"])
-def test_save_first_of_all_that_a_rank_does_not_come_to_is_an_error_on_the_other(tmp_path, how, deadline):
+def test_save_first_of_all_that_a_rank_does_not_come_to_is_an_error_on_the_other(tmp_path, how, deadline, fresh_python):
     """The other rank's process goes on, so nobody can see that it has ended."""
     server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", RANK, str(rank), str(server.port), str(tmp_path / "root"), how],
+            [fresh_python, "-c", RANK, str(rank), str(server.port), str(tmp_path / "root"), how],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -1,6 +1,7 @@
 """Checks of arguments that several calls share. A ValueError says the value and what to pass instead."""
 
 import math
+import os
 
 
 def check_flags(**flags: object) -> None:
@@ -12,6 +13,19 @@ def check_flags(**flags: object) -> None:
     for name, value in flags.items():
         if not isinstance(value, bool):
             raise ValueError(f"{name}={value!r} is a {type(value).__name__}; pass True or False")
+
+
+_DEFAULT_TIMEOUT = 1800.0  # seconds
+
+
+def default_timeout() -> float:
+    """How many seconds ranks wait for each other if nothing else is said: those of `NXD_TIMEOUT`, else half an hour."""
+    text = os.environ.get("NXD_TIMEOUT", "")
+    try:
+        seconds = float(text)
+    except ValueError:
+        return _DEFAULT_TIMEOUT
+    return seconds if is_timeout(seconds) else _DEFAULT_TIMEOUT
 
 
 def check_timeout(timeout: float) -> None:

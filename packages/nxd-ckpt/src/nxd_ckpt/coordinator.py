@@ -9,12 +9,10 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch.distributed as dist
 
-from nxd_ckpt.arguments import is_timeout
+from nxd_ckpt.arguments import default_timeout, is_timeout
 from nxd_ckpt.errors import CheckpointError, one_line
 from nxd_ckpt.messages import expect, parsed
 from nxd_ckpt.store_coordinator import StoreCoordinator, coordinator_of_group, leave_default_group
-
-DEFAULT_TIMEOUT = 1800.0
 
 Result = TypeVar("Result")
 
@@ -47,7 +45,7 @@ class _WorldOfOne:
 
 
 def coordinator_for(
-    process_group: "dist.ProcessGroup | Coordinator | None", timeout: float = DEFAULT_TIMEOUT
+    process_group: "dist.ProcessGroup | Coordinator | None", timeout: float | None = None
 ) -> Coordinator:
     """None means torch's default process group if there is one, else a world of one.
 
@@ -68,7 +66,9 @@ def coordinator_for(
         )
     if process_group is None and not (dist.is_available() and dist.is_initialized()):
         return _WorldOfOne()
-    return coordinator_of_group(process_group, timeout if is_timeout(timeout) else DEFAULT_TIMEOUT)
+    if timeout is None or not is_timeout(timeout):
+        timeout = default_timeout()
+    return coordinator_of_group(process_group, timeout)
 
 
 @contextmanager

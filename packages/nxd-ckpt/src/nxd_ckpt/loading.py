@@ -12,10 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nxd_ckpt.arguments import check_flags, check_timeout
+from nxd_ckpt.arguments import check_flags, check_timeout, default_timeout
 from nxd_ckpt.catalog import complete_tags, find_tag
 from nxd_ckpt.coordinator import (
-    DEFAULT_TIMEOUT,
     Coordinator,
     abandoned_on_error,
     coordinator_for,
@@ -73,7 +72,7 @@ def load(
     convert_dtype: bool = False,
     fallback: bool = False,
     share_reads: bool = False,
-    timeout: float = DEFAULT_TIMEOUT,
+    timeout: float | None = None,
     process_group: "dist.ProcessGroup | Coordinator | None" = None,
 ) -> LoadedObjects:
     """Fills tensors in place from a checkpoint, each rank reading only the bytes that it needs. Called by all ranks.
@@ -91,7 +90,8 @@ def load(
             have been filled in part by those that were skipped. Not with `tag`.
         share_reads: of a box that several ranks want in the same type, only one reads it and sends it to the others
             through `process_group`, which must be torch's. For storage that is slower than the network.
-        timeout: seconds that this rank waits for the others, each time it does, before it gives up.
+        timeout: seconds that this rank waits for the others, each time it does, before it gives up; if None, those of
+            `NXD_TIMEOUT`, else half an hour.
         process_group: the ranks; default: torch's default group if initialised, else this process alone.
 
     Raises:
@@ -101,6 +101,7 @@ def load(
             Without `tag` and `fallback`, also if the manifest of any checkpoint is damaged: it may be the newest.
             Only an error while reading, after all checks, can leave destinations filled in part.
     """
+    timeout = default_timeout() if timeout is None else timeout
     coordinator = coordinator_for(process_group, timeout)
     options = _LoadOptions(tag, strict, verify, convert_dtype, fallback, share_reads)
     with abandoned_on_error(coordinator):

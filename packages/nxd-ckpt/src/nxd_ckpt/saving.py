@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from nxd_ckpt import replicas
-from nxd_ckpt.arguments import check_timeout
+from nxd_ckpt.arguments import check_timeout, default_timeout
 from nxd_ckpt.asynchronous.pending import wait_for_saves
 from nxd_ckpt.boxes import Box
 from nxd_ckpt.checksums import hashes_of
 from nxd_ckpt.coordinator import (
-    DEFAULT_TIMEOUT,
     Coordinator,
     abandoned_on_error,
     coordinator_for,
@@ -71,7 +70,7 @@ def save(
     step: int | None = None,
     overwrite: bool = False,
     check_replicas: bool = False,
-    timeout: float = DEFAULT_TIMEOUT,
+    timeout: float | None = None,
     process_group: "dist.ProcessGroup | Coordinator | None" = None,
 ) -> None:
     """Writes a checkpoint; when it returns, the checkpoint is complete and on the disk. Called by all ranks.
@@ -91,7 +90,8 @@ def save(
         step: number that orders the checkpoints of this folder.
         overwrite: replace a checkpoint of this tag; until the very end the old one stays valid.
         check_replicas: refuse to save if ranks that hold the same box hold different bits: each hashes its copy.
-        timeout: seconds that this rank waits for the others, each time it does, before it gives up.
+        timeout: seconds that this rank waits for the others, each time it does, before it gives up; if None, those of
+            `NXD_TIMEOUT`, else half an hour.
         process_group: the ranks; default: torch's default group if initialised, else this process alone.
 
     Raises:
@@ -99,6 +99,7 @@ def save(
         CheckpointError: a rank could not write or did not answer, replicas differ, or the tag is taken. All ranks
             raise, with the same text; a checkpoint that was there before is untouched.
     """
+    timeout = default_timeout() if timeout is None else timeout
     coordinator = coordinator_for(process_group, timeout)
     options = SaveOptions(tag, step, overwrite, check_replicas, objects, rank_objects, extra, mesh)
     with abandoned_on_error(coordinator):

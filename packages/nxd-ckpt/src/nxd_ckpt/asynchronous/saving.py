@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nxd_ckpt.arguments import check_timeout
+from nxd_ckpt.arguments import check_timeout, default_timeout
 from nxd_ckpt.asynchronous import pending
 from nxd_ckpt.asynchronous.background import Background
 from nxd_ckpt.asynchronous.channel import Channel
 from nxd_ckpt.asynchronous.handle import AsyncSave
-from nxd_ckpt.coordinator import DEFAULT_TIMEOUT, Coordinator, abandoned_on_error, coordinator_for
+from nxd_ckpt.coordinator import Coordinator, abandoned_on_error, coordinator_for
 from nxd_ckpt.save_task import SaveOptions, prepare_save
 from nxd_ckpt.saving import tensors_of
 from nxd_ckpt.sharded_tensor import ShardedTensor
@@ -49,7 +49,7 @@ def async_save(
     overwrite: bool = False,
     check_replicas: bool = False,
     memory_limit: int | None = None,
-    timeout: float = DEFAULT_TIMEOUT,
+    timeout: float | None = None,
     process_group: "dist.ProcessGroup | Coordinator | None" = None,
 ) -> AsyncSave:
     """Writes a checkpoint in the background. Called by all ranks; arguments not described here are those of `save`.
@@ -66,7 +66,7 @@ def async_save(
             free at the first save. Tensors that need more are copied and written in turns, half the limit at a time,
             and the call returns when the last are copied.
         timeout: seconds that this rank waits for the others, and for a sign of life of its writing process, each time
-            it does.
+            it does; if None, those of `NXD_TIMEOUT`, else half an hour.
 
     Returns:
         A handle to ask and to wait for the checkpoint.
@@ -76,6 +76,8 @@ def async_save(
         CheckpointError: an earlier save in the background has failed, on any rank, and its `wait` was not called. This
             save has not begun.
     """
+
+    timeout = default_timeout() if timeout is None else timeout
 
     def check() -> None:
         check_timeout(timeout)
