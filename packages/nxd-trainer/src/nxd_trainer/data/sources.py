@@ -68,9 +68,8 @@ def _walk(folder: Path, suffixes: tuple[str, ...], excluded: set[str]) -> Iterat
     for parent, subfolders, names in os.walk(folder):
         subfolders[:] = [name for name in subfolders if name not in excluded and not name.startswith(".")]
         for name in names:
-            file = Path(parent, name)
-            # Only files: to open a pipe is to wait for whoever writes to it, and a device need not end.
-            if name.endswith(suffixes) and not name.startswith(".") and file.is_file():
+            if name.endswith(suffixes) and not name.startswith("."):
+                file = Path(parent, name)
                 yield file.relative_to(folder).as_posix(), file
 
 
@@ -94,6 +93,9 @@ def scan_text_files(files: Iterable[tuple[str, Path]]) -> tuple[list[TextFile], 
 
 
 def _scan(name: str, path: Path) -> TextFile:
+    # Only files: to open a pipe is to wait for whoever writes to it, and a device need not end.
+    if not path.is_file():
+        raise OSError(f"{path} is no file")
     digest = hashlib.sha256()
     decoder = codecs.getincrementaldecoder("utf-8")()
     num_bytes = 0

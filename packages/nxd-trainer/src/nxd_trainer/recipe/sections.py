@@ -77,10 +77,7 @@ class ParallelSection:
         "none", "what is computed again in backward: none, full for decoder layers, or classes: CoreAttention,LlamaMLP"
     )
     timeout: float | None = option(
-        None,
-        "seconds that a rank waits for another before the run fails; more than one rank needs alone, as to read the "
-        "text; unset: NXD_TIMEOUT, else half an hour",
-        above=0,
+        None, "seconds that ranks wait for one another; unset: NXD_TIMEOUT, else 1800", above=0
     )
     pad_heads: bool = option(
         False, "fill up what heads of model.factory are missing for tensor_parallel_size; models of transformers do it"
