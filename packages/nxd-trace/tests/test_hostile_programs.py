@@ -75,7 +75,7 @@ def program_of(folder: Path) -> Path:
 
 
 def assert_is_refused(folder: Path, text: str = "") -> None:
-    with pytest.raises(nxd_trace.ModelFolderError, match=text) as raised:
+    with pytest.raises(nxd_trace.ModelFolderError, match=text or None) as raised:
         nxd_trace.parallel_model_load(folder, trust_code=False)
     assert "\n" not in str(raised.value)
     assert len(str(raised.value)) < 1000
