@@ -33,6 +33,17 @@ def trace():
         models.pop().close()
 
 
+@pytest.fixture(scope="module")
+def tiny_generator():
+    """The tiny decoder, compiled for two prompts at a time."""
+    import tiny_decoder  # along the path that is set above
+    from nxd_trace.generation import compile_generator
+
+    sizes = {"batch_size": 2, "max_length": 40, "prefill_lengths": (4,), "compiler": "export", "progress": False}
+    with compile_generator(tiny_decoder.TinyDecoder, **sizes) as generator:
+        yield generator
+
+
 @pytest.fixture
 def running_workers():
     """`running_workers()`: process ids of the workers of this process that have not ended."""

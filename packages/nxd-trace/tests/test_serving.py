@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import serve_tiny
 import tiny_decoder
-from nxd_trace.generation import choose_token, compile_generator
+from nxd_trace.generation import choose_token
 from nxd_trace.serving import CompletionService, ServerLimits, make_app
 from nxd_trace.serving.text import StopText, TextStream
 from starlette.requests import Request as StarletteRequest
@@ -27,19 +27,12 @@ def expected_tokens(prompt: str, new_tokens: int) -> list[int]:
 TEXT = LETTERS.decode(expected_tokens("once upon", 12))
 
 
-@pytest.fixture(scope="module")
-def generator():
-    sizes = {"batch_size": 2, "max_length": 40, "prefill_lengths": (4,), "compiler": "export", "progress": False}
-    with compile_generator(tiny_decoder.TinyDecoder, **sizes) as generator:
-        yield generator
-
-
 @pytest.fixture
-def client(generator):
+def client(tiny_generator):
     limits = ServerLimits(max_waiting=4, max_prompts=3, max_body_bytes=500)
-    with TestClient(make_app(CompletionService(generator.engine, LETTERS, model="tiny", limits=limits))) as client:
+    with TestClient(make_app(CompletionService(tiny_generator.engine, LETTERS, model="tiny", limits=limits))) as client:
         yield client
-    assert generator.engine.is_idle
+    assert tiny_generator.engine.is_idle
 
 
 def complete(client: TestClient, **body):
@@ -177,8 +170,8 @@ def test_what_choosing_one_prompts_token_raises_fails_that_prompt_alone(client, 
 
 
 @pytest.mark.parametrize("body", [b"prompt=once", b"[" * 100, json.dumps(GREEDY).encode("utf-16")])
-def test_a_body_that_is_no_json_is_refused(generator, body):
-    with TestClient(make_app(CompletionService(generator.engine, LETTERS, model="tiny"))) as client:
+def test_a_body_that_is_no_json_is_refused(tiny_generator, body):
+    with TestClient(make_app(CompletionService(tiny_generator.engine, LETTERS, model="tiny"))) as client:
         response = client.post("/v1/completions", content=body)
 
     assert response.status_code == 400
@@ -216,16 +209,16 @@ def test_text_that_may_begin_a_stop_text_is_held_back():
 
 
 @pytest.fixture
-def gated(generator, monkeypatch):
+def gated(tiny_generator, monkeypatch):
     """A service whose model makes five steps, enough for a first token, and one more per `gated.permits.release()`."""
-    step, permits = generator.engine.step, threading.Semaphore(5)
+    step, permits = tiny_generator.engine.step, threading.Semaphore(5)
 
     def permitted_step():
         permits.acquire()
         return step()
 
-    monkeypatch.setattr(generator.engine, "step", permitted_step)
-    service = CompletionService(generator.engine, LETTERS, model="tiny")
+    monkeypatch.setattr(tiny_generator.engine, "step", permitted_step)
+    service = CompletionService(tiny_generator.engine, LETTERS, model="tiny")
     yield SimpleNamespace(service=service, permits=permits)
     permits.release(100)
     service.close()

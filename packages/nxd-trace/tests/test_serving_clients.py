@@ -8,8 +8,6 @@ from contextlib import ExitStack, suppress
 
 import pytest
 import serve_tiny as program
-import tiny_decoder
-from nxd_trace.generation import compile_generator
 from nxd_trace.serving import CompletionService, make_app
 from nxd_trace.serving.text import StopText, TextStream
 from starlette.testclient import TestClient
@@ -69,16 +67,9 @@ def test_a_token_is_decoded_with_few_others_however_long_the_text_and_however_br
     assert max(sizes) < 200
 
 
-@pytest.fixture(scope="module")
-def generator():
-    sizes = {"batch_size": 2, "max_length": 40, "prefill_lengths": (4,), "compiler": "export", "progress": False}
-    with compile_generator(tiny_decoder.TinyDecoder, **sizes) as generator:
-        yield generator
-
-
 @pytest.fixture
-def client(generator):
-    with TestClient(make_app(CompletionService(generator.engine, LETTERS, model="tiny"))) as client:
+def client(tiny_generator):
+    with TestClient(make_app(CompletionService(tiny_generator.engine, LETTERS, model="tiny"))) as client:
         yield client
 
 
@@ -107,7 +98,7 @@ def test_fields_beyond_their_limits_are_refused_in_a_short_answer(client, change
     assert len(response.content) < 500
 
 
-def test_a_prompt_is_tokenized_while_the_server_answers_others(generator):
+def test_a_prompt_is_tokenized_while_the_server_answers_others(tiny_generator):
     begun, go_on, answered = threading.Event(), threading.Event(), []
 
     class SlowLetters(program.Letters):
@@ -116,7 +107,7 @@ def test_a_prompt_is_tokenized_while_the_server_answers_others(generator):
             answered.append(go_on.wait(10))
             return super().encode(text)
 
-    with TestClient(make_app(CompletionService(generator.engine, SlowLetters(), model="tiny"))) as client:
+    with TestClient(make_app(CompletionService(tiny_generator.engine, SlowLetters(), model="tiny"))) as client:
         asking = threading.Thread(target=lambda: client.post("/v1/completions", json=GREEDY))
         asking.start()
         begun.wait()
