@@ -240,6 +240,8 @@ CONFIGS = [
     {"hidden_size": -1},
     {"hidden_size": [1]},
     {"num_attention_heads": 0},
+    {"num_hidden_layers": 2**63},
+    {"num_labels": 2**40},
     {"vocab_size": 10**30},
     {"vocab_size": float("nan")},
     {"hidden_act": "os.system"},

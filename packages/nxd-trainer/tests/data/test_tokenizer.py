@@ -90,7 +90,7 @@ def test_hugging_face_end_of_document_is_the_declared_one(tokenizer_folder, decl
 def test_hugging_face_without_end_of_document_says_where_to_name_one(tokenizer_folder):
     (tokenizer_folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<absent>"}))
 
-    with pytest.raises(ValueError, match=r'none of <absent> .*"eos_token" in tokenizer_config\.json'):
+    with pytest.raises(ValueError, match=r"none of '<absent>' .*eos_token. in tokenizer_config\.json"):
         HuggingFaceTokenizer(tokenizer_folder)
 
 

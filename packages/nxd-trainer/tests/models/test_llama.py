@@ -235,6 +235,7 @@ def test_tied_head_is_the_embedding_table():
         ({"hidden_size": 18}, "hidden_size=18 must be num_attention_heads=4 times an even head size"),
         ({"num_attention_heads": 16}, "must be num_attention_heads=16 times an even head size"),
         ({"num_attention_heads": 0}, "num_attention_heads=0 must be positive"),
+        ({"num_hidden_layers": 2**63}, "num_hidden_layers=9223372036854775808 must be at most 10000"),
         ({"num_key_value_heads": 3}, "num_key_value_heads=3 does not divide num_attention_heads=4"),
     ],
 )

@@ -161,7 +161,7 @@ def _find_end_of_document(file: Path, vocabulary: dict[str, int]) -> int:
         if candidate in vocabulary:
             return vocabulary[candidate]
     raise ValueError(
-        f"data.tokenizer: {file} has none of {', '.join(candidates)} to end a document with; "
+        f"data.tokenizer: {file} has none of {', '.join(map(ascii, candidates))} to end a document with; "
         f'name one as "eos_token" in {config_file.name} beside it'
     )
 

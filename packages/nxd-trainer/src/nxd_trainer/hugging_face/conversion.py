@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from nxd_trainer.hugging_face.folder import refuse_hub_code
+from nxd_trainer.hugging_face.folder import refuse_endless_counts, refuse_hub_code
 from nxd_trainer.hugging_face.rearrangement import Rearranged, concatenate, stack
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -177,6 +177,7 @@ def model_on_meta(config: Mapping[str, Any], dtype: torch.dtype | None = None) -
     if config_class is None:
         return None
     refuse_hub_code(config)
+    refuse_endless_counts(config)
     content = {name: value for name, value in config.items() if name != "quantization_config"}
     default_dtype = torch.get_default_dtype()
     try:
@@ -227,6 +228,7 @@ def complete_config(config: Mapping[str, Any]) -> dict[str, Any]:
     config_class = _config_class(str(config.get("model_type")))
     if config_class is None:
         return dict(config)
+    refuse_endless_counts(config)
     try:
         made = config_class.from_dict(dict(config))
     except Exception as error:  # its checks are of many kinds

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,6 +23,8 @@ _COMPANIONS = (
     "*preprocessor_config.json",
     "processor_config.json",
 )
+
+_COUNTS_MODULES = re.compile(r"^(?!.*(size|dim|vocab)).*(layer|block|depth|stage)")
 
 
 def read_config(folder: PathLike) -> dict[str, Any]:
@@ -51,6 +54,23 @@ def refuse_hub_code(config: Mapping[str, Any]) -> None:
             raise ValueError(
                 f"the config has {key}={value!r}, code from a hub, which is not run; leave it out, or give one of "
                 "transformers' own, such as 'sdpa'"
+            )
+
+
+def refuse_endless_counts(config: Mapping[str, Any]) -> None:
+    """Raise ValueError where a config, or one in it, counts more of something than any model has.
+
+    transformers makes a module for each layer and a text for each label, so that a large enough count never ends.
+    """
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            refuse_endless_counts(value)
+            continue
+        most = 10_000 if _COUNTS_MODULES.search(key) else 1_000_000 if key.startswith("num_") else None
+        values = value if isinstance(value, list) else [value]
+        if most is not None and any(isinstance(one, int | float) and one > most for one in values):
+            raise ValueError(
+                f"the config has {key}={value!r:.100}, more than the {most:,} that are believed; correct it"
             )
 
 
