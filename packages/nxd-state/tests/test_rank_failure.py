@@ -37,6 +37,36 @@ def test_script_shows_the_failure_of_one_rank_and_a_line_of_the_other(tmp_path, 
     assert of_peer.endswith(where), of_peer
 
 
+FORKS = """
+import os
+import sys
+import torch
+from nxd_state import all_reduce, get_world_group, initialize_model_parallel
+
+initialize_model_parallel(2)
+if get_world_group().rank == 1:
+    child = os.fork()
+    if child == 0:
+        try:
+            raise ValueError("of the child alone")
+        except ValueError:
+            sys.excepthook(*sys.exc_info())
+        os._exit(0)
+    os.waitpid(child, 0)
+print("sum", all_reduce(torch.ones(1), get_world_group()).item())
+"""
+
+
+def test_process_forked_from_a_rank_fails_for_itself(tmp_path):
+    (tmp_path / "script.py").write_text(FORKS)
+
+    result = run_torchrun([str(tmp_path / "script.py")], 2)
+
+    assert (result.returncode, result.stdout.count("sum 2.0")) == (0, 2), result.stderr
+    assert "ValueError: of the child alone" in result.stderr
+    assert "rank 1 failed" not in result.stderr
+
+
 def test_peer_failure_is_told_from_a_failure_of_this_rank(run_ranks):
     def fail() -> tuple[bool, str]:
         nxd_state.initialize_model_parallel(2)

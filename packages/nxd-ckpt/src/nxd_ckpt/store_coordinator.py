@@ -36,6 +36,9 @@ _FAREWELL_SECONDS = 5.0
 
 _LEFT = "left"
 
+# A child has its parent's connection to the store: what either of them says would garble what the other hears.
+_is_fork_of_rank = False
+
 _of_group: "WeakKeyDictionary[dist.ProcessGroup, StoreCoordinator]" = WeakKeyDictionary()
 
 
@@ -46,6 +49,7 @@ def coordinator_of_group(process_group: "dist.ProcessGroup | None", timeout: flo
 
     Raises:
         ValueError: this process is not a member.
+        RuntimeError: this process was forked from a member.
     """
     coordinator = _coordinator_of(process_group, timeout)
     coordinator.begin(timeout)
@@ -54,11 +58,16 @@ def coordinator_of_group(process_group: "dist.ProcessGroup | None", timeout: flo
 
 def leave_default_group(reason: str) -> None:
     """Tells the ranks of torch's default process group that this one will not come, see `StoreCoordinator.leave`."""
-    if dist.is_available() and dist.is_initialized():
+    if dist.is_available() and dist.is_initialized() and not _is_fork_of_rank:
         _coordinator_of(None, _FAREWELL_SECONDS).leave(reason)
 
 
 def _coordinator_of(process_group: "dist.ProcessGroup | None", timeout: float) -> "StoreCoordinator":
+    if _is_fork_of_rank:
+        raise RuntimeError(
+            f"process {os.getpid()} was forked from a rank, and cannot speak for it: save and load in the rank itself; "
+            "nxd_ckpt.open_checkpoint() reads anywhere"
+        )
     group = process_group if process_group is not None else dist.group.WORLD
     rank = dist.get_rank(group)
     if rank < 0 or group is None:
@@ -67,6 +76,14 @@ def _coordinator_of(process_group: "dist.ProcessGroup | None", timeout: float) -
         prefix = f"nxd_ckpt/{group.group_name}"
         _of_group[group] = StoreCoordinator(_get_default_store(), rank, group.size(), prefix=prefix, timeout=timeout)
     return _of_group[group]
+
+
+def _note_fork() -> None:
+    global _is_fork_of_rank  # noqa: PLW0603 - what a process is, is one value
+    _is_fork_of_rank = dist.is_available() and dist.is_initialized()
+
+
+os.register_at_fork(after_in_child=_note_fork)
 
 
 @atexit.register

@@ -34,6 +34,19 @@ if way == "process group":
     join_process_group(int(sys.argv[3]))
     async_save(root, "t", state)
     dist.destroy_process_group()
+elif way == "fork":
+    join_process_group(int(sys.argv[3]))
+    async_save(root, "t", {"w": torch.ones(200_000)})
+    child = os.fork()
+    if child == 0:
+        try:
+            save(root, "of the child", state)
+        except RuntimeError as error:
+            print(error, flush=True)
+        os._exit(0)
+    os.waitpid(child, 0)
+    save(root, "t", state, overwrite=True)
+    dist.destroy_process_group()
 elif way == "failure":
     save(root, "t", state)
     async_save(root, "t", state)

@@ -16,7 +16,7 @@ WAYS = ["exception", "SIGTERM", "failure"]
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory):
     """Each way's folder, exit status, and what was printed; all ran at the same time."""
-    runs = [(way, []) for way in WAYS] + [("process group", ["0"]), ("process group", ["1"])]
+    runs = [(way, []) for way in WAYS] + [(way, [rank]) for way in ("process group", "fork") for rank in "01"]
     folders = {way: tmp_path_factory.mktemp(way.replace(" ", "_")) for way, _ in runs}
     started = [
         subprocess.Popen(
@@ -45,6 +45,14 @@ def test_program_that_ends_without_waiting_finishes_its_save(ended, way, status)
     root, returncode, (_, errors) = ended[way]
 
     assert returncode == status, errors
+    assert value_of(root) == 2
+
+
+def test_child_forked_from_a_rank_is_refused_and_the_rank_goes_on(ended):
+    root, returncode, (output, errors) = ended["fork"]
+
+    assert returncode == 0, errors
+    assert "was forked from a rank, and cannot speak for it: save and load in the rank itself" in output
     assert value_of(root) == 2
 
 

@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from types import FrameType, TracebackType
 
 import torch.distributed as dist
@@ -96,11 +97,12 @@ def report_uncaught_failures() -> None:
     To be called once torch.distributed runs: it sets a hook of its own, which puts the rank before each line.
     """
     if sys.excepthook is sys.__excepthook__ or sys.excepthook.__module__.startswith("torch."):
-        sys.excepthook = _report_uncaught
+        sys.excepthook = partial(_report_uncaught, os.getpid())
 
 
-def _report_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    if isinstance(error, Exception):
+def _report_uncaught(rank: int, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """`rank` is the process of the rank: one that is forked from it fails for itself, and has no store to tell."""
+    if isinstance(error, Exception) and os.getpid() == rank:
         report_failure(error)
     else:
         sys.__excepthook__(kind, error, trace)
