@@ -44,6 +44,18 @@ def test_save_and_load_strided_views_give_the_same_bits(tmp_path, bits, dtype, v
     assert bits(loaded) == bits(saved)
 
 
+def test_save_transposed_square_matrix_stores_it_as_it_is_indexed(tmp_path):
+    matrix = torch.arange(16.0).view(4, 4)
+    plain, transposed = torch.zeros(4, 4), torch.zeros(4, 4)
+
+    save(tmp_path, "a", {"x": matrix.t()})
+    load(tmp_path, "a", into={"x": plain})
+    load(tmp_path, "a", into={"x": transposed.t()})
+
+    assert torch.equal(plain, matrix.t())
+    assert torch.equal(transposed, matrix)
+
+
 def test_save_conjugated_and_negated_views_stores_their_values(tmp_path):
     number = torch.tensor([1 + 2j, 3 - 4j])
 

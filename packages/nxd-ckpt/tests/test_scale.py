@@ -3,6 +3,8 @@
 import math
 
 import pytest
+import torch
+from nxd_ckpt import load, open_checkpoint, save
 from nxd_ckpt.boxes import Box, uncovered
 from nxd_ckpt.checksums import hashes_of, num_blocks
 from nxd_ckpt.manifest import Chunk, HeaderEntry, Manifest, TensorEntry, data_file_name, decode, encode
@@ -71,3 +73,17 @@ def test_thousand_ranks_with_sharded_optimizer_states_are_planned_and_read_at_an
             reads, missing = plan_read(Box((1000, 0), (300, 1024)), entry.chunks)
             assert sum(read.box.num_elements for read in reads) == 300 * 1024
             assert missing == []
+
+
+@pytest.mark.slow
+def test_tensor_of_more_than_2_gib_comes_back_whole_and_by_columns(tmp_path):
+    shape = (2**16 + 1, 2**15)  # bytes; one system call moves less than that
+    tensor = torch.randint(256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    loaded = torch.zeros_like(tensor)
+
+    save(tmp_path, "a", {"x": tensor})
+    load(tmp_path, "a", into={"x": loaded})
+
+    assert torch.equal(loaded, tensor)
+    found = open_checkpoint(tmp_path, "a").read_box("x", (0, shape[1] - 3), (shape[0], 3))
+    assert torch.equal(found, tensor[:, -3:])
