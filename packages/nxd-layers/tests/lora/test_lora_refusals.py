@@ -3,7 +3,7 @@
 import pytest
 import torch
 from nxd_layers import ColumnParallelLinear, linear_cross_entropy, pad_model
-from nxd_layers.lora import LoraConfig, LoraModel
+from nxd_layers.lora import LoraConfig, LoraModel, read_peft_config
 from nxd_state import initialize_model_parallel
 from torch import nn
 
@@ -34,3 +34,13 @@ def test_pad_model_of_a_layer_with_adapter_raises(run_ranks):
             pad_model(adapted().module, 2, 3)
 
     run_ranks(pad, 2)
+
+
+@pytest.mark.parametrize("text", ["", "0", "[]", '"a"', "[" * 100_000, "\0", '{"peft_type": "LORA"}', '{"r": 8}'])
+def test_adapter_config_of_a_stranger_is_refused_in_one_line(tmp_path, text):
+    (tmp_path / "adapter_config.json").write_text(text)
+
+    with pytest.raises(ValueError, match=r"adapter_config\.json|not the config of a LoRA adapter") as raised:
+        read_peft_config(tmp_path)
+
+    assert "\n" not in str(raised.value)

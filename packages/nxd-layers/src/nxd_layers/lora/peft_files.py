@@ -82,7 +82,14 @@ def read_peft_config(folder: str | os.PathLike[str]) -> LoraConfig:
     Raises:
         ValueError: it is not of a LoRA adapter, or asks for something that is not supported.
     """
-    return config_from_adapter_config(json.loads((Path(folder) / CONFIG_FILE).read_text()))
+    file = Path(folder) / CONFIG_FILE
+    try:
+        content = json.loads(file.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is no JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} holds a {type(content).__name__}; expected an object")
+    return config_from_adapter_config(content)
 
 
 def _peft_name(name: str, adapted: set[str]) -> str:
