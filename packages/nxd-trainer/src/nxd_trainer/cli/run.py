@@ -1,0 +1,42 @@
+"""`nxd run`: run a training script as it is."""
+
+import argparse
+import runpy
+import sys
+from pathlib import Path
+
+from nxd_trainer.cli.command import Commands, UserError, add_nproc, started_ranks
+
+
+def add_parser(commands: Commands) -> None:
+    """Add `run` to the commands."""
+    parser = commands.add_parser(
+        "run",
+        help="run a training script, also one written for torch-xla",
+        usage="nxd run [--nproc N] SCRIPT [ARGUMENT ...]",
+        description="Run a Python script as `python SCRIPT` would, on several ranks of this machine if asked for. "
+        "Where torch-xla is not installed, the script can import it all the same: its calls are carried out by "
+        "torch.distributed. Under torchrun: torchrun ... -m nxd_trainer run SCRIPT.",
+    )
+    add_nproc(parser)
+    parser.add_argument("script", metavar="SCRIPT", help="a Python file")
+    parser.add_argument("script_arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="of the script")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the script, in the ranks that the command line asks for."""
+    script = Path(options.script)
+    if not script.is_file():
+        raise UserError(f"{script} is no file; give the Python script to run")
+    code = started_ranks(options)
+    if code is not None:
+        return code
+
+    from nxd_trainer.xla_stand_in import install  # noqa: PLC0415 - it loads torch
+
+    install()
+    sys.argv = [options.script, *options.script_arguments]
+    sys.path.insert(0, str(script.parent.resolve()))
+    runpy.run_path(options.script, run_name="__main__")
+    return 0

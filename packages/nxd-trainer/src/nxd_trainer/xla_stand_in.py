@@ -1,0 +1,310 @@
+"""The functions of torch-xla that training scripts call, over torch.distributed: for machines that do not have it.
+
+Scripts of NeuronX Distributed import torch_xla for the device, for ranks, and for a few collectives. `install` puts
+modules of these names in place, on which such a script runs on the CPU, on CUDA and on the native Neuron device. What
+torch-xla does with graphs has no counterpart there, and needs none: `mark_step` runs the closures that wait for it.
+
+The interface is that of https://docs.pytorch.org/xla/, as of 2.9.
+"""
+
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from nxd_state import get_device
+from nxd_state.device import BACKENDS, device_type
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+T = TypeVar("T")
+Groups = Sequence[Sequence[int]]
+
+_OPERATIONS = {
+    "sum": dist.ReduceOp.SUM,
+    "mul": dist.ReduceOp.PRODUCT,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+}
+_closures: list[tuple[Callable[..., object], tuple[Any, ...]]] = []
+_made_groups: dict[tuple[dist.ProcessGroup, Groups], dist.ProcessGroup] = {}
+
+
+def install() -> None:
+    """Make `import torch_xla` work in this process, and torch.distributed's backend "xla" mean that of the device.
+
+    Does nothing where torch-xla is installed.
+    """
+    if importlib.util.find_spec("torch_xla") is not None:
+        return
+    for name, content in _MODULES.items():
+        module = ModuleType(name, f"Stands in for `{name}` of torch-xla, see nxd_trainer.xla_stand_in.")
+        module.__path__ = []  # so that modules below it are looked for, and found here
+        module.__spec__ = ModuleSpec(name, None)  # no origin: it is not torch-xla
+        module.__dict__.update(content)
+        module.__dict__["__getattr__"] = _Missing(name)
+        sys.modules[name] = module
+        parent, _, last = name.rpartition(".")
+        if parent:
+            setattr(sys.modules[parent], last, module)
+    dist.init_process_group = _init_process_group
+
+
+class _Missing:
+    """What a module of the stand-in says of a name that it does not have."""
+
+    def __init__(self, module: str) -> None:
+        self._module = module
+
+    def __call__(self, name: str) -> Any:
+        has = ", ".join(sorted(_MODULES[self._module]))
+        raise AttributeError(
+            f"torch-xla is not installed, and what stands in for {self._module} has no {name!r}; it has {has}"
+        )
+
+
+_torch_init_process_group = dist.init_process_group
+
+
+def _init_process_group(backend: str | None = None, init_method: str | None = None, *args: Any, **kwargs: Any) -> None:
+    if backend == "xla":
+        backend, init_method = BACKENDS[device_type()], None  # theirs, "pjrt://" or "xla://", is for torch-xla alone
+    _torch_init_process_group(backend, init_method, *args, **kwargs)
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def xla_device(n: int | None = None, devkind: str | None = None) -> torch.device:
+    """This process's device; the arguments, which choose among several, are not looked at."""
+    return get_device()
+
+
+def is_master_ordinal(local: bool = True) -> bool:
+    """Whether this is the first rank, of its host or of all."""
+    return (_local_rank() if local else _rank()) == 0
+
+
+def master_print(*args: Any, fd: Any = None, local: bool = False, flush: bool = False) -> None:
+    """Print, on the first rank."""
+    if is_master_ordinal(local):
+        print(*args, file=sys.stdout if fd is None else fd, flush=flush)
+
+
+def add_step_closure(closure: Callable[..., object], args: tuple[Any, ...] = (), run_async: bool = False) -> None:
+    """Have `closure(*args)` called at the end of the step."""
+    _closures.append((closure, args))
+
+
+def mark_step(wait: bool = False, reset_scope: bool = True) -> None:
+    """End of a step: calls the closures that were added to it, in their order."""
+    while _closures:
+        closure, args = _closures.pop(0)
+        closure(*args)
+
+
+def wait_device_ops(devices: Sequence[Any] = ()) -> None:
+    """Does nothing: who reads a value waits for it."""
+
+
+def rendezvous(tag: str, payload: bytes = b"", replicas: Sequence[int] = ()) -> list[bytes]:
+    """Wait for all ranks; returns what each of them gave."""
+    return _gather_objects(payload)
+
+
+def mesh_reduce(tag: str, data: T, reduce_fn: Callable[[list[T]], Any]) -> Any:
+    """`reduce_fn` of the list of every rank's data, in the order of ranks."""
+    return reduce_fn(_gather_objects(data))
+
+
+def _gather_objects(value: T) -> list[T]:
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _process_group(groups: Groups | None) -> dist.ProcessGroup | None:
+    """That of these groups in which this rank is; all ranks ask for the same groups in the same order."""
+    if not dist.is_initialized():
+        return None
+    world = dist.group.WORLD
+    assert world is not None
+    if not groups:
+        return world
+    key = (world, tuple(tuple(group) for group in groups))
+    if key not in _made_groups:
+        made = [(group, dist.new_group(list(group))) for group in groups]
+        _made_groups[key] = next(process_group for group, process_group in made if dist.get_rank() in group)
+    return _made_groups[key]
+
+
+def all_reduce(
+    reduce_type: str,
+    inputs: Tensor | Sequence[Tensor],
+    scale: float = 1.0,
+    groups: Groups | None = None,
+    pin_layout: bool = True,
+) -> Tensor | None:
+    """Reduce a tensor, which is returned, or a list of tensors in place; each is multiplied by `scale` afterwards."""
+    group = _process_group(groups)
+    results = [inputs.detach().clone()] if isinstance(inputs, Tensor) else inputs
+    for result in results:
+        if group is not None:
+            dist.all_reduce(result, _OPERATIONS[reduce_type], group=group)
+        if scale != 1.0:
+            result.mul_(scale)
+    return results[0] if isinstance(inputs, Tensor) else None
+
+
+def all_gather(
+    value: Tensor, dim: int = 0, groups: Groups | None = None, output: Any = None, pin_layout: bool = True
+) -> Tensor:
+    """The tensors of all ranks of the group, one after the other along `dim`."""
+    group = _process_group(groups)
+    if group is None:
+        return value.clone()
+    parts = [torch.empty_like(value) for _ in range(group.size())]
+    dist.all_gather(parts, value.contiguous(), group=group)
+    return torch.cat(parts, dim)
+
+
+def reduce_scatter(
+    reduce_type: str,
+    input: Tensor,
+    scale: float,
+    scatter_dim: int,
+    shard_count: int,
+    groups: Groups | None = None,
+    output: Any = None,
+    pin_layout: bool = True,
+) -> Tensor:
+    """This rank's part, along `scatter_dim`, of the reduced tensor."""
+    reduced = all_reduce(reduce_type, input, scale, groups)
+    assert reduced is not None
+    group = _process_group(groups)
+    return reduced.chunk(shard_count, scatter_dim)[0 if group is None else group.rank()].contiguous()
+
+
+def reduce_gradients(optimizer: torch.optim.Optimizer, groups: Groups | None = None, pin_layout: bool = True) -> None:
+    """Average the gradients of the optimizer's parameters over the group."""
+    group = _process_group(groups)
+    parameters = [parameter for group_ in optimizer.param_groups for parameter in group_["params"]]
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    all_reduce("sum", gradients, 1.0 if group is None else 1.0 / group.size(), groups)
+
+
+def optimizer_step(
+    optimizer: torch.optim.Optimizer,
+    barrier: bool = False,
+    optimizer_args: Mapping[str, Any] | None = None,
+    groups: Groups | None = None,
+    pin_layout: bool = True,
+) -> Any:
+    """Average the gradients over the group, and update."""
+    reduce_gradients(optimizer, groups)
+    loss = optimizer.step(**(optimizer_args or {}))
+    if barrier:
+        mark_step()
+    return loss
+
+
+def save(data: Any, file_or_path: Any, master_only: bool = True, global_master: bool = False) -> None:
+    """`torch.save`, on the first rank of each host, of all, or on every rank; returns once all have saved."""
+    if not master_only or is_master_ordinal(local=not global_master):
+        torch.save(data, file_or_path)
+    rendezvous("torch_xla.core.xla_model.save")
+
+
+class MpDeviceLoader:
+    """Batches of a loader, with their tensors on the device; each ends the step before it.
+
+    Args:
+        loader: any iterable of batches, which are tensors, or dicts, lists and tuples of them.
+        device: where to.
+        kwargs: torch-xla's, for reading ahead, which have no effect.
+    """
+
+    def __init__(self, loader: Iterable[Any], device: torch.device, **kwargs: Any) -> None:
+        self._loader = loader
+        self._device = device
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._loader:
+            mark_step()
+            yield _move(batch, self._device)
+        mark_step()
+
+    def __len__(self) -> int:
+        return len(self._loader)  # type: ignore[arg-type]  # it is for whoever asks to know
+
+
+def _move(batch: Any, device: torch.device) -> Any:
+    if isinstance(batch, Tensor):
+        return batch.to(device)
+    if isinstance(batch, Mapping):
+        return {key: _move(value, device) for key, value in batch.items()}
+    if isinstance(batch, list | tuple):
+        moved = [_move(value, device) for value in batch]
+        return type(batch)(*moved) if hasattr(batch, "_fields") else type(batch)(moved)
+    return batch
+
+
+def spawn(fn: Callable[..., object], args: tuple[Any, ...] = (), nprocs: int | None = None, **kwargs: Any) -> None:
+    """Call `fn(rank, *args)` in this process, which is one of those that a launcher started."""
+    if nprocs not in (None, 1, _world_size()):
+        raise RuntimeError(
+            f"xmp.spawn(nprocs={nprocs}) without torch-xla: start the ranks with `nxd run --nproc {nprocs} SCRIPT`"
+        )
+    fn(_local_rank(), *args)
+
+
+_XLA_MODEL = {
+    **{f"REDUCE_{name.upper()}": name for name in _OPERATIONS},
+    **{
+        function.__name__: function
+        for function in (
+            *(xla_device, is_master_ordinal, master_print, add_step_closure, mark_step, wait_device_ops, rendezvous),
+            *(mesh_reduce, all_reduce, all_gather, reduce_scatter, reduce_gradients, optimizer_step, save),
+        )
+    },
+    "get_ordinal": _rank,
+    "get_local_ordinal": _local_rank,
+    "xrt_world_size": _world_size,
+}
+_MODULES: dict[str, dict[str, Any]] = {
+    "torch_xla": {"__version__": "0", "device": xla_device, "sync": mark_step},
+    "torch_xla.core": {},
+    "torch_xla.core.xla_model": _XLA_MODEL,
+    "torch_xla.runtime": {
+        "world_size": _world_size,
+        "global_ordinal": _rank,
+        "local_ordinal": _local_rank,
+        "device_type": lambda: device_type().upper(),
+    },
+    "torch_xla.distributed": {},
+    "torch_xla.distributed.parallel_loader": {"MpDeviceLoader": MpDeviceLoader},
+    "torch_xla.distributed.xla_backend": {},
+    "torch_xla.distributed.xla_multiprocessing": {"spawn": spawn},
+    "torch_xla.experimental": {},
+    "torch_xla.experimental.pjrt_backend": {},
+    "torch_xla.utils": {},
+    "torch_xla.utils.checkpoint": {"checkpoint": checkpoint},
+    "torch_xla.debug": {},
+    "torch_xla.debug.metrics": {"metrics_report": str, "counter_names": list, "metric_names": list},
+}

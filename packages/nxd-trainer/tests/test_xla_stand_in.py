@@ -1,0 +1,126 @@
+"""A training script that imports torch_xla runs where it is not installed, and computes what one process does."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from nxd_state.testing import deadline
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("torch_xla") is not None, reason="torch-xla is installed")
+
+SCRIPT = """
+import argparse
+import torch
+import torch.distributed as dist
+import torch_xla
+import torch_xla.core.xla_model as xm
+import torch_xla.debug.metrics as met
+import torch_xla.distributed.parallel_loader as pl
+import torch_xla.distributed.xla_multiprocessing as xmp
+import torch_xla.runtime as xr
+from torch_xla.utils.checkpoint import checkpoint
+
+import neuronx_distributed as nxd
+from helper import make_batches
+
+def train(index, flags):
+    config = nxd.neuronx_distributed_config(tensor_parallel_size=1)
+    torch.manual_seed(0)
+    model = nxd.initialize_parallel_model(config, lambda: torch.nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = pl.MpDeviceLoader(make_batches(xr.global_ordinal(), xr.world_size()), xm.xla_device())
+    for step, batch in enumerate(loader):
+        optimizer.zero_grad()
+        loss = checkpoint(model, batch["x"], use_reentrant=False).square().mean()
+        loss.backward()
+        xm.optimizer_step(optimizer, groups=nxd.parallel_state.get_data_parallel_group(as_list=True))
+        mean = xm.all_reduce(xm.REDUCE_SUM, loss.detach(), scale=1 / xr.world_size())
+        xm.add_step_closure(lambda step, mean: xm.master_print("step", step, mean.item()), (step, mean))
+        xm.master_print("before", step)
+    together = xm.all_gather(torch.ones(1) * xr.global_ordinal())
+    part = xm.reduce_scatter(xm.REDUCE_SUM, together, 1.0, 0, xr.world_size())
+    assert xm.mesh_reduce("part", part.item(), list) == [2.0 * rank for rank in range(2)] or xr.world_size() == 1
+    xm.rendezvous("end")
+    xm.save({"w": model.state_dict()["weight"]}, flags.output, global_master=True)
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--output")
+    dist.init_process_group("xla", init_method="pjrt://")
+    xmp.spawn(train, args=(parser.parse_args(),))
+"""
+HELPER = """
+import torch
+
+def make_batches(rank, world_size):
+    batches = torch.arange(3 * 4 * 4.0).view(3, 4, 4) / 48
+    return [{"x": batch.chunk(world_size)[rank]} for batch in batches]
+"""
+
+
+@pytest.fixture
+def run_script(tmp_path):
+    """Writes the script, and returns what runs it by `nxd run` with these arguments."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "helper.py").write_text(HELPER)
+
+    def run(*arguments, script="script.py"):
+        return subprocess.run(
+            [sys.executable, "-m", "nxd_trainer", "run", *arguments, str(tmp_path / script), "--output", "out.pt"],
+            cwd=tmp_path,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=deadline(120),
+        )
+
+    return run
+
+
+def expected_weight_and_losses():
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for batch in torch.arange(3 * 4 * 4.0).view(3, 4, 4) / 48:
+        optimizer.zero_grad()
+        loss = model(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return model.weight.detach(), losses
+
+
+def test_script_for_torch_xla_trains_on_two_ranks_as_one_process_does(tmp_path, run_script):
+    result = run_script("--nproc", "2")
+
+    assert result.returncode == 0, result.stderr
+    weight, losses = expected_weight_and_losses()
+    torch.testing.assert_close(torch.load(tmp_path / "out.pt")["w"], weight)
+    lines = [line.split() for line in result.stdout.splitlines()]
+    # Closures run when the step ends, after what the script prints in it.
+    assert [line[:2] for line in lines] == [[word, str(step)] for step in range(3) for word in ("before", "step")]
+    torch.testing.assert_close(
+        torch.tensor([float(line[2]) for line in lines if line[0] == "step"]), torch.tensor(losses)
+    )
+
+
+def test_script_that_is_no_file_is_refused(run_script):
+    result = run_script("--nproc", "2", script="absent.py")
+
+    assert result.returncode == 2
+    assert result.stderr.startswith("nxd run: ")
+    assert result.stderr.endswith("absent.py is no file; give the Python script to run\n")
+
+
+def test_name_that_the_stand_in_lacks_is_an_error_that_lists_what_it_has(tmp_path, run_script):
+    (tmp_path / "other.py").write_text("import torch_xla.runtime as xr\nxr.use_spmd()\n")
+
+    result = run_script(script="other.py")
+
+    assert result.returncode == 1
+    assert "what stands in for torch_xla.runtime has no 'use_spmd'; it has device_type, " in result.stderr
