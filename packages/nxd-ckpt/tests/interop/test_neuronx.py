@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from nxd_ckpt import CheckpointError, open_checkpoint, save
 from nxd_ckpt.interop import from_checkpoint, open_neuronx, read_whole, save_source, write_neuronx
 from nxd_ckpt.interop.neuronx import LLAMA, Piece, Pieces, Split, complete_tags, read_user_content
@@ -268,6 +269,30 @@ def test_zero1_states_are_put_together_over_data_parallel_ranks(tmp_path, torch_
         assert torch.equal(checkpoint.read(f"optimizer/{name}/exp_avg"), tensor * 2)
         assert torch.equal(checkpoint.read(f"optimizer/{name}/master_weight"), tensor)
         assert checkpoint.read(f"optimizer/{name}/step") == 3
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_zero1_states_in_a_torch_distributed_checkpoint_are_read_by_their_names(tmp_path, pp):
+    whole, folder, state = {f"layers.{i}.w": torch.randn(6, 4) for i in range(2)}, tmp_path / "a", {}
+    for tp in range(2):
+        for stage in range(pp):
+            names = list(whole)[stage::pp] if pp > 1 else list(whole)
+            local = {name: whole[name].chunk(2)[tp].clone() for name in names}
+            save_rank(folder / "model" / f"dp_rank_00_tp_rank_0{tp}_pp_rank_0{stage}.pt", local)
+            suffix = (f"|pp-000{stage}" if pp > 1 else "") + f"|tp-000{tp}"
+            for name, tensor in local.items():
+                state.setdefault(name, {"step": torch.tensor(3.0)})[f"exp_avg{suffix}"] = tensor * 2
+    groups = [{"lr": 0.1, "params": [0, 1]}]
+    dcp.save({"base_state": state, "param_groups": groups}, checkpoint_id=folder / "optim", no_dist=True)
+    for marker in ("checkpoint", "done"):
+        (folder / marker).write_text("1")
+
+    source = open_neuronx(tmp_path, "a", sharding={"*.w": Split(0)})
+
+    for name, tensor in whole.items():
+        assert torch.equal(read_whole(source, f"optimizer/{name}/exp_avg"), tensor * 2)
+        assert read_whole(source, f"optimizer/{name}/step") == 3
+    assert source.objects["optimizer"] == {"param_groups": [{"lr": 0.1}]}
 
 
 @pytest.mark.parametrize(

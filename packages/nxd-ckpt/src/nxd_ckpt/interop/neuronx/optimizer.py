@@ -1,10 +1,13 @@
 """The optimizer's state of NeuronX Distributed, as parts of whole tensors named "optimizer/<parameter>/<key>".
 
 Without ZeRO-1 it is that of torch's optimizers, split as the parameters are. With ZeRO-1 each data-parallel rank holds
-rows of it: torch-xla's `ZeroRedundancyOptimizer` cuts a rank's parameter along dimension 0, padded at the end.
+rows of it: torch-xla's `ZeroRedundancyOptimizer` cuts a rank's parameter along dimension 0, padded at the end. With
+`use_zero1_dcp` the rows of all of them are one tensor of a torch distributed checkpoint, which names the parameter.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,12 +18,17 @@ from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.interop.neuronx.parts import LocalTensor, Part, check_storable, placements_of
 from nxd_ckpt.interop.neuronx.rank_files import Rank
 from nxd_ckpt.interop.neuronx.sharding import Degrees, Sharding
+from nxd_ckpt.interop.source import TensorSource, read_whole
 
 OPTIMIZER_PREFIX = "optimizer/"
 MASTER_KEY = "master_weight"
 
 _ZERO1_STATE = "base_state"
 _ZERO1_MASTERS = "sharded_master_weights"
+
+# As in "base_state.layer.weight.exp_avg|pp-0001|tp-0003"; a rank is left out where there is one alone.
+_DCP_NAME = re.compile(r"base_state\.(?P<name>.+)\.(?P<key>[^.|]+)(?:\|pp-(?P<pp>\d+))?(?:\|tp-(?P<tp>\d+))?")
+_DCP_GROUP = re.compile(r"param_groups\.(?P<group>\d{1,4})\.(?P<key>.+)")
 
 ParameterNames = Sequence[str] | Mapping[int, Sequence[str]]
 
@@ -54,18 +62,71 @@ def placed_optimizer_tensors(
     Raises:
         CheckpointError: a parameter has no name or no weight, or its state has another shape.
     """
+
+    def entries() -> Iterator[tuple[Rank, _StateTensor]]:
+        for rank, state in states.items():
+            names = parameter_names.get(rank.pp, ()) if isinstance(parameter_names, Mapping) else parameter_names
+            for entry in _state_tensors(state, names, rank):
+                yield rank, entry
+
+    return _placed(entries(), model, sharding, degrees)
+
+
+def placed_dcp_tensors(
+    saved: TensorSource, model: Sequence[LocalTensor], sharding: Mapping[str, Sharding], degrees: Degrees
+) -> dict[str, list[Part]]:
+    """As `placed_optimizer_tensors`, of what `save_checkpoint(use_zero1_dcp=True)` left in the folder `optim`.
+
+    Args:
+        saved: that folder; its tensors are read.
+        model: the model's tensors, for the shapes of parameters.
+        sharding: how parameters are split.
+        degrees: ranks of tensor and expert parallelism.
+
+    Raises:
+        CheckpointError: a parameter is not the model's, or its state has another shape.
+    """
+    holders: dict[str, Rank] = {}
+    for local in model:
+        holders.setdefault(local.name, local.rank)
+
+    def entries() -> Iterator[tuple[Rank, _StateTensor]]:
+        for name in saved.tensors:
+            match = _DCP_NAME.fullmatch(name)
+            if match is None:
+                warnings.warn(f"leaving out {name!r} of the optimizer, which is no state of a parameter", stacklevel=4)
+                continue
+            holder = holders.get(match["name"], Rank(0, 0, 0, 0))
+            rank = Rank(int(match["pp"] or holder.pp), 0, int(match["tp"] or 0), 0)
+            yield rank, _StateTensor(match["name"], match["key"], read_whole(saved, name), is_row_shard=False)
+
+    return _placed(entries(), model, sharding, degrees)
+
+
+def dcp_parameter_groups(saved: TensorSource) -> list[dict[str, Any]]:
+    """The hyperparameters of the groups in what `placed_dcp_tensors` reads, without the parameters' numbers."""
+    groups: dict[int, dict[str, Any]] = {}
+    for name, value in (saved.objects or {}).items():
+        match = _DCP_GROUP.fullmatch(name)
+        if match is not None and match["key"] != "params":
+            groups.setdefault(int(match["group"]), {})[match["key"]] = value
+    return [group for _, group in sorted(groups.items())]
+
+
+def _placed(
+    entries: Iterable[tuple[Rank, _StateTensor]],
+    model: Sequence[LocalTensor],
+    sharding: Mapping[str, Sharding],
+    degrees: Degrees,
+) -> dict[str, list[Part]]:
     shapes = {(local.name, local.rank.pp, local.rank.ep, local.rank.tp): tuple(local.tensor.shape) for local in model}
     parts: dict[str, list[Part]] = {}
-    for rank, state in states.items():
-        names = parameter_names.get(rank.pp, ()) if isinstance(parameter_names, Mapping) else parameter_names
-        for entry in _state_tensors(state, names, rank):
-            shape = shapes.get((entry.parameter, rank.pp, rank.ep, rank.tp))
-            if shape is None:
-                raise CheckpointError(
-                    f"the optimizer has state of {entry.parameter!r}, but the model of {rank} lacks it"
-                )
-            for name, part in _place(entry, shape, rank, sharding, degrees):
-                parts.setdefault(f"{OPTIMIZER_PREFIX}{name}/{entry.key}", []).append(part)
+    for rank, entry in entries:
+        shape = shapes.get((entry.parameter, rank.pp, rank.ep, rank.tp))
+        if shape is None:
+            raise CheckpointError(f"the optimizer has state of {entry.parameter!r}, but the model of {rank} lacks it")
+        for name, part in _place(entry, shape, rank, sharding, degrees):
+            parts.setdefault(f"{OPTIMIZER_PREFIX}{name}/{entry.key}", []).append(part)
     return parts
 
 

@@ -14,7 +14,12 @@ import torch
 
 from nxd_ckpt.boxes import Box
 from nxd_ckpt.errors import CheckpointError
-from nxd_ckpt.interop.neuronx.optimizer import parameter_groups, placed_optimizer_tensors
+from nxd_ckpt.interop.neuronx.optimizer import (
+    dcp_parameter_groups,
+    parameter_groups,
+    placed_dcp_tensors,
+    placed_optimizer_tensors,
+)
 from nxd_ckpt.interop.neuronx.parts import LocalTensor, Part, check_storable, place
 from nxd_ckpt.interop.neuronx.rank_files import BEGUN_MARKER, DONE_MARKER, USER_CONTENT, Rank, v1_files, v2_files
 from nxd_ckpt.interop.neuronx.sharding import Degrees, Sharding
@@ -56,6 +61,7 @@ class _Contents:
 
     model: Mapping[Rank, Mapping[str, Any]]
     optimizer: Mapping[Rank, Any]
+    dcp_optimizer: TensorSource | None  # of ZeRO-1, in one torch distributed checkpoint
     scheduler: Any
 
 
@@ -77,7 +83,8 @@ def open_neuronx(
         sharding: how each tensor is split, by name or shell pattern, such as `LLAMA`; what is not named must be equal
             on all ranks.
         parameter_names: names of the parameters in the optimizer's order, one list, or one for each pp rank. Given,
-            the optimizer's state is read as well, of ZeRO-1 too, as "optimizer/<name>/<key>".
+            the optimizer's state is read as well, of ZeRO-1 too, as "optimizer/<name>/<key>". What was saved with
+            `use_zero1_dcp` has the names itself, and is read with or without them.
         trust_user_content: read the user content. It is unpickled without restrictions and can run any code: only for
             files that you wrote. Without, it is not opened, and left out with a warning.
 
@@ -98,7 +105,10 @@ def open_neuronx(
     degrees = _degrees(contents.model)
     parts = place(local, sharding, degrees)
     objects = {"scheduler": contents.scheduler, "user_content": user_content}
-    if parameter_names is not None:
+    if contents.dcp_optimizer is not None:
+        parts |= placed_dcp_tensors(contents.dcp_optimizer, local, sharding, degrees)
+        objects["optimizer"] = {"param_groups": dcp_parameter_groups(contents.dcp_optimizer)}
+    elif parameter_names is not None:
         if not contents.optimizer:
             raise CheckpointError(f"{folder} holds no optimizer state; leave out parameter_names")
         parts |= placed_optimizer_tensors(contents.optimizer, local, sharding, degrees, parameter_names)
@@ -157,14 +167,19 @@ def _is_complete(folder: str) -> bool:
 
 
 def _read_v2(folder: str, *, with_optimizer: bool) -> _Contents:
+    from nxd_ckpt.interop import open_torch_dcp  # noqa: PLC0415 - it imports as much again as torch
+
     model = {rank: load_rank_file(file) for rank, file in v2_files(os.path.join(folder, "model")).items()}
     if not model:
         raise CheckpointError(f"{folder} holds no files model/dp_rank_DD_tp_rank_TT_pp_rank_PP.pt")
-    optimizer_files = v2_files(os.path.join(folder, "optim")) if with_optimizer else {}
+    optimizer = os.path.join(folder, "optim")
+    is_dcp = os.path.isfile(os.path.join(optimizer, ".metadata"))
+    optimizer_files = v2_files(optimizer) if with_optimizer and not is_dcp else {}
     scheduler = os.path.join(folder, "scheduler.pt")
     return _Contents(
         model=model,
         optimizer={rank: load_rank_file(file) for rank, file in optimizer_files.items()},
+        dcp_optimizer=open_torch_dcp(optimizer) if is_dcp else None,
         scheduler=load_torch_file(scheduler) if os.path.isfile(scheduler) else None,
     )
 
@@ -178,7 +193,7 @@ def _read_v1(folder: str) -> _Contents:
         model[rank] = state.get(_V1_MODEL_KEY, state)
         if _V1_OPTIMIZER_KEY in state:
             optimizer[rank] = state[_V1_OPTIMIZER_KEY]
-    return _Contents(model=model, optimizer=optimizer, scheduler=None)
+    return _Contents(model=model, optimizer=optimizer, dcp_optimizer=None, scheduler=None)
 
 
 def _has_user_content(folder: str) -> bool:
