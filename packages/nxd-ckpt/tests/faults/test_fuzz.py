@@ -87,7 +87,7 @@ def in_child(function) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize(
-    ("first", "count"), [(0, 20), pytest.param(1000, 300, marks=pytest.mark.slow)], ids=["few", "many"]
+    ("first", "count"), [(0, 5), pytest.param(1000, 300, marks=pytest.mark.slow)], ids=["few", "many"]
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_randomly_damaged_checkpoint_is_one_line_of_error_or_unharmed(tmp_path, deadline, kind, first, count):
