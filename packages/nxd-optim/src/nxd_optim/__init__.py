@@ -8,7 +8,7 @@ from nxd_optim.gradient_histogram import (
     GradientHistograms,
     gradient_histograms,
 )
-from nxd_optim.load_states import give_states
+from nxd_optim.load_states import give_states, restore_numbers, state_tensor
 from nxd_optim.loss_scaler import LossScaler
 from nxd_optim.mixed_precision import MixedPrecision, resolve_mixed_precision
 from nxd_optim.parameter_groups import parameter_groups
@@ -42,6 +42,8 @@ __all__ = [
     "clip_grad_norm",
     "parameter_groups",
     "give_states",
+    "restore_numbers",
+    "state_tensor",
     "MixedPrecision",
     "resolve_mixed_precision",
     "LossScaler",

@@ -1,9 +1,41 @@
-"""Loading the states of parameters into an optimizer, in the dtypes and on the devices in which it keeps them."""
+"""States of parameters as tensors, and back into an optimizer, in the dtypes and on the devices in which it keeps them.
+
+An optimizer may count its steps in a Python number. Checkpoints hold it as a scalar of 64 bits, which torch's own
+optimizers, whose "step" is a float, have for nothing.
+"""
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+
+def state_tensor(value: object, key: str, parameter: str) -> Tensor:
+    """A state of a parameter as a tensor; `key` and `parameter` say in an error which it is.
+
+    Raises:
+        ValueError: it is neither a tensor nor a number.
+    """
+    if isinstance(value, Tensor):
+        return value
+    if isinstance(value, int | float):
+        return torch.tensor(value, dtype=torch.int64 if isinstance(value, int) else torch.float64)
+    raise ValueError(
+        f"optimizer state {key!r} of {parameter} is a {type(value).__name__}; only tensors and numbers can be saved"
+    )
+
+
+def restore_numbers(optimizer: Optimizer) -> None:
+    """Make Python numbers of the whole ones that `give_states` brought as tensors, once these have been filled."""
+    for state in optimizer.state.values():
+        state.update(
+            {
+                key: int(value)
+                for key, value in state.items()
+                if isinstance(value, Tensor) and value.dtype == torch.int64 and not value.dim()
+            }
+        )
 
 
 def give_states(optimizer: Optimizer, states: Mapping[Tensor, Mapping[str, Tensor]]) -> None:

@@ -14,7 +14,7 @@ from nxd_ckpt import CheckpointError, Coordinator, Shard, ShardedTensor
 from nxd_ckpt.boxes import Box, uncovered
 from nxd_ckpt.interop import TensorSource
 from nxd_ckpt.sharded_tensor import as_sharded
-from nxd_optim import MASTER_KEY, NeuronZero1Optimizer, give_states
+from nxd_optim import MASTER_KEY, NeuronZero1Optimizer, give_states, restore_numbers, state_tensor
 from nxd_pipeline import NxDPPModel
 from nxd_state import ShardPiece, get_shard_spec
 from torch import Tensor, nn
@@ -66,15 +66,14 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> CheckpointState:
     of one loads into the other.
 
     Raises:
-        ValueError: the optimizer holds a parameter that is not the model's, or state that is no tensor.
+        ValueError: the optimizer holds a parameter that is not the model's, or a state is neither tensor nor number.
     """
     if isinstance(optimizer, NeuronZero1Optimizer):
         return _zero1_state(model, optimizer)
     state: CheckpointState = {}
     for name, parameter in _optimized_parameters(model, optimizer):
-        for key, value in optimizer.state.get(parameter, {}).items():
-            if not isinstance(value, Tensor):
-                raise ValueError(f"optimizer state {key!r} of {name} is a {type(value).__name__}; expected a tensor")
+        for key, found in optimizer.state.get(parameter, {}).items():
+            value = state_tensor(found, key, name)
             if value.shape == parameter.shape:
                 for logical, tensor in _logical_tensors(name, parameter, value).items():
                     state[f"{OPTIMIZER_PREFIX}{logical}/{key}"] = tensor
@@ -275,6 +274,15 @@ def allocate_optimizer_state(
         }
 
     give_states(optimizer, {parameter: room(parameter) for parameter in names})
+
+
+def settle_optimizer_state(optimizer: Optimizer) -> None:
+    """To be called when the states for which `allocate_optimizer_state` made room have been filled."""
+    if isinstance(optimizer, NeuronZero1Optimizer):
+        for _, base in optimizer.parts():
+            restore_numbers(base)
+    else:
+        restore_numbers(optimizer)
 
 
 def _check_shard_metadata(model: nn.Module) -> None:

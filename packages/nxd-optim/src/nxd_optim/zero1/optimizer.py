@@ -308,7 +308,7 @@ class NeuronZero1Optimizer(Optimizer):
         Master weights that `allocate_state` has left to be taken from the parameters are not among them.
 
         Raises:
-            ValueError: a state is no tensor.
+            ValueError: a state is neither a tensor nor a number.
         """
         self._check_inited()
         return logical_state(self.parts(), with_masters=self.save_master_weights)

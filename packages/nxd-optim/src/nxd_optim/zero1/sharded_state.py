@@ -10,7 +10,7 @@ import torch
 from nxd_state import Box, get_shard_spec
 from torch import Tensor
 
-from nxd_optim.load_states import give_states
+from nxd_optim.load_states import give_states, state_tensor
 from nxd_optim.zero1.buckets import Parts
 from nxd_optim.zero1.flat_bucket import OwnRange
 from nxd_optim.zero1.logical_pieces import pieces_of_flat_range, whole_spec
@@ -59,7 +59,7 @@ def logical_state(parts: Parts, *, with_masters: bool) -> list[StateTensor]:
     """All states of this rank.
 
     Raises:
-        ValueError: a state is no tensor.
+        ValueError: a state is neither a tensor nor a number.
     """
     found = []
     for bucket, base in parts:
@@ -67,15 +67,11 @@ def logical_state(parts: Parts, *, with_masters: bool) -> list[StateTensor]:
             if with_masters and bucket.has_masters and not bucket.has_stale_master(own.parameter):
                 found.append(StateTensor(own.parameter, MASTER_KEY, shards=_shards(own, own.weight.detach())))
             for key, value in base.state.get(own.weight, {}).items():
-                if not isinstance(value, Tensor):
-                    raise ValueError(
-                        f"optimizer state {key!r} of a parameter of shape {tuple(own.parameter.shape)} is a "
-                        f"{type(value).__name__}; only tensors can be saved by their logical position"
-                    )
-                if value.shape == own.weight.shape:
-                    found.append(StateTensor(own.parameter, key, shards=_shards(own, value)))
+                tensor = state_tensor(value, key, f"a parameter of shape {tuple(own.parameter.shape)}")
+                if tensor.shape == own.weight.shape:
+                    found.append(StateTensor(own.parameter, key, shards=_shards(own, tensor)))
                 else:
-                    found.append(StateTensor(own.parameter, key, scalar=value))
+                    found.append(StateTensor(own.parameter, key, scalar=tensor))
     return found
 
 

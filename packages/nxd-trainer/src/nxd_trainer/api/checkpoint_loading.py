@@ -39,6 +39,7 @@ from nxd_trainer.checkpoint import (
     check_names,
     kind_of,
     optimizer_state,
+    settle_optimizer_state,
 )
 
 
@@ -176,6 +177,8 @@ def _hand_over(values: _Values, subjects: Subjects, scheduler: Any) -> None:
     """Give the optimizer and the scheduler everything except tensors of parameters."""
     if subjects.optimizer is not None and values.optimizer_dict is not None:
         subjects.optimizer.load_state_dict(values.optimizer_dict)
+    elif subjects.optimizer is not None:
+        settle_optimizer_state(subjects.optimizer)
     if subjects.optimizer is not None and values.settings is not None:
         apply_settings(values.settings, subjects.optimizer)
     if scheduler is not None:

@@ -40,6 +40,7 @@ from nxd_trainer.checkpoint import (
     model_state,
     named_parameters,
     optimizer_state,
+    settle_optimizer_state,
 )
 
 _Specs = Mapping[str, ShardSpec]
@@ -133,6 +134,7 @@ def load_legacy_checkpoint(
     on_every_rank(coordinator, doing, lambda: fill_state(source, into))
     settle_adapters(adapters, {})
     if optimizer is not None:
+        settle_optimizer_state(optimizer)
         apply_settings(objects["optimizer"]["param_groups"], optimizer)
     if scheduler is not None:
         scheduler.load_state_dict(objects["scheduler"])
