@@ -40,7 +40,7 @@ def train(index, flags):
         mean = xm.all_reduce(xm.REDUCE_SUM, loss.detach(), scale=1 / xr.world_size())
         xm.add_step_closure(lambda step, mean: xm.master_print("step", step, mean.item()), (step, mean))
         xm.master_print("before", step)
-    together = xm.all_gather(torch.ones(1) * xr.global_ordinal())
+    together = xm.all_gather(torch.ones(1, device="xla").to("xla") * xr.global_ordinal())
     part = xm.reduce_scatter(xm.REDUCE_SUM, together, 1.0, 0, xr.world_size())
     assert xm.mesh_reduce("part", part.item(), list) == [2.0 * rank for rank in range(2)] or xr.world_size() == 1
     xm.rendezvous("end")

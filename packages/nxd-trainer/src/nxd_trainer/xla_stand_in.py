@@ -20,6 +20,7 @@ import torch.distributed as dist
 from nxd_state import get_device
 from nxd_state.device import BACKENDS, device_type
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 T = TypeVar("T")
@@ -36,7 +37,7 @@ _made_groups: dict[tuple[dist.ProcessGroup, Groups], dist.ProcessGroup] = {}
 
 
 def install() -> None:
-    """Make `import torch_xla` work in this process, and torch.distributed's backend "xla" mean that of the device.
+    """Make `import torch_xla` work in this process, and "xla" mean its device and the backend of that.
 
     Does nothing where torch-xla is installed.
     """
@@ -53,6 +54,7 @@ def install() -> None:
         if parent:
             setattr(sys.modules[parent], last, module)
     dist.init_process_group = _init_process_group
+    _DeviceNamedXla().__enter__()
 
 
 class _Missing:
@@ -66,6 +68,20 @@ class _Missing:
         raise AttributeError(
             f"torch-xla is not installed, and what stands in for {self._module} has no {name!r}; it has {has}"
         )
+
+
+class _DeviceNamedXla(TorchFunctionMode):
+    """Takes this process's device where a call of torch names "xla"."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        args = [get_device() if _is_xla(value) else value for value in args]
+        return func(*args, **{key: get_device() if _is_xla(value) else value for key, value in (kwargs or {}).items()})
+
+
+def _is_xla(value: object) -> bool:
+    return (isinstance(value, torch.device) and value.type == "xla") or (isinstance(value, str) and value == "xla")
 
 
 _torch_init_process_group = dist.init_process_group
