@@ -130,12 +130,12 @@ def test_optimizer_state_of_another_models_parameter_is_refused():
         optimizer_state(TiedModel(), optimizer)
 
 
-def test_optimizer_state_that_is_no_tensor_is_named():
+def test_optimizer_state_that_is_neither_tensor_nor_number_is_named():
     model = TiedModel()
     optimizer = torch.optim.SGD(model.parameters())
-    optimizer.state[model.head.weight]["momentum"] = 0.5
+    optimizer.state[model.head.weight]["momentum"] = "0.5"
 
-    with pytest.raises(ValueError, match=r"optimizer state 'momentum' of embedding.weight is a float"):
+    with pytest.raises(ValueError, match=r"optimizer state 'momentum' of embedding.weight is a str"):
         optimizer_state(model, optimizer)
 
 

@@ -88,6 +88,7 @@ while True: time.sleep(0.05)
             time.sleep(0.02)
         os.kill(os.getpid(), number)
 
+    handled_before = signal.getsignal(signal.SIGTERM)
     thread = threading.Thread(target=interrupt)
     thread.start()
     code = run(program)
@@ -95,7 +96,7 @@ while True: time.sleep(0.05)
 
     assert code == 143
     assert [(tmp_path / f"got{rank}").read_text() for rank in (0, 1)] == [str(int(number))] * 2
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert signal.getsignal(signal.SIGTERM) is handled_before
 
 
 def test_command_that_cannot_be_started_is_an_error_and_leaves_no_process():

@@ -140,18 +140,18 @@ def test_master_weights_of_a_checkpoint_are_not_replaced_by_the_parameters():
     assert master_weights(optimizer) == [[1 + 2**-9] * 3]
 
 
-def test_state_that_is_no_tensor_raises():
+def test_state_that_is_neither_tensor_nor_number_raises():
     class Counting(torch.optim.SGD):
         def step(self, closure=None):
             super().step(closure)
             for group in self.param_groups:
                 for parameter in group["params"]:
-                    self.state[parameter]["count"] = 1
+                    self.state[parameter]["count"] = "one"
 
     parameter = nn.Parameter(torch.ones(3))
     optimizer = NeuronZero1Optimizer([parameter], Counting)
     parameter.sum().backward()
     optimizer.step()
 
-    with pytest.raises(ValueError, match=r"state 'count' of a parameter of shape \(3,\) is a int; only tensors"):
+    with pytest.raises(ValueError, match=r"state 'count' of a parameter of shape \(3,\) is a str; only tensors"):
         optimizer.sharded_state()
