@@ -94,7 +94,8 @@ class NxDPPModel(nn.Module):
                 transformers know theirs.
             num_microbatches: how many parts a batch is cut into, along dim 0.
             output_loss_value_spec: where in the model's output the loss is, as True in a tuple or dict of the
-                output's structure; None: the output is the loss, or the `loss` in it if transformers made the model.
+                output's structure; True: the output is the loss; None: it is, or the `loss` in it if transformers
+                made the model.
             return_mb_loss: `run_train` and `run_eval` return a list with each microbatch's loss.
             broadcast_and_average_loss: every rank gets the loss, averaged over the data-parallel ranks.
             pipeline_cuts: the last layer of each stage but the last.
@@ -325,15 +326,18 @@ class NxDPPModel(nn.Module):
             raise RuntimeError("no step has been traced; give trace_file_path, and call run_train")
         return bubble_report(step.timelines[step.pipelines.index(self._group.ranks)])
 
-    def forward(self, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output, where the pipeline has one rank.
 
         Raises:
             RuntimeError: the model is cut.
         """
         if self._whole_model is None:
-            raise RuntimeError("a model cut into stages has no forward of its own; call run_train or run_eval")
-        return self._whole_model(**kwargs)
+            raise RuntimeError(
+                f"this model is cut into {self._schedule.num_stages} pipeline stages, so that no rank can run it alone; "
+                "call run_train(**inputs), which also runs backward, or run_eval(**inputs)"
+            )
+        return self._whole_model(*args, **kwargs)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:  # behind to(), half(), cuda() ...
         before = [tensor.dtype for tensor in self._local.tensors()]
