@@ -15,6 +15,8 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from nxd_layers.tracing import leaf_of_traces
+
 
 @dataclass(frozen=True)
 class LossDefinition:
@@ -132,6 +134,7 @@ class _ParallelCrossEntropy(Function):
         return logits_grad(ctx.saved_tensors, grad_losses, ctx.definition, overwrite=False).to(ctx.dtype), None, None
 
 
+@leaf_of_traces
 def parallel_cross_entropy(
     parallel_logits: Tensor,
     labels: Tensor,

@@ -28,13 +28,7 @@ from nxd_state.every_rank import Attempt, attempt_on_every_rank, on_every_rank
 from nxd_state.group import Group
 from nxd_state.host_device_copies import read_later, send_to_device
 from nxd_state.mesh import Mesh
-from nxd_state.meta_init import allocate_meta_tensor, seed_of_module
-from nxd_state.move_model import move_model_to_device
-from nxd_state.neuron import extracting_graphs, neuron_settings, prepare_neuron
-from nxd_state.neuron_errors import DeviceError
-from nxd_state.parallel_state import (
-    active_group,
-    destroy_model_parallel,
+from nxd_state.mesh_getters import (
     get_context_parallel_rank,
     get_context_parallel_size,
     get_data_parallel_group,
@@ -43,8 +37,6 @@ from nxd_state.parallel_state import (
     get_data_parallel_world_size,
     get_expert_model_parallel_rank,
     get_expert_model_parallel_size,
-    get_group,
-    get_mesh,
     get_pipeline_model_parallel_group,
     get_pipeline_model_parallel_rank,
     get_pipeline_model_parallel_size,
@@ -52,7 +44,19 @@ from nxd_state.parallel_state import (
     get_tensor_model_parallel_rank,
     get_tensor_model_parallel_size,
     get_tensor_parallel_size,
+)
+from nxd_state.meta_init import allocate_meta_tensor, seed_of_module
+from nxd_state.move_model import move_model_to_device
+from nxd_state.neuron import extracting_graphs, neuron_settings, prepare_neuron
+from nxd_state.neuron_errors import DeviceError
+from nxd_state.parallel_state import (
+    active_group,
+    destroy_model_parallel,
+    get_group,
+    get_mesh,
     get_world_group,
+    group_among,
+    group_of,
     initialize_model_parallel,
     model_parallel_is_initialized,
     subgroup,
@@ -89,6 +93,8 @@ __all__ = [
     "get_group",
     "active_group",
     "subgroup",
+    "group_among",
+    "group_of",
     "get_world_group",
     "get_tensor_model_parallel_size",
     "get_tensor_model_parallel_rank",

@@ -1,11 +1,12 @@
 """The one mesh of this process: made by `initialize_model_parallel`, read by everything else.
 
-Holds the state (mesh and process groups) and the documented getters. The arithmetic is in `mesh`.
+Holds the state (mesh and process groups). The arithmetic is in `mesh`, the documented getters are in `mesh_getters`.
 """
 
 import atexit
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
@@ -40,7 +41,8 @@ class _ParallelState:
     rank: int
     groups: dict[str, Group]
     created: list[dist.ProcessGroup] = field(default_factory=list)
-    subgroups: dict[tuple[str, int], Group] = field(default_factory=dict)  # by axis and size
+    subgroups: dict[tuple[str, int] | RankGroups, Group] = field(default_factory=dict)  # by axis and size, or ranks
+    foreign: dict[dist.ProcessGroup, Group] = field(default_factory=dict)  # by the process group that was given
     timeout: timedelta | None = None
     owns_world: bool = False  # we started torch.distributed, so we also end it
 
@@ -178,8 +180,71 @@ def subgroup(axis: str, size: int) -> Group:
     """
     state = _current()
     if (axis, size) not in state.subgroups:
-        state.subgroups[axis, size] = _make_subgroup(state, get_group(axis), size)
+        whole = get_group(axis)
+        if size < 1 or whole.size % size:
+            raise ValueError(
+                f"size={size} does not divide the {whole.size} ranks of {whole}; use a divisor of {whole.size}"
+            )
+        runs = [ranks[start : start + size] for ranks in whole.replica_groups for start in range(0, whole.size, size)]
+        made = whole if size == whole.size else _make_group_of_members(state, axis, tuple(runs))
+        state.subgroups[axis, size] = made
     return state.subgroups[axis, size]
+
+
+def group_among(replica_groups: Sequence[Sequence[int]]) -> Group:
+    """This rank's group among given ones, in which each rank is once at most; the same object at each call.
+
+    The first call makes the process group and waits for the other members' first calls; other ranks need not call it.
+
+    Args:
+        replica_groups: global ranks of each group, on all its members the same. Where it is those of an axis, or of a
+            subgroup made before, so is the result.
+
+    Raises:
+        RuntimeError: not initialised.
+        ValueError: this rank is in none of them.
+    """
+    state, wanted = _current(), tuple(tuple(ranks) for ranks in replica_groups)
+    for group in (*state.groups.values(), *state.subgroups.values()):
+        if group.replica_groups == wanted:
+            return group
+    if not any(state.rank in ranks for ranks in wanted):
+        raise ValueError(f"rank {state.rank} is in none of the groups {list(map(list, wanted))}; leave it out there")
+    made = state.subgroups[wanted] = _make_group_of_members(state, "given", wanted)
+    return made
+
+
+def group_of(process_group: dist.ProcessGroup) -> Group:
+    """The group that a process group of torch is: one of the mesh, or, for one made elsewhere, one of its own.
+
+    Raises:
+        ValueError: it is no process group, or this rank is not in it.
+    """
+    if not isinstance(process_group, dist.ProcessGroup):
+        raise ValueError(
+            f"process_group={process_group!r} is a {type(process_group).__name__}, no process group that this rank is "
+            "in; give one of torch.distributed.new_group or of get_tensor_model_parallel_group()"
+        )
+    state = _state
+    known = (*state.groups.values(), *state.subgroups.values()) if state is not None else ()
+    for group in known:
+        if group.process_group is process_group:
+            return group
+    if state is not None and process_group in state.foreign:
+        return state.foreign[process_group]
+    ranks = tuple(dist.get_process_group_ranks(process_group))
+    made = Group(
+        axis="given",
+        ranks=ranks,
+        rank=dist.get_rank(process_group),
+        replica_groups=(ranks,),
+        process_group=process_group,
+        name=process_group.group_name,
+        crosses_stages=state is not None and _crosses_stages(state.mesh, ranks),
+    )
+    if state is not None:
+        state.foreign[process_group] = made
+    return made
 
 
 def _current() -> _ParallelState:
@@ -242,8 +307,8 @@ def _make_groups(state: _ParallelState) -> None:
 
 
 def _crosses_stages(mesh: Mesh, ranks: tuple[int, ...]) -> bool:
-    first, last = (mesh.coordinates(rank)["pp"] for rank in (ranks[0], ranks[-1]))  # in mesh order, stage by stage
-    return first != last
+    first = mesh.coordinates(ranks[0])["pp"]
+    return any(mesh.coordinates(rank)["pp"] != first for rank in reversed(ranks))
 
 
 def _share_memory(state: _ParallelState) -> None:
@@ -252,105 +317,19 @@ def _share_memory(state: _ParallelState) -> None:
         state.groups[axis] = replace(group, shared_memory=memories.get(group.name))
 
 
-def _make_subgroup(state: _ParallelState, whole: Group, size: int) -> Group:
-    if size < 1 or whole.size % size:
-        raise ValueError(
-            f"size={size} does not divide the {whole.size} ranks of {whole}; use a divisor of {whole.size}"
-        )
-    if size == whole.size:
-        return whole
-    runs = [ranks[start : start + size] for ranks in whole.replica_groups for start in range(0, whole.size, size)]
-    ranks = next(ranks for ranks in runs if state.rank in ranks)
+def _make_group_of_members(state: _ParallelState, axis: str, replica_groups: RankGroups) -> Group:
+    ranks = next(ranks for ranks in replica_groups if state.rank in ranks)
     group = Group(
-        axis=whole.axis,
+        axis=axis,
         ranks=ranks,
         rank=ranks.index(state.rank),
-        replica_groups=tuple(runs),
+        replica_groups=replica_groups,
         crosses_stages=_crosses_stages(state.mesh, ranks),
     )
-    if size == 1:
+    if group.size == 1:
         return group
     process_group = new_process_group_of_members(ranks, state.timeout)
     state.created.append(process_group)
     group = replace(group, process_group=process_group, name=process_group.group_name)
     memory = share_memory([group], state.rank, group.name, state.timeout).get(group.name)
     return replace(group, shared_memory=memory)
-
-
-def _group(axes: tuple[str, ...], as_list: bool) -> dist.ProcessGroup | list[list[int]]:
-    group = get_group(*axes)
-    if as_list:
-        return [list(ranks) for ranks in group.replica_groups]
-    if group.process_group is None:
-        raise RuntimeError(f"{group} has no process group behind it")
-    return group.process_group
-
-
-def get_tensor_model_parallel_size() -> int:
-    """Ranks that split each layer."""
-    return get_group("tp").size
-
-
-def get_tensor_model_parallel_rank() -> int:
-    """This rank's index in its tensor-parallel group."""
-    return get_group("tp").rank
-
-
-def get_tensor_model_parallel_group(as_list: bool = False) -> dist.ProcessGroup | list[list[int]]:
-    """The tensor-parallel process group, or with `as_list` the ranks of all groups of this axis."""
-    return _group(("tp",), as_list)
-
-
-def get_pipeline_model_parallel_size() -> int:
-    """Number of pipeline stages."""
-    return get_group("pp").size
-
-
-def get_pipeline_model_parallel_rank() -> int:
-    """This rank's stage."""
-    return get_group("pp").rank
-
-
-def get_pipeline_model_parallel_group(as_list: bool = False) -> dist.ProcessGroup | list[list[int]]:
-    """The pipeline process group, or with `as_list` the ranks of all groups of this axis."""
-    return _group(("pp",), as_list)
-
-
-def get_data_parallel_size() -> int:
-    """Number of model replicas: pass it to a DistributedSampler as `num_replicas`."""
-    return get_group("dp").size
-
-
-def get_data_parallel_rank() -> int:
-    """This rank's replica: pass it to a DistributedSampler as `rank`."""
-    return get_group("dp").rank
-
-
-def get_data_parallel_group(as_list: bool = False) -> dist.ProcessGroup | list[list[int]]:
-    """The data-parallel process group, or with `as_list` the ranks of all groups of this axis."""
-    return _group(("dp",), as_list)
-
-
-def get_context_parallel_size() -> int:
-    """Ranks that split each sequence."""
-    return get_group("cp").size
-
-
-def get_context_parallel_rank() -> int:
-    """This rank's index in its context-parallel group."""
-    return get_group("cp").rank
-
-
-def get_expert_model_parallel_size() -> int:
-    """Ranks that split the experts of a layer."""
-    return get_group("ep").size
-
-
-def get_expert_model_parallel_rank() -> int:
-    """This rank's index in its expert-parallel group."""
-    return get_group("ep").rank
-
-
-# The tensor-parallel guide spells these two differently.
-get_tensor_parallel_size = get_tensor_model_parallel_size
-get_data_parallel_world_size = get_data_parallel_size

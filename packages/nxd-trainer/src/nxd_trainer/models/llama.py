@@ -33,9 +33,8 @@ from torch.nn import functional as F
 
 IGNORED_LABEL = -100
 
-# A trace, which cuts the model into pipeline stages, takes these as they are and does not look into them.
+# A trace, which cuts the model into pipeline stages, takes this as it is and does not look into it.
 fx.wrap("rotary_tables")
-fx.wrap("parallel_cross_entropy")
 
 
 @dataclass(frozen=True)
