@@ -7,7 +7,7 @@ operators of Shoeybi et al. 2019 ("Megatron-LM") and, for the sequence-parallel 
 each is the identity. Each takes another process group as well, and is one call in a trace of torch.fx.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -242,3 +242,9 @@ def own_part(whole: Tensor, group: Group, dim: int) -> Tensor:
         )
     parts = whole.unflatten(dim, (group.size, length))
     return parts.index_select(dim, group.rank_tensor(whole).view(1)).squeeze(dim)
+
+
+def parts_in_order(whole: Tensor, order: Sequence[int]) -> Tensor:
+    """Equal parts of the last dim, in another order."""
+    parts = whole.unflatten(-1, (len(order), -1))
+    return parts.index_select(-2, torch.tensor(order, device=whole.device)).flatten(-2)

@@ -334,7 +334,7 @@ class NxDPPModel(nn.Module):
         """
         if self._whole_model is None:
             raise RuntimeError(
-                f"this model is cut into {self._schedule.num_stages} pipeline stages, so that no rank can run it alone; "
+                f"this model is cut into {self._schedule.num_stages} pipeline stages, and no rank can run it alone; "
                 "call run_train(**inputs), which also runs backward, or run_eval(**inputs)"
             )
         return self._whole_model(*args, **kwargs)

@@ -147,6 +147,7 @@ class _LayerFactory:
             dtype=self.dtype,
             device=self.device,
             sequence_parallel_enabled=self.sequence_parallel,
+            sequence_dimension=0,
         )
 
     def column(self, input_size: int, output_size: int) -> ColumnParallelLinear:
