@@ -133,12 +133,15 @@ class NeuronZero1Optimizer(Optimizer):
     def init_zero(self) -> None:
         """Move the parameters into buckets, of which each rank updates a part. Only needed after `lazy_init`.
 
+        Where that is done, it is `refresh_master_weights`: scripts call it after loading weights.
+
         Raises:
-            RuntimeError: done already, or there are several ranks but no mesh.
+            RuntimeError: there are several ranks but no mesh.
             ValueError: parameters on the meta device, or others on another rank; groups that do not fit the ranks.
         """
         if self.inited:
-            raise RuntimeError("init_zero() has been called already; call it once, and only with lazy_init=True")
+            self.refresh_master_weights()
+            return
         self.group: Group = find_sharding_group(self.sharding_groups)
         check_grad_norm_groups(self.grad_norm_groups)
         self.inited = True

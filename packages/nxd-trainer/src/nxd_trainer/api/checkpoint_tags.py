@@ -71,12 +71,17 @@ def is_untagged(tag: str | None) -> bool:
     return not tag
 
 
+class NothingSavedError(CheckpointError):
+    """A folder holds no complete checkpoint, whatever its tag."""
+
+
 def find_checkpoint(path: str | os.PathLike[str], tag: str | None) -> Found:
     """The checkpoint of this tag, or the newest complete one, or the one that the path itself names.
 
     Raises:
         ValueError: the path or the tag is not allowed.
-        CheckpointError: there is none; or no tag is given, and one of ours is damaged and may be the newest.
+        CheckpointError: there is none (`NothingSavedError` if it could have been any); or no tag is given, and one of
+            ours is damaged and may be the newest.
     """
     root = _folder(path).removeprefix("file://")
     if os.path.isfile(root):
@@ -96,7 +101,7 @@ def find_checkpoint(path: str | os.PathLike[str], tag: str | None) -> Found:
         return Found(parent, name, "v2")
     if name and _is_own(parent, name):
         return Found(parent, name, "nxd")
-    raise CheckpointError(
+    raise NothingSavedError(
         f"there is no complete checkpoint in {root}; give the folder that checkpoints were saved to, or ask "
         "has_checkpoint first"
     )
