@@ -7,6 +7,7 @@ from nxd_layers.activation_checkpoint import (
 )
 from nxd_layers.attention import CoreAttention, attention_mask, document_ids_from_lengths
 from nxd_layers.chunked_loss import linear_cross_entropy
+from nxd_layers.conv import InputChannelParallelConv2d, OutputChannelParallelConv2d
 from nxd_layers.cross_entropy import parallel_cross_entropy
 from nxd_layers.embedding import ParallelEmbedding
 from nxd_layers.key_value_heads import kv_size_multiplier_for
@@ -37,6 +38,8 @@ __all__ = [
     "GQAQKVColumnParallelLinear",
     "kv_size_multiplier_for",
     "ParallelEmbedding",
+    "OutputChannelParallelConv2d",
+    "InputChannelParallelConv2d",
     "CoreAttention",
     "attention_mask",
     "document_ids_from_lengths",

@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from nxd_layers.tracing import leaf_of_traces
+from nxd_layers.upstream_arguments import takes_names_too
 
 
 @dataclass(frozen=True)
@@ -135,6 +136,7 @@ class _ParallelCrossEntropy(Function):
 
 
 @leaf_of_traces
+@takes_names_too(vocab_parallel_logits="parallel_logits", target="labels")
 def parallel_cross_entropy(
     parallel_logits: Tensor,
     labels: Tensor,

@@ -13,6 +13,8 @@ import torch
 
 Layer = TypeVar("Layer")
 Parameters = ParamSpec("Parameters")
+Names = ParamSpec("Names")
+Result = TypeVar("Result")
 Init = Callable[Concatenate[Layer, Parameters], None]
 
 _logger = logging.getLogger(__name__)
@@ -41,6 +43,28 @@ def takes_order_too(
             other(layer, **dict(zip(names, args, strict=False)), **kwargs)
 
         return initialize
+
+    return decorate
+
+
+def takes_names_too(**documented_names: str) -> Callable[[Callable[Names, Result]], Callable[Names, Result]]:
+    """Let callers give arguments of a function under another name.
+
+    Args:
+        **documented_names: the function's own name of an argument, by the other one.
+    """
+
+    def decorate(function: Callable[Names, Result]) -> Callable[Names, Result]:
+        @wraps(function)
+        def call(*args: Names.args, **kwargs: Names.kwargs) -> Result:
+            for other, name in documented_names.items():
+                if other in kwargs:
+                    if name in kwargs:
+                        raise TypeError(f"{name} and {other} are two names of one argument; give one of them")
+                    kwargs[name] = kwargs.pop(other)
+            return function(*args, **kwargs)
+
+        return call
 
     return decorate
 
