@@ -1,6 +1,7 @@
 """`NxDPPModel`: a model cut into pipeline stages, trained and evaluated by a schedule."""
 
 import gc
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -48,6 +49,24 @@ from nxd_pipeline.schedules import (
 )
 from nxd_pipeline.timeline import BubbleReport, TraceFile, bubble_report
 
+# Arguments by which scripts tuned the old runtime, with their defaults there.
+OLD_RUNTIME_FLAGS: Mapping[str, bool | int] = {
+    "_delay_tracing": False,
+    "_turn_off_odd_even_scheduler": False,
+    "_all_reduce_send_recv": False,
+    "_fused_send_recv": False,
+    "_fused_fwd_bwd": False,
+    "_mark_step_before_pp_runtime": True,
+    "_mark_step_after_pp_runtime": True,
+    "_deallocate_send_tensors": True,
+    "_use_gloo_for_metadata_comm": False,
+    "_debug_mode": False,
+    "_debug_pp_size": 8,
+    "_debug_pp_rank": 0,
+}
+
+logger = logging.getLogger(__name__)
+
 
 class NxDPPModel(nn.Module):
     """Runs a model over the ranks of the "pp" group; every rank holds its stages only.
@@ -84,7 +103,11 @@ class NxDPPModel(nn.Module):
         schedule: str | Schedule | None = None,
         return_loss_on_cpu: bool = True,
         deallocate_pipeline_outputs: bool = False,
+        use_model_wrapper: bool = False,
         use_optimizer_wrapper: bool = False,
+        autowrap_obj_methods: Mapping[Any, Sequence[str]] | None = None,
+        fuse_microbatches: bool = False,
+        **old_flags: Any,
     ) -> None:
         """Cut the model and keep this rank's stages.
 
@@ -125,12 +148,19 @@ class NxDPPModel(nn.Module):
                 stages per rank.
             return_loss_on_cpu: losses come back as CPU tensors.
             deallocate_pipeline_outputs: taken for scripts that give it; the runtime keeps what backward needs.
+            use_model_wrapper: taken for scripts that give it.
             use_optimizer_wrapper: taken for scripts that give it.
+            autowrap_obj_methods: methods, by name, of objects, that a trace does not look into.
+            fuse_microbatches: taken for scripts that give it; a device that records graphs records one per action.
+            **old_flags: those of `OLD_RUNTIME_FLAGS`, taken for scripts that give them; one line in the log says that
+                they change nothing.
 
         Raises:
+            TypeError: an argument that is none.
             ValueError: arguments that exclude each other, or a model or schedule that cannot be cut or played so.
         """
         super().__init__()
+        _note_old_flags(old_flags)
         if return_mb_loss and broadcast_and_average_loss:
             raise ValueError("return_mb_loss and broadcast_and_average_loss exclude each other; choose one")
         options = PartitionOptions(
@@ -142,6 +172,7 @@ class NxDPPModel(nn.Module):
             leaf_module_cls=leaf_module_cls,
             autowrap_functions=autowrap_functions,
             autowrap_modules=autowrap_modules,
+            autowrap_obj_methods=autowrap_obj_methods,
             tracer_cls=tracer_cls,
             stages=stages,
             manual_pp_partition=manual_pp_partition,
@@ -390,6 +421,15 @@ class NxDPPModel(nn.Module):
                     "Name all inputs in input_names"
                 )
         return split_batch(batch, self._num_microbatches)
+
+
+def _note_old_flags(flags: Mapping[str, Any]) -> None:
+    unknown = sorted(flags.keys() - OLD_RUNTIME_FLAGS.keys())
+    if unknown:
+        raise TypeError(f"NxDPPModel has no argument {', '.join(map(repr, unknown))}; see help(NxDPPModel)")
+    changed = sorted(name for name, value in flags.items() if value != OLD_RUNTIME_FLAGS[name])
+    if changed:
+        logger.info("%s tuned the old runtime and change nothing here; leave them out", ", ".join(changed))
 
 
 def _loss_spec(module: nn.Module | Sequence[nn.Module], spec: LossSpec) -> LossSpec:

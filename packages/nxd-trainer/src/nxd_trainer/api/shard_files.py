@@ -65,7 +65,7 @@ def save(
     def write() -> None:
         path = os.path.join(folder, v1_name(Rank(pp.rank, 0, tp.rank, 0)))
         content = _detached(state_dict, torch.bfloat16 if down_cast_bf16 else None)
-        (_write_xser if save_xser else _write_plain)(content, path)
+        (write_xser if save_xser else _write_plain)(content, path)
 
     num_turns = tp.size * pp.size if save_serially else 1
     own_turn = pp.rank * tp.size + tp.rank if save_serially else 0
@@ -163,11 +163,11 @@ def _write_plain(content: Any, path: str) -> None:
         os.remove(path)
         shutil.rmtree(path + TENSORS_SUFFIX, ignore_errors=True)
     os.makedirs(path, exist_ok=True)
-    _write(content, os.path.join(path, V1_CONTENT))
+    write_file(content, os.path.join(path, V1_CONTENT))
 
 
-def _write_xser(content: Any, path: str) -> None:
-    """Tensors first: the skeleton says that they are there."""
+def write_xser(content: Any, path: str) -> None:
+    """Write a rank's content with a file for each tensor. Tensors first: the skeleton says that they are there."""
     if os.path.isdir(path):  # a plain save of before
         shutil.rmtree(path)
     if os.path.isfile(path):
@@ -176,14 +176,14 @@ def _write_xser(content: Any, path: str) -> None:
     os.makedirs(path + TENSORS_SUFFIX)
     skeleton = io.BytesIO()
     for number, tensor in save_skeleton(content, skeleton).items():
-        _write(tensor, os.path.join(path + TENSORS_SUFFIX, f"tensor_{number}.pt"))
+        write_file(tensor, os.path.join(path + TENSORS_SUFFIX, f"tensor_{number}.pt"))
     with open(path + ".new", "wb") as file:
         file.write(skeleton.getvalue())
     os.replace(path + ".new", path)
 
 
-def _write(content: Any, path: str) -> None:
-    """Write a file atomically."""
+def write_file(content: Any, path: str) -> None:
+    """Write a rank's content to a file, atomically."""
     torch.save(content, path + ".new")
     os.replace(path + ".new", path)
 
