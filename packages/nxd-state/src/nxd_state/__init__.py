@@ -55,6 +55,7 @@ from nxd_state.parallel_state import (
     get_world_group,
     initialize_model_parallel,
     model_parallel_is_initialized,
+    planned_world,
     subgroup,
 )
 from nxd_state.process_groups import serve_store, transport_device
@@ -85,6 +86,7 @@ __all__ = [
     "initialize_model_parallel",
     "model_parallel_is_initialized",
     "destroy_model_parallel",
+    "planned_world",
     "get_mesh",
     "get_group",
     "active_group",

@@ -6,6 +6,8 @@ Holds the state (mesh and process groups) and the documented getters. The arithm
 import atexit
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
@@ -46,6 +48,7 @@ class _ParallelState:
 
 
 _state: _ParallelState | None = None
+_planned: tuple[int, int] | None = None  # rank and world size, inside `planned_world`
 
 
 def initialize_model_parallel(
@@ -84,7 +87,7 @@ def initialize_model_parallel(
         )
     debug.read_environment()
     timeout = timeout or _timeout_from_environment()
-    rank, world_size = _launched_rank_and_world_size()
+    rank, world_size = _planned or _launched_rank_and_world_size()
     mesh = Mesh(
         world_size,
         pp=pipeline_model_parallel_size,
@@ -93,6 +96,9 @@ def initialize_model_parallel(
         ep=expert_model_parallel_size,
         order=rank_order,
     )
+    if _planned is not None:
+        _state = _ParallelState(mesh=mesh, rank=rank, groups=_planned_groups(mesh, rank))
+        return
     owns_world = not dist.is_initialized()
     if owns_world:
         start_torch_distributed(rank, world_size, timeout, store)
@@ -134,6 +140,34 @@ def destroy_model_parallel() -> None:
         return
     for process_group in reversed(state.created):
         dist.destroy_process_group(process_group)
+
+
+@contextmanager
+def planned_world(world_size: int, rank: int = 0) -> Iterator[None]:
+    """Inside, `initialize_model_parallel` lays out ranks that do not run, of which this process acts as one.
+
+    Layers are made with that rank's shapes and shard metadata. Nothing can be sent, so a model cannot be called. The
+    mesh ends with the block.
+
+    Args:
+        world_size: of the job that is planned.
+        rank: to act as.
+
+    Raises:
+        RuntimeError: model parallelism is initialised.
+        ValueError: there is no such rank.
+    """
+    global _planned  # noqa: PLW0603
+    if _state is not None or _planned is not None:
+        raise RuntimeError("model parallelism is already initialised; call destroy_model_parallel() first")
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank={rank} is outside 0..{world_size - 1}, the ranks of world_size={world_size}")
+    _planned = (rank, world_size)
+    try:
+        yield
+    finally:
+        _planned = None
+        destroy_model_parallel()
 
 
 def get_mesh() -> Mesh:
@@ -239,6 +273,18 @@ def _make_groups(state: _ParallelState) -> None:
             name=process_group.group_name,
             crosses_stages=_crosses_stages(state.mesh, ranks),
         )
+
+
+def _planned_groups(mesh: Mesh, rank: int) -> dict[str, Group]:
+    """The groups of a rank that does not run: without process groups."""
+    partitions = {"+".join(axes): mesh.groups(*axes) for axes in GROUP_AXES} | {"embedding": mesh.embedding_groups()}
+    groups = {}
+    for axis, replica_groups in partitions.items():
+        ranks = next((ranks for ranks in replica_groups if rank in ranks), None)
+        if ranks is not None:
+            crosses = _crosses_stages(mesh, ranks)
+            groups[axis] = Group(axis, ranks, ranks.index(rank), replica_groups, crosses_stages=crosses)
+    return groups
 
 
 def _crosses_stages(mesh: Mesh, ranks: tuple[int, ...]) -> bool:

@@ -4,8 +4,8 @@ from typing import Any
 
 from nxd_trainer.compat.lightning_names import from_nxd_lightning
 
-__all__ = ["NeuronTensorBoardLogger"]
+_NAMES = ("NeuronTensorBoardLogger",)
 
 
 def __getattr__(name: str) -> Any:
-    return from_nxd_lightning(__name__, name, __all__)
+    return from_nxd_lightning(__name__, name, _NAMES)

@@ -28,9 +28,29 @@ _SUBMODULES = (
     "utils",
 )
 
-_NAMES = ("HloMetadataLevel", "cpu_mode", "get_device", "hardware", "mark_step", "master_print")
-
-__all__ = list(_SUBMODULES + _NAMES)
+__all__ = [
+    "HloMetadataLevel",
+    "cpu_mode",
+    "get_device",
+    "hardware",
+    "mark_step",
+    "master_print",
+    "activation_checkpoint",
+    "adamw_fp32_optim_params",
+    "batch_utils",
+    "logger",
+    "medusa_utils",
+    "model_utils",
+    "random",
+    "safetensors_utils",
+    "sampling",
+    "serialization",
+    "tensor_capture",
+    "tensor_replacement",
+    "tensor_utils",
+    "timeline",
+    "utils",
+]
 
 
 def __getattr__(name: str) -> Any:
