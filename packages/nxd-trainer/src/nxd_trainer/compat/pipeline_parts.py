@@ -305,9 +305,10 @@ def trace_model(
         autowrap_obj_methods=autowrap_obj_methods,
         tracer_cls=tracer_cls if isinstance(tracer_cls, type) else fx.Tracer,
     )
-    graph.eliminate_dead_code()
     traced = fx.GraphModule(model, graph)
+    traced.graph.eliminate_dead_code()
     traced.delete_all_unused_submodules()
+    traced.recompile()
     return traced
 
 

@@ -2,7 +2,7 @@
 
 import json
 import os
-from enum import Enum, IntEnum, auto
+from enum import Enum, IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ class hardware(Enum):  # noqa: N801  (the documented name)
     TRN1 = "trn1"
     TRN2 = "trn2"
     TRN3 = "trn3"
-    CUSTOM = auto()
+    CUSTOM = "custom"
 
     @classmethod
     def _missing_(cls, value: object) -> "hardware | None":
