@@ -5,6 +5,7 @@ each index along one dim, as `[out, 1]`. Scales are float32.
 """
 
 import enum
+import warnings
 from collections.abc import Sequence
 from enum import Enum
 from typing import TypedDict
@@ -283,12 +284,13 @@ def quantize_to_qint8(tensor: Tensor, channel_axis: int | None = None) -> Tensor
         channel_axis: as for `quantize`.
     """
     _, scale = quantize(tensor, torch.int8, channel_axis=channel_axis)
-    if channel_axis is None:
-        return torch.quantize_per_tensor(tensor.float(), float(scale), 0, torch.qint8)
-    scales = scale.flatten().double()
-    return torch.quantize_per_channel(
-        tensor.float(), scales, torch.zeros_like(scales).long(), channel_axis, torch.qint8
-    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*deprecated", category=UserWarning)  # that torch will drop them
+        if channel_axis is None:
+            return torch.quantize_per_tensor(tensor.float(), float(scale), 0, torch.qint8)
+        scales = scale.flatten().double()
+        zeros = torch.zeros_like(scales, dtype=torch.int64)
+        return torch.quantize_per_channel(tensor.float(), scales, zeros, channel_axis, torch.qint8)
 
 
 def extract_q_scale(q_tensor: Tensor) -> Tensor:
