@@ -28,7 +28,8 @@ from torch import nn
 
 
 @pytest.fixture(autouse=True)
-def _own_cache(tmp_path, monkeypatch):
+def _quick_compiler_and_own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")  # without a C++ compiler programs are exported only
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
