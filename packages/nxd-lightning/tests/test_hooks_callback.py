@@ -69,7 +69,12 @@ def fit(folder, callback):
     data = torch.utils.data.DataLoader(torch.ones(8, 2), batch_size=2)
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
     trainer = lightning().Trainer(
-        max_steps=4, callbacks=[callback], accelerator="cpu", default_root_dir=folder, enable_checkpointing=False, **quiet
+        max_steps=4,
+        callbacks=[callback],
+        accelerator="cpu",
+        default_root_dir=folder,
+        enable_checkpointing=False,
+        **quiet,
     )
     trainer.fit(Tiny(), data)
     return trainer

@@ -152,7 +152,9 @@ def test_zero1_states_go_to_another_number_of_replicas_and_back(tmp_path):
         torch.save(state, tmp_path / "two" / "optim" / f"dp_rank_{replica:02d}_tp_rank_00_pp_rank_00.pt")
 
     def run(source, target, *options):
-        convert_zero_checkpoints.main(["--input_dir", str(tmp_path / source), "--output_dir", str(tmp_path / target)] + list(options))
+        convert_zero_checkpoints.main(
+            ["--input_dir", str(tmp_path / source), "--output_dir", str(tmp_path / target)] + list(options)
+        )
         return tmp_path / target / "optim"
 
     whole = torch.load(run("two", "whole", "--convert_to_full") / "full_tp_rank_00_pp_rank_00.pt")

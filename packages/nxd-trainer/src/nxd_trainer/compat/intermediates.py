@@ -270,7 +270,7 @@ def patch_forward_with_additional_args(model: nn.Module, module_superset: Sequen
                 f"[Tensor replacement] modules: expected {2 * count} trailing replacement args (tensors[{count}] + "
                 f"masks[{count}]), got {len(further)}"
             )
-        RuntimeRegister.register_runtime_args(further[:count], further[count:])
+        RuntimeRegister.register_runtime_args(tr_args=further[:count], mask_args=further[count:])
         try:
             return forward(*args[:num_own])
         finally:
