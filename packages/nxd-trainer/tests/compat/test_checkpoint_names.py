@@ -153,7 +153,7 @@ def test_zero1_states_go_to_another_number_of_replicas_and_back(tmp_path):
 
     def run(source, target, *options):
         convert_zero_checkpoints.main(
-            ["--input_dir", str(tmp_path / source), "--output_dir", str(tmp_path / target)] + list(options)
+            ["--input_dir", str(tmp_path / source), "--output_dir", str(tmp_path / target), *options]
         )
         return tmp_path / target / "optim"
 

@@ -17,9 +17,9 @@ LIST = Path(__file__).parent / "upstream_names.txt"
 def listed():
     module, names = "", {}
     for line in LIST.read_text(encoding="utf-8").splitlines():
-        if not line.startswith(" "):
-            module, _, line = line.partition(":")
-        names.setdefault(module, []).extend(line.split())
+        head, _, rest = line.partition(":") if not line.startswith(" ") else (module, ":", line)
+        module = head
+        names.setdefault(module, []).extend(rest.split())
     return names
 
 
@@ -51,7 +51,7 @@ def test_a_name_of_the_old_runtime_explains_itself_in_one_line_when_it_is_called
 def test_an_unknown_name_says_which_there_are():
     import neuronx_distributed
 
-    with pytest.raises(AttributeError, match="no attribute 'TensorBuilder'; there are .*ModelBuilder"):
+    with pytest.raises(AttributeError, match=r"no attribute 'TensorBuilder'; there are .*ModelBuilder"):
         _ = neuronx_distributed.TensorBuilder
 
 
