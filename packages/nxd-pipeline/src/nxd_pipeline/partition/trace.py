@@ -95,11 +95,11 @@ def trace_model(
     tracer.layer_classes = tuple(leaf_classes)
     tracer.layer_names = frozenset(leaf_names)
     tracer.input_names = tuple(input_names)
-    try:
-        with methods_kept_whole(autowrap_obj_methods or {}):
+    with methods_kept_whole(autowrap_obj_methods or {}):
+        try:
             return tracer.trace(module)
-    except Exception as error:  # models may raise anything when given proxies instead of values
-        raise ValueError(_not_traced(module, error, tracer.failed_in)) from error
+        except Exception as error:  # models may raise anything when given proxies instead of values
+            raise ValueError(_not_traced(module, error, tracer.failed_in)) from error
 
 
 @contextmanager
