@@ -199,7 +199,7 @@ def check_loss_arguments(logits_shape: tuple[int, ...], labels: Tensor, definiti
     if not 0 < vocab <= logits_shape[-1]:
         raise ValueError(f"vocab_size={vocab} does not fit {logits_shape[-1]} logits; use 1..{logits_shape[-1]}")
     # Elsewhere a look at the values would stall the device.
-    if labels.device.type == "cpu" and not torch.compiler.is_compiling():
+    if labels.is_cpu and not torch.compiler.is_compiling():
         wrong = ((labels < 0) | (labels >= vocab)) & (labels != ignore_index)
         if wrong.any():
             raise ValueError(

@@ -91,7 +91,7 @@ class ParallelEmbedding(nn.Module):
             IndexError: (on the CPU) an id outside the vocabulary.
         """
         # Elsewhere a look at the values would stall the device.
-        if input_.device.type == "cpu" and not torch.compiler.is_compiling():
+        if input_.is_cpu and not torch.compiler.is_compiling():
             self._check_ids(input_)
         group = layer_group(self.tensor_parallel_size)
         if group.size == 1:

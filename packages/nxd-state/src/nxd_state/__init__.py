@@ -23,7 +23,20 @@ from nxd_state.collectives import (
 )
 from nxd_state.collectives.choice import shared_memory_bytes
 from nxd_state.collectives.debug import CollectiveMismatch
-from nxd_state.device import device_type, get_device, has_float64, records_graphs, step_boundary
+from nxd_state.device import (
+    autocast_devices,
+    device_type,
+    get_device,
+    has_float64,
+    has_fused_optimizers,
+    has_streams,
+    is_host,
+    peak_memory_bytes,
+    records_graphs,
+    step_boundary,
+    torch_xla_module,
+    widest_float,
+)
 from nxd_state.every_rank import Attempt, attempt_on_every_rank, on_every_rank
 from nxd_state.group import Group
 from nxd_state.host_device_copies import read_later, send_to_device
@@ -153,7 +166,14 @@ __all__ = [
     "device_type",
     "get_device",
     "records_graphs",
+    "is_host",
+    "has_streams",
     "has_float64",
+    "widest_float",
+    "has_fused_optimizers",
+    "autocast_devices",
+    "peak_memory_bytes",
+    "torch_xla_module",
     "transport_device",
     "step_boundary",
     "send_to_device",

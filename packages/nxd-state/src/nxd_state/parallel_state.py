@@ -12,7 +12,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from nxd_state.collectives import debug
-from nxd_state.device import device_type
+from nxd_state.device import records_graphs
 from nxd_state.group import Group
 from nxd_state.mesh import Mesh, RankGroups
 from nxd_state.process_groups import new_process_group, new_process_group_of_members, start_torch_distributed
@@ -192,7 +192,7 @@ def _launched_rank_and_world_size() -> tuple[int, int]:
     if dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if world_size > 1 and device_type() == "xla" and os.environ.get("PJRT_DEVICE") == "CPU":
+    if world_size > 1 and records_graphs() and os.environ.get("PJRT_DEVICE") == "CPU":
         raise RuntimeError(
             f"WORLD_SIZE={world_size} with PJRT_DEVICE=CPU: torch-xla's CPU client has no collectives between "
             "processes; use one rank, or NXD_DEVICE=cpu, or, in a test, nxd_state.testing.run_on_replicas"

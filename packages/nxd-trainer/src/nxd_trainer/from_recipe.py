@@ -19,7 +19,7 @@ from nxd_layers.hf.transformers_models import takes_causal_lm_loss
 from nxd_layers.lora import LoraConfig
 from nxd_pipeline import Schedule, insert_communication, make_schedule, simulate
 from nxd_pipeline.partition import ParamInit, materialize
-from nxd_state import get_device, records_graphs, seed_model_parallel
+from nxd_state import get_device, has_fused_optimizers, records_graphs, seed_model_parallel
 from torch import Tensor, nn
 from torch.optim import AdamW
 
@@ -275,7 +275,7 @@ def build_optimizer(recipe: Recipe, model: NxDModel) -> NxDOptimizer:
     """AdamW for the parameters that train."""
     device = get_device()
     # On XLA the count of steps, too, is data; bias corrections that have become 1 would make another graph.
-    kind: dict[str, Any] = {"capturable": True} if records_graphs(device) else {"fused": device.type in ("cpu", "cuda")}
+    kind: dict[str, Any] = {"capturable": True} if records_graphs(device) else {"fused": has_fused_optimizers(device)}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = parameter_groups(recipe, trained)
     return initialize_parallel_optimizer(model.nxd_config, AdamW, groups, **adamw_arguments(recipe), **kind)

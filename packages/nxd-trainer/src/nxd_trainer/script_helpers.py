@@ -16,11 +16,12 @@ from nxd_state import (
     active_group,
     all_reduce_,
     copy_parameter_attributes,
-    device_type,
     get_group,
     get_rng_state,
     get_world_group,
+    is_host,
     model_parallel_is_initialized,
+    records_graphs,
     rng_stream,
     set_partition_attributes,
     set_rng_state,
@@ -243,9 +244,9 @@ def get_local_world_size() -> int:
 
 def is_pjrt_device() -> bool:
     """Whether this process computes through PJRT, the runtime interface of XLA devices."""
-    return device_type() == "xla"
+    return records_graphs()
 
 
 def cpu_mode() -> bool:
     """Whether this process computes on the CPU."""
-    return device_type() == "cpu"
+    return is_host()

@@ -11,7 +11,7 @@ from os import PathLike
 from typing import Any
 
 import torch
-from nxd_state import Group, active_group, get_device
+from nxd_state import Group, active_group, get_device, widest_float
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -404,7 +404,7 @@ class NeuronZero1Optimizer(Optimizer):
         """Scale the gradients by their norm and the loss scale; whether the step is to be taken."""
         buckets = self._weights.buckets
         device = buckets[0].device if buckets else get_device()
-        scale = torch.tensor(1.0 / self.loss_scale, dtype=torch.float64, device=device)
+        scale = torch.tensor(1.0 / self.loss_scale, dtype=widest_float(device), device=device)
         self._grad_norm = None
         if self.grad_clipping or self.skip_non_finite_steps:
             norm = norm_of_parts(buckets, (self.group, active_group("pp", "tp")), device) / self.loss_scale

@@ -5,7 +5,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from nxd_state import Group, all_reduce, broadcast, get_group, model_parallel_is_initialized, transport_device
+from nxd_state import (
+    Group,
+    all_reduce,
+    broadcast,
+    get_group,
+    model_parallel_is_initialized,
+    transport_device,
+    widest_float,
+)
 from torch import Tensor
 
 from nxd_pipeline.runtime.failure import Failures
@@ -65,13 +73,10 @@ def check_loss(loss: Any) -> Tensor:
 
 
 def share_loss(loss: Tensor | None, pipeline: Group, replicas: Group, *, source: int) -> Tensor:
-    """The loss that pipeline rank `source` has, averaged over the replicas, on every rank, in float64."""
+    """The loss that pipeline rank `source` has, averaged over the replicas, on every rank, in float64 if that exists."""
     device = transport_device(pipeline)
-    mine = (
-        torch.zeros((), dtype=torch.float64, device=device)
-        if loss is None
-        else loss.detach().double().reshape(()).to(device)
-    )
+    dtype = widest_float(device)
+    mine = torch.zeros((), dtype=dtype, device=device) if loss is None else loss.detach().reshape(()).to(device, dtype)
     return all_reduce(broadcast(mine, pipeline, source=source), replicas, op="avg")
 
 

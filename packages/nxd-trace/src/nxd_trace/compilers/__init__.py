@@ -1,6 +1,6 @@
 """The compilers by name: `export`, `inductor`, `neuronx` and `hlo`, one file each."""
 
-from nxd_state import device_type
+from nxd_state import records_graphs
 
 from nxd_trace.compilers.base import CompileJob, Compiler, Run
 from nxd_trace.compilers.export import EXPORT
@@ -21,7 +21,7 @@ def choose_compiler(name: str | None) -> Compiler:
         ValueError: there is none of this name.
     """
     if name is None:
-        name = "neuronx" if device_type() == "xla" else "inductor" if has_cpp_compiler() else "export"
+        name = "neuronx" if records_graphs() else "inductor" if has_cpp_compiler() else "export"
     if name not in COMPILERS:
         raise ValueError(f"compiler={name!r} is not known; use one of {', '.join(COMPILERS)}")
     return COMPILERS[name]

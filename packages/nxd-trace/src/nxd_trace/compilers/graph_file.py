@@ -17,6 +17,7 @@ import math
 import operator
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from reprlib import repr as shortened
@@ -205,8 +206,9 @@ def _graph_from_json(stored: Any) -> fx.GraphModule:
                 name = f"graph_{len(root._modules)}"
                 root.add_module(name, _graph_from_json(inner))
                 return graph.get_attr(name)
-            case {"device": str(device)} if len(value) == 1 and re.fullmatch(r"(cpu|cuda|meta|xla)(:\d{1,3})?", device):
-                return torch.device(device)
+            case {"device": str(name)} if len(value) == 1 and re.fullmatch(r"[a-z]{1,16}(:\d{1,3})?", name):
+                with suppress(RuntimeError):  # torch knows of no such device
+                    return torch.device(name)
             case {"dtype": str(name)} | {"layout": str(name)} | {"memory_format": str(name)} if len(value) == 1:
                 kind = getattr(torch, next(iter(value)))
                 if isinstance(found := getattr(torch, name, None), kind):
