@@ -38,7 +38,7 @@ def grad_norm(parameters: Iterable[Tensor] | Tensor, norm_type: float | str = 2.
         norm_type: p > 0, or inf (also as "inf").
 
     Returns:
-        0-d tensor, float64 (float32 where the device has no float64). Half-precision gradients are accumulated in float32.
+        0-d tensor, in the device's widest float. Half-precision gradients are accumulated in float32.
 
     Raises:
         ValueError: `norm_type` is not positive, or a parameter is sharded along another axis than "tp".

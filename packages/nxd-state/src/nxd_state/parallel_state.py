@@ -15,7 +15,12 @@ from nxd_state.collectives import debug
 from nxd_state.device import records_graphs
 from nxd_state.group import Group
 from nxd_state.mesh import Mesh, RankGroups
-from nxd_state.process_groups import new_process_group, new_process_group_of_members, start_torch_distributed
+from nxd_state.process_groups import (
+    new_process_group,
+    new_process_group_of_members,
+    start_torch_distributed,
+    world_barrier,
+)
 from nxd_state.rank_failure import report_uncaught_failures
 from nxd_state.shared_groups import share_memory
 
@@ -106,7 +111,7 @@ def initialize_model_parallel(
     _make_groups(state)
     _share_memory(state)
     if world_size > 1:
-        dist.barrier()  # a rank that continued and ended at once would close connections that others are still making
+        world_barrier()  # a rank that continued and ended at once would close connections that others are still making
     _state = state
 
 

@@ -51,6 +51,12 @@ def _fresh_store(rank: int, world_size: int, timeout: timedelta | None) -> dist.
     return dist.PrefixStore(f"nxd_state/start_{start}", store)
 
 
+def world_barrier() -> None:
+    """Wait for all ranks of the world."""
+    # Without an index torch warns that it takes the accelerator's current device, which is this one.
+    dist.barrier(device_ids=None if dist.get_backend() == "gloo" else [get_device().index])
+
+
 def serve_store(listener: socket.socket) -> dist.TCPStore:
     """Serve the key-value store through which the ranks of a launch meet.
 

@@ -73,7 +73,7 @@ def check_loss(loss: Any) -> Tensor:
 
 
 def share_loss(loss: Tensor | None, pipeline: Group, replicas: Group, *, source: int) -> Tensor:
-    """The loss that pipeline rank `source` has, averaged over the replicas, on every rank, in float64 if that exists."""
+    """The loss that pipeline rank `source` has, averaged over the replicas, on every rank, in the widest float."""
     device = transport_device(pipeline)
     dtype = widest_float(device)
     mine = torch.zeros((), dtype=dtype, device=device) if loss is None else loss.detach().reshape(()).to(device, dtype)

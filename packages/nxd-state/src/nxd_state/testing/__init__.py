@@ -1,7 +1,8 @@
 """Run a function on N ranks, for tests: warm processes, real collectives, failures that name the rank.
 
 Contains the pool of ranks, its pytest plugin, the replicas that run XLA's graphs on a CPU, the stand-in for the native
-`neuron` device and a runner for command lines under torchrun, but not the tests that use them. Needs the extra `nxd-state[testing]`.
+`neuron` device and a runner for command lines under torchrun, but not the tests that use them. Needs the extra
+`nxd-state[testing]`.
 """
 
 from nxd_state.testing.deadlines import deadline

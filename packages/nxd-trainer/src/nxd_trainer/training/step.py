@@ -34,12 +34,12 @@ def take_step(state: RunState, *, stopping: bool = False) -> tuple[Tensor, Tenso
         stopping: whether this rank has been asked to stop.
 
     Returns:
-        [2], float64 if the device has it, the same on every rank: the mean loss over the ranks that have one, and how many ranks are to stop;
-        then the norm of the gradients before clipping, 0-d (None without clipping).
+        `[2]`, in the device's widest float, the same on every rank: the mean loss over the ranks that have one, and how
+        many ranks are to stop; then the norm of the gradients before clipping, 0-d (None without clipping).
     """
     rank_loss = compute_gradients(state)
-    # Not 0-d: torch-xla takes the scalars 0 and 1 for constants.
     device = get_device()
+    # Not 0-d: torch-xla takes the scalars 0 and 1 for constants.
     request = send_to_device(torch.tensor([float(stopping)], dtype=widest_float(device)), device)
     sums = all_reduce(torch.cat([loss_to_add(rank_loss).view(1), request]), get_world_group())  # one message for both
     return sums, update_weights(state)
