@@ -1,9 +1,9 @@
 """The packages ask devices for traits: which files name a type of device, and that there are no more of them.
 
 Named is an accelerator where its name stands in the code by itself ("cuda", "xla:0", `torch.cuda`, `.is_xla`), where
-the library of one is imported, and the CPU where a device's type is compared with it. Not counted: docstrings, messages,
-host memory asked for (`device="cpu"`, `.cpu()`, `.is_cpu`), names of distributions, and the stand-ins of devices that
-`nxd_state.testing` makes for tests.
+the library of one is imported, and the CPU where a device's type is compared with it. Not counted: docstrings and
+messages, host memory asked for (`device="cpu"`, `.cpu()`, `.is_cpu`), names of distributions, and the stand-ins of
+devices that `nxd_state.testing` makes for tests.
 """
 
 import ast
@@ -29,7 +29,8 @@ def names_in(source: str) -> list[str]:
     """Each place that names a device, as "line: what"."""
     tree = ast.parse(source)
     docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    return [f"{node.lineno}: {what}" for node in ast.walk(tree) if id(node) not in docstrings for what in named_by(node)]
+    nodes = [node for node in ast.walk(tree) if id(node) not in docstrings]
+    return [f"{getattr(node, 'lineno', 0)}: {what}" for node in nodes for what in named_by(node)]
 
 
 def named_by(node: ast.AST) -> Iterator[str]:
@@ -81,7 +82,7 @@ def test_types_of_devices_are_named_in_five_files_at_most() -> None:
         'dist.init_process_group("nccl")',
     ],
 )
-def test_place_that_names_a_device_is_counted(line) -> None:
+def test_place_that_names_a_device_is_counted(line: str) -> None:
     assert names_in(f"if True:\n    {line}\n") != []
 
 
@@ -96,5 +97,5 @@ def test_place_that_names_a_device_is_counted(line) -> None:
         'installed = versions["torch-xla"]',
     ],
 )
-def test_place_that_asks_for_host_memory_is_not_counted(line) -> None:
+def test_place_that_asks_for_host_memory_is_not_counted(line: str) -> None:
     assert names_in(f"if True:\n    {line}\n") == []

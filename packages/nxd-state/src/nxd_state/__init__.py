@@ -25,6 +25,7 @@ from nxd_state.collectives.choice import shared_memory_bytes
 from nxd_state.collectives.debug import CollectiveMismatch
 from nxd_state.device import (
     autocast_devices,
+    compile_backend,
     device_type,
     get_device,
     has_float64,
@@ -172,6 +173,7 @@ __all__ = [
     "widest_float",
     "has_fused_optimizers",
     "autocast_devices",
+    "compile_backend",
     "peak_memory_bytes",
     "torch_xla_module",
     "transport_device",

@@ -128,6 +128,15 @@ def widest_float(device: torch.device) -> torch.dtype:
     return torch.float64 if has_float64(device) else torch.float32
 
 
+def compile_backend(what: Tensor | torch.device | str | None = None) -> str:
+    """The backend of torch.compile for a device: its own where it has one, as `neuron` does, else "inductor".
+
+    Args:
+        what: as for `records_graphs`.
+    """
+    return "neuron" if _type_of(what) == "neuron" else "inductor"
+
+
 def autocast_devices() -> tuple[str, ...]:
     """The types of devices on which torch.autocast is enabled now."""
     accelerator = torch.accelerator.current_accelerator()

@@ -139,7 +139,9 @@ class C10dTransport(MessageTransport):
         if is_host(device):
             dist.barrier(group=self._group.process_group)
         else:  # by a sum, as nccl's is made; that of the neuron backend knows the world only
-            self.all_reduce_(torch.ones(1, device=device), "sum").cpu()
+            met = torch.ones(1, device=device)
+            dist.all_reduce(met, group=self._group.process_group)
+            met.cpu()
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Gather by pickle."""

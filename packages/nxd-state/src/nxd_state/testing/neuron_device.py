@@ -62,6 +62,27 @@ def register_neuron_device() -> None:
         _register_autocast(name, lambda: torch.float32)
 
 
+def register_neuron_compiler() -> None:
+    """Make `neuron` a backend of torch.compile, which runs the forward and the backward graph operation by operation.
+
+    It refuses symbolic shapes, which `torch.compile(dynamic=True)` gives. It loads torch's compiler, for seconds.
+    """
+    from torch._dynamo import list_backends, register_backend  # noqa: PLC0415
+    from torch._dynamo.backends.common import aot_autograd  # noqa: PLC0415
+    from torch._functorch.aot_autograd import make_boxed_func  # noqa: PLC0415
+
+    def compile_graph(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        sizes = [size for value in inputs for size in (value.shape if isinstance(value, Tensor) else [value])]
+        if any(isinstance(size, torch.SymInt) for size in sizes):
+            raise RuntimeError(
+                f"symbolic shapes on {NAME!r}: {REFUSED['shapes that depend on data']}; use dynamic=False"
+            )
+        return make_boxed_func(graph.forward)
+
+    if NAME not in list_backends():
+        register_backend(aot_autograd(fw_compiler=compile_graph), name=NAME)
+
+
 _LIBRARY_OF_ALL = torch.library.Library("_", "IMPL")
 _LIBRARY = torch.library.Library("aten", "IMPL")
 

@@ -111,7 +111,7 @@ class NeuronProcessGroup(dist.ProcessGroup):
     def _device_types(self) -> list[torch.device]:
         return [torch.device(NAME)]
 
-    def all_to_all_single(self, output: Tensor, given: Tensor, output_sizes: Any, sizes: Any, *_: Any) -> Any:
+    def alltoall_base(self, output: Tensor, given: Tensor, output_sizes: Any, sizes: Any, *_: Any) -> Any:
         """Exchange chunks of one size.
 
         Raises:
@@ -120,8 +120,6 @@ class NeuronProcessGroup(dist.ProcessGroup):
         if len({*output_sizes, *sizes}) > 1:
             raise NotImplementedError(f"chunks of {list(sizes)}: {REFUSED['uneven all-to-all']}")
         return self._gloo.alltoall_base(_memory(output), _memory(given), output_sizes, sizes)
-
-    alltoall_base = all_to_all_single
 
     def barrier(self, opts: Any = None) -> Any:
         """Wait for all ranks of the world.
@@ -134,5 +132,6 @@ class NeuronProcessGroup(dist.ProcessGroup):
         return self._gloo.barrier()
 
 
+NeuronProcessGroup.all_to_all_single = NeuronProcessGroup.alltoall_base  # type: ignore[method-assign, assignment]
 for _name, _name_of_gloo in _CARRIED.items():
     setattr(NeuronProcessGroup, _name, _over_gloo(_name_of_gloo))
