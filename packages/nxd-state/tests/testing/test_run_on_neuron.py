@@ -14,8 +14,8 @@ def trained() -> list[torch.Tensor]:
     """The weights of a small network after some steps of AdamW, with dropout and random inputs of the device."""
     torch.manual_seed(3)
     device = get_device()
-    model = nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 6), nn.GELU(), nn.LayerNorm(6), nn.Dropout(), nn.Linear(6, 5))
-    model.to(device)
+    layers = (nn.Embedding(11, 8), nn.Linear(8, 6), nn.GELU(), nn.LayerNorm(6), nn.Dropout(), nn.Linear(6, 5))
+    model = nn.Sequential(*layers).to(device)
     torch.manual_seed(4)  # the device's own stream has drawn nothing yet, that of the CPU the weights
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for _ in range(3):

@@ -2,9 +2,9 @@
 
 `register_neuron_device` makes `torch.device("neuron")` an accelerator of this process, by torch's own registration of
 backends written in Python (PrivateUse1): no tensor subclass, no mode and no extension. A tensor of the device has a
-storage of the device, which holds a storage of the CPU; an operation runs on the CPU on the same memory. So an operation
-gives what it gives on the CPU, and random numbers are those of a CPU generator of the same seed. Its process groups are
-in `neuron_ranks`.
+storage of the device, which holds a storage of the CPU; an operation runs on the CPU on the same memory. So it gives
+what it gives on the CPU, and random numbers are those of a CPU generator of the same seed. Its process groups are in
+`neuron_ranks`.
 
 It refuses what the real device does not have, or does otherwise than the CPU (`REFUSED`), so that code which passes on
 it does not rely on that. What it does not show: memory, speed, streams, rounding, and operations that the device lacks.

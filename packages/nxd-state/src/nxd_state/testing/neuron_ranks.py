@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._pytree import tree_map
 
 from nxd_state.testing.neuron_device import NAME, REFUSED, on_host, register_neuron_device
@@ -44,6 +45,7 @@ def _pool_of_neuron() -> RankPool:
 def _as_neuron_rank(fn: Callable[..., T], args: tuple[Any, ...]) -> T:
     register_neuron_ranks()
     torch.manual_seed(0)  # the device's random numbers, too
+    dist.barrier()  # or a rank would close connections that others are still making
     dist.destroy_process_group()  # that of the CPU, with which the pool begins
     dist.init_process_group(NAME)
     return fn(*args)
@@ -54,6 +56,38 @@ def register_neuron_ranks() -> None:
     register_neuron_device()
     if NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, NeuronProcessGroup, devices=[NAME])
+        for name, kernel in _IN_GRAPHS.items():
+            _GRAPH_LIBRARY.impl(name, kernel, "PrivateUse1")
+
+
+def _all_reduce(tensor: Tensor, operation: str, group_name: Any) -> Tensor:
+    result = tensor.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(result, _REDUCTIONS[operation], group=_resolve_process_group(group_name))
+    return result
+
+
+def _all_gather(tensor: Tensor, size: int, group_name: Any) -> Tensor:
+    result = tensor.new_empty(size * tensor.shape[0], *tensor.shape[1:])
+    _resolve_process_group(group_name)._allgather_base(result, tensor.contiguous()).wait()
+    return result
+
+
+def _reduce_scatter(tensor: Tensor, operation: str, size: int, group_name: Any) -> Tensor:
+    result = tensor.new_empty(tensor.shape[0] // size, *tensor.shape[1:])
+    options = dist.ReduceScatterOptions()
+    options.reduceOp = _REDUCTIONS[operation]
+    _resolve_process_group(group_name)._reduce_scatter_base(result, tensor.contiguous(), options).wait()
+    return result
+
+
+# Collectives of compiled graphs: those for which torch-neuronx has kernels.
+_GRAPH_LIBRARY = torch.library.Library("_c10d_functional", "IMPL")
+_IN_GRAPHS = {
+    "all_reduce": _all_reduce,
+    "all_gather_into_tensor": _all_gather,
+    "reduce_scatter_tensor": _reduce_scatter,
+}
+_REDUCTIONS: dict[str, Any] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
 # By torch's name: gloo's. torch 2.13 renamed those that end in "single".

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from nxd_state import compile_backend
 from torch import Tensor, nn
 from torch.export.graph_signature import InputKind
 
@@ -104,8 +103,14 @@ def _version() -> str:
     return ", ".join(found)
 
 
+def _compile_native(job: CompileJob) -> None:
+    if job.arguments:
+        raise ValueError(f"compiler_args={list(job.arguments)}: compiler 'neuron' takes none; set NEURON_CC_FLAGS")
+    EXPORT.compile(job)
+
+
 def _load_native(folder: Path, device: torch.device) -> Run:
-    run: Run = torch.compile(EXPORT.load(folder, device), backend=compile_backend(device), dynamic=False)
+    run: Run = torch.compile(EXPORT.load(folder, device), backend="neuron", dynamic=False)
     return run
 
 
@@ -113,7 +118,7 @@ NEURONX = Compiler(name="neuronx", version=_version, compile=_compile, load=_loa
 NEURON = Compiler(
     name="neuron",
     version=EXPORT.version,
-    compile=EXPORT.compile,
+    compile=_compile_native,
     load=_load_native,
     is_code=False,
     check=EXPORT.check,
