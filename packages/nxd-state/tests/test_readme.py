@@ -47,6 +47,21 @@ def test_program_of_one_process_prints_what_the_readme_says():
     assert lines(result.stdout) == lines(*OUTPUTS), result.stderr
 
 
+@pytest.mark.slow
+def test_program_on_the_stand_in_for_neuron_prints_what_the_readme_says(folder):
+    output = CONSOLES["python on_neuron.py"]
+
+    result = subprocess.run(
+        [sys.executable, str(folder / "on_neuron.py")],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+
+    assert result.stdout == output, result.stderr
+
+
 def test_program_of_several_ranks_prints_what_the_readme_says(folder):
     output = CONSOLES["torchrun --standalone --nproc-per-node 4 ranks.py"]
 
