@@ -16,7 +16,7 @@ def machine(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
     def has(*, accelerator=None, count=1, torch_xla=False, neuron=False):
-        found = None if accelerator is None else torch.device(accelerator)
+        found = None if accelerator is None else types.SimpleNamespace(type=accelerator)
         monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: found)
         monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
         monkeypatch.setattr(
@@ -45,6 +45,9 @@ def machine(monkeypatch):
         ({"torch_xla": True, "neuron": True}, {"NXD_CPU_MODE": "1"}, "cpu"),
         ({"neuron": True}, {}, "cpu"),
         ({"accelerator": "mps"}, {}, "cpu"),
+        ({"accelerator": "neuron", "neuron": True}, {}, "neuron"),
+        ({"accelerator": "neuron"}, {"NXD_DEVICE": "neuron"}, "neuron"),
+        ({"accelerator": "neuron", "torch_xla": True, "neuron": True}, {}, "xla"),
     ],
 )
 def test_device_type_follows_environment_then_what_is_there(machine, has, environment, expected):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import nxd_state
 import pytest
+import torch
 from nxd_state.testing import RankFailure, run_on_ranks, run_torchrun
 
 pytestmark = pytest.mark.smoke
@@ -48,6 +49,7 @@ def test_program_of_one_process_prints_what_the_readme_says():
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="the stand-in needs torch 2.13")
 def test_program_on_the_stand_in_for_neuron_prints_what_the_readme_says(folder):
     output = CONSOLES["python on_neuron.py"]
 

@@ -34,7 +34,6 @@ REFUSED = {
 }
 
 _HOST = DispatchKeySet(DispatchKey.CPU)
-_AUTOCAST = DispatchKeySet(DispatchKey.AutocastPrivateUse1)  # type: ignore[attr-defined]
 # Which operations autocast runs in its dtype, and which in float32: those of a transformer, as on the CPU.
 _LOWERED = ("mm", "bmm", "addmm", "baddbmm", "matmul", "linear", "scaled_dot_product_attention")
 _RAISED = ("mse_loss", "nll_loss", "cross_entropy_loss")
@@ -45,7 +44,14 @@ def register_neuron_device() -> None:
     """Make `neuron` the accelerator of this process, for good.
 
     Call it before the first backward: torch's autograd knows no device that came later. Calling it again does nothing.
+
+    Raises:
+        RuntimeError: this torch registers no devices that are written in Python.
     """
+    if torch.__version__ < "2.13":
+        raise RuntimeError(
+            f"the stand-in for {NAME!r} needs torch 2.13, as the device does; this is {torch.__version__}"
+        )
     if torch._C._get_privateuse1_backend_name() == NAME:
         return
     backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=_DeviceModule())
@@ -194,12 +200,13 @@ def _check_operation(operation: torch._ops.OpOverload, leaves: list[Any]) -> Non
 
 def _register_autocast(name: str, dtype: Callable[[], torch.dtype]) -> None:
     packet = getattr(torch.ops.aten, name)
+    autocast = DispatchKeySet(DispatchKey.AutocastPrivateUse1)  # type: ignore[attr-defined]
 
     def cast(value: Any) -> Any:
         return value.to(dtype()) if is_on_device(value) and value.is_floating_point() else value
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+        with torch._C._ExcludeDispatchKeyGuard(autocast):
             args, kwargs = tree_map(cast, (args, kwargs))
             return packet(*args, **kwargs)
 
