@@ -49,9 +49,7 @@ def register_neuron_device() -> None:
         RuntimeError: this torch registers no devices that are written in Python.
     """
     if torch.__version__ < "2.13":
-        raise RuntimeError(
-            f"the stand-in for {NAME!r} needs torch 2.13, as the device does; this is {torch.__version__}"
-        )
+        raise RuntimeError(f"torch {torch.__version__} registers no device like {NAME!r}; install torch 2.13 or newer")
     if torch._C._get_privateuse1_backend_name() == NAME:
         return
     backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=_DeviceModule())
