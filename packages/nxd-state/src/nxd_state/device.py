@@ -22,6 +22,7 @@ from torch import Tensor
 from nxd_state.neuron_errors import device_errors
 
 ACCELERATORS = ("cuda", "neuron")
+DEVICE_TYPES = ("cpu", "xla", *ACCELERATORS)
 
 
 def device_type() -> str:
@@ -210,9 +211,8 @@ def torch_xla_module(name: str = "") -> Any:
 
 
 def _check_asked(asked: str) -> str:
-    if asked not in ("cpu", "xla", *ACCELERATORS):
-        known = ", ".join(sorted(("cpu", "xla", *ACCELERATORS)))
-        raise ValueError(f"NXD_DEVICE={asked!r} is not known; use one of {known}")
+    if asked not in DEVICE_TYPES:
+        raise ValueError(f"NXD_DEVICE={asked!r} is not known; use one of {', '.join(sorted(DEVICE_TYPES))}")
     if asked == "xla" and not has_torch_xla():
         raise RuntimeError("NXD_DEVICE=xla needs torch-xla; install torch_xla of the same version as torch")
     if asked == "neuron":
