@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import neuronx_distributed as nxd
 import pytest
 import torch
-from nxd_layers import CoreAttention, parallel_cross_entropy
+from nxd_layers import CoreAttention
 from nxd_layers.lora import LoraConfig, LoraModel
 from nxd_state import destroy_model_parallel, get_group, get_shard_spec
 from nxd_state.testing import LogicalPiece, assemble_logical, logical_pieces
@@ -175,7 +175,6 @@ def pipeline_config(layout: Layout, odd_layer_cls: type) -> dict[str, object] | 
     config: dict[str, object] = {"num_microbatches": layout.microbatches or 4, "input_names": ["input_ids", "labels"]}
     if layout.model == "odd":
         config["transformer_layer_cls"] = odd_layer_cls
-        config["autowrap_functions"] = [parallel_cross_entropy]
     elif layout.model != "hugging face":
         config["transformer_layer_cls"] = LlamaDecoderLayer
     if layout.pp > 1:

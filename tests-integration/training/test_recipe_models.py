@@ -29,9 +29,7 @@ from types import SimpleNamespace
 
 import torch
 from nxd_layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear, parallel_cross_entropy
-from torch import fx, nn
-
-fx.wrap("parallel_cross_entropy")  # a trace, which cuts the model into stages, does not look into it
+from torch import nn
 
 
 class Block(nn.Module):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from nxd_state.testing import run_on_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 OVER_GLOO = {"NXD_SHM": "0"}  # collectives through shared memory are no operations of torch that could be counted
 
@@ -17,7 +18,7 @@ def on_tp(request):
 
     Over gloo in tests that count operations.
     """
-    counts_operations = not {"operations", "collectives", "sent_bytes"}.isdisjoint(request.fixturenames)
+    counts_operations = not {"operations", "collectives", "sent_bytes", "sent_dtypes"}.isdisjoint(request.fixturenames)
 
     def run(tp, fn, *args, timeout=120):
         def job():
@@ -88,10 +89,12 @@ def assert_same():
 class _Recorder(TorchDispatchMode):
     def __init__(self):
         super().__init__()
-        self.names = []
+        self.names, self.sent_dtypes = [], set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.names.append(func._schema.name)
+        if func._schema.name.startswith("c10d::"):
+            self.sent_dtypes |= {it.dtype for it in tree_leaves(args) if isinstance(it, torch.Tensor)}
         return func(*args, **(kwargs or {}))
 
 
@@ -117,6 +120,18 @@ def operations():
     and "wait" where it waits for a collective.
     """
     return _operations
+
+
+@pytest.fixture
+def sent_dtypes():
+    """`sent_dtypes(fn)`: the dtypes of all that `fn()` sends."""
+
+    def dtypes(fn):
+        with _Recorder() as recorder:
+            fn()
+        return recorder.sent_dtypes
+
+    return dtypes
 
 
 @pytest.fixture

@@ -295,3 +295,14 @@ def test_column_parallel_linear_whose_forward_others_bypass_is_refused(config):
         apply_activation_checkpointing(model, config)
 
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_a_function_chooses_modules_one_by_one():
+    model = make_model()
+    second = model.layers[1]
+
+    assert apply_activation_checkpointing(model, lambda module: module is second) == ["layers.1"]
+    with pytest.raises(
+        ValueError, match=r"accepts no module of Model; it is called with each one, of the classes Block"
+    ):
+        apply_activation_checkpointing(model, lambda module: False)

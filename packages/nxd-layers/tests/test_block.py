@@ -32,7 +32,7 @@ class Model(nn.Module):
         split = {**on, "sequence_dimension": sequence_dim or 0}
         self.sequence_dim, self.checkpointed = sequence_dim, checkpointed
         self.embedding = ParallelEmbedding(VOCAB, HIDDEN, **split)
-        self.norm = RMSNorm(HIDDEN, **on)
+        self.norm = RMSNorm(HIDDEN, 1e-6, **on)
         self.gate = ColumnParallelLinear(HIDDEN, 24, gather_output=False, **split)
         self.up = ColumnParallelLinear(HIDDEN, 24, gather_output=False, **split)
         self.down = RowParallelLinear(24, HIDDEN, input_is_parallel=True, **split)

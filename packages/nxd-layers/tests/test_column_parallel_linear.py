@@ -180,14 +180,6 @@ def test_column_linear_with_wrong_arguments_raises(on_tp, arguments, message):
     on_tp(2, job)
 
 
-def test_column_linear_given_the_dtype_fifth_as_in_the_older_document_raises(on_tp):
-    def job():
-        with pytest.raises(ValueError, match=r"sequence_parallel_enabled=torch\.bfloat16 is not a bool"):
-            ColumnParallelLinear(4, 8, True, False, torch.bfloat16)
-
-    on_tp(2, job)
-
-
 def test_column_linear_built_before_the_mesh_raises_when_used(on_tp):
     from nxd_state import destroy_model_parallel, initialize_model_parallel
 

@@ -83,7 +83,12 @@ def test_embedding_sequence_parallel_equals_embedding(
 def test_embedding_of_a_padded_vocabulary_equals_embedding(on_tp, check_against_embedding, tp, vocab, sequence_dim):
     def job():
         layer = ParallelEmbedding(
-            vocab, HIDDEN, dtype=torch.float64, pad=True, sequence_parallel_enabled=sequence_dim is not None
+            vocab,
+            HIDDEN,
+            dtype=torch.float64,
+            pad=True,
+            sequence_parallel_enabled=sequence_dim is not None,
+            sequence_dimension=sequence_dim,
         )
         assert layer.weight.shape == (-(-vocab // tp), HIDDEN)
         check_against_embedding(layer, (12, 2), sequence_dim=sequence_dim)

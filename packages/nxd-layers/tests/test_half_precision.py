@@ -47,7 +47,7 @@ class SequenceParallel(nn.Module):
     def __init__(self, dtype):
         super().__init__()
         on = {"sequence_parallel_enabled": True, "dtype": dtype}
-        self.norm = RMSNorm(HIDDEN, **on)
+        self.norm = RMSNorm(HIDDEN, 1e-6, **on)
         self.up = ColumnParallelLinear(HIDDEN, WIDE, gather_output=False, **on)
         self.down = RowParallelLinear(WIDE, HIDDEN, input_is_parallel=True, **on)
 
@@ -114,7 +114,7 @@ def cases(dtype):
             labels(),
         ),
         "RMSNorm": Case(
-            RMSNorm(HIDDEN, **norms),
+            RMSNorm(HIDDEN, 1e-6, **norms),
             lambda weights, hidden: F.rms_norm(hidden, (HIDDEN,), weights["weight"], 1e-6),
             hidden,
         ),

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from nxd_layers import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -11,6 +12,7 @@ from nxd_layers import (
     scatter_to_sequence_parallel_region,
     scatter_to_tensor_model_parallel_region,
 )
+from nxd_state import get_tensor_model_parallel_group, initialize_model_parallel
 from nxd_state import get_tensor_model_parallel_rank as tp_rank
 
 SHAPE = (12, 12, 12)  # each dim splits over 2, 3 and 4 ranks
@@ -243,5 +245,68 @@ def test_region_of_a_dim_that_is_not_there_raises(on_tp, region):
     def job():
         with pytest.raises(ValueError, match=r"dim=2 is outside a tensor of shape \(4, 4\)"):
             region(torch.ones(4, 4), 2)
+
+    on_tp(2, job)
+
+
+REGIONS = {
+    copy_to_tensor_model_parallel_region: {},
+    reduce_from_tensor_model_parallel_region: {},
+    scatter_to_tensor_model_parallel_region: {"dim": -1},
+    gather_from_tensor_model_parallel_region: {"dim": -1},
+    scatter_to_sequence_parallel_region: {},
+    gather_from_sequence_parallel_region: {},
+    reduce_scatter_to_sequence_parallel_region: {},
+}
+
+
+def pairs_of(world_size):
+    """A process group of this rank and its neighbour, which no mesh knows."""
+    made = [dist.new_group([first, first + 1]) for first in range(0, world_size, 2)]
+    return made[dist.get_rank() // 2]
+
+
+@pytest.mark.parametrize("region", REGIONS, ids=lambda region: region.__name__)
+def test_region_over_a_given_process_group_is_that_over_a_mesh_of_its_ranks(run_ranks, assert_same, region):
+    def over(tp, **arguments):
+        initialize_model_parallel(tensor_model_parallel_size=tp)
+        group = pairs_of(4) if tp == 1 else None
+        leaf = of_rank(dist.get_rank()).requires_grad_()
+        output = region(leaf, process_group=group, **arguments)
+        output.backward(of_rank(50 + dist.get_rank(), output.shape))
+        return output, leaf.grad
+
+    given, meshed = (run_ranks(over, 4, tp) for tp in (1, 2))
+
+    for (output, grad), (expected, expected_grad) in zip(given, meshed, strict=True):
+        assert_same(output, expected)
+        assert_same(grad, expected_grad)
+
+
+@pytest.mark.parametrize("region", [scatter_to_tensor_model_parallel_region, gather_from_tensor_model_parallel_region])
+def test_second_positional_argument_of_a_region_is_a_dim_or_a_process_group(on_tp, region):
+    def job():
+        input_ = of_rank(0)
+        assert torch.equal(region(input_, get_tensor_model_parallel_group()), region(input_, -1))
+        assert torch.equal(region(input_, None), region(input_))
+        assert not torch.equal(region(input_, 0), region(input_, -1))
+
+    on_tp(2, job)
+
+
+def test_region_over_what_is_no_process_group_says_what_to_give(on_tp):
+    def job():
+        with pytest.raises(ValueError, match=r"process_group='tp' is a str, no process group.*new_group"):
+            gather_from_tensor_model_parallel_region(of_rank(0), "tp")
+
+    on_tp(2, job)
+
+
+def test_gradient_of_a_reduce_scatter_travels_in_the_given_dtype(on_tp, assert_same):
+    def job():
+        leaf = torch.ones(2, 4, requires_grad=True)
+        output = reduce_scatter_to_sequence_parallel_region(leaf, dtype=torch.bfloat16)
+        output.backward(torch.full((1, 4), 1 + 2**-12))
+        assert_same(leaf.grad, torch.ones(2, 4))  # the digits that bfloat16 lacks are gone
 
     on_tp(2, job)

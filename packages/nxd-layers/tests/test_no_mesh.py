@@ -40,7 +40,8 @@ def test_linear_without_a_mesh_is_torchs(kind, arguments, bias):
 
 
 @pytest.mark.parametrize(
-    "arguments", [{}, {"shard_across_embedding": True}, {"pad": True}, {"sequence_parallel_enabled": True}]
+    "arguments",
+    [{}, {"shard_across_embedding": True}, {"pad": True}, {"sequence_parallel_enabled": True, "sequence_dimension": 0}],
 )
 @pytest.mark.parametrize("padding_idx", [None, 2, -1])
 def test_embedding_without_a_mesh_is_torchs(arguments, padding_idx):

@@ -11,7 +11,7 @@ from nxd_state.testing import run_torchrun
 pytestmark = pytest.mark.smoke
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
-EXAMPLE, LORA_EXAMPLE = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+EXAMPLE, LORA_EXAMPLE, QUANTIZED_EXAMPLE = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
 (CONSOLE,) = re.findall(r"```console\n(.*?)```", README, flags=re.DOTALL)
 PRINTED = re.findall(r"^\$ .*\n(.*)\n", CONSOLE, flags=re.MULTILINE)
 
@@ -33,3 +33,7 @@ def test_lora_example_prints_the_names_in_its_comment(capsys):
     exec(LORA_EXAMPLE, {})
 
     assert f"# {capsys.readouterr().out.strip()}" in LORA_EXAMPLE.splitlines()
+
+
+def test_quantized_example_runs_as_written():
+    exec(QUANTIZED_EXAMPLE, {})

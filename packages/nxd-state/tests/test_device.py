@@ -15,9 +15,13 @@ def machine(monkeypatch):
     for name in ("NXD_DEVICE", "NXD_CPU_MODE", "PJRT_DEVICE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
 
-    def has(*, cuda=False, torch_xla=False, neuron=False):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
-        monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if torch_xla else None)
+    def has(*, accelerator=None, count=1, torch_xla=False, neuron=False):
+        found = None if accelerator is None else types.SimpleNamespace(type=accelerator)
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: found)
+        monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
+        monkeypatch.setattr(
+            importlib.util, "find_spec", lambda name: name if torch_xla and name == "torch_xla" else None
+        )
         monkeypatch.setattr(device.Path, "exists", lambda path: neuron and str(path) == "/dev/neuron0")
         return monkeypatch
 
@@ -29,17 +33,21 @@ def machine(monkeypatch):
     ("has", "environment", "expected"),
     [
         ({}, {}, "cpu"),
-        ({"cuda": True}, {}, "cuda"),
-        ({"cuda": True}, {"NXD_DEVICE": "cpu"}, "cpu"),
-        ({"cuda": True}, {"NXD_CPU_MODE": "1"}, "cpu"),
-        ({"cuda": True}, {"NXD_CPU_MODE": "0"}, "cuda"),
-        ({"cuda": True, "torch_xla": True}, {"PJRT_DEVICE": "CPU"}, "xla"),
-        ({"cuda": True, "torch_xla": True}, {"NXD_DEVICE": "cuda", "PJRT_DEVICE": "CPU"}, "cuda"),
+        ({"accelerator": "cuda"}, {}, "cuda"),
+        ({"accelerator": "cuda"}, {"NXD_DEVICE": "cpu"}, "cpu"),
+        ({"accelerator": "cuda"}, {"NXD_CPU_MODE": "1"}, "cpu"),
+        ({"accelerator": "cuda"}, {"NXD_CPU_MODE": "0"}, "cuda"),
+        ({"accelerator": "cuda", "torch_xla": True}, {"PJRT_DEVICE": "CPU"}, "xla"),
+        ({"accelerator": "cuda", "torch_xla": True}, {"NXD_DEVICE": "cuda", "PJRT_DEVICE": "CPU"}, "cuda"),
         ({"torch_xla": True}, {}, "cpu"),
         ({"torch_xla": True}, {"NXD_DEVICE": "xla"}, "xla"),
         ({"torch_xla": True, "neuron": True}, {}, "xla"),
         ({"torch_xla": True, "neuron": True}, {"NXD_CPU_MODE": "1"}, "cpu"),
         ({"neuron": True}, {}, "cpu"),
+        ({"accelerator": "mps"}, {}, "cpu"),
+        ({"accelerator": "neuron", "neuron": True}, {}, "neuron"),
+        ({"accelerator": "neuron"}, {"NXD_DEVICE": "neuron"}, "neuron"),
+        ({"accelerator": "neuron", "torch_xla": True, "neuron": True}, {}, "xla"),
     ],
 )
 def test_device_type_follows_environment_then_what_is_there(machine, has, environment, expected):
@@ -53,8 +61,9 @@ def test_device_type_follows_environment_then_what_is_there(machine, has, enviro
 @pytest.mark.parametrize(
     ("environment", "error", "message"),
     [
-        ({"NXD_DEVICE": "tpu"}, ValueError, "NXD_DEVICE='tpu' is not known; use one of cpu, cuda, xla"),
+        ({"NXD_DEVICE": "tpu"}, ValueError, "NXD_DEVICE='tpu' is not known; use one of cpu, cuda, neuron, xla"),
         ({"NXD_DEVICE": "cuda"}, RuntimeError, "torch sees no CUDA device; check the driver or use NXD_DEVICE=cpu"),
+        ({"NXD_DEVICE": "neuron"}, RuntimeError, "NXD_DEVICE=neuron needs the native torch-neuronx .*NXD_DEVICE=cpu"),
         ({"NXD_DEVICE": "xla"}, RuntimeError, "NXD_DEVICE=xla needs torch-xla; install torch_xla"),
         ({"PJRT_DEVICE": "NEURON"}, RuntimeError, "PJRT_DEVICE=NEURON asks for torch-xla, .*unset PJRT_DEVICE"),
     ],
@@ -72,10 +81,11 @@ def test_get_device_on_cpu_is_the_cpu(machine):
     assert nxd_state.get_device() == torch.device("cpu")
 
 
-def test_get_device_on_cuda_is_that_of_the_local_rank(machine):
-    machine(cuda=True).setenv("LOCAL_RANK", "3")
+@pytest.mark.parametrize(("count", "index"), [(8, 3), (1, 0)])
+def test_get_device_on_an_accelerator_is_that_of_the_local_rank_or_the_only_one(machine, count, index):
+    machine(accelerator="cuda", count=count).setenv("LOCAL_RANK", "3")
 
-    assert nxd_state.get_device() == torch.device("cuda", 3)
+    assert nxd_state.get_device() == torch.device("cuda", index)
 
 
 def test_xla_device_and_step_boundary_come_from_torch_xla(machine, monkeypatch):
@@ -118,6 +128,26 @@ def test_records_graphs_without_argument_is_asked_of_the_device_of_this_process(
 @pytest.mark.parametrize(("kind", "expected"), [("cpu", True), ("cuda", True), ("xla", False)])
 def test_float64_is_computed_everywhere_but_on_xla(kind, expected):
     assert nxd_state.has_float64(torch.device(kind)) is expected
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("cpu", torch.float64), ("meta", torch.float32)])
+def test_widest_float_is_float64_where_it_is_computed(kind, expected):
+    assert nxd_state.widest_float(torch.device(kind)) is expected
+
+
+@pytest.mark.parametrize(("what", "expected"), [(torch.ones(1), True), ("cpu", True), (torch.device("meta"), False)])
+def test_is_host_is_true_of_the_cpu_only(what, expected):
+    assert nxd_state.is_host(what) is expected
+
+
+def test_autocast_devices_are_those_on_which_it_is_enabled():
+    assert nxd_state.autocast_devices() == ()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert nxd_state.autocast_devices() == ("cpu",)
+
+
+def test_peak_memory_of_the_cpu_is_not_counted_by_torch():
+    assert nxd_state.peak_memory_bytes(torch.device("cpu")) is None
 
 
 def test_step_boundary_on_cpu_does_nothing(machine):

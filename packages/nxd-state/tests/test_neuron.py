@@ -1,3 +1,4 @@
+import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -133,7 +134,7 @@ def test_graph_extraction_is_noticed(value, extracting):
         ({"PJRT_DEVICE": "CPU"}, False),
         ({"PJRT_DEVICE": "NEURON", "NXD_DEVICE": "cpu"}, False),
         ({"PJRT_DEVICE": "NEURON", "NXD_CPU_MODE": "1"}, False),
-        ({}, Path("/dev/neuron0").exists()),
+        ({}, Path("/dev/neuron0").exists() and importlib.util.find_spec("torch_xla") is not None),
     ],
 )
 def test_device_of_the_process_is_known_from_its_environment(environment, on_neuron):

@@ -286,3 +286,27 @@ def test_initialize_several_ranks_on_torch_xlas_cpu_raises_what_to_do(clean_worl
 
     with pytest.raises(RuntimeError, match=r"WORLD_SIZE=2 with PJRT_DEVICE=CPU.*NXD_DEVICE=cpu.*run_on_replicas"):
         nxd_state.initialize_model_parallel()
+
+
+def test_planned_world_lays_out_a_rank_that_does_not_run(clean_world):
+    with nxd_state.planned_world(64, rank=13):
+        nxd_state.initialize_model_parallel(8, 4)
+        places = nxd_state.get_tensor_model_parallel_rank(), nxd_state.get_pipeline_model_parallel_rank()
+        ranks = nxd_state.get_group("pp").ranks
+
+    assert places == (5, 0)
+    assert ranks == (13, 29, 45, 61)
+    assert not nxd_state.model_parallel_is_initialized()
+    assert not dist.is_initialized()
+
+
+def test_planned_world_inside_a_mesh_raises(clean_world):
+    nxd_state.initialize_model_parallel()
+
+    with pytest.raises(RuntimeError, match="already initialised"), nxd_state.planned_world(2):
+        pass
+
+
+def test_planned_rank_outside_of_its_world_raises():
+    with pytest.raises(ValueError, match=r"rank=4 is outside 0\.\.3"), nxd_state.planned_world(4, rank=4):
+        pass

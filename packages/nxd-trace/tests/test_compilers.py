@@ -1,12 +1,16 @@
 """AOTInductor for real, the call of torch_neuronx as it would be made, and compilers that are not installed."""
 
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import nxd_trace
 import pytest
 import torch
 import traced_models as models
+from nxd_state import get_device
+from nxd_state.testing import run_on_neuron
+from nxd_state.testing.neuron_device import register_neuron_compiler
 from nxd_trace.aliases import read_aliases
 from nxd_trace.compilers import COMPILERS, CompileJob, choose_compiler
 from nxd_trace.exporting import export_model
@@ -73,6 +77,28 @@ def test_neuronx_calls_torch_neuronx_trace_as_documented(job, monkeypatch):
     torch.testing.assert_close(new_state[0], ROW[0] + 1)
 
 
+def run_compiled(folder: Path, tensors: list[torch.Tensor]) -> tuple[str, torch.Tensor]:
+    """What a rank on the stand-in for the native device chooses, and what that gives."""
+    register_neuron_compiler()
+    compiler = choose_compiler(None)
+    program = compiler.load(folder, get_device())
+    return compiler.name, program([tensor.to(get_device()) for tensor in tensors])[0]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="the stand-in needs torch 2.13")
+def test_neuron_program_is_compiled_where_it_is_loaded_and_gives_what_the_model_gives(tmp_path):
+    model, x = torch.nn.Linear(4, 3), torch.randn(2, 4)
+    exported = export_model(model, [], "main", (x,), {})
+    to_compile = CompileJob(exported.exported, exported.tensors, 2, 0, tmp_path, tmp_path / "work", (), False)
+
+    choose_compiler("neuron").compile(to_compile)
+    [(name, found)] = run_on_neuron(run_compiled, 1, tmp_path, list(exported.tensors))
+
+    assert name == "neuron"
+    torch.testing.assert_close(found, model(x).detach())
+
+
 @pytest.mark.parametrize(
     ("name", "text"),
     [("neuronx", "needs torch-neuronx and neuronx-cc from AWS"), ("hlo", "needs torch-xla"), ("inductor", "neither g")],
@@ -87,7 +113,7 @@ def test_compiler_that_is_not_installed_is_named(job, monkeypatch, name, text):
         COMPILERS[name].compile(CompileJob(**{**vars(job), "arguments": ()}))
 
 
-@pytest.mark.parametrize("name", ["export", "hlo"])
+@pytest.mark.parametrize("name", ["export", "neuron", "hlo"])
 def test_compilers_without_arguments_refuse_them(job, name):
     with pytest.raises(ValueError, match=rf"compiler {name!r} takes none"):
         COMPILERS[name].compile(job)

@@ -54,10 +54,10 @@ def reads_of_chunk(transfers: Sequence[Transfer], *, verify: bool) -> Iterator[R
     Accelerators' destinations are filled on the CPU first, as a whole: cut up there they would cost a launch, or on XLA
     a compilation, per block.
     """
-    on_cpu = [transfer for transfer in transfers if transfer.destination.device.type == "cpu"]
+    on_cpu = [transfer for transfer in transfers if transfer.destination.is_cpu]
     late: list[tuple[torch.Tensor, torch.Tensor]] = []
     for transfer in transfers:
-        if transfer.destination.device.type != "cpu":
+        if not transfer.destination.is_cpu:
             staged = torch.empty(transfer.box.shape, dtype=DTYPE_OF_CODE[transfer.dtype])
             on_cpu.append(transfer._replace(destination=staged))
             late.append((transfer.destination, staged))

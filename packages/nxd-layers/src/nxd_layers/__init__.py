@@ -7,10 +7,11 @@ from nxd_layers.activation_checkpoint import (
 )
 from nxd_layers.attention import CoreAttention, attention_mask, document_ids_from_lengths
 from nxd_layers.chunked_loss import linear_cross_entropy
+from nxd_layers.conv import InputChannelParallelConv2d, OutputChannelParallelConv2d
 from nxd_layers.cross_entropy import parallel_cross_entropy
 from nxd_layers.embedding import ParallelEmbedding
 from nxd_layers.key_value_heads import kv_size_multiplier_for
-from nxd_layers.linear import ColumnParallelLinear, RowParallelLinear
+from nxd_layers.linear import ColumnParallelLinear
 from nxd_layers.lora import LoraConfig, LoRAModel, LoraModel
 from nxd_layers.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -24,6 +25,7 @@ from nxd_layers.mappings import (
 from nxd_layers.norm import LayerNorm, RMSNorm
 from nxd_layers.padding import divide, get_number_of_extra_heads, pad_model
 from nxd_layers.qkv_linear import GQAQKVColumnParallelLinear
+from nxd_layers.row_linear import RowParallelLinear
 from nxd_layers.sharded_logits import parallel_argmax, parallel_topk
 from nxd_layers.shared_input import column_parallel_linears
 
@@ -36,6 +38,8 @@ __all__ = [
     "GQAQKVColumnParallelLinear",
     "kv_size_multiplier_for",
     "ParallelEmbedding",
+    "OutputChannelParallelConv2d",
+    "InputChannelParallelConv2d",
     "CoreAttention",
     "attention_mask",
     "document_ids_from_lengths",

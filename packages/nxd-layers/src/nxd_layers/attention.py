@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nxd_layers.column_linear import in_autocast_dtype
+from nxd_layers.tracing import leaf_of_traces
 
 
 class CoreAttention(nn.Module):
@@ -95,6 +96,7 @@ class CoreAttention(nn.Module):
         return f"causal={self.causal}, dropout={self.dropout}, scale={self.scale}"
 
 
+@leaf_of_traces
 def attention_mask(
     num_queries: int,
     num_keys: int,

@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from nxd_layers.cross_entropy import LossDefinition, check_loss_arguments, logits_grad, token_losses, widened
 from nxd_layers.layer_group import layer_group
 from nxd_layers.linear import ColumnParallelLinear
+from nxd_layers.tracing import leaf_of_traces
 
 Reduction = Literal["mean", "sum"]
 
@@ -127,6 +128,7 @@ class _HeadInChunks:
             self.grad_bias += grad.sum(dim=0, dtype=self.grad_bias.dtype)
 
 
+@leaf_of_traces
 def linear_cross_entropy(
     hidden: Tensor,
     head: ColumnParallelLinear,

@@ -22,23 +22,23 @@ class _ColumnLinear(Function):
     """`outputs[i] = input @ weights[i].T + biases[i]` for weights split on dim 0.
 
     Arguments of `forward`: input `[..., in]` (`[seq/tp, ..., in]` if sequence_dim is given), group (None: the input's
-    gradient stays partial), sequence_dim, copies, then all weights `[out_i/tp, in]`, then all biases `[out_i/tp]` or
-    None.
+    gradient stays partial), sequence_dim, copies, reduce_dtype, then all weights `[out_i/tp, in]`, then all biases
+    `[out_i/tp]` or None.
     """
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
         # Taken together: torch.compile tells whether `forward` takes a ctx by counting its parameters and arguments.
-        input_, group, sequence_dim, copies, *weights_and_biases = arguments
+        input_, group, sequence_dim, copies, reduce_dtype, *weights_and_biases = arguments
         count = len(weights_and_biases) // 2
         weights, biases = weights_and_biases[:count], weights_and_biases[count:]
         whole = input_ if sequence_dim is None else all_gather(input_, group, dim=sequence_dim)
         # The gathered input is kept (gathering it again backward would cost a third collective), but not for
         # frozen weights: only their own gradients need it.
-        weights_learn = any(ctx.needs_input_grad[4 : 4 + count])
+        weights_learn = any(ctx.needs_input_grad[5 : 5 + count])
         ctx.save_for_backward(whole if weights_learn else None, *weights)
         ctx.group, ctx.sequence_dim, ctx.whole_shape = group, sequence_dim, whole.shape
-        ctx.copies = copies
+        ctx.copies, ctx.reduce_dtype = copies, reduce_dtype
         return tuple(F.linear(whole, w, b) for w, b in zip(weights, biases, strict=True) if w is not None)
 
     @staticmethod
@@ -48,10 +48,12 @@ class _ColumnLinear(Function):
         rows = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
         partial = _partial_input_grad(ctx, rows, weights) if ctx.needs_input_grad[0] else None
         pending = None if partial is None or ctx.group is None else _start_sum(ctx, partial)
+        whole_dtype = None if partial is None else partial.dtype
         whole_rows = None if whole is None else whole.reshape(-1, whole.shape[-1])
         parameter_grads = _grads_of_copied_rows_first if ctx.copies is not None else _parameter_grads
         weight_grads, bias_grads = parameter_grads(ctx, rows, whole_rows)
-        return (pending.wait() if pending else partial, None, None, None, *weight_grads, *bias_grads)
+        grad_input = partial if pending is None else pending.wait().to(whole_dtype)
+        return (grad_input, None, None, None, None, *weight_grads, *bias_grads)
 
 
 _Grads = list[Tensor | None]
@@ -59,7 +61,7 @@ _Grads = list[Tensor | None]
 
 def _parameter_grads(ctx: Any, rows: list[Tensor], whole_rows: Tensor | None) -> tuple[_Grads, _Grads]:
     """Of the weights and of the biases; None for what does not learn."""
-    needs = ctx.needs_input_grad[4:]
+    needs = ctx.needs_input_grad[5:]
     weight_grads = [
         grad.t().mm(whole_rows) if needed and whole_rows is not None else None
         for grad, needed in zip(rows, needs[: len(rows)], strict=True)
@@ -70,7 +72,7 @@ def _parameter_grads(ctx: Any, rows: list[Tensor], whole_rows: Tensor | None) ->
 
 def _grads_of_copied_rows_first(ctx: Any, rows: list[Tensor], whole_rows: Tensor | None) -> tuple[_Grads, _Grads]:
     """As `_parameter_grads`, with the copies' gradients added up while those of the other rows are computed."""
-    needs = ctx.needs_input_grad[4:]
+    needs = ctx.needs_input_grad[5:]
     bias_grads = [grad.sum(dim=0) if needed else None for grad, needed in zip(rows, needs[len(rows) :], strict=True)]
     weight_grads = [
         grad.new_empty(grad.shape[1], whole_rows.shape[1]) if needed and whole_rows is not None else None
@@ -87,7 +89,7 @@ def _grads_of_copied_rows_first(ctx: Any, rows: list[Tensor], whole_rows: Tensor
     multiply(copied)
     grads = zip(weight_grads + bias_grads, copied * 2, strict=True)
     partial = [grad[part] for grad, part in grads if grad is not None and part.start < len(grad)]
-    finish = ctx.copies.start_sum(partial) if partial else None
+    finish = ctx.copies.start_sum(partial, ctx.reduce_dtype) if partial else None
     multiply(others)
     if finish is not None:
         finish()
@@ -104,6 +106,8 @@ def _partial_input_grad(ctx: Any, rows: list[Tensor], weights: list[Tensor]) -> 
 
 def _start_sum(ctx: Any, grad_input: Tensor) -> Pending[Tensor]:
     """Start the sum over the ranks of the input's gradient."""
+    if ctx.reduce_dtype is not None:
+        grad_input = grad_input.to(ctx.reduce_dtype)
     if ctx.sequence_dim is None:
         return all_reduce_(grad_input, ctx.group, async_op=True)
     return reduce_scatter(grad_input, ctx.group, dim=ctx.sequence_dim, async_op=True)
@@ -117,6 +121,7 @@ def column_linear(
     *,
     sequence_dim: int | None = None,
     copies: HeadCopies | None = None,
+    reduce_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, ...]:
     """Apply several column-parallel weights to one input.
 
@@ -127,6 +132,7 @@ def column_linear(
         group: the tensor-parallel group; None where the input comes from a `SharedInput`, which sums its gradient.
         sequence_dim: the dim along which the input is split over the group, if it is.
         copies: of the heads in some weights' last rows, if there are any; their gradients are added up.
+        reduce_dtype: in which gradients are summed over the ranks; in their own if None.
 
     Returns:
         `[..., out_i/tp]` each, over the whole sequence.
@@ -137,7 +143,9 @@ def column_linear(
     input_ = in_autocast_dtype(input_)
     weights = [in_autocast_dtype(weight) for weight in weights]
     biases = [None if bias is None else in_autocast_dtype(bias) for bias in biases]
-    outputs: tuple[Tensor, ...] = _ColumnLinear.apply(input_, group, sequence_dim, copies, *weights, *biases)
+    outputs: tuple[Tensor, ...] = _ColumnLinear.apply(
+        input_, group, sequence_dim, copies, reduce_dtype, *weights, *biases
+    )
     return outputs
 
 

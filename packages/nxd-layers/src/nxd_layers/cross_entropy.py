@@ -15,6 +15,9 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from nxd_layers.tracing import leaf_of_traces
+from nxd_layers.upstream_arguments import takes_names_too
+
 
 @dataclass(frozen=True)
 class LossDefinition:
@@ -132,6 +135,8 @@ class _ParallelCrossEntropy(Function):
         return logits_grad(ctx.saved_tensors, grad_losses, ctx.definition, overwrite=False).to(ctx.dtype), None, None
 
 
+@leaf_of_traces
+@takes_names_too(vocab_parallel_logits="parallel_logits", target="labels")
 def parallel_cross_entropy(
     parallel_logits: Tensor,
     labels: Tensor,
@@ -199,7 +204,7 @@ def check_loss_arguments(logits_shape: tuple[int, ...], labels: Tensor, definiti
     if not 0 < vocab <= logits_shape[-1]:
         raise ValueError(f"vocab_size={vocab} does not fit {logits_shape[-1]} logits; use 1..{logits_shape[-1]}")
     # Elsewhere a look at the values would stall the device.
-    if labels.device.type == "cpu" and not torch.compiler.is_compiling():
+    if labels.is_cpu and not torch.compiler.is_compiling():
         wrong = ((labels < 0) | (labels >= vocab)) & (labels != ignore_index)
         if wrong.any():
             raise ValueError(

@@ -3,19 +3,53 @@
 With one rank, or without an initialised mesh, it is `nn.Embedding`.
 """
 
+import math
+from collections.abc import Sequence
+
 import torch
-from nxd_state import Group, active_group, shard_along
+from nxd_state import Group, all_reduce, shard_along
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nxd_layers.initialization import InitMethod, empty_sharded_parameter, fill_from_logical
 from nxd_layers.layer_group import layer_group
 from nxd_layers.mappings import (
+    GivenGroup,
     gather_from_tensor_model_parallel_region,
+    parts_in_order,
+    process_group_as,
     reduce_from_tensor_model_parallel_region_,
     reduce_scatter_to_sequence_parallel_region,
     scatter_to_sequence_parallel_region,
 )
+from nxd_layers.upstream_arguments import checked_rank_ordering, say_without_effect, takes_order_too
+
+EMBEDDING_ORDER = (
+    "num_embeddings",
+    "embedding_dim",
+    "padding_idx",
+    "max_norm",
+    "norm_type",
+    "scale_grad_by_freq",
+    "sparse",
+    "init_method",
+    "device",
+    "dtype",
+    "shard_across_embedding",
+    "pad",
+    "sequence_parallel_enabled",
+    "tensor_model_parallel_group",
+    "use_spmd_rank",
+    "sequence_dimension",
+    "tile_cc",
+    "rank_ordering",
+    "collect_output",
+)
+_WITHOUT_EFFECT = {
+    "sparse": "gradients of tables are dense tensors, of the same numbers",
+    "use_spmd_rank": "the rank is data in every graph already",
+    "tile_cc": "this library chooses how collectives are cut",
+}
 
 
 class ParallelEmbedding(nn.Module):
@@ -29,17 +63,32 @@ class ParallelEmbedding(nn.Module):
         device: of the table; torch's default device if None.
         padding_idx: a token whose vector is zero at the start and gets no gradient.
         shard_across_embedding: split the vectors instead of the vocabulary.
-        pad: allow a vocabulary that does not divide: rows of zeros, of no token, fill up the last ranks' parts.
+        pad: allow a split dim that does not divide: zeros, of no token, fill up the last ranks' parts.
         sequence_parallel_enabled: leave the output split along the sequence.
-        sequence_dimension: which dim of the token ids is the sequence.
+        sequence_dimension: which dim of the token ids is the sequence. None: ids are `[batch, seq]`, and the output
+            is `[seq/tp, batch, hidden]`, as other sequence-parallel layers expect it, at any tensor-parallel degree.
+        max_norm: vectors that are looked up and longer than it are first shortened to it, in the table.
+        norm_type: the p of the p-norm by which `max_norm` measures.
+        scale_grad_by_freq: divide a vector's gradient by how often its token is looked up in the call.
+        sparse: taken for scripts that give it; the gradient is a dense tensor, of the same numbers.
+        tensor_model_parallel_group: the ranks to split over, if not the tensor-parallel ones.
+        use_spmd_rank: taken for scripts that give it; the rank is data in every graph.
+        tile_cc: taken for scripts that give it; it asked another compiler to cut collectives into pieces.
+        rank_ordering: which part each rank holds; the first rank the first, and so on, if None.
+        collect_output: False leaves what a rank knows: zeros for other ranks' tokens `[..., hidden]`, or its part of
+            the vectors `[..., hidden/tp]`.
 
     Attributes:
         weight: `[vocab/tp, hidden]`, or `[vocab, hidden/tp]` split across the embedding.
 
     Raises:
-        ValueError: the tensor-parallel degree does not divide the split dim; a padding_idx outside the vocabulary.
+        ValueError: the tensor-parallel degree does not divide the split dim; a padding_idx outside the vocabulary; or
+            `rank_ordering` is no permutation of the ranks.
+
+    `padding_idx` may also stand third, followed by the arguments in the order of `EMBEDDING_ORDER`.
     """
 
+    @takes_order_too(EMBEDDING_ORDER, tells=lambda args: len(args) > 2 and not callable(args[2]))
     def __init__(
         self,
         num_embeddings: int,
@@ -52,7 +101,16 @@ class ParallelEmbedding(nn.Module):
         shard_across_embedding: bool = False,
         pad: bool = False,
         sequence_parallel_enabled: bool = False,
-        sequence_dimension: int = 0,
+        sequence_dimension: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+        tensor_model_parallel_group: GivenGroup = None,
+        use_spmd_rank: bool = False,
+        tile_cc: bool = False,
+        rank_ordering: Sequence[int] | None = None,
+        collect_output: bool = True,
     ) -> None:
         super().__init__()
         if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
@@ -63,12 +121,24 @@ class ParallelEmbedding(nn.Module):
         self.shard_across_embedding = shard_across_embedding
         self.sequence_parallel_enabled = sequence_parallel_enabled
         self.sequence_dimension = sequence_dimension
-        group = active_group("tp")
+        self.max_norm, self.norm_type, self.scale_grad_by_freq = max_norm, norm_type, scale_grad_by_freq
+        self.collect_output = collect_output
+        for argument, given in {"sparse": sparse, "use_spmd_rank": use_spmd_rank, "tile_cc": tile_cc}.items():
+            if given:
+                say_without_effect(argument, _WITHOUT_EFFECT[argument])
+        group = process_group_as(tensor_model_parallel_group)
+        self.given_group = None if tensor_model_parallel_group is None else group
         self.tensor_parallel_size = group.size
+        self.rank_ordering = checked_rank_ordering(rank_ordering, group.size)
         dim = 1 if shard_across_embedding else 0
-        padded = -(-num_embeddings // group.size) * group.size if pad and dim == 0 else None
+        shape = (num_embeddings, embedding_dim)
         self._spec = shard_along(
-            (num_embeddings, embedding_dim), dim, rank=group.rank, size=group.size, padded_length=padded
+            shape,
+            dim,
+            rank=group.rank if self.rank_ordering is None else self.rank_ordering[group.rank],
+            size=group.size,
+            padded_length=-(-shape[dim] // group.size) * group.size if pad else None,
+            axis="tp" if self.given_group is None else group.axis,
         )
         self.weight = empty_sharded_parameter(
             self._spec, partition_dim=dim, num_partitions=group.size, dtype=dtype, device=device
@@ -84,6 +154,14 @@ class ParallelEmbedding(nn.Module):
         if self.padding_idx is not None:
             table[self.padding_idx] = 0
 
+    def group(self) -> Group:
+        """The ranks that the table is split over.
+
+        Raises:
+            RuntimeError: the mesh has changed since the layer was built.
+        """
+        return layer_group(self.tensor_parallel_size, self.given_group)
+
     def forward(self, input_: Tensor) -> Tensor:
         """Token ids `[...]` to vectors `[..., hidden]`; one dim is `seq/tp` long if sequence parallel.
 
@@ -91,22 +169,71 @@ class ParallelEmbedding(nn.Module):
             IndexError: (on the CPU) an id outside the vocabulary.
         """
         # Elsewhere a look at the values would stall the device.
-        if input_.device.type == "cpu" and not torch.compiler.is_compiling():
+        if input_.is_cpu and not torch.compiler.is_compiling():
             self._check_ids(input_)
-        group = layer_group(self.tensor_parallel_size)
-        if group.size == 1:
-            return F.embedding(input_, self.weight, self.padding_idx)
+        group = self.group()
+        ids, sequence_dim = self.in_sequence_order(input_)
+        if self.max_norm is not None:
+            self._renormalize(ids, group)
+        vectors = self._vectors_here(ids, group)
+        if self.scale_grad_by_freq and vectors.requires_grad:
+            counts = self._counts(ids).to(vectors.dtype)
+            vectors.register_hook(lambda grad: grad / counts)
+        return self._collected(vectors, sequence_dim, group) if self.collect_output else vectors
+
+    def in_sequence_order(self, ids: Tensor) -> tuple[Tensor, int]:
+        """Ids `[...]` with their dims in the order of the output's, and the dim of the sequence in the output."""
+        if self.sequence_dimension is None:
+            return ids.transpose(0, 1) if self.sequence_parallel_enabled and ids.dim() > 1 else ids, 0
         # Counted from the end, the sequence is one dim further in the vectors than in the ids.
-        sequence_dim = self.sequence_dimension if self.sequence_dimension >= 0 else self.sequence_dimension - 1
+        return ids, self.sequence_dimension - (self.sequence_dimension < 0)
+
+    def _vectors_here(self, ids: Tensor, group: Group) -> Tensor:
+        """What this rank knows of the vectors: its elements of each, or those of its tokens."""
+        if group.size == 1 or self.shard_across_embedding:
+            return F.embedding(ids, self.weight, self.padding_idx)
+        return lookup_own_tokens(ids, self.weight, self.padding_idx, self.first_token(ids, group))
+
+    def first_token(self, ids: Tensor, group: Group) -> Tensor:
+        """The first token whose vector this rank holds, as data: 0-d int64."""
+        part = group.rank_tensor(ids)
+        if self.rank_ordering is not None:
+            part = torch.tensor(self.rank_ordering, device=ids.device).index_select(0, part.view(1)).view(())
+        return part * self.weight.shape[0]
+
+    def _collected(self, vectors: Tensor, sequence_dim: int, group: Group) -> Tensor:
         if self.shard_across_embedding:
-            vectors = gather_from_tensor_model_parallel_region(F.embedding(input_, self.weight, self.padding_idx))
+            whole = gather_from_tensor_model_parallel_region(vectors, process_group=group)
+            if self.rank_ordering is not None:
+                whole = parts_in_order(whole, [self.rank_ordering.index(part) for part in range(group.size)])
+            whole = whole[..., : self.embedding_dim]
             if self.sequence_parallel_enabled:
-                return scatter_to_sequence_parallel_region(vectors, sequence_dim)
-            return vectors
-        partial = lookup_own_tokens(input_, self.weight, self.padding_idx, group)
+                return scatter_to_sequence_parallel_region(whole, sequence_dim, group)
+            return whole
         if self.sequence_parallel_enabled:
-            return reduce_scatter_to_sequence_parallel_region(partial, sequence_dim)
-        return reduce_from_tensor_model_parallel_region_(partial)
+            return reduce_scatter_to_sequence_parallel_region(vectors, sequence_dim, group)
+        return reduce_from_tensor_model_parallel_region_(vectors, group)
+
+    @torch.no_grad()
+    def _renormalize(self, ids: Tensor, group: Group) -> None:
+        """Shorten the vectors of these tokens, in the table, as `nn.Embedding` with `max_norm` does."""
+        assert self.max_norm is not None
+        rows = ids.unique()
+        if not self.shard_across_embedding:
+            rows = rows - self.first_token(ids, group) if group.size > 1 else rows
+            rows = rows[(rows >= 0) & (rows < self.weight.shape[0])]
+        vectors = self.weight[rows]
+        norms = torch.linalg.vector_norm(vectors, self.norm_type, dim=-1)
+        if self.shard_across_embedding and self.norm_type == math.inf:
+            norms = all_reduce(norms, group, op="max")
+        elif self.shard_across_embedding:
+            norms = all_reduce(norms**self.norm_type, group) ** (1 / self.norm_type)
+        scale = torch.where(norms > self.max_norm, self.max_norm / (norms + 1e-7), torch.ones_like(norms))
+        self.weight[rows] = vectors * scale.unsqueeze(-1)
+
+    def _counts(self, ids: Tensor) -> Tensor:
+        """How often each id is in the call: `[..., 1]`."""
+        return torch.bincount(ids.flatten(), minlength=self.num_embeddings)[ids].unsqueeze(-1)
 
     def _check_ids(self, ids: Tensor) -> None:
         wrong = (ids < 0) | (ids >= self.num_embeddings)
@@ -121,17 +248,17 @@ class ParallelEmbedding(nn.Module):
         )
 
 
-def lookup_own_tokens(ids: Tensor, table: Tensor, padding_idx: int | None, group: Group) -> Tensor:
+def lookup_own_tokens(ids: Tensor, table: Tensor, padding_idx: int | None, first_token: Tensor) -> Tensor:
     """Vectors `[..., hidden]` of the tokens in this rank's part of the vocabulary, zeros for the others.
 
     Args:
         ids: `[...]`, in the whole vocabulary.
         table: `[vocab/tp, hidden]`.
         padding_idx: in the whole vocabulary, the token whose vector gets no gradient, if there is one.
-        group: the ranks that the vocabulary is split over.
+        first_token: of the table's first row, 0-d.
     """
     rows = table.shape[0]
-    local = ids - group.rank_tensor(ids) * rows
+    local = ids - first_token
     elsewhere = (local < 0) | (local >= rows)
     vectors = F.embedding(local.masked_fill(elsewhere, 0), table)
     if padding_idx is not None and table.requires_grad:

@@ -39,18 +39,22 @@ def empty_sharded_parameter(
 @torch.no_grad()
 def fill_from_logical(
     parameter: nn.Parameter, spec: ShardSpec, logical_shape: tuple[int, ...], init_method: InitMethod
-) -> None:
+) -> Tensor | None:
     """Draw the whole tensor of `logical_shape` with `init_method` and keep what `spec` says; padding becomes zero.
 
     A parameter on the meta device is left alone, and nothing is drawn for it.
+
+    Returns:
+        The whole tensor, in float32 on the CPU, if it was drawn.
     """
     if parameter.is_meta:
-        return
+        return None
     whole = torch.empty(logical_shape, dtype=torch.float32, device="cpu")
     init_method(whole)
     parameter.zero_()
     for piece in spec.pieces:
         parameter[piece.local.slices] = whole[piece.logical.slices].to(parameter.device, parameter.dtype)
+    return whole
 
 
 def default_linear_init(weight: Tensor) -> None:

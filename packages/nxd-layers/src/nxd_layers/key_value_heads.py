@@ -141,12 +141,13 @@ class HeadCopies:
             expanded = expanded + self.group.rank_tensor(like) * heads
         return expanded // self.layout.copies
 
-    def start_sum(self, grads: Sequence[Tensor]) -> Callable[[], None]:
+    def start_sum(self, grads: Sequence[Tensor], dtype: torch.dtype | None = None) -> Callable[[], None]:
         """Start to add up the copies' gradients, for all tensors in one message.
 
         Args:
             grads: `[k * heads * head_size, ...]` each, contiguous, for any k: keys, values, or both in one. They get
                 the sums.
+            dtype: in which they are summed; in their own if None.
 
         Returns:
             What to call to wait for the sums.
@@ -156,11 +157,11 @@ class HeadCopies:
         by_head = [grad.view(-1, heads_here, head_size * math.prod(grad.shape[1:])) for grad in grads]
         num_different = self.group.size * heads_here // self.layout.copies
         shapes = [(heads.shape[0], num_different, heads.shape[2]) for heads in by_head]
-        buffer = grads[0].new_zeros(sum(map(math.prod, shapes)))
+        buffer = grads[0].new_zeros(sum(map(math.prod, shapes)), dtype=dtype)
         parts = buffer.split([math.prod(shape) for shape in shapes])
         sums = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
         for own_sum, heads in zip(sums, by_head, strict=True):
-            own_sum.index_add_(1, slots, heads)
+            own_sum.index_add_(1, slots, heads.to(own_sum.dtype))
         pending = all_reduce_(buffer, self.group, async_op=True)
 
         def finish() -> None:

@@ -1,17 +1,20 @@
-"""The tensor-parallel group that a layer computes on, checked against the one that its weights were split for."""
+"""The group that a layer computes on: one that it was given, or the tensor-parallel one that it was built for."""
 
 from nxd_state import Group, active_group
 
 
-def layer_group(built_for: int) -> Group:
-    """The current tensor-parallel group.
+def layer_group(built_for: int, given: Group | None = None) -> Group:
+    """The current tensor-parallel group, unless the layer was given another.
 
     Args:
         built_for: size of the group when the layer was built.
+        given: the group that the layer was given, if it was.
 
     Raises:
         RuntimeError: the group has another size by now, so that the layer's parts of the weights do not fit it.
     """
+    if given is not None:
+        return given
     group = active_group("tp")
     if group.size != built_for:
         raise RuntimeError(

@@ -1,7 +1,7 @@
-"""Linear layers whose weight is split over the tensor-parallel ranks, along outputs or along inputs.
+"""`ColumnParallelLinear`: a linear layer whose weight is split over the tensor-parallel ranks along its outputs.
 
-`ColumnParallelLinear` followed by `RowParallelLinear` (Shoeybi et al. 2019) needs one sum forward and one backward.
-With one rank, or without an initialised mesh, both are `nn.Linear`.
+Followed by `RowParallelLinear` (Shoeybi et al. 2019) it needs one sum forward and one backward. With one rank, or
+without an initialised mesh, both are `nn.Linear`.
 """
 
 from collections.abc import Sequence
@@ -9,29 +9,49 @@ from functools import partial
 from typing import Protocol
 
 import torch
-from nxd_state import ShardSpec, active_group, shard_along
+from nxd_state import Group, ShardSpec, shard_along
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from nxd_layers.column_linear import column_linear
 from nxd_layers.initialization import (
     InitMethod,
     default_bias_init,
     default_linear_init,
-    empty_parameter,
     empty_sharded_parameter,
     fill_from_logical,
 )
 from nxd_layers.layer_group import layer_group
 from nxd_layers.mappings import (
+    GivenGroup,
     gather_from_tensor_model_parallel_region,
-    reduce_from_tensor_model_parallel_region_,
-    reduce_scatter_to_sequence_parallel_region,
-    scatter_to_tensor_model_parallel_region,
+    parts_in_order,
+    process_group_as,
 )
 from nxd_layers.padding.gradient import zero_padding_gradient
 from nxd_layers.padding.heads import length_for_heads
 from nxd_layers.padding.repartition import repartition
+from nxd_layers.upstream_arguments import checked_rank_ordering, fifth_is_dtype, takes_order_too
+
+COLUMN_ORDER = (
+    "input_size",
+    "output_size",
+    "bias",
+    "gather_output",
+    "dtype",
+    "device",
+    "stride",
+    "init_method",
+    "sequence_parallel_enabled",
+    "sequence_dimension",
+    "keep_master_weight",
+    "skip_bias_add",
+    "pad",
+    "pad_alignment_size_per_rank",
+    "keep_padded_output",
+    "tensor_model_parallel_group",
+    "reduce_dtype",
+    "rank_ordering",
+)
 
 
 class InputSharing(Protocol):
@@ -55,20 +75,32 @@ class ColumnParallelLinear(nn.Module):
         stride: number of matrices fused in the weight (2 for gate and up); each is split on its own, so a rank holds
             chunks `[rank::tp]`.
         init_method: fills the whole weight in place; as in `nn.Linear` if None.
-        sequence_dimension: which dim of the input is the sequence.
+        sequence_dimension: which dim of the input is the sequence; 0 if None.
         pad: allow an `output_size` that does not divide: zeros fill up the last ranks' parts. A gathered output is cut
             to its real size; without `gather_output` the padded outputs are zero, and get no gradient.
+        keep_master_weight: keep the whole initial weight as `master_weight`.
+        skip_bias_add: return `(output, bias)` without adding the bias, which is whole if the output is gathered.
+        pad_alignment_size_per_rank: with `pad`, each rank's part of the outputs is a multiple of it.
+        keep_padded_output: leave the padding in a gathered output.
+        tensor_model_parallel_group: the ranks to split over, if not the tensor-parallel ones.
+        reduce_dtype: in which the input's gradient is summed over the ranks; in its own if None.
+        rank_ordering: which part each rank holds; the first rank the first, and so on, if None.
 
     Attributes:
         weight: `[out/tp, in]`.
         bias: `[out/tp]` or None.
         padded_output_size: length that is cut into equal parts, `out` if there is no padding.
+        master_weight: `[out, in]` on the CPU with `keep_master_weight`, in no state dict; otherwise None.
         shared_input: the same in layers that are called one by one with the same tensor; None for a layer by itself.
 
     Raises:
-        ValueError: the tensor-parallel degree (times stride) does not divide `output_size`, and `pad` is False.
+        ValueError: the tensor-parallel degree (times stride) does not divide `output_size`, and `pad` is False; or
+            `rank_ordering` is no permutation of the ranks.
+
+    `dtype` may also stand fifth, followed by the arguments in the order of `COLUMN_ORDER`.
     """
 
+    @takes_order_too(COLUMN_ORDER, tells=fifth_is_dtype)
     def __init__(
         self,
         input_size: int,
@@ -81,21 +113,33 @@ class ColumnParallelLinear(nn.Module):
         *,
         stride: int = 1,
         init_method: InitMethod | None = None,
-        sequence_dimension: int = 0,
+        sequence_dimension: int | None = 0,
         pad: bool = False,
+        keep_master_weight: bool = False,
+        skip_bias_add: bool = False,
+        pad_alignment_size_per_rank: int = 1,
+        keep_padded_output: bool = False,
+        tensor_model_parallel_group: GivenGroup = None,
+        reduce_dtype: torch.dtype | None = None,
+        rank_ordering: Sequence[int] | None = None,
     ) -> None:
         super().__init__()
         check_linear_arguments(input_size, output_size, sequence_parallel_enabled)
         self.input_size, self.output_size = input_size, output_size
         self.gather_output = gather_output
         self.sequence_parallel_enabled = sequence_parallel_enabled
-        self.sequence_dimension = sequence_dimension
+        self.sequence_dimension = sequence_dimension or 0
+        self.keep_master_weight, self.skip_bias_add = keep_master_weight, skip_bias_add
+        self.keep_padded_output, self.reduce_dtype = keep_padded_output, reduce_dtype
         self.shared_input: InputSharing | None = None
         self.stride = stride
         self.init_method = init_method or default_linear_init
-        group = active_group("tp")
+        group = process_group_as(tensor_model_parallel_group)
+        self.given_group = None if tensor_model_parallel_group is None else group
         self.tensor_parallel_size = group.size
-        self.padded_output_size = _round_up(output_size, group.size * stride) if pad else output_size
+        self.rank_ordering = checked_rank_ordering(rank_ordering, group.size)
+        multiple = group.size * stride * pad_alignment_size_per_rank
+        self.padded_output_size = round_up(output_size, multiple) if pad else output_size
         self._weight_spec, self._bias_spec = self._specs_of(group.rank)
         empty = partial(empty_sharded_parameter, partition_dim=0, num_partitions=group.size, stride=stride)
         self.weight = empty(self._weight_spec, dtype=dtype, device=device)
@@ -104,14 +148,17 @@ class ColumnParallelLinear(nn.Module):
 
     def _specs_of(self, rank: int) -> tuple[ShardSpec, ShardSpec]:
         """Of weight and bias, on a tensor-parallel rank."""
+        axis = "tp" if self.given_group is None else self.given_group.axis
+        part = rank if self.rank_ordering is None else self.rank_ordering[rank]
         weight, bias = (
             shard_along(
                 shape,
                 0,
-                rank=rank,
+                rank=part,
                 size=self.tensor_parallel_size,
                 stride=self.stride,
                 padded_length=self.padded_output_size,
+                axis=axis,
             )
             for shape in [(self.output_size, self.input_size), (self.output_size,)]
         )
@@ -119,12 +166,21 @@ class ColumnParallelLinear(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draw weight and bias anew, the same at every tensor-parallel degree."""
-        fill_from_logical(self.weight, self._weight_spec, (self.output_size, self.input_size), self.init_method)
+        whole = fill_from_logical(self.weight, self._weight_spec, (self.output_size, self.input_size), self.init_method)
+        self.master_weight = whole.to(self.weight.dtype) if self.keep_master_weight and whole is not None else None
         if self.bias is not None:
             fill_from_logical(self.bias, self._bias_spec, (self.output_size,), default_bias_init(self.input_size))
 
+    def group(self) -> Group:
+        """The ranks that the outputs are split over.
+
+        Raises:
+            RuntimeError: the mesh has changed since the layer was built.
+        """
+        return layer_group(self.tensor_parallel_size, self.given_group)
+
     def _length_for_heads(self, num_heads: int, padded_num_heads: int) -> int:
-        num_parts = layer_group(self.tensor_parallel_size).size * self.stride
+        num_parts = self.group().size * self.stride
         return length_for_heads(self.output_size, num_heads, padded_num_heads, num_parts=num_parts)
 
     def check_pad_heads(self, num_heads: int, padded_num_heads: int) -> None:
@@ -137,7 +193,7 @@ class ColumnParallelLinear(nn.Module):
         Raises:
             ValueError: that is no whole number, or not one that the tensor-parallel degree divides.
         """
-        group = layer_group(self.tensor_parallel_size)
+        group = self.group()
         padded = self._length_for_heads(num_heads, padded_num_heads)
         if padded == self.padded_output_size:
             return
@@ -155,13 +211,18 @@ class ColumnParallelLinear(nn.Module):
         bias = None if self.bias is None else zero_padding_gradient(self.bias, self._bias_spec)
         return zero_padding_gradient(self.weight, self._weight_spec), bias
 
-    def forward(self, input_: Tensor, call: InputSharing | None = None) -> Tensor:
+    def forward(self, input_: Tensor, call: InputSharing | None = None) -> Tensor | tuple[Tensor, Tensor | None]:
         """`[..., in]` to `[..., out/tp]`, or `[..., out]` with `gather_output`; `[seq/tp, ...]` in if split so.
 
-        `call` is for `column_parallel_linears`, which has the output already.
+        With `skip_bias_add` a tuple of it and the bias. `call` is for `column_parallel_linears`, which has the output
+        already.
         """
         sharing = call or self.shared_input
-        return column_outputs(input_, [self])[0] if sharing is None else sharing.output(self, input_)
+        output = column_outputs(input_, [self])[0] if sharing is None else sharing.output(self, input_)
+        if not self.skip_bias_add:
+            return output
+        bias = self.weight_and_bias()[1]
+        return output, bias if bias is None or not self.gather_output else gathered_output(bias, self)
 
     def extra_repr(self) -> str:
         """Sizes and the arguments that change the computation."""
@@ -189,14 +250,15 @@ def column_outputs(
     for layer in layers[1:]:
         if _expected_input(layer) != _expected_input(first):
             raise ValueError(f"layers that share an input must expect the same one; got {first} and {layer}")
-    group = layer_group(first.tensor_parallel_size)
+    group = first.group()
     parameters = [layer.weight_and_bias() for layer in layers]
     outputs = column_linear(
         input_,
         [weight for weight, _ in parameters],
-        [bias for _, bias in parameters],
+        [None if layer.skip_bias_add else bias for layer, (_, bias) in zip(layers, parameters, strict=True)],
         group if sums_input_grad else None,
         sequence_dim=first.sequence_dimension if first.sequence_parallel_enabled else None,
+        reduce_dtype=first.reduce_dtype,
     )
     return tuple(
         gathered_output(output, layer) if layer.gather_output else output
@@ -205,9 +267,11 @@ def column_outputs(
 
 
 def gathered_output(output: Tensor, layer: ColumnParallelLinear) -> Tensor:
-    """`[..., out/tp]` to `[..., out]`, without padding."""
-    whole = gather_from_tensor_model_parallel_region(output)
-    is_padded = layer.padded_output_size != layer.output_size
+    """`[..., out/tp]` to `[..., out]`, without padding unless the layer keeps it."""
+    whole = gather_from_tensor_model_parallel_region(output, process_group=layer.given_group)
+    if layer.rank_ordering is not None:
+        whole = parts_in_order(whole, [layer.rank_ordering.index(part) for part in range(layer.tensor_parallel_size)])
+    is_padded = layer.padded_output_size != layer.output_size and not layer.keep_padded_output
     if layer.stride == 1:
         return whole[..., : layer.output_size] if is_padded else whole
     # Each rank's part is a chunk of every fused matrix: back to matrix after matrix.
@@ -216,142 +280,14 @@ def gathered_output(output: Tensor, layer: ColumnParallelLinear) -> Tensor:
     return (matrices[..., : layer.output_size // layer.stride] if is_padded else matrices).flatten(-2)
 
 
-def _expected_input(layer: ColumnParallelLinear) -> tuple[int, bool, int, int]:
+def _expected_input(layer: ColumnParallelLinear) -> tuple[object, ...]:
     sequence_dim = layer.sequence_dimension if layer.sequence_parallel_enabled else 0
-    return layer.input_size, layer.sequence_parallel_enabled, sequence_dim, layer.tensor_parallel_size
+    group = (layer.tensor_parallel_size, layer.given_group, layer.reduce_dtype)
+    return layer.input_size, layer.sequence_parallel_enabled, sequence_dim, *group
 
 
-class RowParallelLinear(nn.Module):
-    """`Y = X A + b` with `A` split by rows: each rank multiplies `in/tp` of the inputs, and the products are summed.
-
-    Args:
-        input_size: length of the input's last dim, over all ranks.
-        output_size: length of the output's last dim.
-        bias: whether to add a bias (once, after the sum).
-        input_is_parallel: the input is this rank's part `[..., in/tp]` already, as a column-parallel layer leaves it.
-        sequence_parallel_enabled: leave the output split along the sequence; needs `input_is_parallel`.
-        dtype: of weight and bias.
-        device: of weight and bias; torch's default device if None (or False, as one document spells it).
-        init_method: fills the whole weight in place; as in `nn.Linear` if None.
-        sequence_dimension: which dim of the output is the sequence.
-        pad: allow an `input_size` that does not divide: zeros fill up the last ranks' parts. A whole input is padded
-            here; one that is parallel comes padded, as a column-parallel layer with `pad` leaves it.
-
-    Attributes:
-        weight: `[out, in/tp]`.
-        bias: `[out]` or None, whole on every rank.
-        padded_input_size: length that is cut into equal parts, `in` if there is no padding.
-
-    Raises:
-        ValueError: the tensor-parallel degree does not divide `input_size`, and `pad` is False; or sequence
-            parallelism with an input that is not split.
-    """
-
-    def __init__(
-        self,
-        input_size: int,
-        output_size: int,
-        bias: bool = True,
-        input_is_parallel: bool = False,
-        sequence_parallel_enabled: bool = False,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str | bool | None = None,
-        *,
-        init_method: InitMethod | None = None,
-        sequence_dimension: int = 0,
-        pad: bool = False,
-    ) -> None:
-        super().__init__()
-        check_linear_arguments(input_size, output_size, sequence_parallel_enabled)
-        if sequence_parallel_enabled and not input_is_parallel:
-            raise ValueError(
-                "sequence_parallel_enabled=True needs input_is_parallel=True: a sequence-parallel region ends at a "
-                "row-parallel layer whose input a column-parallel layer has split"
-            )
-        self.input_size, self.output_size = input_size, output_size
-        self.input_is_parallel = input_is_parallel
-        self.sequence_parallel_enabled = sequence_parallel_enabled
-        self.sequence_dimension = sequence_dimension
-        self.init_method = init_method or default_linear_init
-        target = None if isinstance(device, bool) else device
-        group = active_group("tp")
-        self.tensor_parallel_size = group.size
-        self.padded_input_size = _round_up(input_size, group.size) if pad else input_size
-        self._weight_spec = self._weight_spec_of(group.rank)
-        self._bias_spec = shard_along((output_size,), 0, rank=0, size=1)
-        self.weight = empty_sharded_parameter(
-            self._weight_spec, partition_dim=1, num_partitions=group.size, dtype=dtype, device=target
-        )
-        self.bias: nn.Parameter | None = None
-        if bias:
-            self.bias = empty_parameter((output_size,), dtype, target)
-            # Added to a part of the sequence, so its gradient is partial and must be summed over the ranks.
-            self.bias.sequence_parallel_enabled = sequence_parallel_enabled  # type: ignore[attr-defined]
-        self.reset_parameters()
-
-    def _weight_spec_of(self, rank: int) -> ShardSpec:
-        return shard_along(
-            (self.output_size, self.input_size),
-            1,
-            rank=rank,
-            size=self.tensor_parallel_size,
-            padded_length=self.padded_input_size,
-        )
-
-    def reset_parameters(self) -> None:
-        """Draw weight and bias anew, the same at every tensor-parallel degree."""
-        fill_from_logical(self.weight, self._weight_spec, (self.output_size, self.input_size), self.init_method)
-        if self.bias is not None:
-            fill_from_logical(self.bias, self._bias_spec, (self.output_size,), default_bias_init(self.input_size))
-
-    def _length_for_heads(self, num_heads: int, padded_num_heads: int) -> int:
-        num_parts = layer_group(self.tensor_parallel_size).size
-        return length_for_heads(self.input_size, num_heads, padded_num_heads, num_parts=num_parts)
-
-    def check_pad_heads(self, num_heads: int, padded_num_heads: int) -> None:
-        """Raise what `pad_heads` would raise, and change nothing."""
-        self._length_for_heads(num_heads, padded_num_heads)
-
-    def pad_heads(self, num_heads: int, padded_num_heads: int) -> None:
-        """Pad `in` to what it would be if the model had `padded_num_heads`; called by `pad_model`.
-
-        Raises:
-            ValueError: that is no whole number, or not one that the tensor-parallel degree divides.
-        """
-        group = layer_group(self.tensor_parallel_size)
-        padded = self._length_for_heads(num_heads, padded_num_heads)
-        if padded == self.padded_input_size:
-            return
-        old_specs = [self._weight_spec_of(rank) for rank in range(group.size)]
-        self.padded_input_size = padded
-        self._weight_spec = self._weight_spec_of(group.rank)
-        repartition(self.weight, old_specs, self._weight_spec, group)
-
-    def forward(self, input_: Tensor) -> Tensor:
-        """`[..., in]` (`[..., in/tp]` if parallel) to `[..., out]`; `[seq/tp, ..., out]` if sequence parallel."""
-        group = layer_group(self.tensor_parallel_size)
-        padding = self.padded_input_size - self.input_size
-        if not self.input_is_parallel:
-            input_ = scatter_to_tensor_model_parallel_region(F.pad(input_, (0, padding)) if padding else input_)
-        if group.size == 1:
-            return F.linear(input_, self.weight, self.bias)
-        partial = F.linear(input_, zero_padding_gradient(self.weight, self._weight_spec) if padding else self.weight)
-        if self.sequence_parallel_enabled:
-            output = reduce_scatter_to_sequence_parallel_region(partial, self.sequence_dimension)
-        else:
-            output = reduce_from_tensor_model_parallel_region_(partial)
-        return output if self.bias is None else output + self.bias.to(output.dtype)
-
-    def extra_repr(self) -> str:
-        """Sizes and the arguments that change the computation."""
-        return (
-            f"in={self.input_size}, out={self.output_size}, local={tuple(self.weight.shape)}, "
-            f"bias={self.bias is not None}, input_is_parallel={self.input_is_parallel}, "
-            f"sequence_parallel={self.sequence_parallel_enabled}"
-        )
-
-
-def _round_up(length: int, multiple: int) -> int:
+def round_up(length: int, multiple: int) -> int:
+    """The next multiple."""
     return -(-length // multiple) * multiple
 
 

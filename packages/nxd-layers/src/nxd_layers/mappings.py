@@ -4,19 +4,24 @@ A tensor is either whole on every rank of the tensor-parallel group, split along
 Each function here takes it from one of these forms to another, and its gradient the other way: the conjugate
 operators of Shoeybi et al. 2019 ("Megatron-LM") and, for the sequence-parallel ones, of Korthikanti et al. 2022
 ("Reducing Activation Recomputation in Large Transformer Models"). Without an initialised mesh, or with one rank,
-each is the identity.
+each is the identity. Each takes another process group as well, and is one call in a trace of torch.fx.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
 import torch
-from nxd_state import Group, active_group, all_gather, all_reduce, all_reduce_, checked_dim, reduce_scatter
+from nxd_state import Group, active_group, all_gather, all_reduce, all_reduce_, checked_dim, group_of, reduce_scatter
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from nxd_layers.tracing import leaf_of_traces
+
+GivenGroup = Group | ProcessGroup | None
 
 _reduce_in_place = ContextVar("_reduce_in_place", default=True)
 
@@ -86,34 +91,56 @@ class _Gather(Function):
 
 class _ReduceScatter(Function):
     @staticmethod
-    def forward(ctx: Any, partial: Tensor, group: Group, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
+    def forward(ctx: Any, partial: Tensor, group: Group, dim: int, grad_dtype: torch.dtype | None) -> Tensor:
+        ctx.group, ctx.dim, ctx.dtype, ctx.grad_dtype = group, dim, partial.dtype, grad_dtype
         return reduce_scatter(partial, group, dim=dim)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return all_gather(grad, ctx.group, dim=ctx.dim), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        sent = grad if ctx.grad_dtype is None else grad.to(ctx.grad_dtype)
+        return all_gather(sent, ctx.group, dim=ctx.dim).to(ctx.dtype), None, None, None
 
 
-def copy_to_tensor_model_parallel_region(input_: Tensor) -> Tensor:
+def process_group_as(given: GivenGroup) -> Group:
+    """The group to communicate over: the tensor-parallel one if None is given.
+
+    Raises:
+        ValueError: what is given is no process group, or this rank is not in it.
+    """
+    if given is None:
+        return active_group("tp")
+    return given if isinstance(given, Group) else group_of(given)
+
+
+def _dim_and_group(dim: int | GivenGroup, process_group: GivenGroup) -> tuple[int, Group]:
+    """Scripts for NeuronX Distributed give the process group where `dim` is."""
+    if isinstance(dim, int):
+        return dim, process_group_as(process_group)
+    return -1, process_group_as(dim if process_group is None else process_group)
+
+
+@leaf_of_traces
+def copy_to_tensor_model_parallel_region(input_: Tensor, process_group: GivenGroup = None) -> Tensor:
     """Whole to whole, used by split weights: identity forward, gradients summed over the ranks."""
-    group = active_group("tp")
+    group = process_group_as(process_group)
     return input_ if group.size == 1 else _Copy.apply(input_, group)
 
 
-def reduce_from_tensor_model_parallel_region(input_: Tensor) -> Tensor:
+@leaf_of_traces
+def reduce_from_tensor_model_parallel_region(input_: Tensor, process_group: GivenGroup = None) -> Tensor:
     """Partial sums to whole: summed over the ranks forward, identity backward. The input is not changed."""
-    group = active_group("tp")
+    group = process_group_as(process_group)
     return input_ if group.size == 1 else _Reduce.apply(input_, group)
 
 
-def reduce_from_tensor_model_parallel_region_(input_: Tensor) -> Tensor:
+@leaf_of_traces
+def reduce_from_tensor_model_parallel_region_(input_: Tensor, process_group: GivenGroup = None) -> Tensor:
     """`reduce_from_tensor_model_parallel_region` in place, for an input that no backward needs (a matmul's output)."""
     # torch.compile cannot trace an in-place autograd function, and drops the copy itself.
     if torch.compiler.is_compiling() or not _reduce_in_place.get():
-        return reduce_from_tensor_model_parallel_region(input_)
-    group = active_group("tp")
+        return reduce_from_tensor_model_parallel_region(input_, process_group)
+    group = process_group_as(process_group)
     return input_ if group.size == 1 else _ReduceInPlace.apply(input_, group)
 
 
@@ -127,26 +154,40 @@ def reductions_out_of_place() -> Iterator[None]:
         _reduce_in_place.reset(token)
 
 
-def scatter_to_tensor_model_parallel_region(input_: Tensor, dim: int = -1) -> Tensor:
+@leaf_of_traces
+def scatter_to_tensor_model_parallel_region(
+    input_: Tensor, dim: int | GivenGroup = -1, process_group: GivenGroup = None
+) -> Tensor:
     """Whole to split along `dim` (the last one unless said otherwise); gradients are gathered."""
-    group = active_group("tp")
+    dim, group = _dim_and_group(dim, process_group)
     return input_ if group.size == 1 else _Split.apply(input_, group, checked_dim(dim, input_.shape))
 
 
-def gather_from_tensor_model_parallel_region(input_: Tensor, dim: int = -1) -> Tensor:
+@leaf_of_traces
+def gather_from_tensor_model_parallel_region(
+    input_: Tensor, dim: int | GivenGroup = -1, process_group: GivenGroup = None
+) -> Tensor:
     """Split along `dim` to whole; each rank keeps its part of the gradient, which must be whole and equal."""
-    group = active_group("tp")
+    dim, group = _dim_and_group(dim, process_group)
     return input_ if group.size == 1 else _Gather.apply(input_, group, checked_dim(dim, input_.shape), False)
 
 
-def scatter_to_sequence_parallel_region(input_: Tensor, sequence_dimension: int = 0) -> Tensor:
+@leaf_of_traces
+def scatter_to_sequence_parallel_region(
+    input_: Tensor, sequence_dimension: int = 0, process_group: GivenGroup = None
+) -> Tensor:
     """Whole `[seq, batch, hidden]` to `[seq/tp, batch, hidden]`; gradients are gathered."""
-    group = active_group("tp")
+    group = process_group_as(process_group)
     return input_ if group.size == 1 else _Split.apply(input_, group, checked_dim(sequence_dimension, input_.shape))
 
 
+@leaf_of_traces
 def gather_from_sequence_parallel_region(
-    input_: Tensor, sequence_dimension: int = 0, to_model_parallel: bool = True
+    input_: Tensor,
+    sequence_dimension: int = 0,
+    to_model_parallel: bool = True,
+    process_group: GivenGroup = None,
+    tile_cc: bool = False,
 ) -> Tensor:
     """`[seq/tp, batch, hidden]` to whole `[seq, batch, hidden]`.
 
@@ -156,19 +197,34 @@ def gather_from_sequence_parallel_region(
         to_model_parallel: what follows is computed with split weights, so each rank has a partial gradient and they
             are reduce-scattered. False where what follows is the same on all ranks, as at the end of a model: each
             rank keeps its part of the gradient.
+        process_group: the ranks that share the sequence; the tensor-parallel ones if None.
+        tile_cc: taken for scripts that give it; it asked another compiler to cut collectives into pieces.
     """
-    group = active_group("tp")
+    group = process_group_as(process_group)
     if group.size == 1:
         return input_
     return _Gather.apply(input_, group, checked_dim(sequence_dimension, input_.shape), to_model_parallel)
 
 
-def reduce_scatter_to_sequence_parallel_region(input_: Tensor, sequence_dimension: int = 0) -> Tensor:
-    """Partial sums `[seq, batch, hidden]` to their sum, split as `[seq/tp, batch, hidden]`; gradients are gathered."""
-    group = active_group("tp")
+@leaf_of_traces
+def reduce_scatter_to_sequence_parallel_region(
+    input_: Tensor,
+    sequence_dimension: int = 0,
+    process_group: GivenGroup = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Partial sums `[seq, batch, hidden]` to their sum, split as `[seq/tp, batch, hidden]`; gradients are gathered.
+
+    Args:
+        input_: this rank's summands.
+        sequence_dimension: the dim that is split.
+        process_group: the ranks to sum over; the tensor-parallel ones if None.
+        dtype: in which gradients travel, if not in their own; they come back in the input's.
+    """
+    group = process_group_as(process_group)
     if group.size == 1:
         return input_
-    return _ReduceScatter.apply(input_, group, checked_dim(sequence_dimension, input_.shape))
+    return _ReduceScatter.apply(input_, group, checked_dim(sequence_dimension, input_.shape), dtype)
 
 
 def own_part(whole: Tensor, group: Group, dim: int) -> Tensor:
@@ -186,3 +242,9 @@ def own_part(whole: Tensor, group: Group, dim: int) -> Tensor:
         )
     parts = whole.unflatten(dim, (group.size, length))
     return parts.index_select(dim, group.rank_tensor(whole).view(1)).squeeze(dim)
+
+
+def parts_in_order(whole: Tensor, order: Sequence[int]) -> Tensor:
+    """Equal parts of the last dim, in another order."""
+    parts = whole.unflatten(-1, (len(order), -1))
+    return parts.index_select(-2, torch.tensor(order, device=whole.device)).flatten(-2)

@@ -4,6 +4,7 @@ Each rank normalises its part of the sequence with the whole weight, so the weig
 parameters say so by `sequence_parallel_enabled`, and the optimizer sums them before its step.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -43,33 +44,42 @@ class _RMSNorm(Function):
 
 
 class RMSNorm(nn.Module):
-    """`x / sqrt(mean(x^2) + eps) * weight` over the last dim (Zhang and Sennrich 2019).
+    """`x / sqrt(mean(x^2) + eps) * weight` over the last dims (Zhang and Sennrich 2019).
 
     Computed in float32 for shorter dtypes.
 
     Args:
-        hidden_size: length of the last dim.
+        normalized_shape: length of the last dim, or lengths of the last dims.
         eps: added to the mean square.
         sequence_parallel_enabled: inputs are parts of the sequence.
         dtype: of the weight.
         device: of the weight; torch's default device if None.
+        elementwise_affine: taken for scripts that give it; must be True.
 
     Attributes:
-        weight: `[hidden]`, whole on every rank.
+        weight: `normalized_shape`, whole on every rank.
+
+    Raises:
+        ValueError: `elementwise_affine` is False.
     """
 
     def __init__(
         self,
-        hidden_size: int,
-        eps: float = 1e-6,
-        *,
+        normalized_shape: int | Sequence[int],
+        eps: float = 1e-5,
         sequence_parallel_enabled: bool = False,
+        *,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
+        elementwise_affine: bool = True,
     ) -> None:
         super().__init__()
+        if not elementwise_affine:
+            raise ValueError("elementwise_affine=False: this RMSNorm has a weight; use torch.nn.RMSNorm without one")
+        shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+        self.normalized_shape = torch.Size(shape)
         self.eps = eps
-        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=dtype, device=device))
+        self.weight = nn.Parameter(torch.ones(shape, dtype=dtype, device=device))
         self.weight.sequence_parallel_enabled = sequence_parallel_enabled  # type: ignore[attr-defined]
 
     def reset_parameters(self) -> None:
@@ -77,13 +87,17 @@ class RMSNorm(nn.Module):
         nn.init.ones_(self.weight)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """`[..., hidden]` to the same shape and dtype."""
-        normalised: Tensor = _RMSNorm.apply(hidden, self.weight, self.eps)
-        return normalised
+        """`[..., *normalized_shape]` to the same shape and dtype."""
+        dims = len(self.normalized_shape)
+        if dims == 1:
+            normalised: Tensor = _RMSNorm.apply(hidden, self.weight, self.eps)
+            return normalised
+        flat: Tensor = _RMSNorm.apply(hidden.flatten(-dims), self.weight.flatten(), self.eps)
+        return flat.view(hidden.shape)
 
     def extra_repr(self) -> str:
         """Size and eps."""
-        return f"{self.weight.shape[0]}, eps={self.eps}"
+        return f"{tuple(self.normalized_shape)}, eps={self.eps}"
 
 
 class LayerNorm(nn.LayerNorm):
@@ -93,9 +107,10 @@ class LayerNorm(nn.LayerNorm):
         normalized_shape: as in `nn.LayerNorm`.
         eps: as in `nn.LayerNorm`.
         elementwise_affine: whether there are weight and bias.
-        sequence_parallel_enabled: inputs are parts of the sequence.
-        dtype: of weight and bias.
+        bias: whether there is a bias.
         device: of weight and bias; torch's default device if None.
+        dtype: of weight and bias; torch's default dtype if None.
+        sequence_parallel_enabled: inputs are parts of the sequence.
     """
 
     def __init__(
@@ -103,11 +118,11 @@ class LayerNorm(nn.LayerNorm):
         normalized_shape: int | list[int],
         eps: float = 1e-5,
         elementwise_affine: bool = True,
-        *,
-        sequence_parallel_enabled: bool = False,
-        dtype: torch.dtype = torch.float32,
+        bias: bool = True,
         device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        sequence_parallel_enabled: bool = False,
     ) -> None:
-        super().__init__(normalized_shape, eps, elementwise_affine, device=device, dtype=dtype)
+        super().__init__(normalized_shape, eps, elementwise_affine, bias, device=device, dtype=dtype)
         for parameter in self.parameters():
             parameter.sequence_parallel_enabled = sequence_parallel_enabled  # type: ignore[attr-defined]

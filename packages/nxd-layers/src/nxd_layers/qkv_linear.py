@@ -35,9 +35,25 @@ from nxd_layers.mappings import gather_from_tensor_model_parallel_region
 from nxd_layers.padding.gradient import zero_padding_gradient
 from nxd_layers.padding.heads import length_for_heads
 from nxd_layers.padding.repartition import repartition
+from nxd_layers.upstream_arguments import fifth_is_dtype, takes_order_too
 
 # Endings of the parameters' names, and the layers of the unsharded model.
 PROJECTIONS = {"q": "q_proj", "k": "k_proj", "v": "v_proj"}
+
+QKV_ORDER = (
+    "input_size",
+    "output_sizes",
+    "bias",
+    "gather_output",
+    "dtype",
+    "device",
+    "init_method",
+    "sequence_parallel_enabled",
+    "keep_master_weight",
+    "kv_size_multiplier",
+    "fuse_qkv",
+    "reduce_dtype",
+)
 
 _Kind = Literal["weight", "bias"]
 _KINDS: tuple[_Kind, ...] = ("weight", "bias")
@@ -63,22 +79,34 @@ class GQAQKVColumnParallelLinear(nn.Module):
         kv_size_multiplier: copies of each key and value head; divides the tensor-parallel degree.
         fuse_qkv: hold one weight and one bias per rank, and compute one product.
         init_method: fills each whole weight in place; as in `nn.Linear` if None.
-        sequence_dimension: which dim of the input is the sequence.
+        sequence_dimension: which dim of the input is the sequence; 0 if None.
         num_key_value_heads: of the model, so that heads are copied and distributed as wholes. None treats a rank's rows
             as one head: right without copies, and where the multiplier just suffices for one head per rank; with
             copies it warns.
         output_size: another spelling of `output_sizes`.
+        keep_master_weight: keep the whole initial weights as `master_weight_q`, `master_weight_k`, `master_weight_v`.
+        reduce_dtype: in which gradients of the input, and of copies of heads, are summed over the ranks; in their own
+            if None.
 
     Attributes:
         weight_qkv: `[(q + 2 * kv * kv_size_multiplier)/tp, in]`, q above k above v, if fused; otherwise `weight_q`
             `[q/tp, in]`, `weight_k` and `weight_v` `[kv * kv_size_multiplier/tp, in]`.
         bias_qkv: the same without `in`; otherwise `bias_q`, `bias_k`, `bias_v`. None without bias.
         padded_q_size: length of q that is cut into equal parts, `q` unless `pad_model` has padded the heads.
+        master_weight_q: `[q, in]` on the CPU with `keep_master_weight`, in no state dict; otherwise None. So are
+            `master_weight_k` and `master_weight_v`, `[kv, in]`.
 
     Raises:
         ValueError: sizes that the tensor-parallel degree does not divide; the message names a multiplier that helps.
+
+    `dtype` may also stand fifth, followed by the arguments in the order of `QKV_ORDER`.
     """
 
+    master_weight_q: Tensor | None
+    master_weight_k: Tensor | None
+    master_weight_v: Tensor | None
+
+    @takes_order_too(QKV_ORDER, tells=fifth_is_dtype)
     def __init__(
         self,
         input_size: int,
@@ -92,9 +120,11 @@ class GQAQKVColumnParallelLinear(nn.Module):
         fuse_qkv: bool = True,
         *,
         init_method: InitMethod | None = None,
-        sequence_dimension: int = 0,
+        sequence_dimension: int | None = 0,
         num_key_value_heads: int | None = None,
         output_size: Sequence[int] | int | None = None,
+        keep_master_weight: bool = False,
+        reduce_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.input_size = input_size
@@ -102,7 +132,8 @@ class GQAQKVColumnParallelLinear(nn.Module):
         check_linear_arguments(input_size, min(self.q_size, self.kv_size), sequence_parallel_enabled)
         self.gather_output = gather_output
         self.sequence_parallel_enabled = sequence_parallel_enabled
-        self.sequence_dimension = sequence_dimension
+        self.sequence_dimension = sequence_dimension or 0
+        self.keep_master_weight, self.reduce_dtype = keep_master_weight, reduce_dtype
         self.kv_size_multiplier = kv_size_multiplier
         self.fuse_qkv = fuse_qkv
         self.init_method = init_method or default_linear_init
@@ -181,9 +212,10 @@ class GQAQKVColumnParallelLinear(nn.Module):
         bias_init = default_bias_init(self.input_size)
         for index, size in enumerate((self.q_size, self.kv_size, self.kv_size)):
             weight, bias = weights[index], biases[index]
-            if weight is not None:
-                spec = self._specs["weight"][index]
-                fill_from_logical(weight, spec, (size, self.input_size), self.init_method)
+            assert weight is not None
+            whole = fill_from_logical(weight, self._specs["weight"][index], (size, self.input_size), self.init_method)
+            master = whole.to(weight.dtype) if self.keep_master_weight and whole is not None else None
+            setattr(self, f"master_weight_{tuple(PROJECTIONS)[index]}", master)
             if bias is not None:
                 fill_from_logical(bias, self._specs["bias"][index], (size,), bias_init)
 
@@ -274,6 +306,7 @@ class GQAQKVColumnParallelLinear(nn.Module):
             layer_group(self.tensor_parallel_size),
             sequence_dim=self.sequence_dimension if self.sequence_parallel_enabled else None,
             copies=self.head_copies(),
+            reduce_dtype=self.reduce_dtype,
         )
         if self.gather_output and self.tensor_parallel_size > 1:
             query, key, value = self.gathered(outputs[0] if self.fuse_qkv else torch.cat(outputs, dim=-1))

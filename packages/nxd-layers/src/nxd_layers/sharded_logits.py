@@ -8,7 +8,10 @@ import torch
 from nxd_state import Group, active_group, all_gather
 from torch import Tensor
 
+from nxd_layers.tracing import leaf_of_traces
 
+
+@leaf_of_traces
 @torch.no_grad()
 def parallel_argmax(logits: Tensor, *, vocab_size: int | None = None) -> Tensor:
     """The likeliest token, as `torch.argmax` over the whole logits' last dim would give it.
@@ -30,6 +33,7 @@ def parallel_argmax(logits: Tensor, *, vocab_size: int | None = None) -> Tensor:
     return ids.gather(-1, values.argmax(dim=-1, keepdim=True)).squeeze(-1)
 
 
+@leaf_of_traces
 @torch.no_grad()
 def parallel_topk(logits: Tensor, k: int, *, vocab_size: int | None = None) -> tuple[Tensor, Tensor]:
     """The k likeliest tokens, likeliest first.

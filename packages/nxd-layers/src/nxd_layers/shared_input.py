@@ -15,11 +15,11 @@ from nxd_state import Group, active_group, reduce_scatter
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
-from torch.fx import Proxy
 
 from nxd_layers.column_linear import in_autocast_dtype
 from nxd_layers.linear import ColumnParallelLinear, column_outputs
 from nxd_layers.mappings import copy_to_tensor_model_parallel_region
+from nxd_layers.tracing import is_traced
 
 
 @dataclass(eq=False)
@@ -41,7 +41,7 @@ class JointCall:
     def output(self, layer: ColumnParallelLinear, input_: Tensor) -> Tensor:
         """The output computed already, unless a forward pre-hook gave the layer another input."""
         if input_ is not self.input_:
-            return layer.forward(input_)
+            return column_outputs(input_, [layer])[0]
         return next(output for other, output in zip(self.layers, self.outputs, strict=True) if other is layer)
 
 
@@ -65,15 +65,11 @@ def column_parallel_linears(input_: Tensor, layers: Sequence[nn.Module]) -> tupl
     """
     if not layers:
         raise ValueError("no layers given; expected at least one ColumnParallelLinear")
-    if _is_traced(input_):  # a graph has no place for a call that knows layers
+    if is_traced(input_):  # a graph has no place for a call that knows layers
         return tuple([layer(input_) for layer in layers])
     joint = [layer for layer in layers if isinstance(layer, ColumnParallelLinear) and _has_own_forward(layer)]
     call = JointCall(input_, joint, column_outputs(input_, joint) if joint else ())
     return tuple([layer(input_, call=call) if layer in joint else layer(input_) for layer in layers])
-
-
-def _is_traced(value: object) -> bool:
-    return isinstance(value, Proxy)
 
 
 def _has_own_forward(layer: ColumnParallelLinear) -> bool:

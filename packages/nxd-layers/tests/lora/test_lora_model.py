@@ -40,7 +40,12 @@ class Model(nn.Module):
         torch.manual_seed(0)
         self.sequence_parallel = sequence_parallel
         self.embed_tokens = ParallelEmbedding(
-            12, 6, dtype=torch.float64, sequence_parallel_enabled=sequence_parallel, padding_idx=0
+            12,
+            6,
+            dtype=torch.float64,
+            sequence_parallel_enabled=sequence_parallel,
+            sequence_dimension=0,
+            padding_idx=0,
         )
         self.layers = nn.ModuleList([Block(sequence_parallel) for _ in range(2)])
 

@@ -6,11 +6,11 @@ Lightning refuses to make its XLA classes without torch-xla, so the choice is ma
 from typing import Any
 
 import torch
-from nxd_trainer.mesh import device_type
+from nxd_trainer.mesh import get_device, records_graphs
 
 from nxd_lightning.lightning_package import lightning
 
-ON_XLA = device_type() == "xla"
+ON_XLA = records_graphs()
 
 _plugins = lightning("plugins")
 _strategies = lightning("strategies")
@@ -49,7 +49,7 @@ class NeuronXLAAccelerator(_XLAAccelerator):
     @staticmethod
     def get_parallel_devices(devices: int) -> list[torch.device]:
         """A device for each rank of this host."""
-        return [torch.device("xla", index) for index in range(devices)]
+        return [torch.device(get_device().type, index) for index in range(devices)]
 
     @staticmethod
     def name() -> str:

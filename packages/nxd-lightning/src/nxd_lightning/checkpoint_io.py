@@ -74,6 +74,7 @@ class NeuronCheckpointIO(CheckpointIOBase):
         Raises:
             CheckpointError: there is none, or it is damaged; on all ranks.
         """
+        checkpoint_parts(_resolved(path))  # raises where there is none: Lightning loads what it was asked for
         content = load_checkpoint(_resolved(path))
         if not isinstance(content, dict) or "pytorch-lightning_version" not in content:
             return copy.deepcopy(_NOTHING_OF_LIGHTNING)

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import torch
 from nxd_trainer.api import NxDModel, complete_config, initialize_parallel_model, initialize_parallel_optimizer
-from nxd_trainer.mesh import broadcast, get_device, get_group, seed_model_parallel
+from nxd_trainer.mesh import broadcast, get_device, get_group, seed_model_parallel, widest_float
 from torch import Tensor
 
 from nxd_lightning.checkpoint_io import NeuronCheckpointIO
@@ -185,7 +185,8 @@ class NeuronLTModule(_LightningModule):
             loss = self.train_on(batch, divide_gradients_by=batches)
         if not self.automatic_optimization:
             self.manual_backward(loss)  # for callbacks and hooks around backward, which it is not any more
-        self.averaged_loss = self.averaged_loss.to(loss.device) + loss.double() / batches
+        dtype = widest_float(loss.device)
+        self.averaged_loss = self.averaged_loss.to(loss.device, dtype) + loss.to(dtype) / batches
         if self.should_print:
             mean = self.trainer.strategy.reduce(self.averaged_loss)
             self.log("loss", mean, prog_bar=True, batch_size=1)
@@ -258,7 +259,7 @@ class NeuronLTModule(_LightningModule):
             value: a number or a tensor of one; elsewhere anything, such as None. Without a pipeline it comes back.
 
         Returns:
-            A 0-d tensor, float64.
+            A 0-d tensor, float64, or float32 where the device has no float64.
 
         Raises:
             TypeError: the last stage has no number.
@@ -271,7 +272,8 @@ class NeuronLTModule(_LightningModule):
             number = float(value) if is_last else 0.0
         except TypeError as error:
             raise TypeError(f"the last stage has {value!r} here, but other stages wait for its number") from error
-        return broadcast(torch.tensor(number, dtype=torch.float64, device=get_device()), stages, source=stages.size - 1)
+        mine = torch.tensor(number, dtype=widest_float(get_device()), device=get_device())
+        return broadcast(mine, stages, source=stages.size - 1)
 
     # Checkpoints outside of a Trainer.
 

@@ -17,6 +17,7 @@ from nxd_trainer.mesh import (
     get_group,
     get_mesh,
     get_world_group,
+    is_host,
     model_parallel_is_initialized,
 )
 from torch import Tensor
@@ -370,5 +371,5 @@ def _degrees(
 def _devices_of_launched_ranks() -> list[torch.device] | None:
     """A device for each rank of this host, where torchrun has started them: the Trainer need not be told."""
     count = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
-    kind = "xla" if ON_XLA else get_device().type
-    return [torch.device("cpu") if kind == "cpu" else torch.device(kind, index) for index in range(count)] or None
+    device = get_device()
+    return [device if is_host(device) else torch.device(device.type, index) for index in range(count)] or None

@@ -15,8 +15,8 @@ from nxd_state import (
     all_reduce_,
     get_device,
     get_shard_spec,
-    has_float64,
     records_graphs,
+    widest_float,
 )
 from torch import Tensor
 
@@ -38,7 +38,7 @@ def grad_norm(parameters: Iterable[Tensor] | Tensor, norm_type: float | str = 2.
         norm_type: p > 0, or inf (also as "inf").
 
     Returns:
-        0-d tensor, float64 (float32 on XLA devices). Half-precision gradients are accumulated in float32.
+        0-d tensor, in the device's widest float. Half-precision gradients are accumulated in float32.
 
     Raises:
         ValueError: `norm_type` is not positive, or a parameter is sharded along another axis than "tp".
@@ -118,7 +118,7 @@ def _gradients_by_copies(parameters: list[Tensor], power: float) -> dict[int, li
 def norm_accumulator(device: torch.device) -> Tensor:
     """A zero, `[1]`, to add powers of norms to."""
     # Not the gradients' own dtype: other ranks may have others, or none, and powers of float32 norms overflow.
-    return torch.zeros(1, dtype=torch.float64 if has_float64(device) else torch.float32, device=device)
+    return torch.zeros(1, dtype=widest_float(device), device=device)
 
 
 def tensor_norms(tensors: Sequence[Tensor], power: float, like: Tensor) -> Tensor:

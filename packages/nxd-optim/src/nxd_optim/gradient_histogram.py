@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from nxd_state import active_group, all_reduce_, get_device
+from nxd_state import active_group, all_reduce_, get_device, widest_float
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -82,7 +82,7 @@ class GradientHistograms:
         if not self._is_due() or not self.named_parameters:
             return
         rows = {parameter: row for row, (_, parameter) in enumerate(self.named_parameters)}
-        tallies = torch.zeros(len(rows), _MAGNITUDES + 2, dtype=torch.float64, device=get_device())
+        tallies = torch.zeros(len(rows), _MAGNITUDES + 2, dtype=widest_float(get_device()), device=get_device())
         for own in gradients:
             if own.parameter in rows:
                 for copies, part in counted_parts(own.parameter, own.start, own.stop, own.gradient):
@@ -106,7 +106,7 @@ def gradient_histograms(named_parameters: Iterable[tuple[str, Tensor]]) -> dict[
     found = [(name, parameter) for name, parameter in named_parameters if parameter.grad is not None]
     if not found:
         return {}
-    # float64, since copies count as fractions and all of them must add up to whole numbers.
+    # float64 where there is one, since copies count as fractions and all of them must add up to whole numbers.
     tallies = torch.stack([_tally(parameter) for _, parameter in found])
     return _histograms([name for name, _ in found], all_reduce_(tallies, active_group("tp")))
 
@@ -120,9 +120,9 @@ def _histograms(names: Sequence[str], tallies: Tensor) -> dict[str, GradientHist
 
 
 def _tally(parameter: Tensor) -> Tensor:
-    """Counts by magnitude, then zeros, then non-finite ones, `[83]` float64: this rank's share."""
+    """Counts by magnitude, then zeros, then non-finite ones, `[83]` floats: this rank's share."""
     assert parameter.grad is not None
-    tally = torch.zeros(_MAGNITUDES + 2, dtype=torch.float64, device=parameter.device)
+    tally = torch.zeros(_MAGNITUDES + 2, dtype=widest_float(parameter.device), device=parameter.device)
     flat = parameter.grad.detach().to_dense().reshape(-1)
     for copies, part in counted_parts(parameter, 0, parameter.numel(), flat):
         tally += _count(part) / copies
@@ -136,4 +136,4 @@ def _count(grad: Tensor) -> Tensor:
     index = (exponent.long() - 1 - SMALLEST_EXPONENT).clamp(0, _MAGNITUDES - 1)
     index = torch.where(flat == 0, _MAGNITUDES, index)
     index = torch.where(flat.isfinite(), index, _MAGNITUDES + 1)
-    return torch.bincount(index, minlength=_MAGNITUDES + 2).double()
+    return torch.bincount(index, minlength=_MAGNITUDES + 2).to(widest_float(grad.device))

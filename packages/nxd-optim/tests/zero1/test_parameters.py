@@ -215,8 +215,6 @@ def test_parameters_on_the_meta_device_raise_unless_materialised_first():
     weights[0].sum().backward()
     optimizer.step()
     assert [weight.tolist() for weight in weights] == [[[0.0, 0.0]] * 2, [1.0, 1.0]]
-    with pytest.raises(RuntimeError, match=r"init_zero\(\) has been called already"):
-        optimizer.init_zero()
 
 
 def test_settings_of_groups_may_be_changed_between_steps_as_in_torch():

@@ -1,6 +1,6 @@
 """Pipeline parallelism: models cut into stages, and schedules as data that are verified before any rank runs them."""
 
-from nxd_pipeline.model import NxDPPModel
+from nxd_pipeline.model import OLD_RUNTIME_FLAGS, NxDPPModel
 from nxd_pipeline.partition import Stage, layer_flops, manual_partition
 from nxd_pipeline.runtime import GradientSync
 from nxd_pipeline.schedules import (
@@ -29,6 +29,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "NxDPPModel",
+    "OLD_RUNTIME_FLAGS",
     "GradientSync",
     "Stage",
     "manual_partition",

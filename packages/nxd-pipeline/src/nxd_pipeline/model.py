@@ -1,6 +1,7 @@
 """`NxDPPModel`: a model cut into pipeline stages, trained and evaluated by a schedule."""
 
 import gc
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -48,6 +49,24 @@ from nxd_pipeline.schedules import (
 )
 from nxd_pipeline.timeline import BubbleReport, TraceFile, bubble_report
 
+# Arguments by which scripts tuned the old runtime, with their defaults there.
+OLD_RUNTIME_FLAGS: Mapping[str, bool | int] = {
+    "_delay_tracing": False,
+    "_turn_off_odd_even_scheduler": False,
+    "_all_reduce_send_recv": False,
+    "_fused_send_recv": False,
+    "_fused_fwd_bwd": False,
+    "_mark_step_before_pp_runtime": True,
+    "_mark_step_after_pp_runtime": True,
+    "_deallocate_send_tensors": True,
+    "_use_gloo_for_metadata_comm": False,
+    "_debug_mode": False,
+    "_debug_pp_size": 8,
+    "_debug_pp_rank": 0,
+}
+
+logger = logging.getLogger(__name__)
+
 
 class NxDPPModel(nn.Module):
     """Runs a model over the ranks of the "pp" group; every rank holds its stages only.
@@ -84,7 +103,11 @@ class NxDPPModel(nn.Module):
         schedule: str | Schedule | None = None,
         return_loss_on_cpu: bool = True,
         deallocate_pipeline_outputs: bool = False,
+        use_model_wrapper: bool = False,
         use_optimizer_wrapper: bool = False,
+        autowrap_obj_methods: Mapping[Any, Sequence[str]] | None = None,
+        fuse_microbatches: bool = False,
+        **old_flags: Any,
     ) -> None:
         """Cut the model and keep this rank's stages.
 
@@ -94,7 +117,8 @@ class NxDPPModel(nn.Module):
                 transformers know theirs.
             num_microbatches: how many parts a batch is cut into, along dim 0.
             output_loss_value_spec: where in the model's output the loss is, as True in a tuple or dict of the
-                output's structure; None: the output is the loss, or the `loss` in it if transformers made the model.
+                output's structure; True: the output is the loss; None: it is, or the `loss` in it if transformers
+                made the model.
             return_mb_loss: `run_train` and `run_eval` return a list with each microbatch's loss.
             broadcast_and_average_loss: every rank gets the loss, averaged over the data-parallel ranks.
             pipeline_cuts: the last layer of each stage but the last.
@@ -125,12 +149,19 @@ class NxDPPModel(nn.Module):
                 stages per rank.
             return_loss_on_cpu: losses come back as CPU tensors.
             deallocate_pipeline_outputs: taken for scripts that give it; the runtime keeps what backward needs.
+            use_model_wrapper: taken for scripts that give it.
             use_optimizer_wrapper: taken for scripts that give it.
+            autowrap_obj_methods: methods, by name, of objects, that a trace does not look into.
+            fuse_microbatches: taken for scripts that give it; a device that records graphs records one per action.
+            **old_flags: those of `OLD_RUNTIME_FLAGS`, taken for scripts that give them; one line in the log says that
+                they change nothing.
 
         Raises:
+            TypeError: an argument that is none.
             ValueError: arguments that exclude each other, or a model or schedule that cannot be cut or played so.
         """
         super().__init__()
+        _note_old_flags(old_flags)
         if return_mb_loss and broadcast_and_average_loss:
             raise ValueError("return_mb_loss and broadcast_and_average_loss exclude each other; choose one")
         options = PartitionOptions(
@@ -142,6 +173,7 @@ class NxDPPModel(nn.Module):
             leaf_module_cls=leaf_module_cls,
             autowrap_functions=autowrap_functions,
             autowrap_modules=autowrap_modules,
+            autowrap_obj_methods=autowrap_obj_methods,
             tracer_cls=tracer_cls,
             stages=stages,
             manual_pp_partition=manual_pp_partition,
@@ -325,15 +357,18 @@ class NxDPPModel(nn.Module):
             raise RuntimeError("no step has been traced; give trace_file_path, and call run_train")
         return bubble_report(step.timelines[step.pipelines.index(self._group.ranks)])
 
-    def forward(self, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output, where the pipeline has one rank.
 
         Raises:
             RuntimeError: the model is cut.
         """
         if self._whole_model is None:
-            raise RuntimeError("a model cut into stages has no forward of its own; call run_train or run_eval")
-        return self._whole_model(**kwargs)
+            raise RuntimeError(
+                f"this model is cut into {self._schedule.num_stages} pipeline stages, and no rank can run it alone; "
+                "call run_train(**inputs), which also runs backward, or run_eval(**inputs)"
+            )
+        return self._whole_model(*args, **kwargs)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:  # behind to(), half(), cuda() ...
         before = [tensor.dtype for tensor in self._local.tensors()]
@@ -390,6 +425,15 @@ class NxDPPModel(nn.Module):
                     "Name all inputs in input_names"
                 )
         return split_batch(batch, self._num_microbatches)
+
+
+def _note_old_flags(flags: Mapping[str, Any]) -> None:
+    unknown = sorted(flags.keys() - OLD_RUNTIME_FLAGS.keys())
+    if unknown:
+        raise TypeError(f"NxDPPModel has no argument {', '.join(map(repr, unknown))}; see help(NxDPPModel)")
+    changed = sorted(name for name, value in flags.items() if value != OLD_RUNTIME_FLAGS[name])
+    if changed:
+        logger.info("%s tuned the old runtime and change nothing here; leave them out", ", ".join(changed))
 
 
 def _loss_spec(module: nn.Module | Sequence[nn.Module], spec: LossSpec) -> LossSpec:

@@ -189,3 +189,38 @@ def test_inputs_may_be_keywords_that_forward_does_not_name():
 def test_cuts_that_the_model_does_not_call_in_order_raise(cuts, message):
     with pytest.raises(ValueError, match=message):
         cut(Model(), cuts)
+
+
+class WithHelper(Model):
+    """Calls a method that a trace cannot follow."""
+
+    def halve(self, hidden):
+        return hidden / 2 if int(hidden.shape[-1]) == 4 else hidden
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = self.halve(layer(x)[0])
+        return x
+
+
+def test_method_of_an_object_stays_whole_in_every_stage():
+    model, x = WithHelper(), torch.randn(2, 4)
+
+    stages = cut(model, ["layers.0"], autowrap_obj_methods={model: ["halve"]})
+
+    assert torch.equal(run(stages, x=x), model(x))
+    assert "halve" not in vars(model)
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ("halve", "^autowrap_obj_methods .* give a list of names"),
+        (["quarter"], "^autowrap_obj_methods: WithHelper has no method quarter"),
+    ],
+)
+def test_method_that_an_object_lacks_is_named(names, message):
+    model = WithHelper()
+
+    with pytest.raises(ValueError, match=message):
+        cut(model, ["layers.0"], autowrap_obj_methods={model: names})

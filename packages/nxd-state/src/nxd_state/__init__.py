@@ -23,18 +23,26 @@ from nxd_state.collectives import (
 )
 from nxd_state.collectives.choice import shared_memory_bytes
 from nxd_state.collectives.debug import CollectiveMismatch
-from nxd_state.device import device_type, get_device, has_float64, records_graphs, step_boundary
+from nxd_state.device import (
+    autocast_devices,
+    compile_backend,
+    device_type,
+    get_device,
+    has_float64,
+    has_fused_optimizers,
+    has_streams,
+    is_host,
+    peak_memory_bytes,
+    records_graphs,
+    step_boundary,
+    torch_xla_module,
+    widest_float,
+)
 from nxd_state.every_rank import Attempt, attempt_on_every_rank, on_every_rank
 from nxd_state.group import Group
 from nxd_state.host_device_copies import read_later, send_to_device
 from nxd_state.mesh import Mesh
-from nxd_state.meta_init import allocate_meta_tensor, seed_of_module
-from nxd_state.move_model import move_model_to_device
-from nxd_state.neuron import extracting_graphs, neuron_settings, prepare_neuron
-from nxd_state.neuron_errors import DeviceError
-from nxd_state.parallel_state import (
-    active_group,
-    destroy_model_parallel,
+from nxd_state.mesh_getters import (
     get_context_parallel_rank,
     get_context_parallel_size,
     get_data_parallel_group,
@@ -43,8 +51,6 @@ from nxd_state.parallel_state import (
     get_data_parallel_world_size,
     get_expert_model_parallel_rank,
     get_expert_model_parallel_size,
-    get_group,
-    get_mesh,
     get_pipeline_model_parallel_group,
     get_pipeline_model_parallel_rank,
     get_pipeline_model_parallel_size,
@@ -52,9 +58,22 @@ from nxd_state.parallel_state import (
     get_tensor_model_parallel_rank,
     get_tensor_model_parallel_size,
     get_tensor_parallel_size,
+)
+from nxd_state.meta_init import allocate_meta_tensor, seed_of_module
+from nxd_state.move_model import move_model_to_device
+from nxd_state.neuron import extracting_graphs, neuron_settings, prepare_neuron
+from nxd_state.neuron_errors import DeviceError
+from nxd_state.parallel_state import (
+    active_group,
+    destroy_model_parallel,
+    get_group,
+    get_mesh,
     get_world_group,
+    group_among,
+    group_of,
     initialize_model_parallel,
     model_parallel_is_initialized,
+    planned_world,
     subgroup,
 )
 from nxd_state.process_groups import serve_store, transport_device
@@ -85,10 +104,13 @@ __all__ = [
     "initialize_model_parallel",
     "model_parallel_is_initialized",
     "destroy_model_parallel",
+    "planned_world",
     "get_mesh",
     "get_group",
     "active_group",
     "subgroup",
+    "group_among",
+    "group_of",
     "get_world_group",
     "get_tensor_model_parallel_size",
     "get_tensor_model_parallel_rank",
@@ -153,7 +175,15 @@ __all__ = [
     "device_type",
     "get_device",
     "records_graphs",
+    "is_host",
+    "has_streams",
     "has_float64",
+    "widest_float",
+    "has_fused_optimizers",
+    "autocast_devices",
+    "compile_backend",
+    "peak_memory_bytes",
+    "torch_xla_module",
     "transport_device",
     "step_boundary",
     "send_to_device",

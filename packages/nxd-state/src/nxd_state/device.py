@@ -1,25 +1,32 @@
-"""Which device this process computes on, and the torch.distributed backend that goes with it.
+"""Which device this process computes on, the torch.distributed backend that goes with it, and what it can do.
+
+A device is the CPU, an accelerator of torch (CUDA, or the native `neuron` device), or one of torch-xla. Accelerators
+are asked through torch's generic interface. Code outside this file asks for traits (`records_graphs`, `is_host`, ...),
+not for names.
 
 The choice: `NXD_DEVICE` if set (`NXD_CPU_MODE=1` is the older spelling of `NXD_DEVICE=cpu`), else XLA when
-`PJRT_DEVICE` or a Neuron device says so, else CUDA when visible, else CPU. torch-xla is imported only here.
+`PJRT_DEVICE` or a Neuron device says so, else the accelerator, else the CPU.
 """
 
+import functools
+import importlib
 import importlib.util
 import os
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from nxd_state.neuron_errors import device_errors
 
-# On XLA torch.distributed carries what lies on the host; tensors of the device travel by torch-xla.
-BACKENDS = {"cpu": "gloo", "cuda": "nccl", "xla": "gloo"}
+ACCELERATORS = ("cuda", "neuron")
+DEVICE_TYPES = ("cpu", "xla", *ACCELERATORS)
 
 
 def device_type() -> str:
-    """Type of this process's device: "cpu", "cuda" or "xla".
+    """Type of this process's device: "cpu", "xla", or an accelerator's, "cuda" or "neuron".
 
     Raises:
         ValueError: `NXD_DEVICE` names a type that is not known.
@@ -29,25 +36,46 @@ def device_type() -> str:
     if asked:
         return _check_asked(asked)
     if "PJRT_DEVICE" in os.environ:
-        if not _has_torch_xla():
+        if not has_torch_xla():
             raise RuntimeError(
                 f"PJRT_DEVICE={os.environ['PJRT_DEVICE']} asks for torch-xla, which is not installed; "
                 "install torch_xla, or unset PJRT_DEVICE, or set NXD_DEVICE=cpu"
             )
         return "xla"
-    if Path("/dev/neuron0").exists() and _has_torch_xla():
-        return "xla"
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    if Path("/dev/neuron0").exists():
+        if has_torch_xla():
+            return "xla"
+        _load_torch_neuronx()
+    kind = _accelerator()
+    return kind if kind in ACCELERATORS else "cpu"
 
 
 def get_device() -> torch.device:
-    """This process's device: `cuda:LOCAL_RANK`, the XLA device, or the CPU."""
+    """This process's device: the accelerator's of `LOCAL_RANK` (of one that sees a single device, that one), the XLA
+    device, or the CPU."""
     kind = device_type()
-    if kind == "cuda":
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     if kind == "xla":
-        return torch.device(_torch_xla().device())
-    return torch.device("cpu")
+        return torch.device(torch_xla_module().device())
+    if kind == "cpu":
+        return torch.device(kind)
+    index = 0 if torch.accelerator.device_count() == 1 else int(os.environ.get("LOCAL_RANK", "0"))
+    return torch.device(kind, index)
+
+
+def backend_of_device() -> str:
+    """The torch.distributed backend for tensors of this process's device: "gloo", "nccl" or "neuron".
+
+    On XLA it carries what lies on the host; tensors of the device travel by torch-xla.
+    """
+    kind = device_type()
+    return "gloo" if kind in ("cpu", "xla") else dist.get_default_backend_for_device(kind)
+
+
+def set_current_device() -> None:
+    """Make this process's device the current one of its accelerator; elsewhere nothing happens."""
+    device = get_device()
+    if device.type in ACCELERATORS:
+        torch.accelerator.set_device_index(device.index)
 
 
 def records_graphs(what: Tensor | torch.device | str | None = None) -> bool:
@@ -60,16 +88,97 @@ def records_graphs(what: Tensor | torch.device | str | None = None) -> bool:
     Args:
         what: a tensor, a device or a device's type; this process's device if None.
     """
-    if what is None:
-        what = device_type()
-    elif isinstance(what, Tensor):
-        what = what.device
-    return (what if isinstance(what, str) else what.type) == "xla"
+    return _type_of(what) == "xla"
+
+
+def is_host(what: Tensor | torch.device | str | None = None) -> bool:
+    """Whether a device is the CPU: its values are at hand, and an operation that has returned is done.
+
+    Args:
+        what: as for `records_graphs`.
+    """
+    return _type_of(what) == "cpu"
+
+
+def has_streams(what: Tensor | torch.device | str | None = None) -> bool:
+    """Whether a device has streams: copies between it and the host, by pinned memory, run while both go on.
+
+    Args:
+        what: as for `records_graphs`.
+    """
+    kind = _type_of(what)
+    return kind in ACCELERATORS and kind == _accelerator() and _has_pinned_memory_and_events(kind)
+
+
+def has_fused_optimizers(what: Tensor | torch.device | str | None = None) -> bool:
+    """Whether torch's optimizers have kernels there that update all parameters at once (`fused=True`).
+
+    Args:
+        what: as for `records_graphs`.
+    """
+    return _type_of(what) in ("cpu", "cuda")
 
 
 def has_float64(device: torch.device) -> bool:
     """Whether a device computes in float64; Neuron devices do not, and neither do Apple's."""
     return device.type in ("cpu", "cuda")
+
+
+def widest_float(device: torch.device) -> torch.dtype:
+    """In which long sums are best kept on a device: float64, or float32 where it has none."""
+    return torch.float64 if has_float64(device) else torch.float32
+
+
+def compile_backend(what: Tensor | torch.device | str | None = None) -> str:
+    """The backend of torch.compile for a device: its own where it has one, as `neuron` does, else "inductor".
+
+    Args:
+        what: as for `records_graphs`.
+    """
+    return "neuron" if _type_of(what) == "neuron" else "inductor"
+
+
+def autocast_devices() -> tuple[str, ...]:
+    """The types of devices on which torch.autocast is enabled now."""
+    accelerator = torch.accelerator.current_accelerator()
+    kinds = ["cpu", "xla"] if accelerator is None else ["cpu", "xla", accelerator.type]
+    return tuple(kind for kind in kinds if torch.is_autocast_enabled(kind))
+
+
+def peak_memory_bytes(device: torch.device) -> int | None:
+    """The most memory of a device that tensors of this process have taken; None where torch does not count it."""
+    if device.type not in ACCELERATORS:
+        return None
+    try:
+        return torch.accelerator.max_memory_allocated(device)
+    except RuntimeError:  # the accelerator has an allocator of its own
+        return None
+
+
+def seed_device(seed: int) -> None:
+    """Seed the random numbers of this process's device where `torch.manual_seed` does not, which is on XLA."""
+    if records_graphs():
+        torch_xla_module("core.xla_model").set_rng_state(seed)
+
+
+def device_rng_state() -> dict[str, Tensor]:
+    """The state of the device's random numbers, uint8, by its type; empty on the CPU."""
+    kind = device_type()
+    if kind == "xla":  # a number on the host: reading it does not wait for the device
+        seed = torch_xla_module("core.xla_model").get_rng_state().to_bytes(8, "little")
+        return {kind: torch.tensor(list(seed), dtype=torch.uint8)}
+    return {} if kind == "cpu" else {kind: torch.get_device_module(kind).get_rng_state()}
+
+
+def set_device_rng_state(states: dict[str, Tensor]) -> None:
+    """Set the device's random numbers back to what `device_rng_state` returned; other types' states are left alone."""
+    kind = device_type()
+    if kind not in states or kind == "cpu":
+        return
+    if kind == "xla":
+        torch_xla_module("core.xla_model").set_rng_state(int.from_bytes(bytes(states[kind].tolist()), "little"))
+    else:
+        torch.get_device_module(kind).set_rng_state(states[kind])
 
 
 def step_boundary() -> None:
@@ -80,22 +189,72 @@ def step_boundary() -> None:
     """
     if records_graphs():
         with device_errors():
-            _torch_xla().sync()
+            torch_xla_module().sync()
+
+
+def has_torch_xla() -> bool:
+    """Whether torch-xla is installed."""
+    spec = importlib.util.find_spec("torch_xla")
+    return spec is not None and spec.origin is not None  # what stands in for it has none
+
+
+def check_torch_xla(what: str) -> None:
+    """Raise ModuleNotFoundError if torch-xla, which `what` needs, is not installed."""
+    if not has_torch_xla():
+        raise ModuleNotFoundError(
+            f"{what} needs torch-xla, which is not installed: install torch_xla of the same version as torch"
+        )
+
+
+def torch_xla_module(name: str = "") -> Any:
+    """torch-xla, or its module of this name, imported now: what it reads of the environment must be set before."""
+    return importlib.import_module(f"torch_xla.{name}" if name else "torch_xla")
 
 
 def _check_asked(asked: str) -> str:
-    if asked not in BACKENDS:
-        raise ValueError(f"NXD_DEVICE={asked!r} is not known; use one of {', '.join(sorted(BACKENDS))}")
-    if asked == "cuda" and not torch.cuda.is_available():
-        raise RuntimeError("NXD_DEVICE=cuda, but torch sees no CUDA device; check the driver or use NXD_DEVICE=cpu")
-    if asked == "xla" and not _has_torch_xla():
+    if asked not in DEVICE_TYPES:
+        raise ValueError(f"NXD_DEVICE={asked!r} is not known; use one of {', '.join(sorted(DEVICE_TYPES))}")
+    if asked == "xla" and not has_torch_xla():
         raise RuntimeError("NXD_DEVICE=xla needs torch-xla; install torch_xla of the same version as torch")
+    if asked == "neuron":
+        _load_torch_neuronx()
+        if _accelerator() != asked:
+            raise RuntimeError(
+                "NXD_DEVICE=neuron needs the native torch-neuronx (2.13 or newer) and its device; install it, or set "
+                "NXD_DEVICE=xla for torch-xla, or NXD_DEVICE=cpu"
+            )
+    if asked == "cuda" and _accelerator() != asked:
+        raise RuntimeError("NXD_DEVICE=cuda, but torch sees no CUDA device; check the driver or use NXD_DEVICE=cpu")
     return asked
 
 
-def _has_torch_xla() -> bool:
-    return importlib.util.find_spec("torch_xla") is not None
+def _type_of(what: Tensor | torch.device | str | None) -> str:
+    if what is None:
+        return device_type()
+    if isinstance(what, Tensor):
+        return what.device.type
+    return what if isinstance(what, str) else what.type
 
 
-def _torch_xla() -> ModuleType:
-    return importlib.import_module("torch_xla")
+def _accelerator() -> str | None:
+    """The type of torch's accelerator, if it has a device."""
+    device = torch.accelerator.current_accelerator(check_available=True)
+    return None if device is None else device.type
+
+
+def _load_torch_neuronx() -> None:
+    """Import torch-neuronx, which registers its device with torch; where it has not been done, and it is installed."""
+    if _accelerator() is None and importlib.util.find_spec("torch_neuronx") is not None:
+        importlib.import_module("torch_neuronx")
+
+
+@functools.cache
+def _has_pinned_memory_and_events(kind: str) -> bool:
+    try:
+        torch.empty(1, device="cpu").pin_memory()
+        event = torch.Event(kind)
+        event.record()
+        event.synchronize()
+    except RuntimeError:  # NotImplementedError is one
+        return False
+    return True

@@ -92,6 +92,10 @@ class Group:
         """A group of this one process, for code that runs without an initialised mesh."""
         return cls(axis=axis, ranks=(0,), rank=0, replica_groups=((0,),))
 
+    def __deepcopy__(self, memo: dict[int, object]) -> "Group":
+        """The same object: copies of a layer compute on the group that it was given."""
+        return self
+
     def __repr__(self) -> str:
         return f"Group(axis={self.axis!r}, rank={self.rank} of {list(self.ranks)})"
 

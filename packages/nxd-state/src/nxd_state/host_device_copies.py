@@ -1,6 +1,6 @@
 """Copies between the host and the device for which the host does not wait: batches on their way there, losses back.
 
-On XLA both are asynchronous by themselves. On CUDA they need pinned host memory.
+On XLA both are asynchronous by themselves. On devices with streams they need pinned host memory.
 """
 
 from collections.abc import Callable
@@ -8,13 +8,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from nxd_state.device import has_streams
+
 
 def send_to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """A copy of a CPU tensor on `device`, which need not have arrived yet; on the CPU the tensor itself.
 
     On XLA it is data from the beginning and no part of the graph under way, so that another thread may call this.
     """
-    pinned = tensor.pin_memory() if device.type == "cuda" else tensor
+    pinned = tensor.pin_memory() if has_streams(device) else tensor
     return pinned.to(device, non_blocking=True)
 
 
@@ -27,11 +29,11 @@ def read_later(tensor: Tensor) -> Callable[[], Tensor]:
     Returns:
         What waits for the values, and for no later work: a CPU tensor.
     """
-    if tensor.device.type != "cuda":
+    if not has_streams(tensor):
         return tensor.detach().cpu
     values = tensor.detach().to("cpu", non_blocking=True)  # queued on the device before any later work
-    copied = torch.cuda.Event()
-    copied.record(torch.cuda.current_stream(tensor.device))
+    copied = torch.Event(tensor.device)
+    copied.record(torch.accelerator.current_stream(tensor.device))
 
     def wait() -> Tensor:
         copied.synchronize()

@@ -13,6 +13,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from nxd_state.device import has_torch_xla
+
 RUNTIME_PORT = 62182  # torch-xla's choice for the runtime's own rendezvous, beside torchrun's
 EFA_SETTINGS = {"FI_PROVIDER": "efa", "FI_EFA_USE_DEVICE_RDMA": "1", "FI_EFA_FORK_SAFE": "1"}
 EXTRACT_GRAPHS = "NEURON_EXTRACT_GRAPHS_ONLY"
@@ -126,7 +128,7 @@ def check_neuron_environment(environment: Mapping[str, str]) -> None:
 
 
 def computes_on_neuron(environment: Mapping[str, str] | None = None) -> bool:
-    """Whether `get_device` leads to a Neuron device, as far as the environment and this host's devices say.
+    """Whether `get_device` leads to a Neuron device by torch-xla, as far as the environment and this host say.
 
     Args:
         environment: this process's if None.
@@ -134,7 +136,9 @@ def computes_on_neuron(environment: Mapping[str, str] | None = None) -> bool:
     given = os.environ if environment is None else environment
     if given.get("NXD_CPU_MODE") == "1" or given.get("NXD_DEVICE", "xla") != "xla":
         return False
-    return given["PJRT_DEVICE"] == "NEURON" if "PJRT_DEVICE" in given else Path("/dev/neuron0").exists()
+    if "PJRT_DEVICE" in given:
+        return given["PJRT_DEVICE"] == "NEURON"
+    return Path("/dev/neuron0").exists() and has_torch_xla()  # without torch-xla it is torch's native device
 
 
 def extracting_graphs(environment: Mapping[str, str] | None = None) -> bool:

@@ -1,21 +1,28 @@
 """The one mesh of this process: made by `initialize_model_parallel`, read by everything else.
 
-Holds the state (mesh and process groups) and the documented getters. The arithmetic is in `mesh`.
+Holds the state (mesh and process groups). The arithmetic is in `mesh`, the documented getters are in `mesh_getters`.
 """
 
 import atexit
 import math
 import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from nxd_state.collectives import debug
-from nxd_state.device import device_type
+from nxd_state.device import records_graphs
 from nxd_state.group import Group
 from nxd_state.mesh import Mesh, RankGroups
-from nxd_state.process_groups import new_process_group, new_process_group_of_members, start_torch_distributed
+from nxd_state.process_groups import (
+    new_process_group,
+    new_process_group_of_members,
+    start_torch_distributed,
+    world_barrier,
+)
 from nxd_state.rank_failure import report_uncaught_failures
 from nxd_state.shared_groups import share_memory
 
@@ -40,12 +47,14 @@ class _ParallelState:
     rank: int
     groups: dict[str, Group]
     created: list[dist.ProcessGroup] = field(default_factory=list)
-    subgroups: dict[tuple[str, int], Group] = field(default_factory=dict)  # by axis and size
+    subgroups: dict[tuple[str, int] | RankGroups, Group] = field(default_factory=dict)  # by axis and size, or ranks
+    foreign: dict[dist.ProcessGroup, Group] = field(default_factory=dict)  # by the process group that was given
     timeout: timedelta | None = None
     owns_world: bool = False  # we started torch.distributed, so we also end it
 
 
 _state: _ParallelState | None = None
+_planned: tuple[int, int] | None = None  # rank and world size, inside `planned_world`
 
 
 def initialize_model_parallel(
@@ -84,7 +93,7 @@ def initialize_model_parallel(
         )
     debug.read_environment()
     timeout = timeout or _timeout_from_environment()
-    rank, world_size = _launched_rank_and_world_size()
+    rank, world_size = _planned or _launched_rank_and_world_size()
     mesh = Mesh(
         world_size,
         pp=pipeline_model_parallel_size,
@@ -93,6 +102,9 @@ def initialize_model_parallel(
         ep=expert_model_parallel_size,
         order=rank_order,
     )
+    if _planned is not None:
+        _state = _ParallelState(mesh=mesh, rank=rank, groups=_planned_groups(mesh, rank))
+        return
     owns_world = not dist.is_initialized()
     if owns_world:
         start_torch_distributed(rank, world_size, timeout, store)
@@ -106,7 +118,7 @@ def initialize_model_parallel(
     _make_groups(state)
     _share_memory(state)
     if world_size > 1:
-        dist.barrier()  # a rank that continued and ended at once would close connections that others are still making
+        world_barrier()  # a rank that continued and ended at once would close connections that others are still making
     _state = state
 
 
@@ -134,6 +146,34 @@ def destroy_model_parallel() -> None:
         return
     for process_group in reversed(state.created):
         dist.destroy_process_group(process_group)
+
+
+@contextmanager
+def planned_world(world_size: int, rank: int = 0) -> Iterator[None]:
+    """Inside, `initialize_model_parallel` lays out ranks that do not run, of which this process acts as one.
+
+    Layers are made with that rank's shapes and shard metadata. Nothing can be sent, so a model cannot be called. The
+    mesh ends with the block.
+
+    Args:
+        world_size: of the job that is planned.
+        rank: to act as.
+
+    Raises:
+        RuntimeError: model parallelism is initialised.
+        ValueError: there is no such rank.
+    """
+    global _planned  # noqa: PLW0603
+    if _state is not None or _planned is not None:
+        raise RuntimeError("model parallelism is already initialised; call destroy_model_parallel() first")
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank={rank} is outside 0..{world_size - 1}, the ranks of world_size={world_size}")
+    _planned = (rank, world_size)
+    try:
+        yield
+    finally:
+        _planned = None
+        destroy_model_parallel()
 
 
 def get_mesh() -> Mesh:
@@ -178,8 +218,71 @@ def subgroup(axis: str, size: int) -> Group:
     """
     state = _current()
     if (axis, size) not in state.subgroups:
-        state.subgroups[axis, size] = _make_subgroup(state, get_group(axis), size)
+        whole = get_group(axis)
+        if size < 1 or whole.size % size:
+            raise ValueError(
+                f"size={size} does not divide the {whole.size} ranks of {whole}; use a divisor of {whole.size}"
+            )
+        runs = [ranks[start : start + size] for ranks in whole.replica_groups for start in range(0, whole.size, size)]
+        made = whole if size == whole.size else _make_group_of_members(state, axis, tuple(runs))
+        state.subgroups[axis, size] = made
     return state.subgroups[axis, size]
+
+
+def group_among(replica_groups: Sequence[Sequence[int]]) -> Group:
+    """This rank's group among given ones, in which each rank is once at most; the same object at each call.
+
+    The first call makes the process group and waits for the other members' first calls; other ranks need not call it.
+
+    Args:
+        replica_groups: global ranks of each group, on all its members the same. Where it is those of an axis, or of a
+            subgroup made before, so is the result.
+
+    Raises:
+        RuntimeError: not initialised.
+        ValueError: this rank is in none of them.
+    """
+    state, wanted = _current(), tuple(tuple(ranks) for ranks in replica_groups)
+    for group in (*state.groups.values(), *state.subgroups.values()):
+        if group.replica_groups == wanted:
+            return group
+    if not any(state.rank in ranks for ranks in wanted):
+        raise ValueError(f"rank {state.rank} is in none of the groups {list(map(list, wanted))}; leave it out there")
+    made = state.subgroups[wanted] = _make_group_of_members(state, "given", wanted)
+    return made
+
+
+def group_of(process_group: dist.ProcessGroup) -> Group:
+    """The group that a process group of torch is: one of the mesh, or, for one made elsewhere, one of its own.
+
+    Raises:
+        ValueError: it is no process group, or this rank is not in it.
+    """
+    if not isinstance(process_group, dist.ProcessGroup):
+        raise ValueError(
+            f"process_group={process_group!r} is a {type(process_group).__name__}, no process group that this rank is "
+            "in; give one of torch.distributed.new_group or of get_tensor_model_parallel_group()"
+        )
+    state = _state
+    known = (*state.groups.values(), *state.subgroups.values()) if state is not None else ()
+    for group in known:
+        if group.process_group is process_group:
+            return group
+    if state is not None and process_group in state.foreign:
+        return state.foreign[process_group]
+    ranks = tuple(dist.get_process_group_ranks(process_group))
+    made = Group(
+        axis="given",
+        ranks=ranks,
+        rank=dist.get_rank(process_group),
+        replica_groups=(ranks,),
+        process_group=process_group,
+        name=process_group.group_name,
+        crosses_stages=state is not None and _crosses_stages(state.mesh, ranks),
+    )
+    if state is not None:
+        state.foreign[process_group] = made
+    return made
 
 
 def _current() -> _ParallelState:
@@ -192,7 +295,7 @@ def _launched_rank_and_world_size() -> tuple[int, int]:
     if dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if world_size > 1 and device_type() == "xla" and os.environ.get("PJRT_DEVICE") == "CPU":
+    if world_size > 1 and records_graphs() and os.environ.get("PJRT_DEVICE") == "CPU":
         raise RuntimeError(
             f"WORLD_SIZE={world_size} with PJRT_DEVICE=CPU: torch-xla's CPU client has no collectives between "
             "processes; use one rank, or NXD_DEVICE=cpu, or, in a test, nxd_state.testing.run_on_replicas"
@@ -241,9 +344,21 @@ def _make_groups(state: _ParallelState) -> None:
         )
 
 
+def _planned_groups(mesh: Mesh, rank: int) -> dict[str, Group]:
+    """The groups of a rank that does not run: without process groups."""
+    partitions = {"+".join(axes): mesh.groups(*axes) for axes in GROUP_AXES} | {"embedding": mesh.embedding_groups()}
+    groups = {}
+    for axis, replica_groups in partitions.items():
+        ranks = next((ranks for ranks in replica_groups if rank in ranks), None)
+        if ranks is not None:
+            crosses = _crosses_stages(mesh, ranks)
+            groups[axis] = Group(axis, ranks, ranks.index(rank), replica_groups, crosses_stages=crosses)
+    return groups
+
+
 def _crosses_stages(mesh: Mesh, ranks: tuple[int, ...]) -> bool:
-    first, last = (mesh.coordinates(rank)["pp"] for rank in (ranks[0], ranks[-1]))  # in mesh order, stage by stage
-    return first != last
+    first = mesh.coordinates(ranks[0])["pp"]
+    return any(mesh.coordinates(rank)["pp"] != first for rank in reversed(ranks))
 
 
 def _share_memory(state: _ParallelState) -> None:
@@ -252,105 +367,19 @@ def _share_memory(state: _ParallelState) -> None:
         state.groups[axis] = replace(group, shared_memory=memories.get(group.name))
 
 
-def _make_subgroup(state: _ParallelState, whole: Group, size: int) -> Group:
-    if size < 1 or whole.size % size:
-        raise ValueError(
-            f"size={size} does not divide the {whole.size} ranks of {whole}; use a divisor of {whole.size}"
-        )
-    if size == whole.size:
-        return whole
-    runs = [ranks[start : start + size] for ranks in whole.replica_groups for start in range(0, whole.size, size)]
-    ranks = next(ranks for ranks in runs if state.rank in ranks)
+def _make_group_of_members(state: _ParallelState, axis: str, replica_groups: RankGroups) -> Group:
+    ranks = next(ranks for ranks in replica_groups if state.rank in ranks)
     group = Group(
-        axis=whole.axis,
+        axis=axis,
         ranks=ranks,
         rank=ranks.index(state.rank),
-        replica_groups=tuple(runs),
+        replica_groups=replica_groups,
         crosses_stages=_crosses_stages(state.mesh, ranks),
     )
-    if size == 1:
+    if group.size == 1:
         return group
     process_group = new_process_group_of_members(ranks, state.timeout)
     state.created.append(process_group)
     group = replace(group, process_group=process_group, name=process_group.group_name)
     memory = share_memory([group], state.rank, group.name, state.timeout).get(group.name)
     return replace(group, shared_memory=memory)
-
-
-def _group(axes: tuple[str, ...], as_list: bool) -> dist.ProcessGroup | list[list[int]]:
-    group = get_group(*axes)
-    if as_list:
-        return [list(ranks) for ranks in group.replica_groups]
-    if group.process_group is None:
-        raise RuntimeError(f"{group} has no process group behind it")
-    return group.process_group
-
-
-def get_tensor_model_parallel_size() -> int:
-    """Ranks that split each layer."""
-    return get_group("tp").size
-
-
-def get_tensor_model_parallel_rank() -> int:
-    """This rank's index in its tensor-parallel group."""
-    return get_group("tp").rank
-
-
-def get_tensor_model_parallel_group(as_list: bool = False) -> dist.ProcessGroup | list[list[int]]:
-    """The tensor-parallel process group, or with `as_list` the ranks of all groups of this axis."""
-    return _group(("tp",), as_list)
-
-
-def get_pipeline_model_parallel_size() -> int:
-    """Number of pipeline stages."""
-    return get_group("pp").size
-
-
-def get_pipeline_model_parallel_rank() -> int:
-    """This rank's stage."""
-    return get_group("pp").rank
-
-
-def get_pipeline_model_parallel_group(as_list: bool = False) -> dist.ProcessGroup | list[list[int]]:
-    """The pipeline process group, or with `as_list` the ranks of all groups of this axis."""
-    return _group(("pp",), as_list)
-
-
-def get_data_parallel_size() -> int:
-    """Number of model replicas: pass it to a DistributedSampler as `num_replicas`."""
-    return get_group("dp").size
-
-
-def get_data_parallel_rank() -> int:
-    """This rank's replica: pass it to a DistributedSampler as `rank`."""
-    return get_group("dp").rank
-
-
-def get_data_parallel_group(as_list: bool = False) -> dist.ProcessGroup | list[list[int]]:
-    """The data-parallel process group, or with `as_list` the ranks of all groups of this axis."""
-    return _group(("dp",), as_list)
-
-
-def get_context_parallel_size() -> int:
-    """Ranks that split each sequence."""
-    return get_group("cp").size
-
-
-def get_context_parallel_rank() -> int:
-    """This rank's index in its context-parallel group."""
-    return get_group("cp").rank
-
-
-def get_expert_model_parallel_size() -> int:
-    """Ranks that split the experts of a layer."""
-    return get_group("ep").size
-
-
-def get_expert_model_parallel_rank() -> int:
-    """This rank's index in its expert-parallel group."""
-    return get_group("ep").rank
-
-
-# The tensor-parallel guide spells these two differently.
-get_tensor_parallel_size = get_tensor_model_parallel_size
-get_data_parallel_world_size = get_data_parallel_size

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import rendezvous
 
-from nxd_state.device import BACKENDS, device_type, get_device
+from nxd_state.device import backend_of_device, get_device, set_current_device
 from nxd_state.group import Group
 
 # What torchrun, or whoever launched this process, sets: the same values mean the same launch.
@@ -27,15 +27,14 @@ _launcher_stores: dict[tuple[str | None, ...], dist.Store] = {}
 def start_torch_distributed(rank: int, world_size: int, timeout: timedelta | None, store: dist.Store | None) -> None:
     """Start torch.distributed on this process's device: a world of one by itself, else over the store, or over the
     launcher's if there is none."""
-    kind = device_type()
-    if kind == "cuda":
-        torch.cuda.set_device(get_device())
+    backend = backend_of_device()
+    set_current_device()
     # A world of one needs no rendezvous, hence no free port and no launcher.
     if world_size == 1:
         store = dist.HashStore()
     elif store is None:
         store = _fresh_store(rank, world_size, timeout)
-    dist.init_process_group(BACKENDS[kind], store=store, rank=rank, world_size=world_size, timeout=timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
 def _fresh_store(rank: int, world_size: int, timeout: timedelta | None) -> dist.Store:
@@ -50,6 +49,12 @@ def _fresh_store(rank: int, world_size: int, timeout: timedelta | None) -> dist.
         _launcher_stores[_launch()] = store
     start = store.add(f"nxd_state/starts_of_rank_{rank}", 1)
     return dist.PrefixStore(f"nxd_state/start_{start}", store)
+
+
+def world_barrier() -> None:
+    """Wait for all ranks of the world."""
+    # Without an index torch warns that it takes the accelerator's current device, which is this one.
+    dist.barrier(device_ids=None if dist.get_backend() == "gloo" else [get_device().index])
 
 
 def serve_store(listener: socket.socket) -> dist.TCPStore:

@@ -7,16 +7,14 @@ activations that are split over the ranks. Replicas and stages always differ fro
 """
 
 import hashlib
-import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from nxd_state.device import device_type
+from nxd_state.device import device_rng_state, seed_device, set_device_rng_state
 from nxd_state.mesh import Mesh
 from nxd_state.parallel_state import get_group, get_mesh, model_parallel_is_initialized
 
@@ -102,30 +100,16 @@ def _current_streams() -> dict[str, dict[str, Tensor]]:
 
 def _seed_generators(seed: int) -> None:
     torch.manual_seed(seed)
-    if device_type() == "xla":  # of which torch does not know
-        _xla_model().set_rng_state(seed)
+    seed_device(seed)
 
 
 def _generator_states() -> dict[str, Tensor]:
-    states = {"cpu": torch.get_rng_state()}
-    if device_type() == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state()
-    if device_type() == "xla":  # a number on the host: reading it does not wait for the device
-        seed = _xla_model().get_rng_state().to_bytes(8, "little")
-        states["xla"] = torch.tensor(list(seed), dtype=torch.uint8)
-    return states
+    return {"cpu": torch.get_rng_state()} | device_rng_state()
 
 
 def _set_generator_states(states: dict[str, Tensor]) -> None:
     torch.set_rng_state(states["cpu"])
-    if "cuda" in states and device_type() == "cuda":
-        torch.cuda.set_rng_state(states["cuda"])
-    if "xla" in states and device_type() == "xla":
-        _xla_model().set_rng_state(int.from_bytes(bytes(states["xla"].tolist()), "little"))
-
-
-def _xla_model() -> Any:
-    return importlib.import_module("torch_xla.core.xla_model")
+    set_device_rng_state(states)
 
 
 def _mix(seed: int, *coordinates: object) -> int:

@@ -4,7 +4,9 @@ from nxd_trace.buckets import BucketModelConfig
 from nxd_trace.builder import ModelBuilder, shard_checkpoint
 from nxd_trace.errors import MissingMainGuardError, ModelFolderError, WorkerError
 from nxd_trace.model import TensorParallelModel
+from nxd_trace.modules import rank_weights, trace_module, whole_weights, write_rank_weights
 from nxd_trace.parallel_model import parallel_model_trace
+from nxd_trace.program import Program
 from nxd_trace.saved_model import parallel_model_load, parallel_model_save
 from nxd_trace.signature import Signature, TensorSpec
 
@@ -18,6 +20,12 @@ __all__ = [
     "BucketModelConfig",
     "ModelBuilder",
     "shard_checkpoint",
+    # models that are there already
+    "trace_module",
+    "Program",
+    "rank_weights",
+    "whole_weights",
+    "write_rank_weights",
     # the result
     "TensorParallelModel",
     "Signature",

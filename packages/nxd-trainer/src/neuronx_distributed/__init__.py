@@ -13,8 +13,13 @@ _SUBMODULES = (
     "parallel_state",
     "parallel_layers",
     "modules",
+    "kernels",
+    "operators",
+    "overrides",
     "optimizer",
     "pipeline",
+    "quantization",
+    "scripts",
     "trainer",
     "lightning",
     "utils",
@@ -29,8 +34,18 @@ _OF_TRAINER = (
     "has_checkpoint",
     "finalize_checkpoint",
 )
+_ELSEWHERE = {
+    "CheckpointIOState": "trainer.checkpoint",
+    "ModelBuilder": "trace.model_builder_v2",
+    "shard_checkpoint": "trace.functions",
+    "BaseNxDModel": "trace.nxd_model",
+    "NxDModel": "trace.nxd_model",
+    "TorchScriptNxDModel": "trace.nxd_model",
+    "convert_nxd_model_to_torchscript_model": "trace.nxd_model",
+    "NxDParallelState": "trace.parallel_context",
+}
 
-__all__ = list(_SUBMODULES + _OF_TRAINER)
+__all__ = list(_SUBMODULES + _OF_TRAINER + tuple(_ELSEWHERE))
 
 
 def __getattr__(name: str) -> Any:
@@ -38,6 +53,8 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"{__name__}.{name}")
     if name in _OF_TRAINER:
         return getattr(importlib.import_module(f"{__name__}.trainer"), name)
+    if name in _ELSEWHERE:
+        return getattr(importlib.import_module(f"{__name__}.{_ELSEWHERE[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}; there are {', '.join(__all__)}")
 
 

@@ -14,12 +14,13 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from nxd_layers.activation_checkpoint.find import named_transformer_layers
 from nxd_layers.hf import is_transformers_model
 from nxd_layers.hf.transformers_models import takes_causal_lm_loss
 from nxd_layers.lora import LoraConfig
 from nxd_pipeline import Schedule, insert_communication, make_schedule, simulate
 from nxd_pipeline.partition import ParamInit, materialize
-from nxd_state import get_device, records_graphs, seed_model_parallel
+from nxd_state import compile_backend, get_device, has_fused_optimizers, records_graphs, seed_model_parallel
 from torch import Tensor, nn
 from torch.optim import AdamW
 
@@ -267,15 +268,35 @@ def build_model(recipe: Recipe, model: RecipeModel) -> NxDModel:
     """The model on this rank, with its first weights; they depend on the seed, not on the layout."""
     torch.manual_seed(recipe.train.seed)
     built = initialize_parallel_model(nxd_config(recipe, model), model.make).train()
+    if recipe.train.compile:
+        compile_layers(built, model.layer_class)
     seed_model_parallel(recipe.train.seed)
     return built
+
+
+def compile_layers(model: nn.Module, layer_class: type[nn.Module] | None) -> None:
+    """Compile each repeated layer of a model in place, when it first runs: equal layers share what was compiled.
+
+    Shapes are static, so batches of another shape are compiled for themselves.
+
+    Args:
+        model: whole, or a pipeline's stages.
+        layer_class: of the layers; found as for activation checkpointing if None.
+
+    Raises:
+        ValueError: the device compiles whole steps, or the model has no such layers.
+    """
+    if records_graphs():
+        raise ValueError("train.compile=true on XLA, which compiles the whole step by itself; set train.compile=false")
+    for layer in named_transformer_layers(model, layer_class).values():
+        layer.compile(backend=compile_backend(), dynamic=False)
 
 
 def build_optimizer(recipe: Recipe, model: NxDModel) -> NxDOptimizer:
     """AdamW for the parameters that train."""
     device = get_device()
     # On XLA the count of steps, too, is data; bias corrections that have become 1 would make another graph.
-    kind: dict[str, Any] = {"capturable": True} if records_graphs(device) else {"fused": device.type in ("cpu", "cuda")}
+    kind: dict[str, Any] = {"capturable": True} if records_graphs(device) else {"fused": has_fused_optimizers(device)}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = parameter_groups(recipe, trained)
     return initialize_parallel_optimizer(model.nxd_config, AdamW, groups, **adamw_arguments(recipe), **kind)

@@ -50,6 +50,17 @@ def get_logger(name: str = "neuronx_distributed", rank0_only: bool = True) -> lo
     return logger
 
 
+class PackagePathFilter(logging.Filter):
+    """Gives records `relativepath`: their file's path below the longest entry of `sys.path` that has it."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Lets every record pass."""
+        folders = sorted((os.path.join(os.path.abspath(entry), "") for entry in sys.path), key=len, reverse=True)
+        found = next((folder for folder in folders if record.pathname.startswith(folder)), None)
+        record.relativepath = None if found is None else os.path.relpath(record.pathname, found)
+        return True
+
+
 class _LineHandler(logging.Handler):
     """Writes to what standard error is at that moment, above a progress bar where there is one."""
 

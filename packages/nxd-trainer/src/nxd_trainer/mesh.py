@@ -16,9 +16,12 @@ from nxd_state import (
     get_group,
     get_mesh,
     get_world_group,
+    is_host,
     model_parallel_is_initialized,
+    records_graphs,
     seed_model_parallel,
     step_boundary,
+    widest_float,
 )
 
 __all__ = [
@@ -35,6 +38,9 @@ __all__ = [
     "barrier",
     "device_type",
     "get_device",
+    "is_host",
+    "records_graphs",
+    "widest_float",
     "step_boundary",
     "seed_model_parallel",
 ]

@@ -5,30 +5,24 @@ equivalents in nxd_state, nxd_layers and nxd_optim.
 """
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from nxd_layers import divide
-from nxd_optim import reduce_sequence_parallel_gradients
 from nxd_state import (
-    active_group,
-    all_reduce_,
-    copy_parameter_attributes,
-    device_type,
-    get_group,
     get_rng_state,
     get_world_group,
+    initialize_model_parallel,
+    is_host,
     model_parallel_is_initialized,
+    records_graphs,
     rng_stream,
-    set_partition_attributes,
     set_rng_state,
 )
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
-from torch.utils._pytree import tree_map
 
 
 class AdamW_FP32OptimParams(Optimizer):  # noqa: N801  (the documented name)
@@ -110,30 +104,6 @@ class AdamW_FP32OptimParams(Optimizer):  # noqa: N801  (the documented name)
         parameter.copy_(weights * (1 - group["lr"] * group["weight_decay"]))
 
 
-@torch.no_grad()
-def bucket_allreduce_gradients(grads_list: Iterable[Tensor]) -> None:
-    """Average gradients over the replicas, in place: one message for each dtype.
-
-    Args:
-        grads_list: the same, in the same order, on every replica.
-    """
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for gradient in grads_list:
-        by_dtype.setdefault(gradient.dtype, []).append(gradient)
-    for gradients in by_dtype.values():
-        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        all_reduce_(flat, get_group("dp"), op="avg")
-        for gradient, values in zip(gradients, flat.split([it.numel() for it in gradients]), strict=True):
-            gradient.copy_(values.view_as(gradient))
-
-
-def allreduce_sequence_parallel_gradients(optimizer: Optimizer) -> None:
-    """Add up, over the tensor-parallel ranks, the gradients of an optimizer's sequence-parallel parameters."""
-    reduce_sequence_parallel_gradients(
-        parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.grad is not None
-    )
-
-
 class RngTracker:
     """Leads to the streams of nxd_state, which `model_parallel_xla_manual_seed` seeds."""
 
@@ -162,63 +132,6 @@ def get_xla_rng_tracker() -> RngTracker:
     return _TRACKER
 
 
-def set_tensor_model_parallel_attributes(
-    tensor: Tensor, is_parallel: bool, dim: int, stride: int = 1, num_partitions: int | None = None
-) -> None:
-    """Say of a tensor how it is split.
-
-    Args:
-        tensor: is given the attributes.
-        is_parallel: whether it is split.
-        dim: along which dim.
-        stride: matrices that are fused along it.
-        num_partitions: ranks that share it; all tensor-parallel ones if None.
-    """
-    ranks = active_group("tp").size if num_partitions is None else num_partitions
-    set_partition_attributes(tensor, partition_dim=dim, num_partitions=ranks, stride=stride)
-    tensor.tensor_model_parallel = is_parallel  # type: ignore[attr-defined]
-
-
-def copy_tensor_model_parallel_attributes(destination_tensor: Tensor, source_tensor: Tensor) -> None:
-    """Give a tensor the attributes (and the shard metadata) of another of its shape."""
-    copy_parameter_attributes(source_tensor, destination_tensor)
-
-
-def param_is_not_tensor_parallel_duplicate(param: Tensor) -> bool:
-    """Whether this rank is to count a parameter: it has a part of its own, or is the first that has it whole."""
-    return bool(getattr(param, "tensor_model_parallel", False)) or active_group("tp").rank == 0
-
-
-def split_tensor_along_dim(
-    tensor: Tensor, dim: int, num_partitions: int, contiguous_split_chunks: bool = False
-) -> tuple[Tensor, ...]:
-    """Equal parts of a tensor.
-
-    Args:
-        tensor: what to cut.
-        dim: along which dim.
-        num_partitions: number of parts.
-        contiguous_split_chunks: copy each part into memory of its own.
-
-    Raises:
-        ValueError: the number of parts does not divide the length.
-    """
-    chunks = tensor.split(divide(tensor.shape[dim], num_partitions), dim=dim)
-    return tuple(chunk.contiguous() for chunk in chunks) if contiguous_split_chunks else chunks
-
-
-def split_tensor_along_last_dim(
-    tensor: Tensor, num_partitions: int, contiguous_split_chunks: bool = False
-) -> tuple[Tensor, ...]:
-    """`split_tensor_along_dim` for the last dim."""
-    return split_tensor_along_dim(tensor, -1, num_partitions, contiguous_split_chunks)
-
-
-def move_all_tensor_to_cpu(data: Any) -> Any:
-    """The same nested lists, tuples and dicts with every tensor on the CPU."""
-    return tree_map(lambda value: value.detach().cpu() if isinstance(value, Tensor) else value, data)
-
-
 @contextmanager
 def init_on_device(device: torch.device | str, include_buffers: bool = False) -> Iterator[None]:
     """Modules made inside have their parameters on `device`; on "meta" they take no memory.
@@ -241,11 +154,17 @@ def get_local_world_size() -> int:
     return get_world_group().size if model_parallel_is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def initialize_fallback_parallel_state(device: torch.device | None = None) -> None:
+    """Make a mesh of one rank, if there is none. Layers here need none to work as plain ones."""
+    if not model_parallel_is_initialized():
+        initialize_model_parallel()
+
+
 def is_pjrt_device() -> bool:
     """Whether this process computes through PJRT, the runtime interface of XLA devices."""
-    return device_type() == "xla"
+    return records_graphs()
 
 
 def cpu_mode() -> bool:
     """Whether this process computes on the CPU."""
-    return device_type() == "cpu"
+    return is_host()

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from nxd_state import get_device
-from nxd_state.device import BACKENDS, device_type
+from nxd_state.device import backend_of_device, device_type
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
@@ -89,7 +89,7 @@ _torch_init_process_group = dist.init_process_group
 
 def _init_process_group(backend: str | None = None, init_method: str | None = None, *args: Any, **kwargs: Any) -> None:
     if backend == "xla":
-        backend, init_method = BACKENDS[device_type()], None  # theirs, "pjrt://" or "xla://", is for torch-xla alone
+        backend, init_method = backend_of_device(), None  # theirs, "pjrt://" or "xla://", is for torch-xla alone
     _torch_init_process_group(backend, init_method, *args, **kwargs)
 
 

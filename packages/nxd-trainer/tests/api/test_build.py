@@ -295,3 +295,21 @@ def test_meta_init_leaves_only_a_stages_own_parameters_on_a_rank(run_ranks, llam
 
     for parameters in run_ranks(run, 2):
         assert set(map(tuple, parameters.values())) == {(2.0,)}
+
+
+@pytest.mark.parametrize(("given", "init", "shift"), [(False, fill, 0.5), (True, fill_all, 3.0)])
+def test_bool_that_the_maker_does_not_take_is_include_buffers(given, init, shift):
+    model_init = {"meta_device_init": True, "param_init_fn": init}
+    config = neuronx_distributed_config(model_init_config=model_init)
+
+    norm = initialize_parallel_model(config, Norm, given, 4)
+
+    assert norm.local_module().shift.tolist() == [shift] * 4
+
+
+def test_bool_that_the_maker_takes_is_its_own():
+    config = neuronx_distributed_config()
+
+    model = initialize_parallel_model(config, lambda bias: nn.Linear(2, 2, bias=bias), False)
+
+    assert model.local_module().bias is None

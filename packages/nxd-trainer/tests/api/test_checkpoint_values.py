@@ -132,11 +132,24 @@ def test_file_is_no_folder_of_checkpoints(tmp_path):
 
 
 def test_missing_checkpoints_are_errors_that_say_so(tmp_path):
-    with pytest.raises(CheckpointError, match="no complete checkpoint"):
-        load_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match="no checkpoint 'b'"):
+        load_checkpoint(tmp_path, "b")
     save_checkpoint(tmp_path, "a")
     with pytest.raises(CheckpointError, match=r"no checkpoint 'b'.*there are: a"):
         load_checkpoint(tmp_path, "b")
+
+
+@pytest.mark.parametrize("folder", ["", "absent"])
+def test_script_that_resumes_by_itself_begins_where_nothing_is_saved_yet(tmp_path, caplog, folder):
+    model = torch.nn.Linear(2, 2)
+    before = model.weight.clone()
+
+    content = load_checkpoint(tmp_path / folder, model=model)
+
+    assert content is None
+    assert torch.equal(model.weight, before)
+    assert "no complete checkpoint in" in caplog.text
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(("kept", "expected"), [(None, "abcd"), (-1, "abcd"), (2, "acd"), (1, "ad")])

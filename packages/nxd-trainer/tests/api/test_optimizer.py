@@ -230,3 +230,20 @@ def test_master_weights_follow_mixed_precision_config(model):
         optimizer.step()
         averages = [state["exp_avg"] for state in optimizer.state_dict()["state"].values()]
         assert {average.dtype for average in averages} == {dtype}
+
+
+def test_init_zero_after_building_takes_the_master_weights_from_loaded_ones(model):
+    model.bfloat16()
+    optimizer = make(model, SGD, {"zero_one_enabled": True, "grad_clipping": False}, lr=0.0)
+    with torch.no_grad():
+        model.weight.fill_(2.0)  # as loading pretrained weights does
+
+    optimizer.optimizer.init_zero()
+    backward_in(model, torch.bfloat16)
+    optimizer.step()
+
+    assert model.weight.eq(2.0).all()
+
+
+def backward_in(model: nn.Module, dtype: torch.dtype) -> None:
+    model(torch.ones(4, 3, dtype=dtype)).square().sum().backward()

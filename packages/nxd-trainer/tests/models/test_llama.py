@@ -1,10 +1,13 @@
 """The Llama as an ordinary model: shapes, names, its cache, its errors. Layouts are compared in tests-integration."""
 
+from functools import partial
+
+import neuronx_distributed as nxd
 import pytest
 import torch
 from nxd_state import initialize_model_parallel
 from nxd_state.testing import assemble_logical, logical_pieces
-from nxd_trainer.models import KeyValueCache, LlamaConfig, LlamaForCausalLM
+from nxd_trainer.models import KeyValueCache, LlamaConfig, LlamaDecoderLayer, LlamaForCausalLM
 from torch import nn
 from torch.nn import functional as F
 
@@ -256,3 +259,52 @@ def test_degree_that_does_not_divide_names_every_size_and_the_degrees_that_do(ru
             "tensor_parallel_size=4 does not divide intermediate_size=26; "
             "tensor_parallel_size=4 does not divide vocab_size=34. Degrees that divide all sizes: [1, 2]"
         )
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_attention_mask_keeps_padding_out_of_the_tokens(side):
+    model, tokens = make_model(), torch.arange(8).view(2, 4)
+    padding, ones = torch.full((2, 3), 9), torch.ones(2, 4, dtype=torch.long)
+    pieces = [(tokens, ones), (padding, torch.zeros_like(padding))]
+    ids, mask = (torch.cat(it, dim=1) for it in zip(*(pieces if side == "right" else pieces[::-1]), strict=True))
+
+    logits = model(ids, attention_mask=mask)
+
+    kept = logits[:, :4] if side == "right" else logits[:, 3:]
+    torch.testing.assert_close(kept, model(tokens), rtol=1e-5, atol=1e-6)  # angles are in float32
+
+
+def test_output_has_loss_and_logits_by_name_and_by_index_where_asked_for():
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES), dtype=torch.float64, return_dict=True)
+    tokens = torch.arange(8).view(2, 4)
+
+    output = model(input_ids=tokens, attention_mask=torch.ones_like(tokens), labels=tokens)
+
+    assert torch.equal(output.loss, make_model()(tokens, tokens, attention_mask=torch.ones_like(tokens)))
+    assert output[0] is output.loss
+    assert torch.equal(output.logits, make_model()(tokens, attention_mask=torch.ones_like(tokens)))
+    assert model(tokens).loss is None
+
+
+def test_pipeline_trains_on_the_inputs_and_outputs_of_the_documents(run_ranks):
+    def train(pp):
+        config = nxd.neuronx_distributed_config(
+            pipeline_parallel_size=pp,
+            pipeline_config={
+                "transformer_layer_cls": LlamaDecoderLayer,
+                "num_microbatches": 2,
+                "auto_partition": True,
+                "output_loss_value_spec": (True, False),
+                "input_names": ["input_ids", "attention_mask", "labels"],
+            },
+        )
+        torch.manual_seed(0)
+        make = partial(LlamaForCausalLM, LlamaConfig(**SIZES), dtype=torch.float64, return_dict=True)
+        model = nxd.initialize_parallel_model(config, make)
+        tokens = torch.arange(16).view(4, 4)
+        return model.run_train(tokens, torch.ones_like(tokens).tril(2), tokens)
+
+    ((expected,), (_, loss)) = run_ranks(train, 1, 1), run_ranks(train, 2, 2)
+
+    torch.testing.assert_close(loss, expected, rtol=1e-10, atol=0)

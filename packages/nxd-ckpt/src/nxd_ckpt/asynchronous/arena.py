@@ -122,4 +122,6 @@ def stage(tensors: Iterable[torch.Tensor], memory: torch.Tensor, slot_bytes: int
 def _where_it_can_be_cut(tensor: torch.Tensor) -> torch.Tensor:
     """Cutting up a tensor of an XLA device would compile a graph per piece, so those come to the CPU as a whole."""
     tensor = tensor.detach()
-    return tensor if tensor.device.type in {"cpu", "cuda"} else tensor.cpu()
+    accelerator = torch.accelerator.current_accelerator()  # which has memory to copy pieces of
+    is_cut_where_it_is = tensor.is_cpu or (accelerator is not None and tensor.device.type == accelerator.type)
+    return tensor if is_cut_where_it_is else tensor.cpu()

@@ -6,11 +6,16 @@ replaced in place, so parameter names, shard metadata, tied weights and the mode
 2022, "Reducing Activation Recomputation in Large Transformer Models".)
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import nn
 
-from nxd_layers.activation_checkpoint.find import ModuleClass, named_modules_of, named_transformer_layers
+from nxd_layers.activation_checkpoint.find import (
+    ModuleClass,
+    named_modules_accepted_by,
+    named_modules_of,
+    named_transformer_layers,
+)
 from nxd_layers.activation_checkpoint.forward import CheckpointedForward, Keep, matmul_outputs
 from nxd_layers.linear import ColumnParallelLinear
 
@@ -23,7 +28,7 @@ __all__ = [
     "Keep",
 ]
 
-CheckpointConfig = ModuleClass | Sequence[ModuleClass] | None
+CheckpointConfig = ModuleClass | Sequence[ModuleClass] | Callable[[nn.Module], bool] | None
 
 
 def apply_activation_checkpointing(
@@ -42,7 +47,7 @@ def apply_activation_checkpointing(
     Args:
         model: changed in place.
         config: "full" for every transformer layer; a module class, or its name, or several of them for these modules;
-            None for no module.
+            a function that says of a module whether it is one; None for no module.
         transformer_layer_cls: what "full" means by a transformer layer. By default the model's `_no_split_modules`
             (Hugging Face's models have it), else the elements of its `nn.ModuleList`s of one class.
         keep: which operations' outputs to keep inside these modules, as `matmul_outputs` does, so that they are not
@@ -52,8 +57,8 @@ def apply_activation_checkpointing(
         Names of the modules that are checkpointed now.
 
     Raises:
-        ValueError: a class of which the model has no module, `ColumnParallelLinear`, or no transformer layers are
-            found.
+        ValueError: a class of which the model has no module, `ColumnParallelLinear`, a function that accepts no
+            module, or no transformer layers are found.
     """
     chosen = _choose(model, config, transformer_layer_cls)
     _check_computed_inside(chosen)
@@ -91,4 +96,6 @@ def _choose(
         return {}
     if config == "full":
         return named_transformer_layers(model, transformer_layer_cls)
+    if callable(config) and not isinstance(config, type):
+        return named_modules_accepted_by(config, model)
     return named_modules_of(model, config)

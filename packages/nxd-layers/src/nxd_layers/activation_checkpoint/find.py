@@ -1,6 +1,6 @@
 """Finding the modules of a model to checkpoint: by class, by class name, or by structure."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 
 from torch import nn
@@ -27,6 +27,22 @@ def named_modules_of(model: nn.Module, classes: ModuleClass | Sequence[ModuleCla
         if not matches:
             raise ValueError(_no_such_module(model, cls))
         found |= matches
+    return found
+
+
+def named_modules_accepted_by(accepts: Callable[[nn.Module], bool], model: nn.Module) -> dict[str, nn.Module]:
+    """The model's modules that a function accepts, by name.
+
+    Raises:
+        ValueError: it accepts none.
+    """
+    found = {name: module for name, module in model.named_modules() if accepts(module)}
+    if not found:
+        present = sorted({type(module).__name__ for module in model.modules()})
+        raise ValueError(
+            f"the function {getattr(accepts, '__name__', accepts)!r} accepts no module of {type(model).__name__}; it "
+            f"is called with each one, of the classes {', '.join(present)}"
+        )
     return found
 
 

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from nxd_state import get_rng_state, set_rng_state
+from nxd_state import device_type, get_rng_state, records_graphs, set_rng_state
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -61,7 +61,7 @@ class CheckpointedForward:
             if self.keep is None:
                 return checkpoint(forward, *args, use_reentrant=False)
             return checkpoint(forward, *args, use_reentrant=False, context_fn=partial(_selection, self.keep))
-        if any(isinstance(arg, Tensor) and arg.device.type == "xla" for arg in args):
+        if any(isinstance(arg, Tensor) and records_graphs(arg) for arg in args):
             forward, args = partial(forward, *args), ()  # torch would look for a module torch.xla, which does not exist
         return checkpoint(forward, *args, use_reentrant=False, context_fn=partial(_contexts, self.keep))
 
@@ -91,7 +91,7 @@ def _selective(selection: Context) -> Iterator[None]:
 
 
 class _Recomputation(AbstractContextManager[None]):
-    """Every random stream and autocast on XLA as they were when this was made, until the end; it can be entered again.
+    """Every random stream and autocast as they were when this was made, until the end; it can be entered again.
 
     Args:
         inner: makes the context inside.
@@ -99,7 +99,8 @@ class _Recomputation(AbstractContextManager[None]):
 
     def __init__(self, inner: Callable[[], Context]) -> None:
         self._random_state = get_rng_state()
-        self._autocast = (torch.get_autocast_dtype("xla"), torch.is_autocast_enabled("xla"))
+        kind = device_type()
+        self._autocast = (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
         self._inner = inner
         self._leave = ExitStack()
 
@@ -107,8 +108,8 @@ class _Recomputation(AbstractContextManager[None]):
         with ExitStack() as stack:
             stack.callback(set_rng_state, get_rng_state())
             set_rng_state(self._random_state)
-            dtype, enabled = self._autocast  # torch itself restores that of other devices
-            stack.enter_context(torch.autocast("xla", dtype=dtype, enabled=enabled))
+            kind, dtype, enabled = self._autocast  # torch itself does not restore that of XLA
+            stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
             stack.enter_context(self._inner())
             self._leave = stack.pop_all()
 

@@ -16,8 +16,9 @@ from nxd_layers.hf.linears import column_parallel, row_parallel
 from nxd_layers.hf.shards import part_of
 from nxd_layers.key_value_heads import HeadCopies, KeyValueLayout
 from nxd_layers.layer_group import layer_group
-from nxd_layers.linear import ColumnParallelLinear, RowParallelLinear
+from nxd_layers.linear import ColumnParallelLinear
 from nxd_layers.padding.gradient import zero_padding_gradient
+from nxd_layers.row_linear import RowParallelLinear
 from nxd_layers.shared_input import SharedInput
 
 

@@ -15,7 +15,8 @@ from nxd_layers.embedding import ParallelEmbedding
 from nxd_layers.hf.embeddings import plain_class_of
 from nxd_layers.hf.head_linears import CopiedHeadsLinear
 from nxd_layers.hf.shards import part_of
-from nxd_layers.linear import ColumnParallelLinear, RowParallelLinear
+from nxd_layers.linear import ColumnParallelLinear
+from nxd_layers.row_linear import RowParallelLinear
 
 
 def param_init_fn_of(model: Any, fill_plain: Callable[[nn.Module], Any] | None = None) -> Callable[[nn.Module], None]:

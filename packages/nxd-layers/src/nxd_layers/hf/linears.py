@@ -5,7 +5,8 @@ from typing import TypeVar
 from torch import nn
 
 from nxd_layers.hf.shards import take_part
-from nxd_layers.linear import ColumnParallelLinear, RowParallelLinear
+from nxd_layers.linear import ColumnParallelLinear
+from nxd_layers.row_linear import RowParallelLinear
 
 _Column = TypeVar("_Column", bound=ColumnParallelLinear)
 _Row = TypeVar("_Row", bound=RowParallelLinear)

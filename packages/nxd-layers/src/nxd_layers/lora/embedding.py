@@ -43,16 +43,16 @@ def _embedding_delta(layer: Any, ids: Tensor) -> Tensor:
 
 
 def _parallel_embedding_delta(layer: Any, ids: Tensor) -> Tensor:
+    ids, sequence_dim = layer.in_sequence_order(ids)
     if layer.tensor_parallel_size == 1:
         return _embedding_delta(layer, ids)
     if layer.shard_across_embedding:
         return _delta_across_embedding(layer, ids)
     # [..., r], zeros for other ranks' tokens
-    short = lookup_own_tokens(ids, factor(layer, 0).t(), layer.padding_idx, active_group("tp")) * scale_of(layer)
+    first_token = layer.first_token(ids, active_group("tp"))
+    short = lookup_own_tokens(ids, factor(layer, 0).t(), layer.padding_idx, first_token) * scale_of(layer)
     if layer.sequence_parallel_enabled:
-        # Counted from the end, the sequence is one dim further in the vectors than in the ids.
-        dim = layer.sequence_dimension if layer.sequence_dimension >= 0 else layer.sequence_dimension - 1
-        short = reduce_scatter_to_sequence_parallel_region(short, dim)
+        short = reduce_scatter_to_sequence_parallel_region(short, sequence_dim)
     else:
         short = reduce_from_tensor_model_parallel_region_(short)
     return F.linear(short, factor(layer, 1))
@@ -62,7 +62,7 @@ def _delta_across_embedding(layer: ParallelEmbedding, ids: Tensor) -> Tensor:
     """A is whole and B split: gathering B is cheaper than gathering its product."""
     rows = factor(layer, 1)
     if layer.sequence_parallel_enabled:
-        ids = scatter_to_sequence_parallel_region(ids, layer.sequence_dimension)
+        ids = scatter_to_sequence_parallel_region(ids, layer.sequence_dimension or 0)
         whole = gather_from_sequence_parallel_region(rows)  # each rank's gradient is of its part of the sequence
     else:
         whole = gather_from_tensor_model_parallel_region(rows, dim=0)

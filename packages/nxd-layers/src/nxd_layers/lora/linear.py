@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nxd_layers.initialization import InitMethod, default_linear_init
-from nxd_layers.linear import ColumnParallelLinear, RowParallelLinear, gathered_output
+from nxd_layers.linear import ColumnParallelLinear, gathered_output
 from nxd_layers.lora.adapter import LayerKind, LoraAdapter, adapter_of, factor, require_adapter, scale_of, widened
 from nxd_layers.lora.config import LoraConfig
 from nxd_layers.lora.factors import fill_factor, make_factor
@@ -27,6 +27,7 @@ from nxd_layers.mappings import (
     reduce_scatter_to_sequence_parallel_region,
 )
 from nxd_layers.qkv_linear import GQAQKVColumnParallelLinear
+from nxd_layers.row_linear import RowParallelLinear
 from nxd_layers.shared_input import JointCall
 
 FACTOR_NAMES = ("lora_A", "lora_B")
@@ -122,6 +123,16 @@ TRANSPOSED_LINEAR = LayerKind(FACTOR_NAMES, _add_transposed_factors, _linear_del
 
 
 def _add_parallel_factors(layer: Any, config: LoraConfig, part: str) -> None:
+    unusual = {
+        "skip_bias_add": layer.skip_bias_add,
+        "rank_ordering": layer.rank_ordering is not None,
+        "tensor_model_parallel_group": layer.given_group is not None,
+        "stride of a row-parallel layer": isinstance(layer, RowParallelLinear) and layer.stride > 1,
+        "reduce_output=False": not getattr(layer, "reduce_output", True),
+    }
+    if any(unusual.values()):
+        names = ", ".join(name for name, is_set in unusual.items() if is_set)
+        raise ValueError(f"{layer} was built with {names}, which adapters do not know; leave it out of target_modules")
     _add_factors(layer, config, sizes=(layer.input_size, layer.output_size))
 
 

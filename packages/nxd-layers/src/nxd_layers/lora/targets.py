@@ -8,13 +8,14 @@ from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from nxd_layers.embedding import ParallelEmbedding
-from nxd_layers.linear import ColumnParallelLinear, RowParallelLinear
+from nxd_layers.linear import ColumnParallelLinear
 from nxd_layers.lora.adapter import LayerKind, adapted_layers
 from nxd_layers.lora.config import LoraConfig
 from nxd_layers.lora.embedding import PARALLEL_EMBEDDING, PLAIN_EMBEDDING
 from nxd_layers.lora.linear import COLUMN_PARALLEL_LINEAR, PLAIN_LINEAR, ROW_PARALLEL_LINEAR, TRANSPOSED_LINEAR
 from nxd_layers.lora.qkv import QKV_LINEAR
 from nxd_layers.qkv_linear import GQAQKVColumnParallelLinear
+from nxd_layers.row_linear import RowParallelLinear
 
 _KINDS: tuple[tuple[type[nn.Module], LayerKind], ...] = (
     (ColumnParallelLinear, COLUMN_PARALLEL_LINEAR),

@@ -5,7 +5,7 @@ not see it, and its gradient is zero, so that it stays zero. `model` pads a whol
 attention heads; the layers of `nxd_layers.linear` hold the padded weights.
 """
 
-from nxd_layers.padding.heads import divide, get_number_of_extra_heads
+from nxd_layers.padding.heads import divide, generate_padding_mask, get_number_of_extra_heads
 from nxd_layers.padding.model import pad_model
 
-__all__ = ["pad_model", "get_number_of_extra_heads", "divide"]
+__all__ = ["pad_model", "get_number_of_extra_heads", "generate_padding_mask", "divide"]

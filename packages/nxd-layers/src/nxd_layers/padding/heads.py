@@ -1,5 +1,9 @@
 """Arithmetic of padding: how many heads, and how many rows for them."""
 
+import torch
+
+from nxd_layers.upstream_arguments import takes_names_too
+
 
 def divide(numerator: int, denominator: int) -> int:
     """`numerator / denominator`, which must be whole.
@@ -12,6 +16,7 @@ def divide(numerator: int, denominator: int) -> int:
     return numerator // denominator
 
 
+@takes_names_too(n_head="n_heads")
 def get_number_of_extra_heads(n_heads: int, tp_degree: int) -> int:
     """How many heads to add so that each tensor-parallel rank has as many as the others.
 
@@ -21,6 +26,39 @@ def get_number_of_extra_heads(n_heads: int, tp_degree: int) -> int:
     if n_heads < 1 or tp_degree < 1:
         raise ValueError(f"n_heads={n_heads}, tp_degree={tp_degree}: both must be positive")
     return -n_heads % tp_degree
+
+
+def generate_padding_mask(
+    num_heads: int,
+    num_heads_with_pad: int,
+    num_kv_heads: int,
+    tp_degree: int,
+    tp_rank: int,
+    hardware_type: object = None,
+) -> torch.Tensor:
+    """Which query heads of a rank are the model's, where padding stands behind the heads of each key and value head.
+
+    Args:
+        num_heads: query heads of the model.
+        num_heads_with_pad: query heads with padding.
+        num_kv_heads: key and value heads of the model.
+        tp_degree: tensor-parallel ranks.
+        tp_rank: whose heads.
+        hardware_type: on one named "TRN1" copies of a key and value head are spread over the ranks; here, and on
+            others, they are neighbours.
+
+    Returns:
+        bool `[num_heads_with_pad / tp_degree]`, true for heads of the model.
+
+    Raises:
+        ValueError: the ranks do not divide the padded heads.
+    """
+    each = divide(num_heads_with_pad, tp_degree)
+    copies = max(tp_degree // num_kv_heads, 1)
+    spread = getattr(hardware_type, "name", "").upper() == "TRN1"
+    copy = tp_rank // num_kv_heads if spread else tp_rank % copies
+    kv_heads_here = 1 if spread else num_kv_heads * copies // tp_degree
+    return torch.arange(each * copy, each * (copy + 1)) < num_heads // num_kv_heads * kv_heads_here
 
 
 def length_for_heads(length: int, num_heads: int, padded_num_heads: int, *, num_parts: int) -> int:

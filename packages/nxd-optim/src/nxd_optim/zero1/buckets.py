@@ -71,7 +71,7 @@ def make_base_optimizer(
 def scale_gradients(buckets: Sequence[Bucket], scale: Tensor) -> None:
     """Multiply the mean gradients by a 0-d tensor, in place."""
     # On the CPU the value is at hand; elsewhere reading it would stall the device.
-    if scale.device.type == "cpu" and scale == 1:
+    if scale.is_cpu and scale == 1:
         return
     for bucket in buckets:
         assert bucket.gradient is not None

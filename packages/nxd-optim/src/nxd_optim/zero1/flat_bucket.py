@@ -247,7 +247,7 @@ class FlatBucket:
 
     def _memory_of_means(self) -> Tensor | None:
         """Where `gradient` lies in every step, on the CPU: pages that are new in each would cost more than the sums."""
-        if self._buffer.device.type != "cpu" or self._group.size == 1:
+        if not self._buffer.is_cpu or self._group.size == 1:
             return None
         return torch.empty_like(self.own, dtype=self._dtypes.master)
 
@@ -308,7 +308,7 @@ def reduce_scatter_mean(
     """
     if group.size == 1:
         return Pending(buffer, finish=lambda mean: mean.to(dtype))
-    if buffer.device.type != "cpu":
+    if not buffer.is_cpu:
         pending = reduce_scatter(buffer.to(sum_dtype), group, op="avg", async_op=True)
         return pending.then(lambda mean: mean.to(dtype))
     # Parts are sent straight to the rank that adds them: gloo's own reduce-scatter moves twice the bytes, and its

@@ -92,7 +92,7 @@ def norm_of_parts(buckets: Sequence[Bucket], groups: Iterable[Group], device: to
         device: of the result.
 
     Returns:
-        0-d tensor, float64 (float32 on XLA devices).
+        0-d tensor, in the device's widest float.
     """
     by_copies: dict[int, list[Tensor]] = {}
     for bucket in buckets:

@@ -11,7 +11,7 @@ from os import PathLike
 from typing import Any
 
 import torch
-from nxd_state import Group, active_group, get_device
+from nxd_state import Group, active_group, get_device, widest_float
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -133,12 +133,15 @@ class NeuronZero1Optimizer(Optimizer):
     def init_zero(self) -> None:
         """Move the parameters into buckets, of which each rank updates a part. Only needed after `lazy_init`.
 
+        Where that is done, it is `refresh_master_weights`: scripts call it after loading weights.
+
         Raises:
-            RuntimeError: done already, or there are several ranks but no mesh.
+            RuntimeError: there are several ranks but no mesh.
             ValueError: parameters on the meta device, or others on another rank; groups that do not fit the ranks.
         """
         if self.inited:
-            raise RuntimeError("init_zero() has been called already; call it once, and only with lazy_init=True")
+            self.refresh_master_weights()
+            return
         self.group: Group = find_sharding_group(self.sharding_groups)
         check_grad_norm_groups(self.grad_norm_groups)
         self.inited = True
@@ -404,7 +407,7 @@ class NeuronZero1Optimizer(Optimizer):
         """Scale the gradients by their norm and the loss scale; whether the step is to be taken."""
         buckets = self._weights.buckets
         device = buckets[0].device if buckets else get_device()
-        scale = torch.tensor(1.0 / self.loss_scale, dtype=torch.float64, device=device)
+        scale = torch.tensor(1.0 / self.loss_scale, dtype=widest_float(device), device=device)
         self._grad_norm = None
         if self.grad_clipping or self.skip_non_finite_steps:
             norm = norm_of_parts(buckets, (self.group, active_group("pp", "tp")), device) / self.loss_scale

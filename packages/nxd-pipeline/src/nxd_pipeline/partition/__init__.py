@@ -17,7 +17,7 @@ from nxd_pipeline.partition.options import (
 )
 from nxd_pipeline.partition.stage import Stage, Wiring
 from nxd_pipeline.partition.structure import ModelStructure, structural_partition
-from nxd_pipeline.partition.trace import trace_model
+from nxd_pipeline.partition.trace import methods_kept_whole, trace_model
 from nxd_pipeline.partition.traced import traced_partition
 
 __all__ = [
@@ -40,6 +40,7 @@ __all__ = [
     # ways to cut
     "traced_partition",
     "trace_model",
+    "methods_kept_whole",
     "structural_partition",
     "ModelStructure",
     "hugging_face_structure",

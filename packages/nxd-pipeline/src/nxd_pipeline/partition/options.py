@@ -34,6 +34,7 @@ class PartitionOptions:
     leaf_module_cls: Sequence[type[nn.Module] | str] | None = None
     autowrap_functions: Sequence[Callable[..., Any] | ModuleType] | None = None
     autowrap_modules: Sequence[ModuleType | Callable[..., Any]] | None = None
+    autowrap_obj_methods: Mapping[Any, Sequence[str]] | None = None
     tracer_cls: Tracer | None = None
     stages: Sequence[nn.Module | Stage] | None = None
     manual_pp_partition: bool = False
@@ -157,6 +158,7 @@ def _by_trace(model: nn.Module, num_stages: int, options: PartitionOptions) -> t
         leaf_names=layers,
         autowrap_functions=[it for it in autowrap if not isinstance(it, ModuleType)],
         autowrap_modules=[it for it in autowrap if isinstance(it, ModuleType)],
+        autowrap_obj_methods=options.autowrap_obj_methods,
         tracer_cls=_tracer_class(options.tracer_cls),
     )
     cuts = _cuts(model, num_stages, options, layers, lambda measure: traced_costs(model, graph, layers, measure))

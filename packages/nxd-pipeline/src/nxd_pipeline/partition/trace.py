@@ -5,7 +5,9 @@ Cutting the graph into stages is in `traced`.
 
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import wraps
 from types import ModuleType
 from typing import Any
 
@@ -60,6 +62,7 @@ def trace_model(
     leaf_names: Sequence[str] = (),
     autowrap_functions: Sequence[Callable[..., Any]] = (),
     autowrap_modules: Sequence[ModuleType] = (),
+    autowrap_obj_methods: Mapping[Any, Sequence[str]] | None = None,
     tracer_cls: type[fx.Tracer] = fx.Tracer,
 ) -> fx.Graph:
     """The graph of a model's forward.
@@ -71,6 +74,7 @@ def trace_model(
         leaf_names: modules that stay whole, by name.
         autowrap_functions: functions that stay whole.
         autowrap_modules: Python modules whose functions stay whole.
+        autowrap_obj_methods: see `methods_kept_whole`.
         tracer_cls: the tracer to build on.
 
     Raises:
@@ -91,10 +95,55 @@ def trace_model(
     tracer.layer_classes = tuple(leaf_classes)
     tracer.layer_names = frozenset(leaf_names)
     tracer.input_names = tuple(input_names)
+    with methods_kept_whole(autowrap_obj_methods or {}):
+        try:
+            return tracer.trace(module)
+        except Exception as error:  # models may raise anything when given proxies instead of values
+            raise ValueError(_not_traced(module, error, tracer.failed_in)) from error
+
+
+@contextmanager
+def methods_kept_whole(methods: Mapping[Any, Sequence[str]]) -> Iterator[None]:
+    """Inside, a trace does not look into some methods of some objects.
+
+    Args:
+        methods: names of methods by object. Weights of such an object are not seen either: its stage must have them
+            through another call, or the methods must need none.
+
+    Raises:
+        ValueError: an object lacks a method, or the names are no list.
+    """
+    for owner, names in methods.items():
+        if isinstance(names, str):
+            raise ValueError(f"autowrap_obj_methods has {names!r} for {type(owner).__name__}; give a list of names")
+        missing = [name for name in names if not callable(getattr(owner, name, None))]
+        if missing:
+            raise ValueError(f"autowrap_obj_methods: {type(owner).__name__} has no method {', '.join(missing)}")
+    replaced = [(owner, name, owner.__dict__.get(name)) for owner, names in methods.items() for name in names]
+    for owner, name, _ in replaced:
+        setattr(owner, name, _as_one_node(getattr(owner, name)))
     try:
-        return tracer.trace(module)
-    except Exception as error:  # models may raise anything when given proxies instead of values
-        raise ValueError(_not_traced(module, error, tracer.failed_in)) from error
+        yield
+    finally:
+        for owner, name, before in replaced:
+            if before is None:  # the class's own, which an attribute of the object has hidden
+                delattr(owner, name)
+            else:
+                setattr(owner, name, before)
+
+
+def _as_one_node(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The method, which becomes one node of the graph if it is called with proxies."""
+
+    @wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        proxies: list[fx.Proxy] = []
+        fx.node.map_aggregate((args, kwargs), lambda it: proxies.append(it) if isinstance(it, fx.Proxy) else None)
+        if not proxies:
+            return method(*args, **kwargs)
+        return proxies[0].tracer.create_proxy("call_function", method, args, kwargs)
+
+    return call
 
 
 def _not_traced(module: nn.Module, error: Exception, failed_in: tuple[str, nn.Module] | None) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from nxd_pipeline.partition.stage import Stage
 
@@ -159,7 +159,8 @@ def _keep_out_of_state(stage_module: fx.GraphModule, saved: Set[str]) -> None:
     for path in {node.target for node in stage_module.graph.nodes if node.op == "get_attr"} - saved:
         owner, _, name = path.rpartition(".")
         buffers = stage_module.get_submodule(owner)
-        buffers.register_buffer(name, getattr(buffers, name), persistent=False)
+        if isinstance(value := getattr(buffers, name), Tensor):  # a module may be an argument of a function
+            buffers.register_buffer(name, value, persistent=False)
 
 
 def _needed_by(own: Iterable[fx.Node], stage_of: dict[fx.Node, int], stage: int) -> set[fx.Node]:

@@ -7,7 +7,7 @@ from time import perf_counter_ns
 from typing import Any
 
 import torch
-from nxd_state import Pending, step_boundary
+from nxd_state import Pending, autocast_devices, step_boundary
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import TreeSpec
@@ -317,8 +317,7 @@ class _Shapes:
 
 def _autocast() -> tuple[tuple[str, torch.dtype], ...]:
     """The dtypes that torch.autocast computes in now."""
-    devices = (device for device in ("cpu", "cuda", "xla") if torch.is_autocast_enabled(device))
-    return tuple((device, torch.get_autocast_dtype(device)) for device in devices)
+    return tuple((device, torch.get_autocast_dtype(device)) for device in autocast_devices())
 
 
 @contextmanager

@@ -5,26 +5,36 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from nxd_state import Group, all_reduce, broadcast, get_group, model_parallel_is_initialized, transport_device
+from nxd_state import (
+    Group,
+    all_reduce,
+    broadcast,
+    get_group,
+    model_parallel_is_initialized,
+    transport_device,
+    widest_float,
+)
 from torch import Tensor
 
 from nxd_pipeline.runtime.failure import Failures
 
-LossSpec = Mapping[str, Any] | Sequence[Any] | None
+_LOSS_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+LossSpec = Mapping[str, Any] | Sequence[Any] | bool | None  # of bools only True
 
 
 def check_loss_spec(spec: LossSpec) -> None:
     """Check that a spec says where the loss is.
 
     Raises:
-        ValueError: it is no tuple, list or mapping, or does not have one True.
+        ValueError: it is neither True nor a tuple, list or mapping with one True.
     """
-    if spec is None:
+    if spec is None or spec is True:
         return
     if not isinstance(spec, Mapping | tuple | list):
         raise ValueError(
             f"output_loss_value_spec={spec!r} is a {type(spec).__name__}; give a tuple or dict of the structure that "
-            "the model returns, such as (True, False), or None if it returns the loss itself"
+            "the model returns, such as (True, False), or True if it returns the loss itself"
         )
     marked = _count_true(spec)
     if marked != 1:
@@ -32,12 +42,12 @@ def check_loss_spec(spec: LossSpec) -> None:
 
 
 def pick_loss(output: Any, spec: LossSpec) -> Any:
-    """The part of `output` at the place where `spec` has True; `output` itself where there is no spec.
+    """The part of `output` at the place where `spec` has True; `output` itself where it is True or there is none.
 
     Raises:
         ValueError: `output` has nothing at that place.
     """
-    if spec is None:
+    if spec is None or isinstance(spec, bool):
         return output
     key, inner = next((key, inner) for key, inner in _pairs(spec) if _count_true(inner))
     try:
@@ -65,14 +75,17 @@ def check_loss(loss: Any) -> Tensor:
 
 
 def share_loss(loss: Tensor | None, pipeline: Group, replicas: Group, *, source: int) -> Tensor:
-    """The loss that pipeline rank `source` has, averaged over the replicas, on every rank, in float64."""
+    """The loss that pipeline rank `source` has, averaged over the replicas, on every rank and in its dtype.
+
+    It travels in the longest dtype, with its own beside it: the other ranks of the pipeline know neither.
+    """
     device = transport_device(pipeline)
-    mine = (
-        torch.zeros((), dtype=torch.float64, device=device)
-        if loss is None
-        else loss.detach().double().reshape(()).to(device)
-    )
-    return all_reduce(broadcast(mine, pipeline, source=source), replicas, op="avg")
+    mine = torch.zeros(2, dtype=widest_float(device), device=device)
+    if loss is not None:
+        mine[0], mine[1] = loss.detach().reshape(()), _LOSS_DTYPES.index(loss.dtype)
+    sent = broadcast(mine, pipeline, source=source)
+    dtype = _LOSS_DTYPES[int(sent[1])]
+    return all_reduce(sent[0], replicas, op="avg").to(dtype)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from nxd_state import (
     Send,
     barrier,
     batch_isend_irecv,
+    is_host,
     records_graphs,
     recv,
     send,
@@ -151,7 +152,7 @@ class P2PCommunicator:
         self._records_graphs = records_graphs()
         self._routes: dict[tuple[int, int], dict[Hashable, Route]] = {}
         self._sends: dict[tuple[Key, int, str], list[Pending[Tensor]]] = {}  # in the order in which they began
-        if self._device.type != "cpu":
+        if not is_host(self._device):
             barrier(group)  # nccl needs a call by all ranks of a group before it takes batches among some of them
 
     def send_value(self, value: Any, destination: int, key: Key, microbatch: int) -> tuple[ValueLayout, list[Tensor]]:

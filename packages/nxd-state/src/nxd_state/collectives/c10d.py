@@ -12,7 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nxd_state.collectives.transport import MessageTransport, Pending, Receive, ReduceOp, Result, Send
+from nxd_state.device import is_host
 from nxd_state.group import Group
+from nxd_state.process_groups import transport_device
 
 _NO_TAG = 0  # messages between two ranks are told apart by their order
 
@@ -73,7 +75,7 @@ class C10dTransport(MessageTransport):
     def all_gather_(self, tensor: Tensor, *, async_op: bool = False) -> Result:
         """On the CPU by messages: gloo gathers into memory of its own and copies from there."""
         group = self._group
-        if tensor.device.type == "cpu":
+        if tensor.is_cpu:
             return _result(self._gather_by_messages(tensor, group.rank, group.size), async_op=async_op)
         received = _as_bytes(tensor)
         own = received.chunk(group.size)[group.rank]
@@ -85,7 +87,7 @@ class C10dTransport(MessageTransport):
         """Reduce, and keep this rank's part along `dim`."""
         size = self._group.size
         parts = _split(tensor, size, dim)
-        if tensor.device.type == "cpu":
+        if tensor.is_cpu:
             # gloo reduces everything everywhere and then drops the rest: exchanging the parts and summing them
             # here moves half the bytes, and adds in rank order, so that the result does not depend on timing.
             received, work = _exchange(parts, self._group)
@@ -95,7 +97,8 @@ class C10dTransport(MessageTransport):
             return _result(pending, async_op=async_op)
         result = torch.empty_like(parts[0])
         process_group = self._group.process_group
-        work = _reduce_scatter_single(result, parts, op=_REDUCE_OPS[op], group=process_group, async_op=True)
+        flat = (result.view(-1), parts.view(-1))  # a shape that every backend takes
+        work = _reduce_scatter_single(*flat, op=_REDUCE_OPS[op], group=process_group, async_op=True)
         divide = (lambda reduced: reduced.div_(size)) if op == "avg" else None
         return _result(Pending(result, work, finish=divide), async_op=async_op)
 
@@ -126,13 +129,19 @@ class C10dTransport(MessageTransport):
 
     def begin_messages(self, messages: Sequence[Send | Receive]) -> list[Pending[Tensor]]:
         """Begin all messages, which are at least one."""
-        if len(messages) > 1 and messages[0].tensor.device.type != "cpu":  # nccl may deadlock on one after the other
+        if len(messages) > 1 and not messages[0].tensor.is_cpu:  # nccl may deadlock on one after the other
             return self._begin_as_one(messages)
         return [self._begin(message) for message in messages]
 
     def barrier(self) -> None:
         """Wait for all ranks of the group."""
-        dist.barrier(group=self._group.process_group)
+        device = transport_device(self._group)
+        if is_host(device):
+            dist.barrier(group=self._group.process_group)
+        else:  # by a sum, as nccl's is made; that of the neuron backend knows the world only
+            met = torch.ones(1, device=device)
+            dist.all_reduce(met, group=self._group.process_group)
+            met.cpu()
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Gather by pickle."""

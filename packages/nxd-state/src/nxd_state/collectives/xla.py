@@ -8,7 +8,6 @@ Stages of a pipeline record different graphs, and a device that runs one with a 
 run theirs. Each message between stages is therefore a graph of its own, the same on all ranks that take part.
 """
 
-import importlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nxd_state.collectives.transport import MessageTransport, Pending, Receive, ReduceOp, Result, Send, ready
-from nxd_state.device import step_boundary
+from nxd_state.device import step_boundary, torch_xla_module
 from nxd_state.group import Group
 
 _PIN_LAYOUT = False
@@ -146,4 +145,4 @@ def _by_ends(message: tuple[int, int, Tensor]) -> tuple[int, int]:
 
 
 def _xla_model() -> Any:
-    return importlib.import_module("torch_xla.core.xla_model")
+    return torch_xla_module("core.xla_model")

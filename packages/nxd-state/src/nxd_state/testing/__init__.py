@@ -1,12 +1,14 @@
 """Run a function on N ranks, for tests: warm processes, real collectives, failures that name the rank.
 
-Contains the pool of ranks, its pytest plugin, the replicas that run XLA's graphs on a CPU and a runner for command
-lines under torchrun, but not the tests that use them. Needs the extra `nxd-state[testing]`.
+Contains the pool of ranks, its pytest plugin, the replicas that run XLA's graphs on a CPU, the stand-in for the native
+`neuron` device and a runner for command lines under torchrun, but not the tests that use them. Needs the extra
+`nxd-state[testing]`.
 """
 
 from nxd_state.testing.deadlines import deadline
 from nxd_state.testing.failure import FailedRank, RankFailure
 from nxd_state.testing.logical import LogicalPiece, assemble_logical, logical_pieces
+from nxd_state.testing.neuron_ranks import register_neuron_ranks, run_on_neuron
 from nxd_state.testing.pool import RankPool, run_on_ranks
 from nxd_state.testing.replicas import run_on_replicas
 from nxd_state.testing.torchrun import TorchrunResult, run_torchrun
@@ -17,6 +19,8 @@ __all__ = [
     "LogicalPiece",
     "run_on_ranks",
     "run_on_replicas",
+    "run_on_neuron",
+    "register_neuron_ranks",
     "RankPool",
     "RankFailure",
     "FailedRank",

@@ -23,6 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.overrides import TorchFunctionMode
 
+from nxd_state.device import is_host, records_graphs, torch_xla_module
 from nxd_state.testing.pool import RankPool
 from nxd_state.testing.replica_executable import ReplicaExecutable
 from nxd_state.testing.replica_meeting import Meetings, connected_ranks
@@ -103,8 +104,7 @@ def _same(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def _boundaries_on_replicas() -> Iterator[None]:
-    import torch_xla  # noqa: PLC0415
-
+    torch_xla = torch_xla_module()
     torch_xla.sync()  # what an earlier job has left
     with mock.patch.object(torch_xla, "sync", _run_pending_graph):
         yield
@@ -170,7 +170,7 @@ class _NoEarlyReads(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if args and isinstance(args[0], Tensor) and args[0].device.type == "xla" and _reads(func, args, kwargs):
+        if args and isinstance(args[0], Tensor) and records_graphs(args[0]) and _reads(func, args, kwargs):
             _check_computed(args[0], func)
         return func(*args, **kwargs)
 
@@ -189,8 +189,8 @@ def _reads(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         return func in _READERS
     target = kwargs.get("device", args[1] if len(args) > 1 else None)
     if isinstance(target, Tensor):
-        return target.device.type == "cpu"
-    return isinstance(target, str | torch.device) and torch.device(target).type == "cpu"
+        return target.is_cpu
+    return isinstance(target, str | torch.device) and is_host(torch.device(target))
 
 
 def _check_computed(tensor: Tensor, func: Any) -> None:

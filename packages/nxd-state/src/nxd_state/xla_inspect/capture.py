@@ -6,9 +6,9 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from nxd_state.device import check_torch_xla, torch_xla_module
 from nxd_state.xla_inspect.counters import read_counters
 from nxd_state.xla_inspect.graph_dump import CapturedGraph, read_graphs
-from nxd_state.xla_inspect.torch_xla_module import check_torch_xla, torch_xla_module
 
 _FILE = "XLA_SAVE_TENSORS_FILE"
 

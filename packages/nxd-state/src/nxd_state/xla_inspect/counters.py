@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from nxd_state.xla_inspect.torch_xla_module import check_torch_xla, torch_xla_module
+from nxd_state.device import check_torch_xla, torch_xla_module
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ def read_counters() -> Counters:
         ModuleNotFoundError: torch-xla is not installed.
     """
     check_torch_xla("counting graphs")
-    metrics = torch_xla_module("torch_xla.debug.metrics")
-    torch_xla_module("torch_xla.core.xla_model").wait_device_ops()  # graphs run while the program goes on
+    metrics = torch_xla_module("debug.metrics")
+    torch_xla_module("core.xla_model").wait_device_ops()  # graphs run while the program goes on
     fallbacks = {name: int(metrics.counter_value(name) or 0) for name in metrics.counter_names() if "aten::" in name}
     return Counters(
         compilations=_times(metrics, "CompileTime"),

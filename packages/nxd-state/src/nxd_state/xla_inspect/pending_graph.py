@@ -4,7 +4,6 @@ All tensors of the process that are still to be computed are lowered as one modu
 """
 
 import gc
-import importlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nxd_state.device import get_device
+from nxd_state.device import get_device, records_graphs, torch_xla_module
 
 Aliases = tuple[Tensor, ...]  # Python's several objects of what is one tensor to torch-xla
 
@@ -108,7 +107,7 @@ _PARTS = {
 
 def _is_on_xla(tensor: Tensor) -> bool:
     try:
-        return tensor.device.type == "xla"
+        return records_graphs(tensor)
     except RuntimeError:  # Python's object outlives the tensor, in a cycle that is still to be collected
         return False
 
@@ -120,4 +119,4 @@ def _are_pending(tensors: list[Tensor]) -> list[bool]:
 
 
 def _xla_core() -> Any:
-    return importlib.import_module("torch_xla")._XLAC
+    return torch_xla_module()._XLAC

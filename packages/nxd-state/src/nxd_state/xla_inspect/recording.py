@@ -11,10 +11,10 @@ from unittest import mock
 
 import torch
 
+from nxd_state.device import torch_xla_module
 from nxd_state.xla_inspect.capture import graphs_of, start_capture
 from nxd_state.xla_inspect.graph_dump import CapturedGraph
 from nxd_state.xla_inspect.pending_graph import pending_tensors, put_results
-from nxd_state.xla_inspect.torch_xla_module import torch_xla_module
 
 
 def record_steps(step: Callable[[], object], count: int = 1) -> list[list[CapturedGraph]]:

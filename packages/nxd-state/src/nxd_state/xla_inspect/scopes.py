@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.utils._pytree import tree_leaves
 
-from nxd_state.xla_inspect.torch_xla_module import check_torch_xla, torch_xla_module
+from nxd_state.device import check_torch_xla, torch_xla_module
 
 _ACCUMULATE = "torch::autograd::AccumulateGrad"  # lives as long as its parameter, so a hook on it would stay
 

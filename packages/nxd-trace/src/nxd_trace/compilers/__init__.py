@@ -1,27 +1,29 @@
-"""The compilers by name: `export`, `inductor`, `neuronx` and `hlo`, one file each."""
+"""The compilers by name: `export`, `inductor`, `neuronx`, `neuron` and `hlo`."""
 
-from nxd_state import device_type
+from nxd_state import compile_backend, records_graphs
 
 from nxd_trace.compilers.base import CompileJob, Compiler, Run
 from nxd_trace.compilers.export import EXPORT
 from nxd_trace.compilers.hlo import HLO
 from nxd_trace.compilers.inductor import INDUCTOR, has_cpp_compiler
-from nxd_trace.compilers.neuronx import NEURONX
+from nxd_trace.compilers.neuronx import NEURON, NEURONX
 
 __all__ = ["CompileJob", "Compiler", "Run", "COMPILERS", "choose_compiler"]
 
-COMPILERS = {compiler.name: compiler for compiler in (EXPORT, INDUCTOR, NEURONX, HLO)}
+COMPILERS = {compiler.name: compiler for compiler in (EXPORT, INDUCTOR, NEURONX, NEURON, HLO)}
 
 
 def choose_compiler(name: str | None) -> Compiler:
-    """The compiler of this name; without one "neuronx" on an XLA device, else "inductor" where a C++ compiler is
-    present, else "export".
+    """The compiler of this name; without one "neuronx" on an XLA device, "neuron" on torch's native device, else
+    "inductor" where a C++ compiler is present, else "export".
 
     Raises:
         ValueError: there is none of this name.
     """
     if name is None:
-        name = "neuronx" if device_type() == "xla" else "inductor" if has_cpp_compiler() else "export"
+        name = NEURONX.name if records_graphs() else compile_backend()
+        if name == INDUCTOR.name and not has_cpp_compiler():
+            name = EXPORT.name
     if name not in COMPILERS:
         raise ValueError(f"compiler={name!r} is not known; use one of {', '.join(COMPILERS)}")
     return COMPILERS[name]

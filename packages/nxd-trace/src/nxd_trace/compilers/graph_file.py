@@ -17,12 +17,14 @@ import math
 import operator
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from reprlib import repr as shortened
 from typing import Any
 
 import torch
+from nxd_state.device import DEVICE_TYPES
 from safetensors.torch import save_file
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
@@ -32,6 +34,8 @@ from nxd_trace.weights import open_safetensors
 
 GRAPH, CONSTANTS = "program.json", "constants.safetensors"
 VERSION = 1
+
+_DEVICE = rf"({'|'.join((*DEVICE_TYPES, 'meta'))})(:\d{{1,3}})?"
 
 # Beside operators: arithmetic on sizes, and control flow, whose graphs are checked like the outer one.
 _SIZES = tuple(f"sym_{name}" for name in ("float", "int", "ite", "max", "min", "not", "sum"))
@@ -205,8 +209,9 @@ def _graph_from_json(stored: Any) -> fx.GraphModule:
                 name = f"graph_{len(root._modules)}"
                 root.add_module(name, _graph_from_json(inner))
                 return graph.get_attr(name)
-            case {"device": str(device)} if len(value) == 1 and re.fullmatch(r"(cpu|cuda|meta|xla)(:\d{1,3})?", device):
-                return torch.device(device)
+            case {"device": str(device)} if len(value) == 1 and re.fullmatch(_DEVICE, device):
+                with suppress(RuntimeError):  # torch has no device of this type here
+                    return torch.device(device)
             case {"dtype": str(name)} | {"layout": str(name)} | {"memory_format": str(name)} if len(value) == 1:
                 kind = getattr(torch, next(iter(value)))
                 if isinstance(found := getattr(torch, name, None), kind):

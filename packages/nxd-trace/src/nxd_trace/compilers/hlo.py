@@ -1,15 +1,15 @@
-"""Compiler "hlo": writes the graph as the XLA compiler would get it, for inspection. torch-xla is imported only here.
+"""Compiler "hlo": writes the graph as the XLA compiler would get it, for inspection. it is recorded by torch-xla.
 
 Writes `program.hlo.txt` (HLO text), `program.hlo.pb` (the HLO module, which `neuronx-cc compile` takes) and
 `program.stablehlo.mlir`. Weights, states and inputs are parameters of the module; its results are the outputs, and the
 states after the call. Collectives appear with their replica groups.
 """
 
-import importlib.util
 import os
 from pathlib import Path
 
 import torch
+from nxd_state.device import has_torch_xla, torch_xla_module
 from torch.export.graph_signature import InputKind
 from torch.export.passes import move_to_device_pass
 
@@ -21,14 +21,12 @@ HLO_PROTO, _HLO_TEXT, _STABLEHLO = "program.hlo.pb", "program.hlo.txt", "program
 def _compile(job: CompileJob) -> None:
     if job.arguments:
         raise ValueError(f"compiler_args={list(job.arguments)}: compiler 'hlo' takes none")
-    if importlib.util.find_spec("torch_xla") is None:
+    if not has_torch_xla():
         raise RuntimeError("compiler 'hlo' needs torch-xla: install torch_xla of the same version as torch")
     os.environ.setdefault("PJRT_DEVICE", "CPU")  # recording needs a client, and nothing is run on it
-    import torch_xla  # noqa: PLC0415
-    import torch_xla.core.xla_model as xm  # noqa: PLC0415
-
+    torch_xla = torch_xla_module()
     device = torch_xla.device()
-    exported = move_to_device_pass(job.exported, "xla:0")
+    exported = move_to_device_pass(job.exported, str(device))
     constants = [
         exported.constants[str(spec.target)].to(device)
         for spec in exported.graph_signature.input_specs
@@ -40,7 +38,7 @@ def _compile(job: CompileJob) -> None:
         results = [*exported.graph_module.forward(*constants, *tensors), *states]
     (job.folder / _HLO_TEXT).write_text(torch_xla._XLAC._get_xla_tensors_hlo(results), encoding="utf-8")
     (job.folder / HLO_PROTO).write_bytes(torch_xla._XLAC._get_xla_tensors_hlo_proto(results))
-    (job.folder / _STABLEHLO).write_text(xm.get_stablehlo(results), encoding="utf-8")
+    (job.folder / _STABLEHLO).write_text(torch_xla_module("core.xla_model").get_stablehlo(results), encoding="utf-8")
 
 
 def _load(folder: Path, device: torch.device) -> Run:

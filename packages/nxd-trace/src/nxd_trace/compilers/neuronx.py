@@ -1,7 +1,9 @@
-"""Compiler "neuronx": `torch_neuronx.trace`, which runs neuronx-cc. torch-neuronx is imported only here.
+"""Compilers for Neuron devices: "neuronx" for those of torch-xla, "neuron" for torch's native device.
 
-torch-neuronx comes from AWS's package index. Without its hardware, the call that this file makes has been checked
-against the documented signature only, not run.
+"neuronx" calls `torch_neuronx.trace`, which runs neuronx-cc. "neuron" keeps the graph as "export" does and compiles it
+by `torch.compile(backend="neuron", dynamic=False)` where it is loaded: what that compiled is kept by torch-neuronx's
+own cache. torch-neuronx comes from AWS's package index and is imported only here. Without its hardware, the call of
+"neuronx" has been checked against the documented signature, and "neuron" on the stand-in of `nxd_state.testing`.
 """
 
 import importlib
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 from torch.export.graph_signature import InputKind
 
 from nxd_trace.compilers.base import CompileJob, Compiler, Run
+from nxd_trace.compilers.export import EXPORT
 
 _FILE = "program.pt"
 _DISTRIBUTIONS = ("torch-neuronx", "neuronx-cc")
@@ -100,4 +103,23 @@ def _version() -> str:
     return ", ".join(found)
 
 
+def _compile_native(job: CompileJob) -> None:
+    if job.arguments:
+        raise ValueError(f"compiler_args={list(job.arguments)}: compiler 'neuron' takes none; set NEURON_CC_FLAGS")
+    EXPORT.compile(job)
+
+
+def _load_native(folder: Path, device: torch.device) -> Run:
+    run: Run = torch.compile(EXPORT.load(folder, device), backend="neuron", dynamic=False)
+    return run
+
+
 NEURONX = Compiler(name="neuronx", version=_version, compile=_compile, load=_load, is_code=True, holds_tensors=True)
+NEURON = Compiler(
+    name="neuron",
+    version=EXPORT.version,
+    compile=_compile_native,
+    load=_load_native,
+    is_code=False,
+    check=EXPORT.check,
+)

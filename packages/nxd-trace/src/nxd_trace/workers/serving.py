@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from nxd_state import get_device, get_tensor_model_parallel_rank
+from nxd_state import get_device, get_tensor_model_parallel_rank, is_host
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -52,7 +52,7 @@ class Server:
         """Run a program on the inputs in shared memory; rank 0 leaves the outputs there."""
         loaded = self._programs[program]
         inputs = loaded.inputs
-        if self._device.type != "cpu":
+        if not is_host(self._device):
             inputs = [tensor.to(self._device) for tensor in inputs]
         outputs = loaded.run([*loaded.tensors, *inputs])
         for shared, output in zip(loaded.outputs, outputs, strict=self._rank == 0):

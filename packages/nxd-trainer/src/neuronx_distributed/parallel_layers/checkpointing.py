@@ -1,5 +1,21 @@
 """`neuronx_distributed.parallel_layers.checkpointing`: files of each model-parallel rank, from nxd_trainer."""
 
-from nxd_trainer.api.shard_files import load, save
+from nxd_trainer.api.shard_files import (
+    NXD_SKIP_RENDEZVOUS,
+    ensure_directory_exists,
+    load,
+    save,
+)
+from nxd_trainer.script_tensors import (
+    PreShardHookFn,
+    get_sharded_model_dict,
+)
 
-__all__ = ["save", "load"]
+__all__ = [
+    "NXD_SKIP_RENDEZVOUS",
+    "ensure_directory_exists",
+    "save",
+    "load",
+    "PreShardHookFn",
+    "get_sharded_model_dict",
+]

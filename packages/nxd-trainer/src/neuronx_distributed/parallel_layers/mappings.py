@@ -9,6 +9,15 @@ from nxd_layers import (
     scatter_to_sequence_parallel_region,
     scatter_to_tensor_model_parallel_region,
 )
+from nxd_trainer.script_mappings import (
+    gather_from_tensor_model_parallel_region_with_dim,
+    nonzero_partition_dim_swap,
+    reduce_from_context_model_parallel_region,
+    reduce_scatter_to_tensor_model_parallel_region_with_dim,
+    round_robin_scatter_to_process_group_spmd,
+    scatter_input_channels_to_tensor_model_parallel_region,
+    scatter_to_process_group_spmd,
+)
 
 __all__ = [
     "copy_to_tensor_model_parallel_region",
@@ -18,4 +27,11 @@ __all__ = [
     "scatter_to_sequence_parallel_region",
     "gather_from_sequence_parallel_region",
     "reduce_scatter_to_sequence_parallel_region",
+    "nonzero_partition_dim_swap",
+    "reduce_from_context_model_parallel_region",
+    "scatter_input_channels_to_tensor_model_parallel_region",
+    "reduce_scatter_to_tensor_model_parallel_region_with_dim",
+    "gather_from_tensor_model_parallel_region_with_dim",
+    "scatter_to_process_group_spmd",
+    "round_robin_scatter_to_process_group_spmd",
 ]

@@ -2,23 +2,26 @@
 
 from nxd_trace import (
     BucketModelConfig,
-    ModelBuilder,
     TensorParallelModel,
     parallel_model_load,
     parallel_model_save,
     parallel_model_trace,
-    shard_checkpoint,
 )
 
 from neuronx_distributed.trace import trace
+from neuronx_distributed.trace.functions import shard_checkpoint
+from neuronx_distributed.trace.model_builder import ModelBuilder
+from neuronx_distributed.trace.spmd import NxDModel, SPMDBucketModelScript
 
 __all__ = [
-    "parallel_model_trace",
-    "parallel_model_save",
-    "parallel_model_load",
     "BucketModelConfig",
-    "ModelBuilder",
-    "shard_checkpoint",
     "TensorParallelModel",
+    "parallel_model_load",
+    "parallel_model_save",
+    "parallel_model_trace",
     "trace",
+    "shard_checkpoint",
+    "ModelBuilder",
+    "NxDModel",
+    "SPMDBucketModelScript",
 ]

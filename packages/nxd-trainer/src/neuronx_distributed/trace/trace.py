@@ -1,5 +1,53 @@
 """`neuronx_distributed.trace.trace`: the tracing calls, from nxd_trace."""
 
 from nxd_trace import TensorParallelModel, parallel_model_load, parallel_model_save, parallel_model_trace
+from nxd_trainer.compat.not_here import not_here
 
-__all__ = ["parallel_model_trace", "parallel_model_save", "parallel_model_load", "TensorParallelModel"]
+ParallelModel = TensorParallelNeuronModel = TensorParallelModel
+(
+    collect_tp_bucket_neuron_models,
+    collect_tp_neuron_models,
+    create_local_weight,
+    create_local_weight_qkv,
+    create_local_weight_with_expert_parallel,
+    find_unique_dtypes,
+    generate_ranked_folder,
+    get_sharded_checkpoint,
+    invoke_preshard_hook,
+    preprocess_checkpoint,
+    shard_children,
+) = not_here(
+    __name__,
+    "hlo",
+    "collect_tp_bucket_neuron_models",
+    "collect_tp_neuron_models",
+    "create_local_weight",
+    "create_local_weight_qkv",
+    "create_local_weight_with_expert_parallel",
+    "find_unique_dtypes",
+    "generate_ranked_folder",
+    "get_sharded_checkpoint",
+    "invoke_preshard_hook",
+    "preprocess_checkpoint",
+    "shard_children",
+)
+
+__all__ = [
+    "TensorParallelModel",
+    "parallel_model_load",
+    "parallel_model_save",
+    "parallel_model_trace",
+    "collect_tp_bucket_neuron_models",
+    "collect_tp_neuron_models",
+    "create_local_weight",
+    "create_local_weight_qkv",
+    "create_local_weight_with_expert_parallel",
+    "find_unique_dtypes",
+    "generate_ranked_folder",
+    "get_sharded_checkpoint",
+    "invoke_preshard_hook",
+    "preprocess_checkpoint",
+    "shard_children",
+    "ParallelModel",
+    "TensorParallelNeuronModel",
+]

@@ -2,7 +2,7 @@
 
 from nxd_trainer.api import initialize_parallel_model, initialize_parallel_optimizer, neuronx_distributed_config
 
-from neuronx_distributed.trainer import checkpoint, model, optimizer
+from neuronx_distributed.trainer import checkpoint, checkpoint_storage, model, optimizer, post_partition_hooks, trainer
 from neuronx_distributed.trainer.checkpoint import (
     finalize_checkpoint,
     has_checkpoint,
@@ -11,6 +11,9 @@ from neuronx_distributed.trainer.checkpoint import (
 )
 from neuronx_distributed.trainer.model import NxDModel
 from neuronx_distributed.trainer.optimizer import NxDOptimizer
+from neuronx_distributed.trainer.post_partition_hooks import PostPartitionHooks
+
+hooks = PostPartitionHooks()
 
 __all__ = [
     "neuronx_distributed_config",
@@ -22,7 +25,12 @@ __all__ = [
     "finalize_checkpoint",
     "NxDModel",
     "NxDOptimizer",
+    "PostPartitionHooks",
+    "hooks",
     "checkpoint",
+    "checkpoint_storage",
     "model",
     "optimizer",
+    "post_partition_hooks",
+    "trainer",
 ]

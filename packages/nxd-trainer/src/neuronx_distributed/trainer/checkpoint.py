@@ -3,5 +3,17 @@
 from nxd_trainer.api.checkpoint_loading import load_checkpoint
 from nxd_trainer.api.checkpoint_saving import finalize_checkpoint, save_checkpoint
 from nxd_trainer.api.checkpoint_tags import has_checkpoint
+from nxd_trainer.compat.checkpoint_storage import CheckpointIOState
 
-__all__ = ["save_checkpoint", "load_checkpoint", "has_checkpoint", "finalize_checkpoint"]
+g_iostate = None  # nothing is shared between saves: finalize_checkpoint waits for the one under way
+is_interpreter_active = True
+
+__all__ = [
+    "save_checkpoint",
+    "load_checkpoint",
+    "has_checkpoint",
+    "finalize_checkpoint",
+    "CheckpointIOState",
+    "g_iostate",
+    "is_interpreter_active",
+]

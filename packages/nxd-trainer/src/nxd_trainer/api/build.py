@@ -5,7 +5,7 @@ own plan; attention heads are padded before the model is cut into stages, or on 
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -47,7 +47,7 @@ def initialize_parallel_model(
         model_fn: returns the model, from parallel layers where there is tensor parallelism; or a model of
             transformers, which is split by its own plan (`nxd_layers.hf.parallelize`). Ranks of a host take turns by
             `sequential_move_factor`, so it must not communicate where they are more than that.
-        *model_args: for `model_fn`.
+        *model_args: for `model_fn`. If it does not take them, and the first is a bool, that one is `include_buffers`.
         include_buffers: with `meta_device_init`, leave buffers to `param_init_fn` as well.
         **model_kwargs: for `model_fn`.
 
@@ -58,6 +58,8 @@ def initialize_parallel_model(
     """
     config = complete_config(nxd_config)
     ensure_model_parallel(config)
+    if _begin_with_include_buffers(model_fn, model_args, model_kwargs):
+        include_buffers, *model_args = model_args  # type: ignore[assignment]
 
     def make() -> nn.Module:
         with _init_context(config, include_buffers):
@@ -93,6 +95,26 @@ def initialize_parallel_model(
         adapt_model(model, adapters)
     _checkpoint_activations(model, to_recompute)
     return model
+
+
+def _begin_with_include_buffers(
+    model_fn: Callable[..., nn.Module], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> bool:
+    if not args or not isinstance(args[0], bool):
+        return False
+    try:
+        signature = inspect.signature(model_fn)
+    except ValueError:  # of a function that is not written in Python
+        return False
+    return not _takes(signature, args, kwargs) and _takes(signature, args[1:], kwargs)
+
+
+def _takes(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
 
 
 @contextmanager

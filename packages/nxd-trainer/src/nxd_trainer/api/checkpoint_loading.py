@@ -3,6 +3,7 @@
 `legacy_checkpoint` loads checkpoints of the existing library.
 """
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
@@ -16,7 +17,7 @@ from torch.optim import Optimizer
 
 from nxd_trainer.api.adapters import settle_adapters, wanted_tensors
 from nxd_trainer.api.checkpoint_saving import finalize_checkpoint
-from nxd_trainer.api.checkpoint_tags import Found, find_checkpoint, on_every_host
+from nxd_trainer.api.checkpoint_tags import Found, NothingSavedError, find_checkpoint, on_every_host
 from nxd_trainer.api.config import accept_aliases
 from nxd_trainer.api.legacy_checkpoint import load_legacy_checkpoint
 from nxd_trainer.api.rank_sync import agree
@@ -41,6 +42,8 @@ from nxd_trainer.checkpoint import (
     optimizer_state,
     settle_optimizer_state,
 )
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,8 @@ def load_checkpoint(
 
     Args:
         path: the folder, or URL, that was given to `save_checkpoint`; `checkpoint_dir_str` is another name.
-        tag: which checkpoint; None: the newest complete one.
+        tag: which checkpoint; None: the newest complete one. Where none is saved yet, a warning is logged and nothing
+            is filled, so that a script that resumes by itself begins: `has_checkpoint` tells beforehand.
         model: the model to fill.
         optimizer: the optimizer to fill, together with `model`.
         scheduler: its `load_state_dict` is called.
@@ -97,7 +101,11 @@ def load_checkpoint(
         return {**describe_subjects(model, optimizer, scheduler, num_workers), "strict": bool(strict)}
 
     agree(coordinator, "checking the arguments of load_checkpoint", describe_call)
-    found = Found(*on_rank_zero(coordinator, f"loading from {path}", lambda: astuple(find_checkpoint(path, tag))))
+    place = on_rank_zero(coordinator, f"loading from {path}", lambda: _place(path, tag))
+    if place is None:
+        _logger.warning("nothing is loaded: there is no complete checkpoint in %s yet; training starts anew", path)
+        return None
+    found = Found(*place)
     subjects = subjects_of(model, optimizer)
     if found.layout != "nxd":
         with on_every_host(found.folder, coordinator) as folder:
@@ -120,6 +128,14 @@ def load_checkpoint(
     settle_adapters(subjects.lora, objects)
     on_every_rank(coordinator, doing, lambda: _hand_over(values, subjects, scheduler))
     return values.user_content
+
+
+def _place(path: str | os.PathLike[str], tag: str | None) -> tuple[Any, ...] | None:
+    """Where the checkpoint is; None if there is no tag and nothing is saved yet."""
+    try:
+        return astuple(find_checkpoint(path, tag))
+    except NothingSavedError:
+        return None
 
 
 def checkpoint_parts(path: str | os.PathLike[str], tag: str | None = None) -> set[str]:

@@ -71,12 +71,17 @@ def is_untagged(tag: str | None) -> bool:
     return not tag
 
 
+class NothingSavedError(CheckpointError):
+    """A folder holds no complete checkpoint, whatever its tag."""
+
+
 def find_checkpoint(path: str | os.PathLike[str], tag: str | None) -> Found:
     """The checkpoint of this tag, or the newest complete one, or the one that the path itself names.
 
     Raises:
         ValueError: the path or the tag is not allowed.
-        CheckpointError: there is none; or no tag is given, and one of ours is damaged and may be the newest.
+        CheckpointError: there is none (`NothingSavedError` if it could have been any); or no tag is given, and one of
+            ours is damaged and may be the newest.
     """
     root = _folder(path).removeprefix("file://")
     if os.path.isfile(root):
@@ -96,7 +101,7 @@ def find_checkpoint(path: str | os.PathLike[str], tag: str | None) -> Found:
         return Found(parent, name, "v2")
     if name and _is_own(parent, name):
         return Found(parent, name, "nxd")
-    raise CheckpointError(
+    raise NothingSavedError(
         f"there is no complete checkpoint in {root}; give the folder that checkpoints were saved to, or ask "
         "has_checkpoint first"
     )
@@ -238,7 +243,7 @@ def _names_in(folder: str) -> list[str]:
     """Names of the files and folders in it; none if it is not there."""
     if not is_remote(folder):
         return os.listdir(folder) if os.path.isdir(folder) else []
-    file_system, path = _opened(folder)
+    file_system, path = open_folder(folder)
     try:
         return [entry.rstrip("/").rpartition("/")[2] for entry in file_system.ls(path, detail=False)]
     except (FileNotFoundError, NotADirectoryError):
@@ -249,7 +254,7 @@ def _is_file(path: str) -> bool:
     """Whether there is a file."""
     if not is_remote(path):
         return os.path.isfile(path)
-    file_system, inner_path = _opened(path)
+    file_system, inner_path = open_folder(path)
     return bool(file_system.isfile(inner_path))
 
 
@@ -257,7 +262,7 @@ def _changed_at(path: str) -> float:
     """When a file was last written, in seconds since 1970; 0 if its store does not say."""
     if not is_remote(path):
         return os.path.getmtime(path)
-    file_system, inner_path = _opened(path)
+    file_system, inner_path = open_folder(path)
     try:
         changed: datetime = file_system.modified(inner_path)
     except NotImplementedError:
@@ -292,13 +297,19 @@ def on_every_host(folder: str, coordinator: Coordinator) -> Iterator[str]:
 
 def write_text(folder: str, name: str, text: str) -> None:
     """Write a file into a folder, which is made if missing."""
-    file_system, path = _opened(folder)
+    file_system, path = open_folder(folder)
     file_system.makedirs(path, exist_ok=True)
     with file_system.open(f"{path}/{name}", "w") as file:
         file.write(text)
 
 
-def _opened(url: str) -> tuple[Any, str]:
+def open_folder(url: str) -> tuple[Any, str]:
+    """The fsspec file system of a folder or URL, and the path in it; nothing is made.
+
+    Raises:
+        ValueError: the scheme of the URL is not known.
+        ImportError: the package for this scheme is not installed.
+    """
     import fsspec  # noqa: PLC0415 - takes its time to import
 
     file_system, path = fsspec.core.url_to_fs(url)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from nxd_layers.activation_checkpoint import ModuleClass
 from nxd_layers.lora import LoraConfig
 from nxd_optim import MixedPrecision, resolve_mixed_precision
-from nxd_pipeline import NxDPPModel
+from nxd_pipeline import OLD_RUNTIME_FLAGS, NxDPPModel
 from nxd_state import get_mesh, initialize_model_parallel, model_parallel_is_initialized
 from torch import nn
 
@@ -25,7 +25,7 @@ DEGREES = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_s
 OPTIMIZER_DEFAULTS: dict[str, Any] = {"zero_one_enabled": False, "grad_clipping": True, "max_grad_norm": 1.0}
 MODEL_INIT_DEFAULTS: dict[str, Any] = {"sequential_move_factor": 11, "meta_device_init": False, "param_init_fn": None}
 
-_BOUNDS = {"sequential_move_factor": {"at_least": 1, "at_most": 32}}
+_BOUNDS = {"sequential_move_factor": {"at_least": 1, "at_most": 32}, "_debug_pp_rank": {"at_least": 0}}
 _LISTS_IN_PIPELINE = ("pipeline_cuts", "input_names", "leaf_module_cls", "autowrap_functions", "autowrap_modules")
 
 
@@ -171,7 +171,7 @@ def param_init_fn_of(config: Mapping[str, Any]) -> Any:
 def _schema() -> Schema:
     """All keys. What one may hold is told by its default: a bool switches, an integer counts from 1."""
     sections: dict[str, dict[str, Any]] = {
-        "pipeline_config": _arguments(NxDPPModel),
+        "pipeline_config": {**_arguments(NxDPPModel), **OLD_RUNTIME_FLAGS},
         "optimizer_config": OPTIMIZER_DEFAULTS,
         "model_init_config": MODEL_INIT_DEFAULTS,
         "mixed_precision_config": dict.fromkeys(MixedPrecision.__dataclass_fields__, False),

@@ -27,6 +27,13 @@ from nxd_trainer.api.stored_values import check_readable
 from nxd_trainer.api.unwrap import further_names, plain_model
 from nxd_trainer.checkpoint import CheckpointState, check_names, model_state
 
+NXD_SKIP_RENDEZVOUS = "NXD_SKIP_RENDEZVOUS"  # a variable of the existing library, without effect here
+
+
+def ensure_directory_exists(filename: str | os.PathLike[str]) -> None:
+    """Make the folder of a file, if it is not there."""
+    os.makedirs(os.path.dirname(os.fspath(filename)) or ".", exist_ok=True)
+
 
 @accept_aliases(checkpoint="state_dict", output_dir="save_dir")
 def save(
@@ -35,6 +42,7 @@ def save(
     save_serially: bool = True,
     save_xser: bool = False,
     down_cast_bf16: bool = False,
+    master_dp_only: bool = True,
 ) -> None:
     """Write what each model-parallel rank gives; of replicas, the first one's. Called by all ranks.
 
@@ -46,6 +54,7 @@ def save(
         save_serially: one rank at a time, so that a host needs memory for one of them.
         save_xser: a file for each tensor.
         down_cast_bf16: write float32 and float64 tensors as bfloat16.
+        master_dp_only: False: every replica writes its own files, for `load` with the same argument.
 
     Raises:
         ValueError: something could only be read back by running code, or ranks disagree; nothing was written.
@@ -58,19 +67,20 @@ def save(
 
     def describe_call() -> dict[str, object]:
         _check_plain(state_dict)
-        return {"save_serially": bool(save_serially)}
+        return {"save_serially": bool(save_serially), "master_dp_only": bool(master_dp_only)}
 
     agree(coordinator, "checking the arguments of parallel_layers.save", describe_call)
 
     def write() -> None:
-        path = os.path.join(folder, v1_name(Rank(pp.rank, 0, tp.rank, 0)))
+        path = os.path.join(folder, v1_name(Rank(pp.rank, 0, tp.rank, 0)) + _of_replica(master_dp_only))
         content = _detached(state_dict, torch.bfloat16 if down_cast_bf16 else None)
-        (_write_xser if save_xser else _write_plain)(content, path)
+        (write_xser if save_xser else _write_plain)(content, path)
 
     num_turns = tp.size * pp.size if save_serially else 1
     own_turn = pp.rank * tp.size + tp.rank if save_serially else 0
+    writes = is_first_replica() or not master_dp_only
     for turn in range(num_turns):
-        on_every_rank(coordinator, doing, write if is_first_replica() and turn == own_turn else _wait_for_others)
+        on_every_rank(coordinator, doing, write if writes and turn == own_turn else _wait_for_others)
 
 
 @accept_aliases(chkpt_path="load_dir", model="model_or_optimizer")
@@ -80,6 +90,9 @@ def load(
     model_key: str | None = "model",
     load_xser: bool = False,
     sharded: bool = True,
+    strict: bool = True,
+    master_dp_only: bool = True,
+    weights_only: bool = False,
 ) -> Any:
     """Read what `save`, or the existing library's, wrote at the same degrees. Called by all ranks.
 
@@ -90,6 +103,9 @@ def load(
         load_xser: taken for scripts that give it: files say how they were written.
         sharded: False if one file holds the tensors of the whole model, of which each rank takes its part; the model
             must be given then. Names must be those of the model.
+        strict: the names in the file must be those of the model; otherwise what both have is loaded.
+        master_dp_only: False if `save` was told so: each replica reads its own file.
+        weights_only: taken for scripts that give it; nothing that is read here can run code.
 
     Returns:
         What was saved, without what has gone into the model or optimizer.
@@ -104,7 +120,7 @@ def load(
 
     def describe_call() -> dict[str, object]:
         given = None if target is None else "a model or an optimizer"
-        return {"model_or_optimizer": given, "sharded": bool(sharded)}
+        return {"model_or_optimizer": given, "sharded": bool(sharded), "master_dp_only": bool(master_dp_only)}
 
     agree(coordinator, "checking the arguments of parallel_layers.load", describe_call)
     if not sharded:
@@ -115,11 +131,11 @@ def load(
         check_names(state, own, further_names(model), os.fspath(load_dir), coordinator, can_be_lax=False)
         on_every_rank(coordinator, doing, lambda: _slice_into(own, state))
         return _rest(content, model_key)
-    content = on_every_rank(coordinator, doing, lambda: load_rank_file(_own_file(load_dir)))
+    content = on_every_rank(coordinator, doing, lambda: load_rank_file(_own_file(load_dir, master_dp_only)))
     if target is None:
         return content
     state = on_every_rank(coordinator, doing, lambda: _part(content, model_key))
-    on_every_rank(coordinator, doing, lambda: _load_state(target, state))
+    on_every_rank(coordinator, doing, lambda: _load_state(target, state, strict=strict))
     return _rest(content, model_key)
 
 
@@ -163,11 +179,11 @@ def _write_plain(content: Any, path: str) -> None:
         os.remove(path)
         shutil.rmtree(path + TENSORS_SUFFIX, ignore_errors=True)
     os.makedirs(path, exist_ok=True)
-    _write(content, os.path.join(path, V1_CONTENT))
+    write_file(content, os.path.join(path, V1_CONTENT))
 
 
-def _write_xser(content: Any, path: str) -> None:
-    """Tensors first: the skeleton says that they are there."""
+def write_xser(content: Any, path: str) -> None:
+    """Write a rank's content with a file for each tensor. Tensors first: the skeleton says that they are there."""
     if os.path.isdir(path):  # a plain save of before
         shutil.rmtree(path)
     if os.path.isfile(path):
@@ -176,14 +192,14 @@ def _write_xser(content: Any, path: str) -> None:
     os.makedirs(path + TENSORS_SUFFIX)
     skeleton = io.BytesIO()
     for number, tensor in save_skeleton(content, skeleton).items():
-        _write(tensor, os.path.join(path + TENSORS_SUFFIX, f"tensor_{number}.pt"))
+        write_file(tensor, os.path.join(path + TENSORS_SUFFIX, f"tensor_{number}.pt"))
     with open(path + ".new", "wb") as file:
         file.write(skeleton.getvalue())
     os.replace(path + ".new", path)
 
 
-def _write(content: Any, path: str) -> None:
-    """Write a file atomically."""
+def write_file(content: Any, path: str) -> None:
+    """Write a rank's content to a file, atomically."""
     torch.save(content, path + ".new")
     os.replace(path + ".new", path)
 
@@ -192,8 +208,17 @@ def _wait_for_others() -> None:
     """Another rank's turn."""
 
 
-def _own_file(load_dir: str | os.PathLike[str]) -> str:
+def _of_replica(master_dp_only: bool) -> str:
+    return "" if master_dp_only else f"_dp_rank_{active_group('dp').rank:02d}"
+
+
+def _own_file(load_dir: str | os.PathLike[str], master_dp_only: bool) -> str:
     tp, pp = active_group("tp"), active_group("pp")
+    if not master_dp_only:
+        path = os.path.join(os.fspath(load_dir), v1_name(Rank(pp.rank, 0, tp.rank, 0)) + _of_replica(False))
+        if not os.path.exists(path):
+            raise CheckpointError(f"{path} is missing; load with master_dp_only=True, or at the degrees of the save")
+        return os.path.join(path, V1_CONTENT) if os.path.isdir(path) else path
     files = v1_files(os.fspath(load_dir))
     if not files:
         raise CheckpointError("there is nothing that parallel_layers.save wrote")
@@ -229,13 +254,15 @@ def _rest(content: Any, model_key: str | None) -> dict[str, Any]:
     return {key: value for key, value in content.items() if model_key is not None and key != model_key}
 
 
-def _load_state(target: nn.Module | Optimizer, state: Mapping[str, Any]) -> None:
+def _load_state(target: nn.Module | Optimizer, state: Mapping[str, Any], *, strict: bool) -> None:
     if isinstance(target, Optimizer) and "param_groups" not in state:
         raise CheckpointError("it is no optimizer's state; give model_key= as the optimizer's was saved under")
     if isinstance(target, NxDPPModel):
-        target.load_local_state_dict(state)
-    else:
+        target.load_local_state_dict(state, strict=strict)
+    elif isinstance(target, Optimizer):
         target.load_state_dict(dict(state))
+    else:
+        target.load_state_dict(dict(state), strict=strict)
 
 
 @torch.no_grad()

@@ -5,7 +5,6 @@ script, gets a process of its own. Run as a module, this file is such a process:
 `python -m nxd_trainer.doctor.recording RECIPE RESULT RANK ...`.
 """
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 from nxd_state import initialize_model_parallel, step_boundary
+from nxd_state.device import has_torch_xla
 from nxd_state.xla_inspect import CapturedGraph, capture_steps, module_scopes, read_graphs, start_capture
 from nxd_state.xla_inspect.recording import record_steps
 
@@ -93,7 +93,7 @@ def record_script(command: Sequence[str]) -> RecordedRank:
 
 def check_torch_xla() -> None:
     """Raise ValueError where graphs cannot be made."""
-    if importlib.util.find_spec("torch_xla") is None:
+    if not has_torch_xla():
         raise ValueError(
             "graphs are made by torch-xla, which is not installed: install torch and torch_xla of the same version, as "
             "pip install torch==2.9.1 torch_xla==2.9.0; a device is not needed"

@@ -14,6 +14,7 @@ V vocabulary. In sequence-parallel regions S is the rank's part of the sequence.
 """
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from nxd_layers import (
@@ -33,9 +34,8 @@ from torch.nn import functional as F
 
 IGNORED_LABEL = -100
 
-# A trace, which cuts the model into pipeline stages, takes these as they are and does not look into them.
+# A trace, which cuts the model into pipeline stages, takes this as it is and does not look into it.
 fx.wrap("rotary_tables")
-fx.wrap("parallel_cross_entropy")
 
 
 @dataclass(frozen=True)
@@ -150,6 +150,7 @@ class _LayerFactory:
             dtype=self.dtype,
             device=self.device,
             sequence_parallel_enabled=self.sequence_parallel,
+            sequence_dimension=0,
         )
 
     def column(self, input_size: int, output_size: int) -> ColumnParallelLinear:
@@ -299,7 +300,11 @@ class LlamaModel(nn.Module):
         self.norm = make.norm()
 
     def forward(
-        self, input_ids_bs: Tensor, cache: KeyValueCache | None, document_ids_bs: Tensor | None = None
+        self,
+        input_ids_bs: Tensor,
+        cache: KeyValueCache | None,
+        document_ids_bs: Tensor | None = None,
+        padding_mask_bs: Tensor | None = None,
     ) -> Tensor:
         """Token ids `[B, S]` to hidden states `[S, B, H]`."""
         hidden_sbh = self.embed_tokens(input_ids_bs.t())
@@ -307,12 +312,24 @@ class LlamaModel(nn.Module):
         start = 0 if cache is None else cache.length
         rotary = rotary_tables(start, length, self.config, like=hidden_sbh)
         mask = None
-        if document_ids_bs is not None:  # made once for all layers
-            mask = attention_mask(length, start + length, document_ids=document_ids_bs)
+        if document_ids_bs is not None or padding_mask_bs is not None:  # made once for all layers
+            mask = attention_mask(length, start + length, padding_mask=padding_mask_bs, document_ids=document_ids_bs)
         for layer in self.layers:
             hidden_sbh = layer(hidden_sbh, rotary, cache, mask)
         output: Tensor = self.norm(hidden_sbh)
         return output
+
+
+class CausalLMOutput(NamedTuple):
+    """Loss and logits of a language model, by name or by index: `output_loss_value_spec=(True, False)`.
+
+    Attributes:
+        loss: 0-d; None without labels.
+        logits: this rank's part, `[B, S, V/tp]`.
+    """
+
+    loss: Tensor | None
+    logits: Tensor
 
 
 class LlamaForCausalLM(nn.Module):
@@ -323,6 +340,7 @@ class LlamaForCausalLM(nn.Module):
         sequence_parallel: split the residual stream along the sequence between the layers.
         dtype: of all parameters.
         device: of all parameters; torch's default device if None.
+        return_dict: `forward` returns a `CausalLMOutput`, as scripts for models of transformers expect.
 
     Raises:
         ValueError: sizes that do not fit each other or the tensor-parallel degree.
@@ -335,9 +353,11 @@ class LlamaForCausalLM(nn.Module):
         sequence_parallel: bool = False,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
+        return_dict: bool = False,
     ) -> None:
         super().__init__()
         config.check(active_group("tp").size)
+        self.return_dict = return_dict
         self.config = config
         self.sequence_parallel = sequence_parallel
         make = _LayerFactory(config, sequence_parallel, dtype, device)
@@ -352,7 +372,8 @@ class LlamaForCausalLM(nn.Module):
         labels: Tensor | None = None,
         cache: KeyValueCache | None = None,
         document_ids: Tensor | None = None,
-    ) -> Tensor:
+        attention_mask: Tensor | None = None,
+    ) -> Tensor | CausalLMOutput:
         """Logits, or the loss if there are labels.
 
         Args:
@@ -362,14 +383,20 @@ class LlamaForCausalLM(nn.Module):
             document_ids: which document each token belongs to in packed sequences, `[B, S]`, with a cache also for the
                 tokens in it: attention stays within a document. Positions need not start anew, since rotary ones
                 count as differences only.
+            attention_mask: 1 for tokens and 0 for padding, `[B, S]`, with a cache also for the tokens in it: no token
+                attends to padding. Labels at padding must be -100.
 
         Returns:
-            Without labels this rank's part of the logits, `[B, S, V/tp]`; with labels the mean loss, 0-d.
+            Without labels this rank's part of the logits, `[B, S, V/tp]`; with labels the mean loss, 0-d. Both in a
+            `CausalLMOutput` with `return_dict`.
         """
         if cache is not None and self.sequence_parallel:
             raise ValueError("generation with a cache needs a model built with sequence_parallel=False")
-        logits_sbv = self.lm_head(self.model(input_ids, cache, document_ids))
-        if labels is None:
-            return logits_sbv.transpose(0, 1)
-        losses_sb = parallel_cross_entropy(logits_sbv, labels.t(), ignore_index=IGNORED_LABEL)
-        return losses_sb.sum() / (labels != IGNORED_LABEL).sum().clamp(min=1)
+        logits_sbv = self.lm_head(self.model(input_ids, cache, document_ids, attention_mask))
+        loss = None
+        if labels is not None:
+            losses_sb = parallel_cross_entropy(logits_sbv, labels.t(), ignore_index=IGNORED_LABEL)
+            loss = losses_sb.sum() / (labels != IGNORED_LABEL).sum().clamp(min=1)
+        if self.return_dict:
+            return CausalLMOutput(loss, logits_sbv.transpose(0, 1))
+        return logits_sbv.transpose(0, 1) if loss is None else loss

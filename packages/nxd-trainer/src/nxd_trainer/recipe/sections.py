@@ -130,6 +130,7 @@ class TrainSection:
     seed: int = option(0, "seed of the initial weights, dropout and the order of the data", at_least=0)
     dtype: DtypeName = option("float32", "type of the weights")
     autocast: Literal["none", "bfloat16"] = option("none", "type of the matrix products of float32 weights")
+    compile: bool = option(False, "compile the model's layers by torch.compile, with static shapes")
     max_grad_norm: float = option(1.0, "gradients are scaled down to this norm; 0: never", at_least=0)
     log_every: int = option(10, "steps between two logged lines", at_least=1)
     eval_every: int = option(50, "steps between two evaluations on held-out text; 0: none", at_least=0)

@@ -15,6 +15,7 @@ from time import perf_counter
 from types import TracebackType
 from typing import Any, Self, TextIO
 
+import nxd_state
 import torch
 from tqdm import tqdm
 
@@ -156,9 +157,10 @@ class Throughput:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most memory in use so far: on a CUDA device its own, elsewhere this process's resident set."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+    """The most memory in use so far: the device's own where torch counts it, elsewhere this process's resident set."""
+    own = nxd_state.peak_memory_bytes(device)
+    if own is not None:
+        return own
     unit = 1 if sys.platform == "darwin" else 1024  # Linux counts in KiB, macOS in bytes
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 

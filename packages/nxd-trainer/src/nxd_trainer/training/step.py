@@ -9,7 +9,17 @@ from dataclasses import dataclass
 from itertools import islice
 
 import torch
-from nxd_state import all_reduce, get_device, get_mesh, get_world_group, read_later, send_to_device, step_boundary
+from nxd_state import (
+    all_reduce,
+    get_device,
+    get_mesh,
+    get_world_group,
+    is_host,
+    read_later,
+    send_to_device,
+    step_boundary,
+    widest_float,
+)
 from torch import Tensor
 
 from nxd_trainer.from_recipe import autocast, learning_rate_on, model_inputs
@@ -24,12 +34,13 @@ def take_step(state: RunState, *, stopping: bool = False) -> tuple[Tensor, Tenso
         stopping: whether this rank has been asked to stop.
 
     Returns:
-        float64 [2], the same on every rank: the mean loss over the ranks that have one, and how many ranks are to stop;
-        then the norm of the gradients before clipping, 0-d (None without clipping).
+        `[2]`, in the device's widest float, the same on every rank: the mean loss over the ranks that have one, and how
+        many ranks are to stop; then the norm of the gradients before clipping, 0-d (None without clipping).
     """
     rank_loss = compute_gradients(state)
+    device = get_device()
     # Not 0-d: torch-xla takes the scalars 0 and 1 for constants.
-    request = send_to_device(torch.tensor([float(stopping)], dtype=torch.float64), get_device())
+    request = send_to_device(torch.tensor([float(stopping)], dtype=widest_float(device)), device)
     sums = all_reduce(torch.cat([loss_to_add(rank_loss).view(1), request]), get_world_group())  # one message for both
     return sums, update_weights(state)
 
@@ -88,14 +99,15 @@ def evaluate(state: RunState) -> float | None:
 
 
 def loss_to_add(rank_loss: Tensor | None) -> Tensor:
-    """What a rank gives to a sum over the world, so that it is the mean of the losses, float64.
+    """What a rank gives to a sum over the world, so that it is the mean of the losses, in the device's widest float.
 
     Args:
         rank_loss: None on a rank without the last pipeline stage, which sees no loss.
     """
     reporting = get_world_group().size // get_mesh().pp
     loss = torch.zeros(()) if rank_loss is None else rank_loss.detach()
-    return loss.double().to(get_device()) / reporting
+    device = get_device()
+    return loss.to(device, widest_float(device)) / reporting
 
 
 def _held_out_loss(state: RunState) -> Tensor | None:
@@ -146,7 +158,7 @@ class StepsUnderWay:
         self.stopping = False
         self._state = state
         self._begun: deque[Callable[[], FinishedStep]] = deque()
-        self._may_be_under_way = 0 if get_device().type == "cpu" else 1  # the CPU has computed a step that has begun
+        self._may_be_under_way = 0 if is_host() else 1  # the CPU has computed a step that has begun
 
     def begin(self, *, asked_to_stop: bool) -> None:
         """Take a step as far as this process has to do with it: the run's state is then that after the step.

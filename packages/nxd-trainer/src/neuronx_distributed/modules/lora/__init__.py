@@ -1,5 +1,8 @@
 """`neuronx_distributed.modules.lora`: LoRA from nxd_layers."""
 
 from nxd_layers.lora import LoraConfig, LoRAModel, LoraModel
+from nxd_trainer.compat.lora import get_lora_model
 
-__all__ = ["LoraConfig", "LoraModel", "LoRAModel"]
+from neuronx_distributed.modules.lora import config, layer, model, tp_layer
+
+__all__ = ["LoraConfig", "LoraModel", "LoRAModel", "get_lora_model", "config", "layer", "model", "tp_layer"]

@@ -1,0 +1,308 @@
+"""Numbers in fewer bits: a tensor as small integers or fp8 values times a scale, and the names of the ways.
+
+All ways are symmetric: zero stays zero, and `value = quantized * scale`. A scale is of the whole tensor, `[1]`, or of
+each index along one dim, as `[out, 1]`. Scales are float32.
+"""
+
+import enum
+import warnings
+from collections.abc import Sequence
+from enum import Enum
+from typing import TypedDict
+
+import torch
+from nxd_state import Group, all_reduce
+from torch import Tensor
+
+_LEAST_SCALE = 1e-5  # of fp8; a channel of zeros has it
+_LEAST_INT8_SCALE = torch.finfo(torch.float32).eps
+
+
+class _ContainsValues(enum.EnumMeta):
+    """`value in SomeEnum` holds for the values of members, too."""
+
+    def __contains__(cls, item: object) -> bool:
+        try:
+            cls(item)
+        except ValueError:
+            return False
+        return True
+
+
+class QuantizationType(Enum, metaclass=_ContainsValues):
+    """What has a scale of its own."""
+
+    PER_TENSOR_SYMMETRIC = "per_tensor_symmetric"
+    PER_CHANNEL_SYMMETRIC = "per_channel_symmetric"
+    PER_KEY_SYMMETRIC = "per_key_symmetric"
+    BLOCKWISE_SYMMETRIC = "blockwise_symmetric"
+    EXPERT_WISE_PER_CHANNEL_SYMMETRIC = "expert_wise_per_channel_symmetric"
+
+
+class ActivationQuantizationType(Enum, metaclass=_ContainsValues):
+    """Whether a layer's input is quantized as well, by a scale of the moment or by a fixed one."""
+
+    DYNAMIC = "dynamic"
+    STATIC = "static"
+    NONE = None
+
+
+class _NamedDtype(Enum, metaclass=_ContainsValues):
+    """Dtypes under names of their own."""
+
+    @classmethod
+    def has_dtype(cls, dtype_string: str) -> None:
+        """Check a name, in any case.
+
+        Raises:
+            ValueError: there is none such.
+        """
+        if dtype_string.upper() not in cls.__members__:
+            names = ", ".join(cls.__members__)
+            raise ValueError(f"{dtype_string} is not a valid {cls.__name__}; use one of {names}")
+
+    @classmethod
+    def get_dtype(cls, dtype_string: str) -> torch.dtype:
+        """The dtype of a name, in any case.
+
+        Raises:
+            ValueError: there is none such.
+        """
+        cls.has_dtype(dtype_string)
+        dtype: torch.dtype = cls[dtype_string.upper()].value
+        return dtype
+
+
+class QuantizedDtype(_NamedDtype):
+    """Dtypes of quantized values. The packed ones, four values to a word, are for NKI kernels only."""
+
+    INT8 = torch.int8
+    F8E4M3 = torch.float8_e4m3fn
+    F8E4M3FN = torch.float8_e4m3fn
+    F8E5M2 = torch.float8_e5m2
+    F4E2M1FN_X4 = torch.uint16
+    F8E4M3FN_X4 = torch.uint32
+    F8E5M2_X4 = torch.uint32
+
+    def is_float(self) -> bool:
+        """Whether values are floating-point numbers."""
+        return self is not QuantizedDtype.INT8
+
+    def get_packed_count(self) -> int:
+        """Values to an element."""
+        return 4 if self.value in (torch.uint16, torch.uint32) else 1
+
+
+class ScaleDtype(_NamedDtype):
+    """Dtypes of scales; F8E8M0 is an exponent of two, for NKI kernels."""
+
+    F32 = torch.float32
+    F8E8M0 = torch.uint8
+
+    def get_default_scale(self) -> float:
+        """The scale that changes nothing."""
+        return 127 if self is ScaleDtype.F8E8M0 else 1.0
+
+
+class DtypeBound(Enum):
+    """Largest and smallest values that are used of each dtype. That of fp8 e4m3 is what Trainium's variant reaches."""
+
+    F8E4M3_MAX = 240.0
+    F8E4M3_MIN = -240.0
+    INT8_MAX = 127
+    INT8_MIN = -128
+    F8E4M3FN_MAX = torch.finfo(torch.float8_e4m3fn).max
+    F8E4M3FN_MIN = torch.finfo(torch.float8_e4m3fn).min
+    F8E5M2_MAX = torch.finfo(torch.float8_e5m2).max
+    F8E5M2_MIN = torch.finfo(torch.float8_e5m2).min
+    BFLOAT16_MAX = torch.finfo(torch.bfloat16).max
+    BFLOAT16_MIN = torch.finfo(torch.bfloat16).min
+    FLOAT16_MAX = torch.finfo(torch.float16).max
+    FLOAT16_MIN = torch.finfo(torch.float16).min
+
+    @staticmethod
+    def from_torch_dtype(dtype: torch.dtype) -> tuple[float, float]:
+        """Largest and smallest value used of a dtype.
+
+        Raises:
+            ValueError: nothing is quantized to it.
+        """
+        names = {
+            torch.float8_e4m3fn: "F8E4M3",
+            torch.float8_e5m2: "F8E5M2",
+            torch.int8: "INT8",
+            torch.bfloat16: "BFLOAT16",
+            torch.float16: "FLOAT16",
+        }
+        if dtype not in names:
+            raise ValueError(f"Unsupported dtype: {dtype}; use one of {', '.join(map(str, names))}")
+        return DtypeBound[f"{names[dtype]}_MAX"].value, DtypeBound[f"{names[dtype]}_MIN"].value
+
+
+class QuantizationConfig(TypedDict, total=False):
+    """How a model's layers are quantized.
+
+    `quantization_per_channel_axis` is 0, the outputs; None means the same. `clamp_bound` bounds what values count for a
+    scale of an input. The keys of blocks are for `BLOCKWISE_SYMMETRIC`.
+    """
+
+    quantization_type: QuantizationType
+    quantized_dtype: QuantizedDtype
+    activation_quantization_type: ActivationQuantizationType
+    clamp_bound: float
+    quantization_per_channel_axis: int | None
+    block_axis: list[int] | None
+    block_size: list[int] | None
+    scale_dtype: ScaleDtype
+
+
+def default_config(quantization_type: QuantizationType = QuantizationType.PER_TENSOR_SYMMETRIC) -> QuantizationConfig:
+    """The config of a way: int8 per tensor or channel, fp8 with the others; inputs stay as they are."""
+    is_int8 = quantization_type in (QuantizationType.PER_TENSOR_SYMMETRIC, QuantizationType.PER_CHANNEL_SYMMETRIC)
+    config = QuantizationConfig(
+        quantization_type=quantization_type,
+        quantized_dtype=QuantizedDtype.INT8 if is_int8 else QuantizedDtype.F8E4M3,
+        activation_quantization_type=ActivationQuantizationType.NONE,
+        clamp_bound=float("inf"),
+    )
+    if quantization_type is QuantizationType.BLOCKWISE_SYMMETRIC:
+        return {**config, "block_axis": None, "block_size": None, "scale_dtype": ScaleDtype.F32}
+    if quantization_type is not QuantizationType.PER_TENSOR_SYMMETRIC:
+        config["quantization_per_channel_axis"] = None
+    return config
+
+
+@torch.no_grad()
+def quantize(
+    tensor: Tensor,
+    dtype: torch.dtype,
+    *,
+    channel_axis: int | None = None,
+    clamp_bound: float = float("inf"),
+    group: Group | None = None,
+) -> tuple[Tensor, Tensor]:
+    """A tensor as values of a small dtype and their scale.
+
+    Args:
+        tensor: any shape and float dtype.
+        dtype: torch.int8, torch.float8_e4m3fn or torch.float8_e5m2.
+        channel_axis: the dim whose indices have a scale each; one scale for all if None.
+        clamp_bound: larger values do not enlarge a scale; they are clamped.
+        group: ranks that hold parts of what shares a scale: it is that of all parts. Called by all of them.
+
+    Returns:
+        Values of the tensor's shape, and the scale in float32: `[1]`, or with length 1 in all dims but `channel_axis`.
+
+    Raises:
+        ValueError: another dtype.
+    """
+    largest, smallest = DtypeBound.from_torch_dtype(dtype)
+    wide = tensor.detach().to(torch.float32)
+    if channel_axis is None:
+        reached = wide.abs().amax().reshape(1)
+    else:
+        others = [dim for dim in range(wide.dim()) if dim != channel_axis % wide.dim()]
+        reached = wide.abs().amax(dim=others, keepdim=True)
+    if group is not None and group.size > 1:
+        reached = all_reduce(reached, group, op="max")
+    reached = reached.clamp(max=clamp_bound)
+    if dtype == torch.int8:
+        # Torch's observers divide by half of the range for a tensor, by the largest value for a channel.
+        scale = (reached / (127.5 if channel_axis is None else 127.0)).clamp(min=_LEAST_INT8_SCALE)
+        return (wide / scale).round().clamp(smallest, largest).to(dtype), scale
+    scale = (reached / largest).clamp(min=_LEAST_SCALE)
+    return (wide / scale).clamp(smallest, largest).to(dtype), scale
+
+
+def dequantize(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Values times their scale, computed in float32.
+
+    Args:
+        values: of any dtype.
+        scale: broadcast against them.
+        dtype: of the result.
+    """
+    return (values.to(torch.float32) * scale).to(dtype)
+
+
+def broadcastable_block_shapes(
+    tensor_shape: Sequence[int], scale_shape: Sequence[int]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Views in which a scale per block is broadcast against a tensor.
+
+    Args:
+        tensor_shape: of the values.
+        scale_shape: of the scales: as many dims or fewer, each the number of blocks along the tensor's.
+
+    Returns:
+        A shape for each: a dim in blocks becomes two, their number and their length (1 in the scale).
+
+    Raises:
+        ValueError: they do not fit, or nothing is in blocks.
+    """
+    scales = [*scale_shape, *[1] * (len(tensor_shape) - len(scale_shape))]
+    fits = len(scale_shape) <= len(tensor_shape) and all(
+        count <= size and size % count == 0 for size, count in zip(tensor_shape, scales, strict=True)
+    )
+    if not fits or list(tensor_shape) == scales:
+        raise ValueError(
+            f"scales of shape {list(scale_shape)} do not lie on blocks of {list(tensor_shape)}; each of their dims "
+            "must divide the tensor's, and one be shorter"
+        )
+    tensor_view, scale_view = [], []
+    for size, count in zip(tensor_shape, scales, strict=True):
+        is_split = count not in (1, size)
+        tensor_view += [count, size // count] if is_split else [size]
+        scale_view += [count, 1] if is_split else [count]
+    return tuple(tensor_view), tuple(scale_view)
+
+
+def blockwise_dequantize(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Values times the scale of their block, computed in float32.
+
+    Args:
+        values: any shape, int8 or fp8.
+        scale: see `broadcastable_block_shapes`; exponents of two, counted from -127, if uint8.
+        dtype: of the result.
+
+    Raises:
+        ValueError: shapes do not fit, or values are packed.
+    """
+    if values.dtype in (torch.uint16, torch.uint32):
+        raise ValueError(f"{values.dtype} holds packed values, which only NKI kernels read; use int8 or fp8 values")
+    if scale.dtype == torch.uint8:
+        scale = torch.exp2(scale.to(torch.float32) - 127)
+    values_view, scale_view = broadcastable_block_shapes(values.shape, scale.shape)
+    return dequantize(values.reshape(values_view), scale.reshape(scale_view), dtype).reshape(values.shape)
+
+
+def quantize_to_qint8(tensor: Tensor, channel_axis: int | None = None) -> Tensor:
+    """A tensor as torch's own quantized tensor, which carries its scale.
+
+    Args:
+        tensor: any shape, float32.
+        channel_axis: as for `quantize`.
+    """
+    _, scale = quantize(tensor, torch.int8, channel_axis=channel_axis)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*deprecated", category=UserWarning)  # that torch will drop them
+        if channel_axis is None:
+            return torch.quantize_per_tensor(tensor.float(), float(scale), 0, torch.qint8)
+        scales = scale.flatten().double()
+        zeros = torch.zeros_like(scales, dtype=torch.int64)
+        return torch.quantize_per_channel(tensor.float(), scales, zeros, channel_axis, torch.qint8)
+
+
+def extract_q_scale(q_tensor: Tensor) -> Tensor:
+    """The scale of torch's quantized tensor, in float32: `[1]`, or with length 1 in all dims but the channels'.
+
+    Raises:
+        ValueError: it is of another scheme.
+    """
+    if q_tensor.qscheme() == torch.per_tensor_affine:
+        return torch.tensor([q_tensor.q_scale()])
+    if q_tensor.qscheme() != torch.per_channel_affine:
+        raise ValueError(f"qscheme: {q_tensor.qscheme()} is not supported; quantize per tensor or per channel")
+    shape = [1] * q_tensor.dim()
+    shape[q_tensor.q_per_channel_axis()] = -1
+    return q_tensor.q_per_channel_scales().to(torch.float32).view(shape)

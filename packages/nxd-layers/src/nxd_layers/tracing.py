@@ -1,0 +1,52 @@
+"""What a trace of torch.fx makes of this package's functions: one call each, whose inside it does not see.
+
+Their insides check shapes, communicate, and compute other things on each rank, which no graph can hold. So each
+public function says by itself that it is a leaf: it needs no `torch.fx.wrap`, and no list that a tracer is given.
+"""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar, cast
+
+from torch import fx, nn
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+
+def is_traced(value: object) -> bool:
+    """Whether it stands for a value in a trace of torch.fx."""
+    return isinstance(value, fx.Proxy)
+
+
+def leaf_of_traces(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """Make a function one call in the graph of a trace, whoever traces and however the function was imported.
+
+    A module that it is given, such as the head of a model, is an attribute of the traced model in the graph.
+    """
+
+    @wraps(function)
+    def leaf(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        for value in (*args, *kwargs.values()):
+            if is_traced(value):
+                return cast(Result, _call_in_graph(cast(fx.Proxy, value).tracer, leaf, args, kwargs))
+        return function(*args, **kwargs)
+
+    return leaf
+
+
+def _call_in_graph(
+    tracer: fx.proxy.TracerBase, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> fx.Proxy:
+    def as_node(value: Any) -> Any:
+        if isinstance(value, nn.Module) and isinstance(tracer, fx.Tracer):
+            return tracer.create_proxy("get_attr", tracer.path_of_module(value), (), {})
+        return value
+
+    made: fx.Proxy = tracer.create_proxy(
+        "call_function",
+        function,
+        tuple(as_node(value) for value in args),
+        {name: as_node(value) for name, value in kwargs.items()},
+    )
+    return made

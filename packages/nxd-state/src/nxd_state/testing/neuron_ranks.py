@@ -1,0 +1,171 @@
+"""Ranks on the stand-in for the `neuron` device: its process groups, and `run_on_neuron`, which runs a function there.
+
+The process groups are gloo, on the memory of the device's tensors. Like torch-neuronx's, one is written in Python and
+stands for all backends: it does not carry tensors of the CPU.
+"""
+
+import atexit
+import functools
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.utils._pytree import tree_map
+
+from nxd_state.testing.neuron_device import NAME, REFUSED, on_host, register_neuron_device
+from nxd_state.testing.pool import RankPool
+
+T = TypeVar("T")
+
+
+def run_on_neuron(fn: Callable[..., T], world_size: int, *args: Any, timeout: float = 120.0) -> list[T]:
+    """Calls `fn(*args)` on each of `world_size` ranks on the stand-in, with `NXD_DEVICE=neuron`; see `run_on_ranks`.
+
+    Returns:
+        What `fn` returned, by rank; tensors as detached CPU tensors.
+
+    Raises:
+        RankFailure: a rank raised, also where the stand-in refused what the real device does not have.
+    """
+    return _pool_of_neuron().run(_as_neuron_rank, world_size, fn, args, timeout=timeout, env={"NXD_DEVICE": NAME})
+
+
+@functools.cache
+def _pool_of_neuron() -> RankPool:
+    """Processes of their own, since a process has one accelerator for good."""
+    pool = RankPool()
+    atexit.register(pool.shutdown)
+    return pool
+
+
+def _as_neuron_rank(fn: Callable[..., T], args: tuple[Any, ...]) -> T:
+    register_neuron_ranks()
+    torch.manual_seed(0)  # the device's random numbers, too
+    dist.barrier()  # or a rank would close connections that others are still making
+    dist.destroy_process_group()  # that of the CPU, with which the pool begins
+    dist.init_process_group(NAME)
+    return fn(*args)
+
+
+def register_neuron_ranks() -> None:
+    """Make `neuron` the accelerator of this process, as `register_neuron_device`, with process groups of that name."""
+    register_neuron_device()
+    if NAME not in dist.Backend.backend_list:
+        dist.Backend.register_backend(NAME, NeuronProcessGroup, devices=[NAME])
+        for name, kernel in _IN_GRAPHS.items():
+            _GRAPH_LIBRARY.impl(name, kernel, "PrivateUse1")
+
+
+def _all_reduce(tensor: Tensor, operation: str, group_name: Any) -> Tensor:
+    result = tensor.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(result, _REDUCTIONS[operation], group=_resolve_process_group(group_name))
+    return result
+
+
+def _all_gather(tensor: Tensor, size: int, group_name: Any) -> Tensor:
+    result = tensor.new_empty(size * tensor.shape[0], *tensor.shape[1:])
+    _resolve_process_group(group_name)._allgather_base(result, tensor.contiguous()).wait()
+    return result
+
+
+def _reduce_scatter(tensor: Tensor, operation: str, size: int, group_name: Any) -> Tensor:
+    result = tensor.new_empty(tensor.shape[0] // size, *tensor.shape[1:])
+    options = dist.ReduceScatterOptions()
+    options.reduceOp = _REDUCTIONS[operation]
+    _resolve_process_group(group_name)._reduce_scatter_base(result, tensor.contiguous(), options).wait()
+    return result
+
+
+# Collectives of compiled graphs: those for which torch-neuronx has kernels.
+_GRAPH_LIBRARY = torch.library.Library("_c10d_functional", "IMPL")
+_IN_GRAPHS = {
+    "all_reduce": _all_reduce,
+    "all_gather_into_tensor": _all_gather,
+    "reduce_scatter_tensor": _reduce_scatter,
+}
+_REDUCTIONS: dict[str, Any] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+# By torch's name: gloo's. torch 2.13 renamed those that end in "single".
+_CARRIED = {
+    name: name
+    for name in (
+        *("allreduce", "allreduce_coalesced", "reduce", "broadcast", "allgather", "allgather_coalesced"),
+        *("_allgather_base", "reduce_scatter", "_reduce_scatter_base", "alltoall", "gather", "scatter", "send", "recv"),
+    )
+} | {"all_gather_single": "_allgather_base", "reduce_scatter_single": "_reduce_scatter_base"}
+
+
+def _over_gloo(name: str) -> Callable[..., dist.Work]:
+    def carry(self: "NeuronProcessGroup", *args: Any, **kwargs: Any) -> dist.Work:
+        args, kwargs = tree_map(_memory, (args, kwargs))
+        work: dist.Work = getattr(self._gloo, name)(*args, **kwargs)
+        return work
+
+    return carry
+
+
+def _memory(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    if value.device.type != NAME:
+        reason = REFUSED["tensors of the CPU in process groups"]
+        raise RuntimeError(f"a tensor on {value.device} in a process group of {NAME!r}: {reason}")
+    return on_host(value)
+
+
+class NeuronProcessGroup(dist.ProcessGroup):
+    """A process group of the backend "neuron"; its arguments are those that torch gives to a backend."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]
+        self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
+        self._name = ""
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        """Its backend's name, as `torch.distributed` gives it."""
+        return NAME
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    @property
+    def group_name(self) -> Any:
+        """Under which compiled graphs know it."""
+        return self._name
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return self
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device(NAME)]
+
+    def alltoall_base(self, output: Tensor, given: Tensor, output_sizes: Any, sizes: Any, *_: Any) -> Any:
+        """Exchange chunks of one size.
+
+        Raises:
+            NotImplementedError: their sizes differ.
+        """
+        if len({*output_sizes, *sizes}) > 1:
+            raise NotImplementedError(f"chunks of {list(sizes)}: {REFUSED['uneven all-to-all']}")
+        return self._gloo.alltoall_base(_memory(output), _memory(given), output_sizes, sizes)
+
+    def barrier(self, opts: Any = None) -> Any:
+        """Wait for all ranks of the world.
+
+        Raises:
+            NotImplementedError: this is another group.
+        """
+        if self.size() != dist.get_world_size():
+            raise NotImplementedError(f"a barrier of {self.size()} ranks: {REFUSED['barriers of some ranks']}")
+        return self._gloo.barrier()
+
+
+NeuronProcessGroup.all_to_all_single = NeuronProcessGroup.alltoall_base  # type: ignore[method-assign, assignment]
+for _name, _name_of_gloo in _CARRIED.items():
+    setattr(NeuronProcessGroup, _name, _over_gloo(_name_of_gloo))

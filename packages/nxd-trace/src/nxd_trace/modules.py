@@ -1,0 +1,184 @@
+"""Models that are there already, as some rank has them: each rank's weights of them, and tracing them.
+
+A model that was made inside `nxd_state.planned_world`, as rank 0 of ranks that do not run, has that rank's shapes and
+shard metadata. Those of the other ranks follow, as all ranks' shards are of one shape.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from nxd_state import ShardSpec, active_group, get_shard_spec, set_shard_spec, shard_along
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from nxd_trace.aliases import named_tensors
+from nxd_trace.manifest import RankManifest, rank_folder
+from nxd_trace.model import TensorParallelModel
+from nxd_trace.program import Program
+from nxd_trace.tracing import TraceSettings, trace_programs
+
+
+def rank_spec(name: str, tensor: Tensor, rank: int) -> ShardSpec | None:
+    """The shard metadata that a parameter has on another rank; None if it is whole there.
+
+    Raises:
+        ValueError: it is fused or padded in a way that one rank's metadata does not tell of the others.
+    """
+    spec = get_shard_spec(tensor)
+    if spec is None:
+        return None
+    first, size = spec.pieces[0], int(getattr(tensor, "num_partitions", 1))
+    dim, stride = int(getattr(tensor, "partition_dim", 0)), int(getattr(tensor, "partition_stride", 1))
+
+    def of(place: int) -> ShardSpec:
+        length = spec.local_shape[dim] * size
+        return shard_along(first.logical_shape, dim, rank=place, size=size, stride=stride, padded_length=length)
+
+    is_plain = all(not piece.name and piece.copies == 1 for piece in spec.pieces)
+    if not is_plain or spec not in [of(place) for place in range(size)]:
+        raise ValueError(
+            f"{name} is fused or repeated, so one rank's part does not tell the others'; give parallel_model_trace a "
+            "function that builds the model on each rank"
+        )
+    return of(rank)
+
+
+def rank_weights(
+    checkpoint: Mapping[str, Tensor],
+    model: nn.Module,
+    ranks: Sequence[int],
+    *,
+    folder: str | Path | None = None,
+) -> list[dict[str, Tensor]]:
+    """Each rank's shards of a whole model's weights.
+
+    Args:
+        checkpoint: whole tensors by name; what the model lacks is left out, and so are buffers that it lacks.
+        model: as one of the ranks has it; it may be on the meta device.
+        ranks: tensor-parallel ranks.
+        folder: write `tp<rank>_sharded_checkpoint.safetensors` there as well.
+
+    Returns:
+        For each rank, tensors by the model's names, in the dtypes of the checkpoint.
+
+    Raises:
+        ValueError: a parameter is missing or of another shape.
+    """
+    parameters = dict(model.named_parameters())
+    tensors = {name: it for name, it in named_tensors(model) if name in checkpoint or name in parameters}
+    missing = sorted(name for name in tensors if name not in checkpoint)
+    if missing:
+        raise ValueError(f"the checkpoint lacks {missing[0]} ({len(missing)} tensors in all); rename its tensors")
+    shards = [{name: _part(name, checkpoint[name], it, rank) for name, it in tensors.items()} for rank in ranks]
+    if folder is not None:
+        write_rank_weights(shards, folder, first_rank=ranks[0])
+    return shards
+
+
+def write_rank_weights(shards: Sequence[Mapping[str, Tensor]], folder: str | Path, *, first_rank: int = 0) -> None:
+    """Write each rank's weights as `tp<rank>_sharded_checkpoint.safetensors` to a folder, which is made if missing."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    for rank, of_rank in enumerate(shards, first_rank):
+        tensors = {name: tensor.contiguous() for name, tensor in of_rank.items()}
+        save_file(tensors, Path(folder) / f"tp{rank}_sharded_checkpoint.safetensors")
+
+
+def _part(name: str, whole: Tensor, tensor: Tensor, rank: int) -> Tensor:
+    spec = rank_spec(name, tensor, rank)
+    expected = tuple(tensor.shape) if spec is None else spec.pieces[0].logical_shape
+    if tuple(whole.shape) != expected:
+        raise ValueError(f"{name} is {list(whole.shape)} in the checkpoint, and {list(expected)} in the model")
+    if spec is None:
+        return whole.detach().clone()
+    part = whole.new_zeros(spec.local_shape)
+    for piece in spec.pieces:
+        part[piece.local.slices] = whole[piece.logical.slices]
+    return part
+
+
+def whole_weights(shards: Sequence[Mapping[str, Tensor]], model: TensorParallelModel) -> dict[str, Tensor]:
+    """Whole tensors, from all ranks' shards: the other way round than `rank_weights`.
+
+    Args:
+        shards: by rank, tensors by the model's names.
+        model: traced or loaded.
+
+    Raises:
+        ValueError: another number of ranks, or a tensor that the model lacks or that has another shape.
+    """
+    if len(shards) != model.tp_degree:
+        raise ValueError(f"there are {len(shards)} ranks' weights, and the model has {model.tp_degree} ranks")
+    wholes: dict[str, Tensor] = {}
+    for rank, of_rank in enumerate(shards):
+        stored = RankManifest.read(model.folder / rank_folder(rank))
+        for name, tensor in of_rank.items():
+            if name in stored.states:
+                continue
+            weight = stored.weights.get(name)
+            if weight is None or tuple(tensor.shape) != weight.shape:
+                found = "lacks it" if weight is None else f"has {list(weight.shape)}"
+                raise ValueError(f"{name} is {list(tensor.shape)} for rank {rank}, and the model {found}")
+            for piece in weight.pieces_of(name):
+                if piece.name not in wholes:
+                    wholes[piece.name] = tensor.new_zeros(piece.logical_shape)
+                wholes[piece.name][piece.logical.slices] = tensor[piece.local.slices]
+    return wholes
+
+
+class ModuleOnRank:
+    """Gives each worker the model as its rank has it; what its forward changes in place is state.
+
+    Args:
+        model: as one of the ranks has it. Other ranks' weights are wrong until new ones are put in.
+        programs: whose inputs are used to see what forward changes.
+    """
+
+    def __init__(self, model: nn.Module, programs: Sequence[Program]) -> None:
+        self._model = model
+        self._calls = [program.call for program in programs]
+
+    def __call__(self) -> tuple[nn.Module, list[str]]:
+        """The model and the names of its state; called in a worker."""
+        rank = active_group("tp").rank
+        for name, tensor in named_tensors(self._model):
+            spec = rank_spec(name, tensor, rank)
+            if spec is not None:
+                set_shard_spec(tensor, spec)
+        self._model.eval()
+        return self._model, self._changed_in_place()
+
+    @torch.no_grad()
+    def _changed_in_place(self) -> list[str]:
+        tensors = dict(named_tensors(self._model))
+        before = {name: (tensor._version, tensor.detach().clone()) for name, tensor in tensors.items()}
+        for args, kwargs in self._calls:
+            self._model(*args, **kwargs)
+        after = dict(named_tensors(self._model))
+        replaced = sorted(name for name, tensor in tensors.items() if after.get(name) is not tensor)
+        if replaced:
+            raise ValueError(f"forward puts another tensor in the place of {replaced[0]}; change it in place")
+        changed = [name for name, tensor in tensors.items() if tensor._version != before[name][0]]
+        for name in changed:
+            tensors[name].copy_(before[name][1])
+        return changed
+
+
+def trace_module(model: nn.Module, programs: Sequence[Program], tp_degree: int, **settings: Any) -> TensorParallelModel:
+    """Trace a model that is there already.
+
+    Args:
+        model: as one of `tp_degree` ranks has it; its class must be importable.
+        programs: with inputs of the shapes to record.
+        tp_degree: number of ranks.
+        **settings: of `parallel_model_trace`.
+
+    Returns:
+        A model whose weights can be replaced; with several ranks they must be.
+
+    Raises:
+        As `parallel_model_trace`.
+    """
+    wanted = TraceSettings(tp_degree=tp_degree, inline_weights_to_neff=False, **settings)
+    return trace_programs(ModuleOnRank(model, programs), programs, wanted)

@@ -1,0 +1,29 @@
+"""A model that is made once, as rank 0 of a planned world has it, and traced for all ranks."""
+
+import torch
+from nxd_state import active_group, all_reduce, set_partition_attributes, set_shard_spec, shard_along
+from torch import Tensor, nn
+
+INPUTS, OUTPUTS = 4, 3
+
+
+class Accumulating(nn.Module):
+    """`x W^T + b`, with `W` split along its inputs, and the sum of all outputs until now."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        group = active_group("tp")
+        spec = shard_along((OUTPUTS, INPUTS), 1, rank=group.rank, size=group.size)
+        self.weight = nn.Parameter(torch.zeros(spec.local_shape, dtype=torch.float64))
+        if group.size > 1:
+            set_shard_spec(self.weight, spec)
+            set_partition_attributes(self.weight, partition_dim=1, num_partitions=group.size)
+        self.bias = nn.Parameter(torch.zeros(OUTPUTS, dtype=torch.float64))
+        self.register_buffer("total", torch.zeros(OUTPUTS, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        group = active_group("tp")
+        own = x.unflatten(-1, (group.size, -1)).index_select(-2, group.rank_tensor(x).view(1)).squeeze(-2)
+        output = all_reduce(own @ self.weight.t(), group) + self.bias
+        self.total.add_(output.sum(0))
+        return output + self.total

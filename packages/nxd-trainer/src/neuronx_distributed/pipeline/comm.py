@@ -1,0 +1,12 @@
+"""`neuronx_distributed.pipeline.comm`: messages between stages, from nxd_trainer."""
+
+from nxd_trainer.compat.stage_messages import (
+    MAX_LENGTH,
+    MAX_RETRY,
+    recv_from,
+    recv_python_object,
+    send,
+    send_python_object,
+)
+
+__all__ = ["MAX_LENGTH", "MAX_RETRY", "recv_from", "recv_python_object", "send", "send_python_object"]

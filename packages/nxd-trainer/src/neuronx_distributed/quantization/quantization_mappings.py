@@ -1,0 +1,7 @@
+"""`neuronx_distributed.quantization.quantization_mappings`: which layers are exchanged, from nxd_layers."""
+
+from nxd_layers.quantization import MODULE_MAPPINGS
+
+get_default_quant_module_mappings = MODULE_MAPPINGS.copy
+
+__all__ = ["get_default_quant_module_mappings"]

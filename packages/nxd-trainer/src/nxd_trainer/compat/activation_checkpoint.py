@@ -1,0 +1,93 @@
+"""Activation checkpointing as scripts ask for it: by a predicate, or by a wrapper of their own.
+
+Without a wrapper of one's own the work is `nxd_layers.apply_activation_checkpointing`, which wraps nothing: parameters
+keep their names.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import nxd_layers
+from nxd_layers.activation_checkpoint.find import named_transformer_layers
+from nxd_pipeline import NxDPPModel
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, CheckpointWrapper
+
+from nxd_trainer.api.model import NxDModel
+
+_PREFIX = "_checkpoint_wrapped_module"  # of the module inside torch's wrapper
+
+
+class NxDCheckpointWrapper(CheckpointWrapper):
+    """torch's wrapper, in which modules have the names that they have without it."""
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        """Modules by name, without torch's prefix."""
+        for name, module in super().named_modules(*args, **kwargs):
+            yield ".".join(part for part in name.split(".") if part != _PREFIX), module
+
+
+def checkpoint_wrapper(
+    module: nn.Module,
+    checkpoint_impl: CheckpointImpl = CheckpointImpl.NO_REENTRANT,
+    checkpoint_fn: Callable[..., Any] | None = None,
+    **checkpoint_fn_kwargs: Any,
+) -> NxDCheckpointWrapper:
+    """A module around another, which computes it again in backward.
+
+    Args:
+        module: what to wrap.
+        checkpoint_impl: of torch.
+        checkpoint_fn: instead of torch's `checkpoint`.
+        **checkpoint_fn_kwargs: for it.
+    """
+    return NxDCheckpointWrapper(module, checkpoint_impl, checkpoint_fn, **checkpoint_fn_kwargs)
+
+
+def apply_activation_checkpointing(
+    model: nn.Module,
+    checkpoint_wrapper_fn: Callable[[nn.Module], nn.Module] = checkpoint_wrapper,
+    check_fn: Callable[[nn.Module], bool] | None = None,
+) -> None:
+    """Have parts of a model computed again in backward.
+
+    Args:
+        model: changed in place; may be an `NxDModel` or an `NxDPPModel`, of which this rank's parts are meant.
+        checkpoint_wrapper_fn: wraps such a part, in whose place the wrapper is put. By default parts stay where they
+            are, and only their forward is replaced.
+        check_fn: says of a module whether it is such a part; the transformer layers if None.
+
+    Raises:
+        ValueError: the model has no such part.
+    """
+    if checkpoint_wrapper_fn is checkpoint_wrapper:
+        nxd_layers.apply_activation_checkpointing(model, "full" if check_fn is None else check_fn)
+        return
+    chosen = check_fn or _is_transformer_layer(model)
+    whole = [model.local_module()] if isinstance(model, NxDModel) else [model]
+    stages = (
+        [part for name, part in model.local_named_modules() if not name] if isinstance(model, NxDPPModel) else whole
+    )
+    if not sum(_wrap_children(stage, checkpoint_wrapper_fn, chosen) for stage in stages):
+        raise ValueError(
+            f"check_fn accepts no module below {type(model).__name__}; it is called with each module, and says which "
+            "to wrap"
+        )
+
+
+def _is_transformer_layer(model: nn.Module) -> Callable[[nn.Module], bool]:
+    layers = set(named_transformer_layers(model).values())
+    return layers.__contains__
+
+
+def _wrap_children(
+    module: nn.Module, wrap: Callable[[nn.Module], nn.Module], check_fn: Callable[[nn.Module], bool]
+) -> int:
+    """Put wrappers in the places of the modules below that `check_fn` accepts; returns how many there are."""
+    count = 0
+    for name, child in list(module.named_children()):
+        count += _wrap_children(child, wrap, check_fn)
+        if check_fn(child):
+            setattr(module, name, wrap(child))
+            count += 1
+    return count

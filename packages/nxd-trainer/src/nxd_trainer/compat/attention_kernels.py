@@ -1,0 +1,116 @@
+"""The functions behind upstream's attention kernels, as the mathematics that they compute."""
+
+import os
+from typing import Any
+
+import torch
+from nxd_layers import CoreAttention
+from torch import Tensor
+
+
+def nki_flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lnc: int = 1,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = True,
+    mixed_precision: bool = True,
+    seed: Tensor | None = None,
+    hardware_type: Any = None,
+    transpose_nki_inputs: bool = True,
+) -> Tensor:
+    """`softmax(scale * Q K^T) V`, by `torch.nn.functional.scaled_dot_product_attention`.
+
+    Args:
+        q: `[batch, heads, head, seq]`, or `[batch, heads, seq, head]` without `transpose_nki_inputs`.
+        k: as `q`, with as many heads or fewer: each serves a run of consecutive query heads.
+        v: as `k`.
+        lnc: physical cores of a logical one; of no effect.
+        dropout_p: probability that an attention weight is dropped.
+        softmax_scale: of the scores; 1 / sqrt(head) if None.
+        causal: a query looks at keys up to its own position only.
+        mixed_precision: of the kernel; torch accumulates in float32 in any case.
+        seed: of the kernel's dropout; torch's random streams are used.
+        hardware_type: of no effect.
+        transpose_nki_inputs: the inputs come with the sequence last, as the kernel reads them.
+
+    Returns:
+        `[batch, heads, seq, head]` in either case.
+
+    Raises:
+        ValueError: heads of keys that do not divide those of queries, or a dropout outside [0, 1).
+    """
+    if transpose_nki_inputs:
+        q, k, v = permute(q, k, v)
+    attention = CoreAttention(causal=causal, dropout=dropout_p, scale=softmax_scale)
+    return attention(q, k, v)
+
+
+def permute(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """All three with their last two dims swapped."""
+    return q.transpose(-2, -1), k.transpose(-2, -1), v.transpose(-2, -1)
+
+
+def check_xla_bf16_flags() -> bool:
+    """Whether the old XLA flags have float32 tensors computed in bfloat16."""
+    return "1" in (os.environ.get("XLA_USE_BF16"), os.environ.get("XLA_DOWNCAST_BF16"))
+
+
+def cast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """All three in bfloat16 where `check_xla_bf16_flags` says so, else as they are."""
+    if not check_xla_bf16_flags():
+        return q, k, v
+    return q.to(torch.bfloat16), k.to(torch.bfloat16), v.to(torch.bfloat16)
+
+
+def get_seq_tile_size(seqlen: int) -> int:
+    """Length of the pieces that the ring attention kernel cut a sequence into: half of it, at most 2048."""
+    return min(2048, seqlen // 2)
+
+
+def rotate_half(x: Tensor, flash_attn: bool, transpose: bool) -> Tensor:
+    """The halves of the head dim swapped, the new first one negated.
+
+    Args:
+        x: `[batch, heads, seq, head]`; `[batch, heads, head, seq]` with both flags.
+        flash_attn: whether the inputs are for a flash attention kernel.
+        transpose: whether that has the sequence last.
+    """
+    dim = -2 if flash_attn and transpose else -1
+    first, second = x.chunk(2, dim=dim)
+    return torch.cat([-second, first], dim=dim)
+
+
+def apply_rotary_pos_emb(
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    position_ids: Tensor | None,
+    flash_attn: bool,
+    transpose_nki_inputs: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Rotary positions (Su et al. 2021) for queries and keys that may have the sequence last.
+
+    Args:
+        q: `[batch, heads, seq, head]`; `[batch, heads, head, seq]` where `flash_attn` and `transpose_nki_inputs`.
+        k: as `q`, with its own number of heads.
+        cos: `[positions, head]` with `position_ids`, else `[batch, seq, head]`.
+        sin: as `cos`.
+        position_ids: `[batch, seq]` int64, or None.
+        flash_attn: whether they are for a flash attention kernel.
+        transpose_nki_inputs: whether that has the sequence last.
+
+    Returns:
+        Queries and keys of the same shapes.
+    """
+    if position_ids is not None:
+        cos, sin = cos[position_ids], sin[position_ids]
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # [batch, 1, seq, head]
+    if flash_attn and transpose_nki_inputs:
+        cos, sin = cos.transpose(-2, -1), sin.transpose(-2, -1)
+    rotated_q = rotate_half(q, flash_attn, transpose_nki_inputs)
+    rotated_k = rotate_half(k, flash_attn, transpose_nki_inputs)
+    return q * cos + rotated_q * sin, k * cos + rotated_k * sin

@@ -1,0 +1,115 @@
+"""LoRA for single layers and for wrapped models, under the names that scripts import."""
+
+from nxd_layers import GQAQKVColumnParallelLinear
+from nxd_layers.linear import ColumnParallelLinear
+from nxd_layers.lora import LoraConfig, LoraModel
+from nxd_layers.lora.adapter import adapter_of
+from nxd_layers.lora.targets import kind_of
+from nxd_layers.row_linear import RowParallelLinear
+from torch import nn
+
+from nxd_trainer.api.adapters import adapt_model, choose_adapters
+from nxd_trainer.api.model import NxDModel
+
+CONFIG_NAME = "adapter_config.json"
+WEIGHTS_NAME = "adapter_model.pt"
+
+# Layers that PEFT adapts by default, and the `model_type` of the models of transformers that have them.
+_DEFAULT_TARGETS = (
+    (("q_proj", "v_proj"), "bart opt gptj gpt_neo llama mistral mixtral stablelm gemma"),
+    (("query", "value"), "bert roberta xlm-roberta electra layoutlm"),
+    (("query_key_value",), "bloom gpt_neox chatglm falcon RefinedWeb RefinedWebModel"),
+    (("q", "v"), "t5 mt5"),
+    (("c_attn",), "gpt2 gpt_bigcode"),
+    (("q", "v", "q_proj", "v_proj"), "blip-2"),
+    (("query_proj", "value_proj"), "deberta-v2"),
+    (("in_proj",), "deberta"),
+    (("Wqkv",), "mpt"),
+    (("c_proj", "c_attn"), "btlm"),
+    (("qkv_proj",), "codegen"),
+    (("q_proj", "v_proj", "fc1", "fc2"), "phi"),
+)
+MODELS_TO_LORA_TARGET_MODULES_MAPPING = {
+    model_type: list(targets) for targets, model_types in _DEFAULT_TARGETS for model_type in model_types.split()
+}
+
+
+def get_lora_model(model: nn.Module, lora_config: LoraConfig | None) -> nn.Module:
+    """A model with adapters.
+
+    Args:
+        model: a model, or an `NxDModel` that is not cut into stages; called by all ranks.
+        lora_config: says which layers; None leaves the model as it is.
+
+    Returns:
+        The `NxDModel` itself, or a `LoraModel` around the model.
+
+    Raises:
+        ValueError: a target names nothing that can be adapted.
+    """
+    if lora_config is None:
+        return model
+    if not isinstance(model, NxDModel):
+        return LoraModel(model, lora_config)
+    adapt_model(model, choose_adapters(model.module, lora_config))
+    return model
+
+
+class LoraLayer(LoraModel):
+    """One layer with an adapter; the layer stays the same object, as in `LoraModel`.
+
+    Args:
+        base_layer: of a class that can be adapted.
+        lora_config: rank, scale and initialisation.
+
+    Raises:
+        ValueError: the layer cannot be adapted, is of another class than this one is for, or has an adapter.
+    """
+
+    layer_classes: tuple[type[nn.Module], ...] = (nn.Module,)
+
+    def __init__(self, base_layer: nn.Module, lora_config: LoraConfig) -> None:
+        kind = kind_of(base_layer)
+        if kind is None or not isinstance(base_layer, self.layer_classes):
+            wanted = " or ".join(cls.__name__ for cls in self.layer_classes)
+            raise ValueError(f"{type(self).__name__} adapts {wanted}, not {type(base_layer).__name__}")
+        if adapter_of(base_layer) is not None:
+            raise ValueError(f"this {type(base_layer).__name__} has an adapter already; call unload() first")
+        super().__init__(base_layer, lora_config, layers={"": tuple(kind.parts)})
+
+    @property
+    def base_layer(self) -> nn.Module:
+        """The layer."""
+        return self.module
+
+    def get_base_layer(self) -> nn.Module:
+        """The layer."""
+        return self.module
+
+    def extra_repr(self) -> str:
+        """Rank and scale."""
+        return f"lora_rank={self.lora_config.lora_rank}, scale={self.lora_config.scale}"
+
+
+class LoraLinear(LoraLayer):
+    """A linear layer with an adapter."""
+
+    layer_classes = (nn.Linear,)
+
+
+class LoraEmbedding(LoraLayer):
+    """An embedding with an adapter."""
+
+    layer_classes = (nn.Embedding,)
+
+
+class LoraParallelLinear(LoraLayer):
+    """A column- or row-parallel layer with an adapter."""
+
+    layer_classes = (ColumnParallelLinear, RowParallelLinear)
+
+
+class LoraGQAQKVParallelLinear(LoraLayer):
+    """The query, key and value projections with an adapter each."""
+
+    layer_classes = (GQAQKVColumnParallelLinear,)

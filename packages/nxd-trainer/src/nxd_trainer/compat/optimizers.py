@@ -1,0 +1,100 @@
+"""Optimizers as scripts make them in steps: hooks for later, and the optimizer inside the wrapper."""
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+from nxd_optim import NeuronZero1Optimizer
+from nxd_state import get_expert_model_parallel_size, model_parallel_is_initialized
+from torch import nn
+from torch.optim import Optimizer
+
+from nxd_trainer.api import initialize_parallel_optimizer
+
+
+class PostPartitionHooks:
+    """Functions that a script registers to be called once, when its model is cut into stages."""
+
+    def __init__(self) -> None:
+        self.hooks: list[dict[str, Any]] = []
+
+    def register_post_partition_hook(
+        self,
+        callable_function: Callable[..., Any],
+        func_args: Iterable[Any] = (),
+        func_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Register a function with its arguments; `filter_to_local_parameter_group` is given the model as well.
+
+        Raises:
+            ValueError: it is not callable.
+        """
+        if not callable(callable_function):
+            raise ValueError(f"callable_function={callable_function!r} must be a callable object; give a function")
+        function = partial(callable_function, *func_args, **(func_kwargs or {}))
+        self.hooks.append({"function": function, "name": callable_function.__name__})
+
+    def execute_all_hooks(self, model: nn.Module | None = None) -> list[Any]:
+        """Call all functions once, in their order, and forget them; returns their results.
+
+        Raises:
+            ValueError: one needs the model, and there is none.
+        """
+        needs_model = filter_to_local_parameter_group.__name__
+        if model is None and any(hook["name"] == needs_model for hook in self.hooks):
+            raise ValueError(f"the hook {needs_model} needs the model; call execute_all_hooks(model)")
+        hooks, self.hooks = self.hooks, []
+        return [it["function"](**({"model": model} if it["name"] == needs_model else {})) for it in hooks]
+
+
+def filter_to_local_parameter_group(optimizer: Optimizer, model: nn.Module) -> None:
+    """Leave an optimizer only the parameters that this rank's part of the model has.
+
+    Args:
+        optimizer: whose groups are changed.
+        model: a model, of which this rank may have some stages only.
+    """
+    local = set(model.parameters())
+    for group in optimizer.param_groups:
+        group["params"] = [parameter for parameter in group["params"] if parameter in local]
+
+
+def initialize_optimizer_from_class(
+    nxd_config: Mapping[str, Any],
+    optimizer_class: type[Optimizer],
+    parameters: Iterable[Any],
+    model: nn.Module | None = None,
+    **defaults: Any,
+) -> Optimizer:
+    """What `initialize_parallel_optimizer` wraps: with ZeRO-1 the sharded optimizer, else the class's own.
+
+    Without ZeRO-1 nothing averages gradients in its `step`; the wrapper does.
+
+    Args:
+        nxd_config: of `neuronx_distributed_config`.
+        optimizer_class: such as `torch.optim.AdamW`.
+        parameters: of this rank, or groups of them.
+        model: not needed.
+        **defaults: for `optimizer_class`.
+
+    Raises:
+        ValueError: as `initialize_parallel_optimizer`.
+    """
+    return initialize_parallel_optimizer(nxd_config, optimizer_class, parameters, **defaults).optimizer
+
+
+class NeuronEPZero1Optimizer(NeuronZero1Optimizer):
+    """ZeRO-1 for models with experts; the same as `NeuronZero1Optimizer` where experts are not split over ranks.
+
+    Raises:
+        NotImplementedError: they are: that comes with mixture-of-experts layers.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        size = get_expert_model_parallel_size() if model_parallel_is_initialized() else 1
+        if size > 1:
+            raise NotImplementedError(
+                f"expert_model_parallel_size={size}: sharding expert states over their own replicas comes with "
+                "mixture-of-experts layers; use NeuronZero1Optimizer with expert_parallel_size=1"
+            )
+        super().__init__(*args, **kwargs)

@@ -1,0 +1,522 @@
+"""Inference as scripts for the old runtime write it, over nxd_trace: builders of both generations, and their models.
+
+Compiled programs lie in a folder, which `NxDModel.save` and `load` name; they are not TorchScript.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Self
+from unittest import mock
+
+import nxd_trace
+import torch.distributed as dist
+from nxd_state import (
+    destroy_model_parallel,
+    get_tensor_model_parallel_size,
+    initialize_model_parallel,
+    model_parallel_is_initialized,
+    planned_world,
+)
+from nxd_trace import BucketModelConfig, Program, TensorParallelModel, parallel_model_load, parallel_model_save
+from torch import Tensor, nn
+
+from nxd_trainer.compat.platform import get_platform_lnc
+
+
+@contextmanager
+def mock_distributed(world_size: int) -> Iterator[None]:
+    """A block in which ranks are planned and do not run: `init_process_group` takes a rank and starts nothing.
+
+    Models can be made, traced and sharded there, and not called. `initialize_model_parallel` lays out `world_size`
+    ranks, of which this process acts as rank 0.
+
+    Args:
+        world_size: of the job that is planned.
+    """
+    with planned_world(world_size), ExitStack() as patches:
+        for name, value in (("init_process_group", None), ("destroy_process_group", None), ("get_rank", 0)):
+            patches.enter_context(mock.patch.object(dist, name, mock.Mock(return_value=value)))
+        patches.enter_context(mock.patch.object(dist, "get_world_size", mock.Mock(return_value=world_size)))
+        yield
+
+
+class NxDParallelState:
+    """A block with a mesh: of ranks that are planned, or of those that run where torch.distributed is started.
+
+    Args:
+        world_size: ranks that are planned.
+        rank: to act as.
+        tensor_model_parallel_size: ranks that split each layer.
+        pipeline_model_parallel_size: pipeline stages.
+        context_parallel_size: ranks that split each sequence.
+        expert_model_parallel_size: ranks that split experts.
+        lnc_size: physical cores of a logical one; of no effect.
+
+    Raises:
+        RuntimeError: on entry: model parallelism is initialised.
+        ValueError: on entry: degrees that do not divide the world size.
+    """
+
+    def __init__(
+        self,
+        world_size: int = 1,
+        rank: int = 0,
+        tensor_model_parallel_size: int = 1,
+        pipeline_model_parallel_size: int = 1,
+        context_parallel_size: int = 1,
+        expert_model_parallel_size: int = 1,
+        lnc_size: int | None = None,
+    ) -> None:
+        self.world_size = world_size
+        self.rank = rank
+        self.tensor_model_parallel_size = tensor_model_parallel_size
+        self.pipeline_model_parallel_size = pipeline_model_parallel_size
+        self.context_parallel_size = context_parallel_size
+        self.expert_model_parallel_size = expert_model_parallel_size
+        self.lnc_size = int(get_platform_lnc()) if lnc_size is None else lnc_size
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            if not dist.is_initialized():
+                stack.enter_context(planned_world(self.world_size, self.rank))
+            initialize_model_parallel(
+                self.tensor_model_parallel_size,
+                self.pipeline_model_parallel_size,
+                self.expert_model_parallel_size,
+                context_parallel_size=self.context_parallel_size,
+            )
+            stack.callback(destroy_model_parallel)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+
+def shard_checkpoint(
+    checkpoint: Mapping[str, Tensor] | Any,
+    model: nn.Module,
+    start_rank: int | None = None,
+    end_rank: int | None = None,
+    load_on_device: bool = False,
+    serialize_path: str | Path | None = None,
+) -> list[dict[str, Tensor]]:
+    """Each rank's shards of a whole model's weights.
+
+    Args:
+        checkpoint: whole tensors by name; for a traced model anything that `replace_weights` takes. A module's
+            `preshard_hook(checkpoint, name)` may change it first.
+        model: as a rank has it, made inside `NxDParallelState`; or a traced model.
+        start_rank: the first rank; 0 if None.
+        end_rank: the last rank, included; the last one there is if None.
+        load_on_device: of the old runtime; tensors stay on the host.
+        serialize_path: folder to write `tp<rank>_sharded_checkpoint.safetensors` to as well.
+
+    Returns:
+        A dict for each rank.
+
+    Raises:
+        ValueError: weights do not fit the model, or there is no such rank.
+    """
+    if isinstance(model, TensorParallelModel):
+        return nxd_trace.shard_checkpoint(checkpoint, model)
+    size = get_tensor_model_parallel_size() if model_parallel_is_initialized() else 1
+    first, last = start_rank or 0, size - 1 if end_rank is None else end_rank
+    if not 0 <= first <= last < size:
+        raise ValueError(f"start_rank={start_rank}, end_rank={end_rank} are outside the {size} tensor-parallel ranks")
+    whole = dict(checkpoint)
+    for name, module in model.named_modules():
+        if callable(hook := getattr(module, "preshard_hook", None)):
+            hook(whole, f"{name}.weight" if name else "weight")
+    return nxd_trace.rank_weights(whole, model, range(first, last + 1), folder=serialize_path)
+
+
+class BaseNxDModel:
+    """What all compiled models are an instance of."""
+
+
+class NxDModel(nn.Module, BaseNxDModel):
+    """A compiled model, called like the one that was traced; its shards live in worker processes.
+
+    Args:
+        model: the traced model; of `ModelBuilder.compile` or `load`.
+
+    Attributes:
+        model: the same.
+        world_size: number of ranks.
+    """
+
+    def __init__(self, model: TensorParallelModel) -> None:
+        super().__init__()
+        if not isinstance(model, TensorParallelModel):
+            raise TypeError(f"NxDModel wraps a traced model, not a {type(model).__name__}; use ModelBuilder or load")
+        self.model = model
+        self.world_size = model.tp_degree
+
+    def forward(self, *args: Any, model_name: str | None = None, forward_mode: str = "default", **kwargs: Any) -> Any:
+        """Run the program that was traced with inputs of these shapes, or that of a name.
+
+        Raises:
+            ValueError: there is none, or another mode than "default".
+            WorkerError: a worker died, or the model is closed.
+        """
+        if forward_mode != "default":
+            raise ValueError(f"forward_mode={forward_mode!r} is not supported; calls run to their end, as 'default'")
+        if model_name is not None:
+            return self.model.run(model_name, *args, **kwargs)
+        return self.model(*args, **kwargs)
+
+    def get_available_keys(self) -> set[str]:
+        """Names of the programs."""
+        return set(self.model.programs)
+
+    def set_weights(self, sharded_checkpoint: Sequence[Mapping[str, Tensor]]) -> None:
+        """Put in each rank's weights, of `shard_checkpoint`.
+
+        Raises:
+            ValueError: they do not fit the model.
+        """
+        self.model.replace_weights(nxd_trace.whole_weights(sharded_checkpoint, self.model))
+
+    def replace_weights(self, sharded_checkpoint: Sequence[Mapping[str, Tensor]]) -> None:
+        """As `set_weights`."""
+        self.set_weights(sharded_checkpoint)
+
+    def to_neuron(self) -> None:
+        """Does nothing: the workers hold weights and state on their devices already."""
+
+    def read_from_neuron_buffer(self, buffer_key: str, rank: int) -> Tensor:
+        """A copy of one rank's part of a state tensor.
+
+        Raises:
+            WorkerError: there is no such state.
+        """
+        return self.model.read_state(buffer_key, rank)
+
+    def save(self, path_to_save: str | Path, save_weights: bool = False) -> None:
+        """Save programs and weights as a folder of this name.
+
+        Args:
+            path_to_save: the folder.
+            save_weights: of the old runtime; weights are saved in any case.
+
+        Raises:
+            ValueError: something else lies there.
+        """
+        parallel_model_save(self.model, path_to_save)
+
+    @classmethod
+    def load(cls, path_to_model: str | Path, start_rank: int = 0, local_ranks_size: int | None = None) -> Self:
+        """Load a model of `save`, and start its workers.
+
+        Args:
+            path_to_model: the folder.
+            start_rank: 0: all ranks are on this host.
+            local_ranks_size: as above.
+
+        Raises:
+            ModelFolderError: the folder is incomplete, damaged or made for another machine.
+            ValueError: a part of the ranks is asked for.
+        """
+        model = parallel_model_load(path_to_model)
+        if start_rank or local_ranks_size not in (None, model.tp_degree):
+            model.close()
+            raise ValueError(
+                f"start_rank={start_rank}, local_ranks_size={local_ranks_size}: a model's {model.tp_degree} ranks run "
+                "on one host; leave both out"
+            )
+        return cls(model)
+
+    def close(self) -> None:
+        """End the workers."""
+        self.model.close()
+
+
+class ModelBuilder:
+    """Traces a model that is there, for several shapes of its inputs, and compiles all of them.
+
+    What forward changes in place, such as a key-value cache in buffers, is state, and stays in the workers.
+
+    Args:
+        model: made inside `NxDParallelState` or `mock_distributed`, as a rank has it; its class must be importable.
+        weights_to_skip_layout_optimization: of the old compiler; of no effect.
+    """
+
+    def __init__(self, model: nn.Module, weights_to_skip_layout_optimization: set[str] | None = None) -> None:
+        self.model = model
+        self.world_size = get_tensor_model_parallel_size() if model_parallel_is_initialized() else 1
+        self._programs: list[Program] = []
+
+    def trace(
+        self,
+        args: Tensor | tuple[Tensor, ...] | None = None,
+        kwargs: Mapping[str, Tensor] | None = None,
+        tag: str | None = None,
+        spmd: bool = True,
+    ) -> Self:
+        """Add a program.
+
+        Args:
+            args: example inputs by position.
+            kwargs: or by name.
+            tag: the program's name; numbered if None.
+            spmd: True.
+
+        Returns:
+            The builder itself.
+
+        Raises:
+            ValueError: inputs in both ways, or in none.
+            TypeError: inputs that are no tensors.
+        """
+        if (args is None) == (kwargs is None):
+            raise ValueError("give the example inputs once, as args (by position) or kwargs (by name)")
+        name = tag or f"program_{len(self._programs)}"
+        self._programs.append(Program(name, args if kwargs is None else dict(kwargs)))
+        return self
+
+    def compile(
+        self,
+        priority_model_key: str | None = None,
+        compiler_workdir: str | Path | None = None,
+        compiler_args: str | Mapping[str, str] | None = None,
+        max_workers: int | None = None,
+    ) -> NxDModel:
+        """Record and compile all programs.
+
+        Args:
+            priority_model_key: of the old compiler's layouts; a program's name, of no effect.
+            compiler_workdir: where compilers leave their files.
+            compiler_args: for the compiler, the same for all programs.
+            max_workers: ranks that record and compile at once.
+
+        Returns:
+            The model. With several ranks, `set_weights` must follow.
+
+        Raises:
+            ValueError: nothing has been traced, or there is no such program, or arguments differ between programs.
+            WorkerError: it failed in a worker; the text holds its traceback.
+        """
+        names = [program.name for program in self._programs]
+        if not names:
+            raise ValueError("No traces available for compilation. Call trace() first.")
+        if priority_model_key is not None and priority_model_key not in names:
+            raise ValueError(f"Invalid priority_model_key: {priority_model_key}; there are {', '.join(names)}")
+        if isinstance(compiler_args, Mapping):
+            missing = sorted(set(names) - compiler_args.keys())
+            if missing or len(set(compiler_args.values())) > 1:
+                raise ValueError(f"compiler_args must be one for all programs; they differ, or lack {missing}")
+            compiler_args = next(iter(compiler_args.values()))
+        traced = nxd_trace.trace_module(
+            self.model,
+            self._programs,
+            self.world_size,
+            compiler_workdir=compiler_workdir,
+            compiler_args=compiler_args,
+            max_parallel_compilations=max_workers,
+            progress=False,
+        )
+        return NxDModel(traced)
+
+
+class BaseModelInstance:
+    """How the first builder gets a model in each worker; subclasses may build otherwise.
+
+    Args:
+        module_cls: called without arguments, gives the model.
+        input_output_aliases: state, as a parameter or buffer or its name, by the number of the output that is its new
+            value; or a list of one such dict.
+    """
+
+    def __init__(self, module_cls: Callable[[], nn.Module], input_output_aliases: Any) -> None:
+        self.module_cls = module_cls
+        self.module: nn.Module | None = None
+        self.input_output_aliases = [input_output_aliases]
+
+    def load_module(self) -> None:
+        """Make the model; called in each worker, where the mesh is initialised."""
+        self.module = self.module_cls()
+
+    def get(self, bucket_rank: int | None, **kwargs: Any) -> tuple[nn.Module | None, Any]:
+        """The model and its aliases.
+
+        Args:
+            bucket_rank: number of the bucket; None without buckets.
+            **kwargs: of the bucket.
+        """
+        return self.module, self.input_output_aliases[0]
+
+
+class InstanceOnRank:
+    """The models of a first builder's instances, made in a worker.
+
+    Args:
+        instances: by key.
+    """
+
+    def __init__(self, instances: Mapping[str, BaseModelInstance]) -> None:
+        self._instances = instances
+
+    def __call__(self, key: str, bucket: int | None, bucket_kwargs: Mapping[str, Any]) -> Any:
+        """The model of a key and a bucket, with its aliases."""
+        instance = copy.copy(self._instances[key])
+        instance.load_module()
+        module, aliases = instance.get(bucket, **bucket_kwargs)
+        return module, aliases[0] if isinstance(aliases, list) and len(aliases) == 1 else aliases
+
+
+class FirstModelBuilder:
+    """The first builder: collects models by key, each with inputs for its buckets, that share weights and state.
+
+    Called with a function and no `checkpoint_loader`, it is `nxd_trace.ModelBuilder`.
+
+    Args:
+        router: None: a call finds its program by the shapes of its inputs.
+        tp_degree: number of ranks.
+        checkpoint_loader: called without arguments, gives the whole model's weights by name.
+        start_rank_id: 0.
+        pp_degree: 1.
+        ep_degree: 1.
+        local_ranks_size: all ranks.
+        world_size: as `tp_degree`.
+        compiler_workdir: where compilers leave their files.
+        **old_settings: of the old compiler and its processes; of no effect.
+
+    Raises:
+        ValueError: a router, several stages, or a part of the ranks.
+    """
+
+    def __new__(cls, router: Any = None, tp_degree: int = 1, checkpoint_loader: Any = None, **settings: Any) -> Any:
+        """`nxd_trace.ModelBuilder` where a function that builds the model takes the place of the router."""
+        if checkpoint_loader is None and callable(router or settings.get("func")) and not settings.keys() - {"func"}:
+            return nxd_trace.ModelBuilder(router or settings["func"], tp_degree)
+        return super().__new__(cls)
+
+    def __init__(
+        self,
+        router: Any,
+        tp_degree: int,
+        checkpoint_loader: Callable[[], Mapping[str, Tensor]],
+        start_rank_id: int = 0,
+        pp_degree: int = 1,
+        ep_degree: int = 1,
+        local_ranks_size: int | None = None,
+        world_size: int | None = None,
+        compiler_workdir: str | Path | None = None,
+        **old_settings: Any,
+    ) -> None:
+        if (pp_degree, ep_degree, start_rank_id) != (1, 1, 0) or {world_size, local_ranks_size} - {None, tp_degree}:
+            raise ValueError(
+                f"pp_degree={pp_degree}, ep_degree={ep_degree}, start_rank_id={start_rank_id}, world_size={world_size},"
+                f" local_ranks_size={local_ranks_size}: a traced model has {tp_degree} tensor-parallel ranks, all here"
+            )
+        if router is not None:
+            raise ValueError("router must be None: a call finds its program by the shapes of its inputs")
+        self.tp_degree = tp_degree
+        self.checkpoint_loader = checkpoint_loader
+        self.compiler_workdir = compiler_workdir
+        self._instances: dict[str, BaseModelInstance] = {}
+        self._programs: list[Program] = []
+        self._compiler_args: dict[str, str | None] = {}
+
+    def add(
+        self,
+        key: str,
+        model_instance: BaseModelInstance,
+        example_inputs: Sequence[Any],
+        compiler_args: str | None = None,
+        bucket_config: BucketModelConfig | None = None,
+        priority_model_idx: int | None = None,
+    ) -> Self:
+        """Add a model.
+
+        Args:
+            key: its name.
+            model_instance: gives it in each worker.
+            example_inputs: a tuple of inputs for each bucket; one of them without buckets.
+            compiler_args: for the compiler; the same for all models.
+            bucket_config: its `func_kwargs` are given to `model_instance.get`.
+            priority_model_idx: of the old compiler; of no effect.
+
+        Returns:
+            The builder itself.
+
+        Raises:
+            ValueError: the key is taken.
+        """
+        if key in self._instances:
+            raise ValueError(f"a model of key {key!r} has been added already; give each its own")
+        self._instances[key] = model_instance
+        self._compiler_args[key] = compiler_args
+        for index, inputs in enumerate(example_inputs):
+            bucket = None if bucket_config is None else index
+            kwargs = {} if bucket_config is None else dict(bucket_config.kwargs_of(index, len(example_inputs)))
+            name = key if len(example_inputs) == 1 else f"{key}_{index}"
+            self._programs.append(Program(name, inputs, {"key": key, "bucket": bucket, "bucket_kwargs": kwargs}))
+        return self
+
+    def trace(self, initialize_model_weights: bool = True, **old_settings: Any) -> "NxDModelExecutor":
+        """Record and compile all models, with the weights of `checkpoint_loader`.
+
+        Args:
+            initialize_model_weights: of the old runtime; weights are always there.
+            **old_settings: as for the class.
+
+        Returns:
+            What calls the models.
+
+        Raises:
+            ValueError: models differ in their weights or in `compiler_args`, or none was added.
+            WorkerError: it failed in a worker; the text holds its traceback.
+        """
+        arguments = {it for it in self._compiler_args.values() if it}
+        if len(arguments) > 1:
+            raise ValueError(f"compiler_args differ between models: {sorted(arguments)}; give all the same")
+        builder = nxd_trace.ModelBuilder(InstanceOnRank(self._instances), self.tp_degree)
+        for program in self._programs:
+            builder.trace(program.inputs, program.name, program.func_kwargs)
+        traced = builder.compile(
+            weights=dict(self.checkpoint_loader()),
+            inline_weights_to_neff=False,
+            compiler_args=next(iter(arguments), None),
+            compiler_workdir=self.compiler_workdir,
+            progress=False,
+        )
+        self._executor = NxDModelExecutor(NxDModel(traced))
+        return self._executor
+
+    def shard_checkpoint(self, serialize_path: str | Path | None = None) -> list[dict[str, Tensor]]:
+        """Each rank's shards of the weights of `checkpoint_loader`; called after `trace`.
+
+        Args:
+            serialize_path: folder to write `tp<rank>_sharded_checkpoint.safetensors` to as well.
+
+        Raises:
+            ValueError: nothing has been traced.
+        """
+        executor = getattr(self, "_executor", None)
+        if executor is None:
+            raise ValueError("nothing has been traced; call trace() before shard_checkpoint()")
+        shards = nxd_trace.shard_checkpoint(dict(self.checkpoint_loader()), executor.nxd_model.model)
+        if serialize_path is not None:
+            nxd_trace.write_rank_weights(shards, serialize_path)
+        return shards
+
+
+class NxDModelExecutor(nn.Module):
+    """Calls a compiled model with inputs by position.
+
+    Args:
+        nxd_model: the compiled model.
+    """
+
+    def __init__(self, nxd_model: NxDModel) -> None:
+        super().__init__()
+        self.nxd_model = nxd_model
+
+    def forward(self, *inputs: Any) -> Any:
+        """As the program that was traced with inputs of these shapes."""
+        return self.nxd_model(*inputs)

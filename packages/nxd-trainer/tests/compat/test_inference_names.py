@@ -1,0 +1,220 @@
+"""Inference as scripts for NeuronX Distributed write it: builders, models, shards, sampling, recorded tensors."""
+
+from types import SimpleNamespace
+
+import neuronx_distributed as nxd
+import nxd_trace
+import pytest
+import torch
+from neuronx_distributed.parallel_layers import ColumnParallelLinear, RowParallelLinear
+from neuronx_distributed.quantization import dequantize, quantization_config, quantization_utils
+from neuronx_distributed.quantization.observer import PerChannelAbsMaxObserver
+from neuronx_distributed.quantization.quantization_layers import QuantizedParallelLinearLayerStateDictAdaptor
+from neuronx_distributed.trace.mock_torchdist import mock_distributed
+from neuronx_distributed.trace.model_builder import BaseModelInstance
+from neuronx_distributed.trace.model_builder import ModelBuilder as FirstModelBuilder
+from neuronx_distributed.utils import medusa_utils
+from neuronx_distributed.utils.sampling import Sampler
+from neuronx_distributed.utils.tensor_capture import (
+    disable_tensor_capture,
+    enable_tensor_capture,
+    get_captured_tensors_dict,
+    register_tensor,
+)
+from neuronx_distributed.utils.tensor_replacement import modify_model_for_tensor_replacement
+from neuronx_distributed.utils.tensor_replacement.registry import RuntimeRegister
+from nxd_state import get_tensor_model_parallel_size, initialize_model_parallel
+from torch import nn
+
+
+@pytest.fixture(autouse=True)
+def _quick_compiler_and_own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")  # without a C++ compiler programs are exported only
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def feed_forward():
+    return nn.Sequential(
+        ColumnParallelLinear(4, 8, gather_output=False), nn.ReLU(), RowParallelLinear(8, 4, input_is_parallel=True)
+    )
+
+
+def plain():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_built_model_is_saved_loaded_and_given_its_shards(tmp_path, tp):
+    reference, prompt, token = plain(), torch.randn(2, 3, 4), torch.randn(2, 1, 4)
+    with nxd.NxDParallelState(world_size=tp, tensor_model_parallel_size=tp):
+        builder = nxd.ModelBuilder(feed_forward()).trace(args=prompt, tag="prefill")
+        built = builder.trace(kwargs={"input": token}, tag="decode").compile()
+        built.save(tmp_path / "nxd_model.pt")
+        built.close()
+        shards = nxd.shard_checkpoint(reference.state_dict(), feed_forward(), serialize_path=tmp_path / "weights")
+
+    model = nxd.NxDModel.load(tmp_path / "nxd_model.pt")
+    model.set_weights(shards)
+    model.to_neuron()
+
+    assert model.get_available_keys() == {"prefill", "decode"}
+    torch.testing.assert_close(model(prompt), reference(prompt))
+    torch.testing.assert_close(model(input=token), reference(token))
+    torch.testing.assert_close(model(prompt, model_name="prefill"), reference(prompt))
+    assert len(list((tmp_path / "weights").glob("tp*_sharded_checkpoint.safetensors"))) == tp
+    model.close()
+
+
+def test_the_first_builder_takes_instances_and_a_loader_of_weights():
+    reference, inputs = plain(), torch.randn(2, 4)
+    builder = FirstModelBuilder(router=None, tp_degree=2, checkpoint_loader=reference.state_dict)
+
+    builder.add("model", BaseModelInstance(feed_forward, {}), [(inputs,), (inputs[:1],)])
+    model = builder.trace(initialize_model_weights=False)
+
+    torch.testing.assert_close(model(inputs), reference(inputs))
+    torch.testing.assert_close(model(inputs[:1]), reference(inputs[:1]))
+    assert [shard["0.weight"].shape for shard in builder.shard_checkpoint()] == [(4, 4), (4, 4)]
+    model.nxd_model.close()
+
+
+def test_the_builder_of_nxd_trace_is_made_by_its_own_arguments():
+    assert type(nxd.trace.ModelBuilder(feed_forward, tp_degree=2)) is nxd_trace.ModelBuilder
+
+
+def test_builders_say_what_they_do_not_take():
+    with pytest.raises(ValueError, match="router must be None"):
+        FirstModelBuilder(max, 2, dict)
+    with pytest.raises(ValueError, match="No traces available"):
+        nxd.ModelBuilder(feed_forward()).compile()
+    with pytest.raises(ValueError, match="once, as args"):
+        nxd.ModelBuilder(feed_forward()).trace()
+
+
+def test_planned_ranks_answer_as_if_they_ran():
+    with mock_distributed(world_size=8):
+        torch.distributed.init_process_group(backend="xla", rank=0, world_size=8)
+        initialize_model_parallel(tensor_model_parallel_size=4)
+        layer = ColumnParallelLinear(4, 8)
+        assert (torch.distributed.get_world_size(), get_tensor_model_parallel_size()) == (8, 4)
+        torch.distributed.destroy_process_group()
+
+    assert layer.weight.shape == (2, 4)
+    assert not torch.distributed.is_initialized()
+
+
+# Sampling.
+
+
+def sampler(top_k, **further):
+    config = SimpleNamespace(do_sample=True, num_beams=1, top_k=top_k)
+    return Sampler(SimpleNamespace(on_device_sampling=False, hf_config=config, **further))
+
+
+def test_samples_are_drawn_among_the_likeliest_by_their_probability():
+    torch.manual_seed(0)
+    logits = torch.tensor([[1.0, 3.0, 2.0, -5.0]]).repeat(20000, 1)
+
+    drawn = sampler(2).sample(logits).bincount(minlength=4) / 20000
+
+    torch.testing.assert_close(drawn, torch.tensor([0, 1, 1, 0]) * logits[0].softmax(0) / 0.8995, atol=0.02, rtol=0)
+    assert sampler(1).sample(logits[:2]).tolist() == [1, 1]
+    assert sampler(2, is_medusa=True).sample(logits[:1]).tolist() == [[1, 2]]
+
+
+def test_a_tree_of_candidates_accepts_the_branch_that_agrees_longest():
+    buffers = medusa_utils.generate_medusa_buffers([[0], [0, 0], [0, 1], [1]])
+    guesses = torch.arange(20, 40).view(2, 1, 1, 10)  # of two heads
+
+    branches, tree = medusa_utils.generate_candidates(
+        guesses, torch.tensor([[[7, 8]]]), buffers["tree_indices"], buffers["retrieve_indices"]
+    )
+    said = torch.tensor([[[20], [31], [9]]]).repeat(3, 1, 1)  # by the model, after each token
+    best, accepted = medusa_utils.evaluate_posterior(said, branches)
+    ids, *_, count, places = medusa_utils.update_inference_inputs(
+        torch.tensor([[5]]), branches, best, accepted, buffers["retrieve_indices"], {}, said, said[None], 0
+    )
+
+    assert tree.tolist() == [[7, 20, 21, 30, 31]]
+    assert sorted(branches.tolist()) == [[7, 20, 30], [7, 20, 31], [7, 21, 0]]
+    assert buffers["medusa_attn_mask"].tolist()[4] == [1, 1, 0, 0, 1]
+    assert buffers["medusa_position_ids"].tolist() == [0, 1, 1, 2, 2]
+    assert branches[best].tolist() == [7, 20, 31]
+    assert (accepted.item(), int(count)) == (2, 3)
+    assert ids.tolist() == [[5, 7, 20, 31]]
+    assert (places - 1).tolist() == [0, 1, 4]
+    with pytest.raises(ValueError, match="with all its ancestors"):
+        medusa_utils.generate_medusa_buffers([[0, 0]])
+
+
+# Recorded and replaced tensors.
+
+
+def test_what_modules_return_is_recorded_until_it_is_disabled():
+    model, inputs = plain(), torch.randn(2, 4)
+
+    enable_tensor_capture(model, ["0", "2"], max_tensors=1, capture_inputs=True)
+    output = model(inputs)
+    register_tensor("extra", output)
+    register_tensor("one too many", output)
+    records = get_captured_tensors_dict()
+    disable_tensor_capture(model)
+    model(inputs)
+
+    assert list(records) == ["0.inputs.0", "0.outputs", "2.inputs.0", "2.outputs", "manual_extra"]
+    assert torch.equal(records["2.outputs"], output)
+    assert get_captured_tensors_dict() == {}
+    with pytest.raises(ValueError, match=r"not found in the model: \['9'\]"):
+        enable_tensor_capture(model, ["9"])
+
+
+def test_a_replaced_tensor_takes_the_place_of_what_a_module_returns(monkeypatch):
+    monkeypatch.setattr(RuntimeRegister, "module_superset", ["0"])
+    model, inputs, forced = plain(), torch.randn(2, 4), torch.zeros(2, 8)
+    expected = model[2](forced)
+
+    model, _ = modify_model_for_tensor_replacement(model)
+
+    torch.testing.assert_close(model(inputs, forced, torch.ones(2, 8, dtype=torch.bool)), expected)
+    with pytest.raises(ValueError, match="expected 2 trailing replacement args"):
+        model(inputs)
+
+
+# Quantization's further names; numbers and layers are tested in nxd-layers.
+
+
+def test_default_configs_name_their_way():
+    config = quantization_config.get_default_per_channel_custom_qconfig_dict()
+
+    assert config["quantization_type"] is quantization_config.QuantizationType.PER_CHANNEL_SYMMETRIC
+    assert "per_channel_symmetric" in quantization_config.QuantizationType
+    assert quantization_config.QuantizedDtype.get_dtype("f8e4m3") == torch.float8_e4m3fn
+    with pytest.raises(ValueError, match="f9 is not a valid QuantizedDtype; use one of INT8"):
+        quantization_config.QuantizedDtype.has_dtype("f9")
+
+
+def test_an_observer_finds_the_scales_of_channels():
+    observer = PerChannelAbsMaxObserver.with_args(ch_axis=1)()
+    observer(torch.tensor([[1.0, -127.0]]))
+    observer(torch.tensor([[-254.0, 3.0]]))
+
+    scales, zero_points = observer.calculate_qparams()
+
+    assert scales.tolist() == [2.0, 1.0]
+    assert zero_points.tolist() == [0, 0]
+
+
+def test_fp8_values_of_a_plain_model_are_read_by_the_adaptor():
+    quantized = quantization_utils.quantize_pytorch_model_per_tensor_symmetric(plain(), dtype=torch.float8_e4m3fn)
+    state, adaptor = quantized.state_dict(), QuantizedParallelLinearLayerStateDictAdaptor
+
+    values = adaptor.get_weight_from_state_dict("0.", state)
+    scale = adaptor.get_scale_from_state_dict("0.", state)
+
+    assert values.dtype == torch.float8_e4m3fn
+    torch.testing.assert_close(
+        dequantize.direct_cast_dequantize(values, torch.float32) * scale, plain()[0].weight.data, atol=0.02, rtol=0.1
+    )
+    with pytest.raises(RuntimeError, match=r"Cannot find 0.input_scale"):
+        adaptor.get_input_scale_from_state_dict("0.", state)

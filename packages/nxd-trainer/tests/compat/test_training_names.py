@@ -1,0 +1,429 @@
+"""What computes among the names that training scripts import: models, batches, values, events, stages, schedules."""
+
+import json
+from collections import namedtuple
+
+import neuronx_distributed as nxd
+import pytest
+import torch
+from neuronx_distributed.kernels import nki_flash_attn_func, nki_ring_attn_func
+from neuronx_distributed.modules.lora import LoraConfig, LoraModel, get_lora_model
+from neuronx_distributed.modules.lora.layer import LoraLinear
+from neuronx_distributed.operators import argmax
+from neuronx_distributed.operators.topk import topk
+from neuronx_distributed.overrides.transformer_overrides import apply_rotary_pos_emb
+from neuronx_distributed.pipeline import comm, manual_pipe_stage, partition, scheduler, trace
+from neuronx_distributed.trainer import PostPartitionHooks
+from neuronx_distributed.trainer.trainer import filter_to_local_parameter_group, initialize_optimizer_from_class
+from neuronx_distributed.utils import activation_checkpoint, model_utils, serialization
+from neuronx_distributed.utils.batch_utils import shift_labels
+from neuronx_distributed.utils.tensor_utils import cumsum
+from neuronx_distributed.utils.timeline import Timeline
+from neuronx_distributed.utils.utils import hardware
+from nxd_pipeline import NxDPPModel
+from nxd_state import destroy_model_parallel, initialize_model_parallel
+from torch import nn
+from torch.nn import functional as F
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(6, 4)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2))
+        self.head = nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids):
+        hidden = self.embedding(ids)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.head(hidden)
+
+
+@pytest.fixture
+def one_rank():
+    initialize_model_parallel()
+    yield
+    destroy_model_parallel()
+
+
+# Attention and positions.
+
+
+@pytest.mark.parametrize("sequence_last", [True, False])
+@pytest.mark.parametrize("causal", [True, False])
+def test_flash_attention_equals_the_product_that_it_stands_for(causal, sequence_last):
+    q, k, v = (torch.randn(2, heads, 8, 4, dtype=torch.float64) for heads in (4, 2, 2))
+    keys, values = (it.repeat_interleave(2, dim=1) for it in (k, v))
+    expected = F.scaled_dot_product_attention(q, keys, values, is_causal=causal)
+    inputs = [it.transpose(2, 3) for it in (q, k, v)] if sequence_last else [q, k, v]
+
+    found = nki_flash_attn_func(*inputs, causal=causal, transpose_nki_inputs=sequence_last)
+
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_ring_attention_says_that_it_comes_with_context_parallelism():
+    with pytest.raises(NotImplementedError, match="context parallelism"):
+        nki_ring_attn_func(None, None, None, 0, [])
+
+
+@pytest.mark.parametrize("sequence_last", [True, False])
+def test_rotary_positions_turn_each_pair_by_its_angle(sequence_last):
+    angles = torch.rand(8, 4).repeat(1, 2)
+    q = torch.randn(2, 3, 8, 8)
+    pairs = torch.complex(q[..., :4], q[..., 4:]) * torch.polar(torch.ones(8, 4), angles[:, :4])
+    expected = torch.cat([pairs.real, pairs.imag], dim=-1)
+    ids = torch.arange(8).expand(2, 8)
+    given = q.transpose(2, 3) if sequence_last else q
+
+    found, _ = apply_rotary_pos_emb(given, given, angles.cos(), angles.sin(), ids, True, sequence_last)
+
+    torch.testing.assert_close(found.transpose(2, 3) if sequence_last else found, expected)
+
+
+# Searches over ranks.
+
+
+@pytest.mark.parametrize("gather_dim", [0, 1])
+def test_argmax_and_topk_of_two_ranks_equal_those_of_one_process(run_ranks, gather_dim):
+    torch.manual_seed(0)
+    whole = torch.randn(6, 10)
+
+    def search():
+        initialize_model_parallel(tensor_model_parallel_size=2)
+        own = whole.chunk(2, dim=gather_dim)[torch.distributed.get_rank()]
+        best = argmax(own, dim=1, gather_dim=gather_dim, keepdim=True)
+        values, places = topk(own, 7 if gather_dim == 1 else 3, dim=1, gather_dim=gather_dim)
+        return best, values, places
+
+    for best, values, places in run_ranks(search, 2):
+        assert torch.equal(best, whole.argmax(dim=1, keepdim=True))
+        assert torch.equal(values, whole.topk(values.shape[1], dim=1).values)
+        assert torch.equal(whole.gather(1, places), values)
+
+
+# Models before training.
+
+
+def test_tied_weights_are_found_and_tied_again():
+    model = Tied()
+    shared = model_utils.analyze_shared_parameters(model)
+
+    with model_utils.preserve_shared_weights(model):
+        model.head.weight = nn.Parameter(torch.zeros(6, 4))
+
+    assert shared == [["embedding.weight", "head.weight"]]
+    assert model.head.weight is model.embedding.weight
+
+
+def test_a_model_filled_anew_keeps_its_ties_and_parallel_attributes():
+    model = Tied()
+    model.layers[0][0].weight.sequence_parallel_enabled = True
+
+    def fill(module, device):
+        for parameter in module.parameters(recurse=False):
+            parameter.fill_(2.0)
+
+    model_utils.reinit_model(model, torch.device("cpu"), fill)
+
+    assert model.head.weight is model.embedding.weight
+    assert model.layers[0][0].weight.sequence_parallel_enabled
+    assert all(bool((parameter == 2).all()) for parameter in model.parameters())
+
+
+def test_a_model_on_meta_is_filled_when_it_is_moved():
+    with model_utils.init_on_device(torch.device("meta")):
+        model = nn.Linear(3, 2)
+    assert model_utils.has_fake_tensors(model)
+
+    moved = model_utils.get_model_sequential(
+        model, torch.device("cpu"), param_init_fn=lambda it, device: it.reset_parameters()
+    )
+
+    assert moved is model
+    assert not model_utils.has_fake_tensors(model)
+
+
+def test_tensors_that_a_predicate_refuses_leave_nested_containers():
+    kept, dropped = torch.ones(1), torch.zeros(1)
+    item = {"a": [kept, dropped, 3], "b": dropped, "c": ({"d": dropped},)}
+
+    found = model_utils.recursive_filter(item, lambda tensor: bool(tensor.all()))
+
+    assert found == {"a": [kept, 3], "c": ({},)}
+
+
+@pytest.mark.parametrize("wrapper", [None, activation_checkpoint.NxDCheckpointWrapper])
+def test_activation_checkpointing_by_a_predicate_leaves_names_and_gradients_alone(wrapper):
+    torch.manual_seed(0)
+    model, ids = Tied(), torch.tensor([[1, 2, 3]])
+    model(ids).sum().backward()
+    expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    chosen = {} if wrapper is None else {"checkpoint_wrapper_fn": wrapper}
+
+    activation_checkpoint.apply_activation_checkpointing(
+        model, check_fn=lambda module: isinstance(module, nn.Sequential), **chosen
+    )
+    model(ids).sum().backward()
+
+    found = {name.replace("_checkpoint_wrapped_module.", ""): it.grad for name, it in model.named_parameters()}
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_predicate_that_accepts_nothing_is_an_error():
+    with pytest.raises(ValueError, match="accepts no module"):
+        activation_checkpoint.apply_activation_checkpointing(Tied(), check_fn=lambda module: False)
+
+
+# Batches and values.
+
+
+def test_shifted_labels_are_the_next_tokens():
+    batch = {"input_ids": torch.arange(4)[None], "labels": torch.arange(4)[None]}
+
+    assert shift_labels(batch)["labels"].tolist() == [[1, 2, 3, -100]]
+    assert batch["labels"].tolist() == [[0, 1, 2, 3]]
+
+
+def test_running_sums_are_added_up_in_float64():
+    numbers = torch.full((4096, 1), 0.1, dtype=torch.bfloat16)
+
+    assert cumsum(numbers)[-1].item() == torch.tensor(4096 * numbers[0].double().item()).bfloat16().item()
+    with pytest.raises(NotImplementedError, match="dim=1"):
+        cumsum(numbers, dim=1)
+
+
+Pair = namedtuple("Pair", "left right")
+
+
+def test_a_value_taken_apart_and_put_together_again_is_the_same():
+    shared = torch.arange(3)
+    value = {"a": [shared, (shared, 1)], 2: Pair(torch.ones(2, requires_grad=True), None)}
+    manager = serialization.SerializationManager()
+
+    stripped, tensors, stubs = manager.serialize(value)
+    made = manager.deserialize(stripped, tensors)
+
+    assert [tuple(stub.shape) for stub in stubs] == [(3,), (2,)]
+    assert stubs[1].requires_grad
+    assert manager.extract_stubs(stripped)[0] == stubs[0]
+    assert made["a"][0] is made["a"][1][0] is shared
+    assert made[2].left is value[2].left
+
+
+def test_text_of_a_value_is_read_back_and_runs_nothing():
+    value = {"meta": [serialization.TensorMeta(0, torch.float32, torch.Size([2]), False, torch.device("cpu"))], "n": 3}
+
+    assert serialization.uncompress_from_string(serialization.compress_to_string(value)) == value
+    with pytest.raises(ValueError, match="only plain values are read"):
+        serialization.uncompress_from_string(serialization.compress_to_string(print))
+    with pytest.raises(ValueError, match="no value of compress_to_string"):
+        serialization.uncompress_from_string("no text of ours")
+
+
+def test_the_loss_is_where_the_spec_says():
+    loss = torch.ones(())
+    find = serialization.find_loss_from_output_and_spec
+
+    assert find(loss, True) is loss
+    assert find(({"loss": loss, "logits": 1}, 2), ({"loss": True, "logits": False}, False)) is loss
+    with pytest.raises(RuntimeError, match="structure"):
+        find((loss,), (True, False))
+
+
+def test_only_one_name_of_each_memory_is_left():
+    whole = torch.arange(6.0)
+    state = {"b": whole, "a": whole, "part": whole[:2], "other": torch.ones(2)}
+
+    found = serialization_names(state)
+
+    assert found == ["a", "other"]
+
+
+def serialization_names(state):
+    from neuronx_distributed.utils.safetensors_utils import check_for_duplicate_tensors
+
+    return sorted(check_for_duplicate_tensors(state, remove_duplicate_tensors=True))
+
+
+def test_instance_types_name_their_hardware(monkeypatch):
+    monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "2")
+
+    assert hardware("inf2") is hardware.TRN1
+    assert model_utils.get_platform_lnc() is model_utils.LogicalNCConfig.LNC_2
+    with pytest.raises(ValueError, match="abacus"):
+        hardware("abacus")
+
+
+# Events.
+
+
+def test_events_are_a_trace_that_perfetto_reads(tmp_path):
+    class OneRank(Timeline):
+        should_record = True
+
+        def _collect_events_for_all_ranks(self):
+            self.all_rank_events = [self.current_rank_events]
+
+    timeline = OneRank(tmp_path / "trace.json", 0)
+
+    timeline.mark_event_start("forward")
+    timeline.mark_event_end("forward")
+    timeline.mark_step_end()
+
+    lines = json.loads((tmp_path / "trace.json").read_text().rstrip().rstrip(",") + "]")
+    assert [(line["name"], line["ph"], line["pid"]) for line in lines] == [("forward", "B", 0), ("forward", "E", 0)]
+    assert lines[0]["ts"] <= lines[1]["ts"]
+    with pytest.raises(ValueError, match="has not begun"):
+        timeline.mark_event_end("backward")
+
+
+# Stages.
+
+
+def test_neighbouring_stages_exchange_tensors_and_plain_values(run_ranks):
+    def exchange():
+        initialize_model_parallel(pipeline_model_parallel_size=2)
+        if torch.distributed.get_rank() == 0:
+            comm.send_python_object({"shape": torch.Size([2, 2]), "names": ["a"]})
+            comm.send(torch.full((2, 2), 3.0))
+            return comm.recv_python_object(recv_prev=False)
+        told = comm.recv_python_object()
+        meta = serialization.TensorMeta(0, torch.float32, told["shape"], True, torch.device("cpu"))
+        received = comm.recv_from(meta)
+        comm.send_python_object([received.sum().item(), received.requires_grad], send_next=False)
+        return told["names"]
+
+    assert run_ranks(exchange, 2) == [[12.0, True], ["a"]]
+
+
+def test_layers_of_a_stage_share_weights_by_group():
+    layers = [nn.Linear(2, 2) for _ in range(5)]
+    stage = manual_pipe_stage.PipelineStageModule
+    stage.mark_weight_sharing([(layers[0], "weight"), (layers[4], "weight")], "ends")
+
+    first, last = stage(layers, 2, 0), stage(layers, 2, 1)
+
+    assert [first.stage_modules, last.stage_modules] == [layers[:2], layers[2:]]
+    assert first.shared_weights_on_pp_stages == {"ends": [[0, 1], [layers[0], "weight"]]}
+    assert torch.equal(last(first(torch.ones(1, 2))), nn.Sequential(*layers)(torch.ones(1, 2)))
+    with pytest.raises(ValueError, match="5 layers cannot fill 6 stages"):
+        stage(layers, 6, 0)
+
+
+def test_cuts_leave_the_remainder_to_later_stages():
+    assert partition.create_partitions(3, ["a", "b", "c", "d", "e"]) == ["a", "c"]
+    assert partition.stage_to_pipeline_parallel_rank(5, pp_size=4) == 1
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), [(2, 1), (4, 2), (4, 8)])
+def test_both_training_schedules_have_one_order_of_tasks(stages, microbatches):
+    for rank in range(stages):
+        by_step = scheduler.Train1F1BSchedule(microbatches, stages, rank)
+        by_tick = scheduler.TrainSchedule(microbatches, stages, rank)
+
+        tasks = [task for step in by_step for task in step]
+        assert tasks == [task for tick in by_tick for task in tick]
+        assert sum(isinstance(task, scheduler.BackwardStepTask) for task in tasks) == microbatches
+
+
+def test_an_interleaved_schedule_computes_each_microbatch_once_per_chunk():
+    tasks = [task for step in scheduler.TrainInterleavedSchedule(4, 2, 2, 1) for task in step]
+
+    forwards = [(task.mb, task.model_chunk) for task in tasks if isinstance(task, scheduler.ForwardStepTask)]
+    assert sorted(forwards) == [(microbatch, chunk) for microbatch in range(4) for chunk in range(2)]
+    with pytest.raises(ValueError, match="use 4"):
+        scheduler.TrainInterleavedSchedule(3, 2, 2, 0)
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def scale(self, hidden):
+        return hidden * int(hidden.shape[0])  # a trace cannot make a number of a proxy
+
+    def forward(self, hidden):
+        for layer in self.layers:
+            hidden = self.scale(layer(hidden))
+        return hidden.sum()
+
+
+def test_a_method_kept_whole_is_one_node_of_the_trace():
+    model = Scaled()
+
+    traced = trace.trace_model(model, input_names=["hidden"], autowrap_obj_methods={model: ["scale"]})
+
+    assert torch.equal(traced(torch.ones(2, 4)), model(torch.ones(2, 4)))
+    assert "scale" not in vars(model)
+    with pytest.raises(ValueError, match="cannot be traced"):
+        trace.trace_model(model, input_names=["hidden"])
+    with pytest.raises(ValueError, match="has no method shrink"):
+        trace.trace_model(model, input_names=["hidden"], autowrap_obj_methods={model: ["shrink"]})
+
+
+def test_pipeline_keys_of_the_old_runtime_are_taken_and_named_once(one_rank, caplog):
+    caplog.set_level("INFO", "nxd_pipeline")
+    keys = {"use_model_wrapper": True, "fuse_microbatches": True, "_fused_send_recv": True, "_debug_pp_size": 8}
+
+    model = NxDPPModel(Scaled(), autowrap_obj_methods=None, **keys)
+    config = nxd.neuronx_distributed_config(pipeline_config={"num_microbatches": 1, **keys})
+
+    assert model.run_eval(hidden=torch.ones(2, 4)) is not None
+    assert [record.getMessage() for record in caplog.records] == [
+        "_fused_send_recv tuned the old runtime and change nothing here; leave them out"
+    ]
+    assert config["pipeline_config"]["_fused_send_recv"] is True
+    with pytest.raises(TypeError, match="no argument '_no_such_flag'"):
+        NxDPPModel(Scaled(), _no_such_flag=True)
+
+
+# Optimizers and adapters.
+
+
+def test_hooks_are_called_once_with_the_model_where_they_need_it():
+    model, hooks = nn.Linear(2, 2), PostPartitionHooks()
+    optimizer = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(1))], lr=0.1)
+    hooks.register_post_partition_hook(filter_to_local_parameter_group, [optimizer])
+    hooks.register_post_partition_hook(max, [1, 2])
+
+    with pytest.raises(ValueError, match="needs the model"):
+        hooks.execute_all_hooks()
+    assert hooks.execute_all_hooks(model) == [None, 2]
+    assert optimizer.param_groups[0]["params"] == list(model.parameters())
+    assert hooks.execute_all_hooks() == []
+
+
+def test_the_optimizer_inside_the_wrapper_is_the_class_or_zero1(one_rank):
+    model = nn.Linear(2, 2)
+    plain = nxd.neuronx_distributed_config()
+    sharded = nxd.neuronx_distributed_config(optimizer_config={"zero_one_enabled": True})
+
+    assert type(initialize_optimizer_from_class(plain, torch.optim.SGD, model.parameters(), lr=0.1)) is torch.optim.SGD
+    zero1 = initialize_optimizer_from_class(sharded, torch.optim.AdamW, model.parameters(), lr=0.1)
+    assert isinstance(zero1, nxd.optimizer.zero_redundancy_optimizer.NeuronZero1Optimizer)
+
+
+def test_lora_adapts_a_model_or_a_single_layer():
+    config = LoraConfig(target_modules=["head"], lora_rank=2)
+    model, layer = Tied(), nn.Linear(4, 4)
+
+    adapted, single = get_lora_model(model, config), LoraLinear(layer, config)
+
+    assert isinstance(adapted, LoraModel)
+    assert [name for name, it in adapted.named_parameters() if it.requires_grad] == [
+        "module.head.lora_A",
+        "module.head.lora_B",
+    ]
+    assert torch.equal(single(torch.ones(4)), layer(torch.ones(4)))
+    assert single.base_layer is layer
+    assert get_lora_model(layer, None) is layer
+    with pytest.raises(ValueError, match="has an adapter already"):
+        LoraLinear(layer, config)
+    with pytest.raises(ValueError, match="adapts Linear, not Embedding"):
+        LoraLinear(nn.Embedding(2, 2), config)
