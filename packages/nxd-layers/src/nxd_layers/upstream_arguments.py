@@ -26,7 +26,7 @@ def takes_order_too(
     """Let an `__init__` take its positional arguments in a second order.
 
     Args:
-        names: the arguments in that order.
+        names: the arguments in that order; the attribute `other_order` of what is returned.
         tells: whether positional arguments are in that order, by their types.
     """
 
@@ -42,6 +42,7 @@ def takes_order_too(
                 raise TypeError(f"{len(args)} positional arguments are given; expected {len(names)} or fewer")
             other(layer, **dict(zip(names, args, strict=False)), **kwargs)
 
+        vars(initialize)["other_order"] = tuple(names)
         return initialize
 
     return decorate
@@ -51,7 +52,8 @@ def takes_names_too(**documented_names: str) -> Callable[[Callable[Names, Result
     """Let callers give arguments of a function under another name.
 
     Args:
-        **documented_names: the function's own name of an argument, by the other one.
+        **documented_names: the function's own name of an argument, by the other one; the attribute `other_names` of
+            what is returned.
     """
 
     def decorate(function: Callable[Names, Result]) -> Callable[Names, Result]:
@@ -64,6 +66,7 @@ def takes_names_too(**documented_names: str) -> Callable[[Callable[Names, Result
                     kwargs[name] = kwargs.pop(other)
             return function(*args, **kwargs)
 
+        vars(call)["other_names"] = dict(documented_names)
         return call
 
     return decorate

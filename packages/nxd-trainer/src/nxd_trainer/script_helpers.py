@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+from nxd_layers.upstream_arguments import say_without_effect
 from nxd_state import (
     get_rng_state,
     get_world_group,
@@ -40,6 +41,9 @@ class AdamW_FP32OptimParams(Optimizer):  # noqa: N801  (the documented name)
         eps: float = 1e-6,
         weight_decay: float = 0.0,
         correct_bias: bool = True,
+        no_deprecation_warning: bool = True,
+        differentiable: bool = False,
+        capturable: bool = False,
     ) -> None:
         """Take parameters or groups of them.
 
@@ -50,10 +54,16 @@ class AdamW_FP32OptimParams(Optimizer):  # noqa: N801  (the documented name)
             eps: added to the root of the second moment.
             weight_decay: share of the weights, times `lr`, that goes at each step, after the update.
             correct_bias: divide the moments by what they lack in the first steps.
+            no_deprecation_warning: taken for scripts that give it, as the next two are; there is no such warning.
+            differentiable: steps are never recorded by autograd.
+            capturable: steps are counted in tensors of the host.
 
         Raises:
             ValueError: a number is out of its range.
         """
+        for name, given in {"differentiable": differentiable, "capturable": capturable}.items():
+            if given:
+                say_without_effect(name, f"{type(self).__name__} steps eagerly")
         numbers = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
         wrong = [f"{name}={number}" for name, number in numbers.items() if not number >= 0]
         wrong += [f"betas[{index}]={beta}" for index, beta in enumerate(betas) if not 0 <= beta < 1]
@@ -133,12 +143,15 @@ def get_xla_rng_tracker() -> RngTracker:
 
 
 @contextmanager
-def init_on_device(device: torch.device | str, include_buffers: bool = False) -> Iterator[None]:
+def init_on_device(
+    device: torch.device | str, include_buffers: bool = False, force_custom_init_on_device: bool = False
+) -> Iterator[None]:
     """Modules made inside have their parameters on `device`; on "meta" they take no memory.
 
     Args:
         device: on others than "meta" buffers, and tensors that name no device, are made there as well.
         include_buffers: with "meta", put buffers there, too; otherwise they have their values.
+        force_custom_init_on_device: taken for scripts that give it; there is one way to do it here.
     """
     from nxd_trainer.api.build import parameters_on_meta  # noqa: PLC0415 - brings in all of the trainer
 

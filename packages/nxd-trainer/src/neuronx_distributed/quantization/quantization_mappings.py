@@ -2,6 +2,7 @@
 
 from nxd_layers.quantization import MODULE_MAPPINGS
 
+DEFAULT_QUANT_MODULE_MAPPINGS = MODULE_MAPPINGS
 get_default_quant_module_mappings = MODULE_MAPPINGS.copy
 
-__all__ = ["get_default_quant_module_mappings"]
+__all__ = ["DEFAULT_QUANT_MODULE_MAPPINGS", "get_default_quant_module_mappings"]

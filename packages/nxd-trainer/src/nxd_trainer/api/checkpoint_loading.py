@@ -12,13 +12,13 @@ from typing import Any
 import nxd_ckpt
 from nxd_ckpt import Checkpoint, CheckpointError
 from nxd_ckpt.coordinator import coordinator_for, on_every_rank, on_rank_zero
+from nxd_layers.upstream_arguments import takes_names_too
 from torch import nn
 from torch.optim import Optimizer
 
 from nxd_trainer.api.adapters import settle_adapters, wanted_tensors
 from nxd_trainer.api.checkpoint_saving import finalize_checkpoint
 from nxd_trainer.api.checkpoint_tags import Found, NothingSavedError, find_checkpoint, on_every_host
-from nxd_trainer.api.config import accept_aliases
 from nxd_trainer.api.legacy_checkpoint import load_legacy_checkpoint
 from nxd_trainer.api.rank_sync import agree
 from nxd_trainer.api.stored_values import (
@@ -56,7 +56,7 @@ class _Values:
     user_content: Any
 
 
-@accept_aliases(checkpoint_dir_str="path")
+@takes_names_too(checkpoint_dir_str="path")
 def load_checkpoint(
     path: str | os.PathLike[str],
     tag: str | None = None,

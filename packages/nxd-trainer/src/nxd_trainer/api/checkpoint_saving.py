@@ -13,6 +13,7 @@ from typing import Any
 import nxd_ckpt
 from nxd_ckpt import AsyncSave
 from nxd_ckpt.coordinator import coordinator_for, on_every_rank, on_rank_zero
+from nxd_layers.upstream_arguments import takes_names_too
 from nxd_optim import NeuronZero1Optimizer
 from nxd_state import get_mesh, model_parallel_is_initialized
 from nxd_state.neuron import extracting_graphs
@@ -21,7 +22,6 @@ from torch.optim import Optimizer
 
 from nxd_trainer.api.adapters import describe_adapter, saved_tensors, weights_to_save, write_description
 from nxd_trainer.api.checkpoint_tags import check_kept, choose_tag, is_untagged, keep_newest
-from nxd_trainer.api.config import accept_aliases
 from nxd_trainer.api.rank_sync import agree, is_first_replica
 from nxd_trainer.api.stored_values import (
     METRICS,
@@ -68,7 +68,7 @@ class Contents:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
-@accept_aliases(checkpoint_dir_str="path")
+@takes_names_too(checkpoint_dir_str="path")
 def save_checkpoint(
     path: str | os.PathLike[str],
     tag: str = "",

@@ -5,7 +5,7 @@ import inspect
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
-from functools import cache, wraps
+from functools import cache
 from typing import Any, ParamSpec, TypeVar
 
 import torch.distributed as dist
@@ -256,25 +256,3 @@ def _mistakes_in_pipeline(config: Mapping[str, Any], *, all_read: bool) -> list[
             f"times virtual_pipeline_size={virtual} needs {stages * virtual - 1} cuts"
         )
     return mistakes
-
-
-def accept_aliases(**documented_names: str) -> Callable[[Callable[Parameters, Result]], Callable[..., Result]]:
-    """Let callers give some arguments under another name; signatures show the documented names.
-
-    Args:
-        **documented_names: the function's own name of an argument, by the other one.
-    """
-
-    def accept(function: Callable[Parameters, Result]) -> Callable[..., Result]:
-        @wraps(function)
-        def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-            for alias, name in documented_names.items():
-                if alias in kwargs:
-                    if name in kwargs:
-                        raise TypeError(f"{name} and {alias} are two names of one argument; give one of them")
-                    kwargs[name] = kwargs.pop(alias)
-            return function(*args, **kwargs)
-
-        return call
-
-    return accept

@@ -16,12 +16,12 @@ from nxd_ckpt.coordinator import coordinator_for, on_every_rank
 from nxd_ckpt.interop.neuronx.rank_files import TENSORS_SUFFIX, V1_CONTENT, Rank, v1_files, v1_name
 from nxd_ckpt.interop.neuronx.xser import load_rank_file, save_skeleton
 from nxd_ckpt.interop.safe_pickle import load_torch_file
+from nxd_layers.upstream_arguments import takes_names_too
 from nxd_pipeline import NxDPPModel
 from nxd_state import active_group
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from nxd_trainer.api.config import accept_aliases
 from nxd_trainer.api.rank_sync import agree, is_first_replica
 from nxd_trainer.api.stored_values import check_readable
 from nxd_trainer.api.unwrap import further_names, plain_model
@@ -35,7 +35,7 @@ def ensure_directory_exists(filename: str | os.PathLike[str]) -> None:
     os.makedirs(os.path.dirname(os.fspath(filename)) or ".", exist_ok=True)
 
 
-@accept_aliases(checkpoint="state_dict", output_dir="save_dir")
+@takes_names_too(checkpoint="state_dict", output_dir="save_dir")
 def save(
     state_dict: Mapping[str, Any],
     save_dir: str | os.PathLike[str],
@@ -83,7 +83,7 @@ def save(
         on_every_rank(coordinator, doing, write if writes and turn == own_turn else _wait_for_others)
 
 
-@accept_aliases(chkpt_path="load_dir", model="model_or_optimizer")
+@takes_names_too(chkpt_path="load_dir", model="model_or_optimizer")
 def load(
     load_dir: str | os.PathLike[str],
     model_or_optimizer: nn.Module | Optimizer | None = None,

@@ -186,9 +186,9 @@ def disable_tensor_capture(model: nn.Module) -> nn.Module:
     return model
 
 
-def get_available_modules(model: nn.Module) -> list[str]:
-    """Names of all modules below the model."""
-    return [name for name, _ in model.named_modules() if name]
+def get_available_modules(model: nn.Module, prefix: str = "") -> list[str]:
+    """Names of all modules below the model, after `prefix` and a dot if it is given."""
+    return [name for name, _ in model.named_modules(prefix=prefix) if name != prefix]
 
 
 def register_tensor(name: str, tensor: Tensor) -> None:

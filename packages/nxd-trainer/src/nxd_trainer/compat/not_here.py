@@ -52,11 +52,14 @@ class NotHere:
     Attributes:
         name: with its module.
         area: why, a key of the areas of this file.
+        reason: the same in words.
+        instead: what to use.
     """
 
     def __init__(self, name: str, area: str) -> None:
         self.name = name
         self.area = area
+        self.reason, self.instead = _AREAS[area]
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Explain.
@@ -64,8 +67,7 @@ class NotHere:
         Raises:
             NotImplementedError: always, in one line: what the name was, why it is not here, what to use.
         """
-        why, instead = _AREAS[self.area]
-        raise NotImplementedError(f"{self.name} {why}; use {instead}")
+        raise NotImplementedError(f"{self.name} {self.reason}; use {self.instead}")
 
     def __getattr__(self, name: str) -> "NotHere":
         """A member, such as `apply` of an autograd function: not here either."""
