@@ -2,6 +2,7 @@
 
 import importlib.util
 import types
+from importlib.machinery import ModuleSpec
 
 import nxd_state
 import pytest
@@ -19,9 +20,8 @@ def machine(monkeypatch):
         found = None if accelerator is None else types.SimpleNamespace(type=accelerator)
         monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: found)
         monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
-        monkeypatch.setattr(
-            importlib.util, "find_spec", lambda name: name if torch_xla and name == "torch_xla" else None
-        )
+        spec = ModuleSpec("torch_xla", None, origin="torch_xla/__init__.py") if torch_xla else None
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec if name == "torch_xla" else None)
         monkeypatch.setattr(device.Path, "exists", lambda path: neuron and str(path) == "/dev/neuron0")
         return monkeypatch
 

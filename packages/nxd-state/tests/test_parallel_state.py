@@ -1,5 +1,7 @@
 """The mesh of this process: initialise, ask, destroy. A world of one runs here, larger ones on worker processes."""
 
+from importlib.machinery import ModuleSpec
+
 import nxd_state
 import pytest
 import torch
@@ -282,7 +284,7 @@ def test_initialize_impossible_degree_raises_on_every_rank():
 def test_initialize_several_ranks_on_torch_xlas_cpu_raises_what_to_do(clean_world, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("PJRT_DEVICE", "CPU")
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: ModuleSpec(name, None, origin=f"{name}.py"))
 
     with pytest.raises(RuntimeError, match=r"WORLD_SIZE=2 with PJRT_DEVICE=CPU.*NXD_DEVICE=cpu.*run_on_replicas"):
         nxd_state.initialize_model_parallel()

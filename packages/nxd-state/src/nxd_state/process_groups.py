@@ -54,7 +54,8 @@ def _fresh_store(rank: int, world_size: int, timeout: timedelta | None) -> dist.
 def world_barrier() -> None:
     """Wait for all ranks of the world."""
     # Without an index torch warns that it takes the accelerator's current device, which is this one.
-    dist.barrier(device_ids=None if dist.get_backend() == "gloo" else [get_device().index])
+    index = get_device().index
+    dist.barrier(device_ids=None if index is None or dist.get_backend() == "gloo" else [index])
 
 
 def serve_store(listener: socket.socket) -> dist.TCPStore:
