@@ -12,6 +12,7 @@ from nxd_layers.cross_entropy import parallel_cross_entropy
 from nxd_layers.embedding import ParallelEmbedding
 from nxd_layers.key_value_heads import kv_size_multiplier_for
 from nxd_layers.linear import ColumnParallelLinear
+from nxd_layers.log_probs import entropy, token_log_probs
 from nxd_layers.lora import LoraConfig, LoRAModel, LoraModel
 from nxd_layers.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -47,6 +48,8 @@ __all__ = [
     "LayerNorm",
     "parallel_cross_entropy",
     "linear_cross_entropy",
+    "token_log_probs",
+    "entropy",
     "parallel_argmax",
     "parallel_topk",
     "pad_model",

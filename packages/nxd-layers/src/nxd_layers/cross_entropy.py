@@ -67,11 +67,11 @@ def token_losses(
     is_mine = (local_label >= 0) & (local_label < local_vocab) & (labels < definition.vocab_size) & ~ignored
     index = local_label.masked_fill(~is_mine, 0).unsqueeze(-1)
 
-    largest = all_reduce_(widened(_largest(logits, padding)), group, op="max")
+    largest = all_reduce_(widened(largest_logits(logits, padding)), group, op="max")
     shifted = torch.sub(logits, largest.unsqueeze(-1), out=logits if overwrite else None)
     label_logit = shifted.gather(-1, index).squeeze(-1).masked_fill(~is_mine, 0.0)
-    sums = [label_logit] if smoothing == 0.0 else [label_logit, _fill(shifted, padding, 0.0).sum(dim=-1)]
-    exponentials = _fill(shifted, padding, -torch.inf).exp_()
+    sums = [label_logit] if smoothing == 0.0 else [label_logit, fill_padding(shifted, padding, 0.0).sum(dim=-1)]
+    exponentials = fill_padding(shifted, padding, -torch.inf).exp_()
     totals = all_reduce_(torch.stack([exponentials.sum(dim=-1), *sums]), group)
     losses = totals[0].log() - (1.0 - smoothing) * totals[1]
     if smoothing != 0.0:
@@ -96,7 +96,7 @@ def logits_grad(
     smoothing = definition.label_smoothing
     if smoothing != 0.0:
         grad -= scale * (smoothing / definition.vocab_size)
-        _fill(grad, definition.padding_of(grad), 0.0)
+        fill_padding(grad, definition.padding_of(grad), 0.0)
     on_label = (scale * (smoothing - 1.0)).masked_fill(~is_mine.unsqueeze(-1), 0.0)
     return grad.scatter_add_(-1, index, on_label)
 
@@ -106,7 +106,8 @@ def widened(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.itemsize < 4 else tensor
 
 
-def _largest(logits: Tensor, padding: Tensor | None) -> Tensor:
+def largest_logits(logits: Tensor, padding: Tensor | None) -> Tensor:
+    """The largest of this rank's logits `[..., vocab/tp]`, without padding: `[...]`."""
     if padding is None:
         return logits.amax(dim=-1)
     first, last = logits.tensor_split([logits.shape[-1] - padding.shape[0]], dim=-1)
@@ -114,7 +115,7 @@ def _largest(logits: Tensor, padding: Tensor | None) -> Tensor:
     return torch.maximum(largest, first.amax(dim=-1)) if first.shape[-1] else largest
 
 
-def _fill(logits: Tensor, padding: Tensor | None, value: float) -> Tensor:
+def fill_padding(logits: Tensor, padding: Tensor | None, value: float) -> Tensor:
     """Overwrite the padding among the last logits."""
     if padding is not None:
         logits[..., -padding.shape[0] :].masked_fill_(padding, value)

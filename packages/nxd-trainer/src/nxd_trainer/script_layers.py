@@ -12,7 +12,7 @@ from nxd_layers import (
     ParallelEmbedding,
     RowParallelLinear,
     copy_to_tensor_model_parallel_region,
-    parallel_cross_entropy,
+    token_log_probs,
 )
 from nxd_layers.column_linear import column_linear
 from nxd_layers.mappings import GivenGroup, process_group_as
@@ -239,7 +239,7 @@ class DistributedLogprob:
     @staticmethod
     def apply(vocab_parallel_logits: Tensor, target: Tensor, inference: bool = True) -> Tensor:
         """`[...]` float32 or float64 of logits `[..., vocab/tp]` and targets `[...]`; it can always be derived."""
-        return -parallel_cross_entropy(vocab_parallel_logits, target)
+        return token_log_probs(vocab_parallel_logits, target)
 
 
 def from_parallel_logits_to_logprobs(vocab_parallel_logits: Tensor, target: Tensor, inference: bool = True) -> Tensor:
