@@ -6,11 +6,12 @@ from nxd_layers import entropy, scatter_to_tensor_model_parallel_region, token_l
 from torch import fx
 
 VOCAB = 24
+IGNORED = -1
 SHAPES = [(), (9,), (4, 3)]
 
 
 def torch_log_probs(logits, tokens):
-    ignored = tokens == -100
+    ignored = tokens == IGNORED
     chosen = logits.log_softmax(-1).gather(-1, tokens.masked_fill(ignored, 0).unsqueeze(-1)).squeeze(-1)
     return chosen.masked_fill(ignored, 0.0)
 
@@ -42,9 +43,13 @@ def test_log_probs_of_tokens_equal_torchs(on_tp, tp, shape):
         torch.manual_seed(1)
         tokens = torch.randint(0, VOCAB, shape)
         if shape:
-            tokens.view(-1)[::3] = -100
+            tokens.view(-1)[::3] = IGNORED
         logits = 10 * torch.randn(*shape, VOCAB, dtype=torch.float64)
-        check(lambda own: token_log_probs(own, tokens), lambda whole: torch_log_probs(whole, tokens), logits)
+        check(
+            lambda own: token_log_probs(own, tokens, ignore_index=IGNORED),
+            lambda whole: torch_log_probs(whole, tokens),
+            logits,
+        )
 
     on_tp(tp, job)
 
