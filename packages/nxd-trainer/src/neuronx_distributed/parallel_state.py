@@ -48,7 +48,7 @@ from nxd_state.mesh_getters import (
     rmsg,
     rmsg_ep,
 )
-from nxd_trainer.script_mesh import (
+from nxd_trainer.compat.mesh import (
     ParallelGroups,
     PG_Group_Logic,
     arrange_kv_groups,

@@ -10,7 +10,7 @@ from nxd_trainer.api import (
     neuronx_distributed_config,
     save_checkpoint,
 )
-from nxd_trainer.script_helpers import AdamW_FP32OptimParams
+from nxd_trainer.compat.adamw import AdamW_FP32OptimParams
 from torch import nn
 
 pytestmark = pytest.mark.usefixtures("one_process")

@@ -31,10 +31,11 @@ def module_of(name):
 
 
 @pytest.mark.parametrize("module", NAMES)
-def test_each_name_of_a_module_resolves(module):
+def test_each_name_of_a_module_resolves_and_is_public(module):
     found = module_of(module)
 
     assert [name for name in NAMES[module] if not hasattr(found, name)] == []
+    assert set(NAMES[module]) <= set(found.__all__)
 
 
 @pytest.mark.parametrize("module", NAMES)

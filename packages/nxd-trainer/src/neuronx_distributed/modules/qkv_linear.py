@@ -3,7 +3,7 @@
 from nxd_layers.qkv_linear import (
     GQAQKVColumnParallelLinear,
 )
-from nxd_trainer.script_layers import (
+from nxd_trainer.compat.layers import (
     GQAQKVLinearWithAsyncCommunication,
     gqa_qkv_linear_with_async_allreduce,
 )

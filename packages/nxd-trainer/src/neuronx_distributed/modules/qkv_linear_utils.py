@@ -1,6 +1,6 @@
 """`neuronx_distributed.modules.qkv_linear_utils`: what the query, key and value projections learn."""
 
-from nxd_trainer.script_layers import (
+from nxd_trainer.compat.layers import (
     check_requires_grad,
     check_use_bias,
 )

@@ -3,7 +3,7 @@
 from nxd_layers import (
     RMSNorm,
 )
-from nxd_trainer.script_layers import (
+from nxd_trainer.compat.layers import (
     manual_rms_norm,
 )
 

@@ -6,7 +6,7 @@ from nxd_trainer.api.shard_files import (
     load,
     save,
 )
-from nxd_trainer.script_tensors import (
+from nxd_trainer.compat.tensors import (
     PreShardHookFn,
     get_sharded_model_dict,
 )

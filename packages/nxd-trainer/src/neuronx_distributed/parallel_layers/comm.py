@@ -1,6 +1,6 @@
 """`neuronx_distributed.parallel_layers.comm`: torch-xla's collectives, over any transport."""
 
-from nxd_trainer.script_collectives import (
+from nxd_trainer.compat.collectives import (
     all_gather,
     all_reduce,
     cpu_reduce_scatter,

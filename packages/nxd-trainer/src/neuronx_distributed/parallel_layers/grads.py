@@ -1,6 +1,6 @@
 """`neuronx_distributed.parallel_layers.grads`: norms, clipping and reduction of gradients, from nxd_trainer."""
 
-from nxd_trainer.script_gradients import (
+from nxd_trainer.compat.gradients import (
     allreduce_context_parallel_gradients,
     allreduce_sequence_parallel_gradients,
     bucket_allreduce_gradients,
@@ -9,7 +9,7 @@ from nxd_trainer.script_gradients import (
     get_grad_norm,
     param_is_not_shared,
 )
-from nxd_trainer.script_tensors import (
+from nxd_trainer.compat.tensors import (
     param_is_not_tensor_parallel_duplicate,
 )
 

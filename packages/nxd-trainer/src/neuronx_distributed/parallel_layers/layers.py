@@ -15,7 +15,7 @@ from nxd_layers.conv import (
 from nxd_layers.conv import (
     OUTPUT_CHANNEL_DIM as CONV_KERNEL_OUTPUT_CHANNEL_DIMENSION,
 )
-from nxd_trainer.script_layers import (
+from nxd_trainer.compat.layers import (
     BaseParallelConv,
     BaseParallelLayer,
     BaseParallelLinear,
@@ -25,7 +25,7 @@ from nxd_trainer.script_layers import (
     conv2d_with_weight_grad_allreduce,
     linear_with_async_allreduce,
 )
-from nxd_trainer.script_tensors import (
+from nxd_trainer.compat.tensors import (
     create_local_weight,
     param_is_not_tensor_parallel_duplicate,
 )

@@ -3,7 +3,7 @@
 from nxd_layers import (
     parallel_cross_entropy,
 )
-from nxd_trainer.script_layers import (
+from nxd_trainer.compat.layers import (
     DistributedLogprob,
     from_parallel_logits_to_logprobs,
 )

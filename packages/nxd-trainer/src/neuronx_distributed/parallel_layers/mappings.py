@@ -9,7 +9,7 @@ from nxd_layers import (
     scatter_to_sequence_parallel_region,
     scatter_to_tensor_model_parallel_region,
 )
-from nxd_trainer.script_mappings import (
+from nxd_trainer.compat.mappings import (
     gather_from_tensor_model_parallel_region_with_dim,
     nonzero_partition_dim_swap,
     reduce_from_context_model_parallel_region,

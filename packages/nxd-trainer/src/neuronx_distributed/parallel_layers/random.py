@@ -9,10 +9,10 @@ from nxd_state import (
 from nxd_state import (
     seed_model_parallel as model_parallel_xla_manual_seed,
 )
-from nxd_trainer.script_helpers import (
+from nxd_trainer.compat.process import (
     RngTracker as XLARNGStatesTracker,
 )
-from nxd_trainer.script_helpers import (
+from nxd_trainer.compat.process import (
     get_xla_rng_tracker,
 )
 

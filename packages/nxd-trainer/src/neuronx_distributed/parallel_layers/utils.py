@@ -6,12 +6,12 @@ from nxd_layers.padding import (
 from nxd_state import (
     move_model_to_device,
 )
-from nxd_trainer.script_helpers import (
+from nxd_trainer.compat.process import (
     get_local_world_size,
     initialize_fallback_parallel_state,
     is_pjrt_device,
 )
-from nxd_trainer.script_tensors import (
+from nxd_trainer.compat.tensors import (
     EmbeddingUtility,
     cast_all,
     cast_if_autocast_enabled,

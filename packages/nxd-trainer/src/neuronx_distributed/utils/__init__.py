@@ -7,8 +7,8 @@ import importlib
 from typing import Any
 
 from nxd_state import get_device
-from nxd_trainer.compat.platform import HloMetadataLevel, hardware, mark_step, master_print
-from nxd_trainer.script_helpers import cpu_mode
+from nxd_trainer.compat.platform import HloMetadataLevel, hardware
+from nxd_trainer.compat.process import cpu_mode, mark_step, master_print
 
 _SUBMODULES = (
     "activation_checkpoint",

@@ -7,6 +7,7 @@ from nxd_trainer.compat.models import (
     get_delay_tracing,
     get_model_sequential,
     has_fake_tensors,
+    init_on_device,
     is_hf_accelerate_available,
     is_hf_pretrained_model,
     is_hf_transformers_available,
@@ -20,7 +21,7 @@ from nxd_trainer.compat.models import (
     retie_shared_weights,
 )
 from nxd_trainer.compat.platform import LogicalNCConfig, get_platform_lnc
-from nxd_trainer.script_helpers import get_local_world_size, init_on_device
+from nxd_trainer.compat.process import get_local_world_size
 
 __all__ = [
     "move_model_to_device",

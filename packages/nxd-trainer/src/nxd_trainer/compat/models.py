@@ -12,6 +12,7 @@ from nxd_pipeline.partition import materialize
 from nxd_state import copy_parameter_attributes, model_parallel_is_initialized, move_model_to_device
 from torch import Tensor, nn
 
+from nxd_trainer.api.build import parameters_on_meta
 from nxd_trainer.api.rank_sync import in_turns
 
 _ATTRIBUTES = ("tensor_model_parallel", "expert_model_parallel", "sequence_parallel_enabled", "shared")
@@ -195,3 +196,19 @@ def check_delay_tracing(nxd_config: Mapping[str, Any]) -> bool:
 def get_delay_tracing(arg: Any) -> bool:
     """As `check_delay_tracing`."""
     return False
+
+
+@contextmanager
+def init_on_device(
+    device: torch.device | str, include_buffers: bool = False, force_custom_init_on_device: bool = False
+) -> Iterator[None]:
+    """Modules made inside have their parameters on `device`; on "meta" they take no memory.
+
+    Args:
+        device: on others than "meta" buffers, and tensors that name no device, are made there as well.
+        include_buffers: with "meta", put buffers there, too; otherwise they have their values.
+        force_custom_init_on_device: taken for scripts that give it; there is one way to do it here.
+    """
+    device = torch.device(device)
+    with parameters_on_meta(include_buffers=include_buffers) if device.type == "meta" else device:
+        yield

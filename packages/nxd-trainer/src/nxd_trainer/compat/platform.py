@@ -1,13 +1,10 @@
-"""Which Neuron hardware a script is for, as far as scripts ask, and the step's border and messages on any device."""
+"""Which Neuron hardware a script is for, as far as scripts ask."""
 
 import json
 import os
 from enum import Enum, IntEnum
 from pathlib import Path
 from typing import Any
-
-import torch.distributed as dist
-from nxd_state import records_graphs, step_boundary
 
 _TARGET_VARIABLE = "NEURON_PLATFORM_TARGET_OVERRIDE"
 _LNC_VARIABLE = "NEURON_LOGICAL_NC_CONFIG"
@@ -74,15 +71,3 @@ def get_dict_from_json(json_file: str | os.PathLike[str]) -> dict[Any, Any]:
     except ValueError as error:  # of json and of decoding
         raise ValueError(f"Failed to parse JSON file '{json_file}': {error}") from error
     return found
-
-
-def mark_step() -> None:
-    """End the recorded graph, where the device records one; does nothing elsewhere."""
-    if records_graphs():
-        step_boundary()
-
-
-def master_print(msg: object) -> None:
-    """Print on rank 0, or on the only one."""
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        print(msg, flush=True)

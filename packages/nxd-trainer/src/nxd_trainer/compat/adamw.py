@@ -1,26 +1,10 @@
-"""Undocumented helpers that training scripts for NeuronX Distributed import: an optimizer and small functions.
+"""AdamW as scripts for NeuronX Distributed import it: moments and arithmetic in float32, whatever the parameters."""
 
-They are available under the import paths that those scripts use, see `neuronx_distributed`. New code should use the
-equivalents in nxd_state, nxd_layers and nxd_optim.
-"""
-
-import os
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from nxd_layers.upstream_arguments import say_without_effect
-from nxd_state import (
-    get_rng_state,
-    get_world_group,
-    initialize_model_parallel,
-    is_host,
-    model_parallel_is_initialized,
-    records_graphs,
-    rng_stream,
-    set_rng_state,
-)
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
@@ -112,72 +96,3 @@ class AdamW_FP32OptimParams(Optimizer):  # noqa: N801  (the documented name)
             rate = rate * (1 - second**steps) ** 0.5 / (1 - first**steps)
         weights = weights - rate * state["exp_avg"] / (state["exp_avg_sq"].sqrt() + group["eps"])
         parameter.copy_(weights * (1 - group["lr"] * group["weight_decay"]))
-
-
-class RngTracker:
-    """Leads to the streams of nxd_state, which `model_parallel_xla_manual_seed` seeds."""
-
-    def fork(self) -> AbstractContextManager[None]:
-        """Draw from this tensor-parallel rank's own stream inside the `with` block.
-
-        Raises:
-            RuntimeError: the streams are not seeded.
-        """
-        return rng_stream("tp")
-
-    def get_states(self) -> dict[str, dict[str, Tensor]]:
-        """State of every stream, to be saved."""
-        return get_rng_state()
-
-    def set_states(self, states: dict[str, dict[str, Tensor]]) -> None:
-        """Restore a state of `get_states`."""
-        set_rng_state(states)
-
-
-_TRACKER = RngTracker()
-
-
-def get_xla_rng_tracker() -> RngTracker:
-    """The one tracker of this process, on any device."""
-    return _TRACKER
-
-
-@contextmanager
-def init_on_device(
-    device: torch.device | str, include_buffers: bool = False, force_custom_init_on_device: bool = False
-) -> Iterator[None]:
-    """Modules made inside have their parameters on `device`; on "meta" they take no memory.
-
-    Args:
-        device: on others than "meta" buffers, and tensors that name no device, are made there as well.
-        include_buffers: with "meta", put buffers there, too; otherwise they have their values.
-        force_custom_init_on_device: taken for scripts that give it; there is one way to do it here.
-    """
-    from nxd_trainer.api.build import parameters_on_meta  # noqa: PLC0415 - brings in all of the trainer
-
-    device = torch.device(device)
-    with parameters_on_meta(include_buffers=include_buffers) if device.type == "meta" else device:
-        yield
-
-
-def get_local_world_size() -> int:
-    """Ranks on this host: what the launcher says, else all of them."""
-    if "LOCAL_WORLD_SIZE" in os.environ:
-        return int(os.environ["LOCAL_WORLD_SIZE"])
-    return get_world_group().size if model_parallel_is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def initialize_fallback_parallel_state(device: torch.device | None = None) -> None:
-    """Make a mesh of one rank, if there is none. Layers here need none to work as plain ones."""
-    if not model_parallel_is_initialized():
-        initialize_model_parallel()
-
-
-def is_pjrt_device() -> bool:
-    """Whether this process computes through PJRT, the runtime interface of XLA devices."""
-    return records_graphs()
-
-
-def cpu_mode() -> bool:
-    """Whether this process computes on the CPU."""
-    return is_host()
