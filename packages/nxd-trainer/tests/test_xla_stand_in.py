@@ -26,6 +26,9 @@ from torch_xla.utils.checkpoint import checkpoint
 import neuronx_distributed as nxd
 from helper import make_batches
 
+def forward(model, x):
+    return model(x * torch.ones(1, device="xla"))
+
 def train(index, flags):
     config = nxd.neuronx_distributed_config(tensor_parallel_size=1)
     torch.manual_seed(0)
@@ -34,7 +37,7 @@ def train(index, flags):
     loader = pl.MpDeviceLoader(make_batches(xr.global_ordinal(), xr.world_size()), xm.xla_device())
     for step, batch in enumerate(loader):
         optimizer.zero_grad()
-        loss = checkpoint(model, batch["x"], use_reentrant=False).square().mean()
+        loss = checkpoint(forward, model, batch["x"], use_reentrant=False).square().mean()
         loss.backward()
         xm.optimizer_step(optimizer, groups=nxd.parallel_state.get_data_parallel_group(as_list=True))
         mean = xm.all_reduce(xm.REDUCE_SUM, loss.detach(), scale=1 / xr.world_size())
