@@ -127,3 +127,13 @@ def test_name_that_the_stand_in_lacks_is_an_error_that_lists_what_it_has(tmp_pat
 
     assert result.returncode == 1
     assert "what stands in for torch_xla.runtime has no 'use_spmd'; it has device_type, " in result.stderr
+
+
+def test_library_that_looks_for_a_tpu_learns_that_there_is_none(tmp_path, run_script):
+    (tmp_path / "other.py").write_text(
+        "from torch_xla.experimental import tpu\ntry:\n    tpu.version()\nexcept OSError as error:\n    print(error)\n"
+    )
+
+    result = run_script(script="other.py")
+
+    assert result.stdout == "there is no TPU: torch-xla is not installed\n", result.stderr

@@ -301,6 +301,10 @@ def spawn(fn: Callable[..., object], args: tuple[Any, ...] = (), nprocs: int | N
     fn(_local_rank(), *args)
 
 
+def _no_tpu() -> int:
+    raise OSError("there is no TPU: torch-xla is not installed")  # which Lightning, who looks for one, expects
+
+
 _XLA_MODEL = {
     **{f"REDUCE_{name.upper()}": name for name in _OPERATIONS},
     **{
@@ -329,6 +333,7 @@ _MODULES: dict[str, dict[str, Any]] = {
     "torch_xla.distributed.xla_backend": {},
     "torch_xla.distributed.xla_multiprocessing": {"spawn": spawn},
     "torch_xla.experimental": {},
+    "torch_xla.experimental.tpu": {"version": _no_tpu},
     "torch_xla.experimental.pjrt_backend": {},
     "torch_xla.utils": {},
     "torch_xla.utils.checkpoint": {"checkpoint": checkpoint},
