@@ -25,7 +25,7 @@ CheckpointState = dict[str, ShardedTensor | Tensor]
 OPTIMIZER_PREFIX = "optimizer/"  # and then <logical name>/<key>
 OPTIMIZER_DICT_PREFIX = "optimizer_state_dict/"  # bytes of a rank's state_dict, where no model named its parameters
 RNG_PREFIX = "rng/"  # random streams of a rank
-NOT_OF_THE_MODEL = (OPTIMIZER_PREFIX, OPTIMIZER_DICT_PREFIX, RNG_PREFIX)
+_NOT_OF_THE_MODEL = (OPTIMIZER_PREFIX, OPTIMIZER_DICT_PREFIX, RNG_PREFIX)
 
 _MASTER = f"/{MASTER_KEY}"
 _SHOWN_NAMES = 8
@@ -34,7 +34,7 @@ _BLOCK_BYTES = 16 * 2**20
 
 def kind_of(name: str) -> Literal["model", "optimizer", "run"]:
     """The kind of a checkpoint's tensor, by its name, whoever wrote the checkpoint."""
-    if not name.startswith(NOT_OF_THE_MODEL):
+    if not name.startswith(_NOT_OF_THE_MODEL):
         return "model"
     return "run" if name.startswith(RNG_PREFIX) else "optimizer"
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from nxd_ckpt import CheckpointError, open_checkpoint
+from nxd_ckpt.interop import from_checkpoint, read_whole
 from nxd_trainer.api import (
     initialize_parallel_model,
     initialize_parallel_optimizer,
@@ -10,6 +11,7 @@ from nxd_trainer.api import (
     neuronx_distributed_config,
     save_checkpoint,
 )
+from nxd_trainer.model_weights import ModelTensors
 from nxd_trainer.script_helpers import AdamW_FP32OptimParams
 from torch import nn
 
@@ -137,6 +139,18 @@ def test_weights_left_out_of_a_checkpoint_come_back_from_their_masters(tmp_path,
         step(model, optimizer)
         step(other, its_optimizer)
         assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_weights_left_out_of_a_checkpoint_are_read_as_their_masters(tmp_path):
+    model, optimizer = bfloat16_with_masters()
+    step(model, optimizer)
+    save_checkpoint(tmp_path, "a", model, optimizer, avoid_saving_lower_precision_weights=True)
+
+    weights = ModelTensors(from_checkpoint(open_checkpoint(tmp_path, "a")))
+
+    assert weights.tensors.keys() == {"weight", "bias", "scale"}
+    assert weights.tensors["weight"].dtype == torch.float32
+    assert torch.equal(read_whole(weights, "weight").bfloat16(), dict(model.named_parameters())["weight"])
 
 
 @pytest.mark.parametrize(
