@@ -19,6 +19,7 @@ from nxd_lightning import (
     NeuronXLAStrategy,
 )
 from nxd_state import destroy_model_parallel
+from nxd_trainer.api import initialize_parallel_model
 from torch.utils.data import DataLoader
 
 pytestmark = pytest.mark.smoke
@@ -69,6 +70,36 @@ def test_documented_arguments_come_first_and_in_order(cls):
     documented = DOCUMENTED[cls].split()
 
     assert names[: len(documented)] == documented
+
+
+class WithSetupOfItsOwn(Fitting):
+    def setup(self, stage=None):
+        self.model = initialize_parallel_model(self.nxd_config, torch.nn.Linear, *self.model_args)
+
+
+def test_script_with_a_setup_of_its_own_gives_the_config_first_and_no_model_function(tmp_path):
+    module = WithSetupOfItsOwn(
+        {},
+        torch.optim.SGD,
+        None,
+        (2, 2),
+        opt_kwargs={"lr": 0.1},
+        train_batch_size=2,
+        logging_interval=5,
+        manual_opt=False,
+    )
+
+    fit(module, tmp_path)
+
+    assert module.global_step == 2
+    assert (module.train_batch_size, module.logging_interval, module.loss, module.global_norm) == (2, 5, None, None)
+
+
+def test_module_without_model_function_and_setup_says_what_to_give(tmp_path):
+    module = Fitting(nxd_config={}, opt_cls=torch.optim.SGD)
+
+    with pytest.raises(ValueError, match="model_fn is missing: give the function that returns the model, or override"):
+        fit(module, tmp_path)
 
 
 def test_documented_defaults_hold():

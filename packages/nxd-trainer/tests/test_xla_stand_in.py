@@ -26,6 +26,9 @@ from torch_xla.utils.checkpoint import checkpoint
 import neuronx_distributed as nxd
 from helper import make_batches
 
+def forward(model, x):
+    return model(x * torch.ones(1, device="xla"))
+
 def train(index, flags):
     config = nxd.neuronx_distributed_config(tensor_parallel_size=1)
     torch.manual_seed(0)
@@ -34,7 +37,7 @@ def train(index, flags):
     loader = pl.MpDeviceLoader(make_batches(xr.global_ordinal(), xr.world_size()), xm.xla_device())
     for step, batch in enumerate(loader):
         optimizer.zero_grad()
-        loss = checkpoint(model, batch["x"], use_reentrant=False).square().mean()
+        loss = checkpoint(forward, model, batch["x"], use_reentrant=False).square().mean()
         loss.backward()
         xm.optimizer_step(optimizer, groups=nxd.parallel_state.get_data_parallel_group(as_list=True))
         mean = xm.all_reduce(xm.REDUCE_SUM, loss.detach(), scale=1 / xr.world_size())
@@ -124,3 +127,13 @@ def test_name_that_the_stand_in_lacks_is_an_error_that_lists_what_it_has(tmp_pat
 
     assert result.returncode == 1
     assert "what stands in for torch_xla.runtime has no 'use_spmd'; it has device_type, " in result.stderr
+
+
+def test_library_that_looks_for_a_tpu_learns_that_there_is_none(tmp_path, run_script):
+    (tmp_path / "other.py").write_text(
+        "from torch_xla.experimental import tpu\ntry:\n    tpu.version()\nexcept OSError as error:\n    print(error)\n"
+    )
+
+    result = run_script(script="other.py")
+
+    assert result.stdout == "there is no TPU: torch-xla is not installed\n", result.stderr

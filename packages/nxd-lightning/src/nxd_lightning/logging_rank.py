@@ -36,14 +36,16 @@ class NeuronTensorBoardLogger(_TensorBoardLogger):
 
     Args:
         save_dir: folder of the logs.
+        log_rank0: write from rank 0, whatever the module says; otherwise from the strategy's `logging_rank`.
         **options: as for `TensorBoardLogger`, such as `name` and `version`.
 
     Attributes:
         print_step: for scripts that set it; it changes nothing.
     """
 
-    def __init__(self, save_dir: Any, **options: Any) -> None:
+    def __init__(self, save_dir: Any, *, log_rank0: bool = False, **options: Any) -> None:
         super().__init__(save_dir, **options)
+        self.log_rank0 = log_rank0
         self.print_step = -1
         self._is_writer: bool | None = None
 

@@ -7,6 +7,7 @@ import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import wraps
 from typing import Any, Self
 
 import torch
@@ -52,6 +53,27 @@ _reset_seed: Any = fabric("utilities.seed").reset_seed
 DEFAULT_WEIGHT_DECAY = 0.01
 
 
+_ORDER_OF_SCRIPTS = (
+    *("nxd_config", "opt_cls", "scheduler_cls", "model_args", "model_kwargs", "opt_args", "opt_kwargs"),
+    *("scheduler_args", "scheduler_kwargs", "model_fn", "grad_accum_steps", "train_batch_size", "logging_interval"),
+    *("log_rank0", "manual_opt"),
+)
+
+
+def _accept_order_of_scripts(init: Callable[..., None]) -> Callable[..., None]:
+    """Let the config come first, as in existing scripts, and modules with their own `setup` leave `model_fn` out."""
+
+    @wraps(init)
+    def call(self: Any, *args: Any, **kwargs: Any) -> None:
+        if args and isinstance(args[0], Mapping):
+            args, kwargs = (), dict(zip(_ORDER_OF_SCRIPTS, args, strict=False)) | kwargs
+        if not args:
+            kwargs.setdefault("model_fn", None)
+        init(self, *args, **kwargs)
+
+    return call
+
+
 class NeuronLTModule(_LightningModule):
     """A model trained with tensor, pipeline and data parallelism by a Trainer with `NeuronXLAStrategy`.
 
@@ -59,7 +81,7 @@ class NeuronLTModule(_LightningModule):
     losses that steps return and values that they log are those of the last stage, on every rank.
 
     Args:
-        model_fn: returns the model.
+        model_fn: returns the model. None, or left out, where `setup` is overridden and makes it.
         nxd_config: of `neuronx_distributed_config`, or a dict of its arguments.
         opt_cls: a class of torch optimizers.
         scheduler_cls: called with the optimizer; None for no scheduler. It is stepped with the optimizer.
@@ -72,11 +94,14 @@ class NeuronLTModule(_LightningModule):
         grad_accum_steps: batches that make a step of the optimizer.
         log_rank0: show and write what is logged on rank 0 rather than on the last stage's first rank.
         manual_opt: `training_step` steps the optimizer itself; otherwise the Trainer does.
+        train_batch_size: sequences in a batch, for scripts that compute their throughput.
+        logging_interval: steps between what a script logs.
 
     Attributes:
         model: the `NxDModel`, once `setup` has been called.
         averaged_loss: of the batches since the last step of the optimizer, a sum of their shares.
         should_print: whether the last training step stepped the optimizer.
+        loss, lr, input_ids, global_norm: for scripts, which keep there what they log.
 
     Raises:
         ValueError: the config has mistakes, or `grad_accum_steps` is no count.
@@ -84,9 +109,10 @@ class NeuronLTModule(_LightningModule):
 
     model: NxDModel
 
+    @_accept_order_of_scripts
     def __init__(
         self,
-        model_fn: Callable[..., torch.nn.Module],
+        model_fn: Callable[..., torch.nn.Module] | None,
         nxd_config: Mapping[str, Any],
         opt_cls: Callable[..., Any],
         scheduler_cls: Callable[..., Any] | None = None,
@@ -99,6 +125,9 @@ class NeuronLTModule(_LightningModule):
         grad_accum_steps: int = 1,
         log_rank0: bool = False,
         manual_opt: bool = True,
+        *,
+        train_batch_size: int = 16,
+        logging_interval: int = 1,
     ) -> None:
         super().__init__()
         if type(grad_accum_steps) is not int or grad_accum_steps < 1:
@@ -114,10 +143,16 @@ class NeuronLTModule(_LightningModule):
         self.scheduler_args = tuple(scheduler_args)
         self.scheduler_kwargs = dict(scheduler_kwargs or {})
         self.grad_accum_steps = grad_accum_steps
+        self.train_batch_size = train_batch_size
+        self.logging_interval = logging_interval
         self.log_rank0 = log_rank0
         self.automatic_optimization = not manual_opt
         self.averaged_loss = torch.zeros((), dtype=torch.float64)
         self.should_print = False
+        self.loss: Any = None
+        self.lr: Any = None
+        self.input_ids: Any = None
+        self.global_norm: Any = None
         self._gradient_scale: GradientScale | None = None
 
     # Model, optimizer and scheduler.
@@ -129,12 +164,14 @@ class NeuronLTModule(_LightningModule):
 
         Raises:
             RuntimeError: the Trainer has another strategy.
-            ValueError: the model or the Trainer does not fit the config.
+            ValueError: the model or the Trainer does not fit the config, or there is no `model_fn`.
         """
         if self._trainer is not None:
             self._check_trainer(self.trainer)
         if hasattr(self, "model"):
             return
+        if self.model_fn is None:
+            raise ValueError("model_fn is missing: give the function that returns the model, or override setup")
         _reset_seed()
         seed = torch.initial_seed()
         self.model = initialize_parallel_model(self.nxd_config, self.model_fn, *self.model_args, **self.model_kwargs)

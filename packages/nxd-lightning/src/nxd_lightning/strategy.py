@@ -177,7 +177,8 @@ class NeuronXLAStrategy(StrategyBase):
         check_trainer(self.lightning_module.trainer)
         for logger in self.lightning_module.trainer.loggers:
             if hasattr(logger, "choose_writer"):
-                logger.choose_writer(is_writer=world.rank == self.logging_rank, broadcast=self.broadcast)
+                writer = 0 if getattr(logger, "log_rank0", False) else self.logging_rank
+                logger.choose_writer(is_writer=world.rank == writer, broadcast=self.broadcast)
 
     def setup(self, trainer: Any) -> None:
         """Put the module on its device and make optimizers. Called by all ranks.

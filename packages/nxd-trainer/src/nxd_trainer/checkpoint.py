@@ -25,15 +25,16 @@ CheckpointState = dict[str, ShardedTensor | Tensor]
 OPTIMIZER_PREFIX = "optimizer/"  # and then <logical name>/<key>
 OPTIMIZER_DICT_PREFIX = "optimizer_state_dict/"  # bytes of a rank's state_dict, where no model named its parameters
 RNG_PREFIX = "rng/"  # random streams of a rank
-NOT_OF_THE_MODEL = (OPTIMIZER_PREFIX, OPTIMIZER_DICT_PREFIX, RNG_PREFIX)
+_NOT_OF_THE_MODEL = (OPTIMIZER_PREFIX, OPTIMIZER_DICT_PREFIX, RNG_PREFIX)
 
+_MASTER = f"/{MASTER_KEY}"
 _SHOWN_NAMES = 8
 _BLOCK_BYTES = 16 * 2**20
 
 
 def kind_of(name: str) -> Literal["model", "optimizer", "run"]:
     """The kind of a checkpoint's tensor, by its name, whoever wrote the checkpoint."""
-    if not name.startswith(NOT_OF_THE_MODEL):
+    if not name.startswith(_NOT_OF_THE_MODEL):
         return "model"
     return "run" if name.startswith(RNG_PREFIX) else "optimizer"
 
@@ -96,6 +97,22 @@ def _zero1_state(model: nn.Module, optimizer: NeuronZero1Optimizer) -> Checkpoin
             full_name = f"{OPTIMIZER_PREFIX}{logical_name(name, shard.name)}/{entry.key}"
             shards.setdefault((full_name, shard.logical_shape), []).append(Shard(shard.tensor, shard.box.offset))
     return state | {name: ShardedTensor(shape, found) for (name, shape), found in shards.items()}
+
+
+def weights_of_wider_masters(model: nn.Module, optimizer: Optimizer) -> set[str]:
+    """The model's tensors that `optimizer_state` holds as wider master weights as well: with ZeRO-1 that saves them."""
+    if not isinstance(optimizer, NeuronZero1Optimizer):
+        return set()
+    names = {parameter: name for name, parameter in _optimized_parameters(model, optimizer)}
+    wider = optimizer.parameters_of_wider_masters()
+    return {logical for parameter in wider for logical in _logical_names(names[parameter], parameter)}
+
+
+def weights_kept_as_masters(stored: Iterable[str]) -> dict[str, str]:
+    """The model's tensors that a checkpoint of these names keeps as master weights only, with the names of those."""
+    names = set(stored)
+    masters = {owner_of(name): name for name in names if name.startswith(OPTIMIZER_PREFIX) and name.endswith(_MASTER)}
+    return {weight: name for weight, name in masters.items() if weight not in names}
 
 
 def saved_here(model: nn.Module, state: CheckpointState) -> CheckpointState:

@@ -17,7 +17,7 @@ from nxd_layers.lora import LoraModel
 from nxd_pipeline import NxDPPModel
 from torch import nn
 
-from nxd_trainer.checkpoint import kind_of
+from nxd_trainer.checkpoint import kind_of, weights_kept_as_masters
 from nxd_trainer.models import LlamaConfig
 
 KEY = "model"
@@ -138,7 +138,8 @@ def description_of(checkpoint: Checkpoint) -> ModelDescription:
     """
     where = f"checkpoint {checkpoint.tag!r}"
     adapter_in(checkpoint)
-    if not any(kind_of(name) == "model" for name in checkpoint.tensors):
+    has_weights = any(kind_of(name) == "model" for name in checkpoint.tensors)
+    if not has_weights and not weights_kept_as_masters(checkpoint.tensors):
         raise ValueError(f"{where} holds no model; give one that was saved with model=")
     description = find_description(checkpoint)
     if description is None:

@@ -13,7 +13,7 @@ import torch
 from nxd_ckpt import Checkpoint, Shard, TensorInfo
 from nxd_ckpt.boxes import Box
 from nxd_ckpt.coordinator import coordinator_for, on_every_rank
-from nxd_ckpt.interop import Selection, TensorSource, from_checkpoint
+from nxd_ckpt.interop import TensorSource, from_checkpoint
 from nxd_ckpt.interop.source import fill
 from nxd_layers.hf import parallelize
 from nxd_layers.lora import config_from_adapter_config
@@ -21,13 +21,45 @@ from nxd_state import active_group, get_device, move_model_to_device
 from torch import Tensor, nn
 
 from nxd_trainer.api.unwrap import further_names
-from nxd_trainer.checkpoint import NOT_OF_THE_MODEL, check_names, fill_state, model_state
+from nxd_trainer.checkpoint import check_names, fill_state, kind_of, model_state, weights_kept_as_masters
 from nxd_trainer.hugging_face.conversion import model_on_meta, reference_model
 from nxd_trainer.hugging_face.loading import make_room
 from nxd_trainer.model_description import ModelDescription, adapter_in, model_dtype
 from nxd_trainer.models import LlamaForCausalLM
 
 _FACTORS = {"lora_A": "lora_B", "lora_embedding_A": "lora_embedding_B"}  # as PEFT calls them
+
+
+@dataclass(frozen=True)
+class ModelTensors:
+    """The model's tensors of a checkpoint, as a `TensorSource`; for weights that it leaves out, their master weights.
+
+    Args:
+        source: all tensors of the checkpoint.
+    """
+
+    source: TensorSource
+
+    objects = None
+    is_mapped = False
+
+    @cached_property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Type and shape of every tensor."""
+        return {name: self.source.tensors[stored] for name, stored in self._stored_names.items()}
+
+    def shards(self, name: str, box: Box) -> Sequence[Shard]:
+        """As the source.
+
+        Raises:
+            CheckpointError: it cannot be read.
+        """
+        return self.source.shards(self._stored_names[name], box)
+
+    @cached_property
+    def _stored_names(self) -> Mapping[str, str]:
+        weights = {name: name for name in self.source.tensors if kind_of(name) == "model"}
+        return weights | weights_kept_as_masters(self.source.tensors)
 
 
 @dataclass(frozen=True)
@@ -163,7 +195,7 @@ def model_weights(checkpoint: Checkpoint, description: ModelDescription) -> Mode
         ValueError: the adapter has no base model there, is none of LoRA, or does not fit the model; or a weight that it
             is merged into is tied to another.
     """
-    source = Selection(from_checkpoint(checkpoint), exclude=[f"{prefix}*" for prefix in NOT_OF_THE_MODEL])
+    source = ModelTensors(from_checkpoint(checkpoint))
     adapter = adapter_in(checkpoint)
     return ModelWeights(source, {} if adapter is None else _branches(source, adapter, description))
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from nxd_state import get_device
 from nxd_state.device import backend_of_device, device_type
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
@@ -71,13 +72,23 @@ class _Missing:
 
 
 class _DeviceNamedXla(TorchFunctionMode):
-    """Takes this process's device where a call of torch names "xla"."""
+    """Takes this process's device where a call of torch names "xla".
+
+    torch takes a mode away while a call runs that the mode has seen. `loss.backward()` goes on with the mode, for
+    recomputations of checkpointed modules run code of the script there.
+    """
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         args = [get_device() if _is_xla(value) else value for value in args]
-        return func(*args, **{key: get_device() if _is_xla(value) else value for key, value in (kwargs or {}).items()})
+        kwargs = {key: get_device() if _is_xla(value) else value for key, value in (kwargs or {}).items()}
+        if func is Tensor.backward and args[0].requires_grad and kwargs.get("inputs") is None:
+            edge = get_gradient_edge(args[0])  # which, unlike a tensor, does not bring the call back here
+            gradient = kwargs.pop("gradient", None)
+            with self:
+                return torch.autograd.backward(edge, gradient, **kwargs)
+        return func(*args, **kwargs)
 
 
 def _is_xla(value: object) -> bool:
@@ -290,6 +301,10 @@ def spawn(fn: Callable[..., object], args: tuple[Any, ...] = (), nprocs: int | N
     fn(_local_rank(), *args)
 
 
+def _no_tpu() -> int:
+    raise OSError("there is no TPU: torch-xla is not installed")  # which Lightning, who looks for one, expects
+
+
 _XLA_MODEL = {
     **{f"REDUCE_{name.upper()}": name for name in _OPERATIONS},
     **{
@@ -318,6 +333,7 @@ _MODULES: dict[str, dict[str, Any]] = {
     "torch_xla.distributed.xla_backend": {},
     "torch_xla.distributed.xla_multiprocessing": {"spawn": spawn},
     "torch_xla.experimental": {},
+    "torch_xla.experimental.tpu": {"version": _no_tpu},
     "torch_xla.experimental.pjrt_backend": {},
     "torch_xla.utils": {},
     "torch_xla.utils.checkpoint": {"checkpoint": checkpoint},

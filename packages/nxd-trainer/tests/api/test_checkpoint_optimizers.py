@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from nxd_ckpt import CheckpointError
+from nxd_ckpt import CheckpointError, open_checkpoint
+from nxd_ckpt.interop import from_checkpoint, read_whole
 from nxd_trainer.api import (
     initialize_parallel_model,
     initialize_parallel_optimizer,
@@ -11,6 +12,7 @@ from nxd_trainer.api import (
     save_checkpoint,
 )
 from nxd_trainer.compat.adamw import AdamW_FP32OptimParams
+from nxd_trainer.model_weights import ModelTensors
 from torch import nn
 
 pytestmark = pytest.mark.usefixtures("one_process")
@@ -111,3 +113,71 @@ def test_states_of_another_class_are_refused_at_once(tmp_path, zero1):
 
     with pytest.raises(CheckpointError, match=r"AdamW has a state 'step', and those given are \['momentum_buffer'\]"):
         load_checkpoint(tmp_path, model=other, optimizer=its_optimizer)
+
+
+def bfloat16_with_masters(*, saved=True, dtype=torch.bfloat16, zero1=True):
+    config = neuronx_distributed_config(
+        optimizer_config={"zero_one_enabled": zero1},
+        mixed_precision_config={"use_master_weights_in_ckpt": saved and zero1},
+    )
+    model = initialize_parallel_model(config, lambda: Scaled().to(dtype))
+    return model, initialize_parallel_optimizer(config, torch.optim.AdamW, model.parameters(), lr=0.01)
+
+
+@pytest.mark.parametrize("with_optimizer", [True, False])
+def test_weights_left_out_of_a_checkpoint_come_back_from_their_masters(tmp_path, with_optimizer):
+    model, optimizer = bfloat16_with_masters()
+    step(model, optimizer)
+    save_checkpoint(tmp_path, "a", model, optimizer, avoid_saving_lower_precision_weights=True)
+    other, its_optimizer = bfloat16_with_masters()
+
+    load_checkpoint(tmp_path, model=other, optimizer=its_optimizer if with_optimizer else None)
+
+    assert not {"weight", "bias", "scale"} & open_checkpoint(tmp_path, "a").tensors.keys()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    if with_optimizer:
+        step(model, optimizer)
+        step(other, its_optimizer)
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_weights_left_out_of_a_checkpoint_are_read_as_their_masters(tmp_path):
+    model, optimizer = bfloat16_with_masters()
+    step(model, optimizer)
+    save_checkpoint(tmp_path, "a", model, optimizer, avoid_saving_lower_precision_weights=True)
+
+    weights = ModelTensors(from_checkpoint(open_checkpoint(tmp_path, "a")))
+
+    assert weights.tensors.keys() == {"weight", "bias", "scale"}
+    assert weights.tensors["weight"].dtype == torch.float32
+    assert torch.equal(read_whole(weights, "weight").bfloat16(), dict(model.named_parameters())["weight"])
+
+
+@pytest.mark.parametrize(
+    "kind", [{"saved": False}, {"dtype": torch.float32}, {"zero1": False}], ids=["masters not saved", "wide", "plain"]
+)
+def test_weights_without_wider_masters_are_saved_whoever_wants_to_avoid_it(tmp_path, caplog, kind):
+    model, optimizer = bfloat16_with_masters(**kind)
+    step(model, optimizer)
+
+    with caplog.at_level("INFO", logger="nxd_trainer"):
+        save_checkpoint(tmp_path, "a", model, optimizer, avoid_saving_lower_precision_weights=True)
+
+    assert {"weight", "bias", "scale"} <= open_checkpoint(tmp_path, "a").tensors.keys()
+    assert (
+        caplog.messages.count("avoid_saving_lower_precision_weights changes nothing: no wider master weights are saved")
+        == 1
+    )
+
+
+def test_zero1_dcp_is_taken_and_said_to_change_nothing(tmp_path, caplog):
+    model, optimizer = build(torch.optim.AdamW, zero1=True, lr=0.1)
+    step(model, optimizer)
+
+    with caplog.at_level("INFO", logger="nxd_trainer"):
+        save_checkpoint(tmp_path, "a", model, optimizer, None, None, 8, False, None, False, False, True)
+        load_checkpoint(tmp_path, "a", model, optimizer, None, 8, True, True)
+
+    assert [message.partition(":")[0] for message in caplog.messages if "dcp" in message] == [
+        "use_zero1_dcp changes nothing"
+    ] * 2

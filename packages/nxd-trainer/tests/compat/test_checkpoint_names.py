@@ -9,7 +9,7 @@ import torch
 from neuronx_distributed.optimizer import convert_zero_checkpoints
 from neuronx_distributed.scripts.checkpoint_converter import CheckpointConverterBase
 from neuronx_distributed.scripts.yaml_converter import convert_yaml_to_json
-from neuronx_distributed.trainer.checkpoint import CheckpointIOState
+from neuronx_distributed.trainer.checkpoint import CheckpointIOState, save_checkpoint
 from neuronx_distributed.trainer.checkpoint_storage import create_checkpoint_storage, is_slow_down_error
 from nxd_trainer.compat.checkpoint_converter import HeadOrder
 
@@ -73,6 +73,52 @@ def test_whole_weights_go_to_ranks_and_back_unchanged(converted, layout, xser):
     assert len(list((ranks / "model").glob("dp_rank_00_tp_rank_*_pp_rank_*.pt"))) > 0
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+class Layers(torch.nn.Module):
+    """With the names and shapes of some tensors, of which it fuses some as a script's model does."""
+
+    def __init__(self, state):
+        super().__init__()
+        for name, value in state.items():
+            parent = self
+            *path, last = name.split(".")
+            for part in path:
+                if part not in dict(parent.named_children()):
+                    parent.add_module(part, torch.nn.Module())
+                parent = parent.get_submodule(part)
+            parent.register_parameter(last, torch.nn.Parameter(value.clone()))
+
+
+def fused(state):
+    """Of each layer `qkv_proj.weight` and `gate_up_proj.weight`, the parts one after the other."""
+    result = dict(state)
+    for layer in range(LAYERS):
+        for target, parts in (("self_attn.qkv_proj", "qkv"), ("mlp.gate_up_proj", ("gate", "up"))):
+            module = target.partition(".")[0]
+            names = [f"model.layers.{layer}.{module}.{part}_proj.weight" for part in parts]
+            result[f"model.layers.{layer}.{target}.weight"] = torch.cat([result.pop(name) for name in names])
+    return result
+
+
+@pytest.mark.parametrize("folder", ["runs/step_1/model", "runs/step_1"])
+def test_checkpoint_of_the_training_script_becomes_whole_weights(converted, tmp_path, folder):
+    save_checkpoint(tmp_path / "runs", "step_1", Layers(fused(weights())))
+
+    whole = converted(folder, "back", "--convert_to_full_state", "--load_xser", "True", "--tp_size", "2")
+
+    found, expected = torch.load(whole / "checkpoint.pt"), weights()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_checkpoint_of_other_sizes_than_its_config_says_is_refused(converted, tmp_path):
+    state = fused(weights())
+    state["model.layers.0.self_attn.qkv_proj.weight"] = torch.zeros(30, HIDDEN)
+    save_checkpoint(tmp_path / "runs", "step_1", Layers(state))
+
+    with pytest.raises(ValueError, match=r"qkv_proj.weight \[30, 16\] is not of \[16, 4, 4\] rows, as --config says"):
+        converted("runs/step_1/model", "back", "--convert_to_full_state")
 
 
 def test_ranks_hold_repeated_heads_with_their_queries(converted):

@@ -314,5 +314,10 @@ def test_gathered_dim_and_reduced_dim_may_be_any(on_mesh):
         reduced = mappings.reduce_scatter_to_tensor_model_parallel_region_with_dim(gathered, 0)
         assert torch.equal(reduced, all_reduce(gathered, get_group("tp"))[:1])
         assert mappings.scatter_input_channels_to_tensor_model_parallel_region(gathered).shape == (2, 1)
+        # The names that scripts use in autograd functions of their own.
+        assert torch.equal(mappings._gather_along_last_dim(part), gathered)
+        assert torch.equal(mappings._split_along_last_dim(gathered), part)
+        assert torch.equal(mappings._gather_along_first_dim(part), gathered.T.reshape(4, 1))
+        assert torch.equal(mappings._split_along_first_dim(gathered.T), part.T)
 
     on_mesh(job, tensor_model_parallel_size=2)

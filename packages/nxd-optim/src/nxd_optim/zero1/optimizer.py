@@ -316,6 +316,19 @@ class NeuronZero1Optimizer(Optimizer):
         self._check_inited()
         return logical_state(self.parts(), with_masters=self.save_master_weights)
 
+    def parameters_of_wider_masters(self) -> list[Tensor]:
+        """The parameters whose values `sharded_state` holds as wider master weights; the same on every rank."""
+        self._check_inited()
+        if not self.save_master_weights:
+            return []
+        return [
+            parameter
+            for bucket, _ in self.parts()
+            if bucket.has_masters
+            for parameter in bucket.parameters
+            if bucket.master_dtype.itemsize > parameter.itemsize and not bucket.has_stale_master(parameter)
+        ]
+
     def allocate_state(self, stored: StoredKeys) -> None:
         """Make room for states of a checkpoint: afterwards the tensors of `sharded_state()` can be filled in place.
 

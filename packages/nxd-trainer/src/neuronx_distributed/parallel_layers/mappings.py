@@ -9,6 +9,8 @@ from nxd_layers import (
     scatter_to_sequence_parallel_region,
     scatter_to_tensor_model_parallel_region,
 )
+from nxd_trainer.compat.mappings import gather_along_first_dim as _gather_along_first_dim
+from nxd_trainer.compat.mappings import gather_along_last_dim as _gather_along_last_dim
 from nxd_trainer.compat.mappings import (
     gather_from_tensor_model_parallel_region_with_dim,
     nonzero_partition_dim_swap,
@@ -18,6 +20,8 @@ from nxd_trainer.compat.mappings import (
     scatter_input_channels_to_tensor_model_parallel_region,
     scatter_to_process_group_spmd,
 )
+from nxd_trainer.script_mappings import split_along_first_dim as _split_along_first_dim
+from nxd_trainer.script_mappings import split_along_last_dim as _split_along_last_dim
 
 __all__ = [
     "copy_to_tensor_model_parallel_region",
@@ -34,4 +38,8 @@ __all__ = [
     "gather_from_tensor_model_parallel_region_with_dim",
     "scatter_to_process_group_spmd",
     "round_robin_scatter_to_process_group_spmd",
+    "_split_along_first_dim",
+    "_split_along_last_dim",
+    "_gather_along_first_dim",
+    "_gather_along_last_dim",
 ]

@@ -41,6 +41,7 @@ from nxd_trainer.checkpoint import (
     kind_of,
     optimizer_state,
     settle_optimizer_state,
+    weights_kept_as_masters,
 )
 
 _logger = logging.getLogger(__name__)
@@ -65,6 +66,7 @@ def load_checkpoint(
     scheduler: Any = None,
     num_workers: int = 8,
     strict: bool = True,
+    use_zero1_dcp: bool = False,
 ) -> Any:
     """Fill the given objects from a checkpoint, at any degrees. Called by all ranks.
 
@@ -82,6 +84,7 @@ def load_checkpoint(
         scheduler: its `load_state_dict` is called.
         num_workers: 1 to 32; each rank reads what it needs in any case.
         strict: the checkpoint's model must have the same names as this one. Otherwise what both have is loaded.
+        use_zero1_dcp: as the existing library's; without effect here, as the checkpoint says how it was saved.
 
     Returns:
         The user content, None if there is none.
@@ -101,6 +104,8 @@ def load_checkpoint(
         return {**describe_subjects(model, optimizer, scheduler, num_workers), "strict": bool(strict)}
 
     agree(coordinator, "checking the arguments of load_checkpoint", describe_call)
+    if use_zero1_dcp:
+        _logger.info("use_zero1_dcp changes nothing: a checkpoint says itself how its states of ZeRO-1 were saved")
     place = on_rank_zero(coordinator, f"loading from {path}", lambda: _place(path, tag))
     if place is None:
         _logger.warning("nothing is loaded: there is no complete checkpoint in %s yet; training starts anew", path)
@@ -120,11 +125,16 @@ def load_checkpoint(
     into = on_every_rank(
         coordinator, doing, lambda: wanted_tensors(subjects.lora, objects, subjects.model_tensors(), where)
     )
+    as_masters = weights_kept_as_masters(checkpoint.tensors)
     if strict and subjects.model is not None:
-        check_names(checkpoint.tensors, into, further_names(subjects.model), where, coordinator)
+        stored = [*checkpoint.tensors, *as_masters]
+        check_names(stored, into, further_names(subjects.model), where, coordinator)
+    from_masters = {as_masters[name]: tensor for name, tensor in into.items() if name in as_masters}
     into = {name: tensor for name, tensor in into.items() if name in checkpoint.tensors}
     into |= on_every_rank(coordinator, doing, lambda: _make_room(checkpoint, subjects, values))
     nxd_ckpt.load(found.root, found.tag, into=into, strict=False, convert_dtype=True)
+    if as_masters:  # a second reading, as the optimizer wants the same tensors for itself
+        nxd_ckpt.load(found.root, found.tag, into=from_masters, strict=False, convert_dtype=True)
     settle_adapters(subjects.lora, objects)
     on_every_rank(coordinator, doing, lambda: _hand_over(values, subjects, scheduler))
     return values.user_content

@@ -5,6 +5,7 @@ data-parallel degrees, with ZeRO-1 or without. Scripts, Lightning and `nxd train
 """
 
 import atexit
+import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -33,8 +34,10 @@ from nxd_trainer.api.stored_values import (
     pack_values,
 )
 from nxd_trainer.api.unwrap import Subjects, buffer_names, describe_subjects, plain_model, subjects_of
-from nxd_trainer.checkpoint import CheckpointState, optimizer_state, saved_here
+from nxd_trainer.checkpoint import CheckpointState, optimizer_state, saved_here, weights_of_wider_masters
 from nxd_trainer.model_description import ADAPTER_KEY, ModelDescription, describe_model
+
+_logger = logging.getLogger(__name__)
 
 _FINISHING = "finishing a checkpoint, and dropping old ones"
 
@@ -52,6 +55,7 @@ class Contents:
         with_settings: whether to keep the settings of the optimizer's groups, such as their learning rates.
         description: of the model, for readers of the checkpoint that do not have one.
         run_tensors: further tensors of a run, such as this rank's random streams, under names of kind "run".
+        narrow_weights: whether to keep weights whose wider master weights are kept, too.
         step: optimizer steps taken.
         metrics: by which retention chooses checkpoints.
     """
@@ -64,6 +68,7 @@ class Contents:
     with_settings: bool = True
     description: ModelDescription | None = None
     run_tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    narrow_weights: bool = True
     step: int | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
 
@@ -81,14 +86,17 @@ def save_checkpoint(
     num_kept_ckpts: int | None = None,
     async_save: bool = False,
     zero1_optimizer: bool = False,
+    use_zero1_dcp: bool = False,
+    avoid_saving_lower_precision_weights: bool = False,
     *,
     nxd_config: Any = None,
 ) -> None:
     """Save a checkpoint atomically: it is complete or absent. Called by all ranks.
 
     A checkpoint of the same tag is replaced; it stays valid until the new one is complete. A save waits for the one in
-    the background before it. `num_workers` and `use_xser` change nothing: every rank writes its own tensors one at a
-    time in any case, and the files open with safetensors. Under `neuron_parallel_compile`, where all values are zeros,
+    the background before it. `num_workers`, `use_xser` and `use_zero1_dcp` change nothing: every rank writes its own
+    tensors one at a time in any case, a state of ZeRO-1 has the name of its parameter, and the files open with
+    safetensors. Under `neuron_parallel_compile`, where all values are zeros,
     nothing is written.
 
     Args:
@@ -106,6 +114,9 @@ def save_checkpoint(
             without a tag not at all.
         async_save: return when the tensors are copied, and write them in the background; see `finalize_checkpoint`.
         zero1_optimizer: `optimizer` is the `state_dict` of a ZeRO-1 optimizer, different on each replica.
+        use_zero1_dcp: as the existing library's; without effect here.
+        avoid_saving_lower_precision_weights: leave out the weights whose float32 master weights are saved, so those of
+            ZeRO-1 with `use_master_weights_in_ckpt`; loading rounds them again. A model with adapters is saved whole.
         nxd_config: taken for scripts that give it.
 
     Raises:
@@ -121,7 +132,9 @@ def save_checkpoint(
     def describe_call() -> dict[str, object]:
         kept = check_kept(num_kept_ckpts)
         subjects = describe_subjects(model, optimizer, scheduler, num_workers)
-        return {**subjects, "num_kept_ckpts": kept, "async_save": async_save, "zero1_optimizer": zero1_optimizer}
+        flags = {"async_save": async_save, "zero1_optimizer": zero1_optimizer}
+        flags["avoid_saving_lower_precision_weights"] = avoid_saving_lower_precision_weights
+        return {**subjects, "num_kept_ckpts": kept, **flags}
 
     agree(coordinator, "checking the arguments of save_checkpoint", describe_call)
     root, name = on_rank_zero(coordinator, "choosing the tag of a checkpoint", lambda: choose_tag(path, tag))
@@ -130,8 +143,17 @@ def save_checkpoint(
         if not is_untagged(tag):  # else the checkpoints beside this one are of other runs
             keep_newest(root, check_kept(num_kept_ckpts))
 
-    description = None if model is None else describe_model(model, plain_model(model))
-    contents = Contents(model, optimizer, scheduler, user_content, zero1_optimizer, description=description)
+    if use_zero1_dcp:
+        _logger.info("use_zero1_dcp changes nothing: states of ZeRO-1 load at any degrees in any case")
+    contents = Contents(
+        model,
+        optimizer,
+        scheduler,
+        user_content,
+        zero1_optimizer,
+        description=None if model is None else describe_model(model, plain_model(model)),
+        narrow_weights=not avoid_saving_lower_precision_weights,
+    )
     write_checkpoint(root, name, contents, finish=drop_old_ones, in_background=async_save)
 
 
@@ -224,6 +246,17 @@ def is_saving() -> bool:
     return any(not save.handle.committed for save in _pending)
 
 
+def _narrow_weights(subjects: Subjects) -> set[str]:
+    """The names of the weights that a checkpoint of these can do without; says so where there are none."""
+    model, optimizer = subjects.model, subjects.optimizer
+    found: set[str] = set()
+    if model is not None and optimizer is not None and subjects.lora is None:
+        found = weights_of_wider_masters(model, optimizer)
+    if not found:
+        _logger.info("avoid_saving_lower_precision_weights changes nothing: no wider master weights are saved")
+    return found
+
+
 def _tensors(subjects: Subjects, contents: Contents) -> CheckpointState:
     """This rank's tensors for the checkpoint."""
     model, optimizer, given = subjects.model, subjects.optimizer, contents.optimizer
@@ -237,6 +270,9 @@ def _tensors(subjects: Subjects, contents: Contents) -> CheckpointState:
         state |= dict_state(optimizer.state_dict(), zero1=isinstance(optimizer, NeuronZero1Optimizer))
     elif isinstance(given, Mapping):
         state |= dict_state(given, zero1=contents.zero1_optimizer)
+    if not contents.narrow_weights:
+        narrow = _narrow_weights(subjects)
+        state = {name: tensor for name, tensor in state.items() if name not in narrow}
     if model is not None:
         state = saved_tensors(subjects.lora, saved_here(model, state))
     return {**state, **contents.run_tensors}

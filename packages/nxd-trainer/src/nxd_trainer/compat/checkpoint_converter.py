@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nxd_ckpt.interop import open_hugging_face, open_neuronx, read_whole, write_neuronx
+from nxd_ckpt import Checkpoint, CheckpointError, open_checkpoint
+from nxd_ckpt.interop import from_checkpoint, open_hugging_face, open_neuronx, read_whole, write_neuronx
 from nxd_ckpt.interop.neuronx import Piece, Pieces, Sharding, Split
 from nxd_ckpt.interop.neuronx.rank_files import BEGUN_MARKER, DONE_MARKER, v1_files, v2_files, v2_name
 from nxd_ckpt.interop.neuronx.xser import load_rank_file
@@ -23,8 +24,10 @@ from nxd_ckpt.reader import TensorInfo
 from nxd_ckpt.sharded_tensor import Shard
 from torch import Tensor
 
+from nxd_trainer.api.checkpoint_tags import find_checkpoint
 from nxd_trainer.api.shard_files import write_file, write_xser
 from nxd_trainer.compat.pipeline_parts import create_partitions, stage_to_pipeline_parallel_rank
+from nxd_trainer.model_weights import ModelTensors
 
 _COMMANDS = ("convert_from_full_state", "convert_to_full_state", "convert_from_xser", "convert_to_xser")
 _FULL_FILE = "checkpoint.pt"
@@ -38,6 +41,7 @@ _FUSED = {
     "qkv_proj.weight_qkv": ("q_proj.weight", "k_proj.weight", "v_proj.weight"),
     "qkv_proj.weight": ("q_proj.weight", "k_proj.weight", "v_proj.weight"),
 }
+_FUSED_HEADS = ("qkv_proj.weight_qkv", "qkv_proj.weight")
 
 
 @dataclass(frozen=True)
@@ -188,11 +192,17 @@ class CheckpointConverterBase:
         self._rewrite(args, xser=True)
 
     def merge_tp_checkpoints(self, args: argparse.Namespace) -> dict[str, Tensor]:
-        """The whole model's weights by name, from ranks' files.
+        """The whole model's weights by name, from ranks' files or a checkpoint of `save_checkpoint`, of any degrees.
 
         Raises:
             ValueError: the files are of other degrees than the options say.
+            CheckpointError: they cannot be read.
         """
+        own = _own_checkpoint(args.input_dir)
+        if own is not None:
+            weights = ModelTensors(from_checkpoint(own))
+            whole = (self._unfused(name, read_whole(weights, name), args) for name in weights.tensors)
+            return {name: tensor.clone() for tensors in whole for name, tensor in tensors.items()}
         with _readable(args.input_dir) as folder:
             local = open_neuronx(folder, sharding={})
             rank_names = [name for name, info in local.tensors.items() if info.global_shape]
@@ -295,6 +305,21 @@ class CheckpointConverterBase:
         if args.qkv_linear:
             return f"{prefix}qkv_proj.weight_{'qkv' if args.fuse_qkv else ending[0]}"
         return f"{prefix}qkv_proj.weight" if args.coalesce_qkv else name
+
+    def _unfused(self, name: str, tensor: Tensor, args: argparse.Namespace) -> dict[str, Tensor]:
+        """The parts of a whole tensor that lie in it one after the other; of any other, the tensor itself."""
+        prefix, ending = _split_name(name)
+        parts = _FUSED.get(ending, ())
+        if len(parts) < 2:
+            return {name: tensor}
+        dim = self._dim_of(name) or 0
+        lengths = [tensor.shape[dim] // len(parts)] * len(parts)
+        if ending in _FUSED_HEADS:
+            order, size = self._heads(args)
+            lengths = [order.num_heads * size, order.num_kv_heads * size, order.num_kv_heads * size]
+        if sum(lengths) != tensor.shape[dim]:
+            raise ValueError(f"{name} {list(tensor.shape)} is not of {lengths} rows, as --config says; give its own")
+        return {prefix + part: value for part, value in zip(parts, tensor.split(lengths, dim), strict=True)}
 
     def _sharding(
         self, rank_names: Any, shapes: Mapping[str, tuple[int, ...]], args: argparse.Namespace
@@ -435,6 +460,18 @@ def _stacked(
     first = next(iter(shapes.values()))
     local_shape = [end if it == dim else size for it, size in enumerate(first)]
     return Pieces(local_shape, dict(shapes), all_pieces)
+
+
+def _own_checkpoint(path: str | None) -> Checkpoint | None:
+    """The checkpoint of `save_checkpoint` behind a path, which may end in `model`, as in the existing library."""
+    if not path or v2_files(path) or v1_files(path):
+        return None
+    folder, last = os.path.split(os.path.normpath(path))
+    try:
+        found = find_checkpoint(path if os.path.isdir(path) or last != "model" else folder, None)
+    except CheckpointError:
+        return None
+    return open_checkpoint(found.root, found.tag) if found.layout == "nxd" else None
 
 
 @contextmanager

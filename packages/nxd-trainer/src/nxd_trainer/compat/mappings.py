@@ -56,6 +56,26 @@ def gather_from_tensor_model_parallel_region_with_dim(
     return gather_from_sequence_parallel_region(input_, gather_dim, False, process_group)
 
 
+def split_along_first_dim(input_: Tensor, process_group: GivenGroup = None) -> Tensor:
+    """This rank's part of a tensor along dim 0, for autograd functions of scripts."""
+    return scatter_to_tensor_model_parallel_region(input_, 0, process_group)
+
+
+def split_along_last_dim(input_: Tensor, process_group: GivenGroup = None) -> Tensor:
+    """This rank's part of a tensor along its last dim, for autograd functions of scripts."""
+    return scatter_to_tensor_model_parallel_region(input_, -1, process_group)
+
+
+def gather_along_first_dim(x: Tensor, process_group: GivenGroup = None) -> Tensor:
+    """The ranks' parts, one after the other along dim 0, for autograd functions of scripts."""
+    return gather_from_tensor_model_parallel_region_with_dim(x, 0, process_group)
+
+
+def gather_along_last_dim(x: Tensor, process_group: GivenGroup = None) -> Tensor:
+    """The ranks' parts, one after the other along the last dim, for autograd functions of scripts."""
+    return gather_from_tensor_model_parallel_region_with_dim(x, -1, process_group)
+
+
 def scatter_to_process_group_spmd(
     input_: Tensor, partition_dim: int, rank: Tensor, process_group: GivenGroup = None
 ) -> Tensor:
