@@ -348,7 +348,7 @@ class _PlannedProcessGroup(dist.ProcessGroup):
     """That of ranks that do not run, which says how many they are; a copy in a rank that runs is the one there."""
 
     def __init__(self, axis: str, rank: int, size: int) -> None:
-        super().__init__(rank, size)
+        super().__init__(rank, size)  # type: ignore[call-arg]  # an overload that the stub lacks
         self._axis = axis
 
     def __reduce__(self) -> tuple[Callable[[str], dist.ProcessGroup | None], tuple[str]]:

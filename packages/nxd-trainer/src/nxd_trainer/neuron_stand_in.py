@@ -44,6 +44,13 @@ def nki_jit(**options: Any) -> Callable[[Any], Any]:
     return lambda kernel: kernel
 
 
+class _LoadedModel(NxDModelExecutor):
+    @property
+    def __class__(self) -> type:  # type: ignore[misc]  # object's can be set
+        """Scripts tell a compiled model by `isinstance(model, torch.jit.ScriptModule)`."""
+        return torch.jit.ScriptModule
+
+
 _torch_jit_load = torch.jit.load
 
 
@@ -54,7 +61,7 @@ def load_compiled(f: Any, *args: Any, **kwargs: Any) -> Any:
         ModelFolderError: the folder holds no such model, or a damaged one.
     """
     if isinstance(f, str | os.PathLike) and Path(f).is_dir():
-        return NxDModelExecutor(NxDModel.load(Path(f)))
+        return _LoadedModel(NxDModel.load(Path(f)))
     return _torch_jit_load(f, *args, **kwargs)
 
 

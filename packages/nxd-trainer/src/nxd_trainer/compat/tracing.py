@@ -7,12 +7,13 @@ import copy
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Self
 from unittest import mock
 
 import nxd_trace
+import torch
 import torch.distributed as dist
 from nxd_state import (
     destroy_model_parallel,
@@ -26,6 +27,7 @@ from nxd_trace.compilers import choose_compiler
 from torch import Tensor, nn
 
 from nxd_trainer.compat.platform import get_platform_lnc
+from nxd_trainer.script_helpers import init_on_device
 from nxd_trainer.script_tensors import invoke_preshard_hooks
 
 _logger = logging.getLogger(__name__)
@@ -379,11 +381,11 @@ class BaseModelInstance:
         """Make the model; called in each worker, where the mesh is initialised."""
         self.module = self.module_cls()
 
-    def get(self, bucket_rank: int | None, **kwargs: Any) -> tuple[nn.Module | None, Any]:
+    def get(self, bucket_rank: int, **kwargs: Any) -> tuple[nn.Module | None, Any]:
         """The model and its aliases.
 
         Args:
-            bucket_rank: number of the bucket; None without buckets.
+            bucket_rank: number of the bucket; 0 if there is one.
             **kwargs: of the bucket.
         """
         return self.module, self.input_output_aliases[0]
@@ -399,7 +401,7 @@ class InstanceOnRank:
     def __init__(self, instances: Mapping[str, BaseModelInstance]) -> None:
         self._instances = instances
 
-    def __call__(self, key: str, bucket: int | None, bucket_kwargs: Mapping[str, Any]) -> Any:
+    def __call__(self, key: str, bucket: int, bucket_kwargs: Mapping[str, Any]) -> Any:
         """The model of a key and a bucket, with its aliases."""
         instance = copy.copy(self._instances[key])
         instance.load_module()
@@ -491,10 +493,10 @@ class FirstModelBuilder:
         self._instances[key] = model_instance
         self._compiler_args[key] = compiler_args
         for index, inputs in enumerate(example_inputs):
-            bucket = None if bucket_config is None else index
             kwargs = {} if bucket_config is None else dict(bucket_config.kwargs_of(index, len(example_inputs)))
+            kwargs.pop("bucket_rank", None)  # which `get` is given in any case
             name = key if len(example_inputs) == 1 else f"{key}_{index}"
-            self._programs.append(Program(name, inputs, {"key": key, "bucket": bucket, "bucket_kwargs": kwargs}))
+            self._programs.append(Program(name, inputs, {"key": key, "bucket": index, "bucket_kwargs": kwargs}))
         return self
 
     def trace(self, initialize_model_weights: bool = True, **old_settings: Any) -> "NxDModelExecutor":
@@ -511,11 +513,13 @@ class FirstModelBuilder:
             ValueError: models differ in their weights or in `compiler_args`, or none was added.
             WorkerError: it failed in a worker; the text holds its traceback.
         """
+        if not self._programs:
+            raise ValueError("nothing has been added; call add() before trace()")
         builder = nxd_trace.ModelBuilder(InstanceOnRank(self._instances), self.tp_degree)
         for program in self._programs:
             builder.trace(program.inputs, program.name, program.func_kwargs)
         traced = builder.compile(
-            weights=dict(self.checkpoint_loader()),
+            weights=self._checkpoint(),
             inline_weights_to_neff=False,
             compiler_args=_one_for_all(self._compiler_args),
             compiler_workdir=self.compiler_workdir,
@@ -523,6 +527,17 @@ class FirstModelBuilder:
         )
         self._executor = NxDModelExecutor(NxDModel(traced))
         return self._executor
+
+    def _checkpoint(self) -> dict[str, Tensor]:
+        """The whole weights, as the preshard hooks of the model's modules want them."""
+        checkpoint = dict(self.checkpoint_loader())
+        instance = copy.copy(next(iter(self._instances.values())))
+        planned = NxDParallelState(self.tp_degree, tensor_model_parallel_size=self.tp_degree)
+        with nullcontext() if model_parallel_is_initialized() else planned, init_on_device(torch.device("meta")):
+            instance.load_module()
+        if instance.module is not None:
+            invoke_preshard_hooks(instance.module, checkpoint)
+        return checkpoint
 
     def shard_checkpoint(self, serialize_path: str | Path | None = None) -> list[dict[str, Tensor]]:
         """Each rank's shards of the weights of `checkpoint_loader`; called after `trace`.
@@ -536,7 +551,7 @@ class FirstModelBuilder:
         executor = getattr(self, "_executor", None)
         if executor is None:
             raise ValueError("nothing has been traced; call trace() before shard_checkpoint()")
-        shards = nxd_trace.shard_checkpoint(dict(self.checkpoint_loader()), executor.nxd_model.model)
+        shards = nxd_trace.shard_checkpoint(self._checkpoint(), executor.nxd_model.model)
         if serialize_path is not None:
             nxd_trace.write_rank_weights(shards, serialize_path)
         return shards
