@@ -1,5 +1,6 @@
 """The mesh of this process: initialise, ask, destroy. A world of one runs here, larger ones on worker processes."""
 
+import pickle
 from importlib.machinery import ModuleSpec
 
 import nxd_state
@@ -284,7 +285,7 @@ def test_initialize_impossible_degree_raises_on_every_rank():
 def test_initialize_several_ranks_on_torch_xlas_cpu_raises_what_to_do(clean_world, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("PJRT_DEVICE", "CPU")
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: ModuleSpec(name, None, origin=f"{name}.py"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: ModuleSpec(name, None, origin=name))
 
     with pytest.raises(RuntimeError, match=r"WORLD_SIZE=2 with PJRT_DEVICE=CPU.*NXD_DEVICE=cpu.*run_on_replicas"):
         nxd_state.initialize_model_parallel()
@@ -300,6 +301,18 @@ def test_planned_world_lays_out_a_rank_that_does_not_run(clean_world):
     assert ranks == (13, 29, 45, 61)
     assert not nxd_state.model_parallel_is_initialized()
     assert not dist.is_initialized()
+
+
+def test_planned_process_group_says_its_size_and_becomes_that_of_the_rank_that_unpickles_it(clean_world):
+    with nxd_state.planned_world(8, rank=5):
+        nxd_state.initialize_model_parallel(4)
+        planned = nxd_state.get_tensor_model_parallel_group()
+        places = planned.size(), planned.rank()
+        sent = pickle.dumps(planned)
+    nxd_state.initialize_model_parallel()
+
+    assert places == (4, 1)
+    assert pickle.loads(sent) is nxd_state.get_tensor_model_parallel_group()
 
 
 def test_planned_world_inside_a_mesh_raises(clean_world):

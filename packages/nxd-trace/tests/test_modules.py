@@ -1,8 +1,10 @@
 """Models that are there already: planned ranks, each rank's weights, state found by a call, all of it traced."""
 
+from functools import partial
+
 import pytest
 import torch
-from module_on_ranks import INPUTS, OUTPUTS, Accumulating
+from module_on_ranks import INPUTS, OUTPUTS, Accumulating, Assigning
 from nxd_state import (
     initialize_model_parallel,
     model_parallel_is_initialized,
@@ -10,7 +12,7 @@ from nxd_state import (
     set_shard_spec,
     shard_along,
 )
-from nxd_trace import Program, rank_weights, trace_module, whole_weights
+from nxd_trace import Program, WorkerError, rank_weights, trace_module, whole_weights
 from safetensors.torch import load_file
 from torch import nn
 
@@ -20,15 +22,15 @@ WEIGHTS = {
 }
 
 
-def model_of(tp):
+def model_of(tp, make=Accumulating):
     with planned_world(tp):
         initialize_model_parallel(tensor_model_parallel_size=tp)
-        return Accumulating()
+        return make()
 
 
-def traced(tp):
+def traced(tp, make=Accumulating):
     programs = [Program(str(batch), torch.ones(batch, INPUTS, dtype=torch.float64)) for batch in (1, 2)]
-    return trace_module(model_of(tp), programs, tp, compiler="export", progress=False)
+    return trace_module(model_of(tp, make), programs, tp, compiler="export", progress=False)
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -45,6 +47,23 @@ def test_a_model_of_one_rank_is_traced_for_all_of_them(tp):
         torch.testing.assert_close(first, expected + total)
         torch.testing.assert_close(second, expected[:1] + total + expected[0])
         torch.testing.assert_close(model.read_state("total", rank=tp - 1), total + expected[0])
+
+
+def test_a_buffer_that_forward_assigns_is_state():
+    with traced(2, Assigning) as model:
+        model.replace_weights(WEIGHTS)
+        x = torch.randn(1, INPUTS, dtype=torch.float64)
+        expected = x @ WEIGHTS["weight"].t() + WEIGHTS["bias"]
+
+        model(x)
+
+        torch.testing.assert_close(model.read_state("total", rank=1), 2 * expected[0])  # it has seen the group's size
+        torch.testing.assert_close(model(x), expected + 3 * expected[0])
+
+
+def test_a_buffer_of_another_dtype_than_before_is_refused():
+    with pytest.raises(WorkerError, match=r"float32 \[3\] in the place of total, torch\.float64 \[3\]; state is"):
+        traced(1, partial(Assigning, torch.float32))
 
 
 def test_each_ranks_weights_are_its_parts_and_are_written(tmp_path):

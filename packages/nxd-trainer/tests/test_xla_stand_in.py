@@ -55,6 +55,51 @@ if __name__ == "__main__":
     dist.init_process_group("xla", init_method="pjrt://")
     xmp.spawn(train, args=(parser.parse_args(),))
 """
+INFERENCE = """
+import argparse
+import torch
+import torch_neuronx
+from neuronxcc.nki.kernels.attention import attention_isa_kernel
+from torch_neuronx.xla_impl.ops import RmsNorm, nki_jit
+
+from neuronx_distributed.parallel_layers.layers import ColumnParallelLinear
+from neuronx_distributed.trace import ModelBuilder
+from neuronx_distributed.trace.model_builder import BaseModelInstance
+
+flash = nki_jit()(attention_isa_kernel)
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = ColumnParallelLinear(4, 8, bias=False)
+        self.norm = torch.nn.Parameter(torch.ones(8))
+
+    def forward(self, inputs):
+        return RmsNorm.apply(self.layer(inputs), self.norm, 1e-6, 1)
+
+def weights():
+    torch.manual_seed(0)
+    return {"layer.weight": torch.randn(8, 4), "norm": torch.arange(8.0)}
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--output")
+    path, inputs = parser.parse_args().output, torch.ones(2, 4)
+    builder = ModelBuilder(router=None, tp_degree=2, checkpoint_loader=weights)
+    builder.add("main", BaseModelInstance(Model, {}), [(inputs,)], compiler_args="--auto-cast=none")
+    traced = builder.trace(initialize_model_weights=False)
+    torch.jit.save(traced, path)
+    model = torch.jit.load(path)
+    assert isinstance(model, torch.jit.ScriptModule)
+    model.nxd_model.initialize(builder.shard_checkpoint(), torch.tensor([0]))
+    hidden = inputs @ weights()["layer.weight"].t()
+    expected = torch.nn.functional.rms_norm(hidden, (8,), weights()["norm"], 1e-6)
+    torch_neuronx.testing.assert_close(model(inputs), expected)
+    try:
+        flash(inputs, inputs, inputs, 1.0, inputs)
+    except NotImplementedError as error:
+        print(error)
+"""
 HELPER = """
 import torch
 
@@ -110,6 +155,20 @@ def test_script_for_torch_xla_trains_on_two_ranks_as_one_process_does(tmp_path, 
     torch.testing.assert_close(
         torch.tensor([float(line[2]) for line in lines if line[0] == "step"]), torch.tensor(losses)
     )
+
+
+@pytest.mark.slow
+def test_inference_script_for_torch_neuronx_compiles_saves_loads_and_computes_the_same_in_its_workers(
+    tmp_path, run_script, monkeypatch
+):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "inference.py").write_text(INFERENCE)
+
+    result = run_script(script="inference.py")
+
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("neuronxcc.nki.kernels.attention.attention_isa_kernel launches an NKI kernel")
 
 
 def test_script_that_is_no_file_is_refused(run_script):

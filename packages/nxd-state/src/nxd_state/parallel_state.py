@@ -6,7 +6,7 @@ Holds the state (mesh and process groups). The arithmetic is in `mesh`, the docu
 import atexit
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -344,15 +344,37 @@ def _make_groups(state: _ParallelState) -> None:
         )
 
 
+class _PlannedProcessGroup(dist.ProcessGroup):
+    """That of ranks that do not run, which says how many they are; a copy in a rank that runs is the one there."""
+
+    def __init__(self, axis: str, rank: int, size: int) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]  # an overload that the stub lacks
+        self._axis = axis
+
+    def __reduce__(self) -> tuple[Callable[[str], dist.ProcessGroup | None], tuple[str]]:
+        return _process_group_of_axis, (self._axis,)
+
+
+def _process_group_of_axis(axis: str) -> dist.ProcessGroup | None:
+    return _current().groups[axis].process_group
+
+
 def _planned_groups(mesh: Mesh, rank: int) -> dict[str, Group]:
-    """The groups of a rank that does not run: without process groups."""
+    """The groups of a rank that does not run."""
     partitions = {"+".join(axes): mesh.groups(*axes) for axes in GROUP_AXES} | {"embedding": mesh.embedding_groups()}
     groups = {}
     for axis, replica_groups in partitions.items():
         ranks = next((ranks for ranks in replica_groups if rank in ranks), None)
         if ranks is not None:
-            crosses = _crosses_stages(mesh, ranks)
-            groups[axis] = Group(axis, ranks, ranks.index(rank), replica_groups, crosses_stages=crosses)
+            place = ranks.index(rank)
+            groups[axis] = Group(
+                axis=axis,
+                ranks=ranks,
+                rank=place,
+                replica_groups=replica_groups,
+                process_group=_PlannedProcessGroup(axis, place, len(ranks)),
+                crosses_stages=_crosses_stages(mesh, ranks),
+            )
     return groups
 
 

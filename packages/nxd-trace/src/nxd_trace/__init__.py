@@ -9,6 +9,7 @@ from nxd_trace.parallel_model import parallel_model_trace
 from nxd_trace.program import Program
 from nxd_trace.saved_model import parallel_model_load, parallel_model_save
 from nxd_trace.signature import Signature, TensorSpec
+from nxd_trace.workers.pickling import prepare_workers
 
 __version__ = "0.1.0"
 
@@ -20,6 +21,7 @@ __all__ = [
     "BucketModelConfig",
     "ModelBuilder",
     "shard_checkpoint",
+    "prepare_workers",
     # models that are there already
     "trace_module",
     "Program",

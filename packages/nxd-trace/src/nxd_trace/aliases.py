@@ -14,7 +14,7 @@ class Alias:
     Attributes:
         name: of the parameter or buffer that holds it.
         output: which of the model's outputs, counted flat, is its new value; that one is not returned to callers.
-            None where `forward` writes into the tensor itself.
+            None where `forward` writes into the tensor itself, or assigns another to the buffer.
     """
 
     name: str

@@ -85,6 +85,8 @@ class _Functional(nn.Module):
             if alias.output is not None:
                 state.copy_(_new_value(alias, state, outputs))
                 new_states[alias.output] = alias
+            elif tensors[alias.name] is not state:  # functional_call puts there what forward has assigned
+                state.copy_(tensors[alias.name])
         kept = [output for index, output in enumerate(outputs) if index not in new_states]
         if not kept:
             raise ValueError("the model returns nothing but new state; return a tensor for the caller as well")

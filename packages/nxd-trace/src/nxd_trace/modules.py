@@ -147,22 +147,33 @@ class ModuleOnRank:
             if spec is not None:
                 set_shard_spec(tensor, spec)
         self._model.eval()
-        return self._model, self._changed_in_place()
+        return self._model, self._changed_by_forward()
 
     @torch.no_grad()
-    def _changed_in_place(self) -> list[str]:
+    def _changed_by_forward(self) -> list[str]:
         tensors = dict(named_tensors(self._model))
         before = {name: (tensor._version, tensor.detach().clone()) for name, tensor in tensors.items()}
         for args, kwargs in self._calls:
             self._model(*args, **kwargs)
         after = dict(named_tensors(self._model))
-        replaced = sorted(name for name, tensor in tensors.items() if after.get(name) is not tensor)
-        if replaced:
-            raise ValueError(f"forward puts another tensor in the place of {replaced[0]}; change it in place")
-        changed = [name for name, tensor in tensors.items() if tensor._version != before[name][0]]
-        for name in changed:
+        assigned = [name for name, tensor in tensors.items() if after.get(name) is not tensor]
+        for name in assigned:
+            _check_assigned(name, tensors[name], after.get(name))
+            module, _, buffer = name.rpartition(".")
+            setattr(self._model.get_submodule(module), buffer, tensors[name])
+        written = [name for name, tensor in tensors.items() if tensor._version != before[name][0]]
+        for name in written:
             tensors[name].copy_(before[name][1])
-        return changed
+        return sorted({*assigned, *written}, key=list(tensors).index)
+
+
+def _check_assigned(name: str, before: Tensor, after: Tensor | None) -> None:
+    if after is None or isinstance(before, nn.Parameter) or (after.shape, after.dtype) != (before.shape, before.dtype):
+        found = "nothing" if after is None else f"{after.dtype} {list(after.shape)}"
+        raise ValueError(
+            f"forward puts {found} in the place of {name}, {before.dtype} {list(before.shape)}; state is a buffer that "
+            "keeps its shape and dtype"
+        )
 
 
 def trace_module(model: nn.Module, programs: Sequence[Program], tp_degree: int, **settings: Any) -> TensorParallelModel:

@@ -80,6 +80,11 @@ class Signature:
     outputs: tuple[TensorSpec, ...]
     output_structure: Structure
 
+    @property
+    def keywords(self) -> tuple[str, ...]:
+        """Names of the inputs that are given by keyword, in the order of the trace."""
+        return tuple(self.input_structure["list"][1]["dict"])
+
     def flat_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
         """The tensors of a call, checked against what the program was traced with.
 

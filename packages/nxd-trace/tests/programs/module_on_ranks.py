@@ -1,7 +1,14 @@
 """A model that is made once, as rank 0 of a planned world has it, and traced for all ranks."""
 
 import torch
-from nxd_state import active_group, all_reduce, set_partition_attributes, set_shard_spec, shard_along
+from nxd_state import (
+    active_group,
+    all_reduce,
+    get_tensor_model_parallel_group,
+    set_partition_attributes,
+    set_shard_spec,
+    shard_along,
+)
 from torch import Tensor, nn
 
 INPUTS, OUTPUTS = 4, 3
@@ -27,3 +34,17 @@ class Accumulating(nn.Module):
         output = all_reduce(own @ self.weight.t(), group) + self.bias
         self.total.add_(output.sum(0))
         return output + self.total
+
+
+class Assigning(Accumulating):
+    """Puts a new tensor in the place of its buffer, as models written for torch-xla do; sees its group's size."""
+
+    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        self.group = get_tensor_model_parallel_group()
+        self.dtype = dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = super().forward(x)
+        self.total = (self.total * self.group.size()).to(self.dtype)
+        return output

@@ -19,10 +19,13 @@ import torch
 import torch.distributed as dist
 from nxd_state import get_device
 from nxd_state.device import backend_of_device, device_type
+from nxd_trace import prepare_workers
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
+
+from nxd_trainer.neuron_stand_in import NEURON_MODULES, load_compiled
 
 T = TypeVar("T")
 Groups = Sequence[Sequence[int]]
@@ -40,34 +43,43 @@ _made_groups: dict[tuple[dist.ProcessGroup, Groups], dist.ProcessGroup] = {}
 def install() -> None:
     """Make `import torch_xla` work in this process, and "xla" mean its device and the backend of that.
 
-    Does nothing where torch-xla is installed.
+    Does so in the workers of traced models, too, and for what inference scripts import of torch-neuronx. Leaves a
+    library that is installed as it is.
     """
-    if importlib.util.find_spec("torch_xla") is not None:
-        return
-    for name, content in _MODULES.items():
-        module = ModuleType(name, f"Stands in for `{name}` of torch-xla, see nxd_trainer.xla_stand_in.")
+    prepare_workers(install)
+    if importlib.util.find_spec("torch_neuronx") is None:
+        _put_in_place(NEURON_MODULES)
+        torch.jit.load = load_compiled
+    if importlib.util.find_spec("torch_xla") is None:
+        _put_in_place(_MODULES)
+        dist.init_process_group = _init_process_group
+        _DeviceNamedXla().__enter__()
+
+
+def _put_in_place(modules: Mapping[str, Mapping[str, Any]]) -> None:
+    for name, content in modules.items():
+        module = ModuleType(name, f"Stands in for `{name}`, see nxd_trainer.xla_stand_in.")
         module.__path__ = []  # so that modules below it are looked for, and found here
-        module.__spec__ = ModuleSpec(name, None)  # no origin: it is not torch-xla
+        module.__spec__ = ModuleSpec(name, None)  # no origin: it is not the library
         module.__dict__.update(content)
-        module.__dict__["__getattr__"] = _Missing(name)
+        module.__dict__["__getattr__"] = _Missing(name, content)
         sys.modules[name] = module
         parent, _, last = name.rpartition(".")
         if parent:
             setattr(sys.modules[parent], last, module)
-    dist.init_process_group = _init_process_group
-    _DeviceNamedXla().__enter__()
 
 
 class _Missing:
     """What a module of the stand-in says of a name that it does not have."""
 
-    def __init__(self, module: str) -> None:
+    def __init__(self, module: str, content: Mapping[str, Any]) -> None:
         self._module = module
+        self._has = ", ".join(sorted(content))
 
     def __call__(self, name: str) -> Any:
-        has = ", ".join(sorted(_MODULES[self._module]))
+        library = self._module.partition(".")[0].replace("_", "-")
         raise AttributeError(
-            f"torch-xla is not installed, and what stands in for {self._module} has no {name!r}; it has {has}"
+            f"{library} is not installed, and what stands in for {self._module} has no {name!r}; it has {self._has}"
         )
 
 

@@ -1,5 +1,6 @@
 """Inference as scripts for NeuronX Distributed write it: builders, models, shards, sampling, recorded tensors."""
 
+from collections import OrderedDict
 from types import SimpleNamespace
 
 import neuronx_distributed as nxd
@@ -7,9 +8,11 @@ import nxd_trace
 import pytest
 import torch
 from neuronx_distributed.parallel_layers import ColumnParallelLinear, RowParallelLinear
+from neuronx_distributed.parallel_layers.layers import SPMDRank
 from neuronx_distributed.quantization import dequantize, quantization_config, quantization_utils
 from neuronx_distributed.quantization.observer import PerChannelAbsMaxObserver
 from neuronx_distributed.quantization.quantization_layers import QuantizedParallelLinearLayerStateDictAdaptor
+from neuronx_distributed.trace import BucketModelConfig
 from neuronx_distributed.trace.mock_torchdist import mock_distributed
 from neuronx_distributed.trace.model_builder import BaseModelInstance
 from neuronx_distributed.trace.model_builder import ModelBuilder as FirstModelBuilder
@@ -21,6 +24,7 @@ from neuronx_distributed.utils.tensor_capture import (
     get_captured_tensors_dict,
     register_tensor,
 )
+from neuronx_distributed.utils.tensor_capture.model_modification import find_available_modules, restore_model
 from neuronx_distributed.utils.tensor_replacement import modify_model_for_tensor_replacement
 from neuronx_distributed.utils.tensor_replacement.registry import RuntimeRegister
 from nxd_state import get_tensor_model_parallel_size, initialize_model_parallel
@@ -44,6 +48,7 @@ def plain():
     return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_built_model_is_saved_loaded_and_given_its_shards(tmp_path, tp):
     reference, prompt, token = plain(), torch.randn(2, 3, 4), torch.randn(2, 1, 4)
@@ -61,11 +66,14 @@ def test_a_built_model_is_saved_loaded_and_given_its_shards(tmp_path, tp):
     assert model.get_available_keys() == {"prefill", "decode"}
     torch.testing.assert_close(model(prompt), reference(prompt))
     torch.testing.assert_close(model(input=token), reference(token))
+    torch.testing.assert_close(model(token), reference(token))
+    torch.testing.assert_close(model(input=prompt), reference(prompt))
     torch.testing.assert_close(model(prompt, model_name="prefill"), reference(prompt))
     assert len(list((tmp_path / "weights").glob("tp*_sharded_checkpoint.safetensors"))) == tp
     model.close()
 
 
+@pytest.mark.slow
 def test_the_first_builder_takes_instances_and_a_loader_of_weights():
     reference, inputs = plain(), torch.randn(2, 4)
     builder = FirstModelBuilder(router=None, tp_degree=2, checkpoint_loader=reference.state_dict)
@@ -76,6 +84,50 @@ def test_the_first_builder_takes_instances_and_a_loader_of_weights():
     torch.testing.assert_close(model(inputs), reference(inputs))
     torch.testing.assert_close(model(inputs[:1]), reference(inputs[:1]))
     assert [shard["0.weight"].shape for shard in builder.shard_checkpoint()] == [(4, 4), (4, 4)]
+    model.nxd_model.close()
+
+
+class Counting(nn.Module):
+    """Adds the number of its calls, which is state that no checkpoint holds, and its bucket."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = ColumnParallelLinear(4, 8, bias=False)
+        self.calls = nn.Parameter(torch.zeros(1), requires_grad=False)
+        self.rank = SPMDRank(2)
+        self.bucket = -1
+
+    def preshard_hook(self, state, name):
+        state["layer.weight"] = state.pop("stored.weight")
+
+    def forward(self, inputs):
+        calls = self.calls + 1
+        return self.layer(inputs) + calls + self.bucket, calls
+
+
+class CountingInstance(BaseModelInstance):
+    def __init__(self):
+        super().__init__(Counting, {})
+
+    def get(self, bucket_rank, **kwargs):
+        self.module.bucket = 10 * bucket_rank
+        return self.module, {self.module.calls: 1}
+
+
+@pytest.mark.slow
+def test_the_first_builder_calls_preshard_hooks_numbers_buckets_and_keeps_state_that_weights_lack():
+    weight, inputs = torch.randn(8, 4), torch.randn(2, 4)
+    builder = FirstModelBuilder(None, 2, lambda: {"stored.weight": weight, "rank.rank": torch.arange(2).int()})
+    buckets = BucketModelConfig(None, func_kwargs=[{"bucket_rank": 0}, {"bucket_rank": 1}])
+
+    builder.add("buckets", CountingInstance(), [(inputs[:1],), (inputs,)], "--auto-cast=none", bucket_config=buckets)
+    builder.add("other", CountingInstance(), [(inputs.repeat(2, 1),)], "-O1")
+    model = builder.trace(initialize_model_weights=False)
+    shards = builder.shard_checkpoint()
+
+    torch.testing.assert_close(model(inputs[:1]), inputs[:1] @ weight.t() + 1)
+    torch.testing.assert_close(model(inputs), inputs @ weight.t() + 12)
+    assert [shard["rank.rank"].tolist() for shard in shards] == [[0], [1]]
     model.nxd_model.close()
 
 
@@ -90,6 +142,12 @@ def test_builders_say_what_they_do_not_take():
         nxd.ModelBuilder(feed_forward()).compile()
     with pytest.raises(ValueError, match="once, as args"):
         nxd.ModelBuilder(feed_forward()).trace()
+    with pytest.raises(TypeError, match="missing a required argument: 'input'"):
+        nxd.ModelBuilder(feed_forward()).trace(args=())
+    with pytest.raises(ValueError, match=r"nothing has been added; call add\(\) before trace\(\)"):
+        FirstModelBuilder(None, 2, dict).trace()
+    with pytest.raises(ValueError, match=r"compiler_args lack \['b'\]; give options for each"):
+        nxd.ModelBuilder(feed_forward()).trace(args=torch.ones(1, 4), tag="b").compile(compiler_args={"a": "-O1"})
 
 
 def test_planned_ranks_answer_as_if_they_ran():
@@ -167,6 +225,31 @@ def test_what_modules_return_is_recorded_until_it_is_disabled():
     assert get_captured_tensors_dict() == {}
     with pytest.raises(ValueError, match=r"not found in the model: \['9'\]"):
         enable_tensor_capture(model, ["9"])
+
+
+def test_records_are_of_the_last_forward_of_any_model_until_it_is_restored():
+    class Registering(nn.Sequential):
+        def forward(self, inputs):
+            register_tensor("sum", inputs.sum())
+            return super().forward(inputs)
+
+    one, other = (enable_tensor_capture(Registering(plain()), ["0"], max_tensors=1) for _ in range(2))
+    for inputs in (torch.ones(1, 4), torch.zeros(1, 4)):
+        one(inputs)
+    first = get_captured_tensors_dict()
+    restore_model(one)
+    one(torch.ones(1, 4))
+    kept = get_captured_tensors_dict()
+    other(torch.ones(1, 4))
+    last = get_captured_tensors_dict()
+    disable_tensor_capture(other)
+
+    assert type(first) is OrderedDict
+    assert list(first) == ["0.outputs", "manual_sum"]
+    assert first["manual_sum"] == 0
+    torch.testing.assert_close(kept, first)
+    assert last["manual_sum"] == 4
+    assert find_available_modules(plain(), "net") == ["net.0", "net.1", "net.2"]
 
 
 def test_a_replaced_tensor_takes_the_place_of_what_a_module_returns(monkeypatch):

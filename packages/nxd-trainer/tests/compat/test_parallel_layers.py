@@ -7,8 +7,8 @@ from neuronx_distributed import parallel_state
 from neuronx_distributed.modules.qkv_linear import gqa_qkv_linear_with_async_allreduce
 from neuronx_distributed.modules.rms_norm import manual_rms_norm
 from neuronx_distributed.parallel_layers import comm, grads, layers, loss_functions, mappings, pad, utils
-from neuronx_distributed.parallel_layers.checkpointing import get_sharded_model_dict, load, save
-from nxd_state import active_group, all_gather, all_reduce, get_group
+from neuronx_distributed.parallel_layers.checkpointing import _invoke_preshard_hook, get_sharded_model_dict, load, save
+from nxd_state import active_group, all_gather, all_reduce, get_group, get_shard_spec
 from torch import nn
 from torch.nn import functional as F
 
@@ -269,9 +269,30 @@ def test_spmd_rank_holds_the_rank_until_a_checkpoint_says_otherwise(on_mesh):
         rank = layers.SPMDRank(2)
         rank.initialize_expert_indices(3)
         assert (rank.rank.num_partitions, rank.get_local_expert_indices().shape) == (2, (1, 3))
+        assert get_shard_spec(rank.rank).pieces[0].logical_shape == (2,)
         return rank.get_rank().tolist()
 
     assert on_mesh(job, tensor_model_parallel_size=2) == [[0], [1]]
+
+
+def test_preshard_hooks_change_whole_weights_by_the_names_of_their_modules():
+    class Doubled(nn.Linear):
+        add_bias = True
+
+        def preshard_hook(self, state, name):
+            state[name] = state[name] * 2
+
+    model = nn.ModuleDict({"plain": nn.Linear(1, 1), "inner": nn.ModuleDict({"doubled": Doubled(1, 1)})})
+    state = {name: torch.ones(1) for name in model.state_dict()}
+
+    _invoke_preshard_hook(model, state)
+
+    assert {name: value.item() for name, value in state.items()} == {
+        "plain.weight": 1,
+        "plain.bias": 1,
+        "inner.doubled.weight": 2,
+        "inner.doubled.bias": 2,
+    }
 
 
 def test_padding_heads_are_those_behind_each_key_and_value_heads():
@@ -279,6 +300,8 @@ def test_padding_heads_are_those_behind_each_key_and_value_heads():
 
     assert masks == [[True, True], [True, False]] * 2
     assert pad.get_number_of_extra_heads(n_head=6, tp_degree=4) == 2
+    with pytest.raises(RuntimeError, match=r"Unexpected hardware_type='trn1'; give hardware\.TRN1"):
+        pad.generate_padding_mask(6, 8, 2, 4, 0, hardware_type="trn1")
 
 
 def test_tensors_are_cast_and_cut_as_scripts_ask():

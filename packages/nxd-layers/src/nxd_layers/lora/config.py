@@ -16,6 +16,7 @@ _FLAGS = (
     "save_lora_config_adapter",
     "load_lora_from_ckpt",
     "lora_verbose",
+    "merge_sharded_lora",
 )
 
 
@@ -41,6 +42,7 @@ class LoraConfig:
         lora_save_dir: folder of that checkpoint.
         lora_load_tag: its tag; the newest one if None.
         lora_verbose: rank 0 prints what has been adapted.
+        merge_sharded_lora: of no effect, for scripts that give it: checkpoints hold whole adapters, not ranks' shards.
 
     Raises:
         ValueError: lists every mistake.
@@ -61,6 +63,7 @@ class LoraConfig:
     lora_save_dir: str | None = None
     lora_load_tag: str | None = None
     lora_verbose: bool = False
+    merge_sharded_lora: bool = True
 
     def __post_init__(self) -> None:
         mistakes = [

@@ -1,5 +1,7 @@
 """Arithmetic of padding: how many heads, and how many rows for them."""
 
+from enum import Enum
+
 import torch
 
 from nxd_layers.upstream_arguments import takes_names_too
@@ -34,7 +36,7 @@ def generate_padding_mask(
     num_kv_heads: int,
     tp_degree: int,
     tp_rank: int,
-    hardware_type: object = None,
+    hardware_type: Enum | None = None,
 ) -> torch.Tensor:
     """Which query heads of a rank are the model's, where padding stands behind the heads of each key and value head.
 
@@ -44,18 +46,21 @@ def generate_padding_mask(
         num_kv_heads: key and value heads of the model.
         tp_degree: tensor-parallel ranks.
         tp_rank: whose heads.
-        hardware_type: on one named "TRN1" copies of a key and value head are spread over the ranks; here, and on
-            others, they are neighbours.
+        hardware_type: a member of the enum `hardware` of scripts for NeuronX Distributed. On "TRN1" copies of a key
+            and value head are spread over the ranks; on others, and if None, they are neighbours.
 
     Returns:
         bool `[num_heads_with_pad / tp_degree]`, true for heads of the model.
 
     Raises:
         ValueError: the ranks do not divide the padded heads.
+        RuntimeError: `hardware_type` is no member of an enum.
     """
+    if not isinstance(hardware_type, Enum | None):
+        raise RuntimeError(f"Unexpected hardware_type={hardware_type!r}; give hardware.TRN1, another member, or None")
     each = divide(num_heads_with_pad, tp_degree)
     copies = max(tp_degree // num_kv_heads, 1)
-    spread = getattr(hardware_type, "name", "").upper() == "TRN1"
+    spread = hardware_type is not None and hardware_type.name == "TRN1"
     copy = tp_rank // num_kv_heads if spread else tp_rank % copies
     kv_heads_here = 1 if spread else num_kv_heads * copies // tp_degree
     return torch.arange(each * copy, each * (copy + 1)) < num_heads // num_kv_heads * kv_heads_here

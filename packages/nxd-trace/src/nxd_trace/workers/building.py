@@ -94,7 +94,7 @@ class Builder:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._built = _build_models(call.func, self._programs, states_may_differ=call.shared_state is not None)
         for built in self._distinct():
-            _materialize(built.model, call.source)
+            _materialize(built, call.source)
         self._write_tensors(call.shared_state)
         self._exported: list[ExportedModel] = []
         self._settings: Export | None = None
@@ -210,8 +210,9 @@ def _check_shared(built: Sequence[_Built], programs: Sequence[Program], *, state
 
 
 @torch.no_grad()
-def _materialize(model: nn.Module, source: WeightSource | None) -> None:
-    """Bring the model to the device, and fill it from the source of weights if there is one."""
+def _materialize(built: _Built, source: WeightSource | None) -> None:
+    """Bring the model to the device, and fill it from the source of weights if there is one; state may lack there."""
+    model = built.model
     on_meta = {name for name, tensor in named_tensors(model) if tensor.is_meta}
     if on_meta and source is None:
         raise ValueError(
@@ -222,8 +223,8 @@ def _materialize(model: nn.Module, source: WeightSource | None) -> None:
     if source is None:
         return
     tensors = dict(named_tensors(model))
-    parameters = dict(model.named_parameters())
-    weights = {name: weight_of(name, tensor, name in parameters or name in on_meta) for name, tensor in tensors.items()}
+    needed = on_meta | dict(model.named_parameters()).keys() - {alias.name for alias in built.aliases}
+    weights = {name: weight_of(name, tensor, name in needed) for name, tensor in tensors.items()}
     read_weights(weights, source, lambda name: tensors[name].detach())
 
 

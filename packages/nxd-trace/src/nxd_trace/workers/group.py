@@ -7,7 +7,6 @@ import os
 import selectors
 import signal
 import socket
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +17,7 @@ from nxd_trace.errors import MissingMainGuardError, WorkerError
 from nxd_trace.memory import new_shared_file
 from nxd_trace.workers.launching import launch
 from nxd_trace.workers.messages import CALL, DONE, Answer, receive, send_header, send_object
+from nxd_trace.workers.pickling import main_script
 
 _SECONDS_TO_LEAVE = 2.0
 
@@ -102,16 +102,6 @@ class WorkerProcess:
         os.close(self._stdin)
         self.connection.close()
         self._stacks.close()
-
-
-def main_script() -> dict[str, str]:
-    """Where the main module came from, for workers that need a function defined in it."""
-    main = sys.modules["__main__"]
-    name = getattr(getattr(main, "__spec__", None), "name", None)
-    if name:
-        return {"name": name}
-    path = getattr(main, "__file__", None)
-    return {"path": os.path.abspath(path)} if path else {}
 
 
 _SECONDS_TO_ANSWER_TOO = 3.0  # for the other ranks, once one has failed

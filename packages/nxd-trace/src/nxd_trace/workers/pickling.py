@@ -4,12 +4,14 @@ A function is pickled as its module and name, so workers import the module. If t
 under the name `__mp_main__`, as multiprocessing does, but only when the function needs it.
 """
 
+import importlib
 import io
+import os
 import pickle
 import runpy
 import sys
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -19,6 +21,25 @@ from nxd_trace.errors import MissingMainGuardError
 _MAIN_IN_WORKER = "__mp_main__"
 
 _is_importing_main = False
+_preparation: dict[str, str] = {}  # of the workers of this process, if any
+
+
+def prepare_workers(function: Callable[[], object]) -> None:
+    """Have each worker call a function before it imports what it is sent, such as one that puts modules in place.
+
+    Args:
+        function: at the top level of a module that is not the main script. The last one given counts.
+    """
+    _preparation["prepare"] = f"{function.__module__}:{function.__qualname__}"
+
+
+def main_script() -> dict[str, str]:
+    """Where the main module came from, for workers that need a function defined in it, and what they call first."""
+    main = sys.modules["__main__"]
+    name = getattr(getattr(main, "__spec__", None), "name", None)
+    path = getattr(main, "__file__", None)
+    where = {"name": name} if name else {"path": os.path.abspath(path)} if path else {}
+    return {**where, **_preparation}
 
 
 def dumps_for_workers(value: Any, what: str) -> bytes:
@@ -43,13 +64,15 @@ def dumps_for_workers(value: Any, what: str) -> bytes:
 
 
 def loads_in_worker(data: bytes, main: Mapping[str, str]) -> Any:
-    """What `dumps_for_workers` pickled. `main` says where the main module came from.
+    """What `dumps_for_workers` pickled. `main` is the parent's `main_script`.
 
     Raises:
         MissingMainGuardError: importing the main script started another trace.
         TypeError: a module or name cannot be imported here.
     """
     try:
+        if "prepare" in main:
+            _prepare(main["prepare"])
         return _Unpickler(io.BytesIO(data), main).load()
     except (ImportError, AttributeError) as error:
         raise TypeError(
@@ -86,6 +109,13 @@ class _Unpickler(pickle.Unpickler):
 def _main_can_be_imported() -> bool:
     main = sys.modules["__main__"]
     return getattr(main, "__spec__", None) is not None or hasattr(main, "__file__")
+
+
+@cache
+def _prepare(function: str) -> None:
+    """Once per process."""
+    module, _, name = function.partition(":")
+    getattr(importlib.import_module(module), name)()
 
 
 @cache

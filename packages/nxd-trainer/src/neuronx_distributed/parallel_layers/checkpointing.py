@@ -10,6 +10,7 @@ from nxd_trainer.compat.tensors import (
     PreShardHookFn,
     get_sharded_model_dict,
 )
+from nxd_trainer.compat.tensors import invoke_preshard_hooks as _invoke_preshard_hook  # the name that scripts import
 
 __all__ = [
     "NXD_SKIP_RENDEZVOUS",
@@ -18,4 +19,5 @@ __all__ = [
     "load",
     "PreShardHookFn",
     "get_sharded_model_dict",
+    "_invoke_preshard_hook",
 ]

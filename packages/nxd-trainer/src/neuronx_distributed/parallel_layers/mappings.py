@@ -20,8 +20,8 @@ from nxd_trainer.compat.mappings import (
     scatter_input_channels_to_tensor_model_parallel_region,
     scatter_to_process_group_spmd,
 )
-from nxd_trainer.script_mappings import split_along_first_dim as _split_along_first_dim
-from nxd_trainer.script_mappings import split_along_last_dim as _split_along_last_dim
+from nxd_trainer.compat.mappings import split_along_first_dim as _split_along_first_dim
+from nxd_trainer.compat.mappings import split_along_last_dim as _split_along_last_dim
 
 __all__ = [
     "copy_to_tensor_model_parallel_region",

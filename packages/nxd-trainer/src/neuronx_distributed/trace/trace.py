@@ -2,6 +2,7 @@
 
 from nxd_trace import TensorParallelModel, parallel_model_load, parallel_model_save, parallel_model_trace
 from nxd_trainer.compat.not_here import not_here
+from nxd_trainer.compat.tensors import invoke_preshard_hooks as invoke_preshard_hook
 
 ParallelModel = TensorParallelNeuronModel = TensorParallelModel
 (
@@ -13,7 +14,6 @@ ParallelModel = TensorParallelNeuronModel = TensorParallelModel
     find_unique_dtypes,
     generate_ranked_folder,
     get_sharded_checkpoint,
-    invoke_preshard_hook,
     preprocess_checkpoint,
     shard_children,
 ) = not_here(
@@ -27,7 +27,6 @@ ParallelModel = TensorParallelNeuronModel = TensorParallelModel
     "find_unique_dtypes",
     "generate_ranked_folder",
     "get_sharded_checkpoint",
-    "invoke_preshard_hook",
     "preprocess_checkpoint",
     "shard_children",
 )

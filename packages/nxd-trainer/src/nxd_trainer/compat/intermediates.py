@@ -1,13 +1,15 @@
 """Recording and replacing what the modules of a model return: to compare a model with another, or force its course.
 
-One model at a time is recorded, and one replaced; the records are those of the last forward. Both work by forward
+Several models can be recorded, and one replaced; the records are those of the last forward of any. Both work by forward
 hooks, so a model can be traced for inference with them.
 """
 
 import inspect
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -30,8 +32,13 @@ class CapturedModelInfo:
         self.max_tensors = max_tensors
         self.capture_inputs = capture_inputs
         self.hooks: list[RemovableHandle] = []
-        self.module_tensors: dict[str, Tensor] = {}
-        self.manual_tensors: dict[str, Tensor] = {}
+        self.has_run = False
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop the records."""
+        self.module_tensors: OrderedDict[str, Tensor] = OrderedDict()
+        self.manual_tensors: OrderedDict[str, Tensor] = OrderedDict()
         self.manual_tensors_keys: dict[str, int] = {}
 
 
@@ -42,6 +49,7 @@ class TensorRegistry:
 
     def __init__(self) -> None:
         self.enabled = False
+        self._infos: WeakKeyDictionary[nn.Module, CapturedModelInfo] = WeakKeyDictionary()
         self.clear()
 
     @classmethod
@@ -83,15 +91,17 @@ class TensorRegistry:
             info.manual_tensors_keys[base] = info.manual_tensors_keys.get(base, 0) + 1
         info.manual_tensors[key] = tensor.detach().clone()
 
-    def get_captured_tensors_dict(self) -> dict[str, Tensor]:
+    def get_captured_tensors_dict(self) -> OrderedDict[str, Tensor]:
         """All records by name: module after module, inputs before outputs, then those of `register_tensor`."""
-        info, found = self.model_info, {}
+        info = self.model_info
+        found: OrderedDict[str, Tensor] = OrderedDict()
         for module in info.modules_to_capture:
             kinds = [f"{module}.inputs"] * info.capture_inputs + [f"{module}.outputs"]
             for kind in kinds:
                 names = sorted(it for it in info.module_tensors if it.startswith(kind) or it == module)
                 found.update({name: info.module_tensors[name] for name in names})
-        return {**found, **info.manual_tensors}
+        found.update(info.manual_tensors)
+        return found
 
     def get_module_tensors(self) -> dict[str, Tensor]:
         """Records of modules."""
@@ -114,10 +124,34 @@ class TensorRegistry:
         return self.get_monitored_tensor_count() + self.get_manual_tensor_count()
 
     def remove_hooks(self) -> None:
-        """Take the hooks off the model."""
-        for hook in self.model_info.hooks:
-            hook.remove()
-        self.model_info.hooks = []
+        """Take the hooks off the model whose records these are."""
+        _remove_hooks(self.model_info)
+
+    def attach(self, model: nn.Module) -> CapturedModelInfo:
+        """Make what is to be recorded that of a model, in the place of what was before."""
+        self.detach(model)
+        self._infos[model] = self.model_info
+        return self.model_info
+
+    def detach(self, model: nn.Module) -> None:
+        """Record this model no more."""
+        info = self._infos.pop(model, None)
+        if info is not None:
+            _remove_hooks(info)
+        self.enabled = len(self._infos) > 0
+
+    def start(self, info: CapturedModelInfo) -> None:
+        """A forward of a model begins: records are its own now, without those of its last forward."""
+        self.model_info = info
+        if info.has_run:  # what was registered before the first is kept with it
+            info.forget()
+        info.has_run = True
+
+
+def _remove_hooks(info: CapturedModelInfo) -> None:
+    for hook in info.hooks:
+        hook.remove()
+    info.hooks = []
 
 
 def enable_tensor_capture(
@@ -146,11 +180,13 @@ def enable_tensor_capture(
     if unknown:
         raise ValueError(f"The following modules were not found in the model: {unknown}; see get_available_modules")
     registry = TensorRegistry.get_instance()
-    registry.remove_hooks()
     registry.configure(enabled=True, modules=names, max_tensors=max_tensors, capture_inputs=capture_inputs)
+    info = registry.attach(model)
+    registry.enabled = True
+    info.hooks.append(model.register_forward_pre_hook(lambda module, args: registry.start(info)))
     for name in names:
         handle = modules[name].register_forward_hook(_recording_hook(name, capture_inputs), with_kwargs=True)
-        registry.model_info.hooks.append(handle)
+        info.hooks.append(handle)
     return model
 
 
@@ -178,16 +214,20 @@ def _record(name: str, value: Any, module: nn.Module) -> None:
 
 
 def disable_tensor_capture(model: nn.Module) -> nn.Module:
-    """Stop recording, and forget the records; returns the model."""
-    registry = TensorRegistry.get_instance()
-    registry.remove_hooks()
-    registry.clear()
-    registry.enabled = False
+    """Stop recording a model, and forget the records; returns the model."""
+    restore_model(model)
+    TensorRegistry.get_instance().clear()
+    return model
+
+
+def restore_model(model: nn.Module) -> nn.Module:
+    """Stop recording a model, and keep the records; returns the model."""
+    TensorRegistry.get_instance().detach(model)
     return model
 
 
 def get_available_modules(model: nn.Module, prefix: str = "") -> list[str]:
-    """Names of all modules below the model, after `prefix` and a dot if it is given."""
+    """Names of all modules below the model, which is called `prefix` itself."""
     return [name for name, _ in model.named_modules(prefix=prefix) if name != prefix]
 
 
@@ -196,7 +236,7 @@ def register_tensor(name: str, tensor: Tensor) -> None:
     TensorRegistry.get_instance().register_tensor(name, tensor)
 
 
-def get_captured_tensors_dict() -> dict[str, Tensor]:
+def get_captured_tensors_dict() -> OrderedDict[str, Tensor]:
     """The records; see `TensorRegistry.get_captured_tensors_dict`."""
     return TensorRegistry.get_instance().get_captured_tensors_dict()
 

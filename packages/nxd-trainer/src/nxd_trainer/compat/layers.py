@@ -16,7 +16,7 @@ from nxd_layers import (
 )
 from nxd_layers.column_linear import column_linear
 from nxd_layers.mappings import GivenGroup, process_group_as
-from nxd_state import active_group, set_partition_attributes
+from nxd_state import active_group, set_partition_attributes, set_shard_spec, shard_along
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -216,7 +216,7 @@ class SPMDRank(nn.Module):
         self.world_size = world_size
         self.tensor_model_parallel_size = tensor_model_parallel_size or group.size
         self.rank = nn.Parameter(torch.tensor([group.rank], dtype=torch.int32), requires_grad=False)
-        set_partition_attributes(self.rank, partition_dim=0, num_partitions=world_size)
+        self._set_split(self.rank)
 
     def get_rank(self) -> Tensor:
         """`[1]` int32."""
@@ -226,11 +226,18 @@ class SPMDRank(nn.Module):
         """Add the parameter of `get_local_expert_indices`, zeros until a checkpoint fills it."""
         indices = torch.zeros(1, num_local_experts, dtype=torch.int32)
         self.local_expert_indices = nn.Parameter(indices, requires_grad=False)
-        set_partition_attributes(self.local_expert_indices, partition_dim=0, num_partitions=self.world_size)
+        self._set_split(self.local_expert_indices)
 
     def get_local_expert_indices(self) -> Tensor:
         """`[1, experts]` int32."""
         return self.local_expert_indices
+
+    def _set_split(self, parameter: nn.Parameter) -> None:
+        set_partition_attributes(parameter, partition_dim=0, num_partitions=self.world_size)
+        group = active_group("tp")
+        if group.size == self.world_size:
+            whole = (self.world_size, *parameter.shape[1:])
+            set_shard_spec(parameter, shard_along(whole, 0, rank=group.rank, size=group.size))
 
 
 class DistributedLogprob:

@@ -15,6 +15,10 @@ _AREAS = {
         "launches an NKI kernel, which only the Neuron compiler can build",
         "the torch functions of neuronx_distributed.kernels and nxd_layers, which a compiler fuses",
     ),
+    "validation": (
+        "compares logits by the tolerances of the old runtime",
+        "torch.testing.assert_close, or nxd parity --hf for a model of transformers",
+    ),
     "mx": (
         "packs weights in the 4-bit and 8-bit microscaling layouts that only NKI kernels read",
         "quantization.convert with int8 or fp8 weights",

@@ -162,15 +162,30 @@ def create_local_weight(
     return part if out_weight is None else out_weight.copy_(part)
 
 
+def invoke_preshard_hooks(module: nn.Module, model_state_dict: dict[str, Any], prefix: str = "") -> None:
+    """Have modules with a `preshard_hook(state, name)` change whole tensors before they are cut.
+
+    Args:
+        module: the model; hooks of modules inside one that has a hook are its own business.
+        model_state_dict: whole tensors by name, changed in place.
+        prefix: of the module's names in it, ending in a dot. A hook's `name` is this and "weight"; a module whose
+            `add_bias` is true is asked for "bias" as well.
+    """
+    if callable(hook := getattr(module, "preshard_hook", None)):
+        for name in ("weight", "bias") if getattr(module, "add_bias", False) else ("weight",):
+            hook(model_state_dict, f"{prefix}{name}")
+        return
+    for name, child in module.named_children():
+        invoke_preshard_hooks(child, model_state_dict, f"{prefix}{name}.")
+
+
 def get_sharded_model_dict(model: nn.Module, model_state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """This rank's parts of a whole model's tensors, cut as the model's parameters say by their attributes.
 
     A module with a `preshard_hook(state, prefix)` changes the whole tensors first, by a prefix that ends in "weight".
     """
     state = dict(model_state_dict)
-    for name, module in model.named_modules():
-        if callable(hook := getattr(module, "preshard_hook", None)):
-            hook(state, f"{name}.weight" if name else "weight")
+    invoke_preshard_hooks(model, state)
     for name, parameter in model.state_dict(keep_vars=True).items():
         if getattr(parameter, "tensor_model_parallel", False):
             dim, ranks = parameter.partition_dim, active_group("tp").size

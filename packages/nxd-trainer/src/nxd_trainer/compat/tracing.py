@@ -4,13 +4,16 @@ Compiled programs lie in a folder, which `NxDModel.save` and `load` name; they a
 """
 
 import copy
+import inspect
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Self
 from unittest import mock
 
 import nxd_trace
+import torch
 import torch.distributed as dist
 from nxd_state import (
     destroy_model_parallel,
@@ -20,9 +23,14 @@ from nxd_state import (
     planned_world,
 )
 from nxd_trace import BucketModelConfig, Program, TensorParallelModel, parallel_model_load, parallel_model_save
+from nxd_trace.compilers import choose_compiler
 from torch import Tensor, nn
 
+from nxd_trainer.compat.models import init_on_device
 from nxd_trainer.compat.platform import get_platform_lnc
+from nxd_trainer.compat.tensors import invoke_preshard_hooks
+
+_logger = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -128,9 +136,7 @@ def shard_checkpoint(
     if not 0 <= first <= last < size:
         raise ValueError(f"start_rank={start_rank}, end_rank={end_rank} are outside the {size} tensor-parallel ranks")
     whole = dict(checkpoint)
-    for name, module in model.named_modules():
-        if callable(hook := getattr(module, "preshard_hook", None)):
-            hook(whole, f"{name}.weight" if name else "weight")
+    invoke_preshard_hooks(model, whole)
     return nxd_trace.rank_weights(whole, model, range(first, last + 1), folder=serialize_path)
 
 
@@ -165,9 +171,19 @@ class NxDModel(nn.Module, BaseNxDModel):
         """
         if forward_mode != "default":
             raise ValueError(f"forward_mode={forward_mode!r} is not supported; calls run to their end, as 'default'")
+        args, kwargs = self._as_traced(args, kwargs)
         if model_name is not None:
             return self.model.run(model_name, *args, **kwargs)
         return self.model(*args, **kwargs)
+
+    def _as_traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """`ModelBuilder` traces inputs by name, in the order of the model's forward."""
+        for program in self.model.programs.values():
+            names = program.keywords
+            by_name = dict(zip(names, args, strict=False)) | kwargs
+            if len(by_name) == len(args) + len(kwargs) and by_name.keys() == set(names):
+                return (), {name: by_name[name] for name in names}
+        return args, kwargs
 
     def get_available_keys(self) -> set[str]:
         """Names of the programs."""
@@ -184,6 +200,13 @@ class NxDModel(nn.Module, BaseNxDModel):
     def replace_weights(self, sharded_checkpoint: Sequence[Mapping[str, Tensor]]) -> None:
         """As `set_weights`."""
         self.set_weights(sharded_checkpoint)
+
+    def initialize(self, checkpoint: Sequence[Mapping[str, Tensor]], start_rank_tensor: Tensor | None = None) -> None:
+        """As `set_weights`; all ranks are on this host, whatever the first is said to be."""
+        self.set_weights(checkpoint)
+
+    def initialize_with_saved_weights(self, start_rank_tensor: Tensor | None = None) -> None:
+        """Does nothing: saved models hold their weights."""
 
     def to_neuron(self) -> None:
         """Does nothing: the workers hold weights and state on their devices already."""
@@ -270,12 +293,16 @@ class ModelBuilder:
 
         Raises:
             ValueError: inputs in both ways, or in none.
-            TypeError: inputs that are no tensors.
+            TypeError: inputs that are no tensors, or that forward does not take.
         """
         if (args is None) == (kwargs is None):
             raise ValueError("give the example inputs once, as args (by position) or kwargs (by name)")
-        name = tag or f"program_{len(self._programs)}"
-        self._programs.append(Program(name, args if kwargs is None else dict(kwargs)))
+        by_position = (args,) if isinstance(args, Tensor) else tuple(args or ())
+        bound = inspect.signature(self.model.forward).bind(*by_position, **(kwargs or {}))
+        kinds = {bound.signature.parameters[name].kind for name in bound.arguments}
+        named = kinds <= {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}
+        inputs = dict(bound.arguments) if named else kwargs or by_position
+        self._programs.append(Program(tag or f"program_{len(self._programs)}", inputs))
         return self
 
     def compile(
@@ -290,7 +317,7 @@ class ModelBuilder:
         Args:
             priority_model_key: of the old compiler's layouts; a program's name, of no effect.
             compiler_workdir: where compilers leave their files.
-            compiler_args: for the compiler, the same for all programs.
+            compiler_args: for neuronx-cc, the same for all programs; of no effect for another compiler.
             max_workers: ranks that record and compile at once.
 
         Returns:
@@ -305,21 +332,35 @@ class ModelBuilder:
             raise ValueError("No traces available for compilation. Call trace() first.")
         if priority_model_key is not None and priority_model_key not in names:
             raise ValueError(f"Invalid priority_model_key: {priority_model_key}; there are {', '.join(names)}")
-        if isinstance(compiler_args, Mapping):
-            missing = sorted(set(names) - compiler_args.keys())
-            if missing or len(set(compiler_args.values())) > 1:
-                raise ValueError(f"compiler_args must be one for all programs; they differ, or lack {missing}")
-            compiler_args = next(iter(compiler_args.values()))
+        of_programs = compiler_args if isinstance(compiler_args, Mapping) else dict.fromkeys(names, compiler_args)
+        if missing := sorted(set(names) - of_programs.keys()):
+            raise ValueError(f"compiler_args lack {missing}; give options for each program, or a string for all")
         traced = nxd_trace.trace_module(
             self.model,
             self._programs,
             self.world_size,
             compiler_workdir=compiler_workdir,
-            compiler_args=compiler_args,
+            compiler_args=_one_for_all(of_programs),
             max_parallel_compilations=max_workers,
             progress=False,
         )
         return NxDModel(traced)
+
+
+def _one_for_all(compiler_args: Mapping[str, str | None]) -> str | None:
+    """The options of neuronx-cc that all programs are compiled with, from those of each; None for other compilers.
+
+    Raises:
+        ValueError: they differ.
+    """
+    given = sorted({it for it in compiler_args.values() if it})
+    compiler = choose_compiler(None).name
+    if given and compiler not in ("neuronx", "neuron"):
+        _logger.info("compiler_args=%s are options of neuronx-cc; %r compiles without them", given, compiler)
+        return None
+    if len(given) > 1:
+        raise ValueError(f"compiler_args differ between programs: {given}; give all the same")
+    return given[0] if given else None
 
 
 class BaseModelInstance:
@@ -340,11 +381,11 @@ class BaseModelInstance:
         """Make the model; called in each worker, where the mesh is initialised."""
         self.module = self.module_cls()
 
-    def get(self, bucket_rank: int | None, **kwargs: Any) -> tuple[nn.Module | None, Any]:
+    def get(self, bucket_rank: int, **kwargs: Any) -> tuple[nn.Module | None, Any]:
         """The model and its aliases.
 
         Args:
-            bucket_rank: number of the bucket; None without buckets.
+            bucket_rank: number of the bucket; 0 if there is one.
             **kwargs: of the bucket.
         """
         return self.module, self.input_output_aliases[0]
@@ -360,7 +401,7 @@ class InstanceOnRank:
     def __init__(self, instances: Mapping[str, BaseModelInstance]) -> None:
         self._instances = instances
 
-    def __call__(self, key: str, bucket: int | None, bucket_kwargs: Mapping[str, Any]) -> Any:
+    def __call__(self, key: str, bucket: int, bucket_kwargs: Mapping[str, Any]) -> Any:
         """The model of a key and a bucket, with its aliases."""
         instance = copy.copy(self._instances[key])
         instance.load_module()
@@ -437,7 +478,7 @@ class FirstModelBuilder:
             key: its name.
             model_instance: gives it in each worker.
             example_inputs: a tuple of inputs for each bucket; one of them without buckets.
-            compiler_args: for the compiler; the same for all models.
+            compiler_args: for neuronx-cc, the same for all models; of no effect for another compiler.
             bucket_config: its `func_kwargs` are given to `model_instance.get`.
             priority_model_idx: of the old compiler; of no effect.
 
@@ -452,10 +493,10 @@ class FirstModelBuilder:
         self._instances[key] = model_instance
         self._compiler_args[key] = compiler_args
         for index, inputs in enumerate(example_inputs):
-            bucket = None if bucket_config is None else index
             kwargs = {} if bucket_config is None else dict(bucket_config.kwargs_of(index, len(example_inputs)))
+            kwargs.pop("bucket_rank", None)  # which `get` is given in any case
             name = key if len(example_inputs) == 1 else f"{key}_{index}"
-            self._programs.append(Program(name, inputs, {"key": key, "bucket": bucket, "bucket_kwargs": kwargs}))
+            self._programs.append(Program(name, inputs, {"key": key, "bucket": index, "bucket_kwargs": kwargs}))
         return self
 
     def trace(self, initialize_model_weights: bool = True, **old_settings: Any) -> "NxDModelExecutor":
@@ -472,21 +513,31 @@ class FirstModelBuilder:
             ValueError: models differ in their weights or in `compiler_args`, or none was added.
             WorkerError: it failed in a worker; the text holds its traceback.
         """
-        arguments = {it for it in self._compiler_args.values() if it}
-        if len(arguments) > 1:
-            raise ValueError(f"compiler_args differ between models: {sorted(arguments)}; give all the same")
+        if not self._programs:
+            raise ValueError("nothing has been added; call add() before trace()")
         builder = nxd_trace.ModelBuilder(InstanceOnRank(self._instances), self.tp_degree)
         for program in self._programs:
             builder.trace(program.inputs, program.name, program.func_kwargs)
         traced = builder.compile(
-            weights=dict(self.checkpoint_loader()),
+            weights=self._checkpoint(),
             inline_weights_to_neff=False,
-            compiler_args=next(iter(arguments), None),
+            compiler_args=_one_for_all(self._compiler_args),
             compiler_workdir=self.compiler_workdir,
             progress=False,
         )
         self._executor = NxDModelExecutor(NxDModel(traced))
         return self._executor
+
+    def _checkpoint(self) -> dict[str, Tensor]:
+        """The whole weights, as the preshard hooks of the model's modules want them."""
+        checkpoint = dict(self.checkpoint_loader())
+        instance = copy.copy(next(iter(self._instances.values())))
+        planned = NxDParallelState(self.tp_degree, tensor_model_parallel_size=self.tp_degree)
+        with nullcontext() if model_parallel_is_initialized() else planned, init_on_device(torch.device("meta")):
+            instance.load_module()
+        if instance.module is not None:
+            invoke_preshard_hooks(instance.module, checkpoint)
+        return checkpoint
 
     def shard_checkpoint(self, serialize_path: str | Path | None = None) -> list[dict[str, Tensor]]:
         """Each rank's shards of the weights of `checkpoint_loader`; called after `trace`.
@@ -500,7 +551,7 @@ class FirstModelBuilder:
         executor = getattr(self, "_executor", None)
         if executor is None:
             raise ValueError("nothing has been traced; call trace() before shard_checkpoint()")
-        shards = nxd_trace.shard_checkpoint(dict(self.checkpoint_loader()), executor.nxd_model.model)
+        shards = nxd_trace.shard_checkpoint(self._checkpoint(), executor.nxd_model.model)
         if serialize_path is not None:
             nxd_trace.write_rank_weights(shards, serialize_path)
         return shards
@@ -520,3 +571,11 @@ class NxDModelExecutor(nn.Module):
     def forward(self, *inputs: Any) -> Any:
         """As the program that was traced with inputs of these shapes."""
         return self.nxd_model(*inputs)
+
+    def save(self, path: str | Path, _extra_files: Mapping[str, Any] | None = None) -> None:
+        """Save the model as `NxDModel.save` does; `torch.jit.save` calls this.
+
+        Raises:
+            ValueError: something else lies there.
+        """
+        self.nxd_model.save(path)
