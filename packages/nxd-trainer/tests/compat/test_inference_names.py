@@ -118,7 +118,7 @@ class CountingInstance(BaseModelInstance):
 @pytest.mark.slow
 def test_the_first_builder_calls_preshard_hooks_numbers_buckets_and_keeps_state_that_weights_lack():
     weight, inputs = torch.randn(8, 4), torch.randn(2, 4)
-    builder = FirstModelBuilder(None, 2, lambda: {"stored.weight": weight, "rank.rank": torch.arange(2).int()})
+    builder = FirstModelBuilder(None, 2, lambda: {"stored.weight": weight})
     buckets = BucketModelConfig(None, func_kwargs=[{"bucket_rank": 0}, {"bucket_rank": 1}])
 
     builder.add("buckets", CountingInstance(), [(inputs[:1],), (inputs,)], "--auto-cast=none", bucket_config=buckets)
@@ -322,12 +322,8 @@ def test_packed_4_bit_floats_become_their_values_times_the_scale_of_their_block(
     assert torch.equal(microscaling.split_byte_4bit_tensor(packed), halves)
     assert all(torch.equal(values, expected) for values in found)
     assert microscaling.apply_lut_byte_4bit_tensor(halves).tolist()[:4] == [0.0, 0.5, 6.0, -6.0]
-    assert microscaling.split_gate_up(halves[None, ..., None], *[halves[None]] * 2)[3].flatten().tolist() == [
-        8,
-        9,
-        2,
-        3,
-    ]
+    _, _, _, up, *_ = microscaling.split_gate_up(halves[None, ..., None], halves[None], halves[None])
+    assert up.flatten().tolist() == [8, 9, 2, 3]
     with pytest.raises(ValueError, match=r"scales of shape \[1\] do not fit blocks; expected \[2\]"):
         microscaling.get_mxfp4_tensor(packed, scales[:1])
     with pytest.raises(ValueError, match=r"uint8 \[2, 3\] cannot be packed; give uint8 in rows of even length"):
