@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from nxd_layers import ColumnParallelLinear, RowParallelLinear
+from nxd_layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
 from nxd_layers.quantization import (
     QuantizationType,
     QuantizedColumnParallel,
@@ -22,7 +22,7 @@ from nxd_layers.quantization import (
     quantize_linears,
     quantize_to_qint8,
 )
-from nxd_state import get_shard_spec
+from nxd_state import get_group, get_shard_spec
 from torch import nn
 
 PER_TENSOR, PER_CHANNEL = QuantizationType.PER_TENSOR_SYMMETRIC, QuantizationType.PER_CHANNEL_SYMMETRIC
@@ -150,6 +150,17 @@ def test_a_model_on_meta_is_filled_by_the_state_of_a_quantized_plain_one():
     assert type(plain["up"]) is nn.Linear
     torch.testing.assert_close(converted["up"](hidden), quantized["up"](hidden))
     torch.testing.assert_close(quantized["up"](hidden), plain["up"](hidden), rtol=0.05, atol=0.05)
+
+
+def test_a_converted_copy_keeps_the_process_group_and_the_metadata_of_what_is_not_quantized(on_tp):
+    def job():
+        model = nn.Sequential(ColumnParallelLinear(4, 8), ParallelEmbedding(8, 4))
+        model.group = get_group("tp").process_group
+        converted = convert(model)
+        kinds = type(converted[0]).__name__, type(model[0]).__name__
+        return *kinds, converted.group is model.group, get_shard_spec(converted[1].weight).pieces[0].logical_shape
+
+    assert on_tp(2, job) == [("QuantizedColumnParallel", "ColumnParallelLinear", True, (8, 4))] * 2
 
 
 def test_layers_are_chosen_by_pattern_or_left_out_by_name():

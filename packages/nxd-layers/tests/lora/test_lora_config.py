@@ -16,6 +16,12 @@ def test_config_has_the_documented_defaults():
     assert LoRAModel is LoraModel
 
 
+def test_config_takes_the_flag_of_scripts_that_merge_shards():
+    assert LoraConfig(merge_sharded_lora=False) != LoraConfig()
+    with pytest.raises(ValueError, match="merge_sharded_lora='no' must be True or False"):
+        LoraConfig(merge_sharded_lora="no")
+
+
 def test_scale_is_alpha_over_rank_or_over_its_root():
     assert LoraConfig(lora_rank=16, lora_alpha=32).scale == 2
     assert LoraConfig(lora_rank=16, lora_alpha=32, use_rslora=True).scale == 8

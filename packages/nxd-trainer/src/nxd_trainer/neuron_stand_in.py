@@ -45,8 +45,8 @@ def nki_jit(**options: Any) -> Callable[[Any], Any]:
 
 
 class _LoadedModel(NxDModelExecutor):
-    @property
-    def __class__(self) -> type:  # type: ignore[misc]  # object's can be set
+    @property  # type: ignore[misc]  # object's can be set
+    def __class__(self) -> type:
         """Scripts tell a compiled model by `isinstance(model, torch.jit.ScriptModule)`."""
         return torch.jit.ScriptModule
 

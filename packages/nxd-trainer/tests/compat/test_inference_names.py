@@ -10,6 +10,7 @@ import torch
 from neuronx_distributed.parallel_layers import ColumnParallelLinear, RowParallelLinear
 from neuronx_distributed.parallel_layers.layers import SPMDRank
 from neuronx_distributed.quantization import dequantize, quantization_config, quantization_utils
+from neuronx_distributed.quantization.microscaling import transform_weights as microscaling
 from neuronx_distributed.quantization.observer import PerChannelAbsMaxObserver
 from neuronx_distributed.quantization.quantization_layers import QuantizedParallelLinearLayerStateDictAdaptor
 from neuronx_distributed.trace import BucketModelConfig
@@ -117,7 +118,7 @@ class CountingInstance(BaseModelInstance):
 @pytest.mark.slow
 def test_the_first_builder_calls_preshard_hooks_numbers_buckets_and_keeps_state_that_weights_lack():
     weight, inputs = torch.randn(8, 4), torch.randn(2, 4)
-    builder = FirstModelBuilder(None, 2, lambda: {"stored.weight": weight, "rank.rank": torch.arange(2).int()})
+    builder = FirstModelBuilder(None, 2, lambda: {"stored.weight": weight})
     buckets = BucketModelConfig(None, func_kwargs=[{"bucket_rank": 0}, {"bucket_rank": 1}])
 
     builder.add("buckets", CountingInstance(), [(inputs[:1],), (inputs,)], "--auto-cast=none", bucket_config=buckets)
@@ -301,3 +302,31 @@ def test_fp8_values_of_a_plain_model_are_read_by_the_adaptor():
     )
     with pytest.raises(RuntimeError, match=r"Cannot find 0.input_scale"):
         adaptor.get_input_scale_from_state_dict("0.", state)
+
+
+def test_packed_4_bit_floats_become_their_values_times_the_scale_of_their_block():
+    halves = torch.tensor([[0, 1, 7, 15], [8, 9, 2, 3]], dtype=torch.uint8)  # two blocks of four
+    scales = torch.tensor([128, 126], dtype=torch.uint8)
+    expected = torch.tensor([0.0, 1.0, 12.0, -12.0, -0.0, -0.25, 0.5, 0.75])
+    packed = microscaling.pack_byte_4bit_tensor(halves)
+    quads = microscaling.pack_fp4_x4_uint16(packed)
+
+    found = [
+        microscaling.get_mxfp4_tensor(packed, scales, dtype=torch.float32),
+        microscaling.get_mxfp4_tensor_from_uint16(quads, scales, dtype=torch.float32),
+        microscaling.get_mxfp4_tensor_from_uint16(quads, scales, dtype=torch.float32, output_quad_row=True).flatten(),
+        microscaling.dequant_byte_4bit_tensor(halves, scales).float(),
+    ]
+
+    assert packed.tolist() == [[0x10, 0xF7], [0x98, 0x32]]
+    assert torch.equal(microscaling.split_byte_4bit_tensor(packed), halves)
+    assert all(torch.equal(values, expected) for values in found)
+    assert microscaling.apply_lut_byte_4bit_tensor(halves).tolist()[:4] == [0.0, 0.5, 6.0, -6.0]
+    _, _, _, up, *_ = microscaling.split_gate_up(halves[None, ..., None], halves[None], halves[None])
+    assert up.flatten().tolist() == [8, 9, 2, 3]
+    with pytest.raises(ValueError, match=r"scales of shape \[1\] do not fit blocks; expected \[2\]"):
+        microscaling.get_mxfp4_tensor(packed, scales[:1])
+    with pytest.raises(ValueError, match=r"uint8 \[2, 3\] cannot be packed; give uint8 in rows of even length"):
+        microscaling.pack_byte_4bit_tensor(halves[:, :3])
+    with pytest.raises(ValueError, match="cannot be packed"):
+        microscaling.pack_fp4_x4_uint16(halves.int())

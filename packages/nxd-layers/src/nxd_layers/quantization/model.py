@@ -6,6 +6,7 @@ from fnmatch import fnmatch
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from nxd_layers.linear import ColumnParallelLinear
@@ -19,6 +20,15 @@ MODULE_MAPPINGS: dict[type[nn.Module], Any] = {
 }
 
 _PACKED, _PACKED_DTYPE = "_packed_params._packed_params", "_packed_params.dtype"
+
+
+def _copy(model: nn.Module) -> nn.Module:
+    """A copy with the metadata of its parameters, which talks over the process groups that modules hold."""
+    held = [value for module in model.modules() for value in vars(module).values()]
+    copied = copy.deepcopy(model, {id(value): value for value in held if isinstance(value, dist.ProcessGroup)})
+    for old, new in zip(model.parameters(), copied.parameters(), strict=True):
+        vars(new).update(vars(old))
+    return copied
 
 
 def convert(
@@ -50,7 +60,7 @@ def convert(
     patterns = [include] if isinstance(include, str) else include
     config, classes = q_config or default_config(), MODULE_MAPPINGS if mapping is None else mapping
     if not inplace:
-        module = copy.deepcopy(module)
+        module = _copy(module)
     if type(module) in classes:
         quantized: nn.Module = classes[type(module)].from_float(module, config)
         return quantized
@@ -97,7 +107,7 @@ def quantize_linears(
     dtype = torch.int8 if dtype == torch.qint8 else dtype
     if dtype not in (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2):
         raise ValueError(f"dtype: {dtype} is not supported to quantize a model; use int8, float8_e4m3fn or float8_e5m2")
-    model = float_model if inplace else copy.deepcopy(float_model)
+    model = float_model if inplace else _copy(float_model)
     for name, layer in list(model.named_modules()):
         if type(layer) is nn.Linear and name and not any(part in name for part in modules_to_not_convert or ()):
             owner, _, attribute = name.rpartition(".")

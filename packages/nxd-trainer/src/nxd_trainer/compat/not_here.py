@@ -20,7 +20,7 @@ _AREAS = {
         "torch.testing.assert_close, or nxd parity --hf for a model of transformers",
     ),
     "mx": (
-        "packs weights in the 4-bit and 8-bit microscaling layouts that only NKI kernels read",
+        "lays weights out in the microscaling formats as only NKI kernels read them",
         "quantization.convert with int8 or fp8 weights",
     ),
     "dcp": (

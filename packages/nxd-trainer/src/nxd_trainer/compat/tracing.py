@@ -26,6 +26,7 @@ from nxd_trace import BucketModelConfig, Program, TensorParallelModel, parallel_
 from nxd_trace.compilers import choose_compiler
 from torch import Tensor, nn
 
+from nxd_trainer.compat.layers import SPMDRank
 from nxd_trainer.compat.models import init_on_device
 from nxd_trainer.compat.platform import get_platform_lnc
 from nxd_trainer.compat.tensors import invoke_preshard_hooks
@@ -529,7 +530,7 @@ class FirstModelBuilder:
         return self._executor
 
     def _checkpoint(self) -> dict[str, Tensor]:
-        """The whole weights, as the preshard hooks of the model's modules want them."""
+        """The whole weights, as the preshard hooks of the model's modules want them; with the ranks, if they lack."""
         checkpoint = dict(self.checkpoint_loader())
         instance = copy.copy(next(iter(self._instances.values())))
         planned = NxDParallelState(self.tp_degree, tensor_model_parallel_size=self.tp_degree)
@@ -537,6 +538,9 @@ class FirstModelBuilder:
             instance.load_module()
         if instance.module is not None:
             invoke_preshard_hooks(instance.module, checkpoint)
+            for name, module in instance.module.named_modules():
+                if isinstance(module, SPMDRank):
+                    checkpoint.setdefault(f"{name}.rank", torch.arange(module.world_size, dtype=torch.int32))
         return checkpoint
 
     def shard_checkpoint(self, serialize_path: str | Path | None = None) -> list[dict[str, Tensor]]:
