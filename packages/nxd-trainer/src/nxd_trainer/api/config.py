@@ -104,6 +104,7 @@ def neuronx_distributed_config(
             "model_init_config": model_init_config,
             "lora_config": lora_config,
             "mixed_precision_config": mixed_precision_config,
+            "lnc_size": lnc_size,
             **unknown,
         }
     )
