@@ -65,6 +65,25 @@ def test_sections_are_completed_in_copies():
     assert config["model_init_config"]["meta_device_init"] is False
 
 
+@pytest.mark.parametrize(
+    ("section", "expected"), [(None, 4), ({"meta_device_init": False}, 4), ({"sequential_move_factor": 2}, 2)]
+)
+def test_move_factor_may_stand_beside_its_section_which_goes_before_it(section, expected):
+    config = neuronx_distributed_config(sequential_move_factor=4, model_init_config=section)
+
+    assert config["model_init_config"]["sequential_move_factor"] == expected
+    assert "sequential_move_factor" not in config
+
+
+def test_size_of_a_logical_core_is_taken_and_said_to_change_nothing(caplog):
+    with caplog.at_level("INFO", logger="nxd_trainer"):
+        config = neuronx_distributed_config(lnc_size=2)
+
+    assert config["lnc_size"] == 2
+    assert caplog.messages == ["lnc_size=2 changes nothing: ranks are processes, whatever cores they have"]
+    initialize_parallel_model(config, lambda: nn.Linear(1, 1))
+
+
 def test_all_mistakes_come_in_one_error_with_the_nearest_key():
     with pytest.raises(ValueError, match="neuronx_distributed_config") as raised:
         neuronx_distributed_config(

@@ -2,6 +2,7 @@
 
 import difflib
 import inspect
+import logging
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
@@ -17,6 +18,8 @@ from nxd_state import get_mesh, initialize_model_parallel, model_parallel_is_ini
 from torch import nn
 
 from nxd_trainer.options import Key, OptionError, Schema
+
+_logger = logging.getLogger(__name__)
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -43,6 +46,8 @@ def neuronx_distributed_config(
     *,
     context_parallel_size: int = 1,
     expert_parallel_size: int = 1,
+    sequential_move_factor: int | None = None,
+    lnc_size: int = 1,
     **unknown: Any,
 ) -> dict[str, Any]:
     """The config of a training job, the same on every rank; initialises model parallelism if it is not initialised yet.
@@ -71,6 +76,8 @@ def neuronx_distributed_config(
             `use_master_weights_in_ckpt` (False).
         context_parallel_size: ranks that split each sequence.
         expert_parallel_size: ranks that split the experts of a layer.
+        sequential_move_factor: that of `model_init_config`, where it has none.
+        lnc_size: as the existing library's: physical cores of a logical one; without effect here.
         **unknown: none; a name that is no argument is reported with the other mistakes.
 
     Returns:
@@ -79,6 +86,10 @@ def neuronx_distributed_config(
     Raises:
         ValueError: every mistake, in one error; or degrees that do not fit the launched ranks, or the mesh there is.
     """
+    if sequential_move_factor is not None and isinstance(model_init_config, Mapping | None):
+        model_init_config = {"sequential_move_factor": sequential_move_factor, **(model_init_config or {})}
+    if lnc_size != 1:
+        _logger.info("lnc_size=%s changes nothing: ranks are processes, whatever cores they have", lnc_size)
     config = complete_config(
         {
             "tensor_parallel_size": tensor_parallel_size,
@@ -93,6 +104,7 @@ def neuronx_distributed_config(
             "model_init_config": model_init_config,
             "lora_config": lora_config,
             "mixed_precision_config": mixed_precision_config,
+            "lnc_size": lnc_size,
             **unknown,
         }
     )
@@ -145,7 +157,7 @@ def complete_config(given: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"nxd_config={given!r} is no config; give what neuronx_distributed_config returned")
     mistakes: list[str] = []
     read = _schema().nest(_schema().read(_schema().flatten(given, mistakes), mistakes))
-    config = _arguments(neuronx_distributed_config) | read
+    config = _top_level_defaults() | read
     config["optimizer_config"] = OPTIMIZER_DEFAULTS | read["optimizer_config"]
     config["model_init_config"] = MODEL_INIT_DEFAULTS | read["model_init_config"]
     if given.get("pipeline_config") is None:
@@ -176,7 +188,7 @@ def _schema() -> Schema:
         "model_init_config": MODEL_INIT_DEFAULTS,
         "mixed_precision_config": dict.fromkeys(MixedPrecision.__dataclass_fields__, False),
     }
-    top_level = {name: it for name, it in _arguments(neuronx_distributed_config).items() if name not in sections}
+    top_level = {name: it for name, it in _top_level_defaults().items() if name not in sections}
     keys = [
         Key(
             section=section,
@@ -189,6 +201,13 @@ def _schema() -> Schema:
         for name, default in defaults.items()
     ]
     return Schema(keys, keys_listed_by="help(neuronx_distributed_config)", section_form="give a dict of its keys")
+
+
+def _top_level_defaults() -> dict[str, Any]:
+    """The keys of a config with their defaults; one argument is only another place for a key of a section."""
+    defaults = _arguments(neuronx_distributed_config)
+    del defaults["sequential_move_factor"]
+    return defaults
 
 
 def _arguments(function: Callable[..., Any]) -> dict[str, Any]:
