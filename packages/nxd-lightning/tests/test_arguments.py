@@ -107,6 +107,9 @@ def test_documented_defaults_hold():
 
     assert (parameters["grad_accum_steps"].default, parameters["manual_opt"].default) == (1, True)
     assert NeuronXLAStrategy().checkpoint_io.save_load_xser is True
+    assert NeuronXLAStrategy(debug=True, sync_module_states=True).checkpoint_io.save_load_xser is True
+    assert NeuronCheckpointIO(False, True).save_load_xser is False
+    assert NeuronXLAPrecisionPlugin(mixed_precision_enabled=True).precision == NeuronXLAPrecisionPlugin().precision
 
 
 def test_unknown_name_says_which_there_are():
@@ -120,11 +123,22 @@ def test_unknown_name_says_which_there_are():
         (lambda: linear(grad_accum_steps=0), "grad_accum_steps=0 must be an integer, 1 or more"),
         (lambda: NeuronXLAStrategy(pipeline_parallel_size=0), "pipeline_parallel_size=0 must be"),
         (lambda: NeuronXLAStrategy({"tensor_parallel_size": 2}, 4), "tensor_parallel_size=4 differs from nxd_config"),
+        (lambda: NeuronXLAStrategy({}, expert_parallel_size=2), "expert_parallel_size=2 differs from nxd_config"),
+        (lambda: NeuronXLAStrategy(context_parallel_size=0), "context_parallel_size=0 must be"),
         (lambda: NeuronXLAStrategy({"tensor_paralel_size": 2}), "did you mean tensor_parallel_size"),
         (lambda: setattr(NeuronXLAStrategy(), "checkpoint_io", object()), "use NeuronCheckpointIO"),
         (lambda: NeuronXLAStrategy(checkpoint_io=TorchCheckpointIO()), "is a TorchCheckpointIO, which would save"),
     ],
-    ids=["grad_accum_steps", "pipeline", "twice", "unknown", "checkpoint_io", "checkpoint_io-of-strategy"],
+    ids=[
+        "grad_accum_steps",
+        "pipeline",
+        "twice",
+        "experts-twice",
+        "context",
+        "unknown",
+        "checkpoint_io",
+        "checkpoint_io-of-strategy",
+    ],
 )
 def test_wrong_argument_is_refused_with_advice(make, message):
     with pytest.raises(ValueError, match=message):

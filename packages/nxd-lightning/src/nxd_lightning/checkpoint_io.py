@@ -33,9 +33,10 @@ class NeuronCheckpointIO(CheckpointIOBase):
 
     Args:
         save_load_xser: passed on as `use_xser`; both forms are the same here.
+        weights_only: taken for scripts that give it; nothing that is read here can run code.
     """
 
-    def __init__(self, save_load_xser: bool = True) -> None:
+    def __init__(self, save_load_xser: bool = True, weights_only: bool = False) -> None:
         super().__init__()
         self.save_load_xser = save_load_xser
 

@@ -15,7 +15,13 @@ class NeuronXLAPrecisionPlugin(PrecisionBase):
     """Full precision, or that of the model's parameters and `mixed_precision_config`.
 
     Inherits Lightning's `XLAPrecision` on torch-xla, whose reduction of gradients it leaves to the optimizer.
+
+    Args:
+        mixed_precision_enabled: taken for scripts that give it; the config says so itself.
     """
+
+    def __init__(self, mixed_precision_enabled: bool = False) -> None:
+        super().__init__()
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
         """Forward and backward by `closure`, then the update; on torch-xla the step's graph ends here."""

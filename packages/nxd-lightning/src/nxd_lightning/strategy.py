@@ -52,6 +52,10 @@ class NeuronXLAStrategy(StrategyBase):
         cluster_environment: gives this process's rank; otherwise found by Lightning.
         checkpoint_io: a `NeuronCheckpointIO`.
         precision_plugin: such as `NeuronXLAPrecisionPlugin`.
+        context_parallel_size: ranks that split each sequence, where there is no `nxd_config`.
+        expert_parallel_size: ranks that split the experts, where there is no `nxd_config`.
+        debug: taken for scripts that give it.
+        sync_module_states: taken for scripts that give it; replicas begin with the same weights.
 
     Raises:
         ValueError: the config has mistakes, degrees are given twice, or `checkpoint_io` is another.
@@ -73,8 +77,13 @@ class NeuronXLAStrategy(StrategyBase):
         cluster_environment: Any | None = None,
         checkpoint_io: Any | None = None,
         precision_plugin: Any | None = None,
+        context_parallel_size: int = 1,
+        expert_parallel_size: int = 1,
+        debug: bool = False,
+        sync_module_states: bool = False,
     ) -> None:
-        self._degrees = _degrees(nxd_config, tensor_parallel_size, pipeline_parallel_size)
+        given = (tensor_parallel_size, pipeline_parallel_size, context_parallel_size, expert_parallel_size)
+        self._degrees = _degrees(nxd_config, dict(zip(DEGREES, given, strict=True)))
         self.save_load_xser = save_load_xser
         self._loaded_from: str | None = None
         self._exception_is_known = False
@@ -352,18 +361,15 @@ class NeuronXLAStrategy(StrategyBase):
         return subjects
 
 
-def _degrees(
-    config: Mapping[str, Any] | None, tensor_parallel_size: int, pipeline_parallel_size: int
-) -> dict[str, int]:
+def _degrees(config: Mapping[str, Any] | None, given: Mapping[str, int]) -> dict[str, int]:
     if config is None:
-        given = complete_config({"tensor_parallel_size": tensor_parallel_size})
-        if type(pipeline_parallel_size) is not int or pipeline_parallel_size < 1:
-            raise ValueError(f"pipeline_parallel_size={pipeline_parallel_size!r} must be an integer, 1 or more")
-        return {name: given[name] for name in DEGREES} | {"pipeline_parallel_size": pipeline_parallel_size}
+        for name, size in given.items():
+            if type(size) is not int or size < 1:
+                raise ValueError(f"{name}={size!r} must be an integer, 1 or more")
+        return dict(given)
     complete = complete_config(config)
     degrees = {name: complete[name] for name in DEGREES}
-    arguments = {"tensor_parallel_size": tensor_parallel_size, "pipeline_parallel_size": pipeline_parallel_size}
-    twice = [f"{name}={size}" for name, size in arguments.items() if size not in (1, degrees[name])]
+    twice = [f"{name}={size}" for name, size in given.items() if size not in (1, degrees[name])]
     if twice:
         raise ValueError(f"{', '.join(twice)} differs from nxd_config; give the degrees in nxd_config only")
     return degrees

@@ -15,7 +15,7 @@ from nxd_trace import BucketModelConfig
 from torch import Tensor
 
 from nxd_trainer.compat.not_here import not_here
-from nxd_trainer.compat.tracing import NxDModel, NxDModelExecutor
+from nxd_trainer.compat.traced_model import NxDModel, NxDModelExecutor
 
 
 class RmsNorm:

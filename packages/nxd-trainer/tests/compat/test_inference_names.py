@@ -330,3 +330,35 @@ def test_packed_4_bit_floats_become_their_values_times_the_scale_of_their_block(
         microscaling.pack_byte_4bit_tensor(halves[:, :3])
     with pytest.raises(ValueError, match="cannot be packed"):
         microscaling.pack_fp4_x4_uint16(halves.int())
+
+
+def whole_weights():
+    return plain().state_dict()
+
+
+@pytest.mark.slow
+def test_a_trace_takes_its_weights_from_a_loader_and_is_saved_on_the_way(tmp_path):
+    inputs = torch.randn(2, 4)
+    traced = nxd.trace.parallel_model_trace(
+        feed_forward,
+        inputs,
+        inline_weights_to_neff=False,
+        tp_degree=2,
+        spmd_mode=True,
+        checkpoint_loader_callable=whole_weights,
+        serialization_path=tmp_path / "saved",
+    )
+    traced.close()
+    loaded = nxd.trace.parallel_model_load(model_dir=tmp_path / "saved")
+
+    torch.testing.assert_close(loaded(inputs), plain()(inputs))
+    loaded.close()
+
+
+def test_a_trace_with_states_or_two_sources_of_weights_is_refused():
+    with pytest.raises(ValueError, match="let func return the model and its aliases"):
+        nxd.trace.parallel_model_trace(feed_forward, torch.ones(1, 4), states=[torch.ones(1)])
+    with pytest.raises(ValueError, match="weights= and checkpoint_loader_callable="):
+        nxd.trace.parallel_model_trace(
+            feed_forward, torch.ones(1, 4), weights={}, checkpoint_loader_callable=whole_weights
+        )

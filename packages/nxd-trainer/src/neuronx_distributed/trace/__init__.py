@@ -1,12 +1,7 @@
 """`neuronx_distributed.trace`: tracing for inference, from nxd_trace."""
 
-from nxd_trace import (
-    BucketModelConfig,
-    TensorParallelModel,
-    parallel_model_load,
-    parallel_model_save,
-    parallel_model_trace,
-)
+from nxd_trace import BucketModelConfig, TensorParallelModel, parallel_model_save
+from nxd_trainer.compat.traced_model import parallel_model_load, parallel_model_trace
 
 from neuronx_distributed.trace import trace
 from neuronx_distributed.trace.functions import shard_checkpoint

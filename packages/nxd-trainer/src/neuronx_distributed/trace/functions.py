@@ -1,7 +1,7 @@
 """`neuronx_distributed.trace.functions`: shards of checkpoints; models are compiled by `ModelBuilder`."""
 
 from nxd_trainer.compat.not_here import not_here
-from nxd_trainer.compat.tracing import shard_checkpoint
+from nxd_trainer.compat.planned_ranks import shard_checkpoint
 
 (append_default_compiler_flags, compile, compile_layout_transformer, compile_wlo, trace) = not_here(
     __name__, "hlo", "append_default_compiler_flags", "compile", "compile_layout_transformer", "compile_wlo", "trace"

@@ -2,9 +2,10 @@
 
 from typing import Any
 
+from nxd_trainer.compat.model_builder import BaseModelInstance
+from nxd_trainer.compat.model_builder import FirstModelBuilder as ModelBuilder
 from nxd_trainer.compat.not_here import not_here
-from nxd_trainer.compat.tracing import BaseModelInstance, shard_checkpoint
-from nxd_trainer.compat.tracing import FirstModelBuilder as ModelBuilder
+from nxd_trainer.compat.planned_ranks import shard_checkpoint
 
 ModelInputType = list[Any]
 (

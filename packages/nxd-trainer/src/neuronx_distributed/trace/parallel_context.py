@@ -1,5 +1,5 @@
 """`neuronx_distributed.trace.parallel_context`: a block with a mesh, by nxd_state."""
 
-from nxd_trainer.compat.tracing import NxDParallelState
+from nxd_trainer.compat.planned_ranks import NxDParallelState
 
 __all__ = ["NxDParallelState"]

@@ -1,7 +1,7 @@
 """`neuronx_distributed.trace.spmd`: compiled models, over nxd_trace."""
 
 from nxd_trainer.compat.not_here import not_here
-from nxd_trainer.compat.tracing import NxDModel, NxDModelExecutor
+from nxd_trainer.compat.traced_model import NxDModel, NxDModelExecutor
 
 (SPMDBucketModelScript, StateInitializer, default_bucket_kernel) = not_here(
     __name__, "hlo", "SPMDBucketModelScript", "StateInitializer", "default_bucket_kernel"

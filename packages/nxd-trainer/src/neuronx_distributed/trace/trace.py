@@ -1,8 +1,9 @@
 """`neuronx_distributed.trace.trace`: the tracing calls, from nxd_trace."""
 
-from nxd_trace import TensorParallelModel, parallel_model_load, parallel_model_save, parallel_model_trace
+from nxd_trace import TensorParallelModel, parallel_model_save
 from nxd_trainer.compat.not_here import not_here
 from nxd_trainer.compat.tensors import invoke_preshard_hooks as invoke_preshard_hook
+from nxd_trainer.compat.traced_model import parallel_model_load, parallel_model_trace
 
 ParallelModel = TensorParallelNeuronModel = TensorParallelModel
 (

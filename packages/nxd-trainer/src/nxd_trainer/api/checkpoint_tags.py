@@ -18,6 +18,7 @@ import nxd_ckpt
 from nxd_ckpt import Checkpoint, CheckpointError, Coordinator
 from nxd_ckpt.coordinator import coordinator_for, gather_from_every_rank, on_every_rank, on_rank_zero
 from nxd_ckpt.interop.remote import is_remote, local_copy
+from nxd_layers.upstream_arguments import takes_names_too
 
 KEEP_ALL = -1
 
@@ -107,6 +108,7 @@ def find_checkpoint(path: str | os.PathLike[str], tag: str | None) -> Found:
     )
 
 
+@takes_names_too(checkpoint_dir_str="path")
 def has_checkpoint(path: str | os.PathLike[str]) -> bool:
     """Whether a folder holds a complete checkpoint, of this library or the existing one.
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from nxd_trainer.compat.not_here import not_here
-from nxd_trainer.compat.tracing import NxDModel
+from nxd_trainer.compat.traced_model import NxDModel
 
 InputTensorType = Any
 (JITWrapper, TorchScriptNxDModel, convert_nxd_model_to_torchscript_model) = not_here(

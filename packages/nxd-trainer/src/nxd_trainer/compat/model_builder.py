@@ -1,262 +1,30 @@
-"""Inference as scripts for the old runtime write it, over nxd_trace: builders of both generations, and their models.
-
-Compiled programs lie in a folder, which `NxDModel.save` and `load` name; they are not TorchScript.
-"""
+"""Builders of models for inference, of both generations that scripts write, over nxd_trace."""
 
 import copy
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Self
-from unittest import mock
 
 import nxd_trace
 import torch
-import torch.distributed as dist
 from nxd_state import (
-    destroy_model_parallel,
     get_tensor_model_parallel_size,
-    initialize_model_parallel,
     model_parallel_is_initialized,
-    planned_world,
 )
-from nxd_trace import BucketModelConfig, Program, TensorParallelModel, parallel_model_load, parallel_model_save
+from nxd_trace import BucketModelConfig, Program
 from nxd_trace.compilers import choose_compiler
 from torch import Tensor, nn
 
 from nxd_trainer.compat.layers import SPMDRank
 from nxd_trainer.compat.models import init_on_device
-from nxd_trainer.compat.platform import get_platform_lnc
+from nxd_trainer.compat.planned_ranks import NxDParallelState
 from nxd_trainer.compat.tensors import invoke_preshard_hooks
+from nxd_trainer.compat.traced_model import NxDModel, NxDModelExecutor
 
 _logger = logging.getLogger(__name__)
-
-
-@contextmanager
-def mock_distributed(world_size: int) -> Iterator[None]:
-    """A block in which ranks are planned and do not run: `init_process_group` takes a rank and starts nothing.
-
-    Models can be made, traced and sharded there, and not called. `initialize_model_parallel` lays out `world_size`
-    ranks, of which this process acts as rank 0.
-
-    Args:
-        world_size: of the job that is planned.
-    """
-    with planned_world(world_size), ExitStack() as patches:
-        for name, value in (("init_process_group", None), ("destroy_process_group", None), ("get_rank", 0)):
-            patches.enter_context(mock.patch.object(dist, name, mock.Mock(return_value=value)))
-        patches.enter_context(mock.patch.object(dist, "get_world_size", mock.Mock(return_value=world_size)))
-        yield
-
-
-class NxDParallelState:
-    """A block with a mesh: of ranks that are planned, or of those that run where torch.distributed is started.
-
-    Args:
-        world_size: ranks that are planned.
-        rank: to act as.
-        tensor_model_parallel_size: ranks that split each layer.
-        pipeline_model_parallel_size: pipeline stages.
-        context_parallel_size: ranks that split each sequence.
-        expert_model_parallel_size: ranks that split experts.
-        lnc_size: physical cores of a logical one; of no effect.
-
-    Raises:
-        RuntimeError: on entry: model parallelism is initialised.
-        ValueError: on entry: degrees that do not divide the world size.
-    """
-
-    def __init__(
-        self,
-        world_size: int = 1,
-        rank: int = 0,
-        tensor_model_parallel_size: int = 1,
-        pipeline_model_parallel_size: int = 1,
-        context_parallel_size: int = 1,
-        expert_model_parallel_size: int = 1,
-        lnc_size: int | None = None,
-    ) -> None:
-        self.world_size = world_size
-        self.rank = rank
-        self.tensor_model_parallel_size = tensor_model_parallel_size
-        self.pipeline_model_parallel_size = pipeline_model_parallel_size
-        self.context_parallel_size = context_parallel_size
-        self.expert_model_parallel_size = expert_model_parallel_size
-        self.lnc_size = int(get_platform_lnc()) if lnc_size is None else lnc_size
-        self._stack = ExitStack()
-
-    def __enter__(self) -> Self:
-        with ExitStack() as stack:
-            if not dist.is_initialized():
-                stack.enter_context(planned_world(self.world_size, self.rank))
-            initialize_model_parallel(
-                self.tensor_model_parallel_size,
-                self.pipeline_model_parallel_size,
-                self.expert_model_parallel_size,
-                context_parallel_size=self.context_parallel_size,
-            )
-            stack.callback(destroy_model_parallel)
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
-
-
-def shard_checkpoint(
-    checkpoint: Mapping[str, Tensor] | Any,
-    model: nn.Module,
-    start_rank: int | None = None,
-    end_rank: int | None = None,
-    load_on_device: bool = False,
-    serialize_path: str | Path | None = None,
-) -> list[dict[str, Tensor]]:
-    """Each rank's shards of a whole model's weights.
-
-    Args:
-        checkpoint: whole tensors by name; for a traced model anything that `replace_weights` takes. A module's
-            `preshard_hook(checkpoint, name)` may change it first.
-        model: as a rank has it, made inside `NxDParallelState`; or a traced model.
-        start_rank: the first rank; 0 if None.
-        end_rank: the last rank, included; the last one there is if None.
-        load_on_device: of the old runtime; tensors stay on the host.
-        serialize_path: folder to write `tp<rank>_sharded_checkpoint.safetensors` to as well.
-
-    Returns:
-        A dict for each rank.
-
-    Raises:
-        ValueError: weights do not fit the model, or there is no such rank.
-    """
-    if isinstance(model, TensorParallelModel):
-        return nxd_trace.shard_checkpoint(checkpoint, model)
-    size = get_tensor_model_parallel_size() if model_parallel_is_initialized() else 1
-    first, last = start_rank or 0, size - 1 if end_rank is None else end_rank
-    if not 0 <= first <= last < size:
-        raise ValueError(f"start_rank={start_rank}, end_rank={end_rank} are outside the {size} tensor-parallel ranks")
-    whole = dict(checkpoint)
-    invoke_preshard_hooks(model, whole)
-    return nxd_trace.rank_weights(whole, model, range(first, last + 1), folder=serialize_path)
-
-
-class BaseNxDModel:
-    """What all compiled models are an instance of."""
-
-
-class NxDModel(nn.Module, BaseNxDModel):
-    """A compiled model, called like the one that was traced; its shards live in worker processes.
-
-    Args:
-        model: the traced model; of `ModelBuilder.compile` or `load`.
-
-    Attributes:
-        model: the same.
-        world_size: number of ranks.
-    """
-
-    def __init__(self, model: TensorParallelModel) -> None:
-        super().__init__()
-        if not isinstance(model, TensorParallelModel):
-            raise TypeError(f"NxDModel wraps a traced model, not a {type(model).__name__}; use ModelBuilder or load")
-        self.model = model
-        self.world_size = model.tp_degree
-
-    def forward(self, *args: Any, model_name: str | None = None, forward_mode: str = "default", **kwargs: Any) -> Any:
-        """Run the program that was traced with inputs of these shapes, or that of a name.
-
-        Raises:
-            ValueError: there is none, or another mode than "default".
-            WorkerError: a worker died, or the model is closed.
-        """
-        if forward_mode != "default":
-            raise ValueError(f"forward_mode={forward_mode!r} is not supported; calls run to their end, as 'default'")
-        args, kwargs = self._as_traced(args, kwargs)
-        if model_name is not None:
-            return self.model.run(model_name, *args, **kwargs)
-        return self.model(*args, **kwargs)
-
-    def _as_traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """`ModelBuilder` traces inputs by name, in the order of the model's forward."""
-        for program in self.model.programs.values():
-            names = program.keywords
-            by_name = dict(zip(names, args, strict=False)) | kwargs
-            if len(by_name) == len(args) + len(kwargs) and by_name.keys() == set(names):
-                return (), {name: by_name[name] for name in names}
-        return args, kwargs
-
-    def get_available_keys(self) -> set[str]:
-        """Names of the programs."""
-        return set(self.model.programs)
-
-    def set_weights(self, sharded_checkpoint: Sequence[Mapping[str, Tensor]]) -> None:
-        """Put in each rank's weights, of `shard_checkpoint`.
-
-        Raises:
-            ValueError: they do not fit the model.
-        """
-        self.model.replace_weights(nxd_trace.whole_weights(sharded_checkpoint, self.model))
-
-    def replace_weights(self, sharded_checkpoint: Sequence[Mapping[str, Tensor]]) -> None:
-        """As `set_weights`."""
-        self.set_weights(sharded_checkpoint)
-
-    def initialize(self, checkpoint: Sequence[Mapping[str, Tensor]], start_rank_tensor: Tensor | None = None) -> None:
-        """As `set_weights`; all ranks are on this host, whatever the first is said to be."""
-        self.set_weights(checkpoint)
-
-    def initialize_with_saved_weights(self, start_rank_tensor: Tensor | None = None) -> None:
-        """Does nothing: saved models hold their weights."""
-
-    def to_neuron(self) -> None:
-        """Does nothing: the workers hold weights and state on their devices already."""
-
-    def read_from_neuron_buffer(self, buffer_key: str, rank: int) -> Tensor:
-        """A copy of one rank's part of a state tensor.
-
-        Raises:
-            WorkerError: there is no such state.
-        """
-        return self.model.read_state(buffer_key, rank)
-
-    def save(self, path_to_save: str | Path, save_weights: bool = False) -> None:
-        """Save programs and weights as a folder of this name.
-
-        Args:
-            path_to_save: the folder.
-            save_weights: of the old runtime; weights are saved in any case.
-
-        Raises:
-            ValueError: something else lies there.
-        """
-        parallel_model_save(self.model, path_to_save)
-
-    @classmethod
-    def load(cls, path_to_model: str | Path, start_rank: int = 0, local_ranks_size: int | None = None) -> Self:
-        """Load a model of `save`, and start its workers.
-
-        Args:
-            path_to_model: the folder.
-            start_rank: 0: all ranks are on this host.
-            local_ranks_size: as above.
-
-        Raises:
-            ModelFolderError: the folder is incomplete, damaged or made for another machine.
-            ValueError: a part of the ranks is asked for.
-        """
-        model = parallel_model_load(path_to_model)
-        if start_rank or local_ranks_size not in (None, model.tp_degree):
-            model.close()
-            raise ValueError(
-                f"start_rank={start_rank}, local_ranks_size={local_ranks_size}: a model's {model.tp_degree} ranks run "
-                "on one host; leave both out"
-            )
-        return cls(model)
-
-    def close(self) -> None:
-        """End the workers."""
-        self.model.close()
 
 
 class ModelBuilder:
@@ -559,27 +327,3 @@ class FirstModelBuilder:
         if serialize_path is not None:
             nxd_trace.write_rank_weights(shards, serialize_path)
         return shards
-
-
-class NxDModelExecutor(nn.Module):
-    """Calls a compiled model with inputs by position.
-
-    Args:
-        nxd_model: the compiled model.
-    """
-
-    def __init__(self, nxd_model: NxDModel) -> None:
-        super().__init__()
-        self.nxd_model = nxd_model
-
-    def forward(self, *inputs: Any) -> Any:
-        """As the program that was traced with inputs of these shapes."""
-        return self.nxd_model(*inputs)
-
-    def save(self, path: str | Path, _extra_files: Mapping[str, Any] | None = None) -> None:
-        """Save the model as `NxDModel.save` does; `torch.jit.save` calls this.
-
-        Raises:
-            ValueError: something else lies there.
-        """
-        self.nxd_model.save(path)
