@@ -54,6 +54,22 @@ def test_list_without_model_parallelism_trains_as_one_stage():
     torch.testing.assert_close(loss, nn.Sequential(*make_layers())(torch.ones(2, 4).double()).square().mean().detach())
 
 
+class Listed(nn.Linear):
+    def forward(self, x):
+        return [super().forward(x[0] if isinstance(x, list) else x)]
+
+
+def test_layers_that_return_lists_give_the_first_to_the_loss(run_ranks):
+    def train(num_stages):
+        initialize_model_parallel(pipeline_model_parallel_size=num_stages)
+        torch.manual_seed(0)
+        layers = [Listed(4, 4).double() for _ in range(4)]
+        pipeline = NxDPPModel(layers, num_microbatches=2, manual_pp_partition=True, manual_pp_loss_fn=nn.MSELoss())
+        return pipeline.run_train(inputs=torch.ones(4, 4).double(), labels=torch.zeros(4, 4).double())
+
+    torch.testing.assert_close(run_ranks(train, 2, 2)[1], run_ranks(train, 1, 1)[0], rtol=1e-10, atol=1e-12)
+
+
 @pytest.mark.parametrize("stages", [[0, 1, 0, 1, 1], [0, 0, 0, 0, 0], [0, 0, 0, 0, 2]])
 def test_stage_function_without_order_is_refused(stages):
     with pytest.raises(ValueError, match="the stage function puts the 5 layers on stages"):

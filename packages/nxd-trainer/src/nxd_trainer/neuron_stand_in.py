@@ -15,6 +15,7 @@ from nxd_trace import BucketModelConfig
 from torch import Tensor
 
 from nxd_trainer.compat.not_here import not_here
+from nxd_trainer.compat.platform import get_platform_target
 from nxd_trainer.compat.traced_model import NxDModel, NxDModelExecutor
 
 
@@ -73,6 +74,7 @@ NEURON_MODULES: dict[str, dict[str, Any]] = {
     "torch_neuronx": {"__version__": "0", "BucketModelConfig": BucketModelConfig},
     "torch_neuronx.testing": {"assert_close": torch.testing.assert_close},
     _VALIDATION: {"logit_validation": logit_validation},
+    "torch_neuronx.utils": {"get_platform_target": get_platform_target},
     "torch_neuronx.xla_impl": {},
     "torch_neuronx.xla_impl.ops": {"RmsNorm": RmsNorm, "nki_jit": nki_jit},
     "neuronxcc": {},

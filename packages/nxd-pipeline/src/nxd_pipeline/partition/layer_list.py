@@ -28,7 +28,9 @@ class LayerChain(nn.Module):
         """The output of the last layer; with a loss and labels, the loss."""
         for place in self._places:
             inputs = self._modules[place](inputs)  # type: ignore[misc]
-        return inputs if self._loss_fn is None or labels is None else self._loss_fn(inputs, labels)
+        if self._loss_fn is None or labels is None:
+            return inputs
+        return self._loss_fn(inputs[0] if isinstance(inputs, list | tuple) else inputs, labels)
 
 
 def sequence_partition(
@@ -45,7 +47,7 @@ def sequence_partition(
         num_stages: how many stages to make.
         stage_of_layers: called with the layers and the number of stages, gives the stage of each layer; equally many
             layers for each stage if None, the remainder to later ones.
-        loss_fn: called with what the last layer returns and the labels.
+        loss_fn: called with what the last layer returns, or the first of a list or tuple, and the labels.
 
     Raises:
         ValueError: there are fewer layers than stages, or `stage_of_layers` leaves a layer out, a stage empty, or has

@@ -1,5 +1,6 @@
 """`neuronx_distributed.pipeline.comm`: messages between stages, from nxd_trainer."""
 
+from nxd_state.mesh_getters import rmsg
 from nxd_trainer.compat.stage_messages import (
     MAX_LENGTH,
     MAX_RETRY,
@@ -9,4 +10,4 @@ from nxd_trainer.compat.stage_messages import (
     send_python_object,
 )
 
-__all__ = ["MAX_LENGTH", "MAX_RETRY", "recv_from", "recv_python_object", "send", "send_python_object"]
+__all__ = ["MAX_LENGTH", "MAX_RETRY", "recv_from", "recv_python_object", "rmsg", "send", "send_python_object"]

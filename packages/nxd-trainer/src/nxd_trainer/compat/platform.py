@@ -44,6 +44,11 @@ class LogicalNCConfig(IntEnum):
     LNC_2 = 2
 
 
+def get_platform_target() -> str:
+    """The generation that `NEURON_PLATFORM_TARGET_OVERRIDE` names; "trn1" otherwise."""
+    return os.environ.get(_TARGET_VARIABLE) or hardware.TRN1.value
+
+
 def get_platform_lnc() -> LogicalNCConfig:
     """As `NEURON_LOGICAL_NC_CONFIG` says; else 2 if the platform is said to be trn2 or trn3, else 1.
 
