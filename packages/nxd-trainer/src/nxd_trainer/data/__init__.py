@@ -1,4 +1,4 @@
-"""From text files to batches of token ids: sources, tokenizers, the token cache, packing, and the loaders.
+"""From files of text or rows to batches of token ids: sources, tokenizers, the token cache, packing, and the loaders.
 
 Every order is a function of seeds and counts, never of the number of ranks, and nothing here communicates:
 ranks are given their positions as plain numbers.
@@ -6,7 +6,7 @@ ranks are given their positions as plain numbers.
 
 from nxd_trainer.data.corpus import Corpus, CorpusIndex, PackedSequences, build_corpus, open_corpus, pack_corpus
 from nxd_trainer.data.loader import Batch, HeldOutLoader, TrainLoader, read_ahead
-from nxd_trainer.data.sources import find_text_files
+from nxd_trainer.data.sources import files_left_out, find_tables, find_text_files
 from nxd_trainer.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, load_tokenizer
 
 __all__ = [
@@ -15,8 +15,10 @@ __all__ = [
     "ByteTokenizer",
     "HuggingFaceTokenizer",
     "load_tokenizer",
-    # text files to a memory-mapped row of tokens
+    # files to a memory-mapped row of tokens
     "find_text_files",
+    "find_tables",
+    "files_left_out",
     "build_corpus",
     "open_corpus",
     "Corpus",

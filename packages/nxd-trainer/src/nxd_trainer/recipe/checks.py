@@ -51,6 +51,9 @@ def consistency_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]
         yield (name,), f"{name}={recipe.parallel.activation_checkpointing} is not known; did you mean {nearest[0]}?"
     if recipe.parallel.pipeline_parallel_size > 1:
         yield from _pipeline_mistakes(recipe)
+    if recipe.data.column is not None and recipe.data.path is None:
+        mistake = f"data.column={recipe.data.column} needs data.path, a file of rows or a folder of them"
+        yield ("data.column", "data.path"), mistake
     if recipe.lora.rank and not recipe.lora.target_modules:
         mistake = f"lora.rank={recipe.lora.rank} needs lora.target_modules, the layers to adapt, such as q_proj,v_proj"
         yield ("lora.rank", "lora.target_modules"), mistake

@@ -267,8 +267,8 @@ def _announce(state: RunState, logger: logging.Logger, resumed: str | None) -> N
     logger.info(f"{state.layout} on {get_device().type}, {count:,} parameters on this rank; the run {begins}")
     if state.recipe.parallel.pipeline_parallel_size > 1:
         logger.info(describe_pipeline(state.recipe))
-    for reason, count in state.corpus.skipped.items():
-        logger.info(f"left out of the text: {count} {reason}")
+    for note in state.data_notes:
+        logger.info(note)
     if state.step >= state.recipe.last_step:
         logger.info(f"nothing to do: the run is at step {state.step}, and is to end at {state.recipe.last_step}")
     if resumed and state.recipe.train.eval_every:

@@ -14,10 +14,11 @@ from nxd_trainer.api import NxDModel, NxDOptimizer
 from nxd_trainer.api.rank_sync import together
 from nxd_trainer.data import (
     Batch,
-    CorpusIndex,
     HeldOutLoader,
+    Tokenizer,
     TrainLoader,
     build_corpus,
+    files_left_out,
     open_corpus,
     pack_corpus,
     read_ahead,
@@ -73,6 +74,8 @@ class RunState:
         input_names: what the model takes of a batch.
         train_loader: knows the position in the data.
         train_batches: what steps take from it, on the device.
+        data_digest: of everything that the tokens depend on.
+        data_notes: lines about what the data are and what of them is left out.
         output_lock: keeps other runs out of the output folder while this object lives.
         step: optimizer steps taken since the run began, over all invocations.
     """
@@ -85,7 +88,8 @@ class RunState:
     train_loader: TrainLoader
     train_batches: TrainBatches
     held_out_loader: HeldOutLoader
-    corpus: CorpusIndex
+    data_digest: str
+    data_notes: Sequence[str]
     output_lock: IO[str] | None
     step: int = 0
 
@@ -115,15 +119,7 @@ def build_run_state(recipe: Recipe) -> RunState:
     source = together("make out its model", lambda: recipe_model(recipe), error_type=ValueError)
     check_layout(recipe, data_parallel.size, vocab_size=source.description.config.get("vocab_size"))
     tokenizer, _ = tokenizer_of(recipe)
-    entry = on_first_rank_of_each_host(
-        lambda: build_corpus(
-            recipe.data.path,
-            tokenizer,
-            cache_folder=recipe.token_cache_folder,
-            suffixes=recipe.data.suffixes,
-            include_tests=recipe.data.include_tests,
-        )
-    )
+    entry, notes = on_first_rank_of_each_host(lambda: _prepare_data(recipe, tokenizer))
     corpus = open_corpus(entry)
     train_sequences, held_out_sequences = pack_corpus(
         corpus,
@@ -156,9 +152,26 @@ def build_run_state(recipe: Recipe) -> RunState:
         train_loader=train_loader,
         train_batches=TrainBatches(train_loader),
         held_out_loader=held_out_loader,
-        corpus=corpus.index,
+        data_digest=corpus.index.digest,
+        data_notes=notes,
         output_lock=lock,
     )
+
+
+def _prepare_data(recipe: Recipe, tokenizer: Tokenizer) -> tuple[Path, list[str]]:
+    """Tokenise the data, by one rank of each host: the entry of the cache, and lines to be told about it."""
+    options = recipe.data
+    entry = build_corpus(
+        options.path,
+        tokenizer,
+        cache_folder=recipe.token_cache_folder,
+        suffixes=options.suffixes,
+        include_tests=options.include_tests,
+        column=options.column,
+    )
+    left_out = files_left_out(options.path, options.suffixes, takes_rows=options.column is not None)
+    skipped = open_corpus(entry).index.skipped
+    return entry, [*([left_out] if left_out else []), *(f"left out: {n} {reason}" for reason, n in skipped.items())]
 
 
 def on_first_rank_of_each_host(make: Callable[[], T]) -> T:
