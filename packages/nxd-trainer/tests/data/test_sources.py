@@ -130,7 +130,7 @@ def test_saved_dataset_gives_the_files_that_it_lists_and_no_caches(tmp_path):
     ("files", "path", "message"),
     [
         ({"a.txt": "x"}, "a.txt", r"a\.txt has no rows, .* leave data\.column and data\.chat out"),
-        ({"a.txt": "x"}, "", r"holds no file that ends in \.jsonl, .*; to read text, leave data\.column"),
+        ({"a.txt": "x"}, "", r"holds no file that ends in \.jsonl, .*; to read text, unset data\.column"),
         ({}, "absent", r"data\.path=.*absent does not exist; give a file of rows"),
         ({"state.json": "{}", "dataset_info.json": "{}"}, "", r"state\.json lists no files of a data set"),
         (

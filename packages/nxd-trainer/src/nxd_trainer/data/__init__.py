@@ -4,8 +4,18 @@ Every order is a function of seeds and counts, never of the number of ranks, and
 ranks are given their positions as plain numbers.
 """
 
+from nxd_trainer.data.chat import ChatTemplate, Conversation, read_conversation
+from nxd_trainer.data.conversations import (
+    Conversations,
+    ConversationSequences,
+    Cuts,
+    build_conversations,
+    cut_conversations,
+    describe_conversations,
+    open_conversations,
+)
 from nxd_trainer.data.corpus import Corpus, CorpusIndex, PackedSequences, build_corpus, open_corpus, pack_corpus
-from nxd_trainer.data.loader import Batch, HeldOutLoader, TrainLoader, read_ahead
+from nxd_trainer.data.loader import Batch, HeldOutLoader, Sequences, TrainLoader, read_ahead
 from nxd_trainer.data.sources import files_left_out, find_tables, find_text_files
 from nxd_trainer.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, load_tokenizer
 
@@ -23,9 +33,21 @@ __all__ = [
     "open_corpus",
     "Corpus",
     "CorpusIndex",
+    # conversations to memory-mapped tokens
+    "read_conversation",
+    "Conversation",
+    "ChatTemplate",
+    "build_conversations",
+    "open_conversations",
+    "Conversations",
     # tokens to batches
     "pack_corpus",
     "PackedSequences",
+    "cut_conversations",
+    "ConversationSequences",
+    "Cuts",
+    "describe_conversations",
+    "Sequences",
     "TrainLoader",
     "HeldOutLoader",
     "Batch",

@@ -243,6 +243,16 @@ class PackedSequences:
             taken[row] = self.tokens[first : first + self.sequence_length + 1]
         return taken
 
+    def inputs_and_labels(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Samples `[count]` as inputs and the tokens that follow them, each `[count, sequence_length]`."""
+        taken = self.take(samples)
+        return taken[:, :-1], taken[:, 1:]
+
+    def count(self, samples: NDArray[np.int64]) -> tuple[int, int]:
+        """Of samples `[count]` together: the labels that the loss counts, and the tokens read: all of them."""
+        num_tokens = len(samples) * self.sequence_length
+        return num_tokens, num_tokens
+
 
 def pack_corpus(
     corpus: Corpus, *, sequence_length: int, held_out_fraction: float = 0.0

@@ -103,7 +103,7 @@ def find_tables(path: str | Path | None, *, suffixes: Sequence[str] = TABLE_SUFF
         ValueError: nothing at the path, no such file in the folder, or several splits, of which one must be named.
     """
     if path is None:
-        raise ValueError("data.column needs data.path, a file of rows or a folder of them")
+        raise ValueError("data.column and data.chat need data.path, a file of rows or a folder of them")
     folder = Path(path)
     unknown = [suffix for suffix in suffixes if suffix not in TABLE_SUFFIXES]
     if unknown:
@@ -127,7 +127,7 @@ def find_tables(path: str | Path | None, *, suffixes: Sequence[str] = TABLE_SUFF
     files = sorted(_walk(folder, tuple(suffixes), {"__pycache__"}))
     if not files:
         raise ValueError(
-            f"{folder} holds no file that ends in {', '.join(suffixes)}; to read text, leave data.column and data.chat out"
+            f"{folder} holds no file that ends in {', '.join(suffixes)}; to read text, unset data.column and data.chat"
         )
     return files
 

@@ -118,6 +118,7 @@ def case_of_recipe(recipe: Recipe, steps: int) -> ParityCase:
     """
     if steps < 1:
         raise ValueError(f"{steps} steps compare nothing; use 1 or more (--compare-steps)")
+    recipe = replace(recipe, data=replace(recipe.data, chat=False))  # all tokens of these batches are learned
     tokenizer, _ = tokenizer_of(recipe)
     model = recipe_model(recipe)
     config = nxd_config(recipe, model)
@@ -127,7 +128,10 @@ def case_of_recipe(recipe: Recipe, steps: int) -> ParityCase:
     return ParityCase(
         model_fn=lambda: whole_model(recipe),
         batches=[
-            model_inputs(model.input_names, Batch(step[:, :-1].contiguous(), step[:, 1:].contiguous()))
+            model_inputs(
+                model.input_names,
+                Batch(step[:, :-1].contiguous(), step[:, 1:].contiguous(), torch.tensor([step[:, 1:].numel(), 1])),
+            )
             for step in tokens
         ],
         nxd_config=config | {"pipeline_config": config["pipeline_config"] | {"trace_file_path": None}},

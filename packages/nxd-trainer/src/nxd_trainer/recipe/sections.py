@@ -108,8 +108,9 @@ class DataSection:
     column: str | None = option(
         None, "column with the text of rows (.jsonl, .json, .csv, .parquet, .arrow); unset: files are text"
     )
+    chat: bool = option(False, "rows are conversations, of which the loss counts what the assistant says")
     suffixes: tuple[str, ...] | None = option(
-        None, "files read from a folder; unset: .py,.txt,.md,.rst, or those of rows with data.column"
+        None, "files read from a folder; unset: .py,.txt,.md,.rst, or those of rows with data.column or data.chat"
     )
     include_tests: bool = option(False, "with path unset: read the standard library's own tests, too")
     tokenizer: Path | None = option(

@@ -14,11 +14,17 @@ from nxd_trainer.api import NxDModel, NxDOptimizer
 from nxd_trainer.api.rank_sync import together
 from nxd_trainer.data import (
     Batch,
+    ChatTemplate,
     HeldOutLoader,
+    Sequences,
     Tokenizer,
     TrainLoader,
+    build_conversations,
     build_corpus,
+    cut_conversations,
+    describe_conversations,
     files_left_out,
+    open_conversations,
     open_corpus,
     pack_corpus,
     read_ahead,
@@ -65,6 +71,25 @@ class TrainBatches:
             self._ahead = None
 
 
+@dataclass(frozen=True)
+class RunData:
+    """The data of a run.
+
+    Attributes:
+        train: what it trains on.
+        held_out: what it is evaluated on.
+        digest: another text whenever the tokens, or what is learned of them, are others.
+        notes: lines about what the data are and what is left out.
+        warnings: lines about what is hardly meant so.
+    """
+
+    train: Sequences
+    held_out: Sequences
+    digest: str
+    notes: list[str]
+    warnings: list[str]
+
+
 @dataclass
 class RunState:
     """The state of a training run on one rank.
@@ -74,8 +99,7 @@ class RunState:
         input_names: what the model takes of a batch.
         train_loader: knows the position in the data.
         train_batches: what steps take from it, on the device.
-        data_digest: of everything that the tokens depend on.
-        data_notes: lines about what the data are and what of them is left out.
+        data: what it trains on.
         output_lock: keeps other runs out of the output folder while this object lives.
         step: optimizer steps taken since the run began, over all invocations.
     """
@@ -88,8 +112,7 @@ class RunState:
     train_loader: TrainLoader
     train_batches: TrainBatches
     held_out_loader: HeldOutLoader
-    data_digest: str
-    data_notes: Sequence[str]
+    data: RunData
     output_lock: IO[str] | None
     step: int = 0
 
@@ -119,15 +142,9 @@ def build_run_state(recipe: Recipe) -> RunState:
     source = together("make out its model", lambda: recipe_model(recipe), error_type=ValueError)
     check_layout(recipe, data_parallel.size, vocab_size=source.description.config.get("vocab_size"))
     tokenizer, _ = tokenizer_of(recipe)
-    entry, notes = on_first_rank_of_each_host(lambda: _prepare_data(recipe, tokenizer))
-    corpus = open_corpus(entry)
-    train_sequences, held_out_sequences = pack_corpus(
-        corpus,
-        sequence_length=recipe.data.sequence_length,
-        held_out_fraction=recipe.data.held_out_fraction,
-    )
+    data = _open_data(recipe, tokenizer)
     train_loader = TrainLoader(
-        train_sequences,
+        data.train,
         global_batch_size=recipe.train.global_batch_size,
         gradient_accumulation_steps=recipe.train.gradient_accumulation_steps,
         dp_rank=data_parallel.rank,
@@ -135,7 +152,7 @@ def build_run_state(recipe: Recipe) -> RunState:
         seed=recipe.train.seed,
     )
     held_out_loader = HeldOutLoader(
-        held_out_sequences,
+        data.held_out,
         num_batches=recipe.train.eval_batches,
         global_batch_size=recipe.train.global_batch_size,
         gradient_accumulation_steps=recipe.train.gradient_accumulation_steps,
@@ -152,26 +169,42 @@ def build_run_state(recipe: Recipe) -> RunState:
         train_loader=train_loader,
         train_batches=TrainBatches(train_loader),
         held_out_loader=held_out_loader,
-        data_digest=corpus.index.digest,
-        data_notes=notes,
+        data=data,
         output_lock=lock,
     )
 
 
-def _prepare_data(recipe: Recipe, tokenizer: Tokenizer) -> tuple[Path, list[str]]:
-    """Tokenise the data, by one rank of each host: the entry of the cache, and lines to be told about it."""
+def _open_data(recipe: Recipe, tokenizer: Tokenizer) -> RunData:
     options = recipe.data
-    entry = build_corpus(
-        options.path,
-        tokenizer,
-        cache_folder=recipe.token_cache_folder,
-        suffixes=options.suffixes,
-        include_tests=options.include_tests,
-        column=options.column,
-    )
-    left_out = files_left_out(options.path, options.suffixes, takes_rows=options.column is not None)
-    skipped = open_corpus(entry).index.skipped
-    return entry, [*([left_out] if left_out else []), *(f"left out: {n} {reason}" for reason, n in skipped.items())]
+    length, fraction = options.sequence_length, options.held_out_fraction
+
+    def prepare() -> tuple[Path, str | None]:
+        path, suffixes, cache = options.path, options.suffixes, recipe.token_cache_folder
+        if options.chat:
+            template = ChatTemplate(tokenizer_of(recipe)[1])
+            entry = build_conversations(path, tokenizer, template, cache_folder=cache, suffixes=suffixes)
+        else:
+            entry = build_corpus(
+                path,
+                tokenizer,
+                cache_folder=cache,
+                suffixes=suffixes,
+                include_tests=options.include_tests,
+                column=options.column,
+            )
+        return entry, files_left_out(path, suffixes, takes_rows=options.chat or options.column is not None)
+
+    entry, left_out = on_first_rank_of_each_host(prepare)
+    notes = [left_out] if left_out else []
+    if options.chat:
+        conversations = open_conversations(entry)
+        train, held_out, cuts = cut_conversations(conversations, sequence_length=length, held_out_fraction=fraction)
+        told = describe_conversations(conversations, length, cuts)
+        return RunData(train, held_out, conversations.index.digest, notes + told.notes, told.warnings)
+    corpus = open_corpus(entry)
+    notes += [f"left out: {count} {reason}" for reason, count in corpus.index.skipped.items()]
+    pieces = pack_corpus(corpus, sequence_length=length, held_out_fraction=fraction)
+    return RunData(*pieces, corpus.index.digest, notes, warnings=[])
 
 
 def on_first_rank_of_each_host(make: Callable[[], T]) -> T:
@@ -224,8 +257,9 @@ def held_out_batches(loader: HeldOutLoader) -> Iterator[Batch]:
 
 
 def concatenated(batches: Sequence[Batch]) -> Batch:
-    """Microbatches as one batch, which a model cuts into these again."""
-    return Batch(*[torch.cat(tensors) for tensors in zip(*batches, strict=True)])
+    """Microbatches of a step as one batch, which a model cuts into these again."""
+    inputs, labels = (torch.cat(tensors) for tensors in zip(*[batch[:2] for batch in batches], strict=True))
+    return Batch(inputs, labels, batches[0].normalizer)
 
 
 def _sent(batch: Batch) -> Batch:
