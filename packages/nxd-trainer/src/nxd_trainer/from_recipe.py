@@ -54,6 +54,9 @@ _LLAMA_DEFAULTS: dict[str, Any] = {
 # Their configs have `is_decoder`, which they do not read.
 _ALWAYS_DECODERS = ("gpt_neox", "gpt_neox_japanese")
 
+# Types of transformers that attend within a document only, by where positions begin anew; a test compares each.
+PACKED_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "gemma3_text", "phi3", "glm4")
+
 # What models of transformers divide their sum of losses by; without it, by the labels in the microbatch.
 NUM_ITEMS = "num_items_in_batch"
 
@@ -97,7 +100,25 @@ def recipe_model(recipe: Recipe) -> RecipeModel:
     model = _recipe_model(recipe)
     if not recipe.data.chat:
         return model  # microbatches learn equally many tokens, and their mean loss is the mean over tokens
-    return replace(model, input_names=(*model.input_names, NUM_ITEMS))
+    names = (*model.input_names, NUM_ITEMS)
+    return replace(model, input_names=(*names, _packing_input(recipe, model)) if recipe.data.packing else names)
+
+
+def _packing_input(recipe: Recipe, model: RecipeModel) -> str:
+    """The input by which a model keeps documents apart.
+
+    Raises:
+        ValueError: it has none, or nobody has compared whether it does.
+    """
+    if recipe.model.is_own_llama:
+        return "document_ids"
+    model_type = model.description.config.get("model_type")
+    if model.description.factory is None and model_type in PACKED_TYPES:
+        return "position_ids"
+    raise ValueError(
+        f"data.packing=true is for our Llama and for models of transformers of type {', '.join(PACKED_TYPES)}, which "
+        f"are known to keep documents apart; leave it out for {model_type or recipe.model.factory}"
+    )
 
 
 def _recipe_model(recipe: Recipe) -> RecipeModel:
@@ -343,7 +364,14 @@ def learning_rate_on(device: torch.device, rate: float) -> float | Tensor:
 
 def model_inputs(names: Sequence[str], batch: Batch) -> dict[str, Tensor]:
     """A batch as a model takes it. Labels are the next tokens; models of transformers want them as `shift_labels`."""
-    values = {"input_ids": batch.input_ids, "labels": batch.labels, "shift_labels": batch.labels}
+    values = {
+        "input_ids": batch.input_ids,
+        "labels": batch.labels,
+        "shift_labels": batch.labels,
+        "position_ids": batch.position_ids,
+    }
+    if "document_ids" in names:
+        values["document_ids"] = (batch.position_ids == 0).cumsum(1)
     if NUM_ITEMS in names:
         learned, microbatches = batch.normalizer.to(widest_float(batch.normalizer.device)).unbind()
         values[NUM_ITEMS] = learned / microbatches

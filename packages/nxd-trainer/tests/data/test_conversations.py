@@ -38,24 +38,28 @@ def test_labels_are_the_next_tokens_that_the_assistant_says(conversations):
     user, end, assistant, x, *_ = found.tokens.tolist()
 
     sequences, _, _ = cut_conversations(found, sequence_length=7)
-    inputs, labels = sequences.inputs_and_labels(np.array([1, 0]))
+    inputs, labels, positions = sequences.rows(np.array([1, 0]))
 
     pad = [end] * 2
     assert inputs.tolist() == [[user, end, assistant, x, *pad, *pad][:7], [user, end, assistant, x, x, x, end]]
     assert labels.tolist() == [[-100, -100, x, end, -100, -100, -100], [-100, -100, x, x, x, end, -100]]
+    assert positions.tolist() == [[0, 1, 2, 3, 0, 1, 2], [0, 1, 2, 3, 4, 5, 0]]
 
 
 def test_what_is_longer_than_a_sequence_is_cut_off_and_counted(conversations):
     found = conversations([1, 4, 9])
 
     sequences, _, cuts = cut_conversations(found, sequence_length=6)
-    _, labels = sequences.inputs_and_labels(np.arange(3))
+    _, labels, _ = sequences.rows(np.arange(3))
 
     assert (labels != -100).sum(1).tolist() == [2, 4, 4]
     assert (cuts.num_cut, cuts.tokens_cut, cuts.learned_cut, cuts.num_without_answer) == (2, 7, 7, 0)
     assert sequences.count(np.array([0, 2])) == (6, 10)
-    told = describe_conversations(found, 6, cuts)
-    assert told.notes == ["3 conversations of 26 tokens, of which the loss counts 17 (65.4%)"]
+    told = describe_conversations(sequences, cuts)
+    assert told.notes == [
+        "3 conversations of 26 tokens, of which the loss counts 17 (65.4%)",
+        "3 sequences to train on, 11.1% of them padding",
+    ]
     assert told.warnings == [
         "2 conversations are longer than data.sequence_length=6: 7 tokens are cut off, 7 of them of answers"
     ]
@@ -70,7 +74,7 @@ def test_conversation_without_a_token_to_learn_is_left_out_and_counted(conversat
     sequences, _, cuts = cut_conversations(found, sequence_length=9)
 
     assert (len(sequences), cuts.num_without_answer) == (1, 1)
-    warnings = describe_conversations(found, 9, cuts).warnings
+    warnings = describe_conversations(sequences, cuts).warnings
     assert warnings == ["left out: 1 conversations without a token that the loss counts"]
     with pytest.raises(ValueError, match=r"0 of 2 conversations have a token to learn within data\.sequence_length=2"):
         cut_conversations(found, sequence_length=2)
@@ -78,9 +82,9 @@ def test_conversation_without_a_token_to_learn_is_left_out_and_counted(conversat
 
 def test_template_without_generation_is_told(conversations):
     found = conversations([1], UNMARKED)
-    _, _, cuts = cut_conversations(found, sequence_length=9)
+    sequences, _, cuts = cut_conversations(found, sequence_length=9)
 
-    assert "the chat template has no {% generation %}" in describe_conversations(found, 9, cuts).notes[1]
+    assert "the chat template has no {% generation %}" in describe_conversations(sequences, cuts).notes[1]
 
 
 def test_held_out_conversations_are_spread_evenly_and_not_trained_on(conversations):
@@ -174,3 +178,30 @@ def test_files_without_a_row_hold_no_conversation(make_chat_tokenizer, tmp_path)
         build_conversations(
             tmp_path / "chat.jsonl", load_tokenizer(folder), ChatTemplate(folder), cache_folder=tmp_path / "cache"
         )
+
+
+def documents_of(sequences):
+    """The inputs, labels and positions of each document, and of each part that fills up."""
+    found = []
+    for inputs, labels, positions in zip(
+        *map(np.ndarray.tolist, sequences.rows(np.arange(len(sequences)))), strict=True
+    ):
+        starts = [at for at, position in enumerate(positions) if position == 0]
+        for start, end in zip(starts, [*starts[1:], len(positions)], strict=True):
+            found.append((inputs[start:end], labels[start:end], positions[start:end]))
+    return found
+
+
+def test_packed_sequences_hold_each_conversation_once_with_positions_of_its_own(conversations):
+    found = conversations([1, 9, 2, 5, 3, 3, 1])  # of the answers; inputs are three more
+
+    apart, _, _ = cut_conversations(found, sequence_length=12)
+    packed, _, cuts = cut_conversations(found, sequence_length=12, packed=True)
+
+    learned = [document for document in documents_of(packed) if max(document[1]) >= 0]
+    assert sorted(learned) == sorted(document for document in documents_of(apart) if max(document[1]) >= 0)
+    assert [positions for *_, positions in learned] == [list(range(len(inputs))) for inputs, *_ in learned]
+    assert packed.count(np.arange(len(packed))) == apart.count(np.arange(len(apart))) == (31, 45)
+    assert len(packed) == 4  # 12, 8 + 4, 6 + 6 and 5 + 4
+    assert describe_conversations(packed, cuts).notes[1] == "4 sequences to train on, 6.2% of them padding"
+    assert describe_conversations(apart, cuts).notes[1] == "7 sequences to train on, 46.4% of them padding"

@@ -36,6 +36,10 @@ from nxd_trainer.recipe.sections import ScheduleName
             "data.chat=true needs data.path, a file of rows or a folder of them",
         ),
         (
+            ["data.packing=true"],
+            "data.packing=true is for conversations; text is always packed. Leave it out, or set data.chat=true",
+        ),
+        (
             ["data.chat=true", "data.path=chat.jsonl"],
             "data.chat=true needs data.tokenizer, a folder of a tokenizer with a chat template, or model.path",
         ),

@@ -1,4 +1,4 @@
-"""Conversations on disk as tokens, and batches of them: one conversation to a sequence, padded or cut off at its end.
+"""Conversations on disk as tokens, and sequences of them: one to a sequence, or several packed; padded, or cut off.
 
 The cache holds whole conversations; how long sequences are is decided when they are opened. `chat.py` makes the tokens.
 """
@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -131,14 +131,15 @@ def open_conversations(entry: str | Path) -> Conversations:
 
 @dataclass(frozen=True)
 class ConversationSequences:
-    """Some conversations, one to a sequence, numbered from 0.
+    """Sequences of one conversation or of several, numbered from 0.
 
     Attributes:
         conversations: all there are.
         sequence_length: tokens of a sequence, the label of the last one not counted.
-        starts: `[samples]` where each begins in the tokens.
-        lengths: `[samples]` its tokens, at most `sequence_length + 1`.
-        learned: `[samples]` labels that the loss counts.
+        starts: `[conversations here]` where each begins in the tokens, those of a sequence next to one another.
+        lengths: `[conversations here]` its tokens, at most `sequence_length + 1`; one fewer of them are inputs.
+        learned: `[conversations here]` labels that the loss counts.
+        bounds: `[samples + 1]` sample i has the conversations from `bounds[i]` to `bounds[i + 1]`.
     """
 
     conversations: Conversations
@@ -146,26 +147,38 @@ class ConversationSequences:
     starts: NDArray[np.int64]
     lengths: NDArray[np.int64]
     learned: NDArray[np.int64]
+    bounds: NDArray[np.int64]
 
     def __len__(self) -> int:
-        return len(self.starts)
+        return len(self.bounds) - 1
 
-    def inputs_and_labels(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Samples `[count]` as inputs and labels, each `[count, sequence_length]`, filled up at the end."""
+    def rows(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Samples `[count]` as inputs, labels and positions, each `[count, sequence_length]`, filled up at the end.
+
+        Positions begin with 0 in each conversation, and in what fills up.
+        """
         shape = (len(samples), self.sequence_length)
         inputs = np.full(shape, self.conversations.index.padding, dtype=np.int64)
         labels = np.full(shape, NOT_LEARNED, dtype=np.int64)
+        positions = np.empty(shape, dtype=np.int64)
         for row, sample in enumerate(samples):
-            start, length = int(self.starts[sample]), int(self.lengths[sample])
-            tokens = self.conversations.tokens[start : start + length].astype(np.int64)
-            learned = self.conversations.learned[start + 1 : start + length]
-            inputs[row, : length - 1] = tokens[:-1]
-            labels[row, : length - 1] = np.where(learned, tokens[1:], NOT_LEARNED)
-        return inputs, labels
+            at = 0
+            for index in range(int(self.bounds[sample]), int(self.bounds[sample + 1])):
+                start, end = int(self.starts[index]), int(self.starts[index] + self.lengths[index])
+                here = slice(at, at + end - start - 1)
+                tokens = self.conversations.tokens[start:end].astype(np.int64)
+                inputs[row, here] = tokens[:-1]
+                labels[row, here] = np.where(self.conversations.learned[start + 1 : end], tokens[1:], NOT_LEARNED)
+                positions[row, here] = np.arange(end - start - 1)
+                at = here.stop
+            positions[row, at:] = np.arange(self.sequence_length - at)
+        return inputs, labels, positions
 
     def count(self, samples: NDArray[np.int64]) -> tuple[int, int]:
         """Of samples `[count]` together: the labels that the loss counts, and the tokens read, without padding."""
-        return int(self.learned[samples].sum()), int(self.lengths[samples].sum()) - len(samples)
+        chosen = [slice(*self.bounds[sample : sample + 2]) for sample in samples]
+        learned = sum(int(self.learned[here].sum()) for here in chosen)
+        return learned, sum(int((self.lengths[here] - 1).sum()) for here in chosen)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,11 +199,12 @@ class Cuts:
 
 
 def cut_conversations(
-    conversations: Conversations, *, sequence_length: int, held_out_fraction: float = 0.0
+    conversations: Conversations, *, sequence_length: int, held_out_fraction: float = 0.0, packed: bool = False
 ) -> tuple[ConversationSequences, ConversationSequences, Cuts]:
     """Conversations to train on, those held out, spread evenly among them, and what the length leaves out.
 
-    With a fraction above 0 both parts have at least one.
+    With a fraction above 0 both parts have at least one. With `packed` a sequence has as many as there is room for: the
+    longest first, each where it leaves the least room.
 
     Raises:
         ValueError: too few conversations with a token to learn.
@@ -213,8 +227,13 @@ def cut_conversations(
     is_held_out = np.diff(np.arange(len(kept) + 1) * num_held_out // len(kept)) > 0
 
     def part(chosen: NDArray[np.int64]) -> ConversationSequences:
-        arrays: list[Any] = [starts[chosen], lengths[chosen], learned[chosen]]
-        return ConversationSequences(conversations, sequence_length, *arrays)
+        bounds = np.arange(len(chosen) + 1)
+        if packed:
+            order, bounds = _pack(lengths[chosen] - 1, sequence_length)
+            chosen = chosen[order]
+        return ConversationSequences(
+            conversations, sequence_length, starts[chosen], lengths[chosen], learned[chosen], bounds
+        )
 
     cuts = Cuts(
         num_cut=int(cut.sum()),
@@ -225,6 +244,24 @@ def cut_conversations(
     return part(kept[~is_held_out]), part(kept[is_held_out]), cuts
 
 
+def _pack(sizes: NDArray[np.int64], room: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Best fit decreasing: an order of `[items]`, and `[bins + 1]` where the items of each bin begin in it."""
+    bins: list[list[int]] = []
+    open_bins: list[tuple[int, int]] = []  # room left and number, sorted
+    for item in np.argsort(-sizes, kind="stable").tolist():
+        size = int(sizes[item])
+        at = bisect_left(open_bins, (size, -1))
+        if at == len(open_bins):
+            left, number = room, len(bins)
+            bins.append([])
+        else:
+            left, number = open_bins.pop(at)
+        bins[number].append(item)
+        insort(open_bins, (left - size, number))
+    order = np.array([item for items in bins for item in items], dtype=np.int64)
+    return order, np.cumsum([0, *map(len, bins)])
+
+
 @dataclass(frozen=True)
 class Description:
     """Lines about conversations: what they are, and what is hardly meant so."""
@@ -233,8 +270,9 @@ class Description:
     warnings: list[str]
 
 
-def describe_conversations(conversations: Conversations, sequence_length: int, cuts: Cuts) -> Description:
+def describe_conversations(train: ConversationSequences, cuts: Cuts) -> Description:
     """What there is to tell about conversations before they are trained on."""
+    conversations, sequence_length = train.conversations, train.sequence_length
     index, num_learned = conversations.index, int(np.count_nonzero(conversations.learned))
     notes = [
         f"{index.num_conversations:,} conversations of {index.num_tokens:,} tokens, of which the loss counts "
@@ -242,6 +280,10 @@ def describe_conversations(conversations: Conversations, sequence_length: int, c
     ]
     if not index.marks_answers:
         notes.append("the chat template has no {% generation %}: each answer was found by the prefix before it")
+    _, seen = train.count(np.arange(len(train)))
+    notes.append(
+        f"{len(train):,} sequences to train on, {1 - seen / (len(train) * sequence_length):.1%} of them padding"
+    )
     warnings = []
     if cuts.num_cut:
         warnings.append(

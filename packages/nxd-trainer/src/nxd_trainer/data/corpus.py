@@ -243,10 +243,11 @@ class PackedSequences:
             taken[row] = self.tokens[first : first + self.sequence_length + 1]
         return taken
 
-    def inputs_and_labels(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Samples `[count]` as inputs and the tokens that follow them, each `[count, sequence_length]`."""
+    def rows(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Samples `[count]` as inputs, the tokens that follow them, and positions, each `[count, sequence_length]`."""
         taken = self.take(samples)
-        return taken[:, :-1], taken[:, 1:]
+        inputs = taken[:, :-1]
+        return inputs, taken[:, 1:], np.broadcast_to(np.arange(self.sequence_length), inputs.shape)
 
     def count(self, samples: NDArray[np.int64]) -> tuple[int, int]:
         """Of samples `[count]` together: the labels that the loss counts, and the tokens read: all of them."""

@@ -36,6 +36,7 @@ class Batch(NamedTuple):
 
     input_ids: torch.Tensor  # [microbatch/dp, seq], int64
     labels: torch.Tensor  # [microbatch/dp, seq], int64; -100 for a token that is not learned
+    position_ids: torch.Tensor  # [microbatch/dp, seq], int64; from 0 in each document that attends to itself alone
     normalizer: torch.Tensor  # [2], int64: tokens that are learned of a step, and its microbatches over all ranks
 
 
@@ -49,8 +50,8 @@ class Sequences(Protocol):
     def __len__(self) -> int:
         """Samples there are."""
 
-    def inputs_and_labels(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Samples `[count]`, each by its number, as inputs and labels, each `[count, sequence_length]`."""
+    def rows(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Samples `[count]`, each by its number, as inputs, labels and positions, each `[count, sequence_length]`."""
 
     def count(self, samples: NDArray[np.int64]) -> tuple[int, int]:
         """Of samples `[count]` together: the labels that the loss counts, and the tokens read, without padding."""
@@ -86,8 +87,8 @@ class _Slicer:
         normalizer = torch.tensor([num_learned, len(averaged) // len(samples) * self._parts])
         batches = []
         for rank_samples in samples.reshape(self._shape)[:, self._dp_rank]:  # [microbatch/dp]
-            inputs, labels = map(torch.from_numpy, sequences.inputs_and_labels(rank_samples))
-            batches.append(Batch(inputs.contiguous(), labels.contiguous(), normalizer))
+            inputs, labels, positions = map(torch.tensor, sequences.rows(rank_samples))
+            batches.append(Batch(inputs, labels, positions, normalizer))
         return batches
 
 

@@ -97,6 +97,9 @@ def _row_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:
         if wanted and data.path is None:
             given = str(wanted).lower() if wanted is True else wanted
             yield (name, "data.path"), f"{name}={given} needs data.path, a file of rows or a folder of them"
+    if data.packing and not data.chat:
+        mistake = "data.packing=true is for conversations; text is always packed. Leave it out, or set data.chat=true"
+        yield ("data.packing", "data.chat"), mistake
     if data.chat and data.tokenizer is None and recipe.model.path is None:
         mistake = "data.chat=true needs data.tokenizer, a folder of a tokenizer with a chat template, or model.path"
         yield ("data.chat", "data.tokenizer", "model.path"), mistake

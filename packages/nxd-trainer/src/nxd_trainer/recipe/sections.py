@@ -109,6 +109,7 @@ class DataSection:
         None, "column with the text of rows (.jsonl, .json, .csv, .parquet, .arrow); unset: files are text"
     )
     chat: bool = option(False, "rows are conversations, of which the loss counts what the assistant says")
+    packing: bool = option(False, "several conversations in a sequence, none of which attends to another")
     suffixes: tuple[str, ...] | None = option(
         None, "files read from a folder; unset: .py,.txt,.md,.rst, or those of rows with data.column or data.chat"
     )

@@ -198,9 +198,12 @@ def _open_data(recipe: Recipe, tokenizer: Tokenizer) -> RunData:
     notes = [left_out] if left_out else []
     if options.chat:
         conversations = open_conversations(entry)
-        train, held_out, cuts = cut_conversations(conversations, sequence_length=length, held_out_fraction=fraction)
-        told = describe_conversations(conversations, length, cuts)
-        return RunData(train, held_out, conversations.index.digest, notes + told.notes, told.warnings)
+        train, held_out, cuts = cut_conversations(
+            conversations, sequence_length=length, held_out_fraction=fraction, packed=options.packing
+        )
+        told = describe_conversations(train, cuts)
+        digest = conversations.index.digest + ("-packed" if options.packing else "")
+        return RunData(train, held_out, digest, notes + told.notes, told.warnings)
     corpus = open_corpus(entry)
     notes += [f"left out: {count} {reason}" for reason, count in corpus.index.skipped.items()]
     pieces = pack_corpus(corpus, sequence_length=length, held_out_fraction=fraction)
@@ -258,8 +261,12 @@ def held_out_batches(loader: HeldOutLoader) -> Iterator[Batch]:
 
 def concatenated(batches: Sequence[Batch]) -> Batch:
     """Microbatches of a step as one batch, which a model cuts into these again."""
-    inputs, labels = (torch.cat(tensors) for tensors in zip(*[batch[:2] for batch in batches], strict=True))
-    return Batch(inputs, labels, batches[0].normalizer)
+    return Batch(
+        input_ids=torch.cat([batch.input_ids for batch in batches]),
+        labels=torch.cat([batch.labels for batch in batches]),
+        position_ids=torch.cat([batch.position_ids for batch in batches]),
+        normalizer=batches[0].normalizer,
+    )
 
 
 def _sent(batch: Batch) -> Batch:
