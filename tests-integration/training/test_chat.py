@@ -310,10 +310,12 @@ def test_model_that_nobody_has_compared_packed_is_refused(run_ranks, folder_of, 
         run_ranks(run, 1, settings)
 
 
+@pytest.mark.parametrize("packing", ["false", "true"])
 def test_resumed_run_has_the_losses_and_token_counts_of_the_run_that_never_stopped(
-    run_ranks, folder_of, settings, tmp_path
+    run_ranks, folder_of, settings, tmp_path, packing
 ):
     settings = [*settings, *model_settings("qwen3", folder_of("qwen3")), "train.global_batch_size=4", MICROBATCHES]
+    settings.append(f"data.packing={packing}")
     run_ranks(run, 2, [*settings, f"output={tmp_path / 'whole'}"])
 
     run_ranks(run, 2, [*settings, "train.stop_after=1"])
@@ -327,14 +329,16 @@ def test_resumed_run_has_the_losses_and_token_counts_of_the_run_that_never_stopp
     assert 0 < expected[-1][1] < expected[-1][2] < STEPS * 4 * LENGTH
 
 
-def test_resume_with_other_answers_is_refused(run_ranks, folder_of, settings, conversations, tmp_path):
+@pytest.mark.parametrize("change", ["answers", "packing"])
+def test_resume_with_other_sequences_is_refused(run_ranks, folder_of, settings, conversations, tmp_path, change):
     settings = [*settings, *model_settings("qwen3", folder_of("qwen3"))]
     run_ranks(run, 1, [*settings, "train.stop_after=1"])
     other = [{"messages": [*messages[:-1], {"role": "assistant", "content": "g"}]} for messages in conversations]
     (tmp_path / "other.jsonl").write_text("\n".join(map(json.dumps, other)))
+    changes = {"answers": f"data.path={tmp_path / 'other.jsonl'}", "packing": "data.packing=true"}
 
-    with pytest.raises(RuntimeError, match=r"data.digest is \w+, the checkpoint has \w+"):
-        run_ranks(run, 1, [*settings, f"data.path={tmp_path / 'other.jsonl'}"])
+    with pytest.raises(RuntimeError, match=r"data.digest is [\w-]+, the checkpoint has \w+"):
+        run_ranks(run, 1, [*settings, changes[change]])
 
 
 def test_conversations_and_cuts_are_told_before_the_first_step(run_ranks, folder_of, settings):
