@@ -57,6 +57,7 @@ MISTAKES = {
 FOUND_BY_RANKS = {
     "no data": ("data.suffixes=.rst", "holds no file that ends in .rst"),
     "no path": ("data.path=nowhere", "data.path=nowhere does not exist"),
+    "rows as text": ("data.path=rows.jsonl", "data.path=rows.jsonl holds rows, which are not text; set data.column to"),
 }
 
 
@@ -76,7 +77,9 @@ def test_train_mistake_is_one_line_that_says_what_to_change(capsys, monkeypatch,
 
 
 @pytest.mark.parametrize(("setting", "expected"), FOUND_BY_RANKS.values(), ids=FOUND_BY_RANKS.keys())
-def test_train_mistake_that_only_ranks_can_find_is_said_once(nxd, tiny, setting, expected):
+def test_train_mistake_that_only_ranks_can_find_is_said_once(nxd, tiny, tmp_path, setting, expected):
+    (tmp_path / "rows.jsonl").write_text('{"messages": []}\n')
+
     result = nxd("train", "--nproc", "2", *tiny, setting)
 
     assert result.returncode == 2

@@ -1,5 +1,7 @@
 """What a recipe means to the documented API."""
 
+import json
+
 import pytest
 import torch
 from nxd_layers import LoraConfig
@@ -110,6 +112,13 @@ def make(width=4):
 
 def needs(width, names):
     return nn.Linear(width, 2)
+
+class Counting(nn.Linear):
+    def forward(self, input_ids, labels, num_items_in_batch):
+        return super().forward(input_ids).sum() / num_items_in_batch
+
+def counting():
+    return Counting(4, 2)
 """
 
 
@@ -139,6 +148,30 @@ def test_seed_of_the_recipe_is_that_of_a_factorys_weights(factory):
 def test_factory_that_fails_is_a_mistake_of_the_recipe(factory, settings, message):
     with pytest.raises(ValueError, match=message):
         recipe_model(load_recipe(None, [factory, *settings]))
+
+
+@pytest.fixture
+def chat(tmp_path):
+    pytest.importorskip("tokenizers", reason="needs it: pip install tokenizers")
+    model = {"type": "WordLevel", "vocab": {"</s>": 0}, "unk_token": "</s>"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": model}))
+    return ["data.chat=true", "data.path=chat.jsonl", f"data.tokenizer={tmp_path}"]
+
+
+def test_factory_of_conversations_must_take_what_the_loss_is_divided_by(factory, chat):
+    with pytest.raises(ValueError, match=r"a Linear whose forward does not take num_items_in_batch; with data\.chat"):
+        recipe_model(load_recipe(None, [factory, *chat]))
+
+    model = recipe_model(load_recipe(None, ["model.factory=factory_of_a_test:counting", *chat]))
+
+    assert model.input_names == ("input_ids", "labels", "num_items_in_batch")
+
+
+def test_factory_of_packed_conversations_is_refused(factory, chat):
+    settings = ["model.factory=factory_of_a_test:counting", *chat, "data.packing=true"]
+
+    with pytest.raises(ValueError, match=r"data\.packing=true is for our Llama .*; leave it out for factory_of_a"):
+        recipe_model(load_recipe(None, settings))
 
 
 def test_model_that_would_see_what_it_is_to_predict_is_refused():

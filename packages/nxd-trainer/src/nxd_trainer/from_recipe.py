@@ -6,6 +6,7 @@ make. `training.run_state` turns text into batches.
 
 import copy
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,7 +21,14 @@ from nxd_layers.hf.transformers_models import takes_causal_lm_loss
 from nxd_layers.lora import LoraConfig
 from nxd_pipeline import Schedule, insert_communication, make_schedule, simulate
 from nxd_pipeline.partition import ParamInit, materialize
-from nxd_state import compile_backend, get_device, has_fused_optimizers, records_graphs, seed_model_parallel
+from nxd_state import (
+    compile_backend,
+    get_device,
+    has_fused_optimizers,
+    records_graphs,
+    seed_model_parallel,
+    widest_float,
+)
 from torch import Tensor, nn
 from torch.optim import AdamW
 
@@ -45,6 +53,12 @@ _LLAMA_DEFAULTS: dict[str, Any] = {
 
 # Their configs have `is_decoder`, which they do not read.
 _ALWAYS_DECODERS = ("gpt_neox", "gpt_neox_japanese")
+
+# Types of transformers that attend within a document only, by where positions begin anew; a test compares each.
+PACKED_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "gemma3_text", "phi3", "glm4")
+
+# What models of transformers divide their sum of losses by; without it, by the labels in the microbatch.
+NUM_ITEMS = "num_items_in_batch"
 
 
 @dataclass(frozen=True)
@@ -83,6 +97,31 @@ def recipe_model(recipe: Recipe) -> RecipeModel:
         ValueError: there is no such model, it has no room for the tokenizer's ids or for the sequences, or is not one
             that can be trained so.
     """
+    model = _recipe_model(recipe)
+    if not recipe.data.chat:
+        return model  # microbatches learn equally many tokens, and their mean loss is the mean over tokens
+    names = (*model.input_names, NUM_ITEMS)
+    return replace(model, input_names=(*names, _packing_input(recipe, model)) if recipe.data.packing else names)
+
+
+def _packing_input(recipe: Recipe, model: RecipeModel) -> str:
+    """The input by which a model keeps documents apart.
+
+    Raises:
+        ValueError: it has none, or nobody has compared whether it does.
+    """
+    if recipe.model.is_own_llama:
+        return "document_ids"
+    model_type = model.description.config.get("model_type")
+    if model.description.factory is None and model_type in PACKED_TYPES:
+        return "position_ids"
+    raise ValueError(
+        f"data.packing=true is for our Llama and for models of transformers of type {', '.join(PACKED_TYPES)}, which "
+        f"are known to keep documents apart; leave it out for {model_type or recipe.model.factory}"
+    )
+
+
+def _recipe_model(recipe: Recipe) -> RecipeModel:
     tokenizer, tokenizer_name = tokenizer_of(recipe)
     if recipe.model.is_own_llama:
         sizes = {name: size for name, size in _sizes(recipe).items() if size is not None}
@@ -323,9 +362,19 @@ def learning_rate_on(device: torch.device, rate: float) -> float | Tensor:
     return torch.tensor([rate], device=device).view(()) if records_graphs(device) else rate
 
 
-def model_inputs(names: Iterable[str], batch: Batch) -> dict[str, Tensor]:
+def model_inputs(names: Sequence[str], batch: Batch) -> dict[str, Tensor]:
     """A batch as a model takes it. Labels are the next tokens; models of transformers want them as `shift_labels`."""
-    values = {"input_ids": batch.input_ids, "labels": batch.labels, "shift_labels": batch.labels}
+    values = {
+        "input_ids": batch.input_ids,
+        "labels": batch.labels,
+        "shift_labels": batch.labels,
+        "position_ids": batch.position_ids,
+    }
+    if "document_ids" in names:
+        values["document_ids"] = (batch.position_ids == 0).cumsum(1)
+    if NUM_ITEMS in names:
+        learned, microbatches = batch.normalizer.to(widest_float(batch.normalizer.device)).unbind()
+        values[NUM_ITEMS] = learned / microbatches
     return {name: values[name] for name in names}
 
 
@@ -414,6 +463,11 @@ def _made_by_factory(recipe: Recipe, factory: str) -> RecipeModel:
             parameter.data = parameter.data.to(DTYPES[recipe.train.dtype])
     if is_transformers_model(made):
         return transformers_model(made, description, DTYPES[recipe.train.dtype])
+    if recipe.data.chat and NUM_ITEMS not in inspect.signature(made.forward).parameters:
+        raise ValueError(
+            f"model.factory={factory} makes a {type(made).__name__} whose forward does not take {NUM_ITEMS}; with "
+            "data.chat=true it must divide its sum of losses by that, since microbatches learn unequally many tokens"
+        )
     layers = recipe.pipeline.layer_class
     layer_class = None if layers is None else import_named(layers, "pipeline.layer_class")
     return RecipeModel(lambda: made, description, layer_class=layer_class)

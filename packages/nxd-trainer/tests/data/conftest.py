@@ -39,3 +39,37 @@ def numbered() -> Callable[..., tuple[PackedSequences, PackedSequences]]:
         return pack_corpus(Corpus(tokens, index), sequence_length=sequence_length, held_out_fraction=held_out_fraction)
 
     return pack
+
+
+MARKED = (
+    "{% for m in messages %}{{ '<|' + m['role'] + '|>' }}"
+    "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] + '<end>' }}{% endgeneration %}"
+    "{% else %}{{ m['content'] + '<end>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+UNMARKED = MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+
+
+@pytest.fixture
+def make_chat_tokenizer(tmp_path) -> Callable[[str | None], Path]:
+    """`make_chat_tokenizer(chat_template)`: the folder of a small tokenizer, as transformers saves it."""
+    transformers = pytest.importorskip("transformers")
+    tokenizers = pytest.importorskip("tokenizers")
+
+    def make(chat_template: str | None) -> Path:
+        tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = tokenizers.decoders.ByteLevel()
+        trainer = tokenizers.trainers.BpeTrainer(
+            vocab_size=300,
+            special_tokens=["<end>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>"],
+            initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        )
+        tokenizer.train_from_iterator(["the cat sat on the mat", "the dog sat on the cat"], trainer)
+        folder = tmp_path / "tokenizer"
+        fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
+        fast.chat_template = chat_template
+        fast.save_pretrained(folder)
+        return folder
+
+    return make

@@ -1,5 +1,5 @@
 import pytest
-from nxd_trainer.data import find_text_files
+from nxd_trainer.data import files_left_out, find_tables, find_text_files
 
 
 def names(path, **settings):
@@ -59,3 +59,96 @@ def test_missing_path_says_what_to_give(tmp_path):
 def test_folder_without_such_files_names_the_suffixes(tmp_path):
     with pytest.raises(ValueError, match=r"holds no file that ends in \.txt; set data\.suffixes"):
         find_text_files(tmp_path, suffixes=(".txt",))
+
+
+@pytest.mark.parametrize("name", ["chat.jsonl", "rows.json", "rows.csv", "rows.parquet", "rows.arrow"])
+def test_rows_given_as_text_are_refused_with_the_keys_that_take_them(tmp_path, name):
+    (tmp_path / name).write_text('{"messages": []}\n')
+
+    with pytest.raises(ValueError, match=rf"{name} holds rows, .* set data\.column .* or data\.chat=true"):
+        find_text_files(tmp_path / name)
+
+
+def test_json_objects_under_another_name_are_refused_as_text(tmp_path):
+    (tmp_path / "chat.txt").write_text('{"messages": []}\n{"messages": []}\n')
+
+    with pytest.raises(ValueError, match=r"begins with a JSON object; name it \.jsonl, and set data\.column"):
+        find_text_files(tmp_path / "chat.txt")
+
+
+def test_suffixes_of_rows_are_refused_for_text(text_folder):
+    with pytest.raises(ValueError, match=r"data\.suffixes=\.jsonl would read rows as text; set data\.column"):
+        find_text_files(text_folder, suffixes=(".txt", ".jsonl"))
+
+
+def test_folder_of_rows_without_text_names_the_keys(tmp_path):
+    (tmp_path / "chat.jsonl").write_text("{}\n")
+
+    with pytest.raises(ValueError, match=r"it has rows: set data\.column .* or data\.chat=true"):
+        find_text_files(tmp_path)
+
+
+def test_files_left_out_of_text_are_one_line_with_their_keys(text_folder):
+    for name in ("a.jsonl", "b/c.jsonl", "main.c", "LICENSE", ".hidden.c"):
+        (text_folder / name).write_text("{}")
+
+    assert files_left_out(text_folder, None, takes_rows=False) == (
+        "left out of data.path: 2 .jsonl (data.column or data.chat takes them), "
+        "1 without suffix, 1 .c (data.suffixes takes them)"
+    )
+    assert files_left_out(text_folder, (".txt", ".c", "l", "E"), takes_rows=False) is None
+    assert files_left_out(text_folder / "a.txt", None, takes_rows=False) is None
+
+
+def test_files_left_out_of_rows_are_told_too(text_folder):
+    for name in ("a.jsonl", "b.csv"):
+        (text_folder / name).write_text("{}")
+
+    line = files_left_out(text_folder, (".jsonl",), takes_rows=True)
+
+    assert line == "left out of data.path: 2 .txt, 1 .csv (data.suffixes takes them)"
+
+
+def test_folder_of_rows_gives_them_sorted_by_name(text_folder):
+    for name in ("b/z.csv", "c.jsonl", ".hidden.jsonl"):
+        (text_folder / name).write_text("{}")
+
+    assert [name for name, _ in find_tables(text_folder)] == ["b/z.csv", "c.jsonl"]
+    assert [name for name, _ in find_tables(text_folder, suffixes=(".csv",))] == ["b/z.csv"]
+    assert [name for name, _ in find_tables(text_folder / "c.jsonl")] == ["c.jsonl"]
+
+
+def test_saved_dataset_gives_the_files_that_it_lists_and_no_caches(tmp_path):
+    for name in ("data-00000-of-00001.arrow", "cache-1a2b.arrow", "dataset_info.json"):
+        (tmp_path / name).write_text("{}")
+    (tmp_path / "state.json").write_text('{"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}')
+
+    assert [name for name, _ in find_tables(tmp_path)] == ["data-00000-of-00001.arrow"]
+
+
+@pytest.mark.parametrize(
+    ("files", "path", "message"),
+    [
+        ({"a.txt": "x"}, "a.txt", r"a\.txt has no rows, .* leave data\.column and data\.chat out"),
+        ({"a.txt": "x"}, "", r"holds no file that ends in \.jsonl, .*; to read text, unset data\.column"),
+        ({}, "absent", r"data\.path=.*absent does not exist; give a file of rows"),
+        ({"state.json": "{}", "dataset_info.json": "{}"}, "", r"state\.json lists no files of a data set"),
+        (
+            {"dataset_dict.json": "{}", "test/state.json": "", "train/state.json": ""},
+            "",
+            r"holds the splits test, train; name the folder of one",
+        ),
+    ],
+)
+def test_path_without_rows_says_what_to_give(tmp_path, files, path, message):
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(content)
+
+    with pytest.raises(ValueError, match=message):
+        find_tables(tmp_path / path)
+
+
+def test_suffixes_that_have_no_rows_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"data\.suffixes=\.txt: rows are read from \.jsonl"):
+        find_tables(tmp_path, suffixes=(".txt",))

@@ -28,6 +28,26 @@ from nxd_trainer.recipe.sections import ScheduleName
             "lower it or raise model.max_position_embeddings",
         ),
         (
+            ["data.column=text"],
+            "data.column=text needs data.path, a file of rows or a folder of them",
+        ),
+        (
+            ["data.chat=true", "data.tokenizer=folder"],
+            "data.chat=true needs data.path, a file of rows or a folder of them",
+        ),
+        (
+            ["data.packing=true"],
+            "data.packing=true is for conversations; text is always packed. Leave it out, or set data.chat=true",
+        ),
+        (
+            ["data.chat=true", "data.path=chat.jsonl"],
+            "data.chat=true needs data.tokenizer, a folder of a tokenizer with a chat template, or model.path",
+        ),
+        (
+            ["data.chat=true", "data.column=text", "data.path=chat.jsonl", "model.path=folder"],
+            "data.column=text is a column of plain text, and data.chat=true reads none; set one of them",
+        ),
+        (
             ["train.steps=10", "train.stop_after=11"],
             "train.stop_after=11 is more than train.steps=10; lower it or raise train.steps",
         ),

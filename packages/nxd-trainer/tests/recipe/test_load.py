@@ -171,7 +171,7 @@ def test_unknown_section_like_no_other_lists_all():
             [0.9],
             "optimizer.betas=[0.9] is not allowed; expected a list of 2 values, each a number at least 0 and below 1",
         ),
-        ("data", "suffixes", 3, "data.suffixes=3 is not allowed; expected a list of values, each a text"),
+        ("data", "suffixes", 3, "data.suffixes=3 is not allowed; expected a list of values, each a text, or none"),
         ("data", "path", 3, "data.path=3 is not allowed; expected a path, or none"),
         (
             "parallel",

@@ -14,34 +14,34 @@ def clock(monkeypatch):
     return time
 
 
-def test_lap_counts_the_tokens_since_the_lap_before(clock):
+def test_lap_counts_sequences_and_tokens_since_the_lap_before(clock):
     throughput = Throughput()
-    throughput.add(300)
-    throughput.add(300)
+    throughput.add(8, 300)
+    throughput.add(8, 300)
     clock["now"] += 2
     first = throughput.lap()
-    throughput.add(100)
+    throughput.add(8, 100)
     clock["now"] += 4
 
-    assert (first, throughput.lap()) == (300.0, 25.0)
+    assert (first, throughput.lap()) == ((8.0, 300.0), (2.0, 25.0))
     assert throughput.seconds == 6.0
 
 
 def test_lap_leaves_out_pauses_but_seconds_do_not(clock):
     throughput = Throughput()
-    throughput.add(100)
+    throughput.add(4, 100)
     clock["now"] += 1
     with throughput.paused():
         clock["now"] += 9
     clock["now"] += 1
 
-    assert throughput.lap() == 50.0
+    assert throughput.lap() == (2.0, 50.0)
     assert throughput.seconds == 11.0
 
 
 def test_pause_ends_when_its_block_raises(clock):
     throughput = Throughput()
-    throughput.add(10)
+    throughput.add(1, 10)
 
     def fail_while_paused():
         with throughput.paused():
@@ -52,7 +52,7 @@ def test_pause_ends_when_its_block_raises(clock):
         fail_while_paused()
     clock["now"] += 1
 
-    assert throughput.lap() == 10.0
+    assert throughput.lap() == (1.0, 10.0)
 
 
 def test_peak_memory_of_the_process_holds_what_it_touched():

@@ -1,12 +1,22 @@
-"""From text files to batches of token ids: sources, tokenizers, the token cache, packing, and the loaders.
+"""From files of text or rows to batches of token ids: sources, tokenizers, the token cache, packing, and the loaders.
 
 Every order is a function of seeds and counts, never of the number of ranks, and nothing here communicates:
 ranks are given their positions as plain numbers.
 """
 
+from nxd_trainer.data.chat import ChatTemplate, Conversation, read_conversation
+from nxd_trainer.data.conversations import (
+    Conversations,
+    ConversationSequences,
+    Cuts,
+    build_conversations,
+    cut_conversations,
+    describe_conversations,
+    open_conversations,
+)
 from nxd_trainer.data.corpus import Corpus, CorpusIndex, PackedSequences, build_corpus, open_corpus, pack_corpus
-from nxd_trainer.data.loader import Batch, HeldOutLoader, TrainLoader, read_ahead
-from nxd_trainer.data.sources import find_text_files
+from nxd_trainer.data.loader import Batch, HeldOutLoader, Sequences, TrainLoader, read_ahead
+from nxd_trainer.data.sources import files_left_out, find_tables, find_text_files
 from nxd_trainer.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, load_tokenizer
 
 __all__ = [
@@ -15,15 +25,29 @@ __all__ = [
     "ByteTokenizer",
     "HuggingFaceTokenizer",
     "load_tokenizer",
-    # text files to a memory-mapped row of tokens
+    # files to a memory-mapped row of tokens
     "find_text_files",
+    "find_tables",
+    "files_left_out",
     "build_corpus",
     "open_corpus",
     "Corpus",
     "CorpusIndex",
+    # conversations to memory-mapped tokens
+    "read_conversation",
+    "Conversation",
+    "ChatTemplate",
+    "build_conversations",
+    "open_conversations",
+    "Conversations",
     # tokens to batches
     "pack_corpus",
     "PackedSequences",
+    "cut_conversations",
+    "ConversationSequences",
+    "Cuts",
+    "describe_conversations",
+    "Sequences",
     "TrainLoader",
     "HeldOutLoader",
     "Batch",

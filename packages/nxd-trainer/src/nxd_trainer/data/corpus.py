@@ -16,7 +16,8 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nxd_trainer.data.sources import TEXT_SUFFIXES, TextFile, find_text_files, read_pieces, scan_text_files
+from nxd_trainer.data.sources import (
+    TABLE_SUFFIXES,
+    TEXT_SUFFIXES,
+    SourceFile,
+    find_tables,
+    find_text_files,
+    read_pieces,
+    scan_tables,
+    scan_text_files,
+)
+from nxd_trainer.data.tables import read_texts
 from nxd_trainer.data.tokenizer import Tokenizer
 
 FORMAT = 1
@@ -44,7 +55,7 @@ class CorpusIndex:
     num_bytes: int  # of the text
     vocab_size: int
     end_of_document: int
-    skipped: dict[str, int]  # files left out, by reason
+    skipped: dict[str, int]  # files or rows left out, by reason
 
 
 @dataclass(frozen=True)
@@ -60,47 +71,65 @@ def build_corpus(
     tokenizer: Tokenizer,
     *,
     cache_folder: str | Path,
-    suffixes: Sequence[str] = TEXT_SUFFIXES,
+    suffixes: Sequence[str] | None = None,
     include_tests: bool = False,
+    column: str | None = None,
 ) -> Path:
     """Tokenise a corpus, unless the cache already has it, and return its entry for `open_corpus`.
 
-    Every text file is a document. The files are read once to find out whether the entry is still right.
+    Every text file is a document; with `column` every row is one. The files are read once to find out whether the entry
+    is still right.
 
     Args:
-        path, suffixes, include_tests: which files, as for `find_text_files`.
+        path, suffixes, include_tests: which files, as for `find_text_files`, or with `column` as for `find_tables`;
+            without suffixes those of text, or of rows.
         tokenizer: makes the tokens.
         cache_folder: folder of the cache; made if need be.
+        column: of the text in files of rows.
 
     Raises:
-        ValueError: no file, or none with text in it.
+        ValueError: no file, none with text in it, or rows that cannot be read or lack the column.
     """
-    found = find_text_files(path, suffixes=suffixes, include_tests=include_tests)
-    files, skipped = scan_text_files(found)
+    skipped: Counter[str] = Counter()
+    if column is None:
+        found = find_text_files(path, suffixes=suffixes or TEXT_SUFFIXES, include_tests=include_tests)
+        files, skipped = scan_text_files(found)
+    else:
+        files = scan_tables(find_tables(path, suffixes=suffixes or TABLE_SUFFIXES))
     if not files:
-        reasons = ", ".join(f"{count} {reason}" for reason, count in skipped.items())
-        source = "the standard library" if path is None else f"data.path={path}"
-        raise ValueError(f"{source} holds no text: {reasons}; set data.path to UTF-8 text files")
-    digest = _corpus_digest(files, tokenizer)
-    entry = Path(cache_folder) / digest
-    if entry.is_dir():
-        return entry
-    entry.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(prefix=f".{digest}.", dir=entry.parent))
-    try:
+        raise _no_text(path, skipped)
+    digest = _corpus_digest(files, tokenizer, column)
+
+    def write(folder: Path) -> None:
         dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
-        num_tokens = _write_tokens(unfinished / TOKENS_FILE, _tokenise(files, tokenizer), dtype)
+        documents = _documents(files, column, skipped)
+        num_documents, num_tokens = _write_tokens(folder / TOKENS_FILE, documents, tokenizer, dtype)
+        if not num_documents:
+            raise _no_text(path, skipped)
         index = CorpusIndex(
             digest=digest,
             dtype=dtype,
             num_tokens=num_tokens,
-            num_documents=len(files),
+            num_documents=num_documents,
             num_bytes=sum(file.num_bytes for file in files),
             vocab_size=tokenizer.vocab_size,
             end_of_document=tokenizer.end_of_document,
             skipped=dict(skipped),
         )
-        (unfinished / INDEX_FILE).write_text(json.dumps(asdict(index), indent=2) + "\n", encoding="utf-8")
+        (folder / INDEX_FILE).write_text(json.dumps(asdict(index), indent=2) + "\n", encoding="utf-8")
+
+    return make_entry(Path(cache_folder), digest, write)
+
+
+def make_entry(cache_folder: Path, name: str, write: Callable[[Path], None]) -> Path:
+    """The cache's entry of that name; `write` fills its folder where there is none yet."""
+    entry = cache_folder / name
+    if entry.is_dir():
+        return entry
+    entry.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(prefix=f".{name}.", dir=entry.parent))
+    try:
+        write(unfinished)
         unfinished.chmod(0o755)  # mkdtemp's folders are private, but a cache is shared
         _publish(unfinished, entry)
     finally:
@@ -130,32 +159,50 @@ def open_corpus(entry: str | Path) -> Corpus:
     return Corpus(tokens, index)
 
 
-def _corpus_digest(files: list[TextFile], tokenizer: Tokenizer) -> str:
-    content = {
+def _no_text(path: str | Path | None, skipped: Counter[str]) -> ValueError:
+    reasons = ", ".join(f"{count} {reason}" for reason, count in skipped.items()) or "no row"
+    source = "the standard library" if path is None else f"data.path={path}"
+    return ValueError(f"{source} holds no text: {reasons}; set data.path to UTF-8 text files")
+
+
+def _corpus_digest(files: list[SourceFile], tokenizer: Tokenizer, column: str | None) -> str:
+    content: dict[str, object] = {
         "format": FORMAT,
         "tokenizer": [tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.end_of_document],
         "files": [(file.name, file.num_bytes, file.digest) for file in files],
     }
+    if column is not None:
+        content["column"] = column
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]
 
 
-def _tokenise(files: Iterable[TextFile], tokenizer: Tokenizer) -> Iterator[NDArray[np.int64]]:
-    end_of_document = np.array([tokenizer.end_of_document], dtype=np.int64)
+def _documents(files: Iterable[SourceFile], column: str | None, skipped: Counter[str]) -> Iterator[Iterable[str]]:
+    """The pieces of text of each document; rows without text are counted."""
     for file in files:
-        for piece in read_pieces(file.path):
-            yield tokenizer.encode(piece)
-        yield end_of_document
+        if column is None:
+            yield read_pieces(file.path)
+            continue
+        for text in read_texts(file.path, column):
+            if text:
+                yield (text,)
+            else:
+                skipped["rows without text"] += 1
 
 
-def _write_tokens(file: Path, pieces: Iterable[NDArray[np.int64]], dtype: str) -> int:
-    num_tokens = 0
+def _write_tokens(file: Path, documents: Iterable[Iterable[str]], tokenizer: Tokenizer, dtype: str) -> tuple[int, int]:
+    """Write the tokens of all documents, each with its end; returns the number of documents and of tokens."""
+    num_documents = num_tokens = 0
     with file.open("wb") as stream:
-        for piece in pieces:
-            stream.write(piece.astype(dtype).tobytes())
-            num_tokens += len(piece)
+        for document in documents:
+            for piece in document:
+                tokens = tokenizer.encode(piece)
+                stream.write(tokens.astype(dtype).tobytes())
+                num_tokens += len(tokens)
+            stream.write(np.array([tokenizer.end_of_document], dtype=dtype).tobytes())
+            num_documents, num_tokens = num_documents + 1, num_tokens + 1
         stream.flush()
         os.fsync(stream.fileno())
-    return num_tokens
+    return num_documents, num_tokens
 
 
 def _publish(unfinished: Path, entry: Path) -> None:
@@ -195,6 +242,17 @@ class PackedSequences:
             first = int(piece) * self.sequence_length
             taken[row] = self.tokens[first : first + self.sequence_length + 1]
         return taken
+
+    def rows(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Samples `[count]` as inputs, the tokens that follow them, and positions, each `[count, sequence_length]`."""
+        taken = self.take(samples)
+        inputs = taken[:, :-1]
+        return inputs, taken[:, 1:], np.broadcast_to(np.arange(self.sequence_length), inputs.shape)
+
+    def count(self, samples: NDArray[np.int64]) -> tuple[int, int]:
+        """Of samples `[count]` together: the labels that the loss counts, and the tokens read: all of them."""
+        num_tokens = len(samples) * self.sequence_length
+        return num_tokens, num_tokens
 
 
 def pack_corpus(

@@ -15,13 +15,11 @@ from collections import deque
 from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-
-from nxd_trainer.data.corpus import PackedSequences
 
 T = TypeVar("T")
 
@@ -30,10 +28,33 @@ MASK_64 = (1 << 64) - 1
 
 
 class Batch(NamedTuple):
-    """The tokens that one rank computes at a time; labels are the inputs shifted by one token."""
+    """The tokens that one rank computes at a time; labels are the inputs shifted by one token.
+
+    The mean loss of a step's tokens is that of its microbatches, of all ranks, where each divides its sum of losses by
+    the tokens that are learned of a microbatch on average: `normalizer[0] / normalizer[1]`.
+    """
 
     input_ids: torch.Tensor  # [microbatch/dp, seq], int64
-    labels: torch.Tensor  # [microbatch/dp, seq], int64
+    labels: torch.Tensor  # [microbatch/dp, seq], int64; -100 for a token that is not learned
+    position_ids: torch.Tensor  # [microbatch/dp, seq], int64; from 0 in each document that attends to itself alone
+    normalizer: torch.Tensor  # [2], int64: tokens that are learned of a step, and its microbatches over all ranks
+
+
+class Sequences(Protocol):
+    """What samples of one length are taken from."""
+
+    @property
+    def sequence_length(self) -> int:
+        """Tokens of a sample."""
+
+    def __len__(self) -> int:
+        """Samples there are."""
+
+    def rows(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Samples `[count]`, each by its number, as inputs, labels and positions, each `[count, sequence_length]`."""
+
+    def count(self, samples: NDArray[np.int64]) -> tuple[int, int]:
+        """Of samples `[count]` together: the labels that the loss counts, and the tokens read, without padding."""
 
 
 class _Slicer:
@@ -48,15 +69,26 @@ class _Slicer:
                 f"{gradient_accumulation_steps} x data-parallel size {dp_size}"
             )
         self.global_batch_size = global_batch_size
+        self._parts = gradient_accumulation_steps * dp_size
         self._shape = (gradient_accumulation_steps, dp_size, -1)
         self._dp_rank = dp_rank
 
-    def microbatches(self, sequences: PackedSequences, samples: NDArray[np.int64]) -> list[Batch]:
-        """This rank's part of samples `[global_batch_size]`, one batch for each microbatch."""
+    def microbatches(
+        self, sequences: Sequences, samples: NDArray[np.int64], averaged: NDArray[np.int64]
+    ) -> list[Batch]:
+        """This rank's part of samples `[global_batch_size]`, one batch for each microbatch.
+
+        Args:
+            sequences: where they are from.
+            samples: their numbers.
+            averaged: those that the loss is the mean of: one global batch or several.
+        """
+        num_learned, _ = sequences.count(averaged)
+        normalizer = torch.tensor([num_learned, len(averaged) // len(samples) * self._parts])
         batches = []
         for rank_samples in samples.reshape(self._shape)[:, self._dp_rank]:  # [microbatch/dp]
-            tokens = torch.from_numpy(sequences.take(rank_samples))  # [microbatch/dp, seq + 1]
-            batches.append(Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()))
+            inputs, labels, positions = map(torch.tensor, sequences.rows(rank_samples))
+            batches.append(Batch(inputs, labels, positions, normalizer))
         return batches
 
 
@@ -73,6 +105,8 @@ class TrainLoader:
 
     Attributes:
         samples_consumed: samples of all steps taken so far, over all ranks and epochs.
+        tokens_learned: of these, the labels that the loss has counted.
+        tokens_seen: of these, the tokens read, without padding.
 
     Raises:
         ValueError: the batch does not divide, or there is nothing to train on.
@@ -80,7 +114,7 @@ class TrainLoader:
 
     def __init__(
         self,
-        sequences: PackedSequences,
+        sequences: Sequences,
         *,
         global_batch_size: int,
         gradient_accumulation_steps: int = 1,
@@ -93,7 +127,7 @@ class TrainLoader:
         self._slicer = _Slicer(global_batch_size, gradient_accumulation_steps, dp_rank, dp_size)
         self._sequences = sequences
         self._seed = seed
-        self.samples_consumed = 0
+        self.samples_consumed = self.tokens_learned = self.tokens_seen = 0
 
     @property
     def epoch(self) -> int:
@@ -113,18 +147,23 @@ class TrainLoader:
             position: as `samples_consumed` before the first of these steps.
         """
         while True:
-            following = position + self._slicer.global_batch_size
-            yield self._slicer.microbatches(self._sequences, self._samples_at(np.arange(position, following)))
-            position = following
+            samples = self._step_at(position)
+            yield self._slicer.microbatches(self._sequences, samples, samples)
+            position += len(samples)
 
     def pass_step(self) -> None:
         """Move on by a step whose batches came from elsewhere, see `steps_from`."""
+        learned, seen = self._sequences.count(self._step_at(self.samples_consumed))
+        self.tokens_learned += learned
+        self.tokens_seen += seen
         self.samples_consumed += self._slicer.global_batch_size
 
     def state_dict(self) -> dict[str, Any]:
         """The position, as plain numbers; the same on every rank."""
         return {
             "samples_consumed": self.samples_consumed,
+            "tokens_learned": self.tokens_learned,
+            "tokens_seen": self.tokens_seen,
             "seed": self._seed,
             "num_samples": len(self._sequences),
             "sequence_length": self._sequences.sequence_length,
@@ -149,6 +188,13 @@ class TrainLoader:
                 "or start anew in another output folder"
             )
         self.samples_consumed = state["samples_consumed"]
+        all_tokens = self.samples_consumed * self._sequences.sequence_length  # where an old checkpoint does not say
+        self.tokens_learned = state.get("tokens_learned", all_tokens)
+        self.tokens_seen = state.get("tokens_seen", all_tokens)
+
+    def _step_at(self, position: int) -> NDArray[np.int64]:
+        """The samples of the step that begins at a position, `[global_batch_size]`."""
+        return self._samples_at(np.arange(position, position + self._slicer.global_batch_size))
 
     def _samples_at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """The samples at positions `[count]` of the endless row."""
@@ -179,7 +225,7 @@ class HeldOutLoader:
 
     def __init__(
         self,
-        sequences: PackedSequences,
+        sequences: Sequences,
         *,
         num_batches: int,
         global_batch_size: int,
@@ -200,7 +246,7 @@ class HeldOutLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         for samples in self._samples.reshape(-1, self._slicer.global_batch_size):
-            yield from self._slicer.microbatches(self._sequences, samples)
+            yield from self._slicer.microbatches(self._sequences, samples, self._samples)
 
 
 def shuffled(positions: NDArray[np.int64], num_samples: int, *, seed: int, epoch: int) -> NDArray[np.int64]:

@@ -97,18 +97,10 @@ class HuggingFaceTokenizer:
         self._encode = lambda text: tokenizer.encode(text, add_special_tokens=False).ids
         self._decode = lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True)
         self.end_of_document = _find_end_of_document(file, self._vocabulary)
-        self.fingerprint = f"tokenizers {self.end_of_document} {_digest([file])}"
+        self.fingerprint = f"tokenizers {self.end_of_document} {digest_files([file])}"
 
     def _load_folder(self, folder: Path) -> None:
-        transformers = _import_reader("transformers", folder)
-        try:
-            # A tokenizer with code of its own is refused, where transformers would ask at the terminal.
-            tokenizer: Any = transformers.AutoTokenizer.from_pretrained(
-                str(folder), local_files_only=True, trust_remote_code=False
-            )
-        except Exception as error:  # whatever the readers of many formats raise
-            reason = next(iter(str(error).splitlines()), type(error).__name__)
-            raise ValueError(f"data.tokenizer={folder} holds no Hugging Face tokenizer: {reason}") from error
+        tokenizer = load_tokenizer_of_transformers(folder)
         if tokenizer.eos_token_id is None:
             raise ValueError(f"data.tokenizer={folder} has no eos_token, which must end each document")
         self._vocabulary = tokenizer.get_vocab()
@@ -116,7 +108,7 @@ class HuggingFaceTokenizer:
         self._decode = lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True)
         self.end_of_document = int(tokenizer.eos_token_id)
         files = sorted(file for file in folder.iterdir() if file.suffix in (".json", ".txt", ".model"))
-        self.fingerprint = f"transformers {self.end_of_document} {_digest(files)}"
+        self.fingerprint = f"transformers {self.end_of_document} {digest_files(files)}"
 
     def encode(self, text: str) -> NDArray[np.int64]:
         """The ids of the text, without special tokens around it; `[tokens]`."""
@@ -131,6 +123,21 @@ class HuggingFaceTokenizer:
 def load_tokenizer(path: str | Path | None) -> Tokenizer:
     """The tokenizer that `data.tokenizer` names: bytes for None, else a Hugging Face file or folder."""
     return ByteTokenizer() if path is None else HuggingFaceTokenizer(path)
+
+
+def load_tokenizer_of_transformers(folder: Path) -> Any:
+    """The tokenizer in a folder, as transformers reads it; a tokenizer with code of its own is refused.
+
+    Raises:
+        ValueError: there is none, or transformers is not installed.
+    """
+    transformers = _import_reader("transformers", folder)
+    try:
+        # With trust_remote_code unset, transformers would ask at the terminal.
+        return transformers.AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # whatever the readers of many formats raise
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise ValueError(f"data.tokenizer={folder} holds no Hugging Face tokenizer: {reason}") from error
 
 
 def _import_reader(package: str, path: Path) -> Any:
@@ -166,7 +173,8 @@ def _find_end_of_document(file: Path, vocabulary: dict[str, int]) -> int:
     )
 
 
-def _digest(files: list[Path]) -> str:
+def digest_files(files: list[Path]) -> str:
+    """A digest of the names and contents of files, in their order."""
     digest = hashlib.sha256()
     for file in files:
         digest.update(f"{file.name}\0{file.stat().st_size}\0".encode())

@@ -373,6 +373,7 @@ class LlamaForCausalLM(nn.Module):
         cache: KeyValueCache | None = None,
         document_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
+        num_items_in_batch: Tensor | None = None,
     ) -> Tensor | CausalLMOutput:
         """Logits, or the loss if there are labels.
 
@@ -385,6 +386,7 @@ class LlamaForCausalLM(nn.Module):
                 count as differences only.
             attention_mask: 1 for tokens and 0 for padding, `[B, S]`, with a cache also for the tokens in it: no token
                 attends to padding. Labels at padding must be -100.
+            num_items_in_batch: divides the sum of the losses, instead of the number of labels here, 0-d.
 
         Returns:
             Without labels this rank's part of the logits, `[B, S, V/tp]`; with labels the mean loss, 0-d. Both in a
@@ -396,7 +398,9 @@ class LlamaForCausalLM(nn.Module):
         loss = None
         if labels is not None:
             losses_sb = parallel_cross_entropy(logits_sbv, labels.t(), ignore_index=IGNORED_LABEL)
-            loss = losses_sb.sum() / (labels != IGNORED_LABEL).sum().clamp(min=1)
+            if num_items_in_batch is None:
+                num_items_in_batch = (labels != IGNORED_LABEL).sum().clamp(min=1)
+            loss = losses_sb.sum() / num_items_in_batch
         if self.return_dict:
             return CausalLMOutput(loss, logits_sbv.transpose(0, 1))
         return logits_sbv.transpose(0, 1) if loss is None else loss

@@ -118,6 +118,9 @@ def case_of_recipe(recipe: Recipe, steps: int) -> ParityCase:
     """
     if steps < 1:
         raise ValueError(f"{steps} steps compare nothing; use 1 or more (--compare-steps)")
+    recipe = replace(
+        recipe, data=replace(recipe.data, chat=False, packing=False)
+    )  # all tokens of these batches are learned
     tokenizer, _ = tokenizer_of(recipe)
     model = recipe_model(recipe)
     config = nxd_config(recipe, model)
@@ -126,12 +129,15 @@ def case_of_recipe(recipe: Recipe, steps: int) -> ParityCase:
     tokens = torch.randint(0, tokenizer.vocab_size, shape, generator=generator)
     return ParityCase(
         model_fn=lambda: whole_model(recipe),
-        batches=[
-            model_inputs(model.input_names, Batch(step[:, :-1].contiguous(), step[:, 1:].contiguous()))
-            for step in tokens
-        ],
+        batches=[model_inputs(model.input_names, _batch_of(step)) for step in tokens],
         nxd_config=config | {"pipeline_config": config["pipeline_config"] | {"trace_file_path": None}},
         optimizer_arguments=adamw_arguments(recipe),
         parameter_groups=lambda parameters: parameter_groups(recipe, parameters),
         seed=recipe.train.seed,
     )
+
+
+def _batch_of(tokens: Tensor) -> Batch:
+    """Tokens `[global batch, seq + 1]`, all of them learned."""
+    inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    return Batch(inputs, labels, torch.arange(inputs.shape[1]).expand_as(inputs), torch.tensor([labels.numel(), 1]))

@@ -51,6 +51,7 @@ def consistency_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]
         yield (name,), f"{name}={recipe.parallel.activation_checkpointing} is not known; did you mean {nearest[0]}?"
     if recipe.parallel.pipeline_parallel_size > 1:
         yield from _pipeline_mistakes(recipe)
+    yield from _row_mistakes(recipe)
     if recipe.lora.rank and not recipe.lora.target_modules:
         mistake = f"lora.rank={recipe.lora.rank} needs lora.target_modules, the layers to adapt, such as q_proj,v_proj"
         yield ("lora.rank", "lora.target_modules"), mistake
@@ -85,6 +86,23 @@ def _model_choice_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], st
     for name in ("parallel.pad_heads", "pipeline.layer_class"):
         if _value(recipe, name) and model.factory is None:
             yield (name, "model.factory"), f"{name} is for what model.factory makes; leave it out"
+
+
+def _row_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:
+    data = recipe.data
+    if data.column is not None and data.chat:
+        mistake = f"data.column={data.column} is a column of plain text, and data.chat=true reads none; set one of them"
+        yield ("data.column", "data.chat"), mistake
+    for name, wanted in (("data.column", data.column), ("data.chat", data.chat)):
+        if wanted and data.path is None:
+            given = str(wanted).lower() if wanted is True else wanted
+            yield (name, "data.path"), f"{name}={given} needs data.path, a file of rows or a folder of them"
+    if data.packing and not data.chat:
+        mistake = "data.packing=true is for conversations; text is always packed. Leave it out, or set data.chat=true"
+        yield ("data.packing", "data.chat"), mistake
+    if data.chat and data.tokenizer is None and recipe.model.path is None:
+        mistake = "data.chat=true needs data.tokenizer, a folder of a tokenizer with a chat template, or model.path"
+        yield ("data.chat", "data.tokenizer", "model.path"), mistake
 
 
 def _llama_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:

@@ -102,10 +102,17 @@ class PipelineSection:
 
 @dataclass(frozen=True, kw_only=True)
 class DataSection:
-    """The text to train on and how it is cut into sequences."""
+    """The data to train on and how they are cut into sequences."""
 
-    path: Path | None = option(None, "text file or folder; unset: the sources of the running Python's standard library")
-    suffixes: tuple[str, ...] = option((".py", ".txt", ".md", ".rst"), "files read from a folder")
+    path: Path | None = option(None, "file or folder; unset: the sources of the running Python's standard library")
+    column: str | None = option(
+        None, "column with the text of rows (.jsonl, .json, .csv, .parquet, .arrow); unset: files are text"
+    )
+    chat: bool = option(False, "rows are conversations, of which the loss counts what the assistant says")
+    packing: bool = option(False, "several conversations in a sequence, none of which attends to another")
+    suffixes: tuple[str, ...] | None = option(
+        None, "files read from a folder; unset: .py,.txt,.md,.rst, or those of rows with data.column or data.chat"
+    )
     include_tests: bool = option(False, "with path unset: read the standard library's own tests, too")
     tokenizer: Path | None = option(
         None, "Hugging Face tokenizer.json, or a folder with one; unset: that of model.path, else one token per byte"

@@ -25,10 +25,11 @@ class StepRecord:
     step: int  # optimizer steps taken, from 1
     loss: float  # mean training loss of the step, over all ranks
     learning_rate: float
-    tokens: int  # trained on since the run began
-    tokens_per_second: float  # over all ranks, since the record before
+    tokens: int  # that the loss has counted since the run began
+    tokens_per_second: float  # read over all ranks, without padding, since the record before
     seconds: float  # since this invocation began
     peak_memory_bytes: int  # of the writer's process or device
+    tokens_seen: int | None = None  # read since the run began, without padding; None in records from before this field
     throughput: float | None = None  # sequences per second, as scripts for NeuronX Distributed count
     grad_norm: float | None = None  # before clipping; None without clipping
     held_out_loss: float | None = None  # None where the step ended without evaluation

@@ -114,37 +114,39 @@ def describe(record: StepRecord, *, held_out_loss: float | None) -> str:
 
 
 class Throughput:
-    """Counts tokens against the time spent on training steps; what else a loop does is excluded.
+    """Counts sequences and tokens against the time spent on training steps; what else a loop does is excluded.
 
     Example:
         throughput = Throughput()
         ...
-        throughput.add(tokens_of_the_step)
+        throughput.add(sequences_of_the_step, tokens_of_the_step)
         with throughput.paused():
             evaluate()
-        tokens_per_second = throughput.lap()
+        sequences_per_second, tokens_per_second = throughput.lap()
     """
 
     def __init__(self) -> None:
         self._began = perf_counter()
         self._lap_began = self._began
-        self._lap_tokens = 0
+        self._lap_sequences = self._lap_tokens = 0
 
     @property
     def seconds(self) -> float:
         """Seconds since this object was made, pauses included."""
         return perf_counter() - self._began
 
-    def add(self, tokens: int) -> None:
-        """Count the tokens of a step, over all ranks."""
+    def add(self, sequences: int, tokens: int) -> None:
+        """Count the sequences and tokens of a step, over all ranks."""
+        self._lap_sequences += sequences
         self._lap_tokens += tokens
 
-    def lap(self) -> float:
-        """Tokens per second since the lap before, pauses excluded; begins a new lap."""
+    def lap(self) -> tuple[float, float]:
+        """Sequences and tokens per second since the lap before, pauses excluded; begins a new lap."""
         now = perf_counter()
-        tokens_per_second = self._lap_tokens / max(now - self._lap_began, 1e-9)
-        self._lap_began, self._lap_tokens = now, 0
-        return tokens_per_second
+        seconds = max(now - self._lap_began, 1e-9)
+        rates = self._lap_sequences / seconds, self._lap_tokens / seconds
+        self._lap_began, self._lap_sequences, self._lap_tokens = now, 0, 0
+        return rates
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -186,7 +188,7 @@ def _measures(records: Sequence[StepRecord]) -> list[tuple[str, str]]:
     steps = str(records[-1].step) + (f", resumed at {', '.join(resumes)}" if resumes else "")
     rows = [
         ("steps", steps),
-        ("tokens", show_count(records[-1].tokens)),
+        ("tokens", _show_tokens(records[-1])),
         ("time", show_duration(seconds)),
         ("speed", f"{show_count(_median_speed(records))} tokens/s (median)"),
         ("train loss", _losses([(record.step, record.loss) for record in records])),
@@ -202,6 +204,13 @@ def _losses(losses: list[tuple[int, float]]) -> str:
     finite = [(loss, step) for step, loss in losses if math.isfinite(loss)]
     best, best_step = min(finite, default=(math.nan, 0))
     return f"{losses[0][1]:.4f} -> {losses[-1][1]:.4f}, best {best:.4f} at step {best_step}"
+
+
+def _show_tokens(record: StepRecord) -> str:
+    counted = show_count(record.tokens)
+    if record.tokens_seen in (None, record.tokens):
+        return counted
+    return f"{show_count(record.tokens_seen)}, of which the loss counted {counted}"
 
 
 def _median_speed(records: Sequence[StepRecord]) -> float:

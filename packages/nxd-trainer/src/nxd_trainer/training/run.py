@@ -197,13 +197,14 @@ def _run_steps(
 ) -> TrainResult:
     recipe = state.recipe
     throughput, steps = Throughput(), StepsUnderWay(state)
-    loss = math.nan
+    loss, tokens_seen = math.nan, state.train_loader.tokens_seen
     while state.step < recipe.last_step and not steps.stopping:
         steps.begin(asked_to_stop=stop.signal_number > 0)
         for step in steps.finish(all_of_them=_is_looked_at(recipe, state.step)):
             loss = step.loss
             _check_finite(state, saver, step)
-            throughput.add(recipe.train.global_batch_size * recipe.data.sequence_length)
+            throughput.add(recipe.train.global_batch_size, step.tokens_seen - tokens_seen)
+            tokens_seen = step.tokens_seen
             progress.advance(step.number)
             is_last = step.number == (state.step if steps.stopping else recipe.last_step)
             evaluates = is_last or _is_due(step.number, recipe.train.eval_every)
@@ -212,7 +213,7 @@ def _run_steps(
                 with throughput.paused():
                     held_out_loss = evaluate(state)
             if _is_due(step.number, recipe.train.log_every) or is_last or held_out_loss is not None or step.number == 1:
-                record = _record(recipe, step, throughput, held_out_loss)
+                record = _record(step, throughput, held_out_loss)
                 progress.log(record)
                 metrics.log(record)
             if _is_due(step.number, recipe.checkpoint.save_every) or is_last:
@@ -239,15 +240,16 @@ def _check_finite(state: RunState, saver: RunSaver, step: FinishedStep) -> None:
     raise diverged(state, f"the loss is {step.loss}{gradient} in step {step.number}")
 
 
-def _record(recipe: Recipe, step: FinishedStep, throughput: Throughput, held_out_loss: float | None) -> StepRecord:
-    tokens_per_second = throughput.lap()
+def _record(step: FinishedStep, throughput: Throughput, held_out_loss: float | None) -> StepRecord:
+    sequences_per_second, tokens_per_second = throughput.lap()
     return StepRecord(
         step=step.number,
         loss=step.loss,
         learning_rate=step.learning_rate,
         tokens=step.tokens,
+        tokens_seen=step.tokens_seen,
         tokens_per_second=tokens_per_second,
-        throughput=tokens_per_second / recipe.data.sequence_length,
+        throughput=sequences_per_second,
         seconds=throughput.seconds,
         peak_memory_bytes=peak_memory_bytes(get_device()),
         grad_norm=step.grad_norm,
@@ -267,8 +269,10 @@ def _announce(state: RunState, logger: logging.Logger, resumed: str | None) -> N
     logger.info(f"{state.layout} on {get_device().type}, {count:,} parameters on this rank; the run {begins}")
     if state.recipe.parallel.pipeline_parallel_size > 1:
         logger.info(describe_pipeline(state.recipe))
-    for reason, count in state.corpus.skipped.items():
-        logger.info(f"left out of the text: {count} {reason}")
+    for note in state.data.notes:
+        logger.info(note)
+    for warning in state.data.warnings:
+        logger.warning(warning)
     if state.step >= state.recipe.last_step:
         logger.info(f"nothing to do: the run is at step {state.step}, and is to end at {state.recipe.last_step}")
     if resumed and state.recipe.train.eval_every:

@@ -14,10 +14,17 @@ from nxd_trainer.api import NxDModel, NxDOptimizer
 from nxd_trainer.api.rank_sync import together
 from nxd_trainer.data import (
     Batch,
-    CorpusIndex,
+    ChatTemplate,
     HeldOutLoader,
+    Sequences,
+    Tokenizer,
     TrainLoader,
+    build_conversations,
     build_corpus,
+    cut_conversations,
+    describe_conversations,
+    files_left_out,
+    open_conversations,
     open_corpus,
     pack_corpus,
     read_ahead,
@@ -64,6 +71,25 @@ class TrainBatches:
             self._ahead = None
 
 
+@dataclass(frozen=True)
+class RunData:
+    """The data of a run.
+
+    Attributes:
+        train: what it trains on.
+        held_out: what it is evaluated on.
+        digest: another text whenever the tokens, or what is learned of them, are others.
+        notes: lines about what the data are and what is left out.
+        warnings: lines about what is hardly meant so.
+    """
+
+    train: Sequences
+    held_out: Sequences
+    digest: str
+    notes: list[str]
+    warnings: list[str]
+
+
 @dataclass
 class RunState:
     """The state of a training run on one rank.
@@ -73,6 +99,7 @@ class RunState:
         input_names: what the model takes of a batch.
         train_loader: knows the position in the data.
         train_batches: what steps take from it, on the device.
+        data: what it trains on.
         output_lock: keeps other runs out of the output folder while this object lives.
         step: optimizer steps taken since the run began, over all invocations.
     """
@@ -85,7 +112,7 @@ class RunState:
     train_loader: TrainLoader
     train_batches: TrainBatches
     held_out_loader: HeldOutLoader
-    corpus: CorpusIndex
+    data: RunData
     output_lock: IO[str] | None
     step: int = 0
 
@@ -115,23 +142,9 @@ def build_run_state(recipe: Recipe) -> RunState:
     source = together("make out its model", lambda: recipe_model(recipe), error_type=ValueError)
     check_layout(recipe, data_parallel.size, vocab_size=source.description.config.get("vocab_size"))
     tokenizer, _ = tokenizer_of(recipe)
-    entry = on_first_rank_of_each_host(
-        lambda: build_corpus(
-            recipe.data.path,
-            tokenizer,
-            cache_folder=recipe.token_cache_folder,
-            suffixes=recipe.data.suffixes,
-            include_tests=recipe.data.include_tests,
-        )
-    )
-    corpus = open_corpus(entry)
-    train_sequences, held_out_sequences = pack_corpus(
-        corpus,
-        sequence_length=recipe.data.sequence_length,
-        held_out_fraction=recipe.data.held_out_fraction,
-    )
+    data = _open_data(recipe, tokenizer)
     train_loader = TrainLoader(
-        train_sequences,
+        data.train,
         global_batch_size=recipe.train.global_batch_size,
         gradient_accumulation_steps=recipe.train.gradient_accumulation_steps,
         dp_rank=data_parallel.rank,
@@ -139,7 +152,7 @@ def build_run_state(recipe: Recipe) -> RunState:
         seed=recipe.train.seed,
     )
     held_out_loader = HeldOutLoader(
-        held_out_sequences,
+        data.held_out,
         num_batches=recipe.train.eval_batches,
         global_batch_size=recipe.train.global_batch_size,
         gradient_accumulation_steps=recipe.train.gradient_accumulation_steps,
@@ -156,9 +169,45 @@ def build_run_state(recipe: Recipe) -> RunState:
         train_loader=train_loader,
         train_batches=TrainBatches(train_loader),
         held_out_loader=held_out_loader,
-        corpus=corpus.index,
+        data=data,
         output_lock=lock,
     )
+
+
+def _open_data(recipe: Recipe, tokenizer: Tokenizer) -> RunData:
+    options = recipe.data
+    length, fraction = options.sequence_length, options.held_out_fraction
+
+    def prepare() -> tuple[Path, str | None]:
+        path, suffixes, cache = options.path, options.suffixes, recipe.token_cache_folder
+        if options.chat:
+            template = ChatTemplate(tokenizer_of(recipe)[1])
+            entry = build_conversations(path, tokenizer, template, cache_folder=cache, suffixes=suffixes)
+        else:
+            entry = build_corpus(
+                path,
+                tokenizer,
+                cache_folder=cache,
+                suffixes=suffixes,
+                include_tests=options.include_tests,
+                column=options.column,
+            )
+        return entry, files_left_out(path, suffixes, takes_rows=options.chat or options.column is not None)
+
+    entry, left_out = on_first_rank_of_each_host(prepare)
+    notes = [left_out] if left_out else []
+    if options.chat:
+        conversations = open_conversations(entry)
+        train, held_out, cuts = cut_conversations(
+            conversations, sequence_length=length, held_out_fraction=fraction, packed=options.packing
+        )
+        told = describe_conversations(train, cuts)
+        digest = conversations.index.digest + ("-packed" if options.packing else "")
+        return RunData(train, held_out, digest, notes + told.notes, told.warnings)
+    corpus = open_corpus(entry)
+    notes += [f"left out: {count} {reason}" for reason, count in corpus.index.skipped.items()]
+    pieces = pack_corpus(corpus, sequence_length=length, held_out_fraction=fraction)
+    return RunData(*pieces, corpus.index.digest, notes, warnings=[])
 
 
 def on_first_rank_of_each_host(make: Callable[[], T]) -> T:
@@ -211,8 +260,13 @@ def held_out_batches(loader: HeldOutLoader) -> Iterator[Batch]:
 
 
 def concatenated(batches: Sequence[Batch]) -> Batch:
-    """Microbatches as one batch, which a model cuts into these again."""
-    return Batch(*[torch.cat(tensors) for tensors in zip(*batches, strict=True)])
+    """Microbatches of a step as one batch, which a model cuts into these again."""
+    return Batch(
+        input_ids=torch.cat([batch.input_ids for batch in batches]),
+        labels=torch.cat([batch.labels for batch in batches]),
+        position_ids=torch.cat([batch.position_ids for batch in batches]),
+        normalizer=batches[0].normalizer,
+    )
 
 
 def _sent(batch: Batch) -> Batch:

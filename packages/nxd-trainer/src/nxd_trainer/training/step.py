@@ -133,8 +133,9 @@ class FinishedStep:
     Attributes:
         number: optimizer steps taken with it, from 1.
         learning_rate: that it was taken with.
-        tokens: trained on since the run began.
-        loss: mean over all ranks.
+        tokens: that the loss has counted since the run began.
+        tokens_seen: read since the run began, without padding.
+        loss: mean over all tokens of the step that it counts.
         grad_norm: before clipping; None without clipping.
         num_stopping: ranks that had been asked to stop when it began.
     """
@@ -142,6 +143,7 @@ class FinishedStep:
     number: int
     learning_rate: float
     tokens: int
+    tokens_seen: int
     loss: float
     grad_norm: float | None
     num_stopping: int
@@ -172,13 +174,13 @@ class StepsUnderWay:
         except Exception as error:
             error.add_note(f"in step {state.step + 1}")
             raise
-        number, tokens = state.step, state.train_loader.samples_consumed * state.recipe.data.sequence_length
+        number, tokens, tokens_seen = state.step, state.train_loader.tokens_learned, state.train_loader.tokens_seen
         read_sums, read_norm = read_later(sums), None if norm is None else read_later(norm)
 
         def finish() -> FinishedStep:
             loss, num_stopping = read_sums().tolist()
             grad_norm = None if read_norm is None else float(read_norm())
-            return FinishedStep(number, rate, tokens, loss, grad_norm, int(num_stopping))
+            return FinishedStep(number, rate, tokens, tokens_seen, loss, grad_norm, int(num_stopping))
 
         self._begun.append(finish)
 

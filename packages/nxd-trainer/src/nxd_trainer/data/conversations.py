@@ -1,0 +1,295 @@
+"""Conversations on disk as tokens, and sequences of them: one to a sequence, or several packed; padded, or cut off.
+
+The cache holds whole conversations; how long sequences are is decided when they are opened. `chat.py` makes the tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nxd_trainer.data.chat import ChatTemplate, read_conversation
+from nxd_trainer.data.corpus import make_entry
+from nxd_trainer.data.sources import TABLE_SUFFIXES, SourceFile, find_tables, scan_tables
+from nxd_trainer.data.tables import read_rows
+from nxd_trainer.data.tokenizer import Tokenizer
+
+FORMAT = 1
+NOT_LEARNED = -100  # label of a token without loss
+INDEX_FILE = "index.json"
+TOKENS_FILE = "tokens.bin"
+LEARNED_FILE = "learned.bin"
+ENDS_FILE = "ends.bin"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConversationsIndex:
+    """The metadata of tokenised conversations."""
+
+    digest: str  # of the tokens and of what is learned of them
+    num_conversations: int
+    num_tokens: int
+    marks_answers: bool  # whether the chat template does
+    padding: int  # id of what fills a sequence up
+
+
+@dataclass(frozen=True)
+class Conversations:
+    """Tokenised conversations, one after another, memory-mapped.
+
+    Attributes:
+        tokens: `[num_tokens]` uint32.
+        learned: `[num_tokens]` bool, what the assistant says.
+        ends: `[num_conversations]` where each ends in them.
+        index: their metadata.
+    """
+
+    tokens: NDArray[np.uint32]
+    learned: NDArray[np.bool_]
+    ends: NDArray[np.int64]
+    index: ConversationsIndex
+
+
+def build_conversations(
+    path: str | Path | None,
+    tokenizer: Tokenizer,
+    template: ChatTemplate,
+    *,
+    cache_folder: str | Path,
+    suffixes: Sequence[str] | None = None,
+) -> Path:
+    """Tokenise conversations, unless the cache already has them, and return the entry for `open_conversations`.
+
+    Args:
+        path, suffixes: which files, as for `find_tables`.
+        tokenizer: whose ids the model knows.
+        template: makes the tokens.
+        cache_folder: folder of the cache; made if need be.
+
+    Raises:
+        ValueError: no file, or a row that cannot be read, is no conversation, or does not fit the template.
+    """
+    files = scan_tables(find_tables(path, suffixes=suffixes or TABLE_SUFFIXES))
+    content = [FORMAT, template.fingerprint, tokenizer.vocab_size, [(it.name, it.digest) for it in files]]
+    name = hashlib.sha256(json.dumps(["chat", *content]).encode()).hexdigest()[:32]
+    return make_entry(Path(cache_folder), name, lambda folder: _write(folder, files, tokenizer, template))
+
+
+def _write(folder: Path, files: Sequence[SourceFile], tokenizer: Tokenizer, template: ChatTemplate) -> None:
+    digest, ends = hashlib.sha256(), [0]
+    with (folder / TOKENS_FILE).open("wb") as tokens_file, (folder / LEARNED_FILE).open("wb") as learned_file:
+        for file in files:
+            for place, row in read_rows(file.path):
+                tokens, learned = template.encode(place, read_conversation(place, row))
+                if len(tokens) and tokens.max() >= tokenizer.vocab_size:
+                    raise ValueError(
+                        f"{place} has token {tokens.max()}, and the tokenizer knows {tokenizer.vocab_size} ids; its "
+                        "files do not belong together"
+                    )
+                for stream, part in ((tokens_file, tokens.astype(np.uint32)), (learned_file, learned)):
+                    stream.write(part.tobytes())
+                    digest.update(part.tobytes())
+                ends.append(ends[-1] + len(tokens))
+    if len(ends) == 1:
+        raise ValueError(f"{files[0].path} holds no conversation; set data.path to files that have some")
+    np.asarray(ends[1:], dtype=np.int64).tofile(folder / ENDS_FILE)
+    index = ConversationsIndex(
+        digest=digest.hexdigest()[:32],
+        num_conversations=len(ends) - 1,
+        num_tokens=ends[-1],
+        marks_answers=template.marks_answers,
+        padding=tokenizer.end_of_document,
+    )
+    (folder / INDEX_FILE).write_text(json.dumps(asdict(index), indent=2) + "\n", encoding="utf-8")
+
+
+def open_conversations(entry: str | Path) -> Conversations:
+    """Memory-map a cache entry that `build_conversations` returned, on this or another process.
+
+    Raises:
+        ValueError: the entry is missing or damaged.
+    """
+    entry = Path(entry)
+    try:
+        index = ConversationsIndex(**json.loads((entry / INDEX_FILE).read_text(encoding="utf-8")))
+        return Conversations(
+            np.memmap(entry / TOKENS_FILE, dtype=np.uint32, mode="r", shape=(index.num_tokens,)),
+            np.memmap(entry / LEARNED_FILE, dtype=np.bool_, mode="r", shape=(index.num_tokens,)),
+            np.memmap(entry / ENDS_FILE, dtype=np.int64, mode="r", shape=(index.num_conversations,)),
+            index,
+        )
+    except (OSError, TypeError, ValueError) as error:  # numpy's for a file that is too short, too
+        raise ValueError(f"token cache entry {entry} is damaged: {error}; delete it to have it made anew") from error
+
+
+@dataclass(frozen=True)
+class ConversationSequences:
+    """Sequences of one conversation or of several, numbered from 0.
+
+    Attributes:
+        conversations: all there are.
+        sequence_length: tokens of a sequence, the label of the last one not counted.
+        starts: `[conversations here]` where each begins in the tokens, those of a sequence next to one another.
+        lengths: `[conversations here]` its tokens, at most `sequence_length + 1`; one fewer of them are inputs.
+        learned: `[conversations here]` labels that the loss counts.
+        bounds: `[samples + 1]` sample i has the conversations from `bounds[i]` to `bounds[i + 1]`.
+    """
+
+    conversations: Conversations
+    sequence_length: int
+    starts: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    learned: NDArray[np.int64]
+    bounds: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.bounds) - 1
+
+    def rows(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Samples `[count]` as inputs, labels and positions, each `[count, sequence_length]`, filled up at the end.
+
+        Positions begin with 0 in each conversation, and in what fills up.
+        """
+        shape = (len(samples), self.sequence_length)
+        inputs = np.full(shape, self.conversations.index.padding, dtype=np.int64)
+        labels = np.full(shape, NOT_LEARNED, dtype=np.int64)
+        positions = np.empty(shape, dtype=np.int64)
+        for row, sample in enumerate(samples):
+            at = 0
+            for index in range(int(self.bounds[sample]), int(self.bounds[sample + 1])):
+                start, end = int(self.starts[index]), int(self.starts[index] + self.lengths[index])
+                here = slice(at, at + end - start - 1)
+                tokens = self.conversations.tokens[start:end].astype(np.int64)
+                inputs[row, here] = tokens[:-1]
+                labels[row, here] = np.where(self.conversations.learned[start + 1 : end], tokens[1:], NOT_LEARNED)
+                positions[row, here] = np.arange(end - start - 1)
+                at = here.stop
+            positions[row, at:] = np.arange(self.sequence_length - at)
+        return inputs, labels, positions
+
+    def count(self, samples: NDArray[np.int64]) -> tuple[int, int]:
+        """Of samples `[count]` together: the labels that the loss counts, and the tokens read, without padding."""
+        chosen = [slice(*self.bounds[sample : sample + 2]) for sample in samples]
+        learned = sum(int(self.learned[here].sum()) for here in chosen)
+        return learned, sum(int((self.lengths[here] - 1).sum()) for here in chosen)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cuts:
+    """What a length of sequences leaves of conversations.
+
+    Attributes:
+        num_cut: conversations that are longer.
+        tokens_cut: tokens that are left out of them.
+        learned_cut: of these, what the assistant says.
+        num_without_answer: conversations left out, of which the loss would count no token.
+    """
+
+    num_cut: int
+    tokens_cut: int
+    learned_cut: int
+    num_without_answer: int
+
+
+def cut_conversations(
+    conversations: Conversations, *, sequence_length: int, held_out_fraction: float = 0.0, packed: bool = False
+) -> tuple[ConversationSequences, ConversationSequences, Cuts]:
+    """Conversations to train on, those held out, spread evenly among them, and what the length leaves out.
+
+    With a fraction above 0 both parts have at least one. With `packed` a sequence has as many as there is room for: the
+    longest first, each where it leaves the least room.
+
+    Raises:
+        ValueError: too few conversations with a token to learn.
+    """
+    ends = np.asarray(conversations.ends)
+    starts = np.concatenate([[0], ends[:-1]])
+    lengths = np.minimum(ends - starts, sequence_length + 1)
+    before = np.concatenate([[0], np.cumsum(conversations.learned, dtype=np.int64)])  # learned before each token
+    learned = before[starts + lengths] - before[np.minimum(starts + 1, starts + lengths)]
+    cut = lengths < ends - starts
+    kept = np.flatnonzero(learned)
+    least = 2 if held_out_fraction > 0 else 1
+    if len(kept) < least:
+        raise ValueError(
+            f"{len(kept)} of {len(ends)} conversations have a token to learn within data.sequence_length="
+            f"{sequence_length}, and data.held_out_fraction={held_out_fraction} needs {least}; raise the length, or "
+            "give conversations with answers"
+        )
+    num_held_out = min(max(round(len(kept) * held_out_fraction), least - 1), len(kept) - 1)
+    is_held_out = np.diff(np.arange(len(kept) + 1) * num_held_out // len(kept)) > 0
+
+    def part(chosen: NDArray[np.int64]) -> ConversationSequences:
+        bounds = np.arange(len(chosen) + 1)
+        if packed:
+            order, bounds = _pack(lengths[chosen] - 1, sequence_length)
+            chosen = chosen[order]
+        return ConversationSequences(
+            conversations, sequence_length, starts[chosen], lengths[chosen], learned[chosen], bounds
+        )
+
+    cuts = Cuts(
+        num_cut=int(cut.sum()),
+        tokens_cut=int((ends - starts - lengths).sum()),
+        learned_cut=int((before[ends] - before[starts + lengths]).sum()),
+        num_without_answer=len(ends) - len(kept),
+    )
+    return part(kept[~is_held_out]), part(kept[is_held_out]), cuts
+
+
+def _pack(sizes: NDArray[np.int64], room: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Best fit decreasing: an order of `[items]`, and `[bins + 1]` where the items of each bin begin in it."""
+    bins: list[list[int]] = []
+    open_bins: list[tuple[int, int]] = []  # room left and number, sorted
+    for item in np.argsort(-sizes, kind="stable").tolist():
+        size = int(sizes[item])
+        at = bisect_left(open_bins, (size, -1))
+        if at == len(open_bins):
+            left, number = room, len(bins)
+            bins.append([])
+        else:
+            left, number = open_bins.pop(at)
+        bins[number].append(item)
+        insort(open_bins, (left - size, number))
+    order = np.array([item for items in bins for item in items], dtype=np.int64)
+    return order, np.cumsum([0, *map(len, bins)])
+
+
+@dataclass(frozen=True)
+class Description:
+    """Lines about conversations: what they are, and what is hardly meant so."""
+
+    notes: list[str]
+    warnings: list[str]
+
+
+def describe_conversations(train: ConversationSequences, cuts: Cuts) -> Description:
+    """What there is to tell about conversations before they are trained on."""
+    conversations, sequence_length = train.conversations, train.sequence_length
+    index, num_learned = conversations.index, int(np.count_nonzero(conversations.learned))
+    notes = [
+        f"{index.num_conversations:,} conversations of {index.num_tokens:,} tokens, of which the loss counts "
+        f"{num_learned:,} ({num_learned / max(1, index.num_tokens):.1%})"
+    ]
+    if not index.marks_answers:
+        notes.append("the chat template has no {% generation %}: each answer was found by the prefix before it")
+    _, seen = train.count(np.arange(len(train)))
+    notes.append(
+        f"{len(train):,} sequences to train on, {1 - seen / (len(train) * sequence_length):.1%} of them padding"
+    )
+    warnings = []
+    if cuts.num_cut:
+        warnings.append(
+            f"{cuts.num_cut:,} conversations are longer than data.sequence_length={sequence_length}: "
+            f"{cuts.tokens_cut:,} tokens are cut off, {cuts.learned_cut:,} of them of answers"
+        )
+    if cuts.num_without_answer:
+        warnings.append(f"left out: {cuts.num_without_answer:,} conversations without a token that the loss counts")
+    return Description(notes, warnings)

@@ -1,0 +1,156 @@
+"""Reads rows from files of JSONL, JSON, CSV, parquet and arrow, each with the place where it stands, for messages.
+
+The only module that imports pyarrow, and only for parquet and arrow. Nothing here knows what the columns mean.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+Row = tuple[str, Mapping[str, Any]]  # where it stands, such as "a.jsonl, line 3", and its values by column
+
+
+def read_rows(path: Path) -> Iterator[Row]:
+    """The rows of a file in their order, read as they are asked for.
+
+    Args:
+        path: its suffix, one of `TABLE_SUFFIXES`, says how it is read.
+
+    Raises:
+        ValueError: the file is damaged or something else, of which it names the place; or pyarrow is not installed.
+    """
+    try:
+        yield from _READERS[path.suffix](path)
+    except (UnicodeDecodeError, OSError) as error:
+        raise ValueError(f"{path} cannot be read: {error}; mend it, or take it out of data.path") from error
+
+
+def read_texts(path: Path, column: str) -> Iterator[str]:
+    """The texts in a column, row by row; an unset value is an empty text.
+
+    Raises:
+        ValueError: as for `read_rows`; or a row lacks the column, or holds something else than text in it.
+    """
+    for place, row in read_rows(path):
+        if column not in row:
+            raise ValueError(f"{place} has no column {column!r}; set data.column to one of {', '.join(map(str, row))}")
+        text = "" if row[column] is None else row[column]
+        if not isinstance(text, str):
+            raise ValueError(
+                f"{place}: {column} is a {type(text).__name__}, not text; set data.column to a column of text, or "
+                "data.chat=true for conversations"
+            )
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # JSON can escape half a character
+            raise ValueError(f"{place}: {column} cannot be written as UTF-8: {error.reason}; mend it") from error
+        yield text
+
+
+def _jsonl_rows(path: Path) -> Iterator[Row]:
+    with path.open(encoding="utf-8-sig") as stream:
+        for number, line in enumerate(stream, start=1):
+            if line.strip():
+                place = f"{path}, line {number}"
+                yield place, _object(place, _parse(place, line), "an object on each line")
+
+
+def _json_rows(path: Path) -> Iterator[Row]:
+    content = _parse(str(path), path.read_text(encoding="utf-8-sig"))
+    if not isinstance(content, list):
+        raise ValueError(f"{path} holds a {type(content).__name__}; expected a list of objects, or name it .jsonl")
+    for number, value in enumerate(content, start=1):
+        place = f"{path}, row {number}"
+        yield place, _object(place, value, "a list of objects")
+
+
+def _parse(place: str, text: str) -> object:
+    try:
+        value: object = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{place} is no JSON: {error}; mend it, or leave it out") from error
+    return value
+
+
+def _object(place: str, value: object, expected: str) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{place} holds a {type(value).__name__}; expected {expected}")
+    return value
+
+
+def _csv_rows(path: Path) -> Iterator[Row]:
+    limit = csv.field_size_limit(sys.maxsize)  # the usual one is 128 KiB
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as stream:
+            for number, row in enumerate(csv.DictReader(stream, strict=True), start=1):
+                place = f"{path}, row {number}"
+                if None in row or None in row.values():
+                    raise ValueError(f"{place} has another number of fields than the first line; mend it")
+                yield place, row
+    except csv.Error as error:
+        raise ValueError(f"{path} is no CSV: {error}; mend it, or take it out of data.path") from error
+    finally:
+        csv.field_size_limit(limit)
+
+
+def _parquet_rows(path: Path) -> Iterator[Row]:
+    _import_pyarrow(path)
+    import pyarrow.parquet  # noqa: PLC0415 - optional
+
+    def batches() -> Iterator[Any]:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            yield from file.iter_batches()
+
+    yield from _rows_of_batches(path, batches)
+
+
+def _arrow_rows(path: Path) -> Iterator[Row]:
+    arrow = _import_pyarrow(path)
+    import pyarrow.ipc  # noqa: PLC0415 - optional
+
+    def batches() -> Iterator[Any]:
+        with arrow.memory_map(str(path)) as source:
+            try:
+                reader = pyarrow.ipc.open_stream(source)  # as the package datasets writes
+            except arrow.ArrowInvalid:
+                reader = pyarrow.ipc.open_file(source)
+                yield from (reader.get_batch(index) for index in range(reader.num_record_batches))
+            else:
+                yield from reader
+
+    yield from _rows_of_batches(path, batches)
+
+
+def _rows_of_batches(path: Path, batches: Callable[[], Iterator[Any]]) -> Iterator[Row]:
+    arrow = _import_pyarrow(path)
+    number = 0
+    try:
+        for batch in batches():
+            for row in batch.to_pylist():
+                number += 1
+                yield f"{path}, row {number}", row
+    except arrow.ArrowException as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise ValueError(f"{path} is not {path.suffix[1:]}: {reason}; mend it, or take it out of data.path") from error
+
+
+def _import_pyarrow(path: Path) -> Any:
+    try:
+        import pyarrow  # noqa: PLC0415 - optional
+    except ImportError as error:
+        raise ValueError(f"{path} is read by pyarrow, which is missing: pip install 'nxd-trainer[data]'") from error
+    return pyarrow
+
+
+_READERS: Mapping[str, Callable[[Path], Iterator[Row]]] = {
+    ".jsonl": _jsonl_rows,
+    ".json": _json_rows,
+    ".csv": _csv_rows,
+    ".parquet": _parquet_rows,
+    ".arrow": _arrow_rows,
+}

@@ -1,0 +1,137 @@
+"""Rows of every format become the same documents; what is damaged is named by its place."""
+
+import json
+
+import pytest
+from nxd_trainer.data import ByteTokenizer, build_corpus, open_corpus
+
+ROWS = [
+    {"text": 'one, "quoted"\r\ntwo', "source": "a"},
+    {"text": "NA", "source": "b"},  # what readers that guess types take for nothing
+    {"text": "", "source": "c"},
+    {"text": "007 naïve 日本 🙂", "source": "d"},
+]
+
+
+def write_jsonl(path):
+    path.write_text("\n".join(map(json.dumps, ROWS)) + "\n\n")
+
+
+def write_json(path):
+    path.write_text(json.dumps(ROWS, indent=2, ensure_ascii=False))
+
+
+def write_csv(path):
+    fields = [[row["text"].replace('"', '""'), row["source"]] for row in ROWS]
+    path.write_bytes("".join(f'"{text}",{source}\r\n' for text, source in [["text", "source"], *fields]).encode())
+
+
+def write_parquet(path):
+    pq = pytest.importorskip("pyarrow.parquet")
+    pq.write_table(table(), path, row_group_size=2)
+
+
+def write_arrow_stream(path):
+    pa = pytest.importorskip("pyarrow")
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table().schema) as writer:
+        writer.write_table(table(), max_chunksize=2)
+
+
+def write_arrow_file(path):
+    pa = pytest.importorskip("pyarrow")
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table().schema) as writer:
+        writer.write_table(table(), max_chunksize=2)
+
+
+def table():
+    return pytest.importorskip("pyarrow").Table.from_pylist(ROWS)
+
+
+FORMATS = {
+    "rows.jsonl": write_jsonl,
+    "rows.json": write_json,
+    "rows.csv": write_csv,
+    "rows.parquet": write_parquet,
+    "stream.arrow": write_arrow_stream,
+    "file.arrow": write_arrow_file,
+}
+
+
+def corpus_of(path, tmp_path, column="text"):
+    return open_corpus(build_corpus(path, ByteTokenizer(), cache_folder=tmp_path / "cache", column=column))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_rows_of_any_format_are_the_same_documents(tmp_path, name):
+    FORMATS[name](tmp_path / name)
+
+    corpus = corpus_of(tmp_path / name, tmp_path)
+
+    texts = bytes(token % 256 for token in corpus.tokens.tolist()).split(b"\0")
+    assert texts == [*(row["text"].encode() for row in ROWS if row["text"]), b""]
+    assert (corpus.index.num_documents, corpus.index.skipped) == (3, {"rows without text": 1})
+
+
+def test_other_column_is_other_data(tmp_path):
+    write_jsonl(tmp_path / "rows.jsonl")
+
+    text, source = (corpus_of(tmp_path / "rows.jsonl", tmp_path, column) for column in ("text", "source"))
+
+    assert source.tokens.tolist() == [97, 256, 98, 256, 99, 256, 100, 256]
+    assert text.index.digest != source.index.digest
+
+
+def test_csv_field_of_any_length_is_read(tmp_path):
+    (tmp_path / "long.csv").write_text("text\n" + "x" * 200_000 + "\n")
+
+    assert corpus_of(tmp_path / "long.csv", tmp_path).index.num_tokens == 200_001
+
+
+def test_files_of_a_folder_are_read_in_the_order_of_their_names(tmp_path):
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    (folder / "b.csv").write_text("text\nzwei\n")
+    (folder / "a.jsonl").write_text('{"text": "one"}\n')
+
+    assert corpus_of(folder, tmp_path).tokens.tolist() == [*b"one", 256, *b"zwei", 256]
+
+
+DAMAGED = {
+    "no JSON": ("a.jsonl", b'{"text": "a"}\n{"text": \n', r"a\.jsonl, line 2 is no JSON: .*; mend it"),
+    "no object": ("a.jsonl", b"[1]\n", r"line 1 holds a list; expected an object on each line"),
+    "no list": ("a.json", b'{"text": "a"}', r"a\.json holds a dict; expected a list of objects, or name it \.jsonl"),
+    "list of numbers": ("a.json", b"[1]", r"a\.json, row 1 holds a int; expected a list of objects"),
+    "nested too deep": ("a.json", b"[" * 200_000, r"a\.json is no JSON: "),
+    "no such column": ("a.jsonl", b'{"body": "a", "id": 1}\n', r"line 1 has no column 'text'; .* one of body, id"),
+    "no text": ("a.jsonl", b'{"text": 1}\n', r"line 1: text is a int, not text; .* or data\.chat=true"),
+    "half a character": ("a.jsonl", b'{"text": "\\ud800"}\n', r"line 1: text cannot be written as UTF-8"),
+    "no row": ("a.jsonl", b"\n", r"holds no text: no row"),
+    "no text in any row": ("a.jsonl", b'{"text": null}\n', r"holds no text: 1 rows without text"),
+    "not UTF-8": ("a.csv", b"text\n\xff\xfe\n", r"a\.csv cannot be read: .*utf-8.* mend it"),
+    "ragged": ("a.csv", b"text,b\nx\n", r"row 1 has another number of fields than the first line"),
+    "open quote": ("a.csv", b'text\n"x\n', r"a\.csv is no CSV: "),
+    "no parquet": ("a.parquet", b"PAR1 nothing", r"a\.parquet is not parquet: .*; mend it"),
+    "no arrow": ("a.arrow", b"ARROW1 nothing", r"a\.arrow is not arrow: .*; mend it"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_damaged_rows_are_refused_in_one_line_that_names_the_place(tmp_path, damage):
+    name, content, message = DAMAGED[damage]
+    if name.endswith(("parquet", "arrow")):
+        pytest.importorskip("pyarrow")
+    (tmp_path / name).write_bytes(content)
+
+    with pytest.raises(ValueError, match=message) as raised:
+        corpus_of(tmp_path / name, tmp_path)
+
+    assert "\n" not in str(raised.value)
+    assert list((tmp_path / "cache").glob("*")) == []
+
+
+def test_missing_pyarrow_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+
+    with pytest.raises(ValueError, match=r"pip install 'nxd-trainer\[data\]'"):
+        corpus_of(tmp_path / "a.parquet", tmp_path)

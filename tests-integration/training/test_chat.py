@@ -1,0 +1,362 @@
+"""Training on conversations, apart or packed: losses are those of plain transformers and a loop by hand, at any layout.
+
+The loop takes one conversation at a time, without padding, and divides the sum of the losses of all that the assistant
+says in a step by the number of these tokens. Both sides compute in float64.
+"""
+
+import json
+import logging
+import random
+import re
+from unittest.mock import patch
+
+import pytest
+import torch
+from nxd_state import initialize_model_parallel
+from nxd_trainer.api import NxDModel
+from nxd_trainer.from_recipe import PACKED_TYPES
+from nxd_trainer.logs import get_logger
+from nxd_trainer.lr_schedule import lr_multiplier
+from nxd_trainer.parity import InFloat64
+from nxd_trainer.recipe import load_recipe
+from nxd_trainer.report import read_records
+from nxd_trainer.training import train
+from torch.nn import functional as F
+
+transformers = pytest.importorskip("transformers", reason="models of transformers need it: pip install transformers")
+tokenizers = pytest.importorskip("tokenizers", reason="chat templates need them: pip install tokenizers")
+
+STEPS, LENGTH, RATE = 4, 24, 3e-3
+ROLES = {"user": "<u>", "assistant": "<a>"}
+TEMPLATE = (
+    "{% for m in messages %}{{ {'user': '<u>', 'assistant': '<a>'}[m['role']] + m['content'] + '<end>' }}{% endfor %}"
+    "{% if add_generation_prompt %}<a>{% endif %}"
+)
+SIZES = {
+    "vocab_size": 264,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.1,
+    "bos_token_id": None,
+    "eos_token_id": 0,
+    "pad_token_id": None,
+}
+FURTHER = {
+    "qwen3": {"head_dim": 8},
+    "qwen3_moe": {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "mixtral": {"num_local_experts": 4},
+    "gemma3_text": {"head_dim": 8, "sliding_window": 8},
+    "glm4": {"head_dim": 8},
+}
+TP2, PP2 = "parallel.tensor_parallel_size=2", "parallel.pipeline_parallel_size=2"
+MICROBATCHES = "train.gradient_accumulation_steps=2"
+LAYOUTS = {
+    "one process": (1, []),
+    "microbatches": (1, ["train.gradient_accumulation_steps=4"]),
+    "TP 2": (2, [TP2]),
+    "TP 2 x SP": (2, [TP2, "parallel.sequence_parallel=true"]),
+    "PP 2": (2, [PP2, MICROBATCHES]),
+    "DP 2": (2, [MICROBATCHES]),
+    "DP 2 + ZeRO-1": (2, ["parallel.zero1=true"]),
+    "TP 2 x PP 2": (4, [TP2, PP2, MICROBATCHES]),
+}
+QUICK = [
+    ("qwen3", "one process"),
+    ("qwen3", "TP 2"),
+    ("qwen3", "PP 2"),
+    ("qwen3", "DP 2"),
+    ("own Llama", "DP 2"),
+]
+QUICK_PACKED = [
+    ("qwen3", "PP 2"),
+    ("qwen3", "TP 2 x SP"),
+    ("own Llama", "DP 2"),
+]
+# Of twelve conversations each third is held out; one global batch is the other eight, in whatever order.
+NUM_CONVERSATIONS, NUM_TRAINED = 12, 8
+PACKED_LENGTH, NUM_PACKED = 40, 4  # then the eight are four sequences
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """One token for each byte, and three marks."""
+    vocabulary = {name: number for number, name in enumerate(["<end>", "<u>", "<a>", *alphabet()])}
+    own = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
+    own.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    own.decoder = tokenizers.decoders.ByteLevel()
+    own.add_special_tokens(["<end>", "<u>", "<a>"])
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=own, eos_token="<end>")
+    fast.chat_template = TEMPLATE
+    return fast
+
+
+def alphabet():
+    return sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+
+
+@pytest.fixture(scope="module")
+def conversations():
+    """Of one turn or two, with answers of very unequal lengths, some of which do not fit into a sequence."""
+    generator = random.Random(0)
+    return [
+        [
+            {"role": role, "content": "".join(generator.choices("abcdef", k=generator.choice([1, 2, 3, 7, 15])))}
+            for _ in range(generator.randint(1, 2))
+            for role in ROLES
+        ]
+        for _ in range(NUM_CONVERSATIONS)
+    ]
+
+
+@pytest.fixture(scope="module")
+def chat_file(conversations, tmp_path_factory):
+    file = tmp_path_factory.mktemp("chat") / "chat.jsonl"
+    file.write_text("\n".join(json.dumps({"messages": messages}) for messages in conversations))
+    return file
+
+
+@pytest.fixture(scope="module")
+def folder_of(tokenizer, tmp_path_factory):
+    """`folder_of("qwen3")`: a model in float64 with random weights, and its tokenizer, as transformers saves them."""
+    root = tmp_path_factory.mktemp("models")
+
+    def make(model_type):
+        folder = root / model_type
+        if not folder.exists():
+            torch.manual_seed(0)
+            config = transformers.AutoConfig.for_model(model_type, **SIZES, **FURTHER.get(model_type, {}))
+            transformers.AutoModelForCausalLM.from_config(config).double().save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def expected_of(folder_of, tokenizer, conversations):
+    """`expected_of("qwen3")`: the losses of each step and, after the last, that of the held-out conversations."""
+    whole = []
+    for messages in conversations:
+        tokens, labels = [], []
+        for message in messages:
+            mark, text = tokenizer.convert_tokens_to_ids(ROLES[message["role"]]), tokenizer.encode(message["content"])
+            tokens += [mark, *text, tokenizer.eos_token_id]
+            is_answer = message["role"] == "assistant"
+            labels += [
+                -100,
+                *(text if is_answer else [-100] * len(text)),
+                tokenizer.eos_token_id if is_answer else -100,
+            ]
+        whole.append((tokens, labels))
+    found = {}
+
+    def run(model_type, length=LENGTH):
+        if (model_type, length) in found:
+            return found[model_type, length]
+        samples = [(tokens[: length + 1], labels[: length + 1]) for tokens, labels in whole]
+        held_out = samples[2::3]
+        trained = [sample for sample in samples if sample not in held_out]
+        assert len(trained) == NUM_TRAINED
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder_of(model_type), dtype=torch.float64)
+        decayed = [it for it in model.parameters() if it.dim() > 1]
+        others = [it for it in model.parameters() if it.dim() <= 1]
+        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+        optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95), eps=1e-8)
+
+        def loss_over(chosen):
+            count = sum(label != -100 for _, labels in chosen for label in labels[1:])
+            total = torch.zeros((), dtype=torch.float64)
+            for tokens, labels in chosen:
+                with InFloat64():
+                    logits = model(torch.tensor([tokens[:-1]]), use_cache=False).logits[0]
+                total += F.cross_entropy(logits, torch.tensor(labels[1:]), reduction="sum")
+            return total / count
+
+        losses = []
+        for step in range(STEPS):
+            loss = loss_over(trained)
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            for group in optimizer.param_groups:
+                group["lr"] = RATE * lr_multiplier(step, total_steps=STEPS, warmup_steps=2, min_lr_ratio=0.1)
+            optimizer.step()
+            losses.append(loss.item())
+        with torch.no_grad():
+            found[model_type, length] = losses, loss_over(held_out).item()
+        return found[model_type, length]
+
+    return run
+
+
+@pytest.fixture
+def settings(chat_file, tmp_path):
+    return [
+        f"data.path={chat_file}",
+        "data.chat=true",
+        f"data.sequence_length={LENGTH}",
+        f"data.held_out_fraction={1 / 3}",
+        f"output={tmp_path / 'run'}",
+        f"train.steps={STEPS}",
+        f"train.global_batch_size={NUM_TRAINED}",
+        "train.dtype=float64",
+        "train.log_every=1",
+        f"train.eval_every={STEPS}",
+        f"optimizer.lr={RATE}",
+        "optimizer.warmup_steps=2",
+        "checkpoint.save_every=0",
+    ]
+
+
+def run(settings):
+    recipe = load_recipe(None, settings)
+    initialize_model_parallel(recipe.parallel.tensor_parallel_size, recipe.parallel.pipeline_parallel_size)
+
+    def in_float64(function):
+        def call(model, *args, **inputs):
+            with InFloat64():
+                return function(model, *args, **inputs)
+
+        return call
+
+    methods = {name: in_float64(getattr(NxDModel, name)) for name in ("run_train", "run_eval", "forward")}
+    with patch.multiple(NxDModel, **methods):
+        train(recipe)
+
+
+def model_settings(model, folder):
+    if model != "own Llama":
+        return [f"model.path={folder}"]
+    sizes = [f"model.{name}={size}" for name, size in SIZES.items() if not name.endswith("token_id")]
+    return [*sizes, f"data.tokenizer={folder}", "model.rms_norm_eps=1e-6", f"checkpoint.initial_weights={folder}"]
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        pytest.param(model, layout, id=f"{model}, {layout}", marks=[] if (model, layout) in QUICK else pytest.mark.slow)
+        for model in ("qwen3", "own Llama")
+        for layout in LAYOUTS
+    ],
+)
+def test_losses_are_the_mean_over_the_tokens_of_answers(
+    run_ranks, folder_of, expected_of, settings, tmp_path, model, layout
+):
+    ranks, degrees = LAYOUTS[layout]
+    model_type = "llama" if model == "own Llama" else model
+
+    run_ranks(run, ranks, [*settings, *model_settings(model, folder_of(model_type)), *degrees])
+
+    losses, held_out_loss = expected_of(model_type)
+    records = read_records(tmp_path / "run/metrics.jsonl")
+    assert [record.loss for record in records] == pytest.approx(losses, rel=1e-10, abs=0)
+    assert records[-1].held_out_loss == pytest.approx(held_out_loss, rel=1e-10, abs=0)
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        pytest.param(
+            model, layout, id=f"{model}, {layout}", marks=[] if (model, layout) in QUICK_PACKED else pytest.mark.slow
+        )
+        for model in ("qwen3", "gemma3_text", "own Llama")
+        for layout in LAYOUTS
+    ],
+)
+def test_packed_conversations_have_the_losses_of_each_alone(
+    run_ranks, folder_of, expected_of, settings, tmp_path, model, layout
+):
+    ranks, degrees = LAYOUTS[layout]
+    model_type = "llama" if model == "own Llama" else model
+    packing = ["data.packing=true", f"data.sequence_length={PACKED_LENGTH}", "train.eval_every=0"]
+    packing += [f"train.global_batch_size={NUM_PACKED}"]
+
+    run_ranks(run, ranks, [*settings, *model_settings(model, folder_of(model_type)), *packing, *degrees])
+
+    losses, _ = expected_of(model_type, PACKED_LENGTH)
+    records = read_records(tmp_path / "run/metrics.jsonl")
+    assert [record.loss for record in records] == pytest.approx(losses, rel=1e-10, abs=0)
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [it if it in ("qwen3", "gemma3_text") else pytest.param(it, marks=pytest.mark.slow) for it in PACKED_TYPES],
+)
+def test_every_type_that_may_be_packed_keeps_documents_apart(folder_of, model_type):
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder_of(model_type), dtype=torch.float64).eval()
+    model.config._experts_implementation = "eager"
+    lengths = [5, 1, 12, 6]
+    tokens = torch.randint(0, SIZES["vocab_size"], (1, sum(lengths)), generator=torch.Generator().manual_seed(0))
+    positions = torch.cat([torch.arange(length) for length in lengths]).view(1, -1)
+
+    with torch.no_grad(), InFloat64():
+        packed = model(tokens, position_ids=positions, use_cache=False).logits
+        alone = [model(part, use_cache=False).logits for part in tokens.split(lengths, dim=1)]
+
+    torch.testing.assert_close(packed, torch.cat(alone, dim=1), rtol=1e-10, atol=1e-12)
+
+
+def test_model_that_nobody_has_compared_packed_is_refused(run_ranks, folder_of, settings):
+    settings = [*settings, *model_settings("mamba", folder_of("mamba")), "data.packing=true"]
+
+    with pytest.raises(
+        RuntimeError, match=r"data\.packing=true is for our Llama and .* qwen3, .*; leave it out for mamba"
+    ):
+        run_ranks(run, 1, settings)
+
+
+@pytest.mark.parametrize("packing", ["false", "true"])
+def test_resumed_run_has_the_losses_and_token_counts_of_the_run_that_never_stopped(
+    run_ranks, folder_of, settings, tmp_path, packing
+):
+    settings = [*settings, *model_settings("qwen3", folder_of("qwen3")), "train.global_batch_size=4", MICROBATCHES]
+    settings.append(f"data.packing={packing}")
+    run_ranks(run, 2, [*settings, f"output={tmp_path / 'whole'}"])
+
+    run_ranks(run, 2, [*settings, "train.stop_after=1"])
+    run_ranks(run, 2, settings)
+
+    found, expected = (
+        [(it.loss, it.tokens, it.tokens_seen, it.grad_norm) for it in read_records(tmp_path / name / "metrics.jsonl")]
+        for name in ("run", "whole")
+    )
+    assert found == expected
+    assert 0 < expected[-1][1] < expected[-1][2] < STEPS * 4 * LENGTH
+
+
+@pytest.mark.parametrize("change", ["answers", "packing"])
+def test_resume_with_other_sequences_is_refused(run_ranks, folder_of, settings, conversations, tmp_path, change):
+    settings = [*settings, *model_settings("qwen3", folder_of("qwen3"))]
+    run_ranks(run, 1, [*settings, "train.stop_after=1"])
+    other = [{"messages": [*messages[:-1], {"role": "assistant", "content": "g"}]} for messages in conversations]
+    (tmp_path / "other.jsonl").write_text("\n".join(map(json.dumps, other)))
+    changes = {"answers": f"data.path={tmp_path / 'other.jsonl'}", "packing": "data.packing=true"}
+
+    with pytest.raises(RuntimeError, match=r"data.digest is [\w-]+, the checkpoint has \w+"):
+        run_ranks(run, 1, [*settings, changes[change]])
+
+
+def test_conversations_and_cuts_are_told_before_the_first_step(run_ranks, folder_of, settings):
+    def lines_of(settings):
+        lines, logger = [], get_logger("nxd_trainer")
+        handler = logging.Handler()
+        handler.emit = lambda record: lines.append((record.levelname, record.getMessage()))
+        logger.addHandler(handler)
+        try:
+            run(settings)
+        finally:
+            logger.removeHandler(handler)
+        return lines
+
+    [lines] = run_ranks(
+        lines_of, 1, [*settings, *model_settings("qwen3", folder_of("qwen3")), "train.steps=1", "train.eval_every=0"]
+    )
+
+    assert [level for level, line in lines if re.match(r"12 conversations of \d+ tokens, of which", line)] == ["INFO"]
+    assert [level for level, line in lines if "template has no {% generation %}" in line] == ["INFO"]
+    assert [level for level, line in lines if re.match(r"\d conversations are longer than", line)] == ["WARNING"]
