@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from nxd_trainer.data import (
     Batch,
@@ -15,12 +15,20 @@ from nxd_trainer.data import (
     open_corpus,
     pack_corpus,
 )
+from torch import Tensor
 
 from nxd_lightning.lightning_package import lightning
 
 _LightningDataModule: Any = lightning().LightningDataModule
 
 VOCABULARY_MULTIPLE = 64
+
+
+class TextBatch(NamedTuple):
+    """The tokens that one rank computes at a time, by the names of a model's inputs."""
+
+    input_ids: Tensor  # [microbatch/dp, seq], int64
+    labels: Tensor  # [microbatch/dp, seq], int64: the inputs shifted by one token
 
 
 class TextDataModule(_LightningDataModule):
@@ -91,16 +99,17 @@ class TextDataModule(_LightningDataModule):
         train, _ = self._sequences
         return ResumableBatches(TrainLoader(train, seed=self.seed, **self._batches, **self._replica), len(train))
 
-    def val_dataloader(self) -> HeldOutLoader:
+    def val_dataloader(self) -> "HeldOutBatches":
         """The same held-out batches each time."""
         _, held_out = self._sequences
-        return HeldOutLoader(held_out, num_batches=self.eval_batches, **self._batches, **self._replica)
+        loader = HeldOutLoader(held_out, num_batches=self.eval_batches, **self._batches, **self._replica)
+        return HeldOutBatches(loader)
 
-    def test_dataloader(self) -> HeldOutLoader:
+    def test_dataloader(self) -> "HeldOutBatches":
         """Those of `val_dataloader`."""
         return self.val_dataloader()
 
-    def predict_dataloader(self) -> HeldOutLoader:
+    def predict_dataloader(self) -> "HeldOutBatches":
         """Those of `val_dataloader`."""
         return self.val_dataloader()
 
@@ -117,6 +126,19 @@ class TextDataModule(_LightningDataModule):
     def _replica(self) -> dict[str, int]:
         strategy = self.trainer.strategy
         return {"dp_rank": strategy.data_parallel_rank, "dp_size": strategy.data_parallel_size}
+
+
+class HeldOutBatches:
+    """The batches of a loader, the same each time."""
+
+    def __init__(self, loader: HeldOutLoader) -> None:
+        self._loader = loader
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[TextBatch]:
+        return map(_text_of, self._loader)
 
 
 class ResumableBatches:
@@ -147,11 +169,11 @@ class ResumableBatches:
     def __len__(self) -> int:
         return self._steps * self._batches_of_a_step
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[TextBatch]:
         while self._steps_taken < self._steps:
             batches = self._loader.next_step()
             self._steps_taken += 1
-            yield from batches
+            yield from map(_text_of, batches)
         self._steps_taken = 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -166,3 +188,7 @@ class ResumableBatches:
         """
         self._loader.load_state_dict({name: value for name, value in state.items() if name != "steps_taken"})
         self._steps_taken = state["steps_taken"]
+
+
+def _text_of(batch: Batch) -> TextBatch:
+    return TextBatch(batch.input_ids, batch.labels)
