@@ -124,7 +124,7 @@ def _one_for_all(compiler_args: Mapping[str, str | None]) -> str | None:
     """
     given = sorted({it for it in compiler_args.values() if it})
     compiler = choose_compiler(None).name
-    if given and compiler not in ("neuronx", "neuron"):
+    if given and compiler in ("export", "inductor"):
         _logger.info("compiler_args=%s are options of neuronx-cc; %r compiles without them", given, compiler)
         return None
     if len(given) > 1:
