@@ -53,7 +53,7 @@ if get_world_group().rank == 1:
             sys.excepthook(*sys.exc_info())
         os._exit(0)
     os.waitpid(child, 0)
-print("sum", all_reduce(torch.ones(1), get_world_group()).item())
+sys.stdout.write(f"sum {all_reduce(torch.ones(1), get_world_group()).item()}\\n")  # in one piece: two ranks print
 """
 
 
