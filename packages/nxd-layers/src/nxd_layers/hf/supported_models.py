@@ -1,7 +1,8 @@
 """Architectures whose split models have been compared with one process, and checks of plans.
 
-The list is the outcome of a survey of all causal language models of transformers 5.23 that have a tensor-parallel plan:
-tiny ones on two ranks in float64, the logits and all gradients equal to those of the unsplit model. Users compare
+The list is the outcome of a survey of all causal language models of transformers 5.23 that have a tensor-parallel plan,
+and of all models with a plan of ours: tiny ones on two ranks in float64, the loss and all gradients equal to those of
+the unsplit model. Users compare
 others themselves (`nxd parity --hf FOLDER`), and what passes is remembered in their cache folder.
 """
 
@@ -100,6 +101,14 @@ def remember_as_compared(model: nn.Module) -> Path:
     record.parent.mkdir(parents=True, exist_ok=True)
     record.touch()
     return record
+
+
+def has_plan(model: Any) -> bool:
+    """Whether transformers or this package has a tensor-parallel plan for the layers of models of this type.
+
+    A class of transformers may have one of its head alone, which says nothing of the layers.
+    """
+    return bool(getattr(model.config, "base_model_tp_plan", None)) or _type_of(model) in OWN_PLANS
 
 
 def _type_of(model: Any) -> str:
