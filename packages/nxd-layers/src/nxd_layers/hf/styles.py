@@ -187,7 +187,7 @@ def _bias_of_sum(target: Target) -> None:
 
 
 def _alibi(target: Target) -> None:
-    """An attention whose forward takes biases of all heads as `alibi`, `[batch * heads, 1, seq]` (Press et al. 2021)."""
+    """An attention whose forward takes biases of all heads, `alibi`, `[batch * heads, 1, seq]` (Press et al. 2021)."""
 
     def with_own_heads(module: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         group = active_group("tp")
