@@ -29,11 +29,11 @@ class _Share:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._whole: nn.Parameter | None = None
+        self._whole: Any = None
 
     def begin(self, module: nn.Module, args: Any) -> None:
-        self._whole = module.get_parameter(self._name)
-        module._parameters[self._name] = self._whole / active_group("tp").size  # type: ignore[assignment]
+        self._whole = module._parameters[self._name]  # a plain tensor while a program is recorded
+        module._parameters[self._name] = self._whole / active_group("tp").size
 
     def end(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._whole is not None:
