@@ -14,7 +14,6 @@ from nxd_trainer.model_description import description_of
 from writers_and_readers import (
     LORA,
     OF_TRANSFORMERS,
-    WITHOUT_TENSOR_PARALLELISM,
     WRITERS_OF_TRANSFORMERS,
     begin_by_train,
     fit_by_lightning,
@@ -33,7 +32,7 @@ CELLS = [
     pytest.param(model_type, writer, marks=() if model_type == "qwen3" else SLOW)
     for model_type in OF_TRANSFORMERS
     for writer in WRITERS_OF_TRANSFORMERS
-    if writer != ADAPTER or model_type not in (*WITHOUT_TENSOR_PARALLELISM, "phi3")  # whose q_proj is fused
+    if writer != ADAPTER or model_type != "phi3"  # whose q_proj is fused
 ]
 every_cell = pytest.mark.parametrize(("model_type", "writer"), CELLS)
 every_cell_without_adapter = pytest.mark.parametrize(
@@ -69,14 +68,10 @@ def greedy(model_type, checkpoints):
     return tokens[0, len(PROMPT) :].tolist()
 
 
-def tp_of(model_type):
-    return 1 if model_type in WITHOUT_TENSOR_PARALLELISM else 2
-
-
 @every_cell
 def test_load_checkpoint_fills_the_model_and_its_optimizer(run_ranks, checkpoints, text, tmp_path, model_type, writer):
     settings = {"lora_config": LORA} if writer == ADAPTER else {}
-    tp = 1 if writer == ADAPTER else tp_of(model_type)
+    tp = 1 if writer == ADAPTER else 2
     model_fn, with_optimizer = partial(of_transformers, model_type), writer != IMPORT
     load = partial(load_by_script, model_fn=model_fn, tp=tp, with_optimizer=with_optimizer, **settings)
 
@@ -85,7 +80,7 @@ def test_load_checkpoint_fills_the_model_and_its_optimizer(run_ranks, checkpoint
 
 @every_cell_without_adapter  # it has no place in the weights that a run begins with
 def test_nxd_train_begins_with_the_weights(run_ranks, checkpoints, text, tmp_path, model_type):
-    begin = partial(begin_by_train, model_fn=partial(of_transformers, model_type), tp=tp_of(model_type))
+    begin = partial(begin_by_train, model_fn=partial(of_transformers, model_type), tp=2)
 
     assert run_ranks(begin, 2, checkpoints, tmp_path, text) == [[], []]
 
@@ -93,7 +88,7 @@ def test_nxd_train_begins_with_the_weights(run_ranks, checkpoints, text, tmp_pat
 @every_cell_without_adapter  # a Trainer's module has none
 def test_lightning_goes_on_with_the_model(run_ranks, checkpoints, text, tmp_path, model_type):
     pytest.importorskip("lightning")
-    fit = partial(fit_by_lightning, model_fn=partial(of_transformers, model_type), tp=tp_of(model_type))
+    fit = partial(fit_by_lightning, model_fn=partial(of_transformers, model_type), tp=2)
 
     assert run_ranks(fit, 2, checkpoints, tmp_path, text) == [[], []]
 
@@ -101,9 +96,6 @@ def test_lightning_goes_on_with_the_model(run_ranks, checkpoints, text, tmp_path
 @every_cell
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_generate_writes_what_transformers_would(run_ranks, checkpoints, model_type, writer, num_ranks):
-    if num_ranks > tp_of(model_type):
-        pytest.skip("is not split over tensor-parallel ranks")
-
     def write() -> tuple[list[int], list[int]]:
         initialize_model_parallel(num_ranks)
         model, _ = load_for_generation(checkpoints, tokenizer="bytes")
@@ -121,7 +113,6 @@ COMPILED = [
     pytest.param(*cell.values, num_ranks, marks=() if (*cell.values, num_ranks) == ("qwen3", ADAPTER, 2) else SLOW)
     for cell in CELLS
     for num_ranks in (1, 2)
-    if num_ranks <= tp_of(cell.values[0])
 ]
 
 

@@ -112,7 +112,6 @@ OF_TRANSFORMERS = {  # what is not alike in all of them
     "qwen3_moe": {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8},
     "gpt_oss": {"head_dim": 8, "num_local_experts": 4, "layer_types": ["sliding_attention", "full_attention"]},
 }
-WITHOUT_TENSOR_PARALLELISM = ("gpt_oss",)
 
 
 def of_transformers(model_type: str) -> torch.nn.Module:

@@ -11,6 +11,10 @@ NAMED = ["qwen2", "qwen3", "gemma", "gemma3_text", "mistral", "phi3", "granite",
 NAMED += ["smollm3", "glm4"]
 
 
+OF_OTHER_KINDS = ["bert", "t5", "whisper"]  # with a plan of ours
+OTHERS_WITH_OUR_PLAN = ["roberta", "vit", "gpt2", "gpt_oss", "bloom", "opt", "falcon_h1", "mamba2"]
+
+
 def verdicts(run_ranks, model_type):
     (expected,) = run_ranks(one_process, 1, model_type)
     return [judge(run_ranks, model_type, layout, expected, 120.0) for layout in LAYOUTS]
@@ -21,6 +25,17 @@ def test_architecture_in_parallel_equals_one_process(run_ranks, model_type):
     found = verdicts(run_ranks, model_type)
 
     assert [(verdict.outcome, verdict.reason) for verdict in found] == [("pass", "")] * len(LAYOUTS)
+
+
+@pytest.mark.parametrize(
+    "model_type", [*OF_OTHER_KINDS, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS_WITH_OUR_PLAN)]
+)
+def test_plan_of_ours_gives_the_numbers_of_one_process(run_ranks, model_type):
+    (expected,) = run_ranks(one_process, 1, model_type)
+
+    verdict = judge(run_ranks, model_type, LAYOUTS[0], expected, 120.0)
+
+    assert (verdict.outcome, verdict.reason) == ("pass", "")
 
 
 def test_survey_tells_refusals_from_differences_and_failures(run_ranks, monkeypatch, tmp_path):

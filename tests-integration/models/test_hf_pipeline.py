@@ -41,13 +41,13 @@ MODELS = {
     "gemma3": ("Gemma3ForCausalLM", "Gemma3TextConfig", GROUPED | {"head_dim": 8, "sliding_window": 3}),
     "mistral": ("MistralForCausalLM", "MistralConfig", GROUPED | {"sliding_window": 3}),
     "phi3": ("Phi3ForCausalLM", "Phi3Config", GROUPED),
-    "gpt2": ("GPT2LMHeadModel", "GPT2Config", GPT2_SIZES | NO_DROPOUT),  # no plan, tied
+    "gpt2": ("GPT2LMHeadModel", "GPT2Config", GPT2_SIZES | NO_DROPOUT),  # no pipeline plan, tied
     "mixtral": (
         "MixtralForCausalLM",
         "MixtralConfig",
         GROUPED | {"num_local_experts": 4, "output_router_logits": True},
     ),
-    "bert": ("BertForMaskedLM", "BertConfig", SIZES | NO_BERT_DROPOUT),  # an encoder, no plan, tied
+    "bert": ("BertForMaskedLM", "BertConfig", SIZES | NO_BERT_DROPOUT),  # an encoder, no pipeline plan, tied
     "llama classifier": ("LlamaForSequenceClassification", "LlamaConfig", GROUPED | {"num_labels": 3}),
 }
 

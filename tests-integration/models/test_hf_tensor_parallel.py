@@ -56,6 +56,18 @@ class Model:
 
 
 SPLIT_SEQUENCE = {"sequence_parallel": True}
+GPT2 = {
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 64,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+    "resid_pdrop": 0.0,
+}
+BLOOM = {"n_layer": 2, "n_head": 4}
+OPT = {"ffn_dim": 48, "word_embed_proj_dim": 16, "dropout": 0.0}
+FALCON_H1 = {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8}
 ON_TWO_RANKS = {
     "llama": Model("llama"),
     "llama, tied, odd vocabulary": Model("llama", TIED | {"vocab_size": 63}),
@@ -84,12 +96,21 @@ ON_TWO_RANKS = {
     "mixtral, split sequence": Model("mixtral", EXPERTS, SPLIT_SEQUENCE),
     "deepseek-v2, split sequence": Model("deepseek_v2", EXPERTS | LATENT, SPLIT_SEQUENCE),
     "llama4, split sequence": Model("llama4_text", EXPERTS, SPLIT_SEQUENCE),
+    "gpt2": Model("gpt2", GPT2),
+    "gpt2, split sequence": Model("gpt2", GPT2, SPLIT_SEQUENCE),
+    "gpt-oss": Model("gpt_oss", EXPERTS),
+    "gpt-oss, split sequence": Model("gpt_oss", EXPERTS, SPLIT_SEQUENCE),
+    "bloom": Model("bloom", BLOOM),
+    "opt": Model("opt", OPT),
+    "opt, three heads": Model("opt", OPT | {"num_attention_heads": 3, "hidden_size": 24}),
+    "falcon-h1": Model("falcon_h1", FALCON_H1),
     "whole logits": Model("llama", options={"vocabulary_parallel_loss": False}),
 }
 ON_FOUR_RANKS = {
     "fewer key/value heads than ranks": Model("qwen2"),
     "seven heads of one group": Model("qwen3", {"num_attention_heads": 7, "num_key_value_heads": 1}),
     "heads as in the smallest qwen2": Model("qwen2", {"num_attention_heads": 14, "hidden_size": 112}),
+    "gpt-oss with fewer key/value heads": Model("gpt_oss", EXPERTS),
     "fewer key/value heads, split sequence": Model("llama", {"num_key_value_heads": 1}, SPLIT_SEQUENCE),
 }
 
@@ -515,7 +536,15 @@ def test_documented_call_recomputes_layers_of_a_model_that_keeps_a_cache(run_ran
     ("model", "message"),
     [
         (Model("doge"), "models of type 'doge' are not split by their own plan: its plan splits the heads"),
-        (Model("gpt2"), "GPT2LMHeadModel has no tensor-parallel plan; give one"),
+        (
+            Model("codegen", {"n_embd": 32, "n_layer": 1, "n_head": 4, "rotary_dim": 8}),
+            "CodeGenForCausalLM has no tensor-parallel plan; give one",
+        ),
+        (Model("gpt2", GPT2 | {"n_head": 3, "n_embd": 24}), "c_attn .qkv_colwise.: .* does not divide 3 query"),
+        (Model("bert", {"num_attention_heads": 3, "hidden_size": 24}), "without a rowwise layer of its own"),
+        (Model("gpt_oss", EXPERTS | {"intermediate_size": 47}), "gate_up_proj has 94 columns, which are no pairs"),
+        (Model("opt", OPT, SPLIT_SEQUENCE), "layers.0.fc1: its output stays split until another module"),
+        (Model("bloom", BLOOM, SPLIT_SEQUENCE), "self_attention: it adds the residual itself"),
         (Model("olmo_hybrid", {}, SPLIT_SEQUENCE), "sequence_parallel=True cannot be had around .*linear_attn"),
         (Model("llama", {"intermediate_size": 47}), "2 shards do not divide dim 0"),
         (

@@ -38,8 +38,10 @@ def transformers_writes(name: str) -> list[list[int]]:
         ("llama", 2),
         pytest.param("qwen2", 1, marks=SLOW),
         pytest.param("qwen2", 2, marks=SLOW),
-        ("qwen3", 1),
+        pytest.param("qwen3", 1, marks=SLOW),
         pytest.param("qwen3", 2, marks=SLOW),
+        ("qwen3_moe", 1),
+        pytest.param("qwen3_moe", 2, marks=SLOW),
     ],
 )
 def test_greedy_tokens_of_ragged_prompts_equal_those_of_transformers(name, degree):

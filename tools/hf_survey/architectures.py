@@ -1,4 +1,4 @@
-"""transformers' text decoders that have a tensor-parallel plan, each shrunk to a size that trains in an instant.
+"""transformers' models that have a tensor-parallel plan, theirs or ours, each shrunk to train in an instant.
 
 The sizes are those that `nxd parity --hf` shrinks a user's architecture to, with layers of every type on both stages.
 """
@@ -7,19 +7,32 @@ from typing import Any
 
 import torch
 import transformers
-from nxd_trainer.parity.architecture import SMALL_SIZES, SPECIAL_TOKENS
-from torch import nn
+from nxd_layers.hf.plans import OWN_PLANS
+from nxd_trainer.parity.architecture import SMALL_SIZES, SPECIAL_TOKENS, VOCABULARY
+from torch import Tensor, nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+SAMPLES = 4
+
+# Of types that are no text decoders.
+_MODEL_CLASSES = {
+    "bert": "AutoModelForMaskedLM",
+    "roberta": "AutoModelForMaskedLM",
+    "t5": "AutoModelForSeq2SeqLM",
+    "vit": "AutoModelForImageClassification",
+    "whisper": "AutoModelForSpeechSeq2Seq",
+}
+
 
 def surveyed() -> list[str]:
-    """The model types of all text decoders with a plan and a language-model head, by name.
+    """The model types of all text decoders with a plan and a language-model head, and of all with a plan of ours.
 
     Left out are configs that hold others, such as one of images and one of text: their text decoders stand for
     themselves.
     """
-    return sorted(name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if _is_planned_decoder(CONFIG_MAPPING[name]))
+    decoders = {name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if _is_planned_decoder(CONFIG_MAPPING[name])}
+    return sorted(decoders | set(OWN_PLANS))
 
 
 def _is_planned_decoder(config_class: Any) -> bool:
@@ -55,6 +68,7 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     "deepseek_v3": _LATENT,
     "deepseek_v32": _LATENT,
     "dots3_note_text": _LATENT | {"index_head_dim": 8, "per_layer_config": {2: _SECOND_KIND, 3: _SECOND_KIND}},
+    "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8},
     "gemma3_text": {"layer_types": _TWO_KINDS},
     "gemma4_text": {"layer_types": _TWO_KINDS, "num_kv_shared_layers": 0},
     "gemma4_unified_text": {"layer_types": _TWO_KINDS, "num_kv_shared_layers": 0},
@@ -68,7 +82,23 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 8, "layer_types": ["mamba", "attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "longcat_flash": _LATENT,
+    "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 2},
     "minicpm3": _LATENT,
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 16},
+    "t5": {"d_ff": 48, "d_kv": 8, "num_layers": 2, "decoder_start_token_id": 0},
+    "vit": {"image_size": 16, "patch_size": 8},
+    "whisper": {
+        "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4,
+        "encoder_ffn_dim": 48,
+        "decoder_ffn_dim": 48,
+        "decoder_layers": 2,
+        "num_mel_bins": 8,
+        "max_source_positions": 16,
+        "decoder_start_token_id": 1,
+        "suppress_tokens": None,
+        "begin_suppress_tokens": None,
+    },
     "youtu": _LATENT,
 }
 
@@ -77,8 +107,22 @@ def tiny_model(model_type: str) -> nn.Module:
     """A model in float64 whose every parameter has random values, norms and biases included."""
     transformers.logging.set_verbosity_error()
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(tiny_config(model_type)).double().eval()
+    model_class = getattr(transformers, _MODEL_CLASSES.get(model_type, "AutoModelForCausalLM"))
+    model = model_class.from_config(tiny_config(model_type)).double().eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
     return model
+
+
+def tiny_batch(model_type: str) -> dict[str, Tensor]:
+    """What the model takes of `SAMPLES` samples, labels included."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, VOCABULARY, (SAMPLES, 7), generator=generator)
+    if model_type == "vit":
+        images = torch.randn(SAMPLES, 3, 16, 16, generator=generator, dtype=torch.float64)
+        return {"pixel_values": images, "labels": ids[:, 0] % 2}
+    if model_type == "whisper":
+        sound = torch.randn(SAMPLES, 8, 32, generator=generator, dtype=torch.float64)
+        return {"input_features": sound, "labels": ids}
+    return {"input_ids": ids, "labels": ids.flip(1) if model_type == "t5" else ids.clone()}

@@ -15,10 +15,9 @@ from nxd_state import initialize_model_parallel
 from nxd_state.testing import LogicalPiece, assemble_logical, logical_pieces
 from nxd_trainer.checkpoint import logical_name
 from nxd_trainer.parity import InFloat64
-from nxd_trainer.parity.architecture import VOCABULARY
 from torch import Tensor
 
-from hf_survey.architectures import tiny_model
+from hf_survey.architectures import tiny_batch, tiny_model
 
 RTOL = 1e-10
 MICROBATCHES = 2
@@ -56,7 +55,7 @@ def one_process(model_type: str) -> Step:
     """Forward and backward of the unsharded model."""
     with InFloat64():
         model = tiny_model(model_type)
-        losses = [model(**part).loss for part in _microbatches()]
+        losses = [model(**part).loss for part in _microbatches(model_type)]
         loss = torch.stack(losses).mean()
         loss.backward()
         named = [(name, p, p.grad) for name, p in model.named_parameters() if p.grad is not None]
@@ -77,7 +76,7 @@ def one_rank(model_type: str, layout: Layout) -> Step:
             pipeline = NxDPPModel(model, num_microbatches=MICROBATCHES, auto_partition=layout.pp > 1)
         except (ValueError, NotImplementedError) as refusal:
             return Step(refusal=str(refusal))
-        loss = pipeline.run_train(**_batch())
+        loss = pipeline.run_train(**tiny_batch(model_type))
         reduce_sequence_parallel_gradients(pipeline.local_parameters())
         tied = pipeline.tied_names()
         named = [(tied.get(n, n), p, p.grad) for n, p in pipeline.local_named_parameters() if p.grad is not None]
@@ -126,11 +125,6 @@ def _some(names: Sequence[str] | set[str]) -> str:
     return ", ".join(shown[:2]) + (f" and {len(shown) - 2} more" if len(shown) > 2 else "")
 
 
-def _batch() -> dict[str, Tensor]:
-    ids = torch.randint(3, VOCABULARY, (2 * MICROBATCHES, 7), generator=torch.Generator().manual_seed(1))
-    return {"input_ids": ids, "labels": ids.clone()}
-
-
-def _microbatches() -> list[dict[str, Tensor]]:
-    parts = {name: value.chunk(MICROBATCHES) for name, value in _batch().items()}
+def _microbatches(model_type: str) -> list[dict[str, Tensor]]:
+    parts = {name: value.chunk(MICROBATCHES) for name, value in tiny_batch(model_type).items()}
     return [{name: value[index] for name, value in parts.items()} for index in range(MICROBATCHES)]

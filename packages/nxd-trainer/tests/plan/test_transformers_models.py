@@ -139,7 +139,6 @@ def test_only_the_experts_that_a_token_is_sent_to_compute(model_of):
 @pytest.mark.parametrize(
     ("model_type", "rejected", "reason"),
     [
-        ("gpt_oss", "TP 2", "models of type 'gpt_oss' are not split by their own plan"),
         ("deepseek_v3", "TP 2 + SP", "sequence_parallel=True cannot be had around"),
     ],
 )

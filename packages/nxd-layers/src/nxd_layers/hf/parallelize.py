@@ -19,22 +19,21 @@ from nxd_layers.hf.embeddings import parallel_embedding
 from nxd_layers.hf.initialization import initialize
 from nxd_layers.hf.linears import column_parallel
 from nxd_layers.hf.loss import split_loss
-from nxd_layers.hf.plan import named_styles
+from nxd_layers.hf.plan import joined, named_styles
 from nxd_layers.hf.sequence import SequenceRegion, region_of
 from nxd_layers.hf.shared_inputs import share_inputs
 from nxd_layers.hf.styles import Target, style_named
-from nxd_layers.hf.supported_models import check_plan, checked_plan, corrected_plan
+from nxd_layers.hf.supported_models import check_plan, checked_plan, plan_of
 from nxd_layers.hf.transformers_models import (
     build_on_meta,
     input_embeddings,
     is_transformers_config,
     output_embeddings,
-    own_plan,
 )
 from nxd_layers.linear import ColumnParallelLinear
 
 # Styles that leave a layer's outputs split, and with them the heads of an attention.
-_SPLITS_OUTPUTS = ("colwise", "packed_colwise")
+_SPLITS_OUTPUTS = ("colwise", "packed_colwise", "qkv_colwise")
 
 # Methods that would take parts for the whole, and what to use instead.
 _REFUSED_METHODS = {
@@ -104,7 +103,7 @@ def _split(model: Any, plan: Mapping[str, str] | Literal["own"] | None, *, seque
     layouts = {path: heads.layout_of(path, it, model, tp_size) for path, it in attentions.items()}
     region = region_of(model, styles) if sequence_parallel else None  # raises before anything is changed
     ties = _ties_of(model)
-    done = _split_ends(model)
+    done = _split_ends(model, ties)
     for path, layout in layouts.items():
         if not layout.is_plain:
             done |= heads.place(Target(model, path), styles, layout)
@@ -124,27 +123,36 @@ def _split(model: Any, plan: Mapping[str, str] | Literal["own"] | None, *, seque
 
 def _styles_of(model: Any, plan: Mapping[str, str] | Literal["own"] | None) -> dict[str, str]:
     if plan is None or plan == "own":
-        if not own_plan(model):
+        if not plan_of(model):
             raise ValueError(
                 f"{type(model).__name__} has no tensor-parallel plan; give one, such as "
                 'plan={"layers.*.mlp.up_proj": "colwise", "layers.*.mlp.down_proj": "rowwise"}'
             )
-        return named_styles(model, checked_plan(model) if plan is None else corrected_plan(model), must_match=False)
+        return named_styles(model, checked_plan(model) if plan is None else plan_of(model), must_match=False)
     return named_styles(model, plan, must_match=True)
 
 
-def _split_ends(model: Any) -> set[str]:
-    """Split tied input and output embeddings along the vocabulary together, so that they stay tied; return paths."""
+def _split_ends(model: Any, ties: list[list[str]]) -> set[str]:
+    """Split tied input and output embeddings along the vocabulary together, so that they stay tied; return paths.
+
+    A table that more modules share stays whole. A head's bias stays tied to what it is tied to.
+    """
     table, head = input_embeddings(model), output_embeddings(model)
     names = {module: name for name, module in model.named_modules()}
-    if isinstance(table, nn.Embedding) and type(head) is nn.Linear and table.weight is head.weight:
-        split_table = parallel_embedding(table)
-        split_head: ColumnParallelLinear = column_parallel(head, gather_output=True, pad=True)
-        split_head.weight = split_table.weight
-        Target(model, names[table]).replace(split_table)
-        Target(model, names[head]).replace(split_head)
-        return {names[table], names[head]}
-    return set()
+    if not (isinstance(table, nn.Embedding) and type(head) is nn.Linear and table.weight is head.weight):
+        return set()
+    if {joined(names[table], "weight"), joined(names[head], "weight")} not in map(set, ties):
+        return set()
+    split_table = parallel_embedding(table)
+    split_head: ColumnParallelLinear = column_parallel(head, gather_output=True, pad=True)
+    split_head.weight = split_table.weight
+    Target(model, names[table]).replace(split_table)
+    Target(model, names[head]).replace(split_head)
+    bias = joined(names[head], "bias")
+    for other in (name for tied in ties if bias in tied for name in tied if name != bias):
+        path, _, name = other.rpartition(".")
+        model.get_submodule(path).register_parameter(name, split_head.bias)
+    return {names[table], names[head]}
 
 
 def _ties_of(model: nn.Module) -> list[list[str]]:

@@ -8,6 +8,7 @@ parallelism, and each rank keeps its part: the same memory, for an all-reduce in
 Without gradients (evaluation, `generate()`) sequences stay whole, and may have any length.
 """
 
+import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -21,6 +22,7 @@ from nxd_layers.mappings import gather_from_sequence_parallel_region, scatter_to
 from nxd_layers.row_linear import RowParallelLinear
 
 SEQUENCE_DIM = 1  # of hidden states [batch, seq, hidden]
+_SUMS = {"rowwise", "moe_tp_experts", "all_reduce", "colwise_gather_output", "colwise_rep"}
 _OF_LINEAR_BLOCKS = ("colwise", "rowwise", "replicated_with_grad_allreduce", "local_params")
 
 
@@ -144,6 +146,10 @@ def region_of(
                 continue
             if not own:
                 raise _refusal(f"{path}.{name}", "it is not split")
+            if not _SUMS.intersection(own.values()):
+                raise _refusal(f"{path}.{name}", "its output stays split until another module of the layer sums it")
+            if "residual" in inspect.signature(child.forward).parameters:
+                raise _refusal(f"{path}.{name}", "it adds the residual itself")
             (blocks if _ends_in_row(f"{path}.{name}", child, own) else summed_blocks).append(child)
     return layers, blocks, summed_blocks
 
@@ -163,6 +169,9 @@ def _ends_in_row(path: str, block: nn.Module, styles: Mapping[str, str]) -> bool
     """Whether a block is made of split linear layers, the last one row-parallel, and norms of single heads."""
     kinds = list(styles.values())
     if kinds.count("rowwise") != 1 or not set(kinds) <= set(_OF_LINEAR_BLOCKS):
+        return False
+    (row,) = (it for it, style in styles.items() if style == "rowwise")
+    if not isinstance(block.get_submodule(row.removeprefix(path).removeprefix(".")), nn.Linear):
         return False
     planned = [it for it, style in styles.items() if style != "local_params"]
     return all(any(f"{path}.{name}.".startswith(f"{it}.") for it in planned) for name, _ in block.named_parameters())

@@ -9,12 +9,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from nxd_state import active_group
 from torch import Tensor, nn
 
-from nxd_layers.hf import experts, latent_attention
+from nxd_layers.hf import conv1d, experts, latent_attention
 from nxd_layers.hf.embeddings import parallel_embedding
 from nxd_layers.hf.linears import column_parallel, row_parallel
 from nxd_layers.hf.shards import mark_partial_gradients, shard_parameter
+from nxd_layers.hf.summed_bias import share_bias
+from nxd_layers.hf.transformers_models import is_conv1d
 from nxd_layers.mappings import reduce_from_tensor_model_parallel_region
 
 
@@ -55,6 +58,11 @@ class Target:
         if self.is_parameter:
             raise ValueError(f"{self.path} is a parameter, where this style expects a module")
         return self.model.get_submodule(self.path)
+
+    def check_is_parameter(self) -> None:
+        """Raise a ValueError if it is a module."""
+        if not self.is_parameter:
+            raise ValueError(f"{self.path} is a {type(self.module).__name__}, where this style expects a parameter")
 
     def replace(self, module: nn.Module) -> None:
         """Put another module in its place."""
@@ -106,6 +114,8 @@ def style_named(name: str) -> ApplyStyle:
 def _column(target: Target, *, gather_output: bool = False) -> None:
     if target.is_parameter and not gather_output:
         shard_parameter(target.parent, target.name, _rows_dim(target))
+    elif not gather_output and is_conv1d(target.module):
+        conv1d.split_outputs(target.module)
     else:
         target.replace(column_parallel(target.of_class(nn.Linear), gather_output=gather_output, pad=gather_output))
 
@@ -113,6 +123,8 @@ def _column(target: Target, *, gather_output: bool = False) -> None:
 def _row(target: Target, *, input_is_parallel: bool = True) -> None:
     if target.is_parameter and input_is_parallel:
         shard_parameter(target.parent, target.name, -1)
+    elif input_is_parallel and is_conv1d(target.module):
+        conv1d.split_inputs(target.module)
     else:
         linear = target.of_class(nn.Linear)
         target.replace(row_parallel(linear, input_is_parallel=input_is_parallel, pad=not input_is_parallel))
@@ -126,12 +138,30 @@ def _packed_column(target: Target) -> None:
         target.replace(column_parallel(target.of_class(nn.Linear), gather_output=False, stride=2))
 
 
+def _qkv_column(target: Target) -> None:
+    """Queries, keys and values fused, equally many heads of each, each cut on its own."""
+    if is_conv1d(target.module):
+        conv1d.split_outputs(target.module, stride=3)
+    else:
+        target.replace(column_parallel(target.of_class(nn.Linear), gather_output=False, stride=3))
+
+
+def _interleaved_row(target: Target) -> None:
+    """Two matrices column by column in the last dim of a parameter `[..., 2 * out]`, which are to stay together."""
+    target.check_is_parameter()
+    size = active_group("tp").size
+    length = target.parent.get_parameter(target.name).shape[-1]
+    if length % (2 * size):
+        raise ValueError(
+            f"{target.path} has {length} columns, which are no pairs for {size} ranks; use a tensor-parallel degree "
+            f"that divides {length // 2}"
+        )
+    shard_parameter(target.parent, target.name, -1)
+
+
 def _packed_row(target: Target) -> None:
     """Two matrices fused in the last dim of a parameter that is stored as `[..., in, out]`."""
-    if not target.is_parameter:
-        raise ValueError(
-            f"{target.path} is a {type(target.module).__name__}, where this style expects a parameter [..., in, out]"
-        )
+    target.check_is_parameter()
     shard_parameter(target.parent, target.name, -1, stride=2)
 
 
@@ -149,6 +179,22 @@ def _embedding(target: Target, *, shard_across_embedding: bool) -> None:
 
 def _partial_gradients(target: Target) -> None:
     mark_partial_gradients(list(target.module.parameters()))
+
+
+def _bias_of_sum(target: Target) -> None:
+    target.check_is_parameter()
+    share_bias(target.parent, target.name)
+
+
+def _alibi(target: Target) -> None:
+    """An attention whose forward takes biases of all heads, `alibi`, `[batch * heads, 1, seq]` (Press et al. 2021)."""
+
+    def with_own_heads(module: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        group = active_group("tp")
+        by_head = kwargs["alibi"].unflatten(0, (-1, group.size, module.num_heads))
+        return args, {**kwargs, "alibi": by_head[:, group.rank].flatten(0, 1)}
+
+    target.module.register_forward_pre_hook(with_own_heads, with_kwargs=True)
 
 
 def _sum_output(target: Target) -> None:
@@ -174,6 +220,10 @@ _STYLES: dict[str, ApplyStyle] = {
     "rowwise_split_input": partial(_row, input_is_parallel=False),
     "rowwise_rep": partial(_row, input_is_parallel=False),
     "packed_colwise": _packed_column,
+    "qkv_colwise": _qkv_column,
+    "interleaved_rowwise": _interleaved_row,
+    "bias_of_sum": _bias_of_sum,
+    "alibi": _alibi,
     "packed_rowwise": _packed_row,
     "embedding_rowwise": partial(_embedding, shard_across_embedding=False),
     "embedding_colwise": partial(_embedding, shard_across_embedding=True),

@@ -1,7 +1,8 @@
-"""Architectures whose split models have been compared with one process, corrections of their plans, and plan checks.
+"""Architectures whose split models have been compared with one process, and checks of plans.
 
-The list is the outcome of a survey of all causal language models of transformers 5.23 that have a tensor-parallel plan:
-tiny ones on two ranks in float64, the logits and all gradients equal to those of the unsplit model. Users compare
+The list is the outcome of a survey of all causal language models of transformers 5.23 that have a tensor-parallel plan,
+and of all models with a plan of ours: tiny ones on two ranks in float64, the loss and all gradients equal to those of
+the unsplit model. Users compare
 others themselves (`nxd parity --hf FOLDER`), and what passes is remembered in their cache folder.
 """
 
@@ -18,35 +19,28 @@ from nxd_state import get_shard_spec
 from torch import nn
 
 from nxd_layers.hf.plan import joined
+from nxd_layers.hf.plans import OWN_PLANS
 from nxd_layers.hf.transformers_models import base_model_path, is_transformers_model, own_plan
 
 # fmt: off
 COMPARED = frozenset(
     [
-        "afmoe", "apertus", "arcee", "aria_text", "axk1", "axk2", "bailing_hybrid", "beam", "cohere", "cohere2",
-        "cohere2_moe", "cohere_compass_text", "cwm", "deepseek_v2", "deepseek_v3", "deepseek_v32", "deepseek_v4",
-        "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe", "flex_olmo", "flint", "gemma", "gemma2",
-        "gemma3_text", "gemma3n_text", "gemma4_text", "gemma4_unified_text", "glm", "glm4", "glm4_moe",
-        "glm4_moe_lite", "glm_moe_dsa", "gpt_neox", "granite", "granite_swa", "granitemoe", "granitemoe_swa",
-        "granitemoehybrid", "granitemoeshared", "helium", "hrm_text", "hunyuan_v1_moe", "hy_v3", "hy_v4",
-        "hyperclovax", "inkling_text", "internlm3", "iquestcoder", "jais2", "jamba", "kimi_linear", "kolibri1",
-        "laguna", "lfm2_moe", "llama", "llama4_text", "longcat_flash", "mellum", "mimo_v2_flash", "minicpm3",
-        "minimax", "minimax_m2", "minimax_m3_vl_text", "ministral", "ministral3", "mistral", "mixtral", "nanochat",
-        "nemotron", "nemotron_h", "olmo", "olmo2", "olmo3", "olmo_hybrid", "olmoe", "phi", "phi3", "phimoe",
-        "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next",
-        "qwen4_exp_text", "seed_oss", "smollm3", "solar_open", "starcoder2", "vaultgemma", "youtu",
+        "afmoe", "apertus", "arcee", "aria_text", "axk1", "axk2", "bailing_hybrid", "beam", "bert", "bloom", "cohere",
+        "cohere2", "cohere2_moe", "cohere_compass_text", "cwm", "deepseek_v2", "deepseek_v3", "deepseek_v32",
+        "deepseek_v4", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe", "falcon_h1", "flex_olmo", "flint",
+        "gemma", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "gemma4_unified_text", "glm", "glm4",
+        "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt2", "gpt_neox", "gpt_oss", "granite", "granite_swa",
+        "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "helium", "hrm_text", "hunyuan_v1_moe",
+        "hy_v3", "hy_v4", "hyperclovax", "inkling_text", "internlm3", "iquestcoder", "jais2", "jamba", "kimi_linear",
+        "kolibri1", "laguna", "lfm2_moe", "llama", "llama4_text", "longcat_flash", "mamba2", "mellum", "mimo_v2_flash",
+        "minicpm3", "minimax", "minimax_m2", "minimax_m3_vl_text", "ministral", "ministral3", "mistral", "mixtral",
+        "nanochat", "nemotron", "nemotron_h", "olmo", "olmo2", "olmo3", "olmo_hybrid", "olmoe", "opt", "phi", "phi3",
+        "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next",
+        "qwen4_exp_text", "roberta", "seed_oss", "smollm3", "solar_open", "starcoder2", "t5", "vaultgemma", "vit",
+        "whisper", "youtu",
     ]
 )
 # fmt: on
-
-# Corrections of incomplete plans, by type of model: styles that are added to its own plan, in its base model.
-CORRECTIONS: dict[str, dict[str, str]] = {
-    "apertus": {"layers.*.mlp.act_fn": "replicated_with_grad_allreduce"},  # learned, and sees split activations
-    "inkling_text": {
-        "layers.*.mlp.experts.gate_up_proj": "packed_colwise",
-        "layers.*.mlp.shared_experts": "moe_tp_experts",  # sums the gradients of the inputs, too
-    },
-}
 
 REFUSED = {
     "doge": "its plan splits the heads, but not what each of them multiplies (A, q_norm, k_norm)",
@@ -60,14 +54,14 @@ _FUSED = ("gate_up_proj", "gate_up_proj_bias")
 
 
 def checked_plan(model: Any) -> dict[str, str]:
-    """The model's own plan, corrected where that is known to be needed.
+    """The model's plan, if models of its type have been compared.
 
     Raises:
         ValueError: models of this type, split by their own plan, have not been compared with one process.
     """
     model_type = _type_of(model)
     if model_type in COMPARED or _is_remembered(model):
-        return corrected_plan(model)
+        return plan_of(model)
     reason = REFUSED.get(
         model_type, "loss and gradients of its split models have not been compared with those of one process"
     )
@@ -78,11 +72,11 @@ def checked_plan(model: Any) -> dict[str, str]:
     )
 
 
-def corrected_plan(model: Any) -> dict[str, str]:
-    """The model's own plan, corrected where that is known to be needed, whether or not it has been compared."""
+def plan_of(model: Any) -> dict[str, str]:
+    """The plan that transformers has for the model, with what ours adds to it; empty if there is neither."""
     base = base_model_path(model)
-    corrections = CORRECTIONS.get(_type_of(model), {}).items()
-    return {**own_plan(model), **{joined(base, pattern): style for pattern, style in corrections}}
+    ours = OWN_PLANS.get(_type_of(model), {}).items()
+    return {**own_plan(model), **{joined(base, pattern): style for pattern, style in ours}}
 
 
 def remember_as_compared(model: nn.Module) -> Path:
@@ -107,6 +101,14 @@ def remember_as_compared(model: nn.Module) -> Path:
     record.parent.mkdir(parents=True, exist_ok=True)
     record.touch()
     return record
+
+
+def has_plan(model: Any) -> bool:
+    """Whether transformers or this package has a tensor-parallel plan for the layers of models of this type.
+
+    A class of transformers may have one of its head alone, which says nothing of the layers.
+    """
+    return bool(getattr(model.config, "base_model_tp_plan", None)) or _type_of(model) in OWN_PLANS
 
 
 def _type_of(model: Any) -> str:

@@ -18,6 +18,11 @@ def is_transformers_config(config: object) -> bool:
     return _has_base(config, "PreTrainedConfig") or _has_base(config, "PretrainedConfig")
 
 
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether it is the linear layer of transformers that stores its weight as `[in, out]`."""
+    return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
+
+
 def build_on_meta(config: Any) -> nn.Module:
     """The causal language model of a config, in the config's dtype, without memory.
 

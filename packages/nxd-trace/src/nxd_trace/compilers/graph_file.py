@@ -60,6 +60,8 @@ _CHECKED_INNER = frozenset(
         *("native_multi_head_attention", "transformer_encoder_layer_fwd", "unsafe_view"),
     )
 )
+# Operators of other libraries that compute what one of torch's computes; a program names torch's.
+_TORCHS_OWN = {"transformers.grouped_mm_fallback.default": "aten._grouped_mm.default"}
 _DEEPEST_LIST = 8
 _INPUT = "input"
 _INSTEAD = "a program of compiler 'export' cannot; use compiler='inductor'"
@@ -154,6 +156,8 @@ def _graph_to_json(module: fx.GraphModule) -> dict[str, Any]:
 def _name_of(target: Any) -> str:
     if isinstance(target, torch._ops.OpOverload):
         name = f"{target.namespace}.{target._schema.name.partition('::')[2]}.{target._overloadname}"
+        if name in _TORCHS_OWN:
+            return _TORCHS_OWN[name]
         if _operator(name) is target:
             return name
     for name, function in _FUNCTIONS.items():

@@ -193,8 +193,8 @@ def _check_runs(content: Mapping[str, Any]) -> None:
         ) from error
     if not bool(loss.isfinite()):
         raise ValueError(f"the loss of the small model of type {content['model_type']} is {loss}; give other sizes")
-    if not model.config.base_model_tp_plan:  # the class may have one of its head, which says nothing of the layers
+    if not hf.has_plan(model):
         raise ValueError(
-            f"models of type {content['model_type']} bring no tensor-parallel plan along; give one in a script "
+            f"models of type {content['model_type']} have no tensor-parallel plan; give one in a script "
             "(nxd_layers.hf.parallelize(model, plan=...)), and compare that by a MODULE:FUNCTION"
         )

@@ -1,0 +1,96 @@
+"""Tensor-parallel plans of our own, for types of transformers' models that have none, or one that leaves parts out.
+
+Patterns are relative to the base model, the model without its head. Tied embeddings are split by `parallelize` itself.
+What a plan does not name is whole on every rank, such as the Mamba mixers of Falcon-H1.
+"""
+
+_FEED_FORWARD = {"fc1": "colwise", "fc2": "rowwise"}
+
+
+def _under(prefix: str, styles: dict[str, str]) -> dict[str, str]:
+    return {f"{prefix}.{name}": style for name, style in styles.items()}
+
+
+def _attention(path: str, output: str) -> dict[str, str]:
+    return _under(path, {**dict.fromkeys(("q_proj", "k_proj", "v_proj"), "colwise"), output: "rowwise"})
+
+
+def _bert(layers: str) -> dict[str, str]:
+    attention = dict.fromkeys(("query", "key", "value"), "colwise")
+    return {
+        **_under(f"{layers}.attention.self", attention),
+        f"{layers}.attention.output.dense": "rowwise",
+        f"{layers}.intermediate.dense": "colwise",
+        f"{layers}.output.dense": "rowwise",
+    }
+
+
+def _t5(stack: str, feed_forward: int) -> dict[str, str]:
+    attention = {**dict.fromkeys("qkv", "colwise"), "o": "rowwise"}
+    return {
+        **_under(f"{stack}.block.*.layer.0.SelfAttention", attention),
+        f"{stack}.block.*.layer.0.SelfAttention.relative_attention_bias.weight": "rowwise",  # [buckets, heads]
+        **_under(f"{stack}.block.*.layer.1.EncDecAttention", attention),
+        **_under(
+            f"{stack}.block.*.layer.{feed_forward}.DenseReluDense",
+            {**dict.fromkeys(("wi", "wi_0", "wi_1"), "colwise"), "wo": "rowwise"},
+        ),
+    }
+
+
+OWN_PLANS: dict[str, dict[str, str]] = {
+    # Additions to plans that transformers has.
+    "apertus": {"layers.*.mlp.act_fn": "replicated_with_grad_allreduce"},  # learned, and sees split activations
+    "inkling_text": {
+        "layers.*.mlp.experts.gate_up_proj": "packed_colwise",
+        "layers.*.mlp.shared_experts": "moe_tp_experts",  # sums the gradients of the inputs, too
+    },
+    # Whole plans.
+    "bert": _bert("encoder.layer.*"),
+    "bloom": {
+        "h.*.self_attention": "alibi",
+        "h.*.self_attention.query_key_value": "colwise",
+        "h.*.self_attention.dense": "rowwise",
+        "h.*.mlp.dense_h_to_4h": "colwise",
+        "h.*.mlp.dense_4h_to_h": "rowwise",
+    },
+    "falcon_h1": {
+        **_attention("layers.*.self_attn", "o_proj"),
+        **_under("layers.*.feed_forward", {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise"}),
+        "embed_tokens": "embedding_rowwise",
+    },
+    "gpt2": {
+        "h.*.attn.c_attn": "qkv_colwise",
+        "h.*.attn.c_proj": "rowwise",
+        "h.*.mlp.c_fc": "colwise",
+        "h.*.mlp.c_proj": "rowwise",
+    },
+    "gpt_oss": {
+        **_attention("layers.*.self_attn", "o_proj"),
+        "layers.*.self_attn.sinks": "colwise",
+        "layers.*.mlp.experts": "moe_tp_experts",
+        "layers.*.mlp.experts.gate_up_proj": "interleaved_rowwise",
+        "layers.*.mlp.experts.gate_up_proj_bias": "interleaved_rowwise",
+        "layers.*.mlp.experts.down_proj": "colwise",  # stored as [experts, in, out]: its inputs are cut
+        "layers.*.mlp.experts.down_proj_bias": "bias_of_sum",
+        "embed_tokens": "embedding_rowwise",
+    },
+    "mamba2": {"embeddings": "embedding_rowwise"},
+    "opt": {
+        **_attention("decoder.layers.*.self_attn", "out_proj"),
+        **_under("decoder.layers.*", _FEED_FORWARD),
+    },
+    "roberta": _bert("encoder.layer.*"),
+    "t5": {**_t5("encoder", 1), **_t5("decoder", 2)},
+    "vit": {
+        **_attention("layers.*.attention", "o_proj"),
+        **_under("layers.*.mlp", _FEED_FORWARD),
+    },
+    "whisper": {
+        **_attention("encoder.layers.*.self_attn", "out_proj"),
+        **_under("encoder.layers.*", _FEED_FORWARD),
+        **_attention("decoder.layers.*.self_attn", "out_proj"),
+        **_attention("decoder.layers.*.encoder_attn", "out_proj"),
+        **_under("decoder.layers.*", _FEED_FORWARD),
+    },
+}
