@@ -10,7 +10,7 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -76,7 +76,7 @@ def take_apart(state: Any, stored: Mapping[str, TensorInfo] | None = None) -> Tr
     if not isinstance(state, Mapping):
         raise ValueError(f"a {type(state).__name__} is no state; pass {{name: tensor, module, optimizer or number}}")
     found = TrainingState()
-    _Walk(found, _parameter_names(state), stored).container("", state)
+    _Walk(found, state, stored).container("", state)
     return found
 
 
@@ -103,10 +103,15 @@ def read_values(content: bytes) -> dict[str, Any]:
 class _Walk:
     """Through a state, adding to `found` what is there."""
 
-    def __init__(self, found: TrainingState, names: Mapping[int, str], stored: Mapping[str, TensorInfo] | None) -> None:
+    def __init__(self, found: TrainingState, state: Mapping[Any, Any], stored: Mapping[str, TensorInfo] | None) -> None:
         self._found = found
-        self._names = names
+        self._state = state
         self._stored = stored
+
+    @cached_property
+    def _names(self) -> dict[int, str]:
+        """Of parameters; looked up where there is an optimizer."""
+        return _parameter_names(self._state)
 
     def container(self, path: str, parts: Any) -> None:
         for key, part in _items(path, parts):
