@@ -15,11 +15,13 @@ from nxd_ckpt.retention import delete, gc, pin, retain, unpin
 from nxd_ckpt.saving import save
 from nxd_ckpt.sharded_tensor import Shard, ShardedTensor
 from nxd_ckpt.stores import Garbage
+from nxd_ckpt.training_state import PerRank
 
 __all__ = [
     # what a rank holds
     "Shard",
     "ShardedTensor",
+    "PerRank",
     # by all ranks together
     "save",
     "async_save",

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from nxd_ckpt.arguments import check_flags, check_timeout, default_timeout
@@ -29,6 +28,7 @@ from nxd_ckpt.sharded_tensor import ShardedTensor, as_sharded_state
 from nxd_ckpt.shared_reads import SharedBox, pass_on, share_out_reads, wants_from, wants_of, without_others
 from nxd_ckpt.stores import check_tag, open_store
 from nxd_ckpt.tensor_bytes import lies_apart
+from nxd_ckpt.training_state import PER_RANK, VALUES_FILE, TrainingState, read_values, take_apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ def load(
     path: "str | os.PathLike[str]",
     tag: str | None = None,
     *,
-    into: Mapping[str, ShardedTensor | torch.Tensor],
+    into: Mapping[str, Any],
     strict: bool = True,
     verify: bool = True,
     convert_dtype: bool = False,
@@ -81,7 +81,8 @@ def load(
         path: the folder that was given to `save`.
         tag: which checkpoint; default: the newest one.
         into: what this rank wants of each logical tensor; the shards' memory is filled. Ranks may want different
-            names and any boxes, whatever the layout was when saving.
+            names and any boxes, whatever the layout was when saving. All that `save` takes: modules are filled in
+            place, optimizers get the states that they lack, numbers in dicts and lists are replaced.
         strict: the checkpoint must hold no tensor that no rank wants. Wanted tensors must be there in any case.
         verify: compare the data with its checksums. Their unit is the block of 16 MiB, so a rank that wants a part of
             a block reads the whole of it.
@@ -113,7 +114,7 @@ def load(
 
 def _load(
     path: "str | os.PathLike[str]",
-    into: Mapping[str, ShardedTensor | torch.Tensor],
+    into: Mapping[str, Any],
     options: _LoadOptions,
     coordinator: Coordinator,
     process_group: "dist.ProcessGroup | Coordinator | None",
@@ -121,7 +122,7 @@ def _load(
 ) -> tuple[LoadedObjects, list[str]]:
     """Also returns what was wrong with newer checkpoints that were skipped."""
 
-    def check_arguments() -> dict[str, ShardedTensor]:
+    def check_arguments() -> None:
         check_timeout(timeout)
         check_flags(**{name: value for name, value in asdict(options).items() if name != "tag"})
         open_store(path)
@@ -133,20 +134,17 @@ def _load(
                 )
         if options.share_reads and coordinator.world_size > 1 and isinstance(process_group, Coordinator):
             raise ValueError("share_reads=True sends tensors, so process_group must be a torch process group")
-        destinations = as_sharded_state(into)
-        for name, tensor in destinations.items():
-            _check_destinations(name, tensor)
-        return destinations
+        _destinations(take_apart(into))
 
     doing = "checking the arguments of load"
-    wanted = on_every_rank(coordinator, doing, check_arguments, error_type=ValueError)
+    on_every_rank(coordinator, doing, check_arguments, error_type=ValueError)
     asked = coordinator.all_gather_object(asdict(options))
     _check_same_load(parsed(asked, lambda message: _LoadOptions(**message), doing))
     store = open_store(path)
     group = process_group if isinstance(process_group, dist.ProcessGroup) else dist.group.WORLD
 
     def load_tag(found: str) -> LoadedObjects:
-        return _load_tag(path, found, wanted, options, coordinator, group, timeout)
+        return _load_tag(path, found, into, options, coordinator, group, timeout)
 
     if not options.fallback:
         found = on_rank_zero(coordinator, f"loading from {store.location}", lambda: find_tag(store, options.tag))
@@ -171,7 +169,7 @@ class _DoesNotFit(CheckpointError):
 def _load_tag(
     path: "str | os.PathLike[str]",
     tag: str,
-    wanted: Mapping[str, ShardedTensor],
+    into: Mapping[str, Any],
     options: _LoadOptions,
     coordinator: Coordinator,
     group: "dist.ProcessGroup | None",
@@ -179,7 +177,10 @@ def _load_tag(
 ) -> LoadedObjects:
     doing = f"loading checkpoint {tag!r} from {open_store(path).location}"
     checkpoint = on_every_rank(coordinator, doing, lambda: open_checkpoint(path, tag, verify=options.verify))
+    state = on_every_rank(coordinator, doing, lambda: take_apart(into, checkpoint.tensors))
+    wanted = _destinations(state)
     _check_fit(coordinator, doing, checkpoint, wanted, options)
+    values = on_every_rank(coordinator, doing, lambda: _values(checkpoint, state))
     share = options.share_reads and group is not None and coordinator.world_size > 1
     shared: list[SharedBox] = []
     if share:
@@ -189,13 +190,43 @@ def _load_tag(
     on_every_rank(coordinator, doing, lambda: checkpoint.fill(transfers))
     if shared and group is not None:
         on_every_rank(coordinator, doing, lambda: pass_on(shared, wanted, group, timeout))
+    rank_objects = checkpoint.rank_objects.get(coordinator.rank)
+    on_every_rank(coordinator, doing, lambda: _put_back(state, values, rank_objects))
     return LoadedObjects(
         tag=checkpoint.tag,
         step=checkpoint.step,
         world_size=checkpoint.world_size,
         objects=checkpoint.objects,
-        rank_objects=checkpoint.rank_objects.get(coordinator.rank),
+        rank_objects=rank_objects,
     )
+
+
+def _destinations(state: TrainingState) -> dict[str, ShardedTensor]:
+    destinations = as_sharded_state(state.tensors)
+    for name, tensor in destinations.items():
+        _check_destinations(name, tensor)
+    return destinations
+
+
+def _values(checkpoint: Checkpoint, state: TrainingState) -> dict[str, Any]:
+    """Those of the checkpoint, of which there must be all that are asked for."""
+    if not state.values:
+        return {}
+    values = read_values(checkpoint.read_extra(VALUES_FILE)) if VALUES_FILE in checkpoint.extra else {}
+    if missing := [path for path in state.values if path not in values]:
+        raise CheckpointError(f"{missing[0]!r} is asked for, and is no tensor, but it is not among its values")
+    return values
+
+
+def _put_back(state: TrainingState, values: Mapping[str, Any], rank_objects: Any) -> None:
+    """Give values, and the states of optimizers, to those that have them."""
+    of_rank = rank_objects.get(PER_RANK, {}) if isinstance(rank_objects, dict) else {}
+    for path, put in state.setters.items():
+        here = of_rank if path in state.rank_values else values
+        if path in here:
+            put(here[path])
+    for finish in state.finish:
+        finish()
 
 
 def _check_destinations(name: str, tensor: ShardedTensor) -> None:

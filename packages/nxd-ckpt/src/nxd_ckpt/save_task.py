@@ -9,10 +9,9 @@ import pickle
 import re
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-import torch
 import xxhash
 
 from nxd_ckpt.arguments import check_flags
@@ -29,6 +28,7 @@ from nxd_ckpt.replicas import ReplicaHashes, hash_replicas
 from nxd_ckpt.safetensors_file import FileLayout, lay_out
 from nxd_ckpt.sharded_tensor import ShardedTensor, as_sharded_state
 from nxd_ckpt.stores import SaveTransaction, check_tag, open_store
+from nxd_ckpt.training_state import PER_RANK, VALUES_FILE, TrainingState, take_apart, values_file
 
 # A part of a tensor is stored under its name with its box behind; a name of that form could be taken for one.
 _RESERVED_NAME = re.compile(r"|__metadata__|.*\[\d+:\d+(,\d+:\d+)*\]", re.DOTALL)
@@ -116,7 +116,7 @@ _NO_PLAN = _CachedPlan("", SavePlan({}, ()), FileLayout(b"", (), 0))
 
 def prepare_save(
     path: "str | os.PathLike[str]",
-    state: Mapping[str, ShardedTensor | torch.Tensor],
+    state: Mapping[str, Any],
     options: SaveOptions,
     coordinator: Coordinator,
     check: Callable[[], None],
@@ -138,11 +138,14 @@ def prepare_save(
     cached = _cache.get(cache_key, _NO_PLAN)
 
     def check_arguments() -> _Request:
+        nonlocal options
         check()
         open_store(path)
-        sharded.update(as_sharded_state(state))
+        apart = take_apart(state)
+        sharded.update(as_sharded_state(apart.tensors))
         descriptions.update((_check_name(name), _describe(tensor)) for name, tensor in sharded.items())
         _check_options(options)
+        options = _with_values(options, apart)
         return _Request(
             save_id=uuid.uuid4().hex,
             common=(options.tag, options.step, options.overwrite, options.check_replicas),
@@ -182,6 +185,23 @@ def prepare_save(
         replica_hashes=replica_hashes,
     )
     return task, sharded
+
+
+def _with_values(options: SaveOptions, state: TrainingState) -> SaveOptions:
+    """With what the state holds besides tensors."""
+    extra, rank_objects = options.extra, options.rank_objects
+    if state.values:
+        if VALUES_FILE in (extra or {}):
+            raise ValueError(f"extra has a file {VALUES_FILE!r}, which is to hold the numbers of the state; rename it")
+        extra = {**(extra or {}), **values_file(state.values)}
+    if state.rank_values:
+        if not isinstance(rank_objects, dict | None) or PER_RANK in (rank_objects or {}):
+            raise ValueError(
+                f"rank_objects={rank_objects!r:.200} cannot be saved with PerRank values; pass a dict without "
+                f"{PER_RANK!r}, or None"
+            )
+        rank_objects = {**(rank_objects or {}), PER_RANK: state.rank_values}
+    return replace(options, extra=extra, rank_objects=rank_objects)
 
 
 def _check_options(options: SaveOptions) -> None:

@@ -61,7 +61,7 @@ def _written_from(message: Any) -> _Written:
 def save(
     path: "str | os.PathLike[str]",
     tag: str,
-    state: Mapping[str, ShardedTensor | torch.Tensor],
+    state: Mapping[str, Any],
     *,
     objects: Any = None,
     rank_objects: Any = None,
@@ -82,7 +82,9 @@ def save(
         path: the folder for checkpoints, on a file system that all ranks share; made if missing.
         tag: name of this checkpoint, such as "step-1000".
         state: what this rank holds of each logical tensor; a plain tensor is a whole one. Ranks may hold different
-            names, but together every element of every tensor.
+            names, but together every element of every tensor. Also modules, optimizers (with their module), torch's
+            DTensors, objects with a `state_dict`, numbers and strings (rank 0's count), `PerRank` values, and dicts
+            and lists of all these: see `nxd_ckpt.training_state`.
         objects: small JSON-able things of the whole run; rank 0's count.
         rank_objects: small JSON-able things of this rank alone, such as its position in the data.
         extra: files to lie beside the tensors, by name, such as {"tokenizer.json": b"..."}; rank 0's count.

@@ -14,8 +14,6 @@ from collections.abc import Mapping
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from nxd_ckpt.arguments import check_timeout, default_timeout
 from nxd_ckpt.asynchronous import pending
 from nxd_ckpt.asynchronous.background import Background
@@ -24,7 +22,6 @@ from nxd_ckpt.asynchronous.handle import AsyncSave
 from nxd_ckpt.coordinator import Coordinator, abandoned_on_error, coordinator_for
 from nxd_ckpt.save_task import SaveOptions, prepare_save
 from nxd_ckpt.saving import tensors_of
-from nxd_ckpt.sharded_tensor import ShardedTensor
 from nxd_ckpt.stores import open_store
 
 if TYPE_CHECKING:
@@ -39,7 +36,7 @@ _backgrounds: dict[pending.RankKey, Background] = {}
 def async_save(
     path: "str | os.PathLike[str]",
     tag: str,
-    state: Mapping[str, ShardedTensor | torch.Tensor],
+    state: Mapping[str, Any],
     *,
     objects: Any = None,
     rank_objects: Any = None,

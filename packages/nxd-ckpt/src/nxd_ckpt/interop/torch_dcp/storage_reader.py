@@ -135,10 +135,16 @@ class _PlannedState(Mapping[str, ShardedTensor]):
             self._items.setdefault(item.storage_index.fqn, []).append(item)
         self.tensors: list[tuple[ReadItem, torch.Tensor]] = []
         self.pickled: list[tuple[ReadItem, torch.Tensor]] = []
+        self._resolved: dict[str, ShardedTensor] = {}
 
     def __getitem__(self, name: str) -> ShardedTensor:
         if name not in self._stored:
             raise CheckpointError(f"the checkpoint has no tensor {name!r}")
+        if name not in self._resolved:
+            self._resolved[name] = self._resolve(name)
+        return self._resolved[name]
+
+    def _resolve(self, name: str) -> ShardedTensor:
         info = self._stored[name]
         shards = []
         for item in self._items[name]:

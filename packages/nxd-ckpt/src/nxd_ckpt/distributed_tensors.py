@@ -1,0 +1,88 @@
+"""torch's own sharded tensors, DTensors and ShardedTensors, as boxes of global tensors."""
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from nxd_ckpt.sharded_tensor import Shard, ShardedTensor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor, Placement
+
+
+def as_boxes(value: Any) -> Any:
+    """A DTensor or a ShardedTensor of torch as one of ours, on the same memory; anything else as it is.
+
+    Raises:
+        ValueError: ranks hold addends of the tensor, or shards that are no boxes.
+    """
+    if is_dtensor(value):
+        return _boxes_of_dtensor(value)
+    if hasattr(value, "local_shards") and hasattr(value, "sharding_spec"):
+        shards = [Shard(it.tensor.detach(), tuple(it.metadata.shard_offsets)) for it in value.local_shards()]
+        return ShardedTensor(tuple(value.size()), shards, value.dtype)
+    return value
+
+
+def is_dtensor(value: Any) -> bool:
+    """Whether it is a DTensor, whose module takes as long to import as torch; nobody has one without it."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def _boxes_of_dtensor(tensor: "DTensor") -> ShardedTensor:
+    local = tensor.to_local().detach()
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:  # this rank is not in the mesh
+        return ShardedTensor(tensor.shape, (), tensor.dtype)
+    ranges = [(0, size) for size in tensor.shape]
+    for axis in _in_order_of_cutting(tensor.placements, tensor.device_mesh.shape):
+        dim = _dim_of(tensor.placements[axis]) % tensor.ndim
+        begin, end = ranges[dim]
+        length = -(-(end - begin) // tensor.device_mesh.shape[axis])  # as torch.chunk cuts
+        first = min(end, begin + coordinate[axis] * length)
+        ranges[dim] = (first, min(end, first + length))
+    shape = tuple(end - begin for begin, end in ranges)
+    if tuple(local.shape) != shape:
+        raise ValueError(
+            f"a DTensor {list(tensor.shape)} with {tensor.placements} has a local tensor {list(local.shape)} where "
+            f"{list(shape)} is expected; pass a ShardedTensor that says which box it is"
+        )
+    shards = [Shard(local, tuple(begin for begin, _ in ranges))] if local.numel() or not tensor.numel() else []
+    return ShardedTensor(tensor.shape, shards, tensor.dtype)
+
+
+def _in_order_of_cutting(placements: "Sequence[Placement]", mesh_shape: Sequence[int]) -> list[int]:
+    """Mesh axes that shard, the one that cuts first in front.
+
+    That is the order of the mesh, but for placements with a `split_factor`, which FSDP2 makes over tensor parallelism:
+    these cut what as many parts of later axes have cut already.
+    """
+    order: list[int] = []
+    waiting: list[tuple[int, int, int]] = []  # axis, dim, parts that others still have to cut
+    for axis, placement in enumerate(placements):
+        if placement.is_partial():
+            raise ValueError(f"a DTensor with {tuple(placements)} is a sum over ranks; redistribute it to Replicate()")
+        if placement.is_replicate():
+            continue
+        factor = getattr(placement, "split_factor", 1)
+        if factor > 1:
+            waiting.append((axis, _dim_of(placement), factor))
+            continue
+        order.append(axis)
+        for index, (other, dim, parts) in enumerate(waiting):
+            if dim == _dim_of(placement):
+                waiting[index] = (other, dim, parts // mesh_shape[axis])
+        ready = [other for other, _, parts in waiting if parts <= 1]
+        waiting = [it for it in waiting if it[2] > 1]
+        order += reversed(ready)
+    if waiting:
+        raise ValueError(f"a DTensor with {tuple(placements)} on a mesh {tuple(mesh_shape)} has no known order of cuts")
+    return order
+
+
+def _dim_of(placement: "Placement") -> int:
+    dim = getattr(placement, "dim", None)
+    if not (placement.is_shard() or hasattr(placement, "split_factor")) or not isinstance(dim, int):
+        raise ValueError(f"a DTensor with the placement {placement} cannot be saved; redistribute it to Shard(dim)")
+    return dim

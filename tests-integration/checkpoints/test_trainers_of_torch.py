@@ -1,0 +1,156 @@
+"""nxd-ckpt in trainers that know nothing of this project: DDP, FSDP2, DTensor parallelism, and both together.
+
+A training that goes on from a checkpoint is compared with the one process that never stopped.
+"""
+
+import nxd_ckpt
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import Shard as ShardPlacement
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+STEPS = 3
+BATCH = 8
+TP_PLAN = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+
+
+def plain(world_size):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8), nn.Linear(8, 5)).double()
+
+
+def ddp(world_size):
+    return DistributedDataParallel(plain(world_size))
+
+
+def fsdp(world_size):
+    model = plain(world_size)
+    mesh = init_device_mesh("cpu", (world_size,))
+    for layer in model:
+        if list(layer.parameters()):
+            fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def tensor_parallel(world_size):
+    return parallelize_module(plain(world_size), init_device_mesh("cpu", (world_size,)), TP_PLAN)
+
+
+def fsdp_and_tensor_parallel(world_size):
+    mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("dp", "tp"))
+    return fully_shard(parallelize_module(plain(world_size), mesh["tp"], TP_PLAN), mesh=mesh["dp"])
+
+
+TRAINERS = {
+    "plain": plain,
+    "DDP": ddp,
+    "FSDP2": fsdp,
+    "TP": tensor_parallel,
+    "FSDP2 x TP": fsdp_and_tensor_parallel,
+}
+SPLITS_BATCH = ("DDP", "FSDP2")
+
+
+def train_steps(trainer, model, optimizer, steps):
+    group = dist.group.WORLD if dist.is_initialized() else None
+    world = group.size() if group else 1
+    parts = world if trainer in SPLITS_BATCH else world // 2 if trainer == "FSDP2 x TP" else 1
+    rank = (group.rank() if group else 0) // (world // parts)
+    for step in steps:
+        torch.manual_seed(step)
+        inputs = torch.randn(BATCH, 8, dtype=torch.float64).chunk(parts)[rank]
+        optimizer.zero_grad()
+        model(inputs).square().mean().backward()
+        optimizer.step()
+
+
+def made(trainer, world_size):
+    model = TRAINERS[trainer](world_size)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.05)
+
+
+def whole(tensor):
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def write(trainer, folder):
+    dist.init_process_group("gloo") if not dist.is_initialized() else None
+    model, optimizer = made(trainer, dist.get_world_size())
+    train_steps(trainer, model, optimizer, range(STEPS))
+    nxd_ckpt.save(folder, "step-3", {"model": model, "optimizer": optimizer, "step": STEPS})
+
+
+def resume(trainer, folder):
+    dist.init_process_group("gloo") if not dist.is_initialized() else None
+    model, optimizer = made(trainer, dist.get_world_size())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    state = {"model": model, "optimizer": optimizer, "step": 0}
+    nxd_ckpt.load(folder, into=state)
+    train_steps(trainer, model, optimizer, range(state["step"], 2 * STEPS))
+    return [whole(parameter) for parameter in model.parameters()]
+
+
+@pytest.fixture(scope="module")
+def undisturbed():
+    model, optimizer = made("plain", 1)
+    train_steps("plain", model, optimizer, range(2 * STEPS))
+    return [whole(parameter) for parameter in model.parameters()]
+
+
+PAIRS = [
+    ("FSDP2", 2, "plain", 1),
+    ("FSDP2", 2, "FSDP2 x TP", 4),
+    ("plain", 1, "TP", 2),
+    ("DDP", 2, "FSDP2", 4),
+    ("TP", 2, "DDP", 2),
+    ("FSDP2 x TP", 4, "FSDP2", 2),
+    ("FSDP2 x TP", 4, "TP", 4),
+]
+QUICK = [PAIRS[0], PAIRS[5]]
+
+
+@pytest.mark.parametrize(
+    ("writer", "writers", "reader", "readers"),
+    [pytest.param(*pair, marks=() if pair in QUICK else pytest.mark.slow) for pair in PAIRS],
+)
+def test_training_goes_on_in_another_trainer(run_ranks, tmp_path, undisturbed, writer, writers, reader, readers):
+    run_ranks(write, writers, writer, tmp_path)
+
+    of_ranks = run_ranks(resume, readers, reader, tmp_path)
+
+    for parameters in of_ranks:
+        for found, expected in zip(parameters, undisturbed, strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+
+
+def boxes_of_uneven_shards(folder):
+    dist.init_process_group("gloo") if not dist.is_initialized() else None
+    mesh = init_device_mesh("cpu", (2, 2))
+    tensor = torch.arange(35.0).reshape(7, 5)
+    cut = {
+        "both": [ShardPlacement(0), ShardPlacement(1)],
+        "twice": [ShardPlacement(0), ShardPlacement(0)],
+        "last": [Replicate(), ShardPlacement(-1)],
+        "none": [Replicate(), Replicate()],
+    }
+    state = {name: distribute_tensor(tensor, mesh, placements) for name, placements in cut.items()}
+    nxd_ckpt.save(folder, "a", state)
+    empty = {name: torch.zeros_like(it) for name, it in state.items()}
+    nxd_ckpt.load(folder, into=empty)
+    return all(torch.equal(it.to_local(), state[name].to_local()) for name, it in empty.items())
+
+
+def test_shards_of_any_placement_and_size_are_boxes(run_ranks, tmp_path):
+    assert run_ranks(boxes_of_uneven_shards, 4, tmp_path) == [True] * 4
+
+    checkpoint = nxd_ckpt.open_checkpoint(tmp_path)
+    for name in checkpoint.tensors:
+        assert torch.equal(checkpoint.read(name), torch.arange(35.0).reshape(7, 5))
