@@ -156,10 +156,10 @@ def test_extreme_draws_are_answered_and_leave_the_server_well(client):
 
 
 def test_what_choosing_one_prompts_token_raises_fails_that_prompt_alone(client, monkeypatch):
-    def choose(logits, settings, generator):
+    def choose(logits, settings, generator, **texts):
         if settings.temperature == 0.5:
             raise ArithmeticError("a number too odd")
-        return choose_token(logits, settings, generator)
+        return choose_token(logits, settings, generator, **texts)
 
     monkeypatch.setattr("nxd_trace.generation.engine.choose_token", choose)
 
