@@ -36,7 +36,7 @@ class RunningSequence:
         finish_reason: None while it runs; "stop" after a stop token, "length" after the most tokens asked for.
         failure: what choosing a token raised, and so ended this sequence alone.
         logprobs: of the tokens written, if asked for.
-        prompt_logprobs: of the prompt's tokens but the first, if asked for.
+        prompt_logprobs: of the prompt's tokens, if asked for.
         blocks: of the cache, in order; none until it is its turn.
         digests: of the full blocks.
         num_kept: full blocks that others may share.
@@ -51,7 +51,7 @@ class RunningSequence:
         self.finish_reason: FinishReason | None = None
         self.failure: Exception | None = None
         self.logprobs: list[TokenLogprobs] = []
-        self.prompt_logprobs: list[TokenLogprobs] = []
+        self.prompt_logprobs = [TokenLogprobs(prompt[0], None, ())] if settings.prompt_logprobs else []
         self.blocks: list[int] = []
         self.num_kept = 0
         self._text = list(prompt)

@@ -15,12 +15,12 @@ class TokenLogprobs:
 
     Attributes:
         token: its id.
-        logprob: natural logarithm of its probability.
+        logprob: natural logarithm of its probability; None of a prompt's first token.
         top: the likeliest tokens and theirs, the likeliest first.
     """
 
     token: int
-    logprob: float
+    logprob: float | None
     top: tuple[tuple[int, float], ...]
 
     @classmethod

@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from nxd_trainer.cli.command import Commands, add_checkpoint, add_tokenizer, check_own_process, reports_user_errors
+from nxd_trainer.cli.command import Commands, add_model, check_own_process, reports_user_errors
 
 EXIT_WORKERS_FAILED = 4  # 3 is uvicorn's, for an address that it cannot listen at
 
@@ -11,8 +11,7 @@ EXIT_WORKERS_FAILED = 4  # 3 is uvicorn's, for an address that it cannot listen 
 def add_parser(commands: Commands) -> None:
     """Add `serve` to the commands."""
     parser = commands.add_parser("serve", help="answer completion requests with a trained model")
-    add_checkpoint(parser)
-    add_tokenizer(parser)
+    add_model(parser)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default: %(default)s)")
     parser.add_argument("--port", type=int, default=8000, metavar="P", help="0: a free one (default: %(default)s)")
     parser.add_argument("--name", default="nxd", help="of the model, in requests (default: %(default)s)")
@@ -20,7 +19,13 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument("--max-length", type=int, metavar="N", help="of prompt and completion; unset: the model's")
     parser.add_argument("--max-waiting", type=int, default=64, metavar="N", help="prompts in the queue (default: 64)")
     parser.add_argument("--compiler", help="inductor or export; unset: what this machine has")
-    parser.add_argument("--nproc", type=int, metavar="N", help="tensor-parallel worker processes (default: 1)")
+    parser.add_argument(
+        "--nproc",
+        "--tensor-parallel-size",
+        type=int,
+        metavar="N",
+        help="tensor-parallel worker processes (default: 1)",
+    )
     parser.add_argument(
         "--max-body-bytes", type=int, default=1 << 20, metavar="N", help="of one request (default: %(default)s)"
     )
@@ -79,7 +84,7 @@ def run(options: argparse.Namespace) -> int:
     )
     restarts = reports_user_errors(lambda: RestartPolicy(max_restarts=options.max_restarts))
     checkpoint = reports_user_errors(
-        lambda: open_for_compilation(options.checkpoints, options.tag, tokenizer=options.tokenizer)
+        lambda: open_for_compilation(options.model, options.tag, tokenizer=options.tokenizer, adapter=options.adapter)
     )
     generator = reports_user_errors(
         lambda: checkpoint.compile(
@@ -91,7 +96,13 @@ def run(options: argparse.Namespace) -> int:
     )
     with generator:
         service = CompletionService(
-            generator.engine, checkpoint.tokenizer, model=options.name, limits=limits, restarts=restarts
+            generator.engine,
+            checkpoint.words.tokenizer,
+            model=options.name,
+            chat=checkpoint.words.chat,
+            end_tokens=checkpoint.words.end_tokens,
+            limits=limits,
+            restarts=restarts,
         )
         try:
             reports_user_errors(lambda: serve(service, host=options.host, port=options.port))
