@@ -109,8 +109,8 @@ def open_words(description: ModelDescription, given: str | Path | None = None) -
     known = given or description.tokenizer or tokenizer_in(description.folder)
     if known is None:
         raise ValueError(
-            "the folder does not say which tokenizer its model reads; give tokenizer= (on the command line --tokenizer): a "
-            f'tokenizer.json, its folder, or "{BYTES}"'
+            "the folder does not say which tokenizer its model reads; give tokenizer= (on the command line "
+            f'--tokenizer): a tokenizer.json, its folder, or "{BYTES}"'
         )
     is_bytes = str(known) == BYTES
     tokenizer = load_tokenizer(None if is_bytes else known)
