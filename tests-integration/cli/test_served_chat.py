@@ -18,10 +18,10 @@ FAMILIES = {
     "Qwen2": {},
     "Qwen3": {"head_dim": 8},
     "Phi3": {},
-    "Mixtral": {"num_local_experts": 4},
+    "Olmo2": {},
 }
 TALK = [
-    {"role": "system", "content": "the dog"},
+    {"role": "system", "content": "the dog sat on the mat " * 6},
     {"role": "user", "content": "the cat sat"},
     {"role": "assistant", "content": "on the mat"},
     {"role": "user", "content": "the dog sat on the cat"},

@@ -72,6 +72,7 @@ def test_chat_is_answered_through_the_template(client):
     assert found.usage.total_tokens == found.usage.prompt_tokens + found.usage.completion_tokens
 
 
+@pytest.mark.slow
 def test_tools_stand_in_the_template_unless_none_is_to_be_called(client):
     tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
 
@@ -82,6 +83,7 @@ def test_tools_stand_in_the_template_unless_none_is_to_be_called(client):
     assert without == greedy_text("uonce upon.a", 8) != with_tools
 
 
+@pytest.mark.slow
 def test_content_in_parts_is_read_as_one_text(client):
     parts = [{"type": "text", "text": "once"}, {"type": "text", "text": " upon"}]
 
@@ -90,6 +92,7 @@ def test_content_in_parts_is_read_as_one_text(client):
     assert found.choices[0].message.content == greedy_text("uonce upon.a", 8)
 
 
+@pytest.mark.slow
 def test_chat_without_a_limit_writes_until_the_length_of_the_model(client):
     found = client.chat.completions.create(model="tiny", messages=[USER], temperature=0, logit_bias={"31": -100})
 
@@ -97,6 +100,7 @@ def test_chat_without_a_limit_writes_until_the_length_of_the_model(client):
     assert found.choices[0].finish_reason == "length"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
 def test_either_limit_of_a_chat_is_obeyed_and_named(client, name):
     asked = {"model": "tiny", "messages": [USER], "temperature": 0, "logit_bias": {"31": -100}}
@@ -128,6 +132,7 @@ def streamed(events, has_usage):
     return [(texts[index], reasons[index], scores.get(index)) for index in sorted(texts)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["completions", "chat"])
 @pytest.mark.parametrize(
     "change",
@@ -168,6 +173,7 @@ def test_stream_has_what_the_whole_answer_has(client, kind, change):
         )
 
 
+@pytest.mark.slow
 def test_n_texts_draw_with_seeds_of_their_own(client):
     asked = GREEDY | {"temperature": 5.0}
     alone = [client.completions.create(**asked, seed=seed).choices[0].text for seed in (7, 8, 9)]
@@ -180,6 +186,7 @@ def test_n_texts_draw_with_seeds_of_their_own(client):
     assert together.usage.prompt_tokens == 9
 
 
+@pytest.mark.slow
 def test_best_of_gives_the_texts_whose_tokens_are_likeliest(client):
     asked = GREEDY | {"temperature": 5.0, "seed": 7}
     tried = client.completions.create(**asked, n=5, logprobs=0).choices
@@ -191,6 +198,7 @@ def test_best_of_gives_the_texts_whose_tokens_are_likeliest(client):
     assert best.choices[0].logprobs is None
 
 
+@pytest.mark.slow
 def test_logprobs_0_are_those_of_the_drawn_tokens_alone(client):
     found = client.completions.create(**GREEDY | {"temperature": 5.0, "seed": 1}, logprobs=0).choices[0]
 
@@ -243,6 +251,7 @@ def penalized(prompt, number, change):
     return LETTERS.decode(tokens[len(prompt) :])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
     [{"presence_penalty": 2.0}, {"frequency_penalty": 2.0}, {"logit_bias": {"4": 100, "31": -100}}],
@@ -257,6 +266,7 @@ def test_penalties_and_biases_change_the_logits(client, change):
     assert found != penalized("a", 20, {"logit_bias": {"31": -100}})
 
 
+@pytest.mark.slow
 def test_further_sampling_fields_are_taken_as_vllm_has_them(client):
     further = {"repetition_penalty": 1.7}
     asked = GREEDY | {"prompt": "a", "max_tokens": 20, "logit_bias": {"31": -100}}

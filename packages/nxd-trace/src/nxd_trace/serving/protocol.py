@@ -1,7 +1,5 @@
 """Requests of OpenAI's completions and chat completions: the supported fields, checked before anything is generated."""
 
-import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from reprlib import repr as short_repr
@@ -9,6 +7,7 @@ from typing import Any, Protocol
 
 from nxd_trace.generation import SamplingSettings
 from nxd_trace.serving.errors import RequestError
+from nxd_trace.serving.fields import flag, include_usage, json_object, limited, logit_bias, number, stop_texts
 from nxd_trace.serving.text import StopText
 
 # Fields that change what is written, in a way that this server does not know. At these values they change nothing.
@@ -22,17 +21,11 @@ _ONLY_AT_IN_CHAT: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
     "reasoning_effort": (),
 }
-_MAX_STOPS = 4
-_MAX_STOP_CHARACTERS = 1000
 _MAX_LOGPROBS = 20  # tokens, as of OpenAI's
-_MAX_BIASES = 300  # tokens, as of OpenAI's
 _MAX_PARTS = 256  # texts, lists and objects, beside the prompts
 _MAX_PARTS_OF_CHAT = 4096
 _CHARACTERS_PER_TOKEN = 32  # a prompt with more than this for each token that the model takes does not fit
 _DEFAULT_TOKENS = 16  # of a completion; an answer of a chat may take all that is left
-
-# The parts of a body that cost memory: texts (also one without an end), lists, objects; and what stands between them.
-_PARTS = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|[\[{]|[^"\[{]++', re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -117,13 +110,13 @@ def read_completion(data: bytes, model: ServedModel, random_seed: int) -> Comple
     """
     body = _body(data, model, _MAX_PARTS, _ONLY_AT)
     prompts = _prompts(body.get("prompt"), model)
-    echo = _flag(body, "echo")
-    num_logprobs = _limited(body, "logprobs", None, 0, _MAX_LOGPROBS)
-    num_texts = _limited(body, "n", 1, 1, model.max_prompts)
-    num_tried = _limited(body, "best_of", num_texts, 1, model.max_prompts)
+    echo = flag(body, "echo")
+    num_logprobs = limited(body, "logprobs", None, 0, _MAX_LOGPROBS)
+    num_texts = limited(body, "n", 1, 1, model.max_prompts)
+    num_tried = limited(body, "best_of", num_texts, 1, model.max_prompts)
     if num_tried < num_texts:
         raise RequestError(400, f"best_of={num_tried} is less than n={num_texts}; ask for at least as many", "best_of")
-    max_tokens = _number(body, "max_tokens", int, _DEFAULT_TOKENS)
+    max_tokens = number(body, "max_tokens", int, _DEFAULT_TOKENS)
     scores_only = max_tokens == 0 and echo
     return _request(
         body,
@@ -146,13 +139,13 @@ def read_chat(data: bytes, model: ServedModel, random_seed: int) -> CompletionRe
     body = _body(data, model, _MAX_PARTS_OF_CHAT, _ONLY_AT_IN_CHAT)
     _check_response_format(body.get("response_format"))
     prompt = _conversation(body, model)
-    num_logprobs = _limited(body, "top_logprobs", 0, 0, _MAX_LOGPROBS)
-    has_logprobs = _flag(body, "logprobs")
+    num_logprobs = limited(body, "top_logprobs", 0, 0, _MAX_LOGPROBS)
+    has_logprobs = flag(body, "logprobs")
     if num_logprobs and not has_logprobs:
         raise RequestError(400, f"top_logprobs={num_logprobs} needs logprobs=true", "top_logprobs")
-    num_texts = _limited(body, "n", 1, 1, model.max_prompts)
+    num_texts = limited(body, "n", 1, 1, model.max_prompts)
     name = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
-    max_tokens = _number(body, name, int, max(1, model.max_length - len(prompt)))
+    max_tokens = number(body, name, int, max(1, model.max_length - len(prompt)))
     return _request(
         body,
         model,
@@ -190,20 +183,20 @@ def _request(
         raise RequestError(
             400, f"the request asks for {len(prompts) * num_tried} texts; ask for {model.max_prompts} or fewer", name
         )
-    stream = _flag(body, "stream")
+    stream = flag(body, "stream")
     if stream and num_tried > num_texts:
         raise RequestError(400, f"best_of={num_tried} cannot be streamed, since the best is known last", "best_of")
     ranked = num_logprobs is None and num_tried > num_texts
     sampling = {
-        "temperature": _number(body, "temperature", float, 1.0),
-        "top_k": _number(body, "top_k", int, 0),
-        "top_p": _number(body, "top_p", float, 1.0),
-        "min_p": _number(body, "min_p", float, 0.0),
-        "repetition_penalty": _number(body, "repetition_penalty", float, 1.0),
-        "presence_penalty": _number(body, "presence_penalty", float, 0.0),
-        "frequency_penalty": _number(body, "frequency_penalty", float, 0.0),
-        "logit_bias": _logit_bias(body.get("logit_bias"), model),
-        "seed": _number(body, "seed", int, random_seed) % 2**63,
+        "temperature": number(body, "temperature", float, 1.0),
+        "top_k": number(body, "top_k", int, 0),
+        "top_p": number(body, "top_p", float, 1.0),
+        "min_p": number(body, "min_p", float, 0.0),
+        "repetition_penalty": number(body, "repetition_penalty", float, 1.0),
+        "presence_penalty": number(body, "presence_penalty", float, 0.0),
+        "frequency_penalty": number(body, "frequency_penalty", float, 0.0),
+        "logit_bias": logit_bias(body.get("logit_bias"), model.vocab_size),
+        "seed": number(body, "seed", int, random_seed) % 2**63,
         "stop_tokens": model.end_tokens,
         "num_logprobs": 0 if ranked else num_logprobs,
         "prompt_logprobs": prompt_logprobs,
@@ -233,8 +226,8 @@ def _request(
         has_logprobs=num_logprobs is not None,
         writes_nothing=writes_nothing,
         stream=stream,
-        include_usage=_include_usage(body.get("stream_options"), stream),
-        stop=_stop_texts(body.get("stop")),
+        include_usage=include_usage(body.get("stream_options"), stream=stream),
+        stop=stop_texts(body.get("stop")),
     )
 
 
@@ -242,7 +235,11 @@ def _body(
     data: bytes, model: ServedModel, most_parts: int, only_at: Mapping[str, tuple[Any, ...]]
 ) -> Mapping[str, Any]:
     """The parsed body, for this model, and without fields that are not known here."""
-    body = _json_object(data, model, most_parts)
+    body = json_object(
+        data,
+        max_numbers=model.max_prompts * model.max_length + most_parts,
+        max_parts=2 * model.max_prompts + most_parts,
+    )
     if body.get("model", model.name) != model.name:
         raise RequestError(
             404,
@@ -254,79 +251,6 @@ def _body(
         if body.get(name) is not None and body[name] not in allowed:
             raise RequestError(400, f"{name}={short_repr(body[name])} is not supported; leave it out", name)
     return body
-
-
-def _json_object(data: bytes, model: ServedModel, most_parts: int) -> dict[str, Any]:
-    """The parsed body, whose parts are counted first: parsed they may take thirty times its memory."""
-    max_numbers = model.max_prompts * model.max_length + most_parts
-    max_parts = 2 * model.max_prompts + most_parts
-    parts = numbers = 0
-    for match in _PARTS.finditer(data):
-        between = match[0][0] not in b'"[{'
-        parts += not between
-        numbers += match[0].count(b",") if between else 0
-        if parts > max_parts:
-            raise RequestError(400, f"the body has more than {max_parts} texts, lists and objects; send fewer")
-        if numbers > max_numbers:
-            raise RequestError(400, f"the body has more than {max_numbers} values; send fewer or shorter prompts")
-    try:
-        body = json.loads(data.decode())
-    except (ValueError, RecursionError) as error:
-        raise RequestError(400, f"the body is not JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise RequestError(400, f"the body is a JSON {type(body).__name__}; expected an object")
-    return body
-
-
-def _number(body: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
-    value = body.get(name)
-    if value is None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, int | kind):
-        raise RequestError(400, f"{name}={short_repr(value)} must be of type {kind.__name__}", name)
-    return value
-
-
-def _limited(body: Mapping[str, Any], name: str, default: Any, least: int, most: int) -> Any:
-    value = _number(body, name, int, default)
-    if value is not None and not least <= value <= most:
-        raise RequestError(400, f"{name}={short_repr(value)} must be from {least} to {most}", name)
-    return value
-
-
-def _flag(body: Mapping[str, Any], name: str) -> bool:
-    value = body.get(name)
-    if not isinstance(value, bool | None):
-        raise RequestError(400, f"{name}={short_repr(value)} must be true or false", name)
-    return bool(value)
-
-
-def _include_usage(options: Any, stream: bool) -> bool:
-    if options is None:
-        return False
-    if not stream or not isinstance(options, dict):
-        raise RequestError(400, "stream_options must be an object, and goes with stream=true", "stream_options")
-    return _flag(options, "include_usage")
-
-
-def _logit_bias(biases: Any, model: ServedModel) -> tuple[tuple[int, float], ...]:
-    """Pairs of a token and its bias; in JSON tokens are the texts of their ids."""
-    if biases is None:
-        return ()
-    if not isinstance(biases, dict) or len(biases) > _MAX_BIASES:
-        raise RequestError(400, f"logit_bias must be an object of up to {_MAX_BIASES} token ids", "logit_bias")
-    pairs = []
-    for text, bias in biases.items():
-        is_token = text.isdecimal() and text.isascii() and len(text) < 12 and int(text) < model.vocab_size
-        if not is_token or not isinstance(bias, int | float) or isinstance(bias, bool) or not -100 <= bias <= 100:
-            raise RequestError(
-                400,
-                f"logit_bias has {short_repr(text)}: {short_repr(bias)}; expected a token id up to "
-                f"{model.vocab_size - 1} and a number from -100 to 100",
-                "logit_bias",
-            )
-        pairs.append((int(text), float(bias)))
-    return tuple(pairs)
 
 
 def _prompts(prompt: Any, model: ServedModel) -> list[list[int]]:
@@ -376,10 +300,12 @@ def _decoded(prompt: Sequence[int], model: ServedModel) -> str:
         raise RequestError(400, f"the prompt has no text to echo: {error}", "echo") from error
 
 
-def _check_characters(number: int, what: str, field: str, model: ServedModel) -> None:
-    if number > _CHARACTERS_PER_TOKEN * model.max_length:
+def _check_characters(num_characters: int, what: str, field: str, model: ServedModel) -> None:
+    if num_characters > _CHARACTERS_PER_TOKEN * model.max_length:
         raise RequestError(
-            400, f"{what} {number} characters, too many for the model's max_length={model.max_length} tokens", field
+            400,
+            f"{what} {num_characters} characters, too many for the model's max_length={model.max_length} tokens",
+            field,
         )
 
 
@@ -445,19 +371,3 @@ def _check_response_format(wanted: Any) -> None:
             "it out, and ask for JSON in a message",
             "response_format",
         )
-
-
-def _stop_texts(stop: Any) -> tuple[StopText, ...]:
-    stops = [stop] if isinstance(stop, str) else [] if stop is None else stop
-    if (
-        not isinstance(stops, list)
-        or len(stops) > _MAX_STOPS
-        or not all(isinstance(text, str) and 0 < len(text) <= _MAX_STOP_CHARACTERS for text in stops)
-    ):
-        raise RequestError(
-            400,
-            f"stop must be a text or up to {_MAX_STOPS} texts, none empty or longer than "
-            f"{_MAX_STOP_CHARACTERS} characters",
-            "stop",
-        )
-    return tuple(map(StopText, stops))

@@ -144,18 +144,6 @@ class Scheduler:
         """Whether the thread has ended, and nobody uses the engine any more."""
         return not self._thread.is_alive()
 
-    def check(self, prompts: Sequence[Sequence[int]], settings: SamplingSettings) -> None:
-        """Check the prompts of a request, in a time that grows with them.
-
-        Raises:
-            RequestError: a prompt does not fit the model (400).
-        """
-        for prompt in prompts:
-            try:
-                self._engine.check(prompt, settings)
-            except ValueError as error:
-                raise RequestError(400, str(error), "max_tokens") from error
-
     def check_runs(self) -> None:
         """Check that prompts would be taken.
 
