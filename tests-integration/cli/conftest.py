@@ -41,3 +41,52 @@ def nxd_in() -> Callable[..., subprocess.CompletedProcess[str]]:
 def nxd(nxd_in, tmp_path) -> Callable[..., subprocess.CompletedProcess[str]]:
     """`nxd("train", ...)`: runs the command in this test's folder to its end."""
     return partial(nxd_in, tmp_path)
+
+
+CHAT_TEMPLATE = (
+    "{% if tools %}{{ '<|system|>' + tools[0]['function']['name'] + '<end>' }}{% endif %}"
+    "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + '<end>' }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.3,
+}
+
+
+@pytest.fixture(scope="session")
+def make_chat_model(tmp_path_factory) -> Callable[..., Path]:
+    """`make_chat_model("Qwen3", **sizes)`: the folder of a small chat model of transformers, with random weights."""
+    transformers = pytest.importorskip("transformers")
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<end>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    tokenizer.train_from_iterator(["the cat sat on the mat", "the dog sat on the cat"], trainer)
+
+    def make(family: str = "Qwen3", chat_template: str | None = CHAT_TEMPLATE, **sizes: object) -> Path:
+        folder = tmp_path_factory.mktemp("model") / family
+        fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
+        fast.chat_template = chat_template
+        fast.save_pretrained(folder)
+        config = getattr(transformers, f"{family}Config")(
+            **SMALL | {"vocab_size": len(fast), "eos_token_id": fast.eos_token_id, "pad_token_id": None} | sizes
+        )
+        torch.manual_seed(0)
+        model = getattr(transformers, f"{family}ForCausalLM")(config)
+        model.generation_config.pad_token_id = fast.eos_token_id
+        model.save_pretrained(folder)
+        return folder
+
+    return make

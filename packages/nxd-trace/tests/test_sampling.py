@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from nxd_trace.generation import SamplingSettings, choose_token, next_token_probabilities
+from nxd_trace.generation import SamplingSettings, choose_token, next_token_probabilities, penalized_logits
 
 LOGITS = torch.tensor([0.5, 0.1, 0.25, 0.15]).log()
 
@@ -18,6 +18,8 @@ LOGITS = torch.tensor([0.5, 0.1, 0.25, 0.15]).log()
         ({"temperature": 1.0, "top_p": 0.6}, [0.5, 0, 0.25, 0]),
         ({"temperature": 1.0, "top_p": 0.8}, [0.5, 0, 0.25, 0.15]),
         ({"temperature": 1.0, "top_k": 2, "top_p": 0.6}, [1, 0, 0, 0]),  # the first of two has 2/3
+        ({"temperature": 1.0, "min_p": 0.4}, [0.5, 0, 0.25, 0]),
+        ({"temperature": 1.0, "min_p": 1.0}, [1, 0, 0, 0]),
     ],
 )
 def test_probabilities_are_cut_to_the_top_k_and_then_to_the_top_p(settings, expected):
@@ -56,6 +58,25 @@ def test_logits_that_are_no_numbers_are_refused(value):
         choose_token(torch.tensor([0.0, value]), SamplingSettings(), torch.Generator())
 
 
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"repetition_penalty": 2.0}, [0.5, -2.0, 1.0, 4.0]),  # of the prompt and of what is written
+        ({"presence_penalty": 1.5}, [1.0, -1.0, 0.5, 4.0]),
+        ({"frequency_penalty": 1.5}, [1.0, -1.0, -1.0, 4.0]),
+        ({"logit_bias": ((3, -5.0), (0, 1.0))}, [2.0, -1.0, 2.0, -1.0]),
+        ({"repetition_penalty": 2.0, "presence_penalty": 1.0, "logit_bias": ((2, 9.0),)}, [0.5, -2.0, 9.0, 4.0]),
+    ],
+)
+def test_penalties_and_biases_are_taken_off_the_logits(settings, expected):
+    logits = torch.tensor([1.0, -1.0, 2.0, 4.0])
+
+    found = penalized_logits(logits, SamplingSettings(**settings), prompt=[0, 1], written=[2, 2])
+
+    assert found.tolist() == expected
+    assert logits.tolist() == [1.0, -1.0, 2.0, 4.0]
+
+
 def test_settings_outside_their_range_are_all_named():
     with pytest.raises(ValueError, match=r"max_new_tokens=0 must be .*1 or more; temperature=-1.*top_k=-2.*top_p=1.5"):
         SamplingSettings(max_new_tokens=0, temperature=-1.0, top_k=-2, top_p=1.5)
@@ -71,6 +92,11 @@ def test_settings_outside_their_range_are_all_named():
         {"stop_tokens": 3},
         {"stop_tokens": "a"},
         {"seed": 2**63},
+        {"min_p": 1.5},
+        {"repetition_penalty": 0.0},
+        {"presence_penalty": 2.5},
+        {"frequency_penalty": "much"},
+        {"num_logprobs": -1},
     ],
 )
 def test_settings_of_other_types_are_named(setting):

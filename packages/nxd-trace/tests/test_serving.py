@@ -132,7 +132,17 @@ def test_requests_of_several_clients_share_the_batch(client):
         ({"temperature": -1}, 400, "temperature=-1 must be 0 or more"),
         ({"temperature": 10**320}, 400, "must be 0 or more, and finite"),
         ({"prompt": "ABC"}, 400, "the prompt has no tokens: substring not found"),
-        ({"n": 2}, 400, "n=2 is not supported"),
+        ({"n": 4}, 400, "n=4 must be from 1 to 3"),
+        ({"n": 2, "best_of": 1}, 400, "best_of=1 is less than n=2"),
+        ({"best_of": 2, "prompt": ["a", "b"]}, 400, "asks for 4 texts; ask for 3 or fewer"),
+        ({"best_of": 2, "stream": True}, 400, "best_of=2 cannot be streamed"),
+        ({"max_tokens": 0}, 400, "max_tokens=0 must be a whole number, 1 or more"),
+        ({"logprobs": 21}, 400, "logprobs=21 must be from 0 to 20"),
+        ({"logit_bias": {"32": 1}}, 400, "logit_bias has '32': 1; expected a token id up to 31"),
+        ({"logit_bias": {"1": 101}}, 400, "a number from -100 to 100"),
+        ({"presence_penalty": 3}, 400, "presence_penalty=3 must be from -2 to 2"),
+        ({"suffix": "!"}, 400, "suffix='!' is not supported; leave it out"),
+        ({"stream_options": {"include_usage": True}}, 400, "stream_options must be an object, and goes with stream"),
         ({"stop": [""]}, 400, "stop must be a text or up to 4 texts"),
         ({"prompt": "a" * 600}, 413, "more than 500 bytes"),
     ],
@@ -156,10 +166,10 @@ def test_extreme_draws_are_answered_and_leave_the_server_well(client):
 
 
 def test_what_choosing_one_prompts_token_raises_fails_that_prompt_alone(client, monkeypatch):
-    def choose(logits, settings, generator):
+    def choose(logits, settings, generator, **texts):
         if settings.temperature == 0.5:
             raise ArithmeticError("a number too odd")
-        return choose_token(logits, settings, generator)
+        return choose_token(logits, settings, generator, **texts)
 
     monkeypatch.setattr("nxd_trace.generation.engine.choose_token", choose)
 
@@ -180,7 +190,7 @@ def test_a_body_that_is_no_json_is_refused(tiny_generator, body):
 
 def test_health_models_and_metrics_are_told(client):
     written = complete(client).json()["usage"]["completion_tokens"]
-    complete(client, n=2)
+    complete(client, n=0)
 
     assert client.get("/health").json() == {"status": "ok"}
     assert [model["id"] for model in client.get("/v1/models").json()["data"]] == ["tiny"]

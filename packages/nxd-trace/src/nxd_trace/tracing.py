@@ -10,6 +10,7 @@ import os
 import shlex
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -102,6 +103,7 @@ class _Trace:
 
     def __init__(self, workers: WorkerGroup, compiler: Compiler, settings: TraceSettings, folder: Path) -> None:
         self._workers = workers
+        self._begun = time.monotonic()
         self._compiler = compiler
         self._settings = settings
         self._folder = folder
@@ -160,7 +162,8 @@ class _Trace:
         ]
         makers = {key: [place for place, of_place in keys.items() if of_place == key] for key in missing}
         distinct = len(set(keys.values()))
-        self._say(f"compiling {len(missing)} of {distinct} distinct programs with {self._compiler.name}")
+        kept = f"; {distinct - len(missing)} were compiled before" if distinct > len(missing) else ""
+        self._say(f"compiling {len(missing)} of {distinct} distinct programs with {self._compiler.name}{kept}")
         done = 0
         while makers:
             turn: dict[int, tuple[int, str]] = {}  # program and key by rank
@@ -197,7 +200,7 @@ class _Trace:
 
     def _say(self, what: str) -> None:
         if self._settings.progress:
-            print(f"[nxd-trace] {what}", file=sys.stderr, flush=True)
+            print(f"[nxd-trace] {time.monotonic() - self._begun:5.1f} s: {what}", file=sys.stderr, flush=True)
 
 
 def _check_alike(reports: Sequence[Sequence[ProgramReport]]) -> None:

@@ -27,7 +27,7 @@ class Letters:
         return [LETTERS.index(letter) for letter in text]
 
     def decode(self, tokens: Iterable[int]) -> str:
-        return "".join(LETTERS[token] for token in tokens)
+        return "".join(LETTERS[token] for token in tokens if token < self.end_of_document)
 
 
 def gate(engine, num_steps: int) -> None:

@@ -15,13 +15,11 @@ from nxd_state import active_group, model_parallel_is_initialized
 from nxd_trace.generation import CacheLayer, CacheView, Generator, HuggingFaceDecoder, compile_generator
 from torch import Tensor, nn
 
-from nxd_trainer.api.checkpoint_tags import open_own
-from nxd_trainer.data import Tokenizer
-from nxd_trainer.generate import tokenizer_of
-from nxd_trainer.model_description import ModelDescription, description_of, model_dtype
-from nxd_trainer.model_weights import ModelWeights, model_on_meta_of, model_weights, transformers_model
+from nxd_trainer.model_description import ModelDescription
+from nxd_trainer.model_weights import ModelWeights, model_on_meta_of, transformers_model
 from nxd_trainer.models import KeyValueCache, LlamaConfig, LlamaForCausalLM
 from nxd_trainer.models.llama import rotary_tables
+from nxd_trainer.opened_model import Words, open_model, open_words
 from nxd_trainer.plan.profile import planned_ranks
 
 
@@ -120,14 +118,14 @@ class CompilableCheckpoint:
         description: of the model.
         dtype: of its weights.
         weights: of the model, with an adapter merged into them.
-        tokenizer: of the model.
+        words: its tokenizer and chat template.
         max_positions: tokens that the model can be compiled for.
     """
 
     description: ModelDescription
     dtype: torch.dtype
     weights: ModelWeights
-    tokenizer: Tokenizer
+    words: Words
     max_positions: int
 
     def compile(
@@ -184,25 +182,29 @@ class CompilableCheckpoint:
 
 
 def open_for_compilation(
-    folder: str | Path, tag: str | None = None, *, tokenizer: str | Path | None = None
+    folder: str | Path,
+    tag: str | None = None,
+    *,
+    tokenizer: str | Path | None = None,
+    adapter: str | Path | None = None,
 ) -> CompilableCheckpoint:
-    """Read a checkpoint's description of its model and its tokenizer.
+    """Read a model's description and its tokenizer.
 
     Args:
-        folder: of checkpoints, see `load_for_generation`.
-        tag: the newest complete one if None.
+        folder: of a Hugging Face model, or of checkpoints, see `load_for_generation`.
+        tag: of the checkpoint; the newest complete one if None.
         tokenizer: as for `load_for_generation`.
+        adapter: as for `load_for_generation`.
 
     Raises:
-        ValueError: the model is none that can be compiled, or the checkpoint does not say which model or tokenizer it
-            is of.
+        ValueError: the model is none that can be compiled, it does not say which model or tokenizer it is of, or the
+            adapter does not fit it.
         nxd_ckpt.CheckpointError: there is no such checkpoint, or it is damaged.
     """
-    checkpoint = open_own(folder, tag)
-    description = description_of(checkpoint)
-    words = tokenizer_of(description, tokenizer)
-    weights = model_weights(checkpoint, description)
-    return CompilableCheckpoint(description, model_dtype(checkpoint), weights, words, _max_positions(description))
+    opened = open_model(folder, tag, adapter=adapter)
+    words = open_words(opened.description, tokenizer)
+    longest = _max_positions(opened.description)
+    return CompilableCheckpoint(opened.description, opened.dtype, opened.weights, words, longest)
 
 
 def _max_positions(description: ModelDescription) -> int:

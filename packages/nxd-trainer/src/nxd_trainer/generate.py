@@ -5,55 +5,57 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from nxd_layers import parallel_argmax, parallel_topk
 from nxd_layers.hf import is_transformers_model
 from nxd_state import active_group, all_gather, get_device
+from nxd_trace.generation import SamplingSettings, choose_token
 from torch import Tensor, nn
 
-from nxd_trainer.api.checkpoint_tags import open_own_together
-from nxd_trainer.data import Tokenizer, load_tokenizer
-from nxd_trainer.model_description import BYTES, ModelDescription, description_of, tokenizer_in
+from nxd_trainer.data import Tokenizer
 from nxd_trainer.model_weights import load_model
 from nxd_trainer.models import KeyValueCache
+from nxd_trainer.opened_model import Words, open_model_together, open_words
 
 
 def load_for_generation(
-    folder: str | Path, tag: str | None = None, *, tokenizer: str | Path | None = None
+    folder: str | Path,
+    tag: str | None = None,
+    *,
+    tokenizer: str | Path | None = None,
+    adapter: str | Path | None = None,
 ) -> tuple[nn.Module, Tokenizer]:
-    """The model and tokenizer of a checkpoint, on this rank's device; each rank reads only its part. Called by all.
+    """The model and tokenizer of a folder, on this rank's device; each rank reads only its part. Called by all.
 
     A LoRA adapter that lies beside its base model is merged into it.
 
     Args:
-        folder: of checkpoints of `nxd train`, `save_checkpoint`, Lightning or `import_hugging_face`.
-        tag: the newest complete one if None.
-        tokenizer: a file or a folder, or "bytes"; what the checkpoint says of itself if None.
+        folder: of a Hugging Face model, or of checkpoints of `nxd train`, `save_checkpoint`, Lightning or
+            `import_hugging_face`.
+        tag: of the checkpoint; the newest complete one if None.
+        tokenizer: a file or a folder, or "bytes"; what the model says of itself if None.
+        adapter: the folder of an adapter to merge, see `open_model`.
 
     Raises:
-        ValueError: the sizes do not divide by the tensor-parallel degree, or the checkpoint does not say which model or
-            tokenizer it is of.
+        ValueError: the sizes do not divide by the tensor-parallel degree, or the model does not say which model or
+            tokenizer it is of; or the adapter does not fit it.
         nxd_ckpt.CheckpointError: there is no such checkpoint, it is damaged, or its tensors are not those of the model
             that it says; on all ranks.
     """
-    checkpoint = open_own_together(folder, tag)
-    description = description_of(checkpoint)
-    words = tokenizer_of(description, tokenizer)
-    return load_model(checkpoint, description).eval(), words
+    model, words = load_with_words(folder, tag, tokenizer=tokenizer, adapter=adapter)
+    return model, words.tokenizer
 
 
-def tokenizer_of(description: ModelDescription, given: str | Path | None = None) -> Tokenizer:
-    """The tokenizer of a checkpoint's model, or the one given in its place.
-
-    Raises:
-        ValueError: neither is known, or nothing usable is there.
-    """
-    known = given or description.tokenizer or tokenizer_in(description.folder)
-    if known is None:
-        raise ValueError(
-            "the checkpoint does not say which tokenizer its model reads; give tokenizer= (on the command line "
-            f'--tokenizer): a tokenizer.json, its folder, or "{BYTES}"'
-        )
-    return load_tokenizer(None if str(known) == BYTES else known)
+def load_with_words(
+    folder: str | Path,
+    tag: str | None = None,
+    *,
+    tokenizer: str | Path | None = None,
+    adapter: str | Path | None = None,
+) -> tuple[nn.Module, Words]:
+    """As `load_for_generation`, with the chat template and the tokens that end a text."""
+    opened = open_model_together(folder, tag, adapter=adapter)
+    words = open_words(opened.description, tokenizer)
+    model = load_model(opened.weights, opened.description, opened.dtype, opened.where)
+    return model.eval(), words
 
 
 @torch.no_grad()
@@ -63,9 +65,8 @@ def generate(
     *,
     max_new_tokens: int,
     temperature: float = 1.0,
-    top_k: int = 0,
     end_token: int | None = None,
-    seed: int = 0,
+    **settings: Any,
 ) -> Iterator[int]:
     """Yield new tokens one by one, the same on every rank.
 
@@ -74,17 +75,19 @@ def generate(
         prompt: token ids `[seq]`, at least one.
         max_new_tokens: stop after this many.
         temperature: 0 takes the likeliest token; higher is bolder.
-        top_k: draw from the k likeliest tokens; 0 for all.
         end_token: stop after it.
-        seed: of the draws.
+        **settings: as for `nxd_trace.generation.SamplingSettings`, such as `top_k`, `seed` and `stop_tokens`.
 
     Raises:
-        ValueError: an empty prompt, more tokens than the model has positions, or a negative number.
+        ValueError: an empty prompt, more tokens than the model has positions, or a setting outside its range.
+        FloatingPointError: the logits have NaNs.
     """
+    stop_tokens = (*settings.pop("stop_tokens", ()), *([] if end_token is None else [end_token]))
+    sampling = SamplingSettings(
+        max_new_tokens=max_new_tokens, temperature=temperature, stop_tokens=stop_tokens, **settings
+    )
     if prompt.numel() == 0:
         raise ValueError("the prompt is empty; give at least one token")
-    if not 0 <= temperature < torch.inf or top_k < 0 or max_new_tokens < 0:
-        raise ValueError(f"temperature={temperature}, top_k={top_k}, max_new_tokens={max_new_tokens}: use 0 or more")
     longest = _max_positions(model)
     if longest is not None and prompt.numel() + max_new_tokens > longest:
         raise ValueError(
@@ -92,14 +95,17 @@ def generate(
             f"max_position_embeddings={longest}; ask for {max(0, longest - prompt.numel())} or fewer"
         )
     # Draws are made on the CPU from one seed on every rank, so all ranks choose the same token.
-    generator = torch.Generator().manual_seed(seed)
+    draws = torch.Generator().manual_seed(sampling.seed)
     logits_after = _next_logits(model)
     tokens = prompt.unsqueeze(0).to(get_device())
+    before: list[int] = prompt.tolist()
+    written: list[int] = []
     for _ in range(max_new_tokens):
-        token = _choose(*logits_after(tokens), temperature, top_k, generator)
+        token = choose_token(logits_after(tokens).cpu(), sampling, draws, prompt=before, written=written)
         yield token
-        if token == end_token:
+        if token in sampling.stop_tokens:
             return
+        written.append(token)
         tokens = torch.tensor([[token]], device=get_device())
 
 
@@ -110,35 +116,18 @@ def _max_positions(model: Any) -> int | None:
     return found
 
 
-def _next_logits(model: Any) -> Callable[[Tensor], tuple[Tensor, int]]:
-    """From further tokens `[1, seq]` to the logits after them, and over how many ranks these are split.
-
-    What came before is kept.
-    """
+def _next_logits(model: Any) -> Callable[[Tensor], Tensor]:
+    """From further tokens `[1, seq]` to the logits after them, `[vocab]`. What came before is kept."""
     if not is_transformers_model(model):
         cache = KeyValueCache()
-        return lambda tokens: (model(tokens, cache=cache)[0, -1], active_group("tp").size)  # [vocab/tp]
+        return lambda tokens: all_gather(model(tokens, cache=cache)[0, -1], active_group("tp"))
     past: Any = None
 
-    def logits_after(tokens: Tensor) -> tuple[Tensor, int]:
+    def logits_after(tokens: Tensor) -> Tensor:
         nonlocal past
         output = model(tokens, past_key_values=past, use_cache=True)
         past = output.past_key_values
-        return output.logits[0, -1], 1  # [vocab]
+        logits: Tensor = output.logits[0, -1]
+        return logits
 
     return logits_after
-
-
-def _choose(logits: Tensor, num_parts: int, temperature: float, top_k: int, generator: torch.Generator) -> int:
-    """A token, from all logits, `[vocab]`, or from this rank's part of them, `[vocab/tp]`."""
-    is_split = num_parts > 1
-    if temperature == 0:
-        return int(parallel_argmax(logits) if is_split else logits.argmax())
-    vocab = logits.numel() * num_parts
-    if 0 < top_k < vocab:
-        candidates, ids = parallel_topk(logits, top_k) if is_split else logits.topk(top_k)
-    else:
-        candidates, ids = all_gather(logits, active_group("tp")) if is_split else logits, torch.arange(vocab)
-    candidates = candidates.float().cpu()
-    probabilities = torch.softmax((candidates - candidates.max()) / temperature, dim=-1)
-    return int(ids[torch.multinomial(probabilities, 1, generator=generator)])

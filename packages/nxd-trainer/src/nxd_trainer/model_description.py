@@ -5,7 +5,7 @@ This package's own Llama is a `LlamaForCausalLM` by its config as well, and runs
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -178,7 +178,11 @@ def adapter_in(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
 
 def model_dtype(checkpoint: Checkpoint) -> torch.dtype:
     """The type of the model's weights in a checkpoint: of several the one that most tensors have."""
-    dtypes = [info.dtype for name, info in checkpoint.tensors.items() if kind_of(name) == "model"]
+    return common_dtype(info.dtype for name, info in checkpoint.tensors.items() if kind_of(name) == "model")
+
+
+def common_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    """The floating-point type that most have; torch's default one if none has any."""
     floating = [dtype for dtype in dtypes if dtype.is_floating_point]
     return max(floating, key=floating.count, default=torch.get_default_dtype())
 

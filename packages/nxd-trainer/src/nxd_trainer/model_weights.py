@@ -24,7 +24,7 @@ from nxd_trainer.api.unwrap import further_names
 from nxd_trainer.checkpoint import check_names, fill_state, kind_of, model_state, weights_kept_as_masters
 from nxd_trainer.hugging_face.conversion import model_on_meta, reference_model
 from nxd_trainer.hugging_face.loading import make_room
-from nxd_trainer.model_description import ModelDescription, adapter_in, model_dtype
+from nxd_trainer.model_description import ModelDescription, adapter_in
 from nxd_trainer.models import LlamaForCausalLM
 
 _FACTORS = {"lora_A": "lora_B", "lora_embedding_A": "lora_embedding_B"}  # as PEFT calls them
@@ -128,20 +128,24 @@ class _Branch:
         return product.t() if self.is_transposed else product
 
 
-def load_model(checkpoint: Checkpoint, description: ModelDescription) -> nn.Module:
+def load_model(weights: ModelWeights, description: ModelDescription, dtype: torch.dtype, where: str) -> nn.Module:
     """The model on this rank's device, with its part of the weights. Called by all ranks.
 
     It is our own Llama where that can be the model, else that of transformers.
 
+    Args:
+        weights: of the model.
+        description: of the model.
+        dtype: of its parameters.
+        where: the weights come from, for messages.
+
     Raises:
-        ValueError: transformers is missing or makes no such model, or it cannot be split over so many ranks; or the
-            weights have an adapter that cannot be merged.
-        CheckpointError: the checkpoint is damaged, or its tensors are not those of the model; on all ranks.
+        ValueError: transformers is missing or makes no such model, or it cannot be split over so many ranks.
+        CheckpointError: the weights are damaged, or not those of the model; on all ranks.
     """
-    weights = model_weights(checkpoint, description)
-    model = _model_without_weights(description, model_dtype(checkpoint))
+    model = _model_without_weights(description, dtype)
     state = model_state(model)
-    coordinator, where = coordinator_for(None), f"checkpoint {checkpoint.tag!r}"
+    coordinator = coordinator_for(None)
     check_names(weights.tensors, state, further_names(model), where, coordinator, can_be_lax=False)
     on_every_rank(coordinator, f"reading {where}", lambda: fill_state(weights, state))
     return model
@@ -195,8 +199,22 @@ def model_weights(checkpoint: Checkpoint, description: ModelDescription) -> Mode
         ValueError: the adapter has no base model there, is none of LoRA, or does not fit the model; or a weight that it
             is merged into is tied to another.
     """
-    source = ModelTensors(from_checkpoint(checkpoint))
-    adapter = adapter_in(checkpoint)
+    return merged_weights(ModelTensors(from_checkpoint(checkpoint)), adapter_in(checkpoint), description)
+
+
+def merged_weights(
+    source: TensorSource, adapter: Mapping[str, Any] | None, description: ModelDescription
+) -> ModelWeights:
+    """Weights with an adapter merged into them.
+
+    Args:
+        source: the tensors of the model, and those of the adapter.
+        adapter: its description, with the keys of PEFT's `adapter_config.json`; None without one.
+        description: of the model.
+
+    Raises:
+        ValueError: as `model_weights`.
+    """
     return ModelWeights(source, {} if adapter is None else _branches(source, adapter, description))
 
 
@@ -220,7 +238,7 @@ def _branches(source: TensorSource, adapter: Mapping[str, Any], description: Mod
         outputs = (*shapes.get(b, ()), None)[0]
         if shapes.get(b) != (outputs, inner) or shapes.get(weight) not in ((outputs, inputs), (inputs, outputs)):
             listed = ", ".join(f"{name} is {list(shape)}" for name, shape in shapes.items())
-            raise ValueError(f"the adapter does not fit the model: {listed}; save both anew")
+            raise ValueError(f"the adapter does not fit the model: {listed}; take one of this model")
         # An embedding lies [vocab, hidden], and so [in, out]; Conv1D, which the adapter's description tells of, too.
         may_be_transposed = factor == "lora_embedding_A" or bool(adapter.get("fan_in_fan_out"))
         is_transposed = may_be_transposed and shapes[weight] == (inputs, outputs)

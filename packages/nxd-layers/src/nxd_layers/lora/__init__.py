@@ -3,7 +3,13 @@
 from nxd_layers.lora.adapter_config import adapter_config, check_same_scale, config_from_adapter_config
 from nxd_layers.lora.config import LoraConfig
 from nxd_layers.lora.model import LoraModel
-from nxd_layers.lora.peft_files import load_peft_adapter, read_peft_config, save_peft_adapter, write_adapter_config
+from nxd_layers.lora.peft_files import (
+    load_peft_adapter,
+    name_from_peft,
+    read_peft_config,
+    save_peft_adapter,
+    write_adapter_config,
+)
 from nxd_layers.lora.state import adapter_names, gather_adapter, load_adapter
 from nxd_layers.lora.targets import TargetLayers, find_target_layers
 
@@ -28,4 +34,5 @@ __all__ = [
     "load_peft_adapter",
     "read_peft_config",
     "write_adapter_config",
+    "name_from_peft",
 ]

@@ -73,7 +73,7 @@ def load_peft_adapter(model: LoraModel, folder: str | os.PathLike[str]) -> None:
     config_file = Path(folder) / CONFIG_FILE
     content = on_every_rank(f"reading {config_file}", lambda: json.loads(config_file.read_text()), _world())
     check_same_scale(model, config_from_adapter_config(content), str(folder))
-    load_adapter(model, {_own_name(name): tensor for name, tensor in tensors.items()})
+    load_adapter(model, {name_from_peft(name): tensor for name, tensor in tensors.items()})
 
 
 def read_peft_config(folder: str | os.PathLike[str]) -> LoraConfig:
@@ -92,6 +92,12 @@ def read_peft_config(folder: str | os.PathLike[str]) -> LoraConfig:
     return config_from_adapter_config(content)
 
 
+def name_from_peft(name: str) -> str:
+    """The name that a tensor of PEFT's files has in the unsharded model."""
+    own = name.removeprefix(_PREFIX).replace(".base_layer.", ".")
+    return own.removesuffix(".weight") if own.endswith((".lora_A.weight", ".lora_B.weight")) else own
+
+
 def _peft_name(name: str, adapted: set[str]) -> str:
     layer, _, last = name.rpartition(".")
     if last in ("lora_A", "lora_B"):
@@ -99,11 +105,6 @@ def _peft_name(name: str, adapted: set[str]) -> str:
     if last == "bias" and layer in adapted:
         return f"{_PREFIX}{layer}.base_layer.bias"  # PEFT keeps an adapted layer inside of another
     return _PREFIX + name
-
-
-def _own_name(name: str) -> str:
-    own = name.removeprefix(_PREFIX).replace(".base_layer.", ".")
-    return own.removesuffix(".weight") if own.endswith((".lora_A.weight", ".lora_B.weight")) else own
 
 
 def _write(folder: Path, content: dict[str, Any], tensors: dict[str, Tensor]) -> None:

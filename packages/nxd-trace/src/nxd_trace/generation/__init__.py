@@ -6,13 +6,20 @@ from nxd_trace.generation.engine import GenerationEngine, RunningSequence
 from nxd_trace.generation.generator import Completion, Generator, compile_generator
 from nxd_trace.generation.hugging_face import HuggingFaceDecoder
 from nxd_trace.generation.prompts import unpad_prompts
-from nxd_trace.generation.sampling import SamplingSettings, choose_token, next_token_probabilities
+from nxd_trace.generation.sampling import (
+    SamplingSettings,
+    TokenLogprobs,
+    choose_token,
+    next_token_probabilities,
+    penalized_logits,
+)
 
 __all__ = [
     "compile_generator",
     "Generator",
     "Completion",
     "SamplingSettings",
+    "TokenLogprobs",
     "unpad_prompts",
     # for a model of one's own
     "Decoder",
@@ -25,4 +32,5 @@ __all__ = [
     "RunningSequence",
     "choose_token",
     "next_token_probabilities",
+    "penalized_logits",
 ]

@@ -1,8 +1,8 @@
-"""The key-value cache of a rank's attention heads: fixed shapes, written in place, one row per sequence.
+"""The key-value cache of a rank's attention heads: blocks of fixed shape, written in place, which sequences may share.
 
-A token's slot in the cache is its position in the sequence. So the position of a query alone decides which slots it may
-attend to: those up to its own, all of which hold tokens of its sequence. Padding is put into the last slot, which no
-attended token ever needs; slots beyond a sequence's end are never attended to.
+A sequence's block table lists its blocks in order, so a token's position says where its keys and values lie. The
+position of a query alone decides which of them it may attend to: those up to its own. Padding has the last position,
+which no attended token ever needs, in block 0 where the table has no other.
 """
 
 from collections.abc import Sequence
@@ -31,42 +31,45 @@ class CacheLayer:
 
 
 class KeyValueCache(nn.Module):
-    """Buffers `keys_<layer>` and `values_<layer>` of all layers, `[batch, heads/tp, max_length, size]`.
+    """Buffers `keys_<layer>` and `values_<layer>` of all layers, `[blocks, block_size, heads/tp, size]`.
 
     Args:
         layers: what each layer keeps.
-        batch_size: number of sequences.
-        max_length: slots per sequence; the last one is for padding.
+        num_blocks: block 0 is for padding.
+        block_size: tokens in a block.
     """
 
-    def __init__(self, layers: Sequence[CacheLayer], batch_size: int, max_length: int) -> None:
+    def __init__(self, layers: Sequence[CacheLayer], num_blocks: int, block_size: int) -> None:
         super().__init__()
-        self.max_length = max_length
+        self.block_size = block_size
         for index, layer in enumerate(layers):
-            shape = (batch_size, layer.heads, max_length)
+            shape = (num_blocks, block_size, layer.heads)
             for kind, size in (("keys", layer.key_size), ("values", layer.value_size)):
                 self.register_buffer(f"{kind}_{index}", torch.zeros(*shape, size, dtype=layer.dtype))
 
-    def at(self, positions: Tensor) -> "CacheView":
-        """The cache as a model sees it for new tokens at these positions, int64 `[batch, seq]`."""
-        return CacheView(self, positions)
+    def at(self, positions: Tensor, block_tables: Tensor) -> "CacheView":
+        """The cache as a model sees it for new tokens.
+
+        Args:
+            positions: of the tokens, int64 `[batch, seq]`.
+            block_tables: the blocks of each sequence, int64 `[batch, blocks per sequence]`.
+        """
+        return CacheView(self, positions, block_tables)
 
 
 class CacheView:
-    """The cache during one forward.
-
-    Args:
-        cache: to write to.
-        positions: of the new tokens, and so their slots: int64 `[batch, seq]`.
+    """The cache during one forward; arguments as of `KeyValueCache.at`.
 
     Attributes:
-        mask: which slots each new token may look at: bool `[batch, 1, seq, max_length]`.
+        mask: which slots each new token may look at: bool `[batch, 1, seq, slots]`.
     """
 
-    def __init__(self, cache: KeyValueCache, positions: Tensor) -> None:
+    def __init__(self, cache: KeyValueCache, positions: Tensor, block_tables: Tensor) -> None:
         self._cache = cache
-        self._positions = positions
-        slots = torch.arange(cache.max_length, device=positions.device)
+        self._block_tables = block_tables
+        self._blocks = block_tables.gather(1, positions // cache.block_size)  # [batch, seq]
+        self._offsets = positions % cache.block_size
+        slots = torch.arange(block_tables.shape[1] * cache.block_size, device=positions.device)
         self.mask = (slots <= positions.unsqueeze(-1)).unsqueeze(1)
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
@@ -78,11 +81,11 @@ class CacheView:
             layer: counted from 0.
 
         Returns:
-            All keys and values: `[batch, heads/tp, max_length, key]` and `[..., value]`.
+            All keys and values: `[batch, heads/tp, slots, key]` and `[..., value]`.
         """
         return self._written(f"keys_{layer}", keys), self._written(f"values_{layer}", values)
 
     def _written(self, name: str, new: Tensor) -> Tensor:
         stored: Tensor = getattr(self._cache, name)
-        stored.scatter_(2, self._positions[:, None, :, None].expand_as(new), new)
-        return stored
+        stored.index_put_((self._blocks, self._offsets), new.transpose(1, 2))
+        return stored[self._block_tables].flatten(1, 2).transpose(1, 2)

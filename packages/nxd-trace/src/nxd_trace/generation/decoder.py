@@ -36,14 +36,20 @@ class Decoder(Protocol):
 class CachedDecoder(nn.Module):
     """A decoder that keeps its cache in buffers, for `ModelBuilder`."""
 
-    def __init__(self, decoder: Decoder, batch_size: int, max_length: int) -> None:
+    def __init__(self, decoder: Decoder, num_blocks: int, block_size: int) -> None:
         super().__init__()
         self.decoder = decoder
-        self.cache = KeyValueCache(decoder.cache_layers(), batch_size, max_length)
+        self.cache = KeyValueCache(decoder.cache_layers(), num_blocks, block_size)
 
-    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        """Token ids and positions, int64 `[batch, seq]`, to the logits after the last column, `[batch, vocab]`."""
-        return self.decoder(input_ids, positions, self.cache.at(positions))
+    def forward(self, input_ids: Tensor, positions: Tensor, block_tables: Tensor) -> Tensor:
+        """The logits after the last column, `[batch, vocab]`.
+
+        Args:
+            input_ids: int64 `[batch, seq]`.
+            positions: int64 `[batch, seq]`.
+            block_tables: int64 `[batch, blocks per sequence]`.
+        """
+        return self.decoder(input_ids, positions, self.cache.at(positions, block_tables))
 
 
 @dataclass(frozen=True)
@@ -52,12 +58,14 @@ class BuildCachedDecoder:
 
     Attributes:
         build: called in each worker, gives the decoder.
-        batch_size: sequences at a time.
+        num_blocks: of the cache.
+        block_size: tokens in each.
         max_length: of a sequence, in tokens.
     """
 
     build: Callable[[], Decoder]
-    batch_size: int
+    num_blocks: int
+    block_size: int
     max_length: int
 
     def __call__(self) -> tuple[nn.Module, list[str]]:
@@ -78,5 +86,5 @@ class BuildCachedDecoder:
                 f"max_length={self.max_length} is more than the {decoder.max_positions} positions that the model is "
                 "made for; use that or less"
             )
-        model = CachedDecoder(decoder, self.batch_size, self.max_length)
+        model = CachedDecoder(decoder, self.num_blocks, self.block_size)
         return model, [f"cache.{name}" for name, _ in model.cache.named_buffers()]

@@ -145,10 +145,11 @@ def compile_generator(
 
     Args:
         build: called in each worker, gives the decoder: `HuggingFaceDecoder(parallelize(model))`, or your own.
-        batch_size: sequences at a time.
-        max_length: of a prompt and what is written after it, in tokens; the cache's size.
-        prefill_lengths: prompt tokens at a time, one program each; a prompt takes the smallest that holds it, and
-            several calls of the largest if none does. A quarter of `max_length`, at most 128, if empty.
+        batch_size: sequences at a time. There is a program for 1, 2, 4, 8, ... of them, so that few do not cost as much
+            as many.
+        max_length: of a prompt and what is written after it, in tokens; the cache has room for `batch_size` such.
+        prefill_lengths: prompt tokens at a time, one program each; a part of a prompt takes the smallest that holds it.
+            If empty a quarter of `max_length`, at most 128, and 16 where that is more than 32.
         tp_degree: number of ranks.
         weights: for a model on the meta device, by the unsharded model's names, as for `parallel_model_trace`.
         **settings: as for `parallel_model_trace`: compiler, compiler_args, compiler_workdir, cache_dir,
@@ -157,20 +158,33 @@ def compile_generator(
     Raises:
         As `parallel_model_trace`; ValueError for sizes that are not positive or do not fit each other.
     """
-    lengths = sorted(set(prefill_lengths) or {min(128, max(2, max_length // 4))})
+    lengths = sorted(set(prefill_lengths) or _default_lengths(max_length))
     if batch_size < 1 or max_length < 2 or lengths[0] < 2 or lengths[-1] > max_length:
         raise ValueError(
             f"batch_size={batch_size} must be 1 or more, max_length={max_length} 2 or more, and each of "
             f"prefill_lengths={list(prefill_lengths)} between 2 and max_length"
         )
-    builder = ModelBuilder(BuildCachedDecoder(build, batch_size, max_length), tp_degree)
+    # So that the shapes of the programs tell the length.
+    block_size = max(size for size in range(1, _LARGEST_BLOCK + 1) if max_length % size == 0)
+    table = max_length // block_size
+    decoder = BuildCachedDecoder(build, 1 + batch_size * table, block_size, max_length)
+    builder = ModelBuilder(decoder, tp_degree)
     for length in lengths:
-        builder.trace(_example(batch_size, length), tag=f"prefill_{length}")
-    builder.trace(_example(batch_size, 1), tag="decode")
+        builder.trace(_example(1, length, table), tag=f"prefill_{length}")
+    for size in sorted({*(1 << power for power in range(batch_size.bit_length())), batch_size}):
+        builder.trace(_example(size, 1, table), tag=f"decode_{size}")
     if weights is None:
         return Generator(builder.compile(**settings))
     with as_source(weights) as source:
         return Generator(builder.compile(weights=_OfInnerModel(source), **settings))
+
+
+_LARGEST_BLOCK = 16  # tokens; the size of vLLM's
+
+
+def _default_lengths(max_length: int) -> set[int]:
+    longest = min(128, max(2, max_length // 4))
+    return {16, longest} if longest > 32 else {longest}
 
 
 @dataclass(frozen=True)
@@ -188,9 +202,9 @@ class _OfInnerModel:
         return self.source.read_box(name.removeprefix(self.prefix), offsets, shape)
 
 
-def _example(batch_size: int, length: int) -> tuple[Tensor, Tensor]:
-    positions = torch.arange(length).expand(batch_size, length)
-    return torch.zeros(batch_size, length, dtype=torch.long), positions.contiguous()
+def _example(batch_size: int, length: int, table: int) -> tuple[Tensor, Tensor, Tensor]:
+    positions = torch.arange(length).expand(batch_size, length).contiguous()
+    return torch.zeros_like(positions), positions, torch.zeros(batch_size, table, dtype=torch.long)
 
 
 def _completion(sequence: RunningSequence) -> Completion:

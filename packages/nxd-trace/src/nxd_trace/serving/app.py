@@ -8,11 +8,13 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, MutableMapping
 from contextlib import aclosing, asynccontextmanager, suppress
 from importlib.util import find_spec
+from pathlib import Path
+from reprlib import repr as short_repr
 from typing import TYPE_CHECKING, Any
 
 from nxd_trace.serving import protocol
-from nxd_trace.serving.errors import RequestError
-from nxd_trace.serving.service import Completions, CompletionService
+from nxd_trace.serving.errors import RequestError, headline
+from nxd_trace.serving.service import Completions, CompletionService, ReadRequest
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -23,6 +25,9 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
+_ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/metrics")
+_PAGE = Path(__file__).with_name("page.html")
+_PAGE_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
 _LARGE_BODY_BYTES = 1 << 16
 _MAX_LARGE_BODIES = 64  # that are received or read at a time
 _SECONDS_TO_READ_ON = 1.0
@@ -36,9 +41,9 @@ def check_installed() -> None:
 
 
 def make_app(service: CompletionService) -> Starlette:
-    """An ASGI application: `POST /v1/completions`, `GET /v1/models`, `GET /health`, `GET /metrics`.
+    """An ASGI application: `POST /v1/chat/completions` and `/v1/completions`, `GET /v1/models` and `/v1/models/{id}`.
 
-    Its shutdown ends the service.
+    Also `GET /health`, `GET /metrics`, and at `/` a page to talk to the model. Its shutdown ends the service.
 
     Raises:
         ValueError: starlette or uvicorn is not installed.
@@ -50,10 +55,13 @@ def make_app(service: CompletionService) -> Starlette:
 
     endpoints = _Endpoints(service)
     routes = [
+        Route("/v1/chat/completions", endpoints.counted(endpoints.chat_completions), methods=["POST"]),
         Route("/v1/completions", endpoints.counted(endpoints.completions), methods=["POST"]),
         Route("/v1/models", endpoints.models),
+        Route("/v1/models/{name:path}", endpoints.counted(endpoints.one_model)),
         Route("/health", endpoints.health),
         Route("/metrics", endpoints.metrics),
+        Route("/", endpoints.page),
     ]
 
     @asynccontextmanager
@@ -64,7 +72,8 @@ def make_app(service: CompletionService) -> Starlette:
             service.close()
 
     refusals = Middleware(CloseAfterUnreadBody, max_bytes=service.limits.max_body_bytes)
-    return Starlette(routes=routes, lifespan=lifespan, middleware=[refusals])
+    errors = {404: _no_such_route, 405: _no_such_method, 500: _own_failure}
+    return Starlette(routes=routes, lifespan=lifespan, middleware=[refusals], exception_handlers=errors)
 
 
 class _Endpoints:
@@ -91,35 +100,43 @@ class _Endpoints:
         return answer
 
     async def completions(self, request: Request) -> Response:
+        return await self._answer(request, protocol.read_completion)
+
+    async def chat_completions(self, request: Request) -> Response:
+        return await self._answer(request, protocol.read_chat)
+
+    async def _answer(self, request: Request, read: ReadRequest) -> Response:
         data = bytearray()
         try:
             await self._receive(request, data)
-            completions = await self._service.start(bytes(data))
+            completions = await self._service.start(bytes(data), read)
         finally:
             self._num_large_bodies -= len(data) > _LARGE_BODY_BYTES
         if completions.stream:
-            return self._stream(completions)
+            return _stream(completions)
         try:
-            return await _while_connected(request, self._whole(completions))
+            return await _while_connected(request, _whole(completions))
         finally:
             completions.cancel()  # nothing has been read yet if the client was gone at once
 
-    async def _whole(self, completions: Completions) -> Response:
-        """One answer, when all is written."""
-        texts: dict[int, str] = {}
-        reasons: dict[int, str | None] = {}
-        async with aclosing(completions.pieces()) as pieces:  # type: ignore[type-var]
-            async for piece in pieces:
-                texts[piece.index] = texts.get(piece.index, "") + piece.text
-                reasons[piece.index] = piece.finish_reason
-        choices = [protocol.choice(index, texts[index], reasons[index]) for index in sorted(texts)]
-        usage = protocol.usage(completions.prompt_tokens, completions.written_tokens)
-        return _json(
-            protocol.completion_body(completions.request_id, completions.created, self._service.model, choices, usage)
-        )
-
     async def models(self, _: Request) -> Response:
-        return _json({"object": "list", "data": [{"id": self._service.model, "object": "model", "owned_by": "nxd"}]})
+        return _json({"object": "list", "data": [self._service.model_card]})
+
+    async def one_model(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        if name != self._service.model:
+            raise RequestError(
+                404,
+                f"there is no model {short_repr(name)}; this server has {self._service.model!r}",
+                "model",
+                code="model_not_found",
+            )
+        return _json(self._service.model_card)
+
+    async def page(self, _: Request) -> Response:
+        from starlette.responses import HTMLResponse  # noqa: PLC0415 - optional
+
+        return HTMLResponse(_PAGE.read_text(encoding="utf-8"), headers={"Content-Security-Policy": _PAGE_POLICY})
 
     async def health(self, _: Request) -> Response:
         healthy, status = self._service.health()
@@ -157,26 +174,56 @@ class _Endpoints:
         if num_bytes > _LARGE_BODY_BYTES and self._num_large_bodies > _MAX_LARGE_BODIES:
             raise RequestError(429, "too many long requests are being received; try again later", retry_after=1)
 
-    def _stream(self, completions: Completions) -> Response:
-        """Server-sent events: one per piece, then `[DONE]`."""
-        from starlette.responses import StreamingResponse  # noqa: PLC0415 - optional
 
-        async def events() -> AsyncIterator[str]:
-            async with aclosing(completions.pieces()) as pieces:  # type: ignore[type-var]
-                try:
-                    async for piece in pieces:
-                        if piece.text or piece.finish_reason:
-                            made = protocol.choice(piece.index, piece.text, piece.finish_reason)
-                            yield _event(
-                                protocol.completion_body(
-                                    completions.request_id, completions.created, self._service.model, [made], None
-                                )
-                            )
-                except RequestError as error:
-                    yield _event(error.body)
-            yield "data: [DONE]\n\n"
+async def _whole(completions: Completions) -> Response:
+    return _json(await completions.whole())
 
-        return StreamingResponse(events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+
+def _stream(completions: Completions) -> Response:
+    """Server-sent events: one per piece, then `[DONE]`."""
+    from starlette.responses import StreamingResponse  # noqa: PLC0415 - optional
+
+    form = completions.form
+    # As the client asked for them, all events have usage, which only the last one knows.
+    unknown = {"usage": None} if completions.include_usage else {}
+
+    async def events() -> AsyncIterator[str]:
+        begun: set[int] = set()
+        async with aclosing(completions.pieces()) as pieces:  # type: ignore[type-var]
+            try:
+                async for piece in pieces:
+                    beginning = None if piece.index in begun else form.beginning(piece.index)
+                    begun.add(piece.index)
+                    if beginning is not None:
+                        yield _event(beginning | unknown)
+                    if piece.text or piece.logprobs or piece.finish_reason:
+                        yield _event(form.event(piece) | unknown)
+                if completions.include_usage:
+                    yield _event(form.last_event(completions.usage()))
+            except RequestError as error:
+                yield _event(error.body)
+        yield "data: [DONE]\n\n"
+
+    return StreamingResponse(events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+
+
+async def _no_such_route(request: Request, _: Exception) -> Response:
+    error = RequestError(
+        404, f"there is no {short_repr(request.url.path)} here; ask {', '.join(_ROUTES)}", code="unknown_url"
+    )
+    return _json(error.body, error.status)
+
+
+async def _no_such_method(request: Request, raised: Exception) -> Response:
+    error = RequestError(
+        405, f"{short_repr(request.url.path)} does not take {request.method}", code="method_not_allowed"
+    )
+    return _json(error.body, error.status, getattr(raised, "headers", None))
+
+
+async def _own_failure(request: Request, error: Exception) -> Response:
+    del request
+    return _json(RequestError(500, f"the server failed: {headline(error)}").body, 500)
 
 
 # As nginx counts them; the client does not get the answer.

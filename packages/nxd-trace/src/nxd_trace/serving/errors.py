@@ -8,23 +8,31 @@ class RequestError(Exception):
         status: of the HTTP response.
         message: what is wrong, and what to do.
         parameter: of the request, that is wrong.
+        code: OpenAI's name for this kind of error, if it has one.
         retry_after: seconds after which the same request may be answered; None if it never is.
     """
 
     def __init__(
-        self, status: int, message: str, parameter: str | None = None, *, retry_after: int | None = None
+        self,
+        status: int,
+        message: str,
+        parameter: str | None = None,
+        *,
+        code: str | None = None,
+        retry_after: int | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
         self.message = message
         self.parameter = parameter
+        self.code = code
         self.retry_after = retry_after
 
     @property
     def body(self) -> dict[str, object]:
         """As clients of OpenAI's interface read errors."""
         kind = "invalid_request_error" if self.status < 500 and self.status != 429 else "server_error"
-        return {"error": {"message": self.message, "type": kind, "param": self.parameter, "code": None}}
+        return {"error": {"message": self.message, "type": kind, "param": self.parameter, "code": self.code}}
 
     @property
     def headers(self) -> dict[str, str]:

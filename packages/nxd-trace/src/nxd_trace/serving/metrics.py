@@ -1,18 +1,30 @@
 """A server's counters, in Prometheus's text format."""
 
 import threading
-from collections import Counter
-from collections.abc import Mapping
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+
+_SECONDS_OF_RATE = 10.0
+_FIRST_TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 
 class ServerMetrics:
-    """Counts requests, tokens and seconds; for several threads."""
+    """Counts requests, tokens and seconds; for several threads.
 
-    def __init__(self) -> None:
+    Args:
+        clock: seconds since some time.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._lock = threading.Lock()
         self._requests: Counter[int] = Counter()
         self._tokens: Counter[str] = Counter()
         self._seconds = 0.0
+        self._first_tokens: Counter[float] = Counter()  # by the bucket's upper bound
+        self._first_token_seconds = 0.0
+        self._written: deque[tuple[float, int]] = deque()  # when, and how many
 
     def count_request(self, status: int, seconds: float) -> None:
         """A request that was answered with this status, after so long."""
@@ -24,6 +36,16 @@ class ServerMetrics:
         """Tokens taken and given."""
         with self._lock:
             self._tokens.update(prompt=prompt, written=written)
+            if written:
+                self._written.append((self._clock(), written))
+                self._forget_old()
+
+    def count_first_token(self, seconds: float) -> None:
+        """A request whose first token came after so long."""
+        with self._lock:
+            bound = next((it for it in _FIRST_TOKEN_BUCKETS if seconds <= it), float("inf"))
+            self._first_tokens[bound] += 1
+            self._first_token_seconds += seconds
 
     def text(self, sequences: Mapping[str, int]) -> str:
         """All counts.
@@ -32,11 +54,30 @@ class ServerMetrics:
             sequences: how many there are in each state, such as waiting.
         """
         with self._lock:
+            self._forget_old()
+            rate = sum(number for _, number in self._written) / _SECONDS_OF_RATE
             lines = ["# TYPE nxd_requests_total counter"]
             lines += [f'nxd_requests_total{{status="{status}"}} {n}' for status, n in sorted(self._requests.items())]
             lines += ["# TYPE nxd_request_seconds summary", f"nxd_request_seconds_sum {self._seconds:.6f}"]
             lines += [f"nxd_request_seconds_count {self._requests.total()}", "# TYPE nxd_tokens_total counter"]
             lines += [f'nxd_tokens_total{{kind="{kind}"}} {self._tokens[kind]}' for kind in ("prompt", "written")]
+            lines += ["# TYPE nxd_tokens_per_second gauge", f"nxd_tokens_per_second {rate:.3f}"]
+            lines += self._first_token_lines()
         lines += ["# TYPE nxd_sequences gauge"]
         lines += [f'nxd_sequences{{state="{state}"}} {number}' for state, number in sequences.items()]
         return "\n".join(lines) + "\n"
+
+    def _first_token_lines(self) -> list[str]:
+        lines, number = ["# TYPE nxd_time_to_first_token_seconds histogram"], 0
+        for bound in _FIRST_TOKEN_BUCKETS:
+            number += self._first_tokens[bound]
+            lines.append(f'nxd_time_to_first_token_seconds_bucket{{le="{bound:g}"}} {number}')
+        total = self._first_tokens.total()
+        lines.append(f'nxd_time_to_first_token_seconds_bucket{{le="+Inf"}} {total}')
+        lines.append(f"nxd_time_to_first_token_seconds_sum {self._first_token_seconds:.6f}")
+        return [*lines, f"nxd_time_to_first_token_seconds_count {total}"]
+
+    def _forget_old(self) -> None:
+        now = self._clock()
+        while self._written and now - self._written[0][0] > _SECONDS_OF_RATE:
+            self._written.popleft()

@@ -1,34 +1,31 @@
-"""Requests and responses of OpenAI's completions interface: the supported part, and its JSON form."""
+"""Requests of OpenAI's completions and chat completions: the supported fields, checked before anything is generated."""
 
-import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from reprlib import repr as short_repr
-from typing import Any
+from typing import Any, Protocol
 
 from nxd_trace.generation import SamplingSettings
 from nxd_trace.serving.errors import RequestError
+from nxd_trace.serving.fields import flag, include_usage, json_object, limited, logit_bias, number, stop_texts
 from nxd_trace.serving.text import StopText
 
 # Fields that change what is written, in a way that this server does not know. At these values they change nothing.
-_ONLY_AT: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
-    "echo": (False,),
-    "logprobs": (0,),
-    "suffix": ("",),
-    "logit_bias": ({},),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
+_ONLY_AT: dict[str, tuple[Any, ...]] = {"suffix": ("",)}
+_ONLY_AT_IN_CHAT: dict[str, tuple[Any, ...]] = {
+    "tool_choice": ("auto", "none"),
+    "functions": ([],),
+    "function_call": ("auto", "none"),
+    "modalities": (["text"],),
+    "audio": (),
+    "web_search_options": (),
+    "reasoning_effort": (),
 }
-_MAX_STOPS = 4
-_MAX_STOP_CHARACTERS = 1000
+_MAX_LOGPROBS = 20  # tokens, as of OpenAI's
 _MAX_PARTS = 256  # texts, lists and objects, beside the prompts
+_MAX_PARTS_OF_CHAT = 4096
 _CHARACTERS_PER_TOKEN = 32  # a prompt with more than this for each token that the model takes does not fit
-
-# The parts of a body that cost memory: texts (also one without an end), lists, objects; and what stands between them.
-_PARTS = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|[\[{]|[^"\[{]++', re.DOTALL)
+_DEFAULT_TOKENS = 16  # of a completion; an answer of a chat may take all that is left
 
 
 @dataclass(frozen=True)
@@ -36,16 +33,43 @@ class CompletionRequest:
     """A request that has been checked.
 
     Attributes:
+        is_chat: whether it is answered as a chat completion.
         prompts: token ids of each.
-        settings: of the first prompt; prompt `i` draws with `seed + i`.
+        prompt_texts: to begin the texts with; empty without `echo`.
+        settings: of each prompt; text `i` of all texts draws with `seed + i`.
+        num_texts: to answer with, of each prompt.
+        num_tried: texts to generate for each prompt, of which the likeliest are answered with.
+        has_logprobs: whether the client asked for them.
+        writes_nothing: the prompt is only scored: the token that is written after it is dropped.
         stream: send each piece as it comes.
+        include_usage: end a stream by the counts of tokens.
         stop: texts to stop at.
     """
 
+    is_chat: bool
     prompts: list[list[int]]
-    settings: SamplingSettings
+    prompt_texts: list[str]
+    settings: list[SamplingSettings]
+    num_texts: int
+    num_tried: int
+    has_logprobs: bool
+    writes_nothing: bool
     stream: bool
+    include_usage: bool
     stop: tuple[StopText, ...]
+
+
+class ChatEncoder(Protocol):
+    """A chat template."""
+
+    def encode_prompt(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> Sequence[int]:
+        """The tokens of a conversation that the assistant is to answer.
+
+        Raises:
+            ValueError: the template refuses the conversation.
+        """
 
 
 @dataclass(frozen=True)
@@ -55,22 +79,26 @@ class ServedModel:
     Attributes:
         name: of the one model.
         encode: from text to token ids.
+        decode: from token ids to text.
+        chat: the template of conversations; None without.
         vocab_size: one more than the largest id.
-        end_token: to stop after.
+        end_tokens: to stop after.
         max_length: of a prompt and its completion, in tokens.
-        max_prompts: in one request.
+        max_prompts: texts to generate for one request.
     """
 
     name: str
     encode: Callable[[str], Sequence[int]]
+    decode: Callable[[Sequence[int]], str]
+    chat: ChatEncoder | None
     vocab_size: int
-    end_token: int
+    end_tokens: tuple[int, ...]
     max_length: int
     max_prompts: int
 
 
-def read_request(data: bytes, model: ServedModel, random_seed: int) -> CompletionRequest:
-    """Check the body of a request. Takes memory and time in proportion to it, and no event loop.
+def read_completion(data: bytes, model: ServedModel, random_seed: int) -> CompletionRequest:
+    """Check the body of a request to `/v1/completions`. Takes memory and time in proportion to it, and no event loop.
 
     Args:
         data: the body.
@@ -80,61 +108,149 @@ def read_request(data: bytes, model: ServedModel, random_seed: int) -> Completio
     Raises:
         RequestError: 404 for another model, 400 for everything else.
     """
-    body = _json_object(data, model)
+    body = _body(data, model, _MAX_PARTS, _ONLY_AT)
+    prompts = _prompts(body.get("prompt"), model)
+    echo = flag(body, "echo")
+    num_logprobs = limited(body, "logprobs", None, 0, _MAX_LOGPROBS)
+    num_texts = limited(body, "n", 1, 1, model.max_prompts)
+    num_tried = limited(body, "best_of", num_texts, 1, model.max_prompts)
+    if num_tried < num_texts:
+        raise RequestError(400, f"best_of={num_tried} is less than n={num_texts}; ask for at least as many", "best_of")
+    max_tokens = number(body, "max_tokens", int, _DEFAULT_TOKENS)
+    scores_only = max_tokens == 0 and echo
+    return _request(
+        body,
+        model,
+        prompts,
+        is_chat=False,
+        prompt_texts=[_decoded(prompt, model) for prompt in prompts] if echo else [],
+        limits=[("max_tokens", 1 if scores_only else max_tokens)] * len(prompts),
+        num_texts=num_texts,
+        num_tried=num_tried,
+        num_logprobs=num_logprobs,
+        prompt_logprobs=echo and num_logprobs is not None,
+        writes_nothing=scores_only,
+        random_seed=random_seed,
+    )
+
+
+def read_chat(data: bytes, model: ServedModel, random_seed: int) -> CompletionRequest:
+    """As `read_completion`, of a request to `/v1/chat/completions`."""
+    body = _body(data, model, _MAX_PARTS_OF_CHAT, _ONLY_AT_IN_CHAT)
+    _check_response_format(body.get("response_format"))
+    prompt = _conversation(body, model)
+    num_logprobs = limited(body, "top_logprobs", 0, 0, _MAX_LOGPROBS)
+    has_logprobs = flag(body, "logprobs")
+    if num_logprobs and not has_logprobs:
+        raise RequestError(400, f"top_logprobs={num_logprobs} needs logprobs=true", "top_logprobs")
+    num_texts = limited(body, "n", 1, 1, model.max_prompts)
+    name = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
+    max_tokens = number(body, name, int, max(1, model.max_length - len(prompt)))
+    return _request(
+        body,
+        model,
+        [prompt],
+        is_chat=True,
+        prompt_texts=[],
+        limits=[(name, max_tokens)],
+        num_texts=num_texts,
+        num_tried=num_texts,
+        num_logprobs=num_logprobs if has_logprobs else None,
+        prompt_logprobs=False,
+        writes_nothing=False,
+        random_seed=random_seed,
+    )
+
+
+def _request(
+    body: Mapping[str, Any],
+    model: ServedModel,
+    prompts: list[list[int]],
+    *,
+    is_chat: bool,
+    prompt_texts: list[str],
+    limits: Sequence[tuple[str, int]],
+    num_texts: int,
+    num_tried: int,
+    num_logprobs: int | None,
+    prompt_logprobs: bool,
+    writes_nothing: bool,
+    random_seed: int,
+) -> CompletionRequest:
+    """What both kinds of requests have in common. `limits`: of each prompt the field and its number of tokens."""
+    if len(prompts) * num_tried > model.max_prompts:
+        name = "best_of" if num_tried > num_texts else "n"
+        raise RequestError(
+            400, f"the request asks for {len(prompts) * num_tried} texts; ask for {model.max_prompts} or fewer", name
+        )
+    stream = flag(body, "stream")
+    if stream and num_tried > num_texts:
+        raise RequestError(400, f"best_of={num_tried} cannot be streamed, since the best is known last", "best_of")
+    ranked = num_logprobs is None and num_tried > num_texts
+    sampling = {
+        "temperature": number(body, "temperature", float, 1.0),
+        "top_k": number(body, "top_k", int, 0),
+        "top_p": number(body, "top_p", float, 1.0),
+        "min_p": number(body, "min_p", float, 0.0),
+        "repetition_penalty": number(body, "repetition_penalty", float, 1.0),
+        "presence_penalty": number(body, "presence_penalty", float, 0.0),
+        "frequency_penalty": number(body, "frequency_penalty", float, 0.0),
+        "logit_bias": logit_bias(body.get("logit_bias"), model.vocab_size),
+        "seed": number(body, "seed", int, random_seed) % 2**63,
+        "stop_tokens": model.end_tokens,
+        "num_logprobs": 0 if ranked else num_logprobs,
+        "prompt_logprobs": prompt_logprobs,
+    }
+    settings = []
+    for prompt, (name, max_tokens) in zip(prompts, limits, strict=True):
+        try:
+            settings.append(SamplingSettings(max_new_tokens=max_tokens, **sampling))
+        except ValueError as error:
+            message = str(error).replace("max_new_tokens", name)
+            raise RequestError(400, message, message.partition("=")[0]) from error
+        if len(prompt) + max_tokens > model.max_length:
+            raise RequestError(
+                400,
+                f"{len(prompt)} prompt tokens and {name}={max_tokens} are more than the max_length={model.max_length} "
+                f"of this server; ask for {max(0, model.max_length - len(prompt))} or fewer",
+                name,
+                code="context_length_exceeded",
+            )
+    return CompletionRequest(
+        is_chat=is_chat,
+        prompts=prompts,
+        prompt_texts=prompt_texts,
+        settings=settings,
+        num_texts=num_texts,
+        num_tried=num_tried,
+        has_logprobs=num_logprobs is not None,
+        writes_nothing=writes_nothing,
+        stream=stream,
+        include_usage=include_usage(body.get("stream_options"), stream=stream),
+        stop=stop_texts(body.get("stop")),
+    )
+
+
+def _body(
+    data: bytes, model: ServedModel, most_parts: int, only_at: Mapping[str, tuple[Any, ...]]
+) -> Mapping[str, Any]:
+    """The parsed body, for this model, and without fields that are not known here."""
+    body = json_object(
+        data,
+        max_numbers=model.max_prompts * model.max_length + most_parts,
+        max_parts=2 * model.max_prompts + most_parts,
+    )
     if body.get("model", model.name) != model.name:
         raise RequestError(
-            404, f"there is no model {short_repr(body['model'])}; this server has {model.name!r}", "model"
+            404,
+            f"there is no model {short_repr(body['model'])}; this server has {model.name!r}",
+            "model",
+            code="model_not_found",
         )
-    for name, allowed in _ONLY_AT.items():
+    for name, allowed in only_at.items():
         if body.get(name) is not None and body[name] not in allowed:
             raise RequestError(400, f"{name}={short_repr(body[name])} is not supported; leave it out", name)
-    stream = body.get("stream")
-    if not isinstance(stream, bool | None):
-        raise RequestError(400, f"stream={short_repr(stream)} must be true or false", "stream")
-    try:
-        settings = SamplingSettings(
-            max_new_tokens=_number(body, "max_tokens", int, 16),
-            temperature=_number(body, "temperature", float, 1.0),
-            top_k=_number(body, "top_k", int, 0),
-            top_p=_number(body, "top_p", float, 1.0),
-            stop_tokens=(model.end_token,),
-            seed=_number(body, "seed", int, random_seed) % 2**63,
-        )
-    except ValueError as error:
-        raise RequestError(400, str(error)) from error
-    prompts = _prompts(body.get("prompt"), model)
-    return CompletionRequest(prompts, settings, bool(stream), _stop_texts(body.get("stop")))
-
-
-def _json_object(data: bytes, model: ServedModel) -> dict[str, Any]:
-    """The parsed body, whose parts are counted first: parsed they may take thirty times its memory."""
-    max_numbers = model.max_prompts * model.max_length + _MAX_PARTS
-    max_parts = 2 * model.max_prompts + _MAX_PARTS
-    parts = numbers = 0
-    for match in _PARTS.finditer(data):
-        between = match[0][0] not in b'"[{'
-        parts += not between
-        numbers += match[0].count(b",") if between else 0
-        if parts > max_parts:
-            raise RequestError(400, f"the body has more than {max_parts} texts, lists and objects; send fewer")
-        if numbers > max_numbers:
-            raise RequestError(400, f"the body has more than {max_numbers} values; send fewer or shorter prompts")
-    try:
-        body = json.loads(data.decode())
-    except (ValueError, RecursionError) as error:
-        raise RequestError(400, f"the body is not JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise RequestError(400, f"the body is a JSON {type(body).__name__}; expected an object")
     return body
-
-
-def _number(body: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
-    value = body.get(name)
-    if value is None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, int | kind):
-        raise RequestError(400, f"{name}={short_repr(value)} must be of type {kind.__name__}", name)
-    return value
 
 
 def _prompts(prompt: Any, model: ServedModel) -> list[list[int]]:
@@ -170,55 +286,88 @@ def _tokens(prompt: Any, model: ServedModel) -> list[int]:
 
 
 def _encoded(text: str, model: ServedModel) -> list[int]:
-    if len(text) > _CHARACTERS_PER_TOKEN * model.max_length:
-        raise RequestError(
-            400,
-            f"a prompt has {len(text)} characters, too many for the model's max_length={model.max_length} tokens",
-            "prompt",
-        )
+    _check_characters(len(text), "a prompt has", "prompt", model)
     try:
         return [int(token) for token in model.encode(text)]
     except Exception as error:  # a tokenizer may raise anything for a text that it cannot encode
         raise RequestError(400, f"the prompt has no tokens: {error}", "prompt") from error
 
 
+def _decoded(prompt: Sequence[int], model: ServedModel) -> str:
+    try:
+        return model.decode(prompt)
+    except Exception as error:  # as `_encoded`
+        raise RequestError(400, f"the prompt has no text to echo: {error}", "echo") from error
+
+
+def _check_characters(num_characters: int, what: str, field: str, model: ServedModel) -> None:
+    if num_characters > _CHARACTERS_PER_TOKEN * model.max_length:
+        raise RequestError(
+            400,
+            f"{what} {num_characters} characters, too many for the model's max_length={model.max_length} tokens",
+            field,
+        )
+
+
 def _is_id(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _stop_texts(stop: Any) -> tuple[StopText, ...]:
-    stops = [stop] if isinstance(stop, str) else [] if stop is None else stop
-    if (
-        not isinstance(stops, list)
-        or len(stops) > _MAX_STOPS
-        or not all(isinstance(text, str) and 0 < len(text) <= _MAX_STOP_CHARACTERS for text in stops)
-    ):
+def _conversation(body: Mapping[str, Any], model: ServedModel) -> list[int]:
+    """The tokens of `messages` and `tools`, by the chat template."""
+    if model.chat is None:
+        raise RequestError(
+            400, f"the model {model.name!r} has no chat template, which messages need; use /v1/completions", "messages"
+        )
+    messages, tools = body.get("messages"), body.get("tools")
+    if not isinstance(messages, list) or not messages:
+        raise RequestError(400, "messages must be a list of at least one message", "messages")
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise RequestError(400, "tools must be a list of objects", "tools")
+    told = None if body.get("tool_choice") == "none" else tools or None
+    plain = [_message(index, message) for index, message in enumerate(messages)]
+    _check_characters(sum(len(message["content"] or "") for message in plain), "messages have", "messages", model)
+    try:
+        prompt = [int(token) for token in model.chat.encode_prompt(plain, told)]
+    except ValueError as error:
+        raise RequestError(400, str(error), "messages") from error
+    if not 0 < len(prompt) < model.max_length:
         raise RequestError(
             400,
-            f"stop must be a text or up to {_MAX_STOPS} texts, none empty or longer than "
-            f"{_MAX_STOP_CHARACTERS} characters",
-            "stop",
+            f"the messages have {len(prompt)} tokens; expected at least 1, and less than the "
+            f"max_length={model.max_length} of this server",
+            "messages",
+            code="context_length_exceeded",
         )
-    return tuple(map(StopText, stops))
+    return prompt
 
 
-def completion_body(
-    request_id: str, created: int, model: str, choices: Sequence[dict[str, Any]], usage: dict[str, int] | None
-) -> dict[str, Any]:
-    """A response, or one event of a stream (without usage)."""
-    body = {"id": request_id, "object": "text_completion", "created": created, "model": model, "choices": list(choices)}
-    return body if usage is None else body | {"usage": usage}
+def _message(index: int, message: Any) -> dict[str, Any]:
+    """A message whose content is one text, or none beside calls of tools."""
+    place = f"messages[{index}]"
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise RequestError(400, f"{place} must be an object with role and content", "messages")
+    content = message.get("content")
+    if isinstance(content, list):
+        texts = [part["text"] for part in content if _is_text_part(part)]
+        if len(texts) < len(content):
+            raise RequestError(400, f"{place} has content that is not text, which the model does not read", "messages")
+        content = "".join(texts)
+    if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+        raise RequestError(400, f"{place} has {short_repr(content)} as its content; expected text", "messages")
+    return {**message, "content": content}
 
 
-def choice(index: int, text: str, finish_reason: str | None) -> dict[str, Any]:
-    """The text generated after one prompt, or the next piece of it."""
-    return {"index": index, "text": text, "logprobs": None, "finish_reason": finish_reason}
+def _is_text_part(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
-def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
-    """Tokens taken and given."""
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-    }
+def _check_response_format(wanted: Any) -> None:
+    kind = wanted.get("type") if isinstance(wanted, dict) else wanted
+    if kind not in (None, "text"):
+        raise RequestError(
+            400,
+            f"response_format={short_repr(kind)} is not supported: the model's text is not made to fit a format; leave "
+            "it out, and ask for JSON in a message",
+            "response_format",
+        )

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Self
 
 from nxd_trace.errors import WorkerError
-from nxd_trace.generation import GenerationEngine, RunningSequence, SamplingSettings
+from nxd_trace.generation import GenerationEngine, RunningSequence, SamplingSettings, TokenLogprobs
 from nxd_trace.generation.engine import FinishReason
 from nxd_trace.serving.errors import RequestError, headline
 
@@ -29,10 +29,27 @@ class WrittenToken:
     Attributes:
         token: its id.
         finish_reason: None if more will follow.
+        logprobs: if asked for.
+        prompt_logprobs: of the prompt's tokens, with the first token, if asked for.
+        num_shared: tokens of the prompt that the cache had already.
     """
 
     token: int
     finish_reason: FinishReason | None
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    num_shared: int = 0
+
+    @classmethod
+    def last_of(cls, sequence: RunningSequence) -> Self:
+        """The newest token of a sequence."""
+        return cls(
+            sequence.tokens[-1],
+            sequence.finish_reason,
+            sequence.logprobs[-1] if sequence.logprobs else None,
+            tuple(sequence.prompt_logprobs) if len(sequence.tokens) == 1 else (),
+            sequence.num_shared,
+        )
 
 
 Deliver = Callable[[WrittenToken | Exception], None]
@@ -126,18 +143,6 @@ class Scheduler:
     def has_ended(self) -> bool:
         """Whether the thread has ended, and nobody uses the engine any more."""
         return not self._thread.is_alive()
-
-    def check(self, prompts: Sequence[Sequence[int]], settings: SamplingSettings) -> None:
-        """Check the prompts of a request, in a time that grows with them.
-
-        Raises:
-            RequestError: a prompt does not fit the model (400).
-        """
-        for prompt in prompts:
-            try:
-                self._engine.check(prompt, settings)
-            except ValueError as error:
-                raise RequestError(400, str(error), "max_tokens") from error
 
     def check_runs(self) -> None:
         """Check that prompts would be taken.
@@ -247,7 +252,7 @@ class Scheduler:
                 is_last = sequence.finish_reason is not None or sequence.failure is not None
                 job = self._running.pop(sequence, None) if is_last else self._running.get(sequence)
             if job is not None:  # its request has not been ended meanwhile
-                job.deliver(sequence.failure or WrittenToken(sequence.tokens[-1], sequence.finish_reason))
+                job.deliver(sequence.failure or WrittenToken.last_of(sequence))
 
     def _restart(self, error: Exception) -> bool:
         """Start new workers, as often as it takes; false if it is time to end."""

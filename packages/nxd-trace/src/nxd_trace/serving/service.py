@@ -4,15 +4,15 @@ import asyncio
 import random
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass, fields
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, Protocol
 
 from nxd_trace.generation import GenerationEngine
-from nxd_trace.serving import protocol
+from nxd_trace.serving import protocol, responses
 from nxd_trace.serving.errors import RequestError, headline
 from nxd_trace.serving.metrics import ServerMetrics
 from nxd_trace.serving.scheduler import Job, RestartPolicy, Scheduler, WrittenToken
@@ -68,34 +68,17 @@ class ServerLimits:
                 raise ValueError(f"{field.name}={value} must be more than 0")
 
 
-@dataclass(frozen=True)
-class Piece:
-    """The next text of one of a request's completions.
-
-    Attributes:
-        index: of the prompt.
-        text: may be empty.
-        finish_reason: None if more will follow.
-    """
-
-    index: int
-    text: str
-    finish_reason: str | None
-
-
 class Completions:
-    """The completions of one request, while they are written.
+    """The texts of one request, while they are written.
 
     Args:
         service: that writes them.
         request: what was asked for.
 
     Attributes:
-        request_id: unique.
-        created: when, in seconds since 1970.
+        form: makes the answers.
         stream: whether the client wants each piece as it comes.
-        prompt_tokens: of all prompts.
-        written_tokens: so far.
+        include_usage: whether it wants a stream to end by the counts of tokens.
 
     Raises:
         RequestError: the queue is full, or the model does not run.
@@ -103,23 +86,34 @@ class Completions:
 
     def __init__(self, service: "CompletionService", request: protocol.CompletionRequest) -> None:
         self._service = service
-        self._streams = [TextStream(service.tokenizer.decode, request.stop) for _ in request.prompts]
+        self._request = request
+        self._begun = time.perf_counter()
         self._events: asyncio.Queue[tuple[int, WrittenToken | Exception]] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
+        tried = request.num_tried
         self._jobs = [
-            Job(prompt, request.settings.of_prompt(index), partial(self._deliver, index))
-            for index, prompt in enumerate(request.prompts)
+            Job(prompt, settings.of_prompt(index * tried + number), partial(self._deliver, index * tried + number))
+            for index, (prompt, settings) in enumerate(zip(request.prompts, request.settings, strict=True))
+            for number in range(tried)
         ]
-        self.request_id = f"cmpl-{uuid.uuid4().hex}"
-        self.created = int(time.time())
+        self._writers = [_TextWriter(index, self) for index in range(len(self._jobs))]
+        self._written_tokens = 0
+        self._cached_tokens = 0
+        self._has_token = False
+        make_form = responses.ChatForm if request.is_chat else responses.CompletionForm
+        common = {
+            "id": f"{'chatcmpl' if request.is_chat else 'cmpl'}-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": service.model,
+        }
+        self.form = make_form(common, service.tokenizer.decode, has_logprobs=request.has_logprobs)
         self.stream = request.stream
-        self.prompt_tokens = sum(map(len, request.prompts))
-        self.written_tokens = 0
+        self.include_usage = request.include_usage
         service.scheduler.submit(self._jobs)
-        service.metrics.count_tokens(prompt=self.prompt_tokens)
+        service.metrics.count_tokens(prompt=self._prompt_tokens)
 
-    async def pieces(self) -> AsyncIterator[Piece]:
-        """The generated text of all prompts, as it comes; a reader that stops early drops the rest.
+    async def pieces(self) -> AsyncIterator[responses.Text]:
+        """The text of all prompts, as it comes; a reader that stops early drops the rest.
 
         Raises:
             RequestError: the model failed, or the server is closing.
@@ -134,9 +128,8 @@ class Completions:
                     raise event
                 if isinstance(event, Exception):
                     raise RequestError(503, f"the model failed: {headline(event)}") from event
-                self.written_tokens += 1
-                self._service.metrics.count_tokens(written=1)
-                piece = self._piece(index, event)
+                self._count(event)
+                piece = self._writers[index].push(event)
                 if piece.finish_reason is not None:
                     unfinished.discard(index)
                     self._service.scheduler.cancel([self._jobs[index]])
@@ -144,23 +137,107 @@ class Completions:
         finally:  # also when the client has gone
             self._service.scheduler.cancel([self._jobs[index] for index in unfinished])
 
+    async def whole(self) -> dict[str, Any]:
+        """The answer, when all is written.
+
+        Raises:
+            RequestError: as `pieces`.
+        """
+        texts = [responses.Text(index, "") for index in range(len(self._jobs))]
+        async with aclosing(self.pieces()) as pieces:  # type: ignore[type-var]
+            async for piece in pieces:
+                text = texts[piece.index]
+                text.text += piece.text
+                text.logprobs += piece.logprobs
+                text.finish_reason = piece.finish_reason
+        return self.form.whole(self._best(texts), self.usage())
+
+    def usage(self) -> dict[str, Any]:
+        """Tokens taken and given so far."""
+        return responses.usage(self._prompt_tokens, self._written_tokens, self._cached_tokens)
+
     def cancel(self) -> None:
         """Drop what is not done."""
         self._service.scheduler.cancel(self._jobs)
+
+    def _best(self, texts: Sequence[responses.Text]) -> list[responses.Text]:
+        """Of each prompt as many texts as were asked for: those whose tokens are likeliest in the mean."""
+        tried, number = self._request.num_tried, self._request.num_texts
+        best: list[responses.Text] = []
+        for start in range(0, len(texts), tried):
+            of_prompt = sorted(texts[start : start + tried], key=lambda text: -self._writers[text.index].mean_logprob)
+            best += of_prompt[:number] if number < tried else texts[start : start + tried]
+        return [replace(text, index=index) for index, text in enumerate(best)]
+
+    @property
+    def _prompt_tokens(self) -> int:
+        return sum(map(len, self._request.prompts))
+
+    def _count(self, event: WrittenToken) -> None:
+        if not self._has_token:
+            self._has_token = True
+            self._service.metrics.count_first_token(time.perf_counter() - self._begun)
+        self._cached_tokens = max(self._cached_tokens, event.num_shared)
+        if not self._request.writes_nothing:
+            self._written_tokens += 1
+            self._service.metrics.count_tokens(written=1)
 
     def _deliver(self, index: int, event: WrittenToken | Exception) -> None:
         """Called in the scheduler's thread."""
         with suppress(RuntimeError):  # of an event loop that has been closed, with all its clients
             self._loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
 
-    def _piece(self, index: int, event: WrittenToken) -> Piece:
-        stream = self._streams[index]
-        is_end = event.token == self._service.tokenizer.end_of_document
-        text = "" if is_end else stream.push(event.token)
-        if event.finish_reason is not None:
-            text += stream.rest()
-        return Piece(index, text, "stop" if stream.stopped else event.finish_reason)
+    @property
+    def request(self) -> protocol.CompletionRequest:
+        """What was asked for."""
+        return self._request
 
+    @property
+    def tokenizer(self) -> TextTokenizer:
+        """Of the model."""
+        return self._service.tokenizer
+
+
+class _TextWriter:
+    """Makes pieces of text of the tokens of one of a request's texts."""
+
+    def __init__(self, index: int, completions: Completions) -> None:
+        request = completions.request
+        self._index = index
+        self._request = request
+        self._end_tokens = request.settings[0].stop_tokens
+        self._stream = TextStream(completions.tokenizer.decode, request.stop)
+        self._prompt_text = request.prompt_texts[index // request.num_tried] if request.prompt_texts else ""
+        self._length = 0
+        self._logprobs: list[float] = []
+
+    @property
+    def mean_logprob(self) -> float:
+        """Of the tokens written so far."""
+        return sum(self._logprobs) / max(1, len(self._logprobs))
+
+    def push(self, event: WrittenToken) -> responses.Text:
+        """The next piece; the first one begins with the prompt, if it is to be echoed."""
+        piece = responses.Text(self._index, self._prompt_text, offset=self._length)
+        self._prompt_text = ""
+        piece.logprobs += event.prompt_logprobs
+        reason: str | None = event.finish_reason
+        if self._request.writes_nothing:
+            reason = "length"
+        else:
+            if event.token not in self._end_tokens:
+                piece.text += self._stream.push(event.token)
+                piece.logprobs += [] if event.logprobs is None else [event.logprobs]
+            if event.logprobs is not None and event.logprobs.logprob is not None:
+                self._logprobs.append(event.logprobs.logprob)
+            if reason is not None:
+                piece.text += self._stream.rest()
+        piece.finish_reason = "stop" if self._stream.stopped else reason
+        self._length += len(piece.text)
+        return piece
+
+
+ReadRequest = Callable[[bytes, protocol.ServedModel, int], protocol.CompletionRequest]
 
 # Reading a body of this size takes a millisecond or so.
 _SMALL_BODY_BYTES = 1 << 13
@@ -173,6 +250,8 @@ class CompletionService:
         engine: the batch.
         tokenizer: of the model.
         model: its name.
+        chat: the template of its conversations; without one there are no chat completions.
+        end_tokens: each ends a text; the tokenizer's alone if empty.
         limits: what is refused.
         restarts: how often workers that failed are started again.
 
@@ -182,6 +261,7 @@ class CompletionService:
         tokenizer: of the model.
         metrics: counts.
         scheduler: the queue.
+        model_card: what `/v1/models` says of the model.
     """
 
     def __init__(
@@ -190,6 +270,8 @@ class CompletionService:
         tokenizer: TextTokenizer,
         *,
         model: str,
+        chat: protocol.ChatEncoder | None = None,
+        end_tokens: Sequence[int] = (),
         limits: ServerLimits | None = None,
         restarts: RestartPolicy | None = None,
     ) -> None:
@@ -198,11 +280,14 @@ class CompletionService:
         self.metrics = ServerMetrics()
         self.scheduler = Scheduler(engine, self.limits.max_waiting, restarts)
         self.tokenizer = tokenizer
+        self.model_card = {"id": model, "object": "model", "created": int(time.time()), "owned_by": "nxd"}
         self._served = protocol.ServedModel(
             name=model,
             encode=tokenizer.encode,
+            decode=tokenizer.decode,
+            chat=chat,
             vocab_size=tokenizer.vocab_size,
-            end_token=tokenizer.end_of_document,
+            end_tokens=tuple(end_tokens) or (tokenizer.end_of_document,),
             max_length=engine.max_length,
             max_prompts=self.limits.max_prompts,
         )
@@ -210,7 +295,7 @@ class CompletionService:
         self._small_bodies = ThreadPoolExecutor(1, "nxd-trace-small-bodies")
         self._large_bodies = ThreadPoolExecutor(1, "nxd-trace-large-bodies")
 
-    async def start(self, body: bytes) -> Completions:
+    async def start(self, body: bytes, read: ReadRequest = protocol.read_completion) -> Completions:
         """Check a request and queue its prompts; called in the event loop that will read the pieces.
 
         Raises:
@@ -218,13 +303,9 @@ class CompletionService:
         """
         self.scheduler.check_runs()  # before any work
         readers = self._small_bodies if len(body) <= _SMALL_BODY_BYTES else self._large_bodies
-        request = await asyncio.get_running_loop().run_in_executor(readers, self._read, body)
+        seed = random.getrandbits(32)
+        request = await asyncio.get_running_loop().run_in_executor(readers, read, body, self._served, seed)
         return Completions(self, request)
-
-    def _read(self, body: bytes) -> protocol.CompletionRequest:
-        request = protocol.read_request(body, self._served, random.getrandbits(32))
-        self.scheduler.check(request.prompts, request.settings)
-        return request
 
     def health(self) -> tuple[bool, str]:
         """Whether the model runs, and what is wrong if it does not."""

@@ -21,7 +21,7 @@ def reports_user_errors(call: Callable[[], T]) -> T:
     """Call something whose errors are for the user to correct, and the same on every rank."""
     try:
         return call()
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, FloatingPointError) as error:
         raise UserError(str(error)) from error
     except Exception as error:
         from nxd_ckpt import CheckpointError  # noqa: PLC0415 - it loads torch, which `nxd doctor` may find broken
@@ -71,15 +71,31 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tag", help="which checkpoint; the newest if unset")
 
 
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that name a model to write text with."""
+    parser.add_argument(
+        "model", type=Path, help="a Hugging Face folder (config.json, safetensors, tokenizer), or one of checkpoints"
+    )
+    parser.add_argument("--tag", help="which checkpoint; the newest if unset")
+    parser.add_argument(
+        "--adapter", type=Path, metavar="FOLDER", help="a LoRA adapter of PEFT's files or in a checkpoint, to merge"
+    )
+    add_tokenizer(parser)
+
+
 def add_tokenizer(parser: argparse.ArgumentParser) -> None:
     """Add `--tokenizer`, for checkpoints that do not say theirs."""
     parser.add_argument(
-        "--tokenizer", metavar="PATH", help="a tokenizer.json, its folder, or 'bytes'; unset: what the checkpoint says"
+        "--tokenizer", metavar="PATH", help="a tokenizer.json, its folder, or 'bytes'; unset: what the model says"
     )
 
 
-def add_nproc(parser: argparse.ArgumentParser) -> None:
+def add_nproc(parser: argparse.ArgumentParser, *more_names: str) -> None:
     """Add `--nproc`, which `started_ranks` obeys."""
     parser.add_argument(
-        "--nproc", type=int, metavar="N", help="start N ranks on this machine; unset: this process, or torchrun's ranks"
+        "--nproc",
+        *more_names,
+        type=int,
+        metavar="N",
+        help="start N ranks on this machine; unset: this process, or torchrun's ranks",
     )

@@ -1,31 +1,64 @@
-"""`nxd generate`: write text with a trained model."""
+"""`nxd generate`: write text with a model, or answer in a conversation."""
 
 import argparse
 import os
+import sys
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
 
 from nxd_trainer.cli.command import (
     Commands,
-    add_checkpoint,
+    UserError,
+    add_model,
     add_nproc,
-    add_tokenizer,
     check_own_process,
     leave_mesh,
     reports_user_errors,
     started_ranks,
 )
 
+if TYPE_CHECKING:
+    from nxd_trainer.opened_model import Words
+
 _LENGTHS = 128  # compiled lengths are multiples of this, so that other prompts find their programs in the cache
+_LONGEST_TALK = 4096  # tokens of a compiled conversation, which says its prompts later
+_PROMPT = "def "
+_SAMPLING = (
+    "max_new_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+)
+
+OnToken = Callable[[int], None]
+Write = Callable[[list[int], OnToken], object]
 
 
 def add_parser(commands: Commands) -> None:
     """Add `generate` to the commands."""
-    parser = commands.add_parser("generate", help="write text with a trained model")
-    add_checkpoint(parser)
-    add_tokenizer(parser)
-    parser.add_argument("--prompt", default="def ", help="text to continue (default: %(default)r)")
+    parser = commands.add_parser("generate", help="write text with a model")
+    add_model(parser)
+    parser.add_argument("--prompt", help=f"text to continue (default: {_PROMPT!r}); with --chat, to answer")
+    parser.add_argument(
+        "--chat",
+        action="store_true",
+        help="answer by the model's chat template; without --prompt each line of standard input is a turn",
+    )
+    parser.add_argument("--system", help="with --chat: the system prompt")
     parser.add_argument("--max-new-tokens", type=int, default=200, metavar="N", help="default: %(default)s")
     parser.add_argument("--temperature", type=float, default=0.8, metavar="T", help="0: likeliest token (default: 0.8)")
     parser.add_argument("--top-k", type=int, default=40, metavar="K", help="0: all tokens (default: %(default)s)")
+    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="the likeliest with this probability")
+    parser.add_argument("--min-p", type=float, default=0.0, metavar="P", help="this part of the likeliest's")
+    parser.add_argument("--repetition-penalty", type=float, default=1.0, metavar="F", help="1: none (default)")
+    parser.add_argument("--presence-penalty", type=float, default=0.0, metavar="F", help="-2 to 2; 0: none (default)")
+    parser.add_argument("--frequency-penalty", type=float, default=0.0, metavar="F", help="-2 to 2; 0: none (default)")
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before it; may be repeated")
     parser.add_argument("--seed", type=int, default=0, help="of the draws (default: %(default)s)")
     parser.add_argument(
         "--compiled",
@@ -33,14 +66,20 @@ def add_parser(commands: Commands) -> None:
         help="compile the model first, for longer texts; with --nproc, tensor parallel in worker processes",
     )
     parser.add_argument("--compiler", help="with --compiled: inductor or export; unset: what this machine has")
-    add_nproc(parser)
+    add_nproc(parser, "--tensor-parallel-size")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the prompt and what the model writes after it."""
+    """Print the prompt and what the model writes after it, or the answers of a conversation."""
+    if "" in options.stop:
+        raise UserError("--stop is empty; give the text to end before")
+    if not options.chat and options.system is not None:
+        raise UserError("--system is for conversations; add --chat")
     if options.compiled:
         return _run_compiled(options)
+    if options.chat and options.prompt is None and options.nproc not in (None, 1):
+        raise UserError("several ranks cannot read a conversation from standard input; give --prompt, or --compiled")
     code = started_ranks(options)
     if code is not None:
         return code
@@ -48,25 +87,19 @@ def run(options: argparse.Namespace) -> int:
     import torch  # noqa: PLC0415
     from nxd_state import get_world_group, initialize_model_parallel  # noqa: PLC0415
 
-    from nxd_trainer.generate import generate, load_for_generation  # noqa: PLC0415
+    from nxd_trainer.generate import generate, load_with_words  # noqa: PLC0415
 
+    sampling = _sampling(options)
     initialize_model_parallel(int(os.environ.get("WORLD_SIZE", "1")))
-    model, tokenizer = reports_user_errors(
-        lambda: load_for_generation(options.checkpoints, options.tag, tokenizer=options.tokenizer)
+    model, words = reports_user_errors(
+        lambda: load_with_words(options.model, options.tag, tokenizer=options.tokenizer, adapter=options.adapter)
     )
-    prompt = torch.from_numpy(tokenizer.encode(options.prompt))
-    tokens = generate(
-        model,
-        prompt,
-        max_new_tokens=options.max_new_tokens,
-        temperature=options.temperature,
-        top_k=options.top_k,
-        end_token=tokenizer.end_of_document,
-        seed=options.seed,
-    )
-    new_tokens = reports_user_errors(lambda: [token for token in tokens if token != tokenizer.end_of_document])
-    if get_world_group().rank == 0:
-        print(options.prompt + tokenizer.decode(new_tokens))
+
+    def write(prompt: list[int], on_token: OnToken) -> None:
+        for token in generate(model, torch.tensor(prompt), stop_tokens=words.end_tokens, **sampling):
+            on_token(token)
+
+    _write_texts(options, words, write, is_shown=get_world_group().rank == 0)
     leave_mesh()
     return 0
 
@@ -74,31 +107,121 @@ def run(options: argparse.Namespace) -> int:
 def _run_compiled(options: argparse.Namespace) -> int:
     reports_user_errors(lambda: check_own_process(options.nproc, "--compiled"))
 
-    from nxd_trace.generation import SamplingSettings  # noqa: PLC0415
-
     from nxd_trainer.compiled_generation import open_for_compilation  # noqa: PLC0415
 
-    sampling = {
-        "max_new_tokens": options.max_new_tokens,
-        "temperature": options.temperature,
-        "top_k": options.top_k,
-        "seed": options.seed,
-    }
-    reports_user_errors(lambda: SamplingSettings(**sampling))  # before the minutes that compiling may take
+    sampling = _sampling(options)  # before the minutes that compiling may take
     checkpoint = reports_user_errors(
-        lambda: open_for_compilation(options.checkpoints, options.tag, tokenizer=options.tokenizer)
+        lambda: open_for_compilation(options.model, options.tag, tokenizer=options.tokenizer, adapter=options.adapter)
     )
-    tokenizer, end = checkpoint.tokenizer, checkpoint.tokenizer.end_of_document
-    prompt = tokenizer.encode(options.prompt).tolist()
-    needed = len(prompt) + options.max_new_tokens
-    rounded = -(-needed // _LENGTHS) * _LENGTHS
-    length = max(needed, min(rounded, checkpoint.max_positions))
+    words = checkpoint.words
+    if options.chat and options.prompt is None:
+        length = min(_LONGEST_TALK, checkpoint.max_positions)
+    else:
+        needed = len(_first_prompt(options, words)) + options.max_new_tokens
+        length = max(needed, min(-(-needed // _LENGTHS) * _LENGTHS, checkpoint.max_positions))
     generator = reports_user_errors(
         lambda: checkpoint.compile(
             batch_size=1, max_length=length, tp_degree=options.nproc or 1, compiler=options.compiler
         )
     )
+
+    def write(prompt: list[int], on_token: OnToken) -> None:
+        generator.generate(
+            [prompt], stop_tokens=words.end_tokens, on_token=lambda _, token: on_token(token), **sampling
+        )
+
     with generator:
-        (completion,) = reports_user_errors(lambda: generator.generate([prompt], stop_tokens=(end,), **sampling))
-    print(options.prompt + tokenizer.decode(token for token in completion.tokens if token != end))
+        _write_texts(options, words, write, is_shown=True)
     return 0
+
+
+def _sampling(options: argparse.Namespace) -> dict[str, Any]:
+    from nxd_trace.generation import SamplingSettings  # noqa: PLC0415
+
+    sampling = {name: getattr(options, name) for name in _SAMPLING}
+    reports_user_errors(lambda: SamplingSettings(**sampling))
+    return sampling
+
+
+def _write_texts(options: argparse.Namespace, words: "Words", write: Write, *, is_shown: bool) -> None:
+    """Write what was asked for, and show it as it comes."""
+    show = _show if is_shown else _show_nothing
+    if not options.chat:
+        show(_text_of(options))
+        _write_text(_first_prompt(options, words), options, words, write, show)
+        return
+    messages = _system_message(options)
+    turns: Iterable[str] = sys.stdin if options.prompt is None else [options.prompt]
+    for turn in turns:
+        if not turn.strip():
+            continue
+        messages.append({"role": "user", "content": turn.rstrip("\n")})
+        prompt = _chat_prompt(messages, words)
+        messages.append({"role": "assistant", "content": _write_text(prompt, options, words, write, show)})
+
+
+def _write_text(
+    prompt: list[int], options: argparse.Namespace, words: "Words", write: Write, show: Callable[[str], None]
+) -> str:
+    """Write one text and a line's end; gives the text."""
+    from nxd_trace.serving.text import StopText, TextStream  # noqa: PLC0415
+
+    stream = TextStream(words.tokenizer.decode, [StopText(text) for text in options.stop])
+    pieces: list[str] = []
+
+    def give(text: str) -> None:
+        pieces.append(text)
+        show(text)
+
+    def on_token(token: int) -> None:
+        if token not in words.end_tokens:
+            give(stream.push(token))
+        if stream.stopped:
+            raise _StopTextFound
+
+    try:
+        reports_user_errors(lambda: write(prompt, on_token))
+    except _StopTextFound:
+        pass
+    else:
+        give(stream.rest())
+    show("\n")
+    return "".join(pieces)
+
+
+class _StopTextFound(Exception):
+    """Ends a text."""
+
+
+def _first_prompt(options: argparse.Namespace, words: "Words") -> list[int]:
+    if options.chat:
+        return _chat_prompt([*_system_message(options), {"role": "user", "content": options.prompt}], words)
+    ids: list[int] = words.tokenizer.encode(_text_of(options)).tolist()
+    return ids
+
+
+def _text_of(options: argparse.Namespace) -> str:
+    return _PROMPT if options.prompt is None else str(options.prompt)
+
+
+def _system_message(options: argparse.Namespace) -> list[dict[str, str]]:
+    return [] if options.system is None else [{"role": "system", "content": options.system}]
+
+
+def _chat_prompt(messages: list[dict[str, str]], words: "Words") -> list[int]:
+    chat = words.chat
+    if chat is None:
+        raise UserError(
+            "--chat needs a chat template, and the model's tokenizer has none; give --tokenizer FOLDER of a chat "
+            "model's, or leave out --chat"
+        )
+    return reports_user_errors(lambda: chat.encode_prompt(messages))
+
+
+def _show(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _show_nothing(text: str) -> None:
+    del text

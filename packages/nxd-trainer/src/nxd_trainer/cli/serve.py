@@ -2,25 +2,34 @@
 
 import argparse
 import sys
+import time
 
-from nxd_trainer.cli.command import Commands, add_checkpoint, add_tokenizer, check_own_process, reports_user_errors
+from nxd_trainer.cli.command import Commands, add_model, check_own_process, reports_user_errors
 
+_LONGEST = 4096  # tokens, unless a length is given: the cache has room for so many of each prompt in the batch
 EXIT_WORKERS_FAILED = 4  # 3 is uvicorn's, for an address that it cannot listen at
 
 
 def add_parser(commands: Commands) -> None:
     """Add `serve` to the commands."""
     parser = commands.add_parser("serve", help="answer completion requests with a trained model")
-    add_checkpoint(parser)
-    add_tokenizer(parser)
+    add_model(parser)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default: %(default)s)")
     parser.add_argument("--port", type=int, default=8000, metavar="P", help="0: a free one (default: %(default)s)")
     parser.add_argument("--name", default="nxd", help="of the model, in requests (default: %(default)s)")
-    parser.add_argument("--batch-size", type=int, default=4, metavar="N", help="prompts at a time (default: 4)")
-    parser.add_argument("--max-length", type=int, metavar="N", help="of prompt and completion; unset: the model's")
+    parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="prompts at a time (default: 8)")
+    parser.add_argument(
+        "--max-length", type=int, metavar="N", help=f"of prompt and completion; unset: the model's, at most {_LONGEST}"
+    )
     parser.add_argument("--max-waiting", type=int, default=64, metavar="N", help="prompts in the queue (default: 64)")
     parser.add_argument("--compiler", help="inductor or export; unset: what this machine has")
-    parser.add_argument("--nproc", type=int, metavar="N", help="tensor-parallel worker processes (default: 1)")
+    parser.add_argument(
+        "--nproc",
+        "--tensor-parallel-size",
+        type=int,
+        metavar="N",
+        help="tensor-parallel worker processes (default: 1)",
+    )
     parser.add_argument(
         "--max-body-bytes", type=int, default=1 << 20, metavar="N", help="of one request (default: %(default)s)"
     )
@@ -79,19 +88,33 @@ def run(options: argparse.Namespace) -> int:
     )
     restarts = reports_user_errors(lambda: RestartPolicy(max_restarts=options.max_restarts))
     checkpoint = reports_user_errors(
-        lambda: open_for_compilation(options.checkpoints, options.tag, tokenizer=options.tokenizer)
+        lambda: open_for_compilation(options.model, options.tag, tokenizer=options.tokenizer, adapter=options.adapter)
+    )
+    length = options.max_length or min(_LONGEST, checkpoint.max_positions)
+    begun = time.monotonic()
+    _say(
+        f"{options.model}: {checkpoint.description.architecture}, {str(checkpoint.dtype).removeprefix('torch.')}; "
+        f"batches of up to {options.batch_size}, texts of up to {length} tokens"
+        f"{'' if checkpoint.words.chat else '; no chat template'}"
     )
     generator = reports_user_errors(
         lambda: checkpoint.compile(
             batch_size=options.batch_size,
-            max_length=options.max_length,
+            max_length=length,
             tp_degree=options.nproc or 1,
             compiler=options.compiler,
         )
     )
+    _say(f"the model is ready after {time.monotonic() - begun:.1f} s")
     with generator:
         service = CompletionService(
-            generator.engine, checkpoint.tokenizer, model=options.name, limits=limits, restarts=restarts
+            generator.engine,
+            checkpoint.words.tokenizer,
+            model=options.name,
+            chat=checkpoint.words.chat,
+            end_tokens=checkpoint.words.end_tokens,
+            limits=limits,
+            restarts=restarts,
         )
         try:
             reports_user_errors(lambda: serve(service, host=options.host, port=options.port))
@@ -99,3 +122,7 @@ def run(options: argparse.Namespace) -> int:
             print(f"nxd serve: {error}", file=sys.stderr)
             return EXIT_WORKERS_FAILED
     return 0
+
+
+def _say(what: str) -> None:
+    print(f"nxd serve: {what}", file=sys.stderr, flush=True)

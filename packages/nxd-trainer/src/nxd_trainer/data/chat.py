@@ -117,7 +117,8 @@ class ChatTemplate:
         fingerprint: another text whenever the same conversation would give other tokens.
 
     Raises:
-        ValueError: there is no such tokenizer, it has no chat template, or transformers is not installed.
+        NoChatTemplateError: the tokenizer has no chat template.
+        ValueError: there is no such tokenizer, or transformers is not installed.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -125,7 +126,7 @@ class ChatTemplate:
         self._folder = folder
         self._tokenizer = load_tokenizer_of_transformers(folder)
         if not self._tokenizer.chat_template:
-            raise ValueError(
+            raise NoChatTemplateError(
                 f"data.chat=true needs a chat template, and {folder} has none; set data.tokenizer to the tokenizer of "
                 "a chat model"
             )
@@ -154,6 +155,27 @@ class ChatTemplate:
         except Exception as error:  # whatever templates raise, and tokenizers for half a character
             reason = next(iter(str(error).splitlines()), type(error).__name__)
             raise ValueError(f"{place}: the chat template of {self._folder} refuses it: {reason}") from error
+
+    def encode_prompt(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> list[int]:
+        """The tokens of a conversation that the assistant is to answer.
+
+        Args:
+            messages: in the form of chat templates, with `role` and `content`.
+            tools: JSON schemas of the tools that the template tells of.
+
+        Raises:
+            ValueError: the template refuses the conversation.
+        """
+        try:
+            rendered = self._tokenizer.apply_chat_template(
+                list(messages), tools=tools, return_dict=True, add_generation_prompt=True
+            )
+        except Exception as error:  # whatever templates raise, and tokenizers for half a character
+            reason = next(iter(str(error).splitlines()), type(error).__name__)
+            raise ValueError(f"the chat template refuses the messages: {reason}") from error
+        return [int(token) for token in rendered["input_ids"]]
 
     def _encode(self, place: str, conversation: Conversation) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         marked = self._tokenizer.is_fast and self._marks_answers(conversation.tools)
@@ -197,6 +219,10 @@ class ChatTemplate:
 
     def _marks_answers(self, tools: Sequence[Mapping[str, Any]] | None) -> bool:
         return _GENERATION.search(self._tokenizer.get_chat_template(None, tools)) is not None
+
+
+class NoChatTemplateError(ValueError):
+    """A tokenizer has no chat template."""
 
 
 class _TurnsNotFoundError(ValueError):

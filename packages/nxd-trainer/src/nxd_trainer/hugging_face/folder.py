@@ -36,6 +36,15 @@ def read_config(folder: PathLike) -> dict[str, Any]:
     path = Path(folder) / CONFIG_FILE
     if not path.is_file():
         raise ValueError(f"{path} does not exist; give the folder of a model, with its {CONFIG_FILE}")
+    return read_json_object(path)
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The content of a JSON file.
+
+    Raises:
+        ValueError: it is no JSON object.
+    """
     try:
         content = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:

@@ -98,15 +98,7 @@ def import_hugging_face(
     """
     check_dtype(dtype)
     config = read_config(folder)
-    found = model_tensors(folder)
-    if found.missing or found.unexpected:
-        raise ValueError(
-            f"{folder} is not what its config says: it lacks {list(found.missing[:5])} and has "
-            f"{list(found.unexpected[:5])} besides; take the folder of a whole model"
-        )
-    if found.misshapen:
-        raise ValueError(f"{folder} is not what its config says: {'; '.join(found.misshapen[:5])}")
-    source = found.source
+    source = whole_model_tensors(folder)
     origin = str(Path(folder).resolve())
     description = ModelDescription(config, tokenizer_in(origin), origin, stored_shapes(folder))
     described = RearrangedSource(source.source, source.rearranged, description.as_objects())
@@ -148,6 +140,24 @@ def model_tensors(folder: PathLike) -> ModelTensors:
     missing = sorted(reference.names - arrangement.tensors.keys())
     source = RearrangedSource(stored, arrangement.tensors)
     return ModelTensors(source, arrangement.unexpected, missing, reference.misshapen(arrangement))
+
+
+def whole_model_tensors(folder: PathLike) -> RearrangedSource:
+    """As `model_tensors`, of a folder that has all of them and no others.
+
+    Raises:
+        ValueError: as `model_tensors`; or tensors are missing, too many, or of other shapes than the config says.
+        CheckpointError: as `model_tensors`.
+    """
+    found = model_tensors(folder)
+    if found.missing or found.unexpected:
+        raise ValueError(
+            f"{folder} is not what its config says: it lacks {list(found.missing[:5])} and has "
+            f"{list(found.unexpected[:5])} besides; take the folder of a whole model"
+        )
+    if found.misshapen:
+        raise ValueError(f"{folder} is not what its config says: {'; '.join(found.misshapen[:5])}")
+    return found.source
 
 
 def make_room(module: nn.Module, dtype: torch.dtype | None) -> set[str]:

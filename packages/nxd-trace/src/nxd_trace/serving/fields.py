@@ -1,0 +1,118 @@
+"""Single fields of a request, and the JSON that holds them: what is wrong is refused in the client's own words."""
+
+import json
+import re
+from collections.abc import Mapping
+from reprlib import repr as short_repr
+from typing import Any
+
+from nxd_trace.serving.errors import RequestError
+from nxd_trace.serving.text import StopText
+
+_MAX_STOPS = 4
+_MAX_STOP_CHARACTERS = 1000
+_MAX_BIASES = 300  # tokens, as of OpenAI's
+
+# The parts of a body that cost memory: texts (also one without an end), lists, objects; and what stands between them.
+_PARTS = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|[\[{]|[^"\[{]++', re.DOTALL)
+
+
+def json_object(data: bytes, *, max_numbers: int, max_parts: int) -> dict[str, Any]:
+    """The parsed body, whose parts are counted first: parsed they may take thirty times its memory.
+
+    Args:
+        data: the body.
+        max_numbers: values between texts, lists and objects.
+        max_parts: texts, lists and objects.
+
+    Raises:
+        RequestError: there are more, or it is no JSON object.
+    """
+    parts = numbers = 0
+    for match in _PARTS.finditer(data):
+        between = match[0][0] not in b'"[{'
+        parts += not between
+        numbers += match[0].count(b",") if between else 0
+        if parts > max_parts:
+            raise RequestError(400, f"the body has more than {max_parts} texts, lists and objects; send fewer")
+        if numbers > max_numbers:
+            raise RequestError(400, f"the body has more than {max_numbers} values; send fewer or shorter prompts")
+    try:
+        body = json.loads(data.decode())
+    except (ValueError, RecursionError) as error:
+        raise RequestError(400, f"the body is not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise RequestError(400, f"the body is a JSON {type(body).__name__}; expected an object")
+    return body
+
+
+def number(body: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
+    """A field of this type, or the default where it is null or missing."""
+    value = body.get(name)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | kind):
+        raise RequestError(400, f"{name}={short_repr(value)} must be of type {kind.__name__}", name)
+    return value
+
+
+def limited(body: Mapping[str, Any], name: str, default: Any, least: int, most: int) -> Any:
+    """A whole number in these bounds, or the default where it is null or missing."""
+    value = number(body, name, int, default)
+    if value is not None and not least <= value <= most:
+        raise RequestError(400, f"{name}={short_repr(value)} must be from {least} to {most}", name)
+    return value
+
+
+def flag(body: Mapping[str, Any], name: str) -> bool:
+    """True or false; false where it is null or missing."""
+    value = body.get(name)
+    if not isinstance(value, bool | None):
+        raise RequestError(400, f"{name}={short_repr(value)} must be true or false", name)
+    return bool(value)
+
+
+def include_usage(options: Any, *, stream: bool) -> bool:
+    """Whether `stream_options` ask for the counts of tokens."""
+    if options is None:
+        return False
+    if not stream or not isinstance(options, dict):
+        raise RequestError(400, "stream_options must be an object, and goes with stream=true", "stream_options")
+    return flag(options, "include_usage")
+
+
+def logit_bias(biases: Any, vocab_size: int) -> tuple[tuple[int, float], ...]:
+    """Pairs of a token and its bias; in JSON tokens are the texts of their ids."""
+    if biases is None:
+        return ()
+    if not isinstance(biases, dict) or len(biases) > _MAX_BIASES:
+        raise RequestError(400, f"logit_bias must be an object of up to {_MAX_BIASES} token ids", "logit_bias")
+    pairs = []
+    for text, bias in biases.items():
+        is_token = text.isdecimal() and text.isascii() and len(text) < 12 and int(text) < vocab_size
+        if not is_token or not isinstance(bias, int | float) or isinstance(bias, bool) or not -100 <= bias <= 100:
+            raise RequestError(
+                400,
+                f"logit_bias has {short_repr(text)}: {short_repr(bias)}; expected a token id up to "
+                f"{vocab_size - 1} and a number from -100 to 100",
+                "logit_bias",
+            )
+        pairs.append((int(text), float(bias)))
+    return tuple(pairs)
+
+
+def stop_texts(stop: Any) -> tuple[StopText, ...]:
+    """A text or a list of texts, prepared for matching."""
+    stops = [stop] if isinstance(stop, str) else [] if stop is None else stop
+    if (
+        not isinstance(stops, list)
+        or len(stops) > _MAX_STOPS
+        or not all(isinstance(text, str) and 0 < len(text) <= _MAX_STOP_CHARACTERS for text in stops)
+    ):
+        raise RequestError(
+            400,
+            f"stop must be a text or up to {_MAX_STOPS} texts, none empty or longer than "
+            f"{_MAX_STOP_CHARACTERS} characters",
+            "stop",
+        )
+    return tuple(map(StopText, stops))
