@@ -1,7 +1,7 @@
-"""Builds a recipe's objects: the config of the documented API, the model and its tokenizer, and the optimizer.
+"""Builds a recipe's objects: the config of the documented API, the model and its tokenizer.
 
 `nxd train`, `nxd parity`, `nxd plan` and `nxd doctor` use this module, which makes the same calls that a script would
-make. `training.run_state` turns text into batches.
+make. `optimizers` makes the optimizer, and `training.run_state` turns text into batches.
 """
 
 import copy
@@ -9,7 +9,7 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -24,15 +24,13 @@ from nxd_pipeline.partition import ParamInit, materialize
 from nxd_state import (
     compile_backend,
     get_device,
-    has_fused_optimizers,
     records_graphs,
     seed_model_parallel,
     widest_float,
 )
 from torch import Tensor, nn
-from torch.optim import AdamW
 
-from nxd_trainer.api import NxDModel, NxDOptimizer, initialize_parallel_model, initialize_parallel_optimizer
+from nxd_trainer.api import NxDModel, initialize_parallel_model
 from nxd_trainer.data import Batch, Tokenizer, load_tokenizer
 from nxd_trainer.hugging_face import check_keys, config_of_type, model_on_meta, read_config, stored_shapes
 from nxd_trainer.model_description import BYTES, ModelDescription, describe_llama, describe_model, tokenizer_in
@@ -266,7 +264,9 @@ def nxd_config(recipe: Recipe, model: RecipeModel) -> dict[str, Any]:
         "pipeline_parallel_size": parallel.pipeline_parallel_size,
         "sequence_parallel": parallel.sequence_parallel,
         "pipeline_config": pipeline,
-        "activation_checkpoint_config": {"none": None, "full": "full"}.get(checkpointing, checkpointing.split(",")),
+        "activation_checkpoint_config": {"none": None, "full": "full", "selective": "selective"}.get(
+            checkpointing, checkpointing.split(",")
+        ),
         "pad_model": parallel.pad_heads,
         "lora_config": _lora_config(recipe),
         "model_init_config": {"param_init_fn": model.param_init_fn},
@@ -329,37 +329,6 @@ def compile_layers(model: nn.Module, layer_class: type[nn.Module] | None) -> Non
         raise ValueError("train.compile=true on XLA, which compiles the whole step by itself; set train.compile=false")
     for layer in named_transformer_layers(model, layer_class).values():
         layer.compile(backend=compile_backend(), dynamic=False)
-
-
-def build_optimizer(recipe: Recipe, model: NxDModel) -> NxDOptimizer:
-    """AdamW for the parameters that train."""
-    device = get_device()
-    # On XLA the count of steps, too, is data; bias corrections that have become 1 would make another graph.
-    kind: dict[str, Any] = {"capturable": True} if records_graphs(device) else {"fused": has_fused_optimizers(device)}
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = parameter_groups(recipe, trained)
-    return initialize_parallel_optimizer(model.nxd_config, AdamW, groups, **adamw_arguments(recipe), **kind)
-
-
-def parameter_groups(recipe: Recipe, parameters: Iterable[Tensor]) -> list[dict[str, Any]]:
-    """Groups for an optimizer that decays matrices and leaves norms alone."""
-    trained = list(parameters)
-    return [
-        {"params": [p for p in trained if p.dim() > 1], "weight_decay": recipe.optimizer.weight_decay},
-        {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},
-    ]
-
-
-def adamw_arguments(recipe: Recipe) -> dict[str, Any]:
-    """Arguments of AdamW that hold for all parameters."""
-    options = recipe.optimizer
-    return {"lr": options.lr, "betas": options.betas, "eps": options.eps}
-
-
-def learning_rate_on(device: torch.device, rate: float) -> float | Tensor:
-    """A learning rate as an optimizer takes it: on XLA as data, 0-d, so that a schedule's steps are one graph."""
-    # Made as [1], since torch-xla takes the scalars 0 and 1 for constants.
-    return torch.tensor([rate], device=device).view(()) if records_graphs(device) else rate
 
 
 def model_inputs(names: Sequence[str], batch: Batch) -> dict[str, Tensor]:

@@ -28,6 +28,31 @@ from nxd_trainer.recipe.sections import ScheduleName
             "lower it or raise model.max_position_embeddings",
         ),
         (
+            ["optimizer.type=sgd", "optimizer.betas=0.8,0.9"],
+            "optimizer.betas is for optimizer.type=adamw; give what others need in optimizer.config",
+        ),
+        (
+            ["optimizer.type=sgd", "optimizer.factory=torch.optim:RAdam"],
+            "optimizer.type=sgd and optimizer.factory each name an optimizer; set one of them",
+        ),
+        (
+            ["optimizer.factory=RAdam"],
+            "optimizer.factory=RAdam is not of the form module:name, such as torch.optim:NAdam",
+        ),
+        (
+            ["optimizer.num_cycles=2"],
+            "optimizer.num_cycles is for optimizer.schedule=cosine_with_restarts, not cosine; leave it out",
+        ),
+        (
+            ["optimizer.schedule=warmup_stable_decay", "optimizer.num_decay_steps=9", "train.steps=20"],
+            "optimizer.warmup_steps=20 and optimizer.num_decay_steps=9 are more than train.steps=20; lower one of them",
+        ),
+        (
+            ["train.early_stopping_patience=2", "train.eval_every=0"],
+            "train.early_stopping_patience=2 goes by the held-out loss, and train.eval_every=0 computes none; "
+            "set train.eval_every, or train.early_stopping_patience=0",
+        ),
+        (
             ["data.column=text"],
             "data.column=text needs data.path, a file of rows or a folder of them",
         ),

@@ -184,7 +184,8 @@ def test_unknown_section_like_no_other_lists_all():
             "optimizer",
             "schedule",
             "cosin",
-            "optimizer.schedule='cosin' is not allowed; expected one of cosine, linear, constant",
+            "optimizer.schedule='cosin' is not allowed; expected one of cosine, linear, constant, warmup_stable_decay, "
+            "cosine_with_restarts, polynomial, inverse_sqrt",
         ),
     ],
 )

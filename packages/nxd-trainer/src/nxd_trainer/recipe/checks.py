@@ -45,13 +45,17 @@ def consistency_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]
             "set train.autocast=none or train.dtype=float32"
         )
         yield ("train.autocast", "train.dtype"), mistake
-    nearest = difflib.get_close_matches(recipe.parallel.activation_checkpointing.lower(), ("none", "full"), cutoff=0.7)
+    nearest = difflib.get_close_matches(
+        recipe.parallel.activation_checkpointing.lower(), ("none", "full", "selective"), cutoff=0.7
+    )
     if nearest and recipe.parallel.activation_checkpointing not in nearest:
         name = "parallel.activation_checkpointing"
         yield (name,), f"{name}={recipe.parallel.activation_checkpointing} is not known; did you mean {nearest[0]}?"
     if recipe.parallel.pipeline_parallel_size > 1:
         yield from _pipeline_mistakes(recipe)
     yield from _row_mistakes(recipe)
+    yield from _optimizer_mistakes(recipe)
+    yield from _early_stopping_mistakes(recipe)
     if recipe.lora.rank and not recipe.lora.target_modules:
         mistake = f"lora.rank={recipe.lora.rank} needs lora.target_modules, the layers to adapt, such as q_proj,v_proj"
         yield ("lora.rank", "lora.target_modules"), mistake
@@ -103,6 +107,50 @@ def _row_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:
     if data.chat and data.tokenizer is None and recipe.model.path is None:
         mistake = "data.chat=true needs data.tokenizer, a folder of a tokenizer with a chat template, or model.path"
         yield ("data.chat", "data.tokenizer", "model.path"), mistake
+
+
+def _optimizer_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:
+    options, defaults = recipe.optimizer, type(recipe.optimizer)()
+    if options.factory is not None:
+        if not re.fullmatch(r"[\w.]+:\w+", options.factory):
+            mistake = f"optimizer.factory={options.factory} is not of the form module:name, such as torch.optim:NAdam"
+            yield ("optimizer.factory",), mistake
+        if options.type != defaults.type:
+            mistake = f"optimizer.type={options.type} and optimizer.factory each name an optimizer; set one of them"
+            yield ("optimizer.type", "optimizer.factory"), mistake
+    for name in ("betas", "eps"):
+        if (options.type != "adamw" or options.factory is not None) and getattr(options, name) != getattr(
+            defaults, name
+        ):
+            mistake = f"optimizer.{name} is for optimizer.type=adamw; give what others need in optimizer.config"
+            yield (f"optimizer.{name}", "optimizer.type", "optimizer.factory"), mistake
+    for name, schedule in (
+        ("num_decay_steps", "warmup_stable_decay"),
+        ("decay_type", "warmup_stable_decay"),
+        ("num_cycles", "cosine_with_restarts"),
+        ("power", "polynomial"),
+    ):
+        if getattr(options, name) != getattr(defaults, name) and options.schedule != schedule:
+            mistake = f"optimizer.{name} is for optimizer.schedule={schedule}, not {options.schedule}; leave it out"
+            yield (f"optimizer.{name}", "optimizer.schedule"), mistake
+    decay = options.num_decay_steps
+    if decay is not None and options.warmup_steps + decay > recipe.train.steps:
+        mistake = (
+            f"optimizer.warmup_steps={options.warmup_steps} and optimizer.num_decay_steps={decay} are more than "
+            f"train.steps={recipe.train.steps}; lower one of them"
+        )
+        yield ("optimizer.warmup_steps", "optimizer.num_decay_steps", "train.steps"), mistake
+
+
+def _early_stopping_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:
+    patience = recipe.train.early_stopping_patience
+    for name in ("train.eval_every", "data.held_out_fraction"):
+        if patience and not _number(recipe, name):
+            mistake = (
+                f"train.early_stopping_patience={patience} goes by the held-out loss, and {name}=0 computes none; set "
+                f"{name}, or train.early_stopping_patience=0"
+            )
+            yield ("train.early_stopping_patience", name), mistake
 
 
 def _llama_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:

@@ -16,6 +16,15 @@ from nxd_trainer.options import option
 
 # Written out, since nxd-pipeline, whose names these are, brings torch in, and `nxd train --help` does without.
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"]
+LrScheduleName = Literal[
+    "cosine",
+    "linear",
+    "constant",
+    "warmup_stable_decay",
+    "cosine_with_restarts",
+    "polynomial",
+    "inverse_sqrt",
+]
 DtypeName = Literal["float32", "bfloat16", "float64"]
 DTYPE_NAMES: tuple[DtypeName, ...] = get_args(DtypeName)
 
@@ -74,7 +83,8 @@ class ParallelSection:
     pipeline_parallel_size: int = option(1, "ranks that the layers are distributed over", at_least=1)
     zero1: bool = option(False, "shard the optimizer's state over the data-parallel ranks (ZeRO-1)")
     activation_checkpointing: str = option(
-        "none", "what is computed again in backward: none, full for decoder layers, or classes: CoreAttention,LlamaMLP"
+        "none",
+        "computed again in backward: none, full (decoder layers), selective (but for matrix products), or classes",
     )
     timeout: float | None = option(
         None, "seconds that ranks wait for one another; unset: NXD_TIMEOUT, else 1800", above=0
@@ -142,19 +152,36 @@ class TrainSection:
     log_every: int = option(10, "steps between two logged lines", at_least=1)
     eval_every: int = option(50, "steps between two evaluations on held-out text; 0: none", at_least=0)
     eval_batches: int = option(4, "global batches in an evaluation", at_least=1)
+    early_stopping_patience: int = option(
+        0, "evaluations in a row without a lower held-out loss, after which the run ends; 0: it goes on", at_least=0
+    )
+    early_stopping_threshold: float = option(0.0, "how much lower a held-out loss must be to count", at_least=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSection:
-    """AdamW and its learning-rate schedule."""
+    """The optimizer and its learning-rate schedule."""
 
+    type: Literal["adamw", "sgd", "adafactor"] = option("adamw", "the optimizer, one of torch's")
+    factory: str | None = option(
+        None, "MODULE:CLASS of another torch optimizer, such as transformers:Adafactor, in place of type"
+    )
+    config: Mapping[str, Any] | None = option(
+        None, "further arguments of the optimizer, by its own names, such as momentum of sgd"
+    )
     lr: float = option(1e-3, "learning rate after the warm-up", above=0)
-    betas: tuple[float, float] = option((0.9, 0.95), "decay of the two moments", at_least=0, below=1)
-    eps: float = option(1e-8, "added to the root of the second moment", above=0)
-    weight_decay: float = option(0.1, "decoupled weight decay", at_least=0)
+    betas: tuple[float, float] = option((0.9, 0.95), "of adamw: decay of the two moments", at_least=0, below=1)
+    eps: float = option(1e-8, "of adamw: added to the root of the second moment", above=0)
+    weight_decay: float = option(0.1, "weight decay of matrices; of adamw and adafactor it is decoupled", at_least=0)
     warmup_steps: int = option(20, "steps of linear warm-up", at_least=0)
-    min_lr_ratio: float = option(0.1, "learning rate at the end, as a share of lr", at_least=0, at_most=1)
-    schedule: Literal["cosine", "linear", "constant"] = option("cosine", "decay after the warm-up")
+    min_lr_ratio: float = option(0.1, "least learning rate, as a share of lr", at_least=0, at_most=1)
+    schedule: LrScheduleName = option("cosine", "learning rate after the warm-up, by its name in transformers")
+    num_decay_steps: int | None = option(
+        None, "of warmup_stable_decay: steps of the decay, at the end of the run; unset: a tenth of it", at_least=1
+    )
+    decay_type: Literal["linear", "cosine", "1-sqrt"] = option("linear", "of warmup_stable_decay: shape of the decay")
+    num_cycles: int = option(1, "of cosine_with_restarts: how often it falls", at_least=1)
+    power: float = option(1.0, "of polynomial: its exponent", above=0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -198,7 +198,7 @@ def _run_steps(
     recipe = state.recipe
     throughput, steps = Throughput(), StepsUnderWay(state)
     loss, tokens_seen = math.nan, state.train_loader.tokens_seen
-    while state.step < recipe.last_step and not steps.stopping:
+    while state.step < recipe.last_step and not steps.stopping and not state.early_stopping.is_due:
         steps.begin(asked_to_stop=stop.signal_number > 0)
         for step in steps.finish(all_of_them=_is_looked_at(recipe, state.step)):
             loss = step.loss
@@ -212,6 +212,9 @@ def _run_steps(
             if evaluates and recipe.train.eval_every and not steps.stopping:
                 with throughput.paused():
                     held_out_loss = evaluate(state)
+            if held_out_loss is not None and _is_due(step.number, recipe.train.eval_every):
+                state.early_stopping.add(held_out_loss)
+                is_last = is_last or state.early_stopping.is_due
             if _is_due(step.number, recipe.train.log_every) or is_last or held_out_loss is not None or step.number == 1:
                 record = _record(step, throughput, held_out_loss)
                 progress.log(record)
@@ -220,6 +223,12 @@ def _run_steps(
                 with throughput.paused():
                     saver.save(held_out_loss)
             saver.poll()
+    if state.early_stopping.is_due:
+        stopping = state.early_stopping
+        get_logger("nxd_trainer").info(
+            f"stopped early at step {state.step}: no held-out loss below {stopping.best_loss:.4f} in "
+            f"{stopping.num_without_gain} evaluations (train.early_stopping_patience)"
+        )
     return TrainResult(step=state.step, loss=loss, stopped=steps.stopping)
 
 

@@ -1,11 +1,12 @@
 """The state of a training run on one rank, built from a recipe."""
 
 import fcntl
+import math
 import os
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import IO, Any, TypeVar
 
 import torch
 from nxd_state import all_gather_object, get_device, get_group, get_mesh, get_world_group, send_to_device
@@ -29,8 +30,9 @@ from nxd_trainer.data import (
     pack_corpus,
     read_ahead,
 )
-from nxd_trainer.from_recipe import build_model, build_optimizer, recipe_model, tokenizer_of
+from nxd_trainer.from_recipe import build_model, recipe_model, tokenizer_of
 from nxd_trainer.model_description import ModelDescription
+from nxd_trainer.optimizers import build_optimizer
 from nxd_trainer.recipe import Recipe, check_layout
 
 STEPS_AHEAD = 2  # one is on its way to the device while the next is being made
@@ -91,6 +93,46 @@ class RunData:
 
 
 @dataclass
+class EarlyStopping:
+    """Ends a run whose held-out loss no longer falls.
+
+    Attributes:
+        patience: evaluations in a row without a lower loss, after which the run ends; 0: never.
+        threshold: how much lower a loss must be to count.
+        best_loss: the lowest so far.
+        num_without_gain: evaluations since then.
+    """
+
+    patience: int
+    threshold: float
+    best_loss: float = math.inf
+    num_without_gain: int = 0
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the run is to end."""
+        return 0 < self.patience <= self.num_without_gain
+
+    def add(self, held_out_loss: float) -> None:
+        """Count an evaluation."""
+        if held_out_loss < self.best_loss - self.threshold:
+            self.best_loss, self.num_without_gain = held_out_loss, 0
+        else:
+            self.num_without_gain += 1
+
+    def state_dict(self) -> dict[str, float | int | None]:
+        """What a checkpoint keeps: finite numbers, and None for no loss yet."""
+        best_loss = self.best_loss if math.isfinite(self.best_loss) else None
+        return {"best_loss": best_loss, "num_without_gain": self.num_without_gain}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` gave."""
+        best_loss = state_dict["best_loss"]
+        self.best_loss = math.inf if best_loss is None else float(best_loss)
+        self.num_without_gain = int(state_dict["num_without_gain"])
+
+
+@dataclass
 class RunState:
     """The state of a training run on one rank.
 
@@ -100,6 +142,7 @@ class RunState:
         train_loader: knows the position in the data.
         train_batches: what steps take from it, on the device.
         data: what it trains on.
+        early_stopping: counts the evaluations without a lower held-out loss.
         output_lock: keeps other runs out of the output folder while this object lives.
         step: optimizer steps taken since the run began, over all invocations.
     """
@@ -113,6 +156,7 @@ class RunState:
     train_batches: TrainBatches
     held_out_loader: HeldOutLoader
     data: RunData
+    early_stopping: EarlyStopping
     output_lock: IO[str] | None
     step: int = 0
 
@@ -170,6 +214,7 @@ def build_run_state(recipe: Recipe) -> RunState:
         train_batches=TrainBatches(train_loader),
         held_out_loader=held_out_loader,
         data=data,
+        early_stopping=EarlyStopping(recipe.train.early_stopping_patience, recipe.train.early_stopping_threshold),
         output_lock=lock,
     )
 

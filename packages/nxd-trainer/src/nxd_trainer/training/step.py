@@ -22,8 +22,9 @@ from nxd_state import (
 )
 from torch import Tensor
 
-from nxd_trainer.from_recipe import autocast, learning_rate_on, model_inputs
+from nxd_trainer.from_recipe import autocast, model_inputs
 from nxd_trainer.lr_schedule import lr_multiplier
+from nxd_trainer.optimizers import learning_rate_on
 from nxd_trainer.training.run_state import RunState, concatenated, held_out_batches
 
 
@@ -82,6 +83,10 @@ def learning_rate(state: RunState) -> float:
         warmup_steps=options.warmup_steps,
         min_lr_ratio=options.min_lr_ratio,
         schedule=options.schedule,
+        num_decay_steps=options.num_decay_steps,
+        decay_type=options.decay_type,
+        num_cycles=options.num_cycles,
+        power=options.power,
     )
 
 
