@@ -152,6 +152,9 @@ class TrainSection:
     log_every: int = option(10, "steps between two logged lines", at_least=1)
     eval_every: int = option(50, "steps between two evaluations on held-out text; 0: none", at_least=0)
     eval_batches: int = option(4, "global batches in an evaluation", at_least=1)
+    report_to: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = option(
+        ("tensorboard",), "what gets the metrics besides metrics.jsonl; empty: nothing"
+    )
     early_stopping_patience: int = option(
         0, "evaluations in a row without a lower held-out loss, after which the run ends; 0: it goes on", at_least=0
     )

@@ -17,15 +17,18 @@ from nxd_state import get_device, records_graphs, step_boundary
 from nxd_state.neuron import extracting_graphs
 from torch import Tensor
 
+from nxd_trainer.api.rank_sync import together
 from nxd_trainer.from_recipe import describe_pipeline
 from nxd_trainer.logs import get_logger
-from nxd_trainer.recipe import Recipe, save_recipe
+from nxd_trainer.recipe import Recipe, recipe_to_dict, save_recipe
 from nxd_trainer.report import (
     MetricsLog,
     Progress,
     StepRecord,
     Throughput,
+    Tracker,
     draw_loss_curve,
+    open_trackers,
     peak_memory_bytes,
     read_records,
     render_summary,
@@ -94,6 +97,7 @@ def prepare_run(recipe: Recipe) -> tuple[RunState, str | None]:
     state = build_run_state(recipe)
     tag = resume_run(state)
     _renew_in_order(state)
+    state.trackers = together("open its trackers", lambda: _trackers(state), error_type=ValueError)
     return state, tag
 
 
@@ -133,7 +137,7 @@ def run_training(state: RunState, resumed: str | None, stop: StopRequest) -> Tra
             is_writer=state.is_writer,
             first_step=state.step,
             layout=state.layout,
-            say=logger.warning,
+            trackers=state.trackers,
         ) as metrics,
     ):
         _announce(state, logger, resumed)
@@ -144,6 +148,18 @@ def run_training(state: RunState, resumed: str | None, stop: StopRequest) -> Tra
     if state.is_writer:
         _report(state, logger, metrics.file)
     return result
+
+
+def _trackers(state: RunState) -> list[Tracker]:
+    if not state.is_writer or extracting_graphs():
+        return []
+    return open_trackers(
+        state.recipe.train.report_to,
+        state.recipe.output,
+        first_step=state.step,
+        settings=recipe_to_dict(state.recipe),
+        say=get_logger("nxd_trainer").warning,
+    )
 
 
 @torch.no_grad()

@@ -34,6 +34,7 @@ from nxd_trainer.from_recipe import build_model, recipe_model, tokenizer_of
 from nxd_trainer.model_description import ModelDescription
 from nxd_trainer.optimizers import build_optimizer
 from nxd_trainer.recipe import Recipe, check_layout
+from nxd_trainer.report import Tracker
 
 STEPS_AHEAD = 2  # one is on its way to the device while the next is being made
 
@@ -145,6 +146,7 @@ class RunState:
         early_stopping: counts the evaluations without a lower held-out loss.
         output_lock: keeps other runs out of the output folder while this object lives.
         step: optimizer steps taken since the run began, over all invocations.
+        trackers: what gets the metrics besides their file; only where metrics are written.
     """
 
     recipe: Recipe
@@ -159,6 +161,7 @@ class RunState:
     early_stopping: EarlyStopping
     output_lock: IO[str] | None
     step: int = 0
+    trackers: Sequence[Tracker] = ()
 
     @property
     def is_writer(self) -> bool:
