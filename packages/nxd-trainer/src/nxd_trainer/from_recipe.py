@@ -18,7 +18,7 @@ import torch
 from nxd_layers.activation_checkpoint.find import named_transformer_layers
 from nxd_layers.hf import is_transformers_model
 from nxd_layers.hf.transformers_models import takes_causal_lm_loss
-from nxd_layers.lora import LoraConfig
+from nxd_layers.lora import ALL_LINEAR, LoraConfig
 from nxd_pipeline import Schedule, insert_communication, make_schedule, simulate
 from nxd_pipeline.partition import ParamInit, materialize
 from nxd_state import (
@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from nxd_trainer.api import NxDModel, initialize_parallel_model
 from nxd_trainer.data import Batch, Tokenizer, load_tokenizer
+from nxd_trainer.dpo import REFERENCE, with_dpo_loss
 from nxd_trainer.hugging_face import check_keys, config_of_type, model_on_meta, read_config, stored_shapes
 from nxd_trainer.model_description import BYTES, ModelDescription, describe_llama, describe_model, tokenizer_in
 from nxd_trainer.models import LlamaConfig, LlamaDecoderLayer, LlamaForCausalLM
@@ -96,6 +97,8 @@ def recipe_model(recipe: Recipe) -> RecipeModel:
             that can be trained so.
     """
     model = _recipe_model(recipe)
+    if recipe.dpo.beta:
+        return replace(model, make=with_dpo_loss(model.make, recipe), input_names=(*model.input_names, REFERENCE))
     if not recipe.data.chat:
         return model  # microbatches learn equally many tokens, and their mean loss is the mean over tokens
     names = (*model.input_names, NUM_ITEMS)
@@ -109,6 +112,12 @@ def _packing_input(recipe: Recipe, model: RecipeModel) -> str:
         ValueError: it has none, or nobody has compared whether it does.
     """
     if recipe.model.is_own_llama:
+        kind = (recipe.model.rope_scaling or {}).get("rope_type")
+        if kind in ("dynamic", "longrope"):
+            raise ValueError(
+                f"data.packing=true with model.rope_scaling.rope_type={kind}, whose frequencies depend on a document's "
+                "length; leave data.packing out"
+            )
         return "document_ids"
     model_type = model.description.config.get("model_type")
     if model.description.factory is None and model_type in PACKED_TYPES:
@@ -332,7 +341,10 @@ def compile_layers(model: nn.Module, layer_class: type[nn.Module] | None) -> Non
 
 
 def model_inputs(names: Sequence[str], batch: Batch) -> dict[str, Tensor]:
-    """A batch as a model takes it. Labels are the next tokens; models of transformers want them as `shift_labels`."""
+    """A batch as a model takes it, but for what a reference model says of it.
+
+    Labels are the next tokens; models of transformers want them as `shift_labels`.
+    """
     values = {
         "input_ids": batch.input_ids,
         "labels": batch.labels,
@@ -344,7 +356,7 @@ def model_inputs(names: Sequence[str], batch: Batch) -> dict[str, Tensor]:
     if NUM_ITEMS in names:
         learned, microbatches = batch.normalizer.to(widest_float(batch.normalizer.device)).unbind()
         values[NUM_ITEMS] = learned / microbatches
-    return {name: values[name] for name in names}
+    return {name: values[name] for name in names if name != REFERENCE}
 
 
 def autocast(recipe: Recipe) -> torch.autocast:
@@ -471,8 +483,10 @@ def _lora_config(recipe: Recipe) -> LoraConfig | None:
         lora_alpha=options.alpha,
         lora_dropout=options.dropout,
         bias=options.bias,
-        target_modules=list(options.target_modules),
+        target_modules=list(options.target_modules) or ALL_LINEAR,
         use_rslora=options.use_rslora,
+        use_dora=options.use_dora,
+        modules_to_save=list(options.modules_to_save) or None,
         save_lora_base=options.save != "adapter",
         merge_lora=options.save == "merged",
     )

@@ -29,7 +29,7 @@ def test_without_tensorboard_one_line_says_what_to_install(tmp_path, record, wit
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])
-def test_tracker_that_is_asked_for_and_without_is_refused(tmp_path, without, name):
+def test_tracker_that_is_asked_for_and_not_installed_is_refused(tmp_path, without, name):
     without(name)
 
     with pytest.raises(
@@ -107,7 +107,7 @@ def log_records(content):
 
 @pytest.mark.slow
 def test_wandb_gets_each_scalar_at_its_step_and_a_resumed_run_goes_on(tmp_path, record, monkeypatch):
-    pytest.importorskip("wandb", reason="pip install 'nxd-trainer[wandb]'")
+    wandb = pytest.importorskip("wandb", reason="pip install 'nxd-trainer[wandb]'")
     from wandb.proto.wandb_internal_pb2 import Record
 
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -118,6 +118,8 @@ def test_wandb_gets_each_scalar_at_its_step_and_a_resumed_run_goes_on(tmp_path, 
             for step in steps:
                 metrics.log(record(step))
 
+    wandb.teardown()  # its server process, which otherwise ends with this one
+    monkeypatch.delenv("WANDB_SERVICE", raising=False)
     found = {}
     ids = set()
     for file in folder.glob("wandb/offline-run-*/run-*.wandb"):

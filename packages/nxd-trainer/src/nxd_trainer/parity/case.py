@@ -19,6 +19,7 @@ from nxd_trainer.from_recipe import (
 )
 from nxd_trainer.optimizers import check_is_exact, optimizer_arguments, optimizer_class, parameter_groups
 from nxd_trainer.recipe import Recipe
+from nxd_trainer.recipe.sections import DpoSection
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
@@ -118,7 +119,7 @@ def case_of_recipe(recipe: Recipe, steps: int) -> ParityCase:
     if steps < 1:
         raise ValueError(f"{steps} steps compare nothing; use 1 or more (--compare-steps)")
     recipe = replace(
-        recipe, data=replace(recipe.data, chat=False, packing=False)
+        recipe, data=replace(recipe.data, chat=False, packing=False), dpo=DpoSection()
     )  # all tokens of these batches are learned
     tokenizer, _ = tokenizer_of(recipe)
     model = recipe_model(recipe)

@@ -54,14 +54,15 @@ def consistency_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]
     if recipe.parallel.pipeline_parallel_size > 1:
         yield from _pipeline_mistakes(recipe)
     yield from _row_mistakes(recipe)
+    yield from _dpo_mistakes(recipe)
     yield from _optimizer_mistakes(recipe)
     yield from _early_stopping_mistakes(recipe)
-    if recipe.lora.rank and not recipe.lora.target_modules:
-        mistake = f"lora.rank={recipe.lora.rank} needs lora.target_modules, the layers to adapt, such as q_proj,v_proj"
-        yield ("lora.rank", "lora.target_modules"), mistake
-    if recipe.lora.target_modules and not recipe.lora.rank:
-        mistake = "lora.target_modules are adapted by nothing with lora.rank=0; set lora.rank, such as 16"
-        yield ("lora.rank", "lora.target_modules"), mistake
+    for name in ("lora.target_modules", "lora.modules_to_save", "lora.use_dora"):
+        if _value(recipe, name) and not recipe.lora.rank:
+            yield ("lora.rank", name), f"{name} means nothing with lora.rank=0; set lora.rank, such as 16"
+    if recipe.lora.use_dora and recipe.lora.dropout:
+        mistake = f"lora.use_dora=true is not for lora.dropout={recipe.lora.dropout}; set it to 0"
+        yield ("lora.use_dora", "lora.dropout"), mistake
     yield from _retention_mistakes(recipe)
 
 
@@ -87,6 +88,8 @@ def _model_choice_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], st
     if model.config is not None and model.is_own_llama:
         mistake = "model.config is for model.type, model.path or model.factory; our Llama has no keys besides its sizes"
         yield ("model.config", "model.type", "model.path", "model.factory"), mistake
+    if model.rope_scaling is not None and not isinstance(model.rope_scaling.get("rope_type"), str):
+        yield ("model.rope_scaling",), f"model.rope_scaling={dict(model.rope_scaling)} has no rope_type, such as llama3"
     for name in ("parallel.pad_heads", "pipeline.layer_class"):
         if _value(recipe, name) and model.factory is None:
             yield (name, "model.factory"), f"{name} is for what model.factory makes; leave it out"
@@ -107,6 +110,24 @@ def _row_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:
     if data.chat and data.tokenizer is None and recipe.model.path is None:
         mistake = "data.chat=true needs data.tokenizer, a folder of a tokenizer with a chat template, or model.path"
         yield ("data.chat", "data.tokenizer", "model.path"), mistake
+
+
+def _dpo_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:
+    beta, given = recipe.dpo.beta, f"dpo.beta={recipe.dpo.beta:g}"
+    if not beta:
+        if recipe.dpo.label_smoothing:
+            yield ("dpo.label_smoothing", "dpo.beta"), "dpo.label_smoothing means nothing with dpo.beta=0; set dpo.beta"
+        return
+    if recipe.data.path is None:
+        yield ("dpo.beta", "data.path"), f"{given} needs data.path, a file of rows with prompt, chosen and rejected"
+    if recipe.data.tokenizer is None and recipe.model.path is None:
+        yield ("dpo.beta", "data.tokenizer"), f"{given} needs data.tokenizer, a Hugging Face folder, or model.path"
+    for name in ("data.column", "data.chat", "data.packing", "model.factory", "lora.modules_to_save"):
+        if _value(recipe, name):
+            yield ("dpo.beta", name), f"{given} is not for {name}; leave that out"
+    if recipe.lora.rank and recipe.lora.bias != "none":
+        mistake = f"{given} is not for lora.bias={recipe.lora.bias}, which changes the reference; set lora.bias=none"
+        yield ("dpo.beta", "lora.bias"), mistake
 
 
 def _optimizer_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:

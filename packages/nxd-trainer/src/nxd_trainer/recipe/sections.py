@@ -50,6 +50,10 @@ class ModelSection:
     rope_theta: float | None = option(
         None, "base of the rotary frequencies; unset: 10000, or as model.type has it", above=0
     )
+    rope_scaling: Mapping[str, Any] | None = option(
+        None,
+        "rotary frequencies of another rope_type, as in a config.json; unset: plain, or as model.type has it",
+    )
     rms_norm_eps: float | None = option(
         None, "added to the mean square in RMSNorm; unset: 1e-5, or as model.type has it", above=0
     )
@@ -194,13 +198,27 @@ class LoraSection:
     rank: int = option(0, "rows of an adapter's factors; 0: no adapters", at_least=0)
     alpha: float = option(8.0, "what adapters add is multiplied by alpha / rank", above=0)
     dropout: float = option(0.0, "share of the adapters' inputs that is dropped", at_least=0, below=1)
-    target_modules: tuple[str, ...] = option((), "layers that get adapters, by the ends of their names: q_proj,v_proj")
+    target_modules: tuple[str, ...] = option(
+        (), "layers that get adapters, by the ends of their names: q_proj,v_proj; empty: all linear ones but the head"
+    )
+    modules_to_save: tuple[str, ...] = option((), "modules that train themselves, beside the adapters: lm_head")
     bias: Literal["none", "all", "lora_only"] = option(
         "none", "biases that are trained, too: of adapted layers, or all"
     )
     use_rslora: bool = option(False, "multiply by alpha / sqrt(rank) instead")
+    use_dora: bool = option(False, "train a magnitude for each row of the adapted weights as well (DoRA)")
     save: Literal["adapter", "both", "merged"] = option(
         "adapter", "what checkpoints hold: adapter alone, model and adapter, or a model with it in its weights"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DpoSection:
+    """Learning to prefer the chosen of two answers to the rejected one (DPO)."""
+
+    beta: float = option(0.0, "how strongly the model is held to what it was before; 0: no preferences", at_least=0)
+    label_smoothing: float = option(
+        0.0, "share of pairs that are taken to be the wrong way round", at_least=0, below=0.5
     )
 
 
@@ -236,6 +254,7 @@ class Recipe:
     train: TrainSection = field(default_factory=TrainSection)
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     lora: LoraSection = field(default_factory=LoraSection)
+    dpo: DpoSection = field(default_factory=DpoSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     output: Path = option(Path("runs/nxd"), "folder of the run: recipe, metrics, loss curve")
 

@@ -30,7 +30,7 @@ from nxd_trainer.api.checkpoint_saving import Contents, finalize_checkpoint, is_
 from nxd_trainer.api.stored_values import USER_CONTENT, unpack_value
 from nxd_trainer.checkpoint import RNG_PREFIX
 from nxd_trainer.model_description import ModelDescription, find_description
-from nxd_trainer.recipe import recipe_to_dict
+from nxd_trainer.recipe import Recipe, recipe_to_dict
 from nxd_trainer.training.initial_weights import load_first_weights, model_differences
 from nxd_trainer.training.run_state import EarlyStopping, RunState, on_first_rank_of_each_host
 
@@ -225,12 +225,16 @@ def _check_same_run(
     """Raise ValueError if the checkpoint is of another model, precision or text, or of other adapters."""
     recipe = recipe_to_dict(state.recipe)
     own: dict[str, dict[str, object]] = {"data": _describe_data(state), "train": {"dtype": state.recipe.train.dtype}}
-    theirs = {"lora": {"rank": 0}, **content["recipe"], "data": content["data"]}
+    theirs = {**content["recipe"], "data": content["data"]}
+    theirs["lora"] = recipe_to_dict(Recipe())["lora"] | theirs.get("lora", {})  # older runs have not said all of it
     own["optimizer"] = {name: recipe["optimizer"].get(name) for name in ("type", "factory")}
     theirs["optimizer"] = {"type": "adamw", **theirs.get("optimizer", {})}  # which older runs have not said
     # Without this a checkpoint that holds the adapter alone could follow one that holds the model, and outlive it.
     own["lora"] = recipe["lora"] if state.recipe.lora.rank else {"rank": 0}
-    if state.recipe.lora.rank and state.recipe.lora.save == "adapter":  # which means nothing on other weights
+    theirs["dpo"] = recipe_to_dict(Recipe())["dpo"] | theirs.get("dpo", {})
+    own["dpo"] = recipe["dpo"]
+    holds_adapter_alone = state.recipe.lora.rank > 0 and state.recipe.lora.save == "adapter"
+    if holds_adapter_alone or state.recipe.dpo.beta:  # which mean nothing with other initial weights
         own["train"]["seed"] = state.recipe.train.seed
         own["checkpoint"] = {"initial_weights": recipe["checkpoint"].get("initial_weights")}
         own["model"] = {"path": recipe["model"].get("path")}

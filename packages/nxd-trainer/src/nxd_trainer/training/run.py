@@ -34,6 +34,7 @@ from nxd_trainer.report import (
     render_summary,
 )
 from nxd_trainer.training.checkpoints import RunSaver, diverged, resume_run
+from nxd_trainer.training.initial_weights import load_reference
 from nxd_trainer.training.run_state import RunState, build_run_state
 from nxd_trainer.training.step import FinishedStep, StepsUnderWay, evaluate, take_step
 
@@ -96,6 +97,7 @@ def prepare_run(recipe: Recipe) -> tuple[RunState, str | None]:
     """
     state = build_run_state(recipe)
     tag = resume_run(state)
+    load_reference(state)
     _renew_in_order(state)
     state.trackers = together("open its trackers", lambda: _trackers(state), error_type=ValueError)
     return state, tag
