@@ -11,8 +11,13 @@ CASES = {
     "linears": {"target_modules": LINEARS},
     "rslora": {"target_modules": ["q_proj", "o_proj"], "use_rslora": True},
     "embeddings": {"target_modules": ["embed_tokens", "lm_head", "v_proj"]},
+    "dora": {"target_modules": LINEARS, "use_dora": True},
+    "all-linear": {"target_modules": "all-linear", "use_dora": True, "use_rslora": True},
+    "modules to save": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "layers.1.mlp"]},
     "regex": {"target_modules": r".*layers\.1\..*(q|v|down)_proj"},
 }
+SLOW = ("all-linear", "modules to save")
+CASES_IN_TURN = [pytest.param(it, marks=pytest.mark.slow) if it in SLOW else it for it in CASES]
 
 
 def randomize(model):
@@ -33,7 +38,10 @@ def assert_same_but_for_norms(actual, expected):
     assert_same(actual, expected, atol=1e-6)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(it, marks=pytest.mark.slow) if it in ("all-linear", "modules to save") else it for it in CASES],
+)
 @pytest.mark.parametrize("tp", [1, 2, 4])  # with 4, ranks hold copies of the 2 key and value heads, in a layer for all
 def test_adapter_of_ours_gives_the_same_logits_in_peft(
     on_tp, tmp_path, hugging_face_llama, our_llama, whole_logits, tp, case
@@ -54,7 +62,10 @@ def test_adapter_of_ours_gives_the_same_logits_in_peft(
     assert not torch.allclose(whole_logits(hugging_face_llama()), logits, atol=1e-3)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(it, marks=pytest.mark.slow) if it in ("all-linear", "modules to save") else it for it in CASES],
+)
 @pytest.mark.parametrize("tp", [1, 2, 4])  # with 4, ranks hold copies of the 2 key and value heads, in a layer for all
 def test_adapter_of_peft_gives_the_same_logits_in_ours(
     on_tp, tmp_path, hugging_face_llama, our_llama, whole_logits, tp, case
@@ -109,8 +120,11 @@ def test_adapter_files_of_another_scale_are_refused(tmp_path, settings, message)
         load_peft_adapter(other, tmp_path)
 
 
-def test_merged_weights_equal_those_that_peft_merges(tmp_path, hugging_face_llama):
-    ours = LoraModel(hugging_face_llama(), LoraConfig(lora_rank=4, target_modules=["embed_tokens", "q_proj"]))
+@pytest.mark.parametrize(
+    "settings", [{"target_modules": ["embed_tokens", "q_proj"]}, {"target_modules": LINEARS, "use_dora": True}]
+)
+def test_merged_weights_equal_those_that_peft_merges(tmp_path, hugging_face_llama, settings):
+    ours = LoraModel(hugging_face_llama(), LoraConfig(lora_rank=4, **settings))
     randomize(ours)
     save_peft_adapter(ours, tmp_path)
     theirs = peft.PeftModel.from_pretrained(hugging_face_llama(), tmp_path).merge_and_unload()

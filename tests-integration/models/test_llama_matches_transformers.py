@@ -9,6 +9,8 @@ import torch
 from nxd_state import active_group, all_gather, get_shard_spec, initialize_model_parallel
 from nxd_state.testing import LogicalPiece, assemble_logical, logical_pieces
 from nxd_trainer.checkpoint import logical_name
+from nxd_trainer.generate import generate
+from nxd_trainer.model_description import own_llama_config
 from nxd_trainer.models import LlamaConfig, LlamaForCausalLM
 from torch import nn
 from torch.nn import functional as F
@@ -117,3 +119,60 @@ def test_llama_equals_that_of_transformers(run_ranks, tp, sequence_parallel, hea
         torch.testing.assert_close(
             gradients[name], gradient, rtol=RTOL, atol=RTOL * scale, msg=lambda m, n=name: f"{n}: {m}"
         )
+
+
+ROPE_TYPES = {
+    "linear": {"factor": 2.0},
+    "dynamic": {"factor": 2.0},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 8},
+    "longrope": {
+        "short_factor": [1.0, 1.5],
+        "long_factor": [2.0, 4.0],
+        "original_max_position_embeddings": 8,
+    },
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.float32, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rope_type", ROPE_TYPES)
+def test_scaled_rotary_embeddings_are_those_of_transformers(rope_type, dtype):
+    """Short and long sequences, beyond the positions that the model is made for, too; then from a cache."""
+    given = sizes("GQA", tied=False) | {"max_position_embeddings": 12}
+    scaling = {"rope_type": rope_type, **ROPE_TYPES[rope_type]}
+    torch.manual_seed(0)
+    rope = {"rope_theta": given["rope_theta"], **scaling}
+    given_to_theirs = {name: value for name, value in given.items() if name != "rope_theta"} | {"rope_parameters": rope}
+    their_config = transformers.LlamaConfig(**given_to_theirs, eos_token_id=None)
+    their_model = transformers.LlamaForCausalLM(their_config).to(dtype).eval()
+    config = own_llama_config(their_model.config.to_dict())
+    our_model = LlamaForCausalLM(config, dtype=dtype)
+    if dtype == torch.float64:
+        compute_norms_in_float64(their_model)
+    load(our_model, dict(their_model.named_parameters()))
+    tolerance = RTOL if dtype == torch.float64 else 1e-5
+
+    with torch.no_grad():
+        for length in (5, 9, 17, 6):
+            expected = their_model(TOKENS[:, :length], use_cache=False).logits
+            torch.testing.assert_close(our_model(TOKENS[:, :length]), expected, rtol=tolerance, atol=tolerance)
+        plain = LlamaForCausalLM(replace(config, rope_scaling=None), dtype=dtype)
+        load(plain, dict(their_model.named_parameters()))
+        assert not torch.allclose(plain(TOKENS), our_model(TOKENS), atol=1e-3)
+        prompt = TOKENS[:1, :6]
+        written = their_model.generate(
+            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=5, do_sample=False, pad_token_id=0
+        )
+        assert list(generate(our_model, prompt[0], max_new_tokens=5, temperature=0)) == written[0, 6:].tolist()
+
+
+def test_unusable_rotary_settings_are_refused_when_the_model_is_made():
+    config = LlamaConfig(**sizes("GQA", tied=False), rope_scaling={"rope_type": "llama3", "factor": "x"})
+
+    with pytest.raises(ValueError, match=r"rope_scaling=\{'rope_type': 'llama3', 'factor': 'x'\} is not usable: "):
+        LlamaForCausalLM(config)

@@ -15,6 +15,6 @@ CONFIG = LlamaConfig(
 )
 
 
-def whole() -> LlamaForCausalLM:
+def whole(config: LlamaConfig = CONFIG) -> LlamaForCausalLM:
     torch.manual_seed(0)
-    return LlamaForCausalLM(CONFIG, dtype=torch.float64).eval()
+    return LlamaForCausalLM(config, dtype=torch.float64).eval()

@@ -1,5 +1,7 @@
 """Compiled generation writes, token for token, what the same models write by other means."""
 
+from dataclasses import replace
+
 import generating_llama
 import pytest
 import torch
@@ -12,6 +14,12 @@ PROMPTS = [[3, 5, 7, 11, 13], [2], [31, 41, 59, 26, 53, 58, 9, 7, 9, 32, 38]]  #
 NEW = 64
 SETTINGS = {"batch_size": 3, "max_length": 80, "prefill_lengths": (8,), "compiler": "export"}
 SLOW = pytest.mark.slow
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.2, 1.5, 2.0],
+    "long_factor": [2.0, 3.0, 4.0, 6.0],
+    "original_max_position_embeddings": 16,  # more than the prompts, fewer than the texts
+}
 
 
 def check(generator, expected: list[list[int]]) -> None:
@@ -65,9 +73,13 @@ def test_greedy_tokens_of_the_default_compiler_equal_those_of_transformers(degre
     assert "compiling 2 of 2 distinct programs with inductor" in capfd.readouterr().err
 
 
-def test_our_llama_compiled_on_meta_writes_what_it_writes_eagerly():
-    model = generating_llama.whole()
+@pytest.mark.parametrize("rope_scaling", [None, pytest.param(LONG_ROPE, marks=SLOW)], ids=["plain", "long"])
+def test_our_llama_compiled_on_meta_writes_what_it_writes_eagerly(rope_scaling):
+    if rope_scaling is not None:
+        pytest.importorskip("transformers", reason="it computes the frequencies: pip install transformers")
+    config = replace(generating_llama.CONFIG, rope_scaling=rope_scaling)
+    model = generating_llama.whole(config)
     expected = [list(generate(model, torch.tensor(it), max_new_tokens=NEW, temperature=0)) for it in PROMPTS]
-    build = BuildLlamaDecoder(generating_llama.CONFIG, torch.float64)
+    build = BuildLlamaDecoder(config, torch.float64)
 
     check(compile_generator(build, tp_degree=2, weights=dict(model.state_dict()), **SETTINGS), expected)

@@ -6,8 +6,9 @@ import pytest
 import torch
 from nxd_layers import LoraConfig
 from nxd_state import initialize_model_parallel
-from nxd_trainer.from_recipe import build_model, build_optimizer, nxd_config, recipe_model
+from nxd_trainer.from_recipe import build_model, nxd_config, recipe_model
 from nxd_trainer.models import LlamaConfig, LlamaDecoderLayer
+from nxd_trainer.optimizers import build_optimizer
 from nxd_trainer.recipe import Recipe, load_recipe
 
 TINY = [
@@ -43,7 +44,13 @@ def test_recipe_without_a_word_of_its_model_is_the_llama_that_it_has_always_been
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"), [("none", None), ("full", "full"), ("CoreAttention,LlamaMLP", ["CoreAttention", "LlamaMLP"])]
+    ("given", "expected"),
+    [
+        ("none", None),
+        ("full", "full"),
+        ("selective", "selective"),
+        ("CoreAttention,LlamaMLP", ["CoreAttention", "LlamaMLP"]),
+    ],
 )
 def test_activation_checkpointing_is_a_mode_or_names_of_classes(given, expected):
     config = config_of(f"parallel.activation_checkpointing={given}")

@@ -40,6 +40,7 @@ RECIPES = [
     (".json", '{"model.factory": "os:system"}'),
     (".toml", '"model.factory" = "os:system"'),
     (".toml", '[pipeline]\nlayer_class = "os:system"'),
+    (".toml", '[optimizer]\nfactory = "os:system"'),
     (".json", '{"pipeline": {"layer_class": "os:system"}, "model": {"factory": "os:system"}}'),
     (".yaml", "!!python/object/apply:os.system ['touch ran']"),
     (".yaml", "train: !!python/object/new:os.system ['touch ran']"),

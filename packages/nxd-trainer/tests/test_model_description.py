@@ -114,3 +114,15 @@ def test_strange_objects_describe_no_model(objects):
 def test_strange_config_is_refused_with_what_is_wrong(change, message):
     with pytest.raises(ValueError, match=message):
         own_llama_config(describe_llama(CONFIG).config | change)
+
+
+def test_rope_type_of_llama_3_is_read_from_both_spellings_and_written():
+    llama3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    new = {"model_type": "llama", "rope_parameters": {**llama3, "rope_theta": 5e5}}
+    old = {"model_type": "llama", "rope_theta": 5e5, "rope_scaling": {"type": "llama3", **llama3}}
+
+    found = own_llama_config(new)
+
+    assert (found.rope_theta, found.rope_scaling) == (5e5, llama3)
+    assert own_llama_config(old) == found
+    assert describe_llama(found).own_llama() == found

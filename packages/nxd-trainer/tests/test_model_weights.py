@@ -23,6 +23,7 @@ CONFIG = LlamaConfig(
     num_key_value_heads=1,
     max_position_embeddings=32,
 )
+DORA = {"use_dora": True, "target_modules": "all-linear", "modules_to_save": ["lm_head"]}
 Q_PROJ = "model.layers.0.self_attn.q_proj"
 
 
@@ -41,10 +42,11 @@ def weights_in(folder, tag):
     return model_weights(checkpoint, description_of(checkpoint))
 
 
+@pytest.mark.parametrize("further", [{}, DORA], ids=["LoRA", "DoRA"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.bfloat16, 0.01)])
-def test_adapter_beside_its_base_is_merged_as_the_model_would(tmp_path, dtype, tolerance):
-    save_checkpoint(tmp_path, "apart", adapted(dtype=dtype, save_lora_base=True))
-    save_checkpoint(tmp_path, "merged", adapted(dtype=dtype, save_lora_base=True, merge_lora=True))
+def test_adapter_beside_its_base_is_merged_as_the_model_would(tmp_path, dtype, tolerance, further):
+    save_checkpoint(tmp_path, "apart", adapted(dtype=dtype, save_lora_base=True, **further))
+    save_checkpoint(tmp_path, "merged", adapted(dtype=dtype, save_lora_base=True, merge_lora=True, **further))
 
     apart, merged = weights_in(tmp_path, "apart"), weights_in(tmp_path, "merged")
 
@@ -55,8 +57,9 @@ def test_adapter_beside_its_base_is_merged_as_the_model_would(tmp_path, dtype, t
         torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
-def test_box_of_a_merged_weight_is_that_part_of_the_whole(tmp_path):
-    save_checkpoint(tmp_path, "a", adapted(save_lora_base=True))
+@pytest.mark.parametrize("further", [{}, DORA], ids=["LoRA", "DoRA"])
+def test_box_of_a_merged_weight_is_that_part_of_the_whole(tmp_path, further):
+    save_checkpoint(tmp_path, "a", adapted(save_lora_base=True, **further))
     weights = weights_in(tmp_path, "a")
 
     for name in ("model.embed_tokens.weight", "model.layers.0.mlp.down_proj.weight"):

@@ -53,6 +53,13 @@ def test_config_with_mistakes_lists_them_all():
     assert [name for name in names if name not in str(raised.value)] == []
 
 
+def test_dora_with_dropout_and_a_text_of_modules_are_refused():
+    with pytest.raises(ValueError, match=r"use_dora=True is not for lora_dropout=0\.1; set it to 0"):
+        LoraConfig(use_dora=True, lora_dropout=0.1)
+    with pytest.raises(ValueError, match=r"modules_to_save='lm_head' must be a list of names"):
+        LoraConfig(modules_to_save="lm_head")
+
+
 @pytest.mark.parametrize("targets", [[], [""], "", [1], 3])
 def test_config_with_unusable_targets_raises(targets):
     with pytest.raises(ValueError, match="target_modules"):
@@ -82,9 +89,17 @@ def test_description_names_layers_whole_where_others_end_alike():
 
 
 def test_description_that_asks_for_more_than_is_supported_is_refused():
-    content = {"peft_type": "LORA", "r": 4, "use_dora": True, "rank_pattern": {"q": 8}, "init_lora_weights": "pissa"}
+    content = {
+        "peft_type": "LORA",
+        "r": 4,
+        "alora_invocation_tokens": [1],
+        "rank_pattern": {"q": 8},
+        "init_lora_weights": "pissa",
+    }
 
-    with pytest.raises(ValueError, match=r"use_dora=True, rank_pattern=\{'q': 8\}, init_lora_weights='pissa'"):
+    with pytest.raises(
+        ValueError, match=r"alora_invocation_tokens=\[1\], rank_pattern=\{'q': 8\}, init_lora_weights='pissa'"
+    ):
         config_from_adapter_config(content)
 
 

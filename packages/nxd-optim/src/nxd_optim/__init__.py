@@ -1,6 +1,7 @@
 """ZeRO-1, gradient averaging, exact clipping and mixed precision for training on many ranks."""
 
 from nxd_optim.clip import clip_grad_norm, grad_norm
+from nxd_optim.elementwise import check_elementwise, check_parameterwise
 from nxd_optim.gradient_histogram import (
     LARGEST_EXPONENT,
     SMALLEST_EXPONENT,
@@ -36,6 +37,8 @@ __all__ = [
     "MASTER_KEY",
     "MemoryReport",
     "MemoryBytes",
+    "check_elementwise",
+    "check_parameterwise",
     "GradientReducer",
     "reduce_sequence_parallel_gradients",
     "grad_norm",

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from nxd_optim import check_parameterwise
 from nxd_optim.zero1 import NeuronZero1Optimizer
 from torch import nn
 
@@ -74,7 +75,7 @@ def test_own_elementwise_optimizer_is_taken():
 @pytest.mark.parametrize(
     ("optimizer_class", "reason"),
     [
-        (LargeBatchSGD, "LargeBatchSGD is not elementwise: it updates two flat parts of a matrix otherwise"),
+        (LargeBatchSGD, "LargeBatchSGD is not elementwise: it updates two parts of a matrix otherwise"),
         (NormalizedSGD, "NormalizedSGD is not elementwise"),
         (torch.optim.Adafactor, "Adafactor is not elementwise"),
         (torch.optim.LBFGS, "LBFGS cannot update flat parts of parameters: ValueError: LBFGS doesn't support"),
@@ -97,6 +98,14 @@ def test_arguments_that_the_optimizer_refuses_raise_its_own_error():
         NeuronZero1Optimizer(one_parameter(), torch.optim.AdamW, betas=(2.0, 0.9))
     with pytest.raises(TypeError, match="momentun"):
         NeuronZero1Optimizer(one_parameter(), torch.optim.SGD, momentun=0.9)
+
+
+def test_optimizer_that_looks_at_each_matrix_alone_may_be_given_some_of_them():
+    check_parameterwise(LargeBatchSGD, {}, advice="")
+    check_parameterwise(torch.optim.Adafactor, {}, advice="")
+
+    with pytest.raises(ValueError, match=r"NormalizedSGD looks at all parameters together, .*; use SGD"):
+        check_parameterwise(NormalizedSGD, {}, advice="use SGD")
 
 
 def test_trying_the_optimizer_leaves_the_random_state_alone():

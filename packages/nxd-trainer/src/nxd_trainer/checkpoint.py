@@ -282,9 +282,11 @@ def allocate_optimizer_state(
         return
 
     def room(parameter: Tensor) -> dict[str, Tensor]:
+        spec = get_shard_spec(parameter)
+        of_elements = {parameter.shape} if spec is None else {piece.logical_shape for piece in spec.pieces}
         return {
             key: torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-            if len(shape) == parameter.dim() and (get_shard_spec(parameter) or shape == parameter.shape)
+            if shape in of_elements
             else torch.zeros(shape, dtype=dtype)
             for key, (dtype, shape) in stored_keys(parameter).items()
             if key != MASTER_KEY

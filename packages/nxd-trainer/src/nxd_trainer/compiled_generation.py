@@ -14,11 +14,12 @@ from nxd_layers.key_value_heads import kv_size_multiplier_for
 from nxd_state import active_group, model_parallel_is_initialized
 from nxd_trace.generation import CacheLayer, CacheView, Generator, HuggingFaceDecoder, compile_generator
 from torch import Tensor, nn
+from torch.nn import functional
 
 from nxd_trainer.model_description import ModelDescription
 from nxd_trainer.model_weights import ModelWeights, model_on_meta_of, transformers_model
 from nxd_trainer.models import KeyValueCache, LlamaConfig, LlamaForCausalLM
-from nxd_trainer.models.llama import rotary_tables
+from nxd_trainer.models.llama import long_rope_from, rotary_tables
 from nxd_trainer.opened_model import Words, open_model, open_words
 from nxd_trainer.plan.profile import planned_ranks
 
@@ -40,8 +41,12 @@ class LlamaDecoder(nn.Module):
         self.model = model
         self.max_positions = model.config.max_position_embeddings
         dtype = next(model.parameters()).dtype
-        # Data rather than part of the graph, which would compute them at every token.
-        cos, sin = rotary_tables(0, self.max_positions, model.config, like=torch.empty(0, dtype=dtype, device="cpu"))
+        # Data rather than part of the graph, which would compute them at every token: [variants, positions, head].
+        self._long_from = long_rope_from(model.config)
+        lengths = [self.max_positions] if self._long_from is None else [self._long_from, self.max_positions]
+        like = torch.empty(0, dtype=dtype, device="cpu")
+        variants = [rotary_tables(0, length, model.config, like=like) for length in lengths]
+        cos, sin = (_stacked(tables, self.max_positions) for tables in zip(*variants, strict=True))
         self.cos, self.sin = nn.Buffer(cos, persistent=False), nn.Buffer(sin, persistent=False)
 
     def cache_layers(self) -> Sequence[CacheLayer]:
@@ -55,12 +60,20 @@ class LlamaDecoder(nn.Module):
         """Ids and positions `[batch, seq]` to the logits after the last column, `[batch, vocab]`."""
         llama = self.model.model
         hidden_sbh = llama.embed_tokens(input_ids.t())
-        rotary = (self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1))  # [batch, 1, seq, head]
+        # The last column is a sequence's newest token, and decides for all of its columns.
+        variant = positions[:, -1:] >= self._long_from if self._long_from else positions[:, -1:].new_zeros(())
+        variant = variant.long().expand_as(positions)
+        rotary = (self.cos[variant, positions].unsqueeze(1), self.sin[variant, positions].unsqueeze(1))
         for layer in llama.layers:
             hidden_sbh = layer(hidden_sbh, rotary, _LayersCache(cache), cache.mask)
         logits = self.model.lm_head(llama.norm(hidden_sbh[-1:]))  # [1, batch, vocab/tp]
         whole: Tensor = gather_from_tensor_model_parallel_region(logits)[0]
         return whole
+
+
+def _stacked(tables: Sequence[Tensor], length: int) -> Tensor:
+    """Tables of fewer positions filled up with zeros, which no sequence reads: `[variants, positions, head]`."""
+    return torch.stack([functional.pad(table, (0, 0, 0, length - len(table))) for table in tables])
 
 
 class _LayersCache(KeyValueCache):

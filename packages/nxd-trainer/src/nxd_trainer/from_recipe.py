@@ -1,7 +1,7 @@
-"""Builds a recipe's objects: the config of the documented API, the model and its tokenizer, and the optimizer.
+"""Builds a recipe's objects: the config of the documented API, the model and its tokenizer.
 
 `nxd train`, `nxd parity`, `nxd plan` and `nxd doctor` use this module, which makes the same calls that a script would
-make. `training.run_state` turns text into batches.
+make. `optimizers` makes the optimizer, and `training.run_state` turns text into batches.
 """
 
 import copy
@@ -9,7 +9,7 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -18,22 +18,21 @@ import torch
 from nxd_layers.activation_checkpoint.find import named_transformer_layers
 from nxd_layers.hf import is_transformers_model
 from nxd_layers.hf.transformers_models import takes_causal_lm_loss
-from nxd_layers.lora import LoraConfig
+from nxd_layers.lora import ALL_LINEAR, LoraConfig
 from nxd_pipeline import Schedule, insert_communication, make_schedule, simulate
 from nxd_pipeline.partition import ParamInit, materialize
 from nxd_state import (
     compile_backend,
     get_device,
-    has_fused_optimizers,
     records_graphs,
     seed_model_parallel,
     widest_float,
 )
 from torch import Tensor, nn
-from torch.optim import AdamW
 
-from nxd_trainer.api import NxDModel, NxDOptimizer, initialize_parallel_model, initialize_parallel_optimizer
+from nxd_trainer.api import NxDModel, initialize_parallel_model
 from nxd_trainer.data import Batch, Tokenizer, load_tokenizer
+from nxd_trainer.dpo import REFERENCE, with_dpo_loss
 from nxd_trainer.hugging_face import check_keys, config_of_type, model_on_meta, read_config, stored_shapes
 from nxd_trainer.model_description import BYTES, ModelDescription, describe_llama, describe_model, tokenizer_in
 from nxd_trainer.models import LlamaConfig, LlamaDecoderLayer, LlamaForCausalLM
@@ -98,6 +97,8 @@ def recipe_model(recipe: Recipe) -> RecipeModel:
             that can be trained so.
     """
     model = _recipe_model(recipe)
+    if recipe.dpo.beta:
+        return replace(model, make=with_dpo_loss(model.make, recipe), input_names=(*model.input_names, REFERENCE))
     if not recipe.data.chat:
         return model  # microbatches learn equally many tokens, and their mean loss is the mean over tokens
     names = (*model.input_names, NUM_ITEMS)
@@ -111,6 +112,12 @@ def _packing_input(recipe: Recipe, model: RecipeModel) -> str:
         ValueError: it has none, or nobody has compared whether it does.
     """
     if recipe.model.is_own_llama:
+        kind = (recipe.model.rope_scaling or {}).get("rope_type")
+        if kind in ("dynamic", "longrope"):
+            raise ValueError(
+                f"data.packing=true with model.rope_scaling.rope_type={kind}, whose frequencies depend on a document's "
+                "length; leave data.packing out"
+            )
         return "document_ids"
     model_type = model.description.config.get("model_type")
     if model.description.factory is None and model_type in PACKED_TYPES:
@@ -266,7 +273,9 @@ def nxd_config(recipe: Recipe, model: RecipeModel) -> dict[str, Any]:
         "pipeline_parallel_size": parallel.pipeline_parallel_size,
         "sequence_parallel": parallel.sequence_parallel,
         "pipeline_config": pipeline,
-        "activation_checkpoint_config": {"none": None, "full": "full"}.get(checkpointing, checkpointing.split(",")),
+        "activation_checkpoint_config": {"none": None, "full": "full", "selective": "selective"}.get(
+            checkpointing, checkpointing.split(",")
+        ),
         "pad_model": parallel.pad_heads,
         "lora_config": _lora_config(recipe),
         "model_init_config": {"param_init_fn": model.param_init_fn},
@@ -331,39 +340,11 @@ def compile_layers(model: nn.Module, layer_class: type[nn.Module] | None) -> Non
         layer.compile(backend=compile_backend(), dynamic=False)
 
 
-def build_optimizer(recipe: Recipe, model: NxDModel) -> NxDOptimizer:
-    """AdamW for the parameters that train."""
-    device = get_device()
-    # On XLA the count of steps, too, is data; bias corrections that have become 1 would make another graph.
-    kind: dict[str, Any] = {"capturable": True} if records_graphs(device) else {"fused": has_fused_optimizers(device)}
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = parameter_groups(recipe, trained)
-    return initialize_parallel_optimizer(model.nxd_config, AdamW, groups, **adamw_arguments(recipe), **kind)
-
-
-def parameter_groups(recipe: Recipe, parameters: Iterable[Tensor]) -> list[dict[str, Any]]:
-    """Groups for an optimizer that decays matrices and leaves norms alone."""
-    trained = list(parameters)
-    return [
-        {"params": [p for p in trained if p.dim() > 1], "weight_decay": recipe.optimizer.weight_decay},
-        {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},
-    ]
-
-
-def adamw_arguments(recipe: Recipe) -> dict[str, Any]:
-    """Arguments of AdamW that hold for all parameters."""
-    options = recipe.optimizer
-    return {"lr": options.lr, "betas": options.betas, "eps": options.eps}
-
-
-def learning_rate_on(device: torch.device, rate: float) -> float | Tensor:
-    """A learning rate as an optimizer takes it: on XLA as data, 0-d, so that a schedule's steps are one graph."""
-    # Made as [1], since torch-xla takes the scalars 0 and 1 for constants.
-    return torch.tensor([rate], device=device).view(()) if records_graphs(device) else rate
-
-
 def model_inputs(names: Sequence[str], batch: Batch) -> dict[str, Tensor]:
-    """A batch as a model takes it. Labels are the next tokens; models of transformers want them as `shift_labels`."""
+    """A batch as a model takes it, but for what a reference model says of it.
+
+    Labels are the next tokens; models of transformers want them as `shift_labels`.
+    """
     values = {
         "input_ids": batch.input_ids,
         "labels": batch.labels,
@@ -375,7 +356,7 @@ def model_inputs(names: Sequence[str], batch: Batch) -> dict[str, Tensor]:
     if NUM_ITEMS in names:
         learned, microbatches = batch.normalizer.to(widest_float(batch.normalizer.device)).unbind()
         values[NUM_ITEMS] = learned / microbatches
-    return {name: values[name] for name in names}
+    return {name: values[name] for name in names if name != REFERENCE}
 
 
 def autocast(recipe: Recipe) -> torch.autocast:
@@ -502,8 +483,10 @@ def _lora_config(recipe: Recipe) -> LoraConfig | None:
         lora_alpha=options.alpha,
         lora_dropout=options.dropout,
         bias=options.bias,
-        target_modules=list(options.target_modules),
+        target_modules=list(options.target_modules) or ALL_LINEAR,
         use_rslora=options.use_rslora,
+        use_dora=options.use_dora,
+        modules_to_save=list(options.modules_to_save) or None,
         save_lora_base=options.save != "adapter",
         merge_lora=options.save == "merged",
     )

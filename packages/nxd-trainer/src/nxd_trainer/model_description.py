@@ -24,6 +24,7 @@ KEY = "model"
 BYTES = "bytes"  # in place of a tokenizer's file: a token for each byte
 
 ADAPTER_KEY = "lora"
+ROPE_TYPES = ("linear", "dynamic", "yarn", "longrope", "llama3")  # which our Llama has transformers compute
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
@@ -201,13 +202,12 @@ def own_llama_config(config: Mapping[str, Any]) -> LlamaConfig:
     """
     if config.get("model_type") != "llama" or config.get("architectures") not in (None, ["LlamaForCausalLM"]):
         raise ValueError(f"{config.get('architectures') or config.get('model_type')} is not a LlamaForCausalLM")
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(rope, Mapping):
-        raise ValueError(f"rope_parameters={rope!r} is no table of settings")
+    theta, scaling = rope_of(config)
     sizes = {field.name: config[field.name] for field in fields(LlamaConfig) if config.get(field.name) is not None}
-    sizes["rope_theta"] = rope.get("rope_theta", config.get("rope_theta", LlamaConfig.rope_theta))
+    sizes |= {"rope_theta": theta, "rope_scaling": scaling}
     sizes.setdefault("num_key_value_heads", sizes.get("num_attention_heads", LlamaConfig.num_attention_heads))
-    strange = [f"{name}={value!r}" for name, value in sizes.items() if not isinstance(value, int | float)]
+    numbers = {name: value for name, value in sizes.items() if name != "rope_scaling"}
+    strange = [f"{name}={value!r}" for name, value in numbers.items() if not isinstance(value, int | float)]
     if strange:
         raise ValueError(f"the sizes of a Llama are numbers, and these are not: {', '.join(strange)}")
     made = LlamaConfig(**sizes)
@@ -216,13 +216,32 @@ def own_llama_config(config: Mapping[str, Any]) -> LlamaConfig:
         "attention_bias": False,
         "mlp_bias": False,
         "head_dim": made.head_size,
-        "rope type": "default",
+        "partial_rotary_factor": 1.0,
     }
-    found = {**config, "rope type": rope.get("rope_type", rope.get("type", "default"))}
+    found = {**config, **(scaling or {})}
     wrong = [f"{name}={found[name]}" for name, value in expected.items() if found.get(name, value) not in (None, value)]
+    if made.rope_type not in ("default", *ROPE_TYPES):
+        wrong.append(f"rope type={made.rope_type}")
     if wrong:
         raise ValueError(f"this package's own Llama has no {', '.join(wrong)}")
     return made
+
+
+def rope_of(config: Mapping[str, Any]) -> tuple[Any, dict[str, Any] | None]:
+    """The base of the rotary frequencies that a `config.json` says, and what scales them, as `LlamaConfig` has it.
+
+    Raises:
+        ValueError: its table is none.
+    """
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(rope, Mapping):
+        raise ValueError(f"rope_parameters={rope!r} is no table of settings")
+    theta = rope.get("rope_theta", config.get("rope_theta", LlamaConfig.rope_theta))
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return theta, None
+    further = {name: value for name, value in rope.items() if name not in ("rope_theta", "rope_type", "type")}
+    return theta, {"rope_type": kind, **further}
 
 
 def hugging_face_config(config: LlamaConfig, *, end_token: int | None) -> dict[str, Any]:
@@ -240,6 +259,7 @@ def hugging_face_config(config: LlamaConfig, *, end_token: int | None) -> dict[s
         "hidden_act": "silu",
         "max_position_embeddings": config.max_position_embeddings,
         "rope_theta": config.rope_theta,
+        **({} if config.rope_scaling is None else {"rope_scaling": dict(config.rope_scaling)}),
         "rms_norm_eps": config.rms_norm_eps,
         "tie_word_embeddings": config.tie_word_embeddings,
         "initializer_range": config.initializer_range,

@@ -27,6 +27,7 @@ from nxd_trainer.hugging_face.loading import make_room
 from nxd_trainer.model_description import ModelDescription, adapter_in
 from nxd_trainer.models import LlamaForCausalLM
 
+_MAGNITUDE = "lora_magnitude_vector"
 _FACTORS = {"lora_A": "lora_B", "lora_embedding_A": "lora_embedding_B"}  # as PEFT calls them
 
 
@@ -80,7 +81,7 @@ class ModelWeights:
     @cached_property
     def tensors(self) -> Mapping[str, TensorInfo]:
         """Type and shape of every tensor."""
-        factors = {name for branch in self.branches.values() for name in (branch.a, branch.b)}
+        factors = {name for branch in self.branches.values() for name in (branch.a, branch.b, branch.magnitude)}
         return {name: info for name, info in self.source.tensors.items() if name not in factors}
 
     def read_box(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
@@ -93,8 +94,7 @@ class ModelWeights:
         values = torch.empty(box.shape, dtype=self.source.tensors[name].dtype)
         fill(self.source, name, box, values)
         if name in self.branches:
-            wide = values.float() if values.itemsize < 4 else values
-            values.copy_(wide + self.branches[name].delta(box, self.source))
+            values.copy_(self.branches[name].merged(name, box, values, self.source))
         return values
 
     def shards(self, name: str, box: Box) -> Sequence[Shard]:
@@ -108,12 +108,29 @@ class ModelWeights:
 
 @dataclass(frozen=True)
 class _Branch:
-    """The adapter of one layer: A `[r, in]` and B `[out, r]` by name, of a weight `[out, in]`, or transposed."""
+    """The adapter of one layer: A `[r, in]` and B `[out, r]` by name, of a weight `[out, in]`, or transposed.
+
+    With DoRA it has magnitudes `[out]` as well, of a weight that is not transposed.
+    """
 
     a: str
     b: str
     scale: float
     is_transposed: bool
+    magnitude: str | None = None
+
+    def merged(self, weight: str, box: Box, values: Tensor, source: TensorSource) -> Tensor:
+        """The box of a weight, of which these are the values, with the adapter in it."""
+        merged = _widened(values) + self.delta(box, source)
+        if self.magnitude is None:
+            return merged
+        rows = Box((box.offsets[0], 0), (box.shape[0], source.tensors[weight].global_shape[1]))
+        whole = torch.empty(rows.shape, dtype=source.tensors[weight].dtype)
+        fill(source, weight, rows, whole)
+        norms = (_widened(whole) + self.delta(rows, source)).norm(dim=1)
+        magnitude = torch.empty(box.shape[0], dtype=source.tensors[self.magnitude].dtype)
+        fill(source, self.magnitude, Box(box.offsets[:1], box.shape[:1]), magnitude)
+        return merged * (_widened(magnitude) / norms.where(norms > 0, 1.0)).unsqueeze(1)
 
     def delta(self, box: Box, source: TensorSource) -> Tensor:
         """What merging adds to a box of the weight, in float32 or wider: computed as `LoraModel.merge` does."""
@@ -123,9 +140,17 @@ class _Branch:
         b = torch.empty(box.shape[out_dim], rank, dtype=b_dtype)
         fill(source, self.a, Box((0, box.offsets[in_dim]), tuple(a.shape)), a)
         fill(source, self.b, Box((box.offsets[out_dim], 0), tuple(b.shape)), b)
-        a, b = (factor.float() if factor.itemsize < 4 else factor for factor in (a, b))
+        a, b = _widened(a), _widened(b)
         product = self.scale * (b @ a)
         return product.t() if self.is_transposed else product
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.itemsize < 4 else tensor
+
+
+def _shape(source: TensorSource, name: str) -> tuple[int, ...] | None:
+    return tuple(source.tensors[name].global_shape) if name in source.tensors else None
 
 
 def load_model(weights: ModelWeights, description: ModelDescription, dtype: torch.dtype, where: str) -> nn.Module:
@@ -219,7 +244,7 @@ def merged_weights(
 
 
 def _branches(source: TensorSource, adapter: Mapping[str, Any], description: ModelDescription) -> Mapping[str, _Branch]:
-    scale = config_from_adapter_config(adapter).scale
+    config = config_from_adapter_config(adapter)
     tied = _tied_weights(description)
     outline: nn.Module | None = None
     found = {}
@@ -245,7 +270,10 @@ def _branches(source: TensorSource, adapter: Mapping[str, Any], description: Mod
         if is_transposed and factor != "lora_embedding_A" and inputs == outputs:  # for a square one the class decides
             outline = model_on_meta_of(description) if outline is None else outline
             is_transposed = type(outline.get_submodule(layer)).__name__ == "Conv1D"
-        found[weight] = _Branch(a, b, scale, is_transposed)
+        magnitude = f"{layer}.{_MAGNITUDE}" if config.use_dora else None
+        if magnitude is not None and _shape(source, magnitude) != (outputs,):
+            raise ValueError(f"the adapter does not fit the model: {magnitude} is not [{outputs}]; save both anew")
+        found[weight] = _Branch(a, b, config.scale, is_transposed, magnitude)
     return found
 
 

@@ -28,6 +28,35 @@ from nxd_trainer.recipe.sections import ScheduleName
             "lower it or raise model.max_position_embeddings",
         ),
         (
+            ["optimizer.type=sgd", "optimizer.betas=0.8,0.9"],
+            "optimizer.betas is for optimizer.type=adamw; give what others need in optimizer.config",
+        ),
+        (
+            ["optimizer.type=sgd", "optimizer.factory=torch.optim:RAdam"],
+            "optimizer.type=sgd and optimizer.factory each name an optimizer; set one of them",
+        ),
+        (
+            ["optimizer.factory=RAdam"],
+            "optimizer.factory=RAdam is not of the form module:name, such as torch.optim:NAdam",
+        ),
+        (
+            ["model.rope_scaling.factor=8"],
+            "model.rope_scaling={'factor': 8} has no rope_type, such as llama3",
+        ),
+        (
+            ["optimizer.num_cycles=2"],
+            "optimizer.num_cycles is for optimizer.schedule=cosine_with_restarts, not cosine; leave it out",
+        ),
+        (
+            ["optimizer.schedule=warmup_stable_decay", "optimizer.num_decay_steps=9", "train.steps=20"],
+            "optimizer.warmup_steps=20 and optimizer.num_decay_steps=9 are more than train.steps=20; lower one of them",
+        ),
+        (
+            ["train.early_stopping_patience=2", "train.eval_every=0"],
+            "train.early_stopping_patience=2 goes by the held-out loss, and train.eval_every=0 computes none; "
+            "set train.eval_every, or train.early_stopping_patience=0",
+        ),
+        (
             ["data.column=text"],
             "data.column=text needs data.path, a file of rows or a folder of them",
         ),
@@ -95,10 +124,26 @@ from nxd_trainer.recipe.sections import ScheduleName
             ["parallel.activation_checkpointing=ful"],
             "parallel.activation_checkpointing=ful is not known; did you mean full?",
         ),
-        (["lora.rank=4"], "lora.rank=4 needs lora.target_modules, the layers to adapt, such as q_proj,v_proj"),
+        (
+            ["lora.rank=4", "lora.use_dora=true", "lora.dropout=0.1"],
+            "lora.use_dora=true is not for lora.dropout=0.1; set it to 0",
+        ),
+        (
+            ["dpo.beta=0.1", "data.tokenizer=folder"],
+            "dpo.beta=0.1 needs data.path, a file of rows with prompt, chosen and rejected",
+        ),
+        (
+            ["dpo.beta=0.1", "data.path=rows.jsonl"],
+            "dpo.beta=0.1 needs data.tokenizer, a Hugging Face folder, or model.path",
+        ),
+        (
+            ["dpo.beta=0.1", "data.path=rows.jsonl", "model.path=folder", "data.chat=true"],
+            "dpo.beta=0.1 is not for data.chat; leave that out",
+        ),
+        (["dpo.label_smoothing=0.1"], "dpo.label_smoothing means nothing with dpo.beta=0; set dpo.beta"),
         (
             ["lora.target_modules=q_proj"],
-            "lora.target_modules are adapted by nothing with lora.rank=0; set lora.rank, such as 16",
+            "lora.target_modules means nothing with lora.rank=0; set lora.rank, such as 16",
         ),
         (
             ["checkpoint.keep=0", "checkpoint.keep_every=10"],

@@ -144,7 +144,7 @@ def test_unknown_section_names_the_nearest_one():
 def test_unknown_section_like_no_other_lists_all():
     (mistake,) = mistakes_of(xyzzy={"steps": 1})
 
-    assert mistake.endswith("sections are model, parallel, pipeline, data, train, optimizer, lora, checkpoint")
+    assert mistake.endswith("sections are model, parallel, pipeline, data, train, optimizer, lora, dpo, checkpoint")
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,8 @@ def test_unknown_section_like_no_other_lists_all():
             "optimizer",
             "schedule",
             "cosin",
-            "optimizer.schedule='cosin' is not allowed; expected one of cosine, linear, constant",
+            "optimizer.schedule='cosin' is not allowed; expected one of cosine, linear, constant, warmup_stable_decay, "
+            "cosine_with_restarts, polynomial, inverse_sqrt",
         ),
     ],
 )

@@ -1,12 +1,10 @@
 import json
 import os
 
-import pytest
 from nxd_trainer.report import MetricsLog, read_records
 
 
 def write(folder, record, steps, *, first_step=0, **settings):
-    settings.setdefault("say", lambda line: None)
     with MetricsLog(folder, first_step=first_step, **settings) as metrics:
         for step in steps:
             metrics.log(record(step))
@@ -25,7 +23,7 @@ def test_log_writes_a_line_for_each_record(tmp_path, record):
 
 
 def test_line_is_in_the_file_before_the_log_is_closed(tmp_path, record):
-    with MetricsLog(tmp_path, say=lambda line: None) as metrics:
+    with MetricsLog(tmp_path) as metrics:
         metrics.log(record(1))
 
         assert read_records(metrics.file) == [record(1)]
@@ -86,52 +84,3 @@ def test_rank_that_does_not_write_touches_nothing(tmp_path, record):
     write(tmp_path / "run", record, [1], is_writer=False)
 
     assert not (tmp_path / "run").exists()
-
-
-def test_without_tensorboard_one_line_says_what_to_install(tmp_path, record, without):
-    without("tensorboard")
-    without("torch.utils.tensorboard")
-    said = []
-
-    file = write(tmp_path, record, [1, 2], say=said.append)
-
-    assert said == ["TensorBoard scalars left out: tensorboard is not installed (pip install 'nxd-trainer[report]')"]
-    assert steps_in(file) == [1, 2]
-    assert os.listdir(tmp_path) == ["metrics.jsonl"]
-
-
-def test_tensorboard_gets_each_scalar_once_at_its_step(tmp_path, record, monkeypatch):
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    from tensorboard.summary.writer import event_file_writer
-
-    # Its files are read in the order of their names: those of one second by a count of this process, 10 before 9.
-    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
-    with MetricsLog(tmp_path) as metrics:
-        for step in (10, 20, 30):
-            metrics.log(record(step, held_out_loss=5.0 if step == 20 else None, grad_norm=float(step), throughput=2.0))
-    with MetricsLog(tmp_path, first_step=20) as metrics:
-        metrics.log(record(30))
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-
-    assert [(e.step, e.value) for e in events.Scalars("loss/train")] == [
-        (10, 1.0),
-        (20, 0.5),
-        (30, pytest.approx(1 / 3)),
-    ]
-    assert [(e.step, e.value) for e in events.Scalars("loss/held_out")] == [(20, 5.0)]
-    assert [e.step for e in events.Scalars("train/grad_norm")] == [10, 20]
-    assert set(events.Tags()["scalars"]) == {
-        "loss/train",
-        "loss/held_out",
-        "train/grad_norm",
-        "train/learning_rate",
-        "speed/tokens_per_second",
-        "speed/peak_memory_bytes",
-        # as existing scripts name them
-        "step loss",
-        "learning rate",
-        "throughput",
-        "grad-norm",
-    }
-    assert [e.value for e in events.Scalars("throughput")] == [2.0, 2.0]

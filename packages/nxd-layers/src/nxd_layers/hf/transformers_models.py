@@ -39,6 +39,38 @@ def build_on_meta(config: Any) -> nn.Module:
     return model
 
 
+def rope_frequencies(sizes: Mapping[str, Any], length: int) -> tuple[tuple[float, ...], float]:
+    """Rotary frequencies by the `ROPE_INIT_FUNCTIONS` of transformers.
+
+    Args:
+        sizes: of a `LlamaConfig` of transformers; `rope_parameters` names the type.
+        length: of the sequence, on which the types "dynamic" and "longrope" depend.
+
+    Returns:
+        Radians per position, `head/2` of them, and the factor of cosines and sines.
+
+    Raises:
+        ValueError: transformers is not installed, does not know the type, or does not take its settings.
+    """
+    rope = dict(sizes["rope_parameters"])
+    named = f"rope_scaling={ {name: value for name, value in rope.items() if name != 'rope_theta'} }"
+    try:
+        from transformers import LlamaConfig  # noqa: PLC0415 - optional
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # noqa: PLC0415
+    except ImportError as error:
+        raise ValueError(f"{named} is computed by transformers: pip install 'nxd-layers[transformers]'") from error
+    try:
+        with torch.device("cpu"):
+            make = ROPE_INIT_FUNCTIONS[rope["rope_type"]]
+            config = LlamaConfig(**{**sizes, "rope_parameters": rope})
+            # Its models give the lengths of long sequences as tensors, and so round in float32.
+            given = torch.tensor(length) if length > config.max_position_embeddings else length
+            frequencies, scaling = make(config, "cpu", seq_len=given)
+    except Exception as error:  # a table may hold anything
+        raise ValueError(f"{named} is not usable: {type(error).__name__}: {error}") from error
+    return tuple(frequencies.tolist()), float(scaling)
+
+
 def own_plan(model: Any) -> Mapping[str, str]:
     """The tensor-parallel plan that the model brings along, head and embeddings included; empty if it has none."""
     return dict(getattr(model, "_tp_plan", None) or {})

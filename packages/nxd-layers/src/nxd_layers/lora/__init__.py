@@ -2,7 +2,7 @@
 
 from nxd_layers.lora.adapter_config import adapter_config, check_same_scale, config_from_adapter_config
 from nxd_layers.lora.config import LoraConfig
-from nxd_layers.lora.model import LoraModel
+from nxd_layers.lora.model import LoraModel, adapters_off
 from nxd_layers.lora.peft_files import (
     load_peft_adapter,
     name_from_peft,
@@ -11,7 +11,7 @@ from nxd_layers.lora.peft_files import (
     write_adapter_config,
 )
 from nxd_layers.lora.state import adapter_names, gather_adapter, load_adapter
-from nxd_layers.lora.targets import TargetLayers, find_target_layers
+from nxd_layers.lora.targets import ALL_LINEAR, TargetLayers, find_target_layers
 
 LoRAModel = LoraModel  # the documents' spelling
 
@@ -19,8 +19,10 @@ __all__ = [
     "LoraConfig",
     "LoraModel",
     "LoRAModel",
+    "adapters_off",
     # which layers are adapted
     "find_target_layers",
+    "ALL_LINEAR",
     "TargetLayers",
     # the adapter as whole tensors, and its description
     "adapter_names",

@@ -17,6 +17,10 @@ from nxd_layers.lora.config import LoraConfig
 from nxd_layers.padding.gradient import zero_padding_gradient
 
 
+def _as_it_is(layer: nn.Module, part: str, values: Tensor) -> Tensor:
+    return values
+
+
 def _own_bias(layer: nn.Module, parts: Sequence[str]) -> list[str]:
     return ["bias"] if isinstance(getattr(layer, "bias", None), nn.Parameter) else []
 
@@ -35,6 +39,10 @@ class LayerKind:
         parts: where a layer holds several layers of the unsharded model, which are adapted one by one: their names,
             beside the layer in its parent, by the ending of their factors' names.
         bias_names: `(layer, parts)`: the biases of these parts; a ValueError if they cannot train without others.
+        rows: `(layer, part)`: the weight `[out, in]` of a part: a parameter's name, and which of its rows; None where
+            outputs are no rows, so that there is no DoRA.
+        with_complete_gradient: `(layer, part, values)`: values for each row, whose gradient is that of all ranks that
+            have copies of the row.
     """
 
     factor_names: tuple[str, str]
@@ -44,6 +52,8 @@ class LayerKind:
     zero_factor: int = 1
     parts: Mapping[str, str] = field(default_factory=lambda: {"": ""})
     bias_names: Callable[[Any, Sequence[str]], list[str]] = _own_bias
+    rows: Callable[[Any, str], tuple[str, slice]] | None = None
+    with_complete_gradient: Callable[[Any, str, Tensor], Tensor] = _as_it_is
 
 
 @dataclass(eq=False)
@@ -54,7 +64,10 @@ class LoraAdapter:
         kind: how layers of this class are adapted.
         parts: which parts of the layer are, out of `kind.parts`.
         scale: what the branch is multiplied by.
+        further_names: of parameters beside the factors, for each part: the magnitudes of DoRA.
+        output_of: `(layer, output, delta)`: puts the layer's output and its branch together; their sum if None.
         dropout: probability to drop an element of the branch's input.
+        is_on: whether the branch is added at the moment.
         unmerged_weights: while merged, the layer's own weights, in host memory.
     """
 
@@ -62,6 +75,9 @@ class LoraAdapter:
     parts: tuple[str, ...]
     scale: float
     dropout: float
+    further_names: tuple[str, ...] = ()
+    output_of: Callable[[Any, Any, Any], Any] | None = None
+    is_on: bool = True
     unmerged_weights: dict[str, Tensor] = field(default_factory=dict)
     hook: RemovableHandle | None = None
 
@@ -71,9 +87,15 @@ class LoraAdapter:
         return bool(self.unmerged_weights)
 
     @property
+    def is_added(self) -> bool:
+        """Whether the layer's output gets the branch: not while it is merged, or off."""
+        return self.is_on and not self.is_merged
+
+    @property
     def factor_names(self) -> list[str]:
-        """Of all factors that the layer has: A and B of each part."""
-        return [factor_name(name, part) for part in self.parts for name in self.kind.factor_names]
+        """Of all factors that the layer has: A and B of each part, and its magnitudes."""
+        names = (*self.kind.factor_names, *self.further_names)
+        return [factor_name(name, part) for part in self.parts for name in names]
 
 
 def factor_name(name: str, part: str) -> str:
@@ -156,11 +178,13 @@ def widened(tensor: Tensor) -> Tensor:
 def _add_branch(layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Any:
     """The forward hook; the layer's input is its first argument, however it is passed."""
     adapter = adapter_of(layer)
-    if adapter is None or adapter.is_merged:
+    if adapter is None or not adapter.is_added:
         return output
     input_ = args[0] if args else next(iter(kwargs.values()))
     joint = {"call": kwargs["call"]} if "call" in kwargs else {}
     delta = adapter.kind.output_delta(layer, input_, **joint)
+    if adapter.output_of is not None:
+        return adapter.output_of(layer, output, delta)
     if isinstance(delta, Tensor):
         return output + delta
     return tuple(whole if part is None else whole + part for whole, part in zip(output, delta, strict=True))

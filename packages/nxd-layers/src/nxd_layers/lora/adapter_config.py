@@ -34,6 +34,8 @@ _UNDERSTOOD = {
     "bias",
     "target_modules",
     "use_rslora",
+    "use_dora",
+    "modules_to_save",
     "init_lora_weights",
 }
 
@@ -52,6 +54,8 @@ def adapter_config(model: LoraModel, *, base_model_name_or_path: str | None = No
         "bias": config.bias,
         "target_modules": _targets(model),
         "use_rslora": config.use_rslora,
+        "use_dora": config.use_dora,
+        "modules_to_save": list(config.modules_to_save) if config.modules_to_save else None,
         "init_lora_weights": True if config.init_lora_weights == "default" else config.init_lora_weights,
         "fan_in_fan_out": any(type(layer).__name__ == "Conv1D" for layer in adapted_layers(model.module).values()),
     }
@@ -82,6 +86,8 @@ def config_from_adapter_config(content: Mapping[str, Any]) -> LoraConfig:
         bias=content.get("bias", "none"),
         target_modules=content.get("target_modules"),
         use_rslora=bool(content.get("use_rslora", False)),
+        use_dora=bool(content.get("use_dora", False)),
+        modules_to_save=content.get("modules_to_save"),
         init_lora_weights="gaussian" if initialization == "gaussian" else "default",
     )
 
@@ -95,7 +101,7 @@ def check_same_scale(model: LoraModel, saved: LoraConfig, source: str) -> None:
     own = model.lora_config
     differing = [
         f"{name}={getattr(saved, name)!r} there, {getattr(own, name)!r} in the model"
-        for name in ("lora_rank", "lora_alpha", "use_rslora")
+        for name in ("lora_rank", "lora_alpha", "use_rslora", "use_dora")
         if getattr(saved, name) != getattr(own, name)
     ]
     if differing:

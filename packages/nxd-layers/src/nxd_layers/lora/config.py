@@ -11,6 +11,7 @@ INITIALIZATIONS = ("default", "gaussian")
 _FLAGS = (
     "enable_lora",
     "use_rslora",
+    "use_dora",
     "save_lora_base",
     "merge_lora",
     "save_lora_config_adapter",
@@ -31,8 +32,12 @@ class LoraConfig:
         lora_dropout: probability to drop an element of the branch's input; not used on embeddings.
         bias: which biases of the model train as well: "none", "all", or "lora_only", those of adapted layers.
         target_modules: a list of names, each of a layer, of the end of its name (`"q_proj"`), or of a part between
-            dots (`"self_attn"`); or one regular expression that matches the whole name.
+            dots (`"self_attn"`); or one regular expression that matches the whole name; or "all-linear": every linear
+            layer but the output head.
         use_rslora: rank-stabilised scale (Kalajdzievski 2023).
+        use_dora: a trained magnitude for each row of the adapted weight (Liu et al. 2024); not with dropout.
+        modules_to_save: modules that are trained themselves, as names or ends of names (`"lm_head"`), and saved with
+            the adapter.
         init_lora_weights: A is drawn "default", as nn.Linear's weight, or "gaussian", N(0, 1/r^2). B starts at zero.
         save_lora_base: save the base model as well.
         merge_lora: save base and adapter merged; needs `save_lora_base`.
@@ -64,6 +69,8 @@ class LoraConfig:
     lora_load_tag: str | None = None
     lora_verbose: bool = False
     merge_sharded_lora: bool = True
+    use_dora: bool = False
+    modules_to_save: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
         mistakes = [
@@ -77,6 +84,11 @@ class LoraConfig:
         if self.init_lora_weights not in INITIALIZATIONS:
             mistakes.append(f"init_lora_weights={self.init_lora_weights!r} must be one of {', '.join(INITIALIZATIONS)}")
         mistakes += _mistakes_in_targets(self.target_modules)
+        saved = self.modules_to_save
+        if saved is not None and (isinstance(saved, str) or not all(it and isinstance(it, str) for it in saved)):
+            mistakes.append(f"modules_to_save={saved!r} must be a list of names, such as ['lm_head']")
+        if self.use_dora is True and self.lora_dropout:
+            mistakes.append(f"use_dora=True is not for lora_dropout={self.lora_dropout}; set it to 0")
         if self.merge_lora is True and self.save_lora_base is False:
             mistakes.append("merge_lora=True saves the merged base model, so it needs save_lora_base=True")
         if self.load_lora_from_ckpt is True and not self.lora_save_dir:

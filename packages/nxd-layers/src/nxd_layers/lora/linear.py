@@ -117,7 +117,11 @@ def _transposed_weight_delta(layer: Any) -> dict[str, Tensor]:
     return {"weight": _product(layer).t()}
 
 
-PLAIN_LINEAR = LayerKind(FACTOR_NAMES, _add_linear_factors, _linear_delta, _weight_delta)
+def _every_row(layer: nn.Module, part: str) -> tuple[str, slice]:
+    return "weight", slice(None)
+
+
+PLAIN_LINEAR = LayerKind(FACTOR_NAMES, _add_linear_factors, _linear_delta, _weight_delta, rows=_every_row)
 # Hugging Face's Conv1D (GPT-2) is a linear layer with its weight transposed, [in, out].
 TRANSPOSED_LINEAR = LayerKind(FACTOR_NAMES, _add_transposed_factors, _linear_delta, _transposed_weight_delta)
 
@@ -184,10 +188,10 @@ def _column_delta(layer: ColumnParallelLinear, input_: Tensor, call: JointCall |
 
 
 def _is_added(adapter: LoraAdapter | None) -> bool:
-    return adapter is not None and not adapter.is_merged
+    return adapter is not None and adapter.is_added
 
 
-COLUMN_PARALLEL_LINEAR = LayerKind(FACTOR_NAMES, _add_parallel_factors, _column_delta, _weight_delta)
+COLUMN_PARALLEL_LINEAR = LayerKind(FACTOR_NAMES, _add_parallel_factors, _column_delta, _weight_delta, rows=_every_row)
 
 
 # Row-parallel: A split along inputs, B whole.
@@ -205,4 +209,4 @@ def _row_delta(layer: RowParallelLinear, input_: Tensor) -> Tensor:
     return F.linear(reduce_from_tensor_model_parallel_region_(down), rows)
 
 
-ROW_PARALLEL_LINEAR = LayerKind(FACTOR_NAMES, _add_parallel_factors, _row_delta, _weight_delta)
+ROW_PARALLEL_LINEAR = LayerKind(FACTOR_NAMES, _add_parallel_factors, _row_delta, _weight_delta, rows=_every_row)

@@ -5,6 +5,8 @@ subtracting, so the layer's own weights wait in host memory while they are merge
 """
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,7 +15,8 @@ from torch import Tensor, nn
 
 from nxd_layers.lora.adapter import adapted_layers, attach, detach, require_adapter, reset_branch, widened
 from nxd_layers.lora.config import LoraConfig
-from nxd_layers.lora.targets import TargetLayers, find_target_layers, kind_of
+from nxd_layers.lora.dora import MAGNITUDE, add_magnitudes, gains_of, reset_magnitudes, scale_rows, with_magnitudes
+from nxd_layers.lora.targets import TargetLayers, find_target_layers, is_saved_module, kind_of
 
 
 class LoraModel(nn.Module):
@@ -28,6 +31,8 @@ class LoraModel(nn.Module):
 
     After backward all gradients are complete, except, as for norm weights, those of whole factors at the border of a
     sequence-parallel region: these are marked `sequence_parallel_enabled` for the optimizer to sum.
+
+    With `use_dora` a layer also has magnitudes, and modules of `modules_to_save` train as they are.
 
     Factors are drawn from torch's seed and the names of their layers in the unsharded model, so that they do not
     depend on the layout.
@@ -67,7 +72,11 @@ class LoraModel(nn.Module):
                 parent = name.rpartition(".")[0]
                 named = {part: f"{parent}.{kind.parts[part]}".lstrip(".") if part else name for part in targets[name]}
                 attach(layer, kind, {part: seed_of_module(seed, own) for part, own in named.items()}, self.lora_config)
-        for parameter in self._trained_biases().values():
+                if self.lora_config.use_dora:
+                    adapter = require_adapter(layer)
+                    add_magnitudes(layer)
+                    adapter.further_names, adapter.output_of = (MAGNITUDE,), with_magnitudes
+        for parameter in (self._trained_biases() | self._saved_modules()).values():
             parameter.requires_grad_(True)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -106,6 +115,7 @@ class LoraModel(nn.Module):
         self.unmerge()
         for layer in adapted_layers(self.module).values():
             reset_branch(layer)
+        self.reset_magnitudes()
 
     def merge_and_unload(self) -> nn.Module:
         """The plain model with the adapters in its weights; what trained before wrapping trains again."""
@@ -125,11 +135,11 @@ class LoraModel(nn.Module):
         return self.module
 
     def adapter_parameters(self) -> dict[str, nn.Parameter]:
-        """The adapter's parameters, by name in the wrapped model: the factors, and biases that train."""
-        return self.factors() | self._trained_biases()
+        """The adapter's parameters, by name in the wrapped model: the factors, and all else that trains."""
+        return self.factors() | self._trained_biases() | self._saved_modules()
 
     def factors(self) -> dict[str, nn.Parameter]:
-        """A and B of every adapted layer, by their names in the wrapped model."""
+        """A and B of every adapted layer, and its magnitudes, by their names in the wrapped model."""
         return {
             f"{name}.{factor}" if name else factor: layer.get_parameter(factor)
             for name, layer in adapted_layers(self.module).items()
@@ -148,6 +158,17 @@ class LoraModel(nn.Module):
             for owner, layer in adapted_layers(self.module).items()
             for name in require_adapter(layer).kind.bias_names(layer, require_adapter(layer).parts)
         }
+
+    def _saved_modules(self) -> dict[str, nn.Parameter]:
+        """Of `modules_to_save`."""
+        named = self.module.named_parameters()
+        return {name: parameter for name, parameter in named if is_saved_module(name, self.lora_config)}
+
+    def reset_magnitudes(self) -> None:
+        """With DoRA, take the magnitudes from the weights, as after loading these. On all ranks."""
+        if self.lora_config.use_dora:
+            for layer in adapted_layers(self.module).values():
+                reset_magnitudes(layer)
 
     def summary(self) -> str:
         """One line: how many layers are adapted, and how many of this rank's parameters train."""
@@ -173,11 +194,14 @@ def merge_adapters(module: nn.Module) -> None:
     _check_not_tied(module, layers)
     for layer in layers:
         adapter = require_adapter(layer)
+        gains = gains_of(layer) if adapter.further_names else {}
         unmerged = {}
         for name, delta in adapter.kind.weight_deltas(layer).items():
             weight = layer.get_parameter(name)
             unmerged[name] = weight.to("cpu", copy=True)
-            weight.copy_(widened(weight) + delta)
+            whole = widened(weight) + delta
+            scale_rows(layer, name, whole, gains)
+            weight.copy_(whole)
         adapter.unmerged_weights = unmerged
 
 
@@ -189,6 +213,19 @@ def unmerge_adapters(module: nn.Module) -> None:
         for name, weight in adapter.unmerged_weights.items():
             layer.get_parameter(name).copy_(weight)
         adapter.unmerged_weights = {}
+
+
+@contextmanager
+def adapters_off(module: nn.Module) -> Iterator[None]:
+    """The model is the base model while the block runs; what trains besides the factors stays as it is."""
+    adapters = [require_adapter(layer) for layer in adapted_layers(module).values()]
+    for adapter in adapters:
+        adapter.is_on = False
+    try:
+        yield
+    finally:
+        for adapter in adapters:
+            adapter.is_on = True
 
 
 def _check_not_tied(module: nn.Module, layers: list[nn.Module]) -> None:

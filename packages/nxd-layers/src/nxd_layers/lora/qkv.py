@@ -122,4 +122,33 @@ def _bias_names(layer: GQAQKVColumnParallelLinear, parts: Sequence[str]) -> list
     return names
 
 
-QKV_LINEAR = LayerKind(FACTOR_NAMES, _add_factors, _deltas, _weight_deltas, parts=PROJECTIONS, bias_names=_bias_names)
+def _rows(layer: GQAQKVColumnParallelLinear, part: str) -> tuple[str, slice]:
+    if not layer.fuse_qkv:
+        return f"weight_{part}", slice(None)
+    start = 0
+    for name in PROJECTIONS:
+        length = layer.weight_spec(name).local_shape[0]
+        if name == part:
+            break
+        start += length
+    return "weight_qkv", slice(start, start + length)
+
+
+def _with_complete_gradient(layer: GQAQKVColumnParallelLinear, part: str, values: Tensor) -> Tensor:
+    copies = layer.head_copies()
+    if copies is None or part == "q":
+        return values
+    [rows] = _CopiedRows.apply(copies, values.unsqueeze(1))
+    return rows.squeeze(1)
+
+
+QKV_LINEAR = LayerKind(
+    FACTOR_NAMES,
+    _add_factors,
+    _deltas,
+    _weight_deltas,
+    parts=PROJECTIONS,
+    bias_names=_bias_names,
+    rows=_rows,
+    with_complete_gradient=_with_complete_gradient,
+)

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from nxd_layers.embedding import ParallelEmbedding
+from nxd_layers.hf.transformers_models import output_embeddings
 from nxd_layers.linear import ColumnParallelLinear
 from nxd_layers.lora.adapter import LayerKind, adapted_layers
 from nxd_layers.lora.config import LoraConfig
@@ -116,6 +117,60 @@ def _why_nothing_matches(target: str, names: Sequence[str], others: Mapping[str,
     return f"{target!r} matches nothing" + (f"; did you mean {' or '.join(map(repr, near))}?" if near else "")
 
 
+ALL_LINEAR = "all-linear"
+_HEADS = ("lm_head", "embed_out")  # of models that do not tell theirs
+
+
+def _all_linear(module: nn.Module, names: Sequence[str], config: LoraConfig) -> list[str]:
+    """As PEFT's "all-linear": every linear layer, without the output head and what trains itself.
+
+    Raises:
+        ValueError: there is none.
+    """
+    head = output_embeddings(module)
+    chosen = []
+    for name in names:
+        try:
+            layer = module.get_submodule(name)
+        except AttributeError:  # a part of the layer that holds it
+            chosen.append(name)
+            continue
+        is_head = layer is head or (head is None and name.rpartition(".")[2] in _HEADS)
+        kind = kind_of(layer)
+        is_linear = kind is not None and "lora_embedding_A" not in kind.factor_names and len(kind.parts) == 1
+        if is_linear and not is_head:
+            chosen.append(name)
+    chosen = [name for name in chosen if not is_saved_module(name, config)]
+    if not chosen:
+        raise ValueError("target_modules='all-linear', but this model has no linear layer that can be adapted")
+    return chosen
+
+
+def is_saved_module(name: str, config: LoraConfig) -> bool:
+    """Whether a module or a parameter is, or is in, one of `modules_to_save`."""
+    return any(f".{saved}." in f".{name}." for saved in config.modules_to_save or ())
+
+
+def check_saved_modules(module: nn.Module, config: LoraConfig) -> None:
+    """Check that each of `modules_to_save` names parameters of a whole model that no other module uses.
+
+    Raises:
+        ValueError: it names none, or some that are tied.
+    """
+    named = dict(module.named_parameters(remove_duplicate=False))
+    for saved in config.modules_to_save or ():
+        if not any(f".{saved}." in f".{name}." for name in named):
+            last_parts = ", ".join(dict.fromkeys(name.split(".")[-2] for name in named if "." in name))
+            raise ValueError(f"modules_to_save names {saved!r}, which this model has not; it has {last_parts}")
+    trained = {id(parameter) for name, parameter in named.items() if is_saved_module(name, config)}
+    for name, parameter in named.items():
+        if id(parameter) in trained and not is_saved_module(name, config):
+            raise ValueError(
+                f"modules_to_save would train {name}, too, whose weight is tied; name its module as well, or leave out "
+                "the one it is tied to"
+            )
+
+
 TargetLayers = Mapping[str, tuple[str, ...]]
 
 
@@ -131,11 +186,19 @@ def find_target_layers(module: nn.Module, config: LoraConfig) -> TargetLayers:
     """
     if adapted_layers(module):
         raise ValueError("this model has adapters already; unload() them first")
+    check_saved_modules(module, config)
     adaptable = adaptable_layers(module)
     others = {name: type(layer).__name__ for name, layer in module.named_modules() if name not in adaptable}
     holders = {name: holder for name, (holder, _) in adaptable.items()}
     targeted: dict[str, set[str]] = {}
-    for target in match_targets(config.target_modules, holders, others):
+    wanted = config.target_modules
+    if wanted == ALL_LINEAR or (wanted is not None and not isinstance(wanted, str) and list(wanted) == [ALL_LINEAR]):
+        found_names = _all_linear(module, list(adaptable), config)
+    else:
+        found_names = match_targets(wanted, holders, others)
+    for target in found_names:
+        if is_saved_module(target, config):
+            raise ValueError(f"target_modules and modules_to_save both name {target}; leave it out of one of them")
         holder, parts = adaptable[target]
         targeted.setdefault(holder, set()).update(parts)
     chosen: dict[str, tuple[str, ...]] = {}

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nxd_optim.clip import CLIP_EPSILON
+from nxd_optim.elementwise import check_elementwise, for_the_cpu
 from nxd_optim.reducer import DEFAULT_BUCKET_BYTES
 from nxd_optim.zero1.buckets import Bucket, choose_dtypes, scale_gradients, update_and_gather
 from nxd_optim.zero1.flat_bucket import Dtypes
@@ -26,11 +27,9 @@ from nxd_optim.zero1.rank_state import check_rank_state, load_rank_state, rank_s
 from nxd_optim.zero1.settings import (
     RankLists,
     check_cap,
-    check_elementwise,
     check_grad_norm_groups,
     check_max_norm,
     find_sharding_group,
-    for_the_cpu,
 )
 from nxd_optim.zero1.sharded_state import StateTensor, StoredKeys, allocate_state, logical_state
 from nxd_optim.zero1.sharded_weights import ShardedWeights

@@ -1,29 +1,18 @@
 """Arguments of ZeRO-1 and settings of parameter groups: checked, and carried between optimizers.
 
-An optimizer must treat every element on its own, so that it may be given flat parts of parameters. This is checked by
-trying it, not by its name: any class works that updates two parts as it updates the whole. The documented lists of
-ranks name groups that the mesh has anyway.
+The documented lists of ranks name groups that the mesh has anyway. `elementwise` checks the optimizer's class.
 """
 
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from nxd_state import Group, active_group, all_gather_object, get_world_group, model_parallel_is_initialized
-from torch import Tensor
-from torch.optim import Optimizer
 
 RankLists = Sequence[Sequence[int]]
 
 _SHARDING_AXES = (("dp", "cp"), ("dp",))
 _NORM_AXES = (("tp",), ("pp",), ("pp", "tp"), ("pp", "dp", "cp", "tp"))
-
-# Values for trying optimizers.
-_TRIED_SHAPE = (160, 144)  # some optimizers look at rows and columns of large matrices only
-_TRIED_CUT = 10_007
-_TRIED_STEPS = 3
 
 
 def settings_of(group: dict[str, Any]) -> dict[str, Any]:
@@ -35,15 +24,6 @@ def copy_settings(sources: list[dict[str, Any]], targets: list[dict[str, Any]]) 
     """Give each target group the settings of its source."""
     for source, target in zip(sources, targets, strict=True):
         target.update(settings_of(source))
-
-
-def for_the_cpu(arguments: dict[str, Any]) -> dict[str, Any]:
-    """An optimizer's arguments for the CPU, where optimizers are tried: no `capturable`, tensors as numbers."""
-    return {
-        key: value.item() if isinstance(value, Tensor) else value
-        for key, value in arguments.items()
-        if key != "capturable"
-    }
 
 
 def check_max_norm(max_norm: float | None) -> float:
@@ -68,58 +48,6 @@ def check_cap(argument: str, megabytes: float) -> float:
     if megabytes < 0:
         raise ValueError(f"{argument}={megabytes} must be positive, or 0 for the default")
     return megabytes
-
-
-def check_elementwise(optimizer_class: type[Optimizer], defaults: dict[str, Any]) -> dict[str, Any]:
-    """Take a few steps with a small matrix, whole and in two flat parts, and compare.
-
-    Each part has an optimizer of its own, as it has on a rank, so that statistics over all parameters show as well.
-
-    Returns:
-        All defaults of the optimizer's parameter groups, also those that were not given.
-
-    Raises:
-        ValueError: the optimizer cannot be made or does not update the parts as it updates the whole.
-    """
-    # Made here so that its errors about arguments come before ours.
-    complete = optimizer_class([{"params": [torch.zeros(1, 1)]}], **defaults).defaults
-    settings = for_the_cpu(defaults)
-    if "lr" in inspect.signature(optimizer_class).parameters:
-        settings["lr"] = 0.01  # a warm-up may start at zero, which would hide every difference
-    whole = torch.linspace(-1, 1, _TRIED_SHAPE[0] * _TRIED_SHAPE[1], dtype=torch.float64).cos().mul(0.1)
-    advice = "give NeuronZero1Optimizer an elementwise one, such as AdamW, or use this one without it"
-    try:
-        with torch.random.fork_rng(devices=[]):
-            expected = _train(optimizer_class, settings, [whole.view(_TRIED_SHAPE).clone()])
-        with torch.random.fork_rng(devices=[]):
-            found = _train(optimizer_class, settings, list(whole.clone().tensor_split([_TRIED_CUT])))
-    except Exception as error:
-        raise ValueError(
-            f"{optimizer_class.__name__} cannot update flat parts of parameters: {type(error).__name__}: {error}; "
-            f"{advice}"
-        ) from error
-    if not torch.allclose(found, expected, rtol=1e-6, atol=1e-12):
-        raise ValueError(
-            f"{optimizer_class.__name__} is not elementwise: it updates two flat parts of a matrix otherwise than the "
-            f"whole matrix, so with ZeRO-1 the result would depend on the number of ranks; {advice}"
-        )
-    return complete
-
-
-def _train(optimizer_class: type[Optimizer], settings: dict[str, Any], parts: list[Tensor]) -> Tensor:
-    parameters = [torch.nn.Parameter(part) for part in parts]
-    optimizers = []
-    for parameter in parameters:  # a rank may own nothing of a group
-        groups: list[dict[str, Any]] = [{"params": [parameter]}, {"params": []}]
-        optimizers.append(optimizer_class(groups, **settings))
-    for step in range(_TRIED_STEPS):
-        start = 0
-        for parameter, optimizer in zip(parameters, optimizers, strict=True):
-            positions = torch.arange(start, start + parameter.numel(), dtype=torch.float64)
-            parameter.grad = positions.mul(0.37 + step).sin().mul(positions.add(1).log()).view_as(parameter)
-            start += parameter.numel()
-            optimizer.step()
-    return torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
 
 
 def find_sharding_group(sharding_groups: RankLists | None) -> Group:

@@ -44,7 +44,17 @@ ADAPTER_FOLDER = "lora_adapter"
 CONFIG_FILE = "adapter_config.json"
 
 # A checkpoint's description of an adapter; the rest of a config says how to save and load.
-_DESCRIBED = ("lora_rank", "lora_alpha", "lora_dropout", "bias", "target_modules", "use_rslora", "init_lora_weights")
+_DESCRIBED = (
+    "lora_rank",
+    "lora_alpha",
+    "lora_dropout",
+    "bias",
+    "target_modules",
+    "use_rslora",
+    "use_dora",
+    "modules_to_save",
+    "init_lora_weights",
+)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from nxd_ckpt.coordinator import coordinator_for, on_every_rank
 from nxd_layers import RowParallelLinear, hf
-from nxd_layers.activation_checkpoint import apply_activation_checkpointing
+from nxd_layers.activation_checkpoint import apply_activation_checkpointing, matmul_outputs
 from nxd_layers.activation_checkpoint.find import named_modules_of, named_transformer_layers
 from nxd_layers.padding import pad_model
 from nxd_pipeline import NxDPPModel
@@ -93,7 +93,7 @@ def initialize_parallel_model(
         _pad_heads(model, padding)
     if adapters is not None:
         adapt_model(model, adapters)
-    _checkpoint_activations(model, to_recompute)
+    _checkpoint_activations(model, to_recompute, keeps_products=config["activation_checkpoint_config"] == "selective")
     return model
 
 
@@ -182,7 +182,7 @@ def _checkpointed_classes(module: nn.Module, config: Mapping[str, Any]) -> tuple
     chosen = config["activation_checkpoint_config"]
     if chosen is None:
         return ()
-    if chosen == "full":
+    if chosen in ("full", "selective"):
         layer_cls = (config["pipeline_config"] or {}).get("transformer_layer_cls")
         found = named_transformer_layers(module, layer_cls)
     else:
@@ -190,11 +190,11 @@ def _checkpointed_classes(module: nn.Module, config: Mapping[str, Any]) -> tuple
     return tuple({type(part): None for part in found.values()})
 
 
-def _checkpoint_activations(model: NxDModel, classes: tuple[type[nn.Module], ...]) -> None:
+def _checkpoint_activations(model: NxDModel, classes: tuple[type[nn.Module], ...], *, keeps_products: bool) -> None:
     here = {type(module) for module in model.modules()}
     present = [cls for cls in classes if cls in here]
     if present:
-        apply_activation_checkpointing(model, present)
+        apply_activation_checkpointing(model, present, keep=matmul_outputs if keeps_products else None)
 
 
 def _split_if_plain(module: nn.Module, config: Mapping[str, Any]) -> nn.Module:

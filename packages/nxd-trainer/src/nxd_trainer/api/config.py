@@ -63,8 +63,9 @@ def neuronx_distributed_config(
             pipeline as well.
         optimizer_config: `zero_one_enabled` (False) shards optimizer states over the replicas, `grad_clipping`
             (True) and `max_grad_norm` (1.0) clip gradients.
-        activation_checkpoint_config: what is recomputed in backward: "full" for every transformer layer, a module
-            class (or its name, or several) for these modules, None for nothing.
+        activation_checkpoint_config: what is recomputed in backward: "full" for every transformer layer,
+            "selective" for all of these but their products with weights and their attention kernels, a module class
+            (or its name, or several) for these modules, None for nothing.
         pad_model: pad attention heads to a multiple of `tensor_parallel_size`; their number is the model's
             `config.num_attention_heads`.
         sequence_parallel: the model's layers split activations along the sequence. The model must be built so.
@@ -242,8 +243,9 @@ def _mistakes_in_checkpointing(chosen: Any) -> list[str]:
     mistakes = []
     for part in chosen if isinstance(chosen, list | tuple) else [chosen]:
         if isinstance(part, str):
-            if part != "full" and difflib.get_close_matches(part.lower(), ["full"], cutoff=0.7):
-                mistakes.append(f"activation_checkpoint_config={part!r} is not known; did you mean 'full'?")
+            near = difflib.get_close_matches(part.lower(), ["full", "selective"], cutoff=0.7)
+            if near and part not in near:
+                mistakes.append(f"activation_checkpoint_config={part!r} is not known; did you mean {near[0]!r}?")
         elif chosen is not None and not (isinstance(part, type) and issubclass(part, nn.Module)):
             mistakes.append(
                 f"activation_checkpoint_config={part!r} must be 'full', None, or a module class (no object of it)"

@@ -16,6 +16,7 @@ from nxd_trainer.data.conversations import (
 )
 from nxd_trainer.data.corpus import Corpus, CorpusIndex, PackedSequences, build_corpus, open_corpus, pack_corpus
 from nxd_trainer.data.loader import Batch, HeldOutLoader, Sequences, TrainLoader, read_ahead
+from nxd_trainer.data.preferences import PairSequences, PreferenceEncoder, cut_preferences
 from nxd_trainer.data.sources import files_left_out, find_tables, find_text_files
 from nxd_trainer.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, load_tokenizer
 
@@ -47,6 +48,10 @@ __all__ = [
     "ConversationSequences",
     "Cuts",
     "describe_conversations",
+    # pairs of answers
+    "PreferenceEncoder",
+    "cut_preferences",
+    "PairSequences",
     "Sequences",
     "TrainLoader",
     "HeldOutLoader",

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,9 +62,9 @@ def read_conversation(place: str, row: Mapping[str, Any]) -> Conversation:
     if tools is not None and not isinstance(tools, list):
         raise ValueError(f"{place}: tools is a {type(tools).__name__}; expected a list of JSON schemas")
     if row.get("messages") is not None:
-        return Conversation(_messages(place, "messages", row["messages"]), tools)
+        return Conversation(messages_of(place, "messages", row["messages"]), tools)
     if row.get("conversations") is not None:
-        return Conversation(_messages(place, "conversations", row["conversations"]), tools)
+        return Conversation(messages_of(place, "conversations", row["conversations"]), tools)
     if row.get("prompt") is not None and row.get("completion") is not None:
         prompt, completion = _said(place, row, "prompt", "user"), _said(place, row, "completion", "assistant")
         return Conversation([*prompt, *completion], tools, first_answer=len(prompt))
@@ -76,10 +76,15 @@ def read_conversation(place: str, row: Mapping[str, Any]) -> Conversation:
 
 def _said(place: str, row: Mapping[str, Any], column: str, role: str) -> Sequence[Mapping[str, Any]]:
     value = row[column]
-    return [{"role": role, "content": value}] if isinstance(value, str) else _messages(place, column, value)
+    return [{"role": role, "content": value}] if isinstance(value, str) else messages_of(place, column, value)
 
 
-def _messages(place: str, column: str, value: object) -> list[Mapping[str, Any]]:
+def messages_of(place: str, column: str, value: object) -> list[Mapping[str, Any]]:
+    """The messages in a column of a row, in the form of chat templates.
+
+    Raises:
+        ValueError: it holds something else.
+    """
     if not isinstance(value, list) or not value:
         raise ValueError(f"{place}: {column} is {_shown(value)}; expected a list of messages")
     return [_message(f"{place}: {column}[{index}]", message) for index, message in enumerate(value)]
@@ -104,6 +109,21 @@ def _message(place: str, message: object) -> Mapping[str, Any]:
 
 def _shown(value: object) -> str:
     return "empty" if value in ([], {}) else "nothing" if value is None else f"a {type(value).__name__}"
+
+
+class RowEncoder(Protocol):
+    """Turns a row into samples.
+
+    Attributes:
+        marks_answers: whether the answers are known without looking for them.
+        fingerprint: another text whenever the same row would give other tokens.
+    """
+
+    marks_answers: bool
+    fingerprint: str
+
+    def encode_row(self, place: str, row: Mapping[str, Any]) -> list[tuple[NDArray[np.int64], NDArray[np.bool_]]]:
+        """Of each sample its tokens, and which of them are learned; `place` says where the row stands."""
 
 
 class ChatTemplate:
@@ -134,6 +154,14 @@ class ChatTemplate:
         files = [*folder.iterdir(), *folder.glob("additional_chat_templates/*")]
         known = [it for it in files if it.suffix in (".json", ".model", ".jinja") or it.name in VOCABULARY_FILES]
         self.fingerprint = digest_files(sorted(known))
+
+    def encode_row(self, place: str, row: Mapping[str, Any]) -> list[tuple[NDArray[np.int64], NDArray[np.bool_]]]:
+        """The conversation in a row, as `encode` gives it.
+
+        Raises:
+            ValueError: as for `read_conversation` and `encode`.
+        """
+        return [self.encode(place, read_conversation(place, row))]
 
     def encode(self, place: str, conversation: Conversation) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """The tokens of a conversation, and which of them the assistant says.

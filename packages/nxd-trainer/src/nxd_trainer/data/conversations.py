@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from nxd_trainer.data.chat import ChatTemplate, read_conversation
+from nxd_trainer.data.chat import RowEncoder
 from nxd_trainer.data.corpus import make_entry
 from nxd_trainer.data.sources import TABLE_SUFFIXES, SourceFile, find_tables, scan_tables
 from nxd_trainer.data.tables import read_rows
@@ -60,7 +60,7 @@ class Conversations:
 def build_conversations(
     path: str | Path | None,
     tokenizer: Tokenizer,
-    template: ChatTemplate,
+    encoder: RowEncoder,
     *,
     cache_folder: str | Path,
     suffixes: Sequence[str] | None = None,
@@ -70,33 +70,33 @@ def build_conversations(
     Args:
         path, suffixes: which files, as for `find_tables`.
         tokenizer: whose ids the model knows.
-        template: makes the tokens.
+        encoder: makes the tokens.
         cache_folder: folder of the cache; made if need be.
 
     Raises:
         ValueError: no file, or a row that cannot be read, is no conversation, or does not fit the template.
     """
     files = scan_tables(find_tables(path, suffixes=suffixes or TABLE_SUFFIXES))
-    content = [FORMAT, template.fingerprint, tokenizer.vocab_size, [(it.name, it.digest) for it in files]]
+    content = [FORMAT, encoder.fingerprint, tokenizer.vocab_size, [(it.name, it.digest) for it in files]]
     name = hashlib.sha256(json.dumps(["chat", *content]).encode()).hexdigest()[:32]
-    return make_entry(Path(cache_folder), name, lambda folder: _write(folder, files, tokenizer, template))
+    return make_entry(Path(cache_folder), name, lambda folder: _write(folder, files, tokenizer, encoder))
 
 
-def _write(folder: Path, files: Sequence[SourceFile], tokenizer: Tokenizer, template: ChatTemplate) -> None:
+def _write(folder: Path, files: Sequence[SourceFile], tokenizer: Tokenizer, encoder: RowEncoder) -> None:
     digest, ends = hashlib.sha256(), [0]
     with (folder / TOKENS_FILE).open("wb") as tokens_file, (folder / LEARNED_FILE).open("wb") as learned_file:
         for file in files:
             for place, row in read_rows(file.path):
-                tokens, learned = template.encode(place, read_conversation(place, row))
-                if len(tokens) and tokens.max() >= tokenizer.vocab_size:
-                    raise ValueError(
-                        f"{place} has token {tokens.max()}, and the tokenizer knows {tokenizer.vocab_size} ids; its "
-                        "files do not belong together"
-                    )
-                for stream, part in ((tokens_file, tokens.astype(np.uint32)), (learned_file, learned)):
-                    stream.write(part.tobytes())
-                    digest.update(part.tobytes())
-                ends.append(ends[-1] + len(tokens))
+                for tokens, learned in encoder.encode_row(place, row):
+                    if len(tokens) and tokens.max() >= tokenizer.vocab_size:
+                        raise ValueError(
+                            f"{place} has token {tokens.max()}, and the tokenizer knows {tokenizer.vocab_size} ids; "
+                            "its files do not belong together"
+                        )
+                    for stream, part in ((tokens_file, tokens.astype(np.uint32)), (learned_file, learned)):
+                        stream.write(part.tobytes())
+                        digest.update(part.tobytes())
+                    ends.append(ends[-1] + len(tokens))
     if len(ends) == 1:
         raise ValueError(f"{files[0].path} holds no conversation; set data.path to files that have some")
     np.asarray(ends[1:], dtype=np.int64).tofile(folder / ENDS_FILE)
@@ -104,7 +104,7 @@ def _write(folder: Path, files: Sequence[SourceFile], tokenizer: Tokenizer, temp
         digest=digest.hexdigest()[:32],
         num_conversations=len(ends) - 1,
         num_tokens=ends[-1],
-        marks_answers=template.marks_answers,
+        marks_answers=encoder.marks_answers,
         padding=tokenizer.end_of_document,
     )
     (folder / INDEX_FILE).write_text(json.dumps(asdict(index), indent=2) + "\n", encoding="utf-8")
@@ -210,21 +210,10 @@ def cut_conversations(
         ValueError: too few conversations with a token to learn.
     """
     ends = np.asarray(conversations.ends)
-    starts = np.concatenate([[0], ends[:-1]])
-    lengths = np.minimum(ends - starts, sequence_length + 1)
-    before = np.concatenate([[0], np.cumsum(conversations.learned, dtype=np.int64)])  # learned before each token
-    learned = before[starts + lengths] - before[np.minimum(starts + 1, starts + lengths)]
+    starts, lengths, learned = cut_lengths(conversations, sequence_length)
     cut = lengths < ends - starts
     kept = np.flatnonzero(learned)
-    least = 2 if held_out_fraction > 0 else 1
-    if len(kept) < least:
-        raise ValueError(
-            f"{len(kept)} of {len(ends)} conversations have a token to learn within data.sequence_length="
-            f"{sequence_length}, and data.held_out_fraction={held_out_fraction} needs {least}; raise the length, or "
-            "give conversations with answers"
-        )
-    num_held_out = min(max(round(len(kept) * held_out_fraction), least - 1), len(kept) - 1)
-    is_held_out = np.diff(np.arange(len(kept) + 1) * num_held_out // len(kept)) > 0
+    is_held_out = spread_held_out(len(kept), len(ends), sequence_length, held_out_fraction, "conversations")
 
     def part(chosen: NDArray[np.int64]) -> ConversationSequences:
         bounds = np.arange(len(chosen) + 1)
@@ -238,10 +227,39 @@ def cut_conversations(
     cuts = Cuts(
         num_cut=int(cut.sum()),
         tokens_cut=int((ends - starts - lengths).sum()),
-        learned_cut=int((before[ends] - before[starts + lengths]).sum()),
+        learned_cut=int(
+            sum(conversations.learned[starts[it] + lengths[it] : ends[it]].sum() for it in np.flatnonzero(cut))
+        ),
         num_without_answer=len(ends) - len(kept),
     )
     return part(kept[~is_held_out]), part(kept[is_held_out]), cuts
+
+
+def cut_lengths(
+    conversations: Conversations, sequence_length: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Where each conversation starts, its tokens within a length, and the labels in these that the loss counts."""
+    ends = np.asarray(conversations.ends)
+    starts = np.concatenate([[0], ends[:-1]])
+    lengths = np.minimum(ends - starts, sequence_length + 1)
+    before = np.concatenate([[0], np.cumsum(conversations.learned, dtype=np.int64)])  # learned before each token
+    return starts, lengths, before[starts + lengths] - before[np.minimum(starts + 1, starts + lengths)]
+
+
+def spread_held_out(num_kept: int, num_all: int, sequence_length: int, fraction: float, what: str) -> NDArray[np.bool_]:
+    """Which of the samples that are kept are held out, spread evenly, `[num_kept]`; at least one with a fraction.
+
+    Raises:
+        ValueError: there are too few of them.
+    """
+    least = 2 if fraction > 0 else 1
+    if num_kept < least:
+        raise ValueError(
+            f"{num_kept} of {num_all} {what} have a token to learn within data.sequence_length={sequence_length}, and "
+            f"data.held_out_fraction={fraction} needs {least}; raise the length, or give {what} with answers"
+        )
+    num_held_out = min(max(round(num_kept * fraction), least - 1), num_kept - 1)
+    return np.diff(np.arange(num_kept + 1) * num_held_out // num_kept) > 0
 
 
 def _pack(sizes: NDArray[np.int64], room: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -293,12 +293,16 @@ def config_of_type(
         )
     known = default.to_dict()
     names = {**{name: name for name in known}, **default.attribute_map}
-    if "rope_theta" in sizes:
+    asked_rope = {name: sizes[name] for name in ("rope_theta", "rope_scaling") if name in sizes}
+    if asked_rope:
         rope = known.get("rope_parameters")
         if not isinstance(rope, Mapping) or "rope_theta" not in rope:
-            raise ValueError(f"{model_type} has no one model.rope_theta; give model.config.rope_parameters")
-        further = {"rope_parameters": {**rope, "rope_theta": sizes["rope_theta"]}, **further}
-        sizes = {name: size for name, size in sizes.items() if name != "rope_theta"}
+            raise ValueError(
+                f"{model_type} has no one model.{' or '.join(asked_rope)}; give model.config.rope_parameters"
+            )
+        theta = {"rope_theta": sizes.get("rope_theta", rope["rope_theta"])}
+        further = {"rope_parameters": {**rope, **sizes.get("rope_scaling", {}), **theta}, **further}
+        sizes = {name: size for name, size in sizes.items() if name not in asked_rope}
     mistakes = [f"model.{name} is no size of {model_type}" for name in sizes if name not in names]
     _refuse_unknown(further, names, config_class, *mistakes)
     values = {"bos_token_id": None, "pad_token_id": None, "eos_token_id": end_token}

@@ -13,8 +13,10 @@ Legend for shapes: S sequence, B batch, H hidden, N heads on this rank, K key-va
 V vocabulary. In sequence-parallel regions S is the rank's part of the sequence.
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from nxd_layers import (
@@ -26,6 +28,7 @@ from nxd_layers import (
     parallel_cross_entropy,
 )
 from nxd_layers.attention import CoreAttention, attention_mask
+from nxd_layers.hf.transformers_models import rope_frequencies
 from nxd_layers.key_value_heads import kv_size_multiplier_for
 from nxd_layers.qkv_linear import GQAQKVColumnParallelLinear
 from nxd_state import active_group
@@ -53,6 +56,12 @@ class LlamaConfig:
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = False  # the head is the embedding table
     initializer_range: float = 0.02  # standard deviation of the initial weights
+    rope_scaling: Mapping[str, Any] | None = field(default=None, hash=False)  # rope_type and its settings
+
+    @property
+    def rope_type(self) -> str:
+        """How rotary frequencies are made: "default", or as transformers names it."""
+        return "default" if self.rope_scaling is None else str(self.rope_scaling["rope_type"])
 
     @property
     def head_size(self) -> int:
@@ -117,11 +126,43 @@ class KeyValueCache:
 def rotary_tables(start: int, length: int, config: LlamaConfig, like: Tensor) -> tuple[Tensor, Tensor]:
     """Cosines and sines `[S, D]` for positions from `start` on, in the dtype and on the device of `like`."""
     # float32 as in the original, whatever the model's dtype.
-    exponents = torch.arange(0, config.head_size, 2, device=like.device, dtype=torch.float32) / config.head_size
+    if config.rope_type == "default":
+        exponents = torch.arange(0, config.head_size, 2, device=like.device, dtype=torch.float32) / config.head_size
+        frequencies, scaling = config.rope_theta**-exponents, 1.0  # [D/2]
+    else:
+        values, scaling = _scaled_frequencies(config, _length_that_counts(config, start + length))
+        frequencies = torch.tensor(values, device=like.device, dtype=torch.float32)
     positions = torch.arange(start, start + length, device=like.device, dtype=torch.float32)
-    angles = torch.outer(positions, config.rope_theta**-exponents)  # [S, D/2]
+    angles = torch.outer(positions, frequencies)  # [S, D/2]
     angles = torch.cat([angles, angles], dim=-1)
-    return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
+    return (angles.cos() * scaling).to(like.dtype), (angles.sin() * scaling).to(like.dtype)
+
+
+def long_rope_from(config: LlamaConfig) -> int | None:
+    """The length above which a sequence's frequencies are others, of type "longrope"; None for other types."""
+    if config.rope_type != "longrope" or config.rope_scaling is None:
+        return None
+    return int(config.rope_scaling.get("original_max_position_embeddings", config.max_position_embeddings))
+
+
+def _length_that_counts(config: LlamaConfig, length: int) -> int:
+    """One length for all that have the same frequencies."""
+    if config.rope_type == "dynamic":
+        return max(length, config.max_position_embeddings)
+    border = long_rope_from(config)
+    return 0 if border is None else border + int(length > border)
+
+
+@cache
+def _scaled_frequencies(config: LlamaConfig, length: int) -> tuple[tuple[float, ...], float]:
+    sizes = {
+        "hidden_size": config.hidden_size,
+        "num_attention_heads": config.num_attention_heads,
+        "head_dim": config.head_size,
+        "max_position_embeddings": config.max_position_embeddings,
+        "rope_parameters": {"rope_theta": config.rope_theta, **(config.rope_scaling or {})},
+    }
+    return rope_frequencies(sizes, length)
 
 
 def rotate(x_bnsd: Tensor, cos_sd: Tensor, sin_sd: Tensor) -> Tensor:
@@ -295,6 +336,9 @@ class LlamaModel(nn.Module):
     def __init__(self, make: _LayerFactory) -> None:
         super().__init__()
         self.config = make.config
+        for length in (1, make.config.max_position_embeddings):  # now, where wrong settings are the caller's mistake
+            if make.config.rope_type != "default":
+                _scaled_frequencies(make.config, _length_that_counts(make.config, length))
         self.embed_tokens = make.embedding()
         self.layers = nn.ModuleList([LlamaDecoderLayer(make, i) for i in range(make.config.num_hidden_layers)])
         self.norm = make.norm()
@@ -342,6 +386,9 @@ class LlamaForCausalLM(nn.Module):
         device: of all parameters; torch's default device if None.
         return_dict: `forward` returns a `CausalLMOutput`, as scripts for models of transformers expect.
 
+    Attributes:
+        loss_function: of this rank's part of the logits and labels, in place of the cross-entropy; set it at will.
+
     Raises:
         ValueError: sizes that do not fit each other or the tensor-parallel degree.
     """
@@ -360,6 +407,7 @@ class LlamaForCausalLM(nn.Module):
         self.return_dict = return_dict
         self.config = config
         self.sequence_parallel = sequence_parallel
+        self.loss_function: Callable[..., Tensor] | None = None
         make = _LayerFactory(config, sequence_parallel, dtype, device)
         self.model = LlamaModel(make)
         self.lm_head = make.column(config.hidden_size, config.vocab_size)
@@ -374,6 +422,7 @@ class LlamaForCausalLM(nn.Module):
         document_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         num_items_in_batch: Tensor | None = None,
+        reference_log_probs: Tensor | None = None,
     ) -> Tensor | CausalLMOutput:
         """Logits, or the loss if there are labels.
 
@@ -387,6 +436,7 @@ class LlamaForCausalLM(nn.Module):
             attention_mask: 1 for tokens and 0 for padding, `[B, S]`, with a cache also for the tokens in it: no token
                 attends to padding. Labels at padding must be -100.
             num_items_in_batch: divides the sum of the losses, instead of the number of labels here, 0-d.
+            reference_log_probs: for `loss_function`, `[B]`.
 
         Returns:
             Without labels this rank's part of the logits, `[B, S, V/tp]`; with labels the mean loss, 0-d. Both in a
@@ -396,7 +446,9 @@ class LlamaForCausalLM(nn.Module):
             raise ValueError("generation with a cache needs a model built with sequence_parallel=False")
         logits_sbv = self.lm_head(self.model(input_ids, cache, document_ids, attention_mask))
         loss = None
-        if labels is not None:
+        if labels is not None and self.loss_function is not None:
+            loss = self.loss_function(logits_sbv.transpose(0, 1), labels, reference_log_probs=reference_log_probs)
+        elif labels is not None:
             losses_sb = parallel_cross_entropy(logits_sbv, labels.t(), ignore_index=IGNORED_LABEL)
             if num_items_in_batch is None:
                 num_items_in_batch = (labels != IGNORED_LABEL).sum().clamp(min=1)

@@ -11,15 +11,15 @@ from torch.utils._pytree import tree_map
 from nxd_trainer.api.config import complete_config
 from nxd_trainer.data import Batch
 from nxd_trainer.from_recipe import (
-    adamw_arguments,
     model_inputs,
     nxd_config,
-    parameter_groups,
     recipe_model,
     tokenizer_of,
     whole_model,
 )
+from nxd_trainer.optimizers import check_is_exact, optimizer_arguments, optimizer_class, parameter_groups
 from nxd_trainer.recipe import Recipe
+from nxd_trainer.recipe.sections import DpoSection
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
@@ -119,11 +119,13 @@ def case_of_recipe(recipe: Recipe, steps: int) -> ParityCase:
     if steps < 1:
         raise ValueError(f"{steps} steps compare nothing; use 1 or more (--compare-steps)")
     recipe = replace(
-        recipe, data=replace(recipe.data, chat=False, packing=False)
+        recipe, data=replace(recipe.data, chat=False, packing=False), dpo=DpoSection()
     )  # all tokens of these batches are learned
     tokenizer, _ = tokenizer_of(recipe)
     model = recipe_model(recipe)
     config = nxd_config(recipe, model)
+    optimizer, arguments = optimizer_class(recipe), optimizer_arguments(recipe)
+    check_is_exact(recipe, optimizer, arguments)
     shape = (steps, recipe.train.global_batch_size, recipe.data.sequence_length + 1)
     generator = torch.Generator().manual_seed(recipe.train.seed)
     tokens = torch.randint(0, tokenizer.vocab_size, shape, generator=generator)
@@ -131,7 +133,8 @@ def case_of_recipe(recipe: Recipe, steps: int) -> ParityCase:
         model_fn=lambda: whole_model(recipe),
         batches=[model_inputs(model.input_names, _batch_of(step)) for step in tokens],
         nxd_config=config | {"pipeline_config": config["pipeline_config"] | {"trace_file_path": None}},
-        optimizer_arguments=adamw_arguments(recipe),
+        optimizer_class=optimizer,
+        optimizer_arguments=arguments,
         parameter_groups=lambda parameters: parameter_groups(recipe, parameters),
         seed=recipe.train.seed,
     )

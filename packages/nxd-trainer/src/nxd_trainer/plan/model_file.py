@@ -8,7 +8,7 @@ from typing import Any
 
 from nxd_trainer.api.checkpoint_tags import has_checkpoint, open_own
 from nxd_trainer.hugging_face import CONFIG_FILE, check_keys, with_architecture
-from nxd_trainer.model_description import description_of
+from nxd_trainer.model_description import description_of, rope_of
 from nxd_trainer.models import LlamaConfig
 from nxd_trainer.plan.model import OwnLlama, PlannedModel
 from nxd_trainer.plan.transformers_model import TransformersModel
@@ -52,9 +52,7 @@ def _own_llama(content: Mapping[str, Any], origin: str) -> LlamaConfig | None:
         raise ValueError(f"{origin}: no {', '.join(missing)}; give a whole config.json, or {flags}")
     given = {field.name: content[field.name] for field in fields(LlamaConfig) if content.get(field.name) is not None}
     given.setdefault("num_key_value_heads", given["num_attention_heads"])
-    rotary = content.get("rope_parameters")  # where transformers 5 writes it
-    if "rope_theta" not in given and isinstance(rotary, dict) and rotary.get("rope_theta") is not None:
-        given["rope_theta"] = rotary["rope_theta"]
+    given["rope_theta"], given["rope_scaling"] = rope_of(content)
     sizes = ("num_", "hidden", "intermediate", "vocab", "max_")
     wrong = [f"{name}={value!r}" for name, value in given.items() if name.startswith(sizes) and not _is_size(value)]
     if wrong:

@@ -95,7 +95,8 @@ class TransformersModel:
         sizes = {
             size.name: value
             for size in SIZES
-            if size.name != "rope_theta" and (value := getattr(self._config, size.name, None)) is not None
+            if size.name not in ("rope_theta", "rope_scaling")
+            and (value := getattr(self._config, size.name, None)) is not None
         }
         own_names = {self._config.attribute_map.get(name, name) for name in sizes}
         said = {*own_names, *_OF_TOKENIZER}

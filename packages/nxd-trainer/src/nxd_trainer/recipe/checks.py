@@ -45,19 +45,24 @@ def consistency_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]
             "set train.autocast=none or train.dtype=float32"
         )
         yield ("train.autocast", "train.dtype"), mistake
-    nearest = difflib.get_close_matches(recipe.parallel.activation_checkpointing.lower(), ("none", "full"), cutoff=0.7)
+    nearest = difflib.get_close_matches(
+        recipe.parallel.activation_checkpointing.lower(), ("none", "full", "selective"), cutoff=0.7
+    )
     if nearest and recipe.parallel.activation_checkpointing not in nearest:
         name = "parallel.activation_checkpointing"
         yield (name,), f"{name}={recipe.parallel.activation_checkpointing} is not known; did you mean {nearest[0]}?"
     if recipe.parallel.pipeline_parallel_size > 1:
         yield from _pipeline_mistakes(recipe)
     yield from _row_mistakes(recipe)
-    if recipe.lora.rank and not recipe.lora.target_modules:
-        mistake = f"lora.rank={recipe.lora.rank} needs lora.target_modules, the layers to adapt, such as q_proj,v_proj"
-        yield ("lora.rank", "lora.target_modules"), mistake
-    if recipe.lora.target_modules and not recipe.lora.rank:
-        mistake = "lora.target_modules are adapted by nothing with lora.rank=0; set lora.rank, such as 16"
-        yield ("lora.rank", "lora.target_modules"), mistake
+    yield from _dpo_mistakes(recipe)
+    yield from _optimizer_mistakes(recipe)
+    yield from _early_stopping_mistakes(recipe)
+    for name in ("lora.target_modules", "lora.modules_to_save", "lora.use_dora"):
+        if _value(recipe, name) and not recipe.lora.rank:
+            yield ("lora.rank", name), f"{name} means nothing with lora.rank=0; set lora.rank, such as 16"
+    if recipe.lora.use_dora and recipe.lora.dropout:
+        mistake = f"lora.use_dora=true is not for lora.dropout={recipe.lora.dropout}; set it to 0"
+        yield ("lora.use_dora", "lora.dropout"), mistake
     yield from _retention_mistakes(recipe)
 
 
@@ -83,6 +88,8 @@ def _model_choice_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], st
     if model.config is not None and model.is_own_llama:
         mistake = "model.config is for model.type, model.path or model.factory; our Llama has no keys besides its sizes"
         yield ("model.config", "model.type", "model.path", "model.factory"), mistake
+    if model.rope_scaling is not None and not isinstance(model.rope_scaling.get("rope_type"), str):
+        yield ("model.rope_scaling",), f"model.rope_scaling={dict(model.rope_scaling)} has no rope_type, such as llama3"
     for name in ("parallel.pad_heads", "pipeline.layer_class"):
         if _value(recipe, name) and model.factory is None:
             yield (name, "model.factory"), f"{name} is for what model.factory makes; leave it out"
@@ -103,6 +110,68 @@ def _row_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:
     if data.chat and data.tokenizer is None and recipe.model.path is None:
         mistake = "data.chat=true needs data.tokenizer, a folder of a tokenizer with a chat template, or model.path"
         yield ("data.chat", "data.tokenizer", "model.path"), mistake
+
+
+def _dpo_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:
+    beta, given = recipe.dpo.beta, f"dpo.beta={recipe.dpo.beta:g}"
+    if not beta:
+        if recipe.dpo.label_smoothing:
+            yield ("dpo.label_smoothing", "dpo.beta"), "dpo.label_smoothing means nothing with dpo.beta=0; set dpo.beta"
+        return
+    if recipe.data.path is None:
+        yield ("dpo.beta", "data.path"), f"{given} needs data.path, a file of rows with prompt, chosen and rejected"
+    if recipe.data.tokenizer is None and recipe.model.path is None:
+        yield ("dpo.beta", "data.tokenizer"), f"{given} needs data.tokenizer, a Hugging Face folder, or model.path"
+    for name in ("data.column", "data.chat", "data.packing", "model.factory", "lora.modules_to_save"):
+        if _value(recipe, name):
+            yield ("dpo.beta", name), f"{given} is not for {name}; leave that out"
+    if recipe.lora.rank and recipe.lora.bias != "none":
+        mistake = f"{given} is not for lora.bias={recipe.lora.bias}, which changes the reference; set lora.bias=none"
+        yield ("dpo.beta", "lora.bias"), mistake
+
+
+def _optimizer_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:
+    options, defaults = recipe.optimizer, type(recipe.optimizer)()
+    if options.factory is not None:
+        if not re.fullmatch(r"[\w.]+:\w+", options.factory):
+            mistake = f"optimizer.factory={options.factory} is not of the form module:name, such as torch.optim:NAdam"
+            yield ("optimizer.factory",), mistake
+        if options.type != defaults.type:
+            mistake = f"optimizer.type={options.type} and optimizer.factory each name an optimizer; set one of them"
+            yield ("optimizer.type", "optimizer.factory"), mistake
+    for name in ("betas", "eps"):
+        if (options.type != "adamw" or options.factory is not None) and getattr(options, name) != getattr(
+            defaults, name
+        ):
+            mistake = f"optimizer.{name} is for optimizer.type=adamw; give what others need in optimizer.config"
+            yield (f"optimizer.{name}", "optimizer.type", "optimizer.factory"), mistake
+    for name, schedule in (
+        ("num_decay_steps", "warmup_stable_decay"),
+        ("decay_type", "warmup_stable_decay"),
+        ("num_cycles", "cosine_with_restarts"),
+        ("power", "polynomial"),
+    ):
+        if getattr(options, name) != getattr(defaults, name) and options.schedule != schedule:
+            mistake = f"optimizer.{name} is for optimizer.schedule={schedule}, not {options.schedule}; leave it out"
+            yield (f"optimizer.{name}", "optimizer.schedule"), mistake
+    decay = options.num_decay_steps
+    if decay is not None and options.warmup_steps + decay > recipe.train.steps:
+        mistake = (
+            f"optimizer.warmup_steps={options.warmup_steps} and optimizer.num_decay_steps={decay} are more than "
+            f"train.steps={recipe.train.steps}; lower one of them"
+        )
+        yield ("optimizer.warmup_steps", "optimizer.num_decay_steps", "train.steps"), mistake
+
+
+def _early_stopping_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:
+    patience = recipe.train.early_stopping_patience
+    for name in ("train.eval_every", "data.held_out_fraction"):
+        if patience and not _number(recipe, name):
+            mistake = (
+                f"train.early_stopping_patience={patience} goes by the held-out loss, and {name}=0 computes none; set "
+                f"{name}, or train.early_stopping_patience=0"
+            )
+            yield ("train.early_stopping_patience", name), mistake
 
 
 def _llama_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:

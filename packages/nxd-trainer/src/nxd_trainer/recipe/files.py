@@ -20,7 +20,7 @@ from nxd_trainer.options import Key, Schema, keys_of
 from nxd_trainer.recipe.checks import RecipeError, consistency_mistakes
 from nxd_trainer.recipe.sections import Recipe
 
-IMPORTED_KEYS = frozenset({"model.factory", "pipeline.layer_class"})
+IMPORTED_KEYS = frozenset({"model.factory", "optimizer.factory", "pipeline.layer_class"})
 
 
 def load_recipe(file: str | Path | None = None, overrides: Iterable[str] = ()) -> Recipe:
@@ -117,7 +117,7 @@ def recipe_keys() -> dict[str, Key]:
 def render_recipe_help() -> str:
     """All keys with type, default and meaning, one section after another.
 
-    Plain text of at most 110 columns, ready to be an argparse epilog under RawDescriptionHelpFormatter.
+    Plain text of at most 130 columns, ready to be an argparse epilog under RawDescriptionHelpFormatter.
     """
     lines: list[str] = []
     section: str | None = None

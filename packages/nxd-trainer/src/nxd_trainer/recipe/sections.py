@@ -16,6 +16,15 @@ from nxd_trainer.options import option
 
 # Written out, since nxd-pipeline, whose names these are, brings torch in, and `nxd train --help` does without.
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"]
+LrScheduleName = Literal[
+    "cosine",
+    "linear",
+    "constant",
+    "warmup_stable_decay",
+    "cosine_with_restarts",
+    "polynomial",
+    "inverse_sqrt",
+]
 DtypeName = Literal["float32", "bfloat16", "float64"]
 DTYPE_NAMES: tuple[DtypeName, ...] = get_args(DtypeName)
 
@@ -40,6 +49,10 @@ class ModelSection:
     max_position_embeddings: int = option(2048, "longest sequence the model is made for", at_least=1)
     rope_theta: float | None = option(
         None, "base of the rotary frequencies; unset: 10000, or as model.type has it", above=0
+    )
+    rope_scaling: Mapping[str, Any] | None = option(
+        None,
+        "rotary frequencies of another rope_type, as in a config.json; unset: plain, or as model.type has it",
     )
     rms_norm_eps: float | None = option(
         None, "added to the mean square in RMSNorm; unset: 1e-5, or as model.type has it", above=0
@@ -74,7 +87,8 @@ class ParallelSection:
     pipeline_parallel_size: int = option(1, "ranks that the layers are distributed over", at_least=1)
     zero1: bool = option(False, "shard the optimizer's state over the data-parallel ranks (ZeRO-1)")
     activation_checkpointing: str = option(
-        "none", "what is computed again in backward: none, full for decoder layers, or classes: CoreAttention,LlamaMLP"
+        "none",
+        "computed again in backward: none, full (decoder layers), selective (but for matrix products), or classes",
     )
     timeout: float | None = option(
         None, "seconds that ranks wait for one another; unset: NXD_TIMEOUT, else 1800", above=0
@@ -142,19 +156,39 @@ class TrainSection:
     log_every: int = option(10, "steps between two logged lines", at_least=1)
     eval_every: int = option(50, "steps between two evaluations on held-out text; 0: none", at_least=0)
     eval_batches: int = option(4, "global batches in an evaluation", at_least=1)
+    report_to: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = option(
+        ("tensorboard",), "what gets the metrics besides metrics.jsonl; empty: nothing"
+    )
+    early_stopping_patience: int = option(
+        0, "evaluations in a row without a lower held-out loss, after which the run ends; 0: it goes on", at_least=0
+    )
+    early_stopping_threshold: float = option(0.0, "how much lower a held-out loss must be to count", at_least=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSection:
-    """AdamW and its learning-rate schedule."""
+    """The optimizer and its learning-rate schedule."""
 
+    type: Literal["adamw", "sgd", "adafactor"] = option("adamw", "the optimizer, one of torch's")
+    factory: str | None = option(
+        None, "MODULE:CLASS of another torch optimizer, such as transformers:Adafactor, in place of type"
+    )
+    config: Mapping[str, Any] | None = option(
+        None, "further arguments of the optimizer, by its own names, such as momentum of sgd"
+    )
     lr: float = option(1e-3, "learning rate after the warm-up", above=0)
-    betas: tuple[float, float] = option((0.9, 0.95), "decay of the two moments", at_least=0, below=1)
-    eps: float = option(1e-8, "added to the root of the second moment", above=0)
-    weight_decay: float = option(0.1, "decoupled weight decay", at_least=0)
+    betas: tuple[float, float] = option((0.9, 0.95), "of adamw: decay of the two moments", at_least=0, below=1)
+    eps: float = option(1e-8, "of adamw: added to the root of the second moment", above=0)
+    weight_decay: float = option(0.1, "weight decay of matrices; of adamw and adafactor it is decoupled", at_least=0)
     warmup_steps: int = option(20, "steps of linear warm-up", at_least=0)
-    min_lr_ratio: float = option(0.1, "learning rate at the end, as a share of lr", at_least=0, at_most=1)
-    schedule: Literal["cosine", "linear", "constant"] = option("cosine", "decay after the warm-up")
+    min_lr_ratio: float = option(0.1, "least learning rate, as a share of lr", at_least=0, at_most=1)
+    schedule: LrScheduleName = option("cosine", "learning rate after the warm-up, by its name in transformers")
+    num_decay_steps: int | None = option(
+        None, "of warmup_stable_decay: steps of the decay, at the end of the run; unset: a tenth of it", at_least=1
+    )
+    decay_type: Literal["linear", "cosine", "1-sqrt"] = option("linear", "of warmup_stable_decay: shape of the decay")
+    num_cycles: int = option(1, "of cosine_with_restarts: how often it falls", at_least=1)
+    power: float = option(1.0, "of polynomial: its exponent", above=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,13 +198,27 @@ class LoraSection:
     rank: int = option(0, "rows of an adapter's factors; 0: no adapters", at_least=0)
     alpha: float = option(8.0, "what adapters add is multiplied by alpha / rank", above=0)
     dropout: float = option(0.0, "share of the adapters' inputs that is dropped", at_least=0, below=1)
-    target_modules: tuple[str, ...] = option((), "layers that get adapters, by the ends of their names: q_proj,v_proj")
+    target_modules: tuple[str, ...] = option(
+        (), "layers that get adapters, by the ends of their names: q_proj,v_proj; empty: all linear ones but the head"
+    )
+    modules_to_save: tuple[str, ...] = option((), "modules that train themselves, beside the adapters: lm_head")
     bias: Literal["none", "all", "lora_only"] = option(
         "none", "biases that are trained, too: of adapted layers, or all"
     )
     use_rslora: bool = option(False, "multiply by alpha / sqrt(rank) instead")
+    use_dora: bool = option(False, "train a magnitude for each row of the adapted weights as well (DoRA)")
     save: Literal["adapter", "both", "merged"] = option(
         "adapter", "what checkpoints hold: adapter alone, model and adapter, or a model with it in its weights"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DpoSection:
+    """Learning to prefer the chosen of two answers to the rejected one (DPO)."""
+
+    beta: float = option(0.0, "how strongly the model is held to what it was before; 0: no preferences", at_least=0)
+    label_smoothing: float = option(
+        0.0, "share of pairs that are taken to be the wrong way round", at_least=0, below=0.5
     )
 
 
@@ -206,6 +254,7 @@ class Recipe:
     train: TrainSection = field(default_factory=TrainSection)
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     lora: LoraSection = field(default_factory=LoraSection)
+    dpo: DpoSection = field(default_factory=DpoSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     output: Path = option(Path("runs/nxd"), "folder of the run: recipe, metrics, loss curve")
 

@@ -5,8 +5,9 @@ one `StepRecord` for each logged step.
 """
 
 from nxd_trainer.report.loss_curve import draw_loss_curve
-from nxd_trainer.report.metrics import MetricsLog, StepRecord, read_records
+from nxd_trainer.report.metrics import MetricsLog, StepRecord, Tracker, read_records
 from nxd_trainer.report.progress import Progress, Throughput, peak_memory_bytes, render_summary
+from nxd_trainer.report.trackers import open_trackers
 
 __all__ = [
     # one logged step
@@ -17,6 +18,8 @@ __all__ = [
     # while the run goes on
     "Progress",
     "MetricsLog",
+    "Tracker",
+    "open_trackers",
     # when it has ended
     "draw_loss_curve",
     "render_summary",

@@ -1,6 +1,6 @@
-"""The metrics of a run on disk: metrics.jsonl with a line for each logged step, and TensorBoard scalars.
+"""The metrics of a run on disk: metrics.jsonl with a line for each logged step.
 
-A `StepRecord` is one logged step. Everything that reports a run reads these.
+A `StepRecord` is one logged step. Everything that reports a run reads these; `trackers` also sends them elsewhere.
 """
 
 from __future__ import annotations
@@ -8,14 +8,11 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TextIO
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
+from typing import Any, Protocol, Self, TextIO
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +82,16 @@ def read_records(file: str | Path) -> list[StepRecord]:
 
 
 METRICS_FILE = "metrics.jsonl"
-TENSORBOARD_FOLDER = "tensorboard"
+
+
+class Tracker(Protocol):
+    """Gets every logged step of a run."""
+
+    def log(self, record: StepRecord) -> None:
+        """Add a record."""
+
+    def close(self) -> None:
+        """Send what is left, and end."""
 
 
 class MetricsLog:
@@ -99,7 +105,7 @@ class MetricsLog:
         is_writer: whether this rank writes; on other ranks nothing happens.
         first_step: step of the checkpoint this invocation resumes from; 0 begins a new file.
         layout: of this invocation, such as "TP 2 x DP 2"; kept with its first record.
-        say: is given a line to show if TensorBoard is not installed.
+        trackers: get each record as well, and are closed with the file.
 
     Attributes:
         file: the metrics.jsonl.
@@ -115,19 +121,16 @@ class MetricsLog:
         is_writer: bool = True,
         first_step: int = 0,
         layout: str | None = None,
-        say: Callable[[str], None] = print,
+        trackers: Sequence[Tracker] = (),
     ):
         self.file = Path(folder) / METRICS_FILE
         self._first_record: dict[str, Any] = {"layout": layout, "resumed_from": first_step or None}
+        self._trackers = trackers
         self._stream: TextIO | None = None
-        self._tensorboard = None
         if is_writer:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             _keep_until(self.file, first_step)
             self._stream = self.file.open("a", encoding="utf-8")
-            self._tensorboard = open_summary_writer(
-                self.file.parent / TENSORBOARD_FOLDER, first_step=first_step, say=say
-            )
 
     def log(self, record: StepRecord) -> None:
         """Add a record."""
@@ -138,15 +141,15 @@ class MetricsLog:
             self._first_record = {}
         self._stream.write(record_to_line(record))
         self._stream.flush()
-        if self._tensorboard is not None:
-            write_scalars(self._tensorboard, record)
+        for tracker in self._trackers:
+            tracker.log(record)
 
     def close(self) -> None:
-        """Close the files."""
+        """Close the file, and the trackers."""
         if self._stream is not None:
             self._stream.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
+            for tracker in self._trackers:
+                tracker.close()
 
     def __enter__(self) -> Self:
         return self
@@ -168,39 +171,6 @@ def _keep_until(file: Path, step: int) -> None:
     unfinished = file.with_name(f".{file.name}.unfinished")
     unfinished.write_text("".join(record_to_line(record) for record in kept), encoding="utf-8")
     os.replace(unfinished, file)
-
-
-# TensorBoard groups the scalars by what stands before the slash. The tags behind ours are those of existing training
-# scripts for NeuronX Distributed, so that their dashboards show these runs, too.
-TAGS: dict[str, tuple[str, ...]] = {
-    "loss": ("loss/train", "step loss"),
-    "held_out_loss": ("loss/held_out",),
-    "grad_norm": ("train/grad_norm", "grad-norm"),
-    "learning_rate": ("train/learning_rate", "learning rate"),
-    "tokens_per_second": ("speed/tokens_per_second",),
-    "throughput": ("throughput",),
-    "peak_memory_bytes": ("speed/peak_memory_bytes",),
-}
-
-
-def open_summary_writer(folder: Path, *, first_step: int, say: Callable[[str], None]) -> SummaryWriter | None:
-    """A writer that hides what earlier invocations logged after `first_step`; None without tensorboard."""
-    try:
-        from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415  (optional package)
-    except ImportError:
-        say(missing_extra("tensorboard", "TensorBoard scalars"))
-        return None
-    return SummaryWriter(str(folder), purge_step=first_step + 1)
-
-
-def write_scalars(writer: SummaryWriter, record: StepRecord) -> None:
-    """Write a record's scalars, so that a crash of the process does not lose them."""
-    for name, tags in TAGS.items():
-        value = getattr(record, name)
-        if value is not None:
-            for tag in tags:
-                writer.add_scalar(tag, value, record.step)
-    writer.flush()
 
 
 def missing_extra(package: str, purpose: str) -> str:

@@ -30,9 +30,9 @@ from nxd_trainer.api.checkpoint_saving import Contents, finalize_checkpoint, is_
 from nxd_trainer.api.stored_values import USER_CONTENT, unpack_value
 from nxd_trainer.checkpoint import RNG_PREFIX
 from nxd_trainer.model_description import ModelDescription, find_description
-from nxd_trainer.recipe import recipe_to_dict
+from nxd_trainer.recipe import Recipe, recipe_to_dict
 from nxd_trainer.training.initial_weights import load_first_weights, model_differences
-from nxd_trainer.training.run_state import RunState, on_first_rank_of_each_host
+from nxd_trainer.training.run_state import EarlyStopping, RunState, on_first_rank_of_each_host
 
 
 class TrainingDiverged(RuntimeError):
@@ -164,6 +164,7 @@ def resume_run(state: RunState) -> str | None:
         load_first_weights(state)
     load_checkpoint(folder, tag, model=state.model, optimizer=state.optimizer)
     state.train_loader.load_state_dict(content["train_loader"])
+    state.early_stopping.load_state_dict(content.get("early_stopping", EarlyStopping(0, 0.0).state_dict()))
     state.step = checkpoint.step or 0
     rng_state = _own_rng_state()
     if checkpoint.mesh == asdict(get_mesh()) and rng_state.keys() <= checkpoint.tensors.keys():
@@ -194,6 +195,7 @@ def _describe_run(state: RunState) -> dict[str, object]:
         "recipe": recipe_to_dict(state.recipe),
         "data": _describe_data(state),
         "train_loader": state.train_loader.state_dict(),
+        "early_stopping": state.early_stopping.state_dict(),
     }
 
 
@@ -223,10 +225,16 @@ def _check_same_run(
     """Raise ValueError if the checkpoint is of another model, precision or text, or of other adapters."""
     recipe = recipe_to_dict(state.recipe)
     own: dict[str, dict[str, object]] = {"data": _describe_data(state), "train": {"dtype": state.recipe.train.dtype}}
-    theirs = {"lora": {"rank": 0}, **content["recipe"], "data": content["data"]}
+    theirs = {**content["recipe"], "data": content["data"]}
+    theirs["lora"] = recipe_to_dict(Recipe())["lora"] | theirs.get("lora", {})  # older runs have not said all of it
+    own["optimizer"] = {name: recipe["optimizer"].get(name) for name in ("type", "factory")}
+    theirs["optimizer"] = {"type": "adamw", **theirs.get("optimizer", {})}  # which older runs have not said
     # Without this a checkpoint that holds the adapter alone could follow one that holds the model, and outlive it.
     own["lora"] = recipe["lora"] if state.recipe.lora.rank else {"rank": 0}
-    if state.recipe.lora.rank and state.recipe.lora.save == "adapter":  # which means nothing on other weights
+    theirs["dpo"] = recipe_to_dict(Recipe())["dpo"] | theirs.get("dpo", {})
+    own["dpo"] = recipe["dpo"]
+    holds_adapter_alone = state.recipe.lora.rank > 0 and state.recipe.lora.save == "adapter"
+    if holds_adapter_alone or state.recipe.dpo.beta:  # which mean nothing with other initial weights
         own["train"]["seed"] = state.recipe.train.seed
         own["checkpoint"] = {"initial_weights": recipe["checkpoint"].get("initial_weights")}
         own["model"] = {"path": recipe["model"].get("path")}

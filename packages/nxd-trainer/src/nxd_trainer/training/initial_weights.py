@@ -12,7 +12,7 @@ from nxd_optim import NeuronZero1Optimizer
 from nxd_trainer.api import NxDModel, NxDOptimizer, load_checkpoint
 from nxd_trainer.api.checkpoint_tags import Found, find_checkpoint
 from nxd_trainer.hugging_face import CONFIG_FILE, complete_config, load_pretrained, read_config
-from nxd_trainer.model_description import ModelDescription, find_description
+from nxd_trainer.model_description import ADAPTER_KEY, ModelDescription, find_description
 from nxd_trainer.training.run_state import RunState, on_first_rank_of_each_host
 
 # Keys about how a config was written, or how a model is run.
@@ -26,19 +26,36 @@ def load_first_weights(state: RunState) -> None:
         ValueError: as for `load_initial_weights`.
         CheckpointError: as for `load_initial_weights`.
     """
+    _fill(state, state.model, state.optimizer)
+
+
+def load_reference(state: RunState) -> None:
+    """Fill the reference model of a run, if it has one, with the run's initial weights. By all ranks.
+
+    Raises:
+        ValueError: as for `load_initial_weights`.
+        CheckpointError: as for `load_initial_weights`.
+    """
+    if state.reference is not None:
+        _fill(state, state.reference, None)
+
+
+def _fill(state: RunState, model: NxDModel, optimizer: NxDOptimizer | None) -> None:
     initial, origin = state.recipe.checkpoint.initial_weights, state.recipe.model.path
     if initial is not None:
-        load_initial_weights(state.model, state.optimizer, state.description, initial)
+        load_initial_weights(model, optimizer, state.description, initial)
     elif origin is not None:
-        _load_folder(state.model, state.optimizer, origin)
+        _load_folder(model, optimizer, origin)
 
 
-def load_initial_weights(model: NxDModel, optimizer: NxDOptimizer, description: ModelDescription, folder: Path) -> None:
+def load_initial_weights(
+    model: NxDModel, optimizer: NxDOptimizer | None, description: ModelDescription, folder: Path
+) -> None:
     """Fill a model, whatever its layout, each rank reading its part; types are converted. By all ranks.
 
     Args:
         model: to be trained; adapters keep their own first weights, unless the folder has some.
-        optimizer: that has not taken a step.
+        optimizer: that has not taken a step; None for a model that is not trained.
         description: of the model.
         folder: of checkpoints, whoever wrote them, of which the newest complete one is taken; or of a Hugging Face
             model.
@@ -48,14 +65,17 @@ def load_initial_weights(model: NxDModel, optimizer: NxDOptimizer, description: 
         CheckpointError: there is no such checkpoint, files are damaged, or its tensors are not the model's.
     """
 
-    def look() -> tuple[Found | None, ModelDescription | None]:
+    def look() -> tuple[Found | None, ModelDescription | None, bool]:
         if (folder / CONFIG_FILE).is_file():
-            return None, ModelDescription(read_config(folder))
+            return None, ModelDescription(read_config(folder)), False
         found = find_checkpoint(folder, None)
-        is_described = found.layout == "nxd"
-        return found, find_description(nxd_ckpt.open_checkpoint(found.root, found.tag)) if is_described else None
+        if found.layout != "nxd":
+            return found, None, False
+        checkpoint = nxd_ckpt.open_checkpoint(found.root, found.tag)
+        has_adapter = isinstance(checkpoint.objects, dict) and ADAPTER_KEY in checkpoint.objects
+        return found, find_description(checkpoint), has_adapter
 
-    found, theirs = on_first_rank_of_each_host(look)  # once for all ranks
+    found, theirs, has_adapter = on_first_rank_of_each_host(look)  # once for all ranks
     differences = [] if theirs is None else model_differences(description, theirs, "there", among=_matters_to_weights)
     if differences:  # of a model that is not described, names and shapes must do
         raise ValueError(
@@ -66,19 +86,21 @@ def load_initial_weights(model: NxDModel, optimizer: NxDOptimizer, description: 
         _load_folder(model, optimizer, folder)
     else:
         load_checkpoint(found.root, found.tag or None, model=model)
-        _tell_weights(optimizer)
+        _tell_weights(model, optimizer, has_adapter=has_adapter)
 
 
-def _load_folder(model: NxDModel, optimizer: NxDOptimizer, folder: Path) -> None:
+def _load_folder(model: NxDModel, optimizer: NxDOptimizer | None, folder: Path) -> None:
     """Fill a model from a Hugging Face folder, but for adapters. By all ranks."""
     adapters = [] if model.lora_model is None else adapter_names(model.lora_model, with_biases=False)
     load_pretrained(model.pipeline, folder, may_lack=adapters)
-    _tell_weights(optimizer)
+    _tell_weights(model, optimizer)
 
 
-def _tell_weights(optimizer: NxDOptimizer) -> None:
-    """Notify the optimizer that weights have been loaded without their optimizer state."""
-    if isinstance(optimizer.optimizer, NeuronZero1Optimizer):
+def _tell_weights(model: NxDModel, optimizer: NxDOptimizer | None, *, has_adapter: bool = False) -> None:
+    """Notify adapters and optimizer that weights have been loaded without them."""
+    if model.lora_model is not None and not has_adapter:
+        model.lora_model.reset_magnitudes()
+    if optimizer is not None and isinstance(optimizer.optimizer, NeuronZero1Optimizer):
         optimizer.optimizer.refresh_master_weights()
 
 

@@ -17,20 +17,24 @@ from nxd_state import get_device, records_graphs, step_boundary
 from nxd_state.neuron import extracting_graphs
 from torch import Tensor
 
+from nxd_trainer.api.rank_sync import together
 from nxd_trainer.from_recipe import describe_pipeline
 from nxd_trainer.logs import get_logger
-from nxd_trainer.recipe import Recipe, save_recipe
+from nxd_trainer.recipe import Recipe, recipe_to_dict, save_recipe
 from nxd_trainer.report import (
     MetricsLog,
     Progress,
     StepRecord,
     Throughput,
+    Tracker,
     draw_loss_curve,
+    open_trackers,
     peak_memory_bytes,
     read_records,
     render_summary,
 )
 from nxd_trainer.training.checkpoints import RunSaver, diverged, resume_run
+from nxd_trainer.training.initial_weights import load_reference
 from nxd_trainer.training.run_state import RunState, build_run_state
 from nxd_trainer.training.step import FinishedStep, StepsUnderWay, evaluate, take_step
 
@@ -93,7 +97,9 @@ def prepare_run(recipe: Recipe) -> tuple[RunState, str | None]:
     """
     state = build_run_state(recipe)
     tag = resume_run(state)
+    load_reference(state)
     _renew_in_order(state)
+    state.trackers = together("open its trackers", lambda: _trackers(state), error_type=ValueError)
     return state, tag
 
 
@@ -133,7 +139,7 @@ def run_training(state: RunState, resumed: str | None, stop: StopRequest) -> Tra
             is_writer=state.is_writer,
             first_step=state.step,
             layout=state.layout,
-            say=logger.warning,
+            trackers=state.trackers,
         ) as metrics,
     ):
         _announce(state, logger, resumed)
@@ -144,6 +150,18 @@ def run_training(state: RunState, resumed: str | None, stop: StopRequest) -> Tra
     if state.is_writer:
         _report(state, logger, metrics.file)
     return result
+
+
+def _trackers(state: RunState) -> list[Tracker]:
+    if not state.is_writer or extracting_graphs():
+        return []
+    return open_trackers(
+        state.recipe.train.report_to,
+        state.recipe.output,
+        first_step=state.step,
+        settings=recipe_to_dict(state.recipe),
+        say=get_logger("nxd_trainer").warning,
+    )
 
 
 @torch.no_grad()
@@ -198,7 +216,7 @@ def _run_steps(
     recipe = state.recipe
     throughput, steps = Throughput(), StepsUnderWay(state)
     loss, tokens_seen = math.nan, state.train_loader.tokens_seen
-    while state.step < recipe.last_step and not steps.stopping:
+    while state.step < recipe.last_step and not steps.stopping and not state.early_stopping.is_due:
         steps.begin(asked_to_stop=stop.signal_number > 0)
         for step in steps.finish(all_of_them=_is_looked_at(recipe, state.step)):
             loss = step.loss
@@ -212,6 +230,9 @@ def _run_steps(
             if evaluates and recipe.train.eval_every and not steps.stopping:
                 with throughput.paused():
                     held_out_loss = evaluate(state)
+            if held_out_loss is not None and _is_due(step.number, recipe.train.eval_every):
+                state.early_stopping.add(held_out_loss)
+                is_last = is_last or state.early_stopping.is_due
             if _is_due(step.number, recipe.train.log_every) or is_last or held_out_loss is not None or step.number == 1:
                 record = _record(step, throughput, held_out_loss)
                 progress.log(record)
@@ -220,6 +241,12 @@ def _run_steps(
                 with throughput.paused():
                     saver.save(held_out_loss)
             saver.poll()
+    if state.early_stopping.is_due:
+        stopping = state.early_stopping
+        get_logger("nxd_trainer").info(
+            f"stopped early at step {state.step}: no held-out loss below {stopping.best_loss:.4f} in "
+            f"{stopping.num_without_gain} evaluations (train.early_stopping_patience)"
+        )
     return TrainResult(step=state.step, loss=loss, stopped=steps.stopping)
 
 

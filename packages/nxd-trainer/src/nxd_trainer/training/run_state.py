@@ -1,11 +1,12 @@
 """The state of a training run on one rank, built from a recipe."""
 
 import fcntl
+import math
 import os
-from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import IO, Any, TypeVar
 
 import torch
 from nxd_state import all_gather_object, get_device, get_group, get_mesh, get_world_group, send_to_device
@@ -16,12 +17,14 @@ from nxd_trainer.data import (
     Batch,
     ChatTemplate,
     HeldOutLoader,
+    PreferenceEncoder,
     Sequences,
     Tokenizer,
     TrainLoader,
     build_conversations,
     build_corpus,
     cut_conversations,
+    cut_preferences,
     describe_conversations,
     files_left_out,
     open_conversations,
@@ -29,9 +32,13 @@ from nxd_trainer.data import (
     pack_corpus,
     read_ahead,
 )
-from nxd_trainer.from_recipe import build_model, build_optimizer, recipe_model, tokenizer_of
+from nxd_trainer.dpo import REFERENCE
+from nxd_trainer.from_recipe import build_model, recipe_model, tokenizer_of
 from nxd_trainer.model_description import ModelDescription
+from nxd_trainer.optimizers import build_optimizer
 from nxd_trainer.recipe import Recipe, check_layout
+from nxd_trainer.recipe.sections import LoraSection
+from nxd_trainer.report import Tracker
 
 STEPS_AHEAD = 2  # one is on its way to the device while the next is being made
 
@@ -91,6 +98,46 @@ class RunData:
 
 
 @dataclass
+class EarlyStopping:
+    """Ends a run whose held-out loss no longer falls.
+
+    Attributes:
+        patience: evaluations in a row without a lower loss, after which the run ends; 0: never.
+        threshold: how much lower a loss must be to count.
+        best_loss: the lowest so far.
+        num_without_gain: evaluations since then.
+    """
+
+    patience: int
+    threshold: float
+    best_loss: float = math.inf
+    num_without_gain: int = 0
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the run is to end."""
+        return 0 < self.patience <= self.num_without_gain
+
+    def add(self, held_out_loss: float) -> None:
+        """Count an evaluation."""
+        if held_out_loss < self.best_loss - self.threshold:
+            self.best_loss, self.num_without_gain = held_out_loss, 0
+        else:
+            self.num_without_gain += 1
+
+    def state_dict(self) -> dict[str, float | int | None]:
+        """What a checkpoint keeps: finite numbers, and None for no loss yet."""
+        best_loss = self.best_loss if math.isfinite(self.best_loss) else None
+        return {"best_loss": best_loss, "num_without_gain": self.num_without_gain}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` gave."""
+        best_loss = state_dict["best_loss"]
+        self.best_loss = math.inf if best_loss is None else float(best_loss)
+        self.num_without_gain = int(state_dict["num_without_gain"])
+
+
+@dataclass
 class RunState:
     """The state of a training run on one rank.
 
@@ -100,8 +147,12 @@ class RunState:
         train_loader: knows the position in the data.
         train_batches: what steps take from it, on the device.
         data: what it trains on.
+        early_stopping: counts the evaluations without a lower held-out loss.
         output_lock: keeps other runs out of the output folder while this object lives.
         step: optimizer steps taken since the run began, over all invocations.
+        reference: of preferences, the model before the run; None where there are none, or it is the model without its
+            adapters.
+        trackers: what gets the metrics besides their file; only where metrics are written.
     """
 
     recipe: Recipe
@@ -113,8 +164,11 @@ class RunState:
     train_batches: TrainBatches
     held_out_loader: HeldOutLoader
     data: RunData
+    early_stopping: EarlyStopping
     output_lock: IO[str] | None
     step: int = 0
+    reference: NxDModel | None = None
+    trackers: Sequence[Tracker] = ()
 
     @property
     def is_writer(self) -> bool:
@@ -160,6 +214,7 @@ def build_run_state(recipe: Recipe) -> RunState:
         dp_size=data_parallel.size,
     )
     model = build_model(recipe, source)
+    reference = _build_reference(recipe) if recipe.dpo.beta else None
     return RunState(
         recipe=recipe,
         description=source.description,
@@ -170,19 +225,36 @@ def build_run_state(recipe: Recipe) -> RunState:
         train_batches=TrainBatches(train_loader),
         held_out_loader=held_out_loader,
         data=data,
+        early_stopping=EarlyStopping(recipe.train.early_stopping_patience, recipe.train.early_stopping_threshold),
         output_lock=lock,
+        reference=reference,
     )
+
+
+def _build_reference(recipe: Recipe) -> NxDModel | None:
+    """The model that preferences are compared with, with its first weights; None: the one that is trained has it."""
+    # A traced pipeline computes what it was traced with, and so not the log-probabilities without the loss.
+    if recipe.lora.rank and (recipe.parallel.pipeline_parallel_size == 1 or not recipe.model.is_own_llama):
+        return None
+    plain = replace(recipe, lora=LoraSection(), pipeline=replace(recipe.pipeline, trace_file=None))
+    source = recipe_model(plain)
+    names = [name for name in source.input_names if name != REFERENCE]
+    model = build_model(plain, replace(source, input_names=names))
+    model.requires_grad_(False)
+    return model
 
 
 def _open_data(recipe: Recipe, tokenizer: Tokenizer) -> RunData:
     options = recipe.data
     length, fraction = options.sequence_length, options.held_out_fraction
+    has_answers = options.chat or recipe.dpo.beta > 0
 
     def prepare() -> tuple[Path, str | None]:
         path, suffixes, cache = options.path, options.suffixes, recipe.token_cache_folder
-        if options.chat:
-            template = ChatTemplate(tokenizer_of(recipe)[1])
-            entry = build_conversations(path, tokenizer, template, cache_folder=cache, suffixes=suffixes)
+        if has_answers:
+            where = tokenizer_of(recipe)[1]
+            encoder = PreferenceEncoder(where) if recipe.dpo.beta else ChatTemplate(where)
+            entry = build_conversations(path, tokenizer, encoder, cache_folder=cache, suffixes=suffixes)
         else:
             entry = build_corpus(
                 path,
@@ -192,10 +264,15 @@ def _open_data(recipe: Recipe, tokenizer: Tokenizer) -> RunData:
                 include_tests=options.include_tests,
                 column=options.column,
             )
-        return entry, files_left_out(path, suffixes, takes_rows=options.chat or options.column is not None)
+        return entry, files_left_out(path, suffixes, takes_rows=has_answers or options.column is not None)
 
     entry, left_out = on_first_rank_of_each_host(prepare)
     notes = [left_out] if left_out else []
+    if recipe.dpo.beta:
+        answers = open_conversations(entry)
+        pairs, others, warnings = cut_preferences(answers, sequence_length=length, held_out_fraction=fraction)
+        notes.append(f"{len(pairs):,} pairs of answers to train on, {len(others):,} held out")
+        return RunData(pairs, others, answers.index.digest, notes, warnings)
     if options.chat:
         conversations = open_conversations(entry)
         train, held_out, cuts = cut_conversations(

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 import torch
 from nxd_state import (
@@ -22,8 +23,11 @@ from nxd_state import (
 )
 from torch import Tensor
 
-from nxd_trainer.from_recipe import autocast, learning_rate_on, model_inputs
+from nxd_trainer.data import Batch
+from nxd_trainer.dpo import REFERENCE, model_of_reference, reference_log_probs
+from nxd_trainer.from_recipe import autocast, model_inputs
 from nxd_trainer.lr_schedule import lr_multiplier
+from nxd_trainer.optimizers import learning_rate_on
 from nxd_trainer.training.run_state import RunState, concatenated, held_out_batches
 
 
@@ -53,9 +57,19 @@ def compute_gradients(state: RunState) -> Tensor | None:
     """
     batch = state.train_batches.next_step()
     with autocast(state.recipe):
-        loss = state.model.run_train(**model_inputs(state.input_names, batch))
+        loss = state.model.run_train(**_inputs(state, batch))
     assert not isinstance(loss, list)  # that is what return_mb_loss asks for
     return loss
+
+
+def _inputs(state: RunState, batch: Batch) -> dict[str, Any]:
+    """A batch as the model takes it; with preferences also what the reference model says of it."""
+    inputs: dict[str, Any] = model_inputs(state.input_names, batch)
+    if REFERENCE in state.input_names:
+        with model_of_reference(state.model, state.reference) as model:
+            absent = {REFERENCE: None} if state.reference is None else {}
+            inputs[REFERENCE] = reference_log_probs(model, {**inputs, **absent})
+    return inputs
 
 
 def update_weights(state: RunState) -> Tensor | None:
@@ -82,6 +96,10 @@ def learning_rate(state: RunState) -> float:
         warmup_steps=options.warmup_steps,
         min_lr_ratio=options.min_lr_ratio,
         schedule=options.schedule,
+        num_decay_steps=options.num_decay_steps,
+        decay_type=options.decay_type,
+        num_cycles=options.num_cycles,
+        power=options.power,
     )
 
 
@@ -116,13 +134,13 @@ def _held_out_loss(state: RunState) -> Tensor | None:
     with autocast(state.recipe):
         if get_mesh().pp == 1:
             for batch in batches:
-                output = state.model(**model_inputs(state.input_names, batch))
+                output = state.model(**_inputs(state, batch))
                 losses.append(output if isinstance(output, Tensor) else output.loss)
                 step_boundary()  # one small graph for all batches
         else:
             while group := list(islice(batches, state.recipe.train.gradient_accumulation_steps)):
                 batch = concatenated(group)
-                losses.append(state.model.run_eval(**model_inputs(state.input_names, batch)))
+                losses.append(state.model.run_eval(**_inputs(state, batch)))
     return None if losses[0] is None else torch.stack(losses).mean()
 
 

@@ -1,0 +1,158 @@
+"""Preferences: rows with a prompt and two answers, as tokens, and as pairs of sequences.
+
+They lie on disk as conversations do, the chosen answer of a row and then the rejected one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nxd_trainer.data.chat import ChatTemplate, Conversation, messages_of
+from nxd_trainer.data.conversations import Conversations, ConversationSequences, cut_lengths, spread_held_out
+from nxd_trainer.data.tokenizer import digest_files, load_tokenizer_of_transformers
+
+Encoded = tuple[NDArray[np.int64], NDArray[np.bool_]]
+
+
+class PreferenceEncoder:
+    """Turns rows into tokens: texts by a tokenizer, messages by its chat template.
+
+    Args:
+        path: the folder of a tokenizer as Hugging Face models ship it, or its tokenizer.json.
+
+    Attributes:
+        marks_answers: whether the answers are known without looking for them.
+        fingerprint: another text whenever the same row would give other tokens.
+
+    Raises:
+        ValueError: there is no such tokenizer, or transformers is not installed.
+    """
+
+    marks_answers = True
+
+    def __init__(self, path: str | Path) -> None:
+        self._folder = Path(path) if Path(path).is_dir() else Path(path).parent
+        self._tokenizer = load_tokenizer_of_transformers(self._folder)
+        self._template = ChatTemplate(path) if self._tokenizer.chat_template else None
+        files = sorted(it for it in self._folder.iterdir() if it.suffix in (".json", ".model", ".jinja"))
+        self.fingerprint = "preferences" + (
+            digest_files(files) if self._template is None else self._template.fingerprint
+        )
+
+    def encode_row(self, place: str, row: Mapping[str, Any]) -> list[Encoded]:
+        """The tokens of a row's chosen and rejected answer, each after the prompt, and which of them are the answer.
+
+        As TRL has them: `prompt`, `chosen` and `rejected`, all texts or all lists of messages; with messages the prompt
+        may be left out, and is then what both answers begin with. Texts get the end-of-text token.
+
+        Args:
+            place: where the row stands, for messages.
+            row: its values by column.
+
+        Raises:
+            ValueError: the row has not these columns, or the chat template refuses it.
+        """
+        chosen, rejected = row.get("chosen"), row.get("rejected")
+        if chosen is None or rejected is None:
+            raise ValueError(
+                f"{place} is no preference; expected prompt, chosen and rejected, and it has "
+                f"{', '.join(map(str, row)) or 'no column'}"
+            )
+        values = [row.get("prompt"), chosen, rejected]
+        if all(isinstance(value, str) for value in values):
+            return [self._encode_text(values[0], answer) for answer in (chosen, rejected)]
+        answers = [messages_of(place, name, row[name]) for name in ("chosen", "rejected")]
+        if row.get("prompt") is None:
+            prompt, answers = _common_beginning(place, *answers)
+        else:
+            prompt = messages_of(place, "prompt", row["prompt"])
+        if self._template is None:
+            raise ValueError(
+                f"{place} has messages, and {self._folder} has no chat template; set data.tokenizer to the tokenizer "
+                "of a chat model, or give texts"
+            )
+        said = [Conversation([*prompt, *answer], row.get("tools") or None, len(prompt)) for answer in answers]
+        return [self._template.encode(place, conversation) for conversation in said]
+
+    def _encode_text(self, prompt: str, answer: str) -> Encoded:
+        end = self._tokenizer.eos_token or ""
+        before = self._tokenizer(prompt)["input_ids"]
+        ids = self._tokenizer(prompt + answer + ("" if answer.endswith(end) else end))["input_ids"]
+        shared = 0
+        while shared < min(len(before), len(ids)) and before[shared] == ids[shared]:
+            shared += 1
+        tokens = np.asarray(ids, dtype=np.int64)
+        return tokens, np.arange(len(tokens)) >= shared
+
+
+def _common_beginning(place: str, chosen: list[Any], rejected: list[Any]) -> tuple[list[Any], list[list[Any]]]:
+    length = 0
+    while length < min(len(chosen), len(rejected)) - 1 and chosen[length] == rejected[length]:
+        length += 1
+    if not length:
+        raise ValueError(f"{place} has no prompt, and chosen and rejected begin with other messages; give a prompt")
+    return chosen[:length], [chosen[length:], rejected[length:]]
+
+
+@dataclass(frozen=True)
+class PairSequences:
+    """Pairs of sequences, numbered from 0; a sample has two rows, the chosen answer and then the rejected one.
+
+    Attributes:
+        answers: the sequences of all answers here, those of a pair next to one another.
+    """
+
+    answers: ConversationSequences
+
+    @property
+    def sequence_length(self) -> int:
+        """Tokens of a row."""
+        return self.answers.sequence_length
+
+    def __len__(self) -> int:
+        return len(self.answers) // 2
+
+    def rows(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Pairs `[count]` as inputs, labels and positions, each `[2 * count, sequence_length]`."""
+        return self.answers.rows(_both(samples))
+
+    def count(self, samples: NDArray[np.int64]) -> tuple[int, int]:
+        """Of pairs `[count]` together: the tokens of answers, and the tokens read, without padding."""
+        return self.answers.count(_both(samples))
+
+
+def cut_preferences(
+    conversations: Conversations, *, sequence_length: int, held_out_fraction: float = 0.0
+) -> tuple[PairSequences, PairSequences, list[str]]:
+    """Pairs to train on, those held out, spread evenly among them, and lines about what the length leaves out.
+
+    Raises:
+        ValueError: too few pairs of which both answers have a token within the length.
+    """
+    starts, lengths, learned = cut_lengths(conversations, sequence_length)
+    pairs = np.flatnonzero(learned.reshape(-1, 2).all(axis=1))
+    is_held_out = spread_held_out(len(pairs), len(learned) // 2, sequence_length, held_out_fraction, "pairs")
+
+    def part(chosen: NDArray[np.int64]) -> PairSequences:
+        rows = _both(chosen)
+        bounds = np.arange(len(rows) + 1)
+        answers = ConversationSequences(
+            conversations, sequence_length, starts[rows], lengths[rows], learned[rows], bounds
+        )
+        return PairSequences(answers)
+
+    left_out = len(learned) // 2 - len(pairs)
+    told = f"left out: {left_out:,} pairs with an answer of which data.sequence_length={sequence_length} leaves nothing"
+    warnings = [told] if left_out else []
+    return part(pairs[~is_held_out]), part(pairs[is_held_out]), warnings
+
+
+def _both(pairs: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The answers of pairs: `[2 * count]`."""
+    return np.stack([2 * pairs, 2 * pairs + 1], axis=1).reshape(-1)

@@ -1,0 +1,157 @@
+"""Adapters by a recipe: at every layout the losses are those of PEFT, with plain transformers and a loop by hand."""
+
+from unittest.mock import patch
+
+import pytest
+import torch
+from nxd_layers.lora import save_peft_adapter
+from nxd_state import initialize_model_parallel
+from nxd_trainer.api import NxDModel
+from nxd_trainer.data import ByteTokenizer, TrainLoader, build_corpus, open_corpus, pack_corpus
+from nxd_trainer.lr_schedule import lr_multiplier
+from nxd_trainer.parity import InFloat64
+from nxd_trainer.recipe import load_recipe
+from nxd_trainer.report import read_records
+from nxd_trainer.training import prepare_run, train
+
+transformers = pytest.importorskip("transformers", reason="models of transformers need it: pip install transformers")
+peft = pytest.importorskip("peft", reason="its adapters are compared: pip install peft")
+
+STEPS, BATCH, LENGTH, RATE = 4, 4, 16, 1e-2
+SIZES = {
+    "vocab_size": 264,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.1,
+}
+PP2 = ["parallel.pipeline_parallel_size=2", "train.gradient_accumulation_steps=2"]
+TP2 = ["parallel.tensor_parallel_size=2"]
+LAYOUTS = {
+    "one process": (1, []),
+    "TP 2 x SP": (2, [*TP2, "parallel.sequence_parallel=true"]),
+    "TP 4": (4, ["parallel.tensor_parallel_size=4"]),  # ranks hold copies of the key and value heads
+    "PP 2": (2, PP2),
+    "DP 2 + ZeRO-1": (2, ["parallel.zero1=true"]),
+    "TP 2 x PP 2": (4, [*TP2, *PP2]),
+}
+CASES = {
+    "rank alone": ["lora.rank=4"],
+    "DoRA and a module": ["lora.rank=4", "lora.alpha=6", "lora.use_dora=true", "lora.modules_to_save=lm_head"],
+}
+MODELS = ("own Llama", "llama")
+QUICK = [("llama", "TP 2 x SP", "DoRA and a module")]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**SIZES, rms_norm_eps=1e-6, bos_token_id=None, eos_token_id=None)
+    transformers.LlamaForCausalLM(config).double().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def settings_of(folder, text_folder, tmp_path):
+    def make(model, case):
+        sizes = [f"model.{name}={size}" for name, size in SIZES.items()]
+        own = [*sizes, "model.rms_norm_eps=1e-6", f"checkpoint.initial_weights={folder}"]
+        return [
+            *(own if model == "own Llama" else [f"model.path={folder}"]),
+            f"data.path={text_folder}",
+            f"data.sequence_length={LENGTH}",
+            f"output={tmp_path / 'run'}",
+            f"train.steps={STEPS}",
+            f"train.global_batch_size={BATCH}",
+            "train.dtype=float64",
+            "train.log_every=1",
+            "train.eval_every=0",
+            f"optimizer.lr={RATE}",
+            "optimizer.warmup_steps=2",
+            "checkpoint.save_every=0",
+            *CASES[case],
+        ]
+
+    return make
+
+
+def run(settings, program=train):
+    recipe = load_recipe(None, settings)
+    initialize_model_parallel(recipe.parallel.tensor_parallel_size, recipe.parallel.pipeline_parallel_size)
+
+    def run_train(model, function=NxDModel.run_train, **inputs):
+        with InFloat64():
+            return function(model, **inputs)
+
+    with patch.object(NxDModel, "run_train", run_train):
+        program(recipe)
+
+
+def losses_of_peft(folder, adapter, text_folder, cache_folder):
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    model = peft.PeftModel.from_pretrained(base, adapter, is_trainable=True)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    decayed, others = ([it for it in trained if (it.dim() > 1) == is_matrix] for is_matrix in (True, False))
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95), eps=1e-8)
+    corpus = build_corpus(text_folder, ByteTokenizer(), cache_folder=cache_folder)
+    sequences, _ = pack_corpus(open_corpus(corpus), sequence_length=LENGTH, held_out_fraction=0.05)
+    batches = TrainLoader(sequences, global_batch_size=BATCH)
+    losses = []
+    for step in range(STEPS):
+        [batch] = batches.next_step()
+        with InFloat64():
+            loss = model(batch.input_ids, labels=batch.labels, shift_labels=batch.labels, use_cache=False).loss
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = RATE * lr_multiplier(step, total_steps=STEPS, warmup_steps=2, min_lr_ratio=0.1)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "case"),
+    [
+        pytest.param(*it, id=", ".join(it), marks=[] if it in QUICK else pytest.mark.slow)
+        for it in [(model, layout, case) for model in MODELS for layout in LAYOUTS for case in CASES]
+    ],
+)
+def test_losses_of_adapters_are_those_of_peft(
+    run_ranks, settings_of, folder, text_folder, tmp_path, model, layout, case
+):
+    ranks, degrees = LAYOUTS[layout]
+    settings = settings_of(model, case)
+
+    def write_adapter(recipe):
+        save_peft_adapter(prepare_run(recipe)[0].model.lora_model, tmp_path / "adapter")
+
+    run_ranks(run, 1, settings, write_adapter)
+    run_ranks(run, ranks, [*settings, *degrees])
+
+    expected = losses_of_peft(folder, tmp_path / "adapter", text_folder, tmp_path / "tokens")
+    found = [record.loss for record in read_records(tmp_path / "run/metrics.jsonl")]
+    assert found == pytest.approx(expected, rel=1e-10, abs=0)
+    assert expected[-1] < expected[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["one process", "TP 2 x PP 2"])
+def test_resumed_run_of_adapters_alone_is_the_run_that_never_stopped(run_ranks, settings_of, tmp_path, layout):
+    ranks, degrees = LAYOUTS[layout]
+    settings = [*settings_of("llama", "DoRA and a module"), *degrees, "lora.save=adapter"]
+    run_ranks(run, ranks, [*settings, f"output={tmp_path / 'whole'}"])
+
+    run_ranks(run, ranks, [*settings, "train.stop_after=2"])
+    run_ranks(run, ranks, settings)
+
+    found, expected = (
+        [record.loss for record in read_records(tmp_path / name / "metrics.jsonl")] for name in ("run", "whole")
+    )
+    assert found == expected
