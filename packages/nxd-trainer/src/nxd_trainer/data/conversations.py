@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from nxd_trainer.data.chat import ChatTemplate, read_conversation
 from nxd_trainer.data.corpus import make_entry
-from nxd_trainer.data.sources import TABLE_SUFFIXES, SourceFile, find_tables, scan_tables
+from nxd_trainer.data.sources import TABLE_SUFFIXES, SourceFile, find_tables, scan_files
 from nxd_trainer.data.tables import read_rows
 from nxd_trainer.data.tokenizer import Tokenizer
 
@@ -76,7 +76,7 @@ def build_conversations(
     Raises:
         ValueError: no file, or a row that cannot be read, is no conversation, or does not fit the template.
     """
-    files = scan_tables(find_tables(path, suffixes=suffixes or TABLE_SUFFIXES))
+    files = scan_files(find_tables(path, suffixes=suffixes or TABLE_SUFFIXES))
     content = [FORMAT, template.fingerprint, tokenizer.vocab_size, [(it.name, it.digest) for it in files]]
     name = hashlib.sha256(json.dumps(["chat", *content]).encode()).hexdigest()[:32]
     return make_entry(Path(cache_folder), name, lambda folder: _write(folder, files, tokenizer, template))
