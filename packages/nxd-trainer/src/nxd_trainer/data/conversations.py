@@ -58,7 +58,7 @@ class Conversations:
 
 
 def build_conversations(
-    path: str | Path | None,
+    path: str | Path | Sequence[Path] | None,
     tokenizer: Tokenizer,
     template: ChatTemplate,
     *,

@@ -71,7 +71,7 @@ class Corpus:
 
 
 def build_corpus(
-    path: str | Path | None,
+    path: str | Path | Sequence[Path] | None,
     tokenizer: Tokenizer,
     *,
     cache_folder: str | Path,
@@ -102,10 +102,10 @@ def build_corpus(
     skipped: Counter[str] = Counter()
     vocab_size = max(tokenizer.vocab_size, vocab_size or 0)
     origin: dict[str, object] = {}
-    if path is not None and holds_tokens(path, suffixes):
+    if isinstance(path, (str, Path)) and holds_tokens(path, suffixes):
         files = scan_files(find_tokens(path, suffixes=suffixes))
         origin["tokens"] = [token_dtype, vocab_size]
-    elif column is not None:
+    elif column is not None or not (path is None or isinstance(path, (str, Path))):
         files = scan_files(find_tables(path, suffixes=suffixes or TABLE_SUFFIXES))
         origin["column"] = column
     else:
@@ -177,7 +177,7 @@ def open_corpus(entry: str | Path) -> Corpus:
     return Corpus(tokens, index)
 
 
-def _no_text(path: str | Path | None, skipped: Counter[str]) -> ValueError:
+def _no_text(path: object, skipped: Counter[str]) -> ValueError:
     reasons = ", ".join(f"{count} {reason}" for reason, count in skipped.items()) or "no row"
     source = "the standard library" if path is None else f"data.path={path}"
     return ValueError(f"{source} holds no text: {reasons}; set data.path to UTF-8 text files")
@@ -212,7 +212,7 @@ def _tokenized(documents: Iterable[Iterable[str]], tokenizer: Tokenizer) -> Iter
         yield chain(map(tokenizer.encode, document), [np.array([tokenizer.end_of_document])])
 
 
-def _checked(documents: Iterable[Document], path: str | Path | None, vocab_size: int) -> Iterator[Document]:
+def _checked(documents: Iterable[Document], path: object, vocab_size: int) -> Iterator[Document]:
     """Documents of which every token is one that the model knows."""
 
     def checked(document: Document) -> Document:
@@ -220,8 +220,8 @@ def _checked(documents: Iterable[Document], path: str | Path | None, vocab_size:
             strange = tokens[(tokens < 0) | (tokens >= vocab_size)]
             if len(strange):
                 raise ValueError(
-                    f"data.path={path} has token {strange[0]}, and the model knows {vocab_size} ids; set data.tokenizer "
-                    "to the one that made the tokens, or data.token_dtype to their type"
+                    f"data.path={path} has token {strange[0]}, and the model knows {vocab_size} ids; set "
+                    "data.tokenizer to the one that made the tokens, or data.token_dtype to their type"
                 )
             yield tokens
 

@@ -51,9 +51,7 @@ class MixedSequences:
         counts = [part.count(numbers) for _, part, numbers in self._by_part(samples)]
         return sum(learned for learned, _ in counts), sum(seen for _, seen in counts)
 
-    def _by_part(
-        self, samples: NDArray[np.int64]
-    ) -> list[tuple[NDArray[np.bool_], Sequences, NDArray[np.int64]]]:
+    def _by_part(self, samples: NDArray[np.int64]) -> list[tuple[NDArray[np.bool_], Sequences, NDArray[np.int64]]]:
         """For each part with one of the samples: which `[count]` they are, the part, and their numbers in it."""
         owners = np.searchsorted(self.ends, samples, side="right")
         starts = np.concatenate([[0], self.ends[:-1]])

@@ -55,7 +55,9 @@ def _npy_tokens(path: Path) -> NDArray[Any]:
         tokens = np.load(path, mmap_mode="r", allow_pickle=False)
     except Exception as error:  # whatever numpy's reader raises for a header that is none
         reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise ValueError(f"{path} is no .npy file of numbers: {reason}; mend it, or take it out of data.path") from error
+        raise ValueError(
+            f"{path} is no .npy file of numbers: {reason}; mend it, or take it out of data.path"
+        ) from error
     if not isinstance(tokens, np.ndarray) or tokens.ndim != 1 or tokens.dtype.kind not in "iu":
         form = f"{tokens.dtype} {list(tokens.shape)}" if isinstance(tokens, np.ndarray) else "an archive"
         raise ValueError(f"{path} holds {form}; expected one row of integers, such as uint16 [tokens]")
@@ -70,7 +72,9 @@ def _flat_tokens(path: Path, dtype: TokenDtype | None) -> NDArray[Any]:
         )
     width, num_bytes = np.dtype(dtype).itemsize, path.stat().st_size
     if num_bytes % width:
-        raise ValueError(f"{path} has {num_bytes} bytes, no multiple of {width}: data.token_dtype={dtype} is not its type")
+        raise ValueError(
+            f"{path} has {num_bytes} bytes, no multiple of {width}: data.token_dtype={dtype} is not its type"
+        )
     if not num_bytes:
         return np.empty(0, dtype=dtype)
     return np.memmap(path, dtype=np.dtype(dtype).newbyteorder("<"), mode="r")
@@ -95,7 +99,7 @@ def _megatron_documents(index_file: Path) -> Iterator[Document]:
 
 
 def _read_megatron_index(file: Path) -> tuple[np.dtype[Any], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """The tokens' type, `[sequences]` tokens of each and bytes before each, `[documents + 1]` first sequence of each."""
+    """The tokens' type; `[sequences]` tokens of each, and bytes before it; `[documents + 1]` first sequence of each."""
     content = file.read_bytes()
     if len(content) < _MEGATRON_HEADER.size or not content.startswith(_MEGATRON_MAGIC):
         raise ValueError(f"{file} is no Megatron index; mend it, or take it out of data.path")

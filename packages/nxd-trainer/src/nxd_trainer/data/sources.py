@@ -97,14 +97,16 @@ def _refuse_rows(file: Path) -> None:
         raise ValueError(f"data.path={file} begins with a JSON object; name it .jsonl, and {_KEYS_OF_ROWS}")
 
 
-def find_tables(path: str | Path | None, *, suffixes: Sequence[str] = TABLE_SUFFIXES) -> list[tuple[str, Path]]:
+def find_tables(
+    path: str | Path | Sequence[Path] | None, *, suffixes: Sequence[str] = TABLE_SUFFIXES
+) -> list[tuple[str, Path]]:
     """The files of rows of a corpus, as sorted pairs of name below its folder and path.
 
     Of a folder that `datasets.Dataset.save_to_disk` wrote they are the files that it lists. Hidden files and folders
     are left out.
 
     Args:
-        path: a file or a folder.
+        path: a file, a folder, or the files themselves.
         suffixes: suffixes of the files taken from a folder.
 
     Raises:
@@ -112,6 +114,8 @@ def find_tables(path: str | Path | None, *, suffixes: Sequence[str] = TABLE_SUFF
     """
     if path is None:
         raise ValueError("data.column and data.chat need data.path, a file of rows or a folder of them")
+    if not isinstance(path, (str, Path)):
+        return [(file.name, file) for file in path]
     folder = Path(path)
     unknown = [suffix for suffix in suffixes if suffix not in TABLE_SUFFIXES]
     if unknown:
