@@ -130,9 +130,18 @@ class ChatTemplate:
                 "a chat model"
             )
         self.marks_answers = self._marks_answers(None)
+        self._special = re.compile("|".join(map(re.escape, self._tokenizer.all_special_tokens)) or "(?!)")
         files = [*folder.iterdir(), *folder.glob("additional_chat_templates/*")]
         known = [it for it in files if it.suffix in (".json", ".model", ".jinja") or it.name in VOCABULARY_FILES]
         self.fingerprint = digest_files(sorted(known))
+
+    def special_token_in(self, conversation: Conversation) -> str | None:
+        """The first special token that a message spells, which becomes that token; None where none does."""
+        for message in conversation.messages:
+            found = self._special.search(message.get("content") or "")
+            if found:
+                return found.group()
+        return None
 
     def encode(self, place: str, conversation: Conversation) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """The tokens of a conversation, and which of them the assistant says.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ from nxd_trainer.data.sources import TABLE_SUFFIXES, SourceFile, find_tables, sc
 from nxd_trainer.data.tables import read_rows
 from nxd_trainer.data.tokenizer import Tokenizer
 
-FORMAT = 1
+FORMAT = 2
 NOT_LEARNED = -100  # label of a token without loss
 INDEX_FILE = "index.json"
 TOKENS_FILE = "tokens.bin"
@@ -37,6 +38,8 @@ class ConversationsIndex:
     num_conversations: int
     num_tokens: int
     marks_answers: bool  # whether the chat template does
+    num_with_special_token: int  # conversations that spell one
+    special_token: str | None  # such as
     padding: int  # id of what fills a sequence up
 
 
@@ -83,11 +86,12 @@ def build_conversations(
 
 
 def _write(folder: Path, files: Sequence[SourceFile], tokenizer: Tokenizer, template: ChatTemplate) -> None:
-    digest, ends = hashlib.sha256(), [0]
+    digest, ends, special = hashlib.sha256(), [0], Counter[str]()
     with (folder / TOKENS_FILE).open("wb") as tokens_file, (folder / LEARNED_FILE).open("wb") as learned_file:
         for file in files:
             for place, row in read_rows(file.path):
-                tokens, learned = template.encode(place, read_conversation(place, row))
+                conversation = read_conversation(place, row)
+                tokens, learned = template.encode(place, conversation)
                 if len(tokens) and tokens.max() >= tokenizer.vocab_size:
                     raise ValueError(
                         f"{place} has token {tokens.max()}, and the tokenizer knows {tokenizer.vocab_size} ids; its "
@@ -97,6 +101,8 @@ def _write(folder: Path, files: Sequence[SourceFile], tokenizer: Tokenizer, temp
                     stream.write(part.tobytes())
                     digest.update(part.tobytes())
                 ends.append(ends[-1] + len(tokens))
+                if (spelled := template.special_token_in(conversation)) is not None:
+                    special[spelled] += 1
     if len(ends) == 1:
         raise ValueError(f"{files[0].path} holds no conversation; set data.path to files that have some")
     np.asarray(ends[1:], dtype=np.int64).tofile(folder / ENDS_FILE)
@@ -105,6 +111,8 @@ def _write(folder: Path, files: Sequence[SourceFile], tokenizer: Tokenizer, temp
         num_conversations=len(ends) - 1,
         num_tokens=ends[-1],
         marks_answers=template.marks_answers,
+        num_with_special_token=special.total(),
+        special_token=next(iter(special), None),
         padding=tokenizer.end_of_document,
     )
     (folder / INDEX_FILE).write_text(json.dumps(asdict(index), indent=2) + "\n", encoding="utf-8")
@@ -278,13 +286,18 @@ def describe_conversations(train: ConversationSequences, cuts: Cuts) -> Descript
         f"{index.num_conversations:,} conversations of {index.num_tokens:,} tokens, of which the loss counts "
         f"{num_learned:,} ({num_learned / max(1, index.num_tokens):.1%})"
     ]
-    if not index.marks_answers:
-        notes.append("the chat template has no {% generation %}: each answer was found by the prefix before it")
     _, seen = train.count(np.arange(len(train)))
     notes.append(
         f"{len(train):,} sequences to train on, {1 - seen / (len(train) * sequence_length):.1%} of them padding"
     )
     warnings = []
+    if not index.marks_answers:
+        warnings.append("the chat template has no {% generation %}: each answer was found by the prefix before it")
+    if index.num_with_special_token:
+        warnings.append(
+            f"{index.num_with_special_token:,} conversations spell a special token in what is said, such as "
+            f"{index.special_token!r}, which becomes that token; remove it from the text unless it is meant so"
+        )
     if cuts.num_cut:
         warnings.append(
             f"{cuts.num_cut:,} conversations are longer than data.sequence_length={sequence_length}: "
