@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import groupby
+from itertools import groupby, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,7 +41,7 @@ def show_samples(console: Console, sequences: Sequences, tokenizer: Tokenizer, *
             style="bold",
         )
         starts = [*np.flatnonzero(positions[:seen] == 0).tolist(), seen]
-        for document, (start, end) in enumerate(zip(starts[:-1], starts[1:], strict=True)):
+        for document, (start, end) in enumerate(pairwise(starts)):
             if document:
                 console.print(Text(f"--- document {document + 1} ---", BORDER))
             console.print(_document(inputs[start:end], labels[start:end], tokenizer, has_colours=has_colours))
@@ -128,6 +128,6 @@ def special_tokens_line(corpus: Corpus, tokenizer: Tokenizer) -> str | None:
     token = int(spelled[0]) if len(spelled) else tokenizer.end_of_document
     shown = tokenizer.decode([token], skip_special_tokens=False)
     return (
-        f"{len(spelled) + max(ends, 0):,} times text spells a special token, such as {shown!r}, and is learned as that token; "
+        f"{len(spelled) + max(ends, 0):,} times text spells a special token, such as {shown!r}, and is learned as it; "
         "remove it from the text unless it is meant so"
     )
