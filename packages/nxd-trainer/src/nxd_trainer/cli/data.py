@@ -59,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
         elif not holds_tokens(name, recipe.data.suffixes):
             told = special_tokens_line(source, tokenizer)
             warnings += [f"{name}: {told}"] if told else []
-    console.rule(Text("samples of the first step", "bold"), align="left")
+    console.rule(Text("the first samples", "bold"), align="left")
     show_samples(console, data.train, tokenizer, seed=recipe.train.seed)
     console.rule(Text("the run", "bold"), align="left")
     epochs = recipe.train.steps * recipe.train.global_batch_size / len(data.train)
