@@ -3,7 +3,8 @@
 import argparse
 from pathlib import Path
 
-from nxd_trainer.cli.command import Commands, check_own_process, reports_user_errors
+from nxd_trainer.cli.command import Commands, UserError, reports_user_errors
+from nxd_trainer.launch import is_launched
 from nxd_trainer.recipe import load_recipe
 
 FLAGS = ("svg", "help")
@@ -27,7 +28,8 @@ def add_parser(commands: Commands) -> None:
 def run(options: argparse.Namespace) -> int:
     """Prepare the data and show them; the tokens stay in the cache of the run."""
     recipe = reports_user_errors(lambda: load_recipe(options.recipe, options.settings))
-    reports_user_errors(lambda: check_own_process(None, "nxd data"))
+    if is_launched():
+        raise UserError("nxd data runs in one process; start it without torchrun")
 
     from rich.console import Console  # noqa: PLC0415
     from rich.text import Text  # noqa: PLC0415

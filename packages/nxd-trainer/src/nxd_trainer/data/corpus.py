@@ -105,9 +105,11 @@ def build_corpus(
     if isinstance(path, (str, Path)) and holds_tokens(path, suffixes):
         files = scan_files(find_tokens(path, suffixes=suffixes))
         origin["tokens"] = [token_dtype, vocab_size]
-    elif column is not None or not (path is None or isinstance(path, (str, Path))):
+    elif column is not None:
         files = scan_files(find_tables(path, suffixes=suffixes or TABLE_SUFFIXES))
         origin["column"] = column
+    elif path is not None and not isinstance(path, (str, Path)):
+        raise ValueError("files of rows are read by a column; name the one with their text")
     else:
         found = find_text_files(path, suffixes=suffixes or TEXT_SUFFIXES, include_tests=include_tests)
         files, skipped = scan_text_files(found)
