@@ -79,9 +79,17 @@ MODELS = {
     ),
     "Phi-3": ("phi3", {}),
     "GLM-4": ("glm4", HEADS),
-    "Falcon-H1": (
-        "falcon_h1",
-        HEADS | {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 8},
+    "Granite 4": (
+        "granitemoehybrid",
+        {
+            "layer_types": ["mamba", "attention"],
+            "mamba_n_heads": 8,
+            "mamba_d_head": 8,
+            "mamba_d_state": 8,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 32,
+        },
     ),
 }
 TP2, PP2 = "parallel.tensor_parallel_size=2", "parallel.pipeline_parallel_size=2"
@@ -96,8 +104,6 @@ LAYOUTS = {
 REFUSED = {
     ("GPT-OSS", "TP 2"): "models of type 'gpt_oss' are not split by their own plan",
     ("GPT-OSS", "TP 2 x PP 2"): "models of type 'gpt_oss' are not split by their own plan",
-    ("Falcon-H1", "TP 2"): "models of type 'falcon_h1' are not split by their own plan",
-    ("Falcon-H1", "TP 2 x PP 2"): "models of type 'falcon_h1' are not split by their own plan",
 }
 # Conversations that fit into sequences whole; a step has all of them, however they are packed.
 NUM_PACKED, PACKED_LENGTH = 12, 64
