@@ -33,6 +33,8 @@ def test_epoch_has_each_sample_at_least_once_and_shares_by_weight(parts, weights
     assert len(times) == 70
     of_second = sum(count for token, count in times.items() if token >= 1000)
     assert of_second == pytest.approx(weights[1] * length, abs=1)
+    for own in ([times[4 * sample + start] for sample in range(count)] for start, count in ((0, 60), (1000, 10))):
+        assert max(own) - min(own) <= 1
     np.testing.assert_array_equal(labels[:, :-1], inputs[:, 1:])
     np.testing.assert_array_equal(positions, np.broadcast_to(np.arange(4), inputs.shape))
     assert mixed.count(np.array([0, length - 1])) == (8, 8)
