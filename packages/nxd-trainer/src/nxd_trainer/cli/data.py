@@ -51,7 +51,7 @@ def run(options: argparse.Namespace) -> int:
     data = reports_user_errors(lambda: open_data(recipe, prepare_data(recipe, vocab_size=vocab_size)))
     recipe = reports_user_errors(lambda: with_counted_steps(recipe, data.train))
     tokenizer, length = tokenizer_of(recipe)[0], recipe.data.sequence_length
-    console = Console(highlight=False, soft_wrap=True, record=options.svg is not None)
+    console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True, record=options.svg is not None)
     warnings = list(data.warnings)
     for name, source in data.sources.items():
         console.rule(Text(name, "bold"), align="left")

@@ -19,6 +19,8 @@ MAX_SHOWN = 600  # tokens of a document
 BAR_WIDTH = 40
 LEARNED, MASKED, BORDER, WARNING = "bold green", "dim", "blue", "bold yellow"
 BRACKETS = ("⟦", "⟧")  # around what is learned, where there are no colours
+# Data could otherwise steer the terminal.
+_CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
 def show_samples(console: Console, sequences: Sequences, tokenizer: Tokenizer, *, seed: int) -> None:
@@ -30,9 +32,8 @@ def show_samples(console: Console, sequences: Sequences, tokenizer: Tokenizer, *
         + Text("document border", BORDER)
         + Text("" if has_colours else f"; learned: {BRACKETS[0]}...{BRACKETS[1]}")
     )
-    for number, sample in enumerate(
-        shuffled(np.arange(min(NUM_SAMPLES, len(sequences))), len(sequences), seed=seed, epoch=0)
-    ):
+    first = np.arange(min(NUM_SAMPLES, len(sequences)))
+    for number, sample in enumerate(shuffled(first, len(sequences), seed=seed, epoch=0)):
         inputs, labels, positions = (row[0] for row in sequences.rows(np.array([sample])))
         learned, seen = sequences.count(np.array([sample]))
         console.print()
@@ -54,7 +55,7 @@ def _document(inputs: NDArray[np.int64], labels: NDArray[np.int64], tokenizer: T
     text = Text()
     shown = zip(is_learned[: len(tokens)][:MAX_SHOWN].tolist(), tokens[:MAX_SHOWN].tolist(), strict=True)
     for learned, part in groupby(shown, key=lambda pair: pair[0]):
-        decoded = tokenizer.decode([token for _, token in part], skip_special_tokens=False)
+        decoded = tokenizer.decode([token for _, token in part], skip_special_tokens=False).translate(_CONTROLS)
         if learned and not has_colours:
             decoded = decoded.join(BRACKETS)
         for piece, style in _with_borders(decoded, tokenizer, LEARNED if learned else MASKED):
