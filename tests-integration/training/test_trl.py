@@ -86,6 +86,7 @@ MODELS = {
             "mamba_n_heads": 8,
             "mamba_d_head": 8,
             "mamba_d_state": 8,
+            "mamba_chunk_size": 8,
             "num_local_experts": 4,
             "num_experts_per_tok": 2,
             "shared_intermediate_size": 32,
