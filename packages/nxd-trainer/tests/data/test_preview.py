@@ -126,7 +126,7 @@ def test_text_that_spells_a_special_token_is_told(make_chat_tokenizer, tmp_path,
 
 
 def test_text_does_not_steer_the_terminal_and_is_no_markup(shown, tmp_path):
-    (tmp_path / "a.txt").write_text("\x1b]0;title\x07[bold]:smile: " * 9)
+    (tmp_path / "a.txt").write_text("\x1b]0;title\x07[bold]:smile: " * 20)
 
     output = shown(f"data.path={tmp_path / 'a.txt'}", "data.sequence_length=120")
 
