@@ -1,15 +1,19 @@
 """Recipes, texts and tokenizers from a stranger: none runs code or hangs, and each is one line of error."""
 
+import io
 import json
 import os
 import pickle
+import struct
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from nxd_trainer.data.sources import find_text_files, scan_text_files
 from nxd_trainer.data.tokenizer import load_tokenizer
 from nxd_trainer.hugging_face import model_on_meta, read_config
 from nxd_trainer.recipe import RecipeError, load_recipe
+from nxd_trainer.training.run_data import open_data, prepare_data
 
 
 class RunsCode:
@@ -119,7 +123,141 @@ def test_folder_of_texts_gives_its_files_and_nothing_that_would_be_waited_for(fo
     readable, skipped = scan_text_files(find_text_files(folder))
 
     assert [file.name for file in readable] == ["good.txt"]
-    assert skipped == {"binary or not UTF-8": 2, "empty": 1, "unreadable": 4}
+    assert skipped == {"binary or not UTF-8": 2, "empty": 1, "unreadable": 3}
+
+
+def npy(array):
+    stream = io.BytesIO()
+    np.save(stream, array, allow_pickle=True)
+    return stream.getvalue()
+
+
+def npy_header(text):
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text.encode()
+
+
+def index(lengths=(1,), offsets=(0,), bounds=(0, 1), *, magic=b"MMIDIDX\x00\x00", version=1, code=8, counts=None):
+    counts = counts or (len(lengths), len(bounds))
+    numbers = (np.array(it, dtype=kind).tobytes() for it, kind in ((lengths, "i4"), (offsets, "i8"), (bounds, "i8")))
+    return magic + struct.pack("<QBQQ", version, code, *counts) + b"".join(numbers)
+
+
+def arrow_with_a_pickle():
+    """A column whose type is code, as pyarrow before version 14 would have run it."""
+    pyarrow = pytest.importorskip("pyarrow")
+    metadata = {"ARROW:extension:name": "arrow.py_extension_type", "ARROW:extension:metadata": pickle.dumps(RunsCode())}
+    schema = pyarrow.schema([pyarrow.field("other", pyarrow.int64(), metadata=metadata)])
+    stream = io.BytesIO()
+    with pyarrow.ipc.new_stream(stream, schema) as writer:
+        writer.write_batch(pyarrow.record_batch([pyarrow.array([1])], schema=schema))
+    return stream.getvalue()
+
+
+def saved_dataset(*names):
+    return {
+        "state.json": json.dumps({"_data_files": [{"filename": name} for name in names]}),
+        "dataset_info.json": "{}",
+    }
+
+
+COLUMN, TOKENS, FLAT = "data.column=text", "data.suffixes=.npy,.bin,.idx", "data.token_dtype=uint16"
+
+DATA = {
+    "npy of objects": ({"a.npy": npy(np.array([RunsCode()], dtype=object))}, TOKENS),
+    "npy that is a pickle": ({"a.npy": pickle.dumps(RunsCode())}, TOKENS),
+    "npy that is an archive": ({"a.npy": b"PK\x03\x04" + bytes(30)}, TOKENS),
+    "npy of numbers with a point": ({"a.npy": npy(np.ones(3))}, TOKENS),
+    "npy of two dimensions": ({"a.npy": npy(np.ones((2, 3), dtype=int))}, TOKENS),
+    "npy that is empty": ({"a.npy": b""}, TOKENS),
+    "npy cut off": ({"a.npy": npy(np.arange(100))[:-9]}, TOKENS),
+    "npy with code in its header": ({"a.npy": npy_header("__import__('os').system('touch ran')")}, TOKENS),
+    "npy with a deep header": ({"a.npy": npy_header("(" * 9_000)}, TOKENS),
+    "npy with more than memory": (
+        {"a.npy": npy_header("{'descr': '<u2', 'fortran_order': False, 'shape': (9223372036854775807,)}")},
+        TOKENS,
+    ),
+    "npy with a negative shape": (
+        {"a.npy": npy_header("{'descr': '<u2', 'fortran_order': False, 'shape': (-4,)}")},
+        TOKENS,
+    ),
+    "npy with negative tokens": ({"a.npy": npy(np.array([1, -1]))}, TOKENS),
+    "npy with unknown tokens": ({"a.npy": npy(np.array([1, 1 << 40]))}, TOKENS),
+    "npy with one token": ({"a.npy": npy(np.array([1]))}, TOKENS),
+    "flat without a type": ({"a.bin": bytes(64)}, TOKENS),
+    "flat of another width": ({"a.bin": bytes(63)}, TOKENS, FLAT),
+    "flat that is empty": ({"a.bin": b""}, TOKENS, FLAT),
+    "flat that is a pickle": ({"a.bin": pickle.dumps(RunsCode()) + b"\xff" * 64}, TOKENS, "data.token_dtype=int64"),
+    "index alone": ({"a.idx": index()}, TOKENS),
+    "index that is a pickle": ({"a.bin": bytes(2), "a.idx": pickle.dumps(RunsCode())}, TOKENS),
+    "index of another format": ({"a.bin": bytes(2), "a.idx": index(magic=b"TNTIDX\x00\x00\x00")}, TOKENS),
+    "index of another version": ({"a.bin": bytes(2), "a.idx": index(version=2)}, TOKENS),
+    "index of float64": ({"a.bin": bytes(8), "a.idx": index(code=6)}, TOKENS),
+    "index of no type": ({"a.bin": bytes(8), "a.idx": index(code=255)}, TOKENS),
+    "index with more than it holds": ({"a.bin": bytes(2), "a.idx": index(counts=(2**63, 2**63))}, TOKENS),
+    "index past the end": ({"a.bin": bytes(2), "a.idx": index(lengths=[2])}, TOKENS),
+    "index far past the end": ({"a.bin": bytes(2), "a.idx": index(offsets=[2**62])}, TOKENS),
+    "index before the beginning": ({"a.bin": bytes(2), "a.idx": index(offsets=[-2])}, TOKENS),
+    "index with a negative length": ({"a.bin": bytes(2), "a.idx": index(lengths=[-1])}, TOKENS),
+    "index with documents out of order": ({"a.bin": bytes(2), "a.idx": index(bounds=[1, 0])}, TOKENS),
+    "index without documents": ({"a.bin": bytes(2), "a.idx": index(bounds=[])}, TOKENS),
+    "index whose tokens lie elsewhere": ({"a.bin": "/etc/passwd", "a.idx": index()}, TOKENS),
+    "text that lies elsewhere": ({"a.txt": "/etc/passwd"},),
+    "rows that lie elsewhere": ({"a.jsonl": "/etc/passwd"}, COLUMN),
+    "rows in a device": ({"a.jsonl": "/dev/zero"}, COLUMN),
+    "data set elsewhere": (saved_dataset("../../../etc/passwd"), COLUMN),
+    "data set without names": ({"state.json": "{}", "dataset_info.json": "{}"}, COLUMN),
+    "data set of a folder": (saved_dataset(".."), COLUMN),
+    "data set of links": ({**saved_dataset("a.arrow"), "a.arrow": "/etc/passwd"}, COLUMN),
+    "data set that is too deep": ({"state.json": b"[" * 200_000, "dataset_info.json": "{}"}, COLUMN),
+    "splits": ({"dataset_dict.json": "[" * 200_000}, COLUMN),
+    "parquet that is a pickle": ({"a.parquet": pickle.dumps(RunsCode())}, COLUMN),
+    "parquet cut off": ({"a.parquet": b"PAR1" + bytes(20)}, COLUMN),
+    "arrow that is a pickle": ({"a.arrow": pickle.dumps(RunsCode())}, COLUMN),
+    "arrow with a type that is code": (lambda: {"a.arrow": arrow_with_a_pickle()}, COLUMN),
+    "JSON too deep": ({"a.jsonl": b"[" * 200_000}, COLUMN),
+    "JSON with digits": ({"a.json": ('[{"text": ' + DIGITS + "}]").encode()}, COLUMN),
+    "JSON of no object": ({"a.jsonl": b"1"}, COLUMN),
+    "half a character": ({"a.jsonl": b'{"text": "\\ud800"}'}, COLUMN),
+    "bytes that are no text": ({"a.csv": b"text\n\xff\xfe"}, COLUMN),
+    "a quote that never ends": ({"a.csv": b'text\n"a'}, COLUMN),
+    "a column more": ({"a.csv": b"text\na,b"}, COLUMN),
+    "a script of the package datasets": ({"data.py": b"open('ran', 'w')"}, COLUMN),
+    "text of a script as rows": ({"data.py": b"open('ran', 'w')"}, "data.suffixes=.py", COLUMN),
+}
+
+
+@pytest.mark.parametrize("case", DATA)
+def test_data_of_a_stranger_are_refused_in_one_line(folder, case):
+    files, *settings = DATA[case]
+    (folder / "data").mkdir()
+    for name, content in (files() if callable(files) else files).items():
+        if isinstance(content, bytes):
+            (folder / "data" / name).write_bytes(content)
+        elif content.startswith("/"):
+            (folder / "data" / name).symlink_to(content)
+        else:
+            (folder / "data" / name).write_text(content)
+    recipe = load_recipe(None, [f"data.path={folder / 'data'}", f"output={folder / 'run'}", *settings])
+
+    with pytest.raises(ValueError, match=r"data|file") as raised:
+        open_data(recipe, prepare_data(recipe))
+
+    assert "\n" not in str(raised.value)
+    assert len(str(raised.value)) < 1000
+
+
+def test_links_that_leave_a_folder_are_left_out_and_told(folder):
+    (folder / "text").mkdir()
+    (folder / "text/a.txt").write_text("good" * 100)
+    (folder / "text/b.txt").symlink_to("a.txt")
+    (folder / "text/c.txt").symlink_to("/etc/passwd")
+    recipe = load_recipe(None, [f"data.path={folder / 'text'}", f"output={folder / 'run'}"])
+
+    data = open_data(recipe, prepare_data(recipe))
+
+    [corpus] = data.sources.values()
+    assert bytes(corpus.tokens[corpus.tokens < 256].tolist()) == b"good" * 200
+    assert data.notes == ["left out of data.path: 1 links out of the folder (data.sources takes what they name)"]
 
 
 VOCABULARY = {"version": "1.0", "model": {"type": "WordLevel", "vocab": {"</s>": 0}, "unk_token": "</s>"}}

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, TypedDict, TypeVar, Unpack, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypedDict, TypeVar, Union, Unpack, get_args, get_origin, get_type_hints
 
 Value = TypeVar("Value")
 
@@ -209,7 +209,7 @@ def _parse(value_type: Any, bounds: Mapping[str, float], value: object) -> Any: 
     origin, parts = get_origin(value_type), get_args(value_type)
     if value_type is Any or (origin is Literal and isinstance(value, str) and value in parts):
         return value
-    if origin is UnionType:
+    if origin in (Union, UnionType):  # the first for `Literal[...] | None`
         is_none = value is None or (isinstance(value, str) and value.strip().lower() in ("none", "null", ""))
         return None if is_none else _parse(_without_none(parts), bounds, value)
     if origin is tuple:
@@ -282,7 +282,7 @@ def _parse_number(value_type: type[int] | type[float], bounds: Mapping[str, floa
 def _in_words(value_type: Any, bounds: Mapping[str, float]) -> str:
     """What a key may hold: "an integer at least 1", "one of latest, never, required"."""
     origin, parts = get_origin(value_type), get_args(value_type)
-    if origin is UnionType:
+    if origin in (Union, UnionType):  # the first for `Literal[...] | None`
         return f"{_in_words(_without_none(parts), bounds)}, or none"
     if origin is Literal:
         return "one of " + ", ".join(parts)
@@ -298,7 +298,7 @@ def _in_words(value_type: Any, bounds: Mapping[str, float]) -> str:
 
 def _type_name(value_type: Any) -> str:
     origin, parts = get_origin(value_type), get_args(value_type)
-    if origin is UnionType:
+    if origin in (Union, UnionType):  # the first for `Literal[...] | None`
         return _type_name(_without_none(parts))
     if origin is Literal:
         return "|".join(parts)

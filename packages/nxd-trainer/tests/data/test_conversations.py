@@ -84,7 +84,7 @@ def test_template_without_generation_is_told(conversations):
     found = conversations([1], UNMARKED)
     sequences, _, cuts = cut_conversations(found, sequence_length=9)
 
-    assert "the chat template has no {% generation %}" in describe_conversations(sequences, cuts).notes[1]
+    assert "the chat template has no {% generation %}" in describe_conversations(sequences, cuts).warnings[0]
 
 
 def test_held_out_conversations_are_spread_evenly_and_not_trained_on(conversations):

@@ -1,5 +1,7 @@
+import sys
+
 import pytest
-from nxd_trainer.data import files_left_out, find_tables, find_text_files
+from nxd_trainer.data import files_left_out, find_tables, find_text_files, hub_files
 
 
 def names(path, **settings):
@@ -152,3 +154,28 @@ def test_path_without_rows_says_what_to_give(tmp_path, files, path, message):
 def test_suffixes_that_have_no_rows_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"data\.suffixes=\.txt: rows are read from \.jsonl"):
         find_tables(tmp_path, suffixes=(".txt",))
+
+
+def test_data_set_of_the_hub_says_which_package_reads_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+
+    with pytest.raises(ValueError, match=r"data\.dataset=org/name is read by the package datasets, .*: pip install"):
+        hub_files("org/name")
+
+
+@pytest.mark.parametrize("split", ["train[:10%]", "train+test"])
+def test_parts_and_sums_of_splits_are_refused(split):
+    with pytest.raises(ValueError, match=r"data\.dataset_split=train.* is a slice or a sum; name one split"):
+        hub_files("org/name", split=split)
+
+
+def test_folder_without_such_a_split_is_one_line(tmp_path, monkeypatch):
+    pytest.importorskip("datasets")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/rows.jsonl").write_text('{"text": "a"}')
+
+    with pytest.raises(ValueError, match=r"\(data\.dataset_split=test\) cannot be read: ") as raised:
+        hub_files(str(tmp_path / "data"), split="test")
+
+    assert "\n" not in str(raised.value)

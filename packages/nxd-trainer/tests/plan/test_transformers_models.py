@@ -220,3 +220,15 @@ def test_the_lines_of_a_plan_make_the_config_that_was_planned(model_of):
     asked_for = {**SIZES, **CONFIGS["gemma3_text"], "use_cache": False}
     assert {name: getattr(names["config"], name) for name in asked_for} == asked_for
     assert '"param_init_fn": outline._init_weights' in lines
+
+
+def test_infinite_values_of_a_config_are_read_as_transformers_writes_them(tmp_path):
+    config = transformers.FalconH1Config()
+    config.save_pretrained(tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text())
+    assert content["time_step_limit"] == [0.0, {"__float__": "Infinity"}]
+
+    completed = complete_config(content)
+
+    assert completed["time_step_limit"] == content["time_step_limit"]
+    assert completed == complete_config(completed)

@@ -77,6 +77,18 @@ from nxd_trainer.recipe.sections import ScheduleName
             "data.column=text is a column of plain text, and data.chat=true reads none; set one of them",
         ),
         (
+            ["data.path=a", 'data.sources={"b": 1}', "data.dataset=org/name", "data.column=text"],
+            "data.path, data.sources and data.dataset each say where the data are; keep one of them",
+        ),
+        (
+            ["data.dataset=org/name"],
+            "data.dataset=org/name has rows; set data.column to their text, or data.chat=true",
+        ),
+        (
+            ["data.dataset_config=main"],
+            "data.dataset_config is of a data.dataset; leave it out",
+        ),
+        (
             ["train.steps=10", "train.stop_after=11"],
             "train.stop_after=11 is more than train.steps=10; lower it or raise train.steps",
         ),
@@ -311,3 +323,17 @@ def test_vocab_size_given_is_kept():
 def test_vocab_size_below_the_tokenizers_is_refused():
     with pytest.raises(RecipeError, match=r"model\.vocab_size=256 is less than the tokenizer's 257 ids"):
         padded_vocab_size(load_recipe(overrides=["model.vocab_size=256"]), 257)
+
+
+def test_evaluation_file_gives_the_held_out_loss_where_nothing_is_held_out():
+    keys = ["checkpoint.keep_best=1", "data.held_out_fraction=0"]
+
+    with pytest.raises(RecipeError, match=r"data\.held_out_fraction=0 computes none"):
+        load_recipe(overrides=keys)
+    assert load_recipe(overrides=[*keys, "data.evaluation_path=a.txt"]).checkpoint.keep_best == 1
+
+
+def test_steps_of_epochs_are_counted_later():
+    recipe = load_recipe(overrides=["train.epochs=0.5", "train.stop_after=1000"])
+
+    assert (recipe.train.epochs, recipe.train.stop_after) == (0.5, 1000)

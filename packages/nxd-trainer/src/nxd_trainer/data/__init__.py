@@ -1,4 +1,4 @@
-"""From files of text or rows to batches of token ids: sources, tokenizers, the token cache, packing, and the loaders.
+"""From files of text, rows or tokens to batches of token ids: sources, tokenizers, a cache, packing, mixtures, loaders.
 
 Every order is a function of seeds and counts, never of the number of ranks, and nothing here communicates:
 ranks are given their positions as plain numbers.
@@ -15,9 +15,11 @@ from nxd_trainer.data.conversations import (
     open_conversations,
 )
 from nxd_trainer.data.corpus import Corpus, CorpusIndex, PackedSequences, build_corpus, open_corpus, pack_corpus
+from nxd_trainer.data.hub import hub_files
 from nxd_trainer.data.loader import Batch, HeldOutLoader, Sequences, TrainLoader, read_ahead
+from nxd_trainer.data.mixture import MixedSequences, mix, read_weights
 from nxd_trainer.data.preferences import PairSequences, PreferenceEncoder, cut_preferences
-from nxd_trainer.data.sources import files_left_out, find_tables, find_text_files
+from nxd_trainer.data.sources import files_left_out, find_tables, find_text_files, find_tokens
 from nxd_trainer.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, load_tokenizer
 
 __all__ = [
@@ -29,6 +31,8 @@ __all__ = [
     # files to a memory-mapped row of tokens
     "find_text_files",
     "find_tables",
+    "find_tokens",
+    "hub_files",
     "files_left_out",
     "build_corpus",
     "open_corpus",
@@ -53,6 +57,9 @@ __all__ = [
     "cut_preferences",
     "PairSequences",
     "Sequences",
+    "read_weights",
+    "mix",
+    "MixedSequences",
     "TrainLoader",
     "HeldOutLoader",
     "Batch",

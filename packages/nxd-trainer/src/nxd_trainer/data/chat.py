@@ -7,6 +7,7 @@ prefix before it and the prefix that ends with it, each rendered alone; both mus
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,10 +118,12 @@ class RowEncoder(Protocol):
     Attributes:
         marks_answers: whether the answers are known without looking for them.
         fingerprint: another text whenever the same row would give other tokens.
+        spelled: special tokens that texts have spelled, which become these tokens, and in how many samples.
     """
 
     marks_answers: bool
     fingerprint: str
+    spelled: Counter[str]
 
     def encode_row(self, place: str, row: Mapping[str, Any]) -> list[tuple[NDArray[np.int64], NDArray[np.bool_]]]:
         """Of each sample its tokens, and which of them are learned; `place` says where the row stands."""
@@ -135,6 +138,7 @@ class ChatTemplate:
     Attributes:
         marks_answers: whether the template marks what the assistant says.
         fingerprint: another text whenever the same conversation would give other tokens.
+        spelled: special tokens that messages have spelled, which became these tokens, and in how many conversations.
 
     Raises:
         NoChatTemplateError: the tokenizer has no chat template.
@@ -151,6 +155,8 @@ class ChatTemplate:
                 "a chat model"
             )
         self.marks_answers = self._marks_answers(None)
+        self.spelled = Counter[str]()
+        self._special = re.compile("|".join(map(re.escape, self._tokenizer.all_special_tokens)) or "(?!)")
         files = [*folder.iterdir(), *folder.glob("additional_chat_templates/*")]
         known = [it for it in files if it.suffix in (".json", ".model", ".jinja") or it.name in VOCABULARY_FILES]
         self.fingerprint = digest_files(sorted(known))
@@ -161,7 +167,12 @@ class ChatTemplate:
         Raises:
             ValueError: as for `read_conversation` and `encode`.
         """
-        return [self.encode(place, read_conversation(place, row))]
+        conversation = read_conversation(place, row)
+        self.spelled.update(self._special_tokens_in(conversation)[:1])
+        return [self.encode(place, conversation)]
+
+    def _special_tokens_in(self, conversation: Conversation) -> list[str]:
+        return [it for message in conversation.messages for it in self._special.findall(message.get("content") or "")]
 
     def encode(self, place: str, conversation: Conversation) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """The tokens of a conversation, and which of them the assistant says.

@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 
 from nxd_trainer.data.chat import RowEncoder
 from nxd_trainer.data.corpus import make_entry
-from nxd_trainer.data.sources import TABLE_SUFFIXES, SourceFile, find_tables, scan_tables
+from nxd_trainer.data.sources import TABLE_SUFFIXES, SourceFile, find_tables, scan_files
 from nxd_trainer.data.tables import read_rows
 from nxd_trainer.data.tokenizer import Tokenizer
 
-FORMAT = 1
+FORMAT = 2
 NOT_LEARNED = -100  # label of a token without loss
 INDEX_FILE = "index.json"
 TOKENS_FILE = "tokens.bin"
@@ -37,6 +37,8 @@ class ConversationsIndex:
     num_conversations: int
     num_tokens: int
     marks_answers: bool  # whether the chat template does
+    num_with_special_token: int  # conversations that spell one
+    special_token: str | None  # such as
     padding: int  # id of what fills a sequence up
 
 
@@ -58,7 +60,7 @@ class Conversations:
 
 
 def build_conversations(
-    path: str | Path | None,
+    path: str | Path | Sequence[Path] | None,
     tokenizer: Tokenizer,
     encoder: RowEncoder,
     *,
@@ -76,7 +78,7 @@ def build_conversations(
     Raises:
         ValueError: no file, or a row that cannot be read, is no conversation, or does not fit the template.
     """
-    files = scan_tables(find_tables(path, suffixes=suffixes or TABLE_SUFFIXES))
+    files = scan_files(find_tables(path, suffixes=suffixes or TABLE_SUFFIXES))
     content = [FORMAT, encoder.fingerprint, tokenizer.vocab_size, [(it.name, it.digest) for it in files]]
     name = hashlib.sha256(json.dumps(["chat", *content]).encode()).hexdigest()[:32]
     return make_entry(Path(cache_folder), name, lambda folder: _write(folder, files, tokenizer, encoder))
@@ -84,6 +86,7 @@ def build_conversations(
 
 def _write(folder: Path, files: Sequence[SourceFile], tokenizer: Tokenizer, encoder: RowEncoder) -> None:
     digest, ends = hashlib.sha256(), [0]
+    encoder.spelled.clear()
     with (folder / TOKENS_FILE).open("wb") as tokens_file, (folder / LEARNED_FILE).open("wb") as learned_file:
         for file in files:
             for place, row in read_rows(file.path):
@@ -105,6 +108,8 @@ def _write(folder: Path, files: Sequence[SourceFile], tokenizer: Tokenizer, enco
         num_conversations=len(ends) - 1,
         num_tokens=ends[-1],
         marks_answers=encoder.marks_answers,
+        num_with_special_token=encoder.spelled.total(),
+        special_token=next(iter(encoder.spelled), None),
         padding=tokenizer.end_of_document,
     )
     (folder / INDEX_FILE).write_text(json.dumps(asdict(index), indent=2) + "\n", encoding="utf-8")
@@ -296,13 +301,18 @@ def describe_conversations(train: ConversationSequences, cuts: Cuts) -> Descript
         f"{index.num_conversations:,} conversations of {index.num_tokens:,} tokens, of which the loss counts "
         f"{num_learned:,} ({num_learned / max(1, index.num_tokens):.1%})"
     ]
-    if not index.marks_answers:
-        notes.append("the chat template has no {% generation %}: each answer was found by the prefix before it")
     _, seen = train.count(np.arange(len(train)))
     notes.append(
         f"{len(train):,} sequences to train on, {1 - seen / (len(train) * sequence_length):.1%} of them padding"
     )
     warnings = []
+    if not index.marks_answers:
+        warnings.append("the chat template has no {% generation %}: each answer was found by the prefix before it")
+    if index.num_with_special_token:
+        warnings.append(
+            f"{index.num_with_special_token:,} conversations spell a special token in what is said, such as "
+            f"{index.special_token!r}, which becomes that token; remove it from the text unless it is meant so"
+        )
     if cuts.num_cut:
         warnings.append(
             f"{cuts.num_cut:,} conversations are longer than data.sequence_length={sequence_length}: "

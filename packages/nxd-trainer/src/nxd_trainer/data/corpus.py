@@ -19,20 +19,24 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from nxd_trainer.data.pretokenized import Document, TokenDtype, read_documents
 from nxd_trainer.data.sources import (
     TABLE_SUFFIXES,
     TEXT_SUFFIXES,
     SourceFile,
     find_tables,
     find_text_files,
+    find_tokens,
+    holds_tokens,
     read_pieces,
-    scan_tables,
+    scan_files,
     scan_text_files,
 )
 from nxd_trainer.data.tables import read_texts
@@ -67,43 +71,59 @@ class Corpus:
 
 
 def build_corpus(
-    path: str | Path | None,
+    path: str | Path | Sequence[Path] | None,
     tokenizer: Tokenizer,
     *,
     cache_folder: str | Path,
     suffixes: Sequence[str] | None = None,
     include_tests: bool = False,
     column: str | None = None,
+    token_dtype: TokenDtype | None = None,
+    vocab_size: int | None = None,
 ) -> Path:
     """Tokenise a corpus, unless the cache already has it, and return its entry for `open_corpus`.
 
-    Every text file is a document; with `column` every row is one. The files are read once to find out whether the entry
-    is still right.
+    Every text file is a document; with `column` every row is one. Tokens made by others are checked and copied as they
+    are. The files are read once to find out whether the entry is still right.
 
     Args:
         path, suffixes, include_tests: which files, as for `find_text_files`, or with `column` as for `find_tables`;
-            without suffixes those of text, or of rows.
+            without suffixes those of text, or of rows. What `holds_tokens` is taken as for `find_tokens`.
         tokenizer: makes the tokens.
         cache_folder: folder of the cache; made if need be.
         column: of the text in files of rows.
+        token_dtype: of flat `.bin` files.
+        vocab_size: ids that the model knows, if it knows more than the tokenizer.
 
     Raises:
-        ValueError: no file, none with text in it, or rows that cannot be read or lack the column.
+        ValueError: no file, none with text in it, rows that cannot be read or lack the column, or tokens that the model
+            does not know.
     """
     skipped: Counter[str] = Counter()
-    if column is None:
+    vocab_size = max(tokenizer.vocab_size, vocab_size or 0)
+    origin: dict[str, object] = {}
+    if isinstance(path, (str, Path)) and holds_tokens(path, suffixes):
+        files = scan_files(find_tokens(path, suffixes=suffixes))
+        origin["tokens"] = [token_dtype, vocab_size]
+    elif column is not None:
+        files = scan_files(find_tables(path, suffixes=suffixes or TABLE_SUFFIXES))
+        origin["column"] = column
+    elif path is not None and not isinstance(path, (str, Path)):
+        raise ValueError("files of rows are read by a column; name the one with their text")
+    else:
         found = find_text_files(path, suffixes=suffixes or TEXT_SUFFIXES, include_tests=include_tests)
         files, skipped = scan_text_files(found)
-    else:
-        files = scan_tables(find_tables(path, suffixes=suffixes or TABLE_SUFFIXES))
     if not files:
         raise _no_text(path, skipped)
-    digest = _corpus_digest(files, tokenizer, column)
+    digest = _corpus_digest(files, tokenizer, origin)
 
     def write(folder: Path) -> None:
-        dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
-        documents = _documents(files, column, skipped)
-        num_documents, num_tokens = _write_tokens(folder / TOKENS_FILE, documents, tokenizer, dtype)
+        if "tokens" in origin:
+            documents = _checked(read_documents(files, token_dtype), path, vocab_size)
+        else:
+            documents = _tokenized(_documents(files, column, skipped), tokenizer)
+        dtype = "uint16" if vocab_size <= 1 << 16 else "uint32"
+        num_documents, num_tokens = _write_tokens(folder / TOKENS_FILE, documents, dtype)
         if not num_documents:
             raise _no_text(path, skipped)
         index = CorpusIndex(
@@ -112,7 +132,7 @@ def build_corpus(
             num_tokens=num_tokens,
             num_documents=num_documents,
             num_bytes=sum(file.num_bytes for file in files),
-            vocab_size=tokenizer.vocab_size,
+            vocab_size=vocab_size,
             end_of_document=tokenizer.end_of_document,
             skipped=dict(skipped),
         )
@@ -159,20 +179,19 @@ def open_corpus(entry: str | Path) -> Corpus:
     return Corpus(tokens, index)
 
 
-def _no_text(path: str | Path | None, skipped: Counter[str]) -> ValueError:
+def _no_text(path: object, skipped: Counter[str]) -> ValueError:
     reasons = ", ".join(f"{count} {reason}" for reason, count in skipped.items()) or "no row"
     source = "the standard library" if path is None else f"data.path={path}"
     return ValueError(f"{source} holds no text: {reasons}; set data.path to UTF-8 text files")
 
 
-def _corpus_digest(files: list[SourceFile], tokenizer: Tokenizer, column: str | None) -> str:
+def _corpus_digest(files: list[SourceFile], tokenizer: Tokenizer, origin: dict[str, object]) -> str:
     content: dict[str, object] = {
         "format": FORMAT,
         "tokenizer": [tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.end_of_document],
         "files": [(file.name, file.num_bytes, file.digest) for file in files],
+        **origin,
     }
-    if column is not None:
-        content["column"] = column
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]
 
 
@@ -189,17 +208,37 @@ def _documents(files: Iterable[SourceFile], column: str | None, skipped: Counter
                 skipped["rows without text"] += 1
 
 
-def _write_tokens(file: Path, documents: Iterable[Iterable[str]], tokenizer: Tokenizer, dtype: str) -> tuple[int, int]:
-    """Write the tokens of all documents, each with its end; returns the number of documents and of tokens."""
+def _tokenized(documents: Iterable[Iterable[str]], tokenizer: Tokenizer) -> Iterator[Document]:
+    """The tokens of each document, with its end."""
+    for document in documents:
+        yield chain(map(tokenizer.encode, document), [np.array([tokenizer.end_of_document])])
+
+
+def _checked(documents: Iterable[Document], path: object, vocab_size: int) -> Iterator[Document]:
+    """Documents of which every token is one that the model knows."""
+
+    def checked(document: Document) -> Document:
+        for tokens in document:
+            strange = tokens[(tokens < 0) | (tokens >= vocab_size)]
+            if len(strange):
+                raise ValueError(
+                    f"data.path={path} has token {strange[0]}, and the model knows {vocab_size} ids; set "
+                    "data.tokenizer to the one that made the tokens, or data.token_dtype to their type"
+                )
+            yield tokens
+
+    return map(checked, documents)
+
+
+def _write_tokens(file: Path, documents: Iterable[Document], dtype: str) -> tuple[int, int]:
+    """Write the tokens of all documents; returns the number of documents and of tokens."""
     num_documents = num_tokens = 0
     with file.open("wb") as stream:
         for document in documents:
-            for piece in document:
-                tokens = tokenizer.encode(piece)
+            for tokens in document:
                 stream.write(tokens.astype(dtype).tobytes())
                 num_tokens += len(tokens)
-            stream.write(np.array([tokenizer.end_of_document], dtype=dtype).tobytes())
-            num_documents, num_tokens = num_documents + 1, num_tokens + 1
+            num_documents += 1
         stream.flush()
         os.fsync(stream.fileno())
     return num_documents, num_tokens

@@ -5,6 +5,7 @@ They lie on disk as conversations do, the chosen answer of a row and then the re
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ class PreferenceEncoder:
     Attributes:
         marks_answers: whether the answers are known without looking for them.
         fingerprint: another text whenever the same row would give other tokens.
+        spelled: nothing; special tokens are not looked for.
 
     Raises:
         ValueError: there is no such tokenizer, or transformers is not installed.
@@ -40,6 +42,7 @@ class PreferenceEncoder:
         self._folder = Path(path) if Path(path).is_dir() else Path(path).parent
         self._tokenizer = load_tokenizer_of_transformers(self._folder)
         self._template = ChatTemplate(path) if self._tokenizer.chat_template else None
+        self.spelled = Counter[str]()
         files = sorted(it for it in self._folder.iterdir() if it.suffix in (".json", ".model", ".jinja"))
         self.fingerprint = "preferences" + (
             digest_files(files) if self._template is None else self._template.fingerprint

@@ -1,7 +1,8 @@
-"""Finds the files of a corpus, tells text from rows, and reads text, always in the same order.
+"""Finds the files of a corpus, tells text, rows and tokens apart, and reads text, always in the same order.
 
-Text is UTF-8 without NUL bytes; files that are not text are skipped. Files of rows (JSONL, parquet, ...) are never
-taken for text; `tables.py` reads them. This module does not know about tokens.
+Text is UTF-8 without NUL bytes; files that are not text are skipped. Files of rows (JSONL, parquet, ...) and of tokens
+(.npy, .bin) are never taken for text; `tables.py` and `pretokenized.py` read them. Symbolic links that leave a folder
+are left out, so that a folder from a stranger cannot name other files of this machine.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ from pathlib import Path
 
 TEXT_SUFFIXES = (".py", ".txt", ".md", ".rst")
 TABLE_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".arrow")
+TOKEN_SUFFIXES = (".npy", ".bin", ".idx")
 PIECE_BYTES = 1 << 22
 INSTALLED_PACKAGES = ("site-packages", "dist-packages")
 STANDARD_LIBRARY_TESTS = ("test", "tests", "idle_test")
 NAMED_LEFT_OUT = 5  # suffixes that the line about files left out names
 _KEYS_OF_ROWS = "set data.column to the column with their text, or data.chat=true for conversations"
+_KEY_OF_TOKENS = "set data.suffixes=.npy or .bin,.idx"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +57,9 @@ def find_text_files(
     rows = [suffix for suffix in suffixes if suffix in TABLE_SUFFIXES]
     if rows:
         raise ValueError(f"data.suffixes={','.join(rows)} would read rows as text; {_KEYS_OF_ROWS}")
+    tokens = [suffix for suffix in suffixes if suffix in TOKEN_SUFFIXES]
+    if tokens:
+        raise ValueError(f"data.suffixes={','.join(suffixes)} mixes text and tokens; name them in data.sources")
     if path is None:
         folder = Path(sysconfig.get_path("stdlib"))
         suffixes = (".py",)
@@ -71,6 +77,8 @@ def find_text_files(
         advice = "set data.path to a folder of text" if path is None else "set data.suffixes to those it has"
         if any(_walk(folder, TABLE_SUFFIXES, {"__pycache__"})):
             advice = f"it has rows: {_KEYS_OF_ROWS}"
+        elif any(_walk(folder, TOKEN_SUFFIXES, {"__pycache__"})):
+            advice = f"it has tokens: {_KEY_OF_TOKENS}"
         raise ValueError(f"{folder} holds no file that ends in {', '.join(suffixes)}; {advice}")
     return files
 
@@ -89,14 +97,16 @@ def _refuse_rows(file: Path) -> None:
         raise ValueError(f"data.path={file} begins with a JSON object; name it .jsonl, and {_KEYS_OF_ROWS}")
 
 
-def find_tables(path: str | Path | None, *, suffixes: Sequence[str] = TABLE_SUFFIXES) -> list[tuple[str, Path]]:
+def find_tables(
+    path: str | Path | Sequence[Path] | None, *, suffixes: Sequence[str] = TABLE_SUFFIXES
+) -> list[tuple[str, Path]]:
     """The files of rows of a corpus, as sorted pairs of name below its folder and path.
 
     Of a folder that `datasets.Dataset.save_to_disk` wrote they are the files that it lists. Hidden files and folders
     are left out.
 
     Args:
-        path: a file or a folder.
+        path: a file, a folder, or the files themselves.
         suffixes: suffixes of the files taken from a folder.
 
     Raises:
@@ -104,6 +114,8 @@ def find_tables(path: str | Path | None, *, suffixes: Sequence[str] = TABLE_SUFF
     """
     if path is None:
         raise ValueError("data.column and data.chat need data.path, a file of rows or a folder of them")
+    if not isinstance(path, (str, Path)):
+        return [(file.name, file) for file in path]
     folder = Path(path)
     unknown = [suffix for suffix in suffixes if suffix not in TABLE_SUFFIXES]
     if unknown:
@@ -132,6 +144,52 @@ def find_tables(path: str | Path | None, *, suffixes: Sequence[str] = TABLE_SUFF
     return files
 
 
+def holds_tokens(path: str | Path | None, suffixes: Sequence[str] | None) -> bool:
+    """Whether a path names tokens: by its suffix, as the prefix of a Megatron pair, or a folder's by `suffixes`."""
+    if path is None:
+        return False
+    file = Path(path)
+    if file.is_dir():
+        return bool(suffixes) and set(suffixes or ()) <= set(TOKEN_SUFFIXES)
+    return file.suffix in TOKEN_SUFFIXES or (not file.exists() and _of_megatron(file, ".idx").is_file())
+
+
+def find_tokens(path: str | Path, *, suffixes: Sequence[str] | None = None) -> list[tuple[str, Path]]:
+    """The token files of a corpus, as sorted pairs of name below its folder and path.
+
+    Args:
+        path: a `.npy` or `.bin` file, either file of a Megatron pair or the prefix of both, or a folder.
+        suffixes: of the files taken from a folder; an `.idx` file brings its `.bin` file along.
+
+    Raises:
+        ValueError: nothing at the path, no such file in the folder, or half of a Megatron pair.
+    """
+    folder = Path(path)
+    if folder.is_dir():
+        files = sorted(_walk(folder, tuple(suffixes or TOKEN_SUFFIXES), {"__pycache__"}))
+        if not files:
+            raise ValueError(f"{folder} holds no file that ends in {', '.join(suffixes or TOKEN_SUFFIXES)}")
+    else:
+        pair = [_of_megatron(folder, ".bin"), _of_megatron(folder, ".idx")]
+        found = [folder] if folder.suffix == ".npy" else [file for file in pair if file.exists()]
+        files = [(file.name, file) for file in found if file.exists()]
+        if not files:
+            raise ValueError(f"data.path={folder} does not exist; give a .npy or .bin file, or a Megatron prefix")
+    named = {file for _, file in files}
+    for name, file in list(files):
+        partner = file.with_suffix(".bin")
+        if file.suffix == ".idx" and partner not in named:
+            if not partner.is_file() or not _stays_in(file.parent, partner):
+                raise ValueError(f"{file} is half of a pair, and {partner.name} is missing; put it beside it")
+            files.append((Path(name).with_suffix(".bin").as_posix(), partner))
+    return sorted(files)
+
+
+def _of_megatron(path: Path, suffix: str) -> Path:
+    """The file of a pair, by either of its files or by their prefix, which may have dots."""
+    return path.with_suffix(suffix) if path.suffix in (".bin", ".idx") else path.with_name(path.name + suffix)
+
+
 def _files_of_saved_dataset(folder: Path) -> list[tuple[str, Path]]:
     """Those that its `state.json` lists: others beside them are caches of derived data."""
     try:
@@ -139,6 +197,9 @@ def _files_of_saved_dataset(folder: Path) -> list[tuple[str, Path]]:
         names = [Path(entry["filename"]).name for entry in entries]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{folder / 'state.json'} lists no files of a data set; save the data set again") from error
+    leaving = [name for name in names if not _stays_in(folder, folder / name)]
+    if leaving:
+        raise ValueError(f"{folder / leaving[0]} is a link out of its folder; give what it names as data.path")
     return [(name, folder / name) for name in names]
 
 
@@ -146,41 +207,54 @@ def files_left_out(path: str | Path | None, suffixes: Sequence[str] | None, *, t
     """One line about the visible files of a folder that are not taken, with the keys that would take them.
 
     Args:
-        path: as `find_text_files` and `find_tables` take it.
+        path: as `find_text_files`, `find_tables` and `find_tokens` take it.
         suffixes: of the files taken; None: those of text, or of rows.
         takes_rows: whether rows are taken, not text.
 
     Returns:
         None where nothing is left out, or the path is no folder of files to choose from.
     """
-    if path is None or Path(path).is_file() or (Path(path) / "state.json").is_file():
+    if path is None or not Path(path).is_dir() or (Path(path) / "state.json").is_file():
         return None
+    folder = Path(path)
     taken = tuple(suffixes or (TABLE_SUFFIXES if takes_rows else TEXT_SUFFIXES))
-    names = [name for name, _ in _walk(Path(path), ("",), {"__pycache__"}) if not name.endswith(taken)]
+    names = [name for name, _ in _walk(folder, ("",), {"__pycache__"}) if not name.endswith(taken)]
     left = Counter(Path(name).suffix for name in names).most_common()
-    if not left:
-        return None
-    named = [f"{count} {suffix or 'without suffix'}{_key_of(suffix, takes_rows)}" for suffix, count in left]
+    named = [f"{count} {suffix or 'without suffix'}{_key_of(suffix, taken)}" for suffix, count in left]
     further = [f"{len(left) - NAMED_LEFT_OUT} more kinds"] if len(left) > NAMED_LEFT_OUT else []
-    return f"left out of data.path: {', '.join(named[:NAMED_LEFT_OUT] + further)}"
+    links = sum(not _stays_in(folder, file) for _, file in _walk(folder, taken, {"__pycache__"}, with_links=True))
+    leaving = [f"{links} links out of the folder (data.sources takes what they name)"] if links else []
+    parts = named[:NAMED_LEFT_OUT] + further + leaving
+    return f"left out of data.path: {', '.join(parts)}" if parts else None
 
 
-def _key_of(suffix: str, takes_rows: bool) -> str:
+def _key_of(suffix: str, taken: Sequence[str]) -> str:
     """What would take files of a suffix, in brackets."""
     if suffix in TABLE_SUFFIXES:
-        return " (data.suffixes takes them)" if takes_rows else " (data.column or data.chat takes them)"
-    if takes_rows:
-        return ""  # rows and text are not read together
+        return " (data.suffixes takes them)" if taken[0] in TABLE_SUFFIXES else " (data.column or data.chat takes them)"
+    if suffix in TOKEN_SUFFIXES:
+        return " (data.suffixes takes them alone)"
+    if taken[0] in (*TABLE_SUFFIXES, *TOKEN_SUFFIXES):
+        return ""  # text is not read together with them
     return " (data.suffixes takes them)" if suffix else ""
 
 
-def _walk(folder: Path, suffixes: tuple[str, ...], excluded: set[str]) -> Iterator[tuple[str, Path]]:
+def _walk(
+    folder: Path, suffixes: tuple[str, ...], excluded: set[str], *, with_links: bool = False
+) -> Iterator[tuple[str, Path]]:
+    """Visible files with these endings; `with_links`: those behind links out of the folder as well."""
     for parent, subfolders, names in os.walk(folder):
         subfolders[:] = [name for name in subfolders if name not in excluded and not name.startswith(".")]
         for name in names:
-            if name.endswith(suffixes) and not name.startswith("."):
-                file = Path(parent, name)
+            file = Path(parent, name)
+            if name.endswith(suffixes) and not name.startswith(".") and (with_links or _stays_in(folder, file)):
                 yield file.relative_to(folder).as_posix(), file
+
+
+def _stays_in(folder: Path, file: Path) -> bool:
+    # A snapshot in the cache of the Hugging Face hub is a folder of links to its blobs.
+    root = folder.parents[1] if folder.parent.name == "snapshots" else folder
+    return not file.is_symlink() or Path(os.path.realpath(file)).is_relative_to(os.path.realpath(root))
 
 
 def scan_text_files(files: Iterable[tuple[str, Path]]) -> tuple[list[SourceFile], Counter[str]]:
@@ -202,8 +276,8 @@ def scan_text_files(files: Iterable[tuple[str, Path]]) -> tuple[list[SourceFile]
     return readable, skipped
 
 
-def scan_tables(files: Iterable[tuple[str, Path]]) -> list[SourceFile]:
-    """Read each file of rows once for its digest.
+def scan_files(files: Iterable[tuple[str, Path]]) -> list[SourceFile]:
+    """Read each file of rows or tokens once for its digest.
 
     Raises:
         ValueError: one cannot be read.

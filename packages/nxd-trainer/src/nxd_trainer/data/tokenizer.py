@@ -31,14 +31,18 @@ class Tokenizer(Protocol):
         """The id that is put after each document."""
 
     @property
+    def special_ids(self) -> frozenset[int]:
+        """The ids that are no text: marks of documents, turns and the like."""
+
+    @property
     def fingerprint(self) -> str:
         """A text that is another one whenever the same text would give other ids."""
 
     def encode(self, text: str) -> NDArray[np.int64]:
         """The ids of a text, without marks at its beginning or end; `[tokens]`."""
 
-    def decode(self, tokens: Iterable[int]) -> str:
-        """The text of ids; the end of a document and ids outside the vocabulary give nothing."""
+    def decode(self, tokens: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of ids; those outside the vocabulary give nothing, and special ones only where they are wanted."""
 
 
 class ByteTokenizer:
@@ -50,15 +54,18 @@ class ByteTokenizer:
 
     vocab_size = 257
     end_of_document = 256
+    special_ids = frozenset({256})
     fingerprint = "bytes"
 
     def encode(self, text: str) -> NDArray[np.int64]:
         """The UTF-8 bytes of the text; `[tokens]`."""
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int64)
 
-    def decode(self, tokens: Iterable[int]) -> str:
+    def decode(self, tokens: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """The text of bytes; what is not valid UTF-8 becomes U+FFFD."""
-        return bytes(token for token in tokens if token < self.end_of_document).decode("utf-8", errors="replace")
+        end = b"" if skip_special_tokens else END_OF_DOCUMENT_TEXTS[0].encode()
+        known = (bytes([token]) if token < self.end_of_document else end for token in tokens if token < self.vocab_size)
+        return b"".join(known).decode("utf-8", errors="replace")
 
 
 class HuggingFaceTokenizer:
@@ -95,7 +102,9 @@ class HuggingFaceTokenizer:
         if not self._vocabulary:
             raise ValueError(f"data.tokenizer: {file} has an empty vocabulary; give a tokenizer that knows tokens")
         self._encode = lambda text: tokenizer.encode(text, add_special_tokens=False).ids
-        self._decode = lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True)
+        self._decode = tokenizer.decode
+        added = tokenizer.get_added_tokens_decoder().items()
+        self.special_ids = frozenset(number for number, token in added if token.special)
         self.end_of_document = _find_end_of_document(file, self._vocabulary)
         self.fingerprint = f"tokenizers {self.end_of_document} {digest_files([file])}"
 
@@ -105,7 +114,8 @@ class HuggingFaceTokenizer:
             raise ValueError(f"data.tokenizer={folder} has no eos_token, which must end each document")
         self._vocabulary = tokenizer.get_vocab()
         self._encode = lambda text: tokenizer.encode(text, add_special_tokens=False)
-        self._decode = lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True)
+        self._decode = tokenizer.decode
+        self.special_ids = frozenset(tokenizer.all_special_ids)
         self.end_of_document = int(tokenizer.eos_token_id)
         files = sorted(file for file in folder.iterdir() if file.suffix in (".json", ".txt", ".model"))
         self.fingerprint = f"transformers {self.end_of_document} {digest_files(files)}"
@@ -114,9 +124,10 @@ class HuggingFaceTokenizer:
         """The ids of the text, without special tokens around it; `[tokens]`."""
         return np.asarray(self._encode(text), dtype=np.int64)
 
-    def decode(self, tokens: Iterable[int]) -> str:
-        """The text of the ids, without special tokens."""
-        text: str = self._decode([token for token in tokens if token < self.vocab_size])
+    def decode(self, tokens: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of the ids."""
+        known = [token for token in tokens if token < self.vocab_size]
+        text: str = self._decode(known, skip_special_tokens=skip_special_tokens)
         return text
 
 

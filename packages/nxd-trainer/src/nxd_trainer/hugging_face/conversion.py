@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from nxd_trainer.hugging_face.folder import refuse_endless_counts, refuse_hub_code
+from nxd_trainer.hugging_face.folder import refuse_endless_counts, refuse_hub_code, with_plain_floats
 from nxd_trainer.hugging_face.rearrangement import Rearranged, concatenate, stack
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -183,7 +183,7 @@ def model_on_meta(config: Mapping[str, Any], dtype: torch.dtype | None = None) -
     try:
         torch.set_default_dtype(dtype or default_dtype)
         with torch.device("meta"):
-            return model_class(config_class.from_dict(content))
+            return model_class(config_class.from_dict(with_plain_floats(content)))
     except Exception as error:  # whatever transformers stumbles over: its checks are of many kinds
         raise ValueError(
             f"transformers makes no {model_class.__name__} of the config: {type(error).__name__}: "
@@ -230,7 +230,7 @@ def complete_config(config: Mapping[str, Any]) -> dict[str, Any]:
         return dict(config)
     refuse_endless_counts(config)
     try:
-        made = config_class.from_dict(dict(config))
+        made = config_class.from_dict(with_plain_floats(config))
     except Exception as error:  # its checks are of many kinds
         raise ValueError(f"transformers takes no such config: {type(error).__name__}: {error}") from error
     content: dict[str, Any] = json.loads(made.to_json_string(use_diff=False), parse_constant=str)

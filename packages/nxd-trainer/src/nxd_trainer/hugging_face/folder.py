@@ -54,6 +54,15 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return content
 
 
+def with_plain_floats(value: Any) -> Any:
+    """A value of a config, with the floats that JSON does not know, written as `{"__float__": "Infinity"}`."""
+    if isinstance(value, Mapping):
+        if list(value) == ["__float__"] and value["__float__"] in ("Infinity", "-Infinity", "NaN"):
+            return float(value["__float__"])
+        return {key: with_plain_floats(held) for key, held in value.items()}
+    return [with_plain_floats(held) for held in value] if isinstance(value, list) else value
+
+
 def refuse_hub_code(config: Mapping[str, Any]) -> None:
     """Raise ValueError where a config, or one in it, names a kernel of a hub: transformers would load and run it."""
     for key, value in config.items():

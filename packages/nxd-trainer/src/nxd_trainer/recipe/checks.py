@@ -32,7 +32,7 @@ def consistency_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]
     if recipe.model.is_own_llama:
         yield from _llama_mistakes(recipe)
     limits = [("data.sequence_length", "model.max_position_embeddings")] if recipe.model.has_these_sizes else []
-    if train.stop_after is not None:
+    if train.stop_after is not None and train.epochs is None:
         limits.append(("train.stop_after", "train.steps"))
     for smaller, larger in limits:
         low, high = _number(recipe, smaller), _number(recipe, larger)
@@ -97,13 +97,21 @@ def _model_choice_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], st
 
 def _row_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:
     data = recipe.data
+    origins = [f"data.{name}" for name in ("path", "sources", "dataset") if getattr(data, name) is not None]
+    if len(origins) > 1:
+        yield tuple(origins), f"{_listed(origins, 'and')} each say where the data are; keep one of them"
     if data.column is not None and data.chat:
         mistake = f"data.column={data.column} is a column of plain text, and data.chat=true reads none; set one of them"
         yield ("data.column", "data.chat"), mistake
     for name, wanted in (("data.column", data.column), ("data.chat", data.chat)):
-        if wanted and data.path is None:
+        if wanted and not origins:
             given = str(wanted).lower() if wanted is True else wanted
             yield (name, "data.path"), f"{name}={given} needs data.path, a file of rows or a folder of them"
+    if data.dataset is not None and data.column is None and not data.chat:
+        mistake = f"data.dataset={data.dataset} has rows; set data.column to their text, or data.chat=true"
+        yield ("data.dataset", "data.column", "data.chat"), mistake
+    if data.dataset_config is not None and data.dataset is None:
+        yield ("data.dataset_config", "data.dataset"), "data.dataset_config is of a data.dataset; leave it out"
     if data.packing and not data.chat:
         mistake = "data.packing=true is for conversations; text is always packed. Leave it out, or set data.chat=true"
         yield ("data.packing", "data.chat"), mistake
@@ -122,7 +130,8 @@ def _dpo_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:
         yield ("dpo.beta", "data.path"), f"{given} needs data.path, a file of rows with prompt, chosen and rejected"
     if recipe.data.tokenizer is None and recipe.model.path is None:
         yield ("dpo.beta", "data.tokenizer"), f"{given} needs data.tokenizer, a Hugging Face folder, or model.path"
-    for name in ("data.column", "data.chat", "data.packing", "model.factory", "lora.modules_to_save"):
+    refused = ("data.column", "data.chat", "data.packing", "data.sources", "model.factory", "lora.modules_to_save")
+    for name in refused:
         if _value(recipe, name):
             yield ("dpo.beta", name), f"{given} is not for {name}; leave that out"
     if recipe.lora.rank and recipe.lora.bias != "none":
@@ -232,7 +241,7 @@ def _retention_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]
     if not options.keep_best:
         return
     for name in ("train.eval_every", "data.held_out_fraction"):
-        if not _number(recipe, name):
+        if not _number(recipe, name) and not (name == "data.held_out_fraction" and recipe.data.evaluation_path):
             mistake = (
                 f"checkpoint.keep_best={options.keep_best} goes by the held-out loss, and {name}=0 computes none; "
                 f"set {name}, or checkpoint.keep_best=0"

@@ -119,6 +119,15 @@ class DataSection:
     """The data to train on and how they are cut into sequences."""
 
     path: Path | None = option(None, "file or folder; unset: the sources of the running Python's standard library")
+    sources: Mapping[str, Any] | None = option(
+        None, "several files or folders, each with its weight, in place of path: { books = 0.7, code = 0.3 }"
+    )
+    dataset: str | None = option(None, "data set of the Hugging Face hub, in place of path, such as openai/gsm8k")
+    dataset_config: str | None = option(None, "which of several configs the data set has")
+    dataset_split: str = option("train", "split of the data set")
+    evaluation_path: Path | None = option(
+        None, "file or folder to evaluate on, read as path is; unset: held_out_fraction of the training data"
+    )
     column: str | None = option(
         None, "column with the text of rows (.jsonl, .json, .csv, .parquet, .arrow); unset: files are text"
     )
@@ -126,6 +135,9 @@ class DataSection:
     packing: bool = option(False, "several conversations in a sequence, none of which attends to another")
     suffixes: tuple[str, ...] | None = option(
         None, "files read from a folder; unset: .py,.txt,.md,.rst, or those of rows with data.column or data.chat"
+    )
+    token_dtype: Literal["uint16", "uint32", "int32", "int64"] | None = option(
+        None, "type of the tokens in flat .bin files; .npy and .bin with .idx say theirs"
     )
     include_tests: bool = option(False, "with path unset: read the standard library's own tests, too")
     tokenizer: Path | None = option(
@@ -141,6 +153,7 @@ class TrainSection:
     """Length, batch, precision and rhythm of the training loop."""
 
     steps: int = option(300, "optimizer steps of the whole run", at_least=1)
+    epochs: float | None = option(None, "passes over the training data, in place of steps", above=0)
     stop_after: int | None = option(
         None, "end this invocation after that step, to be resumed later; unset: run to the end", at_least=1
     )

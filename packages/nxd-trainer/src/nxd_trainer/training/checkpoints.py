@@ -201,7 +201,9 @@ def _describe_run(state: RunState) -> dict[str, object]:
 
 def _describe_data(state: RunState) -> dict[str, object]:
     """The inputs that determine the run's tokens and their split."""
-    return {"digest": state.data.digest, "held_out_fraction": state.recipe.data.held_out_fraction}
+    options = state.recipe.data
+    fraction = 0.0 if options.evaluation_path is not None else options.held_out_fraction
+    return {"digest": state.data.digest, "held_out_fraction": fraction}
 
 
 def _run_content(checkpoint: Checkpoint, where: Path) -> dict[str, Any]:

@@ -13,32 +13,15 @@ from nxd_state import all_gather_object, get_device, get_group, get_mesh, get_wo
 
 from nxd_trainer.api import NxDModel, NxDOptimizer
 from nxd_trainer.api.rank_sync import together
-from nxd_trainer.data import (
-    Batch,
-    ChatTemplate,
-    HeldOutLoader,
-    PreferenceEncoder,
-    Sequences,
-    Tokenizer,
-    TrainLoader,
-    build_conversations,
-    build_corpus,
-    cut_conversations,
-    cut_preferences,
-    describe_conversations,
-    files_left_out,
-    open_conversations,
-    open_corpus,
-    pack_corpus,
-    read_ahead,
-)
+from nxd_trainer.data import Batch, HeldOutLoader, TrainLoader, read_ahead
 from nxd_trainer.dpo import REFERENCE
-from nxd_trainer.from_recipe import build_model, recipe_model, tokenizer_of
+from nxd_trainer.from_recipe import build_model, recipe_model
 from nxd_trainer.model_description import ModelDescription
 from nxd_trainer.optimizers import build_optimizer
 from nxd_trainer.recipe import Recipe, check_layout
 from nxd_trainer.recipe.sections import LoraSection
 from nxd_trainer.report import Tracker
+from nxd_trainer.training.run_data import RunData, open_data, prepare_data, with_counted_steps
 
 STEPS_AHEAD = 2  # one is on its way to the device while the next is being made
 
@@ -76,25 +59,6 @@ class TrainBatches:
         if self._ahead is not None:
             self._ahead.close()
             self._ahead = None
-
-
-@dataclass(frozen=True)
-class RunData:
-    """The data of a run.
-
-    Attributes:
-        train: what it trains on.
-        held_out: what it is evaluated on.
-        digest: another text whenever the tokens, or what is learned of them, are others.
-        notes: lines about what the data are and what is left out.
-        warnings: lines about what is hardly meant so.
-    """
-
-    train: Sequences
-    held_out: Sequences
-    digest: str
-    notes: list[str]
-    warnings: list[str]
 
 
 @dataclass
@@ -194,9 +158,11 @@ def build_run_state(recipe: Recipe) -> RunState:
     lock = lock_output(recipe.output)
     data_parallel = get_group("dp")
     source = together("make out its model", lambda: recipe_model(recipe), error_type=ValueError)
-    check_layout(recipe, data_parallel.size, vocab_size=source.description.config.get("vocab_size"))
-    tokenizer, _ = tokenizer_of(recipe)
-    data = _open_data(recipe, tokenizer)
+    vocab_size = source.description.config.get("vocab_size")
+    check_layout(recipe, data_parallel.size, vocab_size=vocab_size)
+    prepared = on_first_rank_of_each_host(lambda: prepare_data(recipe, vocab_size=vocab_size))
+    data = open_data(recipe, prepared)
+    recipe = with_counted_steps(recipe, data.train)
     train_loader = TrainLoader(
         data.train,
         global_batch_size=recipe.train.global_batch_size,
@@ -242,49 +208,6 @@ def _build_reference(recipe: Recipe) -> NxDModel | None:
     model = build_model(plain, replace(source, input_names=names))
     model.requires_grad_(False)
     return model
-
-
-def _open_data(recipe: Recipe, tokenizer: Tokenizer) -> RunData:
-    options = recipe.data
-    length, fraction = options.sequence_length, options.held_out_fraction
-    has_answers = options.chat or recipe.dpo.beta > 0
-
-    def prepare() -> tuple[Path, str | None]:
-        path, suffixes, cache = options.path, options.suffixes, recipe.token_cache_folder
-        if has_answers:
-            where = tokenizer_of(recipe)[1]
-            encoder = PreferenceEncoder(where) if recipe.dpo.beta else ChatTemplate(where)
-            entry = build_conversations(path, tokenizer, encoder, cache_folder=cache, suffixes=suffixes)
-        else:
-            entry = build_corpus(
-                path,
-                tokenizer,
-                cache_folder=cache,
-                suffixes=suffixes,
-                include_tests=options.include_tests,
-                column=options.column,
-            )
-        return entry, files_left_out(path, suffixes, takes_rows=has_answers or options.column is not None)
-
-    entry, left_out = on_first_rank_of_each_host(prepare)
-    notes = [left_out] if left_out else []
-    if recipe.dpo.beta:
-        answers = open_conversations(entry)
-        pairs, others, warnings = cut_preferences(answers, sequence_length=length, held_out_fraction=fraction)
-        notes.append(f"{len(pairs):,} pairs of answers to train on, {len(others):,} held out")
-        return RunData(pairs, others, answers.index.digest, notes, warnings)
-    if options.chat:
-        conversations = open_conversations(entry)
-        train, held_out, cuts = cut_conversations(
-            conversations, sequence_length=length, held_out_fraction=fraction, packed=options.packing
-        )
-        told = describe_conversations(train, cuts)
-        digest = conversations.index.digest + ("-packed" if options.packing else "")
-        return RunData(train, held_out, digest, notes + told.notes, told.warnings)
-    corpus = open_corpus(entry)
-    notes += [f"left out: {count} {reason}" for reason, count in corpus.index.skipped.items()]
-    pieces = pack_corpus(corpus, sequence_length=length, held_out_fraction=fraction)
-    return RunData(*pieces, corpus.index.digest, notes, warnings=[])
 
 
 def on_first_rank_of_each_host(make: Callable[[], T]) -> T:

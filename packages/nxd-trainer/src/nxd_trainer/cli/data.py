@@ -1,0 +1,78 @@
+"""`nxd data`: shows what a run will train on, before it does."""
+
+import argparse
+from pathlib import Path
+
+from nxd_trainer.cli.command import Commands, UserError, reports_user_errors
+from nxd_trainer.launch import is_launched
+from nxd_trainer.recipe import load_recipe
+
+FLAGS = ("svg", "help")
+
+
+def add_parser(commands: Commands) -> None:
+    """Add `data` to the commands."""
+    parser = commands.add_parser(
+        "data",
+        help="show what a recipe will train on",
+        usage="nxd data [RECIPE] [--svg FILE] [--KEY VALUE | KEY=VALUE ...]",
+        description="Tokenise a recipe's data as nxd train does, and show the first samples with the tokens that the "
+        "loss counts, the lengths of documents, what packing saves, and what is hardly meant so. The keys are those of "
+        "nxd train.",
+    )
+    parser.add_argument("recipe", nargs="?", metavar="RECIPE", help="a .toml, .yaml or .json file; defaults if unset")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="also write what is shown as a picture")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Prepare the data and show them; the tokens stay in the cache of the run."""
+    recipe = reports_user_errors(lambda: load_recipe(options.recipe, options.settings))
+    if is_launched():
+        raise UserError("nxd data runs in one process; start it without torchrun")
+
+    from rich.console import Console  # noqa: PLC0415
+    from rich.text import Text  # noqa: PLC0415
+
+    from nxd_trainer.data import Conversations, Corpus  # noqa: PLC0415
+    from nxd_trainer.data.sources import holds_tokens  # noqa: PLC0415
+    from nxd_trainer.from_recipe import recipe_model, tokenizer_of  # noqa: PLC0415
+    from nxd_trainer.report.data_preview import (  # noqa: PLC0415
+        WARNING,
+        packing_line,
+        show_lengths,
+        show_samples,
+        special_tokens_line,
+    )
+    from nxd_trainer.training.run_data import open_data, prepare_data, with_counted_steps  # noqa: PLC0415
+
+    model = reports_user_errors(lambda: recipe_model(recipe))
+    vocab_size = model.description.config.get("vocab_size")
+    data = reports_user_errors(lambda: open_data(recipe, prepare_data(recipe, vocab_size=vocab_size)))
+    recipe = reports_user_errors(lambda: with_counted_steps(recipe, data.train))
+    tokenizer, length = tokenizer_of(recipe)[0], recipe.data.sequence_length
+    console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True, record=options.svg is not None)
+    warnings = list(data.warnings)
+    for name, source in data.sources.items():
+        console.rule(Text(name, "bold"), align="left")
+        show_lengths(console, source, sequence_length=length)
+        if isinstance(source, Conversations) and not recipe.dpo.beta:
+            console.print(packing_line(source, sequence_length=length))
+        elif isinstance(source, Corpus) and not holds_tokens(name, recipe.data.suffixes):
+            told = special_tokens_line(source, tokenizer)
+            warnings += [f"{name}: {told}"] if told else []
+    console.rule(Text("the first samples", "bold"), align="left")
+    show_samples(console, data.train, tokenizer, seed=recipe.train.seed)
+    console.rule(Text("the run", "bold"), align="left")
+    epochs = recipe.train.steps * recipe.train.global_batch_size / len(data.train)
+    console.print(
+        f"{recipe.train.steps:,} steps of {recipe.train.global_batch_size} sequences of {length} tokens: "
+        f"{epochs:.2f} epochs of {len(data.train):,} sequences; {len(data.held_out):,} to evaluate on"
+    )
+    for note in data.notes:
+        console.print(note)
+    for warning in warnings:
+        console.print(Text("warning: ", WARNING) + Text(warning))
+    if options.svg is not None:
+        reports_user_errors(lambda: console.save_svg(str(options.svg), title="nxd data"))
+    return 0

@@ -1,0 +1,47 @@
+"""Data sets of the Hugging Face hub, through the package `datasets`; the only module that imports it."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+
+def hub_files(name: str, *, config: str | None = None, split: str = "train") -> list[Path]:
+    """The arrow files of a split of a data set, downloaded and converted unless they are there.
+
+    Args:
+        name: on the hub, such as `HuggingFaceH4/ultrachat_200k`, or a local folder as `datasets.load_dataset` reads it.
+        config: of several that a data set has; None takes its only one.
+        split: such as `train`, whole.
+
+    Raises:
+        ValueError: there is no such data set, it is made by code, or the package `datasets` is not installed.
+    """
+    if "[" in split or "+" in split:
+        raise ValueError(f"data.dataset_split={split} is a slice or a sum; name one split, such as train")
+    datasets = _import_datasets(name)
+    try:
+        data = datasets.load_dataset(name, config, split=split)
+        files = [Path(file["filename"]) for file in data.cache_files]
+    except Exception as error:  # whatever the readers of many formats, and the network, raise
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise ValueError(f"data.dataset={name} (data.dataset_split={split}) cannot be read: {reason}") from error
+    if not files:
+        raise ValueError(f"data.dataset={name} (data.dataset_split={split}) holds no rows; name another split")
+    return files
+
+
+def _import_datasets(name: str) -> Any:
+    try:
+        datasets = import_module("datasets")
+    except ImportError as error:
+        raise ValueError(
+            f"data.dataset={name} is read by the package datasets, which is missing: pip install 'nxd-trainer[hub]'"
+        ) from error
+    if int(datasets.__version__.partition(".")[0]) < 4:
+        raise ValueError(
+            f"data.dataset={name} needs datasets 4 or later, which runs no code of a data set, not "
+            f"{datasets.__version__}: pip install 'nxd-trainer[hub]'"
+        )
+    return datasets

@@ -1,0 +1,134 @@
+"""What a run will read: its first samples, decoded and coloured, the lengths of documents, and what packing saves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby, pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from nxd_trainer.data import Conversations, Corpus, Sequences, Tokenizer, cut_conversations
+from nxd_trainer.data.loader import shuffled
+
+NUM_SAMPLES = 3
+MAX_SHOWN = 600  # tokens of a document
+BAR_WIDTH = 40
+LEARNED, MASKED, BORDER, WARNING = "bold green", "dim", "blue", "bold yellow"
+BRACKETS = ("⟦", "⟧")  # around what is learned, where there are no colours
+# Data could otherwise steer the terminal.
+_CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+
+
+def show_samples(console: Console, sequences: Sequences, tokenizer: Tokenizer, *, seed: int) -> None:
+    """Print the first samples of a run, with the tokens that the loss counts in another colour."""
+    has_colours = console.color_system is not None
+    console.print(
+        Text("learned", LEARNED)
+        + Text(" masked ", MASKED)
+        + Text("document border", BORDER)
+        + Text("" if has_colours else f"; learned: {BRACKETS[0]}...{BRACKETS[1]}")
+    )
+    first = np.arange(min(NUM_SAMPLES, len(sequences)))
+    for number, sample in enumerate(shuffled(first, len(sequences), seed=seed, epoch=0)):
+        inputs, labels, positions = (row[0] for row in sequences.rows(np.array([sample])))
+        learned, seen = sequences.count(np.array([sample]))
+        console.print()
+        console.print(
+            f"sample {number + 1}: {seen} tokens, {learned} learned, {sequences.sequence_length - seen} padding",
+            style="bold",
+        )
+        starts = [*np.flatnonzero(positions[:seen] == 0).tolist(), seen]
+        for document, (start, end) in enumerate(pairwise(starts)):
+            if document:
+                console.print(Text(f"--- document {document + 1} ---", BORDER))
+            console.print(_document(inputs[start:end], labels[start:end], tokenizer, has_colours=has_colours))
+
+
+def _document(inputs: NDArray[np.int64], labels: NDArray[np.int64], tokenizer: Tokenizer, *, has_colours: bool) -> Text:
+    """The text of inputs `[tokens]` and of the last label, each token learned where it is the label before."""
+    is_learned = np.concatenate([[False], labels >= 0])
+    tokens = np.append(inputs, max(int(labels[-1]), 0))[: len(is_learned) - (not is_learned[-1])]
+    text = Text()
+    shown = zip(is_learned[: len(tokens)][:MAX_SHOWN].tolist(), tokens[:MAX_SHOWN].tolist(), strict=True)
+    for learned, part in groupby(shown, key=lambda pair: pair[0]):
+        decoded = tokenizer.decode([token for _, token in part], skip_special_tokens=False).translate(_CONTROLS)
+        if learned and not has_colours:
+            decoded = decoded.join(BRACKETS)
+        for piece, style in _with_borders(decoded, tokenizer, LEARNED if learned else MASKED):
+            text.append(piece, style)
+    if len(tokens) > MAX_SHOWN:
+        text.append(f" ... {len(tokens) - MAX_SHOWN} tokens more", BORDER)
+    return text
+
+
+def _with_borders(decoded: str, tokenizer: Tokenizer, style: str) -> Iterator[tuple[str, str]]:
+    border = tokenizer.decode([tokenizer.end_of_document], skip_special_tokens=False)
+    for number, piece in enumerate(decoded.split(border) if border else [decoded]):
+        if number:
+            yield border, BORDER if style == MASKED else f"{style} underline"
+        yield piece, style
+
+
+def show_lengths(console: Console, source: Corpus | Conversations, *, sequence_length: int) -> None:
+    """Print how long a source's documents are, as a histogram over powers of two."""
+    lengths = document_lengths(source)
+    bins = np.maximum(lengths, 1).astype(np.float64)
+    counts = np.bincount(np.floor(np.log2(bins)).astype(int))
+    table = Table(box=None, show_header=False, padding=(0, 1))
+    table.add_column(justify="right")
+    table.add_column()
+    table.add_column(justify="right")
+    first = int(np.flatnonzero(counts)[0])
+    for power in range(first, len(counts)):
+        width = round(BAR_WIDTH * int(counts[power]) / int(counts.max()))
+        name = f"{2**power:,}-{2 ** (power + 1) - 1:,}" if power else "0-1"
+        table.add_row(name, "█" * width, f"{counts[power]:,}")
+    kind = "conversations" if isinstance(source, Conversations) else "documents"
+    longer = int((lengths > sequence_length + 1).sum())
+    console.print(
+        f"{len(lengths):,} {kind}, tokens of each: mean {lengths.mean():,.1f}, longest {lengths.max():,}, "
+        f"longer than data.sequence_length={sequence_length}: {longer:,}"
+    )
+    console.print(table)
+
+
+def document_lengths(source: Corpus | Conversations) -> NDArray[np.int64]:
+    """Tokens of each document `[documents]`, with the mark of its end, or of each conversation."""
+    if isinstance(source, Conversations):
+        return np.diff(source.ends, prepend=0)
+    ends = np.flatnonzero(source.tokens == source.index.end_of_document) + 1
+    if not len(ends) or ends[-1] < len(source.tokens):
+        ends = np.append(ends, len(source.tokens))
+    return np.diff(ends, prepend=0)
+
+
+def packing_line(conversations: Conversations, *, sequence_length: int) -> str:
+    """What packing saves, as a line."""
+    apart, packed = (
+        cut_conversations(conversations, sequence_length=sequence_length, packed=packed)[0] for packed in (False, True)
+    )
+    _, seen = apart.count(np.arange(len(apart)))
+    padding = [1 - seen / (len(sequences) * sequence_length) for sequences in (apart, packed)]
+    return (
+        f"packing: {len(packed):,} sequences instead of {len(apart):,}, {padding[1]:.1%} padding instead of "
+        f"{padding[0]:.1%} (data.packing=true)"
+    )
+
+
+def special_tokens_line(corpus: Corpus, tokenizer: Tokenizer) -> str | None:
+    """A line about texts that spell a special token, which becomes that token; None where none does."""
+    special = [token for token in tokenizer.special_ids if token != tokenizer.end_of_document]
+    ends = int(np.count_nonzero(corpus.tokens == tokenizer.end_of_document)) - corpus.index.num_documents
+    spelled = corpus.tokens[np.isin(corpus.tokens, special)]
+    if not len(spelled) and ends <= 0:
+        return None
+    token = int(spelled[0]) if len(spelled) else tokenizer.end_of_document
+    shown = tokenizer.decode([token], skip_special_tokens=False)
+    return (
+        f"{len(spelled) + max(ends, 0):,} times text spells a special token, such as {shown!r}, and is learned as it; "
+        "remove it from the text unless it is meant so"
+    )

@@ -1,0 +1,209 @@
+"""The data of a run: a recipe's sources, tokenised into the cache once and opened by every rank.
+
+`prepare_data` writes and is called once on a host; `open_data` reads. Neither communicates.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from nxd_trainer.data import (
+    ChatTemplate,
+    Conversations,
+    Corpus,
+    PreferenceEncoder,
+    Sequences,
+    build_conversations,
+    build_corpus,
+    cut_conversations,
+    cut_preferences,
+    describe_conversations,
+    files_left_out,
+    hub_files,
+    mix,
+    open_conversations,
+    open_corpus,
+    pack_corpus,
+    read_weights,
+)
+from nxd_trainer.from_recipe import tokenizer_of
+from nxd_trainer.recipe import Recipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A source of data in the cache.
+
+    Attributes:
+        name: its path, or its name on the hub.
+        entry: its folder in the cache.
+        weight: its share of the samples, as a part of the weights' sum.
+        left_out: a line about files that are not taken; None where all are.
+    """
+
+    name: str
+    entry: Path
+    weight: float = 1.0
+    left_out: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedData:
+    """What `prepare_data` has written: sources to train on, and one to evaluate on where a recipe names it."""
+
+    sources: Sequence[Source]
+    evaluation: Source | None
+
+
+@dataclass(frozen=True)
+class RunData:
+    """The data of a run.
+
+    Attributes:
+        train: what it trains on.
+        held_out: what it is evaluated on.
+        digest: another text whenever the tokens, or what is learned of them, are others.
+        notes: lines about what the data are and what is left out.
+        warnings: lines about what is hardly meant so.
+        sources: whole documents or conversations, by the names of their sources.
+    """
+
+    train: Sequences
+    held_out: Sequences
+    digest: str
+    notes: list[str]
+    warnings: list[str]
+    sources: dict[str, Corpus | Conversations]
+
+
+def prepare_data(recipe: Recipe, *, vocab_size: int | None = None) -> PreparedData:
+    """Tokenise a recipe's data, unless the cache has them.
+
+    Args:
+        recipe: whose `data` section it is.
+        vocab_size: ids that the model knows, where that is known.
+
+    Raises:
+        ValueError: they cannot be used; the line says which file, and what to do.
+    """
+    data = recipe.data
+    if data.sources is not None:
+        weights = read_weights(data.sources)
+        sources = [
+            replace(_prepared(recipe, Path(path).expanduser(), vocab_size), weight=it) for path, it in weights.items()
+        ]
+    else:
+        sources = [_prepared(recipe, data.path, vocab_size)]
+    evaluation = None if data.evaluation_path is None else _prepared(recipe, data.evaluation_path, vocab_size)
+    return PreparedData(sources=sources, evaluation=evaluation)
+
+
+def _prepared(recipe: Recipe, path: Path | None, vocab_size: int | None) -> Source:
+    options, cache = recipe.data, recipe.token_cache_folder
+    files: Path | Sequence[Path] | None = path
+    if path is None and options.dataset is not None:
+        files = hub_files(options.dataset, config=options.dataset_config, split=options.dataset_split)
+    tokenizer, tokenizer_name = tokenizer_of(recipe)
+    has_answers = options.chat or recipe.dpo.beta > 0
+    if has_answers:
+        encoder = PreferenceEncoder(tokenizer_name) if recipe.dpo.beta else ChatTemplate(tokenizer_name)
+        entry = build_conversations(files, tokenizer, encoder, cache_folder=cache, suffixes=options.suffixes)
+    else:
+        entry = build_corpus(
+            files,
+            tokenizer,
+            cache_folder=cache,
+            suffixes=options.suffixes,
+            include_tests=options.include_tests,
+            column=options.column,
+            token_dtype=options.token_dtype,
+            vocab_size=vocab_size,
+        )
+    left_out = files_left_out(path, options.suffixes, takes_rows=has_answers or options.column is not None)
+    name = str(path or options.dataset or "the standard library")
+    return Source(name=name, entry=entry, left_out=left_out)
+
+
+def open_data(recipe: Recipe, prepared: PreparedData) -> RunData:
+    """Open what `prepare_data` has written, on this or another process.
+
+    Raises:
+        ValueError: there is too little of it, or the cache is damaged.
+    """
+    fraction = recipe.data.held_out_fraction if prepared.evaluation is None else 0.0
+    opened = [_opened(recipe, source, fraction) for source in prepared.sources]
+    notes, warnings, digests = [], [], []
+    for source, data in zip(prepared.sources, opened, strict=True):
+        prefix = f"{source.name}: " if len(opened) > 1 else ""
+        notes += [source.left_out] if source.left_out else []
+        notes += [prefix + line for line in data.notes]
+        warnings += [prefix + line for line in data.warnings]
+        digests.append(data.digest)
+    weights = [source.weight for source in prepared.sources]
+    train = mix([data.train for data in opened], [it / sum(weights) for it in weights])
+    held_out = mix([data.held_out for data in opened], [it / sum(weights) for it in weights])
+    digest = digests[0]
+    if len(opened) > 1:
+        digest = hashlib.sha256(json.dumps([digests, weights]).encode()).hexdigest()[:32]
+        lengths = ", ".join(
+            f"{len(data.train):,} of {source.name} (weight {source.weight:g})"
+            for source, data in zip(prepared.sources, opened, strict=True)
+        )
+        notes.append(f"an epoch has {len(train):,} sequences of a mixture of {lengths}")
+    if prepared.evaluation is not None:
+        evaluation = _opened(recipe, prepared.evaluation, 0.0)
+        held_out = evaluation.train
+        notes.append(f"evaluation: {len(held_out):,} sequences of {prepared.evaluation.name}")
+        warnings += [f"{prepared.evaluation.name}: {line}" for line in evaluation.warnings]
+    whole = {name: it for data in opened for name, it in data.sources.items()}
+    return RunData(train, held_out, digest, notes, warnings, whole)
+
+
+def _opened(recipe: Recipe, source: Source, held_out_fraction: float) -> RunData:
+    """One source alone."""
+    options = recipe.data
+    if recipe.dpo.beta:
+        answers = open_conversations(source.entry)
+        pairs, others, warnings = cut_preferences(
+            answers, sequence_length=options.sequence_length, held_out_fraction=held_out_fraction
+        )
+        notes = [f"{len(pairs):,} pairs of answers to train on, {len(others):,} held out"]
+        return RunData(pairs, others, answers.index.digest, notes, warnings, {source.name: answers})
+    if options.chat:
+        conversations = open_conversations(source.entry)
+        train, held_out, cuts = cut_conversations(
+            conversations,
+            sequence_length=options.sequence_length,
+            held_out_fraction=held_out_fraction,
+            packed=options.packing,
+        )
+        told = describe_conversations(train, cuts)
+        digest = conversations.index.digest + ("-packed" if options.packing else "")
+        return RunData(train, held_out, digest, told.notes, told.warnings, {source.name: conversations})
+    corpus = open_corpus(source.entry)
+    notes = [f"left out: {count} {reason}" for reason, count in corpus.index.skipped.items()]
+    pieces = pack_corpus(corpus, sequence_length=options.sequence_length, held_out_fraction=held_out_fraction)
+    return RunData(*pieces, corpus.index.digest, notes, [], {source.name: corpus})
+
+
+def with_counted_steps(recipe: Recipe, train: Sequences) -> Recipe:
+    """The recipe with `train.steps` as many as its `train.epochs` are, where it has some.
+
+    Raises:
+        ValueError: it is to stop later than that.
+    """
+    options = recipe.train
+    if options.epochs is None:
+        return recipe
+    steps = max(1, math.ceil(options.epochs * len(train) / options.global_batch_size))
+    if options.stop_after is not None and options.stop_after > steps:
+        raise ValueError(
+            f"train.stop_after={options.stop_after} is more than the {steps} steps of train.epochs={options.epochs:g}; "
+            "lower it or raise train.epochs"
+        )
+    return replace(recipe, train=replace(options, steps=steps))
