@@ -101,11 +101,6 @@ LAYOUTS = {
     "PP 2": (2, [PP2, MICROBATCHES]),
     "TP 2 x PP 2": (4, [TP2, PP2, MICROBATCHES]),
 }
-# What nobody has compared, or transformers has no plan for, is refused.
-REFUSED = {
-    ("GPT-OSS", "TP 2"): "models of type 'gpt_oss' are not split by their own plan",
-    ("GPT-OSS", "TP 2 x PP 2"): "models of type 'gpt_oss' are not split by their own plan",
-}
 # Conversations that fit into sequences whole; a step has all of them, however they are packed.
 NUM_PACKED, PACKED_LENGTH = 12, 64
 
@@ -266,10 +261,6 @@ def check(name, layout, folder, expected):
 def test_losses_of_fine_tuning_are_those_of_trl(run_ranks, settings, losses_of_trl, tmp_path, name, layout):
     ranks, degrees = LAYOUTS[layout]
 
-    if (name, layout) in REFUSED:
-        with pytest.raises(RuntimeError, match=REFUSED[name, layout]):
-            run_ranks(run, ranks, [*settings(name), *degrees])
-        return
     run_ranks(run, ranks, [*settings(name), *degrees])
 
     check(name, layout, tmp_path, losses_of_trl(name))

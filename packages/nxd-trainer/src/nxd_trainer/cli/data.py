@@ -34,7 +34,7 @@ def run(options: argparse.Namespace) -> int:
     from rich.console import Console  # noqa: PLC0415
     from rich.text import Text  # noqa: PLC0415
 
-    from nxd_trainer.data import Conversations, Corpus  # noqa: PLC0415
+    from nxd_trainer.data import Conversations, Corpus, PairSequences  # noqa: PLC0415
     from nxd_trainer.data.sources import holds_tokens  # noqa: PLC0415
     from nxd_trainer.from_recipe import recipe_model, tokenizer_of  # noqa: PLC0415
     from nxd_trainer.report.data_preview import (  # noqa: PLC0415
@@ -62,7 +62,8 @@ def run(options: argparse.Namespace) -> int:
             told = special_tokens_line(source, tokenizer)
             warnings += [f"{name}: {told}"] if told else []
     console.rule(Text("the first samples", "bold"), align="left")
-    show_samples(console, data.train, tokenizer, seed=recipe.train.seed)
+    shown = data.train.answers if isinstance(data.train, PairSequences) else data.train
+    show_samples(console, shown, tokenizer, seed=recipe.train.seed)
     console.rule(Text("the run", "bold"), align="left")
     epochs = recipe.train.steps * recipe.train.global_batch_size / len(data.train)
     console.print(
