@@ -395,9 +395,8 @@ def test_layers_computed_again_change_no_gradient(run_ranks):
 
 
 def test_model_of_a_config_has_the_weights_of_any_degree_and_no_whole_one_in_memory(run_ranks):
-    models = {
-        name: ON_TWO_RANKS[name] for name in ("llama", "gemma3", "mixtral", "one key/value head", "granite with sinks")
-    }
+    names = ("llama", "gemma3", "mixtral", "one key/value head", "granite with sinks", "gpt2", "gpt-oss", "falcon-h1")
+    models = {name: ON_TWO_RANKS[name] for name in names}
 
     def job(tp):
         initialize_model_parallel(tensor_model_parallel_size=tp)

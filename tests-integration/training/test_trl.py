@@ -79,6 +79,7 @@ MODELS = {
     ),
     "Phi-3": ("phi3", {}),
     "GLM-4": ("glm4", HEADS),
+    "Falcon-H1": ("falcon_h1", HEADS | {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8}),
     "Granite 4": (
         "granitemoehybrid",
         {

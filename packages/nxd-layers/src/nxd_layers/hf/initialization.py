@@ -38,6 +38,8 @@ def param_init_fn_of(model: Any, fill_plain: Callable[[nn.Module], Any] | None =
     def fill(module: nn.Module) -> None:
         whole = _unsharded(module)
         fill_whole(whole)
+        if _is_unset(module):
+            _fill_from_outside(model, module)
         if whole is not module:
             _keep_parts(module, whole)
 
@@ -64,11 +66,26 @@ def initialize(model: Any) -> None:
                 torch.manual_seed(seed_of_module(seed, name))
                 fill(module)
             for key, tensor in on_meta.items():
-                if tensor.is_floating_point() and bool(tensor.isnan().any()):
+                if _has_unset_values(tensor):
                     raise ValueError(
                         f"{type(model).__name__}._init_weights leaves {name}.{key} unset; build the model itself, not "
                         "on the meta device, and parallelize that"
                     )
+
+
+def _has_unset_values(tensor: torch.Tensor | None) -> bool:
+    return tensor is not None and tensor.is_floating_point() and not tensor.is_meta and bool(tensor.isnan().any())
+
+
+def _is_unset(module: nn.Module) -> bool:
+    return any(map(_has_unset_values, module._buffers.values()))
+
+
+def _fill_from_outside(model: Any, module: nn.Module) -> None:
+    """Have a model fill buffers of its layers that it sets itself, such as the multipliers of Falcon-H1."""
+    for outer in reversed([it for it in model.modules() if any(module is inner for inner in it.modules())]):
+        if outer is not module and _is_unset(module):
+            model._init_weights(outer)
 
 
 def _unsharded(module: nn.Module) -> nn.Module:
