@@ -123,7 +123,7 @@ def test_checkpoint_folder_copied_under_another_tag_is_that_checkpoint(tmp_path)
     assert torch.equal(open_checkpoint(tmp_path, "b").read("w"), torch.arange(3))
 
 
-@pytest.mark.parametrize("name", ["", "__metadata__", "w[0:4]", "w\n[0:4,2:3]", "\ud83d\ude00", 3])
+@pytest.mark.parametrize("name", ["", "__metadata__", "w[0:4]", "w\n[0:4,2:3]", "\ud83d\ude00"])
 def test_save_name_that_files_cannot_hold_is_refused(tmp_path, name):
     with pytest.raises(ValueError, match="is not allowed: empty, '__metadata__', ending in a box"):
         save(tmp_path, "a", {name: torch.ones(1)})

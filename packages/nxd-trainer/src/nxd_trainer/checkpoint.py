@@ -281,12 +281,18 @@ def allocate_optimizer_state(
         optimizer.allocate_state(stored_keys)
         return
 
-    def room(parameter: Tensor) -> dict[str, Tensor]:
+    def has_its_elements(shape: tuple[int, ...], parameter: Tensor) -> bool:
         spec = get_shard_spec(parameter)
-        of_elements = {parameter.shape} if spec is None else {piece.logical_shape for piece in spec.pieces}
+        if spec is None:
+            return shape == parameter.shape
+        if not spec.pieces:  # nothing but padding is here, whatever its logical shape
+            return len(shape) == parameter.dim()
+        return any(shape == piece.logical_shape for piece in spec.pieces)
+
+    def room(parameter: Tensor) -> dict[str, Tensor]:
         return {
             key: torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-            if shape in of_elements
+            if has_its_elements(shape, parameter)
             else torch.zeros(shape, dtype=dtype)
             for key, (dtype, shape) in stored_keys(parameter).items()
             if key != MASTER_KEY

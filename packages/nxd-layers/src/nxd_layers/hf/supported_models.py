@@ -74,9 +74,11 @@ def checked_plan(model: Any) -> dict[str, str]:
 
 def plan_of(model: Any) -> dict[str, str]:
     """The plan that transformers has for the model, with what ours adds to it; empty if there is neither."""
+    ours = OWN_PLANS.get(_type_of(model))
+    if ours is None:
+        return dict(own_plan(model))
     base = base_model_path(model)
-    ours = OWN_PLANS.get(_type_of(model), {}).items()
-    return {**own_plan(model), **{joined(base, pattern): style for pattern, style in ours}}
+    return {**own_plan(model), **{joined(base, pattern): style for pattern, style in ours.items()}}
 
 
 def remember_as_compared(model: nn.Module) -> Path:
