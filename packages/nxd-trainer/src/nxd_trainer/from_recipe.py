@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from nxd_layers.activation_checkpoint.find import named_transformer_layers
-from nxd_layers.hf import is_transformers_model, param_init_fn_of
+from nxd_layers.hf import is_transformers_model
 from nxd_layers.hf.transformers_models import takes_causal_lm_loss
 from nxd_layers.lora import ALL_LINEAR, LoraConfig
 from nxd_pipeline import Schedule, insert_communication, make_schedule, simulate
@@ -182,7 +182,7 @@ def transformers_model(module: Any, description: ModelDescription, dtype: torch.
         lambda: module,
         description,
         input_names=("input_ids", "labels", "shift_labels"),
-        param_init_fn=param_init_fn_of(module),
+        param_init_fn=module._init_weights,
     )
 
 
