@@ -1,9 +1,12 @@
 """A small run: a few files of text and a recipe that trains on them in seconds."""
 
 import random
+import sys
 from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # the tests of this folder share a module
 
 
 @pytest.fixture(scope="session")

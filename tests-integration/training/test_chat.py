@@ -8,19 +8,14 @@ import json
 import logging
 import random
 import re
-from unittest.mock import patch
 
 import pytest
 import torch
-from nxd_state import initialize_model_parallel
-from nxd_trainer.api import NxDModel
 from nxd_trainer.from_recipe import PACKED_TYPES
 from nxd_trainer.logs import get_logger
-from nxd_trainer.lr_schedule import lr_multiplier
 from nxd_trainer.parity import InFloat64
-from nxd_trainer.recipe import load_recipe
 from nxd_trainer.report import read_records
-from nxd_trainer.training import train
+from runs_by_hand import SIZES, byte_tokenizer, settings_of_own_llama, train_by_hand, train_in_float64
 from torch.nn import functional as F
 
 transformers = pytest.importorskip("transformers", reason="models of transformers need it: pip install transformers")
@@ -28,23 +23,7 @@ tokenizers = pytest.importorskip("tokenizers", reason="chat templates need them:
 
 STEPS, LENGTH, RATE = 4, 24, 3e-3
 ROLES = {"user": "<u>", "assistant": "<a>"}
-TEMPLATE = (
-    "{% for m in messages %}{{ {'user': '<u>', 'assistant': '<a>'}[m['role']] + m['content'] + '<end>' }}{% endfor %}"
-    "{% if add_generation_prompt %}<a>{% endif %}"
-)
-SIZES = {
-    "vocab_size": 264,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.1,
-    "bos_token_id": None,
-    "eos_token_id": 0,
-    "pad_token_id": None,
-}
+SPECIAL = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": None}
 FURTHER = {
     "qwen3": {"head_dim": 8},
     "qwen3_moe": {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
@@ -83,19 +62,7 @@ PACKED_LENGTH, NUM_PACKED = 40, 4  # then the eight are four sequences
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    """One token for each byte, and three marks."""
-    vocabulary = {name: number for number, name in enumerate(["<end>", "<u>", "<a>", *alphabet()])}
-    own = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
-    own.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    own.decoder = tokenizers.decoders.ByteLevel()
-    own.add_special_tokens(["<end>", "<u>", "<a>"])
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=own, eos_token="<end>")
-    fast.chat_template = TEMPLATE
-    return fast
-
-
-def alphabet():
-    return sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    return byte_tokenizer()
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +95,7 @@ def folder_of(tokenizer, tmp_path_factory):
         folder = root / model_type
         if not folder.exists():
             torch.manual_seed(0)
-            config = transformers.AutoConfig.for_model(model_type, **SIZES, **FURTHER.get(model_type, {}))
+            config = transformers.AutoConfig.for_model(model_type, **SIZES, **SPECIAL, **FURTHER.get(model_type, {}))
             transformers.AutoModelForCausalLM.from_config(config).double().save_pretrained(folder)
             tokenizer.save_pretrained(folder)
         return folder
@@ -162,10 +129,6 @@ def expected_of(folder_of, tokenizer, conversations):
         trained = [sample for sample in samples if sample not in held_out]
         assert len(trained) == NUM_TRAINED
         model = transformers.AutoModelForCausalLM.from_pretrained(folder_of(model_type), dtype=torch.float64)
-        decayed = [it for it in model.parameters() if it.dim() > 1]
-        others = [it for it in model.parameters() if it.dim() <= 1]
-        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-        optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95), eps=1e-8)
 
         def loss_over(chosen):
             count = sum(label != -100 for _, labels in chosen for label in labels[1:])
@@ -176,16 +139,7 @@ def expected_of(folder_of, tokenizer, conversations):
                 total += F.cross_entropy(logits, torch.tensor(labels[1:]), reduction="sum")
             return total / count
 
-        losses = []
-        for step in range(STEPS):
-            loss = loss_over(trained)
-            optimizer.zero_grad()
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            for group in optimizer.param_groups:
-                group["lr"] = RATE * lr_multiplier(step, total_steps=STEPS, warmup_steps=2, min_lr_ratio=0.1)
-            optimizer.step()
-            losses.append(loss.item())
+        losses = train_by_hand(model.parameters(), lambda _: loss_over(trained), steps=STEPS, rate=RATE)
         with torch.no_grad():
             found[model_type, length] = losses, loss_over(held_out).item()
         return found[model_type, length]
@@ -212,27 +166,10 @@ def settings(chat_file, tmp_path):
     ]
 
 
-def run(settings):
-    recipe = load_recipe(None, settings)
-    initialize_model_parallel(recipe.parallel.tensor_parallel_size, recipe.parallel.pipeline_parallel_size)
-
-    def in_float64(function):
-        def call(model, *args, **inputs):
-            with InFloat64():
-                return function(model, *args, **inputs)
-
-        return call
-
-    methods = {name: in_float64(getattr(NxDModel, name)) for name in ("run_train", "run_eval", "forward")}
-    with patch.multiple(NxDModel, **methods):
-        train(recipe)
-
-
 def model_settings(model, folder):
     if model != "own Llama":
         return [f"model.path={folder}"]
-    sizes = [f"model.{name}={size}" for name, size in SIZES.items() if not name.endswith("token_id")]
-    return [*sizes, f"data.tokenizer={folder}", "model.rms_norm_eps=1e-6", f"checkpoint.initial_weights={folder}"]
+    return [*settings_of_own_llama(folder), f"data.tokenizer={folder}"]
 
 
 @pytest.mark.parametrize(
@@ -249,7 +186,7 @@ def test_losses_are_the_mean_over_the_tokens_of_answers(
     ranks, degrees = LAYOUTS[layout]
     model_type = "llama" if model == "own Llama" else model
 
-    run_ranks(run, ranks, [*settings, *model_settings(model, folder_of(model_type)), *degrees])
+    run_ranks(train_in_float64, ranks, [*settings, *model_settings(model, folder_of(model_type)), *degrees])
 
     losses, held_out_loss = expected_of(model_type)
     records = read_records(tmp_path / "run/metrics.jsonl")
@@ -276,7 +213,7 @@ def test_packed_conversations_have_the_losses_of_each_alone(
     packing = ["data.packing=true", f"data.sequence_length={PACKED_LENGTH}", "train.eval_every=0"]
     packing += [f"train.global_batch_size={NUM_PACKED}"]
 
-    run_ranks(run, ranks, [*settings, *model_settings(model, folder_of(model_type)), *packing, *degrees])
+    run_ranks(train_in_float64, ranks, [*settings, *model_settings(model, folder_of(model_type)), *packing, *degrees])
 
     losses, _ = expected_of(model_type, PACKED_LENGTH)
     records = read_records(tmp_path / "run/metrics.jsonl")
@@ -307,7 +244,7 @@ def test_model_that_nobody_has_compared_packed_is_refused(run_ranks, folder_of, 
     with pytest.raises(
         RuntimeError, match=r"data\.packing=true is for our Llama and .* qwen3, .*; leave it out for mamba"
     ):
-        run_ranks(run, 1, settings)
+        run_ranks(train_in_float64, 1, settings)
 
 
 @pytest.mark.parametrize("packing", ["false", "true"])
@@ -316,10 +253,10 @@ def test_resumed_run_has_the_losses_and_token_counts_of_the_run_that_never_stopp
 ):
     settings = [*settings, *model_settings("qwen3", folder_of("qwen3")), "train.global_batch_size=4", MICROBATCHES]
     settings.append(f"data.packing={packing}")
-    run_ranks(run, 2, [*settings, f"output={tmp_path / 'whole'}"])
+    run_ranks(train_in_float64, 2, [*settings, f"output={tmp_path / 'whole'}"])
 
-    run_ranks(run, 2, [*settings, "train.stop_after=1"])
-    run_ranks(run, 2, settings)
+    run_ranks(train_in_float64, 2, [*settings, "train.stop_after=1"])
+    run_ranks(train_in_float64, 2, settings)
 
     found, expected = (
         [(it.loss, it.tokens, it.tokens_seen, it.grad_norm) for it in read_records(tmp_path / name / "metrics.jsonl")]
@@ -332,13 +269,13 @@ def test_resumed_run_has_the_losses_and_token_counts_of_the_run_that_never_stopp
 @pytest.mark.parametrize("change", ["answers", "packing"])
 def test_resume_with_other_sequences_is_refused(run_ranks, folder_of, settings, conversations, tmp_path, change):
     settings = [*settings, *model_settings("qwen3", folder_of("qwen3"))]
-    run_ranks(run, 1, [*settings, "train.stop_after=1"])
+    run_ranks(train_in_float64, 1, [*settings, "train.stop_after=1"])
     other = [{"messages": [*messages[:-1], {"role": "assistant", "content": "g"}]} for messages in conversations]
     (tmp_path / "other.jsonl").write_text("\n".join(map(json.dumps, other)))
     changes = {"answers": f"data.path={tmp_path / 'other.jsonl'}", "packing": "data.packing=true"}
 
     with pytest.raises(RuntimeError, match=r"data.digest is [\w-]+, the checkpoint has \w+"):
-        run_ranks(run, 1, [*settings, changes[change]])
+        run_ranks(train_in_float64, 1, [*settings, changes[change]])
 
 
 def test_conversations_and_cuts_are_told_before_the_first_step(run_ranks, folder_of, settings):
@@ -348,7 +285,7 @@ def test_conversations_and_cuts_are_told_before_the_first_step(run_ranks, folder
         handler.emit = lambda record: lines.append((record.levelname, record.getMessage()))
         logger.addHandler(handler)
         try:
-            run(settings)
+            train_in_float64(settings)
         finally:
             logger.removeHandler(handler)
         return lines

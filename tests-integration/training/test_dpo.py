@@ -6,41 +6,24 @@ One global batch is all pairs, in whatever order. The loop takes one answer at a
 import copy
 import json
 import random
-from unittest.mock import patch
 
 import pytest
 import torch
 from nxd_layers.lora import save_peft_adapter
 from nxd_state import initialize_model_parallel
-from nxd_trainer.api import NxDModel
 from nxd_trainer.lr_schedule import lr_multiplier
 from nxd_trainer.parity import InFloat64
 from nxd_trainer.recipe import load_recipe
 from nxd_trainer.report import read_records
 from nxd_trainer.training import prepare_run, train
+from runs_by_hand import SIZES, adamw_of, byte_tokenizer, settings_of_own_llama, train_by_hand, train_in_float64
 from torch.nn import functional as F
 
 transformers = pytest.importorskip("transformers", reason="models of transformers need it: pip install transformers")
 tokenizers = pytest.importorskip("tokenizers", reason="chat templates need them: pip install tokenizers")
 
 STEPS, LENGTH, RATE, BETA, NUM_PAIRS = 4, 48, 3e-3, 0.3, 8
-TEMPLATE = (
-    "{% for m in messages %}{{ {'user': '<u>', 'assistant': '<a>'}[m['role']] + m['content'] + '<end>' }}{% endfor %}"
-    "{% if add_generation_prompt %}<a>{% endif %}"
-)
-SIZES = {
-    "vocab_size": 264,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.1,
-    "bos_token_id": None,
-    "eos_token_id": 0,
-    "pad_token_id": None,
-}
+SPECIAL = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": None}
 TP2, PP2 = "parallel.tensor_parallel_size=2", "parallel.pipeline_parallel_size=2"
 MICROBATCHES = "train.gradient_accumulation_steps=2"
 LAYOUTS = {
@@ -58,15 +41,7 @@ LORA = ["lora.rank=4", "lora.alpha=8", "lora.save=both"]
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {name: number for number, name in enumerate(["<end>", "<u>", "<a>", *alphabet])}
-    own = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
-    own.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    own.decoder = tokenizers.decoders.ByteLevel()
-    own.add_special_tokens(["<end>", "<u>", "<a>"])
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=own, eos_token="<end>", pad_token="<end>")
-    fast.chat_template = TEMPLATE
-    return fast
+    return byte_tokenizer(pad_token="<end>")
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +81,7 @@ def folder_of(tokenizer, tmp_path_factory):
         if not folder.exists():
             torch.manual_seed(0)
             further = {"head_dim": 8} if model_type == "qwen3" else {}
-            config = transformers.AutoConfig.for_model(model_type, **SIZES, **further)
+            config = transformers.AutoConfig.for_model(model_type, **SIZES, **SPECIAL, **further)
             transformers.AutoModelForCausalLM.from_config(config).double().save_pretrained(folder)
             tokenizer.save_pretrained(folder)
         return folder
@@ -125,17 +100,13 @@ def tokens_of(tokenizer, row, name, form):
 
 def losses_by_hand(model, reference, parameters, pairs, smoothing=0.0):
     """Of each step, by a loop as anybody would write it."""
-    decayed, others = ([it for it in parameters if (it.dim() > 1) == is_matrix] for is_matrix in (True, False))
-    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95), eps=1e-8)
 
     def log_prob(of, tokens, start):
         with InFloat64():
             logits = of(torch.tensor([tokens[:-1]]), use_cache=False).logits[0]
         return -F.cross_entropy(logits[start - 1 :], torch.tensor(tokens[start:]), reduction="sum")
 
-    losses = []
-    for step in range(STEPS):
+    def loss_of_step(_):
         terms = []
         for pair in pairs:
             with torch.no_grad():
@@ -143,15 +114,9 @@ def losses_by_hand(model, reference, parameters, pairs, smoothing=0.0):
             chosen, rejected = (log_prob(model, *answer) - it for answer, it in zip(pair, base, strict=True))
             margin = BETA * (chosen - rejected)
             terms.append(-(1 - smoothing) * F.logsigmoid(margin) - smoothing * F.logsigmoid(-margin))
-        loss = torch.stack(terms).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        for group in optimizer.param_groups:
-            group["lr"] = RATE * lr_multiplier(step, total_steps=STEPS, warmup_steps=2, min_lr_ratio=0.1)
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+        return torch.stack(terms).mean()
+
+    return train_by_hand(parameters, loss_of_step, steps=STEPS, rate=RATE)
 
 
 @pytest.fixture(scope="module")
@@ -189,27 +154,10 @@ def settings(files, tmp_path):
     ]
 
 
-def run(settings, program=train):
-    recipe = load_recipe(None, settings)
-    initialize_model_parallel(recipe.parallel.tensor_parallel_size, recipe.parallel.pipeline_parallel_size)
-
-    def in_float64(function):
-        def call(model, *args, **inputs):
-            with InFloat64():
-                return function(model, *args, **inputs)
-
-        return call
-
-    methods = {name: in_float64(getattr(NxDModel, name)) for name in ("run_train", "run_eval", "forward")}
-    with patch.multiple(NxDModel, **methods):
-        program(recipe)
-
-
 def model_settings(model, folder):
     if model != "own Llama":
         return [f"model.path={folder}"]
-    sizes = [f"model.{name}={size}" for name, size in SIZES.items() if not name.endswith("token_id")]
-    return [*sizes, f"data.tokenizer={folder}", "model.rms_norm_eps=1e-6", f"checkpoint.initial_weights={folder}"]
+    return [*settings_of_own_llama(folder), f"data.tokenizer={folder}"]
 
 
 def losses_in(folder):
@@ -228,7 +176,7 @@ def test_losses_are_those_of_a_loop_by_hand(run_ranks, folder_of, expected_of, s
     ranks, degrees = LAYOUTS[layout]
     model_type = "llama" if model == "own Llama" else model
 
-    run_ranks(run, ranks, [*settings, *model_settings(model, folder_of(model_type)), *degrees])
+    run_ranks(train_in_float64, ranks, [*settings, *model_settings(model, folder_of(model_type)), *degrees])
 
     expected = expected_of(model_type)
     assert losses_in(tmp_path / "run") == pytest.approx(expected, rel=1e-10, abs=0)
@@ -239,7 +187,7 @@ def test_losses_are_those_of_a_loop_by_hand(run_ranks, folder_of, expected_of, s
 def test_messages_are_pairs_by_the_chat_template(run_ranks, folder_of, expected_of, settings, files, tmp_path, form):
     settings += [f"model.path={folder_of('qwen3')}", f"data.path={files[form]}", "dpo.label_smoothing=0.1"]
 
-    run_ranks(run, 1, settings)
+    run_ranks(train_in_float64, 1, settings)
 
     assert losses_in(tmp_path / "run") == pytest.approx(expected_of("qwen3", "messages", 0.1), rel=1e-10, abs=0)
 
@@ -263,8 +211,8 @@ def test_reference_of_adapters_is_the_base_model(
     def write_adapter(recipe):
         save_peft_adapter(prepare_run(recipe)[0].model.lora_model, tmp_path / "adapter")
 
-    run_ranks(run, 1, settings, write_adapter)
-    run_ranks(run, ranks, [*settings, *degrees])
+    run_ranks(train_in_float64, 1, settings, write_adapter)
+    run_ranks(train_in_float64, ranks, [*settings, *degrees])
 
     base = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     adapted = peft.PeftModel.from_pretrained(copy.deepcopy(base), tmp_path / "adapter", is_trainable=True)
@@ -279,8 +227,8 @@ def test_reference_of_adapters_is_the_base_model(
 def test_resumed_run_keeps_the_reference_of_its_beginning(run_ranks, folder_of, expected_of, settings, tmp_path):
     settings.append(f"model.path={folder_of('qwen3')}")
 
-    run_ranks(run, 1, [*settings, "train.stop_after=2"])
-    run_ranks(run, 1, settings)
+    run_ranks(train_in_float64, 1, [*settings, "train.stop_after=2"])
+    run_ranks(train_in_float64, 1, settings)
 
     assert losses_in(tmp_path / "run") == pytest.approx(expected_of("qwen3"), rel=1e-10, abs=0)
 
@@ -290,7 +238,7 @@ def test_rows_without_two_answers_are_refused_with_their_place(run_ranks, folder
     file.write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n{"prompt": "a", "completion": "b"}\n')
 
     with pytest.raises(RuntimeError, match=r"rows\.jsonl.* is no preference; expected prompt, chosen and"):
-        run_ranks(run, 1, [*settings, f"model.path={folder_of('qwen3')}", f"data.path={file}"])
+        run_ranks(train_in_float64, 1, [*settings, f"model.path={folder_of('qwen3')}", f"data.path={file}"])
 
 
 @pytest.mark.slow
@@ -308,9 +256,7 @@ def test_losses_of_twenty_steps_are_those_of_trl(
     run_ranks(train_plainly, ranks, [*settings, *degrees])
 
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    decayed, others = ([it for it in model.parameters() if (it.dim() > 1) == matrix] for matrix in (True, False))
-    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95), eps=1e-8)
+    optimizer = adamw_of(model.parameters(), RATE)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: lr_multiplier(step, total_steps=20, warmup_steps=2, min_lr_ratio=0.1)
     )

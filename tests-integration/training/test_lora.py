@@ -1,33 +1,18 @@
 """Adapters by a recipe: at every layout the losses are those of PEFT, with plain transformers and a loop by hand."""
 
-from unittest.mock import patch
-
 import pytest
 import torch
 from nxd_layers.lora import save_peft_adapter
-from nxd_state import initialize_model_parallel
-from nxd_trainer.api import NxDModel
 from nxd_trainer.data import ByteTokenizer, TrainLoader, build_corpus, open_corpus, pack_corpus
-from nxd_trainer.lr_schedule import lr_multiplier
 from nxd_trainer.parity import InFloat64
-from nxd_trainer.recipe import load_recipe
 from nxd_trainer.report import read_records
-from nxd_trainer.training import prepare_run, train
+from nxd_trainer.training import prepare_run
+from runs_by_hand import SIZES, settings_of_own_llama, train_by_hand, train_in_float64
 
 transformers = pytest.importorskip("transformers", reason="models of transformers need it: pip install transformers")
 peft = pytest.importorskip("peft", reason="its adapters are compared: pip install peft")
 
 STEPS, BATCH, LENGTH, RATE = 4, 4, 16, 1e-2
-SIZES = {
-    "vocab_size": 264,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.1,
-}
 PP2 = ["parallel.pipeline_parallel_size=2", "train.gradient_accumulation_steps=2"]
 TP2 = ["parallel.tensor_parallel_size=2"]
 LAYOUTS = {
@@ -58,10 +43,8 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def settings_of(folder, text_folder, tmp_path):
     def make(model, case):
-        sizes = [f"model.{name}={size}" for name, size in SIZES.items()]
-        own = [*sizes, "model.rms_norm_eps=1e-6", f"checkpoint.initial_weights={folder}"]
         return [
-            *(own if model == "own Llama" else [f"model.path={folder}"]),
+            *(settings_of_own_llama(folder) if model == "own Llama" else [f"model.path={folder}"]),
             f"data.path={text_folder}",
             f"data.sequence_length={LENGTH}",
             f"output={tmp_path / 'run'}",
@@ -79,41 +62,20 @@ def settings_of(folder, text_folder, tmp_path):
     return make
 
 
-def run(settings, program=train):
-    recipe = load_recipe(None, settings)
-    initialize_model_parallel(recipe.parallel.tensor_parallel_size, recipe.parallel.pipeline_parallel_size)
-
-    def run_train(model, function=NxDModel.run_train, **inputs):
-        with InFloat64():
-            return function(model, **inputs)
-
-    with patch.object(NxDModel, "run_train", run_train):
-        program(recipe)
-
-
 def losses_of_peft(folder, adapter, text_folder, cache_folder):
     base = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     model = peft.PeftModel.from_pretrained(base, adapter, is_trainable=True)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    decayed, others = ([it for it in trained if (it.dim() > 1) == is_matrix] for is_matrix in (True, False))
-    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95), eps=1e-8)
     corpus = build_corpus(text_folder, ByteTokenizer(), cache_folder=cache_folder)
     sequences, _ = pack_corpus(open_corpus(corpus), sequence_length=LENGTH, held_out_fraction=0.05)
     batches = TrainLoader(sequences, global_batch_size=BATCH)
-    losses = []
-    for step in range(STEPS):
+
+    def loss_of_step(_):
         [batch] = batches.next_step()
         with InFloat64():
-            loss = model(batch.input_ids, labels=batch.labels, shift_labels=batch.labels, use_cache=False).loss
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(trained, 1.0)
-        for group in optimizer.param_groups:
-            group["lr"] = RATE * lr_multiplier(step, total_steps=STEPS, warmup_steps=2, min_lr_ratio=0.1)
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+            return model(batch.input_ids, labels=batch.labels, shift_labels=batch.labels, use_cache=False).loss
+
+    return train_by_hand(trained, loss_of_step, steps=STEPS, rate=RATE)
 
 
 @pytest.mark.parametrize(
@@ -132,8 +94,8 @@ def test_losses_of_adapters_are_those_of_peft(
     def write_adapter(recipe):
         save_peft_adapter(prepare_run(recipe)[0].model.lora_model, tmp_path / "adapter")
 
-    run_ranks(run, 1, settings, write_adapter)
-    run_ranks(run, ranks, [*settings, *degrees])
+    run_ranks(train_in_float64, 1, settings, write_adapter)
+    run_ranks(train_in_float64, ranks, [*settings, *degrees])
 
     expected = losses_of_peft(folder, tmp_path / "adapter", text_folder, tmp_path / "tokens")
     found = [record.loss for record in read_records(tmp_path / "run/metrics.jsonl")]
@@ -146,10 +108,10 @@ def test_losses_of_adapters_are_those_of_peft(
 def test_resumed_run_of_adapters_alone_is_the_run_that_never_stopped(run_ranks, settings_of, tmp_path, layout):
     ranks, degrees = LAYOUTS[layout]
     settings = [*settings_of("llama", "DoRA and a module"), *degrees, "lora.save=adapter"]
-    run_ranks(run, ranks, [*settings, f"output={tmp_path / 'whole'}"])
+    run_ranks(train_in_float64, ranks, [*settings, f"output={tmp_path / 'whole'}"])
 
-    run_ranks(run, ranks, [*settings, "train.stop_after=2"])
-    run_ranks(run, ranks, settings)
+    run_ranks(train_in_float64, ranks, [*settings, "train.stop_after=2"])
+    run_ranks(train_in_float64, ranks, settings)
 
     found, expected = (
         [record.loss for record in read_records(tmp_path / name / "metrics.jsonl")] for name in ("run", "whole")

@@ -5,36 +5,20 @@ transformers compute in float32 whatever their weights are (norms, rotary positi
 """
 
 import json
-from unittest.mock import patch
 
 import pytest
+import runs_by_hand
 import torch
-from nxd_state import initialize_model_parallel
-from nxd_trainer.api import NxDModel
 from nxd_trainer.data import ByteTokenizer, TrainLoader, build_corpus, open_corpus, pack_corpus
-from nxd_trainer.lr_schedule import lr_multiplier
-from nxd_trainer.models import LlamaConfig
 from nxd_trainer.parity import InFloat64
-from nxd_trainer.recipe import load_recipe
 from nxd_trainer.report import read_records
-from nxd_trainer.training import train
+from runs_by_hand import settings_of_own_llama, train_by_hand, train_in_float64
 
 transformers = pytest.importorskip("transformers", reason="models of transformers need it: pip install transformers")
 
 STEPS, BATCH, SEQUENCE, RATE = 10, 4, 24, 3e-3
-SIZES = {
-    "vocab_size": 260,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.1,
-    "bos_token_id": None,
-    "eos_token_id": 256,
-    "pad_token_id": None,
-}
+SIZES = runs_by_hand.SIZES | {"vocab_size": 260}
+SPECIAL = {"bos_token_id": None, "eos_token_id": 256, "pad_token_id": None}
 HEADS = {"head_dim": 8}
 MODELS = {
     "own Llama": ("llama", {}),
@@ -73,7 +57,7 @@ QUICK = [
 
 def config_of(name):
     model_type, further = MODELS[name]
-    config = transformers.AutoConfig.for_model(model_type, **{**SIZES, **further})
+    config = transformers.AutoConfig.for_model(model_type, **{**SIZES, **SPECIAL, **further})
     config._experts_implementation = "eager"  # grouped products know no float64
     return config
 
@@ -109,27 +93,17 @@ def losses_of(folder_of, tokens_folder):
             return found[name]
         model = transformers.AutoModelForCausalLM.from_pretrained(folder_of(name), dtype=torch.float64)
         model.config._experts_implementation = "eager"
-        decayed = [it for it in model.parameters() if it.dim() > 1]
-        others = [it for it in model.parameters() if it.dim() <= 1]
-        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-        optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95), eps=1e-8)
         corpus = build_corpus(text_folder(), ByteTokenizer(), cache_folder=tokens_folder, suffixes=(".py",))
         sequences, _ = pack_corpus(open_corpus(corpus), sequence_length=SEQUENCE, held_out_fraction=0.05)
         batches = TrainLoader(sequences, global_batch_size=BATCH)
-        losses = []
-        for step in range(STEPS):
+
+        def loss_of_step(_):
             [batch] = batches.next_step()
             with InFloat64():
-                loss = model(batch.input_ids, labels=batch.labels, shift_labels=batch.labels, use_cache=False).loss
-            optimizer.zero_grad()
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            for group in optimizer.param_groups:
-                group["lr"] = RATE * lr_multiplier(step, total_steps=STEPS, warmup_steps=2, min_lr_ratio=0.1)
-            optimizer.step()
-            losses.append(loss.item())
-        found[name] = losses
-        return losses
+                return model(batch.input_ids, labels=batch.labels, shift_labels=batch.labels, use_cache=False).loss
+
+        found[name] = train_by_hand(model.parameters(), loss_of_step, steps=STEPS, rate=RATE)
+        return found[name]
 
     return run
 
@@ -157,22 +131,7 @@ def settings_of(name, folder, output, tokens):
     ]
     if name != "own Llama":
         return [*settings, f"model.path={folder}"]
-    own = LlamaConfig.__dataclass_fields__.keys() & SIZES.keys()
-    sizes = [f"model.{size}={SIZES[size]}" for size in own]
-    return [*settings, *sizes, "model.rms_norm_eps=1e-6", f"checkpoint.initial_weights={folder}"]
-
-
-def run(settings):
-    recipe = load_recipe(None, settings)
-    initialize_model_parallel(recipe.parallel.tensor_parallel_size, recipe.parallel.pipeline_parallel_size)
-    run_train = NxDModel.run_train
-
-    def in_float64(model, **inputs):
-        with InFloat64():
-            return run_train(model, **inputs)
-
-    with patch.object(NxDModel, "run_train", in_float64):
-        train(recipe)
+    return [*settings, *settings_of_own_llama(folder, SIZES)]
 
 
 CELLS = [
@@ -188,7 +147,9 @@ def test_losses_are_those_of_a_loop_of_transformers(
 ):
     ranks, degrees = LAYOUTS[layout]
 
-    run_ranks(run, ranks, [*settings_of(model, folder_of(model), tmp_path / "run", tokens_folder), *degrees])
+    run_ranks(
+        train_in_float64, ranks, [*settings_of(model, folder_of(model), tmp_path / "run", tokens_folder), *degrees]
+    )
 
     losses = [record.loss for record in read_records(tmp_path / "run/metrics.jsonl")]
     assert losses == pytest.approx(losses_of(model), rel=1e-10, abs=0)
@@ -200,4 +161,4 @@ def test_model_whose_split_nobody_has_compared_is_refused(run_ranks, tokens_fold
     kept = [it for it in settings if not it.startswith(("model.", "checkpoint.initial"))]
 
     with pytest.raises(RuntimeError, match="models of type 'doge' are not split by their own plan"):
-        run_ranks(run, 2, [*kept, "model.type=doge", "parallel.tensor_parallel_size=2"])
+        run_ranks(train_in_float64, 2, [*kept, "model.type=doge", "parallel.tensor_parallel_size=2"])

@@ -9,6 +9,7 @@ import random
 
 import numpy as np
 import pytest
+import runs_by_hand
 import torch
 from nxd_state import initialize_model_parallel
 from nxd_trainer.data.loader import shuffled
@@ -17,6 +18,7 @@ from nxd_trainer.recipe import load_recipe
 from nxd_trainer.report import read_records
 from nxd_trainer.training import train
 from nxd_trainer.training.run_data import open_data, prepare_data
+from runs_by_hand import byte_tokenizer
 
 transformers = pytest.importorskip("transformers", reason="models of transformers need it: pip install transformers")
 trl = pytest.importorskip("trl", reason="the comparison needs TRL: pip install trl")
@@ -31,19 +33,8 @@ TEMPLATE = (
     "{% else %}{{ '<a>' }}{% generation %}{{ m['content'] + '<end>' }}{% endgeneration %}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<a>{% endif %}"
 )
-SIZES = {
-    "vocab_size": 264,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.1,
-    "bos_token_id": None,
-    "eos_token_id": 0,
-    "pad_token_id": 0,
-}
+SIZES = runs_by_hand.SIZES | {"max_position_embeddings": 128}
+SPECIAL = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": 0}
 HEADS = {"head_dim": 8}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -129,16 +120,7 @@ def chat_file(rows, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    """One token for each byte, and three marks."""
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {name: number for number, name in enumerate(["<end>", "<u>", "<a>", *alphabet])}
-    own = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
-    own.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    own.decoder = tokenizers.decoders.ByteLevel()
-    own.add_special_tokens(["<end>", "<u>", "<a>"])
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=own, eos_token="<end>", pad_token="<end>")
-    fast.chat_template = TEMPLATE
-    return fast
+    return byte_tokenizer(TEMPLATE, pad_token="<end>")
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +133,7 @@ def folder_of(tokenizer, tmp_path_factory):
         if not folder.exists():
             torch.manual_seed(0)
             model_type, further = MODELS[name]
-            config = transformers.AutoConfig.for_model(model_type, **{**SIZES, **further})
+            config = transformers.AutoConfig.for_model(model_type, **{**SIZES, **SPECIAL, **further})
             transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
             tokenizer.save_pretrained(folder)
         return folder

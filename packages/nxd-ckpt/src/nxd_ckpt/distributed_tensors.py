@@ -18,10 +18,15 @@ def as_boxes(value: Any) -> Any:
     """
     if is_dtensor(value):
         return _boxes_of_dtensor(value)
-    if hasattr(value, "local_shards") and hasattr(value, "sharding_spec"):
+    if is_sharded_tensor_of_torch(value):
         shards = [Shard(it.tensor.detach(), tuple(it.metadata.shard_offsets)) for it in value.local_shards()]
         return ShardedTensor(tuple(value.size()), shards, value.dtype)
     return value
+
+
+def is_sharded_tensor_of_torch(value: Any) -> bool:
+    """Whether it is a `torch.distributed` ShardedTensor, which is older than DTensors."""
+    return hasattr(value, "local_shards") and hasattr(value, "sharding_spec")
 
 
 def is_dtensor(value: Any) -> bool:

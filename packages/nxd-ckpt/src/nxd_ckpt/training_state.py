@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from nxd_ckpt.distributed_tensors import as_boxes, is_dtensor
+from nxd_ckpt.distributed_tensors import as_boxes, is_dtensor, is_sharded_tensor_of_torch
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.objects import check_json
 from nxd_ckpt.reader import TensorInfo
@@ -120,7 +120,7 @@ class _Walk:
             self.part(_joined(path, key), part, partial(_set, parts, key))
 
     def part(self, path: str, part: Any, set_part: Callable[[Any], None]) -> None:
-        if isinstance(part, torch.Tensor | ShardedTensor) or hasattr(part, "local_shards"):
+        if isinstance(part, torch.Tensor | ShardedTensor) or is_sharded_tensor_of_torch(part):
             self._tensor(path, part)
         elif isinstance(part, PerRank):
             self._per_rank(path, part)

@@ -17,7 +17,7 @@ _MARKS = ("head_dim", "head_size", "qk_head_dim", "v_head_dim", "num_key_value_g
 _GROUPS = "num_key_value_groups"
 _KEY_VALUE_LAYERS = ("k_proj", "v_proj")
 _VALUE_HEAD_SIZES = ("v_head_dim", "head_dim", "head_size")
-_SIZES = ("split_size",)  # of all heads side by side
+_SIZE = "split_size"  # of all heads side by side
 _OUTPUT_LAYERS = ("o_proj", "dense", "out_proj")
 # With heads of queries, keys and values side by side, or with keys and values of each query head.
 _LAYERS_OF_EQUAL_HEADS = ("query_key_value", "kv_b_proj")
@@ -108,9 +108,8 @@ def tell_counts(path: str, attention: nn.Module, layout: HeadLayout) -> None:
                 f"{path}.{name} is {count}, where {whole} is expected; its heads cannot be distributed over ranks"
             )
         setattr(attention, name, here)
-    for name in _SIZES:
-        if hasattr(attention, name):
-            setattr(attention, name, getattr(attention, name) // layout.num_heads * layout.heads_per_rank)
+    if hasattr(attention, _SIZE):
+        setattr(attention, _SIZE, getattr(attention, _SIZE) // layout.num_heads * layout.heads_per_rank)
     regrouped = layout.queries_per_copy != layout.num_heads // layout.num_key_value_heads
     if regrouped and not hasattr(attention, _GROUPS):
         raise ValueError(

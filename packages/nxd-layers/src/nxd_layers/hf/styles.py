@@ -12,9 +12,9 @@ from typing import Any
 from nxd_state import active_group
 from torch import Tensor, nn
 
-from nxd_layers.hf import conv1d, experts, latent_attention
+from nxd_layers.hf import experts, latent_attention
 from nxd_layers.hf.embeddings import parallel_embedding
-from nxd_layers.hf.linears import column_parallel, row_parallel
+from nxd_layers.hf.linears import column_parallel, row_parallel, split_conv1d_inputs, split_conv1d_outputs
 from nxd_layers.hf.shards import mark_partial_gradients, shard_parameter
 from nxd_layers.hf.summed_bias import share_bias
 from nxd_layers.hf.transformers_models import is_conv1d
@@ -115,7 +115,7 @@ def _column(target: Target, *, gather_output: bool = False) -> None:
     if target.is_parameter and not gather_output:
         shard_parameter(target.parent, target.name, _rows_dim(target))
     elif not gather_output and is_conv1d(target.module):
-        conv1d.split_outputs(target.module)
+        split_conv1d_outputs(target.module)
     else:
         target.replace(column_parallel(target.of_class(nn.Linear), gather_output=gather_output, pad=gather_output))
 
@@ -124,7 +124,7 @@ def _row(target: Target, *, input_is_parallel: bool = True) -> None:
     if target.is_parameter and input_is_parallel:
         shard_parameter(target.parent, target.name, -1)
     elif input_is_parallel and is_conv1d(target.module):
-        conv1d.split_inputs(target.module)
+        split_conv1d_inputs(target.module)
     else:
         linear = target.of_class(nn.Linear)
         target.replace(row_parallel(linear, input_is_parallel=input_is_parallel, pad=not input_is_parallel))
@@ -141,7 +141,7 @@ def _packed_column(target: Target) -> None:
 def _qkv_column(target: Target) -> None:
     """Queries, keys and values fused, equally many heads of each, each cut on its own."""
     if is_conv1d(target.module):
-        conv1d.split_outputs(target.module, stride=3)
+        split_conv1d_outputs(target.module, stride=3)
     else:
         target.replace(column_parallel(target.of_class(nn.Linear), gather_output=False, stride=3))
 

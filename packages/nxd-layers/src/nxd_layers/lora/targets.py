@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from nxd_layers.embedding import ParallelEmbedding
-from nxd_layers.hf.transformers_models import output_embeddings
+from nxd_layers.hf.transformers_models import is_conv1d, output_embeddings
 from nxd_layers.linear import ColumnParallelLinear
 from nxd_layers.lora.adapter import LayerKind, adapted_layers
 from nxd_layers.lora.config import LoraConfig
@@ -34,7 +34,7 @@ def kind_of(layer: nn.Module) -> LayerKind | None:
         return None  # the output of nn.MultiheadAttention, which reads the weight and never calls the layer
     if getattr(layer, "takes_no_adapter", False):
         return None
-    if _is_conv1d(layer):
+    if is_conv1d(layer):
         return TRANSPOSED_LINEAR
     return next((kind for layer_class, kind in _KINDS if isinstance(layer, layer_class)), None)
 
@@ -56,10 +56,6 @@ def adaptable_layers(module: nn.Module) -> dict[str, tuple[str, tuple[str, ...]]
             if part:
                 found[f"{parent}.{beside}" if parent else beside] = (name, (part,))
     return found
-
-
-def _is_conv1d(layer: nn.Module) -> bool:
-    return (type(layer).__module__, type(layer).__name__) == ("transformers.pytorch_utils", "Conv1D")
 
 
 def match_targets(

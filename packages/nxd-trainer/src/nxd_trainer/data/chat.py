@@ -7,11 +7,10 @@ prefix before it and the prefix that ends with it, each rendered alone; both mus
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -112,21 +111,31 @@ def _shown(value: object) -> str:
     return "empty" if value in ([], {}) else "nothing" if value is None else f"a {type(value).__name__}"
 
 
+class EncodedRow(NamedTuple):
+    """The samples in a row.
+
+    Attributes:
+        samples: of each its tokens, and which of them are learned: ids `[tokens]`, and `[tokens]` booleans.
+        special_token: the first one that a text spells, which becomes that token; None where none does.
+    """
+
+    samples: list[tuple[NDArray[np.int64], NDArray[np.bool_]]]
+    special_token: str | None = None
+
+
 class RowEncoder(Protocol):
     """Turns a row into samples.
 
     Attributes:
         marks_answers: whether the answers are known without looking for them.
         fingerprint: another text whenever the same row would give other tokens.
-        spelled: special tokens that texts have spelled, which become these tokens, and in how many samples.
     """
 
     marks_answers: bool
     fingerprint: str
-    spelled: Counter[str]
 
-    def encode_row(self, place: str, row: Mapping[str, Any]) -> list[tuple[NDArray[np.int64], NDArray[np.bool_]]]:
-        """Of each sample its tokens, and which of them are learned; `place` says where the row stands."""
+    def encode_row(self, place: str, row: Mapping[str, Any]) -> EncodedRow:
+        """The samples in a row; `place` says where it stands."""
 
 
 class ChatTemplate:
@@ -138,7 +147,6 @@ class ChatTemplate:
     Attributes:
         marks_answers: whether the template marks what the assistant says.
         fingerprint: another text whenever the same conversation would give other tokens.
-        spelled: special tokens that messages have spelled, which became these tokens, and in how many conversations.
 
     Raises:
         NoChatTemplateError: the tokenizer has no chat template.
@@ -155,24 +163,21 @@ class ChatTemplate:
                 "a chat model"
             )
         self.marks_answers = self._marks_answers(None)
-        self.spelled = Counter[str]()
         self._special = re.compile("|".join(map(re.escape, self._tokenizer.all_special_tokens)) or "(?!)")
         files = [*folder.iterdir(), *folder.glob("additional_chat_templates/*")]
         known = [it for it in files if it.suffix in (".json", ".model", ".jinja") or it.name in VOCABULARY_FILES]
         self.fingerprint = digest_files(sorted(known))
 
-    def encode_row(self, place: str, row: Mapping[str, Any]) -> list[tuple[NDArray[np.int64], NDArray[np.bool_]]]:
+    def encode_row(self, place: str, row: Mapping[str, Any]) -> EncodedRow:
         """The conversation in a row, as `encode` gives it.
 
         Raises:
             ValueError: as for `read_conversation` and `encode`.
         """
         conversation = read_conversation(place, row)
-        self.spelled.update(self._special_tokens_in(conversation)[:1])
-        return [self.encode(place, conversation)]
-
-    def _special_tokens_in(self, conversation: Conversation) -> list[str]:
-        return [it for message in conversation.messages for it in self._special.findall(message.get("content") or "")]
+        texts = (message.get("content") or "" for message in conversation.messages)
+        spelled = (found.group() for text in texts if (found := self._special.search(text)))
+        return EncodedRow([self.encode(place, conversation)], next(spelled, None))
 
     def encode(self, place: str, conversation: Conversation) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """The tokens of a conversation, and which of them the assistant says.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -85,12 +86,14 @@ def build_conversations(
 
 
 def _write(folder: Path, files: Sequence[SourceFile], tokenizer: Tokenizer, encoder: RowEncoder) -> None:
-    digest, ends = hashlib.sha256(), [0]
-    encoder.spelled.clear()
+    digest, ends, spelled = hashlib.sha256(), [0], Counter[str]()
     with (folder / TOKENS_FILE).open("wb") as tokens_file, (folder / LEARNED_FILE).open("wb") as learned_file:
         for file in files:
             for place, row in read_rows(file.path):
-                for tokens, learned in encoder.encode_row(place, row):
+                samples, special_token = encoder.encode_row(place, row)
+                if special_token is not None:
+                    spelled[special_token] += 1
+                for tokens, learned in samples:
                     if len(tokens) and tokens.max() >= tokenizer.vocab_size:
                         raise ValueError(
                             f"{place} has token {tokens.max()}, and the tokenizer knows {tokenizer.vocab_size} ids; "
@@ -108,8 +111,8 @@ def _write(folder: Path, files: Sequence[SourceFile], tokenizer: Tokenizer, enco
         num_conversations=len(ends) - 1,
         num_tokens=ends[-1],
         marks_answers=encoder.marks_answers,
-        num_with_special_token=encoder.spelled.total(),
-        special_token=next(iter(encoder.spelled), None),
+        num_with_special_token=spelled.total(),
+        special_token=next(iter(spelled), None),
         padding=tokenizer.end_of_document,
     )
     (folder / INDEX_FILE).write_text(json.dumps(asdict(index), indent=2) + "\n", encoding="utf-8")

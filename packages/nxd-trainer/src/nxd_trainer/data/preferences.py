@@ -5,7 +5,6 @@ They lie on disk as conversations do, the chosen answer of a row and then the re
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nxd_trainer.data.chat import ChatTemplate, Conversation, messages_of
+from nxd_trainer.data.chat import ChatTemplate, Conversation, EncodedRow, messages_of
 from nxd_trainer.data.conversations import Conversations, ConversationSequences, cut_lengths, spread_held_out
 from nxd_trainer.data.tokenizer import digest_files, load_tokenizer_of_transformers
-
-Encoded = tuple[NDArray[np.int64], NDArray[np.bool_]]
 
 
 class PreferenceEncoder:
@@ -30,7 +27,6 @@ class PreferenceEncoder:
     Attributes:
         marks_answers: whether the answers are known without looking for them.
         fingerprint: another text whenever the same row would give other tokens.
-        spelled: nothing; special tokens are not looked for.
 
     Raises:
         ValueError: there is no such tokenizer, or transformers is not installed.
@@ -42,13 +38,12 @@ class PreferenceEncoder:
         self._folder = Path(path) if Path(path).is_dir() else Path(path).parent
         self._tokenizer = load_tokenizer_of_transformers(self._folder)
         self._template = ChatTemplate(path) if self._tokenizer.chat_template else None
-        self.spelled = Counter[str]()
         files = sorted(it for it in self._folder.iterdir() if it.suffix in (".json", ".model", ".jinja"))
         self.fingerprint = "preferences" + (
             digest_files(files) if self._template is None else self._template.fingerprint
         )
 
-    def encode_row(self, place: str, row: Mapping[str, Any]) -> list[Encoded]:
+    def encode_row(self, place: str, row: Mapping[str, Any]) -> EncodedRow:
         """The tokens of a row's chosen and rejected answer, each after the prompt, and which of them are the answer.
 
         As TRL has them: `prompt`, `chosen` and `rejected`, all texts or all lists of messages; with messages the prompt
@@ -69,7 +64,7 @@ class PreferenceEncoder:
             )
         values = [row.get("prompt"), chosen, rejected]
         if all(isinstance(value, str) for value in values):
-            return [self._encode_text(values[0], answer) for answer in (chosen, rejected)]
+            return EncodedRow([self._encode_text(values[0], answer) for answer in (chosen, rejected)])
         answers = [messages_of(place, name, row[name]) for name in ("chosen", "rejected")]
         if row.get("prompt") is None:
             prompt, answers = _common_beginning(place, *answers)
@@ -81,9 +76,9 @@ class PreferenceEncoder:
                 "of a chat model, or give texts"
             )
         said = [Conversation([*prompt, *answer], row.get("tools") or None, len(prompt)) for answer in answers]
-        return [self._template.encode(place, conversation) for conversation in said]
+        return EncodedRow([self._template.encode(place, conversation) for conversation in said])
 
-    def _encode_text(self, prompt: str, answer: str) -> Encoded:
+    def _encode_text(self, prompt: str, answer: str) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         end = self._tokenizer.eos_token or ""
         before = self._tokenizer(prompt)["input_ids"]
         ids = self._tokenizer(prompt + answer + ("" if answer.endswith(end) else end))["input_ids"]
