@@ -70,7 +70,8 @@ def place(target: Target, styles: Mapping[str, str], layout: HeadLayout) -> set[
         ValueError: the module has something of a style that is not made for it.
     """
     own = {path: style for path, style in styles.items() if path.startswith(joined(target.path, ""))}
-    done = {path for path, style in own.items() if style not in ("replicated_with_grad_allreduce", "local_params")}
+    # In the model's order, so that all ranks raise the same error.
+    done = [path for path, style in own.items() if style not in ("replicated_with_grad_allreduce", "local_params")]
     if not any(own[path] == "rowwise" for path in done):
         raise ValueError(_cannot_place(target.path, "without a rowwise layer of its own", layout))
     for path in done:
@@ -85,7 +86,7 @@ def place(target: Target, styles: Mapping[str, str], layout: HeadLayout) -> set[
             part.replace(key_value_linear(part.of_class(nn.Linear), layout))
         else:
             part.replace(query_linear(part.of_class(nn.Linear), layout))
-    return done
+    return set(done)
 
 
 def tell_counts(path: str, attention: nn.Module, layout: HeadLayout) -> None:
