@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from nxd_state import Mesh
 
-AXES = ["pp", "dp", "cp", "tp", "ep", "dp_exp"]
-COMBINATIONS = [("dp", "cp"), ("pp", "tp"), ("pp", "dp", "cp", "tp"), ("dp_exp", "ep"), ("pp", "ep", "tp")]
+AXES = ["pp", "dp", "cp", "tp", "ep", "etp", "dp_exp"]
+COMBINATIONS = [("dp", "cp"), ("pp", "tp"), ("pp", "dp", "cp", "tp"), ("dp_exp", "ep"), ("pp", "ep", "etp")]
 
 
 @st.composite
@@ -19,8 +19,10 @@ def meshes(draw: st.DrawFn) -> Mesh:
     dp = draw(st.integers(1, 6))
     if order != "row_major":  # these want whole nodes of 64 ranks
         dp *= 64
-    ep = draw(st.sampled_from([divisor for divisor in range(1, dp * cp + 1) if (dp * cp) % divisor == 0]))
-    return Mesh(pp * dp * cp * tp, pp=pp, cp=cp, tp=tp, ep=ep, order=order)
+    etp = draw(st.sampled_from([-1, 1, tp]))
+    rest = dp * cp * (tp if etp == 1 else 1)
+    ep = draw(st.sampled_from([divisor for divisor in range(1, rest + 1) if rest % divisor == 0]))
+    return Mesh(pp * dp * cp * tp, pp=pp, cp=cp, tp=tp, ep=ep, etp=etp, order=order)
 
 
 @settings(deadline=None, max_examples=50)
@@ -52,7 +54,8 @@ def test_coordinates_of_any_rank_round_trip(mesh, data):
     coordinates = mesh.coordinates(rank)
 
     assert mesh.rank_at(**{axis: coordinates[axis] for axis in ("pp", "dp", "cp", "tp")}) == rank
-    assert coordinates["dp_exp"] * mesh.ep + coordinates["ep"] == coordinates["dp"] * mesh.cp + coordinates["cp"]
+    of_experts = (coordinates["dp_exp"] * mesh.ep + coordinates["ep"]) * mesh.etp + coordinates["etp"]
+    assert of_experts == (coordinates["dp"] * mesh.cp + coordinates["cp"]) * mesh.tp + coordinates["tp"]
 
 
 def test_groups_of_the_documented_example_are_as_documented():

@@ -13,6 +13,8 @@ import torch
 from nxd_state import Group, Pending, all_reduce_, all_reduce_coalesced_
 from torch import Tensor
 
+from nxd_optim.placement import is_expert
+
 
 class GradientBucket:
     """One flat buffer whose slices are the `.grad` of its parameters.
@@ -48,14 +50,21 @@ class GradientBucket:
             view.copy_(parameter.grad.detach().to_dense())
         parameter.grad = view
 
-    def average(self, group: Group, dtype: torch.dtype | None) -> Pending[Tensor]:
-        """Start to average the gradients over the group, in `dtype` if given; a missing gradient counts as zero."""
+    def average(self, group: Group, dtype: torch.dtype | None, scale: float = 1.0) -> Pending[Tensor]:
+        """Start to average the gradients over the group, in `dtype` if given; a missing gradient counts as zero.
+
+        Args:
+            group: the ranks.
+            dtype: in which they add; the gradients' own if None.
+            scale: what the average is multiplied by.
+        """
         for parameter in self.parameters:
             self.add_gradient(parameter)
         if dtype in (None, self.buffer.dtype):
-            return all_reduce_(self.buffer, group, op="avg", async_op=True)
-        wide = self.buffer.to(dtype)
-        return all_reduce_(wide, group, op="avg", async_op=True).then(self.buffer.copy_)
+            pending = all_reduce_(self.buffer, group, op="avg", async_op=True)
+        else:
+            pending = all_reduce_(self.buffer.to(dtype), group, op="avg", async_op=True).then(self.buffer.copy_)
+        return pending if scale == 1 else pending.then(lambda mean: mean.mul_(scale))
 
     def zero_grad(self) -> None:
         """Make the slices, all zero, the gradients."""
@@ -72,14 +81,14 @@ def make_buckets(parameters: Sequence[Tensor], bucket_bytes: int) -> list[Gradie
 def batch_parameters(parameters: Sequence[Tensor], bucket_bytes: int) -> list[list[Tensor]]:
     """Cut the parameters into batches of at most `bucket_bytes`, listed in the order in which backward fills them.
 
-    Backward is assumed to reach the parameters in reverse order. A batch holds one dtype and device. A parameter
-    larger than `bucket_bytes` gets a batch of its own.
+    Backward is assumed to reach the parameters in reverse order. A batch holds one dtype and device, and experts or
+    other layers. A parameter larger than `bucket_bytes` gets a batch of its own.
     """
-    batches_of_kind: dict[tuple[torch.dtype, torch.device], list[list[Tensor]]] = {}
+    batches_of_kind: dict[tuple[torch.dtype, torch.device, bool], list[list[Tensor]]] = {}
     reached = {}
     for position, parameter in enumerate(reversed(parameters)):
         reached[id(parameter)] = position
-        batches = batches_of_kind.setdefault((parameter.dtype, parameter.device), [[]])
+        batches = batches_of_kind.setdefault((parameter.dtype, parameter.device, is_expert(parameter)), [[]])
         if batches[-1] and sum(p.nbytes for p in batches[-1]) + parameter.nbytes > bucket_bytes:
             batches.append([])
         batches[-1].append(parameter)
@@ -102,8 +111,8 @@ class GraphBucket:
     def add_gradient(self, parameter: Tensor) -> None:
         """Nothing to do: gradients are not moved."""
 
-    def average(self, group: Group, dtype: torch.dtype | None) -> Pending[None]:
-        """Average the gradients over the group, in `dtype` if given; a missing gradient counts as zero."""
+    def average(self, group: Group, dtype: torch.dtype | None, scale: float = 1.0) -> Pending[None]:
+        """As `GradientBucket.average`, but for what a step's graph has of it."""
         for parameter in self.parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -111,7 +120,7 @@ class GraphBucket:
         sent = grads if dtype in (None, grads[0].dtype) else [grad.to(dtype) for grad in grads]
         all_reduce_coalesced_(sent, group, op="avg")
         for parameter, mean in zip(self.parameters, sent, strict=True):
-            parameter.grad = mean.to(parameter.dtype)
+            parameter.grad = (mean if scale == 1 else mean * scale).to(parameter.dtype)
         return Pending(None)  # a part of the graph: there is nothing to wait for
 
     def zero_grad(self) -> None:

@@ -9,8 +9,6 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from nxd_state import (
-    ShardSpec,
-    active_group,
     all_gather,
     all_reduce_,
     get_device,
@@ -21,6 +19,7 @@ from nxd_state import (
 from torch import Tensor
 
 from nxd_optim.norm_weights import differs_between_ranks, row_weights
+from nxd_optim.placement import Placement, dense_placement, expert_placement, is_expert
 
 CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_ and Megatron-LM have it
 
@@ -44,17 +43,31 @@ def grad_norm(parameters: Iterable[Tensor] | Tensor, norm_type: float | str = 2.
         ValueError: `norm_type` is not positive, or a parameter is sharded along another axis than "tp".
     """
     power = _check_norm_type(norm_type)
-    by_copies = _gradients_by_copies(_as_list(parameters), power)
-    device = next((grads[0].device for grads in by_copies.values()), get_device())
+    parameters = _as_list(parameters)
+    device = next((it.grad.device for it in parameters if it.grad is not None), get_device())
+    experts = expert_placement()
+    totals = [
+        _norm_of_kind(
+            [it for it in parameters if experts is None or not is_expert(it)], dense_placement(), power, device
+        )
+    ]
+    if experts is not None:
+        totals.append(_norm_of_kind([it for it in parameters if is_expert(it)], experts, power, device))
+    together = torch.stack(totals)
+    return together.max() if math.isinf(power) else together.sum().pow(1.0 / power)
+
+
+def _norm_of_kind(parameters: list[Tensor], placement: Placement, power: float, device: torch.device) -> Tensor:
+    """The norm to its power, or the largest magnitude, of parameters that lie alike; 0-d."""
+    by_copies = _gradients_by_copies(parameters, placement, power)
     total = norm_accumulator(device)
-    group = active_group("pp", "tp")
     if math.isinf(power):
         for grads in by_copies.values():
             total = torch.maximum(total, tensor_norms(grads, power, total).max())
-        return all_gather(total, group).max()  # not a reduction by max, in which gloo and nccl may lose a NaN
+        return all_gather(total, placement.parts).max()  # not a reduction by max, in which gloo and nccl may lose a NaN
     for copies, grads in by_copies.items():
         total += tensor_norms(grads, power, total).pow(power).sum() / copies
-    return all_reduce_(total, group).pow(1.0 / power).squeeze(0)
+    return all_reduce_(total, placement.parts).squeeze(0)
 
 
 @torch.no_grad()
@@ -90,21 +103,20 @@ def _as_list(parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
     return [parameters] if isinstance(parameters, Tensor) else list(dict.fromkeys(parameters))
 
 
-def _gradients_by_copies(parameters: list[Tensor], power: float) -> dict[int, list[Tensor]]:
-    """Gradients, or boxes of them, by the number of tensor-parallel ranks that hold the same elements.
+def _gradients_by_copies(parameters: list[Tensor], placement: Placement, power: float) -> dict[int, list[Tensor]]:
+    """Gradients, or boxes of them, by the number of ranks that hold the same elements.
 
     On XLA the boxes are no part of the graph, where they would differ from rank to rank: see `norm_weights`.
     """
-    tensor_parallel_size = active_group("tp").size
     by_copies: dict[int, list[Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is None or parameter.numel() == 0 or getattr(parameter, "shared", False):
             continue
         spec = get_shard_spec(parameter)
         if spec is None:
-            by_copies.setdefault(tensor_parallel_size, []).append(parameter.grad)
+            by_copies.setdefault(placement.copies, []).append(parameter.grad)
             continue
-        check_axis(spec)
+        placement.check(spec)
         if records_graphs(parameter) and differs_between_ranks(parameter):
             by_copies.setdefault(1, []).append(parameter.grad * row_weights(parameter, power))
             continue
@@ -128,15 +140,6 @@ def tensor_norms(tensors: Sequence[Tensor], power: float, like: Tensor) -> Tenso
         dtype = torch.float64 if tensor.dtype == torch.float64 else torch.float32
         norms.append(torch.linalg.vector_norm(tensor, power, dtype=dtype).to(like))
     return torch.stack(norms)
-
-
-def check_axis(spec: ShardSpec) -> None:
-    """Raise a ValueError for a parameter that is sharded along another axis than norms are summed over."""
-    if spec.axis != "tp":
-        raise ValueError(
-            f"a parameter of shape {spec.local_shape} is sharded along axis={spec.axis!r}; gradient norms are "
-            "summed over 'tp' and 'pp' only"
-        )
 
 
 def _check_norm_type(norm_type: float | str) -> float:

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from nxd_state import active_group, all_reduce_, get_device, widest_float
+from nxd_state import Group, active_group, all_reduce_, get_device, widest_float
 from torch import Tensor
 from torch.optim import Optimizer
 
+from nxd_optim.placement import expert_placement, is_expert
 from nxd_optim.zero1 import NeuronZero1Optimizer, OwnGradient, counted_parts
 
 SMALLEST_EXPONENT, LARGEST_EXPONENT = -60, 20
@@ -87,7 +88,7 @@ class GradientHistograms:
             if own.parameter in rows:
                 for copies, part in counted_parts(own.parameter, own.start, own.stop, own.gradient):
                     tallies[rows[own.parameter]] += _count(part) / copies
-        tallies = all_reduce_(all_reduce_(tallies, self._group), active_group("tp"))
+        tallies = _of_all_ranks(tallies, [parameter for _, parameter in self.named_parameters], self._group)
         self.report(self.steps, _histograms([name for name, _ in self.named_parameters], tallies))
 
     def _is_due(self) -> bool:
@@ -108,7 +109,32 @@ def gradient_histograms(named_parameters: Iterable[tuple[str, Tensor]]) -> dict[
         return {}
     # float64 where there is one, since copies count as fractions and all of them must add up to whole numbers.
     tallies = torch.stack([_tally(parameter) for _, parameter in found])
-    return _histograms([name for name, _ in found], all_reduce_(tallies, active_group("tp")))
+    tallies = _of_all_ranks(tallies, [parameter for _, parameter in found], replicas=None)
+    return _histograms([name for name, _ in found], tallies)
+
+
+def _of_all_ranks(tallies: Tensor, parameters: Sequence[Tensor], replicas: Group | None) -> Tensor:
+    """The sum over the ranks that have other parts of the same logical parameters.
+
+    Args:
+        tallies: `[parameters, 83]`.
+        parameters: in their order.
+        replicas: those of dense layers, where each has its part of the gradients; None where all have all.
+    """
+    experts = expert_placement()
+    shared = () if replicas is None else (replicas,)
+    if experts is None:
+        return _sum_over(tallies, (*shared, active_group("tp")))
+    rows = torch.tensor([is_expert(it) for it in parameters], device=tallies.device).unsqueeze(1)
+    of_experts = () if replicas is None else (experts.replicas,)
+    dense = _sum_over(tallies.masked_fill(rows, 0), (*shared, active_group("tp")))
+    return dense + _sum_over(tallies.masked_fill(~rows, 0), (*of_experts, active_group("ep"), active_group("etp")))
+
+
+def _sum_over(tallies: Tensor, groups: Sequence[Group]) -> Tensor:
+    for group in groups:
+        tallies = all_reduce_(tallies, group)
+    return tallies
 
 
 def _histograms(names: Sequence[str], tallies: Tensor) -> dict[str, GradientHistogram]:

@@ -15,6 +15,7 @@ from torch import Tensor
 from nxd_optim.bucket import GradientBucket, GraphBucket, batch_parameters, make_buckets
 from nxd_optim.bucket_sender import BucketSender, Message
 from nxd_optim.mesh_check import require_mesh
+from nxd_optim.placement import Placement, dense_placement, expert_placement, is_expert, ranks_with_gradients
 from nxd_optim.used_parameters import Usage
 
 DEFAULT_BUCKET_BYTES = 25 * 2**20
@@ -42,7 +43,8 @@ class GradientReducer:
 
     Args:
         parameters: the same on every rank and in the same order; those that need gradients are taken, each once.
-        group: ranks to average over; data times context parallel if None.
+        group: ranks to average over; data times context parallel if None, and for the parameters of experts those that
+            have the same experts.
         bucket_bytes: largest size of a bucket. A parameter above it travels alone.
         reduce_dtype: in which the ranks' gradients are added and sent, such as float32 for bfloat16 gradients; their
             own dtype if None.
@@ -73,11 +75,16 @@ class GradientReducer:
         if group is None:
             require_mesh()
         self.reduce_dtype = reduce_dtype
-        self.group = group if group is not None else active_group("dp", "cp")
+        self._dense = dense_placement(group)
+        self._experts = (expert_placement() if group is None else None) or self._dense
+        self.group = self._dense.replicas
         self.parameters = [p for p in dict.fromkeys(parameters) if p.requires_grad]
         check_same_parameters(self.parameters, self.group)
-        self._buckets = _buckets_of(self.parameters, bucket_bytes) if self.group.size > 1 else []
-        self._usage = Usage(self.parameters, (self.group, active_group("tp"))) if find_unused_parameters else None
+        sent = [p for p in self.parameters if self._is_sent(p)]
+        self._kept = [p for p in self.parameters if not self._is_sent(p)]
+        self._buckets = _buckets_of(sent, bucket_bytes) if sent else []
+        asked = (self.group, active_group("tp"), *ranks_with_gradients())
+        self._usage = Usage(self.parameters, asked) if find_unused_parameters else None
         self._used: set[int] = set()  # ids of parameters that had a gradient when they were sent
         self._sender = BucketSender(
             self._buckets,
@@ -148,14 +155,13 @@ class GradientReducer:
         self._sender.complete()
         if self._usage is not None:
             if not self._buckets:
-                self._note_used(self.parameters)
+                self._note_used(self._kept)
                 self._usage.send(self._used)
             self._leave_unused_without_gradient(self._usage)
             self._used = set()
-        if not self._buckets:
-            for parameter in self.parameters:
-                if parameter.grad is None and (self._usage is None or id(parameter) in self._usage.anywhere()):
-                    parameter.grad = torch.zeros_like(parameter)
+        for parameter in self._kept:
+            if parameter.grad is None and (self._usage is None or id(parameter) in self._usage.anywhere()):
+                parameter.grad = torch.zeros_like(parameter)
 
     def zero_grad(self) -> None:
         """Begin a new step without gradients; drops a failed or unfinished step, if every rank calls this.
@@ -167,12 +173,11 @@ class GradientReducer:
             RuntimeError: inside `overlap_backward`.
         """
         self.drop()
-        if self._buckets and self._usage is None:
-            for bucket in self._buckets:
-                bucket.zero_grad()
-        else:
-            for parameter in self.parameters:
-                parameter.grad = None
+        in_buckets = self._buckets if self._usage is None else []
+        for bucket in in_buckets:
+            bucket.zero_grad()
+        for parameter in self._kept if in_buckets else self.parameters:
+            parameter.grad = None
 
     def drop(self) -> None:
         """End a failed or unfinished step, if every rank calls this; `.grad` is left unchanged.
@@ -191,10 +196,20 @@ class GradientReducer:
     def _send(self, index: int) -> Message:
         bucket = self._buckets[index]
         self._note_used(bucket.parameters)
-        message = bucket.average(self.group, self.reduce_dtype)
+        placement = self._placement_of(bucket.parameters[0])
+        message = bucket.average(placement.replicas, self.reduce_dtype, placement.scale)
         if self._usage is not None and bucket is self._buckets[-1]:
+            self._note_used(self._kept)
             self._usage.send(self._used)
         return message
+
+    def _placement_of(self, parameter: Tensor) -> Placement:
+        return self._experts if is_expert(parameter) else self._dense
+
+    def _is_sent(self, parameter: Tensor) -> bool:
+        """Whether its gradient is another one after averaging."""
+        placement = self._placement_of(parameter)
+        return placement.replicas.size > 1 or placement.scale != 1
 
     def _leave_unused_without_gradient(self, usage: Usage) -> None:
         self._used = set(usage.anywhere())

@@ -8,9 +8,10 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
-from nxd_state import Group, active_group, all_gather
+from nxd_state import Group, all_gather
 from torch import Tensor
 
+from nxd_optim.placement import dense_placement, expert_placement, is_expert
 from nxd_optim.reducer import check_same_parameters
 from nxd_optim.zero1 import NeuronZero1Optimizer, StateTensor
 from nxd_optim.zero1.sharded_state import shards_of_range
@@ -24,7 +25,8 @@ class WeightAverage:
     Args:
         parameters: the same on every rank and in the same order; those that need gradients are taken, each once.
         decay: between 0 and 1, such as 0.999: about as many steps are averaged as 1 / (1 - decay).
-        group: ranks that hold the same parameters and share the average; data times context parallel if None.
+        group: ranks that hold the same parameters and share the average; data times context parallel if None, and of
+            experts those that have the same ones.
         optimizer: a ZeRO-1 optimizer with `overlap_forward`, whose parameters may arrive after its step: they
             are waited for.
 
@@ -44,12 +46,14 @@ class WeightAverage:
             raise ValueError(f"decay={decay} must be between 0 and 1, such as 0.999")
         self.decay = decay
         self._optimizer = optimizer
-        self.group = group if group is not None else active_group("dp", "cp")
+        dense = dense_placement(group)
+        self._experts = ((expert_placement() if group is None else None) or dense).replicas
+        self.group = dense.replicas
         self.parameters = [p for p in dict.fromkeys(parameters) if p.requires_grad]
         check_same_parameters(self.parameters, self.group)
         # (start, stop) of the elements of each parameter that this rank averages, in C order; cut alike for all, so
         # that each parameter can be gathered on its own.
-        self._ranges = [_part_of(p.numel(), self.group.rank, self.group.size) for p in self.parameters]
+        self._ranges = [_part_of(p.numel(), self._replicas(p)) for p in self.parameters]
         self._averages = [self._own(p, bounds).clone() for p, bounds in zip(self.parameters, self._ranges, strict=True)]
 
     @torch.no_grad()
@@ -93,10 +97,14 @@ class WeightAverage:
     @torch.no_grad()
     def _fill_parameters(self) -> None:
         for parameter, average in zip(self.parameters, self._averages, strict=True):
-            longest = -(-parameter.numel() // self.group.size)  # collectives want equal parts: pad the last ones
+            group = self._replicas(parameter)
+            longest = -(-parameter.numel() // group.size)  # collectives want equal parts: pad the last ones
             padded = torch.nn.functional.pad(average, (0, longest - average.numel()))
-            whole = all_gather(padded, self.group)[: parameter.numel()]
+            whole = all_gather(padded, group)[: parameter.numel()]
             parameter.copy_(whole.view(parameter.shape))
+
+    def _replicas(self, parameter: Tensor) -> Group:
+        return self._experts if is_expert(parameter) else self.group
 
     @staticmethod
     def _own(parameter: Tensor, bounds: tuple[int, int]) -> Tensor:
@@ -105,6 +113,6 @@ class WeightAverage:
         return parameter.detach().reshape(-1)[slice(*bounds)].to(dtype)
 
 
-def _part_of(length: int, rank: int, size: int) -> tuple[int, int]:
-    part = -(-length // size)
-    return min(rank * part, length), min((rank + 1) * part, length)
+def _part_of(length: int, group: Group) -> tuple[int, int]:
+    part = -(-length // group.size)
+    return min(group.rank * part, length), min((group.rank + 1) * part, length)

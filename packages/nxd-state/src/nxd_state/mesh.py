@@ -11,7 +11,7 @@ from functools import lru_cache
 from nxd_state.rank_order import rank_order
 
 DENSE_AXES = ("pp", "dp", "cp", "tp")
-EXPERT_AXES = ("pp", "dp_exp", "ep", "tp")
+EXPERT_AXES = ("pp", "dp_exp", "ep", "etp")
 
 RankGroups = tuple[tuple[int, ...], ...]
 
@@ -20,7 +20,8 @@ RankGroups = tuple[tuple[int, ...], ...]
 class Mesh:
     """Ranks laid out row-major over the axes `[pp, dp, cp, tp]`, `tp` fastest.
 
-    The same ranks are seen as `[pp, dp_exp, ep, tp]` inside expert layers, with `dp_exp * ep == dp * cp`.
+    Inside expert layers the same ranks are seen as `[pp, dp_exp, ep, etp]`, with `dp_exp * ep * etp == dp * cp * tp`
+    ("parallel folding" of Liu et al. 2025, "MoE Parallel Folding"): `ep` may take ranks of `dp`, `cp` and `tp`.
 
     Args:
         world_size: number of ranks.
@@ -29,6 +30,7 @@ class Mesh:
         cp: context-parallel ranks, which split one sequence.
         tp: tensor-parallel ranks, which split one layer.
         ep: expert-parallel ranks, which split the experts of a layer.
+        etp: tensor-parallel ranks of each expert; -1 for as many as `tp`.
         order: name of the rank order (see `rank_order`): how positions in the mesh map to launched ranks.
 
     Raises:
@@ -41,10 +43,13 @@ class Mesh:
     cp: int = 1
     tp: int = 1
     ep: int = 1
+    etp: int = -1
     order: str = "row_major"
 
     def __post_init__(self) -> None:
-        for axis in ("world_size", "pp", "cp", "tp", "ep"):
+        if self.etp == -1:
+            object.__setattr__(self, "etp", self.tp)
+        for axis in ("world_size", "pp", "cp", "tp", "ep", "etp"):
             if type(getattr(self, axis)) is not int or getattr(self, axis) < 1:
                 raise ValueError(f"{axis}={getattr(self, axis)!r} is not a positive degree; use 1 to switch it off")
         model_size = self.pp * self.cp * self.tp
@@ -56,9 +61,11 @@ class Mesh:
                 f"pp={self.pp} x dp={self.dp} x cp={self.cp} x tp={self.tp} = {self.dp * model_size} is not "
                 f"world_size={self.world_size}; leave dp out to have it computed"
             )
-        if (self.dp * self.cp) % self.ep:
+        of_stage = self.dp * self.cp * self.tp
+        if of_stage % (self.ep * self.etp):
             raise ValueError(
-                f"ep={self.ep} does not divide dp x cp = {self.dp * self.cp}; use {_list_divisors(self.dp * self.cp)}"
+                f"ep={self.ep} x etp={self.etp} = {self.ep * self.etp} does not divide dp x cp x tp = {of_stage}; "
+                + (f"use ep={_list_divisors(of_stage // self.etp)}" if of_stage % self.etp == 0 else "use etp=1")
             )
         rank_order(self.order, self.world_size, self.tp)
 
@@ -78,8 +85,13 @@ class Mesh:
 
     @property
     def dp_exp(self) -> int:
-        """Data-parallel replicas of each expert: `dp * cp / ep`."""
-        return self.dp * self.cp // self.ep
+        """Data-parallel replicas of each expert: `dp * cp * tp / (ep * etp)`."""
+        return self.dp * self.cp * self.tp // (self.ep * self.etp)
+
+    @property
+    def splits_experts(self) -> bool:
+        """Whether expert layers lie on the ranks in another way than dense ones."""
+        return self.ep > 1 or self.etp != self.tp
 
     def size(self, *axes: str) -> int:
         """Number of ranks in a group of these axes."""
@@ -110,7 +122,7 @@ class Mesh:
         return tuple(tuple(dict.fromkeys((group[0], group[-1]))) for group in self.groups("pp"))
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Position of `rank` along every axis: pp, dp, cp and tp, then dp_exp and ep."""
+        """Position of `rank` along every axis: pp, dp, cp and tp, then dp_exp, ep and etp."""
         self._check_rank(rank)
         found = dict.fromkeys((*DENSE_AXES, *EXPERT_AXES), 0)
         for view in (DENSE_AXES, EXPERT_AXES):

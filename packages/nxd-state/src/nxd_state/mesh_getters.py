@@ -81,6 +81,16 @@ def get_expert_model_parallel_rank() -> int:
     return get_group("ep").rank
 
 
+def get_expert_tensor_parallel_size() -> int:
+    """Ranks that split each expert."""
+    return get_group("etp").size
+
+
+def get_expert_tensor_parallel_rank() -> int:
+    """This rank's index among those that split its experts."""
+    return get_group("etp").rank
+
+
 # The tensor-parallel guide spells these two differently.
 get_tensor_parallel_size = get_tensor_model_parallel_size
 get_data_parallel_world_size = get_data_parallel_size

@@ -32,9 +32,11 @@ GROUP_AXES: tuple[tuple[str, ...], ...] = (
     ("pp",),
     ("cp",),
     ("ep",),
+    ("etp",),
     ("dp_exp",),
     ("dp", "cp"),
     ("pp", "tp"),
+    ("pp", "ep", "etp"),
     ("pp", "dp", "cp", "tp"),
 )
 WORLD_AXES = ("pp", "dp", "cp", "tp")
@@ -63,6 +65,7 @@ def initialize_model_parallel(
     expert_model_parallel_size: int = 1,
     *,
     context_parallel_size: int = 1,
+    expert_tensor_parallel_size: int | None = None,
     rank_order: str = "row_major",
     timeout: timedelta | None = None,
     store: dist.Store | None = None,
@@ -77,6 +80,7 @@ def initialize_model_parallel(
         pipeline_model_parallel_size: pipeline stages.
         expert_model_parallel_size: ranks that split the experts of a layer.
         context_parallel_size: ranks that split each sequence.
+        expert_tensor_parallel_size: ranks that split each expert; as many as split each layer if None.
         rank_order: how mesh positions map to ranks; see `nxd_state.rank_order`.
         timeout: how long a collective may wait for a peer; if None, the seconds of `NXD_TIMEOUT`, else torch's default.
         store: a new one, where the ranks find each other; the launcher's if None. Whoever can write to it can pose as a
@@ -100,6 +104,7 @@ def initialize_model_parallel(
         cp=context_parallel_size,
         tp=tensor_model_parallel_size,
         ep=expert_model_parallel_size,
+        etp=-1 if expert_tensor_parallel_size is None else expert_tensor_parallel_size,
         order=rank_order,
     )
     if _planned is not None:
@@ -182,9 +187,10 @@ def get_mesh() -> Mesh:
 
 
 def get_group(*axes: str) -> Group:
-    """This rank's group along an axis ("tp", "dp", "pp", "cp", "ep", "dp_exp", "embedding") or a combination.
+    """This rank's group along an axis ("tp", "dp", "pp", "cp", "ep", "etp", "dp_exp", "embedding") or a
+    combination.
 
-    Combinations made at start: ("dp", "cp"), ("pp", "tp"), and all four dense axes for the world.
+    Combinations made at start: ("dp", "cp"), ("pp", "tp"), ("pp", "ep", "etp"), and all dense axes for the world.
 
     Raises:
         RuntimeError: not initialised.

@@ -19,6 +19,7 @@ _SPEC_ATTRIBUTE = "shard_spec"
 
 DOCUMENTED_ATTRIBUTES = (
     "tensor_model_parallel",
+    "expert_model_parallel",
     "partition_dim",
     "partition_stride",
     "num_partitions",
@@ -69,7 +70,7 @@ class ShardPiece:
         logical_shape: shape of the whole logical tensor.
         name: "" where the logical tensor has the parameter's own name; otherwise its name relative to the parent
             of the module that owns the parameter, such as "q_proj.weight" for a fused `attention.qkv_proj`.
-        copies: how many ranks of the axis hold this same box.
+        copies: how many ranks of the axis hold this same box; "ep" counts those of "etp" as well.
     """
 
     local: Box
@@ -86,7 +87,8 @@ class ShardSpec:
     Attributes:
         local_shape: shape of the parameter on this rank.
         pieces: the boxes that hold something; elements outside of them are padding.
-        axis: the mesh axis along which the ranks hold different pieces.
+        axis: the mesh axis along which the ranks hold different pieces: "tp", or "ep", which for an expert means those
+            that split the experts and those that split each of them ("etp").
     """
 
     local_shape: tuple[int, ...]

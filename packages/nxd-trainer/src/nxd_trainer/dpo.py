@@ -70,8 +70,9 @@ def with_dpo_loss(make: Callable[[], nn.Module], recipe: Recipe) -> Callable[[],
 
     def made() -> nn.Module:
         module: Any = make()
-        if is_transformers_model(module) and recipe.parallel.tensor_parallel_size > 1:
-            parallelize(module, sequence_parallel=recipe.parallel.sequence_parallel)  # first, as it sets the loss, too
+        if is_transformers_model(module) and recipe.parallel.splits_layers:  # first, as it sets the loss, too
+            splits_experts = recipe.parallel.splits_experts
+            parallelize(module, expert_parallel=splits_experts, sequence_parallel=recipe.parallel.sequence_parallel)
         module.loss_function = DpoLoss(recipe.dpo.beta, recipe.dpo.label_smoothing)
         whole: nn.Module = module
         return whole

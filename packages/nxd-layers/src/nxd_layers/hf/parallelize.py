@@ -10,12 +10,23 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal, NoReturn
 
-from nxd_state import active_group, broadcast, copy_parameter_attributes, get_rng_state, set_rng_state, transport_device
+from nxd_state import (
+    active_group,
+    broadcast,
+    copy_parameter_attributes,
+    get_mesh,
+    get_rng_state,
+    model_parallel_is_initialized,
+    set_rng_state,
+    transport_device,
+)
 from nxd_state.rng import SHARED_STREAM
 from torch import nn
 
 from nxd_layers.hf import heads
 from nxd_layers.hf.embeddings import parallel_embedding
+from nxd_layers.hf.expert_parallel import STYLES as EXPERT_STYLES
+from nxd_layers.hf.expert_parallel import check_experts, split_experts
 from nxd_layers.hf.initialization import initialize
 from nxd_layers.hf.linears import column_parallel
 from nxd_layers.hf.loss import split_loss
@@ -23,7 +34,7 @@ from nxd_layers.hf.plan import joined, named_styles
 from nxd_layers.hf.sequence import SequenceRegion, region_of
 from nxd_layers.hf.shared_inputs import share_inputs
 from nxd_layers.hf.styles import Target, style_named
-from nxd_layers.hf.supported_models import check_plan, checked_plan, plan_of
+from nxd_layers.hf.supported_models import check_plan, checked_plan, expert_plan_of, plan_of
 from nxd_layers.hf.transformers_models import (
     build_on_meta,
     input_embeddings,
@@ -48,11 +59,12 @@ def parallelize(
     model_or_config: Any,
     *,
     plan: Mapping[str, str] | Literal["own"] | None = None,
+    expert_parallel: bool = False,
     sequence_parallel: bool = False,
     vocabulary_parallel_loss: bool = True,
 ) -> Any:
-    """Split a model over the tensor-parallel ranks, as its plan says; called by all of them, after
-    `initialize_model_parallel`.
+    """Split a model over the tensor-parallel ranks, and its experts over the expert-parallel ones, as its plans say;
+    called by all of them, after `initialize_model_parallel`.
 
     Linears and embeddings become parallel layers, experts keep a part of each of them, and attention modules learn how
     many heads are here. Names of modules and parameters stay, and so do the model's class, its forward and
@@ -67,13 +79,16 @@ def parallelize(
             values that the unsharded one would have from torch's present seed: nothing whole is ever in memory.
         plan: pattern to style, such as {"layers.*.mlp.up_proj": "colwise"}, for a model without a plan, or in place of
             it; see `register_style`. The model's own plan if None, for the types that have been compared with one
-            process; "own" for that of any type, whose numbers are then to be looked at.
+            process; "own" for that of any type, whose numbers are then to be looked at. One that is given also says of
+            experts which module has them ("ep_dispatch_experts") and which parameters are theirs ("grouped_gemm").
+        expert_parallel: have tokens travel to the ranks of their experts, where the mesh splits experts. Routers stay
+            the model's own.
         sequence_parallel: between attention and feed-forward blocks, keep only `seq/tp` positions on each rank.
         vocabulary_parallel_loss: while the model computes a loss (labels are given), leave the logits split:
             `output.logits` is then `[batch, seq, vocab/tp]`. Without labels, logits are always whole.
 
     Returns:
-        The model, unchanged if there is one tensor-parallel rank.
+        The model, unchanged if one rank has all of it.
 
     Raises:
         ValueError: there is no plan, it names a style or a layer that does not exist, heads or sizes cannot be split
@@ -84,24 +99,51 @@ def parallelize(
     model: Any = build_on_meta(model_or_config) if is_config else model_or_config
     if not isinstance(model, nn.Module):
         raise ValueError(f"expected a model or a config of transformers, not {type(model).__name__}")
-    if active_group("tp").size > 1:
-        _split(model, plan, sequence_parallel=sequence_parallel)
-        if vocabulary_parallel_loss:
-            split_loss(model)
+    splits_experts = expert_parallel and model_parallel_is_initialized() and get_mesh().splits_experts
+    if active_group("tp").size > 1 or splits_experts:
+        _split(model, plan, splits_experts=splits_experts, sequence_parallel=sequence_parallel)
+    if active_group("tp").size > 1 and vocabulary_parallel_loss:
+        split_loss(model)
     if is_config:
         initialize(model)
     return model
 
 
-def _split(model: Any, plan: Mapping[str, str] | Literal["own"] | None, *, sequence_parallel: bool) -> None:
+def _split(
+    model: Any,
+    plan: Mapping[str, str] | Literal["own"] | None,
+    *,
+    splits_experts: bool,
+    sequence_parallel: bool,
+) -> None:
+    expert_styles = _expert_styles_of(model, plan) if splits_experts else {}
+    check_experts(model, expert_styles)
+    if active_group("tp").size > 1:
+        _split_layers(model, plan, expert_styles, sequence_parallel=sequence_parallel)
+    split_experts(model, expert_styles)
+    _refuse_methods(model)
+    _keep_attributes_in_copies(model)
+
+
+def _split_layers(
+    model: Any,
+    plan: Mapping[str, str] | Literal["own"] | None,
+    expert_styles: Mapping[str, str],
+    *,
+    sequence_parallel: bool,
+) -> None:
+    """Split what the tensor-parallel ranks have parts of; experts among it, unless each stays whole on some rank."""
     styles = _styles_of(model, plan)
     tp_size = active_group("tp").size
+    if active_group("etp").size < tp_size:
+        styles = {path: style for path, style in styles.items() if not _is_within(path, expert_styles)}
     functions = {path: style_named(style) for path, style in styles.items()}
     split = [path for path, style in styles.items() if style in _SPLITS_OUTPUTS]
     attentions = heads.attentions(model, split)
     check_plan(model, styles, attentions)
     layouts = {path: heads.layout_of(path, it, model, tp_size) for path, it in attentions.items()}
-    region = region_of(model, styles) if sequence_parallel else None  # raises before anything is changed
+    # Raises before anything is changed.
+    region = region_of(model, {**expert_styles, **styles}) if sequence_parallel else None
     ties = _ties_of(model)
     done = _split_ends(model, ties)
     for path, layout in layouts.items():
@@ -111,14 +153,29 @@ def _split(model: Any, plan: Mapping[str, str] | Literal["own"] | None, *, seque
         if path not in done:
             apply(Target(model, path))
     _check_ties(model, ties)
-    _refuse_methods(model)
     _draw_alike(model)
-    _keep_attributes_in_copies(model)
     for path, attention in attentions.items():
         heads.tell_counts(path, attention, layouts[path])
     share_inputs(model)
     if region is not None:
         SequenceRegion(model, *region)
+
+
+def _is_within(path: str, styles: Mapping[str, str]) -> bool:
+    """Whether a path is one of these, or within one of them."""
+    return any(f"{path}.".startswith(f"{outer}.") for outer in styles)
+
+
+def _expert_styles_of(model: Any, plan: Mapping[str, str] | Literal["own"] | None) -> dict[str, str]:
+    given = plan if isinstance(plan, Mapping) else expert_plan_of(model)
+    of_experts = {pattern: style for pattern, style in given.items() if style in EXPERT_STYLES}
+    styles = named_styles(model, of_experts, must_match=isinstance(plan, Mapping))
+    if not styles:
+        raise ValueError(
+            f"{type(model).__name__} has no expert-parallel plan; leave expert_parallel out, or give a plan, such as "
+            'plan={"layers.*.experts": "ep_dispatch_experts", "layers.*.experts.down_proj": "grouped_gemm", ...}'
+        )
+    return styles
 
 
 def _styles_of(model: Any, plan: Mapping[str, str] | Literal["own"] | None) -> dict[str, str]:
@@ -129,7 +186,8 @@ def _styles_of(model: Any, plan: Mapping[str, str] | Literal["own"] | None) -> d
                 'plan={"layers.*.mlp.up_proj": "colwise", "layers.*.mlp.down_proj": "rowwise"}'
             )
         return named_styles(model, checked_plan(model) if plan is None else plan_of(model), must_match=False)
-    return named_styles(model, plan, must_match=True)
+    of_layers = {pattern: style for pattern, style in plan.items() if style not in EXPERT_STYLES}
+    return named_styles(model, of_layers, must_match=True)
 
 
 def _split_ends(model: Any, ties: list[list[str]]) -> set[str]:

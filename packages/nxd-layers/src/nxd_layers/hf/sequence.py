@@ -22,7 +22,7 @@ from nxd_layers.mappings import gather_from_sequence_parallel_region, scatter_to
 from nxd_layers.row_linear import RowParallelLinear
 
 SEQUENCE_DIM = 1  # of hidden states [batch, seq, hidden]
-_SUMS = {"rowwise", "moe_tp_experts", "all_reduce", "colwise_gather_output", "colwise_rep"}
+_SUMS = {"rowwise", "moe_tp_experts", "ep_dispatch_experts", "all_reduce", "colwise_gather_output", "colwise_rep"}
 _OF_LINEAR_BLOCKS = ("colwise", "rowwise", "replicated_with_grad_allreduce", "local_params")
 
 

@@ -18,9 +18,10 @@ from typing import Any
 from nxd_state import get_shard_spec
 from torch import nn
 
+from nxd_layers.hf.expert_parallel import STYLES as EXPERT_STYLES
 from nxd_layers.hf.plan import joined
 from nxd_layers.hf.plans import OWN_PLANS
-from nxd_layers.hf.transformers_models import base_model_path, is_transformers_model, own_plan
+from nxd_layers.hf.transformers_models import base_model_path, is_transformers_model, own_expert_plan, own_plan
 
 # fmt: off
 COMPARED = frozenset(
@@ -79,6 +80,11 @@ def plan_of(model: Any) -> dict[str, str]:
         return dict(own_plan(model))
     base = base_model_path(model)
     return {**own_plan(model), **{joined(base, pattern): style for pattern, style in ours.items()}}
+
+
+def expert_plan_of(model: Any) -> dict[str, str]:
+    """The plan that transformers has for the model's experts; empty if there is none."""
+    return {pattern: style for pattern, style in own_expert_plan(model).items() if style in EXPERT_STYLES}
 
 
 def remember_as_compared(model: nn.Module) -> Path:

@@ -76,6 +76,11 @@ def own_plan(model: Any) -> Mapping[str, str]:
     return dict(getattr(model, "_tp_plan", None) or {})
 
 
+def own_expert_plan(model: Any) -> Mapping[str, str]:
+    """The expert-parallel plan that the model brings along; empty if it has none."""
+    return dict(getattr(model, "_ep_plan", None) or {})
+
+
 def base_model_path(model: Any) -> str:
     """The path of the model without its head; "" if it has none itself."""
     return "" if model.base_model is model else str(model.base_model_prefix)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from nxd_optim.bucket import batch_parameters
+from nxd_optim.placement import Placement, dense_placement, expert_placement, is_expert
 from nxd_optim.reducer import check_same_parameters
 from nxd_optim.zero1.even_bucket import EvenBucket
 from nxd_optim.zero1.flat_bucket import Dtypes, FlatBucket
@@ -21,10 +22,10 @@ Bucket = FlatBucket | EvenBucket
 Parts = Iterable[tuple[Bucket, Optimizer]]  # each bucket, and the optimizer of what this rank owns of it
 
 
-def make_bucket(parameters: Sequence[Tensor], group: Group, dtypes: Dtypes) -> Bucket:
-    """A bucket of parameters of one dtype and device."""
+def make_bucket(parameters: Sequence[Tensor], placement: Placement, dtypes: Dtypes) -> Bucket:
+    """A bucket of parameters of one dtype, device and placement."""
     kind = EvenBucket if records_graphs(parameters[0]) else FlatBucket
-    return kind(parameters, group, dtypes)
+    return kind(parameters, placement, dtypes)
 
 
 def choose_dtypes(
@@ -41,6 +42,12 @@ def make_buckets(
 ) -> list[Bucket]:
     """Move the trained ones among the parameters into buckets, in the order in which the buckets are sent.
 
+    Args:
+        parameters: of the model.
+        group: the replicas of dense layers.
+        bucket_bytes: most of a bucket.
+        dtypes_of: what parameters of a dtype are trained in.
+
     Raises:
         ValueError: parameters on the meta device, or others on another rank of the group.
     """
@@ -52,7 +59,11 @@ def make_buckets(
     # it is unknown when backward reaches them, and a bucket waits for the last of its parameters.
     matrices, others = [p for p in trained if p.dim() > 1], [p for p in trained if p.dim() <= 1]
     batches = (*batch_parameters(matrices, bucket_bytes), *batch_parameters(others, bucket_bytes))
-    return [make_bucket(batch, group, dtypes_of(batch[0].dtype)) for batch in batches]
+    dense = dense_placement(group)
+    experts = expert_placement() or dense
+    return [
+        make_bucket(batch, experts if is_expert(batch[0]) else dense, dtypes_of(batch[0].dtype)) for batch in batches
+    ]
 
 
 def make_base_optimizer(

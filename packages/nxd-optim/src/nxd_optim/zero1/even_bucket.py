@@ -8,11 +8,11 @@ the same shape of each parameter, the last ones padded with zeros. And tensors c
 from collections.abc import Iterable, Sequence
 
 import torch
-from nxd_state import Group, all_gather, get_shard_spec, reduce_scatter
+from nxd_state import all_gather, get_shard_spec, reduce_scatter
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nxd_optim.clip import check_axis
+from nxd_optim.placement import Placement
 from nxd_optim.zero1.flat_bucket import Dtypes, OwnRange
 from nxd_optim.zero1.logical_pieces import pieces_of_flat_range
 
@@ -21,11 +21,12 @@ class EvenBucket:
     """Parameters that travel together, and the part of each that this rank updates; as `FlatBucket`, seen from outside.
 
     Args:
-        parameters: of one dtype and device.
-        group: the ranks that share the bucket.
+        parameters: of one dtype, device and placement.
+        placement: its replicas share the bucket.
         dtypes: see `Dtypes`.
 
     Attributes:
+        placement: as given.
         ranges: what this rank owns of each parameter; those beyond a parameter's end hold zeros only.
         used: the ids of parameters that had a gradient when the bucket was sent in this step.
         gradient: the mean gradient of this rank's parts between `send` and `update`, 1-d, in the optimizer's dtype.
@@ -33,11 +34,12 @@ class EvenBucket:
         has_masters: whether the optimizer's dtype is not the parameters'.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], group: Group, dtypes: Dtypes) -> None:
+    def __init__(self, parameters: Sequence[Tensor], placement: Placement, dtypes: Dtypes) -> None:
         self.parameters = list(parameters)
+        self.placement = placement
         self.device = parameters[0].device
         self.has_masters = dtypes.master != parameters[0].dtype
-        self._group = group
+        self._group = placement.replicas
         self._dtypes = dtypes
         self.ranges = self._own_ranges()
         self.used: set[int] = set()
@@ -99,6 +101,8 @@ class EvenBucket:
         ]
         by_rank = torch.cat([self._cut(grad) for grad in whole], dim=1).to(self._dtypes.reduction)
         mean = reduce_scatter(by_rank, self._group, op="avg").squeeze(0).to(self._dtypes.master)
+        if self.placement.scale != 1:
+            mean = mean * self.placement.scale
         self._release_gradients()
         self.gradient = mean if self.gradient is None else self.gradient + mean
 
@@ -163,7 +167,7 @@ class EvenBucket:
         if key not in self._norm_weights:
             spec = get_shard_spec(own.parameter)
             assert spec is not None  # a parameter in pieces has one
-            check_axis(spec)
+            self.placement.check(spec)
             weights = torch.zeros(own.weight.numel())
             if not getattr(own.parameter, "shared", False):
                 for piece in pieces_of_flat_range(spec, own.start, own.stop):

@@ -11,6 +11,8 @@ import torch
 from nxd_state import Group, Pending, Receive, Send, all_gather_, batch_isend_irecv, reduce_scatter
 from torch import Tensor, nn
 
+from nxd_optim.placement import Placement
+
 ALIGNMENT_BYTES = 64  # a cache line, and more than any kernel asks of its operands
 
 
@@ -61,11 +63,12 @@ class FlatBucket:
     backward, since the sum lies in a dtype that `.grad` cannot have.
 
     Args:
-        parameters: of one dtype and device; they are moved into the buffer.
-        group: the ranks that share the bucket.
+        parameters: of one dtype, device and placement; they are moved into the buffer.
+        placement: its replicas share the bucket.
         dtypes: see `Dtypes`.
 
     Attributes:
+        placement: as given.
         own: this rank's part of the parameters, 1-d.
         master: the same in the optimizer's dtype; `own` itself where that is the parameters'.
         ranges: what this rank owns of each parameter, if anything.
@@ -73,10 +76,11 @@ class FlatBucket:
         gradient: the mean gradient of this rank's part between `wait` and `update`, in the optimizer's dtype.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], group: Group, dtypes: Dtypes) -> None:
+    def __init__(self, parameters: Sequence[Tensor], placement: Placement, dtypes: Dtypes) -> None:
         first = parameters[0]
         self.parameters = list(parameters)
-        self._group = group
+        self.placement = placement
+        self._group = group = placement.replicas
         self._dtypes = dtypes
         self._starts, length = _lay_out(parameters, group.size)
         self._buffer = torch.zeros(length, dtype=first.dtype, device=first.device)
@@ -187,6 +191,8 @@ class FlatBucket:
         """Wait for the average, which is then in `gradient`, added to that of an earlier round of the step."""
         if self._reduction is not None:
             mean = self._reduction.wait()
+            if self.placement.scale != 1:
+                mean = mean.mul_(self.placement.scale)
             self.gradient = mean if self.gradient is None else self.gradient.add_(mean)
             self._reduction = None
 

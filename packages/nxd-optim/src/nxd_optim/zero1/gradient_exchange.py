@@ -6,6 +6,7 @@ from nxd_state import Group, active_group
 from torch import Tensor
 
 from nxd_optim.bucket_sender import BucketSender
+from nxd_optim.placement import ranks_with_gradients
 from nxd_optim.used_parameters import Usage
 from nxd_optim.zero1.buckets import Bucket
 from nxd_optim.zero1.gradient_parts import average_over_contexts, sum_sequence_parallel
@@ -30,7 +31,8 @@ class GradientExchange:
         self._averages_contexts = group is active_group("dp")  # else the replicas are both
         self.sender = BucketSender(buckets, self._send, finish="step()", drop="zero_grad() of the optimizer")
         contexts = (active_group("cp"),) if self._averages_contexts else ()
-        self._usage = Usage([p for bucket in buckets for p in bucket.parameters], (group, *contexts))
+        asked = (group, *contexts, *ranks_with_gradients())
+        self._usage = Usage([p for bucket in buckets for p in bucket.parameters], asked)
 
     def check_frozen(self) -> None:
         """Raise a RuntimeError if a parameter that was frozen has a gradient."""

@@ -3,15 +3,16 @@
 Each of these costs 1/dp of its cost on whole gradients.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from nxd_state import Group, active_group, all_gather_object, all_reduce_, get_shard_spec
 from torch import Tensor
 
-from nxd_optim.clip import check_axis, norm_accumulator, tensor_norms
+from nxd_optim.clip import norm_accumulator, tensor_norms
 from nxd_optim.norm_weights import differs_between_ranks
+from nxd_optim.placement import Placement, dense_placement, expert_placement, placement_of
 from nxd_optim.zero1.buckets import Bucket
 from nxd_optim.zero1.even_bucket import EvenBucket
 from nxd_optim.zero1.flat_bucket import OwnRange
@@ -76,24 +77,38 @@ def check_same_sequence_parallel_ranges(buckets: Sequence[Bucket]) -> None:
 
 @torch.no_grad()
 def average_over_contexts(buckets: Sequence[Bucket]) -> None:
-    """Average over the context-parallel ranks, which still differ if states are sharded over "dp" only; in place."""
+    """Average over the context-parallel ranks, which still differ if states are sharded over "dp" only; in place.
+
+    Not of experts, whose replicas are those of all contexts.
+    """
     for bucket in buckets:
+        if bucket.placement.replicas is not active_group("dp"):
+            continue
         assert bucket.gradient is not None
         all_reduce_(bucket.gradient, active_group("cp"), op="avg")
 
 
 @torch.no_grad()
-def norm_of_parts(buckets: Sequence[Bucket], groups: Iterable[Group], device: torch.device) -> Tensor:
+def norm_of_parts(buckets: Sequence[Bucket], group: Group, device: torch.device) -> Tensor:
     """The 2-norm of the mean gradients, from the parts that the ranks have of them; the same on all ranks.
 
     Args:
         buckets: with their `gradient`.
-        groups: the ranks that share the buckets, and those that hold the other parts of the model.
+        group: the replicas of dense layers.
         device: of the result.
 
     Returns:
         0-d tensor, in the device's widest float.
     """
+    # All ranks, also one that has no experts, take part in the sums of all placements.
+    placements = [dense_placement(group), *filter(None, [expert_placement()])]
+    squares = [
+        _square_norm([it for it in buckets if it.placement.axis == each.axis], each, device) for each in placements
+    ]
+    return torch.stack(squares).sum().sqrt()
+
+
+def _square_norm(buckets: Sequence[Bucket], placement: Placement, device: torch.device) -> Tensor:
     by_copies: dict[int, list[Tensor]] = {}
     for bucket in buckets:
         assert bucket.gradient is not None
@@ -103,9 +118,7 @@ def norm_of_parts(buckets: Sequence[Bucket], groups: Iterable[Group], device: to
     total = norm_accumulator(device)
     for copies, parts in by_copies.items():
         total += tensor_norms(parts, 2.0, total).square().sum() / copies
-    for group in groups:
-        total = all_reduce_(total, group)
-    return total.sqrt().squeeze(0)
+    return all_reduce_(all_reduce_(total, placement.replicas), placement.parts).squeeze(0)
 
 
 def _counted_here(bucket: Bucket, own: OwnRange) -> list[tuple[int, Tensor]]:
@@ -117,7 +130,7 @@ def _counted_here(bucket: Bucket, own: OwnRange) -> list[tuple[int, Tensor]]:
 
 
 def counted_parts(parameter: Tensor, start: int, stop: int, gradient: Tensor) -> list[tuple[int, Tensor]]:
-    """The parts of a gradient that count, and how many tensor-parallel ranks hold each.
+    """The parts of a gradient that count, and how many of the ranks that have the model's parts hold each.
 
     Args:
         parameter: whose gradient it is.
@@ -129,8 +142,8 @@ def counted_parts(parameter: Tensor, start: int, stop: int, gradient: Tensor) ->
         return []
     spec = get_shard_spec(parameter)
     if spec is None:
-        return [(active_group("tp").size, gradient)]
-    check_axis(spec)
+        return [(placement_of(parameter).copies, gradient)]
+    placement_of(parameter).check(spec)
     if not _is_in_pieces(parameter):
         return [(spec.pieces[0].copies, gradient)]
     return [(piece.copies, piece.view(gradient)) for piece in pieces_of_flat_range(spec, start, stop)]

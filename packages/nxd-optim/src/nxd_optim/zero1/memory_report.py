@@ -50,12 +50,11 @@ class MemoryReport:
         return "\n".join(rows)
 
 
-def memory_report(parts: Parts, group_size: int, make_optimizer: Callable[[Any], Optimizer]) -> MemoryReport:
+def memory_report(parts: Parts, make_optimizer: Callable[[Any], Optimizer]) -> MemoryReport:
     """Count what each bucket and its optimizer hold.
 
     Args:
         parts: each bucket and the optimizer of this rank's part.
-        group_size: ranks that share states.
         make_optimizer: makes one for a list of parameters, to see which states it keeps.
     """
     parts = list(parts)
@@ -70,6 +69,7 @@ def memory_report(parts: Parts, group_size: int, make_optimizer: Callable[[Any],
     parameters = gradients = means = masters = state = 0
     for bucket, _ in parts:
         elements = sum(parameter.numel() for parameter in bucket.parameters)
+        group_size = bucket.placement.replicas.size
         parameters += elements * bucket.parameters[0].itemsize
         gradients += elements * bucket.gradient_itemsize
         means += elements * bucket.master_dtype.itemsize // group_size if bucket.mean_bytes else 0

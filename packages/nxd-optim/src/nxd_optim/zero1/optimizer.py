@@ -11,7 +11,7 @@ from os import PathLike
 from typing import Any
 
 import torch
-from nxd_state import Group, active_group, get_device, widest_float
+from nxd_state import Group, get_device, widest_float
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -380,7 +380,7 @@ class NeuronZero1Optimizer(Optimizer):
         """The memory that this rank keeps for training, in bytes: measured, and predicted from the model's sizes."""
         self._check_inited()
         arguments = for_the_cpu(self._arguments)
-        return memory_report(self.parts(), self.group.size, lambda p: self.optimizer_class(p, **arguments))
+        return memory_report(self.parts(), lambda p: self.optimizer_class(p, **arguments))
 
     def parts(self) -> Iterator[tuple[Bucket, Optimizer]]:
         """Each bucket with the optimizer that updates this rank's part of it."""
@@ -422,7 +422,7 @@ class NeuronZero1Optimizer(Optimizer):
         scale = torch.tensor(1.0 / self.loss_scale, dtype=widest_float(device), device=device)
         self._grad_norm = None
         if self.grad_clipping or self.skip_non_finite_steps:
-            norm = norm_of_parts(buckets, (self.group, active_group("pp", "tp")), device) / self.loss_scale
+            norm = norm_of_parts(buckets, self.group, device) / self.loss_scale
             if self.grad_clipping:
                 self._grad_norm = norm
                 scale = scale * torch.clamp(self.max_norm / (norm + CLIP_EPSILON), max=1.0)

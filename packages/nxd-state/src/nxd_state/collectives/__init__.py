@@ -47,6 +47,7 @@ __all__ = [
     "all_reduce_",
     "all_reduce_coalesced_",
     "all_to_all",
+    "all_to_all_v",
     "barrier",
     "batch_isend_irecv",
     "broadcast",
@@ -189,6 +190,31 @@ def all_to_all(tensor: Tensor, group: Group, *, split_dim: int, concat_dim: int)
     return transport.all_to_all(tensor, split_dim, concat_dim)
 
 
+def all_to_all_v(tensor: Tensor, group: Group, *, send_counts: Sequence[int], receive_counts: Sequence[int]) -> Tensor:
+    """Send each rank its rows of `tensor`, as many as `send_counts` says; concatenate what the ranks send.
+
+    Args:
+        tensor: `[sum(send_counts), ...]`, in group order; dtype and other dims are the same on all ranks.
+        group: the ranks. On the CPU the rows go as its messages: no `isend` or `irecv` of it may be under way
+            meanwhile.
+        send_counts: rows for each rank; what that rank has for this one in its `receive_counts`.
+        receive_counts: rows from each rank.
+
+    Returns:
+        `[sum(receive_counts), ...]`, in group order.
+
+    Raises:
+        ValueError: there is not one count of 0 or more for each rank, or the rows are not as many as are sent, or this
+            rank does not receive from itself what it sends.
+        NotImplementedError: on XLA, where every rank records the same graph.
+    """
+    _check_counts(tensor, group, send_counts, receive_counts)
+    if group.size == 1:
+        return tensor
+    transport = _transport("all_to_all_v", tensor[:0], group)  # ranks have other numbers of rows
+    return transport.all_to_all_v(tensor, send_counts, receive_counts)
+
+
 def broadcast(tensor: Tensor, group: Group, *, source: int = 0) -> Tensor:
     """The tensor of the rank with index `source` in the group, on every rank; inputs give shape and dtype.
 
@@ -223,6 +249,22 @@ def _check_op(op: str, tensor: Tensor) -> None:
         raise ValueError(f"op={op!r} is not a reduction; use one of {', '.join(get_args(ReduceOp))}")
     if op == "avg" and not (tensor.is_floating_point() or tensor.is_complex()):
         raise ValueError(f"op='avg' of {tensor.dtype} has no result of that dtype; use op='sum' or convert to float")
+
+
+def _check_counts(tensor: Tensor, group: Group, send_counts: Sequence[int], receive_counts: Sequence[int]) -> None:
+    for name, counts in (("send_counts", send_counts), ("receive_counts", receive_counts)):
+        if len(counts) != group.size or min(counts) < 0:
+            raise ValueError(f"{name}={list(counts)} must have a number of rows for each of the {group.size} ranks")
+    if not tensor.dim() or sum(send_counts) != tensor.shape[0]:
+        raise ValueError(
+            f"send_counts={list(send_counts)} are {sum(send_counts)} rows, but the tensor's shape is "
+            f"{tuple(tensor.shape)}; send all of its dim 0"
+        )
+    if send_counts[group.rank] != receive_counts[group.rank]:
+        raise ValueError(
+            f"send_counts={list(send_counts)} and receive_counts={list(receive_counts)} differ at this rank's own "
+            f"index {group.rank}"
+        )
 
 
 def _check_divides(tensor: Tensor, dim: int, group: Group) -> None:

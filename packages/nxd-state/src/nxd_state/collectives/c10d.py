@@ -4,6 +4,7 @@ Operations that only move data move bytes, so they work for every dtype. Callers
 handled groups of one. Nothing here is recorded by autograd.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -109,6 +110,22 @@ class C10dTransport(MessageTransport):
         received, work = _exchange(parts, self._group)
         work.wait()
         return _join(received.view(parts.dtype).view(parts.shape), concat_dim)
+
+    @torch.no_grad()
+    def all_to_all_v(self, tensor: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> Tensor:
+        """Exchange that many rows with each rank."""
+        if tensor.is_cpu:  # gloo's own copies them twice
+            return self._exchange_by_messages(tensor, send_counts, receive_counts, self._group.rank)
+        received = tensor.new_empty((sum(receive_counts), *tensor.shape[1:]))
+        row = math.prod(tensor.shape[1:]) * tensor.element_size()
+        dist.all_to_all_single(
+            _as_bytes(received),
+            _as_bytes(tensor),
+            output_split_sizes=[count * row for count in receive_counts],
+            input_split_sizes=[count * row for count in send_counts],
+            group=self._group.process_group,
+        )
+        return received
 
     @torch.no_grad()
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:

@@ -4,6 +4,7 @@ A graph refers to a process group by its registered name, so the same graph serv
 their arguments and handled groups of one.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed._functional_collectives as funcol
@@ -53,6 +54,11 @@ class FunctionalTransport(Transport):
         parts = _split(tensor, self._group.size, split_dim)
         received = funcol.wait_tensor(funcol.all_to_all_single(parts, None, None, _name(self._group)))
         return received.movedim(0, concat_dim).flatten(concat_dim, concat_dim + 1)
+
+    def all_to_all_v(self, tensor: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> Tensor:
+        """Exchange that many rows with each rank; the counts are constants of the graph."""
+        counts = (list(receive_counts), list(send_counts))
+        return funcol.wait_tensor(funcol.all_to_all_single(tensor.contiguous(), *counts, _name(self._group)))
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         """Copy from the rank with index `source` in the group."""

@@ -113,6 +113,10 @@ class Transport(ABC):
         """Exchange along `split_dim`, concatenate along `concat_dim`."""
 
     @abstractmethod
+    def all_to_all_v(self, tensor: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> Tensor:
+        """Exchange that many rows of dim 0 with each rank."""
+
+    @abstractmethod
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         """A copy of the tensor of the rank with that index."""
 
@@ -131,6 +135,21 @@ class MessageTransport(Transport):
     @abstractmethod
     def begin_messages(self, messages: Sequence[Send | Receive]) -> list[Pending[Tensor]]:
         """Begin messages, at least one; their handles give their tensors."""
+
+    def _exchange_by_messages(
+        self, tensor: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int], rank: int
+    ) -> Tensor:
+        """`all_to_all_v` in which each rank sends to every other what there is for it; nothing takes no message."""
+        received = tensor.new_empty((sum(receive_counts), *tensor.shape[1:]))
+        outgoing, incoming = tensor.split(list(send_counts)), received.split(list(receive_counts))
+        others = [index for index in range(len(send_counts)) if index != rank]
+        messages: list[Send | Receive] = [Receive(incoming[it], it) for it in others if incoming[it].numel()]
+        messages += [Send(outgoing[it], it) for it in others if outgoing[it].numel()]
+        pending = self.begin_messages(messages) if messages else []
+        incoming[rank].copy_(outgoing[rank])
+        for message in pending:
+            message.wait()
+        return received
 
     def _gather_by_messages(self, tensor: Tensor, rank: int, size: int) -> Pending[Tensor]:
         """`all_gather_` in which each rank sends its part straight to every other."""

@@ -79,6 +79,12 @@ class XlaTransport(MessageTransport):
         with self._own_graph_between_stages():
             return _xla_model().all_to_all(tensor, split_dim, concat_dim, size, self._groups, pin_layout=_PIN_LAYOUT)
 
+    def all_to_all_v(self, tensor: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> Tensor:
+        """Refused: the counts would be constants of this rank's graph."""
+        raise NotImplementedError(
+            "all_to_all_v on XLA would record another graph on each rank; pad the parts to one length for all_to_all"
+        )
+
     @torch.no_grad()
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         """The sum of the source's tensor and the others' zeros: the source is told apart by data, not by its graph."""

@@ -80,6 +80,10 @@ class SharedMemoryTransport(MessageTransport):
         """Exchange along `split_dim`, concatenate along `concat_dim`."""
         return self._progress.complete(self._lane, all_to_all(self._rounds, _detached(tensor), split_dim, concat_dim))
 
+    def all_to_all_v(self, tensor: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> Tensor:
+        """By messages: a rank does not know how much the others exchange, and so how many rounds that would take."""
+        return self._exchange_by_messages(_detached(tensor), send_counts, receive_counts, self._channel.rank)
+
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         """A copy of the tensor of the rank with that index."""
         return self._progress.complete(self._lane, broadcast(self._rounds, _detached(tensor), source))

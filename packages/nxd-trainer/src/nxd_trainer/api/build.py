@@ -18,7 +18,7 @@ from nxd_layers.activation_checkpoint.find import named_modules_of, named_transf
 from nxd_layers.padding import pad_model
 from nxd_pipeline import NxDPPModel
 from nxd_pipeline.partition import materialize
-from nxd_state import get_device, get_shard_spec, get_tensor_model_parallel_size, move_model_to_device
+from nxd_state import get_device, get_mesh, get_shard_spec, get_tensor_model_parallel_size, move_model_to_device
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -198,13 +198,15 @@ def _checkpoint_activations(model: NxDModel, classes: tuple[type[nn.Module], ...
 
 
 def _split_if_plain(module: nn.Module, config: Mapping[str, Any]) -> nn.Module:
-    """Split a model of transformers over the tensor-parallel ranks, unless its maker has done so; leave others alone.
+    """Split a model of transformers over the ranks of a stage, unless its maker has done so; leave others alone.
 
     Raises:
         ValueError: the model cannot be split; `model_fn` may do it by `nxd_layers.hf.parallelize(model, plan=...)`.
     """
-    if config["tensor_parallel_size"] > 1 and not _is_split(module) and hf.is_transformers_model(module):
-        hf.parallelize(module, sequence_parallel=config["sequence_parallel"])
+    splits_experts = get_mesh().splits_experts
+    splits = splits_experts or config["tensor_parallel_size"] > 1
+    if splits and not _is_split(module) and hf.is_transformers_model(module):
+        hf.parallelize(module, expert_parallel=splits_experts, sequence_parallel=config["sequence_parallel"])
     return module
 
 

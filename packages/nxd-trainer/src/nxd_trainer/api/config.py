@@ -46,6 +46,7 @@ def neuronx_distributed_config(
     *,
     context_parallel_size: int = 1,
     expert_parallel_size: int = 1,
+    expert_tensor_parallel_size: int | None = None,
     sequential_move_factor: int | None = None,
     lnc_size: int = 1,
     **unknown: Any,
@@ -76,7 +77,10 @@ def neuronx_distributed_config(
         mixed_precision_config: `use_master_weights` and `use_fp32_grad_acc` (both as `zero_one_enabled`), and
             `use_master_weights_in_ckpt` (False).
         context_parallel_size: ranks that split each sequence.
-        expert_parallel_size: ranks that split the experts of a layer.
+        expert_parallel_size: ranks that split the experts of a layer, of models of transformers with an expert-parallel
+            plan.
+        expert_tensor_parallel_size: ranks that split each expert: as many as `tensor_parallel_size` if None, or 1, with
+            which expert parallelism takes the tensor-parallel ranks, too.
         sequential_move_factor: that of `model_init_config`, where it has none.
         lnc_size: as the existing library's: physical cores of a logical one; without effect here.
         **unknown: none; a name that is no argument is reported with the other mistakes.
@@ -97,6 +101,7 @@ def neuronx_distributed_config(
             "pipeline_parallel_size": pipeline_parallel_size,
             "context_parallel_size": context_parallel_size,
             "expert_parallel_size": expert_parallel_size,
+            "expert_tensor_parallel_size": expert_tensor_parallel_size,
             "pipeline_config": pipeline_config,
             "optimizer_config": optimizer_config,
             "activation_checkpoint_config": activation_checkpoint_config,
@@ -127,6 +132,7 @@ def ensure_model_parallel(config: Mapping[str, Any]) -> None:
             config["pipeline_parallel_size"],
             config["expert_parallel_size"],
             context_parallel_size=config["context_parallel_size"],
+            expert_tensor_parallel_size=config["expert_tensor_parallel_size"],
         )
         return
     mesh = get_mesh()
@@ -136,6 +142,8 @@ def ensure_model_parallel(config: Mapping[str, Any]) -> None:
         "context_parallel_size": mesh.cp,
         "expert_parallel_size": mesh.ep,
     }
+    if config["expert_tensor_parallel_size"] is not None:
+        found["expert_tensor_parallel_size"] = mesh.etp
     different = [f"{name}={config[name]}, but {size} there" for name, size in found.items() if config[name] != size]
     if different:
         raise ValueError(
@@ -224,6 +232,11 @@ def _mistakes_in_values(config: Mapping[str, Any]) -> list[str]:
     if lora is not None and not isinstance(lora, LoraConfig):
         mistakes.append(f"lora_config={lora!r} must be a LoraConfig of neuronx_distributed.modules.lora, or None")
     mistakes += _mistakes_in_checkpointing(config["activation_checkpoint_config"])
+    tp, etp = config["tensor_parallel_size"], config["expert_tensor_parallel_size"]
+    if etp is not None and (type(etp) is not int or etp not in (1, tp)):
+        mistakes.append(
+            f"expert_tensor_parallel_size={etp!r} is not allowed; expected 1, tensor_parallel_size={tp}, or None"
+        )
     if isinstance(norm, bool) or not isinstance(norm, int | float) or not norm > 0:
         mistakes.append(
             f"optimizer_config.max_grad_norm={norm!r} is not allowed; expected a number above 0; "

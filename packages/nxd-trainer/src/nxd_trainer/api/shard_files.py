@@ -67,6 +67,10 @@ def save(
 
     def describe_call() -> dict[str, object]:
         _check_plain(state_dict)
+        if master_dp_only and model_parallel_is_initialized() and get_mesh().splits_experts:
+            raise ValueError(
+                "master_dp_only=True would leave out the experts of other replicas; pass False, or use save_checkpoint"
+            )
         return {"save_serially": bool(save_serially), "master_dp_only": bool(master_dp_only)}
 
     agree(coordinator, "checking the arguments of parallel_layers.save", describe_call)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from nxd_ckpt import Checkpoint, CheckpointError
 from nxd_ckpt.interop.safe_pickle import load_torch_stream
-from nxd_state import active_group, all_gather_object
+from nxd_state import active_group, all_gather_object, get_mesh, model_parallel_is_initialized
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -171,12 +171,12 @@ def dict_state(state: Mapping[str, Any], *, zero1: bool) -> dict[str, Tensor]:
 
     Args:
         state: an optimizer's `state_dict()`.
-        zero1: each replica has a state of its own.
+        zero1: each replica has a state of its own. So it has where experts are split over replicas.
 
     Raises:
         ValueError: it holds what could only be read by running code.
     """
-    if not zero1 and not is_first_replica():
+    if not _is_of_each_rank(zero1) and not is_first_replica():
         return {}
     stream = io.BytesIO()
     torch.save(state, stream)
@@ -214,8 +214,12 @@ def read_dict_state(checkpoint: Checkpoint) -> dict[str, Any]:
 
 def _own_name(*, zero1: bool) -> str:
     """Says the degrees as well, as the same rank of another layout had other parameters."""
-    axes = ("pp", "tp", "dp", "cp") if zero1 else ("pp", "tp")
+    axes = ("pp", "tp", "dp", "cp") if _is_of_each_rank(zero1) else ("pp", "tp")
     groups = [(axis, active_group(axis)) for axis in axes]
     return OPTIMIZER_DICT_PREFIX + "-".join(
         f"{axis}_rank_{group.rank:02d}_of_{group.size:02d}" for axis, group in groups
     )
+
+
+def _is_of_each_rank(zero1: bool) -> bool:
+    return zero1 or (model_parallel_is_initialized() and get_mesh().splits_experts)

@@ -104,6 +104,11 @@ def _look_at_recipe(options: argparse.Namespace) -> "GraphReport":
         raise ValueError(
             f"the graphs of pipelines are not looked at; parallel.pipeline_parallel_size={pipeline_parallel}"
         )
+    if recipe.parallel.splits_experts:
+        raise ValueError(
+            "expert parallelism sends as many tokens as the routers decide, which a recorded graph cannot; set "
+            "parallel.expert_parallel_size=1"
+        )
     world_size = tensor_parallel if options.ranks is None else options.ranks
     if world_size < 1 or world_size % tensor_parallel:
         raise ValueError(f"--ranks {world_size} must be a multiple of parallel.tensor_parallel_size={tensor_parallel}")

@@ -53,7 +53,12 @@ def run(options: argparse.Namespace) -> int:
         if parallel.timeout is not None:
             os.environ["NXD_TIMEOUT"] = str(parallel.timeout)  # which checkpoints obey as well
         reports_user_errors(
-            lambda: initialize_model_parallel(parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
+            lambda: initialize_model_parallel(
+                parallel.tensor_parallel_size,
+                parallel.pipeline_parallel_size,
+                parallel.expert_parallel_size,
+                expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
+            )
         )
         prepared = reports_user_errors(lambda: prepare_run(recipe))
         try:
@@ -74,5 +79,12 @@ def _check_ranks(recipe: Recipe, nproc: int) -> None:
         raise ValueError(
             f"parallel.tensor_parallel_size={tp}{pipeline} needs a multiple of {model_ranks} ranks, not {nproc}; "
             f"use --nproc {max(1, nproc // model_ranks) * model_ranks}"
+        )
+    ep = recipe.parallel.expert_parallel_size
+    expert_ranks = ep * (recipe.parallel.expert_tensor_parallel_size or tp)
+    if nproc // pp % expert_ranks:
+        raise ValueError(
+            f"parallel.expert_parallel_size={ep} needs a multiple of {expert_ranks} ranks for each pipeline stage, not "
+            f"{nproc // pp}; use --nproc {expert_ranks * pp}"
         )
     check_layout(recipe, nproc // model_ranks)

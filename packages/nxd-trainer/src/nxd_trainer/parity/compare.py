@@ -73,7 +73,7 @@ def _compared(case: ParityCase, config: Mapping[str, Any], dtype: torch.dtype, r
     run = LayoutRun(case, config, dtype)
     mesh = get_mesh()
     report = ParityReport(
-        f"TP {mesh.tp} x PP {mesh.pp} x DP {mesh.dp}",
+        f"TP {mesh.tp} x PP {mesh.pp} x DP {mesh.dp}" + (f", EP {mesh.ep}" if mesh.splits_experts else ""),
         str(dtype).removeprefix("torch."),
         rtol,
     )
@@ -271,6 +271,8 @@ def _combined(parts: Sequence[tuple[tuple[int, int], list[Piece] | None]], rank:
     (_, tp_rank), pieces = parts[rank]
     assert pieces is not None  # the caller looks at its pieces
     box, adds = pieces[position].box, pieces[position].sums_over_tp
+    if pieces[position].holders:
+        return _combined_of_experts(parts, pieces[position])
     by_replica: dict[int, list[Tensor]] = {}
     for (other_dp, other_tp), others in parts:
         if others is None or (other_tp != tp_rank and not adds):
@@ -282,6 +284,13 @@ def _combined(parts: Sequence[tuple[tuple[int, int], list[Piece] | None]], rank:
         # Stages that share a tied weight each bring the whole gradient.
         sums.append(total / (len(values) / (len({p[0][1] for p in parts}) if adds else 1)))
     return torch.stack(sums).mean(0)
+
+
+def _combined_of_experts(parts: Sequence[tuple[tuple[int, int], list[Piece] | None]], piece: Piece) -> Tensor:
+    """The same of experts, to which each rank adds the tokens that it had for them."""
+    values = [it.values for _, others in parts for it in others or [] if it.box == piece.box]
+    replicas = len({dp_rank for (dp_rank, _), _ in parts})
+    return torch.stack(values).sum(0) / piece.holders / replicas
 
 
 def _nearest(whole: Tensor, output: Tensor, part: Part) -> Distance | None:

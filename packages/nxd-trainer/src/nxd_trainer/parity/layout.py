@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from nxd_pipeline.partition.stand_ins import AbsentLayer, AbsentModule
-from nxd_state import Box, get_group
-from torch import Tensor
+from nxd_state import Box, get_group, get_mesh
+from torch import Tensor, nn
 
 from nxd_trainer.api import NxDModel, NxDOptimizer, initialize_parallel_model, initialize_parallel_optimizer
 from nxd_trainer.checkpoint import logical_name
@@ -22,12 +22,14 @@ class Piece:
     Attributes:
         sums_over_tp: whether the tensor-parallel ranks' values are to be added: gradients of layers that see a part
             of the sequence.
+        holders: of a gradient of experts, how many ranks of an expert-parallel group have the same; else 0.
     """
 
     box: Box
     shape: tuple[int, ...]
     values: Tensor
     sums_over_tp: bool = False
+    holders: int = 0
 
 
 @dataclass
@@ -66,6 +68,7 @@ class LayoutRun:
         self.optimizer.zero_grad()
         # Stand-ins for other stages' modules compute nothing.
         own_modules = [it for it in self.model.named_modules() if not isinstance(it[1], AbsentLayer | AbsentModule)]
+        own_modules = _without_insides_of_experts(own_modules)
         # In no_sync, so that gradients can be read before they are averaged or moved.
         with record.watching(own_modules), self.model.no_sync():
             loss = self.model.run_train(**inputs_in(self._dtype, own))
@@ -89,12 +92,25 @@ class LayoutRun:
                 continue
             name = self._first_names.get(own_name, own_name)
             adds = tensor is not parameter and bool(getattr(parameter, "sequence_parallel_enabled", False))
+            is_expert = get_mesh().splits_experts and getattr(parameter, "expert_model_parallel", False)
             for piece in pieces_of(parameter):
                 values = tensor.detach()[piece.local.slices].cpu().clone()
                 found.setdefault(logical_name(name, piece.name), []).append(
-                    Piece(piece.logical, piece.logical_shape, values, adds)
+                    Piece(piece.logical, piece.logical_shape, values, adds, piece.copies if is_expert else 0)
                 )
         return found
+
+
+def _without_insides_of_experts(named: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+    """What experts call sees the tokens of other ranks where experts are split."""
+    if not get_mesh().splits_experts:
+        return named
+    experts = {
+        f"{name}."
+        for name, module in named
+        if any(getattr(it, "expert_model_parallel", False) for it in module.parameters(recurse=False))
+    }
+    return [it for it in named if not any(it[0].startswith(prefix) for prefix in experts)]
 
 
 def _share(value: Any, rank: int, size: int) -> Any:

@@ -85,6 +85,10 @@ class ParallelSection:
     tensor_parallel_size: int = option(1, "ranks that share each layer", at_least=1)
     sequence_parallel: bool = option(False, "also shard the sequence between the layers' matrix products")
     pipeline_parallel_size: int = option(1, "ranks that the layers are distributed over", at_least=1)
+    expert_parallel_size: int = option(1, "ranks that the experts of a layer are distributed over", at_least=1)
+    expert_tensor_parallel_size: int | None = option(
+        None, "ranks that share each expert: 1, or tensor_parallel_size; unset: that", at_least=1
+    )
     zero1: bool = option(False, "shard the optimizer's state over the data-parallel ranks (ZeRO-1)")
     activation_checkpointing: str = option(
         "none",
@@ -96,6 +100,19 @@ class ParallelSection:
     pad_heads: bool = option(
         False, "fill up what heads of model.factory are missing for tensor_parallel_size; models of transformers do it"
     )
+
+    @property
+    def splits_experts(self) -> bool:
+        """Whether experts lie on the ranks in another way than the other layers."""
+        return self.expert_parallel_size > 1 or self.expert_tensor_parallel_size not in (
+            None,
+            self.tensor_parallel_size,
+        )
+
+    @property
+    def splits_layers(self) -> bool:
+        """Whether a rank has a part of some layer only."""
+        return self.tensor_parallel_size > 1 or self.splits_experts
 
 
 @dataclass(frozen=True, kw_only=True)

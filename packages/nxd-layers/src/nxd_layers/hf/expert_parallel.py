@@ -1,0 +1,118 @@
+"""Expert parallelism for unmodified models of transformers.
+
+The experts of a layer are parameters `[experts, ...]` of one module, whose forward takes tokens, the experts of each
+and their weights. That forward computes this rank's experts as it computes all; routers stay as they are.
+"""
+
+import inspect
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from nxd_state import active_group
+from torch import Tensor, nn
+
+from nxd_layers.experts import expert_parallel_forward, shard_experts
+from nxd_layers.hf.plan import joined
+from nxd_layers.hf.shards import mark_partial_gradients
+from nxd_layers.mappings import gather_from_sequence_parallel_region, scatter_to_sequence_parallel_region
+
+DISPATCH = "ep_dispatch_experts"  # the module
+SPLIT_EXPERTS = "grouped_gemm"  # its parameters
+STYLES = (DISPATCH, SPLIT_EXPERTS)
+
+_INPUTS = 3  # tokens, experts, weights
+
+
+def check_experts(model: nn.Module, styles: Mapping[str, str]) -> None:
+    """Raise a ValueError where experts cannot be split as a plan says.
+
+    Args:
+        model: the whole model.
+        styles: of its experts, by path; see `STYLES`.
+    """
+    tp, etp = active_group("tp").size, active_group("etp").size
+    if etp not in (1, tp):
+        raise ValueError(
+            f"expert_tensor_parallel_size={etp} with tensor_parallel_size={tp}: an expert is split over all "
+            f"tensor-parallel ranks or over none; use {tp} or 1"
+        )
+    for path, style in styles.items():
+        parent = path.rpartition(".")[0]
+        if style == SPLIT_EXPERTS and styles.get(parent) != DISPATCH:
+            raise ValueError(f"{path} is {SPLIT_EXPERTS}, but {parent} is not {DISPATCH}; give it that style")
+    for path in _modules(styles):
+        experts = model.get_submodule(path)
+        names = _split_parameters(path, experts, styles)
+        if not names:
+            raise ValueError(f"{path} is {DISPATCH}, but none of its parameters is {SPLIT_EXPERTS}")
+        numbers = {experts.get_parameter(name).shape[0] for name in names}
+        if len(numbers) > 1:
+            raise ValueError(f"the parameters of {path} have {sorted(numbers)} experts, where all must have as many")
+        number, size = numbers.pop(), active_group("ep").size
+        if number % size:
+            raise ValueError(f"{path} has {number} experts, which {size} expert-parallel ranks do not divide")
+        left = [name for name, it in experts.named_parameters() if name not in names and it.shape[:1] == (number,)]
+        if left:
+            raise ValueError(
+                f"{joined(path, left[0])} has a row for each of {number} experts; give it the style {SPLIT_EXPERTS}"
+            )
+        if len(inspect.signature(experts.forward).parameters) != _INPUTS:
+            raise ValueError(
+                f"{path} is a {type(experts).__name__}, whose forward does not take tokens, their experts and weights"
+            )
+
+
+def split_experts(model: nn.Module, styles: Mapping[str, str]) -> None:
+    """Keep this rank's experts, and have tokens travel to theirs.
+
+    Args:
+        model: whose experts are whole, or split over the tensor-parallel ranks where these split each expert.
+        styles: as for `check_experts`.
+    """
+    for path in _modules(styles):
+        experts: Any = model.get_submodule(path)
+        names = _split_parameters(path, experts, styles)
+        number = experts.get_parameter(names[0]).shape[0]
+        for name in names:
+            experts.register_parameter(name, shard_experts(experts.get_parameter(name)))
+        # What else there is, each rank applies to the tokens of its own experts.
+        others = [it for name, it in experts.named_parameters() if name not in names]
+        if _splits_tokens():
+            mark_partial_gradients(others)
+        if hasattr(experts, "num_experts"):
+            experts.num_experts = number // active_group("ep").size
+        experts.forward = partial(_forward, experts, number)
+
+
+def _modules(styles: Mapping[str, str]) -> list[str]:
+    return [path for path, style in styles.items() if style == DISPATCH]
+
+
+def _split_parameters(path: str, experts: nn.Module, styles: Mapping[str, str]) -> list[str]:
+    return [name for name, _ in experts.named_parameters() if styles.get(joined(path, name)) == SPLIT_EXPERTS]
+
+
+def _splits_tokens() -> bool:
+    """Whether tensor-parallel ranks, which all have the same tokens, send a part of them each."""
+    return active_group("etp").size < active_group("tp").size
+
+
+def _forward(experts: Any, number: int, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    dispatched = partial(
+        expert_parallel_forward,
+        partial(type(experts).forward, experts),
+        num_experts=number,
+        trains_experts=any(it.requires_grad for it in experts.parameters()),
+    )
+    if not _splits_tokens():
+        return dispatched(hidden_states, top_k_index, top_k_weights)
+    tokens = len(hidden_states)
+    fill = -tokens % active_group("tp").size
+    whole = (_padded(hidden_states, fill, 0), _padded(top_k_index, fill, -1), _padded(top_k_weights, fill, 0))
+    part = dispatched(*(scatter_to_sequence_parallel_region(it, 0) for it in whole))
+    return gather_from_sequence_parallel_region(part, 0, to_model_parallel=False)[:tokens]
+
+
+def _padded(tensor: Tensor, rows: int, value: int) -> Tensor:
+    return nn.functional.pad(tensor, (0, 0, 0, rows), value=value)

@@ -1,0 +1,74 @@
+"""How parameters lie on the ranks: which hold the same ones, and which hold all of them together.
+
+The parameters of experts lie otherwise than those of dense layers where the mesh splits experts. A rank then has
+gradients of its experts from the tokens of other ranks, and the ranks with the same experts are fewer than those with
+the same dense layers.
+"""
+
+from dataclasses import dataclass
+
+from nxd_state import Group, ShardSpec, active_group, get_mesh, model_parallel_is_initialized
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the parameters of dense layers, or those of experts, lie.
+
+    Attributes:
+        axis: of the shard specs of such parameters.
+        replicas: the ranks that hold the same of them, over which gradients are averaged.
+        scale: what that average is multiplied by to be the mean over the replicas of the whole model.
+        parts: the ranks that hold all of them together, over which norms are summed.
+        copies: how many of `parts` hold one that is not split.
+    """
+
+    axis: str
+    replicas: Group
+    scale: float
+    parts: Group
+    copies: int
+
+    def check(self, spec: ShardSpec) -> None:
+        """Raise a ValueError for a parameter that is sharded along another axis than norms are summed over."""
+        if spec.axis != self.axis:
+            raise ValueError(
+                f"a parameter of shape {spec.local_shape} is sharded along axis={spec.axis!r}; gradient norms are "
+                f"summed over {self.axis!r} and 'pp' only"
+            )
+
+
+def dense_placement(replicas: Group | None = None) -> Placement:
+    """Of dense layers, and of experts too unless the mesh splits them.
+
+    Args:
+        replicas: data times context parallel if None.
+    """
+    group = replicas if replicas is not None else active_group("dp", "cp")
+    return Placement("tp", group, 1.0, active_group("pp", "tp"), active_group("tp").size)
+
+
+def expert_placement() -> Placement | None:
+    """Of experts; None where the mesh does not split them. The same on all ranks."""
+    if not (model_parallel_is_initialized() and get_mesh().splits_experts):
+        return None
+    # An expert's gradient is a sum over the tokens of all ranks whose tokens come here.
+    replicas = active_group("dp_exp")
+    scale = replicas.size / active_group("dp", "cp").size
+    return Placement("ep", replicas, scale, active_group("pp", "ep", "etp"), active_group("etp").size)
+
+
+def is_expert(parameter: Tensor) -> bool:
+    """Whether a parameter is an expert's."""
+    return bool(getattr(parameter, "expert_model_parallel", False))
+
+
+def placement_of(parameter: Tensor) -> Placement:
+    """Where a parameter lies."""
+    experts = expert_placement() if is_expert(parameter) else None
+    return experts if experts is not None else dense_placement()
+
+
+def ranks_with_gradients() -> tuple[Group, ...]:
+    """Beyond the replicas, those of which one may lack gradients that others have: it had no tokens for its experts."""
+    return () if expert_placement() is None else (active_group("ep"),)
