@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-SAMPLES = 4
+SAMPLES = 8  # for two microbatches on each of four replicas
 
 # Of types that are no text decoders.
 _MODEL_CLASSES = {
@@ -33,6 +33,11 @@ def surveyed() -> list[str]:
     """
     decoders = {name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if _is_planned_decoder(CONFIG_MAPPING[name])}
     return sorted(decoders | set(OWN_PLANS))
+
+
+def with_experts() -> list[str]:
+    """Those of `surveyed` that have an expert-parallel plan."""
+    return [name for name in surveyed() if getattr(CONFIG_MAPPING[name], "base_model_ep_plan", None)]
 
 
 def _is_planned_decoder(config_class: Any) -> bool:

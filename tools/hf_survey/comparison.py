@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 
 import torch
 from nxd_layers.hf import parallelize
-from nxd_optim import reduce_sequence_parallel_gradients
+from nxd_optim import GradientReducer, reduce_sequence_parallel_gradients
 from nxd_pipeline import NxDPPModel
-from nxd_state import initialize_model_parallel
+from nxd_state import all_reduce, get_group, initialize_model_parallel
 from nxd_state.testing import LogicalPiece, assemble_logical, logical_pieces
 from nxd_trainer.checkpoint import logical_name
 from nxd_trainer.parity import InFloat64
@@ -25,21 +25,32 @@ MICROBATCHES = 2
 
 @dataclass(frozen=True)
 class Layout:
-    """Degrees of tensor and pipeline parallelism."""
+    """Degrees of tensor, pipeline and expert parallelism, and the number of replicas of each expert."""
 
-    tp: int
-    pp: int
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    dp: int = 1
 
     @property
     def num_ranks(self) -> int:
-        """How many processes it takes."""
-        return self.tp * self.pp
+        """How many processes it takes: experts are split over replicas of the other layers."""
+        return self.tp * self.pp * self.ep * self.dp
 
     def __str__(self) -> str:
-        return " x ".join(f"{axis} {size}" for axis, size in (("TP", self.tp), ("PP", self.pp)) if size > 1)
+        sizes = (("EP", self.ep), ("TP", self.tp), ("PP", self.pp), ("DP", self.dp))
+        return " x ".join(f"{axis} {size}" for axis, size in sizes if size > 1)
 
 
-LAYOUTS = (Layout(2, 1), Layout(1, 2), Layout(2, 2))
+LAYOUTS = (Layout(tp=2), Layout(pp=2), Layout(tp=2, pp=2))
+EXPERT_LAYOUTS = (
+    Layout(ep=2),
+    Layout(ep=4),
+    Layout(ep=2, tp=2),
+    Layout(ep=2, pp=2),
+    Layout(ep=2, dp=2),
+    Layout(ep=2, tp=2, pp=2),
+)
 
 
 @dataclass(frozen=True)
@@ -67,22 +78,26 @@ def one_rank(model_type: str, layout: Layout) -> Step:
 
     A ValueError or NotImplementedError while the model is laid out counts as a refusal: it must come on every rank.
     """
-    initialize_model_parallel(layout.tp, layout.pp)
+    initialize_model_parallel(layout.tp, layout.pp, layout.ep)
     with InFloat64():
         model = tiny_model(model_type)
         try:
-            if layout.tp > 1:
-                model = parallelize(model)
+            if layout.tp > 1 or layout.ep > 1:
+                model = parallelize(model, expert_parallel=layout.ep > 1)
             pipeline = NxDPPModel(model, num_microbatches=MICROBATCHES, auto_partition=layout.pp > 1)
         except (ValueError, NotImplementedError) as refusal:
             return Step(refusal=str(refusal))
-        loss = pipeline.run_train(**tiny_batch(model_type))
+        replicas = get_group("dp")
+        loss = pipeline.run_train(
+            **{name: it.chunk(replicas.size)[replicas.rank] for name, it in tiny_batch(model_type).items()}
+        )
+        GradientReducer(pipeline.local_parameters(), find_unused_parameters=True).finish()
         reduce_sequence_parallel_gradients(pipeline.local_parameters())
         tied = pipeline.tied_names()
         named = [(tied.get(n, n), p, p.grad) for n, p in pipeline.local_named_parameters() if p.grad is not None]
     pieces = [replace(it, name=logical_name(*it.name.partition(":")[::2])) for it in logical_pieces(named)]
     assert not isinstance(loss, list)
-    return Step(None if loss is None else loss.detach(), pieces)
+    return Step(None if loss is None else all_reduce(loss.detach(), replicas, op="avg"), pieces)
 
 
 def compare(expected: Step, ranks: Sequence[Step]) -> str:

@@ -7,8 +7,8 @@ from pathlib import Path
 from hf_survey.comparison import Layout
 from hf_survey.survey import Verdict
 
-BEGIN = "<!-- made by tools/hf_support.py: begin -->"
-END = "<!-- made by tools/hf_support.py: end -->"
+BEGIN = "<!-- made by tools/hf_support.py: {name}, begin -->"
+END = "<!-- made by tools/hf_support.py: {name}, end -->"
 
 
 def make_table(verdicts: Sequence[Verdict], layouts: Sequence[Layout], transformers_version: str) -> str:
@@ -40,15 +40,16 @@ def _reasons(rows: Mapping[str, Mapping[Layout, Verdict]]) -> list[str]:
     return ["", "Why the others do not:", "", *lines] if lines else []
 
 
-def put_between_markers(document: Path, table: str) -> None:
-    """Replace what stands between the markers.
+def put_between_markers(document: Path, name: str, table: str) -> None:
+    """Replace what stands between the markers of that name.
 
     Raises:
         ValueError: the document lacks them.
     """
     text = document.read_text()
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
+    first, last = BEGIN.format(name=name), END.format(name=name)
+    before, begin, rest = text.partition(first)
+    _, end, after = rest.partition(last)
     if not begin or not end:
-        raise ValueError(f"{document} has no lines {BEGIN!r} and {END!r}; add them where the table is to be")
-    document.write_text(f"{before}{BEGIN}\n\n{table}\n\n{END}{after}")
+        raise ValueError(f"{document} has no lines {first!r} and {last!r}; add them where the table is to be")
+    document.write_text(f"{before}{first}\n\n{table}\n\n{last}{after}")

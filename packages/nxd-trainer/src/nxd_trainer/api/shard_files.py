@@ -18,7 +18,7 @@ from nxd_ckpt.interop.neuronx.xser import load_rank_file, save_skeleton
 from nxd_ckpt.interop.safe_pickle import load_torch_file
 from nxd_layers.upstream_arguments import takes_names_too
 from nxd_pipeline import NxDPPModel
-from nxd_state import active_group
+from nxd_state import active_group, get_mesh, model_parallel_is_initialized
 from torch import Tensor, nn
 from torch.optim import Optimizer
 

@@ -104,10 +104,8 @@ class ParallelSection:
     @property
     def splits_experts(self) -> bool:
         """Whether experts lie on the ranks in another way than the other layers."""
-        return self.expert_parallel_size > 1 or self.expert_tensor_parallel_size not in (
-            None,
-            self.tensor_parallel_size,
-        )
+        of_experts = self.expert_tensor_parallel_size or self.tensor_parallel_size
+        return self.expert_parallel_size > 1 or of_experts != self.tensor_parallel_size
 
     @property
     def splits_layers(self) -> bool:
