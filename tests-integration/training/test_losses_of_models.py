@@ -44,12 +44,35 @@ LAYOUTS = {
     "TP 2 x SP": (2, ["parallel.tensor_parallel_size=2", "parallel.sequence_parallel=true"]),
     "DP 2 + ZeRO-1": (2, ["parallel.zero1=true"]),
 }
+MIXTURES = ("Mixtral", "GPT-OSS")
+WITH_EXPERTS = {
+    "EP 2 + ZeRO-1": (2, ["parallel.expert_parallel_size=2", "parallel.zero1=true"]),
+    "EP 2 over TP 2": (
+        2,
+        [
+            "parallel.tensor_parallel_size=2",
+            "parallel.expert_parallel_size=2",
+            "parallel.expert_tensor_parallel_size=1",
+            "parallel.sequence_parallel=true",
+        ],
+    ),
+    "EP 2 x PP 2, recomputed": (
+        4,
+        [
+            "parallel.expert_parallel_size=2",
+            "parallel.pipeline_parallel_size=2",
+            "train.gradient_accumulation_steps=2",
+            "parallel.activation_checkpointing=full",
+        ],
+    ),
+}
 QUICK = [
     ("own Llama", "TP 2 x SP"),
     ("Llama", "TP 2 x SP"),
     ("Qwen3", "TP 2 x PP 2"),
     ("Gemma 3", "PP 2"),
     ("Mixtral", "TP 2 x SP"),
+    ("Mixtral", "EP 2 + ZeRO-1"),
     ("GPT-OSS", "TP 2 x PP 2"),
     ("GLM-4", "TP 2"),
 ]
@@ -137,7 +160,7 @@ def settings_of(name, folder, output, tokens):
 CELLS = [
     pytest.param(model, layout, id=f"{model}, {layout}", marks=[] if (model, layout) in QUICK else pytest.mark.slow)
     for model in MODELS
-    for layout in LAYOUTS
+    for layout in [*LAYOUTS, *(WITH_EXPERTS if model in MIXTURES else ())]
 ]
 
 
@@ -145,7 +168,7 @@ CELLS = [
 def test_losses_are_those_of_a_loop_of_transformers(
     run_ranks, folder_of, losses_of, tokens_folder, tmp_path, model, layout
 ):
-    ranks, degrees = LAYOUTS[layout]
+    ranks, degrees = (LAYOUTS | WITH_EXPERTS)[layout]
 
     run_ranks(
         train_in_float64, ranks, [*settings_of(model, folder_of(model), tmp_path / "run", tokens_folder), *degrees]

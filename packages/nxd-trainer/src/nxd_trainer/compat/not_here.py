@@ -36,8 +36,8 @@ _AREAS = {
         "target_modules that name linear layers or embeddings",
     ),
     "experts": (
-        "belongs to mixture-of-experts layers, which these packages do not have yet",
-        "nxd_layers.hf.parallelize for a mixture-of-experts model of transformers",
+        "belongs to mixture-of-experts layers for models of one's own, which these packages do not have yet",
+        "nxd_layers.hf.parallelize for a mixture-of-experts model of transformers, or nxd_layers.experts",
     ),
     "context": (
         "belongs to context parallelism, which these packages do not have yet",

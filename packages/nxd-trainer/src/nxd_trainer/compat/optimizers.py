@@ -5,7 +5,6 @@ from functools import partial
 from typing import Any
 
 from nxd_optim import NeuronZero1Optimizer
-from nxd_state import get_expert_model_parallel_size, model_parallel_is_initialized
 from torch import nn
 from torch.optim import Optimizer
 
@@ -84,17 +83,4 @@ def initialize_optimizer_from_class(
 
 
 class NeuronEPZero1Optimizer(NeuronZero1Optimizer):
-    """ZeRO-1 for models with experts; the same as `NeuronZero1Optimizer` where experts are not split over ranks.
-
-    Raises:
-        NotImplementedError: they are: that comes with mixture-of-experts layers.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        size = get_expert_model_parallel_size() if model_parallel_is_initialized() else 1
-        if size > 1:
-            raise NotImplementedError(
-                f"expert_model_parallel_size={size}: sharding expert states over their own replicas comes with "
-                "mixture-of-experts layers; use NeuronZero1Optimizer with expert_parallel_size=1"
-            )
-        super().__init__(*args, **kwargs)
+    """The same: ZeRO-1 knows the replicas of each parameter, an expert's among them."""
