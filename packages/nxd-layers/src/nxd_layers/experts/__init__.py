@@ -1,6 +1,23 @@
-"""Expert parallelism: the experts of a layer lie on several ranks, and tokens travel to theirs and back."""
+"""Mixtures of experts: layers of them, and tokens that travel to the ranks of their experts and back."""
 
-from nxd_layers.experts.dispatch import expert_parallel_forward
+from nxd_layers.experts.balance import load_balancing_loss
+from nxd_layers.experts.dispatch import dispatch_replicated_tokens, expert_parallel_forward, shares_tokens_out
+from nxd_layers.experts.layer import MoE
+from nxd_layers.experts.mlps import ACTIVATIONS, ExpertMLPs
 from nxd_layers.experts.parameters import mark_expert_parameter, shard_experts
+from nxd_layers.experts.routers import RouterBase, RouterSinkhorn, RouterTopK
 
-__all__ = ["expert_parallel_forward", "mark_expert_parameter", "shard_experts"]
+__all__ = [
+    "MoE",
+    "ExpertMLPs",
+    "ACTIVATIONS",
+    "RouterBase",
+    "RouterTopK",
+    "RouterSinkhorn",
+    "load_balancing_loss",
+    "expert_parallel_forward",
+    "dispatch_replicated_tokens",
+    "shares_tokens_out",
+    "shard_experts",
+    "mark_expert_parameter",
+]

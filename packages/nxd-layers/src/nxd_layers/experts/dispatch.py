@@ -8,6 +8,7 @@ gathering all tokens everywhere, and never more than sending a token to each of 
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,9 @@ from nxd_state import Group, active_group, all_to_all, all_to_all_v, records_gra
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from nxd_layers.mappings import gather_from_sequence_parallel_region, scatter_to_sequence_parallel_region
 
 ComputeExperts = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -71,6 +75,50 @@ def expert_parallel_forward(
     return combined
 
 
+def dispatch_replicated_tokens(
+    compute: ComputeExperts,
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    *,
+    num_experts: int,
+    trains_experts: bool,
+) -> Tensor:
+    """`expert_parallel_forward` of tokens that all tensor-parallel ranks have.
+
+    Where these split each expert, every one of them sends all tokens, and the result is its part of a sum. Where they
+    have other experts, each sends a share of the tokens, and the result is gathered.
+
+    Args:
+        compute: as for `expert_parallel_forward`, like the others.
+        hidden_states: `[tokens, hidden]`.
+        top_k_index: `[tokens, k]`.
+        top_k_weights: `[tokens, k]`.
+        num_experts: of all ranks together.
+        trains_experts: whether `compute` needs gradients for weights of its own.
+
+    Returns:
+        `[tokens, hidden]`.
+    """
+    forward = partial(expert_parallel_forward, compute, num_experts=num_experts, trains_experts=trains_experts)
+    if not shares_tokens_out():
+        return forward(hidden_states, top_k_index, top_k_weights)
+    tokens = len(hidden_states)
+    fill = -tokens % active_group("tp").size
+    whole = (_padded(hidden_states, fill, 0), _padded(top_k_index, fill, -1), _padded(top_k_weights, fill, 0))
+    part = forward(*(scatter_to_sequence_parallel_region(it, 0) for it in whole))
+    return gather_from_sequence_parallel_region(part, 0, to_model_parallel=False)[:tokens]
+
+
+def shares_tokens_out() -> bool:
+    """Whether tensor-parallel ranks have other experts, and so send a share of their tokens each."""
+    return active_group("etp").size < active_group("tp").size
+
+
+def _padded(tensor: Tensor, rows: int, value: int) -> Tensor:
+    return F.pad(tensor, (0, 0, 0, rows), value=value)
+
+
 @dataclass(frozen=True)
 class _Routes:
     """Which tokens of this rank go where, and what came.
@@ -80,7 +128,7 @@ class _Routes:
         tokens: `[sent]`, the tokens sent, rank by rank; of one rank each is there once at most.
         send_counts: tokens for each rank.
         receive_counts: tokens from each rank.
-        experts: `[received, k]`, the experts of the tokens received, as indices of the local ones or outside of them.
+        experts: the local experts of the tokens received.
     """
 
     group: Group
@@ -92,14 +140,14 @@ class _Routes:
 
 @dataclass(frozen=True)
 class _LocalExperts:
-    """Pairs of a received token and a local expert of it.
+    """Pairs of a token received and a local expert of it.
 
     Attributes:
-        rows: `[pairs]`, of the tokens received.
-        slots: `[pairs]`, where among the token's k experts it is.
-        index: `[pairs]`, of the local expert.
-        places: `[pairs]`, a number for each pair of one token, from 0 on.
-        most: of these numbers, and 1 more.
+        rows: `[pairs]`, the token.
+        slots: `[pairs]`, where among the token's k experts this one is.
+        index: `[pairs]`, the expert among the local ones.
+        places: `[pairs]`, which of its token's local experts it is, counted from 0.
+        most: local experts of any token.
     """
 
     rows: Tensor

@@ -1,36 +1,28 @@
 """Parameters of experts: which of them a rank has, and what optimizers and checkpoints are to know of them."""
 
 import torch
-from nxd_state import Box, Group, ShardPiece, ShardSpec, active_group, get_shard_spec, set_shard_spec
+from nxd_state import Box, ShardPiece, ShardSpec, active_group, get_shard_spec, set_shard_spec
 from nxd_state.shard_spec import DOCUMENTED_ATTRIBUTES
 from torch import Tensor, nn
 
 
-def shard_experts(parameter: nn.Parameter, group: Group | None = None) -> nn.Parameter:
+def shard_experts(parameter: nn.Parameter) -> nn.Parameter:
     """This rank's experts of a parameter that has all, with its shard metadata and the mark of an expert's.
 
     Args:
         parameter: `[experts, ...]`, each expert whole or split over the tensor-parallel ranks.
-        group: that splits the experts; the expert-parallel one if None.
 
     Raises:
-        ValueError: the group does not divide the experts.
+        ValueError: the expert-parallel ranks do not divide the experts.
     """
-    group = group or active_group("ep")
-    experts = parameter.shape[0]
-    if experts % group.size:
-        raise ValueError(
-            f"{experts} experts of a parameter {tuple(parameter.shape)} cannot be split over {group.size} ranks; "
-            f"use an expert-parallel degree that divides {experts}"
-        )
-    each = experts // group.size
-    first = group.rank * each
-    part = parameter.detach()[first : first + each].clone(memory_format=torch.contiguous_format)
+    spec = spec_of_own_experts(get_shard_spec(parameter) or _whole(parameter))
+    first = active_group("ep").rank * spec.local_shape[0]
+    part = parameter.detach()[first : first + spec.local_shape[0]].clone(memory_format=torch.contiguous_format)
     made = nn.Parameter(part, requires_grad=parameter.requires_grad)
     for attribute in DOCUMENTED_ATTRIBUTES:
         if hasattr(parameter, attribute):
             setattr(made, attribute, getattr(parameter, attribute))
-    set_shard_spec(made, _rows_of(get_shard_spec(parameter) or _whole(parameter), first, each))
+    set_shard_spec(made, spec)
     mark_expert_parameter(made)
     return made
 
@@ -46,8 +38,23 @@ def _whole(parameter: Tensor) -> ShardSpec:
     return ShardSpec(shape, (ShardPiece(box, box, shape, copies=active_group("etp").size),))
 
 
-def _rows_of(spec: ShardSpec, first: int, number: int) -> ShardSpec:
-    """The spec of that many rows of dim 0."""
+def spec_of_own_experts(spec: ShardSpec) -> ShardSpec:
+    """What this expert-parallel rank holds of a parameter `[experts, ...]`.
+
+    Args:
+        spec: of the parameter with all experts, over the ranks that split each.
+
+    Raises:
+        ValueError: the expert-parallel ranks do not divide the experts.
+    """
+    group, experts = active_group("ep"), spec.local_shape[0]
+    if experts % group.size:
+        raise ValueError(
+            f"{experts} experts of a parameter {spec.local_shape} cannot be split over {group.size} ranks; "
+            f"use an expert-parallel degree that divides {experts}"
+        )
+    number = experts // group.size
+    first = group.rank * number
     pieces = []
     for piece in spec.pieces:
         begin = max(piece.local.offset[0], first)

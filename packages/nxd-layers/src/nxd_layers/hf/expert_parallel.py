@@ -12,10 +12,9 @@ from typing import Any
 from nxd_state import active_group
 from torch import Tensor, nn
 
-from nxd_layers.experts import expert_parallel_forward, shard_experts
+from nxd_layers.experts import dispatch_replicated_tokens, shard_experts, shares_tokens_out
 from nxd_layers.hf.plan import joined
 from nxd_layers.hf.shards import mark_partial_gradients
-from nxd_layers.mappings import gather_from_sequence_parallel_region, scatter_to_sequence_parallel_region
 
 DISPATCH = "ep_dispatch_experts"  # the module
 SPLIT_EXPERTS = "grouped_gemm"  # its parameters
@@ -78,7 +77,7 @@ def split_experts(model: nn.Module, styles: Mapping[str, str]) -> None:
             experts.register_parameter(name, shard_experts(experts.get_parameter(name)))
         # What else there is, each rank applies to the tokens of its own experts.
         others = [it for name, it in experts.named_parameters() if name not in names]
-        if _splits_tokens():
+        if shares_tokens_out():
             mark_partial_gradients(others)
         if hasattr(experts, "num_experts"):
             experts.num_experts = number // active_group("ep").size
@@ -93,26 +92,12 @@ def _split_parameters(path: str, experts: nn.Module, styles: Mapping[str, str]) 
     return [name for name, _ in experts.named_parameters() if styles.get(joined(path, name)) == SPLIT_EXPERTS]
 
 
-def _splits_tokens() -> bool:
-    """Whether tensor-parallel ranks, which all have the same tokens, send a part of them each."""
-    return active_group("etp").size < active_group("tp").size
-
-
 def _forward(experts: Any, number: int, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    dispatched = partial(
-        expert_parallel_forward,
+    return dispatch_replicated_tokens(
         partial(type(experts).forward, experts),
+        hidden_states,
+        top_k_index,
+        top_k_weights,
         num_experts=number,
         trains_experts=any(it.requires_grad for it in experts.parameters()),
     )
-    if not _splits_tokens():
-        return dispatched(hidden_states, top_k_index, top_k_weights)
-    tokens = len(hidden_states)
-    fill = -tokens % active_group("tp").size
-    whole = (_padded(hidden_states, fill, 0), _padded(top_k_index, fill, -1), _padded(top_k_weights, fill, 0))
-    part = dispatched(*(scatter_to_sequence_parallel_region(it, 0) for it in whole))
-    return gather_from_sequence_parallel_region(part, 0, to_model_parallel=False)[:tokens]
-
-
-def _padded(tensor: Tensor, rows: int, value: int) -> Tensor:
-    return nn.functional.pad(tensor, (0, 0, 0, rows), value=value)

@@ -1,0 +1,87 @@
+"""The linear layers of all experts as one parameter."""
+
+from typing import Literal
+
+import torch
+from nxd_state import (
+    ShardSpec,
+    active_group,
+    get_mesh,
+    model_parallel_is_initialized,
+    set_partition_attributes,
+    set_shard_spec,
+    shard_along,
+)
+from torch import Tensor, nn
+
+from nxd_layers.experts.parameters import mark_expert_parameter, spec_of_own_experts
+from nxd_layers.initialization import InitMethod, default_linear_init, empty_parameter
+
+
+class ExpertLinear(nn.Module):
+    """A linear layer without bias for each expert of this rank; initial values are the same at every layout.
+
+    Args:
+        num_experts: of all ranks.
+        input_size: of each expert.
+        output_size: of each expert.
+        split: what the tensor-parallel ranks of an expert have a part of.
+        stride: number of matrices side by side in the outputs, each of which is split on its own.
+        dtype: of the weight.
+        device: of the weight.
+        init_method: fills the weight of one expert, float32 `[in, out]`.
+
+    Attributes:
+        weight: `[experts/ep, in, out/etp]`, or `[experts/ep, in/etp, out]`.
+
+    Raises:
+        ValueError: ranks do not divide experts or sizes.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        input_size: int,
+        output_size: int,
+        *,
+        split: Literal["inputs", "outputs"],
+        stride: int = 1,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+        init_method: InitMethod = default_linear_init,
+    ) -> None:
+        super().__init__()
+        self._shape = (num_experts, input_size, output_size)
+        self._init_method = init_method
+        group = active_group("etp")
+        dim = 1 if split == "inputs" else 2
+        spec = shard_along(self._shape, dim, rank=group.rank, size=group.size, stride=stride)
+        splits_experts = model_parallel_is_initialized() and get_mesh().splits_experts
+        self._spec: ShardSpec = spec_of_own_experts(spec) if splits_experts else spec
+        self.weight = empty_parameter(self._spec.local_shape, dtype, device)
+        if group.size > 1:
+            set_partition_attributes(self.weight, partition_dim=dim, num_partitions=group.size, stride=stride)
+        if splits_experts:
+            mark_expert_parameter(self.weight)
+        if splits_experts or group.size > 1:
+            set_shard_spec(self.weight, self._spec)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw all experts anew, one after the other, and keep this rank's."""
+        if self.weight.is_meta:
+            return
+        pieces = self._spec.pieces
+        for expert in range(self._shape[0]):
+            whole = torch.empty(self._shape[1:], dtype=torch.float32, device="cpu")
+            self._init_method(whole)
+            for piece in pieces:
+                here = expert - piece.logical.offset[0]
+                if 0 <= here < piece.logical.shape[0]:
+                    part = whole[piece.logical.slices[1:]].to(self.weight.device, self.weight.dtype)
+                    self.weight[piece.local.offset[0] + here][piece.local.slices[1:]] = part
+
+    def forward(self, tokens: Tensor, expert: int) -> Tensor:
+        """`[rows, in]` to `[rows, out]` of one of this rank's experts."""
+        return tokens @ self.weight[expert]

@@ -1,0 +1,180 @@
+"""The feed-forward networks of experts."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+from nxd_state import active_group
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from nxd_layers.experts.balance import within_capacity
+from nxd_layers.experts.dispatch import dispatch_replicated_tokens
+from nxd_layers.experts.linear import ExpertLinear
+from nxd_layers.initialization import InitMethod, default_linear_init
+
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "silu": F.silu,
+    "swish": F.silu,
+    "gelu": F.gelu,
+    "gelu_new": partial(F.gelu, approximate="tanh"),
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+}
+
+
+class Experts(nn.Module):
+    """The experts of this rank: two products with an activation between them.
+
+    Args:
+        num_experts: of all ranks.
+        hidden_size: of tokens.
+        intermediate_size: between the products.
+        glu: whether the activation of a gate multiplies the first product: weights `[hidden, 2 * intermediate]`, the
+            gate's first.
+        activation: of the gate, or of the first product.
+        dtype: of the weights.
+        device: of the weights.
+        input_init_method: of the first product's weight of an expert.
+        output_init_method: of the second's.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        glu: bool,
+        activation: Callable[[Tensor], Tensor],
+        dtype: torch.dtype,
+        device: torch.device | str | None,
+        input_init_method: InitMethod,
+        output_init_method: InitMethod,
+    ) -> None:
+        super().__init__()
+        self._activation = activation
+        make = partial(ExpertLinear, num_experts, dtype=dtype, device=device)
+        self.gate_up_proj = self.up_proj = None
+        if glu:
+            self.gate_up_proj = make(
+                hidden_size, 2 * intermediate_size, split="outputs", stride=2, init_method=input_init_method
+            )
+        else:
+            self.up_proj = make(hidden_size, intermediate_size, split="outputs", init_method=input_init_method)
+        self.down_proj = make(intermediate_size, hidden_size, split="inputs", init_method=output_init_method)
+
+    def forward(self, tokens: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """`[rows, hidden]` of tokens, an expert of this rank and a weight for each, `[rows, 1]`, to `[rows, hidden]`.
+
+        Where tensor-parallel ranks split each expert, the outputs are parts of sums.
+        """
+        order = index[:, 0].argsort(stable=True)
+        counts = torch.bincount(index[:, 0], minlength=len(self.down_proj.weight)).tolist()
+        outputs = [
+            self._of_one(part, expert)
+            for expert, part in enumerate(tokens[order].split(counts))
+            if len(part)  # no work for experts without tokens
+        ]
+        return torch.zeros_like(tokens).index_copy(0, order, torch.cat(outputs)) * weights
+
+    def _of_one(self, tokens: Tensor, expert: int) -> Tensor:
+        if self.gate_up_proj is None:
+            assert self.up_proj is not None  # one of them is there
+            inner = self._activation(self.up_proj(tokens, expert))
+        else:
+            gate, up = self.gate_up_proj(tokens, expert).chunk(2, dim=-1)
+            inner = self._activation(gate) * up
+        output: Tensor = self.down_proj(inner, expert)
+        return output
+
+
+class ExpertMLPs(nn.Module):
+    """Passes tokens through their experts, wherever these are.
+
+    Args:
+        num_experts: of all ranks.
+        top_k: experts of each token.
+        hidden_size: of tokens.
+        intermediate_size: of an expert.
+        hidden_act: a key of `ACTIVATIONS`.
+        glu_mlp: whether an expert has a gate.
+        capacity_factor: each expert takes that multiple of its even share of this replica's tokens, the first ones, and
+            no more; None for all.
+        normalize_top_k_affinities: divide the affinities of a token by the sum of those that are used.
+        init_method: of the first weight of an expert, float32 `[in, out]`.
+        output_layer_init_method: of the second.
+        dtype: of the weights.
+        device: of the weights.
+
+    Raises:
+        ValueError: there is no such activation, or ranks do not divide experts or sizes.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        top_k: int,
+        hidden_size: int,
+        intermediate_size: int,
+        hidden_act: str = "silu",
+        glu_mlp: bool = True,
+        capacity_factor: float | None = None,
+        normalize_top_k_affinities: bool = False,
+        *,
+        init_method: InitMethod = default_linear_init,
+        output_layer_init_method: InitMethod = default_linear_init,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        if hidden_act not in ACTIVATIONS:
+            raise ValueError(f"hidden_act={hidden_act!r} is not known; use one of {', '.join(ACTIVATIONS)}")
+        if capacity_factor is not None and not capacity_factor > 0:
+            raise ValueError(f"capacity_factor={capacity_factor} must be above 0, or None to drop no token")
+        self.num_experts, self.top_k, self.hidden_size = num_experts, top_k, hidden_size
+        self.capacity_factor, self.normalize_top_k_affinities = capacity_factor, normalize_top_k_affinities
+        self.mlp_op = Experts(
+            num_experts,
+            hidden_size,
+            intermediate_size,
+            glu=glu_mlp,
+            activation=ACTIVATIONS[hidden_act],
+            dtype=dtype,
+            device=device,
+            input_init_method=init_method,
+            output_init_method=output_layer_init_method,
+        )
+
+    @property
+    def sums_over_tensor_parallel_ranks(self) -> bool:
+        """Whether each rank's output is a part of the sum over the tensor-parallel ranks."""
+        return active_group("etp").size > 1
+
+    def forward(self, hidden_states: Tensor, expert_affinities: Tensor, expert_index: Tensor) -> Tensor:
+        """Compute.
+
+        Args:
+            hidden_states: `[tokens, hidden]`, the same on all tensor-parallel ranks.
+            expert_affinities: `[tokens, experts]`.
+            expert_index: `[tokens, top_k]`.
+
+        Returns:
+            `[tokens, hidden]`; see `sums_over_tensor_parallel_ranks`.
+        """
+        weights = expert_affinities.gather(1, expert_index)
+        if self.capacity_factor is not None:
+            is_taken = within_capacity(expert_index, self.num_experts, self.capacity_factor)
+            weights, expert_index = weights.masked_fill(~is_taken, 0), expert_index.masked_fill(~is_taken, -1)
+        if self.normalize_top_k_affinities:
+            weights = F.normalize(weights, p=1.0, dim=1)
+        return dispatch_replicated_tokens(
+            self.mlp_op,
+            hidden_states,
+            expert_index,
+            weights.to(hidden_states.dtype),
+            num_experts=self.num_experts,
+            trains_experts=any(it.requires_grad for it in self.mlp_op.parameters()),
+        )

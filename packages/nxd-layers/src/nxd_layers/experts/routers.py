@@ -1,0 +1,173 @@
+"""Routers: which experts a token goes to, and with what weight."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from nxd_layers.mappings import GivenGroup, gather_from_sequence_parallel_region
+
+_SINKHORN_ITERATIONS = 30
+_SMALL = 1e-8
+
+
+class RouterBase(nn.Module):
+    """What routers share: the linear layer, and the function that makes affinities of its logits.
+
+    Args:
+        num_experts: of the layer, on all ranks together.
+        top_k: experts of each token.
+        hidden_size: of tokens.
+        act_fn: "softmax" or "sigmoid".
+        sequence_parallel_enabled: each rank computes the logits of its part of the sequence, which are then gathered.
+        sequence_dimension: the dim that is split; 0 if None.
+        dtype: of the weight.
+        device: of the weight.
+        bias: whether the linear layer has one.
+        tensor_model_parallel_group: the ranks that share the sequence.
+        jitter_eps: in training, tokens are multiplied by random numbers within that of 1 (Fedus et al. 2021, "Switch
+            Transformers").
+
+    Raises:
+        ValueError: `top_k` is not possible, or `act_fn` is unknown.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        top_k: int,
+        hidden_size: int,
+        act_fn: str = "softmax",
+        sequence_parallel_enabled: bool = False,
+        sequence_dimension: int | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+        bias: bool = False,
+        tensor_model_parallel_group: GivenGroup = None,
+        jitter_eps: float = 0.0,
+    ) -> None:
+        super().__init__()
+        if not 0 < top_k <= num_experts:
+            raise ValueError(f"top_k={top_k} must be 1 to num_experts={num_experts}")
+        if act_fn not in ("softmax", "sigmoid"):
+            raise ValueError(f"act_fn={act_fn!r} is not known; use 'softmax' or 'sigmoid'")
+        self.num_experts, self.top_k, self.hidden_size, self.act_fn = num_experts, top_k, hidden_size, act_fn
+        self.sequence_parallel_enabled = sequence_parallel_enabled
+        self.sequence_dimension = sequence_dimension or 0
+        self.jitter_eps = jitter_eps
+        self._group = tensor_model_parallel_group
+        self.linear_router = nn.Linear(hidden_size, num_experts, bias=bias, dtype=dtype, device=device)
+        for parameter in self.linear_router.parameters():
+            parameter.sequence_parallel_enabled = sequence_parallel_enabled  # type: ignore[attr-defined]
+
+    def get_router_logits(self, hidden_states: Tensor) -> Tensor:
+        """`[seq, batch, hidden]` or another order, in part if the sequence is split, to `[tokens, experts]`, whole."""
+        tokens = hidden_states.to(self.linear_router.weight.dtype)
+        if self.jitter_eps and self.training:
+            tokens = tokens * torch.empty_like(tokens).uniform_(1.0 - self.jitter_eps, 1.0 + self.jitter_eps)
+        logits: Tensor = self.linear_router(tokens)
+        if self.sequence_parallel_enabled:
+            logits = gather_from_sequence_parallel_region(
+                logits, self.sequence_dimension, to_model_parallel=False, process_group=self._group
+            )
+        return logits.reshape(-1, self.num_experts)
+
+    def apply_activation_fn(self, weights: Tensor) -> Tensor:
+        """Affinities of logits, in float64."""
+        wide = weights.double()
+        return torch.sigmoid(wide) if self.act_fn == "sigmoid" else F.softmax(wide, dim=-1)
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Route.
+
+        Args:
+            hidden_states: as for `get_router_logits`.
+
+        Returns:
+            Logits and affinities, `[tokens, experts]`, and the chosen experts, `[tokens, top_k]` int64.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no forward, so it does not route; use RouterTopK")
+
+
+class RouterTopK(RouterBase):
+    """The `top_k` experts with the largest logits; nothing balances them but a loss, `load_balancing_loss`.
+
+    Args:
+        num_experts: as for `RouterBase`, like the others.
+        top_k: experts of each token.
+        hidden_size: of tokens.
+        apply_act_fn_over_topk: affinities among the chosen ones only.
+        **options: of `RouterBase`.
+    """
+
+    def __init__(
+        self, num_experts: int, top_k: int, hidden_size: int, *, apply_act_fn_over_topk: bool = False, **options: object
+    ) -> None:
+        super().__init__(num_experts, top_k, hidden_size, **options)  # type: ignore[arg-type]
+        self.apply_act_fn_over_topk = apply_act_fn_over_topk
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """As `RouterBase.forward` says."""
+        logits = self.get_router_logits(hidden_states)
+        chosen, index = torch.topk(logits, self.top_k, dim=1)
+        if self.apply_act_fn_over_topk:
+            wide = self.apply_activation_fn(chosen)
+            affinities = torch.zeros_like(logits, dtype=wide.dtype).scatter(1, index, wide)
+        else:
+            affinities = self.apply_activation_fn(logits)
+        return logits, affinities.to(hidden_states.dtype), index.detach()
+
+
+class RouterSinkhorn(RouterBase):
+    """One expert per token; in training, experts are chosen so that all get about as many tokens.
+
+    The logits' exponentials are scaled by rows and columns in turn, until both are even (Sinkhorn and Knopp 1967; Clark
+    et al. 2022, "Unified Scaling Laws for Routed Language Models").
+
+    Args:
+        num_experts: as for `RouterBase`, like the others.
+        top_k: 1.
+        hidden_size: of tokens.
+        act_fn: "sigmoid" or "softmax".
+        sinkhorn_iterations: at most so many; 30 if None.
+        sinkhorn_tol: end when the scales of experts change by less on average; None not to look.
+        **options: of `RouterBase`.
+
+    Raises:
+        ValueError: `top_k` is not 1.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        top_k: int,
+        hidden_size: int,
+        act_fn: str = "sigmoid",
+        *,
+        sinkhorn_iterations: int | None = None,
+        sinkhorn_tol: float | None = None,
+        **options: object,
+    ) -> None:
+        if top_k != 1:
+            raise ValueError(
+                f"top_k={top_k} must be 1: RouterSinkhorn chooses one expert; use RouterTopK for more"
+            )
+        super().__init__(num_experts, top_k, hidden_size, act_fn, **options)  # type: ignore[arg-type]
+        self.sinkhorn_iterations = _SINKHORN_ITERATIONS if sinkhorn_iterations is None else sinkhorn_iterations
+        self.sinkhorn_tol = sinkhorn_tol
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """As `RouterBase.forward` says."""
+        logits = self.get_router_logits(hidden_states)
+        affinities = self.apply_activation_fn(logits).to(hidden_states.dtype)
+        chosen = self._balanced(logits.detach()) if self.training else logits.detach()
+        return logits, affinities, chosen.argmax(dim=1, keepdim=True)
+
+    def _balanced(self, logits: Tensor) -> Tensor:
+        cost = (logits.double() - logits.double().amax(dim=1, keepdim=True)).exp()
+        of_experts = cost.new_ones(cost.shape[1])
+        for _ in range(self.sinkhorn_iterations):
+            of_tokens = 1 / (len(cost) * (cost @ of_experts + _SMALL))
+            before, of_experts = of_experts, 1 / (cost.shape[1] * (of_tokens @ cost + _SMALL))
+            if self.sinkhorn_tol is not None and (of_experts - before).abs().mean() < self.sinkhorn_tol:
+                break
+        return cost * of_experts  # the scale of a token does not change which expert is its largest

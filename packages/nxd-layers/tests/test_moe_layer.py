@@ -1,0 +1,165 @@
+"""The mixture-of-experts layer at every layout, against a loop over tokens in one process, in float64."""
+
+import pytest
+import torch
+from nxd_layers import gather_from_sequence_parallel_region, scatter_to_sequence_parallel_region
+from nxd_layers.experts import ExpertMLPs, MoE, RouterSinkhorn, RouterTopK, load_balancing_loss
+from nxd_state import all_reduce, destroy_model_parallel, get_group, get_shard_spec, initialize_model_parallel
+from torch.nn import functional as F
+
+EXPERTS, TOP_K, HIDDEN, INNER = 4, 2, 8, 12
+SEQ, BATCH = 6, 4
+EXACT = {"rtol": 1e-11, "atol": 1e-12}
+LAYOUTS = {  # ranks, tp, ep, etp
+    "one rank": (1, 1, 1, 1),
+    "TP 2": (2, 2, 1, 2),
+    "EP 2": (2, 1, 2, 1),
+    "EP 2 over TP 2": (2, 2, 2, 1),
+    "EP 2 x TP 2": (4, 2, 2, 2),
+}
+
+
+def make_layer(*, sequence_parallel=False, glu=True, capacity_factor=None, normalize=True):
+    torch.manual_seed(3)
+    router = RouterTopK(EXPERTS, TOP_K, HIDDEN, sequence_parallel_enabled=sequence_parallel, dtype=torch.float64)
+    mlps = ExpertMLPs(
+        EXPERTS,
+        TOP_K,
+        HIDDEN,
+        INNER,
+        glu_mlp=glu,
+        capacity_factor=capacity_factor,
+        normalize_top_k_affinities=normalize,
+        dtype=torch.float64,
+    )
+    return MoE(router, mlps, sequence_parallel_enabled=sequence_parallel, return_router_logits=True)
+
+
+def by_hand(hidden, weights, *, glu, capacity_factor, normalize):
+    """Token by token: outputs, and logits."""
+    logits = hidden.reshape(-1, HIDDEN) @ weights["router.linear_router.weight"].t()
+    affinities = logits.softmax(-1)
+    chosen = logits.topk(TOP_K).indices
+    room = [len(chosen)] * EXPERTS
+    if capacity_factor is not None:
+        room = [-int(-len(chosen) * TOP_K * capacity_factor // EXPERTS)] * EXPERTS
+    outputs = []
+    for token, experts, affinity in zip(hidden.reshape(-1, HIDDEN), chosen.tolist(), affinities, strict=True):
+        taken = [it for it in experts if room[it] > 0]
+        for it in taken:
+            room[it] -= 1
+        total = sum(affinity[it] for it in taken) if normalize else 1.0
+        output = torch.zeros_like(token)
+        for it in taken:
+            if glu:
+                gate, up = (token @ weights["expert_mlps.mlp_op.gate_up_proj.weight"][it]).chunk(2)
+                inner = F.silu(gate) * up
+            else:
+                inner = F.silu(token @ weights["expert_mlps.mlp_op.up_proj.weight"][it])
+            output = output + affinity[it] / total * (inner @ weights["expert_mlps.mlp_op.down_proj.weight"][it])
+        outputs.append(output)
+    return torch.stack(outputs).view(hidden.shape), logits
+
+
+def loss_of(output, logits):
+    return (output * torch.arange(1.0, HIDDEN + 1)).mean() + load_balancing_loss(logits, EXPERTS, TOP_K)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"glu": False, "normalize": False},
+        {"capacity_factor": 0.75},
+        {"sequence_parallel": True},
+    ],
+    ids=["gated", "plain", "capacity", "split sequence"],
+)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layer_computes_what_a_loop_over_tokens_does(run_ranks, layout, options):
+    ranks, tp, ep, etp = LAYOUTS[layout]
+
+    def job():
+        initialize_model_parallel(1)
+        settings = {"glu": True, "capacity_factor": None, "normalize": True} | options
+        sequence_parallel = settings.pop("sequence_parallel", False)
+        whole = {name: it.detach().clone().requires_grad_() for name, it in make_layer(**settings).named_parameters()}
+        destroy_model_parallel()
+        initialize_model_parallel(tp, 1, ep, expert_tensor_parallel_size=etp)
+        dp, tp_group = get_group("dp"), get_group("tp")
+        layer = make_layer(sequence_parallel=sequence_parallel, **settings)
+        generator = torch.Generator().manual_seed(5)
+        replicas = [torch.randn(SEQ, BATCH, HIDDEN, dtype=torch.float64, generator=generator) for _ in range(dp.size)]
+
+        inputs = [it.clone().requires_grad_() for it in replicas]
+        expected = [by_hand(it, whole, **settings) for it in inputs]
+        sum(loss_of(*it) for it in expected).backward()
+
+        mine = replicas[dp.rank].clone().requires_grad_()
+        given = scatter_to_sequence_parallel_region(mine) if sequence_parallel else mine
+        output, logits = layer(given)
+        if sequence_parallel:
+            output = gather_from_sequence_parallel_region(output, 0, to_model_parallel=False)
+        loss_of(output, logits).backward()
+
+        torch.testing.assert_close(output, expected[dp.rank][0], **EXACT)
+        torch.testing.assert_close(logits, expected[dp.rank][1], **EXACT)
+        torch.testing.assert_close(mine.grad, inputs[dp.rank].grad, **EXACT)
+        for name, parameter in layer.named_parameters():
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            is_expert = getattr(parameter, "expert_model_parallel", False)
+            gradient = all_reduce(gradient, get_group("dp_exp") if is_expert else dp)
+            if getattr(parameter, "sequence_parallel_enabled", False):
+                gradient = all_reduce(gradient, tp_group)
+            spec = get_shard_spec(parameter)
+            if spec is None:
+                torch.testing.assert_close(gradient, whole[name].grad, **EXACT)
+            for piece in spec.pieces if spec is not None else ():
+                wanted = whole[name].grad[piece.logical.slices]
+                torch.testing.assert_close(gradient[piece.local.slices], wanted, **EXACT)
+
+    run_ranks(job, ranks)
+
+
+def test_sinkhorn_router_gives_experts_more_equal_numbers_of_tokens_in_training():
+    torch.manual_seed(0)
+    router = RouterSinkhorn(4, 1, 8)
+    with torch.no_grad():
+        router.linear_router.weight[0] += 1.0  # all tokens would go there
+    tokens = torch.randn(64, 2, 8) + 1.0
+
+    trained = router(tokens)[2].flatten().bincount(minlength=4)
+    router.eval()
+    plain = router(tokens)[2].flatten().bincount(minlength=4)
+
+    assert plain[0] > 100
+    assert trained.max() < 60
+    assert trained.min() > 10
+
+
+def test_balanced_load_has_the_loss_one():
+    logits = torch.zeros(8, 4)
+    logits[torch.arange(8), torch.arange(8) % 4] = 1e-9
+
+    assert load_balancing_loss(logits, 4, 1).item() == pytest.approx(1.0)
+    assert load_balancing_loss(logits * 0 + torch.tensor([9.0, 0, 0, 0]), 4, 1).item() > 3.9
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: RouterTopK(4, 5, 8), "top_k=5 must be 1 to num_experts=4"),
+        (lambda: RouterTopK(4, 1, 8, act_fn="relu"), "act_fn='relu' is not known"),
+        (lambda: RouterSinkhorn(4, 2, 8), "top_k=2 must be 1"),
+        (lambda: ExpertMLPs(4, 1, 8, 8, hidden_act="cube"), "hidden_act='cube' is not known"),
+        (lambda: ExpertMLPs(4, 1, 8, 8, capacity_factor=0), "capacity_factor=0 must be above 0"),
+        (lambda: MoE(RouterTopK(4, 1, 8), ExpertMLPs(4, 2, 8, 8)), "top_k is 1 in the router and 2 in the experts"),
+        (
+            lambda: MoE(RouterTopK(4, 1, 8, sequence_parallel_enabled=True), ExpertMLPs(4, 1, 8, 8)),
+            "give sequence_parallel_enabled=True here, too",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
