@@ -2,7 +2,7 @@
 
 import pytest
 from hf_survey.architectures import surveyed
-from hf_survey.comparison import LAYOUTS, one_process
+from hf_survey.comparison import EXPERT_LAYOUTS, LAYOUTS, one_process
 from hf_survey.survey import judge
 from hf_survey.table import BEGIN, END, make_table, put_between_markers
 
@@ -11,6 +11,8 @@ NAMED = ["qwen2", "qwen3", "gemma", "gemma3_text", "mistral", "phi3", "granite",
 NAMED += ["smollm3", "glm4"]
 
 
+EXPERTS = ["qwen3_moe", "deepseek_v3", "gpt_oss", "jamba"]
+QUICK_EXPERTS = [("deepseek_v3", "EP 2"), ("gpt_oss", "EP 2 x TP 2")]
 OF_OTHER_KINDS = ["bert", "t5", "whisper"]  # with a plan of ours
 OTHERS_WITH_OUR_PLAN = ["roberta", "vit", "gpt2", "gpt_oss", "bloom", "opt", "falcon_h1", "mamba2"]
 
@@ -38,6 +40,23 @@ def test_plan_of_ours_gives_the_numbers_of_one_process(run_ranks, model_type):
     assert (verdict.outcome, verdict.reason) == ("pass", "")
 
 
+@pytest.mark.parametrize(
+    ("model_type", "layout"),
+    [
+        pytest.param(model_type, layout, marks=() if (model_type, str(layout)) in QUICK_EXPERTS else pytest.mark.slow)
+        for model_type in EXPERTS
+        for layout in EXPERT_LAYOUTS
+    ],
+    ids=str,
+)
+def test_experts_over_ranks_give_the_numbers_of_one_process(run_ranks, model_type, layout):
+    (expected,) = run_ranks(one_process, 1, model_type)
+
+    verdict = judge(run_ranks, model_type, layout, expected, 300.0)
+
+    assert (verdict.outcome, verdict.reason) == ("pass", "")
+
+
 def test_survey_tells_refusals_from_differences_and_failures(run_ranks, monkeypatch, tmp_path):
     assert {*FEW, *NAMED} <= set(surveyed())
     (expected,) = run_ranks(one_process, 1, "doge")
@@ -49,9 +68,10 @@ def test_survey_tells_refusals_from_differences_and_failures(run_ranks, monkeypa
     assert differs.reason.startswith("loss ")
 
     document = tmp_path / "support.md"
-    document.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    begin, end = BEGIN.format(name="layers"), END.format(name="layers")
+    document.write_text(f"before\n{begin}\nold\n{end}\nafter\n")
     table = make_table([refused], LAYOUTS[:1], "5.0")
     assert "| doge | refused |" in table
     assert f"- doge at TP 2: {refused.reason}" in table
-    put_between_markers(document, table)
-    assert document.read_text() == f"before\n{BEGIN}\n\n{table}\n\n{END}\nafter\n"
+    put_between_markers(document, "layers", table)
+    assert document.read_text() == f"before\n{begin}\n\n{table}\n\n{end}\nafter\n"

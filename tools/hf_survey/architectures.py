@@ -31,17 +31,17 @@ def surveyed() -> list[str]:
     Left out are configs that hold others, such as one of images and one of text: their text decoders stand for
     themselves.
     """
-    decoders = {name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if _is_planned_decoder(CONFIG_MAPPING[name])}
+    decoders = {name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if _has_plan(CONFIG_MAPPING[name], "tp")}
     return sorted(decoders | set(OWN_PLANS))
 
 
 def with_experts() -> list[str]:
-    """Those of `surveyed` that have an expert-parallel plan."""
-    return [name for name in surveyed() if getattr(CONFIG_MAPPING[name], "base_model_ep_plan", None)]
+    """The model types of all text decoders with an expert-parallel plan and a language-model head."""
+    return sorted(name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if _has_plan(CONFIG_MAPPING[name], "ep"))
 
 
-def _is_planned_decoder(config_class: Any) -> bool:
-    return bool(getattr(config_class, "base_model_tp_plan", None)) and not config_class.sub_configs
+def _has_plan(config_class: Any, axis: str) -> bool:
+    return bool(getattr(config_class, f"base_model_{axis}_plan", None)) and not config_class.sub_configs
 
 
 def tiny_config(model_type: str) -> Any:
@@ -75,7 +75,14 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     "dots3_note_text": _LATENT | {"index_head_dim": 8, "per_layer_config": {2: _SECOND_KIND, 3: _SECOND_KIND}},
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8},
     "gemma3_text": {"layer_types": _TWO_KINDS},
-    "gemma4_text": {"layer_types": _TWO_KINDS, "num_kv_shared_layers": 0},
+    "gemma4_text": {
+        "layer_types": _TWO_KINDS,
+        "num_kv_shared_layers": 0,
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 16,
+    },
     "gemma4_unified_text": {"layer_types": _TWO_KINDS, "num_kv_shared_layers": 0},
     "gemma3n_text": {
         "layer_types": _TWO_KINDS,
@@ -90,6 +97,13 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 2},
     "minicpm3": _LATENT,
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 16},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 4,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 8,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 2,
+    },
     "t5": {"d_ff": 48, "d_kv": 8, "num_layers": 2, "decoder_start_token_id": 0},
     "vit": {"image_size": 16, "patch_size": 8},
     "whisper": {
@@ -105,6 +119,7 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         "begin_suppress_tokens": None,
     },
     "youtu": _LATENT,
+    "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
 }
 
 

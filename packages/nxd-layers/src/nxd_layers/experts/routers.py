@@ -148,9 +148,7 @@ class RouterSinkhorn(RouterBase):
         **options: object,
     ) -> None:
         if top_k != 1:
-            raise ValueError(
-                f"top_k={top_k} must be 1: RouterSinkhorn chooses one expert; use RouterTopK for more"
-            )
+            raise ValueError(f"top_k={top_k} must be 1: RouterSinkhorn chooses one expert; use RouterTopK for more")
         super().__init__(num_experts, top_k, hidden_size, act_fn, **options)  # type: ignore[arg-type]
         self.sinkhorn_iterations = _SINKHORN_ITERATIONS if sinkhorn_iterations is None else sinkhorn_iterations
         self.sinkhorn_tol = sinkhorn_tol

@@ -34,7 +34,7 @@ from nxd_layers.hf.plan import joined, named_styles
 from nxd_layers.hf.sequence import SequenceRegion, region_of
 from nxd_layers.hf.shared_inputs import share_inputs
 from nxd_layers.hf.styles import Target, style_named
-from nxd_layers.hf.supported_models import check_plan, checked_plan, expert_plan_of, plan_of
+from nxd_layers.hf.supported_models import check_plan, checked_expert_plan, checked_plan, expert_plan_of, plan_of
 from nxd_layers.hf.transformers_models import (
     build_on_meta,
     input_embeddings,
@@ -167,7 +167,10 @@ def _is_within(path: str, styles: Mapping[str, str]) -> bool:
 
 
 def _expert_styles_of(model: Any, plan: Mapping[str, str] | Literal["own"] | None) -> dict[str, str]:
-    given = plan if isinstance(plan, Mapping) else expert_plan_of(model)
+    if isinstance(plan, Mapping):
+        given: Mapping[str, str] = plan
+    else:
+        given = checked_expert_plan(model) if plan is None else expert_plan_of(model)
     of_experts = {pattern: style for pattern, style in given.items() if style in EXPERT_STYLES}
     styles = named_styles(model, of_experts, must_match=isinstance(plan, Mapping))
     if not styles:

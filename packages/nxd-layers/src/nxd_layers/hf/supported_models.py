@@ -41,6 +41,19 @@ COMPARED = frozenset(
         "whisper", "youtu",
     ]
 )
+
+# Those whose experts were split as well, over expert-parallel ranks.
+COMPARED_EXPERTS = frozenset(
+    [
+        "afmoe", "aria_text", "axk1", "axk2", "bailing_hybrid", "beam", "cohere2_moe", "deepseek_v2", "deepseek_v3",
+        "deepseek_v32", "deepseek_v4", "dots1", "dots3_note_text", "ernie4_5_moe", "exaone_moe", "flex_olmo", "flint",
+        "gemma4_text", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt_oss", "granitemoe", "granitemoe_swa",
+        "granitemoehybrid", "granitemoeshared", "hunyuan_v1_moe", "hy_v3", "hy_v4", "inkling2_text", "inkling_text",
+        "jamba", "kimi_linear", "kolibri1", "laguna", "lfm2_moe", "mellum", "mimo_v2_flash", "minimax", "minimax_m2",
+        "minimax_m3_vl_text", "mixtral", "nemotron_h", "olmoe", "phimoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe",
+        "qwen3_next", "qwen4_exp_text", "solar_open", "zaya",
+    ]
+)
 # fmt: on
 
 REFUSED = {
@@ -80,6 +93,22 @@ def plan_of(model: Any) -> dict[str, str]:
         return dict(own_plan(model))
     base = base_model_path(model)
     return {**own_plan(model), **{joined(base, pattern): style for pattern, style in ours.items()}}
+
+
+def checked_expert_plan(model: Any) -> dict[str, str]:
+    """The plan of the model's experts, if models of its type have been compared with their experts split.
+
+    Raises:
+        ValueError: they have not been.
+    """
+    plan, model_type = expert_plan_of(model), _type_of(model)
+    if plan and model_type not in COMPARED_EXPERTS:
+        raise ValueError(
+            f"experts of models of type {model_type!r} are not split by their own plan: loss and gradients have not been "
+            "compared with those of one process. To split them all the same, give a plan (plan=... or plan='own'), and "
+            "compare the numbers"
+        )
+    return plan
 
 
 def expert_plan_of(model: Any) -> dict[str, str]:
