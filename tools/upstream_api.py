@@ -34,7 +34,7 @@ REASONS = {
     "parallel_layers.parallel_state": "ranks are arranged by `initialize_model_parallel`",
     "inference": "inference models are not part of these packages",
     "kernels": "a kernel for the device's own compiler",
-    "modules.moe": "comes with expert parallelism",
+    "modules.moe": "feeds kernels of the old runtime, or is not done yet; the layers are in modules.moe",
     "modules.attention": "a module of its inference models",
     "modules.custom_calls": "a kernel for the device's own compiler",
     "quantization.microscaling": "a packing for the device's matrix engine",

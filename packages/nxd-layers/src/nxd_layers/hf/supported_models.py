@@ -104,8 +104,8 @@ def checked_expert_plan(model: Any) -> dict[str, str]:
     plan, model_type = expert_plan_of(model), _type_of(model)
     if plan and model_type not in COMPARED_EXPERTS:
         raise ValueError(
-            f"experts of models of type {model_type!r} are not split by their own plan: loss and gradients have not been "
-            "compared with those of one process. To split them all the same, give a plan (plan=... or plan='own'), and "
+            f"experts of models of type {model_type!r} are not split by their own plan: loss and gradients were not "
+            "compared with one process. To split them all the same, give a plan (plan=... or plan='own'), and "
             "compare the numbers"
         )
     return plan
