@@ -3,7 +3,7 @@
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from nxd_trace.builder import ModelBuilder
+from nxd_trace.caching import TraceContent
 from nxd_trace.generation.decoder import BuildCachedDecoder, Decoder
 from nxd_trace.generation.engine import FinishReason, GenerationEngine, RunningSequence
 from nxd_trace.generation.sampling import SamplingSettings
@@ -139,6 +140,7 @@ def compile_generator(
     prefill_lengths: Sequence[int] = (),
     tp_degree: int = 1,
     weights: Weights | None = None,
+    content: TraceContent | None = None,
     **settings: Any,
 ) -> Generator:
     """Trace and compile the programs that feed prompts and single tokens to a model.
@@ -152,6 +154,8 @@ def compile_generator(
             If empty a quarter of `max_length`, at most 128, and 16 where that is more than 32.
         tp_degree: number of ranks.
         weights: for a model on the meta device, by the unsharded model's names, as for `parallel_model_trace`.
+        content: what `build` makes its model of. A generator of equal content, sizes and settings that was made before
+            on this machine is used again: only the weights are read. Needs `weights`.
         **settings: as for `parallel_model_trace`: compiler, compiler_args, compiler_workdir, cache_dir,
             inline_weights_to_neff, max_parallel_compilations, progress.
 
@@ -175,8 +179,11 @@ def compile_generator(
         builder.trace(_example(size, 1, table), tag=f"decode_{size}")
     if weights is None:
         return Generator(builder.compile(**settings))
+    if content is not None:
+        cache = {"num_blocks": decoder.num_blocks, "block_size": block_size, "max_length": max_length}
+        content = replace(content, made_of={"decoder": content.made_of, "cache": cache})
     with as_source(weights) as source:
-        return Generator(builder.compile(weights=_OfInnerModel(source), **settings))
+        return Generator(builder.compile(weights=_OfInnerModel(source), content=content, **settings))
 
 
 _LARGEST_BLOCK = 16  # tokens; the size of vLLM's

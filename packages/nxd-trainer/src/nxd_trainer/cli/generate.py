@@ -107,6 +107,10 @@ def run(options: argparse.Namespace) -> int:
 def _run_compiled(options: argparse.Namespace) -> int:
     reports_user_errors(lambda: check_own_process(options.nproc, "--compiled"))
 
+    from nxd_trace import start_fork_server  # noqa: PLC0415
+
+    start_fork_server()  # it loads its libraries while this process loads its own
+
     from nxd_trainer.compiled_generation import open_for_compilation  # noqa: PLC0415
 
     sampling = _sampling(options)  # before the minutes that compiling may take

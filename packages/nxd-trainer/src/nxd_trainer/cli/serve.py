@@ -65,6 +65,8 @@ def run(options: argparse.Namespace) -> int:
     """Compile the model, and serve it until a signal comes."""
     reports_user_errors(lambda: check_own_process(options.nproc, "nxd serve"))
 
+    begun = time.monotonic()
+    from nxd_trace import start_fork_server  # noqa: PLC0415
     from nxd_trace.errors import WorkerError  # noqa: PLC0415
     from nxd_trace.serving import (  # noqa: PLC0415
         CompletionService,
@@ -73,6 +75,8 @@ def run(options: argparse.Namespace) -> int:
         check_installed,
         serve,
     )
+
+    start_fork_server()  # it loads its libraries while this process loads its own
 
     from nxd_trainer.compiled_generation import open_for_compilation  # noqa: PLC0415
 
@@ -91,7 +95,6 @@ def run(options: argparse.Namespace) -> int:
         lambda: open_for_compilation(options.model, options.tag, tokenizer=options.tokenizer, adapter=options.adapter)
     )
     length = options.max_length or min(_LONGEST, checkpoint.max_positions)
-    begun = time.monotonic()
     _say(
         f"{options.model}: {checkpoint.description.architecture}, {str(checkpoint.dtype).removeprefix('torch.')}; "
         f"batches of up to {options.batch_size}, texts of up to {length} tokens"
