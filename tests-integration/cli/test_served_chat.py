@@ -68,6 +68,48 @@ def test_chat_is_answered_with_the_text_of_transformers(make_chat_model, family)
 
 
 @pytest.mark.slow
+def test_draft_model_answers_many_chats_at_once_with_the_texts_of_transformers(make_chat_model):
+    from concurrent.futures import ThreadPoolExecutor
+
+    from nxd_trace.serving import CompletionService, make_app
+    from nxd_trainer.compiled_generation import open_for_compilation
+    from starlette.testclient import TestClient
+
+    folder = make_chat_model("Qwen3")
+    model, draft = open_for_compilation(folder), open_for_compilation(make_chat_model("Qwen3", num_hidden_layers=1))
+    talks = [[*TALK[:1], {"role": "user", "content": f"the {animal} sat on {i}"}] for i in range(4) for animal in "ab"]
+    settings = {"batch_size": 3, "max_length": 128, "compiler": "export", "progress": False}
+
+    def drawn(client, seed):
+        return client.completions.create(model="small", prompt="the cat", temperature=2, seed=seed, max_tokens=12)
+
+    found, draws = [], []
+    for draft_model in (draft, None):
+        with model.compile(draft=draft_model, **settings) as generator:
+            service = CompletionService(
+                generator.engine,
+                model.words.tokenizer,
+                model="small",
+                chat=model.words.chat,
+                end_tokens=model.words.end_tokens,
+            )
+            with TestClient(make_app(service)) as http, ThreadPoolExecutor(8) as threads:
+                client = openai.OpenAI(base_url="http://testserver/v1", api_key="-", http_client=http, max_retries=0)
+                asked = {"model": "small", "temperature": 0, "max_tokens": 24}
+                chats = [threads.submit(client.chat.completions.create, messages=it, **asked) for it in talks]
+                texts = [threads.submit(drawn, client, seed) for seed in range(4)]
+                found.append([answer.result().choices[0].message.content for answer in chats])
+                draws.append([answer.result().choices[0].text for answer in texts])
+                metrics = http.get("/metrics").text
+            guesses = dict(re.findall(r'nxd_draft_tokens_total\{kind="(\w+)"\} (\d+)', metrics))
+            assert (int(guesses["accepted"]) > 0) == (draft_model is not None)
+
+    assert found[0] == [of_transformers(folder, talk, 24) for talk in talks]
+    assert found[1] == found[0]
+    assert draws[1] == draws[0]
+
+
+@pytest.mark.slow
 def test_nxd_serve_takes_the_folder_of_a_model_and_says_what_it_does(make_chat_model):
     folder = make_chat_model("Qwen3")
     command = [sys.executable, "-m", "nxd_trainer", "serve", str(folder), "--port", "0", "--compiler", "export"]

@@ -37,14 +37,18 @@ def test_equal_trace_is_used_again_with_the_weights_of_now(start, tmp_path):
     again = start(seed=1)
 
     assert "recording 1 programs" in first
-    assert re.search(r"s: this model was traced before with export: reading its weights\n.*s: loading 1 programs", again)
+    assert re.search(
+        r"s: this model was traced before with export: reading its weights\n.*s: loading 1 programs", again
+    )
     assert "recording" not in again
     kept = [path for entry in kept_traces(tmp_path) for path in entry.rglob("*.safetensors")]
     assert {path.name for path in kept} == {"kept.safetensors"}  # the weights themselves are not there
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("change", [{"made_of": "another model"}, {"x": X[:1]}, {"tp_degree": 1}], ids=["content", "shape", "degree"])
+@pytest.mark.parametrize(
+    "change", [{"made_of": "another model"}, {"x": X[:1]}, {"tp_degree": 1}], ids=["content", "shape", "degree"]
+)
 def test_another_trace_is_made_anew(start, change):
     start()
 

@@ -1,11 +1,11 @@
 """Compiled generators from checkpoints: of our Llama, a decoder of `nxd_trace.generation`, and transformers' models."""
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -143,7 +143,14 @@ class CompilableCheckpoint:
     max_positions: int
 
     def compile(
-        self, *, batch_size: int, max_length: int | None = None, tp_degree: int = 1, **settings: Any
+        self,
+        *,
+        batch_size: int,
+        max_length: int | None = None,
+        tp_degree: int = 1,
+        draft: Self | None = None,
+        num_speculative_tokens: int = 4,
+        **settings: Any,
     ) -> Generator:
         """A compiled generator; each worker reads only its part of the weights.
 
@@ -153,13 +160,54 @@ class CompilableCheckpoint:
             batch_size: sequences at a time.
             max_length: of a prompt and what is written after it, in tokens; as long as the model goes if None.
             tp_degree: number of ranks.
+            draft: a smaller model of the same tokenizer that guesses tokens, on one rank. Texts are those without it.
+            num_speculative_tokens: guesses that are checked at a time, with a draft model.
             **settings: as for `nxd_trace.generation.compile_generator`.
 
         Raises:
-            ValueError: the model cannot be compiled or not over so many ranks, or is made for shorter sequences.
+            ValueError: the model cannot be compiled or not over so many ranks, or is made for shorter sequences; or the
+                draft model has another vocabulary.
             nxd_ckpt.CheckpointError: the checkpoint is damaged.
         """
-        if max_length is not None and max_length > self.max_positions:
+        max_length = max_length or self.max_positions
+        if draft is None:
+            return self._compile(max_length, tp_degree, batch_size=batch_size, **settings)
+        self._check_draft(draft, max_length, num_speculative_tokens)
+        sizes = {"batch_size": batch_size, **settings}
+        with ExitStack() as on_failure:
+            model = self._compile(max_length, tp_degree, num_speculative_tokens=num_speculative_tokens, **sizes)
+            on_failure.callback(model.close)
+            guessing = draft._compile(max_length, 1, num_speculative_tokens=1, **sizes)
+            on_failure.callback(guessing.close)
+            generator = Generator(model.model, guessing.model)
+            on_failure.pop_all()
+        return generator
+
+    def _check_draft(self, draft: Self, max_length: int, num_speculative_tokens: int) -> None:
+        """What can be known before anything is compiled."""
+        what = f"the draft model ({draft.description.architecture})"
+        ours, theirs = (it.words.tokenizer.vocabulary for it in (self, draft))
+        if ours != theirs:
+            differing = min(token for token, _ in ours.items() ^ theirs.items())
+            raise ValueError(
+                f"{what} has another tokenizer: {differing!r} is token {theirs.get(differing)} there, and "
+                f"{ours.get(differing)} in the model's; take a draft model of the same family"
+            )
+        sizes = [it.description.config.get("vocab_size") for it in (self, draft)]
+        if sizes[0] != sizes[1]:
+            raise ValueError(
+                f"{what} has vocab_size={sizes[1]}, and the model {sizes[0]}; take a draft model of the same vocabulary"
+            )
+        if max_length > draft.max_positions:
+            raise ValueError(
+                f"{what} is made for {draft.max_positions} tokens, fewer than the {max_length} of a text; compile for "
+                "shorter texts (--max-length), or take another draft model"
+            )
+        if num_speculative_tokens < 1:
+            raise ValueError(f"num_speculative_tokens={num_speculative_tokens} must be 1 or more with a draft model")
+
+    def _compile(self, max_length: int, tp_degree: int, **settings: Any) -> Generator:
+        if max_length > self.max_positions:
             raise ValueError(
                 f"a length of {max_length} tokens is more than the {self.max_positions} that the model can be compiled "
                 "for (max_position_embeddings, or the window of its attention); use that or less"
@@ -173,8 +221,7 @@ class CompilableCheckpoint:
         }
         return compile_generator(
             self.decoder_builder(tp_degree),
-            batch_size=batch_size,
-            max_length=max_length or self.max_positions,
+            max_length=max_length,
             tp_degree=tp_degree,
             weights=self.weights,
             content=TraceContent(content, check=lambda: self._check_degree(tp_degree)),
