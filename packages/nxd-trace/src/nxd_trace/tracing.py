@@ -121,7 +121,8 @@ class _Trace:
         """Fill the folder, by an equal trace that was made before or by tracing; gives workers to serve it."""
         content, source = self._settings.content, self._source
         if content is None or source is None or self._bucket_config is not None or self._compiler.holds_tensors:
-            return self._with_workers(self._make)
+            call = self._build_call()
+            return self._with_workers(lambda: self._make(call))
         key = self._trace_key(content, source)
         signatures = self._cache.copy_trace_to(key, self._settings.tp_degree, self._folder)
         if signatures is not None:
@@ -132,11 +133,19 @@ class _Trace:
         if self._cache.has(key):
             self._say("this model was traced before, but what was kept is damaged or not yours alone: tracing again")
         shutil.rmtree(self._folder)
-        self._folder.mkdir()
+        self._folder.mkdir(mode=0o700)  # as it was
         content.check()
-        workers = self._with_workers(self._make)
-        self._cache.add_trace(key, self._folder, Manifest.read(self._folder).programs, source)
-        return workers
+        call = self._build_call()
+
+        def make_and_keep() -> None:
+            self._make(call)
+            self._cache.add_trace(key, self._folder, Manifest.read(self._folder).programs, source)
+
+        return self._with_workers(make_and_keep)
+
+    def _build_call(self) -> bytes:
+        state = None if self._bucket_config is None else self._bucket_config.shared_state_buffer
+        return dumps_for_workers(BuildCall(self._func, self._programs, self._source, state), "func")
 
     def _with_workers(self, fill: Callable[[], None]) -> WorkerGroup:
         self._workers = WorkerGroup(self._settings.tp_degree)
@@ -166,10 +175,8 @@ class _Trace:
         self._workers.ask_all(request, "reading the weights")
         self._write_manifest(signatures)
 
-    def _make(self) -> None:
-        """Trace."""
-        state = None if self._bucket_config is None else self._bucket_config.shared_state_buffer
-        call = dumps_for_workers(BuildCall(self._func, self._programs, self._source, state), "func")
+    def _make(self, call: bytes) -> None:
+        """Build the model, record its programs and compile them."""
         self._say(f"building the model on {self._workers.size} ranks")
         self._workers.ask_all(Build(call, str(self._folder)), "building the model")
         self._say(f"recording {len(self._programs)} programs")
