@@ -67,8 +67,21 @@ def test_chat_is_answered_with_the_text_of_transformers(make_chat_model, family)
     assert found[1].usage.prompt_tokens_details.cached_tokens > 0  # the system prompt
 
 
+def nearly_the_same(folder, target):
+    """A model that often writes what that in the folder does."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        model.lm_head.weight += 0.1 * torch.randn_like(model.lm_head.weight)
+    model.save_pretrained(target)
+    AutoTokenizer.from_pretrained(folder).save_pretrained(target)
+    return target
+
+
 @pytest.mark.slow
-def test_draft_model_answers_many_chats_at_once_with_the_texts_of_transformers(make_chat_model):
+def test_draft_model_answers_many_chats_at_once_with_the_texts_of_transformers(make_chat_model, tmp_path):
     from concurrent.futures import ThreadPoolExecutor
 
     from nxd_trace.serving import CompletionService, make_app
@@ -76,7 +89,7 @@ def test_draft_model_answers_many_chats_at_once_with_the_texts_of_transformers(m
     from starlette.testclient import TestClient
 
     folder = make_chat_model("Qwen3")
-    model, draft = open_for_compilation(folder), open_for_compilation(make_chat_model("Qwen3", num_hidden_layers=1))
+    model, draft = open_for_compilation(folder), open_for_compilation(nearly_the_same(folder, tmp_path / "draft"))
     talks = [[*TALK[:1], {"role": "user", "content": f"the {animal} sat on {i}"}] for i in range(4) for animal in "ab"]
     settings = {"batch_size": 3, "max_length": 128, "compiler": "export", "progress": False}
 

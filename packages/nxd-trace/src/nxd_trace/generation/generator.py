@@ -161,7 +161,7 @@ def compile_generator(
             as many.
         max_length: of a prompt and what is written after it, in tokens; the cache has room for `batch_size` such.
         prefill_lengths: prompt tokens at a time, one program each; a part of a prompt takes the smallest that holds it.
-            If empty a quarter of `max_length`, at most 128, and 16 where that is more than 32.
+            If empty a quarter of `max_length`, at most 128, and 16 where that is more than 32, and 64 where it is 128.
         num_speculative_tokens: guesses of a draft model that are checked at a time, for each sequence; for the draft
             model itself 1.
         tp_degree: number of ranks.
@@ -206,7 +206,7 @@ _LARGEST_BLOCK = 16  # tokens; the size of vLLM's
 
 def _default_lengths(max_length: int) -> set[int]:
     longest = min(128, max(2, max_length // 4))
-    return {16, longest} if longest > 32 else {longest}
+    return {longest, *(length for length, least in ((16, 33), (64, 128)) if longest >= least)}
 
 
 @dataclass(frozen=True)
