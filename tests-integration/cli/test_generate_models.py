@@ -216,3 +216,51 @@ def test_tensor_parallel_size_writes_the_same_text_compiled_and_not(folder, nxd)
     assert plain.returncode == 0, plain.stderr
     assert parallel.stdout.endswith(plain.stdout)
     assert compiled.stdout == plain.stdout
+
+
+@pytest.mark.slow
+def test_draft_model_writes_the_text_that_is_written_without_it(folder, make_chat_model, nxd):
+    draft = make_chat_model("Llama", num_hidden_layers=1)
+    plain = nxd("generate", str(folder), "--prompt", "the cat", *GREEDY)
+
+    options = ["--compiler", "export", "--draft", str(draft)]
+    guessed = nxd("generate", str(folder), "--prompt", "the cat", *GREEDY, *options)
+    drawn = nxd("generate", str(folder), "--prompt", "the cat", "--max-new-tokens", "12", *options)
+
+    assert guessed.stdout == plain.stdout, guessed.stderr
+    assert "nxd generate: --draft helps where --temperature is 0; tokens are drawn without it\n" in drawn.stderr
+    assert drawn.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            "tokenizer",
+            r"the draft model \(Qwen3ForCausalLM\) has another tokenizer: '!' is token 6 there, and 5 in the .*",
+        ),
+        ("vocabulary", r"the draft model \(Qwen3ForCausalLM\) has vocab_size=320, and the model \d+; take a draft .*"),
+        ("guesses", r"num_speculative_tokens=0 must be 1 or more with a draft model"),
+        ("nothing", r"there is no complete checkpoint in {draft}; give .*"),
+    ],
+)
+def test_draft_model_that_does_not_fit_is_refused_in_one_line(
+    folder, make_chat_model, tmp_path, capsys, change, message
+):
+    draft = make_chat_model("Qwen3", vocab_size=320) if change == "vocabulary" else tmp_path / "draft"
+    if change in ("tokenizer", "guesses"):
+        shutil.copytree(folder, draft)
+    if change == "tokenizer":
+        content = json.loads((draft / "tokenizer.json").read_text())
+        first, second = list(content["model"]["vocab"])[5:7]
+        vocabulary = content["model"]["vocab"]
+        vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+        (draft / "tokenizer.json").write_text(json.dumps(content))
+    options = ["--num-speculative-tokens", "0"] if change == "guesses" else []
+    capsys.readouterr()
+
+    code = main(["generate", str(folder), "--draft", str(draft), *GREEDY, *options])
+
+    found = capsys.readouterr().err
+    assert code == 2
+    assert re.fullmatch(rf"nxd generate: {message.format(draft=re.escape(str(draft)))}\n", found), found

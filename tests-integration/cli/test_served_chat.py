@@ -67,6 +67,61 @@ def test_chat_is_answered_with_the_text_of_transformers(make_chat_model, family)
     assert found[1].usage.prompt_tokens_details.cached_tokens > 0  # the system prompt
 
 
+def nearly_the_same(folder, target):
+    """A model that often writes what that in the folder does."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        model.lm_head.weight += 0.1 * torch.randn_like(model.lm_head.weight)
+    model.save_pretrained(target)
+    AutoTokenizer.from_pretrained(folder).save_pretrained(target)
+    return target
+
+
+@pytest.mark.slow
+def test_draft_model_answers_many_chats_at_once_with_the_texts_of_transformers(make_chat_model, tmp_path):
+    from concurrent.futures import ThreadPoolExecutor
+
+    from nxd_trace.serving import CompletionService, make_app
+    from nxd_trainer.compiled_generation import open_for_compilation
+    from starlette.testclient import TestClient
+
+    folder = make_chat_model("Qwen3")
+    model, draft = open_for_compilation(folder), open_for_compilation(nearly_the_same(folder, tmp_path / "draft"))
+    talks = [[*TALK[:1], {"role": "user", "content": f"the {animal} sat on {i}"}] for i in range(4) for animal in "ab"]
+    settings = {"batch_size": 3, "max_length": 128, "compiler": "export", "progress": False}
+
+    def drawn(client, seed):
+        return client.completions.create(model="small", prompt="the cat", temperature=2, seed=seed, max_tokens=12)
+
+    found, draws = [], []
+    for draft_model in (draft, None):
+        with model.compile(draft=draft_model, **settings) as generator:
+            service = CompletionService(
+                generator.engine,
+                model.words.tokenizer,
+                model="small",
+                chat=model.words.chat,
+                end_tokens=model.words.end_tokens,
+            )
+            with TestClient(make_app(service)) as http, ThreadPoolExecutor(8) as threads:
+                client = openai.OpenAI(base_url="http://testserver/v1", api_key="-", http_client=http, max_retries=0)
+                asked = {"model": "small", "temperature": 0, "max_tokens": 24}
+                chats = [threads.submit(client.chat.completions.create, messages=it, **asked) for it in talks]
+                texts = [threads.submit(drawn, client, seed) for seed in range(4)]
+                found.append([answer.result().choices[0].message.content for answer in chats])
+                draws.append([answer.result().choices[0].text for answer in texts])
+                metrics = http.get("/metrics").text
+            guesses = dict(re.findall(r'nxd_draft_tokens_total\{kind="(\w+)"\} (\d+)', metrics))
+            assert (int(guesses["accepted"]) > 0) == (draft_model is not None)
+
+    assert found[0] == [of_transformers(folder, talk, 24) for talk in talks]
+    assert found[1] == found[0]
+    assert draws[1] == draws[0]
+
+
 @pytest.mark.slow
 def test_nxd_serve_takes_the_folder_of_a_model_and_says_what_it_does(make_chat_model):
     folder = make_chat_model("Qwen3")

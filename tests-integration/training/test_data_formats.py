@@ -10,7 +10,7 @@ from nxd_trainer.recipe import load_recipe
 from nxd_trainer.report import read_records
 from nxd_trainer.training import train
 
-QUICK = ("npy", "sources")
+QUICK = ("npy", "sources", "streamed")
 SIZES = ["hidden_size=16", "intermediate_size=16", "num_hidden_layers=1", "num_attention_heads=2"]
 TEXTS = [f"document {number}: " + "abc def " * (number % 5 + 1) for number in range(60)]
 STEPS, BATCH = 6, 4
@@ -75,6 +75,19 @@ def write_sources(folder):
     return [f"data.sources.{folder / 'a.npy'}=0.25", f"data.sources.{folder / 'b.txt'}=0.75"]
 
 
+def write_streamed(folder, write=write_jsonl):
+    """Blocks of five sequences, so that a run stops within one."""
+    return [*write(folder), "data.streaming=true", "data.shuffle_buffer_size=5", "data.held_out_fraction=0"]
+
+
+def write_streamed_parquet(folder):
+    return write_streamed(folder, write_parquet)
+
+
+def write_streamed_from_the_hub(folder):
+    return write_streamed(folder, write_dataset_of_the_hub)
+
+
 FORMATS = {
     "text": write_text,
     "jsonl": write_jsonl,
@@ -85,6 +98,9 @@ FORMATS = {
     "npy": write_npy,
     "flat": write_flat,
     "sources": write_sources,
+    "streamed": write_streamed,
+    "streamed parquet": write_streamed_parquet,
+    "streamed from the hub": write_streamed_from_the_hub,
 }
 
 

@@ -1,12 +1,13 @@
-"""Times 32 requests at a time with a shared system prompt: a server, and transformers' batched `generate`.
+"""Times 32 requests at a time with a shared system prompt: servers, and transformers' batched `generate`, in turns.
 
-    python tools/bench/serving.py [--requests 32] [--batch-size 32] [--new-tokens 32] [--compiler export]
+    python tools/bench/serving.py [--rounds 3] [--requests 32] [--new-tokens 32] [--compiler export] [--old WORKTREE]
 
-A server of a small Llama with random weights is started as a process of its own, on one worker. All requests are sent
-at once and streamed. Shown are the tokens written per second over all requests, and the 50th and 99th percentile of the
-seconds to the first token; beside them the tokens per second of transformers' `generate` for the same prompts in one
-padded batch, whose first tokens all come at its end. An earlier version of the server is timed by the same file, with
-its sources on PYTHONPATH and the `--batch-size` that it served by default. Takes minutes and leaves nothing behind.
+A server of a small Llama with random weights is a process of its own, on one worker. All requests are sent at once and
+streamed. Shown are the tokens written per second over all requests, and the 50th and 99th percentile of the seconds to
+the first token; beside them the tokens per second of transformers' `generate` for the same prompts in one padded batch,
+whose first tokens all come at its end. `--old` names a working tree of an earlier version, whose server is timed beside
+this one with the 8 sequences at a time that it served by default. Both run for all rounds, and take turns, so that the
+ratios, which are shown last as medians, hold on a busy machine. Takes minutes and leaves nothing behind.
 """
 
 import argparse
@@ -14,9 +15,15 @@ import asyncio
 import json
 import os
 import re
+import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 SIZES = {
     "vocab_size": 257,
@@ -27,6 +34,7 @@ SIZES = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 768,
 }
+_OLD_BATCH_SIZE = 8
 SYSTEM = "You are a helpful assistant. Answer in short sentences, and say so when you do not know. " * 5
 
 
@@ -75,21 +83,43 @@ async def timed_request(port: int, prompt: str, new_tokens: int) -> tuple[float,
     return first, number
 
 
-async def timed_requests(port: int, prompts: list[str], new_tokens: int) -> str:
+@dataclass
+class Measured:
+    """Of one round.
+
+    Attributes:
+        rate: tokens per second, over all requests.
+        p50: seconds to the first token of half of them.
+        p99: of nearly all.
+    """
+
+    rate: float
+    p50: float
+    p99: float
+
+    def __str__(self) -> str:
+        return f"{self.rate:8.1f} tokens/s   first token: p50 {self.p50:6.2f} s, p99 {self.p99:6.2f} s"
+
+
+async def timed_requests(port: int, prompts: list[str], new_tokens: int) -> Measured:
     """All at once."""
     begun = time.perf_counter()
     found = await asyncio.gather(*(timed_request(port, prompt, new_tokens) for prompt in prompts))
     seconds = time.perf_counter() - begun
     firsts = sorted(first for first, _ in found)
-    rate = len(prompts) * new_tokens / seconds
-    p50, p99 = firsts[len(firsts) // 2], firsts[int(len(firsts) * 0.99)]
-    return f"{rate:8.1f} tokens/s   first token: p50 {p50:6.2f} s, p99 {p99:6.2f} s"
+    return Measured(
+        len(prompts) * new_tokens / seconds, firsts[len(firsts) // 2], firsts[int((len(firsts) - 1) * 0.99)]
+    )
 
 
-def time_server(options: argparse.Namespace) -> None:
-    """Start a server, and time the requests twice: the first time finds nothing in the cache."""
-    command = [sys.executable, __file__, "--serve", "--batch-size", str(options.batch_size)]
-    server = subprocess.Popen([*command, "--compiler", options.compiler], stderr=subprocess.PIPE, text=True)
+@contextmanager
+def running_server(options: argparse.Namespace, worktree: Path | None) -> Iterator[int]:
+    """A server's port, while it runs; of another version's sources if a working tree is given."""
+    batch_size = options.batch_size if worktree is None else _OLD_BATCH_SIZE
+    command = [sys.executable, __file__, "--serve", "--batch-size", str(batch_size), "--compiler", options.compiler]
+    sources = [] if worktree is None else [str(path) for path in sorted(worktree.glob("packages/*/src"))]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sources)}
+    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
     assert server.stderr is not None
     try:
         log = ""
@@ -98,16 +128,15 @@ def time_server(options: argparse.Namespace) -> None:
             if not line:
                 raise SystemExit(f"the server ended:\n{log}")
             log += line
-        prompts = prompts_of(options.requests)
-        for what in ("server, first time", "server, again"):
-            print(f"{what:22}", asyncio.run(timed_requests(int(found[1]), prompts, options.new_tokens)), flush=True)
+        yield int(found[1])
     finally:
         server.kill()
         server.wait()
+        server.stderr.close()
 
 
-def time_transformers(options: argparse.Namespace) -> None:
-    """One padded batch."""
+def transformers_batch(options: argparse.Namespace) -> Callable[[], Measured]:
+    """A function that generates one padded batch."""
     import torch  # noqa: PLC0415 - not for the clients
     from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415
 
@@ -117,23 +146,50 @@ def time_transformers(options: argparse.Namespace) -> None:
     longest = max(map(len, rows))
     ids = torch.tensor([[0] * (longest - len(row)) + row for row in rows])
     mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
-    begun = time.perf_counter()
-    model.generate(
-        ids,
-        attention_mask=mask,
-        max_new_tokens=options.new_tokens,
-        min_new_tokens=options.new_tokens,
-        do_sample=False,
-    )
-    seconds = time.perf_counter() - begun
-    rate = options.requests * options.new_tokens / seconds
-    print(f"{'transformers, a batch':22} {rate:8.1f} tokens/s   first token: {seconds:6.2f} s, with all others")
+    lengths = {"max_new_tokens": options.new_tokens, "min_new_tokens": options.new_tokens}
+
+    def measure() -> Measured:
+        begun = time.perf_counter()
+        model.generate(ids, attention_mask=mask, do_sample=False, **lengths)
+        seconds = time.perf_counter() - begun
+        return Measured(options.requests * options.new_tokens / seconds, seconds, seconds)
+
+    return measure
+
+
+def _time_server(port: int, prompts: list[str], new_tokens: int) -> Measured:
+    return asyncio.run(timed_requests(port, prompts, new_tokens))
+
+
+def time_all(options: argparse.Namespace) -> None:
+    """Rounds in turns. In the first one the servers' caches have nothing of the system prompt."""
+    prompts = prompts_of(options.requests)
+    found: dict[str, list[Measured]] = {}
+    with ExitStack() as running:
+        ports = {"server": running.enter_context(running_server(options, None))}
+        if options.old is not None:
+            ports["old server"] = running.enter_context(running_server(options, options.old))
+        ways: dict[str, Callable[[], Measured]] = {
+            name: partial(_time_server, port, prompts, options.new_tokens) for name, port in ports.items()
+        }
+        ways["transformers, a batch"] = transformers_batch(options)
+        for number in range(options.rounds):
+            for name, measure in ways.items():
+                found.setdefault(name, []).append(measure())
+                print(f"round {number + 1}  {name:22} {found[name][-1]}", flush=True)
+    ours = found.pop("server")
+    for name, theirs in found.items():
+        ratio = statistics.median(mine.rate / other.rate for mine, other in zip(ours, theirs, strict=True))
+        sooner = statistics.median(other.p50 / mine.p50 for mine, other in zip(ours, theirs, strict=True))
+        print(f"server : {name:22} {ratio:.2f} times the tokens/s; first tokens (p50) {sooner:.1f} times sooner")
 
 
 def main() -> None:
-    """Time both."""
+    """Time all."""
     assert __doc__ is not None
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--old", type=Path, metavar="WORKTREE", help="of an earlier version")
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--new-tokens", type=int, default=32)
@@ -144,8 +200,7 @@ def main() -> None:
         serve_llama(options.batch_size, options.compiler)
         return
     print(f"{options.requests} requests of {options.new_tokens} tokens, {os.cpu_count()} processors")
-    time_server(options)
-    time_transformers(options)
+    time_all(options)
 
 
 if __name__ == "__main__":

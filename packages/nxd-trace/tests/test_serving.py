@@ -171,7 +171,7 @@ def test_what_choosing_one_prompts_token_raises_fails_that_prompt_alone(client, 
             raise ArithmeticError("a number too odd")
         return choose_token(logits, settings, generator, **texts)
 
-    monkeypatch.setattr("nxd_trace.generation.engine.choose_token", choose)
+    monkeypatch.setattr("nxd_trace.generation.sequence.choose_token", choose)
 
     failed = complete(client, temperature=0.5)
 

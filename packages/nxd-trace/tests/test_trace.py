@@ -82,7 +82,7 @@ def test_cache_entry_that_lists_files_elsewhere_is_compiled_again(trace, tmp_pat
     (entry,) = (tmp_path / "cache").iterdir()
     (tmp_path / "cache" / "other").write_bytes(b"")
     empty = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
-    (entry / "hashes.json").write_text(json.dumps({"../other": empty}))
+    (entry / "hashes.json").write_text(json.dumps({"key": entry.name, "files": {"../other": empty}}))
     capfd.readouterr()
 
     trace(models.mlp, x, **settings)

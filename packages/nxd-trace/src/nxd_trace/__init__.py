@@ -2,6 +2,7 @@
 
 from nxd_trace.buckets import BucketModelConfig
 from nxd_trace.builder import ModelBuilder, shard_checkpoint
+from nxd_trace.caching import TraceContent, source_digest
 from nxd_trace.errors import MissingMainGuardError, ModelFolderError, WorkerError
 from nxd_trace.model import TensorParallelModel
 from nxd_trace.modules import rank_weights, trace_module, whole_weights, write_rank_weights
@@ -9,6 +10,7 @@ from nxd_trace.parallel_model import parallel_model_trace
 from nxd_trace.program import Program
 from nxd_trace.saved_model import parallel_model_load, parallel_model_save
 from nxd_trace.signature import Signature, TensorSpec
+from nxd_trace.workers.launching import start_fork_server
 from nxd_trace.workers.pickling import prepare_workers
 
 __version__ = "0.1.0"
@@ -22,6 +24,10 @@ __all__ = [
     "ModelBuilder",
     "shard_checkpoint",
     "prepare_workers",
+    "start_fork_server",
+    # traces that are used again
+    "TraceContent",
+    "source_digest",
     # models that are there already
     "trace_module",
     "Program",

@@ -53,7 +53,7 @@ class ModelBuilder:
 
         Args:
             **settings: as for `parallel_model_trace`: compiler, compiler_args, compiler_workdir, weights, cache_dir,
-                inline_weights_to_neff, max_parallel_compilations, progress.
+                inline_weights_to_neff, max_parallel_compilations, progress, content.
 
         Raises:
             As `parallel_model_trace`; ValueError for no programs, or two of one name.

@@ -31,6 +31,7 @@ from nxd_trace.weights import Weight, stored_tensors
 FORMAT = 2
 MANIFEST, RANK_MANIFEST = "manifest.json", "rank.json"
 WEIGHTS, STATE = "weights.safetensors", "state.safetensors"
+KEPT = "kept.safetensors"  # of a trace in the cache: what no source of weights has
 
 _BUCKET_FUNCTIONS = ("built-in", "python", "scripted")
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from nxd_trace.buckets import BucketModelConfig
+from nxd_trace.caching import TraceContent
 from nxd_trace.model import TensorParallelModel
 from nxd_trace.program import Program
 from nxd_trace.tracing import TraceSettings, Weights, trace_programs
@@ -25,6 +26,7 @@ def parallel_model_trace(
     weights: Weights | None = None,
     cache_dir: str | Path | None = None,
     progress: bool = True,
+    content: TraceContent | None = None,
 ) -> TensorParallelModel:
     """Trace a tensor-parallel model: one worker process per rank builds its shard, records and compiles it.
 
@@ -50,6 +52,8 @@ def parallel_model_trace(
             or a folder of them, a dict of tensors, or an open checkpoint. Each rank reads only its part.
         cache_dir: where compiled programs are kept for later traces; in the user's cache folder if None.
         progress: say on standard error what is being done.
+        content: what `func` makes its model of. An equal trace that was made before is used again, and only weights are
+            read. Needs `weights`; not with buckets, nor with compilers that keep weights in their programs.
 
     Returns:
         The model, whose workers run.
@@ -75,6 +79,7 @@ def parallel_model_trace(
         weights=weights,
         cache_dir=cache_dir,
         progress=progress,
+        content=content,
     )
     if bucket_config is None:
         return trace_programs(func, [Program("main", example_inputs)], settings)

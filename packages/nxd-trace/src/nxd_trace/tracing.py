@@ -1,11 +1,9 @@
 """Tracing: workers build the shards and record graphs, each distinct graph is compiled once, the workers serve.
 
-Compiled programs are cached by a key of their inputs, so that the same graph is compiled once per machine. An entry is
-a folder named by its key. It is made beside the others and renamed, so it is complete or absent.
+Compiled programs are cached by a key of their inputs, so that the same graph is compiled once per machine. A trace that
+says what it is made of is cached as a whole: the next start of the same model reads its weights, and records nothing.
 """
 
-import hashlib
-import json
 import os
 import shlex
 import shutil
@@ -15,20 +13,24 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory, mkdtemp
+from tempfile import TemporaryDirectory
 from typing import Any
 
+from nxd_state import device_type
 from torch import Tensor
 
 from nxd_trace.buckets import BucketModelConfig, save_functions
+from nxd_trace.caching import ArtifactCache, TraceContent, default_cache_folder, program_key, trace_key
 from nxd_trace.compilers import Compiler, choose_compiler
-from nxd_trace.manifest import Manifest, RankManifest, RankProgram, rank_folder, sha256_of, system_name, torch_version
+from nxd_trace.manifest import Manifest, RankManifest, RankProgram, rank_folder
 from nxd_trace.model import TensorParallelModel
 from nxd_trace.program import Program
+from nxd_trace.signature import Signature, TensorSpec
+from nxd_trace.structure import flatten
 from nxd_trace.weights import WeightSource, as_source
 from nxd_trace.workers.building import BuildCall, ProgramReport
 from nxd_trace.workers.group import WorkerGroup
-from nxd_trace.workers.messages import Build, Compile, Export
+from nxd_trace.workers.messages import Build, Compile, Export, Fill
 from nxd_trace.workers.pickling import check_not_in_worker, dumps_for_workers
 
 Weights = str | Path | Mapping[str, Tensor] | WeightSource
@@ -47,6 +49,7 @@ class TraceSettings:
     weights: Weights | None = None
     cache_dir: str | Path | None = None
     progress: bool = True
+    content: TraceContent | None = None
 
     def __post_init__(self) -> None:
         for name in ("tp_degree", "max_parallel_compilations"):
@@ -78,18 +81,11 @@ def trace_programs(
     if not names or len(set(names)) < len(names):
         raise ValueError(f"programs are named {names}; give at least one, and each another name")
     compiler = choose_compiler(settings.compiler)
-    state = None if bucket_config is None else bucket_config.shared_state_buffer
     temporary = TemporaryDirectory(prefix="nxd_trace_")
     try:
         with nullcontext() if settings.weights is None else as_source(settings.weights) as source:
-            call = dumps_for_workers(BuildCall(func, programs, source, state), "func")
-            workers = WorkerGroup(settings.tp_degree)
-            try:
-                trace = _Trace(workers, compiler, settings, Path(temporary.name))
-                trace.run(call, programs, bucket_config)
-            except BaseException:
-                workers.close()
-                raise
+            trace = _Trace(func, programs, compiler, settings, source, bucket_config, Path(temporary.name))
+            workers = trace.run()
         return TensorParallelModel(
             Path(temporary.name), bucket_config=bucket_config, workers=workers, temporary=temporary
         )
@@ -99,21 +95,91 @@ def trace_programs(
 
 
 class _Trace:
-    """One trace: its workers, and the folder that it fills."""
+    """One trace, and the folder that it fills."""
 
-    def __init__(self, workers: WorkerGroup, compiler: Compiler, settings: TraceSettings, folder: Path) -> None:
-        self._workers = workers
+    def __init__(
+        self,
+        func: Callable[..., Any],
+        programs: Sequence[Program],
+        compiler: Compiler,
+        settings: TraceSettings,
+        source: WeightSource | None,
+        bucket_config: BucketModelConfig | None,
+        folder: Path,
+    ) -> None:
+        self._func = func
+        self._programs = programs
         self._begun = time.monotonic()
         self._compiler = compiler
         self._settings = settings
+        self._source = source
+        self._bucket_config = bucket_config
         self._folder = folder
         self._cache = ArtifactCache(Path(settings.cache_dir) if settings.cache_dir else default_cache_folder())
 
-    def run(self, call: bytes, programs: Sequence[Program], bucket_config: BucketModelConfig | None) -> None:
-        """Fill the folder."""
+    def run(self) -> WorkerGroup:
+        """Fill the folder, by an equal trace that was made before or by tracing; gives workers to serve it."""
+        content, source = self._settings.content, self._source
+        if content is None or source is None or self._bucket_config is not None or self._compiler.holds_tensors:
+            call = self._build_call()
+            return self._with_workers(lambda: self._make(call))
+        key = self._trace_key(content, source)
+        signatures = self._cache.copy_trace_to(key, self._settings.tp_degree, self._folder)
+        if signatures is not None:
+            self._say(f"this model was traced before with {self._compiler.name}: reading its weights")
+            workers = self._with_workers(lambda: self._reuse(source, signatures))
+            self._say(f"loading {len(signatures)} programs")
+            return workers
+        if self._cache.has(key):
+            self._say("this model was traced before, but what was kept is damaged or not yours alone: tracing again")
+        shutil.rmtree(self._folder)
+        self._folder.mkdir(mode=0o700)  # as it was
+        content.check()
+        call = self._build_call()
+
+        def make_and_keep() -> None:
+            self._make(call)
+            self._cache.add_trace(key, self._folder, Manifest.read(self._folder).programs, source)
+
+        return self._with_workers(make_and_keep)
+
+    def _build_call(self) -> bytes:
+        state = None if self._bucket_config is None else self._bucket_config.shared_state_buffer
+        return dumps_for_workers(BuildCall(self._func, self._programs, self._source, state), "func")
+
+    def _with_workers(self, fill: Callable[[], None]) -> WorkerGroup:
+        self._workers = WorkerGroup(self._settings.tp_degree)
+        try:
+            fill()
+        except BaseException:
+            self._workers.close()
+            raise
+        return self._workers
+
+    def _trace_key(self, content: TraceContent, source: WeightSource) -> str:
+        settings = self._settings
+        return trace_key(
+            source,
+            content=content.made_of,
+            programs=[_program_content(program) for program in self._programs],
+            compiler=[self._compiler.name, self._compiler.version()],
+            arguments=settings.arguments,
+            inline_weights=settings.inline_weights_to_neff,
+            tp_degree=settings.tp_degree,
+            device=device_type(),
+        )
+
+    def _reuse(self, source: WeightSource, signatures: Sequence[Signature]) -> None:
+        """Read the weights of a trace that was kept."""
+        request = Fill(dumps_for_workers(source, "the source of weights"), str(self._folder))
+        self._workers.ask_all(request, "reading the weights")
+        self._write_manifest(signatures)
+
+    def _make(self, call: bytes) -> None:
+        """Build the model, record its programs and compile them."""
         self._say(f"building the model on {self._workers.size} ranks")
         self._workers.ask_all(Build(call, str(self._folder)), "building the model")
-        self._say(f"recording {len(programs)} programs")
+        self._say(f"recording {len(self._programs)} programs")
         reports = self._export()
         _check_alike(reports)
         keys = {
@@ -129,13 +195,16 @@ class _Trace:
                 for index, report in enumerate(of_rank)
             ]
             replace(RankManifest.read(folder), programs=tuple(stored)).write(folder)
-        buckets = None if bucket_config is None else save_functions(bucket_config, self._folder)
+        self._write_manifest([report.signature for report in reports[0]])
+
+    def _write_manifest(self, signatures: Sequence[Signature]) -> None:
+        buckets = None if self._bucket_config is None else save_functions(self._bucket_config, self._folder)
         Manifest(
             tp_degree=self._workers.size,
             compiler=self._compiler.name,
             compiler_version=self._compiler.version(),
             inline_weights=self._settings.inline_weights_to_neff,
-            programs=tuple(report.signature for report in reports[0]),
+            programs=tuple(signatures),
             buckets=buckets,
         ).write(self._folder)
 
@@ -203,6 +272,13 @@ class _Trace:
             print(f"[nxd-trace] {time.monotonic() - self._begun:5.1f} s: {what}", file=sys.stderr, flush=True)
 
 
+def _program_content(program: Program) -> dict[str, Any]:
+    """What a program depends on, beside the model: the shapes of its inputs, and arguments of the model's function."""
+    inputs, structure = flatten([*program.call], f"the inputs of program {program.name!r}")
+    specs = [str(TensorSpec.of(tensor)) for tensor in inputs]
+    return {"name": program.name, "inputs": specs, "structure": structure, "func_kwargs": dict(program.func_kwargs)}
+
+
 def _check_alike(reports: Sequence[Sequence[ProgramReport]]) -> None:
     """Inputs lie in memory that all ranks read, so every rank must take the same ones."""
     for rank, of_rank in enumerate(reports):
@@ -212,60 +288,3 @@ def _check_alike(reports: Sequence[Sequence[ProgramReport]]) -> None:
                     f"program {first.signature.name!r} has another signature on rank {rank} than on rank 0: "
                     f"{mine.signature} and {first.signature}; func must build the same model on every rank"
                 )
-
-
-_HASHES = "hashes.json"
-
-
-def default_cache_folder() -> Path:
-    """`nxd_trace` in the user's cache folder."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nxd_trace"
-
-
-def program_key(**made_of: Any) -> str:
-    """A key for all that a compiled program depends on: these JSON-able values, torch and the machine."""
-    text = json.dumps([system_name(), torch_version(), made_of], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
-
-
-class ArtifactCache:
-    """Compiled programs by key.
-
-    Args:
-        folder: where they are; made if needed.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def copy_to(self, key: str, destination: Path) -> bool:
-        """Copy an entry's files into a new folder; False if there is no (undamaged) entry."""
-        entry = self._folder / key
-        try:
-            hashes = json.loads((entry / _HASHES).read_text(encoding="utf-8"))
-            names = [str(path.relative_to(entry)) for path in entry.rglob("*") if path.is_file()]
-            names.remove(_HASHES)  # the files that are there: what the list says may lie elsewhere
-            if {name: sha256_of(entry / name) for name in names} != hashes:
-                return False
-            for name in names:
-                (destination / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(entry / name, destination / name)
-        except (OSError, ValueError):
-            return False
-        return True
-
-    def add(self, key: str, made: Path) -> None:
-        """Keep a copy of the folder `made` as the entry of this key, in place of one that was damaged."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        new = Path(mkdtemp(prefix=f".{key}-", dir=self._folder))
-        try:
-            shutil.copytree(made, new, dirs_exist_ok=True)
-            hashes = {str(path.relative_to(new)): sha256_of(path) for path in new.rglob("*") if path.is_file()}
-            (new / _HASHES).write_text(json.dumps(hashes), encoding="utf-8")
-            shutil.rmtree(self._folder / key, ignore_errors=True)
-            new.rename(self._folder / key)
-        except OSError:
-            if not (self._folder / key / _HASHES).is_file():  # otherwise another process was faster
-                raise
-        finally:
-            shutil.rmtree(new, ignore_errors=True)

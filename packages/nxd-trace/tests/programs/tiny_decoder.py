@@ -51,6 +51,24 @@ class TinyDecoder(nn.Module):
         return (hidden[:, -1] + all_reduce(mixed, active_group("tp"))) @ part["head"].T
 
 
+class TinyDraft(TinyDecoder):
+    """Nearly the same, so that it guesses many tokens and not all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+        head = self.model["head"]
+        head.data += 0.5 * torch.randn(head.shape, generator=generator, dtype=head.dtype)
+
+
+class LargerVocabulary(TinyDecoder):
+    """Has one token more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model["head"] = nn.Parameter(torch.zeros(VOCAB + 1, HIDDEN, dtype=torch.float64))
+
+
 def plain_logits(tokens: list[int]) -> Tensor:
     """After the last token, `[vocab]`; everything anew, without a cache."""
     whole = weights()

@@ -59,6 +59,17 @@ class Gathered(MLP):
         return {"output": super().forward(x) * scale, "hidden": (hidden, [hidden + 1, None])}
 
 
+class Scaled(MLP):
+    """Has a number that is no weight: no source of weights has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Buffer(torch.full((), 3.0, dtype=torch.float64), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scale * super().forward(x)
+
+
 class Cache(nn.Module):
     """Writes rows into a state, and returns the sum of all rows; the state's width is split over the ranks."""
 
@@ -104,6 +115,10 @@ class Texts(nn.Module):
 
 def mlp() -> nn.Module:
     return MLP()
+
+
+def scaled() -> nn.Module:
+    return Scaled()
 
 
 def gathered() -> nn.Module:

@@ -1,10 +1,11 @@
 """Compiled generators from checkpoints: of our Llama, a decoder of `nxd_trace.generation`, and transformers' models."""
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from nxd_layers import gather_from_tensor_model_parallel_region
 from nxd_layers.hf import parallelize
 from nxd_layers.key_value_heads import kv_size_multiplier_for
 from nxd_state import active_group, model_parallel_is_initialized
+from nxd_trace import TraceContent, source_digest
 from nxd_trace.generation import CacheLayer, CacheView, Generator, HuggingFaceDecoder, compile_generator
 from torch import Tensor, nn
 from torch.nn import functional
@@ -21,7 +23,6 @@ from nxd_trainer.model_weights import ModelWeights, model_on_meta_of, transforme
 from nxd_trainer.models import KeyValueCache, LlamaConfig, LlamaForCausalLM
 from nxd_trainer.models.llama import long_rope_from, rotary_tables
 from nxd_trainer.opened_model import Words, open_model, open_words
-from nxd_trainer.plan.profile import planned_ranks
 
 
 class LlamaDecoder(nn.Module):
@@ -142,56 +143,123 @@ class CompilableCheckpoint:
     max_positions: int
 
     def compile(
-        self, *, batch_size: int, max_length: int | None = None, tp_degree: int = 1, **settings: Any
+        self,
+        *,
+        batch_size: int,
+        max_length: int | None = None,
+        tp_degree: int = 1,
+        draft: Self | None = None,
+        num_speculative_tokens: int = 4,
+        **settings: Any,
     ) -> Generator:
         """A compiled generator; each worker reads only its part of the weights.
+
+        A generator of an equal model, sizes and versions that was compiled before on this machine is used again.
 
         Args:
             batch_size: sequences at a time.
             max_length: of a prompt and what is written after it, in tokens; as long as the model goes if None.
             tp_degree: number of ranks.
+            draft: a smaller model of the same tokenizer that guesses tokens, on one rank. Texts are those without it.
+            num_speculative_tokens: guesses that are checked at a time, with a draft model.
             **settings: as for `nxd_trace.generation.compile_generator`.
 
         Raises:
-            ValueError: the model cannot be compiled or not over so many ranks, or is made for shorter sequences.
+            ValueError: the model cannot be compiled or not over so many ranks, or is made for shorter sequences; or the
+                draft model has another vocabulary.
             nxd_ckpt.CheckpointError: the checkpoint is damaged.
         """
-        if max_length is not None and max_length > self.max_positions:
+        max_length = max_length or self.max_positions
+        if draft is None:
+            return self._compile(max_length, tp_degree, batch_size=batch_size, **settings)
+        self._check_draft(draft, max_length, num_speculative_tokens)
+        sizes = {"batch_size": batch_size, **settings}
+        with ExitStack() as on_failure:
+            model = self._compile(max_length, tp_degree, num_speculative_tokens=num_speculative_tokens, **sizes)
+            on_failure.callback(model.close)
+            guessing = draft._compile(max_length, 1, num_speculative_tokens=1, **sizes)
+            on_failure.callback(guessing.close)
+            generator = Generator(model.model, guessing.model)
+            on_failure.pop_all()
+        return generator
+
+    def _check_draft(self, draft: Self, max_length: int, num_speculative_tokens: int) -> None:
+        """What can be known before anything is compiled."""
+        what = f"the draft model ({draft.description.architecture})"
+        ours, theirs = (it.words.tokenizer.vocabulary for it in (self, draft))
+        if ours != theirs:
+            differing = min(token for token, _ in ours.items() ^ theirs.items())
+            raise ValueError(
+                f"{what} has another tokenizer: {differing!r} is token {theirs.get(differing)} there, and "
+                f"{ours.get(differing)} in the model's; take a draft model of the same family"
+            )
+        sizes = [it.description.config.get("vocab_size") for it in (self, draft)]
+        if sizes[0] != sizes[1]:
+            raise ValueError(
+                f"{what} has vocab_size={sizes[1]}, and the model {sizes[0]}; take a draft model of the same vocabulary"
+            )
+        if max_length > draft.max_positions:
+            raise ValueError(
+                f"{what} is made for {draft.max_positions} tokens, fewer than the {max_length} of a text; compile for "
+                "shorter texts (--max-length), or take another draft model"
+            )
+        if num_speculative_tokens < 1:
+            raise ValueError(f"num_speculative_tokens={num_speculative_tokens} must be 1 or more with a draft model")
+
+    def _compile(self, max_length: int, tp_degree: int, **settings: Any) -> Generator:
+        if max_length > self.max_positions:
             raise ValueError(
                 f"a length of {max_length} tokens is more than the {self.max_positions} that the model can be compiled "
                 "for (max_position_embeddings, or the window of its attention); use that or less"
             )
+        content = {
+            "config": self.description.config,
+            "stored_shapes": self.description.stored_shapes,
+            "dtype": str(self.dtype),
+            "code": source_digest("nxd_trainer", "nxd_layers"),
+            "transformers": _version_of("transformers"),
+        }
         return compile_generator(
             self.decoder_builder(tp_degree),
-            batch_size=batch_size,
-            max_length=max_length or self.max_positions,
+            max_length=max_length,
             tp_degree=tp_degree,
             weights=self.weights,
+            content=TraceContent(content, check=lambda: self._check_degree(tp_degree)),
             **settings,
         )
 
     def decoder_builder(self, tp_degree: int) -> BuildLlamaDecoder | BuildHuggingFaceDecoder:
-        """The builder of the decoder in each worker: our own Llama where it can be the model at this degree.
-
-        Raises:
-            ValueError: the model cannot be compiled, or not over so many ranks.
-        """
+        """The builder of the decoder in each worker: our own Llama where it can be the model at this degree."""
         config = self.description.own_llama_at(tp_degree)
         if config is not None:
             return BuildLlamaDecoder(config, self.dtype)
+        return BuildHuggingFaceDecoder(self.description, self.dtype)
+
+    def _check_degree(self, tp_degree: int) -> None:
+        """Raise ValueError if the model cannot be compiled, or not over so many ranks; better than in the workers."""
+        if self.description.own_llama_at(tp_degree) is not None:
+            return
+        from nxd_trainer.plan.profile import planned_ranks  # noqa: PLC0415 - it loads slowly, and is seldom needed
+
         # A process with ranks of its own cannot take the place of others; there the workers find what does not divide.
         has_ranks = dist.is_initialized() or model_parallel_is_initialized()
         try:
             with nullcontext() if has_ranks else planned_ranks(tp_degree):
                 HuggingFaceDecoder(parallelize(model_on_meta_of(self.description))).cache_layers()
-        except Exception as error:  # any error of the model; better here than minutes later in the workers
+        except Exception as error:  # any error of the model
             self.description.check_own_llama(tp_degree)
             reason = str(error).partition("\n")[0].rstrip(".") or type(error).__name__
             raise ValueError(
                 f"{self.description.architecture} cannot be compiled at tp_degree={tp_degree}: {reason}; nxd generate "
                 "runs it uncompiled"
             ) from error
-        return BuildHuggingFaceDecoder(self.description, self.dtype)
+
+
+def _version_of(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def open_for_compilation(

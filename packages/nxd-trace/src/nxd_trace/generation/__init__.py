@@ -2,7 +2,7 @@
 
 from nxd_trace.generation.cache import CacheLayer, CacheView, KeyValueCache
 from nxd_trace.generation.decoder import Decoder
-from nxd_trace.generation.engine import GenerationEngine, RunningSequence
+from nxd_trace.generation.engine import GenerationEngine
 from nxd_trace.generation.generator import Completion, Generator, compile_generator
 from nxd_trace.generation.hugging_face import HuggingFaceDecoder
 from nxd_trace.generation.prompts import unpad_prompts
@@ -13,6 +13,7 @@ from nxd_trace.generation.sampling import (
     next_token_probabilities,
     penalized_logits,
 )
+from nxd_trace.generation.sequence import RunningSequence
 
 __all__ = [
     "compile_generator",

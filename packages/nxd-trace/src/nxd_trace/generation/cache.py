@@ -88,4 +88,6 @@ class CacheView:
     def _written(self, name: str, new: Tensor) -> Tensor:
         stored: Tensor = getattr(self._cache, name)
         stored.index_put_((self._blocks, self._offsets), new.transpose(1, 2))
-        return stored[self._block_tables].flatten(1, 2).transpose(1, 2)
+        # Copies whole blocks; indexing by the table would go element by element.
+        blocks = stored.index_select(0, self._block_tables.flatten()).unflatten(0, self._block_tables.shape)
+        return blocks.flatten(1, 2).transpose(1, 2)

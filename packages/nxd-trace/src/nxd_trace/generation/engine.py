@@ -1,90 +1,22 @@
 """Continuous batching: sequences join and leave a batch while the others continue.
 
 A step feeds the next part of one new prompt, and a token of every other sequence. So a long prompt does not hold up the
-others for more than one part. Prompts that begin as an earlier text did use what the cache still has of it.
+others for more than one part. Prompts that begin as an earlier text did use what the cache still has of it. With a
+draft model, a sequence that takes the likeliest tokens is fed several guessed ones at a time.
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from nxd_trace.generation.blocks import BlockPool, TextDigests
+from nxd_trace.generation.blocks import BlockPool
+from nxd_trace.generation.programs import CachedModel, Row
 from nxd_trace.generation.prompts import read_prompt
-from nxd_trace.generation.sampling import SamplingSettings, TokenLogprobs, choose_token
-from nxd_trace.manifest import RankManifest, rank_folder
+from nxd_trace.generation.sampling import SamplingSettings
+from nxd_trace.generation.sequence import RunningSequence
+from nxd_trace.generation.speculation import Drafter
 from nxd_trace.model import TensorParallelModel
-
-FinishReason = Literal["stop", "length"]
-
-
-class RunningSequence:
-    """A prompt and the tokens generated after it.
-
-    Args:
-        settings: how its tokens are chosen.
-        prompt: token ids.
-        block_size: tokens in a block of the cache.
-
-    Attributes:
-        settings: how its tokens are chosen.
-        prompt: token ids.
-        tokens: written so far; a stop token, if one ended it, is the last.
-        num_seen: tokens in the cache.
-        num_shared: tokens of the prompt that the cache had already.
-        finish_reason: None while it runs; "stop" after a stop token, "length" after the most tokens asked for.
-        failure: what choosing a token raised, and so ended this sequence alone.
-        logprobs: of the tokens written, if asked for.
-        prompt_logprobs: of the prompt's tokens, if asked for.
-        blocks: of the cache, in order; none until it is its turn.
-        digests: of the full blocks.
-        num_kept: full blocks that others may share.
-    """
-
-    def __init__(self, settings: SamplingSettings, prompt: list[int], block_size: int) -> None:
-        self.settings = settings
-        self.prompt = prompt
-        self.tokens: list[int] = []
-        self.num_seen = 0
-        self.num_shared = 0
-        self.finish_reason: FinishReason | None = None
-        self.failure: Exception | None = None
-        self.logprobs: list[TokenLogprobs] = []
-        self.prompt_logprobs = [TokenLogprobs(prompt[0], None, ())] if settings.prompt_logprobs else []
-        self.blocks: list[int] = []
-        self.num_kept = 0
-        self._text = list(prompt)
-        self.digests = TextDigests(self._text, block_size)
-        self._draws = torch.Generator().manual_seed(settings.seed)
-
-    @property
-    def unseen(self) -> list[int]:
-        """Tokens that the model has not been fed yet."""
-        return self._text[self.num_seen :]
-
-    @property
-    def takes_single_tokens(self) -> bool:
-        """Whether it is fed one token at a time: its prompt is in the cache, or each logit of it is wanted."""
-        return self.settings.prompt_logprobs or self.num_seen >= len(self.prompt)
-
-    def take_logits(self, logits: Tensor) -> bool:
-        """Choose the next token from the `[vocab]` logits after the last one seen; false if the prompt continues."""
-        num_top = self.settings.num_logprobs
-        if self.num_seen < len(self._text):
-            if self.settings.prompt_logprobs:
-                self.prompt_logprobs.append(TokenLogprobs.of(self._text[self.num_seen], logits, num_top or 0))
-            return False
-        token = choose_token(logits, self.settings, self._draws, prompt=self.prompt, written=self.tokens)
-        self.tokens.append(token)
-        self._text.append(token)
-        if num_top is not None:
-            self.logprobs.append(TokenLogprobs.of(token, logits, num_top))
-        if token in self.settings.stop_tokens:
-            self.finish_reason = "stop"
-        elif len(self.tokens) == self.settings.max_new_tokens:
-            self.finish_reason = "length"
-        return True
 
 
 class GenerationEngine:
@@ -92,6 +24,7 @@ class GenerationEngine:
 
     Args:
         model: traced by `compile_generator`, or loaded again.
+        draft: a smaller model of the same vocabulary, compiled with the same sizes, which guesses tokens.
 
     Attributes:
         batch_size: sequences at a time.
@@ -99,27 +32,18 @@ class GenerationEngine:
         vocab_size: one more than the largest token id.
 
     Raises:
-        ValueError: the model was not made for generation.
+        ValueError: a model was not made for generation, or the draft does not fit.
     """
 
-    def __init__(self, model: TensorParallelModel) -> None:
-        self._model = model
-        shapes = {name: signature.inputs[0].shape for name, signature in model.programs.items() if signature.inputs}
-        self._decodes = sorted((shape[0], name) for name, shape in shapes.items() if name.startswith("decode_"))
-        self._prefills = sorted((shape[1], name) for name, shape in shapes.items() if name.startswith("prefill_"))
-        states = RankManifest.read(model.folder / rank_folder(0)).states
-        if not self._decodes or not self._prefills or "cache.keys_0" not in states:
-            raise ValueError(
-                f"the model with programs {', '.join(model.programs)} was not traced for generation; make it with "
-                "compile_generator"
-            )
-        self.batch_size, largest = self._decodes[-1]
-        signature = model.programs[largest]
-        self._num_blocks, self._block_size = states["cache.keys_0"].shape[:2]
-        self._table_length = signature.inputs[2].shape[1]
-        self.max_length = self._table_length * self._block_size
-        self.vocab_size = signature.outputs[0].shape[-1]
-        self._pool = BlockPool(self._num_blocks)
+    def __init__(self, model: TensorParallelModel, draft: TensorParallelModel | None = None) -> None:
+        self._model = CachedModel(model)
+        self._drafter = None if draft is None else Drafter(CachedModel(draft), self._model)
+        self._models = [model] if draft is None else [model, draft]
+        self.batch_size = self._model.batch_size
+        self.max_length = self._model.max_length
+        self.vocab_size = self._model.vocab_size
+        self._block_size = self._model.block_size
+        self._pool = BlockPool(self._model.num_blocks)
         self._running: list[RunningSequence] = []
 
     @property
@@ -131,6 +55,11 @@ class GenerationEngine:
     def is_idle(self) -> bool:
         """Whether no sequence runs."""
         return not self._running
+
+    @property
+    def num_guesses(self) -> tuple[int, int]:
+        """Tokens that the draft model has guessed so far, and those that the model kept."""
+        return (0, 0) if self._drafter is None else (self._drafter.num_proposed, self._drafter.num_accepted)
 
     def check(self, prompt: Any, settings: SamplingSettings) -> list[int]:
         """The prompt's token ids, which may be in any sequence, tensor or array.
@@ -173,10 +102,10 @@ class GenerationEngine:
             self._pool.give_back(sequence.blocks)
 
     def step(self) -> list[RunningSequence]:
-        """Feed the next part of one prompt, and a token of each other sequence. Those that finish or fail leave.
+        """Feed the next part of one prompt, and tokens of each other sequence. Those that finish or fail leave.
 
         Returns:
-            Those that got a token, or a failure; not those whose prompt continues in the next step.
+            Those that got tokens, or a failure; not those whose prompt continues in the next step.
 
         Raises:
             WorkerError: a worker failed.
@@ -184,18 +113,9 @@ class GenerationEngine:
         """
         singles = [sequence for sequence in self._running if sequence.takes_single_tokens]
         prompt = next((sequence for sequence in self._running if not sequence.takes_single_tokens), None)
-        extended = []
-        if prompt is not None:
-            self._find_blocks(prompt)
-            unseen = len(prompt.unseen)
-            length, program = next((it for it in self._prefills if it[0] >= unseen), self._prefills[-1])
-            extended += self._feed(program, [prompt], 1, length)
-        if singles:
-            for sequence in singles:
-                self._find_blocks(sequence)
-            size, program = next(it for it in self._decodes if it[0] >= len(singles))
-            extended += self._feed(program, singles, size, 1)
-        return extended
+        for sequence in self._running:
+            sequence.num_new = 0
+        return ([] if prompt is None else self._feed_part(prompt)) + (self._feed_singles(singles) if singles else [])
 
     def _find_blocks(self, sequence: RunningSequence) -> None:
         """Blocks for all that the sequence may come to: those of a known beginning, and new ones."""
@@ -204,26 +124,48 @@ class GenerationEngine:
         if not sequence.settings.prompt_logprobs:
             # The prompt's last token is fed in any case: the logits after it are wanted.
             sequence.blocks = self._pool.share(sequence.digests.first(len(sequence.prompt) - 1))
-        sequence.num_seen = sequence.num_shared = len(sequence.blocks) * self._block_size
+        sequence.num_seen = sequence.num_drafted = sequence.num_shared = len(sequence.blocks) * self._block_size
         needed = -(-(len(sequence.prompt) + sequence.settings.max_new_tokens) // self._block_size)
         sequence.blocks += self._pool.take(needed - len(sequence.blocks))
 
-    def _feed(
-        self, program: str, sequences: Sequence[RunningSequence], size: int, length: int
-    ) -> list[RunningSequence]:
-        """Run a program for up to `length` tokens of each of up to `size` sequences."""
-        # Padding stands before the tokens, so that the last column is the last token of each row.
-        input_ids = torch.zeros(size, length, dtype=torch.long)
-        positions = torch.full((size, length), self.max_length - 1)
-        tables = torch.zeros(size, self._table_length, dtype=torch.long)
-        for row, sequence in enumerate(sequences):
-            tokens = sequence.unseen[:length]
-            input_ids[row, length - len(tokens) :] = torch.tensor(tokens)
-            positions[row, length - len(tokens) :] = torch.arange(len(tokens)) + sequence.num_seen
-            tables[row, : len(sequence.blocks)] = torch.tensor(sequence.blocks)
-            sequence.num_seen += len(tokens)
-        logits = self._model.run(program, input_ids, positions, tables)
-        return [sequence for row, sequence in enumerate(sequences) if self._take(sequence, logits[row])]
+    def _feed_part(self, sequence: RunningSequence) -> list[RunningSequence]:
+        """Feed the next part of a prompt, to the draft model as well."""
+        self._find_blocks(sequence)
+        part = sequence.unseen, sequence.num_seen, sequence.blocks
+        if self._drafter is not None:
+            self._drafter.draft.feed_part(*part)
+        number, logits = self._model.feed_part(*part)
+        sequence.num_seen += number
+        sequence.num_drafted = sequence.num_seen
+        return [sequence] if self._take(sequence, logits) else []
+
+    def _feed_singles(self, sequences: Sequence[RunningSequence]) -> list[RunningSequence]:
+        """Feed the next token of each sequence, and what a draft model guesses after it."""
+        for sequence in sequences:
+            self._find_blocks(sequence)
+        guesses: list[list[int]] = [[] for _ in sequences]
+        if self._drafter is not None:
+            guesses = self._drafter.propose(sequences)
+        rows: list[Row] = []
+        starts = []
+        for sequence, guessed in zip(sequences, guesses, strict=True):
+            starts.append(len(rows))
+            tokens = [sequence.unseen[0], *guessed]
+            rows += [Row(token, sequence.num_seen + place, sequence.blocks) for place, token in enumerate(tokens)]
+        logits = self._model.feed_rows(rows)
+        extended = []
+        for sequence, guessed, start in zip(sequences, guesses, starts, strict=True):
+            sequence.num_seen += 1
+            is_extended = self._take(sequence, logits[start])
+            number = 0
+            while number < len(guessed) and sequence in self._running and sequence.tokens[-1] == guessed[number]:
+                number += 1
+                sequence.num_seen += 1
+                self._take(sequence, logits[start + number])
+            if self._drafter is not None:
+                self._drafter.note_accepted(sequence, guessed, number)
+            extended += [sequence] if is_extended else []
+        return extended
 
     def _take(self, sequence: RunningSequence, logits: Tensor) -> bool:
         """Give a sequence its logits; whether it got a token or a failure."""
@@ -248,8 +190,9 @@ class GenerationEngine:
     def clear(self) -> None:
         """Drop all sequences and empty the cache, for a new beginning after an error."""
         self._forget_all()
-        if self._model.worker_pids:
-            self._model.reset_state()
+        for model in self._models:
+            if model.worker_pids:
+                model.reset_state()
 
     def check_workers(self) -> None:
         """Look whether the workers are alive, while there is nothing to step.
@@ -257,7 +200,8 @@ class GenerationEngine:
         Raises:
             WorkerError: one has ended.
         """
-        self._model.check_workers()
+        for model in self._models:
+            model.check_workers()
 
     def restart(self) -> None:
         """Drop all sequences, and start new workers from the model's folder.
@@ -267,8 +211,9 @@ class GenerationEngine:
             WorkerError: a worker could not load its part.
         """
         self._forget_all()
-        self._model.restart()
+        for model in self._models:
+            model.restart()
 
     def _forget_all(self) -> None:
         self._running = []
-        self._pool = BlockPool(self._num_blocks)
+        self._pool = BlockPool(self._model.num_blocks)

@@ -47,11 +47,12 @@ class ServerMetrics:
             self._first_tokens[bound] += 1
             self._first_token_seconds += seconds
 
-    def text(self, sequences: Mapping[str, int]) -> str:
+    def text(self, sequences: Mapping[str, int], guesses: Mapping[str, int]) -> str:
         """All counts.
 
         Args:
             sequences: how many there are in each state, such as waiting.
+            guesses: of a draft model so far, proposed and accepted.
         """
         with self._lock:
             self._forget_old()
@@ -63,6 +64,8 @@ class ServerMetrics:
             lines += [f'nxd_tokens_total{{kind="{kind}"}} {self._tokens[kind]}' for kind in ("prompt", "written")]
             lines += ["# TYPE nxd_tokens_per_second gauge", f"nxd_tokens_per_second {rate:.3f}"]
             lines += self._first_token_lines()
+        lines += ["# TYPE nxd_draft_tokens_total counter"]
+        lines += [f'nxd_draft_tokens_total{{kind="{kind}"}} {number}' for kind, number in guesses.items()]
         lines += ["# TYPE nxd_sequences gauge"]
         lines += [f'nxd_sequences{{state="{state}"}} {number}' for state, number in sequences.items()]
         return "\n".join(lines) + "\n"

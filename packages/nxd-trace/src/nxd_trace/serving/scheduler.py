@@ -13,7 +13,7 @@ from typing import Self
 
 from nxd_trace.errors import WorkerError
 from nxd_trace.generation import GenerationEngine, RunningSequence, SamplingSettings, TokenLogprobs
-from nxd_trace.generation.engine import FinishReason
+from nxd_trace.generation.sequence import FinishReason
 from nxd_trace.serving.errors import RequestError, headline
 
 _log = logging.getLogger("nxd_trace.serving")
@@ -41,15 +41,19 @@ class WrittenToken:
     num_shared: int = 0
 
     @classmethod
-    def last_of(cls, sequence: RunningSequence) -> Self:
-        """The newest token of a sequence."""
-        return cls(
-            sequence.tokens[-1],
-            sequence.finish_reason,
-            sequence.logprobs[-1] if sequence.logprobs else None,
-            tuple(sequence.prompt_logprobs) if len(sequence.tokens) == 1 else (),
-            sequence.num_shared,
-        )
+    def new_of(cls, sequence: RunningSequence) -> list[Self]:
+        """The tokens that the latest step wrote."""
+        length = len(sequence.tokens)
+        return [
+            cls(
+                sequence.tokens[index],
+                sequence.finish_reason if index == length - 1 else None,
+                sequence.logprobs[index] if sequence.logprobs else None,
+                tuple(sequence.prompt_logprobs) if index == 0 else (),
+                sequence.num_shared,
+            )
+            for index in range(length - sequence.num_new, length)
+        ]
 
 
 Deliver = Callable[[WrittenToken | Exception], None]
@@ -252,7 +256,10 @@ class Scheduler:
                 is_last = sequence.finish_reason is not None or sequence.failure is not None
                 job = self._running.pop(sequence, None) if is_last else self._running.get(sequence)
             if job is not None:  # its request has not been ended meanwhile
-                job.deliver(sequence.failure or WrittenToken.last_of(sequence))
+                for token in WrittenToken.new_of(sequence):
+                    job.deliver(token)
+                if sequence.failure is not None:
+                    job.deliver(sequence.failure)
 
     def _restart(self, error: Exception) -> bool:
         """Start new workers, as often as it takes; false if it is time to end."""

@@ -278,6 +278,7 @@ class CompletionService:
         self.model = model
         self.limits = limits or ServerLimits()
         self.metrics = ServerMetrics()
+        self._engine = engine
         self.scheduler = Scheduler(engine, self.limits.max_waiting, restarts)
         self.tokenizer = tokenizer
         self.model_card = {"id": model, "object": "model", "created": int(time.time()), "owned_by": "nxd"}
@@ -314,7 +315,8 @@ class CompletionService:
 
     def metrics_text(self) -> str:
         """All counts, as Prometheus reads them."""
-        return self.metrics.text({"waiting": self.scheduler.num_waiting, "running": self.scheduler.num_running})
+        sequences = {"waiting": self.scheduler.num_waiting, "running": self.scheduler.num_running}
+        return self.metrics.text(sequences, dict(zip(("proposed", "accepted"), self._engine.num_guesses, strict=True)))
 
     def close(self) -> None:
         """End the queue's thread; what waits or runs is ended with an error."""

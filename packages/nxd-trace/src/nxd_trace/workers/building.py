@@ -1,4 +1,7 @@
-"""The first half of a worker's life: build this rank's shard, write its weights, record and compile its programs."""
+"""The first half of a worker's life: build this rank's shard, write its weights, record and compile its programs.
+
+Where the programs were recorded before, only the weights are written.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,12 +21,12 @@ from torch import Tensor, nn
 from nxd_trace.aliases import Alias, named_tensors, read_aliases
 from nxd_trace.compilers import CompileJob, choose_compiler
 from nxd_trace.exporting import ExportedModel, export_model, rank_tensors
-from nxd_trace.manifest import STATE, WEIGHTS, RankManifest, StateTensor, rank_folder, sha256_of
+from nxd_trace.manifest import KEPT, STATE, WEIGHTS, RankManifest, StateTensor, rank_folder, sha256_of
 from nxd_trace.program import Program
 from nxd_trace.signature import Signature, TensorSpec, dtype_name
 from nxd_trace.structure import flatten, unflatten
-from nxd_trace.weights import WeightSource, read_weights, weight_of
-from nxd_trace.workers.messages import Build, Compile, Export
+from nxd_trace.weights import WeightSource, open_safetensors, read_weights, weight_of
+from nxd_trace.workers.messages import Build, Compile, Export, Fill
 from nxd_trace.workers.pickling import loads_in_worker
 
 
@@ -159,6 +162,26 @@ class Builder:
             },
             programs=(),
         ).write(self._folder)
+
+
+def fill_weights(request: Fill, main_script: Mapping[str, str]) -> None:
+    """Write this rank's weights beside its description: what was kept of them, and the source's.
+
+    Args:
+        request: where they are.
+        main_script: where the main module of the parent came from.
+
+    Raises:
+        ValueError: the source lacks weights, or has others.
+    """
+    folder = Path(request.folder) / rank_folder(get_tensor_model_parallel_rank())
+    with open_safetensors(folder / KEPT) as stored:
+        tensors = {name: stored.get_tensor(name).clone() for name in stored.keys()}  # noqa: SIM118 - no mapping
+    missing = {name: it for name, it in RankManifest.read(folder).weights.items() if name not in tensors}
+    tensors |= {name: torch.empty(it.shape, dtype=getattr(torch, it.dtype)) for name, it in missing.items()}
+    read_weights(missing, loads_in_worker(request.source, main_script), tensors.__getitem__)
+    save_file(tensors, folder / WEIGHTS)
+    (folder / KEPT).unlink()
 
 
 def _build_models(func: Callable[..., Any], programs: Sequence[Program], *, states_may_differ: bool) -> list[_Built]:

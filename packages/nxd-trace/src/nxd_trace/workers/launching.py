@@ -118,6 +118,19 @@ _lock = threading.Lock()
 _servers: list[ForkServer] = []  # at most one
 
 
+def start_fork_server() -> None:
+    """Start the process that workers are forked from, unless it runs: it loads its libraries while this one goes on."""
+    with _lock:
+        _start_fitting_server()
+
+
+def _start_fitting_server() -> None:
+    if _servers and not _servers[0].fits:
+        _servers.pop().close()
+    if not _servers:
+        _servers.append(ForkServer())
+
+
 def launch(
     settings: Mapping[str, Any], descriptors: Mapping[str, int], environment: Mapping[str, str]
 ) -> LaunchedProcess:
@@ -132,10 +145,7 @@ def launch(
         ConnectionError: the server has ended.
     """
     with _lock, contextlib.ExitStack() as ours:
-        if _servers and not _servers[0].fits:
-            _servers.pop().close()
-        if not _servers:
-            _servers.append(ForkServer())
+        _start_fitting_server()
         status, theirs = os.pipe()
         ours.callback(os.close, theirs)
         outputs = {"stdout": _open_or_null(1, ours), "stderr": _open_or_null(2, ours)}

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from nxd_state import initialize_model_parallel, model_parallel_is_initialized
 
 from nxd_trace.errors import MissingMainGuardError
-from nxd_trace.workers.building import Builder
+from nxd_trace.workers.building import Builder, fill_weights
 from nxd_trace.workers.messages import (
     CALL,
     DONE,
@@ -22,6 +22,7 @@ from nxd_trace.workers.messages import (
     Build,
     Compile,
     Export,
+    Fill,
     ReadState,
     ReplaceWeights,
     ResetState,
@@ -98,6 +99,8 @@ class _Worker:
         match request:
             case Build():
                 self._builder = Builder(request, self._main_script)
+            case Fill():
+                fill_weights(request, self._main_script)
             case Serve():
                 self._builder = None  # frees the model before its weights are loaded
                 make_preprocessor = loads_in_worker(request.preprocessor, self._main_script)

@@ -25,6 +25,14 @@ class Build:
 
 
 @dataclass(frozen=True)
+class Fill:
+    """Read this rank's weights from a pickled source, for a trace without them that lies below `folder`."""
+
+    source: bytes
+    folder: str
+
+
+@dataclass(frozen=True)
 class Export:
     """Record the graph of every program; the answer describes them."""
 

@@ -83,6 +83,19 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     add_tokenizer(parser)
 
 
+def add_draft(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that name a draft model."""
+    parser.add_argument(
+        "--draft",
+        type=Path,
+        metavar="MODEL",
+        help="a smaller model of the same tokenizer, which guesses tokens: the same texts, sooner at temperature 0",
+    )
+    parser.add_argument(
+        "--num-speculative-tokens", type=int, default=4, metavar="N", help="guesses at a time (default: %(default)s)"
+    )
+
+
 def add_tokenizer(parser: argparse.ArgumentParser) -> None:
     """Add `--tokenizer`, for checkpoints that do not say theirs."""
     parser.add_argument(

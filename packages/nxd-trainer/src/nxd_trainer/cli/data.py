@@ -28,6 +28,8 @@ def add_parser(commands: Commands) -> None:
 def run(options: argparse.Namespace) -> int:
     """Prepare the data and show them; the tokens stay in the cache of the run."""
     recipe = reports_user_errors(lambda: load_recipe(options.recipe, options.settings))
+    if recipe.data.streaming:
+        raise UserError("nxd data counts and shows all data, and data.streaming=true reads them later; leave that out")
     if is_launched():
         raise UserError("nxd data runs in one process; start it without torchrun")
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from nxd_trainer.cli.command import (
     Commands,
     UserError,
+    add_draft,
     add_model,
     add_nproc,
     check_own_process,
@@ -43,6 +44,7 @@ def add_parser(commands: Commands) -> None:
     """Add `generate` to the commands."""
     parser = commands.add_parser("generate", help="write text with a model")
     add_model(parser)
+    add_draft(parser)
     parser.add_argument("--prompt", help=f"text to continue (default: {_PROMPT!r}); with --chat, to answer")
     parser.add_argument(
         "--chat",
@@ -63,7 +65,7 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument(
         "--compiled",
         action="store_true",
-        help="compile the model first, for longer texts; with --nproc, tensor parallel in worker processes",
+        help="compile the model first, for longer texts, as --draft does; with --nproc, tensor parallel in workers",
     )
     parser.add_argument("--compiler", help="with --compiled: inductor or export; unset: what this machine has")
     add_nproc(parser, "--tensor-parallel-size")
@@ -76,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
         raise UserError("--stop is empty; give the text to end before")
     if not options.chat and options.system is not None:
         raise UserError("--system is for conversations; add --chat")
-    if options.compiled:
+    if options.compiled or options.draft is not None:
         return _run_compiled(options)
     if options.chat and options.prompt is None and options.nproc not in (None, 1):
         raise UserError("several ranks cannot read a conversation from standard input; give --prompt, or --compiled")
@@ -107,21 +109,36 @@ def run(options: argparse.Namespace) -> int:
 def _run_compiled(options: argparse.Namespace) -> int:
     reports_user_errors(lambda: check_own_process(options.nproc, "--compiled"))
 
+    from nxd_trace import start_fork_server  # noqa: PLC0415
+
+    start_fork_server()  # it loads its libraries while this process loads its own
+
     from nxd_trainer.compiled_generation import open_for_compilation  # noqa: PLC0415
 
     sampling = _sampling(options)  # before the minutes that compiling may take
     checkpoint = reports_user_errors(
         lambda: open_for_compilation(options.model, options.tag, tokenizer=options.tokenizer, adapter=options.adapter)
     )
+    draft = None
+    if options.draft is not None:
+        draft = reports_user_errors(lambda: open_for_compilation(options.draft, tokenizer=options.tokenizer))
+        if options.temperature > 0:
+            print("nxd generate: --draft helps where --temperature is 0; tokens are drawn without it", file=sys.stderr)
     words = checkpoint.words
+    longest = min(it.max_positions for it in (checkpoint, draft) if it is not None)
     if options.chat and options.prompt is None:
-        length = min(_LONGEST_TALK, checkpoint.max_positions)
+        length = min(_LONGEST_TALK, longest)
     else:
         needed = len(_first_prompt(options, words)) + options.max_new_tokens
-        length = max(needed, min(-(-needed // _LENGTHS) * _LENGTHS, checkpoint.max_positions))
+        length = max(needed, min(-(-needed // _LENGTHS) * _LENGTHS, longest))
     generator = reports_user_errors(
         lambda: checkpoint.compile(
-            batch_size=1, max_length=length, tp_degree=options.nproc or 1, compiler=options.compiler
+            batch_size=1,
+            max_length=length,
+            tp_degree=options.nproc or 1,
+            compiler=options.compiler,
+            draft=draft,
+            num_speculative_tokens=options.num_speculative_tokens,
         )
     )
 

@@ -4,7 +4,7 @@ import argparse
 import sys
 import time
 
-from nxd_trainer.cli.command import Commands, add_model, check_own_process, reports_user_errors
+from nxd_trainer.cli.command import Commands, add_draft, add_model, check_own_process, reports_user_errors
 
 _LONGEST = 4096  # tokens, unless a length is given: the cache has room for so many of each prompt in the batch
 EXIT_WORKERS_FAILED = 4  # 3 is uvicorn's, for an address that it cannot listen at
@@ -14,6 +14,7 @@ def add_parser(commands: Commands) -> None:
     """Add `serve` to the commands."""
     parser = commands.add_parser("serve", help="answer completion requests with a trained model")
     add_model(parser)
+    add_draft(parser)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default: %(default)s)")
     parser.add_argument("--port", type=int, default=8000, metavar="P", help="0: a free one (default: %(default)s)")
     parser.add_argument("--name", default="nxd", help="of the model, in requests (default: %(default)s)")
@@ -65,6 +66,8 @@ def run(options: argparse.Namespace) -> int:
     """Compile the model, and serve it until a signal comes."""
     reports_user_errors(lambda: check_own_process(options.nproc, "nxd serve"))
 
+    begun = time.monotonic()
+    from nxd_trace import start_fork_server  # noqa: PLC0415
     from nxd_trace.errors import WorkerError  # noqa: PLC0415
     from nxd_trace.serving import (  # noqa: PLC0415
         CompletionService,
@@ -73,6 +76,8 @@ def run(options: argparse.Namespace) -> int:
         check_installed,
         serve,
     )
+
+    start_fork_server()  # it loads its libraries while this process loads its own
 
     from nxd_trainer.compiled_generation import open_for_compilation  # noqa: PLC0415
 
@@ -90,12 +95,16 @@ def run(options: argparse.Namespace) -> int:
     checkpoint = reports_user_errors(
         lambda: open_for_compilation(options.model, options.tag, tokenizer=options.tokenizer, adapter=options.adapter)
     )
-    length = options.max_length or min(_LONGEST, checkpoint.max_positions)
-    begun = time.monotonic()
+    draft = None
+    if options.draft is not None:
+        draft = reports_user_errors(lambda: open_for_compilation(options.draft, tokenizer=options.tokenizer))
+    longest = min(it.max_positions for it in (checkpoint, draft) if it is not None)
+    length = options.max_length or min(_LONGEST, longest)
     _say(
         f"{options.model}: {checkpoint.description.architecture}, {str(checkpoint.dtype).removeprefix('torch.')}; "
         f"batches of up to {options.batch_size}, texts of up to {length} tokens"
         f"{'' if checkpoint.words.chat else '; no chat template'}"
+        f"{'' if draft is None else f'; {options.draft} guesses {options.num_speculative_tokens} tokens at a time'}"
     )
     generator = reports_user_errors(
         lambda: checkpoint.compile(
@@ -103,6 +112,8 @@ def run(options: argparse.Namespace) -> int:
             max_length=length,
             tp_degree=options.nproc or 1,
             compiler=options.compiler,
+            draft=draft,
+            num_speculative_tokens=options.num_speculative_tokens,
         )
     )
     _say(f"the model is ready after {time.monotonic() - begun:.1f} s")

@@ -15,11 +15,12 @@ from nxd_trainer.data.conversations import (
     open_conversations,
 )
 from nxd_trainer.data.corpus import Corpus, CorpusIndex, PackedSequences, build_corpus, open_corpus, pack_corpus
-from nxd_trainer.data.hub import hub_files
+from nxd_trainer.data.hub import hub_files, stream_hub
 from nxd_trainer.data.loader import Batch, HeldOutLoader, Sequences, TrainLoader, read_ahead
 from nxd_trainer.data.mixture import MixedSequences, mix, read_weights
 from nxd_trainer.data.preferences import PairSequences, PreferenceEncoder, cut_preferences
 from nxd_trainer.data.sources import files_left_out, find_tables, find_text_files, find_tokens
+from nxd_trainer.data.streaming import ReadTexts, StreamLoader, TextStream, TokenRows, stream_files
 from nxd_trainer.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, load_tokenizer
 
 __all__ = [
@@ -61,6 +62,13 @@ __all__ = [
     "mix",
     "MixedSequences",
     "TrainLoader",
+    # text that is read while it is trained on
+    "stream_files",
+    "stream_hub",
+    "ReadTexts",
+    "TextStream",
+    "StreamLoader",
+    "TokenRows",
     "HeldOutLoader",
     "Batch",
     "read_ahead",

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+from nxd_trainer.data.streaming import ReadTexts
+from nxd_trainer.data.tables import text_in
 
 
 def hub_files(name: str, *, config: str | None = None, split: str = "train") -> list[Path]:
@@ -30,6 +34,28 @@ def hub_files(name: str, *, config: str | None = None, split: str = "train") -> 
     if not files:
         raise ValueError(f"data.dataset={name} (data.dataset_split={split}) holds no rows; name another split")
     return files
+
+
+def stream_hub(name: str, column: str, *, config: str | None = None, split: str = "train") -> ReadTexts:
+    """The texts in a column of a split, read from the hub as they are asked for; arguments as of `hub_files`.
+
+    Raises:
+        ValueError: as `hub_files`; while they are read, also that a row lacks the column, or cannot be read.
+    """
+    datasets = _import_datasets(name)
+
+    def rows(start: int) -> Iterator[Any]:
+        try:
+            yield from datasets.load_dataset(name, config, split=split, streaming=True).skip(start)
+        except Exception as error:  # as in `hub_files`
+            reason = next(iter(str(error).splitlines()), type(error).__name__)
+            raise ValueError(f"data.dataset={name} (data.dataset_split={split}) cannot be read: {reason}") from error
+
+    def read(start: int) -> Iterator[str]:
+        for number, row in enumerate(rows(start), start=start + 1):
+            yield text_in(f"{name}, row {number}", row, column)
+
+    return read
 
 
 def _import_datasets(name: str) -> Any:

@@ -57,7 +57,7 @@ class Sequences(Protocol):
         """Of samples `[count]` together: the labels that the loss counts, and the tokens read, without padding."""
 
 
-class _Slicer:
+class Slicer:
     """Cuts the samples of a global batch into this rank's microbatches."""
 
     def __init__(self, global_batch_size: int, gradient_accumulation_steps: int, dp_rank: int, dp_size: int):
@@ -124,7 +124,7 @@ class TrainLoader:
     ):
         if not len(sequences):
             raise ValueError("there are no sequences to train on; add text or lower data.held_out_fraction")
-        self._slicer = _Slicer(global_batch_size, gradient_accumulation_steps, dp_rank, dp_size)
+        self._slicer = Slicer(global_batch_size, gradient_accumulation_steps, dp_rank, dp_size)
         self._sequences = sequences
         self._seed = seed
         self.samples_consumed = self.tokens_learned = self.tokens_seen = 0
@@ -233,7 +233,7 @@ class HeldOutLoader:
         dp_rank: int = 0,
         dp_size: int = 1,
     ):
-        self._slicer = _Slicer(global_batch_size, gradient_accumulation_steps, dp_rank, dp_size)
+        self._slicer = Slicer(global_batch_size, gradient_accumulation_steps, dp_rank, dp_size)
         self._sequences = sequences
         available = min(num_batches, max(1, len(sequences) // global_batch_size)) if len(sequences) else 0
         count = available * global_batch_size

@@ -37,19 +37,28 @@ def read_texts(path: Path, column: str) -> Iterator[str]:
         ValueError: as for `read_rows`; or a row lacks the column, or holds something else than text in it.
     """
     for place, row in read_rows(path):
-        if column not in row:
-            raise ValueError(f"{place} has no column {column!r}; set data.column to one of {', '.join(map(str, row))}")
-        text = "" if row[column] is None else row[column]
-        if not isinstance(text, str):
-            raise ValueError(
-                f"{place}: {column} is a {type(text).__name__}, not text; set data.column to a column of text, or "
-                "data.chat=true for conversations"
-            )
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:  # JSON can escape half a character
-            raise ValueError(f"{place}: {column} cannot be written as UTF-8: {error.reason}; mend it") from error
-        yield text
+        yield text_in(place, row, column)
+
+
+def text_in(place: str, row: Mapping[str, Any], column: str) -> str:
+    """The text in a column of a row; an unset value is an empty one.
+
+    Raises:
+        ValueError: the row lacks the column, or holds something else than text in it.
+    """
+    if column not in row:
+        raise ValueError(f"{place} has no column {column!r}; set data.column to one of {', '.join(map(str, row))}")
+    text = "" if row[column] is None else row[column]
+    if not isinstance(text, str):
+        raise ValueError(
+            f"{place}: {column} is a {type(text).__name__}, not text; set data.column to a column of text, or "
+            "data.chat=true for conversations"
+        )
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # JSON can escape half a character
+        raise ValueError(f"{place}: {column} cannot be written as UTF-8: {error.reason}; mend it") from error
+    return text
 
 
 def _jsonl_rows(path: Path) -> Iterator[Row]:

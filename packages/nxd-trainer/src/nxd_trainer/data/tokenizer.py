@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib import import_module
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
@@ -29,6 +30,10 @@ class Tokenizer(Protocol):
     @property
     def end_of_document(self) -> int:
         """The id that is put after each document."""
+
+    @property
+    def vocabulary(self) -> Mapping[str, int]:
+        """The ids of tokens by how the tokenizer writes them."""
 
     @property
     def special_ids(self) -> frozenset[int]:
@@ -54,6 +59,7 @@ class ByteTokenizer:
 
     vocab_size = 257
     end_of_document = 256
+    vocabulary = MappingProxyType({**{f"<0x{byte:02X}>": byte for byte in range(256)}, END_OF_DOCUMENT_TEXTS[0]: 256})
     special_ids = frozenset({256})
     fingerprint = "bytes"
 
@@ -90,7 +96,7 @@ class HuggingFaceTokenizer:
             self._load_folder(path)
         else:
             raise ValueError(f"data.tokenizer={path} does not exist; give a tokenizer.json or its folder")
-        self.vocab_size = max(self._vocabulary.values()) + 1
+        self.vocab_size = max(self.vocabulary.values()) + 1
 
     def _load_file(self, file: Path) -> None:
         tokenizers = _import_reader("tokenizers", file)
@@ -98,21 +104,21 @@ class HuggingFaceTokenizer:
             tokenizer: Any = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the package raises plain Exception for whatever it cannot read
             raise ValueError(f"data.tokenizer: {file} is not a Hugging Face tokenizer: {error}") from error
-        self._vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
-        if not self._vocabulary:
+        self.vocabulary: Mapping[str, int] = tokenizer.get_vocab(with_added_tokens=True)
+        if not self.vocabulary:
             raise ValueError(f"data.tokenizer: {file} has an empty vocabulary; give a tokenizer that knows tokens")
         self._encode = lambda text: tokenizer.encode(text, add_special_tokens=False).ids
         self._decode = tokenizer.decode
         added = tokenizer.get_added_tokens_decoder().items()
         self.special_ids = frozenset(number for number, token in added if token.special)
-        self.end_of_document = _find_end_of_document(file, self._vocabulary)
+        self.end_of_document = _find_end_of_document(file, self.vocabulary)
         self.fingerprint = f"tokenizers {self.end_of_document} {digest_files([file])}"
 
     def _load_folder(self, folder: Path) -> None:
         tokenizer = load_tokenizer_of_transformers(folder)
         if tokenizer.eos_token_id is None:
             raise ValueError(f"data.tokenizer={folder} has no eos_token, which must end each document")
-        self._vocabulary = tokenizer.get_vocab()
+        self.vocabulary = tokenizer.get_vocab()
         self._encode = lambda text: tokenizer.encode(text, add_special_tokens=False)
         self._decode = tokenizer.decode
         self.special_ids = frozenset(tokenizer.all_special_ids)
@@ -161,7 +167,7 @@ def _import_reader(package: str, path: Path) -> Any:
         ) from error
 
 
-def _find_end_of_document(file: Path, vocabulary: dict[str, int]) -> int:
+def _find_end_of_document(file: Path, vocabulary: Mapping[str, int]) -> int:
     """The `eos_token` of the tokenizer_config.json beside the file, else a well-known one."""
     config_file = file.with_name("tokenizer_config.json")
     try:

@@ -13,7 +13,7 @@ from dataclasses import fields
 from typing import Any, get_args
 
 from nxd_trainer.options import OptionError
-from nxd_trainer.recipe.sections import ModelSection, Recipe, ScheduleName
+from nxd_trainer.recipe.sections import DataSection, ModelSection, Recipe, ScheduleName
 
 VOCAB_SIZE_MULTIPLE = 64
 
@@ -54,6 +54,7 @@ def consistency_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]
     if recipe.parallel.pipeline_parallel_size > 1:
         yield from _pipeline_mistakes(recipe)
     yield from _row_mistakes(recipe)
+    yield from _streaming_mistakes(recipe)
     yield from _dpo_mistakes(recipe)
     yield from _optimizer_mistakes(recipe)
     yield from _early_stopping_mistakes(recipe)
@@ -125,6 +126,28 @@ def _row_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:
     if data.chat and data.tokenizer is None and recipe.model.path is None:
         mistake = "data.chat=true needs data.tokenizer, a folder of a tokenizer with a chat template, or model.path"
         yield ("data.chat", "data.tokenizer", "model.path"), mistake
+
+
+def _streaming_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:
+    data = recipe.data
+    if not data.streaming:
+        if data.shuffle_buffer_size != DataSection.shuffle_buffer_size:
+            mistake = "data.shuffle_buffer_size is for data.streaming=true; all others are shuffled whole. Leave it out"
+            yield ("data.shuffle_buffer_size", "data.streaming"), mistake
+        return
+    if data.column is None:
+        mistake = "data.streaming=true reads rows of text; set data.column to the column that holds it"
+        yield ("data.streaming", "data.column"), mistake
+    for name in ("data.chat", "data.sources", "train.epochs", "dpo.beta"):
+        if _value(recipe, name):
+            mistake = f"data.streaming=true reads text without an end, which {name} cannot take; leave one of them out"
+            yield ("data.streaming", name), mistake
+    if data.held_out_fraction and data.evaluation_path is None:
+        mistake = (
+            f"data.streaming=true holds nothing out, and data.held_out_fraction={data.held_out_fraction:g}; set "
+            "data.evaluation_path, or data.held_out_fraction=0"
+        )
+        yield ("data.streaming", "data.held_out_fraction", "data.evaluation_path"), mistake
 
 
 def _dpo_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:

@@ -160,6 +160,8 @@ class DataSection:
     )
     sequence_length: int = option(256, "tokens in a training sequence", at_least=1)
     held_out_fraction: float = option(0.05, "share of the sequences kept for evaluation; 0: none", at_least=0, below=1)
+    streaming: bool = option(False, "read the column while training, and keep no tokens: for data that are too many")
+    shuffle_buffer_size: int = option(1024, "with streaming: sequences that are shuffled at a time", at_least=1)
     cache_folder: Path | None = option(None, "where tokenised text is kept; unset: tokens/ in the output folder")
 
 

@@ -12,25 +12,33 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from nxd_trainer.data import (
     ChatTemplate,
     Conversations,
     Corpus,
     PreferenceEncoder,
     Sequences,
+    TextStream,
+    TokenRows,
     build_conversations,
     build_corpus,
     cut_conversations,
     cut_preferences,
     describe_conversations,
     files_left_out,
+    find_tables,
     hub_files,
     mix,
     open_conversations,
     open_corpus,
     pack_corpus,
     read_weights,
+    stream_files,
+    stream_hub,
 )
+from nxd_trainer.data.sources import TABLE_SUFFIXES
 from nxd_trainer.from_recipe import tokenizer_of
 from nxd_trainer.recipe import Recipe
 
@@ -54,7 +62,10 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedData:
-    """What `prepare_data` has written: sources to train on, and one to evaluate on where a recipe names it."""
+    """What `prepare_data` has written: sources to train on, and one to evaluate on where a recipe names it.
+
+    There are none to train on where those are read meanwhile.
+    """
 
     sources: Sequence[Source]
     evaluation: Source | None
@@ -65,12 +76,13 @@ class RunData:
     """The data of a run.
 
     Attributes:
-        train: what it trains on.
+        train: what it trains on; nothing where it is a stream.
         held_out: what it is evaluated on.
         digest: another text whenever the tokens, or what is learned of them, are others.
         notes: lines about what the data are and what is left out.
         warnings: lines about what is hardly meant so.
         sources: whole documents or conversations, by the names of their sources.
+        stream: what it trains on, where that is read meanwhile.
     """
 
     train: Sequences
@@ -79,6 +91,7 @@ class RunData:
     notes: list[str]
     warnings: list[str]
     sources: dict[str, Corpus | Conversations]
+    stream: TextStream | None = None
 
 
 def prepare_data(recipe: Recipe, *, vocab_size: int | None = None) -> PreparedData:
@@ -92,12 +105,13 @@ def prepare_data(recipe: Recipe, *, vocab_size: int | None = None) -> PreparedDa
         ValueError: they cannot be used; the line says which file, and what to do.
     """
     data = recipe.data
+    sources: list[Source] = []
     if data.sources is not None:
         weights = read_weights(data.sources)
         sources = [
             replace(_prepared(recipe, Path(path).expanduser(), vocab_size), weight=it) for path, it in weights.items()
         ]
-    else:
+    elif not data.streaming:
         sources = [_prepared(recipe, data.path, vocab_size)]
     evaluation = None if data.evaluation_path is None else _prepared(recipe, data.evaluation_path, vocab_size)
     return PreparedData(sources=sources, evaluation=evaluation)
@@ -133,8 +147,10 @@ def open_data(recipe: Recipe, prepared: PreparedData) -> RunData:
     """Open what `prepare_data` has written, on this or another process.
 
     Raises:
-        ValueError: there is too little of it, or the cache is damaged.
+        ValueError: there is too little of it, or the cache is damaged; or there is nothing to stream.
     """
+    if recipe.data.streaming:
+        return _opened_stream(recipe, prepared.evaluation)
     fraction = recipe.data.held_out_fraction if prepared.evaluation is None else 0.0
     opened = [_opened(recipe, source, fraction) for source in prepared.sources]
     notes, warnings, digests = [], [], []
@@ -189,6 +205,32 @@ def _opened(recipe: Recipe, source: Source, held_out_fraction: float) -> RunData
     notes = [f"left out: {count} {reason}" for reason, count in corpus.index.skipped.items()]
     pieces = pack_corpus(corpus, sequence_length=options.sequence_length, held_out_fraction=held_out_fraction)
     return RunData(*pieces, corpus.index.digest, notes, [], {source.name: corpus})
+
+
+def _opened_stream(recipe: Recipe, evaluation: Source | None) -> RunData:
+    options, (tokenizer, _) = recipe.data, tokenizer_of(recipe)
+    assert options.column is not None
+    made_of: list[object] = [tokenizer.fingerprint, options.column]
+    if options.dataset is not None:
+        name = options.dataset
+        made_of += [name, options.dataset_config, options.dataset_split]
+        texts = stream_hub(name, options.column, config=options.dataset_config, split=options.dataset_split)
+        read = f"rows of {name}"
+    else:
+        name = str(options.path)
+        files = find_tables(options.path, suffixes=options.suffixes or TABLE_SUFFIXES)
+        made_of += [[file, path.stat().st_size] for file, path in files]
+        texts = stream_files(files, options.column)
+        read = f"rows of {len(files):,} files of {name}"
+    stream = TextStream(name, texts, tokenizer, options.sequence_length, options.shuffle_buffer_size)
+    nothing = TokenRows(np.empty((0, options.sequence_length + 1), dtype=np.int64))
+    held_out = nothing if evaluation is None else _opened(recipe, evaluation, 0.0).train
+    digest = hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:32]
+    notes = [f"{read} are read meanwhile; {options.shuffle_buffer_size:,} sequences are shuffled at a time"]
+    if evaluation is not None:
+        notes.append(f"evaluation: {len(held_out):,} sequences of {evaluation.name}")
+    left_out = files_left_out(options.path, options.suffixes, takes_rows=True)
+    return RunData(nothing, held_out, digest, notes + ([left_out] if left_out else []), [], {}, stream)
 
 
 def with_counted_steps(recipe: Recipe, train: Sequences) -> Recipe:

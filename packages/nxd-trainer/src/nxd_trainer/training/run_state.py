@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 
 import torch
-from nxd_state import all_gather_object, get_device, get_group, get_mesh, get_world_group, send_to_device
+from nxd_state import Group, all_gather_object, get_device, get_group, get_mesh, get_world_group, send_to_device
 
 from nxd_trainer.api import NxDModel, NxDOptimizer
 from nxd_trainer.api.rank_sync import together
-from nxd_trainer.data import Batch, HeldOutLoader, TrainLoader, read_ahead
+from nxd_trainer.data import Batch, HeldOutLoader, StreamLoader, TrainLoader, read_ahead
 from nxd_trainer.dpo import REFERENCE
 from nxd_trainer.from_recipe import build_model, recipe_model
 from nxd_trainer.model_description import ModelDescription
@@ -37,7 +37,7 @@ class TrainBatches:
         loader: where they come from; its position must not be changed by others from the first step to `close`.
     """
 
-    def __init__(self, loader: TrainLoader) -> None:
+    def __init__(self, loader: TrainLoader | StreamLoader) -> None:
         self._loader = loader
         self._ahead: Generator[Batch, None, None] | None = None
 
@@ -124,7 +124,7 @@ class RunState:
     input_names: Sequence[str]
     model: NxDModel
     optimizer: NxDOptimizer
-    train_loader: TrainLoader
+    train_loader: TrainLoader | StreamLoader
     train_batches: TrainBatches
     held_out_loader: HeldOutLoader
     data: RunData
@@ -163,14 +163,7 @@ def build_run_state(recipe: Recipe) -> RunState:
     prepared = on_first_rank_of_each_host(lambda: prepare_data(recipe, vocab_size=vocab_size))
     data = open_data(recipe, prepared)
     recipe = with_counted_steps(recipe, data.train)
-    train_loader = TrainLoader(
-        data.train,
-        global_batch_size=recipe.train.global_batch_size,
-        gradient_accumulation_steps=recipe.train.gradient_accumulation_steps,
-        dp_rank=data_parallel.rank,
-        dp_size=data_parallel.size,
-        seed=recipe.train.seed,
-    )
+    train_loader = _train_loader(recipe, data, data_parallel)
     held_out_loader = HeldOutLoader(
         data.held_out,
         num_batches=recipe.train.eval_batches,
@@ -195,6 +188,17 @@ def build_run_state(recipe: Recipe) -> RunState:
         output_lock=lock,
         reference=reference,
     )
+
+
+def _train_loader(recipe: Recipe, data: RunData, data_parallel: Group) -> TrainLoader | StreamLoader:
+    sizes = {
+        "global_batch_size": recipe.train.global_batch_size,
+        "gradient_accumulation_steps": recipe.train.gradient_accumulation_steps,
+        "dp_rank": data_parallel.rank,
+        "dp_size": data_parallel.size,
+        "seed": recipe.train.seed,
+    }
+    return TrainLoader(data.train, **sizes) if data.stream is None else StreamLoader(data.stream, **sizes)
 
 
 def _build_reference(recipe: Recipe) -> NxDModel | None:

@@ -1,0 +1,183 @@
+"""Caches on disk by content: compiled programs, and whole traces without the weights that filled them.
+
+An entry is a folder named by its key. It is made beside the others and renamed, so it is complete or absent. To load a
+program may be to run what its files say, so an entry that is damaged, or that another user could have put there, is not
+used but made again.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import stat
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory, mkdtemp
+from typing import Any
+
+from safetensors.torch import save_file
+
+from nxd_trace.errors import ModelFolderError
+from nxd_trace.manifest import KEPT, WEIGHTS, RankManifest, rank_folder, sha256_of, system_name, torch_version
+from nxd_trace.signature import Signature
+from nxd_trace.weights import WeightSource, open_safetensors
+
+_HASHES, _PROGRAMS = "hashes.json", "programs.json"
+_MADE_BY = ("nxd_trace", "nxd_state")
+
+
+@dataclass(frozen=True)
+class TraceContent:
+    """What the models of a trace are made of, so that an equal trace is used again instead of made.
+
+    Attributes:
+        made_of: JSON-able: all that recorded graphs depend on, such as the sizes of the model and the versions of the
+            code that builds it. The trace adds its programs, its settings, the names, shapes and dtypes of the weights,
+            and the versions of torch, this package and nxd-state.
+        check: called in this process before a trace that must be made; what it raises is raised.
+    """
+
+    made_of: Mapping[str, Any]
+    check: Callable[[], object] = lambda: None
+
+
+@cache
+def source_digest(*packages: str) -> str:
+    """A hash of all Python files of these packages, which are not imported; it changes whenever their code does.
+
+    Raises:
+        ValueError: there is no such package.
+    """
+    digest = hashlib.sha256()
+    for package in packages:
+        spec = find_spec(package)
+        if spec is None or not spec.submodule_search_locations:
+            raise ValueError(f"there is no package {package!r} to hash; install it")
+        for folder in map(Path, spec.submodule_search_locations):
+            for path in sorted(folder.rglob("*.py")):
+                digest.update(f"{path.relative_to(folder)} {sha256_of(path)}\n".encode())
+    return digest.hexdigest()
+
+
+def default_cache_folder() -> Path:
+    """`nxd_trace` in the user's cache folder."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nxd_trace"
+
+
+def program_key(**made_of: Any) -> str:
+    """A key for all that a compiled program depends on: these JSON-able values, torch and the machine."""
+    text = json.dumps([system_name(), torch_version(), made_of], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def trace_key(source: WeightSource, **made_of: Any) -> str:
+    """A key for a whole trace: as `program_key`, with this package's code and all but the values of the weights."""
+    weights = {name: [str(tensor.dtype), list(tensor.global_shape)] for name, tensor in source.tensors.items()}
+    return program_key(weights=weights, code=source_digest(*_MADE_BY), **made_of)
+
+
+class ArtifactCache:
+    """Folders by key: of compiled programs, and of traces.
+
+    Args:
+        folder: where they are; made if needed, for this user alone.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def has(self, key: str) -> bool:
+        """Whether there is an entry, whatever it holds."""
+        return (self._folder / key).exists()
+
+    def copy_to(self, key: str, destination: Path) -> bool:
+        """Copy an entry's files into a folder; False if there is none that is whole and this user's own."""
+        entry = self._folder / key
+        try:
+            if not (_is_own(self._folder.stat()) and _is_own(entry.lstat())):
+                return False
+            hashes = json.loads((entry / _HASHES).read_text(encoding="utf-8"))
+            names = [str(path.relative_to(entry)) for path in entry.rglob("*") if path.is_file()]
+            names.remove(_HASHES)  # the files that are there: what the list says may lie elsewhere
+            if {"key": key, "files": {name: sha256_of(entry / name) for name in names}} != hashes:
+                return False
+            for name in names:
+                (destination / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(entry / name, destination / name)
+        except (OSError, ValueError):
+            return False
+        return True
+
+    def add(self, key: str, made: Path) -> None:
+        """Keep a copy of the folder `made` as the entry of this key, in place of one that cannot be used.
+
+        Nothing is kept where other users can write.
+        """
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not _is_own(self._folder.stat()):
+            return
+        new = Path(mkdtemp(prefix=f".{key}-", dir=self._folder))
+        try:
+            shutil.copytree(made, new, dirs_exist_ok=True)
+            new.chmod(0o700)  # it has taken those of `made`
+            files = {str(path.relative_to(new)): sha256_of(path) for path in new.rglob("*") if path.is_file()}
+            (new / _HASHES).write_text(json.dumps({"key": key, "files": files}), encoding="utf-8")
+            shutil.rmtree(self._folder / key, ignore_errors=True)
+            new.rename(self._folder / key)
+        except OSError:
+            if not (self._folder / key / _HASHES).is_file():  # otherwise another process was faster
+                raise
+        finally:
+            shutil.rmtree(new, ignore_errors=True)
+
+    def add_trace(self, key: str, made: Path, programs: Sequence[Signature], source: WeightSource) -> None:
+        """Keep a trace: signatures, each rank's description, and buffers that no source of weights has.
+
+        Its programs are entries of their own. A trace whose state begins as something else than zeros is not kept.
+
+        Args:
+            key: of the trace.
+            made: the folder of the model.
+            programs: their signatures.
+            source: that the model's weights came from.
+        """
+        ranks = sorted(path.name for path in made.glob("tp_rank_*"))
+        with TemporaryDirectory(prefix="nxd_trace_") as scratch:
+            for rank in ranks:
+                manifest, folder = RankManifest.read(made / rank), Path(scratch) / rank
+                if not all(state.zeros for state in manifest.states.values()):
+                    return
+                folder.mkdir()
+                manifest.write(folder)
+                with open_safetensors(made / rank / WEIGHTS) as stored:
+                    kept = [name for name, it in manifest.weights.items() if not it.is_filled_from(source, name)]
+                    save_file({name: stored.get_tensor(name) for name in kept}, folder / KEPT)
+            (Path(scratch) / _PROGRAMS).write_text(json.dumps([program.to_json() for program in programs]))
+            self.add(key, Path(scratch))
+
+    def copy_trace_to(self, key: str, num_ranks: int, destination: Path) -> tuple[Signature, ...] | None:
+        """Copy a trace and its programs into a new folder, which lacks its weights; their signatures.
+
+        None if there is no such trace, or a part of it cannot be used.
+        """
+        try:
+            if not self.copy_to(key, destination):
+                return None
+            file = destination / _PROGRAMS
+            signatures = tuple(map(Signature.from_json, json.loads(file.read_text(encoding="utf-8"))))
+            file.unlink()
+            ranks = [RankManifest.read(destination / rank_folder(rank)) for rank in range(num_ranks)]
+        except (OSError, KeyError, TypeError, ValueError, ModelFolderError):
+            return None
+        folders = {program.folder for rank in ranks for program in rank.programs}
+        is_whole = all(self.copy_to(Path(folder).name, destination / folder) for folder in folders)
+        return signatures if is_whole else None
+
+
+def _is_own(status: os.stat_result) -> bool:
+    """Whether it is a folder that this user alone can write to."""
+    may_others_write = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not may_others_write

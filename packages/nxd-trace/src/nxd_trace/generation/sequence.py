@@ -1,0 +1,91 @@
+"""A prompt in the batch, and the tokens that are written after it."""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from nxd_trace.generation.blocks import TextDigests
+from nxd_trace.generation.sampling import SamplingSettings, TokenLogprobs, choose_token
+
+FinishReason = Literal["stop", "length"]
+
+
+class RunningSequence:
+    """A prompt and the tokens generated after it.
+
+    Args:
+        settings: how its tokens are chosen.
+        prompt: token ids.
+        block_size: tokens in a block of the cache.
+
+    Attributes:
+        settings: how its tokens are chosen.
+        prompt: token ids.
+        tokens: written so far; a stop token, if one ended it, is the last.
+        num_seen: tokens in the cache.
+        num_new: tokens that the latest step wrote.
+        num_drafted: tokens in the cache of a draft model.
+        num_shared: tokens of the prompt that the cache had already.
+        finish_reason: None while it runs; "stop" after a stop token, "length" after the most tokens asked for.
+        failure: what choosing a token raised, and so ended this sequence alone.
+        logprobs: of the tokens written, if asked for.
+        prompt_logprobs: of the prompt's tokens, if asked for.
+        blocks: of the cache, in order; none until it is its turn.
+        text: prompt and tokens.
+        digests: of the full blocks.
+        num_kept: full blocks that others may share.
+    """
+
+    def __init__(self, settings: SamplingSettings, prompt: list[int], block_size: int) -> None:
+        self.settings = settings
+        self.prompt = prompt
+        self.tokens: list[int] = []
+        self.num_seen = 0
+        self.num_new = 0
+        self.num_drafted = 0
+        self.num_shared = 0
+        self.finish_reason: FinishReason | None = None
+        self.failure: Exception | None = None
+        self.logprobs: list[TokenLogprobs] = []
+        self.prompt_logprobs = [TokenLogprobs(prompt[0], None, ())] if settings.prompt_logprobs else []
+        self.blocks: list[int] = []
+        self.num_kept = 0
+        self.text = list(prompt)
+        self.digests = TextDigests(self.text, block_size)
+        self._draws = torch.Generator().manual_seed(settings.seed)
+
+    @property
+    def unseen(self) -> list[int]:
+        """Tokens that the model has not been fed yet."""
+        return self.text[self.num_seen :]
+
+    @property
+    def takes_single_tokens(self) -> bool:
+        """Whether it is fed one token at a time: its prompt is in the cache, or each logit of it is wanted."""
+        return self.settings.prompt_logprobs or self.num_seen >= len(self.prompt)
+
+    @property
+    def num_guessable(self) -> int:
+        """How many guesses of its next tokens are of use: none where tokens are drawn, or nothing but one is left."""
+        is_greedy = self.settings.temperature == 0 and not self.settings.prompt_logprobs
+        return self.settings.max_new_tokens - len(self.tokens) - 1 if is_greedy else 0
+
+    def take_logits(self, logits: Tensor) -> bool:
+        """Choose the next token from the `[vocab]` logits after the last one seen; false if the prompt continues."""
+        num_top = self.settings.num_logprobs
+        if self.num_seen < len(self.text):
+            if self.settings.prompt_logprobs:
+                self.prompt_logprobs.append(TokenLogprobs.of(self.text[self.num_seen], logits, num_top or 0))
+            return False
+        token = choose_token(logits, self.settings, self._draws, prompt=self.prompt, written=self.tokens)
+        self.tokens.append(token)
+        self.num_new += 1
+        self.text.append(token)
+        if num_top is not None:
+            self.logprobs.append(TokenLogprobs.of(token, logits, num_top))
+        if token in self.settings.stop_tokens:
+            self.finish_reason = "stop"
+        elif len(self.tokens) == self.settings.max_new_tokens:
+            self.finish_reason = "length"
+        return True
