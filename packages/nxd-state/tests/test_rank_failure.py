@@ -40,6 +40,16 @@ def test_script_shows_the_failure_of_one_rank_and_a_line_of_the_other(tmp_path, 
     assert of_peer.endswith(where), of_peer
 
 
+def test_exception_that_is_its_own_cause_is_shown(capsys):
+    kept = OSError("No space left on device")
+    told = OSError("metrics cannot be written")
+    told.__cause__, kept.__context__ = kept, told
+
+    assert nxd_state.report_failure(told) == 1
+
+    assert "metrics cannot be written" in capsys.readouterr().err
+
+
 FORKS = """
 import os
 import sys

@@ -109,8 +109,10 @@ def _report_uncaught(rank: int, kind: type[BaseException], error: BaseException,
 def _chain(error: BaseException) -> Iterator[BaseException]:
     """The exception and what it was raised from, or while handling, outermost first."""
     link: BaseException | None = error
-    while link is not None:
+    seen: set[int] = set()  # an exception that is kept and raised again can be its own cause
+    while link is not None and id(link) not in seen:
         yield link
+        seen.add(id(link))
         link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
 
 
@@ -141,9 +143,7 @@ def _name_silent_ranks(rank: int) -> None:
 def _describe_silent_rank(rank: int, store: dist.Store) -> str:
     heard = last_heartbeat(rank, store)
     last = "it never said what it did" if heard is None else f"last heard of {heard}"
-    return (
-        f"no word from rank {rank}: stopped, or cut off from the network; {last}; NXD_TIMEOUT sets the time to wait"
-    )
+    return f"no word from rank {rank}: stopped, or cut off from the network; {last}; NXD_TIMEOUT sets the time to wait"
 
 
 def _tell(key: str, value: str) -> None:
