@@ -40,6 +40,20 @@ def test_script_shows_the_failure_of_one_rank_and_a_line_of_the_other(tmp_path, 
     assert of_peer.endswith(where), of_peer
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "NCCL communicator was aborted on rank 1.",
+        "NCCL error: remote process exited or there was a network error, NCCL version 2.27.3",
+        "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=5, OpType=ALLREDUCE)",
+    ],
+)
+def test_error_of_nccl_that_another_rank_caused_is_one_line(capsys, text):
+    assert nxd_state.report_failure(torch.distributed.DistBackendError(text)) == nxd_state.EXIT_PEER_FAILED
+
+    assert capsys.readouterr().err == f"rank 0 ended: DistBackendError: {text}\n"
+
+
 def test_exception_that_is_its_own_cause_is_shown(capsys):
     kept = OSError("No space left on device")
     told = OSError("metrics cannot be written")

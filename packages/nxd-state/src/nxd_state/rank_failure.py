@@ -27,9 +27,13 @@ FAILURE_SHOWN = "nxd_state/failure_shown"  # key of the launcher's store: the ra
 _PATIENCE = 5.0  # seconds, for the failure to be shown, and for the lines of other ranks
 _PAUSE = 0.02
 _LONGEST_MESSAGE = 600  # characters
-# torch has no class for errors of gloo; and what another rank gave as its reason comes as text.
-_TIMEOUT = re.compile(r"[Tt]imed out waiting|Application timeout|did not come to what rank|no answer within")
-_GLOO_FAILURE = re.compile(r"(?s)gloo.*(peer|Broken pipe|[Cc]onnect)")
+# torch has no classes for these errors of gloo and nccl; and what another rank gave as its reason comes as text.
+_TIMEOUT = re.compile(
+    r"[Tt]imed out waiting|Application timeout|did not come to what rank|no answer within|collective operation timeout"
+)
+_BACKEND_FAILURE = re.compile(
+    r"(?s)gloo.*(peer|Broken pipe|[Cc]onnect)|NCCL communicator was aborted|NCCL error: remote process exited"
+)
 _ADVICE_OF_GLOO = " This is typically caused by"
 
 
@@ -41,7 +45,7 @@ def is_peer_failure(error: BaseException) -> bool:
     """Whether an exception was raised on this rank only because of another rank."""
     return any(
         isinstance(link, (PeerError, dist.DistNetworkError, dist.DistStoreError))
-        or (isinstance(link, RuntimeError) and bool(_GLOO_FAILURE.search(str(link)) or _timed_out(link)))
+        or (isinstance(link, RuntimeError) and bool(_BACKEND_FAILURE.search(str(link)) or _timed_out(link)))
         for link in _chain(error)
     )
 
@@ -62,7 +66,7 @@ def report_failure(error: BaseException) -> int:
     _tell(f"{FAILURE_SHOWN}/line_of_{rank}", "1")
     _await(FAILURE_SHOWN)
     print(f"rank {rank} ended: {describe_failure(error)}", file=sys.stderr, flush=True)
-    if any(map(_timed_out, _chain(error))):
+    if dist.is_initialized() and any(map(_timed_out, _chain(error))):
         _name_silent_ranks(rank)
     return EXIT_PEER_FAILED
 
