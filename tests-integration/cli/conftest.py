@@ -52,7 +52,8 @@ def mount() -> Iterator[Callable[..., None]]:
         done = subprocess.run(["mount", *options, str(folder)], capture_output=True, text=True, check=False)
         if done.returncode:
             pytest.skip(f"may not mount a file system here: {done.stderr.strip()}")
-        mounted.append(folder)
+        if folder not in mounted:  # else mounted again with other options
+            mounted.append(folder)
 
     yield mount_at
     for folder in reversed(mounted):

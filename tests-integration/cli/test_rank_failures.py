@@ -264,7 +264,7 @@ def test_disk_that_fills_up_while_no_checkpoint_is_saved_ends_all_ranks(
 
     code = training.wait_for_end(process, 120)
     assert code != 0
-    assert training.lines_of_failure()[0] == "rank 0 failed:"
+    assert "rank 0 failed:" in training.lines_of_failure()  # after what tensorboard's thread prints
     assert "No space left on device" in training.errors
     assert " cannot be written to run: " in training.errors
     training.check_traces()
