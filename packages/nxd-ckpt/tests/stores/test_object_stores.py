@@ -6,7 +6,6 @@ import subprocess
 import sys
 import threading
 
-import fsspec
 import pytest
 import torch
 from nxd_ckpt import CheckpointError, gc, list_checkpoints, load, open_checkpoint, save
@@ -250,49 +249,3 @@ def test_import_of_the_package_leaves_fsspec_alone(fresh_python):
     finished = subprocess.run([fresh_python, "-c", program], env=environment, capture_output=True, check=True)
 
     assert finished.stdout == b"[]\n"
-
-
-def refuse_with_slow_down(call, wanted):
-    """Answers the requests to an S3 server that are `wanted` as one does that is asked too often."""
-    from botocore.exceptions import ClientError
-
-    async def answer(self, method, *args, **options):
-        if method == wanted:
-            said = {"Error": {"Code": "SlowDown", "Message": "Please reduce your request rate."}}
-            raise ClientError(said, method)
-        return await call(self, method, *args, **options)
-
-    return answer
-
-
-@pytest.mark.parametrize("method", ["put_object", "get_object"])
-def test_s3_that_throttles_is_one_line_and_leaves_what_was_saved(s3_bucket, monkeypatch, method):
-    import s3fs
-
-    root = f"s3://{s3_bucket}/runs"
-    save(root, "old", {"w": torch.ones(100)}, step=1)
-    with monkeypatch.context() as patch:
-        patch.setattr(s3fs.S3FileSystem, "_call_s3", refuse_with_slow_down(s3fs.S3FileSystem._call_s3, method))
-        with pytest.raises(CheckpointError, match="SlowDown|reduce your request rate") as raised:
-            if method == "put_object":
-                save(root, "new", {"w": torch.zeros(100)}, step=2)
-            else:
-                load(root, "old", into={"w": torch.zeros(100)})
-
-    assert "\n" not in str(raised.value)
-    assert [info.tag for info in list_checkpoints(root)] == ["old"]
-    assert open_checkpoint(root).read("w").sum() == 100
-
-
-@pytest.mark.parametrize("kept", [0, 1, -1], ids=["nothing", "a byte", "all but a byte"])
-def test_s3_object_that_is_too_short_is_one_line(s3_bucket, kept):
-    root = f"s3://{s3_bucket}/runs"
-    save(root, "t", {"w": torch.ones(100)})
-    store = fsspec.filesystem("s3", skip_instance_cache=True)
-    (name,) = [name for name in store.find(root) if name.endswith(".safetensors")]
-    store.pipe_file(name, store.cat_file(name)[:kept])
-
-    with pytest.raises(CheckpointError) as raised:
-        load(root, "t", into={"w": torch.zeros(100)})
-
-    assert "\n" not in str(raised.value)
