@@ -246,7 +246,7 @@ def make_read_only(folder: Path, mount) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("place", ["tp", "pp", "zero1"])
+@pytest.mark.parametrize("place", ["tp", "zero1"])
 def test_disk_that_fills_up_while_no_checkpoint_is_saved_ends_all_ranks(
     tmp_path, place, transport, mount, fresh_python, monkeypatch
 ):
@@ -292,29 +292,23 @@ def test_output_that_is_read_only_is_one_line(tmp_path, place, transport, mount,
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("place", ["save", "background save"])
-@pytest.mark.parametrize(
-    ("fault", "message"), [("full disk", "File too large"), ("read-only output", "Read-only file system")]
-)
 def test_disk_that_takes_no_checkpoint_is_one_error_and_what_was_saved_stays(
-    tmp_path, fault, message, place, transport, mount, fresh_python, monkeypatch
+    tmp_path, place, transport, fresh_python, monkeypatch
 ):
     monkeypatch.setattr(sys, "executable", fresh_python)
     training = Training(tmp_path, place, transport, settings=["train.stop_after=3", "checkpoint.save_every=1"])
     assert training.wait_for_end(training.start(), 120) == 0
 
     training.settings = ["checkpoint.save_every=1"]
-    if fault == "full disk":
-        training.largest_file = 2**16  # bytes; a rank's part of a checkpoint has more
-    else:
-        make_read_only(tmp_path / "run/checkpoints", mount)
+    training.largest_file = 2**16  # bytes; a rank's part of a checkpoint has more
 
     code = training.wait_for_end(training.start(), 120)
     assert code != 0
     (line,) = [line for line in training.lines_of_failure() if line.startswith("nxd train: ")]
     assert line.startswith("nxd train: saving checkpoint 'step-00000004' to ")
-    assert message in training.errors.partition(line)[2] or message in line
+    assert "File too large" in training.errors.partition(line)[2]
     newest = nxd_ckpt.latest(tmp_path / "run/checkpoints")
     assert newest is not None
     assert newest.tag == "step-00000003"
     training.check_traces()
-    training.add_to_table(fault, code)
+    training.add_to_table("full disk", code)
