@@ -4,7 +4,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -41,6 +41,23 @@ def nxd_in() -> Callable[..., subprocess.CompletedProcess[str]]:
 def nxd(nxd_in, tmp_path) -> Callable[..., subprocess.CompletedProcess[str]]:
     """`nxd("train", ...)`: runs the command in this test's folder to its end."""
     return partial(nxd_in, tmp_path)
+
+
+@pytest.fixture
+def mount() -> Iterator[Callable[..., None]]:
+    """`mount(folder, *options)` mounts a file system, until the test has ended."""
+    mounted: list[Path] = []
+
+    def mount_at(folder: Path, *options: str) -> None:
+        done = subprocess.run(["mount", *options, str(folder)], capture_output=True, text=True, check=False)
+        if done.returncode:
+            pytest.skip(f"may not mount a file system here: {done.stderr.strip()}")
+        if folder not in mounted:  # else mounted again with other options
+            mounted.append(folder)
+
+    yield mount_at
+    for folder in reversed(mounted):
+        subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 CHAT_TEMPLATE = (

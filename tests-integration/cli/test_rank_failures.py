@@ -1,8 +1,10 @@
 """When a rank of `nxd train` fails, is killed or stops, the user sees which one, and why, once; then the run ends.
 
-Nothing is left: no process, no file outside the output folder.
+Nothing is left: no process, no file outside the output folder. `tools/fault_table.py` runs the slow tests here, and
+makes a table of what they saw.
 """
 
+import json
 import os
 import resource
 import signal
@@ -10,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,7 +30,10 @@ PLACES = {
 }
 TRANSPORTS = ["shared memory", "gloo", "torchrun"]
 LAST_STEP = 100_000
-LOG_LINE = (f"{time.gmtime().tm_year // 100}", "step ", "[rank", "[W", "WARNING", "W1", "  ")
+FAULTS = {"raise": "exception", "SIGKILL": "kill -9", "SIGSTOP": "SIGSTOP"}
+SIGNALS = {"SIGTERM": "SIGTERM", "SIGINT,SIGINT": "Ctrl-C twice", "SIGKILL": "launcher -9"}
+SECONDS_UNTIL_GIVEN_UP = 20
+LOG_LINE = (f"{time.gmtime().tm_year // 100}", "step ", "[rank", "[W", "WARNING", "W1", "  ", "Collectives go over")
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -43,9 +49,12 @@ class Training:
     settings: Sequence[str] = ()
     env: dict[str, str] = field(default_factory=dict)
     largest_file: int = resource.RLIM_INFINITY
+    fault_time: float = 0.0  # seconds since 1970; until something is done to it, when it was started
+    seconds: float = 0.0  # from then until all processes had ended
 
     def start(self) -> "subprocess.Popen[bytes]":
         call, settings = PLACES[self.place]
+        self.fault_time = time.time()
         (self.folder / "text").mkdir(exist_ok=True)
         (self.folder / "text/words.txt").write_text("words to be read again and again " * 500)
         (self.folder / "tmp").mkdir(exist_ok=True)
@@ -111,23 +120,41 @@ class Training:
             while self.processes():
                 assert time.monotonic() < give_up, self.errors
                 time.sleep(0.05)
+            self.seconds = time.time() - self._time_of_fault()
         finally:
             for pid in self.processes():
                 os.kill(pid, signal.SIGKILL)
             process.wait()
         return code
 
+    def _time_of_fault(self) -> float:
+        told = self.folder / "fault_time"
+        return float(told.read_text()) if told.exists() else self.fault_time
+
+    def files_left(self) -> list[str]:
+        """What is in the folder for temporary files, but for torch's cache of kernels."""
+        names = sorted(path.name for path in (self.folder / "tmp").iterdir())
+        return [name for name in names if not name.startswith("torchinductor_")]
+
     def check_traces(self) -> None:
         """Nothing is left outside the output, and what is in it can be resumed."""
         if self.transport != "torchrun":  # which leaves a folder of its own
-            left = [path.name for path in (self.folder / "tmp").iterdir()]
-            assert [name for name in left if not name.startswith("torchinductor_")] == []  # torch's cache of kernels
+            assert self.files_left() == []
         if nxd_ckpt.list_checkpoints(self.folder / "run/checkpoints"):
             assert nxd_ckpt.open_checkpoint(self.folder / "run/checkpoints").damage() == []
 
     def lines_of_failure(self) -> list[str]:
         """What was written that is neither progress nor the inner lines of a traceback."""
         return [line for line in self.errors.splitlines() if line.strip() and not line.startswith(LOG_LINE)]
+
+    def add_to_table(self, fault: str, code: int) -> None:
+        """Write what was seen, a line of JSON, to the file that NXD_FAULT_TABLE names, if it does."""
+        if (table := os.environ.get("NXD_FAULT_TABLE")) is None:
+            return
+        shown = (self.lines_of_failure() or [""])[0].replace(f"{self.folder}/", "")
+        seen = {"seconds": round(self.seconds, 1), "exit code": code, "first line": shown, "files": self.files_left()}
+        with Path(table).open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"fault": fault, "during": self.place, "ranks": self.transport, **seen}) + "\n")
 
 
 def test_rank_that_raises_in_a_pipeline_is_shown_first_and_the_others_in_one_line(tmp_path):
@@ -164,7 +191,7 @@ def test_rank_that_is_killed_is_named_with_the_signal(tmp_path):
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("fault", ["raise", "SIGKILL", "SIGSTOP"])
 def test_fault_of_a_rank_ends_all_ranks_and_is_named(tmp_path, fault, place, transport):
-    waits = {"NXD_TIMEOUT": str(deadline(20))} if fault == "SIGSTOP" else {}
+    waits = {"NXD_TIMEOUT": str(deadline(SECONDS_UNTIL_GIVEN_UP))} if fault == "SIGSTOP" else {}
     training = Training(tmp_path, place, transport, fault, env=waits)
 
     code = training.wait_for_end(training.start(), 180)
@@ -180,9 +207,12 @@ def test_fault_of_a_rank_ends_all_ranks_and_is_named(tmp_path, fault, place, tra
     elif fault == "SIGKILL":
         assert "rank 1 " in lines[0] or "local_rank: 1 " in lines[0], training.errors  # torchrun's own words
     else:
-        assert "rank 1" in training.errors
+        assert (
+            training.errors.count("no word from rank 1: stopped, or cut off from the network; last heard of at ") == 1
+        )
         assert not [line for line in lines if line.startswith("rank 1")]
     training.check_traces()
+    training.add_to_table(FAULTS[fault], code)
 
 
 @pytest.mark.slow
@@ -195,6 +225,7 @@ def test_signal_to_the_launcher_ends_all_ranks(tmp_path, signals, place, transpo
     process = training.start()
     training.wait_for_step()
 
+    training.fault_time = time.time()
     for name in signals:
         process.send_signal(getattr(signal, name))
 
@@ -205,12 +236,65 @@ def test_signal_to_the_launcher_ends_all_ranks(tmp_path, signals, place, transpo
     if signals == ["SIGTERM"] and transport != "torchrun":
         assert code == 143
         assert nxd_ckpt.latest(tmp_path / "run/checkpoints") is not None
+    training.add_to_table(SIGNALS[",".join(signals)], code)
+
+
+def make_read_only(folder: Path, mount) -> None:
+    mount(folder, "--bind", str(folder))
+    mount(folder, "-o", "remount,ro,bind")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("place", ["tp", "zero1"])
+def test_disk_that_fills_up_while_no_checkpoint_is_saved_ends_all_ranks(
+    tmp_path, place, transport, mount, fresh_python, monkeypatch
+):
+    monkeypatch.setattr(sys, "executable", fresh_python)
+    training = Training(tmp_path, place, transport)
+    (tmp_path / "run").mkdir()
+    mount(tmp_path / "run", "-t", "tmpfs", "-o", "size=4m", "tmpfs")
+    process = training.start()
+    training.wait_for_step()
+
+    training.fault_time = time.time()
+    with suppress(OSError), (tmp_path / "run/filler").open("wb", buffering=0) as filler:
+        while filler.write(bytes(4096)):
+            pass
+
+    code = training.wait_for_end(process, 120)
+    assert code != 0
+    assert "rank 0 failed:" in training.lines_of_failure()  # after what tensorboard's thread prints
+    assert "No space left on device" in training.errors
+    assert " cannot be written to run: " in training.errors
+    training.check_traces()
+    training.add_to_table("full disk", code)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("place", ["tp", "pp", "zero1"])
+def test_output_that_is_read_only_is_one_line(tmp_path, place, transport, mount, fresh_python, monkeypatch):
+    monkeypatch.setattr(sys, "executable", fresh_python)
+    training = Training(tmp_path, place, transport)
+    (tmp_path / "run").mkdir()
+    make_read_only(tmp_path / "run", mount)
+
+    code = training.wait_for_end(training.start(), 120)
+
+    assert code != 0
+    (line,) = [line for line in training.lines_of_failure() if line.startswith("nxd train: ")]
+    assert line == "nxd train: output=run cannot be written: [Errno 30] Read-only file system: 'run/.lock'"
+    training.check_traces()
+    training.add_to_table("read-only output", code)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("place", ["save", "background save"])
-def test_full_disk_is_one_error_and_what_was_saved_stays(tmp_path, place, transport, fresh_python, monkeypatch):
+def test_disk_that_takes_no_checkpoint_is_one_error_and_what_was_saved_stays(
+    tmp_path, place, transport, fresh_python, monkeypatch
+):
     monkeypatch.setattr(sys, "executable", fresh_python)
     training = Training(tmp_path, place, transport, settings=["train.stop_after=3", "checkpoint.save_every=1"])
     assert training.wait_for_end(training.start(), 120) == 0
@@ -218,7 +302,8 @@ def test_full_disk_is_one_error_and_what_was_saved_stays(tmp_path, place, transp
     training.settings = ["checkpoint.save_every=1"]
     training.largest_file = 2**16  # bytes; a rank's part of a checkpoint has more
 
-    assert training.wait_for_end(training.start(), 120) != 0
+    code = training.wait_for_end(training.start(), 120)
+    assert code != 0
     (line,) = [line for line in training.lines_of_failure() if line.startswith("nxd train: ")]
     assert line.startswith("nxd train: saving checkpoint 'step-00000004' to ")
     assert "File too large" in training.errors.partition(line)[2]
@@ -226,3 +311,4 @@ def test_full_disk_is_one_error_and_what_was_saved_stays(tmp_path, place, transp
     assert newest is not None
     assert newest.tag == "step-00000003"
     training.check_traces()
+    training.add_to_table("full disk", code)

@@ -87,3 +87,21 @@ def test_tensor_of_more_than_2_gib_comes_back_whole_and_by_columns(tmp_path):
     assert torch.equal(loaded, tensor)
     found = open_checkpoint(tmp_path, "a").read_box("x", (0, shape[1] - 3), (shape[0], 3))
     assert torch.equal(found, tensor[:, -3:])
+
+
+@pytest.mark.slow
+def test_tensor_of_more_than_two_gibibytes_is_saved_and_loaded(tmp_path):
+    """Whose offsets and sizes do not fit into 32 bits."""
+    whole = torch.zeros(2**31 + 5, dtype=torch.uint8)
+    marks = torch.tensor([0, 2**31 - 1, 2**31, 2**31 + 4])
+    whole[marks] = torch.tensor([1, 2, 3, 4], dtype=torch.uint8)
+
+    save(tmp_path, "t", {"before": torch.ones(3), "w": whole, "z": torch.ones(3)})
+    found = {"w": torch.empty_like(whole), "z": torch.zeros(3)}
+    whole = whole.count_nonzero()
+    load(tmp_path, "t", into=found, strict=False)
+
+    assert found["w"][marks].tolist() == [1, 2, 3, 4]
+    assert found["w"].count_nonzero() == whole == 4
+    assert found["z"].tolist() == [1, 1, 1]
+    assert open_checkpoint(tmp_path, "t").read_box("w", (2**31 - 1,), (3,)).tolist() == [2, 3, 0]

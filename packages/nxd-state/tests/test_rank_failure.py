@@ -1,10 +1,13 @@
 """What the ranks of a program show when one of them fails, and how long they wait for one that does not answer."""
 
 import sys
+import time
 
 import nxd_state
 import pytest
 import torch
+from nxd_state.heartbeat import last_heartbeat
+from nxd_state.process_groups import job_store
 from nxd_state.testing import deadline, run_torchrun
 
 PROGRAM = """
@@ -35,6 +38,30 @@ def test_script_shows_the_failure_of_one_rank_and_a_line_of_the_other(tmp_path, 
     of_peer = next(line for line in shown if line.startswith("rank 0 ended: "))
     where = f"[all_reduce of group tp [0, 1]; forward of Wide; {tmp_path}/script.py:10 in forward]"
     assert of_peer.endswith(where), of_peer
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "NCCL communicator was aborted on rank 1.",
+        "NCCL error: remote process exited or there was a network error, NCCL version 2.27.3",
+        "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=5, OpType=ALLREDUCE)",
+    ],
+)
+def test_error_of_nccl_that_another_rank_caused_is_one_line(capsys, text):
+    assert nxd_state.report_failure(torch.distributed.DistBackendError(text)) == nxd_state.EXIT_PEER_FAILED
+
+    assert capsys.readouterr().err == f"rank 0 ended: DistBackendError: {text}\n"
+
+
+def test_exception_that_is_its_own_cause_is_shown(capsys):
+    kept = OSError("No space left on device")
+    told = OSError("metrics cannot be written")
+    told.__cause__, kept.__context__ = kept, told
+
+    assert nxd_state.report_failure(told) == 1
+
+    assert "metrics cannot be written" in capsys.readouterr().err
 
 
 FORKS = """
@@ -111,3 +138,29 @@ def test_rank_that_does_not_come_is_given_up_after_the_timeout(run_ranks):
     text, _ = run_ranks(wait, 2, env={"NXD_TIMEOUT": seconds})
 
     assert f"rank 1 of group tp [0, 1] did not come to what rank 0 waits for in {float(seconds):g} s" in text
+
+
+class WaitsForRelease(torch.nn.Module):
+    def forward(self) -> None:
+        while not job_store().check(["released"]):
+            pass
+
+
+def test_rank_that_answers_nothing_has_told_the_others_its_step_and_module(run_ranks):
+    def wait_or_ask() -> str:
+        nxd_state.initialize_model_parallel(2)
+        if nxd_state.get_group("tp").rank == 1:
+            nxd_state.report_step(7)
+            WaitsForRelease()()
+            return ""
+        give_up = time.monotonic() + deadline(20)
+        told = None
+        while "WaitsForRelease" not in (told or "") and time.monotonic() < give_up:
+            told = last_heartbeat(1, job_store())
+        job_store().set("released", "")
+        return str(told)
+
+    told, _ = run_ranks(wait_or_ask, 2)
+
+    assert "UTC [in step 7; forward of WaitsForRelease; " in told
+    assert told.endswith("in forward]")

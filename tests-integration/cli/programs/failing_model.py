@@ -2,13 +2,15 @@
 
 FAULT is FAULT:PLACE:CALL, such as SIGKILL:forward:21: in the 21st call of a decoder layer's forward, or of os.fsync, on
 rank 1, the fault happens: "raise" for an exception, "none" for nothing, else the name of a signal that the rank sends
-to itself.
+to itself. When, in seconds since 1970, is then in the file `fault_time` of the working directory.
 """
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -22,6 +24,8 @@ def failing(function: Callable[..., Any], fault: str, fails_in: int) -> Callable
     def call(*args: Any, **kwargs: Any) -> Any:
         nonlocal calls
         calls += 1
+        if calls == fails_in:
+            Path("fault_time").write_text(str(time.time()))
         if calls == fails_in and fault == "raise":
             raise RuntimeError("made to fail")
         if calls == fails_in:

@@ -41,6 +41,7 @@ from nxd_state.device import (
 )
 from nxd_state.every_rank import Attempt, attempt_on_every_rank, on_every_rank
 from nxd_state.group import Group
+from nxd_state.heartbeat import report_step
 from nxd_state.host_device_copies import read_later, send_to_device
 from nxd_state.mesh import Mesh
 from nxd_state.mesh_getters import (
@@ -138,6 +139,7 @@ __all__ = [
     "SharedMemoryError",
     "PeerError",
     "report_failure",
+    "report_step",
     "serve_store",
     "EXIT_PEER_FAILED",
     "FAILURE_SHOWN",

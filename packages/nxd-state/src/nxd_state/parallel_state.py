@@ -16,8 +16,10 @@ import torch.distributed as dist
 from nxd_state.collectives import debug
 from nxd_state.device import records_graphs
 from nxd_state.group import Group
+from nxd_state.heartbeat import start_heartbeat, stop_heartbeat
 from nxd_state.mesh import Mesh, RankGroups
 from nxd_state.process_groups import (
+    job_store,
     new_process_group,
     new_process_group_of_members,
     start_torch_distributed,
@@ -119,6 +121,7 @@ def initialize_model_parallel(
         atexit.register(destroy_model_parallel)
     if world_size > 1:
         report_uncaught_failures()
+        start_heartbeat(rank, job_store())
     state = _ParallelState(mesh=mesh, rank=rank, groups={}, timeout=timeout, owns_world=owns_world)
     _make_groups(state)
     _share_memory(state)
@@ -141,6 +144,7 @@ def destroy_model_parallel() -> None:
     if _state is None:
         return
     state, _state = _state, None
+    stop_heartbeat()
     for group in (*state.groups.values(), *state.subgroups.values()):
         if group.shared_memory is not None:
             group.shared_memory.close()

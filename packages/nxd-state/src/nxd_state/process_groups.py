@@ -74,6 +74,11 @@ def launcher_store() -> dist.Store | None:
     return _launcher_stores.get(_launch())
 
 
+def job_store() -> dist.Store:
+    """The launcher's store; where there is none, the one that torch.distributed was started with."""
+    return launcher_store() or distributed_c10d._get_default_store()
+
+
 def _launch() -> tuple[str | None, ...]:
     return tuple(os.environ.get(name) for name in _LAUNCH_VARIABLES)
 

@@ -16,10 +16,10 @@ from types import FrameType, TracebackType
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.distributed_c10d import _get_default_store
 
 from nxd_state.group import Group
-from nxd_state.process_groups import launcher_store
+from nxd_state.heartbeat import call_site, is_collective, last_heartbeat
+from nxd_state.process_groups import job_store
 
 EXIT_FAILED, EXIT_PEER_FAILED = 1, 3
 FAILURE_SHOWN = "nxd_state/failure_shown"  # key of the launcher's store: the rank whose failure can be read already
@@ -27,11 +27,14 @@ FAILURE_SHOWN = "nxd_state/failure_shown"  # key of the launcher's store: the ra
 _PATIENCE = 5.0  # seconds, for the failure to be shown, and for the lines of other ranks
 _PAUSE = 0.02
 _LONGEST_MESSAGE = 600  # characters
-# torch has no class for errors of gloo.
-_GLOO_TIMEOUT = re.compile(r"[Tt]imed out waiting|Application timeout")
-_GLOO_FAILURE = re.compile(r"(?s)gloo.*(peer|Broken pipe|[Cc]onnect)")
+# torch has no classes for these errors of gloo and nccl; and what another rank gave as its reason comes as text.
+_TIMEOUT = re.compile(
+    r"[Tt]imed out waiting|Application timeout|did not come to what rank|no answer within|collective operation timeout"
+)
+_BACKEND_FAILURE = re.compile(
+    r"(?s)gloo.*(peer|Broken pipe|[Cc]onnect)|NCCL communicator was aborted|NCCL error: remote process exited"
+)
 _ADVICE_OF_GLOO = " This is typically caused by"
-_NOT_CALL_SITES = (os.path.dirname(__file__), os.path.dirname(dist.__path__[0]))
 
 
 class PeerError(RuntimeError):
@@ -42,7 +45,7 @@ def is_peer_failure(error: BaseException) -> bool:
     """Whether an exception was raised on this rank only because of another rank."""
     return any(
         isinstance(link, (PeerError, dist.DistNetworkError, dist.DistStoreError))
-        or (isinstance(link, RuntimeError) and bool(_GLOO_FAILURE.search(str(link)) or _timed_out(link)))
+        or (isinstance(link, RuntimeError) and bool(_BACKEND_FAILURE.search(str(link)) or _timed_out(link)))
         for link in _chain(error)
     )
 
@@ -63,7 +66,7 @@ def report_failure(error: BaseException) -> int:
     _tell(f"{FAILURE_SHOWN}/line_of_{rank}", "1")
     _await(FAILURE_SHOWN)
     print(f"rank {rank} ended: {describe_failure(error)}", file=sys.stderr, flush=True)
-    if any(map(_timed_out, _chain(error))):
+    if dist.is_initialized() and any(map(_timed_out, _chain(error))):
         _name_silent_ranks(rank)
     return EXIT_PEER_FAILED
 
@@ -75,7 +78,7 @@ def describe_failure(error: BaseException) -> str:
         message = f"{message[:_LONGEST_MESSAGE]}..."
     frames = [frame for link in _chain(error) for frame in _frames(link.__traceback__)]
     places = [note for link in _chain(error) for note in getattr(link, "__notes__", ())]
-    collectives = [frame for frame in frames if _is_collective(frame)]
+    collectives = [frame for frame in frames if is_collective(frame)]
     if collectives:
         first = collectives[0]
         group = first.f_locals.get("group")
@@ -84,10 +87,9 @@ def describe_failure(error: BaseException) -> str:
     modules = [type(frame.f_locals["self"]).__name__ for frame in frames if _is_forward(frame)]
     if modules:
         places.append("forward of " + " > ".join(modules[-3:]))
-    sites = [frame for frame in frames if not frame.f_code.co_filename.startswith(_NOT_CALL_SITES)]
-    if sites:
-        code = sites[-1].f_code
-        places.append(f"{code.co_filename}:{sites[-1].f_lineno} in {code.co_name}")
+    site = call_site(frames)
+    if site is not None:
+        places.append(site)
     return f"{type(error).__name__}: {message}" + (f" [{'; '.join(places)}]" if places else "")
 
 
@@ -111,21 +113,19 @@ def _report_uncaught(rank: int, kind: type[BaseException], error: BaseException,
 def _chain(error: BaseException) -> Iterator[BaseException]:
     """The exception and what it was raised from, or while handling, outermost first."""
     link: BaseException | None = error
-    while link is not None:
+    seen: set[int] = set()  # an exception that is kept and raised again can be its own cause
+    while link is not None and id(link) not in seen:
         yield link
+        seen.add(id(link))
         link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
 
 
 def _timed_out(error: BaseException) -> bool:
-    return isinstance(error, RuntimeError) and bool(_GLOO_TIMEOUT.search(str(error)))
+    return isinstance(error, RuntimeError) and bool(_TIMEOUT.search(str(error)))
 
 
 def _frames(trace: TracebackType | None) -> Iterator[FrameType]:
     return (frame for frame, _ in traceback.walk_tb(trace))
-
-
-def _is_collective(frame: FrameType) -> bool:
-    return frame.f_globals.get("__name__") == "nxd_state.collectives" and not frame.f_code.co_name.startswith("_")
 
 
 def _is_forward(frame: FrameType) -> bool:
@@ -133,22 +133,27 @@ def _is_forward(frame: FrameType) -> bool:
 
 
 def _name_silent_ranks(rank: int) -> None:
-    """After a timeout that does not say whom it waited for: the first rank that hears of it names those that do not."""
+    """After a timeout: the first rank that hears of it names those that do not, and what these said last."""
     lines = {other: f"{FAILURE_SHOWN}/line_of_{other}" for other in range(dist.get_world_size())}
     _await(*lines.values())
     with suppress(dist.DistError):
-        store = _store()
+        store = job_store()
         silent = [other for other, line in lines.items() if not store.check([line])]
         if silent and rank == min(set(lines) - set(silent)):
-            names = ", ".join(f"rank {other}" for other in silent)
-            found = f"no word from {names}: stopped, or cut off from the network; NXD_TIMEOUT sets how long ranks wait"
-            print(found, file=sys.stderr, flush=True)
+            found = [_describe_silent_rank(other, store) for other in silent]
+            print("\n".join(found), file=sys.stderr, flush=True)
+
+
+def _describe_silent_rank(rank: int, store: dist.Store) -> str:
+    heard = last_heartbeat(rank, store)
+    last = "it never said what it did" if heard is None else f"last heard of {heard}"
+    return f"no word from rank {rank}: stopped, or cut off from the network; {last}; NXD_TIMEOUT sets the time to wait"
 
 
 def _tell(key: str, value: str) -> None:
     if dist.is_initialized():
         with suppress(dist.DistError):  # whoever serves the store has ended
-            _store().set(key, value)
+            job_store().set(key, value)
 
 
 def _await(*keys: str) -> None:
@@ -157,9 +162,5 @@ def _await(*keys: str) -> None:
     give_up = time.monotonic() + _PATIENCE
     with suppress(dist.DistError):
         # Asked again and again: when `Store.wait` times out, torch writes warnings to standard error.
-        while not _store().check(list(keys)) and time.monotonic() < give_up:
+        while not job_store().check(list(keys)) and time.monotonic() < give_up:
             time.sleep(_PAUSE)
-
-
-def _store() -> dist.Store:
-    return launcher_store() or _get_default_store()

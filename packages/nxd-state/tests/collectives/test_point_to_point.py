@@ -119,5 +119,32 @@ def test_aborted_group_leaves_groups_of_other_ranks_usable():
     assert run_on_ranks(abort, 4, timeout=20) == [4.0] * 4
 
 
+def test_group_of_another_backend_is_aborted_by_torch_and_names_the_first_reason():
+    """As over nccl, which needs a device for each rank: the backend stands in for it, and notes what it is told."""
+
+    def abort():
+        class Noting(dist.ProcessGroup):
+            aborts, group_name = 0, "noting"
+
+            def abort(self):
+                self.aborts += 1
+
+        def make(store, rank, size, timeout):
+            return Noting(rank, size)
+
+        dist.Backend.register_backend("noting", make, devices=["cpu"])
+        nxd_state.initialize_model_parallel(dist.get_world_size())
+        group = nxd_state.group_of(dist.new_group([0, 1], backend="noting"))
+        nxd_state.barrier(nxd_state.get_world_group())
+        if group.rank == 1:
+            nxd_state.recv(torch.empty(1), nxd_state.get_world_group(), source=0)  # so that rank 0 is the first
+        reason = nxd_state.abort_group(group, f"rank {group.rank} failed")
+        if group.rank == 0:
+            nxd_state.send(torch.ones(1), nxd_state.get_world_group(), destination=1)
+        return reason, group.process_group.aborts
+
+    assert run_on_ranks(abort, 2, timeout=20) == [("rank 0 failed", 1)] * 2
+
+
 def test_aborting_a_group_of_one_gives_its_reason():
     assert nxd_state.abort_group(nxd_state.Group.solo("pp"), "why") == "why"

@@ -41,7 +41,8 @@ def run(options: argparse.Namespace) -> int:
         return code
 
     from nxd_ckpt import CheckpointError  # noqa: PLC0415
-    from nxd_state import initialize_model_parallel  # noqa: PLC0415
+    from nxd_ckpt.errors import RanksLostError  # noqa: PLC0415
+    from nxd_state import PeerError, initialize_model_parallel  # noqa: PLC0415
     from nxd_state.neuron import computes_on_neuron, prepare_neuron  # noqa: PLC0415
 
     if computes_on_neuron():
@@ -63,6 +64,8 @@ def run(options: argparse.Namespace) -> int:
         prepared = reports_user_errors(lambda: prepare_run(recipe))
         try:
             result = run_training(*prepared, stop)
+        except RanksLostError as error:  # the rank that speaks for its host may be the lost one
+            raise PeerError(str(error)) from error
         except (CheckpointError, TrainingDiverged) as error:  # every rank raises the same
             raise UserError(str(error)) from error
     leave_mesh()

@@ -9,6 +9,7 @@ import json
 import math
 import os
 from collections.abc import Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import TracebackType
@@ -133,16 +134,25 @@ class MetricsLog:
             self._stream = self.file.open("a", encoding="utf-8")
 
     def log(self, record: StepRecord) -> None:
-        """Add a record."""
+        """Add a record.
+
+        Raises:
+            OSError: it cannot be written, as where the disk is full.
+        """
         if self._stream is None:
             return
         if self._first_record:
             record = replace(record, **self._first_record)
             self._first_record = {}
-        self._stream.write(record_to_line(record))
-        self._stream.flush()
-        for tracker in self._trackers:
-            tracker.log(record)
+        try:
+            self._stream.write(record_to_line(record))
+            self._stream.flush()
+            for tracker in self._trackers:
+                tracker.log(record)
+        except OSError as error:
+            raise OSError(
+                f"the metrics of step {record.step} cannot be written to {self.file.parent}: {error}"
+            ) from error
 
     def close(self) -> None:
         """Close the file, and the trackers."""
@@ -160,7 +170,8 @@ class MetricsLog:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.close()
+        with suppress(OSError) if error_type else nullcontext():  # the first error says more
+            self.close()
 
 
 def _keep_until(file: Path, step: int) -> None:

@@ -17,6 +17,7 @@ from nxd_state import (
     get_world_group,
     is_host,
     read_later,
+    report_step,
     send_to_device,
     step_boundary,
     widest_float,
@@ -187,6 +188,7 @@ class StepsUnderWay:
             asked_to_stop: this rank.
         """
         state, rate = self._state, learning_rate(self._state)
+        report_step(state.step + 1)
         try:
             sums, norm = take_step(state, stopping=asked_to_stop)
         except Exception as error:

@@ -1,0 +1,142 @@
+"""When something fails under `nxd serve`: it says what, goes on where it can, and leaves no process and no file."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from nxd_state.testing import deadline
+
+pytest.importorskip("uvicorn", reason="nxd serve needs it: pip install 'nxd-trace[serve]'")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
+
+TRANSPORTS = {"shared memory": "1", "gloo": "0"}
+GREEDY = {"prompt": "the cat", "max_tokens": 4, "temperature": 0}
+
+
+class Server:
+    """`nxd serve` on two workers, in a folder of its own; it listens once this is made."""
+
+    def __init__(self, model: Path, folder: Path, transport: str) -> None:
+        self.folder, self.transport = folder, transport
+        self.marker = f"NXD_TEST_MARKER_{abs(hash(folder))}"
+        (folder / "tmp").mkdir()
+        self._log = folder / "errors.txt"
+        with self._log.open("wb") as errors:
+            self.process = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "nxd_trainer", "serve", str(model), "--nproc", "2", "--port", "0"),
+                    *("--compiler", "export", "--batch-size", "2", "--max-length", "32"),
+                ],
+                cwd=folder,
+                stderr=errors,
+                stdout=subprocess.DEVNULL,
+                env=os.environ
+                | {
+                    "NXD_SHM": TRANSPORTS[transport],
+                    "OMP_NUM_THREADS": "1",
+                    "TMPDIR": str(folder / "tmp"),
+                    "XDG_CACHE_HOME": str(folder / "cache"),
+                    self.marker: "1",
+                },
+            )
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text()
+
+    def wait_for(self, condition: Callable[[], object], seconds: float = 240) -> None:
+        give_up = time.monotonic() + deadline(seconds)
+        while not condition():
+            assert time.monotonic() < give_up, self.log
+            time.sleep(0.05)
+
+    def wait_until_it_listens(self) -> None:
+        self.wait_for(lambda: "running on http" in self.log or self.process.poll() is not None)
+        assert self.process.poll() is None, self.log
+
+    def text(self) -> str:
+        address = re.search(r"running on (http://\S+)", self.log)
+        assert address is not None
+        request = urllib.request.Request(
+            f"{address[1]}/v1/completions", json.dumps(GREEDY).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=deadline(60)) as answer:
+            return str(json.load(answer)["choices"][0]["text"])
+
+    def processes(self) -> list[int]:
+        found = []
+        for entry in Path("/proc").glob("[0-9]*/environ"):
+            try:
+                if self.marker.encode() in entry.read_bytes():
+                    found.append(int(entry.parent.name))
+            except OSError:  # it has ended, or is not ours
+                continue
+        return found
+
+    def workers(self) -> list[int]:
+        """Those that the fork server, the server's only child, has forked."""
+        (server,) = children_of(self.process.pid)
+        return children_of(server)
+
+    def files_left(self) -> list[str]:
+        names = sorted(path.name for path in (self.folder / "tmp").iterdir())
+        return [name for name in names if not name.startswith("torchinductor_")]
+
+    def add_to_table(self, fault: str, seconds: float, code: int | str, first_line: str) -> None:
+        """As `Training.add_to_table` in test_rank_failures.py."""
+        if (table := os.environ.get("NXD_FAULT_TABLE")) is None:
+            return
+        seen = {"seconds": round(seconds, 1), "exit code": code, "first line": first_line, "files": self.files_left()}
+        with Path(table).open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"fault": fault, "during": "serve", "ranks": self.transport, **seen}) + "\n")
+
+    def end(self) -> None:
+        for pid in self.processes():
+            os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+
+
+def children_of(pid: int) -> list[int]:
+    threads = Path(f"/proc/{pid}/task").iterdir()
+    return [int(child) for thread in threads for child in (thread / "children").read_text().split()]
+
+
+@pytest.fixture
+def serve(make_chat_model, tmp_path, fresh_python, monkeypatch):
+    """`serve(transport)` starts a server, which ends with the test."""
+    monkeypatch.setattr(sys, "executable", fresh_python)
+    started: list[Server] = []
+
+    def start(transport: str) -> Server:
+        started.append(Server(make_chat_model("Llama"), tmp_path, transport))
+        return started[-1]
+
+    yield start
+    for server in started:
+        server.end()
+
+
+def test_worker_that_is_killed_is_named_and_replaced(serve):
+    server = serve("shared memory")
+    server.wait_until_it_listens()
+    text, before = server.text(), server.workers()
+
+    begun = time.time()
+    os.kill(before[1], signal.SIGKILL)
+    server.wait_for(lambda: "the new workers run" in server.log)
+    seconds = time.time() - begun
+
+    assert server.text() == text
+    assert not set(before) & set(server.workers())
+    (line,) = [line for line in server.log.splitlines() if "starting new workers" in line]
+    assert "rank 1 of 2" in line
+    assert "was killed by SIGKILL" in line
+    server.add_to_table("kill -9", seconds, "answers again", line)
