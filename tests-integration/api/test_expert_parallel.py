@@ -139,6 +139,26 @@ def test_run_with_split_experts_resumes_bitwise(run_ranks, tmp_path):
         assert after == whole
 
 
+def generated(model, replica):
+    """Another prompt and number of tokens for each replica."""
+    ids = BATCHES[0][replica : replica + 1, : 3 + 2 * replica]
+    with InFloat64():
+        return model.generate(ids, max_new_tokens=2 + 6 * replica, do_sample=False, pad_token_id=0)[0].tolist()
+
+
+def test_replicas_that_generate_other_numbers_of_tokens_wait_for_each_other(run_ranks):
+    def job():
+        torch.manual_seed(0)
+        whole = make_mixtral()
+        expected = [generated(whole, replica) for replica in range(2)]
+        initialize_model_parallel(1, 1, 2)
+        model = parallelize(whole, expert_parallel=True)
+        return expected[get_data_parallel_rank()], generated(model, get_data_parallel_rank())
+
+    for expected, found in run_ranks(job, 2):
+        assert found == expected
+
+
 def test_what_cannot_be_split_is_refused_with_the_reason(run_ranks):
     def job():
         initialize_model_parallel(1, 1, 2)

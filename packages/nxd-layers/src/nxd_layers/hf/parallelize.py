@@ -121,6 +121,7 @@ def _split(
     if active_group("tp").size > 1:
         _split_layers(model, plan, expert_styles, sequence_parallel=sequence_parallel)
     split_experts(model, expert_styles)
+    _generate_alike(model, replicas_wait=splits_experts and get_mesh().ep * get_mesh().etp > get_mesh().tp)
     _refuse_methods(model)
     _keep_attributes_in_copies(model)
 
@@ -153,7 +154,6 @@ def _split_layers(
         if path not in done:
             apply(Target(model, path))
     _check_ties(model, ties)
-    _draw_alike(model)
     for path, attention in attentions.items():
         heads.tell_counts(path, attention, layouts[path])
     share_inputs(model)
@@ -249,13 +249,21 @@ def _refuse(message: str, *args: Any, **kwargs: Any) -> NoReturn:
     raise RuntimeError(message)
 
 
-def _draw_alike(model: nn.Module) -> None:
-    """Have `generate()` begin with the random numbers of the first rank on all of them, however they are seeded."""
+def _generate_alike(model: nn.Module, *, replicas_wait: bool) -> None:
+    """Have `generate()` begin with the random numbers of the first tensor-parallel rank, however they are seeded.
+
+    Args:
+        model: of transformers.
+        replicas_wait: all replicas call it together, and go on until the last of them has all its tokens: a replica
+            has experts that others need.
+    """
     if hasattr(model, "generate"):
-        model.generate = partial(_generate, model)  # type: ignore[assignment]
+        model.generate = partial(_generate, model, replicas_wait)  # type: ignore[assignment]
 
 
-def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
+def _generate(model: Any, replicas_wait: bool, *args: Any, **kwargs: Any) -> Any:
+    if replicas_wait:
+        kwargs["synced_gpus"] = True
     streams = get_rng_state()
     group = active_group("tp")
     streams[SHARED_STREAM] = {
