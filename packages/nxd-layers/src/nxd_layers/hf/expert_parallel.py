@@ -92,7 +92,9 @@ def _split_parameters(path: str, experts: nn.Module, styles: Mapping[str, str]) 
     return [name for name, _ in experts.named_parameters() if styles.get(joined(path, name)) == SPLIT_EXPERTS]
 
 
-def _forward(experts: Any, number: int, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def _forward(experts: Any, number: int, *args: Any, **kwargs: Any) -> Tensor:
+    given = inspect.signature(type(experts).forward).bind(experts, *args, **kwargs)
+    _, hidden_states, top_k_index, top_k_weights = given.arguments.values()
     return dispatch_replicated_tokens(
         partial(type(experts).forward, experts),
         hidden_states,

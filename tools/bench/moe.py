@@ -1,0 +1,161 @@
+"""Times a training step of a mixture of experts over ranks, beside the expert parallelism of transformers.
+
+    python tools/bench/moe.py [--ranks 2] [--rounds 9]
+
+Takes two minutes or so on two idle cores, and leaves nothing behind. Measured is forward, backward and the average of
+gradients, of the same Qwen3-MoE with 8 experts, of
+
+- ours: `parallelize(model, expert_parallel=True)` and `GradientReducer`, one thread for each rank;
+- transformers' `DistributedConfig(fsdp_size=N, ep_size=N, ep_implementation="all_to_all")`, on the same ranks: other
+  layers are sharded by FSDP2, which also sends weights;
+- one process with as many threads as there are ranks, and all ranks' tokens: nothing is sent.
+
+Variants of the ranks take turns in each round; the one process runs before and after. Ratios are of medians. The losses
+are checked to be equal, and the memory of the parameters is counted.
+"""
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from nxd_layers.hf import parallelize
+from nxd_optim import GradientReducer
+from nxd_state import all_reduce, destroy_model_parallel, get_group, get_world_group, initialize_model_parallel
+from nxd_state.testing import RankPool
+from processes.surroundings import print_surroundings
+from torch import Tensor, nn
+
+SIZES = {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "moe_intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+}
+SAMPLES, LENGTH = 4, 128  # of each rank
+WARM_UP = 2
+TOLERANCE = 1e-4  # of losses in float32
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2, help="of an expert-parallel group (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=9, help="turns of each variant (default: %(default)s)")
+    options = parser.parse_args()
+    print_surroundings(options.rounds)
+    with tempfile.TemporaryDirectory() as folder, RankPool() as pool:
+        torch.manual_seed(0)
+        config = transformers.Qwen3MoeConfig(**SIZES, use_cache=False)
+        transformers.Qwen3MoeForCausalLM(config).save_pretrained(folder)
+        alone = pool.run(one_process, 1, folder, options.ranks, options.rounds, timeout=600)[0]
+        times, losses, memory = pool.run(ranks_in_turns, options.ranks, folder, options.rounds, timeout=600)[0]
+        again = pool.run(one_process, 1, folder, options.ranks, options.rounds, timeout=600)[0]
+    alone_seconds = statistics.median(alone[0] + again[0])
+    for name, loss in losses.items():
+        if abs(loss - alone[1]) > TOLERANCE * abs(alone[1]):
+            raise RuntimeError(f"the loss of {name} is {loss}, that of one process {alone[1]}")
+    alone_name = f"one process x {options.ranks}"
+    print(f"{alone_name:24} {alone_seconds * 1e3:8.1f} ms   {alone[2] / 2**20:6.1f} MiB of parameters")
+    for name, seconds in times.items():
+        median = statistics.median(seconds)
+        print(
+            f"{name:24} {median * 1e3:8.1f} ms   {memory[name] / 2**20:6.1f} MiB of parameters   "
+            f"{median / alone_seconds:5.2f} x one process"
+        )
+    ratio = statistics.median(times["transformers"]) / statistics.median(times["ours"])
+    print(f"transformers by ours: {ratio:.2f}")
+    return 0
+
+
+def batch(number: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(SIZES["vocab_size"], (number * SAMPLES, LENGTH), generator=generator)
+
+
+def one_process(folder: str, ranks: int, rounds: int) -> tuple[list[float], float, int]:
+    """Seconds of steps, the loss, and bytes of parameters, with as many threads as ranks."""
+    torch.set_num_threads(ranks)
+    model = load(folder)
+    ids = batch(ranks)
+    step = plain_step(model, ids, lambda: None)
+    losses = [step() for _ in range(WARM_UP)]
+    seconds = [timed(step) for _ in range(rounds)]
+    torch.set_num_threads(1)
+    return seconds, losses[0], bytes_of(model)
+
+
+def ranks_in_turns(folder: str, rounds: int) -> tuple[dict[str, list[float]], dict[str, float], dict[str, int]]:
+    """The same of both variants, on this rank of several."""
+    torch.set_num_threads(1)
+    world = torch.distributed.get_world_size()
+    theirs = load(
+        folder,
+        distributed_config=transformers.distributed.DistributedConfig(
+            fsdp_size=world, ep_size=world, ep_implementation="all_to_all"
+        ),
+    )
+    initialize_model_parallel(1, 1, world)
+    ours = parallelize(load(folder), expert_parallel=True)
+    reducer = GradientReducer(ours.parameters())
+    ids = batch(world).chunk(world)[get_group("dp").rank]
+    steps = {
+        "ours": plain_step(ours, ids, reducer.finish),
+        "transformers": plain_step(theirs, ids, lambda: None),
+    }
+    mean = {}
+    for name, step in steps.items():
+        mean[name], *_ = [average(step()) for _ in range(WARM_UP)]
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(rounds):
+        for name, step in steps.items():
+            average(0.0)  # all begin together
+            times[name].append(timed(step))
+    memory = {"ours": bytes_of(ours), "transformers": bytes_of(theirs)}
+    destroy_model_parallel()
+    return times, mean, memory
+
+
+def load(folder: str, **options: Any) -> Any:
+    transformers.logging.set_verbosity_error()
+    return transformers.AutoModelForCausalLM.from_pretrained(Path(folder), dtype=torch.float32, **options)
+
+
+def plain_step(model: nn.Module, ids: Tensor, finish: Callable[[], None]) -> Callable[[], float]:
+    def step() -> float:
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        finish()
+        model.zero_grad()
+        return float(loss.detach())
+
+    return step
+
+
+def timed(step: Callable[[], float]) -> float:
+    begin = time.perf_counter()
+    step()
+    return time.perf_counter() - begin
+
+
+def average(number: float) -> float:
+    return float(all_reduce(torch.tensor([number], dtype=torch.float64), get_world_group(), op="avg"))
+
+
+def bytes_of(model: nn.Module) -> int:
+    return sum((it.to_local() if hasattr(it, "to_local") else it).nbytes for it in model.parameters())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
