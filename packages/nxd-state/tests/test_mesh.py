@@ -157,7 +157,7 @@ def _dense(coordinates: dict[str, int]) -> dict[str, int]:
         ({"world_size": 0}, "world_size=0 is not a positive degree"),
         ({"world_size": 8, "dp": 3, "tp": 2}, "dp=3 .* = 6 is not world_size=8; leave dp out"),
         ({"world_size": 8, "dp": 0}, "dp=0 .* is not world_size=8"),
-        ({"world_size": 8, "tp": 2, "ep": 3}, "ep=3 does not divide dp x cp = 4; use 1, 2 or 4"),
+        ({"world_size": 8, "tp": 2, "ep": 3}, "ep=3 x etp=2 = 6 does not divide dp x cp x tp = 8; use ep=1, 2 or 4"),
         (
             {"world_size": 8, "order": "spiral"},
             "order='spiral' is not known; use one of row_major, row_paired, strided",

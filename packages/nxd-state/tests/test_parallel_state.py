@@ -52,8 +52,8 @@ def test_initialize_without_launcher_is_a_world_of_one(clean_world):
     nxd_state.initialize_model_parallel()
 
     assert nxd_state.get_world_group().ranks == (0,)
-    assert [getter() for getter in GETTERS if getter.__name__.endswith("_size")] == [1] * 7
-    assert [getter() for getter in GETTERS if getter.__name__.endswith("_rank")] == [0] * 5
+    assert [getter() for getter in GETTERS if getter.__name__.endswith("_size")] == [1] * 8
+    assert [getter() for getter in GETTERS if getter.__name__.endswith("_rank")] == [0] * 6
     assert torch.equal(nxd_state.all_reduce(torch.ones(2), nxd_state.get_world_group()), torch.ones(2))
 
 

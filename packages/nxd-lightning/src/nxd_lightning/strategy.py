@@ -104,12 +104,12 @@ class NeuronXLAStrategy(StrategyBase):
     @property
     def tensor_parallel_size(self) -> int:
         """Ranks that split each layer."""
-        return self._degrees["tensor_parallel_size"]
+        return int(self._degrees["tensor_parallel_size"])
 
     @property
     def pipeline_parallel_size(self) -> int:
         """Ranks that the layers are distributed over."""
-        return self._degrees["pipeline_parallel_size"]
+        return int(self._degrees["pipeline_parallel_size"])
 
     @property
     def data_parallel_size(self) -> int:
@@ -117,7 +117,7 @@ class NeuronXLAStrategy(StrategyBase):
         if model_parallel_is_initialized():
             return get_group("dp").size
         sizes = self._degrees
-        return self.world_size // (sizes["tensor_parallel_size"] * sizes["pipeline_parallel_size"])
+        return int(self.world_size // (sizes["tensor_parallel_size"] * sizes["pipeline_parallel_size"]))
 
     @property
     def tensor_parallel_rank(self) -> int:
@@ -361,18 +361,19 @@ class NeuronXLAStrategy(StrategyBase):
         return subjects
 
 
-def _degrees(config: Mapping[str, Any] | None, given: Mapping[str, int]) -> dict[str, int]:
+def _degrees(config: Mapping[str, Any] | None, given: Mapping[str, int]) -> dict[str, Any]:
+    """All degrees of a config, by their names there; `given` where there is no config."""
     if config is None:
         for name, size in given.items():
             if type(size) is not int or size < 1:
                 raise ValueError(f"{name}={size!r} must be an integer, 1 or more")
-        return dict(given)
+        return {**given, "expert_tensor_parallel_size": None}
     complete = complete_config(config)
     degrees = {name: complete[name] for name in DEGREES}
     twice = [f"{name}={size}" for name, size in given.items() if size not in (1, degrees[name])]
     if twice:
         raise ValueError(f"{', '.join(twice)} differs from nxd_config; give the degrees in nxd_config only")
-    return degrees
+    return {**degrees, "expert_tensor_parallel_size": complete["expert_tensor_parallel_size"]}
 
 
 def _devices_of_launched_ranks() -> list[torch.device] | None:
