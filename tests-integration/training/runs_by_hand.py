@@ -36,7 +36,12 @@ TEMPLATE = (
 def train_in_float64(settings: Sequence[str], program: Callable[[Recipe], object] = train) -> None:
     """Run a recipe of these settings on this rank."""
     recipe = load_recipe(None, settings)
-    initialize_model_parallel(recipe.parallel.tensor_parallel_size, recipe.parallel.pipeline_parallel_size)
+    initialize_model_parallel(
+        recipe.parallel.tensor_parallel_size,
+        recipe.parallel.pipeline_parallel_size,
+        recipe.parallel.expert_parallel_size,
+        expert_tensor_parallel_size=recipe.parallel.expert_tensor_parallel_size,
+    )
 
     def in_float64(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(model: NxDModel, *args: Any, **inputs: Any) -> Any:
