@@ -146,7 +146,8 @@ class RunState:
         sequence_parallel = " + SP" if self.recipe.parallel.sequence_parallel else ""
         pipeline = f" x PP {mesh.pp}" if mesh.pp > 1 else ""
         zero1 = ", ZeRO-1" if self.recipe.parallel.zero1 else ""
-        return f"TP {mesh.tp}{sequence_parallel}{pipeline} x DP {mesh.dp}{zero1}"
+        experts = f", EP {mesh.ep}" if mesh.splits_experts else ""
+        return f"TP {mesh.tp}{sequence_parallel}{pipeline} x DP {mesh.dp}{experts}{zero1}"
 
 
 def build_run_state(recipe: Recipe) -> RunState:
