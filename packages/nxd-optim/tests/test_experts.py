@@ -136,6 +136,23 @@ def test_zero1_steps_like_one_process(run_ranks, layout):
     run_ranks(job, RANKS)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_zero1_updates_experts_that_had_no_tokens_as_one_process_does(run_ranks, layout):
+    def job():
+        rank = Rank(*LAYOUTS[layout])
+        optimizer = NeuronZero1Optimizer([rank.dense, rank.experts], torch.optim.AdamW, lr=0.1, grad_clipping=False)
+        rank.backward()
+        is_idle = get_group("ep").rank == 0
+        if is_idle:
+            rank.experts.grad = None
+        before = rank.experts.detach().clone()
+        optimizer.step()
+        if is_idle:  # one process has one parameter of all experts, whose gradient is zero there
+            torch.testing.assert_close(rank.experts.detach(), before * (1 - 0.1 * 0.01), **EXACT)
+
+    run_ranks(job, RANKS)
+
+
 def test_average_of_weights_keeps_experts_apart(run_ranks):
     def job():
         rank = Rank(1, 1)
