@@ -68,9 +68,8 @@ def expert_parallel_forward(
     if len(rows):
         outputs = _sum_of_local_experts(compute, rows, weights, routes.experts)
     else:  # still a part of the graph: backward communicates here if it does on other ranks
-        outputs = (
-            rows if rows.requires_grad else rows.detach().requires_grad_(trains_experts and torch.is_grad_enabled())
-        )
+        needs_grad = trains_experts and torch.is_grad_enabled()
+        outputs = rows if rows.requires_grad else rows.detach().requires_grad_(needs_grad)
     combined: Tensor = _Combine.apply(outputs, routes, len(hidden_states))
     return combined
 
