@@ -31,11 +31,10 @@ def expert_parallel_forward(
     *,
     num_experts: int,
     trains_experts: bool,
-    group: Group | None = None,
 ) -> Tensor:
     """The weighted sum of each token's experts, of which each rank has an equal part in their order.
 
-    Called by all ranks of the group, with as many tokens as each has, also none.
+    Called by all ranks of the expert-parallel group, with as many tokens as each has, also none.
 
     Args:
         compute: the experts of this rank, called where there are tokens for them: of tokens `[rows, hidden]`, the
@@ -46,16 +45,15 @@ def expert_parallel_forward(
         top_k_weights: `[tokens, k]`, float.
         num_experts: of all ranks together.
         trains_experts: whether `compute` needs gradients for weights of its own; the same on all ranks.
-        group: that splits the experts; the expert-parallel one if None.
 
     Returns:
         `[tokens, hidden]`, with the dtype of `hidden_states`.
 
     Raises:
-        ValueError: the group does not divide the experts.
+        ValueError: the expert-parallel ranks do not divide the experts.
         NotImplementedError: on XLA, or while torch compiles: where tokens go is not known then.
     """
-    group = group or active_group("ep")
+    group = active_group("ep")
     if num_experts % group.size:
         raise ValueError(f"{group.size} ranks do not divide num_experts={num_experts}; use an expert degree that does")
     if records_graphs(hidden_states) or torch.compiler.is_compiling():

@@ -1,5 +1,7 @@
 """Parameters of experts: which of them a rank has, and what optimizers and checkpoints are to know of them."""
 
+from dataclasses import replace
+
 import torch
 from nxd_state import Box, ShardPiece, ShardSpec, active_group, get_shard_spec, set_shard_spec
 from nxd_state.shard_spec import DOCUMENTED_ATTRIBUTES
@@ -62,13 +64,7 @@ def spec_of_own_experts(spec: ShardSpec) -> ShardSpec:
         if begin < end:
             shape = (end - begin, *piece.local.shape[1:])
             logical = piece.logical.offset[0] + begin - piece.local.offset[0]
-            pieces.append(
-                ShardPiece(
-                    Box((begin - first, *piece.local.offset[1:]), shape),
-                    Box((logical, *piece.logical.offset[1:]), shape),
-                    piece.logical_shape,
-                    piece.name,
-                    piece.copies,
-                )
-            )
+            local_box = Box((begin - first, *piece.local.offset[1:]), shape)
+            logical_box = Box((logical, *piece.logical.offset[1:]), shape)
+            pieces.append(replace(piece, local=local_box, logical=logical_box))
     return ShardSpec((number, *spec.local_shape[1:]), tuple(pieces), axis="ep")

@@ -5,8 +5,8 @@ and their weights. That forward computes this rank's experts as it computes all;
 """
 
 import inspect
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Callable, Mapping
+from functools import cache, partial
 from typing import Any
 
 from nxd_state import active_group
@@ -92,8 +92,13 @@ def _split_parameters(path: str, experts: nn.Module, styles: Mapping[str, str]) 
     return [name for name, _ in experts.named_parameters() if styles.get(joined(path, name)) == SPLIT_EXPERTS]
 
 
+@cache
+def _signature_of(forward: Callable[..., Tensor]) -> inspect.Signature:
+    return inspect.signature(forward)
+
+
 def _forward(experts: Any, number: int, *args: Any, **kwargs: Any) -> Tensor:
-    given = inspect.signature(type(experts).forward).bind(experts, *args, **kwargs)
+    given = _signature_of(type(experts).forward).bind(experts, *args, **kwargs)
     _, hidden_states, top_k_index, top_k_weights = given.arguments.values()
     return dispatch_replicated_tokens(
         partial(type(experts).forward, experts),

@@ -140,10 +140,10 @@ def counted_parts(parameter: Tensor, start: int, stop: int, gradient: Tensor) ->
     """
     if getattr(parameter, "shared", False):  # the second copy of a tied weight; its first copy counts
         return []
-    spec = get_shard_spec(parameter)
+    spec, placement = get_shard_spec(parameter), placement_of(parameter)
     if spec is None:
-        return [(placement_of(parameter).copies, gradient)]
-    placement_of(parameter).check(spec)
+        return [(placement.copies, gradient)]
+    placement.check(spec)
     if not _is_in_pieces(parameter):
         return [(spec.pieces[0].copies, gradient)]
     return [(piece.copies, piece.view(gradient)) for piece in pieces_of_flat_range(spec, start, stop)]
