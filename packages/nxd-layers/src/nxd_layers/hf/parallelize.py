@@ -7,6 +7,7 @@ part for the whole.
 
 import copy
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Literal, NoReturn
 
@@ -23,7 +24,9 @@ from nxd_state import (
 from nxd_state.rng import SHARED_STREAM
 from torch import nn
 
+from nxd_layers.context import Transport
 from nxd_layers.hf import heads
+from nxd_layers.hf.context_parallel import ContextDoor
 from nxd_layers.hf.embeddings import parallel_embedding
 from nxd_layers.hf.expert_parallel import STYLES as EXPERT_STYLES
 from nxd_layers.hf.expert_parallel import check_experts, split_experts
@@ -34,7 +37,14 @@ from nxd_layers.hf.plan import joined, named_styles
 from nxd_layers.hf.sequence import SequenceRegion, region_of
 from nxd_layers.hf.shared_inputs import share_inputs
 from nxd_layers.hf.styles import Target, style_named
-from nxd_layers.hf.supported_models import check_plan, checked_expert_plan, checked_plan, expert_plan_of, plan_of
+from nxd_layers.hf.supported_models import (
+    check_context,
+    check_plan,
+    checked_expert_plan,
+    checked_plan,
+    expert_plan_of,
+    plan_of,
+)
 from nxd_layers.hf.transformers_models import (
     build_on_meta,
     input_embeddings,
@@ -62,9 +72,10 @@ def parallelize(
     expert_parallel: bool = False,
     sequence_parallel: bool = False,
     vocabulary_parallel_loss: bool = True,
+    context_transport: Transport | None = None,
 ) -> Any:
-    """Split a model over the tensor-parallel ranks, and its experts over the expert-parallel ones, as its plans say;
-    called by all of them, after `initialize_model_parallel`.
+    """Split a model over the tensor-parallel ranks, and its experts over the expert-parallel ones, as its plans say,
+    and have it cut its sequences over the context-parallel ones; called by all, after `initialize_model_parallel`.
 
     Linears and embeddings become parallel layers, experts keep a part of each of them, and attention modules learn how
     many heads are here. Names of modules and parameters stay, and so do the model's class, its forward and
@@ -86,6 +97,9 @@ def parallelize(
         sequence_parallel: between attention and feed-forward blocks, keep only `seq/tp` positions on each rank.
         vocabulary_parallel_loss: while the model computes a loss (labels are given), leave the logits split:
             `output.logits` is then `[batch, seq, vocab/tp]`. Without labels, logits are always whole.
+        context_transport: how keys, values or heads travel where the mesh has context-parallel ranks; the cheapest for
+            each mask if None. Each of these ranks gives the model whole sequences, and gets the outputs of its own
+            positions (`nxd_layers.context.SequenceCut`), but the loss of all.
 
     Returns:
         The model, unchanged if one rank has all of it.
@@ -104,6 +118,14 @@ def parallelize(
         _split(model, plan, splits_experts=splits_experts, sequence_parallel=sequence_parallel)
     if active_group("tp").size > 1 and vocabulary_parallel_loss:
         split_loss(model)
+    door = None
+    if active_group("cp").size > 1:
+        if plan is None:
+            check_context(model)
+        door = ContextDoor(model, context_transport, active_group("tp").size if sequence_parallel else 1)
+    if splits_experts or active_group("tp").size * active_group("cp").size > 1:
+        _generate_alike(model, door, replicas_wait=splits_experts and get_mesh().ep * get_mesh().etp > get_mesh().tp)
+        _keep_attributes_in_copies(model)
     if is_config:
         initialize(model)
     return model
@@ -121,9 +143,7 @@ def _split(
     if active_group("tp").size > 1:
         _split_layers(model, plan, expert_styles, sequence_parallel=sequence_parallel)
     split_experts(model, expert_styles)
-    _generate_alike(model, replicas_wait=splits_experts and get_mesh().ep * get_mesh().etp > get_mesh().tp)
     _refuse_methods(model)
-    _keep_attributes_in_copies(model)
 
 
 def _split_layers(
@@ -249,29 +269,31 @@ def _refuse(message: str, *args: Any, **kwargs: Any) -> NoReturn:
     raise RuntimeError(message)
 
 
-def _generate_alike(model: nn.Module, *, replicas_wait: bool) -> None:
-    """Have `generate()` begin with the random numbers of the first tensor-parallel rank, however they are seeded.
+def _generate_alike(model: nn.Module, door: ContextDoor | None, *, replicas_wait: bool) -> None:
+    """Have `generate()` begin with the random numbers of the first rank of a model, however they are seeded.
 
     Args:
         model: of transformers.
+        door: where sequences are cut; they are not while it runs.
         replicas_wait: all replicas call it together, and go on until the last of them has all its tokens: a replica
             has experts that others need.
     """
     if hasattr(model, "generate"):
-        model.generate = partial(_generate, model, replicas_wait)  # type: ignore[assignment]
+        model.generate = partial(_generate, model, door, replicas_wait)  # type: ignore[assignment]
 
 
-def _generate(model: Any, replicas_wait: bool, *args: Any, **kwargs: Any) -> Any:
+def _generate(model: Any, door: ContextDoor | None, replicas_wait: bool, *args: Any, **kwargs: Any) -> Any:
     if replicas_wait:
         kwargs["synced_gpus"] = True
     streams = get_rng_state()
-    group = active_group("tp")
-    streams[SHARED_STREAM] = {
-        kind: broadcast(state.to(transport_device(group)), group, source=0).cpu()
-        for kind, state in streams[SHARED_STREAM].items()
-    }
+    for group in (active_group("tp"), active_group("cp")):
+        streams[SHARED_STREAM] = {
+            kind: broadcast(state.to(transport_device(group)), group, source=0).cpu()
+            for kind, state in streams[SHARED_STREAM].items()
+        }
     set_rng_state(streams)
-    return type(model).generate(model, *args, **kwargs)
+    with nullcontext() if door is None else door.whole_sequences():
+        return type(model).generate(model, *args, **kwargs)
 
 
 def _keep_attributes_in_copies(model: nn.Module) -> None:

@@ -54,6 +54,9 @@ COMPARED_EXPERTS = frozenset(
         "qwen3_next", "qwen4_exp_text", "solar_open", "zaya",
     ]
 )
+
+# Those whose sequences were cut over context-parallel ranks.
+COMPARED_CONTEXT = frozenset(["llama"])
 # fmt: on
 
 REFUSED = {
@@ -109,6 +112,16 @@ def checked_expert_plan(model: Any) -> dict[str, str]:
             "compare the numbers"
         )
     return plan
+
+
+def check_context(model: Any) -> None:
+    """Raise a ValueError if no models of this type have been compared with their sequences cut."""
+    model_type = _type_of(model)
+    if model_type not in COMPARED_CONTEXT:
+        raise ValueError(
+            f"sequences of models of type {model_type!r} are not cut over context-parallel ranks: loss and gradients "
+            "were not compared with one process. To cut them all the same, give plan='own', and compare the numbers"
+        )
 
 
 def expert_plan_of(model: Any) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """The only module that depends on the transformers library: its configs, its models, and the metadata they provide."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -69,6 +69,14 @@ def rope_frequencies(sizes: Mapping[str, Any], length: int) -> tuple[tuple[float
     except Exception as error:  # a table may hold anything
         raise ValueError(f"{named} is not usable: {type(error).__name__}: {error}") from error
     return tuple(frequencies.tolist()), float(scaling)
+
+
+def register_attention(name: str, attend: Callable[..., Any], make_mask: Callable[..., Any]) -> None:
+    """Have models of transformers know an attention and its masks under a name; see `AttentionInterface` there."""
+    from transformers import AttentionInterface, AttentionMaskInterface  # noqa: PLC0415 - optional
+
+    AttentionInterface.register(name, attend)
+    AttentionMaskInterface.register(name, make_mask)
 
 
 def own_plan(model: Any) -> Mapping[str, str]:

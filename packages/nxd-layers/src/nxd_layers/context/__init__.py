@@ -1,0 +1,19 @@
+"""Context parallelism: one sequence cut over several ranks, and the attention of all its positions."""
+
+from nxd_layers.context.attention import Transport, cheapest_transport, context_parallel_attention
+from nxd_layers.context.cut import Order, SequenceCut
+from nxd_layers.context.mask import IntervalMask, MaskRule, interval_mask
+from nxd_layers.context.plan import AttentionPlan, Block
+
+__all__ = [
+    "AttentionPlan",
+    "Block",
+    "IntervalMask",
+    "MaskRule",
+    "Order",
+    "SequenceCut",
+    "Transport",
+    "cheapest_transport",
+    "context_parallel_attention",
+    "interval_mask",
+]

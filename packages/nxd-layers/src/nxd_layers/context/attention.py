@@ -1,0 +1,241 @@
+"""Attention over a sequence that is cut over the context-parallel ranks."""
+
+from collections.abc import Iterator
+from typing import Any, Literal, get_args
+
+import torch
+from nxd_state import Group, active_group, records_graphs
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from nxd_layers.context.block_attention import Scores, accumulation_dtype, attend, attend_backward
+from nxd_layers.context.exchange import SEQUENCE, Exchange, GatherExchange, NoExchange, Pieces, RingExchange
+from nxd_layers.context.heads import exchange_heads, return_heads, splits_heads
+from nxd_layers.context.plan import AttentionPlan, Block
+
+Transport = Literal["ring", "all_gather", "all_to_all"]
+
+# Below this one message for each pair of ranks is faster than one after the other, which computing hides.
+_SMALL_MESSAGE = 1 << 20  # bytes
+
+
+def context_parallel_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    plan: AttentionPlan,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    transport: Transport | None = None,
+    group: Group | None = None,
+) -> Tensor:
+    """`softmax(scale * Q K^T + mask) V` of all positions, of which each rank has its part. By all ranks of the group.
+
+    Gradients are those of the whole sequence's attention: what other ranks' queries give to this rank's keys and values
+    is in them. Transports differ in what travels: keys and values step by step ("ring") or at once ("all_gather"), or
+    queries, keys, values and outputs, so that each rank has whole sequences of some heads ("all_to_all", Jacobs et al.
+    2023, "DeepSpeed Ulysses").
+
+    Args:
+        query: `[batch, heads, local, head]`, of this rank's positions in ascending order.
+        key: `[batch, kv_heads, local, head]`; each serves a run of consecutive query heads.
+        value: `[batch, kv_heads, local, value_head]`.
+        plan: of the mask; the same on all ranks.
+        scale: of the scores; 1 / sqrt(head) if None.
+        softcap: see `Scores`.
+        sinks: `[heads]`, a further score of each head, which takes weight and gives no value (Xiao et al. 2023).
+        transport: the cheapest if None.
+        group: the context-parallel ranks if None.
+
+    Returns:
+        `[batch, heads, local, value_head]`, zeros for a query that may look at nothing.
+
+    Raises:
+        ValueError: sizes do not fit the plan, heads cannot be split over the ranks for "all_to_all", or there is no
+            such transport.
+        NotImplementedError: on XLA, or while torch compiles.
+    """
+    group = group if group is not None else active_group("cp")
+    _check(query, key, value, plan, group, transport)
+    transport = transport if transport is not None else cheapest_transport(query, key, value, plan, group)
+    scores = Scores(query.shape[-1] ** -0.5 if scale is None else scale, softcap)
+    if transport == "all_to_all":
+        query, key, value, sinks = exchange_heads(query, key, value, sinks, plan.cut, group)
+        whole = plan.of_one_rank
+        output: Tensor = _Attention.apply(query, key, value, sinks, whole, 0, scores, NoExchange(whole))
+        return return_heads(output, plan.cut, group)
+    exchange = GatherExchange(plan, group) if transport == "all_gather" else RingExchange(plan, group)
+    result: Tensor = _Attention.apply(query, key, value, sinks, plan, group.rank, scores, exchange)
+    return result
+
+
+def cheapest_transport(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, group: Group) -> Transport:
+    """The transport that sends the fewest bytes in forward; all ranks choose the same.
+
+    Args:
+        query: as for `context_parallel_attention`, like the others.
+        key: of this rank.
+        value: of this rank.
+        plan: of the mask.
+        group: the context-parallel ranks.
+    """
+    size, local = group.size, plan.cut.local_length
+    of_keys = key.shape[1] * (key.shape[-1] + value.shape[-1])
+    of_queries = query.shape[1] * (query.shape[-1] + value.shape[-1])
+    needed = max(
+        sum(stop - first for source in range(size) if source != rank for _, (first, stop) in plan.sent(source, rank))
+        for rank in range(size)
+    )
+    bytes_each = query.shape[0] * query.element_size()
+    exchanged = needed * of_keys * bytes_each
+    copies = max(1, size // key.shape[1])
+    of_heads = local * (of_queries + of_keys * copies) * (size - 1) // size * bytes_each
+    if splits_heads(query.shape[1], key.shape[1], size) and of_heads < exchanged:
+        return "all_to_all"
+    return "ring" if exchanged >= _SMALL_MESSAGE else "all_gather"
+
+
+def _check(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, group: Group, transport: str | None) -> None:
+    if transport is not None and transport not in get_args(Transport):
+        raise ValueError(f"transport={transport!r} is none; use one of {', '.join(get_args(Transport))}")
+    if plan.cut.size != group.size:
+        raise ValueError(f"the plan is for {plan.cut.size} context-parallel ranks, but {group} has {group.size}")
+    if {it.shape[SEQUENCE] for it in (query, key, value)} != {plan.cut.local_length}:
+        raise ValueError(
+            f"queries, keys and values have {query.shape[SEQUENCE]}, {key.shape[SEQUENCE]} and "
+            f"{value.shape[SEQUENCE]} positions; the plan gives each rank {plan.cut.local_length}"
+        )
+    if query.shape[1] % key.shape[1] or key.shape[1] != value.shape[1]:
+        raise ValueError(
+            f"{key.shape[1]} key heads and {value.shape[1]} value heads for {query.shape[1]} query heads; there must "
+            "be as many of both, and they must divide the query heads"
+        )
+    if transport == "all_to_all" and not splits_heads(query.shape[1], key.shape[1], group.size):
+        raise ValueError(
+            f"transport='all_to_all' cannot split {query.shape[1]} query heads and {key.shape[1]} key heads over "
+            f"{group.size} ranks; use 'ring' or 'all_gather', or a context-parallel size that divides the heads"
+        )
+    if records_graphs(query) or torch.compiler.is_compiling():
+        raise NotImplementedError(
+            "context parallelism computes other blocks on each rank, which one recorded graph for all cannot; use "
+            "context_parallel_size=1 there, with sequence_parallel=True for long sequences"
+        )
+
+
+class _Attention(Function):
+    """The blocks of this rank's queries, put together; one node, so that nothing of their size is kept."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        plan: AttentionPlan,
+        rank: int,
+        scores: Scores,
+        exchange: Exchange,
+    ) -> Tensor:
+        own = _OwnBlocks(plan, rank, query.device)
+        dtype = accumulation_dtype(query.dtype)
+        total = query.new_zeros(*query.shape[:3], value.shape[-1], dtype=dtype)
+        log_sum = query.new_full(query.shape[:3], -torch.inf, dtype=dtype)
+        for pieces in exchange.pieces(torch.cat([key, value], dim=-1)):
+            for block, rows, keys in own.of(pieces):
+                part_key, part_value = keys.split([key.shape[-1], value.shape[-1]], dim=-1)
+                part, part_sum = attend(
+                    query[:, :, rows], part_key, part_value, scores, mask=own.mask_of(block), causal=block.is_causal
+                )
+                _merge(total[:, :, rows], log_sum[:, :, rows], part, part_sum)
+        if sinks is not None:
+            with_sinks = torch.logaddexp(log_sum, sinks.to(dtype)[:, None])
+            total *= (log_sum - with_sinks).exp().unsqueeze(-1)
+            log_sum = with_sinks
+        log_sum.masked_fill_(log_sum == -torch.inf, 0.0)
+        output = total.to(query.dtype)
+        ctx.save_for_backward(query, key, value, sinks, output, log_sum)
+        ctx.own, ctx.scores, ctx.exchange = own, scores, exchange
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, sinks, output, log_sum = ctx.saved_tensors
+        own, scores, exchange = ctx.own, ctx.scores, ctx.exchange
+        grad_query = torch.zeros_like(query, dtype=log_sum.dtype)
+
+        def gradients() -> Iterator[Pieces]:
+            for pieces in exchange.pieces(torch.cat([key, value], dim=-1)):
+                found = {chunk: torch.zeros_like(piece, dtype=log_sum.dtype) for chunk, piece in pieces.items()}
+                for block, rows, keys in own.of(pieces):
+                    part_key, part_value = keys.split([key.shape[-1], value.shape[-1]], dim=-1)
+                    of_query, of_key, of_value = attend_backward(
+                        grad[:, :, rows],
+                        query[:, :, rows],
+                        part_key,
+                        part_value,
+                        output[:, :, rows],
+                        log_sum[:, :, rows],
+                        scores,
+                        mask=own.mask_of(block),
+                        causal=block.is_causal,
+                    )
+                    grad_query[:, :, rows] += of_query
+                    own.piece_of(block, found).add_(torch.cat([of_key, of_value], dim=-1))
+                yield found
+
+        like = torch.cat([key, value], dim=-1).to(log_sum.dtype)
+        grad_key, grad_value = exchange.return_gradients(gradients(), like).split(
+            [key.shape[-1], value.shape[-1]], dim=-1
+        )
+        grad_sinks = None
+        if sinks is not None:
+            weights = (sinks.to(log_sum.dtype)[:, None] - log_sum).exp()
+            grad_sinks = -(weights * (grad * output).sum(dim=-1)).sum(dim=(0, 2)).to(sinks.dtype)
+        return grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype), grad_sinks, *[None] * 4
+
+
+class _OwnBlocks:
+    """The blocks of a rank, with where their queries and keys lie."""
+
+    def __init__(self, plan: AttentionPlan, rank: int, device: torch.device) -> None:
+        self._plan = plan
+        self._rank = rank
+        self._mask = plan.mask.to(device)
+        self._device = device
+
+    def of(self, pieces: Pieces) -> Iterator[tuple[Block, slice, Tensor]]:
+        """The blocks whose keys are in these pieces, the rows of their queries, and their keys."""
+        for block in self._plan.blocks[self._rank]:
+            if block.chunk in pieces:
+                yield block, self._rows_of(block), self.piece_of(block, pieces)
+
+    def piece_of(self, block: Block, pieces: Pieces) -> Tensor:
+        """A block's keys, or their gradients, as a view."""
+        first, _ = self._plan.needs[self._rank][block.chunk]
+        return pieces[block.chunk].narrow(SEQUENCE, block.keys[0] - first, block.keys[1] - block.keys[0])
+
+    def mask_of(self, block: Block) -> Tensor | None:
+        """Which keys the block's queries look at, where it is neither all nor those before them."""
+        if block.kind != "masked":
+            return None
+        queries, keys = (torch.arange(*it, device=self._device) for it in (block.queries, block.keys))
+        return self._mask.allowed(queries, keys)
+
+    def _rows_of(self, block: Block) -> slice:
+        length = self._plan.cut.chunk_length
+        chunk = block.queries[0] // length
+        begin = (self._plan.cut.chunks_of(self._rank).index(chunk) - chunk) * length
+        return slice(begin + block.queries[0], begin + block.queries[1])
+
+
+def _merge(total: Tensor, log_sum: Tensor, part: Tensor, part_sum: Tensor) -> None:
+    """Weigh a block's output against what there is, in place."""
+    both = torch.logaddexp(log_sum, part_sum)
+    known = both.masked_fill(both == -torch.inf, 0.0)
+    total.mul_((log_sum - known).exp().unsqueeze(-1)).add_(part * (part_sum - known).exp().unsqueeze(-1))
+    log_sum.copy_(both)

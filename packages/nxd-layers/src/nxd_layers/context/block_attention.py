@@ -1,0 +1,218 @@
+"""Attention of some queries to some of their keys, and its gradients, to be put together with those to other keys.
+
+A block's output is normalised over the block's own keys, and comes with the logarithm of the sum of their weights, so
+that outputs of several blocks can be weighed against each other (Milakov and Gimelshein 2018, "Online normalizer
+calculation for softmax"). Backward takes the output and the logarithm of all keys, and gives a block's share of the
+gradients (Dao et al. 2022, "FlashAttention").
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+# Scores in memory at once where there is no kernel that keeps them in registers.
+_MOST_SCORES = 1 << 24
+
+
+@dataclass(frozen=True)
+class Scores:
+    """How scores are made.
+
+    Attributes:
+        scale: of the products of queries and keys.
+        softcap: they are squashed to below this (Gemma Team 2024, "Gemma 2"); None for not at all.
+    """
+
+    scale: float
+    softcap: float | None = None
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, scores: Scores, *, mask: Tensor | None, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """The values, mixed.
+
+    Args:
+        query: `[batch, heads, queries, head]`.
+        key: `[batch, kv_heads, keys, head]`, where each serves a run of query heads.
+        value: `[batch, kv_heads, keys, value_head]`.
+        scores: how they are made.
+        mask: bool `[batch or 1, 1, queries, keys]`, true where a query may look; None for everywhere.
+        causal: as many keys as queries, of which each query looks at those up to its own place.
+
+    Returns:
+        `[batch, heads, queries, value_head]`, and the logarithm of the sum of the exponentials of each query's scores,
+        `[batch, heads, queries]`, in float32 or wider: -inf for a query that looks at nothing, whose output is zero.
+    """
+    if _has_kernel(query, scores):
+        output, log_sum = _forward_by_kernel(query, key, value, scores, mask, causal)
+    else:
+        rows = _rows_at_once(query, key)
+        parts = [_forward_by_products(*inputs, scores) for inputs in _in_parts(query, key, value, mask, causal, rows)]
+        output, log_sum = (torch.cat(part, dim=2) for part in zip(*parts, strict=True))
+    if mask is not None:
+        log_sum = log_sum.masked_fill(~mask.any(dim=-1), -torch.inf)
+    return output, log_sum
+
+
+def attend_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    log_sum: Tensor,
+    scores: Scores,
+    *,
+    mask: Tensor | None,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A block's share of the gradients of queries, keys and values.
+
+    Args:
+        grad: of the output to all keys.
+        query: as for `attend`, like the others.
+        key: of the block.
+        value: of the block.
+        output: of all keys.
+        log_sum: of all keys; finite.
+        scores: how they are made.
+        mask: of the block.
+        causal: of the block.
+    """
+    if _has_kernel(query, scores):
+        return _backward_by_kernel(grad, query, key, value, output, log_sum, scores, mask, causal)
+    rows = _rows_at_once(query, key)
+    grad_keys = torch.zeros_like(key, dtype=log_sum.dtype)
+    grad_values = torch.zeros_like(value, dtype=log_sum.dtype)
+    grad_queries = []
+    given = zip(*(it.split(rows, dim=2) for it in (grad, output, log_sum)), strict=True)
+    for inputs, (part, out, total) in zip(_in_parts(query, key, value, mask, causal, rows), given, strict=True):
+        of_query, of_key, of_value = _backward_by_products(part, *inputs, out, total, scores)
+        grad_queries.append(of_query)
+        grad_keys += of_key
+        grad_values += of_value
+    return torch.cat(grad_queries, dim=2), grad_keys, grad_values
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """In which weights are summed: float32, or wider where the inputs are."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _has_kernel(query: Tensor, scores: Scores) -> bool:
+    return query.device.type == "cpu" and scores.softcap is None
+
+
+def _forward_by_kernel(
+    query: Tensor, key: Tensor, value: Tensor, scores: Scores, mask: Tensor | None, causal: bool
+) -> tuple[Tensor, Tensor]:
+    size = max(query.shape[-1], value.shape[-1])  # the kernel has one for all
+    output, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        *(_widened(it, size) for it in (query, key, value)),
+        is_causal=causal,
+        attn_mask=_added(mask, query.dtype),
+        scale=scores.scale,
+    )
+    return output[..., : value.shape[-1]], log_sum
+
+
+def _backward_by_kernel(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    log_sum: Tensor,
+    scores: Scores,
+    mask: Tensor | None,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    size = max(query.shape[-1], value.shape[-1])
+    of_query, of_key, of_value = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        *(_widened(it, size) for it in (grad, query, key, value, output)),
+        log_sum,
+        0.0,
+        causal,
+        attn_mask=_added(mask, query.dtype),
+        scale=scores.scale,
+    )
+    head = query.shape[-1]
+    return of_query[..., :head], of_key[..., :head], of_value[..., : value.shape[-1]]
+
+
+def _widened(tensor: Tensor, size: int) -> Tensor:
+    return F.pad(tensor, (0, size - tensor.shape[-1])) if tensor.shape[-1] < size else tensor
+
+
+def _added(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    if mask is None:
+        return None
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
+
+
+def _rows_at_once(query: Tensor, key: Tensor) -> int:
+    per_row = query.shape[0] * query.shape[1] * key.shape[2]
+    return max(1, min(query.shape[2], _MOST_SCORES // per_row))
+
+
+def _in_parts(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, rows: int
+) -> list[tuple[Tensor, Tensor, Tensor, Tensor | None]]:
+    """The inputs by runs of queries, with the mask of each."""
+    if causal:
+        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()[None, None]
+    queries = query.split(rows, dim=2)
+    masks = [None] * len(queries) if mask is None else mask.split(rows, dim=2)
+    return [(part, key, value, of_part) for part, of_part in zip(queries, masks, strict=True)]
+
+
+def _scored(query: Tensor, key: Tensor, scores: Scores, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Scores `[batch, kv_heads, heads / kv_heads, queries, keys]`, and how fast they grow where they are squashed."""
+    grouped = query.unflatten(1, (key.shape[1], -1))
+    raw = grouped @ key.unsqueeze(2).transpose(-1, -2) * scores.scale
+    slope = None
+    if scores.softcap is not None:
+        squashed = torch.tanh(raw / scores.softcap)
+        raw, slope = squashed * scores.softcap, 1 - squashed.square()
+    if mask is not None:
+        raw = raw.masked_fill(~mask.unsqueeze(1), -torch.inf)
+    return raw, slope
+
+
+def _forward_by_products(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scores: Scores
+) -> tuple[Tensor, Tensor]:
+    dtype = accumulation_dtype(query.dtype)
+    raw, _ = _scored(query.to(dtype), key.to(dtype), scores, mask)
+    log_sum = raw.logsumexp(dim=-1)
+    weights = (raw - log_sum.unsqueeze(-1)).exp().nan_to_num_(0.0)  # -inf - -inf: a query that looks at nothing
+    output = weights @ value.to(dtype).unsqueeze(2)
+    return output.flatten(1, 2), log_sum.flatten(1, 2)
+
+
+def _backward_by_products(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    output: Tensor,
+    log_sum: Tensor,
+    scores: Scores,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dtype, kv_heads = log_sum.dtype, key.shape[1]
+    query, key, value, grad, output = (it.to(dtype) for it in (query, key, value, grad, output))
+    raw, slope = _scored(query, key, scores, mask)
+    weights = (raw - log_sum.unflatten(1, (kv_heads, -1)).unsqueeze(-1)).exp()
+    grouped = grad.unflatten(1, (kv_heads, -1))
+    mixed = (grad * output).sum(dim=-1).unflatten(1, (kv_heads, -1)).unsqueeze(-1)
+    of_scores = weights * (grouped @ value.unsqueeze(2).transpose(-1, -2) - mixed) * scores.scale
+    if slope is not None:
+        of_scores = of_scores * slope
+    of_query = (of_scores @ key.unsqueeze(2)).flatten(1, 2)
+    of_key = (of_scores.transpose(-1, -2) @ query.unflatten(1, (kv_heads, -1))).sum(dim=2)
+    of_value = (weights.transpose(-1, -2) @ grouped).sum(dim=2)
+    return of_query, of_key, of_value

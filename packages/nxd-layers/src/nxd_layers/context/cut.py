@@ -1,0 +1,116 @@
+"""Which positions of a sequence each context-parallel rank has.
+
+The sequence is filled up and cut into two chunks for each rank. In the order "zigzag" rank r has the chunks r and
+2 * ranks - 1 - r, so that all ranks have as much to do under a causal mask (Grattafiori et al. 2024, "The Llama 3 Herd
+of Models", section 3.3.2). In the order "contiguous" it has two neighbours.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+Order = Literal["zigzag", "contiguous"]
+
+
+@dataclass(frozen=True)
+class SequenceCut:
+    """How a sequence is shared out.
+
+    Attributes:
+        length: of the sequence, before it is filled up.
+        size: context-parallel ranks.
+        order: which two chunks a rank has.
+        multiple: what divides the positions of a chunk, such as the tensor-parallel degree with sequence parallelism.
+
+    Raises:
+        ValueError: `length` is not positive, or there is no such order.
+    """
+
+    length: int
+    size: int
+    order: Order = "zigzag"
+    multiple: int = 1
+
+    def __post_init__(self) -> None:
+        if self.length < 1:
+            raise ValueError(f"a sequence of {self.length} positions cannot be cut; give at least one")
+        if self.order not in get_args(Order):
+            raise ValueError(f"order={self.order!r} is none; use one of {', '.join(get_args(Order))}")
+
+    @property
+    def num_chunks(self) -> int:
+        """Two for each rank."""
+        return 2 * self.size
+
+    @property
+    def chunk_length(self) -> int:
+        """Positions of a chunk."""
+        unit = self.num_chunks * self.multiple
+        return -(-self.length // unit) * self.multiple
+
+    @property
+    def filled_length(self) -> int:
+        """Positions of all chunks together, at least `length`."""
+        return self.num_chunks * self.chunk_length
+
+    @property
+    def local_length(self) -> int:
+        """Positions of each rank."""
+        return 2 * self.chunk_length
+
+    def chunks_of(self, rank: int) -> tuple[int, int]:
+        """The numbers of a rank's chunks, in the order of its positions."""
+        if self.order == "zigzag":
+            return rank, self.num_chunks - 1 - rank
+        return 2 * rank, 2 * rank + 1
+
+    def rank_of(self, chunk: int) -> int:
+        """The rank that has a chunk."""
+        return min(chunk, self.num_chunks - 1 - chunk) if self.order == "zigzag" else chunk // 2
+
+    def positions_of(self, rank: int) -> Tensor:
+        """A rank's positions in the whole sequence, ascending: `[local]`, int64. Those from `length` on are filling."""
+        starts = torch.tensor(self.chunks_of(rank)).unsqueeze(1) * self.chunk_length
+        return (starts + torch.arange(self.chunk_length)).flatten()
+
+    def part_of(self, whole: Tensor, rank: int, *, dim: int = 1, fill: float = 0) -> Tensor:
+        """A rank's part of a tensor.
+
+        Args:
+            whole: `[..., length, ...]`.
+            rank: in the context-parallel group.
+            dim: of the sequence.
+            fill: the value at the positions that are filled up.
+
+        Returns:
+            `[..., local, ...]`, contiguous.
+
+        Raises:
+            ValueError: the tensor has another length.
+        """
+        dim = dim % whole.dim()
+        if whole.shape[dim] != self.length:
+            raise ValueError(
+                f"a tensor of shape {tuple(whole.shape)} has {whole.shape[dim]} positions along dim {dim}, but the "
+                f"sequence has {self.length}"
+            )
+        padding = (0, 0) * (whole.dim() - 1 - dim) + (0, self.filled_length - self.length)
+        chunks = F.pad(whole, padding, value=fill).split(self.chunk_length, dim)
+        return torch.cat([chunks[number] for number in self.chunks_of(rank)], dim)
+
+    def whole_of(self, parts: Tensor, *, dim: int = 1) -> Tensor:
+        """The inverse of `part_of`: the sequence, without its filling.
+
+        Args:
+            parts: of all ranks, concatenated along `dim` in their order: `[..., filled, ...]`.
+            dim: of the sequence.
+
+        Returns:
+            `[..., length, ...]`.
+        """
+        held = [number for rank in range(self.size) for number in self.chunks_of(rank)]
+        chunks = dict(zip(held, parts.split(self.chunk_length, dim), strict=True))
+        return torch.cat([chunks[number] for number in range(self.num_chunks)], dim).narrow(dim, 0, self.length)

@@ -1,0 +1,209 @@
+"""How keys and values reach the ranks whose queries look at them, and their gradients come back.
+
+Both ways send each rank what the plan says that it needs, and nothing else. A rank gives `[batch, kv_heads, local, n]`
+and gets pieces of chunks, which lie at known positions.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
+
+import torch
+from nxd_state import Group, Pending, Receive, Send, all_to_all_v, batch_isend_irecv
+from torch import Tensor
+
+from nxd_layers.context.plan import AttentionPlan
+
+SEQUENCE = 2  # the dim of `[batch, kv_heads, seq, n]`
+
+Pieces = Mapping[int, Tensor]  # by chunk: `[batch, kv_heads, needed, n]`
+
+
+class Exchange(Protocol):
+    """Keys and values to all ranks that need them, and gradients back."""
+
+    def pieces(self, local: Tensor) -> Iterator[Pieces]:
+        """What this rank needs, one rank's chunks after the other's, its own first."""
+
+    def return_gradients(self, gradients: Iterator[Pieces], like: Tensor) -> Tensor:
+        """The sum of all ranks' gradients of what this rank gave.
+
+        Args:
+            gradients: of what `pieces` gave, in the same order, in the dtype of `like`.
+            like: of the shape that this rank gave.
+        """
+
+
+class RingExchange:
+    """Step by step: the next rank's pieces travel while those of the last one are used.
+
+    The steps are those of Liu et al. 2023 ("Ring Attention"), but pieces come straight from the rank that has them, so
+    that none passes on what it does not need.
+    """
+
+    def __init__(self, plan: AttentionPlan, group: Group) -> None:
+        self._parts = _Parts(plan, group.rank)
+        self._group = group
+
+    def pieces(self, local: Tensor) -> Iterator[Pieces]:
+        """See `Exchange`."""
+        current = self._parts.own(local)
+        for source, user in self._steps():
+            buffer = self._parts.room_for(local, source)
+            pending = self._begin(self._parts.needed_by(local, user), user, buffer, source)
+            yield current
+            _wait_for(pending)
+            current = self._parts.of(buffer, source)
+        yield current
+
+    def return_gradients(self, gradients: Iterator[Pieces], like: Tensor) -> Tensor:
+        """See `Exchange`."""
+        total = torch.zeros_like(like)
+        self._parts.add_own(total, next(gradients))
+        arriving: tuple[list[Pending[Tensor]], Tensor, int] | None = None
+        for (source, user), pieces in zip(self._steps(), gradients, strict=True):
+            buffer = self._parts.needed_by(total, user).contiguous()  # of the right shape; it is written over
+            if arriving is not None:
+                self._finish(total, *arriving)
+            arriving = self._begin(_joined(pieces, like), source, buffer, user), buffer, user
+        if arriving is not None:
+            self._finish(total, *arriving)
+        return total
+
+    def _steps(self) -> list[tuple[int, int]]:
+        """Of each step the rank whose keys are used here, and the one that uses those of this rank."""
+        rank, size = self._group.rank, self._group.size
+        return [((rank - step) % size, (rank + step) % size) for step in range(1, size)]
+
+    def _begin(self, sent: Tensor, destination: int, buffer: Tensor, source: int) -> list[Pending[Tensor]]:
+        messages: list[Send | Receive] = []
+        if sent.shape[SEQUENCE]:
+            messages.append(Send(sent.contiguous(), destination))
+        if buffer.shape[SEQUENCE]:
+            messages.append(Receive(buffer, source))
+        return batch_isend_irecv(messages, self._group)
+
+    def _finish(self, total: Tensor, pending: list[Pending[Tensor]], buffer: Tensor, user: int) -> None:
+        _wait_for(pending)
+        self._parts.add(total, buffer, user)
+
+
+class GatherExchange:
+    """All pieces at once, before the first is used: one message for each pair of ranks, and more memory."""
+
+    def __init__(self, plan: AttentionPlan, group: Group) -> None:
+        self._parts = _Parts(plan, group.rank)
+        self._group = group
+
+    def pieces(self, local: Tensor) -> Iterator[Pieces]:
+        """See `Exchange`."""
+        received = self._exchange(
+            [self._parts.needed_by(local, user) for user in range(self._group.size)],
+            [self._parts.room_for(local, source).shape[SEQUENCE] for source in range(self._group.size)],
+        )
+        yield self._parts.own(local)
+        for source in self._sources():
+            yield self._parts.of(received[source], source)
+
+    def return_gradients(self, gradients: Iterator[Pieces], like: Tensor) -> Tensor:
+        """See `Exchange`."""
+        total = torch.zeros_like(like)
+        self._parts.add_own(total, next(gradients))
+        returned = {source: _joined(pieces, like) for source, pieces in zip(self._sources(), gradients, strict=True)}
+        nothing = like.narrow(SEQUENCE, 0, 0)
+        received = self._exchange(
+            [returned.get(source, nothing) for source in range(self._group.size)],
+            [self._parts.needed_by(like, user).shape[SEQUENCE] for user in range(self._group.size)],
+        )
+        for user in reversed(self._sources()):
+            self._parts.add(total, received[user], user)
+        return total
+
+    def _sources(self) -> list[int]:
+        rank, size = self._group.rank, self._group.size
+        return [(rank - step) % size for step in range(1, size)]
+
+    def _exchange(self, sent: Sequence[Tensor], receive_counts: Sequence[int]) -> Sequence[Tensor]:
+        rows = torch.cat([it.movedim(SEQUENCE, 0) for it in sent])
+        counts = [it.shape[SEQUENCE] for it in sent]
+        received = all_to_all_v(rows, self._group, send_counts=counts, receive_counts=receive_counts)
+        return [it.movedim(0, SEQUENCE) for it in received.split(list(receive_counts))]
+
+
+class NoExchange:
+    """One rank has the whole sequence."""
+
+    def __init__(self, plan: AttentionPlan) -> None:
+        self._parts = _Parts(plan, 0)
+
+    def pieces(self, local: Tensor) -> Iterator[Pieces]:
+        """See `Exchange`."""
+        yield self._parts.own(local)
+
+    def return_gradients(self, gradients: Iterator[Pieces], like: Tensor) -> Tensor:
+        """See `Exchange`."""
+        total = torch.zeros_like(like)
+        self._parts.add_own(total, next(gradients))
+        return total
+
+
+class _Parts:
+    """Which parts of a rank's chunks travel, and where they lie."""
+
+    def __init__(self, plan: AttentionPlan, rank: int) -> None:
+        self._plan = plan
+        self._rank = rank
+
+    def own(self, local: Tensor) -> Pieces:
+        """What this rank needs of what it has."""
+        return {chunk: self._within(local, self._rank, chunk, part) for chunk, part in self._travelling(self._rank)}
+
+    def needed_by(self, local: Tensor, user: int) -> Tensor:
+        """What another rank needs of what this one has; nothing for this rank itself."""
+        nothing = local.narrow(SEQUENCE, 0, 0)
+        if user == self._rank:
+            return nothing
+        parts = self._plan.sent(self._rank, user)
+        return torch.cat([nothing, *(self._within(local, self._rank, *part) for part in parts)], SEQUENCE)
+
+    def room_for(self, like: Tensor, source: int) -> Tensor:
+        """Memory for what another rank sends."""
+        parts = [] if source == self._rank else self._travelling(source)
+        shape = list(like.shape)
+        shape[SEQUENCE] = sum(stop - first for _, (first, stop) in parts)
+        return like.new_empty(shape)
+
+    def of(self, received: Tensor, source: int) -> Pieces:
+        """The pieces of what another rank has sent."""
+        parts = self._travelling(source)
+        pieces = received.split([stop - first for _, (first, stop) in parts], SEQUENCE)
+        return {chunk: piece for (chunk, _), piece in zip(parts, pieces, strict=True)}
+
+    def add(self, total: Tensor, received: Tensor, user: int) -> None:
+        """Add what another rank gave back to what belongs to it."""
+        parts = self._plan.sent(self._rank, user)
+        pieces = received.split([stop - first for _, (first, stop) in parts], SEQUENCE)
+        for part, piece in zip(parts, pieces, strict=True):
+            self._within(total, self._rank, *part).add_(piece)
+
+    def add_own(self, total: Tensor, pieces: Pieces) -> None:
+        """Add this rank's own gradients of its pieces."""
+        for chunk, part in self._travelling(self._rank):
+            self._within(total, self._rank, chunk, part).add_(pieces[chunk])
+
+    def _travelling(self, source: int) -> list[tuple[int, tuple[int, int]]]:
+        return self._plan.sent(source, self._rank)
+
+    def _within(self, local: Tensor, rank: int, chunk: int, part: tuple[int, int]) -> Tensor:
+        """A part of a chunk, as a view of what its rank has."""
+        cut = self._plan.cut
+        begin = cut.chunks_of(rank).index(chunk) * cut.chunk_length - chunk * cut.chunk_length
+        return local.narrow(SEQUENCE, begin + part[0], part[1] - part[0])
+
+
+def _joined(pieces: Pieces, like: Tensor) -> Tensor:
+    return torch.cat([like.narrow(SEQUENCE, 0, 0), *pieces.values()], SEQUENCE)
+
+
+def _wait_for(pending: Sequence[Pending[Tensor]]) -> None:
+    for message in pending:
+        message.wait()

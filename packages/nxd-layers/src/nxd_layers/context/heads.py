@@ -1,0 +1,77 @@
+"""Whole sequences of some heads, in place of a part of the sequence of all heads (Jacobs et al. 2023, "DeepSpeed
+Ulysses")."""
+
+from typing import Any
+
+import torch
+from nxd_state import Group, all_to_all
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from nxd_layers.context.cut import SequenceCut
+
+_HEADS, _SEQUENCE = 1, 2
+
+
+def splits_heads(num_heads: int, num_key_value_heads: int, size: int) -> bool:
+    """Whether so many ranks can have as many heads each; key and value heads may be too few, and are copied then."""
+    return num_heads % size == 0 and (num_key_value_heads % size == 0 or size % num_key_value_heads == 0)
+
+
+def exchange_heads(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, cut: SequenceCut, group: Group
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """From a part of the sequence to this rank's heads of all of it.
+
+    Args:
+        query: `[batch, heads, local, head]`.
+        key: `[batch, kv_heads, local, head]`.
+        value: `[batch, kv_heads, local, value_head]`.
+        sinks: `[heads]` or None.
+        cut: of the sequence.
+        group: the context-parallel ranks.
+
+    Returns:
+        `[batch, heads/cp, filled, head]` and the others likewise, the sequence in order. Where there are fewer key and
+        value heads than ranks, each rank has a copy of the one that its query heads need.
+    """
+    copies = max(1, group.size // key.shape[_HEADS])
+    keys_and_values = torch.cat([key, value], dim=-1).repeat_interleave(copies, dim=_HEADS)
+    whole = _to_heads(keys_and_values, cut, group)
+    whole_key, whole_value = whole.split([key.shape[-1], value.shape[-1]], dim=-1)
+    own_sinks = None if sinks is None else sinks.chunk(group.size)[group.rank]
+    return _to_heads(query, cut, group), whole_key, whole_value, own_sinks
+
+
+def return_heads(output: Tensor, cut: SequenceCut, group: Group) -> Tensor:
+    """The inverse for `[batch, heads/cp, filled, value_head]`: `[batch, heads, local, value_head]`."""
+    by_rank = torch.cat([_part_of_rank(output, cut, rank) for rank in range(cut.size)], dim=_SEQUENCE)
+    returned: Tensor = _AllToAll.apply(by_rank, group, _SEQUENCE, _HEADS)
+    return returned
+
+
+def _to_heads(local: Tensor, cut: SequenceCut, group: Group) -> Tensor:
+    by_rank: Tensor = _AllToAll.apply(local, group, _HEADS, _SEQUENCE)
+    return _filled(cut).whole_of(by_rank, dim=_SEQUENCE)
+
+
+def _part_of_rank(whole: Tensor, cut: SequenceCut, rank: int) -> Tensor:
+    return _filled(cut).part_of(whole, rank, dim=_SEQUENCE)
+
+
+def _filled(cut: SequenceCut) -> SequenceCut:
+    return SequenceCut(cut.filled_length, cut.size, cut.order, cut.multiple)
+
+
+class _AllToAll(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Group, split_dim: int, concat_dim: int) -> Tensor:
+        ctx.group, ctx.dims = group, (split_dim, concat_dim)
+        return all_to_all(tensor, group, split_dim=split_dim, concat_dim=concat_dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        split_dim, concat_dim = ctx.dims
+        return all_to_all(grad, ctx.group, split_dim=concat_dim, concat_dim=split_dim), None, None, None

@@ -1,0 +1,133 @@
+"""Masks of attention as an interval of keys for each query.
+
+Causal and bidirectional masks, sliding windows, chunks, packed documents, and padding at either end all let a query
+look at one run of neighbouring positions. So a mask of a million tokens is two integers for each, and what it empties
+is known without making it.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class MaskRule:
+    """Which keys of its own document a query may look at.
+
+    Attributes:
+        causal: none after it.
+        window: so many keys up to the query itself; without `causal` so many to each side of it. None for all.
+        chunk: only keys of the same chunk of so many positions, counted from the document's first one. None for all.
+    """
+
+    causal: bool = True
+    window: int | None = None
+    chunk: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class IntervalMask:
+    """The keys of each query.
+
+    Attributes:
+        first: `[batch or 1, seq]`, int64, the first key that the query at this position may look at.
+        last: `[batch or 1, seq]`, int64, the last one; before `first` where there is none.
+    """
+
+    first: Tensor
+    last: Tensor
+
+    @property
+    def length(self) -> int:
+        """Of the sequence."""
+        return self.first.shape[1]
+
+    def allowed(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """The mask of some queries and keys by their positions: bool `[batch or 1, 1, queries, keys]`."""
+        first, last = (it[:, queries, None] for it in (self.first, self.last))
+        return ((keys >= first) & (keys <= last)).unsqueeze(1)
+
+    def filled_to(self, length: int) -> "IntervalMask":
+        """The mask of a longer sequence. No query looks at what is filled up, but what is filled up itself."""
+        further = torch.arange(self.length, length, device=self.first.device).expand(len(self.first), -1)
+        first = torch.cat([self.first, self.first[:, -1:].expand_as(further)], dim=1)
+        return IntervalMask(first, torch.cat([self.last, further], dim=1))
+
+    def to(self, device: torch.device) -> "IntervalMask":
+        """The same on a device."""
+        return replace(self, first=self.first.to(device), last=self.last.to(device))
+
+
+def interval_mask(
+    length: int,
+    rule: MaskRule,
+    *,
+    document_ids: Tensor | None = None,
+    padding_mask: Tensor | None = None,
+    device: torch.device | str | None = None,
+) -> IntervalMask:
+    """The mask of a rule in a sequence of documents, or one that is padded.
+
+    Args:
+        length: of the sequence.
+        rule: within each document.
+        document_ids: integer `[batch or 1, seq]`, the number of each token's document, whose tokens are neighbours.
+        padding_mask: bool or integer `[batch, seq]`, true for tokens, which are neighbours: no query looks at padding.
+        device: of the mask; that of the other tensors if there are any.
+
+    Raises:
+        ValueError: both are given, or there is padding between tokens, or a document begins a second time.
+    """
+    if document_ids is not None and padding_mask is not None:
+        raise ValueError("document_ids and padding_mask are both given; give padding a document of its own")
+    given = document_ids if document_ids is not None else padding_mask
+    position = torch.arange(length, device=device if given is None else given.device).unsqueeze(0)
+    begin, end = torch.zeros_like(position), torch.full_like(position, length - 1)
+    if document_ids is not None:
+        begin, end = _document_borders(document_ids)
+    elif padding_mask is not None:
+        begin, end = _token_borders(padding_mask.bool())
+    first, last = begin, end
+    if rule.causal:
+        last = torch.minimum(end, position) if padding_mask is not None else position
+    if rule.window is not None:
+        reach = rule.window - 1 if rule.causal else rule.window
+        first = torch.maximum(first, position - reach)
+        last = last if rule.causal else torch.minimum(last, position + rule.window)
+    if rule.chunk is not None:
+        chunk_begin = begin + (position - begin).div(rule.chunk, rounding_mode="floor") * rule.chunk
+        first = torch.maximum(first, chunk_begin)
+        last = torch.minimum(last, chunk_begin + rule.chunk - 1)
+    first, last = torch.broadcast_tensors(first, last)
+    return IntervalMask(first, last)
+
+
+def _document_borders(ids: Tensor) -> tuple[Tensor, Tensor]:
+    """The first and the last position of each position's document."""
+    batch, length = ids.shape
+    starts = torch.ones_like(ids, dtype=torch.bool)
+    starts[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    if int(starts.sum()) != sum(len(row.unique()) for row in ids):
+        raise ValueError("a document of document_ids begins a second time; give each run of tokens a number of its own")
+    position = torch.arange(length, device=ids.device).expand(batch, -1)
+    begin = position.where(starts, 0).cummax(dim=1).values
+    ends = torch.ones_like(starts)
+    ends[:, :-1] = starts[:, 1:]
+    end = position.where(ends, length - 1).flip(1).cummin(dim=1).values.flip(1)
+    return begin, end
+
+
+def _token_borders(is_token: Tensor) -> tuple[Tensor, Tensor]:
+    """The first and the last token of each row, for every position."""
+    length = is_token.shape[1]
+    position = torch.arange(length, device=is_token.device).expand_as(is_token)
+    begin = position.where(is_token, length).amin(dim=1, keepdim=True)
+    end = position.where(is_token, -1).amax(dim=1, keepdim=True)
+    between = (position >= begin) & (position <= end) & ~is_token
+    if bool(between.any()):
+        row, place = between.nonzero()[0].tolist()
+        raise ValueError(
+            f"row {row} of the attention mask has padding between tokens, at position {place}; pad at the ends only"
+        )
+    return begin.expand_as(position), end.expand_as(position)

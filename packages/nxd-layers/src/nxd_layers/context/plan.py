@@ -1,0 +1,164 @@
+"""The blocks of an attention: which queries meet which keys, on which rank, and whether a mask is needed there.
+
+What a mask empties is in no block, so it is neither computed nor sent.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import torch
+
+from nxd_layers.context.cut import SequenceCut
+from nxd_layers.context.mask import IntervalMask
+
+# Queries of a block that needs its mask in memory: few, as it is then computed for keys that are near them only.
+_MASKED_QUERIES = 512
+
+Kind = Literal["full", "causal", "masked"]
+
+
+@dataclass(frozen=True)
+class Block:
+    """Neighbouring queries, and neighbouring keys of one chunk, by their positions.
+
+    Attributes:
+        queries: from and up to which position.
+        keys: as `queries`.
+        chunk: of the keys.
+        kind: all queries look at all keys ("full"), each at those up to its own ("causal"), or at those of its interval
+            ("masked").
+    """
+
+    queries: tuple[int, int]
+    keys: tuple[int, int]
+    chunk: int
+    kind: Kind
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether each query looks at the keys up to its own."""
+        return self.kind == "causal"
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionPlan:
+    """A mask, and what follows from it for each rank.
+
+    Attributes:
+        mask: of the sequence, which is filled up here.
+        cut: how the sequence is shared out.
+    """
+
+    mask: IntervalMask
+    cut: SequenceCut
+
+    def __post_init__(self) -> None:
+        if self.mask.length != self.cut.filled_length:
+            object.__setattr__(self, "mask", self.mask.filled_to(self.cut.filled_length))
+
+    @cached_property
+    def blocks(self) -> list[list[Block]]:
+        """Of each rank."""
+        found: list[list[Block]] = [[] for _ in range(self.cut.size)]
+        for chunk in range(self.cut.num_chunks):
+            found[self.cut.rank_of(chunk)] += self._blocks_of(chunk)
+        return found
+
+    @cached_property
+    def needs(self) -> list[dict[int, tuple[int, int]]]:
+        """Of each rank: from and up to which position it looks at a chunk's keys."""
+        needs: list[dict[int, tuple[int, int]]] = []
+        for blocks in self.blocks:
+            of_rank: dict[int, tuple[int, int]] = {}
+            for block in blocks:
+                first, stop = of_rank.get(block.chunk, block.keys)
+                of_rank[block.chunk] = min(first, block.keys[0]), max(stop, block.keys[1])
+            needs.append(of_rank)
+        return needs
+
+    @cached_property
+    def of_one_rank(self) -> "AttentionPlan":
+        """The same attention where one rank has the whole sequence, filling included."""
+        return AttentionPlan(self.mask, SequenceCut(self.cut.filled_length, 1))
+
+    def sent(self, source: int, destination: int) -> list[tuple[int, tuple[int, int]]]:
+        """The chunks of one rank that another looks at, and from and up to which position, in the source's order."""
+        needs = self.needs[destination]
+        return [(chunk, needs[chunk]) for chunk in self.cut.chunks_of(source) if chunk in needs]
+
+    def _blocks_of(self, chunk: int) -> Iterator[Block]:
+        length = self.cut.chunk_length
+        whole = chunk * length, (chunk + 1) * length
+        pieces = _pieces_of(self._borders([whole])[0])
+        if any(kind == "masked" for _, kind in pieces) and length > _MASKED_QUERIES:
+            starts = range(whole[0], whole[1], _MASKED_QUERIES)
+            tiles = [(start, min(start + _MASKED_QUERIES, whole[1])) for start in starts]
+            for borders in self._borders(tiles):
+                for keys, kind in _pieces_of(borders):
+                    yield from self._within_chunks(borders.queries, keys, kind)
+        else:
+            for keys, kind in pieces:
+                yield from self._within_chunks(whole, keys, kind)
+
+    def _within_chunks(self, queries: tuple[int, int], keys: tuple[int, int], kind: Kind) -> Iterator[Block]:
+        length = self.cut.chunk_length
+        for chunk in range(keys[0] // length, (keys[1] - 1) // length + 1):
+            part = max(keys[0], chunk * length), min(keys[1], (chunk + 1) * length)
+            yield Block(queries, part, chunk, kind)
+
+    def _borders(self, tiles: Sequence[tuple[int, int]]) -> list["_Borders"]:
+        first, last = self.mask.first, self.mask.last
+        is_empty = first > last
+        least, most = first.masked_fill(is_empty, self.mask.length), last.masked_fill(is_empty, -1)
+        position = torch.arange(self.mask.length, device=first.device)
+        is_own = (last == position).to(torch.int64)
+        numbers = torch.stack(
+            [
+                torch.stack(
+                    [it[:, start:stop].amin() for it in (least, most, is_own)]
+                    + [it[:, start:stop].amax() for it in (least, most)]
+                )
+                for start, stop in tiles
+            ]
+        ).tolist()  # the one wait for the device
+        return [
+            _Borders(tile, first=(n[0], n[3]), last=(n[1], n[4]), ends_at_query=bool(n[2]))
+            for tile, n in zip(tiles, numbers, strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class _Borders:
+    """Of the intervals of neighbouring queries.
+
+    Attributes:
+        queries: from and up to which position.
+        first: the least and the greatest first key; of a query without keys the length of the sequence.
+        last: the least and the greatest last key; of a query without keys -1.
+        ends_at_query: whether each query is its own last key.
+    """
+
+    queries: tuple[int, int]
+    first: tuple[int, int]
+    last: tuple[int, int]
+    ends_at_query: bool
+
+
+def _pieces_of(borders: _Borders) -> list[tuple[tuple[int, int], Kind]]:
+    """Runs of keys that the queries need, in order."""
+    begin, end = borders.first[0], borders.last[1] + 1
+    all_begin, all_end = borders.first[1], borders.last[0] + 1
+    pieces: list[tuple[tuple[int, int], Kind]]
+    if borders.ends_at_query and all_begin <= borders.queries[0]:
+        pieces = [
+            ((begin, all_begin), "masked"),
+            ((all_begin, borders.queries[0]), "full"),
+            (borders.queries, "causal"),
+        ]
+    elif all_begin < all_end:
+        pieces = [((begin, all_begin), "masked"), ((all_begin, all_end), "full"), ((all_end, end), "masked")]
+    else:
+        pieces = [((begin, end), "masked")]
+    return [(keys, kind) for keys, kind in pieces if keys[0] < keys[1]]
