@@ -27,7 +27,7 @@ def make_layer(sequence_parallel: bool) -> tuple[torch.nn.Module, tuple[torch.Te
     torch.manual_seed(0)
     model = LlamaForCausalLM(CONFIG, sequence_parallel=sequence_parallel, dtype=torch.float64)
     hidden = torch.randn(SEQUENCE // (2 if sequence_parallel else 1), 2, CONFIG.hidden_size, dtype=torch.float64)
-    return model.model.layers[0], (hidden, rotary_tables(0, SEQUENCE, CONFIG, like=hidden), None)
+    return model.model.layers[0], (hidden, rotary_tables(torch.arange(SEQUENCE), SEQUENCE, CONFIG, like=hidden), None)
 
 
 def train(function, layer: torch.nn.Module, hidden: torch.Tensor, *rest: object) -> list[torch.Tensor]:

@@ -14,6 +14,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 SAMPLES = 8  # for two microbatches on each of four replicas
+LENGTH = 13  # so that windows and chunks of the small configs end within it
 
 # Of types that are no text decoders.
 _MODEL_CLASSES = {
@@ -138,7 +139,7 @@ def tiny_model(model_type: str) -> nn.Module:
 def tiny_batch(model_type: str) -> dict[str, Tensor]:
     """What the model takes of `SAMPLES` samples, labels included."""
     generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(3, VOCABULARY, (SAMPLES, 7), generator=generator)
+    ids = torch.randint(3, VOCABULARY, (SAMPLES, LENGTH), generator=generator)
     if model_type == "vit":
         images = torch.randn(SAMPLES, 3, 16, 16, generator=generator, dtype=torch.float64)
         return {"pixel_values": images, "labels": ids[:, 0] % 2}

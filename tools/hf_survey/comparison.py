@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from nxd_layers.context import Transport
 from nxd_layers.hf import parallelize
 from nxd_optim import GradientReducer, reduce_sequence_parallel_gradients
 from nxd_pipeline import NxDPPModel
@@ -25,21 +26,28 @@ MICROBATCHES = 2
 
 @dataclass(frozen=True)
 class Layout:
-    """Degrees of tensor, pipeline and expert parallelism, and the number of replicas of each expert."""
+    """Degrees of tensor, pipeline, expert and context parallelism, and the number of replicas of each expert.
+
+    Attributes:
+        transport: of attention over context-parallel ranks; the cheapest if None.
+    """
 
     tp: int = 1
     pp: int = 1
     ep: int = 1
     dp: int = 1
+    cp: int = 1
+    transport: Transport | None = None
 
     @property
     def num_ranks(self) -> int:
         """How many processes it takes: experts are split over replicas of the other layers."""
-        return self.tp * self.pp * self.ep * self.dp
+        return self.tp * self.pp * self.ep * self.dp * self.cp
 
     def __str__(self) -> str:
-        sizes = (("EP", self.ep), ("TP", self.tp), ("PP", self.pp), ("DP", self.dp))
-        return " x ".join(f"{axis} {size}" for axis, size in sizes if size > 1)
+        sizes = (("EP", self.ep), ("CP", self.cp), ("TP", self.tp), ("PP", self.pp), ("DP", self.dp))
+        degrees = " x ".join(f"{axis} {size}" for axis, size in sizes if size > 1)
+        return degrees if self.transport is None else f"{degrees}, {self.transport}"
 
 
 LAYOUTS = (Layout(tp=2), Layout(pp=2), Layout(tp=2, pp=2))
@@ -50,6 +58,14 @@ EXPERT_LAYOUTS = (
     Layout(ep=2, pp=2),
     Layout(ep=2, dp=2),
     Layout(ep=2, tp=2, pp=2),
+)
+CONTEXT_LAYOUTS = (
+    Layout(cp=2, transport="ring"),
+    Layout(cp=2, transport="all_gather"),
+    Layout(cp=2, transport="all_to_all"),
+    Layout(cp=4),
+    Layout(cp=2, tp=2),
+    Layout(cp=2, pp=2),
 )
 
 
@@ -78,12 +94,12 @@ def one_rank(model_type: str, layout: Layout) -> Step:
 
     A ValueError or NotImplementedError while the model is laid out counts as a refusal: it must come on every rank.
     """
-    initialize_model_parallel(layout.tp, layout.pp, layout.ep)
+    initialize_model_parallel(layout.tp, layout.pp, layout.ep, context_parallel_size=layout.cp)
     with InFloat64():
         model = tiny_model(model_type)
         try:
-            if layout.tp > 1 or layout.ep > 1:
-                model = parallelize(model, expert_parallel=layout.ep > 1)
+            if layout.tp * layout.ep * layout.cp > 1:
+                model = parallelize(model, expert_parallel=layout.ep > 1, context_transport=layout.transport)
             pipeline = NxDPPModel(model, num_microbatches=MICROBATCHES, auto_partition=layout.pp > 1)
         except (ValueError, NotImplementedError) as refusal:
             return Step(refusal=str(refusal))

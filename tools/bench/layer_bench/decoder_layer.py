@@ -27,7 +27,7 @@ def decoder_layer_traffic(sequence_parallel: bool, dtype: torch.dtype = torch.fl
     model = LlamaForCausalLM(CONFIG, sequence_parallel=sequence_parallel, dtype=dtype)
     length = SEQUENCE // tensor_parallel if sequence_parallel else SEQUENCE
     hidden = torch.randn(length, BATCH, CONFIG.hidden_size, dtype=dtype, requires_grad=True)
-    rotary = rotary_tables(0, SEQUENCE, CONFIG, like=hidden)
+    rotary = rotary_tables(torch.arange(SEQUENCE), SEQUENCE, CONFIG, like=hidden)
     with over_gloo(), CollectiveTraffic(tensor_parallel) as forward:
         output = model.model.layers[0](hidden, rotary, None)
     with over_gloo(), CollectiveTraffic(tensor_parallel) as backward:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nxd_layers.column_linear import in_autocast_dtype
+from nxd_layers.context import AttentionPlan, context_parallel_attention
 from nxd_layers.tracing import leaf_of_traces
 
 
@@ -40,7 +41,7 @@ class CoreAttention(nn.Module):
         self.dropout = dropout
         self.scale = scale
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | AttentionPlan | None = None) -> Tensor:
         """Mix the values.
 
         Args:
@@ -48,7 +49,8 @@ class CoreAttention(nn.Module):
             key: `[batch, kv_heads/tp, keys, head]`.
             value: as `key`.
             mask: which keys each query may look at, all told, as `attention_mask` makes it: bool
-                `[batch or 1, 1, queries, keys]`. None for what `causal` says.
+                `[batch or 1, 1, queries, keys]`. None for what `causal` says. A plan where the sequence is cut over
+                context-parallel ranks: queries, keys and values are then of this rank's positions.
 
         Returns:
             `[batch, heads/tp, queries, head]`; zeros for a query that may look at nothing.
@@ -56,6 +58,8 @@ class CoreAttention(nn.Module):
         Raises:
             ValueError: the key and value heads do not divide the query heads, or the mask has another shape or dtype.
         """
+        if isinstance(mask, AttentionPlan):
+            return self._over_ranks(query, key, value, mask)
         num_queries, num_keys = query.shape[2], key.shape[2]
         if query.shape[1] % key.shape[1]:
             raise ValueError(
@@ -86,6 +90,15 @@ class CoreAttention(nn.Module):
                 scale=self.scale,
                 enable_gqa=query.shape[1] != key.shape[1],  # measured on CPU: 2 to 8% faster than repeating the keys
             )
+
+    def _over_ranks(self, query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan) -> Tensor:
+        if self.dropout and self.training:
+            raise ValueError(
+                f"dropout={self.dropout} of attention weights would drop others over context-parallel ranks than in "
+                "one process; use dropout=0.0"
+            )
+        query, key, value = map(in_autocast_dtype, (query, key, value))
+        return context_parallel_attention(query, key, value, plan, scale=self.scale)
 
     def _random_stream(self) -> AbstractContextManager[None]:
         split = active_group("tp").size > 1

@@ -4,7 +4,18 @@ import math
 
 import pytest
 import torch
-from nxd_layers.context import AttentionPlan, MaskRule, SequenceCut, context_parallel_attention, interval_mask
+from hypothesis import given
+from hypothesis import strategies as st
+from nxd_layers.context import (
+    AttentionPlan,
+    MaskRule,
+    SequenceCut,
+    block_attention,
+    cheapest_transport,
+    context_parallel_attention,
+    interval_mask,
+)
+from nxd_layers.context import plan as plan_module
 from nxd_state import all_gather, all_reduce, get_group, initialize_model_parallel
 
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
@@ -134,7 +145,157 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("length", [64, 37, 3])
-def test_attention_over_ranks_equals_one_process(run_ranks, size, length):
-    run_ranks(attend_on_ranks, size, size, list(CASES), length, ["ring", "all_gather", "all_to_all"])
+TRANSPORTS = ["ring", "all_gather", "all_to_all"]
+FEW = ["causal", "window", "documents, window", "padding of encoders", "sinks, window", "narrow values"]
+
+
+@pytest.mark.parametrize(
+    ("size", "length", "names"),
+    [
+        (2, 37, list(CASES)),
+        (4, 3, FEW),  # ranks without a token of their own
+        pytest.param(4, 37, list(CASES), marks=pytest.mark.slow),
+        pytest.param(2, 64, list(CASES), marks=pytest.mark.slow),
+    ],
+    ids=["2 ranks", "shorter than ranks", "4 ranks", "dividing"],
+)
+def test_attention_over_ranks_equals_one_process(run_ranks, size, length, names):
+    run_ranks(attend_on_ranks, size, size, names, length, TRANSPORTS)
+
+
+def test_neighbouring_positions_on_each_rank_equal_one_process(run_ranks):
+    run_ranks(attend_on_ranks, 2, 2, FEW, 20, TRANSPORTS, "contiguous")
+
+
+def attend_without_kernel(names):
+    initialize_model_parallel(context_parallel_size=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(block_attention, "_has_kernel", lambda query, scores: False)
+        patch.setattr(block_attention, "_MOST_SCORES", 50)  # so that queries come in parts
+        for name in names:
+            output, gradients = one_process(CASES[name], 21)
+            found = part_of_output(CASES[name], 21, "ring", "zigzag")
+            for got, wanted in zip(found, [output, *gradients], strict=True):
+                torch.testing.assert_close(got, wanted, **EXACT)
+
+
+def test_attention_on_devices_without_a_kernel_equals_one_process(run_ranks):
+    run_ranks(attend_without_kernel, 2, FEW)
+
+
+CUTS = st.builds(SequenceCut, st.integers(1, 60), st.integers(1, 5), st.sampled_from(["zigzag", "contiguous"]))
+
+
+@given(CUTS)
+def test_parts_of_a_cut_are_the_sequence(cut):
+    whole = torch.arange(1, cut.length + 1).expand(2, -1)
+
+    parts = [cut.part_of(whole, rank) for rank in range(cut.size)]
+
+    assert torch.equal(cut.whole_of(torch.cat(parts, dim=1)), whole)
+    for rank, part in enumerate(parts):
+        positions = cut.positions_of(rank)
+        assert torch.equal(part[0], torch.where(positions < cut.length, positions + 1, 0))
+
+
+@st.composite
+def masked_sequences(draw):
+    """A mask and its definition as a dense one."""
+    cut = draw(CUTS)
+    rule = MaskRule(draw(st.booleans()), draw(st.none() | st.integers(1, 9)), draw(st.none() | st.integers(1, 9)))
+    ids = torch.tensor([draw(st.lists(st.booleans(), min_size=cut.length, max_size=cut.length))]).cumsum(1)
+    with_documents = draw(st.booleans())
+    q, k = torch.arange(cut.length)[:, None], torch.arange(cut.length)
+    allowed = (k <= q) | (not rule.causal)
+    if rule.window is not None:
+        allowed = allowed & ((k > q - rule.window) if rule.causal else ((q - k).abs() <= rule.window))
+    starts = torch.zeros(cut.length, dtype=torch.int64)
+    if with_documents:
+        allowed = allowed & (ids[0][:, None] == ids[0])
+        starts = torch.searchsorted(ids[0].contiguous(), ids[0].contiguous())
+    if rule.chunk is not None:
+        numbers = (torch.arange(cut.length) - starts) // rule.chunk
+        allowed = allowed & (numbers[:, None] == numbers)
+    return cut, interval_mask(cut.length, rule, document_ids=ids if with_documents else None), allowed
+
+
+@given(masked_sequences(), st.integers(1, 4))
+def test_blocks_hold_each_allowed_pair_once_and_send_no_more_than_they_use(sequence, rows):
+    cut, mask, allowed = sequence
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan_module, "_MASKED_QUERIES", rows)
+        plan = AttentionPlan(mask, cut)
+        counts = torch.zeros(cut.filled_length, cut.filled_length, dtype=torch.int64)
+        for rank, blocks in enumerate(plan.blocks):
+            for block in blocks:
+                queries, keys = torch.arange(*block.queries), torch.arange(*block.keys)
+                inside = torch.ones(len(queries), len(keys), dtype=torch.bool)
+                if block.kind == "masked":
+                    inside = plan.mask.allowed(queries, keys)[0, 0]
+                elif block.is_causal:
+                    assert block.queries == block.keys
+                    inside = inside.tril()
+                counts[queries[:, None], keys] += inside
+                assert cut.rank_of(int(queries[0]) // cut.chunk_length) == rank
+        assert torch.equal(counts[: cut.length, : cut.length], allowed.long())
+        for rank, needs in enumerate(plan.needs):
+            used = [set() for _ in range(cut.num_chunks)]
+            for block in plan.blocks[rank]:
+                used[block.chunk] |= set(block.keys)
+            assert needs == {chunk: (min(it), max(it)) for chunk, it in enumerate(used) if it}
+
+
+def test_window_is_neither_computed_nor_sent_beyond_its_reach():
+    cut = SequenceCut(4096, 4)
+    plan = AttentionPlan(interval_mask(4096, MaskRule(window=100)), cut)
+
+    computed = sum((b.queries[1] - b.queries[0]) * (b.keys[1] - b.keys[0]) for blocks in plan.blocks for b in blocks)
+
+    assert computed <= 4096 * (512 + 99)
+    assert [plan.sent(1, rank) for rank in (0, 2, 3)] == [[(6, (3997 - 512, 3584))], [(1, (925, 1024))], []]
+
+
+def test_bad_input_is_refused_by_name(run_ranks):
+    with pytest.raises(ValueError, match="padding between tokens, at position 2"):
+        interval_mask(4, MaskRule(), padding_mask=torch.tensor([[1, 1, 0, 1]]))
+    with pytest.raises(ValueError, match="begins a second time"):
+        interval_mask(4, MaskRule(), document_ids=torch.tensor([[0, 1, 0, 0]]))
+    with pytest.raises(ValueError, match="order='ring' is none"):
+        SequenceCut(4, 2, "ring")
+    with pytest.raises(ValueError, match="has 5 positions along dim 1, but the sequence has 4"):
+        SequenceCut(4, 2).part_of(torch.zeros(1, 5), 0)
+    run_ranks(refusals, 2)
+
+
+def refusals():
+    initialize_model_parallel(context_parallel_size=2)
+    plan = AttentionPlan(interval_mask(8, MaskRule()), SequenceCut(8, 2))
+    x = torch.zeros(1, 3, 4, 8)
+    with pytest.raises(ValueError, match="cannot split 3 query heads"):
+        context_parallel_attention(x, x, x, plan, transport="all_to_all")
+    with pytest.raises(ValueError, match="transport='star' is none"):
+        context_parallel_attention(x, x, x, plan, transport="star")
+    with pytest.raises(ValueError, match="have 3, 4 and 4 positions"):
+        context_parallel_attention(x[:, :, :3], x, x, plan)
+    with pytest.raises(ValueError, match="for 1 context-parallel ranks"):
+        context_parallel_attention(x, x, x, plan.of_one_rank)
+
+
+def choose(heads, kv_heads, rule, length):
+    initialize_model_parallel(context_parallel_size=2)
+    cut = SequenceCut(length, 2)
+    q, kv = torch.zeros(1, heads, cut.local_length, 64), torch.zeros(1, kv_heads, cut.local_length, 64)
+    return cheapest_transport(q, kv, kv, AttentionPlan(interval_mask(length, rule), cut), get_group("cp"))
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "rule", "length", "expected"),
+    [
+        (16, 2, MaskRule(), 64, "all_gather"),  # few keys and values, and a message of them is short
+        (16, 2, MaskRule(), 16384, "ring"),
+        (8, 8, MaskRule(causal=False), 64, "all_gather"),
+        (2, 2, MaskRule(window=8), 16384, "all_gather"),  # hardly anything travels
+    ],
+)
+def test_cheapest_transport_is_the_one_with_the_fewest_bytes(run_ranks, heads, kv_heads, rule, length, expected):
+    assert run_ranks(choose, 2, heads, kv_heads, rule, length) == [expected] * 2

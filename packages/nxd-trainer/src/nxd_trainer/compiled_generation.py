@@ -46,7 +46,7 @@ class LlamaDecoder(nn.Module):
         self._long_from = long_rope_from(model.config)
         lengths = [self.max_positions] if self._long_from is None else [self._long_from, self.max_positions]
         like = torch.empty(0, dtype=dtype, device="cpu")
-        variants = [rotary_tables(0, length, model.config, like=like) for length in lengths]
+        variants = [rotary_tables(torch.arange(length), length, model.config, like=like) for length in lengths]
         cos, sin = (_stacked(tables, self.max_positions) for tables in zip(*variants, strict=True))
         self.cos, self.sin = nn.Buffer(cos, persistent=False), nn.Buffer(sin, persistent=False)
 

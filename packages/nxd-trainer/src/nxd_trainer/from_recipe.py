@@ -271,6 +271,7 @@ def nxd_config(recipe: Recipe, model: RecipeModel) -> dict[str, Any]:
     return {
         "tensor_parallel_size": parallel.tensor_parallel_size,
         "pipeline_parallel_size": parallel.pipeline_parallel_size,
+        "context_parallel_size": parallel.context_parallel_size,
         "expert_parallel_size": parallel.expert_parallel_size,
         "expert_tensor_parallel_size": parallel.expert_tensor_parallel_size,
         "sequence_parallel": parallel.sequence_parallel,

@@ -16,7 +16,7 @@ from neuronx_distributed.pipeline import comm, manual_pipe_stage, partition, sch
 from neuronx_distributed.trainer import PostPartitionHooks
 from neuronx_distributed.trainer.trainer import filter_to_local_parameter_group, initialize_optimizer_from_class
 from neuronx_distributed.utils import activation_checkpoint, model_utils, serialization
-from neuronx_distributed.utils.batch_utils import shift_labels
+from neuronx_distributed.utils.batch_utils import get_batch_on_this_context_parallel_rank, shift_labels
 from neuronx_distributed.utils.tensor_utils import cumsum
 from neuronx_distributed.utils.timeline import Timeline
 from neuronx_distributed.utils.utils import hardware
@@ -64,9 +64,33 @@ def test_flash_attention_equals_the_product_that_it_stands_for(causal, sequence_
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_ring_attention_says_that_it_comes_with_context_parallelism():
-    with pytest.raises(NotImplementedError, match="context parallelism"):
-        nki_ring_attn_func(None, None, None, 0, [])
+def test_ring_attention_of_one_rank_is_attention():
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, heads, 6, 8) for heads in (4, 2, 2))
+
+    got = nki_ring_attn_func(q, k, v, 0, [])
+
+    torch.testing.assert_close(got, F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True))
+
+
+def attend_over_two_ranks():
+    """Context parallelism by hand, as upstream's scripts do it."""
+    initialize_model_parallel(context_parallel_size=2)
+    batch = {name: torch.arange(16.0).view(1, 16).sin() for name in ("input_ids", "labels")}
+    part = get_batch_on_this_context_parallel_rank(batch)
+    x = part["input_ids"].view(1, 1, 8, 1)
+    return part["labels"], nki_ring_attn_func(x, x, x)
+
+
+def test_batch_cut_over_ranks_and_ring_attention_equal_one_process(run_ranks):
+    (first_labels, first), (second_labels, second) = run_ranks(attend_over_two_ranks, 2)
+    whole = torch.arange(16.0).sin()
+
+    x = whole.view(1, 1, 16, 1)
+    expected = F.scaled_dot_product_attention(x, x, x, is_causal=True)
+    torch.testing.assert_close(torch.cat([first, second], dim=2), expected)
+    assert torch.equal(torch.cat([first_labels, second_labels], dim=1)[0, :-1], whole[1:])
+    assert second_labels[0, -1] == -100
 
 
 @pytest.mark.parametrize("sequence_last", [True, False])

@@ -1,7 +1,9 @@
 """Context parallelism: one sequence cut over several ranks, and the attention of all its positions."""
 
 from nxd_layers.context.attention import Transport, cheapest_transport, context_parallel_attention
+from nxd_layers.context.batch import causal_plan, own_part, own_positions
 from nxd_layers.context.cut import Order, SequenceCut
+from nxd_layers.context.loss import sum_over_contexts
 from nxd_layers.context.mask import IntervalMask, MaskRule, interval_mask
 from nxd_layers.context.plan import AttentionPlan, Block
 
@@ -13,7 +15,11 @@ __all__ = [
     "Order",
     "SequenceCut",
     "Transport",
+    "causal_plan",
     "cheapest_transport",
     "context_parallel_attention",
     "interval_mask",
+    "own_part",
+    "own_positions",
+    "sum_over_contexts",
 ]

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import register_dataclass
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,9 @@ class IntervalMask:
     def to(self, device: torch.device) -> "IntervalMask":
         """The same on a device."""
         return replace(self, first=self.first.to(device), last=self.last.to(device))
+
+
+register_dataclass(IntervalMask)  # pipeline stages send it to one another
 
 
 def interval_mask(

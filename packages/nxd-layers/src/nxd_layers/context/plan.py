@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Literal
 
 import torch
+from torch.utils._pytree import register_dataclass
 
 from nxd_layers.context.cut import SequenceCut
 from nxd_layers.context.mask import IntervalMask
@@ -127,6 +128,9 @@ class AttentionPlan:
             _Borders(tile, first=(n[0], n[3]), last=(n[1], n[4]), ends_at_query=bool(n[2]))
             for tile, n in zip(tiles, numbers, strict=True)
         ]
+
+
+register_dataclass(AttentionPlan)  # pipeline stages send it to one another
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ layers, so that every parameter keeps the name and, as a logical tensor, the sha
 A table gives the meaning of each style of a plan; `register_style` extends it.
 """
 
+from nxd_layers.hf.context_parallel import cuts_sequences
 from nxd_layers.hf.initialization import param_init_fn_of
 from nxd_layers.hf.parallelize import parallelize
 from nxd_layers.hf.styles import Target, register_style
@@ -13,6 +14,7 @@ from nxd_layers.hf.transformers_models import is_transformers_model
 
 __all__ = [
     "parallelize",
+    "cuts_sequences",
     "register_style",
     "Target",
     "param_init_fn_of",

@@ -50,6 +50,7 @@ from nxd_layers.hf.transformers_models import (
     input_embeddings,
     is_transformers_config,
     output_embeddings,
+    takes_causal_lm_loss,
 )
 from nxd_layers.linear import ColumnParallelLinear
 
@@ -113,6 +114,7 @@ def parallelize(
     model: Any = build_on_meta(model_or_config) if is_config else model_or_config
     if not isinstance(model, nn.Module):
         raise ValueError(f"expected a model or a config of transformers, not {type(model).__name__}")
+    has_known_loss = takes_causal_lm_loss(model)
     splits_experts = expert_parallel and model_parallel_is_initialized() and get_mesh().splits_experts
     if active_group("tp").size > 1 or splits_experts:
         _split(model, plan, splits_experts=splits_experts, sequence_parallel=sequence_parallel)
@@ -122,7 +124,8 @@ def parallelize(
     if active_group("cp").size > 1:
         if plan is None:
             check_context(model)
-        door = ContextDoor(model, context_transport, active_group("tp").size if sequence_parallel else 1)
+        multiple = active_group("tp").size if sequence_parallel else 1
+        door = ContextDoor(model, context_transport, multiple, has_known_loss=has_known_loss)
     if splits_experts or active_group("tp").size * active_group("cp").size > 1:
         _generate_alike(model, door, replicas_wait=splits_experts and get_mesh().ep * get_mesh().etp > get_mesh().tp)
         _keep_attributes_in_copies(model)

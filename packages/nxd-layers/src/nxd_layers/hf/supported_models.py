@@ -56,7 +56,22 @@ COMPARED_EXPERTS = frozenset(
 )
 
 # Those whose sequences were cut over context-parallel ranks.
-COMPARED_CONTEXT = frozenset(["llama"])
+COMPARED_CONTEXT = frozenset(
+    [
+        "afmoe", "apertus", "arcee", "aria_text", "axk1", "bailing_hybrid", "beam", "cohere", "cohere2",
+        "cohere2_moe", "cohere_compass_text", "cwm", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5",
+        "ernie4_5_moe", "exaone4", "exaone_moe", "falcon_h1", "flex_olmo", "flint", "gemma", "gemma2",
+        "gemma3_text", "gemma3n_text", "gemma4_text", "gemma4_unified_text", "glm", "glm4", "glm4_moe",
+        "glm4_moe_lite", "gpt2", "gpt_neox", "gpt_oss", "granite", "granite_swa", "granitemoe",
+        "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "helium", "hrm_text", "hunyuan_v1_moe",
+        "hy_v3", "hyperclovax", "internlm3", "iquestcoder", "jais2", "jamba", "kimi_linear", "kolibri1",
+        "laguna", "lfm2_moe", "llama", "llama4_text", "longcat_flash", "mamba2", "mellum", "mimo_v2_flash",
+        "minicpm3", "minimax", "minimax_m2", "ministral", "ministral3", "mistral", "mixtral", "nanochat",
+        "nemotron", "nemotron_h", "olmo", "olmo2", "olmo3", "olmo_hybrid", "olmoe", "opt", "phi", "phi3",
+        "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next",
+        "seed_oss", "smollm3", "solar_open", "starcoder2", "vaultgemma", "youtu",
+    ]
+)
 # fmt: on
 
 REFUSED = {

@@ -1,11 +1,8 @@
-"""`neuronx_distributed.kernels.ring_attention_kernel`: comes with context parallelism."""
+"""`neuronx_distributed.kernels.ring_attention_kernel`: attention over a sequence that is cut over ranks."""
 
-from nxd_trainer.compat.attention_kernels import get_seq_tile_size
+from nxd_trainer.compat.attention_kernels import get_seq_tile_size, nki_ring_attn_func
 from nxd_trainer.compat.not_here import not_here
 
-(
-    NkiRingAttnFunc,
-    nki_ring_attn_func,
-) = not_here(__name__, "context", "NkiRingAttnFunc", "nki_ring_attn_func")
+(NkiRingAttnFunc,) = not_here(__name__, "kernel of a sequence", "NkiRingAttnFunc")
 
 __all__ = ["get_seq_tile_size", "NkiRingAttnFunc", "nki_ring_attn_func"]

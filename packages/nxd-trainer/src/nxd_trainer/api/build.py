@@ -204,8 +204,9 @@ def _split_if_plain(module: nn.Module, config: Mapping[str, Any]) -> nn.Module:
         ValueError: the model cannot be split; `model_fn` may do it by `nxd_layers.hf.parallelize(model, plan=...)`.
     """
     splits_experts = get_mesh().splits_experts
-    splits = splits_experts or config["tensor_parallel_size"] > 1
-    if splits and not _is_split(module) and hf.is_transformers_model(module):
+    splits = splits_experts or config["tensor_parallel_size"] > 1 or config["context_parallel_size"] > 1
+    is_done = _is_split(module) or hf.cuts_sequences(module)
+    if splits and not is_done and hf.is_transformers_model(module):
         hf.parallelize(module, expert_parallel=splits_experts, sequence_parallel=config["sequence_parallel"])
     return module
 

@@ -109,6 +109,11 @@ def _look_at_recipe(options: argparse.Namespace) -> "GraphReport":
             "expert parallelism sends as many tokens as the routers decide, which a recorded graph cannot; set "
             "parallel.expert_parallel_size=1"
         )
+    if recipe.parallel.context_parallel_size > 1:
+        raise ValueError(
+            "context parallelism computes other blocks on each rank, which one recorded graph for all cannot; set "
+            "parallel.context_parallel_size=1"
+        )
     world_size = tensor_parallel if options.ranks is None else options.ranks
     if world_size < 1 or world_size % tensor_parallel:
         raise ValueError(f"--ranks {world_size} must be a multiple of parallel.tensor_parallel_size={tensor_parallel}")

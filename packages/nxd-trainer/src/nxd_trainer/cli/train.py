@@ -58,6 +58,7 @@ def run(options: argparse.Namespace) -> int:
                 parallel.tensor_parallel_size,
                 parallel.pipeline_parallel_size,
                 parallel.expert_parallel_size,
+                context_parallel_size=parallel.context_parallel_size,
                 expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
             )
         )
@@ -76,12 +77,14 @@ def _check_ranks(recipe: Recipe, nproc: int) -> None:
     """What can be known before any rank is started."""
     check_nproc(nproc)
     tp, pp = recipe.parallel.tensor_parallel_size, recipe.parallel.pipeline_parallel_size
-    model_ranks = tp * pp
+    cp = recipe.parallel.context_parallel_size
+    model_ranks = tp * pp * cp
     if nproc % model_ranks:
         pipeline = f" x parallel.pipeline_parallel_size={pp}" if pp > 1 else ""
+        context = f" x parallel.context_parallel_size={cp}" if cp > 1 else ""
         raise ValueError(
-            f"parallel.tensor_parallel_size={tp}{pipeline} needs a multiple of {model_ranks} ranks, not {nproc}; "
-            f"use --nproc {max(1, nproc // model_ranks) * model_ranks}"
+            f"parallel.tensor_parallel_size={tp}{pipeline}{context} needs a multiple of {model_ranks} ranks, not "
+            f"{nproc}; use --nproc {max(1, nproc // model_ranks) * model_ranks}"
         )
     ep = recipe.parallel.expert_parallel_size
     expert_ranks = ep * (recipe.parallel.expert_tensor_parallel_size or tp)

@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 from nxd_layers import CoreAttention
+from nxd_layers.context import AttentionPlan, MaskRule, SequenceCut, context_parallel_attention, interval_mask
+from nxd_state import active_group
 from torch import Tensor
 
 
@@ -46,6 +48,49 @@ def nki_flash_attn_func(
         q, k, v = permute(q, k, v)
     attention = CoreAttention(causal=causal, dropout=dropout_p, scale=softmax_scale)
     return attention(q, k, v)
+
+
+def nki_ring_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rank_id: int | Tensor = 0,
+    src_tgt_pairs: Any = None,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = True,
+    mixed_precision: bool = True,
+    seed: Tensor | None = None,
+) -> Tensor:
+    """`softmax(scale * Q K^T) V` of a sequence of which each context-parallel rank has neighbouring positions.
+
+    Args:
+        q: `[batch, heads, seq/cp, head]`, of the positions that `get_batch_on_this_context_parallel_rank` gives.
+        k: as `q`, with as many heads or fewer: each serves a run of consecutive query heads.
+        v: as `k`.
+        rank_id: of no effect; the mesh knows it.
+        src_tgt_pairs: of no effect; the mesh knows the ring.
+        dropout_p: 0.
+        softmax_scale: of the scores; 1 / sqrt(head) if None.
+        causal: a query looks at keys up to its own position only.
+        mixed_precision: of the kernel; sums are in float32 in any case.
+        seed: of the kernel's dropout.
+
+    Returns:
+        `[batch, heads, seq/cp, head]`.
+
+    Raises:
+        ValueError: a dropout, an odd number of positions, or heads of keys that do not divide those of queries.
+    """
+    if dropout_p:
+        raise ValueError(f"dropout_p={dropout_p} of attention weights over context-parallel ranks; use 0.0")
+    size, local = active_group("cp").size, q.shape[2]
+    if local % 2:
+        raise ValueError(f"each rank has {local} positions; use an even number")
+    length = local * size
+    mask = interval_mask(length, MaskRule(causal=causal), device=q.device)
+    plan = AttentionPlan(mask, SequenceCut(length, size, "contiguous"))
+    return context_parallel_attention(q, k, v, plan, scale=softmax_scale)
 
 
 def permute(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -2,11 +2,16 @@
 
 import random
 from collections.abc import Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from nxd_state import get_context_parallel_size, model_parallel_is_initialized, seed_model_parallel
+from nxd_state import (
+    get_context_parallel_rank,
+    get_context_parallel_size,
+    model_parallel_is_initialized,
+    seed_model_parallel,
+)
 from torch import Tensor
 
 IGNORED_LABEL = -100  # of the losses of torch, transformers and nxd_layers
@@ -41,18 +46,33 @@ def shift_labels(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def get_batch_on_this_context_parallel_rank(batch: Mapping[str, ValueT]) -> Mapping[str, ValueT]:
-    """This rank's part of a batch along the sequence: all of it, as there is no context parallelism.
+    """This context-parallel rank's part of a batch along the sequence; labels are moved to the left before.
+
+    The parts are neighbouring positions, as `nki_ring_attn_func` takes them. Models of transformers and
+    `LlamaForCausalLM` cut their sequences themselves, and are given whole batches.
+
+    Args:
+        batch: tensors `[batch, seq, ...]` by name; None and what has one position stay as they are.
+
+    Returns:
+        `[batch, seq/cp, ...]`; the batch itself where there is one rank.
 
     Raises:
-        NotImplementedError: the mesh has context-parallel ranks.
+        ValueError: the ranks do not divide a sequence.
     """
-    size = get_context_parallel_size() if model_parallel_is_initialized() else 1
-    if size > 1:
-        raise NotImplementedError(
-            f"context_parallel_size={size}: cutting a batch along the sequence comes with context parallelism; use "
-            "context_parallel_size=1, with sequence_parallel=True for long sequences"
-        )
-    return batch
+    if not model_parallel_is_initialized() or get_context_parallel_size() == 1:
+        return batch
+    size, rank = get_context_parallel_size(), get_context_parallel_rank()
+    parts: dict[str, Any] = dict(batch)
+    for name, value in shift_labels(parts).items():
+        if isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] > 1:
+            if value.shape[1] % size:
+                raise ValueError(
+                    f"{name} has {value.shape[1]} positions, which context_parallel_size={size} does not divide; pad it "
+                    f"to {-(-value.shape[1] // size) * size}"
+                )
+            parts[name] = value.chunk(size, dim=1)[rank].contiguous()
+    return parts
 
 
 def cumsum(tensor: Tensor, dim: int = 0, tril_size: int = 2048) -> Tensor:

@@ -39,9 +39,9 @@ _AREAS = {
         "belongs to mixture-of-experts layers for models of one's own, which these packages do not have yet",
         "nxd_layers.hf.parallelize for a mixture-of-experts model of transformers, or nxd_layers.experts",
     ),
-    "context": (
-        "belongs to context parallelism, which these packages do not have yet",
-        "tensor parallelism with sequence_parallel=True for long sequences, and nki_flash_attn_func",
+    "kernel of a sequence": (
+        "is the autograd function of the kernel",
+        "nki_ring_attn_func, which calls nxd_layers.context.context_parallel_attention",
     ),
     "fx": (
         "is a step of the old pipeline's partitioning, which is one call here",

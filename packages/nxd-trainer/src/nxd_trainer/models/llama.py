@@ -28,10 +28,11 @@ from nxd_layers import (
     parallel_cross_entropy,
 )
 from nxd_layers.attention import CoreAttention, attention_mask
+from nxd_layers.context import AttentionPlan, causal_plan, own_part, own_positions, sum_over_contexts
 from nxd_layers.hf.transformers_models import rope_frequencies
 from nxd_layers.key_value_heads import kv_size_multiplier_for
 from nxd_layers.qkv_linear import GQAQKVColumnParallelLinear
-from nxd_state import active_group
+from nxd_state import active_group, all_reduce
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
@@ -39,6 +40,7 @@ IGNORED_LABEL = -100
 
 # A trace, which cuts the model into pipeline stages, takes this as it is and does not look into it.
 fx.wrap("rotary_tables")
+fx.wrap("_number_of_labels")
 
 
 @dataclass(frozen=True)
@@ -123,17 +125,23 @@ class KeyValueCache:
         return self.keys[layer], self.values[layer]
 
 
-def rotary_tables(start: int, length: int, config: LlamaConfig, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines `[S, D]` for positions from `start` on, in the dtype and on the device of `like`."""
+def rotary_tables(positions: Tensor, longest: int, config: LlamaConfig, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines `[S, D]`, in the dtype and on the device of `like`.
+
+    Args:
+        positions: `[S]`.
+        longest: of the whole sequence, on which the frequencies of some types depend.
+        config: of the model.
+        like: any tensor.
+    """
     # float32 as in the original, whatever the model's dtype.
     if config.rope_type == "default":
         exponents = torch.arange(0, config.head_size, 2, device=like.device, dtype=torch.float32) / config.head_size
         frequencies, scaling = config.rope_theta**-exponents, 1.0  # [D/2]
     else:
-        values, scaling = _scaled_frequencies(config, _length_that_counts(config, start + length))
+        values, scaling = _scaled_frequencies(config, _length_that_counts(config, longest))
         frequencies = torch.tensor(values, device=like.device, dtype=torch.float32)
-    positions = torch.arange(start, start + length, device=like.device, dtype=torch.float32)
-    angles = torch.outer(positions, frequencies)  # [S, D/2]
+    angles = torch.outer(positions.to(like.device, torch.float32), frequencies)  # [S, D/2]
     angles = torch.cat([angles, angles], dim=-1)
     return (angles.cos() * scaling).to(like.dtype), (angles.sin() * scaling).to(like.dtype)
 
@@ -163,6 +171,11 @@ def _scaled_frequencies(config: LlamaConfig, length: int) -> tuple[tuple[float, 
         "rope_parameters": {"rope_theta": config.rope_theta, **(config.rope_scaling or {})},
     }
     return rope_frequencies(sizes, length)
+
+
+def _number_of_labels(labels: Tensor) -> Tensor:
+    """Of all context-parallel ranks, 0-d."""
+    return all_reduce((labels != IGNORED_LABEL).sum(), active_group("cp")).clamp(min=1)
 
 
 def rotate(x_bnsd: Tensor, cos_sd: Tensor, sin_sd: Tensor) -> Tensor:
@@ -270,7 +283,7 @@ class LlamaAttention(nn.Module):
         hidden_sbh: Tensor,
         rotary: tuple[Tensor, Tensor],
         cache: KeyValueCache | None,
-        mask: Tensor | None = None,
+        mask: Tensor | AttentionPlan | None = None,
     ) -> Tensor:
         """`[S, B, H]` to `[S, B, H]`."""
         q_bnsd, k_bksd, v_bksd = (self._split_heads(p) for p in self._project(hidden_sbh))
@@ -323,7 +336,7 @@ class LlamaDecoderLayer(nn.Module):
         hidden_sbh: Tensor,
         rotary: tuple[Tensor, Tensor],
         cache: KeyValueCache | None,
-        mask: Tensor | None = None,
+        mask: Tensor | AttentionPlan | None = None,
     ) -> Tensor:
         """`[S, B, H]` to `[S, B, H]`."""
         hidden_sbh = hidden_sbh + self.self_attn(self.input_layernorm(hidden_sbh), rotary, cache, mask)
@@ -336,6 +349,8 @@ class LlamaModel(nn.Module):
     def __init__(self, make: _LayerFactory) -> None:
         super().__init__()
         self.config = make.config
+        # Divides the positions of a chunk of a sequence that is cut over context-parallel ranks.
+        self.multiple = active_group("tp").size if make.sequence_parallel else 1
         for length in (1, make.config.max_position_embeddings):  # now, where wrong settings are the caller's mistake
             if make.config.rope_type != "default":
                 _scaled_frequencies(make.config, _length_that_counts(make.config, length))
@@ -350,14 +365,19 @@ class LlamaModel(nn.Module):
         document_ids_bs: Tensor | None = None,
         padding_mask_bs: Tensor | None = None,
     ) -> Tensor:
-        """Token ids `[B, S]` to hidden states `[S, B, H]`."""
-        hidden_sbh = self.embed_tokens(input_ids_bs.t())
+        """Token ids `[B, S]` to hidden states `[S, B, H]`; with context parallelism those of this rank's positions."""
         length = input_ids_bs.shape[1]
         start = 0 if cache is None else cache.length
-        rotary = rotary_tables(start, length, self.config, like=hidden_sbh)
-        mask = None
-        if document_ids_bs is not None or padding_mask_bs is not None:  # made once for all layers
+        positions = torch.arange(start, start + length, device=input_ids_bs.device)
+        mask: Tensor | AttentionPlan | None = None  # made once for all layers
+        if cache is None and active_group("cp").size > 1:
+            mask = causal_plan(input_ids_bs, document_ids_bs, padding_mask_bs, self.multiple)
+            positions = own_positions(input_ids_bs, self.multiple)
+            input_ids_bs = own_part(input_ids_bs, self.multiple)
+        elif document_ids_bs is not None or padding_mask_bs is not None:
             mask = attention_mask(length, start + length, padding_mask=padding_mask_bs, document_ids=document_ids_bs)
+        hidden_sbh = self.embed_tokens(input_ids_bs.t())
+        rotary = rotary_tables(positions, start + length, self.config, like=hidden_sbh)
         for layer in self.layers:
             hidden_sbh = layer(hidden_sbh, rotary, cache, mask)
         output: Tensor = self.norm(hidden_sbh)
@@ -440,19 +460,29 @@ class LlamaForCausalLM(nn.Module):
 
         Returns:
             Without labels this rank's part of the logits, `[B, S, V/tp]`; with labels the mean loss, 0-d. Both in a
-            `CausalLMOutput` with `return_dict`.
+            `CausalLMOutput` with `return_dict`. With context parallelism logits are of this rank's positions
+            (`nxd_layers.context.SequenceCut`), and the loss of all.
+
+        Raises:
+            ValueError: a cache with sequence parallelism, or `loss_function` with context parallelism.
         """
         if cache is not None and self.sequence_parallel:
             raise ValueError("generation with a cache needs a model built with sequence_parallel=False")
         logits_sbv = self.lm_head(self.model(input_ids, cache, document_ids, attention_mask))
         loss = None
+        if labels is not None and cache is None and active_group("cp").size > 1:
+            if self.loss_function is not None:
+                raise ValueError(
+                    "loss_function would see this rank's positions only; use context_parallel_size=1 with it"
+                )
+            labels = own_part(labels, self.model.multiple, IGNORED_LABEL)
         if labels is not None and self.loss_function is not None:
             loss = self.loss_function(logits_sbv.transpose(0, 1), labels, reference_log_probs=reference_log_probs)
         elif labels is not None:
             losses_sb = parallel_cross_entropy(logits_sbv, labels.t(), ignore_index=IGNORED_LABEL)
             if num_items_in_batch is None:
-                num_items_in_batch = (labels != IGNORED_LABEL).sum().clamp(min=1)
-            loss = losses_sb.sum() / num_items_in_batch
+                num_items_in_batch = _number_of_labels(labels)
+            loss = sum_over_contexts(losses_sb.sum() / num_items_in_batch)
         if self.return_dict:
             return CausalLMOutput(loss, logits_sbv.transpose(0, 1))
         return logits_sbv.transpose(0, 1) if loss is None else loss

@@ -57,9 +57,6 @@ def checked_config(case: ParityCase) -> dict[str, Any]:
         ValueError: the config has mistakes or asks for what cannot be compared, or there are no batches.
     """
     config = complete_config(case.nxd_config)
-    if config["context_parallel_size"] > 1:
-        size = config["context_parallel_size"]
-        raise ValueError(f"context_parallel_size={size} cannot be compared with one process yet; set it to 1")
     if not case.batches:
         raise ValueError("batches is empty; give the inputs of one step or more")
     if config["lora_config"] is not None:

@@ -69,6 +69,8 @@ class LayoutRun:
         # Stand-ins for other stages' modules compute nothing.
         own_modules = [it for it in self.model.named_modules() if not isinstance(it[1], AbsentLayer | AbsentModule)]
         own_modules = _without_insides_of_experts(own_modules)
+        if get_mesh().cp > 1:
+            own_modules = []  # what they compute is of this rank's positions
         # In no_sync, so that gradients can be read before they are averaged or moved.
         with record.watching(own_modules), self.model.no_sync():
             loss = self.model.run_train(**inputs_in(self._dtype, own))

@@ -85,6 +85,7 @@ class ParallelSection:
     tensor_parallel_size: int = option(1, "ranks that share each layer", at_least=1)
     sequence_parallel: bool = option(False, "also shard the sequence between the layers' matrix products")
     pipeline_parallel_size: int = option(1, "ranks that the layers are distributed over", at_least=1)
+    context_parallel_size: int = option(1, "ranks that each sequence is cut over", at_least=1)
     expert_parallel_size: int = option(1, "ranks that the experts of a layer are distributed over", at_least=1)
     expert_tensor_parallel_size: int | None = option(
         None, "ranks that share each expert: 1, or tensor_parallel_size; unset: that", at_least=1

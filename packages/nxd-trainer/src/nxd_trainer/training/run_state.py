@@ -147,7 +147,8 @@ class RunState:
         pipeline = f" x PP {mesh.pp}" if mesh.pp > 1 else ""
         zero1 = ", ZeRO-1" if self.recipe.parallel.zero1 else ""
         experts = f", EP {mesh.ep}" if mesh.splits_experts else ""
-        return f"TP {mesh.tp}{sequence_parallel}{pipeline} x DP {mesh.dp}{experts}{zero1}"
+        context = f" x CP {mesh.cp}" if mesh.cp > 1 else ""
+        return f"TP {mesh.tp}{sequence_parallel}{context}{pipeline} x DP {mesh.dp}{experts}{zero1}"
 
 
 def build_run_state(recipe: Recipe) -> RunState:

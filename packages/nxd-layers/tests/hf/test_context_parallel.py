@@ -1,0 +1,132 @@
+"""What `parallelize` does with sequences where the mesh has context-parallel ranks."""
+
+import pytest
+import torch
+import transformers
+from nxd_layers.context import SequenceCut
+from nxd_layers.hf import cuts_sequences, parallelize
+from nxd_state import all_gather, all_reduce, get_group, initialize_model_parallel, seed_model_parallel
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+LENGTH = 13
+
+
+def model_of(config_class=transformers.LlamaConfig, **more):
+    torch.manual_seed(0)
+    config = config_class(**SIZES | more)
+    return transformers.AutoModelForCausalLM.from_config(config).double().eval()
+
+
+def batch_of(case):
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, 64, (2, LENGTH), generator=generator)
+    labels = ids.clone()
+    labels[0, 2:6] = -100
+    batch = {"input_ids": ids, "labels": labels}
+    if case == "packed":
+        batch["position_ids"] = torch.tensor([[*range(5), *range(8)], [*range(2), *range(11)]])
+    if case in ("padded left", "padded right"):
+        mask = torch.ones(2, LENGTH, dtype=torch.int64)
+        mask[0, :4] = 0
+        mask = mask if case == "padded left" else mask.flip(1)
+        batch |= {"attention_mask": mask, "labels": labels.masked_fill(mask == 0, -100)}
+    if case == "told the next tokens":
+        batch |= {"shift_labels": labels.roll(-1, 1), "num_items_in_batch": torch.tensor(11)}
+    if case == "labels on one rank only":  # CP 2: the first rank has positions 0..3 and 12
+        batch["labels"] = torch.full_like(labels, -100).index_fill(1, torch.tensor([1, 2]), 5)
+    return batch
+
+
+def loss_and_gradients(model, batch):
+    output = model(**batch)
+    output.loss.backward()
+    return output.loss.detach(), output.logits.detach(), {n: p.grad for n, p in model.named_parameters()}
+
+
+def compare(case, **model):
+    initialize_model_parallel(context_parallel_size=2)
+    group = get_group("cp")
+    expected = loss_and_gradients(model_of(**model), batch_of(case))
+    found = loss_and_gradients(parallelize(model_of(**model)), batch_of(case))
+    assert torch.isclose(found[0], expected[0], rtol=1e-10, atol=0)
+    whole = SequenceCut(LENGTH, 2).whole_of(all_gather(found[1], group, dim=1))
+    learned = batch_of(case).get("attention_mask", torch.ones(2, LENGTH)).bool()
+    torch.testing.assert_close(whole[learned], expected[1][learned], rtol=1e-9, atol=1e-11)
+    for name, gradient in expected[2].items():
+        averaged = all_reduce(found[2][name], group, op="avg")
+        torch.testing.assert_close(averaged, gradient, rtol=1e-9, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}")
+
+
+CASES = ["plain", "packed", "padded left", "padded right", "told the next tokens", "labels on one rank only"]
+
+
+def compare_all():
+    for case in CASES:
+        compare(case)
+    # Packed documents under a window; frequencies that depend on the longest position of the whole sequence.
+    compare("packed", config_class=transformers.MistralConfig, sliding_window=3)
+    for kind in ({"rope_type": "dynamic", "factor": 4.0}, {"rope_type": "longrope", "factor": 4.0, **LONG}):
+        compare("plain", max_position_embeddings=8, rope_parameters={"rope_theta": 10000.0, **kind})
+
+
+LONG = {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4, "original_max_position_embeddings": 8}
+
+
+def test_loss_logits_and_gradients_of_cut_sequences_equal_one_process(run_ranks):
+    run_ranks(compare_all, 2)
+
+
+def generate():
+    initialize_model_parallel(context_parallel_size=2)
+    ids = batch_of("plain")["input_ids"]
+    expected = model_of().generate(ids, max_new_tokens=5, do_sample=False)
+    model = parallelize(model_of())
+    assert cuts_sequences(model)
+    assert torch.equal(model.generate(ids, max_new_tokens=5, do_sample=False), expected)
+    assert cuts_sequences(model)  # again
+    seed_model_parallel(get_group("cp").rank)
+    torch.manual_seed(get_group("cp").rank)
+    drawn = model.generate(ids, max_new_tokens=5, do_sample=True)
+    assert torch.equal(all_gather(drawn, get_group("cp"))[:2], all_gather(drawn, get_group("cp"))[2:])
+
+
+def test_generate_writes_the_same_on_all_context_parallel_ranks(run_ranks):
+    run_ranks(generate, 2)
+
+
+def refuse():
+    initialize_model_parallel(context_parallel_size=2)
+    model, batch = parallelize(model_of()), batch_of("plain")
+    ids = batch["input_ids"]
+    for wrong, message in [
+        ({"past_key_values": transformers.DynamicCache()}, None),  # empty, as good as none
+        ({"logits_to_keep": 1}, "logits_to_keep cannot be had"),
+        ({"attention_mask": torch.ones(2, 1, LENGTH, LENGTH)}, r"attention_mask has shape \(2, 1, 13, 13\)"),
+        ({"attention_mask": torch.tensor([[1, 0] * 6 + [1]] * 2)}, "padding between tokens, at position 1"),
+        ({"pixel_values": torch.ones(2)}, "pixel_values cannot be cut"),
+    ]:
+        if message is not None:
+            with pytest.raises(ValueError, match=message):
+                model(ids, **wrong)
+    with pytest.raises(ValueError, match="neither input_ids nor inputs_embeds"):
+        model(labels=batch["labels"])
+    with pytest.raises(RuntimeError, match="call the model itself"):
+        model.model(ids)
+    with pytest.raises(ValueError, match="models of type 'bloom' are not cut"):
+        parallelize(transformers.BloomForCausalLM(transformers.BloomConfig(hidden_size=32, n_layer=1, n_head=4)))
+    dropping = parallelize(model_of(attention_dropout=0.1)).train()
+    with pytest.raises(ValueError, match="attention_dropout=0 in the model's config"):
+        dropping(ids)
+    model(**batch)  # a refusal leaves nothing behind
+
+
+def test_what_cannot_be_cut_is_refused_by_name(run_ranks):
+    run_ranks(refuse, 2)
