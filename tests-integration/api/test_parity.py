@@ -27,6 +27,7 @@ HUGGING_FACE_LOSS_RTOL = 1e-6  # transformers takes losses in float32, so that t
 class Layout:
     tp: int = 1
     pp: int = 1
+    cp: int = 1
     sequence_parallel: bool = False
     zero1: bool = False
     checkpointing: str | type | None = None
@@ -53,6 +54,8 @@ TWO_RANKS = [
     Layout(pp=2, model="hugging face", on_meta=True),
     Layout(tp=2, model="odd"),
     Layout(pp=2, model="tied", lora=True, on_meta=True),
+    Layout(cp=2, model="tied", zero1=True, checkpointing="full"),
+    Layout(cp=2, model="hugging face", lora=True, checkpointing="full"),
 ]
 MORE_OF_TWO_RANKS = [
     Layout(zero1=True),
@@ -84,6 +87,8 @@ FOUR_RANKS = [
     Layout(pp=4, model="tied", zero1=True, checkpointing="full"),
     Layout(tp=2, pp=2, model="odd", lora=True, zero1=True, checkpointing="full"),
     Layout(tp=2, pp=2, model="odd", lora=True, on_meta=True),
+    Layout(cp=2, tp=2, sequence_parallel=True, checkpointing=CoreAttention),
+    Layout(cp=2, pp=2, zero1=True),
 ]
 MORE_OF_FOUR_RANKS = [
     Layout(tp=4),
@@ -96,6 +101,9 @@ MORE_OF_FOUR_RANKS = [
     Layout(tp=2, pp=2, model="odd", on_meta=True, zero1=True),
     Layout(tp=2, pp=2, model="tied", lora=True, sequence_parallel=True, zero1=True, checkpointing="full"),
     Layout(pp=4, lora=True, on_meta=True, zero1=True),
+    Layout(cp=4, model="tied"),
+    Layout(cp=2, zero1=True, microbatches=2, model="hugging face"),
+    Layout(cp=2, pp=2, model="hugging face", lora=True, checkpointing="full"),
 ]
 EIGHT_RANKS = [
     Layout(tp=2, pp=2, sequence_parallel=True, zero1=True, checkpointing="full", model="tied"),
@@ -107,6 +115,8 @@ EIGHT_RANKS = [
     Layout(tp=2, pp=2, model="odd", zero1=True, checkpointing="full"),
     Layout(tp=2, pp=2, model="odd", lora=True, on_meta=True, zero1=True),
     Layout(tp=2, pp=4, model="tied", lora=True, sequence_parallel=True),
+    Layout(cp=2, tp=2, pp=2, model="tied", sequence_parallel=True, checkpointing="full"),
+    Layout(cp=4, zero1=True, lora=True),
 ]
 
 
@@ -186,6 +196,7 @@ def train(layout: Layout, make_model, odd_layer_cls) -> Outcome:
     nxd_config = nxd.neuronx_distributed_config(
         tensor_parallel_size=layout.tp,
         pipeline_parallel_size=layout.pp,
+        context_parallel_size=layout.cp,
         pipeline_config=pipeline_config(layout, odd_layer_cls),
         optimizer_config={
             "zero_one_enabled": layout.zero1,

@@ -40,6 +40,7 @@ def train_in_float64(settings: Sequence[str], program: Callable[[Recipe], object
         recipe.parallel.tensor_parallel_size,
         recipe.parallel.pipeline_parallel_size,
         recipe.parallel.expert_parallel_size,
+        context_parallel_size=recipe.parallel.context_parallel_size,
         expert_tensor_parallel_size=recipe.parallel.expert_tensor_parallel_size,
     )
 

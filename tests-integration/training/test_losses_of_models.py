@@ -43,10 +43,21 @@ LAYOUTS = {
     ),
     "TP 2 x SP": (2, ["parallel.tensor_parallel_size=2", "parallel.sequence_parallel=true"]),
     "DP 2 + ZeRO-1": (2, ["parallel.zero1=true"]),
+    "CP 2": (2, ["parallel.context_parallel_size=2"]),
+    "CP 2 x TP 2 + SP, recomputed": (
+        4,
+        [
+            "parallel.context_parallel_size=2",
+            "parallel.tensor_parallel_size=2",
+            "parallel.sequence_parallel=true",
+            "parallel.activation_checkpointing=full",
+        ],
+    ),
 }
 MIXTURES = ("Mixtral", "GPT-OSS")
 WITH_EXPERTS = {
     "EP 2 + ZeRO-1": (2, ["parallel.expert_parallel_size=2", "parallel.zero1=true"]),
+    "EP 2 over CP 2": (2, ["parallel.expert_parallel_size=2", "parallel.context_parallel_size=2"]),
     "EP 2 over TP 2": (
         2,
         [
@@ -75,6 +86,8 @@ QUICK = [
     ("Mixtral", "EP 2 + ZeRO-1"),
     ("GPT-OSS", "TP 2 x PP 2"),
     ("GLM-4", "TP 2"),
+    ("own Llama", "CP 2"),
+    ("GPT-OSS", "EP 2 over CP 2"),
 ]
 
 

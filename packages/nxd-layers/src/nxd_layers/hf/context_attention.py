@@ -12,7 +12,8 @@ from nxd_layers.hf.context_forward import ContextMask, forward_under_way
 
 ATTENTION = "nxd_context_parallel"  # its name in the registries
 
-_MEANT_BY_MASK = ("sliding_window", "is_causal", "position_ids", "cache_position")  # or by positions
+# Said by the mask, by positions, or to the loss.
+_MEANT_ELSEWHERE = ("sliding_window", "is_causal", "position_ids", "cache_position", "num_items_in_batch")
 
 
 def make_mask(*args: Any, mask_function: Callable[..., Any], device: torch.device, **kwargs: Any) -> ContextMask:
@@ -44,7 +45,7 @@ def attend(
             f"{name} drops attention weights at random (dropout={dropout}), others than one process would; set "
             "attention_dropout=0 in the model's config"
         )
-    unknown = [it for it, given in kwargs.items() if it not in _MEANT_BY_MASK and is_asked(given)]
+    unknown = [it for it, given in kwargs.items() if it not in _MEANT_ELSEWHERE and is_asked(given)]
     if unknown:
         raise ValueError(f"{name} gives its attention {unknown[0]}, which context parallelism does not know")
     output = context_parallel_attention(

@@ -68,8 +68,8 @@ def get_batch_on_this_context_parallel_rank(batch: Mapping[str, ValueT]) -> Mapp
         if isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] > 1:
             if value.shape[1] % size:
                 raise ValueError(
-                    f"{name} has {value.shape[1]} positions, which context_parallel_size={size} does not divide; pad it "
-                    f"to {-(-value.shape[1] // size) * size}"
+                    f"{name} has {value.shape[1]} positions, which context_parallel_size={size} does not divide; pad "
+                    f"it to {-(-value.shape[1] // size) * size}"
                 )
             parts[name] = value.chunk(size, dim=1)[rank].contiguous()
     return parts
