@@ -265,7 +265,8 @@ def test_disk_that_fills_up_while_no_checkpoint_is_saved_ends_all_ranks(
     code = training.wait_for_end(process, 120)
     assert code != 0
     told = re.compile(
-        r"rank 0 failed: OSError: \[Errno 28\] the metrics of step \d+ cannot be written: No space left on device: 'run' "
+        r"rank 0 failed: OSError: \[Errno 28\] the metrics of step \d+ cannot be written: "
+        r"No space left on device: 'run' \["
     )
     assert told.match(training.lines_of_failure()[0]), training.errors
     assert training.errors.count("No space left on device") == 1

@@ -68,10 +68,10 @@ def test_exception_that_is_its_own_cause_is_shown(capsys):
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO])
 def test_storage_that_fails_is_one_line(capsys, number):
-    try:
+    with pytest.raises(OSError, match="run/metrics") as raised:
         raise OSError(number, os.strerror(number), "run/metrics.jsonl")
-    except OSError as error:
-        assert nxd_state.report_failure(error) == 1
+
+    assert nxd_state.report_failure(raised.value) == 1
 
     shown = capsys.readouterr().err
     assert shown.startswith(f"rank 0 failed: OSError: [Errno {number}] {os.strerror(number)}: 'run/metrics.jsonl' [")

@@ -1,7 +1,7 @@
 """TensorBoard scalars of a run, in `tensorboard/` of its folder.
 
-The file is written here and not by torch's `SummaryWriter`, whose thread prints a traceback of its own where the disk is
-full.
+The file is written here and not by torch's `SummaryWriter`, whose thread prints a traceback of its own where the disk
+is full.
 """
 
 import os
