@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import threading
 import weakref
@@ -179,15 +178,15 @@ class TensorParallelModel(nn.Module):
             self._start(None)
 
     def check_workers(self) -> None:
-        """Look whether the workers are alive, which costs little.
+        """Look whether the workers could answer, which costs little.
 
         Raises:
-            WorkerError: one has ended, or the model is closed.
+            WorkerError: one has ended or is stopped, or the model is closed.
         """
         with self._lock:
             workers = self._running_workers()
-            if not all(map(_is_alive, workers.pids)):
-                workers.ask_all(ResetState(), "a look at the workers")  # raises, and says how it ended
+            if not workers.can_answer:
+                workers.ask_all(ResetState(), "a look at the workers")  # raises, unless one went on meanwhile
 
     def close(self) -> None:
         """End the worker processes. Calls then raise; `restart` starts new ones."""
@@ -304,14 +303,6 @@ def copy_model(source: Path, target: Path, *, without: str = "") -> None:
             copy = target / path.relative_to(source)
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, copy)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 def _fits(spec: Any, tensor: Tensor) -> bool:
