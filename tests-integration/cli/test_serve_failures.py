@@ -171,24 +171,3 @@ def test_signal_to_the_server_ends_its_workers(serve, transport, signals, fault,
         assert server.files_left() == []
     lines = server.log[said:].splitlines()
     server.add_to_table(fault, time.time() - begun, code, next((line for line in lines if "POST" not in line), ""))
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize(
-    ("fault", "message"), [("full disk", "No space left on device"), ("read-only output", "Read-only file system")]
-)
-def test_model_that_cannot_be_kept_on_the_disk_is_one_line(serve, mount, tmp_path, transport, fault, message):
-    begun = time.time()
-    server = serve(transport)
-    if fault == "full disk":
-        mount(tmp_path / "tmp", "-t", "tmpfs", "-o", "size=64k", "tmpfs")
-    else:
-        mount(tmp_path / "tmp", "--bind", str(tmp_path / "tmp"))
-        mount(tmp_path / "tmp", "-o", "remount,ro,bind")
-    code = server.process.wait(deadline(240))
-    server.wait_for(lambda: not server.processes(), 60)
-
-    assert code not in (0, None)
-    assert "Traceback" not in server.log
-    (line,) = [line for line in server.log.splitlines() if message in line]
-    server.add_to_table(fault, time.time() - begun, code, line)
