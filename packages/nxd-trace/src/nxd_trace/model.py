@@ -20,6 +20,7 @@ from nxd_trace.manifest import MANIFEST, WEIGHTS, Manifest, RankManifest, rank_f
 from nxd_trace.memory import SharedTensors
 from nxd_trace.signature import Signature
 from nxd_trace.structure import flatten
+from nxd_trace.temporary_model import TemporaryModelFolder
 from nxd_trace.weights import WeightSource, as_source, check_fit, find_misfits, tied_names
 from nxd_trace.workers.group import WorkerGroup
 from nxd_trace.workers.messages import ReadState, ReplaceWeights, ResetState, Serve
@@ -154,7 +155,7 @@ class TensorParallelModel(nn.Module):
         with self._lock, as_source(weights) as source:
             workers = self._running_workers()
             self._check_fit(weights, source)
-            temporary = TemporaryDirectory(prefix="nxd_trace_")
+            temporary = TemporaryModelFolder()
             folder = Path(temporary.name)
             copy_model(self.folder, folder, without=WEIGHTS)
             request = ReplaceWeights(dumps_for_workers(source, "the source of weights"), str(folder))
