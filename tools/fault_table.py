@@ -36,7 +36,7 @@ DURING = {
     "serve": "serve",
 }
 LONGEST_LINE = 140  # characters
-OF_THIS_MACHINE = re.compile(r"/\S+/(?:site-packages|src)/")
+OF_THIS_MACHINE = re.compile(r"/\S+/(?:site-packages|src)/| of binary: \S+")
 HEAD_OF_TORCHRUN = re.compile(r"[EW]\d{4} \S+ +\d+ \S+\] ")  # time and process
 
 

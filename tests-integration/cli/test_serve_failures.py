@@ -167,7 +167,7 @@ def test_signal_to_the_server_ends_its_workers(serve, transport, signals, fault,
 
     assert code in codes
     assert "Traceback" not in server.log
-    if fault != "launcher -9":
+    if code == 0:  # else the next server removes its model
         assert server.files_left() == []
     lines = server.log[said:].splitlines()
     server.add_to_table(fault, time.time() - begun, code, next((line for line in lines if "POST" not in line), ""))
