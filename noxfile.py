@@ -92,6 +92,16 @@ def integration(session: nox.Session, backend: str) -> None:
 
 
 @nox.session
+def s3(session: nox.Session) -> None:
+    """Checkpoints in object stores, with S3 played by moto, well and failing (large download)."""
+    nxd_ckpt = PYPROJECTS["nxd-ckpt"]
+    extra = nxd_ckpt["project"]["optional-dependencies"]["s3"]
+    session.install(*SOURCES, *TEST_REQUIREMENTS, *extra, *dependency_groups(nxd_ckpt, "s3-test"))
+    tests = ("stores", "faults/test_s3_faults.py")
+    session.run("pytest", *(f"packages/nxd-ckpt/tests/{name}" for name in tests), *session.posargs)
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """Style, types, and who may import whom."""
     session.install(*SOURCES, *dependency_groups(ROOT_PYPROJECT, "lint"))

@@ -13,6 +13,7 @@ Leaves nothing behind but, with --write, that document.
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -34,7 +35,9 @@ DURING = {
     "background save": "background save",
     "serve": "serve",
 }
-LONGEST_LINE = 100  # characters
+LONGEST_LINE = 140  # characters
+OF_THIS_MACHINE = re.compile(r"/\S+/(?:site-packages|src)/| of binary: \S+")
+HEAD_OF_TORCHRUN = re.compile(r"[EW]\d{4} \S+ +\d+ \S+\] ")  # time and process
 
 
 def main() -> int:
@@ -79,6 +82,7 @@ def make_table(rows: Iterable[dict[str, Any]]) -> str:
 
 
 def _as_code(line: str) -> str:
+    line = OF_THIS_MACHINE.sub("", HEAD_OF_TORCHRUN.sub("torchrun: ", line))
     shown = line if len(line) <= LONGEST_LINE else f"{line[:LONGEST_LINE]}..."
     return f"`{shown.replace('|', '/').replace('`', '')}`" if shown else "nothing"
 

@@ -224,28 +224,34 @@ def damage(file: Path, chance: random.Random) -> None:
     if file.suffix == ".json" and chance.random() < 0.6:
         tree = json.loads(file.read_text())
         for _ in range(chance.randint(1, 3)):
-            places = _places(tree)
+            places = places_in(tree)
             if not places:
                 break
             (holder, key), (other, of) = chance.choice(places), chance.choice(places)
             holder[key] = copy.deepcopy(chance.choice([*ODD, other[of], other[of]]))
         file.write_text(json.dumps(tree))
         return
-    content = bytearray(file.read_bytes())
+    file.write_bytes(change_bytes(file.read_bytes(), chance))
+
+
+def change_bytes(content: bytes, chance: random.Random) -> bytes:
+    """Other bytes in a few places; some are left out or put in."""
+    changed = bytearray(content)
     for _ in range(chance.randint(1, 8)):
-        start, size = chance.randrange(len(content) + 1), chance.choice([0, 1, 1, 2, 8, 64])
+        start, size = chance.randrange(len(changed) + 1), chance.choice([0, 1, 1, 2, 8, 64])
         new = chance.choice([chance.randbytes(size), b"[" * size, b"9" * size, bytes(size), b"\xff" * size])
-        content[start : start + chance.choice([0, size])] = new
-        if content and chance.random() < 0.3:
-            content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
+        changed[start : start + chance.choice([0, size])] = new
+        if changed and chance.random() < 0.3:
+            changed[chance.randrange(len(changed))] ^= 1 << chance.randrange(8)
         if chance.random() < 0.05:
-            del content[start:]
-    file.write_bytes(content)
+            del changed[start:]
+    return bytes(changed)
 
 
-def _places(tree: Any) -> list[tuple[Any, Any]]:
+def places_in(tree: Any) -> list[tuple[Any, Any]]:
+    """Each value of a tree of JSON, as what holds it and the key or index."""
     items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
-    return [place for key, value in items for place in [(tree, key), *_places(value)]]
+    return [place for key, value in items for place in [(tree, key), *places_in(value)]]
 
 
 def peak_memory() -> int:

@@ -124,13 +124,15 @@ def serve(make_chat_model, tmp_path, fresh_python, monkeypatch):
         server.end()
 
 
-def test_worker_that_is_killed_is_named_and_replaced(serve):
-    server = serve("shared memory")
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(("number", "fault"), [(signal.SIGKILL, "kill -9"), (signal.SIGSTOP, "SIGSTOP")])
+def test_worker_that_is_killed_or_stopped_is_named_and_replaced(serve, transport, number, fault):
+    server = serve(transport)
     server.wait_until_it_listens()
     text, before = server.text(), server.workers()
 
     begun = time.time()
-    os.kill(before[1], signal.SIGKILL)
+    os.kill(before[1], number)
     server.wait_for(lambda: "the new workers run" in server.log)
     seconds = time.time() - begun
 
@@ -138,5 +140,34 @@ def test_worker_that_is_killed_is_named_and_replaced(serve):
     assert not set(before) & set(server.workers())
     (line,) = [line for line in server.log.splitlines() if "starting new workers" in line]
     assert "rank 1 of 2" in line
-    assert "was killed by SIGKILL" in line
-    server.add_to_table("kill -9", seconds, "answers again", line)
+    assert ("was killed by SIGKILL" if fault == "kill -9" else "was stopped by a signal") in line
+    server.add_to_table(fault, seconds, "answers again", line)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(
+    ("signals", "fault", "codes"),
+    [
+        (["SIGTERM"], "SIGTERM", [0]),
+        (["SIGINT", "SIGINT"], "Ctrl-C twice", [0, 128 + signal.SIGINT]),  # 0 if the second came too late
+        (["SIGKILL"], "launcher -9", [-signal.SIGKILL]),
+    ],
+)
+def test_signal_to_the_server_ends_its_workers(serve, transport, signals, fault, codes):
+    server = serve(transport)
+    server.wait_until_it_listens()
+    server.text()
+    said = len(server.log)
+
+    begun = time.time()
+    for name in signals:
+        server.process.send_signal(getattr(signal, name))
+    code = server.process.wait(deadline(60))
+    server.wait_for(lambda: not server.processes(), 60)
+
+    assert code in codes
+    assert "Traceback" not in server.log
+    if code == 0:  # else the next server removes its model
+        assert server.files_left() == []
+    lines = server.log[said:].splitlines()
+    server.add_to_table(fault, time.time() - begun, code, next((line for line in lines if "POST" not in line), ""))

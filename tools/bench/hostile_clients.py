@@ -7,7 +7,8 @@ after the other. Hostile clients, in a process of their own, say nothing, send h
 bodies that are too large, too deep, too long or no HTTP at all, stop texts of 200,000 characters, ask without reading
 the answers, and leave streams that they began; each begins again a second after it is refused. Shown are the requests
 that the good clients got answered and the 50th and 99th percentile of their seconds, alone and beside the hostile
-clients, and the server's peak memory. Takes a minute and leaves nothing behind.
+clients, and the server's peak memory. The hostile clients need cores themselves: the floor is what the good clients get
+beside a process that only burns as much processor time. Takes a minute and a half and leaves nothing behind.
 """
 
 import argparse
@@ -147,6 +148,32 @@ async def all_good(port: int, number: int, seconds: float) -> list[float]:
     return list(chain.from_iterable(await asyncio.gather(*(good_client(port, until) for _ in range(number)))))
 
 
+def burn(share: float) -> None:
+    """Use this share of a core, in pieces of some milliseconds."""
+    while True:
+        end = time.perf_counter() + 0.005 * share
+        while time.perf_counter() < end:
+            pass
+        time.sleep(0.005 * (1 - share))
+
+
+def processor_seconds(process: int) -> float:
+    """That a process has used so far."""
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def time_beside(command: list[str], port: int, number: int, seconds: float) -> tuple[list[float], float]:
+    """Of the good clients beside this process: the seconds of each request, and the share of a core that it used."""
+    with subprocess.Popen(command) as other:
+        asyncio.run(all_good(port, number, 2))
+        used, begun = processor_seconds(other.pid), time.perf_counter()
+        timed = asyncio.run(all_good(port, number, seconds))
+        share = (processor_seconds(other.pid) - used) / (time.perf_counter() - begun)
+        other.kill()
+    return timed, share
+
+
 def show(what: str, seconds: list[float]) -> float:
     """The 99th percentile."""
     seconds = sorted(seconds)
@@ -175,11 +202,14 @@ def main() -> None:
     parser.add_argument("--good", type=int, default=20)
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--attack", type=int, metavar="PORT", help=argparse.SUPPRESS)
+    parser.add_argument("--burn", type=float, metavar="SHARE", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
         return serve_small_llama()
     if options.attack is not None:
         return asyncio.run(all_hostile(options.attack, options.hostile))
+    if options.burn is not None:
+        return burn(options.burn)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # the clients need the other cores
     command = [sys.executable, __file__, "--serve"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as server:
@@ -188,17 +218,23 @@ def main() -> None:
         logging = subprocess.Popen(["cat"], stdin=server.stderr, stdout=subprocess.DEVNULL)
         alone: list[float] = []
         beside: list[float] = []
+        floor: list[float] = []
         attack = [sys.executable, __file__, "--attack", str(port), "--hostile", str(options.hostile)]
         for _ in range(options.rounds):  # in turns, since other programs may use the machine
             asyncio.run(all_good(port, options.good, 1))
             alone += asyncio.run(all_good(port, options.good, options.seconds))
             before = peak_mib(server.pid)
-            with subprocess.Popen(attack) as attacker:
-                asyncio.run(all_good(port, options.good, 2))
-                beside += asyncio.run(all_good(port, options.good, options.seconds))
-                attacker.kill()
-        ratio = show(f"beside {options.hostile} hostile", beside) / show("alone", alone)
-        print(f"ratio of the p99s: {ratio:.2f}; peak memory {before:.0f} -> {peak_mib(server.pid):.0f} MiB")
+            timed, share = time_beside(attack, port, options.good, options.seconds)
+            beside += timed
+            burner = [sys.executable, __file__, "--burn", str(min(1.0, share))]
+            floor += time_beside(burner, port, options.good, options.seconds)[0]
+        p99 = show("alone", alone)
+        p99_beside = show(f"beside {options.hostile} hostile", beside)
+        p99_floor = show(f"floor, {share:.2f} cores", floor)
+        print(
+            f"ratios of the p99s: {p99_beside / p99:.2f}, of the floor {p99_floor / p99:.2f}; "
+            f"peak memory {before:.0f} -> {peak_mib(server.pid):.0f} MiB"
+        )
         server.terminate()
         logging.wait()
     return None

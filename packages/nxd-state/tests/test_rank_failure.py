@@ -1,5 +1,7 @@
 """What the ranks of a program show when one of them fails, and how long they wait for one that does not answer."""
 
+import errno
+import os
 import sys
 import time
 
@@ -62,6 +64,19 @@ def test_exception_that_is_its_own_cause_is_shown(capsys):
     assert nxd_state.report_failure(told) == 1
 
     assert "metrics cannot be written" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO])
+def test_storage_that_fails_is_one_line(capsys, number):
+    with pytest.raises(OSError, match="run/metrics") as raised:
+        raise OSError(number, os.strerror(number), "run/metrics.jsonl")
+
+    assert nxd_state.report_failure(raised.value) == 1
+
+    shown = capsys.readouterr().err
+    assert shown.startswith(f"rank 0 failed: OSError: [Errno {number}] {os.strerror(number)}: 'run/metrics.jsonl' [")
+    assert shown.endswith("in test_storage_that_fails_is_one_line]\n")
+    assert shown.count("\n") == 1
 
 
 FORKS = """

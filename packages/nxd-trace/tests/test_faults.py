@@ -94,6 +94,20 @@ def test_worker_that_is_stopped_is_named_and_ended_and_the_model_restarts(trace)
     torch.testing.assert_close(model(X), models.plain_mlp(weights, X))
 
 
+@pytest.mark.parametrize(("number", "how"), [(signal.SIGKILL, "was killed by"), (signal.SIGSTOP, "was stopped by")])
+def test_look_at_the_workers_names_one_that_is_gone_or_stopped(trace, number, how):
+    model = trace(models.mlp, X, tp_degree=2, weights=models.logical_weights())
+    model.check_workers()
+    os.kill(model.worker_pids[1], number)
+
+    def look_until_it_is_seen():
+        while True:  # a killed process may take a moment to end
+            model.check_workers()
+
+    with pytest.raises(nxd_trace.WorkerError, match=f"rank 1 of 2 in a look at the workers: the worker.* {how}"):
+        look_until_it_is_seen()
+
+
 @pytest.fixture
 def interruptible():
     """An interrupt raises KeyboardInterrupt, also in what a shell has started in the background."""

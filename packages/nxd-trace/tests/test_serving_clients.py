@@ -209,6 +209,14 @@ def test_random_fields_are_answered_and_leave_the_server_well(client, seed):
     assert client.post("/v1/completions", json=GREEDY).status_code == 200
 
 
+@pytest.mark.parametrize("change", [{"temperature": 10**30}, {"temperature": 5e-324}, {"top_k": 10**30}])
+def test_numbers_of_any_size_do_not_fail_the_model(client, change):
+    response = client.post("/v1/completions", json=GREEDY | {"temperature": 1.0} | change)
+
+    assert response.status_code == 200, response.text
+    assert client.get("/health").json() == {"status": "ok"}
+
+
 @pytest.fixture(scope="module")
 def impatient():
     """A server whose clients have a second."""

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from nxd_trainer.launch import launch_ranks
@@ -118,3 +119,33 @@ def test_rank_ends_at_once_where_its_launcher_has_ended():
     )
 
     assert (of_rank.returncode, of_rank.stdout) == (143, "")
+
+
+def make_folder_of_torchrun(tmp: Path, name: str, *, seconds_old: float = 0.0) -> Path:
+    of_rank = tmp / f"torchelastic_{name}" / "none_x" / "attempt_0" / "0"
+    of_rank.mkdir(parents=True)
+    then = time.time() - seconds_old
+    for path in (of_rank, *list(of_rank.parents)[:3]):
+        os.utime(path, (then, then))
+    return of_rank / "error.json"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_folders_of_torchrun_are_removed_if_they_are_this_ranks_or_empty_and_of_the_dead(tmp_path, fresh_python):
+    own = make_folder_of_torchrun(tmp_path, "own")
+    make_folder_of_torchrun(tmp_path, "of_the_dead", seconds_old=3600)
+    make_folder_of_torchrun(tmp_path, "that_begins")
+    alive = make_folder_of_torchrun(tmp_path, "of_the_living", seconds_old=3600)
+    with_log = make_folder_of_torchrun(tmp_path, "with_a_log", seconds_old=3600)
+    with_log.write_text("a log")
+    program = "from nxd_trainer.launch import remove_torchrun_folders; remove_torchrun_folders()"
+    waits = [fresh_python, "-c", "input()"]
+
+    with subprocess.Popen(waits, stdin=subprocess.PIPE, env={"TORCHELASTIC_ERROR_FILE": str(alive)}) as living:
+        environment = os.environ | {"TMPDIR": str(tmp_path), "TORCHELASTIC_ERROR_FILE": str(own)}
+        subprocess.run([fresh_python, "-c", program], env=environment, check=True)
+        living.communicate(b"\n")
+
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"torchelastic_that_begins", "torchelastic_of_the_living", "torchelastic_with_a_log"}
+    assert with_log.read_text() == "a log"

@@ -153,6 +153,9 @@ def _outcome(message: Any) -> tuple[Any, str | None]:
 def _listed(failures: list[tuple[int, str]], world_size: int) -> str:
     if world_size == 1:
         return f": {failures[0][1]}"
+    texts = {failure for _, failure in failures}
+    if len(failures) > 1 and len(texts) == 1:  # as of a disk that is full for all of them
+        return f" on {len(failures)} of {world_size} ranks: {texts.pop()}"
     lines = [f"  rank {rank}: {failure}" for rank, failure in failures[:8]]
     if len(failures) > 8:
         lines.append(f"  and {len(failures) - 8} more ranks")

@@ -1,14 +1,19 @@
 """Writers that fail, die or stop, and parents that die: all ranks hear of it, and the folder holds old or new."""
 
+import errno
 import gc
+import multiprocessing
 import os
 import resource
 import signal
+import sys
 import threading
 
 import pytest
 import torch
 from nxd_ckpt import CheckpointError, async_save, end_async_saves, list_checkpoints, open_checkpoint
+from nxd_ckpt.asynchronous.handover import Slice
+from nxd_ckpt.asynchronous.writer import FileToWrite, NothingMore, WritingFailed, main
 
 from ..crash.forked_ranks import run_forked
 from .processes import arenas, children_of, ends_within, open_files, wait_until_written, writer_of
@@ -96,6 +101,33 @@ def test_writer_that_fails_on_one_rank_is_raised_by_all_and_replaced(tmp_path, b
     assert texts[0].startswith(f"saving checkpoint 't' to {tmp_path} failed on 1 of 2 ranks\n  rank 1: ")
     assert expected in texts[0]
     assert value_of(tmp_path, "t") == 3
+
+
+class NoRoom:
+    """A transaction whose storage is full."""
+
+    def write_file(self, file, parts):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_writer_that_failed_says_nothing_to_the_rest_of_the_file(tmp_path, monkeypatch, capfd, deadline):
+    ours, theirs = multiprocessing.Pipe()
+    monkeypatch.setattr(sys, "argv", ["writer", str(os.memfd_create("arena")), str(theirs.fileno()), str(os.getpid())])
+    writer = multiprocessing.get_context("fork").Process(target=main)
+    writer.start()
+    theirs.close()
+    request = FileToWrite(NoRoom(), "a.safetensors", b"header", [8])
+
+    for message in (request, Slice(0, 8), NothingMore(), request):
+        ours.send(message)
+
+    failures = [ours.recv() if ours.poll(deadline(30)) else None for _ in range(2)]
+    writer.kill()
+    writer.join()
+    ours.close()
+    os.close(int(sys.argv[1]))
+    assert failures == [WritingFailed("OSError: [Errno 28] No space left on device")] * 2
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_writer_that_was_killed_between_saves_is_replaced(tmp_path):

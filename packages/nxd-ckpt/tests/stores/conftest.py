@@ -10,6 +10,9 @@ def s3_server():
     """The address of a server that speaks S3."""
     pytest.importorskip("s3fs", reason="needs s3fs: pip install 'nxd-ckpt[s3]'")
     server = pytest.importorskip("moto.server", reason="needs a local S3: pip install 'moto[server]'")
+    import fsspec.asyn
+
+    fsspec.asyn.get_loop()  # which stays open
     running = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     running.start()
     host, port = running.get_host_and_port()
@@ -31,7 +34,8 @@ def s3_bucket(s3_server, monkeypatch):
         monkeypatch.setenv(name, value)
     bucket = f"b-{uuid.uuid4().hex}"
     fsspec.filesystem("s3", skip_instance_cache=True).mkdir(bucket)
-    return bucket
+    yield bucket
+    fsspec.filesystem("s3").clear_instance_cache()  # which closes its connections
 
 
 @pytest.fixture(params=["folder", "memory", "s3"])

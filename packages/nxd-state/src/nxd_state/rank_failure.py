@@ -1,9 +1,12 @@
 """What a rank shows when it cannot continue: its own failure in full, the failure of another rank in one line.
 
+A disk that is full or gone is one line as well: no line of the program is wrong.
+
 The failure of one rank fails the others as well: their collectives are never completed. Only the first failure says
 what is wrong. So the other ranks wait until it has been shown, and then each of them shows one line: what it was doing.
 """
 
+import errno
 import os
 import re
 import sys
@@ -34,6 +37,7 @@ _TIMEOUT = re.compile(
 _BACKEND_FAILURE = re.compile(
     r"(?s)gloo.*(peer|Broken pipe|[Cc]onnect)|NCCL communicator was aborted|NCCL error: remote process exited"
 )
+_FAILURES_OF_STORAGE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE}
 _ADVICE_OF_GLOO = " This is typically caused by"
 
 
@@ -58,9 +62,12 @@ def report_failure(error: BaseException) -> int:
     """
     rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
     if not is_peer_failure(error):
-        text = "".join(traceback.format_exception(error))
-        # One write: lines of several ranks do not mix.
-        print(f"rank {rank} failed:\n{text}" if "RANK" in os.environ else text, file=sys.stderr, flush=True)
+        if isinstance(error, OSError) and error.errno in _FAILURES_OF_STORAGE:
+            text = f"rank {rank} failed: {describe_failure(error)}"
+        else:
+            text = "".join(traceback.format_exception(error))
+            text = f"rank {rank} failed:\n{text}" if "RANK" in os.environ else text
+        print(text, file=sys.stderr, flush=True)  # one write: lines of several ranks do not mix
         _tell(FAILURE_SHOWN, str(rank))
         return EXIT_FAILED
     _tell(f"{FAILURE_SHOWN}/line_of_{rank}", "1")

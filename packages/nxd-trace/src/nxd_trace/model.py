@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import threading
 import weakref
@@ -21,6 +20,7 @@ from nxd_trace.manifest import MANIFEST, WEIGHTS, Manifest, RankManifest, rank_f
 from nxd_trace.memory import SharedTensors
 from nxd_trace.signature import Signature
 from nxd_trace.structure import flatten
+from nxd_trace.temporary_model import TemporaryModelFolder
 from nxd_trace.weights import WeightSource, as_source, check_fit, find_misfits, tied_names
 from nxd_trace.workers.group import WorkerGroup
 from nxd_trace.workers.messages import ReadState, ReplaceWeights, ResetState, Serve
@@ -155,7 +155,7 @@ class TensorParallelModel(nn.Module):
         with self._lock, as_source(weights) as source:
             workers = self._running_workers()
             self._check_fit(weights, source)
-            temporary = TemporaryDirectory(prefix="nxd_trace_")
+            temporary = TemporaryModelFolder()
             folder = Path(temporary.name)
             copy_model(self.folder, folder, without=WEIGHTS)
             request = ReplaceWeights(dumps_for_workers(source, "the source of weights"), str(folder))
@@ -179,15 +179,15 @@ class TensorParallelModel(nn.Module):
             self._start(None)
 
     def check_workers(self) -> None:
-        """Look whether the workers are alive, which costs little.
+        """Look whether the workers could answer, which costs little.
 
         Raises:
-            WorkerError: one has ended, or the model is closed.
+            WorkerError: one has ended or is stopped, or the model is closed.
         """
         with self._lock:
             workers = self._running_workers()
-            if not all(map(_is_alive, workers.pids)):
-                workers.ask_all(ResetState(), "a look at the workers")  # raises, and says how it ended
+            if not workers.can_answer:
+                workers.ask_all(ResetState(), "a look at the workers")  # raises, unless one went on meanwhile
 
     def close(self) -> None:
         """End the worker processes. Calls then raise; `restart` starts new ones."""
@@ -304,14 +304,6 @@ def copy_model(source: Path, target: Path, *, without: str = "") -> None:
             copy = target / path.relative_to(source)
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, copy)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 def _fits(spec: Any, tensor: Tensor) -> bool:

@@ -27,6 +27,7 @@ from nxd_trace.model import TensorParallelModel
 from nxd_trace.program import Program
 from nxd_trace.signature import Signature, TensorSpec
 from nxd_trace.structure import flatten
+from nxd_trace.temporary_model import TemporaryModelFolder
 from nxd_trace.weights import WeightSource, as_source
 from nxd_trace.workers.building import BuildCall, ProgramReport
 from nxd_trace.workers.group import WorkerGroup
@@ -81,7 +82,7 @@ def trace_programs(
     if not names or len(set(names)) < len(names):
         raise ValueError(f"programs are named {names}; give at least one, and each another name")
     compiler = choose_compiler(settings.compiler)
-    temporary = TemporaryDirectory(prefix="nxd_trace_")
+    temporary = TemporaryModelFolder()
     try:
         with nullcontext() if settings.weights is None else as_source(settings.weights) as source:
             trace = _Trace(func, programs, compiler, settings, source, bucket_config, Path(temporary.name))

@@ -10,12 +10,15 @@ import queue
 import re
 import signal
 import socket
+import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -205,6 +208,49 @@ def end_with_launcher() -> None:
             os.kill(int(os.environ[LAUNCHER_PID]), 0)
         except ProcessLookupError:  # it ended before that
             os._exit(EXIT_STOPPED)
+
+
+_TORCHRUN_FOLDER = "torchelastic_"
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # in .../torchelastic_*/<run>/attempt_0/<rank>/, for torch's `record`
+_SECONDS_OF_A_START = 600.0  # torchrun makes its folder before the first rank runs
+
+
+def remove_torchrun_folders() -> None:
+    """Remove the folder for logs that torchrun has made for its ranks and never removes, unless it holds a file.
+
+    Those that torchruns of the past have left are removed as well: empty ones of this user that no process names.
+    """
+    error_file = os.environ.pop(_ERROR_FILE, "")
+    if error_file:
+        folder = Path(error_file).parent
+        for level in (folder, *folder.parents):
+            if not any(it.name.startswith(_TORCHRUN_FOLDER) for it in (level, *level.parents)):
+                break
+            with suppress(OSError):  # of other ranks as well, the last of which removes it
+                level.rmdir()
+    with suppress(OSError):
+        for folder in Path(tempfile.gettempdir()).glob(f"{_TORCHRUN_FOLDER}*"):
+            if _is_left_over(folder):
+                for path, _, _ in os.walk(folder, topdown=False):
+                    os.rmdir(path)
+
+
+def _is_left_over(folder: Path) -> bool:
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or not Path("/proc/self/environ").exists():
+        return False
+    paths = [folder, *folder.rglob("*")]
+    newest = max(path.lstat().st_mtime for path in paths)
+    if not all(path.is_dir() for path in paths) or time.time() - newest < _SECONDS_OF_A_START:
+        return False
+    return not any(os.fsencode(f"{_ERROR_FILE}={folder}/") in environment for environment in _environments())
+
+
+def _environments() -> Iterator[bytes]:
+    """With which the processes that this user may ask were started."""
+    for file in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):  # it has ended, or is another user's
+            yield file.read_bytes()
 
 
 FIRST_PORT, NUM_PORTS = 20000, 10000

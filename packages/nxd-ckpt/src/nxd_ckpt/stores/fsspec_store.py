@@ -107,6 +107,11 @@ class FsspecStore:
                 if len(content) < end - start:
                     missing = end - start - len(content)
                     raise CheckpointError(f"the file ends at byte {start + len(content)}, {missing} bytes early")
+                if len(content) > end - start:  # these may be of another place in the file
+                    raise CheckpointError(
+                        f"the store answered with more bytes than were asked for: {len(content)} for {end - start}; it "
+                        "must obey ranges"
+                    )
                 for piece in span:
                     piece.destination[:] = memoryview(content)[piece.offset - start : _end(piece) - start]
 

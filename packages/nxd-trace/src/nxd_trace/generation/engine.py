@@ -198,7 +198,7 @@ class GenerationEngine:
         """Look whether the workers are alive, while there is nothing to step.
 
         Raises:
-            WorkerError: one has ended.
+            WorkerError: one has ended or is stopped.
         """
         for model in self._models:
             model.check_workers()

@@ -194,7 +194,7 @@ def next_token_probabilities(logits: Tensor, settings: SamplingSettings) -> Tens
         float64 `[vocab]`, zeros for what is cut off; the likeliest token always stays.
     """
     scores = logits.double()  # which has room for every temperature and top_p that Python has
-    scores = (scores - scores.max()) / settings.temperature
+    scores = (scores - scores.max()) / float(settings.temperature)  # torch takes no whole numbers above 2**63
     if 0 < settings.top_k < scores.numel():
         kept = scores.topk(settings.top_k)
         scores = torch.full_like(scores, -torch.inf).scatter(0, kept.indices, kept.values)

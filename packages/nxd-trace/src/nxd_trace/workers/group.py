@@ -62,6 +62,15 @@ class WorkerProcess:
         return self._process.pid
 
     @property
+    def can_answer(self) -> bool:
+        """Whether it has not ended, and is not stopped."""
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return False
+        return not self.is_stopped
+
+    @property
     def is_stopped(self) -> bool:
         """Whether a signal such as SIGSTOP has halted it, and it waits for SIGCONT; never where that is unknown."""
         try:
@@ -141,6 +150,11 @@ class WorkerGroup:
     def is_open(self) -> bool:
         """Whether the processes are there to be asked."""
         return self._is_open
+
+    @property
+    def can_answer(self) -> bool:
+        """Whether no process has ended or is stopped."""
+        return all(worker.can_answer for worker in self._workers)
 
     @property
     def pids(self) -> list[int]:

@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from nxd_trainer.cli import ckpt, data, doctor, export, generate, import_hugging_face, parity, plan, run, serve, train
 from nxd_trainer.cli.command import UserError, leave_mesh, reports_user_errors
-from nxd_trainer.launch import end_with_launcher, is_launched, slurm_environment
+from nxd_trainer.launch import end_with_launcher, is_launched, remove_torchrun_folders, slurm_environment
 from nxd_trainer.logs import log_level
 
 EXIT_MISTAKE = 2
@@ -33,6 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.environ.update(reports_user_errors(lambda: slurm_environment(os.environ)))
         if is_launched():
             end_with_launcher()
+            if options.command != "run":  # whose script may write its errors there
+                remove_torchrun_folders()
         code: int = options.run(options)
         sys.stdout.flush()
     except UserError as mistake:

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import sys
 
 from nxd_trainer.cli.command import (
     Commands,
@@ -12,7 +13,7 @@ from nxd_trainer.cli.command import (
     reports_user_errors,
     started_ranks,
 )
-from nxd_trainer.launch import EXIT_STOPPED, is_launched
+from nxd_trainer.launch import EXIT_STOPPED, LAUNCHER_PID, is_launched
 from nxd_trainer.recipe import Recipe, check_layout, load_recipe, render_recipe_help
 
 
@@ -69,6 +70,12 @@ def run(options: argparse.Namespace) -> int:
             raise PeerError(str(error)) from error
         except (CheckpointError, TrainingDiverged) as error:  # every rank raises the same
             raise UserError(str(error)) from error
+        except OSError as error:  # a full disk; of several ranks, only the one that writes knows
+            if is_launched():
+                raise
+            raise UserError(str(error)) from error
+    if result.stopped and LAUNCHER_PID not in os.environ and os.environ.get("RANK", "0") == "0":
+        print(f"nxd train: stopped by a signal after step {result.step}, which is saved", file=sys.stderr, flush=True)
     leave_mesh()
     return EXIT_STOPPED if result.stopped else 0
 

@@ -150,9 +150,8 @@ class MetricsLog:
             for tracker in self._trackers:
                 tracker.log(record)
         except OSError as error:
-            raise OSError(
-                f"the metrics of step {record.step} cannot be written to {self.file.parent}: {error}"
-            ) from error
+            what = f"the metrics of step {record.step} cannot be written: {error.strerror or error}"
+            raise OSError(error.errno, what, str(self.file.parent)) from error
 
     def close(self) -> None:
         """Close the file, and the trackers."""

@@ -1,6 +1,14 @@
-"""TensorBoard scalars of a run, in `tensorboard/` of its folder."""
+"""TensorBoard scalars of a run, in `tensorboard/` of its folder.
 
+The file is written here and not by torch's `SummaryWriter`, whose thread prints a traceback of its own where the disk
+is full.
+"""
+
+import os
+import socket
+import time
 from pathlib import Path
+from typing import Any
 
 from nxd_trainer.report.metrics import StepRecord
 from nxd_trainer.report.trackers import scalars_of
@@ -23,18 +31,36 @@ class TensorBoardTracker:
     """
 
     def __init__(self, folder: Path, *, first_step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415  (optional package)
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # noqa: PLC0415 - optional
+        from tensorboard.compat.proto.summary_pb2 import Summary  # noqa: PLC0415 - optional
+        from tensorboard.summary.writer.record_writer import RecordWriter  # noqa: PLC0415 - optional
 
-        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step + 1)
+        self._event, self._summary = Event, Summary
+        folder = folder / "tensorboard"
+        folder.mkdir(parents=True, exist_ok=True)
+        # Files are read in the order of their names.
+        name = f"events.out.tfevents.{time.time():017.6f}.{socket.gethostname()}.{os.getpid()}"
+        self._writer = RecordWriter((folder / name).open("wb"))
+        self._write(Event(file_version="brain.Event:2"))
+        self._write(Event(step=first_step + 1, session_log=SessionLog(status=SessionLog.START)))
+        self._writer.flush()
 
     def log(self, record: StepRecord) -> None:
-        """Add a record."""
+        """Add a record.
+
+        Raises:
+            OSError: it cannot be written.
+        """
         old = {tag: getattr(record, name) for name, tag in _OLD_TAGS.items()}
-        for tag, value in {**scalars_of(record), **old}.items():
-            if value is not None:
-                self._writer.add_scalar(tag, value, record.step)
+        scalars = {tag: value for tag, value in {**scalars_of(record), **old}.items() if value is not None}
+        values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
+        self._write(self._event(step=record.step, summary=self._summary(value=values)))
         self._writer.flush()
 
     def close(self) -> None:
         """Close the file."""
         self._writer.close()
+
+    def _write(self, event: Any) -> None:
+        event.wall_time = time.time()
+        self._writer.write(event.SerializeToString())
