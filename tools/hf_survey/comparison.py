@@ -1,14 +1,15 @@
-"""One architecture at one layout against one process: the loss and the gradient of every parameter, in float64.
+"""One architecture at one layout against one process: loss, gradients, and tokens per expert, in float64.
 
 The functions `one_process` and `one_rank` run on the ranks; what they return is put together by `compare`. The
 ranks leave a model's layout to `nxd_layers.hf.parallelize` and `NxDPPModel`, as a user would.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
-from nxd_layers.hf import parallelize
+from nxd_layers.experts import BalanceConfig, RouterBalance
+from nxd_layers.hf import find_routers, parallelize
 from nxd_optim import GradientReducer, reduce_sequence_parallel_gradients
 from nxd_pipeline import NxDPPModel
 from nxd_state import all_reduce, get_group, initialize_model_parallel
@@ -55,10 +56,15 @@ EXPERT_LAYOUTS = (
 
 @dataclass(frozen=True)
 class Step:
-    """The loss (where this rank has it) and gradients of a step; `refusal` is set instead where there was none."""
+    """The loss (where this rank has it) and gradients of a step; `refusal` is set instead where there was none.
+
+    Attributes:
+        tokens_per_expert: `[layers, experts]`, of all ranks.
+    """
 
     loss: Tensor | None = None
     gradients: Sequence[LogicalPiece] = ()
+    tokens_per_expert: Tensor = field(default_factory=lambda: torch.zeros(0))
     refusal: str = ""
 
 
@@ -66,11 +72,17 @@ def one_process(model_type: str) -> Step:
     """Forward and backward of the unsharded model."""
     with InFloat64():
         model = tiny_model(model_type)
-        losses = [model(**part).loss for part in _microbatches(model_type)]
+        balance = RouterBalance(dict(model.named_modules()), find_routers(model), BalanceConfig())
+        losses = balance.train(
+            lambda: [model(**part).loss for part in _microbatches(model_type)],
+            count=None,
+            num_microbatches=MICROBATCHES,
+            num_sequences=1,
+        )
         loss = torch.stack(losses).mean()
         loss.backward()
         named = [(name, p, p.grad) for name, p in model.named_parameters() if p.grad is not None]
-    return Step(loss.detach(), logical_pieces(named))
+    return Step(loss.detach(), logical_pieces(named), _tokens(balance))
 
 
 def one_rank(model_type: str, layout: Layout) -> Step:
@@ -81,6 +93,7 @@ def one_rank(model_type: str, layout: Layout) -> Step:
     initialize_model_parallel(layout.tp, layout.pp, layout.ep)
     with InFloat64():
         model = tiny_model(model_type)
+        routers = find_routers(model)
         try:
             if layout.tp > 1 or layout.ep > 1:
                 model = parallelize(model, expert_parallel=layout.ep > 1)
@@ -88,8 +101,10 @@ def one_rank(model_type: str, layout: Layout) -> Step:
         except (ValueError, NotImplementedError) as refusal:
             return Step(refusal=str(refusal))
         replicas = get_group("dp")
-        loss = pipeline.run_train(
-            **{name: it.chunk(replicas.size)[replicas.rank] for name, it in tiny_batch(model_type).items()}
+        own = {name: it.chunk(replicas.size)[replicas.rank] for name, it in tiny_batch(model_type).items()}
+        balance = RouterBalance(dict(pipeline.local_named_modules()), routers, BalanceConfig())
+        loss = balance.train(
+            lambda: pipeline.run_train(**own), count=None, num_microbatches=MICROBATCHES, num_sequences=1
         )
         GradientReducer(pipeline.local_parameters(), find_unused_parameters=True).finish()
         reduce_sequence_parallel_gradients(pipeline.local_parameters())
@@ -97,7 +112,7 @@ def one_rank(model_type: str, layout: Layout) -> Step:
         named = [(tied.get(n, n), p, p.grad) for n, p in pipeline.local_named_parameters() if p.grad is not None]
     pieces = [replace(it, name=logical_name(*it.name.partition(":")[::2])) for it in logical_pieces(named)]
     assert not isinstance(loss, list)
-    return Step(None if loss is None else all_reduce(loss.detach(), replicas, op="avg"), pieces)
+    return Step(None if loss is None else all_reduce(loss.detach(), replicas, op="avg"), pieces, _tokens(balance))
 
 
 def compare(expected: Step, ranks: Sequence[Step]) -> str:
@@ -114,6 +129,8 @@ def compare(expected: Step, ranks: Sequence[Step]) -> str:
             return f"loss {loss.item():.12g} instead of {expected.loss.item():.12g}"
     if not losses:
         return "no rank has the loss"
+    if any(not torch.equal(step.tokens_per_expert, expected.tokens_per_expert) for step in ranks):
+        return "tokens per expert"
     try:
         gradients = assemble_logical([step.gradients for step in ranks], rtol=RTOL)
     except AssertionError as error:
@@ -124,6 +141,11 @@ def compare(expected: Step, ranks: Sequence[Step]) -> str:
         name for name in wanted.keys() | gradients.keys() if not _equal(gradients.get(name), wanted.get(name), scale)
     ]
     return f"gradient of {_some(wrong)}" if wrong else ""
+
+
+def _tokens(balance: RouterBalance) -> Tensor:
+    assert balance.statistics is not None  # a step was taken
+    return balance.statistics.tokens_per_expert
 
 
 def _equal(gradient: Tensor | None, wanted: Tensor | None, scale: float) -> bool:

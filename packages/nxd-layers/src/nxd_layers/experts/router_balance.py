@@ -88,11 +88,13 @@ class RouterBalance:
         statistics: of the last step; None before the first.
     """
 
-    def __init__(self, model: nn.Module, layers: Mapping[str, RouterLayer], config: BalanceConfig) -> None:
+    def __init__(
+        self, modules: Mapping[str, nn.Module], layers: Mapping[str, RouterLayer], config: BalanceConfig
+    ) -> None:
         """Hook into the routers of a model.
 
         Args:
-            model: with this rank's part of the routers, under the names of the whole model.
+            modules: of this rank, by their names in the whole model.
             layers: of the whole model, from `find_routers`.
             config: what is to be done.
 
@@ -108,13 +110,12 @@ class RouterBalance:
         self._totals: _Sums | None = None  # of all ranks, once they are known
         self._microbatches = self._sequences = 0
         self._adds_gradients = self._is_one_forward = False
-        here = dict(model.named_modules())
         for index, (name, layer) in enumerate(layers.items()):
-            if name in here:
-                here[name].register_forward_hook(partial(self._after_router, index, layer))
+            if name in modules:
+                modules[name].register_forward_hook(partial(self._after_router, index, layer))
                 if layer.bias is not None:
                     owner, _, attribute = layer.bias.rpartition(".")
-                    self._biases[index] = here[owner], attribute
+                    self._biases[index] = modules[owner], attribute
 
     @property
     def needs_totals(self) -> bool:

@@ -93,7 +93,7 @@ class NxDModel(nn.Module):
         Raises:
             ValueError: the routers cannot do it.
         """
-        balance = self.router_balance = RouterBalance(self, layers, config)
+        balance = self.router_balance = RouterBalance(dict(self.named_modules()), layers, config)
         if not self._is_cut:
             self._stages[0].register_forward_hook(lambda *_: balance.forward_is_done())
         return balance
