@@ -44,13 +44,12 @@ LAYOUTS = {
     "TP 2 x SP": (2, ["parallel.tensor_parallel_size=2", "parallel.sequence_parallel=true"]),
     "DP 2 + ZeRO-1": (2, ["parallel.zero1=true"]),
     "CP 2": (2, ["parallel.context_parallel_size=2"]),
-    "CP 2 x TP 2 + SP, recomputed": (
+    "CP 2 x TP 2 + SP": (
         4,
         [
             "parallel.context_parallel_size=2",
             "parallel.tensor_parallel_size=2",
             "parallel.sequence_parallel=true",
-            "parallel.activation_checkpointing=full",
         ],
     ),
 }

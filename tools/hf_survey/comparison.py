@@ -1,4 +1,4 @@
-"""One architecture at one layout against one process: the loss and the gradient of every parameter, in float64.
+"""One architecture at one layout against one process: loss, gradients, and tokens per expert, in float64.
 
 The functions `one_process` and `one_rank` run on the ranks; what they return is put together by `compare`. The
 ranks leave a model's layout to `nxd_layers.hf.parallelize` and `NxDPPModel`, as a user would.
@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 
 import torch
 from nxd_layers.context import Transport
-from nxd_layers.hf import parallelize
+from nxd_layers.experts import BalanceConfig, RouterBalance
+from nxd_layers.hf import find_routers, parallelize
 from nxd_optim import GradientReducer, reduce_sequence_parallel_gradients
 from nxd_pipeline import NxDPPModel
 from nxd_state import all_reduce, get_group, initialize_model_parallel
@@ -71,10 +72,15 @@ CONTEXT_LAYOUTS = (
 
 @dataclass(frozen=True)
 class Step:
-    """The loss (where this rank has it) and gradients of a step; `refusal` is set instead where there was none."""
+    """The loss (where this rank has it) and gradients of a step; `refusal` is set instead where there was none.
+
+    Attributes:
+        tokens_per_expert: `[layers, experts]`, of all ranks; None where sequences are filled up, and that is counted.
+    """
 
     loss: Tensor | None = None
     gradients: Sequence[LogicalPiece] = ()
+    tokens_per_expert: Tensor | None = None
     refusal: str = ""
 
 
@@ -82,11 +88,17 @@ def one_process(model_type: str) -> Step:
     """Forward and backward of the unsharded model."""
     with InFloat64():
         model = tiny_model(model_type)
-        losses = [model(**part).loss for part in _microbatches(model_type)]
+        balance = RouterBalance(dict(model.named_modules()), find_routers(model), BalanceConfig())
+        losses = balance.train(
+            lambda: [model(**part).loss for part in _microbatches(model_type)],
+            count=None,
+            num_microbatches=MICROBATCHES,
+            num_sequences=1,
+        )
         loss = torch.stack(losses).mean()
         loss.backward()
         named = [(name, p, p.grad) for name, p in model.named_parameters() if p.grad is not None]
-    return Step(loss.detach(), logical_pieces(named))
+    return Step(loss.detach(), logical_pieces(named), _tokens(balance))
 
 
 def one_rank(model_type: str, layout: Layout) -> Step:
@@ -97,6 +109,7 @@ def one_rank(model_type: str, layout: Layout) -> Step:
     initialize_model_parallel(layout.tp, layout.pp, layout.ep, context_parallel_size=layout.cp)
     with InFloat64():
         model = tiny_model(model_type)
+        routers = find_routers(model)
         try:
             if layout.tp * layout.ep * layout.cp > 1:
                 model = parallelize(model, expert_parallel=layout.ep > 1, context_transport=layout.transport)
@@ -104,8 +117,10 @@ def one_rank(model_type: str, layout: Layout) -> Step:
         except (ValueError, NotImplementedError) as refusal:
             return Step(refusal=str(refusal))
         replicas = get_group("dp")
-        loss = pipeline.run_train(
-            **{name: it.chunk(replicas.size)[replicas.rank] for name, it in tiny_batch(model_type).items()}
+        own = {name: it.chunk(replicas.size)[replicas.rank] for name, it in tiny_batch(model_type).items()}
+        balance = RouterBalance(dict(pipeline.local_named_modules()), routers, BalanceConfig())
+        loss = balance.train(
+            lambda: pipeline.run_train(**own), count=None, num_microbatches=MICROBATCHES, num_sequences=1
         )
         GradientReducer(pipeline.local_parameters(), find_unused_parameters=True).finish()
         reduce_sequence_parallel_gradients(pipeline.local_parameters())
@@ -113,7 +128,8 @@ def one_rank(model_type: str, layout: Layout) -> Step:
         named = [(tied.get(n, n), p, p.grad) for n, p in pipeline.local_named_parameters() if p.grad is not None]
     pieces = [replace(it, name=logical_name(*it.name.partition(":")[::2])) for it in logical_pieces(named)]
     assert not isinstance(loss, list)
-    return Step(None if loss is None else all_reduce(loss.detach(), replicas, op="avg"), pieces)
+    whole_loss = None if loss is None else all_reduce(loss.detach(), replicas, op="avg")
+    return Step(whole_loss, pieces, _tokens(balance) if layout.cp == 1 else None)
 
 
 def compare(expected: Step, ranks: Sequence[Step]) -> str:
@@ -130,6 +146,9 @@ def compare(expected: Step, ranks: Sequence[Step]) -> str:
             return f"loss {loss.item():.12g} instead of {expected.loss.item():.12g}"
     if not losses:
         return "no rank has the loss"
+    counted = [step.tokens_per_expert for step in ranks if step.tokens_per_expert is not None]
+    if counted and not all(torch.equal(tokens, _known(expected.tokens_per_expert)) for tokens in counted):
+        return "tokens per expert"
     try:
         gradients = assemble_logical([step.gradients for step in ranks], rtol=RTOL)
     except AssertionError as error:
@@ -140,6 +159,16 @@ def compare(expected: Step, ranks: Sequence[Step]) -> str:
         name for name in wanted.keys() | gradients.keys() if not _equal(gradients.get(name), wanted.get(name), scale)
     ]
     return f"gradient of {_some(wrong)}" if wrong else ""
+
+
+def _known(tokens: Tensor | None) -> Tensor:
+    assert tokens is not None  # of one process
+    return tokens
+
+
+def _tokens(balance: RouterBalance) -> Tensor:
+    assert balance.statistics is not None  # a step was taken
+    return balance.statistics.tokens_per_expert
 
 
 def _equal(gradient: Tensor | None, wanted: Tensor | None, scale: float) -> bool:

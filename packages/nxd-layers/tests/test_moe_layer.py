@@ -3,7 +3,16 @@
 import pytest
 import torch
 from nxd_layers import gather_from_sequence_parallel_region, scatter_to_sequence_parallel_region
-from nxd_layers.experts import ExpertMLPs, MoE, RouterSinkhorn, RouterTopK, load_balancing_loss
+from nxd_layers.experts import (
+    BalanceConfig,
+    ExpertMLPs,
+    MoE,
+    RouterBalance,
+    RouterLayer,
+    RouterSinkhorn,
+    RouterTopK,
+    load_balancing_loss,
+)
 from nxd_state import all_reduce, destroy_model_parallel, get_group, get_shard_spec, initialize_model_parallel
 from torch.nn import functional as F
 
@@ -135,6 +144,20 @@ def test_sinkhorn_router_gives_experts_more_equal_numbers_of_tokens_in_training(
     assert plain[0] > 100
     assert trained.max() < 60
     assert trained.min() > 10
+
+
+def test_step_draws_the_random_numbers_that_the_forwards_counted_before_it_drew():
+    balance = RouterBalance({}, {"router": RouterLayer(4, 2)}, BalanceConfig(aux_loss_coef=1.0))
+    drawn = []
+
+    balance.train(
+        lambda: drawn.append(torch.rand(3)),
+        count=lambda: drawn.append(torch.rand(3)),
+        num_microbatches=2,
+        num_sequences=1,
+    )
+
+    assert torch.equal(*drawn)
 
 
 def test_balanced_load_has_the_loss_one():

@@ -92,6 +92,7 @@ def test_script_with_a_setup_of_its_own_gives_the_config_first_and_no_model_func
     fit(module, tmp_path)
 
     assert module.global_step == 2
+    assert module.print_pp_rank == 0
     assert (module.train_batch_size, module.logging_interval, module.loss, module.global_norm) == (2, 5, None, None)
 
 

@@ -177,6 +177,11 @@ class NeuronLTModule(_LightningModule):
         self.model = initialize_parallel_model(self.nxd_config, self.model_fn, *self.model_args, **self.model_kwargs)
         seed_model_parallel(seed)
 
+    @property
+    def print_pp_rank(self) -> int:
+        """The pipeline's rank that shows what is logged, for scripts that log themselves."""
+        return 0 if self.log_rank0 else int(self.nxd_config["pipeline_parallel_size"]) - 1
+
     def configure_optimizers(self) -> Any:
         """The optimizer of `get_param_groups_by_weight_decay`, and its scheduler."""
         names = list(inspect.signature(self.opt_cls).parameters)[1:]

@@ -7,7 +7,7 @@ the same dense layers.
 
 from dataclasses import dataclass
 
-from nxd_state import Group, ShardSpec, active_group, get_mesh, model_parallel_is_initialized
+from nxd_state import Group, ShardSpec, active_group, splits_experts
 from torch import Tensor
 
 
@@ -50,7 +50,7 @@ def dense_placement(replicas: Group | None = None) -> Placement:
 
 def expert_placement() -> Placement | None:
     """Of experts; None where the mesh does not split them. The same on all ranks."""
-    if not (model_parallel_is_initialized() and get_mesh().splits_experts):
+    if not splits_experts():
         return None
     # An expert's gradient is a sum over the tokens of all ranks whose tokens come here.
     replicas = active_group("dp_exp")

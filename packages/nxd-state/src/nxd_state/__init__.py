@@ -78,6 +78,7 @@ from nxd_state.parallel_state import (
     initialize_model_parallel,
     model_parallel_is_initialized,
     planned_world,
+    splits_experts,
     subgroup,
 )
 from nxd_state.process_groups import serve_store, transport_device
@@ -110,6 +111,7 @@ __all__ = [
     "destroy_model_parallel",
     "planned_world",
     "get_mesh",
+    "splits_experts",
     "get_group",
     "active_group",
     "subgroup",

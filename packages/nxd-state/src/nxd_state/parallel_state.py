@@ -190,6 +190,11 @@ def get_mesh() -> Mesh:
     return _current().mesh
 
 
+def splits_experts() -> bool:
+    """Whether expert layers lie on the ranks in another way than dense ones; False where no mesh is initialised."""
+    return model_parallel_is_initialized() and get_mesh().splits_experts
+
+
 def get_group(*axes: str) -> Group:
     """This rank's group along an axis ("tp", "dp", "pp", "cp", "ep", "etp", "dp_exp", "embedding") or a
     combination.

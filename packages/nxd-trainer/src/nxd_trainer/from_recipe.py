@@ -16,7 +16,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 from nxd_layers.activation_checkpoint.find import named_transformer_layers
-from nxd_layers.hf import is_transformers_model
+from nxd_layers.experts import BalanceConfig, RouterLayer
+from nxd_layers.hf import find_routers, is_transformers_model
 from nxd_layers.hf.transformers_models import takes_causal_lm_loss
 from nxd_layers.lora import ALL_LINEAR, LoraConfig
 from nxd_pipeline import Schedule, insert_communication, make_schedule, simulate
@@ -70,6 +71,7 @@ class RecipeModel:
         input_names: what its forward takes of a batch.
         layer_class: of the layers between which a pipeline is cut; None where the model tells.
         param_init_fn: gives a model without memory its first weights, module by module.
+        aux_loss_coef: of its config, for the load-balancing loss that its own forward no longer adds.
     """
 
     make: Callable[[], nn.Module]
@@ -77,6 +79,7 @@ class RecipeModel:
     input_names: Sequence[str] = ("input_ids", "labels")
     layer_class: type[nn.Module] | None = None
     param_init_fn: ParamInit | None = None
+    aux_loss_coef: float = 0.0
 
 
 def tokenizer_of(recipe: Recipe) -> tuple[Tokenizer, str]:
@@ -175,7 +178,11 @@ def transformers_model(module: Any, description: ModelDescription, dtype: torch.
             f"{type(module).__name__} with is_decoder=False sees the tokens that it is to predict; set "
             "model.config.is_decoder=true"
         )
-    module.config.get_text_config().use_cache = False  # of what was said long ago, nothing is asked in training
+    config = module.config.get_text_config()
+    config.use_cache = False  # of what was said long ago, nothing is asked in training
+    aux_loss_coef = 0.0
+    if getattr(config, "output_router_logits", False):  # its forward knows this rank's microbatch alone
+        config.output_router_logits, aux_loss_coef = False, getattr(config, "router_aux_loss_coef", 0.0)
     if dtype == torch.float64:
         module.config._experts_implementation = "eager"  # the grouped products of experts know no float64
     return RecipeModel(
@@ -183,6 +190,7 @@ def transformers_model(module: Any, description: ModelDescription, dtype: torch.
         description,
         input_names=("input_ids", "labels", "shift_labels"),
         param_init_fn=module._init_weights,
+        aux_loss_coef=aux_loss_coef,
     )
 
 
@@ -318,11 +326,39 @@ def describe_pipeline(recipe: Recipe) -> str:
 def build_model(recipe: Recipe, model: RecipeModel) -> NxDModel:
     """The model on this rank, with its first weights; they depend on the seed, not on the layout."""
     torch.manual_seed(recipe.train.seed)
-    built = initialize_parallel_model(nxd_config(recipe, model), model.make).train()
+    routers: dict[str, RouterLayer] = {}
+
+    def make() -> nn.Module:
+        module = model.make()
+        routers.update(find_routers(module))
+        return module
+
+    built = initialize_parallel_model(nxd_config(recipe, model), make).train()
+    _balance_experts(recipe, built, routers, model.aux_loss_coef)
     if recipe.train.compile:
         compile_layers(built, model.layer_class)
     seed_model_parallel(recipe.train.seed)
     return built
+
+
+def _balance_experts(recipe: Recipe, model: NxDModel, routers: Mapping[str, RouterLayer], aux_loss_coef: float) -> None:
+    """Have a model's experts counted, and its routers trained as the recipe says."""
+    options = recipe.moe
+    config = BalanceConfig(
+        aux_loss_coef=aux_loss_coef if options.aux_loss_coef is None else options.aux_loss_coef,
+        aux_loss_scope=options.aux_loss_scope,
+        z_loss_coef=options.z_loss_coef,
+        bias_update_rate=options.bias_update_rate,
+    )
+    asks_for_nothing = config == BalanceConfig(aux_loss_scope=options.aux_loss_scope)
+    if asks_for_nothing and (not routers or recipe.train.compile or records_graphs()):
+        return
+    if records_graphs():
+        raise ValueError("moe.*: on XLA nothing is known of what routers choose; leave the keys of [moe] out")
+    try:
+        model.balance_experts(config, routers)
+    except ValueError as error:  # its keys have the same names
+        raise ValueError(f"moe.{error}") from error
 
 
 def compile_layers(model: nn.Module, layer_class: type[nn.Module] | None) -> None:

@@ -93,6 +93,14 @@ def test_shortcuts_lead_to_the_model_and_say_what_it_lacks(llama_config):
         _ = wrapped.name_or_path
 
 
+def test_methods_of_the_model_itself_can_be_called(llama_config):
+    wrapped, _ = make(llama_config)
+    wrapped.module.zero_padding_weights = lambda: "zeros"  # a script's own
+
+    assert wrapped.zero_padding_weights() == "zeros"
+    assert wrapped.lm_head is wrapped.module.lm_head
+
+
 def test_modes_moves_and_functions_reach_the_model(llama_config):
     wrapped, _ = make(llama_config)
     seen = []

@@ -152,6 +152,11 @@ from nxd_trainer.recipe.sections import ScheduleName
             ["dpo.beta=0.1", "data.path=rows.jsonl", "model.path=folder", "data.chat=true"],
             "dpo.beta=0.1 is not for data.chat; leave that out",
         ),
+        (["moe.z_loss_coef=0.1"], "moe.z_loss_coef=0.1 is for models with experts; our Llama has none"),
+        (
+            ["moe.aux_loss_coef=0.1", "model.type=mixtral", "train.compile=true"],
+            "moe.aux_loss_coef=0.1 counts what routers choose, which needs train.compile=false",
+        ),
         (["dpo.label_smoothing=0.1"], "dpo.label_smoothing means nothing with dpo.beta=0; set dpo.beta"),
         (
             ["lora.target_modules=q_proj"],

@@ -144,7 +144,9 @@ def test_unknown_section_names_the_nearest_one():
 def test_unknown_section_like_no_other_lists_all():
     (mistake,) = mistakes_of(xyzzy={"steps": 1})
 
-    assert mistake.endswith("sections are model, parallel, pipeline, data, train, optimizer, lora, dpo, checkpoint")
+    assert mistake.endswith(
+        "sections are model, parallel, moe, pipeline, data, train, optimizer, lora, dpo, checkpoint"
+    )
 
 
 @pytest.mark.parametrize(

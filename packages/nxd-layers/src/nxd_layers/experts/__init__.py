@@ -5,6 +5,7 @@ from nxd_layers.experts.dispatch import dispatch_replicated_tokens, expert_paral
 from nxd_layers.experts.layer import MoE
 from nxd_layers.experts.mlps import ACTIVATIONS, ExpertMLPs
 from nxd_layers.experts.parameters import mark_expert_parameter, shard_experts
+from nxd_layers.experts.router_balance import BalanceConfig, RouterBalance, RouterLayer, RouterStatistics
 from nxd_layers.experts.routers import RouterBase, RouterSinkhorn, RouterTopK
 
 __all__ = [
@@ -15,6 +16,10 @@ __all__ = [
     "RouterTopK",
     "RouterSinkhorn",
     "load_balancing_loss",
+    "RouterBalance",
+    "BalanceConfig",
+    "RouterLayer",
+    "RouterStatistics",
     "expert_parallel_forward",
     "dispatch_replicated_tokens",
     "shares_tokens_out",

@@ -6,11 +6,10 @@ import torch
 from nxd_state import (
     ShardSpec,
     active_group,
-    get_mesh,
-    model_parallel_is_initialized,
     set_partition_attributes,
     set_shard_spec,
     shard_along,
+    splits_experts,
 )
 from torch import Tensor, nn
 
@@ -56,14 +55,13 @@ class ExpertLinear(nn.Module):
         group = active_group("etp")
         dim = 1 if split == "inputs" else 2
         spec = shard_along(self._shape, dim, rank=group.rank, size=group.size, stride=stride)
-        splits_experts = model_parallel_is_initialized() and get_mesh().splits_experts
-        self._spec: ShardSpec = spec_of_own_experts(spec) if splits_experts else spec
+        self._spec: ShardSpec = spec_of_own_experts(spec) if splits_experts() else spec
         self.weight = empty_parameter(self._spec.local_shape, dtype, device)
         if group.size > 1:
             set_partition_attributes(self.weight, partition_dim=dim, num_partitions=group.size, stride=stride)
-        if splits_experts:
+        if splits_experts():
             mark_expert_parameter(self.weight)
-        if splits_experts or group.size > 1:
+        if splits_experts() or group.size > 1:
             set_shard_spec(self.weight, self._spec)
         self.reset_parameters()
 

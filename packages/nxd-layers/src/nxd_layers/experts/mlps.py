@@ -101,8 +101,10 @@ class ExpertMLPs(nn.Module):
         intermediate_size: of an expert.
         hidden_act: a key of `ACTIVATIONS`.
         glu_mlp: whether an expert has a gate.
-        capacity_factor: each expert takes that multiple of its even share of this replica's tokens, the first ones, and
-            no more; None for all.
+        capacity_factor: each expert takes the first `ceil(tokens * top_k * capacity_factor / num_experts)` of this
+            replica's tokens in one forward that choose it, in the order of the tokens, and no more; None for all. Which
+            ones are dropped does not depend on how experts and layers are split over ranks (EP, TP, PP, split
+            sequences), but on the data-parallel degree and on microbatches: these decide which tokens a replica has.
         normalize_top_k_affinities: divide the affinities of a token by the sum of those that are used.
         init_method: of the first weight of an expert, float32 `[in, out]`.
         output_layer_init_method: of the second.

@@ -128,9 +128,12 @@ class RouterSinkhorn(RouterBase):
         top_k: 1.
         hidden_size: of tokens.
         act_fn: "sigmoid" or "softmax".
+        sequence_parallel_enabled: as for `RouterBase`.
+        sequence_dimension: as for `RouterBase`.
+        dtype: of the weight.
+        device: of the weight.
         sinkhorn_iterations: at most so many; 30 if None.
         sinkhorn_tol: end when the scales of experts change by less on average; None not to look.
-        **options: of `RouterBase`.
 
     Raises:
         ValueError: `top_k` is not 1.
@@ -142,14 +145,18 @@ class RouterSinkhorn(RouterBase):
         top_k: int,
         hidden_size: int,
         act_fn: str = "sigmoid",
-        *,
+        sequence_parallel_enabled: bool = False,
+        sequence_dimension: int | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
         sinkhorn_iterations: int | None = None,
         sinkhorn_tol: float | None = None,
-        **options: object,
     ) -> None:
         if top_k != 1:
             raise ValueError(f"top_k={top_k} must be 1: RouterSinkhorn chooses one expert; use RouterTopK for more")
-        super().__init__(num_experts, top_k, hidden_size, act_fn, **options)  # type: ignore[arg-type]
+        super().__init__(
+            num_experts, top_k, hidden_size, act_fn, sequence_parallel_enabled, sequence_dimension, dtype, device
+        )
         self.sinkhorn_iterations = _SINKHORN_ITERATIONS if sinkhorn_iterations is None else sinkhorn_iterations
         self.sinkhorn_tol = sinkhorn_tol
 

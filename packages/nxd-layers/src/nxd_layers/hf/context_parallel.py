@@ -164,6 +164,12 @@ class ContextDoor:
                 raise ValueError(f"{it} has shape {tuple(given[it].shape)}; with context parallelism give [batch, seq]")
         if "position_ids" not in self._signature.parameters and not self._with_state.layers:
             raise ValueError(f"{name} takes no position_ids, which it needs where its sequences are cut")
+        asks_routers = given.get("output_router_logits") or getattr(self._model.config, "output_router_logits", False)
+        if given.get("labels") is not None and asks_routers:
+            raise ValueError(
+                "output_router_logits=true adds a loss of this rank's positions; set it to false, and balance experts "
+                "over all positions by NxDModel.balance_experts, or [moe] of nxd train"
+            )
         if given.get("labels") is not None and not self._has_loss:
             raise ValueError(
                 f"{name} computes its loss in its own way, which would be that of this rank's positions; leave labels "

@@ -17,8 +17,8 @@ from nxd_state import (
     copy_parameter_attributes,
     get_mesh,
     get_rng_state,
-    model_parallel_is_initialized,
     set_rng_state,
+    splits_experts,
     transport_device,
 )
 from nxd_state.rng import SHARED_STREAM
@@ -115,9 +115,9 @@ def parallelize(
     if not isinstance(model, nn.Module):
         raise ValueError(f"expected a model or a config of transformers, not {type(model).__name__}")
     has_known_loss = takes_causal_lm_loss(model)
-    splits_experts = expert_parallel and model_parallel_is_initialized() and get_mesh().splits_experts
-    if active_group("tp").size > 1 or splits_experts:
-        _split(model, plan, splits_experts=splits_experts, sequence_parallel=sequence_parallel)
+    with_experts = expert_parallel and splits_experts()
+    if active_group("tp").size > 1 or with_experts:
+        _split(model, plan, with_experts=with_experts, sequence_parallel=sequence_parallel)
     if active_group("tp").size > 1 and vocabulary_parallel_loss:
         split_loss(model)
     door = None
@@ -126,8 +126,8 @@ def parallelize(
             check_context(model)
         multiple = active_group("tp").size if sequence_parallel else 1
         door = ContextDoor(model, context_transport, multiple, has_known_loss=has_known_loss)
-    if splits_experts or active_group("tp").size * active_group("cp").size > 1:
-        _generate_alike(model, door, replicas_wait=splits_experts and get_mesh().ep * get_mesh().etp > get_mesh().tp)
+    if with_experts or active_group("tp").size * active_group("cp").size > 1:
+        _generate_alike(model, door, replicas_wait=with_experts and get_mesh().ep * get_mesh().etp > get_mesh().tp)
         _keep_attributes_in_copies(model)
     if is_config:
         initialize(model)
@@ -138,10 +138,10 @@ def _split(
     model: Any,
     plan: Mapping[str, str] | Literal["own"] | None,
     *,
-    splits_experts: bool,
+    with_experts: bool,
     sequence_parallel: bool,
 ) -> None:
-    expert_styles = _expert_styles_of(model, plan) if splits_experts else {}
+    expert_styles = _expert_styles_of(model, plan) if with_experts else {}
     check_experts(model, expert_styles)
     if active_group("tp").size > 1:
         _split_layers(model, plan, expert_styles, sequence_parallel=sequence_parallel)

@@ -89,6 +89,13 @@ def own_expert_plan(model: Any) -> Mapping[str, str]:
     return dict(getattr(model, "_ep_plan", None) or {})
 
 
+def router_class(model: Any) -> type[nn.Module] | None:
+    """The class of the modules whose first output is a router's logits; None if the model does not say."""
+    spec = (getattr(getattr(model, "base_model", None), "_can_record_outputs", None) or {}).get("router_logits")
+    target = spec if isinstance(spec, type) else getattr(spec, "target_class", None)
+    return None if getattr(spec, "index", 0) != 0 else target
+
+
 def base_model_path(model: Any) -> str:
     """The path of the model without its head; "" if it has none itself."""
     return "" if model.base_model is model else str(model.base_model_prefix)

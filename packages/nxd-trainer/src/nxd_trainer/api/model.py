@@ -3,10 +3,12 @@
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Self
 from weakref import WeakSet
 
 import torch
+from nxd_layers.experts import BalanceConfig, RouterBalance, RouterLayer
 from nxd_layers.lora import LoraConfig, LoraModel, TargetLayers
 from nxd_pipeline import GradientSync, NxDPPModel
 from torch import Tensor, nn
@@ -25,6 +27,8 @@ class NxDModel(nn.Module):
         pipeline: the runtime, also where there is one stage.
         module: what is wrapped: the model that the user wrote, or the pipeline where it is cut into stages.
         lora_model: what knows the adapters on this rank; None if there are none, see `add_adapters`.
+        router_balance: what counts the tokens of experts and trains routers; None if nothing does, see
+            `balance_experts`.
         nxd_config: the complete config that the model was made from.
         config: the model's, if it has one.
         name_or_path: what a model of transformers was loaded from; others have none.
@@ -48,12 +52,21 @@ class NxDModel(nn.Module):
         self._is_cut = self._stages[0] is not module
         self.module = pipeline if self._is_cut else module
         self.lora_model: LoraModel | None = None
+        self.router_balance: RouterBalance | None = None
         names = (nxd_config["pipeline_config"] or {}).get("input_names")
         self._input_names = list(names) if names is not None else _positional_names(module.forward)
         for name in ("config", "name_or_path"):
             if hasattr(module, name):
                 setattr(self, name, getattr(module, name))
         _models.add(self)
+
+    def __getattr__(self, name: str) -> Any:  # attributes and methods that the user's model has, unless it is cut
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("__") or self.__dict__.get("_is_cut", True):
+                raise
+            return getattr(self._stages[0], name)
 
     def local_module(self) -> nn.Module:
         """The unwrapped model; with a pipeline this rank's stage of it, or a list of them if there are several."""
@@ -71,6 +84,27 @@ class NxDModel(nn.Module):
         """
         self.lora_model = LoraModel(self if self._is_cut else self._stages[0], config, layers=layers)
         return self.lora_model
+
+    def balance_experts(self, config: BalanceConfig, layers: Mapping[str, RouterLayer]) -> RouterBalance:
+        """Have `run_train` count the tokens of experts, and add the routers' losses to the loss and its gradients.
+
+        They are those of the global batch of a call, as one process has them. With a load-balancing loss over it, and
+        microbatches or a pipeline, the forwards are computed twice: the first backward needs the last one's counts.
+
+        Args:
+            config: which losses.
+            layers: of the whole model, from `nxd_layers.hf.find_routers`.
+
+        Returns:
+            `router_balance` from now on.
+
+        Raises:
+            ValueError: the routers cannot do it.
+        """
+        balance = self.router_balance = RouterBalance(dict(self.named_modules()), layers, config)
+        if not self._is_cut:
+            self._stages[0].register_forward_hook(lambda *_: balance.forward_is_done())
+        return balance
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The output of the model.
@@ -105,7 +139,28 @@ class NxDModel(nn.Module):
         Raises:
             ValueError: inputs do not fit the model, or it returned no loss.
         """
-        return self.pipeline.run_train(**self._named(args, kwargs))
+        inputs = self._named(args, kwargs)
+        if self.router_balance is None:
+            return self.pipeline.run_train(**inputs)
+        return self._run_balanced(self.router_balance, inputs)
+
+    def _run_balanced(self, balance: RouterBalance, inputs: Mapping[str, Any]) -> Tensor | list[Tensor] | None:
+        num_microbatches = (self.nxd_config["pipeline_config"] or {}).get("num_microbatches", 1)
+        batch_size = next((len(it) for it in inputs.values() if isinstance(it, Tensor) and it.dim()), 0)
+        count = partial(self.pipeline.run_eval, **inputs)
+        loss = balance.train(
+            partial(self.pipeline.run_train, **inputs),
+            count=count if self._is_cut or num_microbatches > 1 else None,
+            num_microbatches=num_microbatches,
+            num_sequences=batch_size // num_microbatches,
+        )
+        assert balance.statistics is not None  # of this step
+        of_routers = balance.statistics.loss
+        if of_routers is None or loss is None:
+            return loss
+        losses = loss if isinstance(loss, list) else [loss]
+        sums = [(it + of_routers.to(it.device)).to(it.dtype) for it in losses]
+        return sums if isinstance(loss, list) else sums[0]
 
     def run_eval(self, *args: Any, **kwargs: Any) -> Any:
         """Forward of a batch, without gradients.

@@ -18,7 +18,7 @@ from nxd_ckpt.interop.neuronx.xser import load_rank_file, save_skeleton
 from nxd_ckpt.interop.safe_pickle import load_torch_file
 from nxd_layers.upstream_arguments import takes_names_too
 from nxd_pipeline import NxDPPModel
-from nxd_state import active_group, get_mesh, model_parallel_is_initialized
+from nxd_state import active_group, splits_experts
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -67,7 +67,7 @@ def save(
 
     def describe_call() -> dict[str, object]:
         _check_plain(state_dict)
-        if master_dp_only and model_parallel_is_initialized() and get_mesh().splits_experts:
+        if master_dp_only and splits_experts():
             raise ValueError(
                 "master_dp_only=True would leave out the experts of other replicas; pass False, or use save_checkpoint"
             )

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from nxd_ckpt import Checkpoint, CheckpointError
 from nxd_ckpt.interop.safe_pickle import load_torch_stream
-from nxd_state import active_group, all_gather_object, get_mesh, model_parallel_is_initialized
+from nxd_state import active_group, all_gather_object, splits_experts
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -222,4 +222,4 @@ def _own_name(*, zero1: bool) -> str:
 
 
 def _is_of_each_rank(zero1: bool) -> bool:
-    return zero1 or (model_parallel_is_initialized() and get_mesh().splits_experts)
+    return zero1 or splits_experts()

@@ -9,14 +9,27 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from nxd_trainer.cli import ckpt, data, doctor, export, generate, import_hugging_face, parity, plan, run, serve, train
+from nxd_trainer.cli import (
+    ckpt,
+    data,
+    doctor,
+    export,
+    generate,
+    import_hugging_face,
+    parity,
+    plan,
+    run,
+    serve,
+    train,
+    upcycle,
+)
 from nxd_trainer.cli.command import UserError, leave_mesh, reports_user_errors
 from nxd_trainer.launch import end_with_launcher, is_launched, remove_torchrun_folders, slurm_environment
 from nxd_trainer.logs import log_level
 
 EXIT_MISTAKE = 2
 EXIT_NO_READER = 128 + 13  # as of a process that SIGPIPE ends
-COMMANDS = (train, data, run, generate, serve, import_hugging_face, export, ckpt, plan, doctor, parity)
+COMMANDS = (train, data, run, generate, serve, import_hugging_face, export, upcycle, ckpt, plan, doctor, parity)
 RECIPE_FLAGS = {"train": ("nproc", "help"), "data": data.FLAGS, "parity": parity.FLAGS}  # not a key of the recipe
 
 

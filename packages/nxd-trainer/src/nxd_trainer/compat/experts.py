@@ -50,36 +50,6 @@ class RouterTopK(nxd_experts.RouterTopK):
         )
 
 
-class RouterSinkhorn(nxd_experts.RouterSinkhorn):
-    """`nxd_layers.experts.RouterSinkhorn`, with that library's order of arguments."""
-
-    def __init__(
-        self,
-        num_experts: int,
-        top_k: int,
-        hidden_size: int,
-        act_fn: str = "sigmoid",
-        sequence_parallel_enabled: bool = False,
-        sequence_dimension: int | None = None,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str | None = None,
-        sinkhorn_iterations: int | None = None,
-        sinkhorn_tol: float | None = None,
-    ) -> None:
-        super().__init__(
-            num_experts,
-            top_k,
-            hidden_size,
-            act_fn,
-            sinkhorn_iterations=sinkhorn_iterations,
-            sinkhorn_tol=sinkhorn_tol,
-            sequence_parallel_enabled=sequence_parallel_enabled,
-            sequence_dimension=sequence_dimension,
-            dtype=dtype,
-            device=device,
-        )
-
-
 class ExpertMLPs(nxd_experts.ExpertMLPs):
     """`nxd_layers.experts.ExpertMLPs`, with that library's arguments.
 

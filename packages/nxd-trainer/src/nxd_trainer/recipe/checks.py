@@ -65,6 +65,7 @@ def consistency_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]
         mistake = f"lora.use_dora=true is not for lora.dropout={recipe.lora.dropout}; set it to 0"
         yield ("lora.use_dora", "lora.dropout"), mistake
     yield from _retention_mistakes(recipe)
+    yield from _moe_mistakes(recipe)
 
 
 def _model_choice_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:
@@ -204,6 +205,20 @@ def _optimizer_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]
             f"train.steps={recipe.train.steps}; lower one of them"
         )
         yield ("optimizer.warmup_steps", "optimizer.num_decay_steps", "train.steps"), mistake
+
+
+def _moe_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:
+    for name in ("moe.aux_loss_coef", "moe.z_loss_coef", "moe.bias_update_rate"):
+        value = _value(recipe, name)
+        if value and recipe.model.is_own_llama:
+            yield (name, "model.type", "model.path"), f"{name}={value:g} is for models with experts; our Llama has none"
+        if value and recipe.train.compile:
+            mistake = f"{name}={value:g} counts what routers choose, which needs train.compile=false"
+            yield (name, "train.compile"), mistake
+        parts = 2 * recipe.parallel.context_parallel_size * recipe.parallel.tensor_parallel_size
+        if value and parts > 2 * recipe.parallel.tensor_parallel_size and recipe.data.sequence_length % parts:
+            mistake = f"{name}={value:g} with context parallelism needs a data.sequence_length that {parts} divides"
+            yield (name, "data.sequence_length", "parallel.context_parallel_size"), mistake
 
 
 def _early_stopping_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:

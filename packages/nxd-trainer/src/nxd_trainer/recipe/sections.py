@@ -115,6 +115,25 @@ class ParallelSection:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MoeSection:
+    """What keeps the experts of a layer evenly busy; for models of transformers with experts."""
+
+    aux_loss_coef: float | None = option(
+        None,
+        "weight of the load-balancing loss; unset: the model's router_aux_loss_coef with output_router_logits=true, "
+        "else 0",
+        at_least=0,
+    )
+    aux_loss_scope: Literal["global", "sequence"] = option(
+        "global", "what it is to be even over: layers and tokens of the global batch, or each sequence in each layer"
+    )
+    z_loss_coef: float = option(0.0, "weight of the router z-loss, which keeps logits small", at_least=0)
+    bias_update_rate: float = option(
+        0.0, "step of e_score_correction_bias against the loads, without a loss; 0: it stays", at_least=0
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class PipelineSection:
     """How pipeline-parallel ranks work together; without effect where there is one."""
 
@@ -280,6 +299,7 @@ class Recipe:
 
     model: ModelSection = field(default_factory=ModelSection)
     parallel: ParallelSection = field(default_factory=ParallelSection)
+    moe: MoeSection = field(default_factory=MoeSection)
     pipeline: PipelineSection = field(default_factory=PipelineSection)
     data: DataSection = field(default_factory=DataSection)
     train: TrainSection = field(default_factory=TrainSection)

@@ -4,6 +4,7 @@ Only one rank writes; the others hold the same objects and stay silent. Reports 
 one `StepRecord` for each logged step.
 """
 
+from nxd_trainer.report.expert_load import draw_expert_loads
 from nxd_trainer.report.loss_curve import draw_loss_curve
 from nxd_trainer.report.metrics import MetricsLog, StepRecord, Tracker, read_records
 from nxd_trainer.report.progress import Progress, Throughput, peak_memory_bytes, render_summary
@@ -21,6 +22,7 @@ __all__ = [
     "Tracker",
     "open_trackers",
     # when it has ended
+    "draw_expert_loads",
     "draw_loss_curve",
     "render_summary",
 ]

@@ -1,4 +1,4 @@
-"""The loss curve of a run as a PNG, drawn from its records, where matplotlib is installed."""
+"""The loss curve of a run as a PNG, and what saves pictures, where matplotlib is installed."""
 
 from __future__ import annotations
 
@@ -49,18 +49,43 @@ def draw_loss_curve(
     if not records:
         say("loss curve left out: no step was logged")
         return None
+    return save_picture(
+        file, lambda figure: _draw(figure.subplots(), records, title), size=(8, 4.5), purpose="loss curve", say=say
+    )
+
+
+def save_picture(
+    file: str | Path,
+    paint: Callable[[Any], None],
+    *,
+    size: tuple[float, float],
+    purpose: str,
+    say: Callable[[str], None],
+) -> Path | None:
+    """Save what `paint` draws on a figure of matplotlib.
+
+    Args:
+        file: the PNG; its folder is made if need be.
+        paint: draws.
+        size: of the figure, in inches.
+        purpose: what it is, for the line that says that matplotlib is not installed.
+        say: is given that line.
+
+    Returns:
+        The file; None where it could not be drawn.
+    """
     try:
         from matplotlib import rc_context  # noqa: PLC0415  (optional package)
         from matplotlib.figure import Figure  # noqa: PLC0415
     except ImportError:
-        say(missing_extra("matplotlib", "loss curve"))
+        say(missing_extra("matplotlib", purpose))
         return None
     file = Path(file)
     file.parent.mkdir(parents=True, exist_ok=True)
     with rc_context(STYLE):
         # A bare Figure saves through Agg, whatever backend the process uses, and needs no display.
-        figure = Figure(figsize=(8, 4.5), layout="constrained")
-        _draw(figure.subplots(), records, title)
+        figure = Figure(figsize=size, layout="constrained")
+        paint(figure)
         figure.savefig(file, dpi=160)
     return file
 

@@ -31,8 +31,17 @@ class StepRecord:
     throughput: float | None = None  # sequences per second, as scripts for NeuronX Distributed count
     grad_norm: float | None = None  # before clipping; None without clipping
     held_out_loss: float | None = None  # None where the step ended without evaluation
+    aux_loss: float | None = None  # of the loss, what balances experts; None without it
+    z_loss: float | None = None  # of the loss, what keeps the logits of routers small; None without it
+    tokens_per_expert: Sequence[Sequence[int]] | None = None  # of the step, in each layer; None without experts
     layout: str | None = None  # "TP 2 x DP 2": in the first record of each invocation
     resumed_from: int | None = None  # step of the checkpoint: in the first record after a resume
+
+    @property
+    def busiest_expert(self) -> float | None:
+        """Load of the busiest expert, as a multiple of the mean of its layer; None without experts."""
+        loads = [max(layer) * len(layer) / sum(layer) for layer in self.tokens_per_expert or () if sum(layer)]
+        return max(loads, default=None)
 
 
 def record_to_line(record: StepRecord) -> str:

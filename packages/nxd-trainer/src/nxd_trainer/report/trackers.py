@@ -17,6 +17,9 @@ from nxd_trainer.report.metrics import StepRecord, Tracker
 _TAGS = {
     "loss": "loss/train",
     "held_out_loss": "loss/held_out",
+    "aux_loss": "loss/aux",
+    "z_loss": "loss/router_z",
+    "busiest_expert": "train/busiest_expert",
     "grad_norm": "train/grad_norm",
     "learning_rate": "train/learning_rate",
     "tokens": "train/tokens",

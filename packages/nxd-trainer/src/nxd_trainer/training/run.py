@@ -12,6 +12,7 @@ from typing import Any, Self
 
 import torch
 from nxd_ckpt.coordinator import announced_to_waiting_ranks
+from nxd_layers.experts import RouterStatistics
 from nxd_optim import NeuronZero1Optimizer
 from nxd_state import get_device, records_graphs, step_boundary
 from nxd_state.neuron import extracting_graphs
@@ -27,6 +28,7 @@ from nxd_trainer.report import (
     StepRecord,
     Throughput,
     Tracker,
+    draw_expert_loads,
     draw_loss_curve,
     open_trackers,
     peak_memory_bytes,
@@ -281,7 +283,16 @@ def _record(step: FinishedStep, throughput: Throughput, held_out_loss: float | N
         peak_memory_bytes=peak_memory_bytes(get_device()),
         grad_norm=step.grad_norm,
         held_out_loss=held_out_loss,
+        **({} if step.routing is None else _of_routers(step.routing)),
     )
+
+
+def _of_routers(routing: RouterStatistics) -> dict[str, Any]:
+    return {
+        "aux_loss": None if routing.aux_loss is None else float(routing.aux_loss),
+        "z_loss": None if routing.z_loss is None else float(routing.z_loss),
+        "tokens_per_expert": routing.tokens_per_expert.to(torch.int64).tolist(),
+    }
 
 
 def _is_due(step: int, every: int) -> bool:
@@ -314,10 +325,16 @@ def _report(state: RunState, logger: logging.Logger, metrics_file: Path) -> None
     curve = draw_loss_curve(
         records, recipe.output / "loss.png", title=f"Training loss, {state.layout}", say=logger.info
     )
+    loads = None
+    if any(record.tokens_per_expert for record in records):
+        loads = draw_expert_loads(
+            records, recipe.output / "experts.png", title=f"Load of experts, {state.layout}", say=logger.info
+        )
     files: dict[str, str | Path | None] = {
         "checkpoints": recipe.checkpoint_folder,
         "metrics": metrics_file,
         "loss curve": curve,
+        "load of experts": loads,
         "timeline": recipe.pipeline.trace_file if recipe.parallel.pipeline_parallel_size > 1 else None,
     }
     print(render_summary(records, files))

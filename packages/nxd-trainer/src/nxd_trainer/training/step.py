@@ -10,6 +10,7 @@ from itertools import islice
 from typing import Any
 
 import torch
+from nxd_layers.experts import RouterStatistics
 from nxd_state import (
     all_reduce,
     get_device,
@@ -83,6 +84,8 @@ def update_weights(state: RunState) -> Tensor | None:
         group["lr"] = learning_rate_on(get_device(), learning_rate(state))
     state.optimizer.step()
     state.optimizer.zero_grad()
+    if state.model.router_balance is not None:
+        state.model.router_balance.update_biases()
     step_boundary()
     state.step += 1
     return state.optimizer.grad_norm
@@ -157,6 +160,7 @@ class FinishedStep:
         loss: mean over all tokens of the step that it counts.
         grad_norm: before clipping; None without clipping.
         num_stopping: ranks that had been asked to stop when it began.
+        routing: what the routers of a model with experts did.
     """
 
     number: int
@@ -166,6 +170,7 @@ class FinishedStep:
     loss: float
     grad_norm: float | None
     num_stopping: int
+    routing: RouterStatistics | None
 
 
 class StepsUnderWay:
@@ -196,11 +201,12 @@ class StepsUnderWay:
             raise
         number, tokens, tokens_seen = state.step, state.train_loader.tokens_learned, state.train_loader.tokens_seen
         read_sums, read_norm = read_later(sums), None if norm is None else read_later(norm)
+        routing = None if state.model.router_balance is None else state.model.router_balance.statistics
 
         def finish() -> FinishedStep:
             loss, num_stopping = read_sums().tolist()
             grad_norm = None if read_norm is None else float(read_norm())
-            return FinishedStep(number, rate, tokens, tokens_seen, loss, grad_norm, int(num_stopping))
+            return FinishedStep(number, rate, tokens, tokens_seen, loss, grad_norm, int(num_stopping), routing)
 
         self._begun.append(finish)
 

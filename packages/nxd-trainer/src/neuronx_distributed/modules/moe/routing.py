@@ -1,6 +1,6 @@
 """`neuronx_distributed.modules.moe.routing`: routers, from nxd_layers."""
 
-from nxd_layers.experts import RouterBase
-from nxd_trainer.compat.experts import RouterSinkhorn, RouterTopK
+from nxd_layers.experts import RouterBase, RouterSinkhorn
+from nxd_trainer.compat.experts import RouterTopK
 
 __all__ = ["RouterBase", "RouterSinkhorn", "RouterTopK"]

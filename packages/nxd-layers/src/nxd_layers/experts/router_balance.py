@@ -1,0 +1,376 @@
+"""Balance between experts over a global batch: losses of routers, biases that follow the load, and the tokens counted.
+
+Hooks on routers count what they choose, and add the gradients of the losses to those of their logits. So a model need
+not return logits, and a pipeline's stages need not send them. `balance` has the formulas for one process.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, TypeVar
+
+import torch
+from nxd_state import active_group, all_reduce, get_device, get_rng_state, set_rng_state, widest_float
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class BalanceConfig:
+    """What is done for even loads of experts.
+
+    Attributes:
+        aux_loss_coef: weight of the load-balancing loss, `experts * sum(share of tokens * mean probability)`.
+        aux_loss_scope: "global" takes shares and means over all layers and tokens of the global batch, as models of
+            transformers do over their batch. "sequence" takes them over a sequence in a layer (DeepSeek-AI 2024,
+            "DeepSeek-V3"), and the mean over these.
+        z_loss_coef: weight of the mean square of the logits' logsumexp (Zoph et al. 2022, "ST-MoE").
+        bias_update_rate: what `e_score_correction_bias` changes by in a step, up for experts with fewer tokens than
+            the mean of their layer, and down for those with more (Wang et al. 2024, "Auxiliary-Loss-Free Load
+            Balancing").
+    """
+
+    aux_loss_coef: float = 0.0
+    aux_loss_scope: Literal["global", "sequence"] = "global"
+    z_loss_coef: float = 0.0
+    bias_update_rate: float = 0.0
+
+
+@dataclass(frozen=True)
+class RouterLayer:
+    """A router of the whole model.
+
+    Attributes:
+        num_experts: it chooses among.
+        top_k: experts of each token.
+        bias: path of its `e_score_correction_bias`; None if it has none.
+        keeps_order: whether its tokens are in the order of the sequences, one after the other.
+    """
+
+    num_experts: int
+    top_k: int
+    bias: str | None = None
+    keeps_order: bool = True
+
+
+@dataclass(frozen=True)
+class RouterStatistics:
+    """What the routers did in a step, the same on all ranks.
+
+    Attributes:
+        tokens_per_expert: `[layers, experts]`, float, of the global batch.
+        aux_loss: 0-d, weighted; None without one.
+        z_loss: 0-d, weighted; None without one.
+    """
+
+    tokens_per_expert: Tensor
+    aux_loss: Tensor | None
+    z_loss: Tensor | None
+
+    @property
+    def loss(self) -> Tensor | None:
+        """What the routers add to the loss."""
+        parts = [it for it in (self.aux_loss, self.z_loss) if it is not None]
+        return sum(parts[1:], parts[0]) if parts else None
+
+
+class RouterBalance:
+    """Counts what routers choose in a step, and trains them to choose evenly.
+
+    Attributes:
+        config: what is done.
+        layers: all routers of the model by name, also those on other ranks.
+        statistics: of the last step; None before the first.
+    """
+
+    def __init__(
+        self, modules: Mapping[str, nn.Module], layers: Mapping[str, RouterLayer], config: BalanceConfig
+    ) -> None:
+        """Hook into the routers of a model.
+
+        Args:
+            modules: of this rank, by their names in the whole model.
+            layers: of the whole model, from `find_routers`.
+            config: what is to be done.
+
+        Raises:
+            ValueError: the routers cannot do it.
+        """
+        _check(layers, config)
+        self.config, self.layers = config, dict(layers)
+        self.statistics: RouterStatistics | None = None
+        self._biases: dict[int, tuple[nn.Module, str]] = {}
+        self._widest = max((it.num_experts for it in layers.values()), default=0)
+        self._sums: _Sums | None = None  # of this rank, while it counts
+        self._totals: _Sums | None = None  # of all ranks, once they are known
+        self._microbatches = self._sequences = 0
+        self._adds_gradients = self._is_one_forward = False
+        for index, (name, layer) in enumerate(layers.items()):
+            if name in modules:
+                modules[name].register_forward_hook(partial(self._after_router, index, layer))
+                if layer.bias is not None:
+                    owner, _, attribute = layer.bias.rpartition(".")
+                    self._biases[index] = modules[owner], attribute
+
+    @property
+    def needs_totals(self) -> bool:
+        """Whether gradients depend on what is counted in the whole global batch."""
+        return self.config.aux_loss_coef > 0 and self.config.aux_loss_scope == "global"
+
+    def train(
+        self, run: Callable[[], T], *, count: Callable[[], Any] | None, num_microbatches: int, num_sequences: int
+    ) -> T:
+        """Run forward and backward of a step.
+
+        Args:
+            run: does that.
+            count: computes the same forwards without gradients, for counts that the first backward needs. None for one
+                forward, behind which `forward_is_done` is called.
+            num_microbatches: of this rank in `run`, all with as many tokens.
+            num_sequences: in each.
+
+        Returns:
+            What `run` returns. `statistics` are those of the step then.
+        """
+        self._microbatches, self._sequences = num_microbatches, num_sequences
+        self._totals, self._is_one_forward = None, count is None
+        if count is not None and self.needs_totals:
+            streams = get_rng_state()
+            with self._counting():
+                count()
+                self._add_up()
+            set_rng_state(streams)  # `run` draws the same numbers, and so routes alike
+            with self._adding_gradients():
+                result = run()
+        else:
+            with self._counting(), self._adding_gradients():
+                result = run()
+                if self._totals is None:
+                    self._add_up()
+        self.statistics = self._statistics()
+        return result
+
+    def forward_is_done(self) -> None:
+        """Add up what the ranks have counted, if this was the forward of a step. Called by all of them."""
+        if self._sums is not None and self._is_one_forward:
+            self._add_up()
+
+    def _add_up(self) -> None:
+        assert self._sums is not None  # it counts
+        self._totals = self._sums.over_ranks()
+
+    @torch.no_grad()
+    def update_biases(self) -> None:
+        """Move the biases of this rank's routers against the loads of the last step."""
+        if self.statistics is None or not self.config.bias_update_rate:
+            return
+        for index, (owner, attribute) in self._biases.items():
+            bias: Tensor = getattr(owner, attribute)
+            tokens = self.statistics.tokens_per_expert[index, : bias.numel()]
+            missing = tokens.sum() - tokens * bias.numel()  # whole numbers: its sign is the same at every layout
+            bias += self.config.bias_update_rate * missing.sign().view_as(bias).to(bias)
+
+    def _statistics(self) -> RouterStatistics:
+        totals, config = self._totals, self.config
+        assert totals is not None  # every step ends with them
+        share = len(self.layers) * self._microbatches * active_group("dp", "cp").size
+        aux_loss = None
+        if config.aux_loss_coef and config.aux_loss_scope == "global":
+            rows = totals.rows.clamp(min=1)
+            aux_loss = config.aux_loss_coef * self._widest * (totals.chosen / rows * totals.probabilities / rows).sum()
+        elif config.aux_loss_coef:
+            aux_loss = config.aux_loss_coef * totals.sequence_loss / share
+        z_loss = config.z_loss_coef * totals.z_loss / share if config.z_loss_coef else None
+        return RouterStatistics(totals.tokens, aux_loss, z_loss)
+
+    @contextmanager
+    def _counting(self) -> Iterator[None]:
+        self._sums = _Sums.zeros(len(self.layers), self._widest)
+        try:
+            yield
+        finally:
+            self._sums = None
+
+    @contextmanager
+    def _adding_gradients(self) -> Iterator[None]:
+        self._adds_gradients = True
+        try:
+            yield
+        finally:
+            self._adds_gradients = False
+
+    @torch.compiler.disable
+    def _after_router(self, index: int, layer: RouterLayer, router: nn.Module, args: Any, output: Any) -> Any:
+        # While backward runs, activation checkpointing computes a router again, whose tokens are counted already.
+        counts = self._sums is not None and torch._C._current_graph_task_id() == -1
+        if not counts and not self._adds_gradients:
+            return None
+        outputs = list(output)
+        logits = outputs[0].reshape(-1, layer.num_experts)  # [tokens, experts]
+        of_sequences = self._shares_in_sequences(logits, layer)
+        if counts:
+            tensors = [it for it in outputs[1:] if isinstance(it, Tensor)]
+            chosen = next((it for it in tensors if not it.is_floating_point()), None)
+            self._count(index, layer, logits.detach(), chosen, of_sequences)
+        has_loss = self.config.aux_loss_coef or self.config.z_loss_coef
+        if not (has_loss and self._adds_gradients and torch.is_grad_enabled() and logits.requires_grad):
+            return None
+        used = next((place for place, it in enumerate(outputs) if place and getattr(it, "requires_grad", False)), None)
+        if used is None:
+            raise ValueError(
+                f"{type(router).__name__} returns no weights of experts beside its logits, through which a router's "
+                "loss could reach it; set the coefficients of router losses to 0"
+            )
+        outputs[used] = _AddGradients.apply(outputs[used], logits, self, of_sequences)
+        return type(output)(outputs)
+
+    def _shares_in_sequences(self, logits: Tensor, layer: RouterLayer) -> Tensor | None:
+        """`[sequences, 2, experts]`: the share of tokens, and the mean probability, in each sequence of a layer."""
+        if not (self.config.aux_loss_coef and self.config.aux_loss_scope == "sequence"):
+            return None
+        with torch.no_grad():
+            probabilities = _probabilities(logits)
+            chosen = _one_hot(probabilities, layer.top_k)
+            both = torch.stack([chosen, probabilities], dim=1).view(self._sequences, -1, 2, layer.num_experts)
+            ranks = active_group("cp")
+            return all_reduce(both.mean(dim=1), ranks, op="avg") if ranks.size > 1 else both.mean(dim=1)
+
+    @torch.no_grad()
+    def _count(
+        self, index: int, layer: RouterLayer, logits: Tensor, chosen: Tensor | None, of_sequences: Tensor | None
+    ) -> None:
+        sums, experts = self._sums, layer.num_experts
+        assert sums is not None  # it counts
+        probabilities = _probabilities(logits)
+        top_k = torch.topk(probabilities, layer.top_k, dim=-1).indices
+        used = (top_k if chosen is None else chosen).reshape(-1)
+        used = used[(used >= 0) & (used < experts)]
+        sums.tokens[index, :experts] += torch.bincount(used, minlength=experts)
+        if self.needs_totals:
+            sums.chosen[:experts] += torch.bincount(top_k.reshape(-1), minlength=experts)
+            sums.probabilities[:experts] += probabilities.sum(dim=0, dtype=sums.probabilities.dtype)
+            sums.rows += len(probabilities)
+        if of_sequences is not None:
+            sums.sequence_loss += experts * of_sequences.double().prod(dim=1).sum(dim=-1).mean()
+        if self.config.z_loss_coef:
+            sums.z_loss += _wide(logits).logsumexp(dim=-1).square().mean()
+
+    def gradient(self, logits: Tensor, of_sequences: Tensor | None) -> Tensor:
+        """Of the losses of all ranks, by this rank's logits, times the replicas, over which gradients are averaged.
+
+        Args:
+            logits: `[tokens, experts]` of a microbatch in a layer.
+            of_sequences: `[sequences, 2, experts]`, see `_shares_in_sequences`.
+        """
+        tokens, experts = logits.shape
+        config, share = self.config, len(self.layers) * self._microbatches
+        probabilities = _probabilities(logits)
+        gradient = torch.zeros_like(probabilities)
+        if config.aux_loss_coef and tokens:
+            if of_sequences is None:
+                assert self._totals is not None  # they are complete before backward begins
+                rows = self._totals.rows.clamp(min=1)
+                by_probability = self._totals.chosen[:experts] / rows / rows * active_group("dp", "cp").size
+            else:
+                by_probability = of_sequences[:, 0].repeat_interleave(tokens // self._sequences, dim=0) / tokens / share
+            scaled = probabilities * (config.aux_loss_coef * experts * by_probability).to(probabilities)
+            gradient += scaled - probabilities * scaled.sum(dim=-1, keepdim=True)
+        if config.z_loss_coef and tokens:
+            factor = 2 * config.z_loss_coef / (tokens * share)
+            gradient += factor * _wide(logits).logsumexp(dim=-1, keepdim=True) * probabilities
+        return gradient
+
+
+@dataclass
+class _Sums:
+    """Over layers and tokens.
+
+    Attributes:
+        tokens: `[layers, experts]`, that the routers sent.
+        chosen: `[experts]`, of the largest probabilities, over all layers.
+        probabilities: `[experts]`, over all layers.
+        rows: 0-d, tokens times layers.
+        sequence_loss: 0-d, means over the sequences of a microbatch.
+        z_loss: 0-d, means over the tokens of a microbatch.
+    """
+
+    tokens: Tensor
+    chosen: Tensor
+    probabilities: Tensor
+    rows: Tensor
+    sequence_loss: Tensor
+    z_loss: Tensor
+
+    @classmethod
+    def zeros(cls, layers: int, experts: int) -> "_Sums":
+        shapes: Sequence[tuple[int, ...]] = ((layers, experts), (experts,), (experts,), (), (), ())
+        device = get_device()
+        return cls(*(torch.zeros(shape, dtype=widest_float(device), device=device) for shape in shapes))
+
+    def over_ranks(self) -> "_Sums":
+        """Of all tokens and layers: tensor-parallel ranks have the same ones."""
+        parts = list(vars(self).values())
+        flat = torch.cat([part.reshape(-1) for part in parts])
+        for group in (active_group("dp", "cp"), active_group("pp")):
+            flat = all_reduce(flat, group)
+        split = flat.split([part.numel() for part in parts])
+        return _Sums(*(new.view_as(old) for new, old in zip(split, parts, strict=True)))
+
+
+class _AddGradients(Function):
+    """Hands on what a model uses of a router, and in backward adds the losses' gradient to that of the logits."""
+
+    @staticmethod
+    def forward(ctx: Any, used: Tensor, logits: Tensor, balance: RouterBalance, of_sequences: Tensor | None) -> Tensor:
+        ctx.save_for_backward(logits)
+        ctx.balance, ctx.of_sequences = balance, of_sequences
+        return used.view_as(used)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        (logits,) = ctx.saved_tensors
+        return grad, ctx.balance.gradient(logits, ctx.of_sequences).to(logits.dtype), None, None
+
+
+def _wide(logits: Tensor) -> Tensor:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def _probabilities(logits: Tensor) -> Tensor:
+    return F.softmax(_wide(logits), dim=-1)
+
+
+def _one_hot(probabilities: Tensor, top_k: int) -> Tensor:
+    chosen = torch.topk(probabilities, top_k, dim=-1).indices
+    return torch.zeros_like(probabilities).scatter_(1, chosen, 1.0)
+
+
+def _check(layers: Mapping[str, RouterLayer], config: BalanceConfig) -> None:
+    asked = [
+        f"{name}={getattr(config, name):g}"
+        for name in ("aux_loss_coef", "z_loss_coef", "bias_update_rate")
+        if getattr(config, name)
+    ]
+    if asked and not layers:
+        raise ValueError(f"{', '.join(asked)} is for models with routers that are known, and this one has none")
+    if config.bias_update_rate and not all(layer.bias for layer in layers.values()):
+        raise ValueError(
+            f"bias_update_rate={config.bias_update_rate:g} is for models whose routers have an "
+            "e_score_correction_bias, as DeepSeek-V3's; set it to 0, and aux_loss_coef in its place"
+        )
+    if len({layer.num_experts for layer in layers.values()}) > 1 and config.aux_loss_coef:
+        raise ValueError(
+            f"aux_loss_coef={config.aux_loss_coef:g} adds up the experts of all layers, and this model's layers have "
+            "different numbers of them; set it to 0"
+        )
+    if config.aux_loss_scope == "sequence" and not all(layer.keeps_order for layer in layers.values()):
+        raise ValueError(
+            "aux_loss_scope='sequence' needs to know which tokens are a sequence's, and routers of nxd_layers take "
+            "them in any order; use 'global'"
+        )

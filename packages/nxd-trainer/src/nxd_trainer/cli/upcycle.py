@@ -1,0 +1,36 @@
+"""`nxd upcycle`: make a mixture of experts of a dense Hugging Face folder."""
+
+import argparse
+from pathlib import Path
+
+from nxd_trainer.cli.command import Commands, reports_user_errors
+
+
+def add_parser(commands: Commands) -> None:
+    """Add `upcycle` to the commands."""
+    parser = commands.add_parser("upcycle", help="make a mixture of experts of a dense Hugging Face folder")
+    parser.add_argument("dense", type=Path, help="of a Llama, Mistral, Qwen2 or Qwen3, with safetensors")
+    parser.add_argument("target", type=Path, help="folder to write")
+    parser.add_argument("--experts", type=int, required=True, help="of each layer, copies of its MLP")
+    parser.add_argument("--top-k", type=int, default=2, help="experts of each token (default: %(default)s)")
+    parser.add_argument(
+        "--max-shard-size", default="5GB", metavar="SIZE", help="of the files, such as 500MiB (default: %(default)s)"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Write the folder and say where."""
+    from nxd_trainer.upcycle import upcycle  # noqa: PLC0415 - it loads torch
+
+    target = reports_user_errors(
+        lambda: upcycle(
+            options.dense,
+            options.target,
+            num_experts=options.experts,
+            top_k=options.top_k,
+            max_shard_size=options.max_shard_size,
+        )
+    )
+    print(f"wrote {target}; train it by: nxd train --model.path {target} --moe.aux_loss_coef 0.01")
+    return 0

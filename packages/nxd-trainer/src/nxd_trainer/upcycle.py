@@ -1,0 +1,204 @@
+"""Upcycling: a dense Hugging Face model becomes a mixture of experts that computes the same (Komatsuzaki et al. 2022,
+"Sparse Upcycling").
+
+Every expert of a layer is a copy of its MLP, and the weights of a token's experts add up to one, so it does not matter
+which ones a new router chooses. They become different in training, since each gets other tokens.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from nxd_ckpt import Shard, TensorInfo
+from nxd_ckpt.boxes import Box
+from nxd_ckpt.interop import TensorSource
+
+from nxd_trainer.hugging_face.conversion import complete_config
+from nxd_trainer.hugging_face.folder import read_config
+from nxd_trainer.hugging_face.loading import whole_model_tensors
+from nxd_trainer.hugging_face.saving import write_folder
+
+_MLP = re.compile(r"(.*\.layers\.(\d+))\.mlp\.(gate_proj|up_proj|down_proj)\.weight")
+_NOT_COPIED = ("architectures", "model_type", "transformers_version", "_name_or_path", "attribute_map")
+
+
+@dataclass(frozen=True)
+class _Family:
+    """A mixture of experts, and what its files call things.
+
+    Attributes:
+        model_type: of transformers.
+        architecture: of transformers.
+        block: of a layer, that has the experts.
+        projections: of an expert, by those of the dense MLP.
+        experts_key: of the config, how many experts a layer has.
+        further: keys of the config, from that of the dense model.
+        has_shared_expert: beside the others; it adds nothing at first.
+        has_biases: in attention, where the dense model has them.
+    """
+
+    model_type: str
+    architecture: str
+    block: str = "mlp"
+    projections: Mapping[str, str] = field(
+        default_factory=lambda: {name: name for name in ("gate_proj", "up_proj", "down_proj")}
+    )
+    experts_key: str = "num_experts"
+    further: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda dense: {}
+    has_shared_expert: bool = False
+    has_biases: bool = True
+
+
+def _of_qwen(dense: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {
+        "moe_intermediate_size": dense["intermediate_size"],
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+
+
+_MIXTRAL = _Family(
+    "mixtral",
+    "MixtralForCausalLM",
+    "block_sparse_moe",
+    {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
+    experts_key="num_local_experts",
+    has_biases=False,
+)
+_FAMILIES = {
+    "llama": _MIXTRAL,
+    "mistral": _MIXTRAL,
+    "qwen2": _Family(
+        "qwen2_moe",
+        "Qwen2MoeForCausalLM",
+        further=lambda dense: {
+            **_of_qwen(dense),
+            "shared_expert_intermediate_size": dense["intermediate_size"],
+            "qkv_bias": True,
+        },
+        has_shared_expert=True,
+    ),
+    "qwen3": _Family("qwen3_moe", "Qwen3MoeForCausalLM", further=_of_qwen),
+}
+
+
+def upcycle(
+    dense: str | Path, target: str | Path, *, num_experts: int, top_k: int = 2, max_shard_size: int | str = "5GB"
+) -> Path:
+    """Write a mixture of experts whose layers have copies of a dense model's MLPs. Memory: the largest tensor.
+
+    Routers are drawn from a fixed seed, with the model's `initializer_range`. A Qwen2-MoE also has a shared expert,
+    with the MLP's weights but for its last, which is zero.
+
+    Args:
+        dense: folder of a Llama, Mistral, Qwen2 or Qwen3, in safetensors.
+        target: folder to write, with the dense model's tokenizer.
+        num_experts: of each layer.
+        top_k: experts of each token.
+        max_shard_size: most bytes of tensors in one file, such as "5GB".
+
+    Returns:
+        The target folder.
+
+    Raises:
+        ValueError: the dense model is another, or has what the mixture has no place for; the target holds a model.
+        CheckpointError: the files cannot be read.
+    """
+    if num_experts < 2 or not 1 <= top_k <= num_experts:
+        raise ValueError(f"--experts {num_experts} --top-k {top_k}: give 2 experts or more, and a top-k of 1 to that")
+    given = read_config(dense)
+    family = _FAMILIES.get(str(given.get("model_type")))
+    if family is None:
+        raise ValueError(
+            f"{dense} is a model of type {given.get('model_type')!r}; those of {', '.join(_FAMILIES)} can be upcycled"
+        )
+    config = complete_config(given)
+    if "initializer_range" not in config:
+        raise ValueError("the config's defaults are needed: pip install transformers")
+    source = whole_model_tensors(dense)
+    biases = sorted(name for name in source.tensors if name.endswith(".bias"))
+    if biases and not family.has_biases:
+        raise ValueError(f"{dense} has {biases[0]}, and a {family.architecture} has no biases; it cannot be upcycled")
+    mixture = {
+        **{key: value for key, value in config.items() if key not in _NOT_COPIED},
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+        family.experts_key: num_experts,
+        "num_experts_per_tok": top_k,
+        **family.further(config),
+    }
+    upcycled = _upcycled(source, family, num_experts, float(config["initializer_range"]))
+    write_folder(upcycled, target, mixture, companions=dense, max_shard_size=max_shard_size)
+    return Path(target)
+
+
+def _upcycled(source: TensorSource, family: _Family, num_experts: int, std: float) -> "_Upcycled":
+    copies: dict[str, str] = {}
+    made: dict[str, _Made] = {}
+    for name, info in source.tensors.items():
+        found = _MLP.fullmatch(name)
+        if found is None:
+            copies[name] = name
+            continue
+        layer, number, projection = found.groups()
+        block = f"{layer}.{family.block}"
+        for expert in range(num_experts):
+            copies[f"{block}.experts.{expert}.{family.projections[projection]}.weight"] = name
+        hidden = info.global_shape[0 if projection == "down_proj" else 1]
+        if projection == "gate_proj":
+            router = TensorInfo(info.dtype, (num_experts, hidden))
+            made[f"{block}.gate.weight"] = _Made(router, std, seed=int(number))
+        if family.has_shared_expert:
+            shared = f"{block}.shared_expert.{projection}.weight"
+            if projection == "down_proj":
+                made[shared] = _Made(info)
+                made[f"{block}.shared_expert_gate.weight"] = _Made(TensorInfo(info.dtype, (1, hidden)))
+            else:
+                copies[shared] = name
+    return _Upcycled(source, copies, made)
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A tensor that the dense model does not have: random, with that standard deviation, or zero."""
+
+    info: TensorInfo
+    std: float = 0.0
+    seed: int = 0
+
+    def values(self) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(self.seed)
+        return (torch.randn(self.info.global_shape, generator=generator) * self.std).to(self.info.dtype)
+
+
+@dataclass(frozen=True)
+class _Upcycled:
+    """The mixture's tensors, under the names that its files have; a `TensorSource`.
+
+    Attributes:
+        source: the dense model's tensors.
+        copies: what they are copied to.
+        made: what is new.
+    """
+
+    source: TensorSource
+    copies: Mapping[str, str]
+    made: Mapping[str, _Made]
+    objects: Any = None
+    is_mapped: bool = False
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        of_dense = self.source.tensors
+        return {name: of_dense[dense] for name, dense in self.copies.items()} | {
+            name: it.info for name, it in self.made.items()
+        }
+
+    def shards(self, name: str, box: Box) -> Sequence[Shard]:
+        if name in self.made:
+            return [Shard(self.made[name].values(), (0,) * len(box.shape))]
+        return self.source.shards(self.copies[name], box)

@@ -1,0 +1,254 @@
+"""Losses of routers and loads of experts over a global batch, at all layouts, against one process with all of it."""
+
+import pytest
+import torch
+from nxd_layers.experts import BalanceConfig
+from nxd_layers.hf import find_routers
+from nxd_state import (
+    all_gather_object,
+    get_data_parallel_rank,
+    get_data_parallel_size,
+    get_world_group,
+)
+from nxd_state.testing import assemble_logical, logical_pieces
+from nxd_trainer.api import initialize_parallel_model, initialize_parallel_optimizer, neuronx_distributed_config
+from nxd_trainer.parity import InFloat64
+
+transformers = pytest.importorskip("transformers", reason="models of transformers need it: pip install transformers")
+
+LAYERS, EXPERTS, TOP_K = 2, 4, 2
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": TOP_K,
+    "initializer_range": 0.4,
+    "use_cache": False,
+}
+IDS = torch.arange(8 * 6).view(8, 6) ** 2 % 61 + 2  # sequences that choose other experts
+LEARNING_RATE = 0.5
+EXACT = {"rtol": 1e-10, "atol": 1e-12}
+
+GLOBAL = BalanceConfig(aux_loss_coef=0.7, z_loss_coef=0.1)
+SEQUENCE = BalanceConfig(aux_loss_coef=0.7, aux_loss_scope="sequence")
+
+
+def make_mixtral():
+    config = transformers.MixtralConfig(**SIZES, num_local_experts=EXPERTS, output_router_logits=False)
+    config._experts_implementation = "eager"  # grouped products know no float64
+    return transformers.MixtralForCausalLM(config).double()
+
+
+def make_deepseek():
+    further = {"n_routed_experts": EXPERTS, "moe_intermediate_size": 24, "n_shared_experts": 1, "n_group": 2}
+    heads = {
+        "num_key_value_heads": 4,
+        "q_lora_rank": 8,
+        "kv_lora_rank": 8,
+        "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 4,
+        "v_head_dim": 4,
+    }
+    config = transformers.DeepseekV3Config(**SIZES | further | heads, topk_group=1, first_k_dense_replace=0)
+    config._experts_implementation = "eager"
+    return transformers.DeepseekV3ForCausalLM(config).double()
+
+
+def router_losses(logits, config):
+    """The losses of `[sequences, length, experts]` logits of each layer, as their papers write them."""
+    all_logits = torch.cat([it.flatten(0, 1) for it in logits])
+    losses = config.z_loss_coef * all_logits.logsumexp(-1).square().mean()
+    parts = [all_logits] if config.aux_loss_scope == "global" else [one for layer in logits for one in layer]
+    auxiliary = []
+    for part in parts:
+        probabilities = part.softmax(-1)
+        shares = torch.zeros_like(part).scatter(1, part.topk(TOP_K).indices, 1.0).mean(0)
+        auxiliary.append(EXPERTS * (shares * probabilities.mean(0)).sum())
+    return losses + config.aux_loss_coef * torch.stack(auxiliary).mean()
+
+
+def one_process(make, config):
+    """Loss and weights after a step on the whole batch, and how many tokens each expert had."""
+    torch.manual_seed(0)
+    model = make()
+    logits, tokens = [], torch.zeros(LAYERS, EXPERTS, dtype=torch.int64)
+
+    def record(module, args, output):
+        tokens[len(logits)] += output[2].flatten().bincount(minlength=EXPERTS)
+        logits.append(output[0].view(*IDS.shape, EXPERTS))
+
+    for name in find_routers(model):
+        model.get_submodule(name).register_forward_hook(record)
+    with InFloat64():
+        loss = model(input_ids=IDS, labels=IDS).loss + router_losses(logits, config)
+        loss.backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.sub_(LEARNING_RATE * parameter.grad)
+    return loss.detach(), dict(model.named_parameters()), tokens
+
+
+def balanced_model(layout, make, config):
+    nxd_config = neuronx_distributed_config(
+        **layout, optimizer_config={"grad_clipping": False, "zero_one_enabled": False}
+    )
+    routers = {}
+
+    def make_and_look():
+        module = make()
+        routers.update(find_routers(module))
+        return module
+
+    torch.manual_seed(0)
+    model = initialize_parallel_model(nxd_config, make_and_look)
+    model.balance_experts(config, routers)
+    return model, initialize_parallel_optimizer(nxd_config, torch.optim.SGD, model.parameters(), lr=LEARNING_RATE)
+
+
+def step(model, optimizer):
+    own = IDS.chunk(get_data_parallel_size())[get_data_parallel_rank()]
+    with InFloat64():
+        loss = model.run_train(input_ids=own, labels=own)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def one_rank(layout, make, config):
+    model, optimizer = balanced_model(layout, make, config)
+    loss = step(model, optimizer)
+    losses = [it for it in all_gather_object(loss, get_world_group()) if it is not None]
+    named = [(name, parameter, parameter.detach()) for name, parameter in model.named_parameters()]
+    tokens = model.router_balance.statistics.tokens_per_expert
+    return torch.stack(losses).mean(), logical_pieces(named), tokens.to(torch.int64)
+
+
+def pipeline(num_microbatches, *, stages=1):
+    further = {"pipeline_parallel_size": stages} if stages > 1 else {}
+    config = {"num_microbatches": num_microbatches, "input_names": ["input_ids", "labels"]}
+    return further | {"pipeline_config": config | ({"auto_partition": True} if stages > 1 else {})}
+
+
+EP2 = {"expert_parallel_size": 2}
+LAYOUTS = {
+    "DP 2, 2 microbatches": (2, pipeline(2)),
+    "EP 2": (2, EP2),
+    "EP 2 over TP 2, split sequence": (
+        2,
+        EP2 | {"tensor_parallel_size": 2, "expert_tensor_parallel_size": 1, "sequence_parallel": True},
+    ),
+    "PP 2": (2, pipeline(2, stages=2)),
+    "EP 2 x PP 2, recomputed": (4, EP2 | {"activation_checkpoint_config": "full"} | pipeline(2, stages=2)),
+    "EP 2 x TP 2": (4, EP2 | {"tensor_parallel_size": 2} | pipeline(2)),
+    "EP 2 x TP 2 x PP 2": (8, EP2 | {"tensor_parallel_size": 2} | pipeline(2, stages=2)),
+}
+QUICK = ("DP 2, 2 microbatches", "EP 2", "PP 2")
+
+
+@pytest.mark.parametrize("config", [GLOBAL, SEQUENCE], ids=["global", "sequence"])
+@pytest.mark.parametrize("layout", [it if it in QUICK else pytest.param(it, marks=pytest.mark.slow) for it in LAYOUTS])
+def test_router_losses_and_their_gradients_are_those_of_one_process_with_the_global_batch(run_ranks, layout, config):
+    ranks, nxd_config = LAYOUTS[layout]
+    expected, weights, tokens = one_process(make_mixtral, config)
+
+    found = run_ranks(one_rank, ranks, nxd_config, make_mixtral, config, timeout=300)
+
+    for loss, _, counted in found:
+        torch.testing.assert_close(loss, expected, **EXACT)
+        assert torch.equal(counted, tokens)
+    updated = assemble_logical([pieces for _, pieces, _ in found])
+    for name, weight in weights.items():
+        torch.testing.assert_close(updated[name], weight.detach(), **EXACT)
+
+
+def test_auxiliary_loss_is_not_the_mean_of_the_ranks_own(run_ranks):
+    """The bug of averaging over the wrong group: shares and probabilities are means, their product is none."""
+    config = BalanceConfig(aux_loss_coef=0.7)
+    expected, _, _ = one_process(make_mixtral, config)
+    of_parts, logits = [], []
+    torch.manual_seed(0)
+    model = make_mixtral()
+    for name in find_routers(model):
+        model.get_submodule(name).register_forward_hook(lambda *given: logits.append(given[2][0].unsqueeze(0)))
+    for part in IDS.chunk(4):
+        logits.clear()
+        with torch.no_grad(), InFloat64():
+            of_parts.append(model(input_ids=part, labels=part).loss + router_losses(logits, config))
+
+    assert abs(torch.stack(of_parts).mean() - expected) > 1e-4, "routers are too even for this test"
+    for loss, *_ in run_ranks(one_rank, 2, EP2 | pipeline(2), make_mixtral, config):
+        torch.testing.assert_close(loss, expected, **EXACT)
+
+
+def test_auxiliary_loss_is_that_which_transformers_computes(run_ranks):
+    config = BalanceConfig(aux_loss_coef=0.7)
+    torch.manual_seed(0)
+    model = make_mixtral()
+    model.router_aux_loss_coef = config.aux_loss_coef
+    with torch.no_grad(), InFloat64():
+        expected = model(input_ids=IDS, labels=IDS, output_router_logits=True).loss
+
+    for loss, *_ in run_ranks(one_rank, 2, EP2, make_mixtral, config):
+        torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)  # transformers adds up in float32
+
+
+RATE = 0.03
+
+
+def biases_after_steps(layout):
+    model, optimizer = balanced_model(layout, make_deepseek, BalanceConfig(bias_update_rate=RATE))
+    for _ in range(3):
+        step(model, optimizer)
+        model.router_balance.update_biases()
+    return {name: it.clone() for name, it in model.named_buffers() if name.endswith("e_score_correction_bias")}
+
+
+def biases_of_one_process():
+    torch.manual_seed(0)
+    model = make_deepseek()
+    routers = [model.get_submodule(name) for name in find_routers(model)]
+    tokens = {}
+    for router in routers:
+        router.register_forward_hook(
+            lambda it, _, output: tokens.update({it: output[2].flatten().bincount(minlength=4)})
+        )
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    for _ in range(3):
+        optimizer.zero_grad()
+        with InFloat64():
+            model(input_ids=IDS, labels=IDS).loss.backward()
+        optimizer.step()
+        for router in routers:
+            counts = tokens[router].double()
+            router.e_score_correction_bias += RATE * (counts.mean() - counts).sign()
+    return {name: it for name, it in model.named_buffers() if name.endswith("e_score_correction_bias")}
+
+
+@pytest.mark.parametrize("layout", ["EP 2", pytest.param("EP 2 x PP 2, recomputed", marks=pytest.mark.slow)])
+def test_biases_follow_the_loads_of_the_global_batch_alike_on_all_ranks(run_ranks, layout):
+    ranks, nxd_config = LAYOUTS[layout]
+    expected = biases_of_one_process()
+    assert any(bias.any() for bias in expected.values())
+
+    found = {}
+    for biases in run_ranks(biases_after_steps, ranks, nxd_config, timeout=300):
+        for name, bias in biases.items():
+            torch.testing.assert_close(bias, expected[name], rtol=0, atol=1e-15)
+            found[name] = bias
+    assert found.keys() == expected.keys()
+
+
+def test_what_the_routers_cannot_do_is_refused(run_ranks):
+    def job():
+        with pytest.raises(ValueError, match=r"bias_update_rate=0.1 is for models whose routers have an e_score_corr"):
+            balanced_model({}, make_mixtral, BalanceConfig(bias_update_rate=0.1))
+        llama = transformers.LlamaConfig(**{name: it for name, it in SIZES.items() if "expert" not in name})
+        with pytest.raises(ValueError, match=r"aux_loss_coef=0.1, z_loss_coef=0.2 is for models with routers"):
+            balanced_model(
+                {}, lambda: transformers.LlamaForCausalLM(llama), BalanceConfig(aux_loss_coef=0.1, z_loss_coef=0.2)
+            )
+
+    run_ranks(job, 1)
