@@ -79,6 +79,19 @@ REFUSED = {
     "inkling2_text": "its plan cuts the fused gate and up matrices of the experts as if they were one",
 }
 
+_CHOOSES_KEYS = "its attention chooses keys among those of the whole sequence"
+_OWN_LOSS = "it computes its loss in its own way, which would be that of the positions of each rank"
+REFUSED_CONTEXT = {
+    **dict.fromkeys(("axk2", "deepseek_v32", "deepseek_v4", "dots3_note_text", "glm_moe_dsa", "hy_v4"), _CHOOSES_KEYS),
+    **dict.fromkeys(("minimax_m3_vl_text", "qwen4_exp_text"), _CHOOSES_KEYS),
+    **dict.fromkeys(("bert", "roberta"), _OWN_LOSS),
+    **dict.fromkeys(("inkling_text", "inkling2_text"), "it adds a bias of positions to the scores of its attention"),
+    **dict.fromkeys(("t5", "whisper"), "it has two sequences, of an encoder and of a decoder"),
+    "bloom": "its attention does not go through transformers' registry of attention functions",
+    "doge": "its attention makes a mask of its own",
+    "vit": "it has no sequence of tokens",
+    "zaya": "its attention has convolutions along the sequence",
+}
 
 # In latent attention these come before the split layers, which sum the gradient of their input.
 _BEFORE_SPLIT_LAYERS = ("q_a_proj", "q_a_layernorm", "kv_a_layernorm", "indexer")
@@ -132,6 +145,11 @@ def checked_expert_plan(model: Any) -> dict[str, str]:
 def check_context(model: Any) -> None:
     """Raise a ValueError if no models of this type have been compared with their sequences cut."""
     model_type = _type_of(model)
+    if model_type in REFUSED_CONTEXT:
+        raise ValueError(
+            f"sequences of models of type {model_type!r} are not cut over context-parallel ranks: "
+            f"{REFUSED_CONTEXT[model_type]}; use context_parallel_size=1"
+        )
     if model_type not in COMPARED_CONTEXT:
         raise ValueError(
             f"sequences of models of type {model_type!r} are not cut over context-parallel ranks: loss and gradients "

@@ -92,6 +92,9 @@ def _model_choice_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], st
         yield ("model.config", "model.type", "model.path", "model.factory"), mistake
     if model.rope_scaling is not None and not isinstance(model.rope_scaling.get("rope_type"), str):
         yield ("model.rope_scaling",), f"model.rope_scaling={dict(model.rope_scaling)} has no rope_type, such as llama3"
+    if recipe.parallel.context_parallel_size > 1 and recipe.train.compile:
+        name = "parallel.context_parallel_size"
+        yield (name, "train.compile"), f"{name} computes other blocks on each rank; set train.compile=false"
     if recipe.parallel.context_parallel_size > 1 and recipe.dpo.beta:
         name = "parallel.context_parallel_size"
         mistake = f"{name} is not for dpo.beta, whose loss needs whole answers; set it to 1"
