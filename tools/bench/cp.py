@@ -6,7 +6,8 @@ Takes three minutes or so on two idle cores, and leaves nothing behind. Measured
 float32, of
 
 - each transport of `nxd_layers.context.context_parallel_attention`, one thread for each rank;
-- torch's experimental `context_parallel`, on the same ranks, if the installed torch has it for CPUs;
+- torch's experimental `context_parallel`, on the same ranks, where the installed torch has it: torch 2.13 has no rule
+  for the CPU's kernel, and the benchmark says so;
 - one process with as many threads as there are ranks, and the whole sequence: nothing is sent.
 
 Variants take turns in each round; ratios are of medians. Our outputs are checked against those of one process.
@@ -19,7 +20,14 @@ import time
 from collections.abc import Callable
 
 import torch
-from nxd_layers.context import AttentionPlan, MaskRule, SequenceCut, context_parallel_attention, interval_mask
+from nxd_layers.context import (
+    AttentionPlan,
+    MaskRule,
+    SequenceCut,
+    Transport,
+    context_parallel_attention,
+    interval_mask,
+)
 from nxd_state import destroy_model_parallel, get_group, initialize_model_parallel
 from nxd_state.testing import RankPool
 from processes.surroundings import print_surroundings
@@ -27,7 +35,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 HEADS, KV_HEADS, SIZE = 8, 2, 64
-TRANSPORTS = ("ring", "all_gather", "all_to_all")
+TRANSPORTS: tuple[Transport, ...] = ("ring", "all_gather", "all_to_all")
 TOLERANCE = 1e-4
 Step = Callable[[], None]
 
@@ -53,10 +61,11 @@ def time_alone(length: int, threads: int, rounds: int) -> float:
     """The median seconds of a step of the whole sequence in this process."""
     torch.set_num_threads(threads)
     query, key, value, weight = whole_inputs(length)
-    leaves = [it.requires_grad_() for it in (query, key, value)]
+    for leaf in (query, key, value):
+        leaf.requires_grad_()
 
     def step() -> None:
-        output = F.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True)
+        output = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
         output.backward(weight)
 
     return medians({"one process": step}, rounds)["one process"]
@@ -67,7 +76,7 @@ def time_over_ranks(length: int, rounds: int) -> dict[str, float]:
     torch.set_num_threads(1)
     world = torch.distributed.get_world_size()
     initialize_model_parallel(context_parallel_size=world)
-    steps = {transport: our_step(length, world, transport) for transport in TRANSPORTS}
+    steps: dict[str, Step] = {transport: our_step(length, world, transport) for transport in TRANSPORTS}
     torch_step = step_of_torch(length)
     if torch_step is not None:
         steps["torch's context_parallel"] = torch_step
@@ -76,7 +85,7 @@ def time_over_ranks(length: int, rounds: int) -> dict[str, float]:
     return found
 
 
-def our_step(length: int, world: int, transport: str) -> Step:
+def our_step(length: int, world: int, transport: Transport) -> Step:
     """Attention of this rank's positions; its output is checked once."""
     rank, cut = get_group("cp").rank, SequenceCut(length, world)
     query, key, value, weight = whole_inputs(length)
@@ -86,7 +95,8 @@ def our_step(length: int, world: int, transport: str) -> Step:
 
     def step() -> None:
         plan = AttentionPlan(interval_mask(length, MaskRule()), cut)
-        output = context_parallel_attention(*leaves, plan, transport=transport)  # type: ignore[arg-type]
+        query, key, value = leaves
+        output = context_parallel_attention(query, key, value, plan, transport=transport)
         output.backward(grad)
         assert torch.allclose(output, wanted, rtol=TOLERANCE, atol=TOLERANCE)
 

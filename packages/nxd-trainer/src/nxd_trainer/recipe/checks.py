@@ -65,6 +65,7 @@ def consistency_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]
         mistake = f"lora.use_dora=true is not for lora.dropout={recipe.lora.dropout}; set it to 0"
         yield ("lora.use_dora", "lora.dropout"), mistake
     yield from _retention_mistakes(recipe)
+    yield from _context_mistakes(recipe)
     yield from _moe_mistakes(recipe)
 
 
@@ -92,13 +93,6 @@ def _model_choice_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], st
         yield ("model.config", "model.type", "model.path", "model.factory"), mistake
     if model.rope_scaling is not None and not isinstance(model.rope_scaling.get("rope_type"), str):
         yield ("model.rope_scaling",), f"model.rope_scaling={dict(model.rope_scaling)} has no rope_type, such as llama3"
-    if recipe.parallel.context_parallel_size > 1 and recipe.train.compile:
-        name = "parallel.context_parallel_size"
-        yield (name, "train.compile"), f"{name} computes other blocks on each rank; set train.compile=false"
-    if recipe.parallel.context_parallel_size > 1 and recipe.dpo.beta:
-        name = "parallel.context_parallel_size"
-        mistake = f"{name} is not for dpo.beta, whose loss needs whole answers; set it to 1"
-        yield (name, "dpo.beta"), mistake
     if recipe.parallel.splits_experts and model.is_own_llama:
         name = "parallel.expert_parallel_size"
         yield (name, "model.type", "model.path"), f"{name} is for models with experts, and our Llama has none"
@@ -208,6 +202,14 @@ def _optimizer_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]
             f"train.steps={recipe.train.steps}; lower one of them"
         )
         yield ("optimizer.warmup_steps", "optimizer.num_decay_steps", "train.steps"), mistake
+
+
+def _context_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:
+    name = "parallel.context_parallel_size"
+    if recipe.parallel.context_parallel_size > 1 and recipe.train.compile:
+        yield (name, "train.compile"), f"{name} computes other blocks on each rank; set train.compile=false"
+    if recipe.parallel.context_parallel_size > 1 and recipe.dpo.beta:
+        yield (name, "dpo.beta"), f"{name} is not for dpo.beta, whose loss needs whole answers; set it to 1"
 
 
 def _moe_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:
