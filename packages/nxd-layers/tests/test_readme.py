@@ -11,7 +11,7 @@ from nxd_state.testing import run_torchrun
 pytestmark = pytest.mark.smoke
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
-EXAMPLE, LORA_EXAMPLE, QUANTIZED_EXAMPLE = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+EXAMPLE, CONTEXT_EXAMPLE, LORA_EXAMPLE, QUANTIZED_EXAMPLE = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
 (CONSOLE,) = re.findall(r"```console\n(.*?)```", README, flags=re.DOTALL)
 PRINTED = re.findall(r"^\$ .*\n(.*)\n", CONSOLE, flags=re.MULTILINE)
 
@@ -27,6 +27,12 @@ def test_example_prints_the_same_loss_alone_and_under_torchrun(tmp_path):
     assert ranks.returncode == 0, ranks.stderr
     # The last lines: gloo of torch 2.9 says hello on stdout.
     assert [run.stdout.splitlines()[-1] for run in (alone, ranks)] == PRINTED
+
+
+def test_context_example_prints_the_shape_in_its_comment(capsys):
+    exec(CONTEXT_EXAMPLE, {})
+
+    assert f"# {capsys.readouterr().out.strip()}" in CONTEXT_EXAMPLE.splitlines()
 
 
 def test_lora_example_prints_the_names_in_its_comment(capsys):

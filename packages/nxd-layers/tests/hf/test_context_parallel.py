@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-import transformers
 from nxd_layers.context import SequenceCut
 from nxd_layers.hf import cuts_sequences, parallelize
 from nxd_state import all_gather, all_reduce, get_group, initialize_model_parallel, seed_model_parallel
+
+transformers = pytest.importorskip("transformers", reason="models are those of transformers: pip install transformers")
 
 SIZES = {
     "vocab_size": 64,
