@@ -17,12 +17,14 @@ from nxd_layers.activation_checkpoint.find import (
     named_transformer_layers,
 )
 from nxd_layers.activation_checkpoint.forward import CheckpointedForward, Keep, matmul_outputs
+from nxd_layers.activation_checkpoint.tiled import tile_modules
 from nxd_layers.linear import ColumnParallelLinear
 
 __all__ = [
     "apply_activation_checkpointing",
     "remove_activation_checkpointing",
     "matmul_outputs",
+    "tile_modules",
     "CheckpointConfig",
     "ModuleClass",
     "Keep",
