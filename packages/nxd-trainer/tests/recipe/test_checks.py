@@ -152,6 +152,23 @@ from nxd_trainer.recipe.sections import ScheduleName
             ["dpo.beta=0.1", "data.path=rows.jsonl", "model.path=folder", "data.chat=true"],
             "dpo.beta=0.1 is not for data.chat; leave that out",
         ),
+        (
+            ["parallel.context_parallel_size=2", "train.compile=true"],
+            "parallel.context_parallel_size computes other blocks on each rank; set train.compile=false",
+        ),
+        (
+            ["dpo.beta=0.1", "data.path=rows.jsonl", "model.path=folder", "parallel.context_parallel_size=2"],
+            "parallel.context_parallel_size is not for dpo.beta, whose loss needs whole answers; set it to 1",
+        ),
+        (
+            [
+                "moe.z_loss_coef=0.1",
+                "model.type=mixtral",
+                "parallel.context_parallel_size=2",
+                "data.sequence_length=18",
+            ],
+            "moe.z_loss_coef=0.1 with context parallelism needs a data.sequence_length that 4 divides",
+        ),
         (["moe.z_loss_coef=0.1"], "moe.z_loss_coef=0.1 is for models with experts; our Llama has none"),
         (
             ["moe.aux_loss_coef=0.1", "model.type=mixtral", "train.compile=true"],
