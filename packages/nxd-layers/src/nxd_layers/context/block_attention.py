@@ -9,6 +9,7 @@ gradients (Dao et al. 2022, "FlashAttention").
 from dataclasses import dataclass
 
 import torch
+from nxd_state import is_host
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -103,7 +104,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _has_kernel(query: Tensor, scores: Scores) -> bool:
-    return query.device.type == "cpu" and scores.softcap is None
+    return is_host(query) and scores.softcap is None
 
 
 def _forward_by_kernel(

@@ -204,7 +204,6 @@ class RouterBalance:
         finally:
             self._adds_gradients = False
 
-    @torch.compiler.disable
     def _after_router(self, index: int, layer: RouterLayer, router: nn.Module, args: Any, output: Any) -> Any:
         # While backward runs, activation checkpointing computes a router again, whose tokens are counted already.
         counts = self._sums is not None and torch._C._current_graph_task_id() == -1
