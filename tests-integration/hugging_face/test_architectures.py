@@ -13,7 +13,7 @@ NAMED += ["smollm3", "glm4"]
 
 EXPERTS = ["qwen3_moe", "deepseek_v3", "gpt_oss", "jamba"]
 QUICK_EXPERTS = [("deepseek_v3", "EP 2"), ("gpt_oss", "EP 2 x TP 2")]
-CONTEXTS = ["gemma2", "qwen3_next", "gpt_oss", "deepseek_v3", "llama4_text", "mamba2"]
+CONTEXTS = ["gemma2", "qwen3_next", "gpt_oss", "deepseek_v3", "mamba2"]
 QUICK_CONTEXTS = [("gpt_oss", "CP 2, ring"), ("qwen3_next", "CP 2 x TP 2"), ("gemma2", "CP 2 x PP 2")]
 OF_OTHER_KINDS = ["bert", "t5", "whisper"]  # with a plan of ours
 OTHERS_WITH_OUR_PLAN = ["roberta", "vit", "gpt2", "gpt_oss", "bloom", "opt", "falcon_h1", "mamba2"]

@@ -267,6 +267,22 @@ def test_bad_input_is_refused_by_name(run_ranks):
     run_ranks(refusals, 2)
 
 
+def attend_to_strided_inputs():
+    initialize_model_parallel(context_parallel_size=2)
+    plan = AttentionPlan(interval_mask(12, MaskRule()), SequenceCut(12, 2))
+    plain = torch.randn(1, 2, 6, 8, generator=torch.Generator().manual_seed(0))
+    strided = plain.transpose(-1, -2).contiguous().transpose(-1, -2)  # as kernels of upstream have them
+    for transport in TRANSPORTS:
+        expected = context_parallel_attention(plain, plain, plain, plan, transport=transport)
+        torch.testing.assert_close(
+            context_parallel_attention(strided, strided, strided, plan, transport=transport), expected
+        )
+
+
+def test_memory_order_of_inputs_does_not_matter(run_ranks):
+    run_ranks(attend_to_strided_inputs, 2)
+
+
 def refusals():
     initialize_model_parallel(context_parallel_size=2)
     plan = AttentionPlan(interval_mask(8, MaskRule()), SequenceCut(8, 2))

@@ -112,6 +112,10 @@ def refuse():
         ({"logits_to_keep": 1}, "logits_to_keep cannot be had"),
         ({"attention_mask": torch.ones(2, 1, LENGTH, LENGTH)}, r"attention_mask has shape \(2, 1, 13, 13\)"),
         ({"attention_mask": torch.tensor([[1, 0] * 6 + [1]] * 2)}, "padding between tokens, at position 1"),
+        ({"attention_mask": torch.ones(2, 10)}, r"attention_mask has shape \(2, 10\); .* give \[batch, 13\]"),
+        ({"labels": torch.zeros(2)}, r"labels has shape \(2,\)"),
+        ({"past_key_values": transformers.DynamicCache()}, "past_key_values cannot be had"),
+        ({"use_cache": True}, "use_cache cannot be had"),
         ({"pixel_values": torch.ones(2)}, "pixel_values cannot be cut"),
     ]:
         with pytest.raises(ValueError, match=message):
@@ -122,8 +126,23 @@ def refuse():
         model.model(ids)
     with pytest.raises(ValueError, match="models of type 'bloom' are not cut"):
         parallelize(transformers.BloomForCausalLM(transformers.BloomConfig(hidden_size=32, n_layer=1, n_head=4)))
+    config = transformers.LlamaConfig(**SIZES)
+    with pytest.raises(ValueError, match="no causal language model"):
+        parallelize(transformers.LlamaForSequenceClassification(config))
+    first, second = (transformers.LlamaForCausalLM(config) for _ in range(2))
+    parallelize(first)
+    assert cuts_sequences(first)
+    assert not cuts_sequences(second)  # though made from the same config
+    second(ids)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "ffn_dim": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    opt = transformers.OPTForCausalLM(transformers.OPTConfig(**sizes, word_embed_proj_dim=32, layerdrop=0.5))
+    parallelize(opt).train()
+    with pytest.raises(ValueError, match=r"layerdrop=0\.5"):
+        opt(ids)
+    with pytest.raises(ValueError, match="padding before tokens, which OPTForCausalLM would count"):
+        opt.eval()(ids, attention_mask=torch.tensor([[0] + [1] * 12] * 2))
     dropping = parallelize(model_of(attention_dropout=0.1)).train()
-    with pytest.raises(ValueError, match="attention_dropout=0 in the model's config"):
+    with pytest.raises(ValueError, match="such as attention_dropout"):
         dropping(ids)
     model(**batch)  # a refusal leaves nothing behind
 

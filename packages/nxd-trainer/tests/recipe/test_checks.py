@@ -160,15 +160,6 @@ from nxd_trainer.recipe.sections import ScheduleName
             ["dpo.beta=0.1", "data.path=rows.jsonl", "model.path=folder", "parallel.context_parallel_size=2"],
             "parallel.context_parallel_size is not for dpo.beta, whose loss needs whole answers; set it to 1",
         ),
-        (
-            [
-                "moe.z_loss_coef=0.1",
-                "model.type=mixtral",
-                "parallel.context_parallel_size=2",
-                "data.sequence_length=18",
-            ],
-            "moe.z_loss_coef=0.1 with context parallelism needs a data.sequence_length that 4 divides",
-        ),
         (["moe.z_loss_coef=0.1"], "moe.z_loss_coef=0.1 is for models with experts; our Llama has none"),
         (
             ["moe.aux_loss_coef=0.1", "model.type=mixtral", "train.compile=true"],

@@ -145,6 +145,8 @@ def _backward_by_kernel(
 
 
 def _widened(tensor: Tensor, size: int) -> Tensor:
+    """As the kernel reads it: heads of one size, whose elements are neighbours."""
+    tensor = tensor if tensor.stride(-1) == 1 else tensor.contiguous()
     return F.pad(tensor, (0, size - tensor.shape[-1])) if tensor.shape[-1] < size else tensor
 
 

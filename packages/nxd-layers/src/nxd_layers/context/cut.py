@@ -62,7 +62,7 @@ class SequenceCut:
         return 2 * self.chunk_length
 
     def chunks_of(self, rank: int) -> tuple[int, int]:
-        """The numbers of a rank's chunks, in the order of its positions."""
+        """Which chunks a rank has, in the order of its positions."""
         if self.order == "zigzag":
             return rank, self.num_chunks - 1 - rank
         return 2 * rank, 2 * rank + 1

@@ -155,7 +155,7 @@ class _Parts:
 
     def own(self, local: Tensor) -> Pieces:
         """What this rank needs of what it has."""
-        return {chunk: self._within(local, self._rank, chunk, part) for chunk, part in self._travelling(self._rank)}
+        return {chunk: self._within(local, chunk, part) for chunk, part in self._needed_from(self._rank)}
 
     def needed_by(self, local: Tensor, user: int) -> Tensor:
         """What another rank needs of what this one has; nothing for this rank itself."""
@@ -163,18 +163,18 @@ class _Parts:
         if user == self._rank:
             return nothing
         parts = self._plan.sent(self._rank, user)
-        return torch.cat([nothing, *(self._within(local, self._rank, *part) for part in parts)], SEQUENCE)
+        return torch.cat([nothing, *(self._within(local, *part) for part in parts)], SEQUENCE)
 
     def room_for(self, like: Tensor, source: int) -> Tensor:
         """Memory for what another rank sends."""
-        parts = [] if source == self._rank else self._travelling(source)
+        parts = [] if source == self._rank else self._needed_from(source)
         shape = list(like.shape)
         shape[SEQUENCE] = sum(stop - first for _, (first, stop) in parts)
         return like.new_empty(shape)
 
     def of(self, received: Tensor, source: int) -> Pieces:
         """The pieces of what another rank has sent."""
-        parts = self._travelling(source)
+        parts = self._needed_from(source)
         pieces = received.split([stop - first for _, (first, stop) in parts], SEQUENCE)
         return {chunk: piece for (chunk, _), piece in zip(parts, pieces, strict=True)}
 
@@ -183,20 +183,20 @@ class _Parts:
         parts = self._plan.sent(self._rank, user)
         pieces = received.split([stop - first for _, (first, stop) in parts], SEQUENCE)
         for part, piece in zip(parts, pieces, strict=True):
-            self._within(total, self._rank, *part).add_(piece)
+            self._within(total, *part).add_(piece)
 
     def add_own(self, total: Tensor, pieces: Pieces) -> None:
         """Add this rank's own gradients of its pieces."""
-        for chunk, part in self._travelling(self._rank):
-            self._within(total, self._rank, chunk, part).add_(pieces[chunk])
+        for chunk, part in self._needed_from(self._rank):
+            self._within(total, chunk, part).add_(pieces[chunk])
 
-    def _travelling(self, source: int) -> list[tuple[int, tuple[int, int]]]:
+    def _needed_from(self, source: int) -> list[tuple[int, tuple[int, int]]]:
         return self._plan.sent(source, self._rank)
 
-    def _within(self, local: Tensor, rank: int, chunk: int, part: tuple[int, int]) -> Tensor:
-        """A part of a chunk, as a view of what its rank has."""
+    def _within(self, local: Tensor, chunk: int, part: tuple[int, int]) -> Tensor:
+        """A part of a chunk of this rank, as a view."""
         cut = self._plan.cut
-        begin = cut.chunks_of(rank).index(chunk) * cut.chunk_length - chunk * cut.chunk_length
+        begin = cut.chunks_of(self._rank).index(chunk) * cut.chunk_length - chunk * cut.chunk_length
         return local.narrow(SEQUENCE, begin + part[0], part[1] - part[0])
 
 

@@ -46,7 +46,8 @@ def exchange_heads(
 
 def return_heads(output: Tensor, cut: SequenceCut, group: Group) -> Tensor:
     """The inverse for `[batch, heads/cp, filled, value_head]`: `[batch, heads, local, value_head]`."""
-    by_rank = torch.cat([_part_of_rank(output, cut, rank) for rank in range(cut.size)], dim=_SEQUENCE)
+    filled = _filled(cut)
+    by_rank = torch.cat([filled.part_of(output, rank, dim=_SEQUENCE) for rank in range(cut.size)], dim=_SEQUENCE)
     returned: Tensor = _AllToAll.apply(by_rank, group, _SEQUENCE, _HEADS)
     return returned
 
@@ -54,10 +55,6 @@ def return_heads(output: Tensor, cut: SequenceCut, group: Group) -> Tensor:
 def _to_heads(local: Tensor, cut: SequenceCut, group: Group) -> Tensor:
     by_rank: Tensor = _AllToAll.apply(local, group, _HEADS, _SEQUENCE)
     return _filled(cut).whole_of(by_rank, dim=_SEQUENCE)
-
-
-def _part_of_rank(whole: Tensor, cut: SequenceCut, rank: int) -> Tensor:
-    return _filled(cut).part_of(whole, rank, dim=_SEQUENCE)
 
 
 def _filled(cut: SequenceCut) -> SequenceCut:

@@ -15,6 +15,8 @@ ATTENTION = "nxd_context_parallel"  # its name in the registries
 # Said by the mask, by positions, or to the loss.
 _MEANT_ELSEWHERE = ("sliding_window", "is_causal", "position_ids", "cache_position", "num_items_in_batch")
 
+_WINDOWS = {"sliding_window_overlay": True, "sliding_window_bidirectional_overlay": False}  # whether it is causal
+
 
 def make_mask(*args: Any, mask_function: Callable[..., Any], device: torch.device, **kwargs: Any) -> ContextMask:
     """In place of a mask of transformers."""
@@ -42,8 +44,8 @@ def attend(
         raise ValueError(f"{name} attends without a mask of transformers; use context_parallel_size=1")
     if dropout:
         raise ValueError(
-            f"{name} drops attention weights at random (dropout={dropout}), others than one process would; set "
-            "attention_dropout=0 in the model's config"
+            f"{name} drops attention weights at random (dropout={dropout}), others than one process would; set the "
+            "dropout of attention in the model's config to 0, such as attention_dropout"
         )
     unknown = [it for it, given in kwargs.items() if it not in _MEANT_ELSEWHERE and is_asked(given)]
     if unknown:
@@ -72,17 +74,19 @@ def _rule_of(mask_function: Callable[..., Any]) -> MaskRule:
     Raises:
         ValueError: it is not one of those for texts.
     """
-    causal, window, chunk = False, None, None
+    causal, window, chunk, is_causal_window = False, None, None, False
     for part in _conjuncts(mask_function):
         kind, values = part.__qualname__.partition(".")[0], inspect.getclosurevars(part).nonlocals
         if kind == "causal_mask_function":
             causal = True
-        elif kind in {"sliding_window_overlay", "sliding_window_bidirectional_overlay"}:
-            window = values["sliding_window"]
-        elif kind == "chunked_overlay":
+        elif kind in _WINDOWS and window is None:
+            window, is_causal_window = values["sliding_window"], _WINDOWS[kind]
+        elif kind == "chunked_overlay" and chunk is None:
             chunk = values["chunk_size"]
         elif kind != "bidirectional_mask_function":
             raise ValueError(f"context parallelism does not know the mask {part.__qualname__}; use none of one's own")
+    if window is not None and is_causal_window != causal:
+        raise ValueError("context parallelism does not know a causal window of a mask that is not, or the other way")
     return MaskRule(causal, window, chunk)
 
 

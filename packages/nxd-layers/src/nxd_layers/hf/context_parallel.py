@@ -5,11 +5,13 @@ attention goes through transformers' registries of attention and mask functions;
 else that it computes, it computes of the positions that are here, but for layers that pass a state along the sequence.
 """
 
+import copy
 import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import Token
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from nxd_state import active_group
@@ -26,10 +28,14 @@ from nxd_layers.hf.whole_sequences import WholeSequences, give_whole_positions
 _CUT = {"input_ids": 0, "inputs_embeds": 0, "token_type_ids": 0}  # and the value at positions that are filled up
 _HANDLED = ("attention_mask", "position_ids", "labels", "shift_labels", "num_items_in_batch")
 
+_POSITIONS_OF_TOKENS = ("opt",)  # types that number tokens, and not padding before them
+
+_cut_models: "WeakSet[nn.Module]" = WeakSet()
+
 
 def cuts_sequences(model: Any) -> bool:
     """Whether `parallelize` has had the model cut its sequences over context-parallel ranks."""
-    return getattr(getattr(model, "config", None), "_attn_implementation", None) == ATTENTION
+    return model in _cut_models
 
 
 class ContextDoor:
@@ -52,6 +58,7 @@ class ContextDoor:
         self._signature = inspect.signature(model.forward)
         self._entered: list[Token[ContextForward | None]] = []
         self._is_active = True
+        _give_own_config(model)
         self._previous = model.config._attn_implementation
         self._with_state = WholeSequences(model)
         give_whole_positions(model)
@@ -62,14 +69,17 @@ class ContextDoor:
             model.loss_function = ContextLoss(model.loss_function)
         model.register_forward_pre_hook(self._enter, with_kwargs=True)
         model.register_forward_hook(self._leave, always_call=True)
+        _cut_models.add(model)
 
     @contextmanager
     def whole_sequences(self) -> Iterator[None]:
         """Inside, sequences are not cut: each rank computes all of them, as `generate()` does."""
         self._set_active(False)
+        token = forward_under_way.set(None)
         try:
             yield
         finally:
+            forward_under_way.reset(token)
             self._set_active(True)
 
     def _set_active(self, is_active: bool) -> None:
@@ -103,7 +113,7 @@ class ContextDoor:
             changed["labels"] = forward.shift_labels
         if "use_cache" in self._signature.parameters:
             changed["use_cache"] = False
-        self._entered.append(forward_under_way.set(forward))
+        self._entered = [forward_under_way.set(forward)]  # without what a forward that was interrupted has left
         rest = {name: it for name, it in given.items() if name not in changed and name != "shift_labels"}
         return (), {**rest, **changed}
 
@@ -131,9 +141,11 @@ class ContextDoor:
         if padding is not None:
             padding = padding.bool()
             padding = None if bool(padding.all()) else padding
-            if self._with_state.layers and padding is not None and not bool(padding[:, 0].all()):
+            counts_tokens = positions is None and self._model.config.model_type in _POSITIONS_OF_TOKENS
+            is_refused = counts_tokens or self._with_state.layers
+            if is_refused and padding is not None and not bool(padding[:, 0].all()):
                 raise ValueError(
-                    f"attention_mask has padding before tokens, which {type(self._model).__name__} would pass along; "
+                    f"attention_mask has padding before tokens, which {type(self._model).__name__} would count; "
                     "pad at the end"
                 )
         if positions is None:
@@ -153,15 +165,24 @@ class ContextDoor:
         unknown = [it for it in tensors if it not in _CUT and it not in _HANDLED]
         if unknown:
             raise ValueError(f"{unknown[0]} cannot be cut over context-parallel ranks; leave it out")
-        refused = [it for it in ("past_key_values", "logits_to_keep", "output_attentions") if is_asked(given.get(it))]
+        asked = ("use_cache", "logits_to_keep", "output_attentions")
+        refused = ["past_key_values"] if given.get("past_key_values") is not None else []
+        refused += [it for it in asked if is_asked(given.get(it))]
         if refused:
             raise ValueError(
                 f"{refused[0]} cannot be had of sequences that are cut over context-parallel ranks; leave it out, or "
                 "call generate(), where every rank has whole sequences"
             )
-        for it in ("attention_mask", "position_ids"):
-            if given.get(it) is not None and given[it].dim() != 2:
-                raise ValueError(f"{it} has shape {tuple(given[it].shape)}; with context parallelism give [batch, seq]")
+        length = next(given[it] for it in _CUT if given.get(it) is not None).shape[1]
+        for it in ("attention_mask", "position_ids", "labels", "shift_labels"):
+            shape = tuple(getattr(given.get(it), "shape", ()))
+            if given.get(it) is not None and (len(shape) != 2 or shape[1] != length):
+                raise ValueError(f"{it} has shape {shape}; with context parallelism give [batch, {length}]")
+        if self._model.training and getattr(self._model.config, "layerdrop", 0):
+            raise ValueError(
+                f"{name} leaves layers out at random (layerdrop={self._model.config.layerdrop}), others on each rank; "
+                "set it to 0 in the model's config"
+            )
         if "position_ids" not in self._signature.parameters and not self._with_state.layers:
             raise ValueError(f"{name} takes no position_ids, which it needs where its sequences are cut")
         asks_routers = given.get("output_router_logits") or getattr(self._model.config, "output_router_logits", False)
@@ -175,3 +196,11 @@ class ContextDoor:
                 f"{name} computes its loss in its own way, which would be that of this rank's positions; leave labels "
                 "out, and compute the loss from the logits"
             )
+
+
+def _give_own_config(model: Any) -> None:
+    """A copy of the config for all parts of the model: another model may have been made from it, too."""
+    shared, own = model.config, copy.deepcopy(model.config)
+    for module in model.modules():
+        if getattr(module, "config", None) is shared:
+            module.config = own

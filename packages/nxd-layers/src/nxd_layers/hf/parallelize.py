@@ -52,6 +52,7 @@ from nxd_layers.hf.transformers_models import (
     output_embeddings,
     takes_causal_lm_loss,
 )
+from nxd_layers.hf.whole_sequences import layers_with_state
 from nxd_layers.linear import ColumnParallelLinear
 
 # Styles that leave a layer's outputs split, and with them the heads of an attention.
@@ -115,6 +116,13 @@ def parallelize(
     if not isinstance(model, nn.Module):
         raise ValueError(f"expected a model or a config of transformers, not {type(model).__name__}")
     has_known_loss = takes_causal_lm_loss(model)
+    if active_group("cp").size > 1 and plan is None:
+        check_context(model, has_known_loss=has_known_loss)
+    if active_group("cp").size > 1 and sequence_parallel and layers_with_state(model):
+        raise ValueError(
+            f"sequence_parallel=True cannot be had around {type(layers_with_state(model)[0]).__name__} with "
+            "context-parallel ranks; leave sequence_parallel out"
+        )
     with_experts = expert_parallel and splits_experts()
     if active_group("tp").size > 1 or with_experts:
         _split(model, plan, with_experts=with_experts, sequence_parallel=sequence_parallel)
@@ -122,8 +130,6 @@ def parallelize(
         split_loss(model)
     door = None
     if active_group("cp").size > 1:
-        if plan is None:
-            check_context(model)
         multiple = active_group("tp").size if sequence_parallel else 1
         door = ContextDoor(model, context_transport, multiple, has_known_loss=has_known_loss)
     if with_experts or active_group("tp").size * active_group("cp").size > 1:

@@ -65,7 +65,7 @@ COMPARED_CONTEXT = frozenset(
         "glm4_moe_lite", "gpt2", "gpt_neox", "gpt_oss", "granite", "granite_swa", "granitemoe",
         "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "helium", "hrm_text", "hunyuan_v1_moe",
         "hy_v3", "hyperclovax", "internlm3", "iquestcoder", "jais2", "jamba", "kimi_linear", "kolibri1",
-        "laguna", "lfm2_moe", "llama", "llama4_text", "longcat_flash", "mamba2", "mellum", "mimo_v2_flash",
+        "laguna", "lfm2_moe", "llama", "longcat_flash", "mamba2", "mellum", "mimo_v2_flash",
         "minicpm3", "minimax", "minimax_m2", "ministral", "ministral3", "mistral", "mixtral", "nanochat",
         "nemotron", "nemotron_h", "olmo", "olmo2", "olmo3", "olmo_hybrid", "olmoe", "opt", "phi", "phi3",
         "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next",
@@ -89,6 +89,7 @@ REFUSED_CONTEXT = {
     **dict.fromkeys(("t5", "whisper"), "it has two sequences, of an encoder and of a decoder"),
     "bloom": "its attention does not go through transformers' registry of attention functions",
     "doge": "its attention makes a mask of its own",
+    "llama4_text": "it scales queries by their places among those of the rank",
     "vit": "it has no sequence of tokens",
     "zaya": "its attention has convolutions along the sequence",
 }
@@ -142,18 +143,26 @@ def checked_expert_plan(model: Any) -> dict[str, str]:
     return plan
 
 
-def check_context(model: Any) -> None:
-    """Raise a ValueError if no models of this type have been compared with their sequences cut."""
+def check_context(model: Any, *, has_known_loss: bool) -> None:
+    """Raise a ValueError if no models of this type have been compared with their sequences cut.
+
+    Args:
+        model: of transformers.
+        has_known_loss: whether it is a causal language model; a model without a head is let through as well.
+    """
     model_type = _type_of(model)
+    refused = f"sequences of models of type {model_type!r} are not cut over context-parallel ranks: "
     if model_type in REFUSED_CONTEXT:
-        raise ValueError(
-            f"sequences of models of type {model_type!r} are not cut over context-parallel ranks: "
-            f"{REFUSED_CONTEXT[model_type]}; use context_parallel_size=1"
-        )
+        raise ValueError(f"{refused}{REFUSED_CONTEXT[model_type]}; use context_parallel_size=1")
     if model_type not in COMPARED_CONTEXT:
         raise ValueError(
-            f"sequences of models of type {model_type!r} are not cut over context-parallel ranks: loss and gradients "
-            "were not compared with one process. To cut them all the same, give plan='own', and compare the numbers"
+            f"{refused}loss and gradients were not compared with one process. To cut them all the same, give "
+            "plan='own', and compare the numbers"
+        )
+    if not has_known_loss and base_model_path(model):
+        raise ValueError(
+            f"{type(model).__name__} is no causal language model: what its head makes of whole sequences it would make "
+            "of each rank's positions; use context_parallel_size=1, or the model without the head"
         )
 
 

@@ -22,6 +22,11 @@ _WITH_STATE = re.compile(
 _DEPENDS_ON_LENGTH = ("dynamic", "longrope")
 
 
+def layers_with_state(model: nn.Module) -> list[nn.Module]:
+    """The layers of a model that pass a state along the sequence."""
+    return [module for module in model.modules() if _WITH_STATE.fullmatch(type(module).__name__)]
+
+
 class WholeSequences:
     """The layers of a model that pass a state along the sequence.
 
@@ -31,7 +36,7 @@ class WholeSequences:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.layers = [module for module in model.modules() if _WITH_STATE.fullmatch(type(module).__name__)]
+        self.layers = layers_with_state(model)
         self.is_active = True
         for module in self.layers:
             module.register_forward_pre_hook(self._gather, with_kwargs=True)

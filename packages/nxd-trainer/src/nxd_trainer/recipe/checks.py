@@ -220,10 +220,6 @@ def _moe_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:
         if value and recipe.train.compile:
             mistake = f"{name}={value:g} counts what routers choose, which needs train.compile=false"
             yield (name, "train.compile"), mistake
-        parts = 2 * recipe.parallel.context_parallel_size * recipe.parallel.tensor_parallel_size
-        if value and parts > 2 * recipe.parallel.tensor_parallel_size and recipe.data.sequence_length % parts:
-            mistake = f"{name}={value:g} with context parallelism needs a data.sequence_length that {parts} divides"
-            yield (name, "data.sequence_length", "parallel.context_parallel_size"), mistake
 
 
 def _early_stopping_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:
