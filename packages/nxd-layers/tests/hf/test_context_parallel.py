@@ -141,6 +141,10 @@ def refuse():
         opt(ids)
     with pytest.raises(ValueError, match="padding before tokens, which OPTForCausalLM would count"):
         opt.eval()(ids, attention_mask=torch.tensor([[0] + [1] * 12] * 2))
+    sizes = {"num_heads": 8, "head_dim": 8, "hidden_size": 32, "state_size": 8, "n_groups": 2, "num_hidden_layers": 1}
+    mamba = transformers.Mamba2ForCausalLM(transformers.Mamba2Config(**sizes, vocab_size=64))
+    with pytest.raises(ValueError, match="cannot be had around Mamba2Mixer with context-parallel ranks"):
+        parallelize(mamba, sequence_parallel=True)
     dropping = parallelize(model_of(attention_dropout=0.1)).train()
     with pytest.raises(ValueError, match="such as attention_dropout"):
         dropping(ids)
