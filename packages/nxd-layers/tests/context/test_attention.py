@@ -301,7 +301,7 @@ def choose(heads, kv_heads, rule, length):
     initialize_model_parallel(context_parallel_size=2)
     cut = SequenceCut(length, 2)
     q, kv = torch.zeros(1, heads, cut.local_length, 64), torch.zeros(1, kv_heads, cut.local_length, 64)
-    return cheapest_transport(q, kv, kv, AttentionPlan(interval_mask(length, rule), cut), get_group("cp"))
+    return cheapest_transport(q, kv, kv, AttentionPlan(interval_mask(length, rule), cut))
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,6 @@ def context_parallel_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     transport: Transport | None = None,
-    group: Group | None = None,
 ) -> Tensor:
     """`softmax(scale * Q K^T + mask) V` of all positions, of which each rank has its part. By all ranks of the group.
 
@@ -48,7 +47,6 @@ def context_parallel_attention(
         softcap: see `Scores`.
         sinks: `[heads]`, a further score of each head, which takes weight and gives no value (Xiao et al. 2023).
         transport: the cheapest if None.
-        group: the context-parallel ranks if None.
 
     Returns:
         `[batch, heads, local, value_head]`, zeros for a query that may look at nothing.
@@ -58,9 +56,9 @@ def context_parallel_attention(
             such transport.
         NotImplementedError: on XLA, or while torch compiles.
     """
-    group = group if group is not None else active_group("cp")
+    group = active_group("cp")
     _check(query, key, value, plan, group, transport)
-    transport = transport if transport is not None else cheapest_transport(query, key, value, plan, group)
+    transport = transport if transport is not None else cheapest_transport(query, key, value, plan)
     scores = Scores(query.shape[-1] ** -0.5 if scale is None else scale, softcap)
     if transport == "all_to_all":
         query, key, value, sinks = exchange_heads(query, key, value, sinks, plan.cut, group)
@@ -72,7 +70,7 @@ def context_parallel_attention(
     return result
 
 
-def cheapest_transport(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, group: Group) -> Transport:
+def cheapest_transport(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan) -> Transport:
     """The transport that sends the fewest bytes in forward; all ranks choose the same.
 
     Args:
@@ -80,17 +78,12 @@ def cheapest_transport(query: Tensor, key: Tensor, value: Tensor, plan: Attentio
         key: of this rank.
         value: of this rank.
         plan: of the mask.
-        group: the context-parallel ranks.
     """
-    size, local = group.size, plan.cut.local_length
+    size, local = plan.cut.size, plan.cut.local_length
     of_keys = key.shape[1] * (key.shape[-1] + value.shape[-1])
     of_queries = query.shape[1] * (query.shape[-1] + value.shape[-1])
-    needed = max(
-        sum(stop - first for source in range(size) if source != rank for _, (first, stop) in plan.sent(source, rank))
-        for rank in range(size)
-    )
     bytes_each = query.shape[0] * query.element_size()
-    exchanged = needed * of_keys * bytes_each
+    exchanged = plan.most_received * of_keys * bytes_each
     copies = max(1, size // key.shape[1])
     of_heads = local * (of_queries + of_keys * copies) * (size - 1) // size * bytes_each
     if splits_heads(query.shape[1], key.shape[1], size) and of_heads < exchanged:
@@ -167,9 +160,10 @@ class _Attention(Function):
         query, key, value, sinks, output, log_sum = ctx.saved_tensors
         own, scores, exchange = ctx.own, ctx.scores, ctx.exchange
         grad_query = torch.zeros_like(query, dtype=log_sum.dtype)
+        keys_and_values = torch.cat([key, value], dim=-1)
 
         def gradients() -> Iterator[Pieces]:
-            for pieces in exchange.pieces(torch.cat([key, value], dim=-1)):
+            for pieces in exchange.pieces(keys_and_values):
                 found = {chunk: torch.zeros_like(piece, dtype=log_sum.dtype) for chunk, piece in pieces.items()}
                 for block, rows, keys in own.of(pieces):
                     part_key, part_value = keys.split([key.shape[-1], value.shape[-1]], dim=-1)
@@ -188,7 +182,7 @@ class _Attention(Function):
                     own.piece_of(block, found).add_(torch.cat([of_key, of_value], dim=-1))
                 yield found
 
-        like = torch.cat([key, value], dim=-1).to(log_sum.dtype)
+        like = torch.empty_like(keys_and_values, dtype=log_sum.dtype)
         grad_key, grad_value = exchange.return_gradients(gradients(), like).split(
             [key.shape[-1], value.shape[-1]], dim=-1
         )

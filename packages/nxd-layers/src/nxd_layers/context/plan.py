@@ -84,6 +84,15 @@ class AttentionPlan:
         """The same attention where one rank has the whole sequence, filling included."""
         return AttentionPlan(self.mask, SequenceCut(self.cut.filled_length, 1))
 
+    @cached_property
+    def most_received(self) -> int:
+        """Positions whose keys the rank that needs the most gets from others."""
+        ranks = range(self.cut.size)
+        return max(
+            sum(stop - first for source in ranks if source != rank for _, (first, stop) in self.sent(source, rank))
+            for rank in ranks
+        )
+
     def sent(self, source: int, destination: int) -> list[tuple[int, tuple[int, int]]]:
         """The chunks of one rank that another looks at, and from and up to which position, in the source's order."""
         needs = self.needs[destination]
