@@ -1,5 +1,7 @@
 """Unmodified models of transformers on two and four ranks: the loss and gradients of one process, in float64."""
 
+from itertools import product
+
 import pytest
 from hf_survey.architectures import surveyed
 from hf_survey.comparison import CONTEXT_LAYOUTS, EXPERT_LAYOUTS, LAYOUTS, one_process
@@ -12,9 +14,9 @@ NAMED += ["smollm3", "glm4"]
 
 
 EXPERTS = ["qwen3_moe", "deepseek_v3", "gpt_oss", "jamba"]
-QUICK_EXPERTS = [("deepseek_v3", "EP 2"), ("gpt_oss", "EP 2 x TP 2")]
 CONTEXTS = ["gemma2", "qwen3_next", "gpt_oss", "deepseek_v3", "mamba2"]
-QUICK_CONTEXTS = [("gpt_oss", "CP 2, ring"), ("qwen3_next", "CP 2 x TP 2"), ("gemma2", "CP 2 x PP 2")]
+QUICK_CELLS = [("deepseek_v3", "EP 2"), ("gpt_oss", "EP 2 x TP 2")]
+QUICK_CELLS += [("gpt_oss", "CP 2, ring"), ("qwen3_next", "CP 2 x TP 2"), ("gemma2", "CP 2 x PP 2")]
 OF_OTHER_KINDS = ["bert", "t5", "whisper"]  # with a plan of ours
 OTHERS_WITH_OUR_PLAN = ["roberta", "vit", "gpt2", "gpt_oss", "bloom", "opt", "falcon_h1", "mamba2"]
 
@@ -45,30 +47,12 @@ def test_plan_of_ours_gives_the_numbers_of_one_process(run_ranks, model_type):
 @pytest.mark.parametrize(
     ("model_type", "layout"),
     [
-        pytest.param(model_type, layout, marks=() if (model_type, str(layout)) in QUICK_EXPERTS else pytest.mark.slow)
-        for model_type in EXPERTS
-        for layout in EXPERT_LAYOUTS
+        pytest.param(*cell, marks=() if (cell[0], str(cell[1])) in QUICK_CELLS else pytest.mark.slow)
+        for cell in [*product(EXPERTS, EXPERT_LAYOUTS), *product(CONTEXTS, CONTEXT_LAYOUTS)]
     ],
     ids=str,
 )
-def test_experts_over_ranks_give_the_numbers_of_one_process(run_ranks, model_type, layout):
-    (expected,) = run_ranks(one_process, 1, model_type)
-
-    verdict = judge(run_ranks, model_type, layout, expected, 300.0)
-
-    assert (verdict.outcome, verdict.reason) == ("pass", "")
-
-
-@pytest.mark.parametrize(
-    ("model_type", "layout"),
-    [
-        pytest.param(model_type, layout, marks=() if (model_type, str(layout)) in QUICK_CONTEXTS else pytest.mark.slow)
-        for model_type in CONTEXTS
-        for layout in CONTEXT_LAYOUTS
-    ],
-    ids=str,
-)
-def test_sequences_cut_over_ranks_give_the_numbers_of_one_process(run_ranks, model_type, layout):
+def test_experts_and_sequences_over_ranks_give_the_numbers_of_one_process(run_ranks, model_type, layout):
     (expected,) = run_ranks(one_process, 1, model_type)
 
     verdict = judge(run_ranks, model_type, layout, expected, 300.0)
