@@ -25,6 +25,7 @@ from nxd_layers import (
     RMSNorm,
     RowParallelLinear,
     column_parallel_linears,
+    linear_cross_entropy,
     parallel_cross_entropy,
 )
 from nxd_layers.attention import CoreAttention, attention_mask
@@ -468,7 +469,7 @@ class LlamaForCausalLM(nn.Module):
         """
         if cache is not None and self.sequence_parallel:
             raise ValueError("generation with a cache needs a model built with sequence_parallel=False")
-        logits_sbv = self.lm_head(self.model(input_ids, cache, document_ids, attention_mask))
+        hidden_sbh = self.model(input_ids, cache, document_ids, attention_mask)
         loss = None
         if labels is not None and cache is None and active_group("cp").size > 1:
             if self.loss_function is not None:
@@ -476,13 +477,21 @@ class LlamaForCausalLM(nn.Module):
                     "loss_function would see this rank's positions only; use context_parallel_size=1 with it"
                 )
             labels = own_part(labels, self.model.multiple, IGNORED_LABEL)
+            if not self.return_dict and not hasattr(self.lm_head, "lora"):
+                # Sequences are long here, and nobody asks for their logits: they are made for some tokens at a time.
+                total = linear_cross_entropy(
+                    hidden_sbh, self.lm_head, labels.t(), ignore_index=IGNORED_LABEL, reduction="sum"
+                )
+                return sum_over_contexts(total / self._divisor(labels, num_items_in_batch))
+        logits_sbv = self.lm_head(hidden_sbh)
         if labels is not None and self.loss_function is not None:
             loss = self.loss_function(logits_sbv.transpose(0, 1), labels, reference_log_probs=reference_log_probs)
         elif labels is not None:
             losses_sb = parallel_cross_entropy(logits_sbv, labels.t(), ignore_index=IGNORED_LABEL)
-            if num_items_in_batch is None:
-                num_items_in_batch = _number_of_labels(labels)
-            loss = sum_over_contexts(losses_sb.sum() / num_items_in_batch)
+            loss = sum_over_contexts(losses_sb.sum() / self._divisor(labels, num_items_in_batch))
         if self.return_dict:
             return CausalLMOutput(loss, logits_sbv.transpose(0, 1))
         return logits_sbv.transpose(0, 1) if loss is None else loss
+
+    def _divisor(self, labels: Tensor, num_items_in_batch: Tensor | None) -> Tensor:
+        return _number_of_labels(labels) if num_items_in_batch is None else num_items_in_batch
