@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,7 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("NXD_TESTING_SLOWNESS", f"{measure_slowness():.2f}")
         if os.environ.get("NXD_TEST_FRESH_INTERPRETERS") != "1":
             os.environ["NXD_TEST_PYTHON"] = start_fork_servers(config)
+    let_examples_take_their_time()
     if "NXD_TEST_PYTHON" in os.environ and not config.getoption("numprocesses", None):  # tests run in this process
         sys.executable = os.environ["NXD_TEST_PYTHON"]
 
@@ -52,6 +54,15 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 def pytest_unconfigure(config: pytest.Config) -> None:
     """Give the interpreter its name back; pytest may have been called by a program."""
     sys.executable = config.stash[FRESH_INTERPRETER]
+
+
+def let_examples_take_their_time() -> None:
+    """Hypothesis fails an example that takes 200 ms, which says more of the machine than of the code."""
+    if find_spec("hypothesis") is not None:
+        from hypothesis import settings  # noqa: PLC0415 - not every package's tests need it
+
+        settings.register_profile("any-machine", deadline=None)
+        settings.load_profile("any-machine")
 
 
 def measure_slowness() -> float:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from nxd_layers.context import SequenceCut
+from nxd_layers.context import SequenceCut, balanced_cut
 from nxd_layers.hf import cuts_sequences, parallelize
 from nxd_state import all_gather, all_reduce, get_group, initialize_model_parallel, seed_model_parallel
 
@@ -18,6 +18,7 @@ SIZES = {
     "max_position_embeddings": 64,
 }
 LENGTH = 13
+DOCUMENTS = torch.tensor([[0] * 5 + [1] * 8, [0] * 2 + [1] * 11])
 CLOSE = {"rtol": 1e-5, "atol": 1e-7}  # transformers computes norms and losses in float32
 
 
@@ -58,7 +59,8 @@ def compare(case, **model):
     expected = loss_and_gradients(model_of(**model), batch_of(case))
     found = loss_and_gradients(parallelize(model_of(**model)), batch_of(case))
     torch.testing.assert_close(found[0], expected[0], **CLOSE)
-    whole = SequenceCut(LENGTH, 2).whole_of(all_gather(found[1], group, dim=1))
+    cut = balanced_cut(DOCUMENTS, 2) if case == "packed" else SequenceCut(LENGTH, 2)
+    whole = cut.whole_of(all_gather(found[1], group, dim=1))
     learned = batch_of(case).get("attention_mask", torch.ones(2, LENGTH)).bool()
     torch.testing.assert_close(whole[learned], expected[1][learned], **CLOSE)
     for name, gradient in expected[2].items():

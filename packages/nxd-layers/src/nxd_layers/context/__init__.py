@@ -1,6 +1,7 @@
 """Context parallelism: one sequence cut over several ranks, and the attention of all its positions."""
 
 from nxd_layers.context.attention import Transport, cheapest_transport, context_parallel_attention
+from nxd_layers.context.balance import balanced_cut
 from nxd_layers.context.batch import causal_plan, own_part, own_positions
 from nxd_layers.context.cut import Order, SequenceCut
 from nxd_layers.context.loss import sum_over_contexts
@@ -15,6 +16,7 @@ __all__ = [
     "Order",
     "SequenceCut",
     "Transport",
+    "balanced_cut",
     "causal_plan",
     "cheapest_transport",
     "context_parallel_attention",

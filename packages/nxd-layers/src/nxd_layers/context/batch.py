@@ -3,6 +3,7 @@
 from nxd_state import active_group
 from torch import Tensor
 
+from nxd_layers.context.balance import balanced_cut
 from nxd_layers.context.cut import SequenceCut
 from nxd_layers.context.mask import MaskRule, interval_mask
 from nxd_layers.context.plan import AttentionPlan
@@ -10,21 +11,22 @@ from nxd_layers.tracing import leaf_of_traces
 
 
 @leaf_of_traces
-def own_part(whole: Tensor, multiple: int = 1, fill: int = 0) -> Tensor:
+def own_part(whole: Tensor, multiple: int = 1, fill: int = 0, document_ids: Tensor | None = None) -> Tensor:
     """What this context-parallel rank has of a batch: `[batch, seq, ...]` to `[batch, local, ...]`.
 
     Args:
         whole: ids, labels or the like, the same on all these ranks.
         multiple: what divides the positions of each chunk, as for `SequenceCut`.
         fill: the value at positions that are filled up.
+        document_ids: `[batch or 1, seq]`, the document of each token, where several are packed.
     """
-    return _cut_of(whole, multiple).part_of(whole, active_group("cp").rank, fill=fill)
+    return _cut_of(whole, multiple, document_ids).part_of(whole, active_group("cp").rank, fill=fill)
 
 
 @leaf_of_traces
-def own_positions(whole: Tensor, multiple: int = 1) -> Tensor:
+def own_positions(whole: Tensor, multiple: int = 1, document_ids: Tensor | None = None) -> Tensor:
     """Where the tokens of this rank stand in the sequence, for `[batch, seq, ...]`: `[local]`, int64."""
-    return _cut_of(whole, multiple).positions_of(active_group("cp").rank).to(whole.device)
+    return _cut_of(whole, multiple, document_ids).positions_of(active_group("cp").rank).to(whole.device)
 
 
 @leaf_of_traces
@@ -39,12 +41,14 @@ def causal_plan(
         padding_mask: `[batch, seq]`, 1 for tokens and 0 for padding.
         multiple: as for `own_part`.
     """
-    cut = _cut_of(input_ids, multiple)
+    cut = _cut_of(input_ids, multiple, document_ids)
     mask = interval_mask(
         cut.length, MaskRule(), document_ids=document_ids, padding_mask=padding_mask, device=input_ids.device
     )
     return AttentionPlan(mask, cut)
 
 
-def _cut_of(whole: Tensor, multiple: int) -> SequenceCut:
+def _cut_of(whole: Tensor, multiple: int, document_ids: Tensor | None) -> SequenceCut:
+    if document_ids is not None:
+        return balanced_cut(document_ids, active_group("cp").size, multiple=multiple)
     return SequenceCut(whole.shape[1], active_group("cp").size, multiple=multiple)

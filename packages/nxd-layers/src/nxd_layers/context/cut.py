@@ -1,18 +1,23 @@
 """Which positions of a sequence each context-parallel rank has.
 
-The sequence is filled up and cut into two chunks for each rank. In the order "zigzag" rank r has the chunks r and
-2 * ranks - 1 - r, so that all ranks have as much to do under a causal mask (Grattafiori et al. 2024, "The Llama 3 Herd
-of Models", section 3.3.2). In the order "contiguous" it has two neighbours.
+The sequence is filled up and cut into chunks of one length, as many for each rank. In the order "zigzag" rank r has the
+chunks r and 2 * ranks - 1 - r, so that all ranks have as much to do under a causal mask (Grattafiori et al. 2024, "The
+Llama 3 Herd of Models", section 3.3.2). In the order "contiguous" it has two neighbours. For packed documents
+`balanced_cut` says which rank has which.
 """
 
+from collections import Counter
 from dataclasses import dataclass
-from typing import Literal, get_args
+from functools import cached_property
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-Order = Literal["zigzag", "contiguous"]
+Order = Literal["zigzag", "contiguous"] | tuple[int, ...]
+
+_NAMES = ("zigzag", "contiguous")
 
 
 @dataclass(frozen=True)
@@ -22,11 +27,11 @@ class SequenceCut:
     Attributes:
         length: of the sequence, before it is filled up.
         size: context-parallel ranks.
-        order: which two chunks a rank has.
+        order: which chunks a rank has: two by name, or the rank of each chunk, where all have as many.
         multiple: what divides the positions of a chunk, such as the tensor-parallel degree with sequence parallelism.
 
     Raises:
-        ValueError: `length` is not positive, or there is no such order.
+        ValueError: `length` is not positive, or there is no such order, or one that gives ranks unequal parts.
     """
 
     length: int
@@ -37,13 +42,16 @@ class SequenceCut:
     def __post_init__(self) -> None:
         if self.length < 1:
             raise ValueError(f"a sequence of {self.length} positions cannot be cut; give at least one")
-        if self.order not in get_args(Order):
-            raise ValueError(f"order={self.order!r} is none; use one of {', '.join(get_args(Order))}")
+        if isinstance(self.order, str) and self.order not in _NAMES:
+            raise ValueError(f"order={self.order!r} is none; use one of {', '.join(_NAMES)}, or the rank of each chunk")
+        counts = Counter(self._owners)
+        if set(counts) != set(range(self.size)) or len(set(counts.values())) > 1:
+            raise ValueError(f"order={self.order} must give each of {self.size} ranks as many chunks")
 
     @property
     def num_chunks(self) -> int:
-        """Two for each rank."""
-        return 2 * self.size
+        """Of all ranks."""
+        return len(self._owners)
 
     @property
     def chunk_length(self) -> int:
@@ -59,17 +67,23 @@ class SequenceCut:
     @property
     def local_length(self) -> int:
         """Positions of each rank."""
-        return 2 * self.chunk_length
+        return self.filled_length // self.size
 
-    def chunks_of(self, rank: int) -> tuple[int, int]:
+    def chunks_of(self, rank: int) -> tuple[int, ...]:
         """Which chunks a rank has, in the order of its positions."""
-        if self.order == "zigzag":
-            return rank, self.num_chunks - 1 - rank
-        return 2 * rank, 2 * rank + 1
+        return tuple(chunk for chunk, owner in enumerate(self._owners) if owner == rank)
 
     def rank_of(self, chunk: int) -> int:
         """The rank that has a chunk."""
-        return min(chunk, self.num_chunks - 1 - chunk) if self.order == "zigzag" else chunk // 2
+        return self._owners[chunk]
+
+    @cached_property
+    def _owners(self) -> tuple[int, ...]:
+        if self.order == "zigzag":
+            return *range(self.size), *reversed(range(self.size))
+        if self.order == "contiguous":
+            return tuple(chunk // 2 for chunk in range(2 * self.size))
+        return self.order
 
     def positions_of(self, rank: int) -> Tensor:
         """A rank's positions in the whole sequence, ascending: `[local]`, int64. Those from `length` on are filling."""

@@ -18,7 +18,7 @@ from nxd_state import active_group
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nxd_layers.context import SequenceCut, Transport
+from nxd_layers.context import SequenceCut, Transport, balanced_cut
 from nxd_layers.hf.context_attention import ATTENTION, attend, is_asked, make_mask
 from nxd_layers.hf.context_forward import ContextForward, forward_under_way
 from nxd_layers.hf.context_loss import IGNORED_LABEL, ContextLoss
@@ -131,7 +131,6 @@ class ContextDoor:
     def _read(self, given: Mapping[str, Any]) -> ContextForward:
         self._check(given)
         tokens = next(it for name in _CUT if (it := given.get(name)) is not None)
-        cut = SequenceCut(tokens.shape[1], active_group("cp").size, multiple=self._multiple)
         padding, positions = given.get("attention_mask"), given.get("position_ids")
         document_ids = None
         if padding is None and positions is not None:  # as transformers finds packed documents
@@ -148,6 +147,7 @@ class ContextDoor:
                     f"attention_mask has padding before tokens, which {type(self._model).__name__} would count; "
                     "pad at the end"
                 )
+        cut = self._cut_of(tokens, document_ids)
         if positions is None:
             positions = torch.arange(cut.length, device=tokens.device).unsqueeze(0)
         labels = given.get("shift_labels")
@@ -156,6 +156,12 @@ class ContextDoor:
         if labels is not None:
             labels = cut.part_of(labels, active_group("cp").rank, fill=IGNORED_LABEL)
         return ContextForward(cut, positions, document_ids, padding, labels, self._transport)
+
+    def _cut_of(self, tokens: Tensor, document_ids: Tensor | None) -> SequenceCut:
+        size = active_group("cp").size
+        if document_ids is None or self._with_state.layers:  # these know the order of one document only
+            return SequenceCut(tokens.shape[1], size, multiple=self._multiple)
+        return balanced_cut(document_ids, size, multiple=self._multiple)
 
     def _check(self, given: Mapping[str, Any]) -> None:
         name = type(self._model).__name__

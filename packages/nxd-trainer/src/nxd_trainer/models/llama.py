@@ -373,8 +373,8 @@ class LlamaModel(nn.Module):
         mask: Tensor | AttentionPlan | None = None  # made once for all layers
         if cache is None and active_group("cp").size > 1:
             mask = causal_plan(input_ids_bs, document_ids_bs, padding_mask_bs, self.multiple)
-            positions = own_positions(input_ids_bs, self.multiple)
-            input_ids_bs = own_part(input_ids_bs, self.multiple)
+            positions = own_positions(input_ids_bs, self.multiple, document_ids_bs)
+            input_ids_bs = own_part(input_ids_bs, self.multiple, 0, document_ids_bs)
         elif document_ids_bs is not None or padding_mask_bs is not None:
             mask = attention_mask(length, start + length, padding_mask=padding_mask_bs, document_ids=document_ids_bs)
         hidden_sbh = self.embed_tokens(input_ids_bs.t())
@@ -476,7 +476,7 @@ class LlamaForCausalLM(nn.Module):
                 raise ValueError(
                     "loss_function would see this rank's positions only; use context_parallel_size=1 with it"
                 )
-            labels = own_part(labels, self.model.multiple, IGNORED_LABEL)
+            labels = own_part(labels, self.model.multiple, IGNORED_LABEL, document_ids)
             if not self.return_dict and not hasattr(self.lm_head, "lora"):
                 # Sequences are long here, and nobody asks for their logits: they are made for some tokens at a time.
                 total = linear_cross_entropy(
