@@ -249,7 +249,7 @@ def test_losses_of_fine_tuning_are_those_of_trl(run_ranks, settings, losses_of_t
     check(name, layout, tmp_path, losses_of_trl(name))
 
 
-@pytest.mark.parametrize("layout", ["one process", "TP 2 x PP 2"])
+@pytest.mark.parametrize("layout", ["one process", "TP 2 x PP 2", "CP 2"])
 @pytest.mark.parametrize("name", [name for name, (model_type, _) in MODELS.items() if model_type in PACKED_TYPES])
 def test_losses_of_packed_conversations_are_those_of_trl(
     run_ranks, settings, losses_of_trl, rows, tmp_path, name, layout

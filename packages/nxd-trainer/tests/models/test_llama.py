@@ -5,7 +5,8 @@ from functools import partial
 import neuronx_distributed as nxd
 import pytest
 import torch
-from nxd_state import initialize_model_parallel
+from nxd_layers.context import SequenceCut, balanced_cut
+from nxd_state import all_reduce, destroy_model_parallel, get_group, initialize_model_parallel
 from nxd_state.testing import assemble_logical, logical_pieces
 from nxd_trainer.models import KeyValueCache, LlamaConfig, LlamaDecoderLayer, LlamaForCausalLM
 from torch import nn
@@ -217,6 +218,31 @@ def test_packed_documents_with_a_cache_give_the_logits_without():
     parts = [model(tokens[:, i : i + 3], cache=cache, document_ids=documents[:, : i + 3]) for i in (0, 3, 6)]
 
     torch.testing.assert_close(torch.cat(parts, dim=1), model(tokens, document_ids=documents))
+
+
+def compare_packed_documents():
+    lengths = torch.tensor([700, 200, 60, 40])  # which two ranks share unevenly in zigzag
+    documents, generator = torch.arange(4).repeat_interleave(lengths)[None], torch.Generator().manual_seed(1)
+    tokens, labels = torch.randint(0, 32, (2, 1, 1000), generator=generator)
+    labels[0, 100:300] = -100
+    initialize_model_parallel()
+    alone = make_model()
+    expected = alone(tokens, labels, document_ids=documents)
+    expected.backward()
+    destroy_model_parallel()
+    initialize_model_parallel(context_parallel_size=2)
+    model = make_model()
+    assert balanced_cut(documents, 2) != SequenceCut(1000, 2)
+    loss = model(tokens, labels, document_ids=documents)
+    loss.backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-10, atol=0)
+    for (name, parameter), other in zip(model.named_parameters(), alone.parameters(), strict=True):
+        whole = all_reduce(parameter.grad, get_group("cp"), op="avg")
+        torch.testing.assert_close(whole, other.grad, rtol=1e-8, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_packed_documents_over_context_parallel_ranks_equal_one_process(run_ranks):
+    run_ranks(compare_packed_documents, 2)
 
 
 def test_cache_with_sequence_parallel_is_refused():
