@@ -92,13 +92,11 @@ class CoreAttention(nn.Module):
             )
 
     def _over_ranks(self, query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan) -> Tensor:
-        if self.dropout and self.training:
-            raise ValueError(
-                f"dropout={self.dropout} of attention weights would drop others over context-parallel ranks than in "
-                "one process; use dropout=0.0"
-            )
         query, key, value = map(in_autocast_dtype, (query, key, value))
-        return context_parallel_attention(query, key, value, plan, scale=self.scale)
+        with self._random_stream():
+            return context_parallel_attention(
+                query, key, value, plan, scale=self.scale, dropout=self.dropout if self.training else 0.0
+            )
 
     def _random_stream(self) -> AbstractContextManager[None]:
         split = active_group("tp").size > 1

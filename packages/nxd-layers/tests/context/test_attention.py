@@ -16,6 +16,7 @@ from nxd_layers.context import (
     interval_mask,
 )
 from nxd_layers.context import plan as plan_module
+from nxd_layers.context.dropout import draw_dropout
 from nxd_state import all_gather, all_reduce, get_group, initialize_model_parallel
 
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
@@ -86,6 +87,7 @@ def one_process(case, length):
     if sinks is not None:
         scores = torch.cat([scores, sinks[None, :, None, None].expand(2, -1, length, 1)], -1)
     weights = torch.nan_to_num(scores.softmax(-1), 0.0)[..., :length]
+    weights = weights * case.get("factors", 1.0)
     output = weights @ v.repeat_interleave(groups, 1)
     (output * weight).sum().backward()
     return output.detach(), [torch.nan_to_num(it.grad) for it in leaves]
@@ -106,7 +108,12 @@ def part_of_output(case, length, transport, order):
     if sinks is not None:
         sinks.requires_grad_()
     output = context_parallel_attention(
-        *leaves, AttentionPlan(mask, cut), softcap=case.get("softcap"), sinks=sinks, transport=transport
+        *leaves,
+        AttentionPlan(mask, cut),
+        softcap=case.get("softcap"),
+        sinks=sinks,
+        dropout=case.get("dropout", 0.0),
+        transport=transport,
     )
     (output * cut.part_of(weight, group.rank, dim=2)).sum().backward()
     whole = [cut.whole_of(all_gather(it, group, dim=2), dim=2) for it in (output.detach(), *(x.grad for x in leaves))]
@@ -182,6 +189,39 @@ def attend_without_kernel(names):
 
 def test_attention_on_devices_without_a_kernel_equals_one_process(run_ranks):
     run_ranks(attend_without_kernel, 2, FEW)
+
+
+DROPPED = {
+    "plain": {},
+    "sinks, window": {"sinks": True, "rule": MaskRule(window=9)},
+    "one key head": {"sizes": (4, 1, 8, 8)},
+}
+
+
+def attend_with_dropout():
+    """At every size, with every transport, in parts of any size: the weights that the definition drops."""
+    length, rate = 37, 0.3
+    torch.manual_seed(5)
+    weights = torch.ones(2, 4, 1, length, length, dtype=torch.float64)
+    factors = draw_dropout(rate, torch.device("cpu")).factors(weights)[:, :, 0]
+    assert sorted(set(factors.flatten().tolist())) == [0.0, 1 / (1 - rate)]
+    for dims in [(), (1, 2, 3), (0, 2, 3), (0, 1, 3), (0, 1, 2)]:  # overall, and of each row, head, query and key
+        torch.testing.assert_close(factors.mean(dims), torch.ones_like(factors.mean(dims)), rtol=0.2, atol=0)
+    initialize_model_parallel(context_parallel_size=2)
+    for name, case in DROPPED.items():
+        output, gradients = one_process(case | {"factors": factors}, length)
+        for transport in TRANSPORTS:
+            for order in ("zigzag", (1, 0, 0, 1, 1, 0)):
+                torch.manual_seed(5)
+                found = part_of_output(case | {"dropout": rate}, length, transport, order)
+                for got, wanted in zip(found, [output, *gradients], strict=True):
+                    torch.testing.assert_close(got, wanted, **EXACT, msg=lambda m, t=(name, transport): f"{t}: {m}")
+
+
+def test_the_same_weights_are_dropped_wherever_they_are_computed(run_ranks):
+    run_ranks(attend_with_dropout, 2)
+    with pytest.raises(ValueError, match=r"dropout=1\.0 must be at least 0 and below 1"):
+        draw_dropout(1.0, torch.device("cpu"))
 
 
 @st.composite

@@ -1,6 +1,7 @@
 """Attention over a sequence that is cut over the context-parallel ranks."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -10,6 +11,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from nxd_layers.context.block_attention import Scores, accumulation_dtype, attend, attend_backward
+from nxd_layers.context.dropout import Dropout, draw_dropout
 from nxd_layers.context.exchange import SEQUENCE, Exchange, GatherExchange, NoExchange, Pieces, RingExchange
 from nxd_layers.context.heads import exchange_heads, return_heads, splits_heads
 from nxd_layers.context.plan import AttentionPlan, Block
@@ -29,6 +31,7 @@ def context_parallel_attention(
     scale: float | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    dropout: float = 0.0,
     transport: Transport | None = None,
 ) -> Tensor:
     """`softmax(scale * Q K^T + mask) V` of all positions, of which each rank has its part. By all ranks of the group.
@@ -46,27 +49,32 @@ def context_parallel_attention(
         scale: of the scores; 1 / sqrt(head) if None.
         softcap: see `Scores`.
         sinks: `[heads]`, a further score of each head, which takes weight and gives no value (Xiao et al. 2023).
+        dropout: probability that a weight is dropped: the same ones at every context-parallel size and with every
+            transport, if torch's random state is the same on these ranks, but others than torch's own attention drops.
         transport: the cheapest if None.
 
     Returns:
         `[batch, heads, local, value_head]`, zeros for a query that may look at nothing.
 
     Raises:
-        ValueError: sizes do not fit the plan, heads cannot be split over the ranks for "all_to_all", or there is no
-            such transport.
+        ValueError: sizes do not fit the plan, `dropout` is outside [0, 1), heads cannot be split over the ranks for
+            "all_to_all", or there is no such transport.
         NotImplementedError: on XLA, or while torch compiles.
     """
     group = active_group("cp")
     _check(query, key, value, plan, group, transport)
     transport = transport if transport is not None else cheapest_transport(query, key, value, plan)
     scores = Scores(query.shape[-1] ** -0.5 if scale is None else scale, softcap)
+    drawn = draw_dropout(dropout, query.device)
     if transport == "all_to_all":
         query, key, value, sinks = exchange_heads(query, key, value, sinks, plan.cut, group)
         whole = plan.of_one_rank
-        output: Tensor = _Attention.apply(query, key, value, sinks, whole, 0, scores, NoExchange(whole))
+        if drawn is not None:
+            drawn = replace(drawn, first_head=group.rank * query.shape[1])
+        output: Tensor = _Attention.apply(query, key, value, sinks, whole, 0, scores, drawn, NoExchange(whole))
         return return_heads(output, plan.cut, group)
     exchange = GatherExchange(plan, group) if transport == "all_gather" else RingExchange(plan, group)
-    result: Tensor = _Attention.apply(query, key, value, sinks, plan, group.rank, scores, exchange)
+    result: Tensor = _Attention.apply(query, key, value, sinks, plan, group.rank, scores, drawn, exchange)
     return result
 
 
@@ -131,9 +139,10 @@ class _Attention(Function):
         plan: AttentionPlan,
         rank: int,
         scores: Scores,
+        dropout: Dropout | None,
         exchange: Exchange,
     ) -> Tensor:
-        own = _OwnBlocks(plan, rank, query.device)
+        own = _OwnBlocks(plan, rank, dropout, query.device)
         dtype = accumulation_dtype(query.dtype)
         total = query.new_zeros(*query.shape[:3], value.shape[-1], dtype=dtype)
         log_sum = query.new_full(query.shape[:3], -torch.inf, dtype=dtype)
@@ -141,7 +150,13 @@ class _Attention(Function):
             for block, rows, keys in own.of(pieces):
                 part_key, part_value = keys.split([key.shape[-1], value.shape[-1]], dim=-1)
                 part, part_sum = attend(
-                    query[:, :, rows], part_key, part_value, scores, mask=own.mask_of(block), causal=block.is_causal
+                    query[:, :, rows],
+                    part_key,
+                    part_value,
+                    scores,
+                    mask=own.mask_of(block),
+                    causal=block.is_causal,
+                    dropout=own.dropout_of(block),
                 )
                 _merge(total[:, :, rows], log_sum[:, :, rows], part, part_sum)
         if sinks is not None:
@@ -177,6 +192,7 @@ class _Attention(Function):
                         scores,
                         mask=own.mask_of(block),
                         causal=block.is_causal,
+                        dropout=own.dropout_of(block),
                     )
                     grad_query[:, :, rows] += of_query
                     own.piece_of(block, found).add_(torch.cat([of_key, of_value], dim=-1))
@@ -190,15 +206,16 @@ class _Attention(Function):
         if sinks is not None:
             weights = (sinks.to(log_sum.dtype)[:, None] - log_sum).exp()
             grad_sinks = -(weights * (grad * output).sum(dim=-1)).sum(dim=(0, 2)).to(sinks.dtype)
-        return grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype), grad_sinks, *[None] * 4
+        return grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype), grad_sinks, *[None] * 5
 
 
 class _OwnBlocks:
     """The blocks of a rank, with where their queries and keys lie."""
 
-    def __init__(self, plan: AttentionPlan, rank: int, device: torch.device) -> None:
+    def __init__(self, plan: AttentionPlan, rank: int, dropout: Dropout | None, device: torch.device) -> None:
         self._plan = plan
         self._rank = rank
+        self._dropout = dropout
         self._mask = plan.mask.to(device)
         self._device = device
 
@@ -219,6 +236,12 @@ class _OwnBlocks:
             return None
         queries, keys = (torch.arange(*it, device=self._device) for it in (block.queries, block.keys))
         return self._mask.allowed(queries, keys)
+
+    def dropout_of(self, block: Block) -> Dropout | None:
+        """Which of the block's weights are dropped."""
+        if self._dropout is None:
+            return None
+        return replace(self._dropout, first_query=block.queries[0], first_key=block.keys[0])
 
     def _rows_of(self, block: Block) -> slice:
         length = self._plan.cut.chunk_length

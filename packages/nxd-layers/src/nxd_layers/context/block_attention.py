@@ -13,6 +13,8 @@ from nxd_state import is_host
 from torch import Tensor
 from torch.nn import functional as F
 
+from nxd_layers.context.dropout import Dropout
+
 # Scores in memory at once where there is no kernel that keeps them in registers.
 _MOST_SCORES = 1 << 24
 
@@ -31,7 +33,14 @@ class Scores:
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, scores: Scores, *, mask: Tensor | None, causal: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scores: Scores,
+    *,
+    mask: Tensor | None,
+    causal: bool,
+    dropout: Dropout | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The values, mixed.
 
@@ -42,16 +51,20 @@ def attend(
         scores: how they are made.
         mask: bool `[batch or 1, 1, queries, keys]`, true where a query may look; None for everywhere.
         causal: as many keys as queries, of which each query looks at those up to its own place.
+        dropout: of the weights, which are summed before it.
 
     Returns:
         `[batch, heads, queries, value_head]`, and the logarithm of the sum of the exponentials of each query's scores,
         `[batch, heads, queries]`, in float32 or wider: -inf for a query that looks at nothing, whose output is zero.
     """
-    if _has_kernel(query, scores):
+    if dropout is None and _has_kernel(query, scores):
         output, log_sum = _forward_by_kernel(query, key, value, scores, mask, causal)
     else:
         rows = _rows_at_once(query, key)
-        parts = [_forward_by_products(*inputs, scores) for inputs in _in_parts(query, key, value, mask, causal, rows)]
+        parts = [
+            _forward_by_products(*inputs, scores)
+            for inputs in _in_parts(query, key, value, mask, dropout, causal=causal, rows=rows)
+        ]
         output, log_sum = (torch.cat(part, dim=2) for part in zip(*parts, strict=True))
     if mask is not None:
         log_sum = log_sum.masked_fill(~mask.any(dim=-1), -torch.inf)
@@ -69,6 +82,7 @@ def attend_backward(
     *,
     mask: Tensor | None,
     causal: bool,
+    dropout: Dropout | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A block's share of the gradients of queries, keys and values.
 
@@ -82,15 +96,17 @@ def attend_backward(
         scores: how they are made.
         mask: of the block.
         causal: of the block.
+        dropout: of the block.
     """
-    if _has_kernel(query, scores):
+    if dropout is None and _has_kernel(query, scores):
         return _backward_by_kernel(grad, query, key, value, output, log_sum, scores, mask, causal)
     rows = _rows_at_once(query, key)
     grad_keys = torch.zeros_like(key, dtype=log_sum.dtype)
     grad_values = torch.zeros_like(value, dtype=log_sum.dtype)
     grad_queries = []
+    parts = _in_parts(query, key, value, mask, dropout, causal=causal, rows=rows)
     given = zip(*(it.split(rows, dim=2) for it in (grad, output, log_sum)), strict=True)
-    for inputs, (part, out, total) in zip(_in_parts(query, key, value, mask, causal, rows), given, strict=True):
+    for inputs, (part, out, total) in zip(parts, given, strict=True):
         of_query, of_key, of_value = _backward_by_products(part, *inputs, out, total, scores)
         grad_queries.append(of_query)
         grad_keys += of_key
@@ -162,14 +178,22 @@ def _rows_at_once(query: Tensor, key: Tensor) -> int:
 
 
 def _in_parts(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, rows: int
-) -> list[tuple[Tensor, Tensor, Tensor, Tensor | None]]:
-    """The inputs by runs of queries, with the mask of each."""
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: Dropout | None,
+    *,
+    causal: bool,
+    rows: int,
+) -> list[tuple[Tensor, Tensor, Tensor, Tensor | None, Dropout | None]]:
+    """The inputs by runs of queries, with the mask and the dropout of each."""
     if causal:
         mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()[None, None]
     queries = query.split(rows, dim=2)
     masks = [None] * len(queries) if mask is None else mask.split(rows, dim=2)
-    return [(part, key, value, of_part) for part, of_part in zip(queries, masks, strict=True)]
+    dropouts = [None if dropout is None else dropout.from_query(number * rows) for number in range(len(queries))]
+    return [(part, key, value, *rest) for part, *rest in zip(queries, masks, dropouts, strict=True)]
 
 
 def _scored(query: Tensor, key: Tensor, scores: Scores, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -186,12 +210,14 @@ def _scored(query: Tensor, key: Tensor, scores: Scores, mask: Tensor | None) -> 
 
 
 def _forward_by_products(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scores: Scores
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: Dropout | None, scores: Scores
 ) -> tuple[Tensor, Tensor]:
     dtype = accumulation_dtype(query.dtype)
     raw, _ = _scored(query.to(dtype), key.to(dtype), scores, mask)
     log_sum = raw.logsumexp(dim=-1)
     weights = (raw - log_sum.unsqueeze(-1)).exp().nan_to_num_(0.0)  # -inf - -inf: a query that looks at nothing
+    if dropout is not None:
+        weights *= dropout.factors(weights)
     output = weights @ value.to(dtype).unsqueeze(2)
     return output.flatten(1, 2), log_sum.flatten(1, 2)
 
@@ -202,6 +228,7 @@ def _backward_by_products(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
+    dropout: Dropout | None,
     output: Tensor,
     log_sum: Tensor,
     scores: Scores,
@@ -212,10 +239,15 @@ def _backward_by_products(
     weights = (raw - log_sum.unflatten(1, (kv_heads, -1)).unsqueeze(-1)).exp()
     grouped = grad.unflatten(1, (kv_heads, -1))
     mixed = (grad * output).sum(dim=-1).unflatten(1, (kv_heads, -1)).unsqueeze(-1)
-    of_scores = weights * (grouped @ value.unsqueeze(2).transpose(-1, -2) - mixed) * scores.scale
+    of_weights = grouped @ value.unsqueeze(2).transpose(-1, -2)
+    kept = weights
+    if dropout is not None:
+        factors = dropout.factors(weights)
+        of_weights, kept = of_weights * factors, weights * factors
+    of_scores = weights * (of_weights - mixed) * scores.scale
     if slope is not None:
         of_scores = of_scores * slope
     of_query = (of_scores @ key.unsqueeze(2)).flatten(1, 2)
     of_key = (of_scores.transpose(-1, -2) @ query.unflatten(1, (kv_heads, -1))).sum(dim=2)
-    of_value = (weights.transpose(-1, -2) @ grouped).sum(dim=2)
+    of_value = (kept.transpose(-1, -2) @ grouped).sum(dim=2)
     return of_query, of_key, of_value

@@ -42,11 +42,6 @@ def attend(
     name = type(module).__name__
     if not isinstance(attention_mask, ContextMask):
         raise ValueError(f"{name} attends without a mask of transformers; use context_parallel_size=1")
-    if dropout:
-        raise ValueError(
-            f"{name} drops attention weights at random (dropout={dropout}), others than one process would; set the "
-            "dropout of attention in the model's config to 0, such as attention_dropout"
-        )
     unknown = [it for it, given in kwargs.items() if it not in _MEANT_ELSEWHERE and is_asked(given)]
     if unknown:
         raise ValueError(f"{name} gives its attention {unknown[0]}, which context parallelism does not know")
@@ -58,6 +53,7 @@ def attend(
         scale=scaling,
         softcap=softcap,
         sinks=s_aux,
+        dropout=dropout,
         transport=attention_mask.transport,
     )
     return output.transpose(1, 2).contiguous(), None
