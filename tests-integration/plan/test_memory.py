@@ -42,6 +42,7 @@ class Case:
     model_type: str | None = None  # of transformers; None: this package's own Llama
     tp: int = 1
     pp: int = 1
+    cp: int = 1
     sequence_parallel: bool = False
     zero1: bool = False
     checkpointing: str = "none"
@@ -74,6 +75,9 @@ TWO_RANKS = [
     Case(pp=2, checkpointing="full", microbatch_size=4, tied=True),
     Case(pp=2, schedule="zb-v", microbatch_size=1),
     Case(),
+    Case(cp=2),
+    Case(cp=2, zero1=True, checkpointing="full"),
+    Case(model_type="qwen3", cp=2),
     Case(zero1=True),
     Case(zero1=True, dtype=torch.bfloat16, checkpointing="full"),
     Case(model_type="qwen3", tp=2),
@@ -117,7 +121,9 @@ def job_of(case, ranks):
 
 
 def predict(case, ranks):
-    fixed = Degrees(case.tp, case.pp, case.sequence_parallel, case.zero1, case.microbatch_size, case.checkpointing)
+    fixed = Degrees(
+        case.tp, case.pp, case.sequence_parallel, case.zero1, case.microbatch_size, case.checkpointing, case.cp
+    )
     job = job_of(case, ranks)
     (planned,) = make_plan(job, fixed).best
     return planned.memories, config_call(job, planned.layout)
@@ -193,7 +199,7 @@ def test_predicted_memory_is_within_a_tenth_of_measured_memory_on_every_rank(run
         measure_all,
         ranks,
         [
-            (call, Replicas(case.global_batch, ranks // case.tp // case.pp))
+            (call, Replicas(case.global_batch, ranks // case.tp // case.pp // case.cp))
             for case, (_, call) in zip(cases, predictions, strict=True)
         ],
         timeout=JOB_SECONDS,

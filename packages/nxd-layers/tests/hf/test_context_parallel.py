@@ -106,6 +106,40 @@ def test_generate_writes_the_same_on_all_context_parallel_ranks(run_ranks):
     run_ranks(generate, 2)
 
 
+def read_prompts():
+    initialize_model_parallel(context_parallel_size=2)
+    ids = torch.randint(3, 64, (2, 521), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[0, :100] = 0
+    window = {"config_class": transformers.MistralConfig, "sliding_window": 50}
+    for padding, sizes in [(None, {}), (mask, {}), (None, window), (mask, window)]:
+        whole, cut = (make_long(**sizes) for make_long in (long_model, lambda **it: parallelize(long_model(**it))))
+        lengths = []
+        cut.model.embed_tokens.register_forward_hook(lambda *given: lengths.append(given[1][0].shape[1]))  # noqa: B023
+        asked = {
+            "use_cache": True,
+            "max_new_tokens": 8,
+            "do_sample": False,
+            "return_dict_in_generate": True,
+            "output_logits": True,
+        }
+        expected, found = (model.generate(ids, attention_mask=padding, **asked) for model in (whole, cut))
+        assert torch.equal(found.sequences, expected.sequences)
+        torch.testing.assert_close(torch.stack(found.logits), torch.stack(expected.logits), **CLOSE)
+        assert lengths == [262, *[1] * 7]  # 521 positions filled up to 524
+        assert found.past_key_values.get_seq_length() == expected.past_key_values.get_seq_length()
+    loss_and_gradients(cut, batch_of("plain"))  # sequences are cut again
+
+
+def long_model(**more):
+    torch.manual_seed(0)
+    return model_of(max_position_embeddings=1024, **more)
+
+
+def test_prompt_is_read_over_the_ranks_and_decoding_has_all_of_its_cache(run_ranks):
+    run_ranks(read_prompts, 2)
+
+
 def refuse():
     initialize_model_parallel(context_parallel_size=2)
     model, batch = parallelize(model_of()), batch_of("plain")

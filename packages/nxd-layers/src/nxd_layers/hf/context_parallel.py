@@ -22,6 +22,7 @@ from nxd_layers.context import SequenceCut, Transport, balanced_cut
 from nxd_layers.hf.context_attention import ATTENTION, attend, is_asked, make_mask
 from nxd_layers.hf.context_forward import ContextForward, forward_under_way
 from nxd_layers.hf.context_loss import IGNORED_LABEL, ContextLoss
+from nxd_layers.hf.context_prefill import Prefill, is_prompt
 from nxd_layers.hf.transformers_models import register_attention
 from nxd_layers.hf.whole_sequences import WholeSequences, give_whole_positions
 
@@ -57,6 +58,7 @@ class ContextDoor:
         self._multiple = multiple
         self._signature = inspect.signature(model.forward)
         self._entered: list[Token[ContextForward | None]] = []
+        self._prefill: Prefill | None = None
         self._is_active = True
         _give_own_config(model)
         self._previous = model.config._attn_implementation
@@ -72,13 +74,14 @@ class ContextDoor:
         _cut_models.add(model)
 
     @contextmanager
-    def whole_sequences(self) -> Iterator[None]:
-        """Inside, sequences are not cut: each rank computes all of them, as `generate()` does."""
+    def while_generating(self) -> Iterator[None]:
+        """Inside, only long prompts are cut: each rank computes all other sequences, and has all of the cache."""
         self._set_active(False)
         token = forward_under_way.set(None)
         try:
             yield
         finally:
+            self._end_prefill()
             forward_under_way.reset(token)
             self._set_active(True)
 
@@ -95,10 +98,36 @@ class ContextDoor:
             )
 
     def _enter(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
-        if not self._is_active:
-            return args, kwargs
         given = self._named(args, kwargs)
+        if not self._is_active:
+            return self._enter_generating(args, kwargs, given)
+        self._check(given)
         forward = self._read(given)
+        changed = self._cut_inputs(given, forward)
+        if given.get("labels") is not None:
+            changed["labels"] = forward.shift_labels
+        if "use_cache" in self._signature.parameters:
+            changed["use_cache"] = False
+        self._entered = [forward_under_way.set(forward)]  # without what a forward that was interrupted has left
+        rest = {name: it for name, it in given.items() if name not in changed and name != "shift_labels"}
+        return (), {**rest, **changed}
+
+    def _enter_generating(self, args: Any, kwargs: Any, given: Mapping[str, Any]) -> Any:
+        tokens = next((it for name in _CUT if (it := given.get(name)) is not None), None)
+        takes_positions = "position_ids" in self._signature.parameters
+        if tokens is None or not takes_positions or self._with_state.layers or not is_prompt(given, tokens.shape[1]):
+            return args, kwargs
+        try:
+            forward = self._read(given)
+        except ValueError:  # its padding is not at the ends, or would be counted
+            return args, kwargs
+        self._prefill = Prefill.of(forward.cut, given["past_key_values"])
+        self._use(ATTENTION)
+        self._entered = [forward_under_way.set(forward)]
+        return (), {**given, **self._cut_inputs(given, forward), **self._prefill.arguments(tokens.device)}
+
+    def _cut_inputs(self, given: Mapping[str, Any], forward: ContextForward) -> dict[str, Any]:
+        """This rank's part of ids, positions and mask, by name."""
         rank = active_group("cp").rank
         changed: dict[str, Any] = {}
         for name, fill in _CUT.items():
@@ -109,17 +138,19 @@ class ContextDoor:
             changed["position_ids"] = forward.cut.part_of(forward.position_ids, rank)
         # Of ones, so that the model does not look for documents in the positions.
         changed["attention_mask"] = torch.ones(tokens.shape[:2], dtype=torch.int64, device=tokens.device)
-        if given.get("labels") is not None:
-            changed["labels"] = forward.shift_labels
-        if "use_cache" in self._signature.parameters:
-            changed["use_cache"] = False
-        self._entered = [forward_under_way.set(forward)]  # without what a forward that was interrupted has left
-        rest = {name: it for name, it in given.items() if name not in changed and name != "shift_labels"}
-        return (), {**rest, **changed}
+        return changed
 
     def _leave(self, model: nn.Module, args: Any, output: Any) -> None:
         if self._entered:
             forward_under_way.reset(self._entered.pop())
+        if self._prefill is not None and output is not None:
+            self._prefill.finish(output)
+        self._end_prefill()
+
+    def _end_prefill(self) -> None:
+        if self._prefill is not None:
+            self._prefill = None
+            self._use(self._previous)
 
     def _named(self, args: Any, kwargs: Any) -> dict[str, Any]:
         given = self._signature.bind_partial(*args, **kwargs).arguments
@@ -129,7 +160,6 @@ class ContextDoor:
         return dict(given)
 
     def _read(self, given: Mapping[str, Any]) -> ContextForward:
-        self._check(given)
         tokens = next(it for name in _CUT if (it := given.get(name)) is not None)
         padding, positions = given.get("attention_mask"), given.get("position_ids")
         document_ids = None

@@ -283,7 +283,7 @@ def _generate_alike(model: nn.Module, door: ContextDoor | None, *, replicas_wait
 
     Args:
         model: of transformers.
-        door: where sequences are cut; they are not while it runs.
+        door: where sequences are cut; while it runs, long prompts only.
         replicas_wait: all replicas call it together, and go on until the last of them has all its tokens: a replica
             has experts that others need.
     """
@@ -301,7 +301,7 @@ def _generate(model: Any, door: ContextDoor | None, replicas_wait: bool, *args: 
             for kind, state in streams[SHARED_STREAM].items()
         }
     set_rng_state(streams)
-    with nullcontext() if door is None else door.whole_sequences():
+    with nullcontext() if door is None else door.while_generating():
         return type(model).generate(model, *args, **kwargs)
 
 

@@ -79,6 +79,13 @@ def register_attention(name: str, attend: Callable[..., Any], make_mask: Callabl
     AttentionMaskInterface.register(name, make_mask)
 
 
+def empty_cache() -> Any:
+    """A cache of transformers for the keys and values of as many layers as come."""
+    from transformers import DynamicCache  # noqa: PLC0415 - optional
+
+    return DynamicCache()
+
+
 def own_plan(model: Any) -> Mapping[str, str]:
     """The tensor-parallel plan that the model brings along, head and embeddings included; empty if it has none."""
     return dict(getattr(model, "_tp_plan", None) or {})

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from nxd_layers.context import SequenceCut
 from nxd_pipeline import SCHEDULE_NAMES
 from nxd_state import Mesh
 
@@ -13,6 +14,8 @@ from nxd_trainer.recipe.checks import divisors
 
 MICROBATCH_SIZES = (1, 2, 4, 8)
 CHECKPOINTING = ("none", "full")
+ON_XLA = ("trn1", "trn2", "inf2")  # which has one graph for all ranks, so no rank can compute other blocks
+SHORTEST_CONTEXT = 8192  # positions of a rank below which cutting sequences is not tried by itself
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,7 @@ class Degrees:
         zero1: optimizer states sharded over the replicas.
         microbatch_size: sequences in a microbatch.
         checkpointing: "none" or "full".
+        context_parallel_size: ranks that each sequence is cut over.
 
     Raises:
         ValueError: a size is not positive, the form of checkpointing is unknown, or sequence parallelism is asked for
@@ -84,9 +88,10 @@ class Degrees:
     zero1: bool | None = None
     microbatch_size: int | None = None
     checkpointing: str | None = None
+    context_parallel_size: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("tensor_parallel_size", "pipeline_parallel_size", "microbatch_size"):
+        for name in ("tensor_parallel_size", "pipeline_parallel_size", "microbatch_size", "context_parallel_size"):
             size = getattr(self, name)
             if size is not None and size < 1:
                 raise ValueError(f"{name}={size} must be 1 or more; leave it out to have it chosen")
@@ -111,13 +116,20 @@ class Layout:
     microbatch_size: int
     num_microbatches: int
     checkpointing: str
+    context_parallel_size: int = 1
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that have the same parameters, over which ZeRO-1 shards: those of the data and of the contexts."""
+        return self.data_parallel_size * self.context_parallel_size
 
     def __str__(self) -> str:
         """Such as "TP 8 + SP x PP 2 x DP 4, ZeRO-1, 16 microbatches of 1, checkpointing full"."""
         sequence_parallel = " + SP" if self.sequence_parallel else ""
+        contexts = f"CP {self.context_parallel_size} x " if self.context_parallel_size > 1 else ""
         zero1 = ", ZeRO-1" if self.zero1 else ""
         return (
-            f"TP {self.tensor_parallel_size}{sequence_parallel} x PP {self.pipeline_parallel_size} x DP "
+            f"TP {self.tensor_parallel_size}{sequence_parallel} x PP {self.pipeline_parallel_size} x {contexts}DP "
             f"{self.data_parallel_size}{zero1}, {self.num_microbatches} microbatches of {self.microbatch_size}, "
             f"checkpointing {self.checkpointing}"
         )
@@ -138,21 +150,40 @@ def tensor_parallel_sizes(job: Job, fixed: Degrees) -> list[int]:
     return [size for size in divisors(job.num_devices) if size <= job.device.devices_per_host]
 
 
-def pipeline_parallel_sizes(job: Job, fixed: Degrees, tensor_parallel_size: int) -> list[int]:
+def context_parallel_sizes(job: Job, fixed: Degrees, tensor_parallel_size: int) -> list[int]:
+    """The degrees to try: divisors of the ranks that are left, as long as each rank's part is long; 1 on XLA."""
+    if fixed.context_parallel_size is not None:
+        return [fixed.context_parallel_size]
+    if job.device.name in ON_XLA:
+        return [1]
+    sizes = divisors(max(1, job.num_devices // tensor_parallel_size))
+    return [size for size in sizes if size == 1 or job.sequence_length // size >= SHORTEST_CONTEXT]
+
+
+def pipeline_parallel_sizes(
+    job: Job, fixed: Degrees, tensor_parallel_size: int, context_parallel_size: int
+) -> list[int]:
     """The degrees to try: divisors of the ranks that are left, up to the number of layers."""
     if fixed.pipeline_parallel_size is not None:
         return [fixed.pipeline_parallel_size]
-    sizes = divisors(max(1, job.num_devices // tensor_parallel_size))
+    sizes = divisors(max(1, job.num_devices // (tensor_parallel_size * context_parallel_size)))
     return [size for size in sizes if size <= len(job.model.layer_kinds)]
 
 
-def mesh_of(job: Job, tensor_parallel_size: int, pipeline_parallel_size: int) -> Mesh:
+def mesh_of(job: Job, tensor_parallel_size: int, pipeline_parallel_size: int, context_parallel_size: int = 1) -> Mesh:
     """The mesh of all ranks.
 
     Raises:
         ValueError: the degrees do not divide the ranks.
     """
-    return Mesh(job.num_devices, pp=pipeline_parallel_size, tp=tensor_parallel_size)
+    return Mesh(job.num_devices, pp=pipeline_parallel_size, cp=context_parallel_size, tp=tensor_parallel_size)
+
+
+def local_length(sequence_length: int, context_parallel_size: int) -> int:
+    """Positions of each context-parallel rank, some filled up."""
+    if context_parallel_size == 1:
+        return sequence_length
+    return SequenceCut(sequence_length, context_parallel_size).local_length
 
 
 def sequence_parallel_choices(fixed: Degrees, tensor_parallel_size: int) -> list[bool]:
@@ -171,7 +202,7 @@ def layouts_on(job: Job, fixed: Degrees, mesh: Mesh, choices: Sequence[bool]) ->
         mesh: of the ranks.
         choices: of sequence parallelism.
     """
-    what = f"TP {mesh.tp} x PP {mesh.pp} x DP {mesh.dp}"
+    what = f"TP {mesh.tp} x PP {mesh.pp} x {f'CP {mesh.cp} x ' if mesh.cp > 1 else ''}DP {mesh.dp}"
     if job.global_batch_size % mesh.dp:
         below = job.global_batch_size // mesh.dp * mesh.dp
         use = f"{below} or {below + mesh.dp}" if below else str(mesh.dp)
@@ -187,7 +218,7 @@ def layouts_on(job: Job, fixed: Degrees, mesh: Mesh, choices: Sequence[bool]) ->
             what, f"microbatch_size={fixed.microbatch_size} does not divide the {per_replica} sequences of a replica"
         )
     for sequence_parallel in choices:
-        if sequence_parallel and job.sequence_length % mesh.tp:
+        if sequence_parallel and local_length(job.sequence_length, mesh.cp) % mesh.tp:
             yield Rejected(
                 f"{what} + SP", f"tensor_parallel_size={mesh.tp} does not divide sequence_length={job.sequence_length}"
             )
@@ -204,6 +235,7 @@ def layouts_on(job: Job, fixed: Degrees, mesh: Mesh, choices: Sequence[bool]) ->
                         microbatch_size,
                         per_replica // microbatch_size,
                         checkpointing,
+                        mesh.cp,
                     )
 
 
@@ -213,4 +245,4 @@ def _zero1_choices(job: Job, fixed: Degrees, mesh: Mesh) -> list[bool]:
         return [fixed.zero1]
     if job.dtype.itemsize < 4:
         return [True]
-    return [False, True] if mesh.dp > 1 else [False]
+    return [False, True] if mesh.dp * mesh.cp > 1 else [False]

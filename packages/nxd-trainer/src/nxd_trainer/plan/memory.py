@@ -119,7 +119,7 @@ def _rank_memory(
     itemsize: int,
 ) -> RankMemory:
     elements = sum(stage.elements for stage in stages)
-    replicas = layout.data_parallel_size
+    replicas = layout.replicas
     parameters = elements * itemsize
     wide = max(itemsize, FLOAT32_BYTES)
     gradient_itemsize = wide if layout.zero1 else itemsize

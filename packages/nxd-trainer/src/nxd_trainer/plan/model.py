@@ -53,6 +53,13 @@ class PlannedModel(Protocol):
             ValueError: the model cannot be split so.
         """
 
+    def check_context(self) -> None:
+        """Refuse what cannot be trained with its sequences cut.
+
+        Raises:
+            ValueError: the model is such a one.
+        """
+
     def recipe_section(self) -> dict[str, Any]:
         """`[model]` of a recipe that trains it.
 
@@ -129,6 +136,9 @@ class OwnLlama:
         """See `PlannedModel`."""
         config = replace(self.config, num_hidden_layers=1)
         return LlamaForCausalLM(config, sequence_parallel=sequence_parallel, dtype=dtype, device="meta")
+
+    def check_context(self) -> None:
+        """See `PlannedModel`; all of these can."""
 
     def recipe_section(self) -> dict[str, Any]:
         """Its sizes."""

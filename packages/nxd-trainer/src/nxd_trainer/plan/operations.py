@@ -21,6 +21,8 @@ from torch.utils.flop_counter import flop_registry
 
 aten = torch.ops.aten
 
+_GRADIENT_BYTES = 4  # in which ranks send gradients of keys and values
+
 # How often each rank sends its (size - 1)/size of the whole tensor: an all-reduce scatters it and gathers it again.
 # A reduce-scatter on the CPU is an exchange of parts.
 _PASSES = {
@@ -42,10 +44,14 @@ class Operation:
     Attributes:
         flops: of matrix products and attention; causal attention computes half of the scores. Others count none.
         bytes: of its inputs and outputs.
+        key_traffic: of attention: bytes that each other context-parallel rank needs of keys and values, and gives back.
+        head_traffic: of attention: bytes that these ranks exchange where each has some heads of whole sequences.
     """
 
     flops: int
     bytes: int
+    key_traffic: int = 0
+    head_traffic: int = 0
 
 
 @dataclass
@@ -179,7 +185,7 @@ class OperationLog(StepMemory):
             self._current.messages += _messages(str(packet), args, result)
         elif func.namespace == "aten" and not func.is_view and packet not in _WITHOUT_TRAFFIC:
             moved = sum(it.nbytes for it in tree_leaves((args, kwargs, result)) if isinstance(it, Tensor))
-            self._current.operations.append(Operation(_flops(packet, args, result), moved))
+            self._current.operations.append(Operation(_flops(packet, args, result), moved, *_traffic(packet, args)))
             if packet in _PRODUCTS or packet is aten._grouped_mm:
                 self._current.product_bytes += result.nbytes
         return result
@@ -196,6 +202,17 @@ def _messages(packet: str, args: Sequence[Any], result: Any) -> list[int]:
         if isinstance(leaf, torch.ScriptObject) and "ProcessGroup" in str(leaf._type())
     )
     return [_PASSES[packet] * whole * (size - 1) // size]
+
+
+def _traffic(packet: Any, args: Sequence[Any]) -> tuple[int, int]:
+    """Of attention over context-parallel ranks, as `nxd_layers.context` has it."""
+    if packet not in _ATTENTION and packet not in _ATTENTION_BACKWARD:
+        return 0, 0
+    first, _ = (_ATTENTION | _ATTENTION_BACKWARD)[packet]
+    query, key, value = args[first : first + 3]
+    keys = key.nbytes + value.nbytes
+    gradients = (key.numel() + value.numel()) * _GRADIENT_BYTES if packet in _ATTENTION_BACKWARD else 0
+    return keys + gradients, 2 * query.nbytes + keys
 
 
 def _flops(packet: Any, args: Sequence[Any], result: Any) -> int:

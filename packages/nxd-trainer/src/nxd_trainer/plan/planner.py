@@ -14,7 +14,9 @@ from nxd_trainer.plan.layout import (
     Job,
     Layout,
     Rejected,
+    context_parallel_sizes,
     layouts_on,
+    local_length,
     mesh_of,
     pipeline_parallel_sizes,
     sequence_parallel_choices,
@@ -135,14 +137,21 @@ def make_plan(job: Job, fixed: Degrees | None = None, *, top: int = 10) -> Plan:
             search.rejected.append(Rejected(f"TP {size}", str(error)))
             continue
         with planned_ranks(size):
-            _try_tensor_parallel_size(search, planner, size)
+            for context_size in context_parallel_sizes(job, search.fixed, size):
+                _try_sizes(search, planner, size, context_size)
     best = _quickest(search, _model_flops(job), top) if search.candidates else []
     return Plan(job, tuple(best), len(search.candidates), tuple(search.misfits), tuple(search.rejected))
 
 
-def _try_tensor_parallel_size(search: _Search, planner: StagePlanner, size: int) -> None:
+def _try_sizes(search: _Search, planner: StagePlanner, size: int, context_size: int) -> None:
     job = search.job
-    profiler = Profiler(job.model, job.dtype, job.sequence_length)
+    if context_size > 1:
+        try:
+            job.model.check_context()
+        except ValueError as error:
+            search.rejected.append(Rejected(f"CP {context_size}", str(error)))
+            return
+    profiler = Profiler(job.model, job.dtype, local_length(job.sequence_length, context_size))
     choices = []
     for sequence_parallel in sequence_parallel_choices(search.fixed, size):
         try:
@@ -154,9 +163,9 @@ def _try_tensor_parallel_size(search: _Search, planner: StagePlanner, size: int)
                 return
     if not choices:
         return
-    for pipeline_size in pipeline_parallel_sizes(job, search.fixed, size):
+    for pipeline_size in pipeline_parallel_sizes(job, search.fixed, size, context_size):
         try:
-            mesh = mesh_of(job, size, pipeline_size)
+            mesh = mesh_of(job, size, pipeline_size, context_size)
             schedule = planned_schedule(job.schedule, pipeline_size, pipeline_size)
             stages = planner.stages(schedule.num_stages, parameters)
         except ValueError as error:
@@ -236,7 +245,8 @@ def _model_flops(job: Job) -> float:
 def activation_modes(job: Job, layout: Layout) -> dict[str, int]:
     """Bytes that the first decoder layer keeps of one microbatch in a layout, by form of checkpointing."""
     with planned_ranks(layout.tensor_parallel_size):
-        profiler = Profiler(job.model, job.dtype, job.sequence_length)
+        length = local_length(job.sequence_length, layout.context_parallel_size)
+        profiler = Profiler(job.model, job.dtype, length)
         return {
             mode: profiler.profile(
                 sequence_parallel=layout.sequence_parallel,

@@ -83,7 +83,12 @@ class Pass:
             kept=_on_line(self.kept, to_three.kept, size),
             peak=_on_line(self.peak, to_three.peak, size),
             operations=tuple(
-                Operation(_on_line(a.flops, b.flops, size), _on_line(a.bytes, b.bytes, size))
+                Operation(
+                    _on_line(a.flops, b.flops, size),
+                    _on_line(a.bytes, b.bytes, size),
+                    _on_line(a.key_traffic, b.key_traffic, size),
+                    _on_line(a.head_traffic, b.head_traffic, size),
+                )
                 for a, b in zip(self.operations, to_three.operations, strict=True)
             ),
             messages=tuple(_on_line(a, b, size) for a, b in zip(self.messages, to_three.messages, strict=True)),

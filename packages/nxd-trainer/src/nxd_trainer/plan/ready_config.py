@@ -66,6 +66,7 @@ def _recipe(job: Job, layout: Layout, model: Mapping[str, Any]) -> Recipe:
                 "tensor_parallel_size": layout.tensor_parallel_size,
                 "sequence_parallel": layout.sequence_parallel,
                 "pipeline_parallel_size": layout.pipeline_parallel_size,
+                "context_parallel_size": layout.context_parallel_size,
                 "zero1": layout.zero1,
                 "activation_checkpointing": layout.checkpointing,
             },

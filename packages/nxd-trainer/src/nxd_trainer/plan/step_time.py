@@ -4,7 +4,7 @@ A roofline (Williams et al. 2009): every operation takes as long as its arithmet
 longer. Nothing overlaps, and no operations are fused: an estimate to compare layouts by, not a promise.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -14,6 +14,7 @@ from nxd_state import Mesh
 from nxd_trainer.plan.devices import Device
 from nxd_trainer.plan.layout import Job, Layout
 from nxd_trainer.plan.memory import FLOAT32_BYTES, MOMENTS, RankMemory
+from nxd_trainer.plan.operations import Operation
 from nxd_trainer.plan.profile import Part, Pass, Profile
 from nxd_trainer.plan.stages import StageParts
 
@@ -28,6 +29,7 @@ class Communication:
 
     Attributes:
         tp: of activations within the layers.
+        cp: of keys and values of causal attention, or of whole heads where that is less; and of their gradients.
         pp: of activations and their gradients between stages, and of a tied embedding's gradient.
         dp: of gradients, and with ZeRO-1 of parameters.
     """
@@ -35,6 +37,7 @@ class Communication:
     tp: int
     pp: int
     dp: int
+    cp: int = 0
 
 
 @dataclass(frozen=True)
@@ -86,9 +89,14 @@ def stage_times(job: Job, mesh: Mesh, stages: Sequence[StageParts], profile: Pro
     memory = job.device.memory_bandwidth * SUSTAINED_BANDWIDTH
     link = bandwidth(job.device, mesh, "tp")
 
+    context_link = bandwidth(job.device, mesh, "cp")
+
     def seconds(work: Pass) -> float:
-        computing = sum(max(it.flops / flops, it.bytes / memory) for it in work.operations)
-        return computing + sum(LATENCY + sent / link for sent in work.messages if sent)
+        # An operation is for the keys of this rank; its queries look at those of all ranks, of which half are before.
+        computing = sum(max(_over_contexts(it, mesh.cp) / flops, it.bytes / memory) for it in work.operations)
+        exchanged = [context_bytes(it, mesh.cp) for it in work.operations]
+        sending = sum(LATENCY + sent / link for sent in work.messages if sent)
+        return computing + sending + sum(LATENCY + sent / context_link for sent in exchanged if sent)
 
     def both(part: Part) -> StageTime:
         return StageTime(seconds(part.forward), seconds(part.backward))
@@ -106,6 +114,16 @@ def stage_times(job: Job, mesh: Mesh, stages: Sequence[StageParts], profile: Pro
         )
         for stage in stages
     )
+
+
+def _over_contexts(operation: Operation, context_parallel_size: int) -> int:
+    return operation.flops * (context_parallel_size if operation.key_traffic else 1)
+
+
+def context_bytes(operation: Operation, context_parallel_size: int) -> int:
+    """What a context-parallel rank sends for an attention, by the transport that sends least."""
+    others = context_parallel_size - 1
+    return min(operation.key_traffic * others, operation.head_traffic * others // context_parallel_size)
 
 
 def shortest_pipeline(layout: Layout, schedule: Schedule, times: Sequence[StageTime]) -> float:
@@ -165,11 +183,24 @@ def communication(
     job: Job, layout: Layout, stages: Sequence[StageParts], schedule: Schedule, profile: Profile
 ) -> Communication:
     """Bytes sent by the rank with the most of them, by axis."""
-    replicas, itemsize = layout.data_parallel_size, job.dtype.itemsize
-    tp, pp, dp = [0], [0], [0]
+    replicas, itemsize = layout.replicas, job.dtype.itemsize
+    tp, pp, dp, cp = [0], [0], [0], [0]
     for rank in range(schedule.num_ranks):
         own = schedule.stages_of(rank)
-        tp.append(layout.num_microbatches * sum(_tensor_parallel_bytes(stages[stage], profile) for stage in own))
+        tp.append(
+            layout.num_microbatches * sum(_of_passes(stages[stage], profile, lambda it: it.messages) for stage in own)
+        )
+        cp.append(
+            layout.num_microbatches
+            * sum(
+                _of_passes(
+                    stages[stage],
+                    profile,
+                    lambda it: (context_bytes(one, layout.context_parallel_size) for one in it.operations),
+                )
+                for stage in own
+            )
+        )
         if layout.sequence_parallel:  # gradients of what every rank has are added over the ranks
             replicated = sum(stages[stage].replicated for stage in own) * itemsize
             tp[-1] += 2 * replicated * (layout.tensor_parallel_size - 1) // layout.tensor_parallel_size
@@ -180,12 +211,14 @@ def communication(
         elements = sum(stages[stage].elements for stage in own)
         per_element = max(itemsize, FLOAT32_BYTES) + itemsize if layout.zero1 else 2 * itemsize
         dp.append(elements * per_element * (replicas - 1) // replicas)
-    return Communication(max(tp), max(pp), max(dp))
+    return Communication(max(tp), max(pp), max(dp), max(cp))
 
 
-def _tensor_parallel_bytes(stage: StageParts, profile: Profile) -> int:
+def _of_passes(stage: StageParts, profile: Profile, sent: Callable[[Pass], Iterable[int]]) -> int:
+    """Bytes of one microbatch on a stage, where `sent` says those of a pass."""
+
     def of(part: Part) -> int:
-        return sum(part.forward.messages) + sum(part.backward.messages)
+        return sum(sent(part.forward)) + sum(sent(part.backward))
 
     total = sum(of(profile.layers[kind]) for kind in stage.layers)
     return total + stage.has_embedding * of(profile.embedding) + stage.has_head * of(profile.head)
@@ -212,7 +245,8 @@ def step_time(
         model_flops: of forward and backward of one sequence, over all ranks that share it.
     """
     seconds, bubble = pipeline
-    data_parallel = sent.dp / bandwidth(job.device, mesh, "dp") + (LATENCY if sent.dp else 0)
+    replicas = "dp" if layout.data_parallel_size > 1 else "cp"
+    data_parallel = sent.dp / bandwidth(job.device, mesh, replicas) + (LATENCY if sent.dp else 0)
     update = max(_update_bytes(layout, memory) for memory in memories) / (
         job.device.memory_bandwidth * SUSTAINED_BANDWIDTH
     )
@@ -223,6 +257,6 @@ def step_time(
 
 def _update_bytes(layout: Layout, memory: RankMemory) -> float:
     """AdamW reads gradients, and reads and writes both moments and the weights that it updates."""
-    parts = layout.data_parallel_size if layout.zero1 else 1
+    parts = layout.replicas if layout.zero1 else 1
     weights = memory.optimizer_state / MOMENTS
     return memory.gradients / parts + 2 * memory.optimizer_state + 2 * weights

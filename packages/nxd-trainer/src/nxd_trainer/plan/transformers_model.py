@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from nxd_layers.hf import parallelize
+from nxd_layers.hf.supported_models import check_context
 from nxd_pipeline.partition import hugging_face_structure
 from nxd_state import get_tensor_model_parallel_size
 from torch import nn
@@ -77,6 +78,10 @@ class TransformersModel:
             parallelize(model, sequence_parallel=sequence_parallel)
         module: nn.Module = model
         return module
+
+    def check_context(self) -> None:
+        """See `PlannedModel`."""
+        check_context(self.outline(), has_known_loss=True)
 
     def recipe_section(self) -> dict[str, Any]:
         """The folder with the weights; or the type, the sizes and what else is not as the type has it.

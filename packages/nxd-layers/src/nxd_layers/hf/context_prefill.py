@@ -1,0 +1,81 @@
+"""The prompt of `generate()` over context-parallel ranks: cut for its one forward, with its cache whole afterwards.
+
+While a prompt is read each rank computes its own positions, and keeps their keys and values. Then all ranks get all of
+them, in the cache that `generate()` has made, and decode together, as without context parallelism.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from nxd_state import active_group, all_gather, broadcast
+from torch import Tensor
+
+from nxd_layers.context import SequenceCut
+from nxd_layers.hf.transformers_models import empty_cache
+
+_SHORTEST_PROMPT = 512  # positions; shorter ones are read sooner than they are cut
+_KEYS_DIM = 2  # of the sequence in keys and values `[batch, kv_heads, seq, head]`
+_NOT_CUT = ("output_attentions", "output_hidden_states")
+_TENSORS = ("input_ids", "inputs_embeds", "token_type_ids", "attention_mask", "position_ids")
+
+
+def is_prompt(given: Mapping[str, Any], length: int) -> bool:
+    """Whether a forward of `generate()` reads a prompt that is worth cutting; the same on all ranks.
+
+    Args:
+        given: arguments of the model, by name.
+        length: positions.
+    """
+    cache, mask = given.get("past_key_values"), given.get("attention_mask")
+    return (
+        cache is not None
+        and cache.get_seq_length() == 0
+        and length >= _SHORTEST_PROMPT
+        and given.get("logits_to_keep") == 1
+        and not any(given.get(name) for name in _NOT_CUT)
+        and all(name in _TENSORS for name, it in given.items() if isinstance(it, Tensor))
+        and (mask is None or (isinstance(mask, Tensor) and mask.dim() == 2))
+    )
+
+
+@dataclass
+class Prefill:
+    """The forward of a prompt.
+
+    Attributes:
+        cut: of its positions.
+        cache: what `generate()` reads.
+        local: of this rank's positions.
+    """
+
+    cut: SequenceCut
+    cache: Any
+    local: Any
+
+    @classmethod
+    def of(cls, cut: SequenceCut, cache: Any) -> "Prefill":
+        """The forward to come, whose keys and values are for a cache of transformers that is empty yet."""
+        return cls(cut, cache, empty_cache())
+
+    def arguments(self, device: torch.device) -> dict[str, Any]:
+        """What the model is given in place of the cache and of `logits_to_keep=1`."""
+        positions = self.cut.positions_of(active_group("cp").rank)
+        # Its last position, on the rank that has it; any other on the others, which get that rank's logits.
+        place = int((positions - self.cut.length + 1).abs().argmin())
+        return {"past_key_values": self.local, "logits_to_keep": torch.tensor([place], device=device)}
+
+    def finish(self, output: Any) -> None:
+        """Give all ranks the last position's logits, and fill the cache with the keys and values of all."""
+        group = active_group("cp")
+        last = self.cut.rank_of((self.cut.length - 1) // self.cut.chunk_length)
+        output.logits = broadcast(output.logits.contiguous(), group, source=last)
+        for number, layer in enumerate(self.local.layers):
+            if layer.is_initialized:
+                self.cache.update(self._whole(layer.keys), self._whole(layer.values), number)
+        output.past_key_values = self.cache
+
+    def _whole(self, local: Tensor) -> Tensor:
+        gathered = all_gather(local.contiguous(), active_group("cp"), dim=_KEYS_DIM)
+        return self.cut.whole_of(gathered, dim=_KEYS_DIM)
