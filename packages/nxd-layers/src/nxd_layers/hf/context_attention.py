@@ -12,8 +12,8 @@ from nxd_layers.hf.context_forward import ContextMask, forward_under_way
 
 ATTENTION = "nxd_context_parallel"  # its name in the registries
 
-# Said by the mask, by positions, or to the loss.
-_MEANT_ELSEWHERE = ("sliding_window", "is_causal", "position_ids", "cache_position", "num_items_in_batch")
+# Said by the mask, by positions, to the loss, or to the model.
+_MEANT_ELSEWHERE = ("sliding_window", "is_causal", "position_ids", "cache_position", "num_items_in_batch", "use_cache")
 
 _WINDOWS = {"sliding_window_overlay": True, "sliding_window_bidirectional_overlay": False}  # whether it is causal
 
