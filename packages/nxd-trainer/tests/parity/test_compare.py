@@ -8,8 +8,9 @@ from nxd_layers import ColumnParallelLinear, RowParallelLinear
 from nxd_layers.lora import LoraConfig
 from nxd_state import get_tensor_model_parallel_rank, get_tensor_model_parallel_size
 from nxd_trainer.models import LlamaConfig, LlamaDecoderLayer, LlamaForCausalLM
-from nxd_trainer.parity import ParityCase, compare
+from nxd_trainer.parity import InFloat64, ParityCase, compare
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 SIZES = LlamaConfig(
     vocab_size=48,
@@ -220,3 +221,20 @@ def test_case_that_cannot_be_compared_is_refused_on_every_rank(run_ranks):
     assert first[1] == second[1]
     assert "3 samples, which 2 replicas cannot share; use a multiple of 2" in second[2]
     assert second[3] == "rank 0 could not run the one process: KeyError: 'weights'"
+
+
+def test_what_backward_computes_again_is_in_float64_too():
+    seen, numbers = [], torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+
+    def weights(given):
+        seen.append(given.float().dtype)
+        return given.softmax(-1, dtype=torch.float32)
+
+    with InFloat64():
+        checkpoint(weights, numbers, use_reentrant=False)[:, 0].sum().backward()
+    found, numbers.grad = numbers.grad, None
+    numbers.softmax(-1)[:, 0].sum().backward()
+
+    assert seen == [torch.float64] * 2
+    assert torch.equal(found, numbers.grad)
+    assert torch.get_default_dtype() is torch.float32

@@ -70,27 +70,25 @@ def nki_ring_attn_func(
         v: as `k`.
         rank_id: of no effect; the mesh knows it.
         src_tgt_pairs: of no effect; the mesh knows the ring.
-        dropout_p: 0.
+        dropout_p: probability that an attention weight is dropped, by torch's random state, alike on all ranks.
         softmax_scale: of the scores; 1 / sqrt(head) if None.
         causal: a query looks at keys up to its own position only.
         mixed_precision: of the kernel; sums are in float32 in any case.
-        seed: of the kernel's dropout.
+        seed: of no effect.
 
     Returns:
         `[batch, heads, seq/cp, head]`.
 
     Raises:
-        ValueError: a dropout, an odd number of positions, or heads of keys that do not divide those of queries.
+        ValueError: an odd number of positions, or heads of keys that do not divide those of queries.
     """
-    if dropout_p:
-        raise ValueError(f"dropout_p={dropout_p} of attention weights over context-parallel ranks; use 0.0")
     size, local = active_group("cp").size, q.shape[2]
     if local % 2:
         raise ValueError(f"each rank has {local} positions; use an even number")
     length = local * size
     mask = interval_mask(length, MaskRule(causal=causal), device=q.device)
     plan = AttentionPlan(mask, SequenceCut(length, size, "contiguous"))
-    return context_parallel_attention(q, k, v, plan, scale=softmax_scale)
+    return context_parallel_attention(q, k, v, plan, scale=softmax_scale, dropout=dropout_p)
 
 
 def permute(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
