@@ -124,7 +124,7 @@ class ArtifactCache:
             warnings.warn(
                 f"{self._folder} cannot keep what was compiled, so the next start compiles it again: {why}; "
                 "make room there, or set XDG_CACHE_HOME",
-                stacklevel=2,
+                stacklevel=1,  # one place, so that it is shown once for all programs
             )
 
     def _copy_in(self, key: str, made: Path) -> None:
