@@ -87,7 +87,7 @@ def start_fork_servers(config: pytest.Config) -> str:
     return str(executable)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def deadline() -> Callable[[float], float]:
     """`deadline(10)`: what takes 10 s at most on an idle machine of today, in seconds of this one."""
     return lambda seconds: seconds * float(os.environ["NXD_TESTING_SLOWNESS"])

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -102,8 +102,11 @@ class Training:
         return found
 
     def wait_for_step(self) -> None:
+        self.wait_for(lambda: "\nstep" in self.errors)
+
+    def wait_for(self, condition: Callable[[], object]) -> None:
         give_up = time.monotonic() + deadline(120)
-        while "\nstep" not in self.errors:
+        while not condition():
             assert time.monotonic() < give_up, self.errors
             time.sleep(0.05)
 
@@ -185,8 +188,11 @@ def test_rank_that_is_killed_is_named_with_the_signal(tmp_path):
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("fault", ["raise", "SIGKILL", "SIGSTOP"])
 def test_fault_of_a_rank_ends_all_ranks_and_is_named(tmp_path, fault, place, transport):
-    waits = {"NXD_TIMEOUT": str(deadline(SECONDS_UNTIL_GIVEN_UP))} if fault == "SIGSTOP" else {}
-    training = Training(tmp_path, place, transport, fault, env=waits)
+    training = Training(tmp_path, place, transport, fault)
+    if fault == "SIGSTOP" and place == "pp":
+        training.settings = [f"parallel.timeout={deadline(SECONDS_UNTIL_GIVEN_UP)}"]
+    elif fault == "SIGSTOP":
+        training.env = {"NXD_TIMEOUT": str(deadline(SECONDS_UNTIL_GIVEN_UP))}
 
     code = training.wait_for_end(training.start(), 180)
 
@@ -231,6 +237,25 @@ def test_signal_to_the_launcher_ends_all_ranks(tmp_path, signals, place, transpo
         assert code == 143
         assert nxd_ckpt.latest(tmp_path / "run/checkpoints") is not None
     training.add_to_table(SIGNALS[",".join(signals)], code)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("place", ["tp", "background save"])
+def test_ranks_and_writers_that_are_stopped_end_with_the_launcher(
+    tmp_path, place, transport, fresh_python, monkeypatch
+):
+    monkeypatch.setattr(sys, "executable", fresh_python)
+    training = Training(tmp_path, place, transport)
+    process = training.start()
+    training.wait_for_step()
+    training.wait_for(lambda: place != "background save" or "saved run/checkpoints" in training.errors)
+
+    for pid in set(training.processes()) - {process.pid}:
+        os.kill(pid, signal.SIGSTOP)
+    process.kill()
+
+    assert training.wait_for_end(process, 60) == -signal.SIGKILL
 
 
 def fill_disk(folder: Path, leave: int = 0) -> None:
@@ -294,30 +319,39 @@ def test_output_that_is_read_only_is_one_line(tmp_path, place, transport, mount,
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        ("full disk", "2 of 2 ranks: OSError: [Errno 28] No space left on device\n"),
+        ("read-only output", "1 of 2 ranks\n  rank 0: OSError: [Errno 30] Read-only file system: "),
+    ],
+    ids=["full disk", "read-only output"],
+)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("place", ["save", "background save"])
 def test_disk_that_takes_no_checkpoint_is_one_error_and_what_was_saved_stays(
-    tmp_path, place, transport, mount, fresh_python, monkeypatch
+    tmp_path, place, transport, fault, told, mount, fresh_python, monkeypatch
 ):
     monkeypatch.setattr(sys, "executable", fresh_python)
     training = Training(tmp_path, place, transport, settings=["train.stop_after=3", "checkpoint.save_every=1"])
     (tmp_path / "run").mkdir()
     mount(tmp_path / "run", "-t", "tmpfs", "-o", "size=16m", "tmpfs")
     assert training.wait_for_end(training.start(), 120) == 0
-    fill_disk(tmp_path / "run", leave=2**16)  # bytes; a rank's part of a checkpoint has more
+    if fault == "full disk":
+        fill_disk(tmp_path / "run", leave=2**16)  # bytes; a rank's part of a checkpoint has more
+    else:
+        make_read_only(tmp_path / "run/checkpoints", mount)
 
     training.settings = ["checkpoint.save_every=1"]
 
     code = training.wait_for_end(training.start(), 120)
     assert code != 0
-    line = training.lines_of_failure()[0].replace(f"{tmp_path}/", "")
-    assert line == (
-        "nxd train: saving checkpoint 'step-00000004' to run/checkpoints failed on 2 of 2 ranks: "
-        "OSError: [Errno 28] No space left on device"
-    ), training.errors
+    assert training.lines_of_failure()[0].startswith("nxd train: saving checkpoint"), training.errors
+    failed = "nxd train: saving checkpoint 'step-00000004' to run/checkpoints failed on "
+    assert f"{failed}{told}" in training.errors.replace(f"{tmp_path}/", "")
     assert transport == "torchrun" or "Traceback" not in training.errors
     newest = nxd_ckpt.latest(tmp_path / "run/checkpoints")
     assert newest is not None
     assert newest.tag == "step-00000003"
     training.check_traces()
-    training.add_to_table("full disk", code)
+    training.add_to_table(fault, code)

@@ -27,7 +27,7 @@ class Server:
     def __init__(self, model: Path, folder: Path, transport: str) -> None:
         self.folder, self.transport = folder, transport
         self.marker = f"NXD_TEST_MARKER_{abs(hash(folder))}"
-        (folder / "tmp").mkdir()
+        (folder / "tmp").mkdir(exist_ok=True)
         self._log = folder / "errors.txt"
         with self._log.open("wb") as errors:
             self.process = subprocess.Popen(
@@ -171,3 +171,52 @@ def test_signal_to_the_server_ends_its_workers(serve, transport, signals, fault,
         assert server.files_left() == []
     lines = server.log[said:].splitlines()
     server.add_to_table(fault, time.time() - begun, code, next((line for line in lines if "POST" not in line), ""))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_worker_that_is_stopped_ends_with_the_server(serve, transport):
+    server = serve(transport)
+    server.wait_until_it_listens()
+
+    os.kill(server.workers()[1], signal.SIGSTOP)
+    server.process.kill()
+
+    assert server.process.wait(deadline(60)) == -signal.SIGKILL
+    server.wait_for(lambda: not server.processes(), 60)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_disk_without_room_for_temporary_files_is_one_line(serve, mount, tmp_path, transport):
+    (tmp_path / "tmp").mkdir()
+    mount(tmp_path / "tmp", "-t", "tmpfs", "-o", "size=64k", "tmpfs")
+
+    begun = time.time()
+    server = serve(transport)
+    server.wait_for(lambda: server.process.poll() is not None)
+    server.wait_for(lambda: not server.processes(), 60)
+
+    assert server.process.returncode == 2
+    *_, line = server.log.splitlines()
+    line = line.replace(f"{tmp_path}/", "")
+    file = r"'tmp/nxd_trace_model_\w+/tp_rank_\d\d/weights.safetensors'"
+    assert re.fullmatch(rf"nxd serve: \[Errno 28\] No space left on device: {file}", line), server.log
+    assert "Traceback" not in server.log
+    assert server.files_left() == []
+    server.add_to_table("full disk", time.time() - begun, server.process.returncode, line)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_cache_that_is_read_only_is_a_warning(serve, mount, tmp_path, transport):
+    (tmp_path / "cache").mkdir()
+    mount(tmp_path / "cache", "-t", "tmpfs", "-o", "ro", "tmpfs")
+
+    begun = time.time()
+    server = serve(transport)
+    server.wait_until_it_listens()
+    seconds = time.time() - begun
+
+    assert server.text()
+    (line,) = [line for line in server.log.splitlines() if "cannot keep what was compiled" in line]
+    assert "Read-only file system" in line
+    warning = line.partition("Warning: ")[2].replace(f"{tmp_path}/", "")
+    server.add_to_table("read-only output", seconds, "serves", warning)

@@ -1,6 +1,7 @@
 """Fewer key-value heads than tensor-parallel ranks: the copies of a head count once, stay equal and are saved once."""
 
 import copy
+import dataclasses
 
 import nxd_ckpt
 import pytest
@@ -23,10 +24,13 @@ CONFIG = LlamaConfig(
 TOKENS = torch.arange(2 * 9).view(2, 9) * 5 % 24
 
 
-def make_model(tp: int) -> LlamaForCausalLM:
+ONE_HEAD = dataclasses.replace(CONFIG, num_key_value_heads=1)  # as many copies as ranks
+
+
+def make_model(tp: int, config: LlamaConfig = CONFIG) -> LlamaForCausalLM:
     initialize_model_parallel(tensor_model_parallel_size=tp)
     torch.manual_seed(0)
-    return LlamaForCausalLM(CONFIG, dtype=torch.float64)
+    return LlamaForCausalLM(config, dtype=torch.float64)
 
 
 def train(model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, steps: int) -> list[torch.Tensor]:
@@ -74,10 +78,19 @@ def test_copies_cost_one_all_reduce_per_layer(run_ranks):
     assert run_ranks(all_reduces, 4, env=over_gloo) == [1 + 2 * layers + 2 * layers + 1 + 2 + layers] * 4
 
 
-@pytest.mark.parametrize(("saved_at", "loaded_at"), [(4, 1), (1, 4), (4, 2)])
-def test_checkpoint_of_copied_heads_goes_on_at_another_degree(run_ranks, tmp_path, saved_at, loaded_at):
+@pytest.mark.parametrize(
+    ("config", "saved_at", "loaded_at"),
+    [
+        pytest.param(CONFIG, 4, 1, id="2 to 1"),
+        pytest.param(CONFIG, 1, 4, id="1 to 2"),
+        pytest.param(CONFIG, 4, 2, id="2 to 1 on two ranks"),
+        pytest.param(ONE_HEAD, 2, 1, id="2 to 1 of one head"),
+        pytest.param(ONE_HEAD, 2, 4, id="2 to 4 of one head"),
+    ],
+)
+def test_checkpoint_saved_at_one_kv_multiplier_goes_on_at_another(run_ranks, tmp_path, config, saved_at, loaded_at):
     def save():
-        model = make_model(saved_at)
+        model = make_model(saved_at, config)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         train(model, optimizer, 2)
         state = {**model_state(model), **optimizer_state(model, optimizer)}
@@ -85,7 +98,7 @@ def test_checkpoint_of_copied_heads_goes_on_at_another_degree(run_ranks, tmp_pat
         return sorted(state), train(model, optimizer, 2)
 
     def load():
-        model = make_model(loaded_at)
+        model = make_model(loaded_at, config)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         checkpoint = nxd_ckpt.open_checkpoint(tmp_path)
         stored = {

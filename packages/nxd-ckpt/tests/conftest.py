@@ -1,6 +1,6 @@
 """Small helpers of the tests: two usual ways to cut a tensor, and comparison bit by bit."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -55,3 +55,15 @@ def random_tensor() -> Callable[..., torch.Tensor]:
         return data.view(dtype).reshape(shape)
 
     return make
+
+
+@pytest.fixture
+def s3_connections() -> Iterator[None]:
+    """Closes the connections of a test: s3fs gives itself a tenth of a second for that, and then leaves them open."""
+    s3fs = pytest.importorskip("s3fs", reason="needs s3fs: pip install 'nxd-ckpt[s3]'")
+    import fsspec.asyn
+
+    yield
+    for filesystem in s3fs.S3FileSystem._cache.values():  # one for each thread
+        fsspec.asyn.sync(filesystem.loop, filesystem.s3.__aexit__, None, None, None)
+    s3fs.S3FileSystem.clear_instance_cache()

@@ -1,6 +1,7 @@
 """Workers that die, callers that die, and scripts without a main guard: an error in seconds, and no process left."""
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -33,16 +34,14 @@ def wait_until_gone(pids: list[int]) -> None:
             descriptor = os.pidfd_open(pid)
         except ProcessLookupError:
             continue
-        import select
-
         ended, _, _ = select.select([descriptor], [], [], 30)
         os.close(descriptor)
         assert ended, f"process {pid} is still there"
 
 
-def run_script(name: str) -> subprocess.CompletedProcess[str]:
+def run_script(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, PROGRAMS / name],
+        [sys.executable, PROGRAMS / name, *arguments],
         capture_output=True,
         text=True,
         check=False,
@@ -185,12 +184,20 @@ def test_closing_and_garbage_end_the_workers(trace):
     assert not folder.exists()
 
 
-def test_workers_end_when_the_caller_is_killed():
-    result = run_script("script_with_guard.py")
+def test_weights_that_cannot_be_written_are_an_error_without_traceback(trace):
+    with pytest.raises(OSError, match=r"^\[Errno 27\] File too large: '\S*/tp_rank_0\d/weights.safetensors'$"):
+        trace(models.mlp_that_fills_the_disk, X, tp_degree=2, weights=models.logical_weights())
+
+
+@pytest.mark.parametrize(
+    "stopped", [[], ["rank 1"], ["rank 0", "rank 1", "fork server"]], ids=["none", "one worker", "all"]
+)
+def test_workers_end_when_the_caller_is_killed_also_those_that_are_stopped(stopped):
+    result = run_script("script_with_guard.py", *stopped)
 
     assert result.returncode == -signal.SIGKILL
-    [pids] = [line.split()[1:] for line in result.stdout.splitlines() if line.startswith("workers:")]
-    assert len(pids) == 2
+    [pids] = [line.split()[1:] for line in result.stdout.splitlines() if line.startswith("processes:")]
+    assert len(pids) == 3
     wait_until_gone(list(map(int, pids)))
 
 

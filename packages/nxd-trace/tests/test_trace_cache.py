@@ -90,6 +90,16 @@ def test_cache_that_others_can_write_to_is_neither_read_nor_written(start, tmp_p
 
 
 @pytest.mark.slow
+def test_cache_that_cannot_be_written_is_a_warning(start, tmp_path):
+    (tmp_path / "file").write_text("")
+
+    with pytest.warns(UserWarning, match=r"file/cache cannot keep what was compiled.*Not a directory; make room there"):
+        said = start(cache_dir=tmp_path / "file/cache")
+
+    assert "recording 1 programs" in said
+
+
+@pytest.mark.slow
 def test_check_is_called_only_where_a_trace_is_made(trace, tmp_path):
     calls = []
     settings = {"weights": models.logical_weights(), "cache_dir": tmp_path / "cache"}

@@ -14,7 +14,7 @@ WAYS = ["exception", "SIGTERM", "failure"]
 
 
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory):
+def ended(tmp_path_factory, deadline):
     """Each way's folder, exit status, and what was printed; all ran at the same time."""
     runs = [(way, []) for way in WAYS] + [(way, [rank]) for way in ("process group", "fork") for rank in "01"]
     folders = {way: tmp_path_factory.mktemp(way.replace(" ", "_")) for way, _ in runs}
@@ -30,7 +30,7 @@ def ended(tmp_path_factory):
     ]
     ended = {}
     for (way, _), program in zip(runs, started, strict=True):
-        printed = program.communicate(timeout=120)
+        printed = program.communicate(timeout=deadline(120))
         ended[way] = (folders[way] / "root", program.returncode, printed)
     return ended
 

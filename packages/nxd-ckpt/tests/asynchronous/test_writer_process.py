@@ -198,6 +198,35 @@ def test_parent_killed_while_its_writer_writes_leaves_the_old_one_and_no_process
     assert os.listdir(root / ".staging") == ["lock"]
 
 
+def test_writer_that_is_stopped_ends_with_its_parent(tmp_path):
+    def run(ranks):
+        save_value(tmp_path / "root", "t", ranks, 1).wait(60)
+        (tmp_path / "writer").write_text(str(writer_of()))
+        os.kill(writer_of(), signal.SIGSTOP)
+        os.waitid(os.P_PID, writer_of(), os.WSTOPPED | os.WNOWAIT)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    (outcome,) = run_forked(run, 1)
+
+    assert outcome.signal == signal.SIGKILL
+    assert ends_within(int((tmp_path / "writer").read_text()), 10)
+
+
+def test_writer_outlives_the_thread_that_started_it(tmp_path):
+    def run(ranks):
+        thread = threading.Thread(target=lambda: save_value(tmp_path, "t", ranks, 1).wait(60))
+        thread.start()
+        thread.join()
+        first = writer_of()
+        save_value(tmp_path, "t", ranks, 2).wait(60)
+        assert writer_of() == first
+        end_async_saves()
+
+    values_by_rank(run_forked(run, 1))
+
+    assert value_of(tmp_path, "t") == 2
+
+
 def test_end_async_saves_leaves_no_process_memory_or_file_behind(tmp_path):
     def run(ranks):
         save_value(tmp_path, "warm", ranks, 0).wait(60)

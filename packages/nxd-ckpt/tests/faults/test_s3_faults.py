@@ -117,7 +117,7 @@ def server():
 
 
 @pytest.fixture
-def s3(server, monkeypatch):
+def s3(server, monkeypatch, s3_connections):
     """A faulty server with an empty bucket; `s3.root` is a place for checkpoints in it."""
     import fsspec
 
@@ -131,11 +131,10 @@ def s3(server, monkeypatch):
         monkeypatch.setenv(name, value)
     server.recover()
     bucket = f"b-{uuid.uuid4().hex}"
-    fsspec.filesystem("s3", skip_instance_cache=True).mkdir(bucket)
+    fsspec.filesystem("s3").mkdir(bucket)
     server.root = f"s3://{bucket}/runs"
     yield server
     server.recover()
-    fsspec.filesystem("s3").clear_instance_cache()
 
 
 @pytest.mark.parametrize("ending", [DATA, MANIFEST])

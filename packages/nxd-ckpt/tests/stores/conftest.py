@@ -1,16 +1,22 @@
 """Each kind of storage as an empty root: a folder, memory, and S3 played by a local server."""
 
 import uuid
+from importlib.util import find_spec
 
 import pytest
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="session", autouse=True)
 def s3_server():
-    """The address of a server that speaks S3."""
-    pytest.importorskip("s3fs", reason="needs s3fs: pip install 'nxd-ckpt[s3]'")
-    server = pytest.importorskip("moto.server", reason="needs a local S3: pip install 'moto[server]'")
+    """The address of a server that speaks S3, None without moto and s3fs.
+
+    For all tests, so that it runs before the first one: what that leaves behind does not contain the server.
+    """
+    if find_spec("s3fs") is None or find_spec("moto") is None:
+        yield None
+        return
     import fsspec.asyn
+    from moto import server
 
     fsspec.asyn.get_loop()  # which stays open
     running = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
@@ -21,10 +27,12 @@ def s3_server():
 
 
 @pytest.fixture
-def s3_bucket(s3_server, monkeypatch):
+def s3_bucket(s3_server, monkeypatch, s3_connections):
     """The name of an empty bucket that `s3://` finds."""
     import fsspec
 
+    if s3_server is None:
+        pytest.skip("needs a local S3: pip install 'moto[server]'")
     for name, value in {
         "AWS_ENDPOINT_URL": s3_server,
         "AWS_ACCESS_KEY_ID": "nobody",
@@ -33,9 +41,8 @@ def s3_bucket(s3_server, monkeypatch):
     }.items():
         monkeypatch.setenv(name, value)
     bucket = f"b-{uuid.uuid4().hex}"
-    fsspec.filesystem("s3", skip_instance_cache=True).mkdir(bucket)
-    yield bucket
-    fsspec.filesystem("s3").clear_instance_cache()  # which closes its connections
+    fsspec.filesystem("s3").mkdir(bucket)
+    return bucket
 
 
 @pytest.fixture(params=["folder", "memory", "s3"])

@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import stat
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -18,12 +19,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory, mkdtemp
 from typing import Any
 
-from safetensors.torch import save_file
-
 from nxd_trace.errors import ModelFolderError
 from nxd_trace.manifest import KEPT, WEIGHTS, RankManifest, rank_folder, sha256_of, system_name, torch_version
 from nxd_trace.signature import Signature
-from nxd_trace.weights import WeightSource, open_safetensors
+from nxd_trace.weights import WeightSource, open_safetensors, save_safetensors
 
 _HASHES, _PROGRAMS = "hashes.json", "programs.json"
 _MADE_BY = ("nxd_trace", "nxd_state")
@@ -114,11 +113,21 @@ class ArtifactCache:
     def add(self, key: str, made: Path) -> None:
         """Keep a copy of the folder `made` as the entry of this key, in place of one that cannot be used.
 
-        Nothing is kept where other users can write.
+        Nothing is kept where other users can write, nor, with a warning, on a disk that is full or read-only.
         """
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if not _is_own(self._folder.stat()):
-            return
+        try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if _is_own(self._folder.stat()):
+                self._copy_in(key, made)
+        except OSError as error:
+            why = error.args[0][0][-1] if isinstance(error, shutil.Error) else error.strerror
+            warnings.warn(
+                f"{self._folder} cannot keep what was compiled, so the next start compiles it again: {why}; "
+                "make room there, or set XDG_CACHE_HOME",
+                stacklevel=1,  # one place, so that it is shown once for all programs
+            )
+
+    def _copy_in(self, key: str, made: Path) -> None:
         new = Path(mkdtemp(prefix=f".{key}-", dir=self._folder))
         try:
             shutil.copytree(made, new, dirs_exist_ok=True)
@@ -154,7 +163,7 @@ class ArtifactCache:
                 manifest.write(folder)
                 with open_safetensors(made / rank / WEIGHTS) as stored:
                     kept = [name for name, it in manifest.weights.items() if not it.is_filled_from(source, name)]
-                    save_file({name: stored.get_tensor(name) for name in kept}, folder / KEPT)
+                    save_safetensors({name: stored.get_tensor(name) for name in kept}, folder / KEPT)
             (Path(scratch) / _PROGRAMS).write_text(json.dumps([program.to_json() for program in programs]))
             self.add(key, Path(scratch))
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from nxd_state import ShardSpec, active_group, get_shard_spec, set_shard_spec, shard_along
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from nxd_trace.aliases import named_tensors
@@ -18,6 +17,7 @@ from nxd_trace.manifest import RankManifest, rank_folder
 from nxd_trace.model import TensorParallelModel
 from nxd_trace.program import Program
 from nxd_trace.tracing import TraceSettings, trace_programs
+from nxd_trace.weights import save_safetensors
 
 
 def rank_spec(name: str, tensor: Tensor, rank: int) -> ShardSpec | None:
@@ -82,7 +82,7 @@ def write_rank_weights(shards: Sequence[Mapping[str, Tensor]], folder: str | Pat
     Path(folder).mkdir(parents=True, exist_ok=True)
     for rank, of_rank in enumerate(shards, first_rank):
         tensors = {name: tensor.contiguous() for name, tensor in of_rank.items()}
-        save_file(tensors, Path(folder) / f"tp{rank}_sharded_checkpoint.safetensors")
+        save_safetensors(tensors, Path(folder) / f"tp{rank}_sharded_checkpoint.safetensors")
 
 
 def _part(name: str, whole: Tensor, tensor: Tensor, rank: int) -> Tensor:

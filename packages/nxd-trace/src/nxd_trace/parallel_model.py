@@ -62,6 +62,7 @@ def parallel_model_trace(
         TypeError: `func` cannot be sent to workers, or inputs are no tensors.
         ValueError: arguments that do not fit each other.
         WorkerError: building, recording or compiling failed in a worker; the text holds its traceback.
+        OSError: the folder for temporary files is full or read-only.
         MissingMainGuardError: the script lacks its main guard.
     """
     if isinstance(compiler_workdir, int):  # parallel_model_trace(func, inputs, tp_degree)

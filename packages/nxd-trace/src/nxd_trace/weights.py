@@ -5,6 +5,8 @@ The logical names and shapes are those of the unsharded model, as in `nxd_state`
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -132,6 +134,21 @@ def open_safetensors(file: Path) -> Iterator[Any]:
         ) from error
 
 
+def save_safetensors(tensors: Mapping[str, Tensor], file: Path) -> None:
+    """Write a safetensors file.
+
+    Raises:
+        OSError: it cannot be written, with the number of the error, such as ENOSPC.
+    """
+    try:
+        save_file(dict(tensors), file)
+    except SafetensorError as error:
+        number = re.search(r"\(os error (\d+)\)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(file)) from error
+
+
 @contextmanager
 def as_source(weights: str | Path | Mapping[str, Tensor] | WeightSource) -> Iterator[WeightSource]:
     """A source that the workers can read; tensors in memory lie in a temporary file meanwhile.
@@ -145,7 +162,7 @@ def as_source(weights: str | Path | Mapping[str, Tensor] | WeightSource) -> Iter
     elif isinstance(weights, Mapping):
         with TemporaryDirectory(prefix="nxd_trace_weights_") as folder:
             file = Path(folder) / "weights.safetensors"
-            save_file({name: _for_file(name, tensor) for name, tensor in weights.items()}, file)
+            save_safetensors({name: _for_file(name, tensor) for name, tensor in weights.items()}, file)
             yield SafetensorsFiles(file)
     elif hasattr(weights, "read_box") and hasattr(weights, "tensors"):
         yield weights

@@ -1,6 +1,7 @@
 """Models for the tests, in a module that worker processes can import."""
 
 import os
+import resource
 import signal
 
 import torch
@@ -114,6 +115,12 @@ class Texts(nn.Module):
 
 
 def mlp() -> nn.Module:
+    return MLP()
+
+
+def mlp_that_fills_the_disk() -> nn.Module:
+    """From then on no file of this worker may be longer than a few bytes."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
     return MLP()
 
 

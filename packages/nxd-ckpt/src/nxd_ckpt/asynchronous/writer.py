@@ -5,6 +5,7 @@ ranks and commits nothing; it ends when its parent ends. `writer_process.py` is 
 """
 
 import contextlib
+import ctypes
 import mmap
 import os
 import signal
@@ -22,6 +23,7 @@ from nxd_ckpt.stores.interface import SaveTransaction
 _NICENESS = 10
 _SIGN_OF_LIFE_SECONDS = 1.0
 _PARENT_CHECK_SECONDS = 0.2
+_PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,10 @@ def main() -> None:
     # A signal for the whole group of processes is the parent's to answer; it may want to finish a save first.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if sys.platform == "linux":
+        # Stopped, it could not look for its parent. Not SIGKILL: the signal comes when the thread that started this
+        # process ends, which the parent may outlive.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
     threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
     connection = Connection(connection_fd)
     arena = memoryview(b"")

@@ -25,12 +25,11 @@ from typing import Any
 
 import torch
 from nxd_state.device import DEVICE_TYPES
-from safetensors.torch import save_file
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from nxd_trace.weights import open_safetensors
+from nxd_trace.weights import open_safetensors, save_safetensors
 
 GRAPH, CONSTANTS = "program.json", "constants.safetensors"
 VERSION = 1
@@ -81,7 +80,7 @@ def write_graph(exported: ExportedProgram, folder: Path) -> None:
         elif spec.kind != InputKind.USER_INPUT:
             raise ValueError(f"the model holds {spec.target!r}, a {spec.kind.name}; only tensors can be saved")
     (folder / GRAPH).write_text(json.dumps(_graph_to_json(exported.graph_module)), encoding="utf-8")
-    save_file(
+    save_safetensors(
         {str(index): constant.detach().cpu().clone().contiguous() for index, constant in enumerate(constants)},
         folder / CONSTANTS,
     )

@@ -15,7 +15,6 @@ from nxd_state import (
     get_tensor_model_parallel_rank,
     move_model_to_device,
 )
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from nxd_trace.aliases import Alias, named_tensors, read_aliases
@@ -25,7 +24,7 @@ from nxd_trace.manifest import KEPT, STATE, WEIGHTS, RankManifest, StateTensor, 
 from nxd_trace.program import Program
 from nxd_trace.signature import Signature, TensorSpec, dtype_name
 from nxd_trace.structure import flatten, unflatten
-from nxd_trace.weights import WeightSource, open_safetensors, read_weights, weight_of
+from nxd_trace.weights import WeightSource, open_safetensors, read_weights, save_safetensors, weight_of
 from nxd_trace.workers.messages import Build, Compile, Export, Fill
 from nxd_trace.workers.pickling import loads_in_worker
 
@@ -148,9 +147,9 @@ class Builder:
         if shared_state is not None:
             states = dict(zip(states, shared_state, strict=True))
         zeros = {name for name, state in states.items() if not bool(state.count_nonzero())}
-        save_file({name: _for_file(tensor) for name, tensor in tensors.items()}, self._folder / WEIGHTS)
+        save_safetensors({name: _for_file(tensor) for name, tensor in tensors.items()}, self._folder / WEIGHTS)
         if states.keys() - zeros:
-            save_file(
+            save_safetensors(
                 {name: _for_file(state) for name, state in states.items() if name not in zeros}, self._folder / STATE
             )
         parameters = dict(built.model.named_parameters())
@@ -180,7 +179,7 @@ def fill_weights(request: Fill, main_script: Mapping[str, str]) -> None:
     missing = {name: it for name, it in RankManifest.read(folder).weights.items() if name not in tensors}
     tensors |= {name: torch.empty(it.shape, dtype=getattr(torch, it.dtype)) for name, it in missing.items()}
     read_weights(missing, loads_in_worker(request.source, main_script), tensors.__getitem__)
-    save_file(tensors, folder / WEIGHTS)
+    save_safetensors(tensors, folder / WEIGHTS)
     (folder / KEPT).unlink()
 
 

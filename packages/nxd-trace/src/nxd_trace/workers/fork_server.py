@@ -6,6 +6,7 @@ break. `launching` is the other end.
 """
 
 import contextlib
+import ctypes
 import importlib
 import json
 import os
@@ -19,6 +20,7 @@ from collections.abc import Sequence
 from typing import Any
 
 _PRELOADED = ("nxd_trace.workers.main", "torch._dynamo")
+_PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 LENGTH = struct.Struct("=Q")  # before a request
 PROCESS_ID = struct.Struct("=Q")  # the answer to one
@@ -41,6 +43,8 @@ def serve(descriptor: int) -> None:
     Args:
         descriptor: of the socket that requests come from.
     """
+    if sys.platform == "linux":  # or one that is stopped when its client ends would stay, and its workers with it
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
     for name in _PRELOADED:
         importlib.import_module(name)
     _Server(socket.socket(fileno=descriptor)).run()
@@ -50,6 +54,7 @@ class _Server:
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._status: dict[int, int] = {}  # descriptor to report to by process id of the worker
+        self._stdin: dict[int, int] = {}  # descriptor that reads as closed once the worker's client has ended
         self._selector = selectors.DefaultSelector()
         self._ended, ended = os.pipe()  # gets a byte whenever a child ends
         os.set_blocking(self._ended, False)
@@ -65,8 +70,10 @@ class _Server:
         is_asked = True
         while is_asked or self._status:
             for key, _ in self._selector.select():
-                if key.fileobj is not self._connection:
+                if key.fd == self._ended:
                     self._report_ended()
+                elif key.data is not None:
+                    self._kill(key.data)
                 elif not self._fork_one():
                     self._selector.unregister(self._connection)
                     is_asked = False
@@ -84,6 +91,8 @@ class _Server:
             self._become_worker(json.loads(body), descriptors)
         given = dict(zip(DESCRIPTORS, descriptors, strict=True))
         self._status[child] = given.pop("status")
+        self._stdin[child] = given.pop("stdin")
+        self._selector.register(self._stdin[child], selectors.EVENT_READ, data=child)
         for descriptor in given.values():
             os.close(descriptor)
         self._connection.sendall(PROCESS_ID.pack(child))
@@ -99,6 +108,21 @@ class _Server:
                 with contextlib.suppress(BrokenPipeError):  # no client is left
                     os.write(descriptor, EXIT_CODE.pack(os.waitstatus_to_exitcode(status)))
                 os.close(descriptor)
+                self._forget_stdin(child)
+
+    def _kill(self, child: int) -> None:
+        """Its client has ended. The worker notices that as well, unless it is stopped."""
+        if child in self._stdin:  # else it has ended since
+            self._forget_stdin(child)
+            try:
+                os.killpg(child, signal.SIGKILL)  # with the compiler
+            except ProcessLookupError:  # it has no group of its own yet
+                os.kill(child, signal.SIGKILL)
+
+    def _forget_stdin(self, child: int) -> None:
+        if (descriptor := self._stdin.pop(child, None)) is not None:
+            self._selector.unregister(descriptor)
+            os.close(descriptor)
 
     def _become_worker(self, request: dict[str, Any], descriptors: Sequence[int]) -> None:
         """In the child: leave everything of the server's behind; does not return."""
@@ -108,7 +132,7 @@ class _Server:
             os.setsid()
             self._selector.close()
             given = dict(zip(DESCRIPTORS, descriptors, strict=True))
-            for descriptor in (*self._inherited, *self._status.values(), given["status"]):
+            for descriptor in (*self._inherited, *self._status.values(), *self._stdin.values(), given["status"]):
                 os.close(descriptor)
             for target, name in enumerate(("stdin", "stdout", "stderr")):
                 os.dup2(given[name], target)

@@ -179,6 +179,7 @@ class WorkerGroup:
 
         Raises:
             WorkerError: a rank raised, died or was stopped.
+            OSError: what a rank writes to is full or read-only.
         """
         return self._exchange(list(requests), lambda rank, to: send_object(to, requests[rank]), what)
 
@@ -248,6 +249,8 @@ class WorkerGroup:
                     errors[worker.rank] = f"the worker {worker.describe_end()}"
                 elif answer.lacks_main_guard:
                     raise MissingMainGuardError(answer.error)
+                elif answer.storage_error is not None:
+                    raise answer.storage_error
                 elif answer.error:
                     errors[worker.rank] = f"{answer.error}\n{answer.traceback}"
                 else:

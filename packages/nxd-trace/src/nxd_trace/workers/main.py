@@ -1,5 +1,6 @@
 """The program of a worker process: receive a request, execute it, answer; end when the connection is closed."""
 
+import errno
 import faulthandler
 import os
 import signal
@@ -33,6 +34,8 @@ from nxd_trace.workers.messages import (
 )
 from nxd_trace.workers.pickling import loads_in_worker
 from nxd_trace.workers.serving import Server
+
+_STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
 
 def main(settings: Mapping[str, Any]) -> None:
@@ -132,4 +135,6 @@ def _failure(error: BaseException) -> Answer:
     """As text: the parent may not know the exception's class."""
     if isinstance(error, MissingMainGuardError):
         return Answer(error=str(error), lacks_main_guard=True)
+    if isinstance(error, OSError) and error.errno in _STORAGE_ERRORS:
+        return Answer(error=str(error), storage_error=error)
     return Answer(error=f"{type(error).__name__}: {error}", traceback="".join(traceback.format_exception(error)))

@@ -80,12 +80,17 @@ class ReadState:
 
 @dataclass(frozen=True)
 class Answer:
-    """A worker's answer to a request: a value, or an error as text with its traceback."""
+    """A worker's answer to a request: a value, or an error as text with its traceback.
+
+    Attributes:
+        storage_error: set where the disk is full or read-only, which is the user's to mend and needs no traceback.
+    """
 
     value: Any = None
     error: str = ""
     traceback: str = ""
     lacks_main_guard: bool = False
+    storage_error: OSError | None = None
 
 
 def send_header(connection: socket.socket, kind: bytes, program: int = 0) -> None:

@@ -5,14 +5,13 @@ from pathlib import Path
 
 import torch
 from nxd_state import get_device, get_tensor_model_parallel_rank, is_host
-from safetensors.torch import save_file
 from torch import Tensor
 
 from nxd_trace.buckets import StatePreprocessor, load_preprocessor
 from nxd_trace.compilers import Run, choose_compiler
 from nxd_trace.manifest import STATE, WEIGHTS, Manifest, RankManifest, RankProgram, rank_folder
 from nxd_trace.memory import SharedTensors
-from nxd_trace.weights import open_safetensors, read_weights
+from nxd_trace.weights import open_safetensors, read_weights, save_safetensors
 from nxd_trace.workers.pickling import loads_in_worker
 
 
@@ -64,7 +63,7 @@ class Server:
         read_weights(self._manifest.weights, loads_in_worker(source, {}), lambda name: self._weights[name])
         target = Path(folder) / rank_folder(self._rank) / WEIGHTS
         target.unlink(missing_ok=True)  # it may be a link to another model's file
-        save_file({name: tensor.cpu().contiguous() for name, tensor in self._weights.items()}, target)
+        save_safetensors({name: tensor.cpu().contiguous() for name, tensor in self._weights.items()}, target)
 
     @torch.inference_mode()
     def reset_state(self) -> None:
