@@ -7,7 +7,7 @@ import os
 
 from nxd_ckpt.stores.interface import Capabilities, Garbage, Piece, SaveTransaction, Store
 from nxd_ckpt.stores.posix import PosixStore
-from nxd_ckpt.stores.tags import check_tag
+from nxd_ckpt.tags import check_tag
 
 __all__ = ["Capabilities", "Garbage", "Piece", "SaveTransaction", "Store", "check_tag", "open_store"]
 
