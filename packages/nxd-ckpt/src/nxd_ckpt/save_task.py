@@ -28,7 +28,7 @@ from nxd_ckpt.plan import SavePlan, TensorDescription, plan_save
 from nxd_ckpt.replicas import ReplicaHashes, check_replicas, hash_replicas
 from nxd_ckpt.safetensors_file import FileLayout, lay_out
 from nxd_ckpt.sharded_tensor import ShardedTensor, as_sharded_state, tensors_of
-from nxd_ckpt.stores import SaveTransaction, check_tag, open_store
+from nxd_ckpt.stores import SaveTransaction, check_processes, check_tag, open_store, process_of
 from nxd_ckpt.training_state import PER_RANK, VALUES_FILE, TrainingState, take_apart, values_file
 
 # A part of a tensor is stored under its name with its box behind; a name of that form could be taken for one.
@@ -88,16 +88,18 @@ class _Request(NamedTuple):
     layout_digest: str
     cached_plan: str
     failed_saves: dict[str, str]
+    process: str
 
 
 def _request_from(message: Any) -> _Request:
-    save_id, common, rank_objects, layout_digest, cached_plan, failed_saves = message
+    save_id, common, rank_objects, layout_digest, cached_plan, failed_saves, process = message
     tag, step, overwrite, compared, incremental = common
-    expect(all_are(str, (save_id, tag, layout_digest, cached_plan)), f"a text that is none in {message!r:.200}")
-    expect(all_are(str, (*failed_saves, *failed_saves.values())), "failed saves that are no texts")
-    return _Request(
-        save_id, (tag, step, overwrite, compared, incremental), rank_objects, layout_digest, cached_plan, failed_saves
+    expect(
+        all_are(str, (save_id, tag, layout_digest, cached_plan, process)), f"a text that is none in {message!r:.200}"
     )
+    expect(all_are(str, (*failed_saves, *failed_saves.values())), "failed saves that are no texts")
+    common = (tag, step, overwrite, compared, incremental)
+    return _Request(save_id, common, rank_objects, layout_digest, cached_plan, failed_saves, process)
 
 
 def _descriptions_from(message: Any) -> dict[str, TensorDescription]:
@@ -148,7 +150,7 @@ def prepare_save(
     def check_arguments() -> _Request:
         nonlocal options
         check()
-        open_store(path)
+        process = process_of(path)
         apart = take_apart(state)
         sharded.update(as_sharded_state(apart.tensors))
         descriptions.update((_check_name(name), _describe(tensor)) for name, tensor in sharded.items())
@@ -161,6 +163,7 @@ def prepare_save(
             layout_digest=xxhash.xxh3_128_hexdigest(pickle.dumps(descriptions)),  # hashed here, and never loaded
             cached_plan=cached.digest,
             failed_saves=failures(RankKey(coordinator.rank, coordinator.world_size)),
+            process=process,
         )
 
     doing = "checking the arguments of save"
@@ -168,6 +171,7 @@ def prepare_save(
     requests = parsed(sent, _request_from, doing)
     _check_earlier_saves(requests, coordinator)
     _check_same_save(requests)
+    check_processes(path, [request.process for request in requests])
     max_write_bytes = CHUNK_BYTES if options.incremental else None
     digest = "".join([str(max_write_bytes), *(request.layout_digest for request in requests)])
     if any(request.cached_plan != digest for request in requests):
