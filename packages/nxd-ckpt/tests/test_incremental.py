@@ -112,6 +112,24 @@ def test_incremental_save_of_changed_rows_writes_their_slabs(root):
     assert torch.equal(open_checkpoint(root, "b").read("w"), whole)
 
 
+@pytest.mark.parametrize("kind", ["whole tensors", "rows that lie together"])
+def test_incremental_save_of_a_model_of_which_5_percent_changed_writes_no_more_than_that(tmp_path, kind):
+    state = {f"w{number}": torch.randn(2**20) for number in range(20)}  # 4 MiB each
+    if kind == "rows that lie together":
+        state = {"w": torch.stack(list(state.values())).reshape(20 * 2**10, 2**10)}
+    save(tmp_path, "a", state, step=1, incremental=True)
+    if kind == "rows that lie together":
+        state["w"][5000:6024] += 1
+    else:
+        state["w7"] += 1
+    save(tmp_path, "b", state, step=2, incremental=True)
+
+    changed = 4 * 2**20
+    lies_within = 1.05 * changed if kind == "whole tensors" else changed + CHUNK_BYTES + 1000
+    assert changed <= sizes(tmp_path)[2] <= lies_within
+    assert open_checkpoint(tmp_path, "b").damage() == []
+
+
 @pytest.mark.parametrize("incremental", [False, True])
 def test_only_a_checkpoint_with_references_is_of_the_version_that_older_readers_refuse(root, incremental):
     save_steps(root, 1)

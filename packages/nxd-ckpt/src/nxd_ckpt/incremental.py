@@ -1,6 +1,6 @@
 """Incremental saves: what the newest checkpoint of the folder holds already is referenced, not written again.
 
-What a rank is to write is cut into chunks of at most 4 MiB, and each is hashed before anything is written. Rank 0 looks
+What a rank is to write is cut into chunks of at most 1 MiB, and each is hashed before anything is written. Rank 0 looks
 for the hashes in the manifest of the newest checkpoint, and tells all ranks what is left. A chunk counts as held if
 dtype, number of bytes and XXH3-128 are those of a stored one, whatever its name, place and layout were; for bytes that
 nobody chose so, to be taken for others then is as likely as a wrong guess of 128 bits.
@@ -26,8 +26,8 @@ from nxd_ckpt.stores import SaveTransaction, Store
 from nxd_ckpt.tensor_bytes import tensor_parts
 
 # Smaller chunks find more of a tensor unchanged of which rows have changed, larger ones keep the manifest small: this
-# is 60 KB of it per GB.
-CHUNK_BYTES = 4 * 2**20
+# is 200 KB of it per GB.
+CHUNK_BYTES = 2**20
 
 _Key = tuple[str, int, str]  # dtype, bytes, XXH3-128
 
