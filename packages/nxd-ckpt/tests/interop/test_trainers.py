@@ -125,8 +125,8 @@ def lightning_module(lightning):
             self.save_hyperparameters()
             self.model = Model()
 
-        def on_train_epoch_start(self):
-            torch.manual_seed(self.current_epoch)  # Lightning saves no random states
+        def on_train_batch_start(self, *_):
+            torch.manual_seed(self.global_step)  # Lightning saves no random states
 
         def training_step(self, batch, _):
             return self.model(batch["x"], batch["labels"])["loss"]
