@@ -329,6 +329,20 @@ def test_base_that_goes_before_it_is_held_is_an_error_on_all_ranks_and_nothing_i
     assert 2 not in sizes(root)
 
 
+def test_base_whose_deletion_has_begun_is_an_error_though_its_data_is_still_there(tmp_path, monkeypatch):
+    save_steps(tmp_path, 1)
+    take = Base.take
+
+    def retire_and_take(self, store, transaction):
+        os.rename(tmp_path / "step-1" / "manifest.json", tmp_path / "step-1" / "retired.json")
+        take(self, store, transaction)
+
+    monkeypatch.setattr(Base, "take", retire_and_take)
+
+    with pytest.raises(CheckpointError, match="is no longer what it was: there is no checkpoint 'step-1'"):
+        save_steps(tmp_path, 2)
+
+
 def test_base_that_is_deleted_once_it_is_held_stays_as_data(root, monkeypatch):
     save_steps(root, 1)
     take = Base.take
