@@ -131,6 +131,83 @@ def test_training_goes_on_in_another_trainer(run_ranks, tmp_path, undisturbed, w
             torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
 
 
+class Lion(torch.optim.Optimizer):
+    """A foreign optimizer, whose states have names, shapes and kinds of their own."""
+
+    def __init__(self, params, lr=0.01):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if not state:
+                    state["steps_taken"] = torch.zeros((), dtype=torch.int64)
+                    state["momentum"] = torch.zeros_like(parameter)
+                state["steps_taken"] += 1
+                state["momentum"].mul_(0.9).add_(parameter.grad, alpha=0.1)
+                parameter.sub_(state["momentum"].sign(), alpha=group["lr"])
+
+
+OPTIMIZERS = {"AdamW": torch.optim.AdamW, "Lion": Lion}
+
+
+def state_of(trainer, optimizer_kind):
+    """What a user writes besides the two calls."""
+    model = TRAINERS[trainer](dist.get_world_size())
+    optimizer = OPTIMIZERS[optimizer_kind](model.parameters(), lr=0.05)
+    return {"model": model, "optimizer": optimizer}
+
+
+def whole_tensors(state):
+    model, optimizer = state["model"], state["optimizer"]
+    parts = {f"model.{name}": parameter for name, parameter in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        for key, value in optimizer.state[parameter].items():
+            parts[f"{name}.{key}"] = value
+    return {name.replace("module.", ""): whole(value) for name, value in parts.items()}
+
+
+def save_state(trainer, kind, folder):
+    dist.init_process_group("gloo") if not dist.is_initialized() else None
+    state = state_of(trainer, kind)
+    train_steps(trainer, state["model"], state["optimizer"], range(STEPS))
+    nxd_ckpt.save(folder, "t", state)
+    return whole_tensors(state)
+
+
+def load_state(trainers, kind, folder):
+    dist.init_process_group("gloo") if not dist.is_initialized() else None
+    found = {}
+    for trainer in trainers:
+        state = state_of(trainer, kind)
+        nxd_ckpt.load(folder, into=state)
+        found[trainer] = whole_tensors(state)
+    return found
+
+
+def readers_at(world_size):
+    return [name for name in TRAINERS if world_size % 2 == 0 or name in ("plain", "DDP", "FSDP2")]
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "writer", [pytest.param(name, marks=() if name == "FSDP2 x TP" else pytest.mark.slow) for name in TRAINERS]
+)
+def test_every_trainer_loads_what_any_other_saved_bit_by_bit_on_1_2_and_4_ranks(run_ranks, tmp_path, writer, kind):
+    saved = run_ranks(save_state, 2, writer, kind, tmp_path)[0]
+    assert len(saved) == 6 + 6 * {"AdamW": 3, "Lion": 2}[kind]
+
+    for world_size in (1, 2, 4):
+        readers = readers_at(world_size)
+        for of_rank in run_ranks(load_state, world_size, readers, kind, tmp_path):
+            for reader in readers:
+                assert of_rank[reader].keys() == saved.keys()
+                for name, tensor in saved.items():
+                    assert torch.equal(of_rank[reader][name], tensor), f"{name} in {reader} on {world_size}"
+
+
 def boxes_of_uneven_shards(folder):
     dist.init_process_group("gloo") if not dist.is_initialized() else None
     mesh = init_device_mesh("cpu", (2, 2))

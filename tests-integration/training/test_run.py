@@ -118,6 +118,20 @@ def test_run_keeps_the_checkpoint_with_the_lowest_held_out_loss(run_ranks, setti
     assert [info.step for info in nxd_ckpt.list_checkpoints(tmp_path / "run/checkpoints")] == [best, 6]
 
 
+def test_run_with_adapters_and_incremental_checkpoints_writes_frozen_weights_once(run_ranks, settings, tmp_path):
+    adapters = ["lora.rank=2", "lora.save=both"]
+    options = ["train.steps=3", "checkpoint.save_every=1", "checkpoint.keep=2", "checkpoint.incremental=true"]
+    run_ranks(run, 1, [*settings, *adapters, *options])
+
+    folder = tmp_path / "run/checkpoints"
+    checkpoints = [nxd_ckpt.open_checkpoint(folder, info.tag) for info in nxd_ckpt.list_checkpoints(folder)]
+    assert [checkpoint.step for checkpoint in checkpoints] == [2, 3]
+    for checkpoint in checkpoints:
+        all_bytes = sum(tensor.shape.numel() * tensor.dtype.itemsize for tensor in checkpoint.tensors.values())
+        assert sum(checkpoint.manifest.own_files.values()) < all_bytes / 2
+        assert checkpoint.damage() == []
+
+
 def test_run_writes_its_recipe(run_ranks, settings, tmp_path):
     settings = [*settings, "train.steps=1"]
     run_ranks(run, 1, settings)

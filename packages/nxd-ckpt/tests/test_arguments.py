@@ -194,12 +194,15 @@ def test_sharded_tensor_without_one_dtype_is_refused():
     [
         (
             [{"tag": "a"}, {"tag": "b"}],
-            r"is \('a', None, False, False\) on rank 0 but \('b', None, False, False\) on rank 1",
+            r"is \('a', None, False, False, False\) on rank 0 but \('b', None, False, False, False\) on rank 1",
         ),
-        ([{"step": 1}, {"step": 2}], r"is \('a', 1, False, False\) on rank 0 but \('a', 2, False, False\) on rank 1"),
+        (
+            [{"step": 1}, {"step": 2}],
+            r"is \('a', 1, False, False, False\) on rank 0 but \('a', 2, False, False, False\) on rank 1",
+        ),
         (
             [{}, {"overwrite": True}],
-            r"is \('a', None, False, False\) on rank 0 but \('a', None, True, False\) on rank 1",
+            r"is \('a', None, False, False, False\) on rank 0 but \('a', None, True, False, False\) on rank 1",
         ),
         ([{}, {"tag": "../b"}], r"failed on 1 of 2 ranks\n  rank 1: tag '../b' is not allowed"),
         ([{}, {"timeout": -1}], r"failed on 1 of 2 ranks\n  rank 1: timeout=-1 is not a number of seconds above 0"),

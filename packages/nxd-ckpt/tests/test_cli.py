@@ -216,8 +216,18 @@ def test_diff_counts_elements_whose_bits_differ_though_their_values_are_equal(ru
     code, data = run_json("diff", tmp_path / "a", tmp_path / "b")
 
     assert code == 1
-    assert data["different"]["zero"] == {"elements": 1, "of": 2, "largest_gap": 0.0}
-    assert data["different"]["large"] == {"elements": 3, "of": 3, "largest_gap": 2.0**64}
+    assert data["different"]["zero"] == {
+        "elements": 1,
+        "of": 2,
+        "largest_gap": 0.0,
+        "largest_relative_gap": 0.0,
+    }
+    assert data["different"]["large"] == {
+        "elements": 3,
+        "of": 3,
+        "largest_gap": 2.0**64,
+        "largest_relative_gap": 2.0,
+    }
 
 
 @pytest.mark.parametrize(
@@ -464,3 +474,52 @@ def test_what_was_converted_keeps_its_objects(run, root, tmp_path):
     run("convert", root, tmp_path / "copy", "--to", "nxd", "--target-tag", "a", "--dtype", "float64")
 
     assert open_checkpoint(tmp_path / "copy").objects == {"lr": 0.1}
+
+
+def test_page_is_one_file_that_shows_every_tensor_and_runs_nothing(run, tmp_path):
+    state = {
+        "model.<script>alert(1).weight": torch.arange(100.0).reshape(10, 10),
+        "model.odd": torch.tensor([float("nan"), 0.0, float("inf")]),
+        "flags": torch.tensor([True, False]),
+        "nothing": torch.empty(0),
+        "z": torch.tensor([3 + 4j]),
+    }
+    save(tmp_path / "runs", "a", state, step=3, incremental=True)
+    save(tmp_path / "runs", "b", state, step=4, incremental=True)
+
+    assert run("page", tmp_path / "runs", "-o", tmp_path / "page.html")[0] == 0
+
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "<script" not in page
+    assert "&lt;script&gt;alert(1)" in page
+    assert "float32 [10, 10], 400 B; rank 0; 0 to 99; 1 zeros" in page
+    assert "1 zeros; 2 not finite" in page
+    assert page.count("<svg") == 2  # the weight and the flags; the others have one value at most
+    assert "5 to 5" in page  # a complex number's magnitude
+    assert "<td>a</td></tr>" in page  # where the data lies
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["page.html"]
+
+
+def test_page_of_another_format_is_written_too(run, root, tmp_path):
+    run("convert", root, tmp_path / "hf", "--to", "hf")
+
+    assert run("page", tmp_path / "hf", "-o", tmp_path / "page.html")[0] == 0
+    assert "q_proj" in (tmp_path / "page.html").read_text(encoding="utf-8")
+
+
+def test_diff_of_large_tensors_reads_parts_and_counts_all_of_them(run_json, tmp_path):
+    first = torch.zeros(3, 3 * 2**20)
+    second = first.clone()
+    second[0, 0], second[2, -1] = 1.0, -4.0
+    for name, value in (("a", first), ("b", second)):
+        save(tmp_path / name, "t", {"w": value})
+
+    code, data = run_json("diff", tmp_path / "a", tmp_path / "b")
+
+    assert code == 1
+    assert data["different"]["w"] == {
+        "elements": 2,
+        "of": first.numel(),
+        "largest_gap": 4.0,
+        "largest_relative_gap": 1.0,
+    }

@@ -151,7 +151,15 @@ def test_gather_what_a_stranger_put_into_the_store_is_an_error_and_not_run(tmp_p
 
 @pytest.mark.parametrize(
     "sent",
-    [None, [], [1, 2, 3], [{"a": 1}, None], [["x"], None], [None, 5], [["a", ["t", None, False, False], None], None]],
+    [
+        None,
+        [],
+        [1, 2, 3],
+        [{"a": 1}, None],
+        [["x"], None],
+        [None, 5],
+        [["a", ["t", None, False, False, False], None], None],
+    ],
 )
 def test_save_message_of_another_kind_from_a_rank_is_an_error_of_one_line_that_names_it(tmp_path, sent):
     class Others:

@@ -145,7 +145,7 @@ def set_fields(**fields):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (set_fields(version=3), "it has format version 3, but this nxd-ckpt reads 2; upgrade nxd-ckpt"),
+        (set_fields(version=4), "it has format version 4, but this nxd-ckpt reads 2 and 3; upgrade nxd-ckpt"),
         (set_fields(format="other"), "it has format 'other'"),
         (set_fields(save_id="../x"), "it has save_id '../x'"),
         (set_fields(step=-1), "it has step -1"),

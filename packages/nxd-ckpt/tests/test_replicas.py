@@ -79,5 +79,8 @@ def test_save_ranks_that_do_not_all_check_replicas_are_refused(tmp_path):
     )
 
     for outcome in outcomes:
-        with pytest.raises(ValueError, match=r"check_replicas\) is .* False\) on rank 0 but .* True\) on rank 1"):
+        with pytest.raises(
+            ValueError,
+            match=r"is .* False, False\) on rank 0 but .* True, False\) on rank 1",
+        ):
             raise outcome

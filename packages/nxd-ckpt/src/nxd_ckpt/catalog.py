@@ -25,7 +25,7 @@ class CheckpointInfo:
         save_id: unique to the save that wrote it.
         committed_at: seconds since 1970.
         world_size: how many ranks saved it.
-        num_bytes: of its data.
+        num_bytes: of its data, without what it references in other checkpoints.
         metrics: the numbers in `objects["metrics"]`, by name.
         pinned: whether `pin` keeps it.
     """
@@ -60,6 +60,12 @@ def latest(path: "str | os.PathLike[str]") -> CheckpointInfo | None:
         CheckpointError: the manifest of one is damaged or of another version, so that may be the newest.
     """
     return _newest(open_store(path))
+
+
+def newest_readable(store: Store) -> tuple[str, Manifest] | None:
+    """Tag and manifest of the newest checkpoint whose manifest can be read, None if there is none."""
+    found, _ = _manifests(store)
+    return found[-1] if found else None
 
 
 def read_manifest(store: Store, tag: str) -> Manifest:
@@ -108,8 +114,8 @@ def _list(store: Store) -> list[CheckpointInfo]:
     return checkpoints
 
 
-def _survey(store: Store) -> tuple[list[CheckpointInfo], list[str]]:
-    """The complete checkpoints, oldest first, and why others are not; those deleted meanwhile are neither."""
+def _manifests(store: Store) -> tuple[list[tuple[str, Manifest]], list[str]]:
+    """Tags and manifests, oldest first, and why others cannot be used; those deleted meanwhile are neither."""
     found: list[tuple[str, Manifest]] = []
     problems: list[str] = []
     for tag in store.tags():
@@ -120,6 +126,12 @@ def _survey(store: Store) -> tuple[list[CheckpointInfo], list[str]]:
         except CheckpointError as error:
             problems.append(str(error))
     found.sort(key=lambda item: item[1].order)
+    return found, problems
+
+
+def _survey(store: Store) -> tuple[list[CheckpointInfo], list[str]]:
+    """The complete checkpoints, oldest first, and why others are not."""
+    found, problems = _manifests(store)
     pinned = store.pinned()
     checkpoints = [
         CheckpointInfo(
@@ -128,7 +140,7 @@ def _survey(store: Store) -> tuple[list[CheckpointInfo], list[str]]:
             save_id=it.save_id,
             committed_at=it.committed_at,
             world_size=it.world_size,
-            num_bytes=sum(it.files.values()),
+            num_bytes=sum(it.own_files.values()),
             metrics=_metrics(it.objects),
             pinned=tag in pinned,
         )

@@ -26,7 +26,7 @@ from nxd_ckpt.messages import all_are, expect, parsed
 from nxd_ckpt.reader import Checkpoint, open_checkpoint
 from nxd_ckpt.sharded_tensor import ShardedTensor, as_sharded_state
 from nxd_ckpt.shared_reads import SharedBox, pass_on, share_out_reads, wants_from, wants_of, without_others
-from nxd_ckpt.stores import check_tag, open_store
+from nxd_ckpt.stores import check_processes, check_tag, open_store, process_of
 from nxd_ckpt.tensor_bytes import lies_apart
 from nxd_ckpt.training_state import PER_RANK, VALUES_FILE, TrainingState, read_values, take_apart
 
@@ -122,10 +122,10 @@ def _load(
 ) -> tuple[LoadedObjects, list[str]]:
     """Also returns what was wrong with newer checkpoints that were skipped."""
 
-    def check_arguments() -> None:
+    def check_arguments() -> tuple[dict[str, Any], str]:
         check_timeout(timeout)
         check_flags(**{name: value for name, value in asdict(options).items() if name != "tag"})
-        open_store(path)
+        process = process_of(path)
         if options.tag is not None:
             check_tag(options.tag)
             if options.fallback:
@@ -135,11 +135,13 @@ def _load(
         if options.share_reads and coordinator.world_size > 1 and isinstance(process_group, Coordinator):
             raise ValueError("share_reads=True sends tensors, so process_group must be a torch process group")
         _destinations(take_apart(into))
+        return asdict(options), process
 
     doing = "checking the arguments of load"
-    on_every_rank(coordinator, doing, check_arguments, error_type=ValueError)
-    asked = coordinator.all_gather_object(asdict(options))
-    _check_same_load(parsed(asked, lambda message: _LoadOptions(**message), doing))
+    sent = gather_from_every_rank(coordinator, doing, check_arguments, error_type=ValueError)
+    asked = parsed(sent, _asked_from, doing)
+    _check_same_load([wished for wished, _ in asked])
+    check_processes(path, [process for _, process in asked])
     store = open_store(path)
     group = process_group if isinstance(process_group, dist.ProcessGroup) else dist.group.WORLD
 
@@ -236,6 +238,12 @@ def _check_destinations(name: str, tensor: ShardedTensor) -> None:
                 f"{name!r} {shard.box} cannot be loaded into a tensor of strides {list(shard.tensor.stride())}, whose "
                 "elements share memory; load into a clone of it"
             )
+
+
+def _asked_from(message: Any) -> tuple[_LoadOptions, str]:
+    wished, process = message
+    expect(isinstance(process, str), f"the process {process!r:.200}")
+    return _LoadOptions(**wished), process
 
 
 def _check_same_load(asked: list[_LoadOptions]) -> None:

@@ -9,7 +9,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import add, le
 from typing import Any, NamedTuple
 
@@ -18,9 +18,11 @@ from nxd_ckpt.checksums import num_blocks
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.gc_pause import gc_paused
 from nxd_ckpt.objects import check_json
+from nxd_ckpt.tags import is_tag
 
 FORMAT = "nxd-ckpt"
-FORMAT_VERSION = 2
+# A checkpoint that references files of others is of version 3, which older readers refuse; all others are of version 2.
+VERSION_ALONE, VERSION_WITH_REFERENCES = 2, 3
 MANIFEST_NAME = "manifest.json"
 FILE_FOLDERS = ("data", "extra")
 MAX_MANIFEST_BYTES = 2**30
@@ -55,6 +57,8 @@ _FILE = re.compile(
 )
 _RANK = re.compile(r"0|[1-9][0-9]{0,8}")
 _HASH = re.compile(r"[0-9a-f]{16}")
+_XXH128 = re.compile(r"[0-9a-f]{32}")
+_FILE_ANYWHERE = re.compile(_FILE.pattern.encode())
 _DIGEST_FIELD = re.compile(rb'"digest":"([0-9a-f]{64})"')
 _NO_DIGEST = b'"digest":"' + b"0" * 64 + b'"'
 
@@ -62,7 +66,8 @@ _NO_DIGEST = b'"digest":"' + b"0" * 64 + b'"'
 class Chunk(NamedTuple):
     """One stored box: `num_bytes` bytes from `offset` on in `file`, row-major.
 
-    `hashes` are those of each block of 16 MiB of these bytes, the last one shorter; see `checksums.py`.
+    `hashes` are those of each block of 16 MiB of these bytes, the last one shorter; see `checksums.py`. `xxh128` is the
+    one of all of them, by which a later save may recognise them; empty unless the save was an incremental one.
     """
 
     file: str
@@ -70,6 +75,7 @@ class Chunk(NamedTuple):
     num_bytes: int
     box: Box
     hashes: tuple[str, ...]
+    xxh128: str = ""
 
 
 class TensorEntry(NamedTuple):
@@ -99,7 +105,8 @@ class Manifest:
     """The complete description of one checkpoint.
 
     `files` gives the size in bytes of each file, `headers` the header of each data file, by relative path. Checkpoints
-    of earlier versions of this package have no `headers`.
+    of earlier versions of this package have no `headers`. `references` says of the files that lie with another
+    checkpoint of the same root which one that is, by its tag.
     """
 
     save_id: str
@@ -113,11 +120,17 @@ class Manifest:
     objects: Any
     rank_objects: Mapping[int, Any]
     headers: Mapping[str, HeaderEntry]
+    references: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def order(self) -> tuple[int, float, str]:
         """Sort key from old to new; checkpoints without a step come before those with one."""
         return (-1 if self.step is None else self.step, self.committed_at, self.save_id)
+
+    @property
+    def own_files(self) -> dict[str, int]:
+        """Those of `files` that lie with this checkpoint."""
+        return {file: size for file, size in self.files.items() if file not in self.references}
 
 
 def data_file_name(save_id: str, writer: int, number: int = 0) -> str:
@@ -143,6 +156,11 @@ def is_file_name(path: str) -> bool:
     return _FILE.fullmatch(path) is not None
 
 
+def file_names_in(text: bytes) -> set[str]:
+    """All such paths that a text holds anywhere, a manifest for example, be it damaged."""
+    return {match[0].decode() for match in _FILE_ANYWHERE.finditer(text)}
+
+
 def is_possible_shape(shape: Sequence[int], itemsize: int) -> bool:
     """Whether torch can make a tensor of this shape, also an empty one: its bytes and strides fit into 63 bits."""
     return math.prod(size or 1 for size in shape) * itemsize < 2**63
@@ -157,7 +175,7 @@ def encode(manifest: Manifest) -> bytes:
     content = {
         "digest": "0" * 64,
         "format": FORMAT,
-        "version": FORMAT_VERSION,
+        "version": VERSION_WITH_REFERENCES if manifest.references else VERSION_ALONE,
         "save_id": manifest.save_id,
         "step": manifest.step,
         "committed_at": manifest.committed_at,
@@ -172,6 +190,8 @@ def encode(manifest: Manifest) -> bytes:
         "extra": {name: {"file": entry.file, "xxh3": entry.hashes} for name, entry in manifest.extra.items()},
         "tensors": {name: _tensor_to_json(entry) for name, entry in manifest.tensors.items()},
     }
+    if manifest.references:
+        content["references"] = dict(manifest.references)
     text = json.dumps(content, separators=(",", ":")).encode("ascii")
     if len(text) > MAX_MANIFEST_BYTES:
         raise CheckpointError(
@@ -200,8 +220,9 @@ def decode(text: bytes, source: str) -> Manifest:
             content = json.loads(text, object_pairs_hook=_without_repeats)
         _expect(content["format"] == FORMAT, f"format {content['format']!r}, expected {FORMAT!r}")
         _expect(
-            content["version"] == FORMAT_VERSION,
-            f"format version {content['version']!r}, but this nxd-ckpt reads {FORMAT_VERSION}; upgrade nxd-ckpt",
+            content["version"] in (VERSION_ALONE, VERSION_WITH_REFERENCES),
+            f"format version {content['version']!r}, but this nxd-ckpt reads {VERSION_ALONE} and "
+            f"{VERSION_WITH_REFERENCES}; upgrade nxd-ckpt",
         )
         with gc_paused():
             return _manifest_from_json(content)
@@ -217,6 +238,7 @@ def _tensor_to_json(entry: TensorEntry) -> dict[str, Any]:
             "bytes": chunk.num_bytes,
             "box": [chunk.box.offsets, chunk.box.shape],
             "xxh3": chunk.hashes,
+            **({"xxh128": chunk.xxh128} if chunk.xxh128 else {}),
         }
         for chunk in entry.chunks
     ]
@@ -234,8 +256,8 @@ def _manifest_from_json(content: dict[str, Any]) -> Manifest:
         _expect(is_file_name(name), f"data file name {name!r}")
         _expect(_is_size(size), f"size {size!r} of {name}")
     all_bytes = sum(files.values())
-    for field in ("mesh", "objects"):
-        check_json(content[field], field)
+    for name in ("mesh", "objects"):
+        check_json(content[name], name)
     for rank, value in content["rank_objects"].items():
         _expect(_RANK.fullmatch(rank) is not None, f"rank_objects of rank {rank!r}")
         check_json(value, f"rank_objects[{rank}]")
@@ -251,6 +273,7 @@ def _manifest_from_json(content: dict[str, Any]) -> Manifest:
         objects=content["objects"],
         rank_objects={int(rank): value for rank, value in content["rank_objects"].items()},
         headers={file: _header_from_json(file, entry, files) for file, entry in content.get("headers", {}).items()},
+        references=_references_from_json(content, files),
     )
 
 
@@ -266,6 +289,7 @@ def _tensor_from_json(name: str, entry: dict[str, Any], files: Mapping[str, int]
     for item in entry["chunks"]:
         offsets, sizes = map(tuple, item["box"])
         file, offset, num_bytes, hashes = item["file"], item["offset"], item["bytes"], tuple(item["xxh3"])
+        xxh128 = item.get("xxh128", "")
         possible = (
             all(map(_is_size, (offset, *offsets, *sizes)))
             and len(offsets) == len(sizes) == len(shape)
@@ -273,11 +297,21 @@ def _tensor_from_json(name: str, entry: dict[str, Any], files: Mapping[str, int]
             and num_bytes == math.prod(sizes) * itemsize
             and offset + num_bytes <= files.get(file, -1)
             and _are_hashes(hashes, num_bytes)
+            and (xxh128 == "" or _XXH128.fullmatch(xxh128))
         )
         if not possible:  # no call, whose text would cost more than all else here
             raise ValueError(f"it has chunk {item} of {name!r} with shape {list(shape)}")
-        chunks.append(Chunk(file, offset, num_bytes, Box(offsets, sizes), hashes))
+        chunks.append(Chunk(file, offset, num_bytes, Box(offsets, sizes), hashes, xxh128))
     return TensorEntry(dtype, shape, tuple(chunks))
+
+
+def _references_from_json(content: dict[str, Any], files: Mapping[str, int]) -> dict[str, str]:
+    """Only version 3 has any, so that no reader of version 2 can miss them."""
+    references: dict[str, str] = content["references"] if content["version"] == VERSION_WITH_REFERENCES else {}
+    for file, tag in references.items():
+        possible = file in files and file.startswith("data/") and is_tag(tag)
+        _expect(possible, f"a reference to {file!r} of checkpoint {tag!r}")
+    return references
 
 
 def _extra_from_json(name: str, entry: dict[str, Any], files: Mapping[str, int]) -> ExtraEntry:

@@ -46,13 +46,16 @@ class SavePlan:
     writes: Sequence[Sequence[PlannedWrite]]
 
 
-def plan_save(descriptions: Sequence[Mapping[str, TensorDescription]]) -> SavePlan:
+def plan_save(
+    descriptions: Sequence[Mapping[str, TensorDescription]], *, max_write_bytes: int | None = None
+) -> SavePlan:
     """Gives every distinct box to one of its holders, so that all ranks write about the same number of bytes.
 
     Boxes that several ranks hold and that are larger than a block are split, so that all holders can help.
 
     Args:
         descriptions: what each rank holds, in rank order.
+        max_write_bytes: cut what is written into slabs of no more than that, or single rows that are larger.
 
     Raises:
         ValueError: ranks disagree on a dtype or shape, or elements of a tensor are held by no rank; lists all of them.
@@ -64,7 +67,8 @@ def plan_save(descriptions: Sequence[Mapping[str, TensorDescription]]) -> SavePl
                 problems[name] = f"{name!r} {list(tensor.global_shape)}: no rank holds {_listed(missing)}"
         if problems:
             raise ValueError("the ranks' tensors do not fit together:\n  " + "\n  ".join(problems.values()))
-        return _share_out(held, len(descriptions))
+        plan = _share_out(held, len(descriptions))
+        return plan if max_write_bytes is None else _cut(plan, max_write_bytes)
 
 
 def plan_read(wanted: Box, chunks: Iterable[Chunk]) -> tuple[list[PlannedRead], list[Box]]:
@@ -143,14 +147,30 @@ def _share_out(tensors: Mapping[str, _HeldTensor], world_size: int) -> SavePlan:
     return SavePlan(planned, writes)
 
 
+def _cut(plan: SavePlan, max_write_bytes: int) -> SavePlan:
+    writes = [
+        [
+            PlannedWrite(write.name, part, part.num_elements * DTYPE_OF_CODE[plan.tensors[write.name].dtype].itemsize)
+            for write in of_rank
+            for part in _slabs(write.box, -(-write.num_bytes // max_write_bytes))
+        ]
+        for of_rank in plan.writes
+    ]
+    return SavePlan(plan.tensors, writes)
+
+
 def _split(box: Box, itemsize: int, num_holders: int) -> Iterator[Box]:
-    """Slabs of a box along its outermost dimension, so that each lies together in memory: at most one per holder, and
-    none smaller than a block.
+    """Slabs of a box: at most one per holder, and none smaller than a block."""
+    return _slabs(box, min(num_holders, box.num_elements * itemsize // BLOCK_BYTES))
+
+
+def _slabs(box: Box, parts: int) -> Iterator[Box]:
+    """So many parts of a box along its outermost dimension, each of which lies together in memory; fewer if that is
+    not long enough.
     """
-    num_bytes = box.num_elements * itemsize
     outermost = next((dim for dim, size in enumerate(box.shape) if size > 1), 0)
     length = box.shape[outermost] if box.shape else 1
-    parts = max(1, min(num_holders, num_bytes // BLOCK_BYTES, length))
+    parts = max(1, min(parts, length))
     if parts == 1:
         yield box
         return

@@ -36,6 +36,11 @@ class TensorInfo:
     dtype: torch.dtype
     global_shape: tuple[int, ...]
 
+    @property
+    def shape(self) -> torch.Size:
+        """`global_shape`, as a tensor would call it."""
+        return torch.Size(self.global_shape)
+
 
 class Checkpoint:
     """One checkpoint, open for reading. Needs no process group; holds no file open.
@@ -222,11 +227,18 @@ class Checkpoint:
             for read in reads
         ]
 
+    def where(self, file: str) -> str:
+        """The full address of one of its files, for messages; it may lie with another checkpoint of the root."""
+        return self._store.where(self._tag_of(file), file)
+
+    def _tag_of(self, file: str) -> str:
+        return self.manifest.references.get(file, self.tag)
+
     def _run(self, file: str, reads: Iterable[Read]) -> None:
-        where = self._store.where(self.tag, file)
+        where, tag = self.where(file), self._tag_of(file)
         try:
             for batch in _batches(reads):
-                self._store.read_into(self.tag, file, [Piece(read.offset, read.memory) for read in batch])
+                self._store.read_into(tag, file, [Piece(read.offset, read.memory) for read in batch])
                 for read in batch:
                     if read.expected_hash is not None and block_hash(read.memory) != read.expected_hash:
                         raise CheckpointError(
@@ -242,11 +254,13 @@ class Checkpoint:
     def _check_sizes(self, files: Iterable[str]) -> None:
         problems = []
         for file in files:
-            where, expected = self._store.where(self.tag, file), self.manifest.files[file]
+            where, expected = self.where(file), self.manifest.files[file]
             try:
-                found = self._store.file_size(self.tag, file)
+                found = self._store.file_size(self._tag_of(file), file)
             except FileNotFoundError:
-                problems.append(f"data file {where} is missing")
+                owner = self.manifest.references.get(file)
+                whose = "" if owner is None else f"; checkpoint {self.tag!r} references it in {owner!r}"
+                problems.append(f"data file {where} is missing{whose}")
                 continue
             except OSError as error:
                 problems.append(f"data file {where} cannot be read: {error}")

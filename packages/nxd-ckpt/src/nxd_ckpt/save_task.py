@@ -20,14 +20,15 @@ from nxd_ckpt.boxes import Box
 from nxd_ckpt.coordinator import Coordinator, gather_from_every_rank, on_every_rank
 from nxd_ckpt.dtypes import CODE_OF_DTYPE, DTYPE_OF_CODE
 from nxd_ckpt.errors import CheckpointError
+from nxd_ckpt.incremental import CHUNK_BYTES, Base, Increment, find_increment
 from nxd_ckpt.manifest import extra_file_name
 from nxd_ckpt.messages import all_are, expect, parsed
 from nxd_ckpt.objects import check_json, is_unicode
 from nxd_ckpt.plan import SavePlan, TensorDescription, plan_save
-from nxd_ckpt.replicas import ReplicaHashes, hash_replicas
+from nxd_ckpt.replicas import ReplicaHashes, check_replicas, hash_replicas
 from nxd_ckpt.safetensors_file import FileLayout, lay_out
-from nxd_ckpt.sharded_tensor import ShardedTensor, as_sharded_state
-from nxd_ckpt.stores import SaveTransaction, check_tag, open_store
+from nxd_ckpt.sharded_tensor import ShardedTensor, as_sharded_state, tensors_of
+from nxd_ckpt.stores import SaveTransaction, check_processes, check_tag, open_store, process_of
 from nxd_ckpt.training_state import PER_RANK, VALUES_FILE, TrainingState, take_apart, values_file
 
 # A part of a tensor is stored under its name with its box behind; a name of that form could be taken for one.
@@ -42,6 +43,7 @@ class SaveOptions:
     step: int | None = None
     overwrite: bool = False
     check_replicas: bool = False
+    incremental: bool = False
     objects: Any = None
     rank_objects: Any = None
     extra: Mapping[str, bytes] | None = None
@@ -61,6 +63,8 @@ class SaveTask:
         options: this rank's; `rank_objects` of all ranks are in `all_rank_objects`.
         all_rank_objects: by rank number.
         replica_hashes: of this rank's copies of what others write; empty unless they are to be compared.
+        digests: the XXH3-128 of what all ranks write, by name and box; empty unless the save is an incremental one.
+        base: what is not written but referenced, on rank 0; see `incremental.py`.
     """
 
     save_id: str
@@ -71,25 +75,31 @@ class SaveTask:
     options: SaveOptions
     all_rank_objects: Mapping[int, Any]
     replica_hashes: ReplicaHashes
+    digests: Mapping[tuple[str, Box], str]
+    base: Base | None
 
 
 class _Request(NamedTuple):
     """One rank's request, as it is sent to the others."""
 
     save_id: str
-    common: tuple[str, int | None, bool, bool]
+    common: tuple[str, int | None, bool, bool, bool]
     rank_objects: Any
     layout_digest: str
     cached_plan: str
     failed_saves: dict[str, str]
+    process: str
 
 
 def _request_from(message: Any) -> _Request:
-    save_id, common, rank_objects, layout_digest, cached_plan, failed_saves = message
-    tag, step, overwrite, compared = common
-    expect(all_are(str, (save_id, tag, layout_digest, cached_plan)), f"a text that is none in {message!r:.200}")
+    save_id, common, rank_objects, layout_digest, cached_plan, failed_saves, process = message
+    tag, step, overwrite, compared, incremental = common
+    expect(
+        all_are(str, (save_id, tag, layout_digest, cached_plan, process)), f"a text that is none in {message!r:.200}"
+    )
     expect(all_are(str, (*failed_saves, *failed_saves.values())), "failed saves that are no texts")
-    return _Request(save_id, (tag, step, overwrite, compared), rank_objects, layout_digest, cached_plan, failed_saves)
+    common = (tag, step, overwrite, compared, incremental)
+    return _Request(save_id, common, rank_objects, layout_digest, cached_plan, failed_saves, process)
 
 
 def _descriptions_from(message: Any) -> dict[str, TensorDescription]:
@@ -140,7 +150,7 @@ def prepare_save(
     def check_arguments() -> _Request:
         nonlocal options
         check()
-        open_store(path)
+        process = process_of(path)
         apart = take_apart(state)
         sharded.update(as_sharded_state(apart.tensors))
         descriptions.update((_check_name(name), _describe(tensor)) for name, tensor in sharded.items())
@@ -148,11 +158,12 @@ def prepare_save(
         options = _with_values(options, apart)
         return _Request(
             save_id=uuid.uuid4().hex,
-            common=(options.tag, options.step, options.overwrite, options.check_replicas),
+            common=(options.tag, options.step, options.overwrite, options.check_replicas, options.incremental),
             rank_objects=options.rank_objects,
             layout_digest=xxhash.xxh3_128_hexdigest(pickle.dumps(descriptions)),  # hashed here, and never loaded
             cached_plan=cached.digest,
             failed_saves=failures(RankKey(coordinator.rank, coordinator.world_size)),
+            process=process,
         )
 
     doing = "checking the arguments of save"
@@ -160,9 +171,12 @@ def prepare_save(
     requests = parsed(sent, _request_from, doing)
     _check_earlier_saves(requests, coordinator)
     _check_same_save(requests)
-    digest = "".join(request.layout_digest for request in requests)
+    check_processes(path, [request.process for request in requests])
+    max_write_bytes = CHUNK_BYTES if options.incremental else None
+    digest = "".join([str(max_write_bytes), *(request.layout_digest for request in requests)])
     if any(request.cached_plan != digest for request in requests):
-        plan = plan_save(parsed(coordinator.all_gather_object(descriptions), _descriptions_from, doing))
+        gathered = parsed(coordinator.all_gather_object(descriptions), _descriptions_from, doing)
+        plan = plan_save(gathered, max_write_bytes=max_write_bytes)
         cached = _CachedPlan(digest, plan, lay_out(plan.writes[coordinator.rank], plan.tensors))
         _cache[cache_key] = cached
     replica_hashes: ReplicaHashes = {}
@@ -172,17 +186,26 @@ def prepare_save(
             coordinator, doing, lambda: hash_replicas(cached.plan, sharded, coordinator.rank)
         )
     store, save_id = open_store(path), requests[0].save_id
+    increment, layout = Increment(cached.plan), cached.layout
+    if options.incremental:
+        doing = f"finding what has changed since the checkpoint before {options.tag!r}"
+        increment, hashes = find_increment(store, cached.plan, tensors_of(sharded), coordinator, doing)
+        if options.check_replicas:  # also of what will not be written
+            on_every_rank(coordinator, doing, lambda: check_replicas(cached.plan, replica_hashes, hashes))
+        layout = lay_out(increment.plan.writes[coordinator.rank], increment.plan.tensors)
     task = SaveTask(
         save_id=save_id,
         location=store.location,
         transaction=store.begin_save(options.tag, save_id, overwrite=options.overwrite),
-        layout=cached.layout,
-        plan=cached.plan,
+        layout=layout,
+        plan=increment.plan,
         options=options,
         all_rank_objects={
             rank: request.rank_objects for rank, request in enumerate(requests) if request.rank_objects is not None
         },
         replica_hashes=replica_hashes,
+        digests=increment.digests,
+        base=increment.base,
     )
     return task, sharded
 
@@ -206,7 +229,7 @@ def _with_values(options: SaveOptions, state: TrainingState) -> SaveOptions:
 
 def _check_options(options: SaveOptions) -> None:
     check_tag(options.tag)
-    check_flags(overwrite=options.overwrite, check_replicas=options.check_replicas)
+    check_flags(overwrite=options.overwrite, check_replicas=options.check_replicas, incremental=options.incremental)
     step = options.step
     if step is not None and not (type(step) is int and 0 <= step < 2**63):
         raise ValueError(f"step={step!r} is not a number of steps; pass an int from 0 to 2**63 - 1, or None")
@@ -247,6 +270,6 @@ def _check_same_save(requests: list[_Request]) -> None:
     for rank, request in enumerate(requests):
         if request.common != expected:
             raise ValueError(
-                f"ranks want different saves: (tag, step, overwrite, check_replicas) is {expected} on rank 0 but "
-                f"{request.common} on rank {rank}"
+                f"ranks want different saves: (tag, step, overwrite, check_replicas, incremental) is {expected} on "
+                f"rank 0 but {request.common} on rank {rank}"
             )

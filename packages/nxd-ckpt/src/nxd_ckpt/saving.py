@@ -35,7 +35,8 @@ from nxd_ckpt.manifest import (
 from nxd_ckpt.messages import all_are, expect, parsed
 from nxd_ckpt.safetensors_file import Hashes, file_parts, lay_out
 from nxd_ckpt.save_task import SaveOptions, SaveTask, prepare_save
-from nxd_ckpt.sharded_tensor import ShardedTensor
+from nxd_ckpt.sharded_tensor import tensors_of
+from nxd_ckpt.stores import open_store
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -70,6 +71,7 @@ def save(
     step: int | None = None,
     overwrite: bool = False,
     check_replicas: bool = False,
+    incremental: bool = False,
     timeout: float | None = None,
     process_group: "dist.ProcessGroup | Coordinator | None" = None,
 ) -> None:
@@ -92,6 +94,8 @@ def save(
         step: number that orders the checkpoints of this folder.
         overwrite: replace a checkpoint of this tag; until the very end the old one stays valid.
         check_replicas: refuse to save if ranks that hold the same box hold different bits: each hashes its copy.
+        incremental: reference the data that the newest checkpoint of the folder holds already instead of writing it
+            again, if that was saved so, too. Each rank hashes what it would write before it writes.
         timeout: seconds that this rank waits for the others, each time it does, before it gives up; if None, those of
             `NXD_TIMEOUT`, else half an hour.
         process_group: the ranks; default: torch's default group if initialised, else this process alone.
@@ -103,21 +107,11 @@ def save(
     """
     timeout = default_timeout() if timeout is None else timeout
     coordinator = coordinator_for(process_group, timeout)
-    options = SaveOptions(tag, step, overwrite, check_replicas, objects, rank_objects, extra, mesh)
+    options = SaveOptions(tag, step, overwrite, check_replicas, incremental, objects, rank_objects, extra, mesh)
     with abandoned_on_error(coordinator):
         wait_for_saves()
         task, sharded = prepare_save(path, state, options, coordinator, lambda: check_timeout(timeout))
         run_save(task, lambda: _write_tensors(task, tensors_of(sharded), coordinator.rank), coordinator)
-
-
-def tensors_of(state: Mapping[str, ShardedTensor]) -> Callable[[str, Box], torch.Tensor]:
-    """Finds this rank's elements of a name and box, as a view."""
-
-    def tensor_of(name: str, box: Box) -> torch.Tensor:
-        shard = next(shard for shard in state[name].shards if shard.box.contains(box))
-        return shard.tensor[box.relative_to(shard.box).slices()]
-
-    return tensor_of
 
 
 def run_save(task: SaveTask, write_tensors: Callable[[], Hashes], coordinator: Coordinator) -> None:
@@ -134,7 +128,7 @@ def run_save(task: SaveTask, write_tensors: Callable[[], Hashes], coordinator: C
     transaction = task.transaction
     doing = f"saving checkpoint {task.options.tag!r} to {task.location}"
     try:
-        on_rank_zero(coordinator, doing, transaction.begin)
+        on_rank_zero(coordinator, doing, lambda: _begin(task))
         sent = gather_from_every_rank(coordinator, doing, lambda: _write(task, write_tensors, coordinator.rank))
         written = parsed(sent, _written_from, doing)
         if task.options.check_replicas:
@@ -143,6 +137,12 @@ def run_save(task: SaveTask, write_tensors: Callable[[], Hashes], coordinator: C
         on_rank_zero(coordinator, doing, lambda: _commit(task, written))
     finally:
         transaction.end()
+
+
+def _begin(task: SaveTask) -> None:
+    task.transaction.begin()
+    if task.base is not None:
+        task.base.take(open_store(task.location), task.transaction)
 
 
 def _write_tensors(task: SaveTask, tensor_of: Callable[[str, Box], torch.Tensor], rank: int) -> Hashes:
@@ -176,9 +176,18 @@ def _commit(task: SaveTask, written: list[_Written]) -> None:
             files[file] = layout.size
             headers[file] = HeaderEntry(len(layout.header), hashes_of(layout.header))
             for write, hashes in zip(layout.placed, written[rank].hashes, strict=True):
-                chunks[write.name].append(Chunk(file, write.offset, write.num_bytes, write.box, hashes))
+                digest = task.digests.get((write.name, write.box), "")
+                chunks[write.name].append(Chunk(file, write.offset, write.num_bytes, write.box, hashes, digest))
     _check_sizes(task, files)
     options = task.options
+    references: dict[str, str] = {}
+    if task.base is not None:
+        task.base.check_files(open_store(task.location))
+        for name, taken in task.base.chunks.items():
+            chunks[name].extend(taken)
+        files |= task.base.files
+        headers |= task.base.headers
+        references = {file: tag for file, tag in task.base.places.items() if tag != options.tag}
     manifest = Manifest(
         save_id=task.save_id,
         step=options.step,
@@ -194,6 +203,7 @@ def _commit(task: SaveTask, written: list[_Written]) -> None:
         objects=options.objects,
         rank_objects=task.all_rank_objects,
         headers=headers,
+        references=references,
     )
     task.transaction.commit(encode(manifest))
 

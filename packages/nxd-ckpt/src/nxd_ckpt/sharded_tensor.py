@@ -4,7 +4,7 @@ Only descriptions and checks; `plan.py` decides which rank writes what, and `ten
 """
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -99,6 +99,16 @@ def as_sharded_state(state: "Mapping[str, ShardedTensor | torch.Tensor]") -> dic
     if problems:
         raise ValueError("unusable tensors:\n  " + "\n  ".join(problems))
     return sharded
+
+
+def tensors_of(state: Mapping[str, ShardedTensor]) -> Callable[[str, Box], torch.Tensor]:
+    """Finds this rank's elements of a name and box, as a view."""
+
+    def tensor_of(name: str, box: Box) -> torch.Tensor:
+        shard = next(shard for shard in state[name].shards if shard.box.contains(box))
+        return shard.tensor[box.relative_to(shard.box).slices()]
+
+    return tensor_of
 
 
 def _check_shard(shard: Shard, global_shape: tuple[int, ...]) -> None:

@@ -7,7 +7,7 @@ import errno
 
 import nxd_ckpt.saving
 import pytest
-from nxd_ckpt import CheckpointError, save
+from nxd_ckpt import CheckpointError, async_save, load, save
 
 from .forked_ranks import run_forked
 from .saves import WORLD_SIZE, copy_of, make_old, save_all, state_of, value_of
@@ -93,3 +93,16 @@ def test_save_with_a_point_of_agreement_left_out_fails_the_test_above(point, old
             red.append(scenario)
 
     assert red
+
+
+@pytest.mark.parametrize("call", [save, async_save, load])
+def test_memory_of_several_processes_is_refused_on_all_ranks(call):
+    def rank_main(ranks):
+        state = {"into": {}} if call is load else {"state": {}}
+        call("memory://runs", "t", **state, process_group=ranks)
+
+    for outcome in run_forked(rank_main, 2):
+        assert outcome.error == (
+            "ValueError: path='memory://runs' is the memory of one process, but the 2 ranks are 2 processes; use a "
+            "folder that all of them see, or the URL of an object store"
+        )

@@ -21,7 +21,7 @@ from nxd_ckpt.asynchronous.channel import Channel
 from nxd_ckpt.asynchronous.handle import AsyncSave
 from nxd_ckpt.coordinator import Coordinator, abandoned_on_error, coordinator_for
 from nxd_ckpt.save_task import SaveOptions, prepare_save
-from nxd_ckpt.saving import tensors_of
+from nxd_ckpt.sharded_tensor import tensors_of
 from nxd_ckpt.stores import open_store
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ def async_save(
     step: int | None = None,
     overwrite: bool = False,
     check_replicas: bool = False,
+    incremental: bool = False,
     memory_limit: int | None = None,
     timeout: float | None = None,
     process_group: "dist.ProcessGroup | Coordinator | None" = None,
@@ -57,6 +58,9 @@ def async_save(
 
     A program that ends in the usual way finishes its saves first; one that SIGTERM would end (because it does not
     handle it) does so for up to 20 seconds. Ended in any other way, it leaves the checkpoint as it was before.
+
+    An incremental save waits for the one before it to be committed, hashes in the call what this rank would write, and
+    copies only what is left of that.
 
     Args:
         memory_limit: bytes of memory for the copy on this rank; default: this rank's share of half the memory that is
@@ -84,8 +88,10 @@ def async_save(
             raise ValueError(f"memory_limit={memory_limit} bytes is too little; give at least {_MIN_MEMORY}, or None")
 
     coordinator = coordinator_for(process_group, timeout)
-    options = SaveOptions(tag, step, overwrite, check_replicas, objects, rank_objects, extra, mesh)
+    options = SaveOptions(tag, step, overwrite, check_replicas, incremental, objects, rank_objects, extra, mesh)
     with abandoned_on_error(coordinator):
+        if incremental is True:
+            pending.wait_for_saves()
         task, sharded = prepare_save(path, state, options, coordinator, check)
         task = dataclasses.replace(
             task, options=copy.deepcopy(task.options), all_rank_objects=copy.deepcopy(task.all_rank_objects)

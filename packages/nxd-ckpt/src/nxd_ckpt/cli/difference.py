@@ -6,16 +6,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from nxd_ckpt.cli.formats import Place, opened
+from nxd_ckpt.boxes import Box
+from nxd_ckpt.cli.formats import Opened, Place, opened
 from nxd_ckpt.cli.progress import progress_bar
 from nxd_ckpt.cli.report import EXIT_DIFFERENT, EXIT_GOOD, Report, printable
-from nxd_ckpt.interop.source import Selection, TensorSource, num_bytes, read_whole, same_bits
+from nxd_ckpt.interop.source import Selection, TensorSource, fill, num_bytes, read_whole, same_bits
+from nxd_ckpt.tensor_bytes import blocks_of, row_major_strides
 
 
 def diff(
     first: Place, second: Place, *, rtol: float | None, atol: float | None, include: list[str], exclude: list[str]
 ) -> Report:
     """Compares names, shapes, types and values: bit by bit, or with a tolerance, which lets types differ.
+
+    Tensors are compared in parts of 16 MiB, or whole where a format cannot be read in parts.
 
     Raises:
         CheckpointError: one of them cannot be read.
@@ -26,10 +30,11 @@ def diff(
         only_first = [name for name in sources[0].tensors if name not in sources[1].tensors]
         only_second = [name for name in sources[1].tensors if name not in sources[0].tensors]
         common = [name for name in sources[0].tensors if name in sources[1].tensors]
+        whole = not (_reads_parts(a) and _reads_parts(b))
         differing: dict[str, Any] = {}
         with progress_bar("diff", sum(num_bytes(sources[0].tensors[name]) for name in common)) as advance:
             for name in common:
-                difference = _compare(name, sources[0], sources[1], tolerance)
+                difference = _compare(name, sources[0], sources[1], tolerance, whole=whole)
                 if difference is not None:
                     differing[name] = difference
                 advance(name, num_bytes(sources[0].tensors[name]))
@@ -48,23 +53,62 @@ def diff(
     return Report(data, lines, EXIT_GOOD if data["equal"] else EXIT_DIFFERENT)
 
 
+def _reads_parts(found: Opened) -> bool:
+    """Whether a part of a tensor costs no more than that part."""
+    return found.checkpoint is not None or found.source.is_mapped
+
+
 def _compare(
-    name: str, first: TensorSource, second: TensorSource, tolerance: tuple[float, float] | None
+    name: str, first: TensorSource, second: TensorSource, tolerance: tuple[float, float] | None, *, whole: bool
 ) -> dict[str, Any] | None:
     a_info, b_info = first.tensors[name], second.tensors[name]
     if a_info.global_shape != b_info.global_shape:
         return {"shapes": [list(a_info.global_shape), list(b_info.global_shape)]}
     if tolerance is None and a_info.dtype != b_info.dtype:
         return {"dtypes": [str(a_info.dtype), str(b_info.dtype)]}
-    a, b = read_whole(first, name), read_whole(second, name)
-    if same_bits(a, b):
+    shape = a_info.global_shape
+    boxes = [Box.whole(shape)] if whole else blocks_of(shape, row_major_strides(shape), a_info.dtype.itemsize)
+    elements, largest, largest_relative = 0, math.nan, math.nan
+    for box in boxes:
+        a, b = _read(first, name, box), _read(second, name, box)
+        if same_bits(a, b):
+            continue
+        gaps = _gaps(a, b)
+        far = _differ_in_bits(a, b).reshape(a.shape) if tolerance is None else _are_far(a, b, gaps, *tolerance)
+        elements += int(far.sum())
+        largest = _larger(largest, gaps)
+        largest_relative = _larger(largest_relative, _relative(gaps, a, b))
+    if not elements:
         return None
-    gaps = _gaps(a, b)
-    count = int((_differ_in_bits(a, b) if tolerance is None else _are_far(a, b, gaps, *tolerance)).sum())
-    if not count:
-        return None
-    largest = float(gaps[~gaps.isnan()].max()) if (~gaps.isnan()).any() else math.nan
-    return {"elements": count, "of": a.numel(), "largest_gap": largest if math.isfinite(largest) else str(largest)}
+    return {
+        "elements": elements,
+        "of": math.prod(shape),
+        "largest_gap": _number(largest),
+        "largest_relative_gap": _number(largest_relative),
+    }
+
+
+def _read(source: TensorSource, name: str, box: Box) -> torch.Tensor:
+    if box.shape == source.tensors[name].global_shape:
+        return read_whole(source, name)
+    part = torch.empty(box.shape, dtype=source.tensors[name].dtype)
+    fill(source, name, box, part)
+    return part
+
+
+def _larger(so_far: float, values: torch.Tensor) -> float:
+    """The largest of these and of those before, NaN left out: it says nothing of how far values are."""
+    values = values[~values.isnan()]
+    return so_far if not values.numel() else max(float(values.max()), -math.inf if math.isnan(so_far) else so_far)
+
+
+def _relative(gaps: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Gaps as parts of the larger of the two magnitudes; from 0 to 2."""
+    return torch.where(gaps == 0, 0.0, gaps / torch.maximum(_widened(a).abs(), _widened(b).abs()))
+
+
+def _number(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)
 
 
 def _differ_in_bits(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -99,5 +143,10 @@ def _describe(difference: dict[str, Any]) -> str:
     if "elements" not in difference:
         (what, (a, b)), *_ = difference.items()
         return f"{what} differ: {a} and {b}"
-    gap = difference["largest_gap"]
-    return f"{difference['elements']} of {difference['of']} elements differ, by at most {gap}"
+    gap, relative = difference["largest_gap"], difference["largest_relative_gap"]
+    return (
+        f"{difference['elements']} of {difference['of']} elements differ, by at most {gap}, at most {relative:.3g} of "
+        "the larger of the two"
+        if isinstance(relative, float)
+        else f"{difference['elements']} of {difference['of']} elements differ, by at most {gap}"
+    )

@@ -26,20 +26,22 @@ def inspect_checkpoint(place: Place, *, depth: int | None) -> Report:
         CheckpointError: there is none, or it is damaged.
     """
     with opened(place) as found:
-        tensors = _describe_tensors(found)
-        about = _describe_checkpoint(found.checkpoint) if found.checkpoint else {}
+        tensors = describe_tensors(found)
+        about = describe_checkpoint(found.checkpoint) if found.checkpoint else {}
         total = sum(entry["bytes"] for entry in tensors.values())
         data = {"kind": found.kind, **about, "num_tensors": len(tensors), "bytes": total, "tensors": tensors}
         objects = found.source.objects
         if isinstance(objects, dict):
             data["objects"] = sorted(objects)
     head = [
-        f"{key}: {printable(_shown(value))}" for key, value in data.items() if key not in ("tensors", "bytes", "files")
+        f"{key}: {printable(shown(value))}"
+        for key, value in data.items()
+        if key not in ("tensors", "bytes", "files", "references")
     ]
     lines = [*head, f"size: {human_size(total)}", ""]
-    lines += table(_tree_rows(_as_tree(tensors), depth=depth) or [("no tensors",)])
+    lines += table(_tree_rows(as_tree(tensors), depth=depth) or [("no tensors",)])
     if "files" in data:
-        lines += ["", *table([(name, human_size(size)) for name, size in data["files"].items()] or [("no files",)])]
+        lines += ["", *table(_file_rows(data["files"], data["references"]) or [("no files",)])]
     return Report(data, lines)
 
 
@@ -61,7 +63,8 @@ def list_folder(path: str) -> Report:
     return Report([asdict(info) for info in found], table(rows) if found else [f"no complete checkpoint in {path}"])
 
 
-def _describe_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
+def describe_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What there is to say of a checkpoint besides its tensors."""
     manifest = checkpoint.manifest
     return {
         "tag": checkpoint.tag,
@@ -72,10 +75,12 @@ def _describe_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
         "mesh": checkpoint.mesh,
         "extra": checkpoint.extra,
         "files": dict(manifest.files),
+        "references": dict(manifest.references),
     }
 
 
-def _describe_tensors(found: Opened) -> dict[str, dict[str, Any]]:
+def describe_tensors(found: Opened) -> dict[str, dict[str, Any]]:
+    """Type, shape, bytes of each tensor, and for ours which ranks wrote it."""
     entries = {}
     for name, info in found.source.tensors.items():
         entry = {"dtype": str(info.dtype).removeprefix("torch."), "shape": list(info.global_shape)}
@@ -88,7 +93,8 @@ def _describe_tensors(found: Opened) -> dict[str, dict[str, Any]]:
     return entries
 
 
-def _as_tree(tensors: Mapping[str, Mapping[str, Any]]) -> Node:
+def as_tree(tensors: Mapping[str, Mapping[str, Any]]) -> Node:
+    """Tensors by the parts of their names."""
     root: Node = {}
     for name, entry in tensors.items():
         *parents, last = _SEPARATOR.split(name)
@@ -99,33 +105,41 @@ def _as_tree(tensors: Mapping[str, Mapping[str, Any]]) -> Node:
     return root
 
 
+def _file_rows(files: Mapping[str, int], references: Mapping[str, str]) -> list[tuple[str, str, str]]:
+    return [
+        (file, human_size(size), f"of {references[file]}" if file in references else "") for file, size in files.items()
+    ]
+
+
 def _tree_rows(node: Node, *, depth: int | None, level: int = 0) -> list[tuple[str, str, str, str, str]]:
     rows = []
     for name, child in node.items():
         label, inner = name, child
-        while not _is_tensor(inner) and len(inner) == 1:  # a chain of single names is one line
+        while not is_tensor(inner) and len(inner) == 1:  # a chain of single names is one line
             (part, inner), *_ = inner.items()
             label += part
         label = "  " * level + (label.rstrip("./") or label)
-        if _is_tensor(inner):
+        if is_tensor(inner):
             writers = _ranges(inner["written_by"]) if "written_by" in inner else ""
             rows.append((label, inner["dtype"], str(inner["shape"]), human_size(inner["bytes"]), writers))
             continue
-        count, size = _sum(inner)
+        count, size = sum_up(inner)
         rows.append((label, "", f"{count} tensors", human_size(size), ""))
         if depth is None or level + 1 < depth:
             rows.extend(_tree_rows(inner, depth=depth, level=level + 1))
     return rows
 
 
-def _sum(node: Node) -> tuple[int, int]:
-    if _is_tensor(node):
+def sum_up(node: Node) -> tuple[int, int]:
+    """How many tensors there are below, and their bytes."""
+    if is_tensor(node):
         return 1, node["bytes"]
-    parts = [_sum(child) for child in node.values()]
+    parts = [sum_up(child) for child in node.values()]
     return sum(count for count, _ in parts), sum(size for _, size in parts)
 
 
-def _is_tensor(node: Node) -> bool:
+def is_tensor(node: Node) -> bool:
+    """Whether this is a tensor's description, not a part of the tree."""
     return not isinstance(node.get("bytes", {}), dict)
 
 
@@ -141,7 +155,8 @@ def _ranges(ranks: list[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {text}" if ranks else ""
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """A value for people."""
     if isinstance(value, float):
         return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(value))
     if isinstance(value, list):

@@ -13,6 +13,7 @@ from nxd_ckpt.cli.conversion import DTYPES, TARGET_KINDS, Target, convert
 from nxd_ckpt.cli.difference import diff
 from nxd_ckpt.cli.formats import SOURCE_KINDS, Place, read_parameter_names, read_sharding, read_stages
 from nxd_ckpt.cli.inspection import inspect_checkpoint, list_folder
+from nxd_ckpt.cli.page import write_page
 from nxd_ckpt.cli.report import EXIT_TROUBLE, Report, printable
 from nxd_ckpt.cli.upkeep import collect_garbage, set_pinned
 from nxd_ckpt.cli.verification import verify
@@ -78,6 +79,7 @@ def _make_parser() -> argparse.ArgumentParser:
     _add_inspect(commands)
     _add_verify(commands)
     _add_diff(commands)
+    _add_page(commands)
     _add_convert(commands)
     _add_upkeep(commands)
     for command in commands.choices.values():
@@ -126,6 +128,13 @@ def _add_diff(commands: Any) -> None:
     _add_sharding(parser)
     _add_selection(parser)
     parser.set_defaults(run=_diff)
+
+
+def _add_page(commands: Any) -> None:
+    parser = commands.add_parser("page", help="one HTML file: tree, sizes, histograms of values, who wrote what")
+    _add_place(parser)
+    parser.add_argument("-o", "--output", required=True, metavar="FILE", help="file to write")
+    parser.set_defaults(run=lambda options: write_page(_place(options), options.output))
 
 
 def _add_convert(commands: Any) -> None:

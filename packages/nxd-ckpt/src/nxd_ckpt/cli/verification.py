@@ -65,7 +65,7 @@ def _deep_problems(store: Store, checkpoint: Checkpoint) -> list[str]:
     with progress_bar("verify", sum(checkpoint.manifest.files.values())) as advance:
         for file, of_file in _by_file(checkpoint.manifest).items():
             part = Checkpoint(store, checkpoint.tag, of_file)
-            problems.extend(part.damage() or _header_problems(store.where(checkpoint.tag, file), part))
+            problems.extend(part.damage() or _header_problems(file, part))
             advance(file, of_file.files[file])
     return problems
 
@@ -87,9 +87,13 @@ def _by_file(manifest: Manifest) -> dict[str, Manifest]:
     }
 
 
-def _header_problems(path: str, part: Checkpoint) -> list[str]:
-    """What a header says is nothing to our readers, who only verify its checksum where there is one, but to others."""
-    if not path.endswith(".safetensors") or not os.path.isfile(path):
+def _header_problems(file: str, part: Checkpoint) -> list[str]:
+    """What a header says is nothing to our readers, who only verify its checksum where there is one, but to others.
+
+    In a file of an earlier save there is also what this checkpoint does not reference.
+    """
+    path = part.where(file)
+    if not file.startswith(f"data/{part.save_id}") or not path.endswith(".safetensors") or not os.path.isfile(path):
         return []
     expected = {
         stored_name(name, chunk.box, entry.global_shape): (part.tensors[name].dtype, chunk.box.shape, chunk.offset)

@@ -4,12 +4,46 @@
 """
 
 import os
+import socket
+from collections.abc import Collection
 
 from nxd_ckpt.stores.interface import Capabilities, Garbage, Piece, SaveTransaction, Store
 from nxd_ckpt.stores.posix import PosixStore
-from nxd_ckpt.stores.tags import check_tag
+from nxd_ckpt.tags import check_tag
 
-__all__ = ["Capabilities", "Garbage", "Piece", "SaveTransaction", "Store", "check_tag", "open_store"]
+__all__ = [
+    "Capabilities",
+    "Garbage",
+    "Piece",
+    "SaveTransaction",
+    "Store",
+    "check_processes",
+    "check_tag",
+    "open_store",
+    "process_of",
+]
+
+
+def process_of(path: "str | os.PathLike[str]") -> str:
+    """Which process alone sees what this one stores there, as `check_processes` takes it; "" if others see it, too."""
+    return "" if open_store(path).capabilities.other_processes else f"{socket.gethostname()}:{os.getpid()}"
+
+
+def check_processes(path: "str | os.PathLike[str]", processes: Collection[str]) -> None:
+    """Refuses ranks of which none sees what the others store.
+
+    Args:
+        path: what they want to use.
+        processes: of each rank, from `process_of`.
+
+    Raises:
+        ValueError: the store is the memory of each process alone, and they are several.
+    """
+    if len(set(processes)) > 1:
+        raise ValueError(
+            f"path={os.fspath(path)!r} is the memory of one process, but the {len(processes)} ranks are "
+            f"{len(set(processes))} processes; use a folder that all of them see, or the URL of an object store"
+        )
 
 
 def open_store(path: "str | os.PathLike[str]") -> Store:

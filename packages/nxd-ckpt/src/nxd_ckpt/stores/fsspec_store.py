@@ -2,6 +2,7 @@
 
     <root>/<tag>/manifest.json, <root>/<tag>/data/..., <root>/<tag>/extra/...
     <root>/.pins/<tag>    says that this checkpoint is pinned
+    <root>/.holds/<save_id>   the data files of other checkpoints that a save under way is about to reference
     <root>/LATEST         the tag that was committed last, for people; nothing here reads it
 
 Nothing can be renamed here: files are written under their final keys, and the put of the manifest makes them a
@@ -10,18 +11,20 @@ checkpoint (`FsspecSave`). Of this package, this file alone imports fsspec.
 
 import contextlib
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 
 import fsspec
 
 from nxd_ckpt.errors import CheckpointError
-from nxd_ckpt.manifest import FILE_FOLDERS, MANIFEST_NAME, MAX_MANIFEST_BYTES, decode, is_file_name
+from nxd_ckpt.manifest import FILE_FOLDERS, MANIFEST_NAME, MAX_MANIFEST_BYTES, decode, file_names_in, is_file_name
 from nxd_ckpt.stores.fsspec_objects import os_errors, protocols_of, put_if_unchanged, upload, version_of
+from nxd_ckpt.stores.in_use import by_place, files_in_use, places_of
 from nxd_ckpt.stores.interface import Capabilities, Garbage, Piece
-from nxd_ckpt.stores.tags import is_tag
+from nxd_ckpt.tags import is_tag
 
 _PINS_FOLDER = ".pins"
+_HOLDS_FOLDER = ".holds"
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"}
 
 # fsspec takes some of these for patterns or options, and object stores ask to avoid the others.
@@ -116,11 +119,38 @@ class FsspecStore:
                     piece.destination[:] = memoryview(content)[piece.offset - start : _end(piece) - start]
 
     def delete(self, tag: str) -> None:
-        """See `Store.delete`: the manifest, then the files it spoke of."""
-        files = decode(self.read_manifest(tag), self.where(tag)).files
+        """See `Store.delete`: the manifest, then those files it spoke of that nobody else references."""
+        places = places_of(decode(self.read_manifest(tag), self.where(tag)), tag)
         with os_errors():
             self.fs.rm_file(self.key(tag))
-        self.remove_files(tag, files)
+        self.remove_unused(places)
+
+    def remove_unused(self, places: Mapping[str, str]) -> None:
+        """Removes those files that nobody references.
+
+        Args:
+            places: by file, under which tag it lies.
+        """
+        for place, files in by_place(places.keys() - files_in_use(self, places), places).items():
+            self.remove_files(place, files)
+
+    def held(self) -> set[str]:
+        """See `Store.held`."""
+        found: set[str] = set()
+        for name in self._names(f"{self._root}/{_HOLDS_FOLDER}"):
+            with os_errors(), contextlib.suppress(FileNotFoundError):
+                found |= file_names_in(self.fs.cat_file(f"{self._root}/{_HOLDS_FOLDER}/{name}"))
+        return found
+
+    def set_held(self, save_id: str, files: Collection[str]) -> None:
+        """Notes the data files that a save holds; of no files, removes the note."""
+        key = f"{self._root}/{_HOLDS_FOLDER}/{save_id}"
+        with os_errors():
+            if files:
+                self.fs.pipe_file(key, "\n".join(sorted(files)).encode())
+            else:
+                with contextlib.suppress(FileNotFoundError):
+                    self.fs.rm_file(key)
 
     def begin_save(self, tag: str, save_id: str, *, overwrite: bool) -> "FsspecSave":
         """See `Store.begin_save`."""
@@ -142,13 +172,27 @@ class FsspecStore:
 
     def garbage(self, *, dead_after: float, delete: bool) -> list[Garbage]:
         """See `Store.garbage`: what no manifest speaks of and is older than `dead_after`."""
-        found = []
+        found = self._dead_holds(dead_after=dead_after, delete=delete)
         for tag in self._folders():
             files = self.files(tag)  # before the manifest, which may appear meanwhile
-            dead = [file for file in self._unknown(tag, files) if self._is_older(tag, file, dead_after)]
+            unknown = self._unknown(tag, files)
+            # Twice: a save may take over from a checkpoint that is deleted meanwhile.
+            places = dict.fromkeys(unknown, tag)
+            used = files_in_use(self, places) | files_in_use(self, places)
+            dead = [file for file in unknown if file not in used and self._is_older(tag, file, dead_after)]
             found += [Garbage(self.where(tag, file), files[file]) for file in dead]
             if delete:
                 self.remove_files(tag, dead)
+        return found
+
+    def _dead_holds(self, *, dead_after: float, delete: bool) -> list[Garbage]:
+        found = []
+        for save_id in self._names(f"{self._root}/{_HOLDS_FOLDER}"):
+            with contextlib.suppress(FileNotFoundError):
+                if self._is_older(_HOLDS_FOLDER, save_id, dead_after):
+                    found.append(Garbage(self.where(_HOLDS_FOLDER, save_id), self.file_size(_HOLDS_FOLDER, save_id)))
+                    if delete:
+                        self.set_held(save_id, ())
         return found
 
     def files(self, tag: str) -> dict[str, int]:
@@ -238,6 +282,7 @@ class FsspecSave:
         self._manifest_key = store.key(tag)
         self._seen: str | None = None
         self._owns_files = False
+        self._holds = False
 
     def begin(self) -> None:
         """See `SaveTransaction.begin`."""
@@ -248,6 +293,11 @@ class FsspecSave:
                 f"{self._store.location}/{self._tag} exists; choose another tag or pass overwrite=True"
             )
         self._owns_files = True
+
+    def hold(self, files: Collection[str]) -> None:
+        """See `SaveTransaction.hold`."""
+        self._holds = True
+        self._store.set_held(self._save_id, files)
 
     def write_file(self, file: str, parts: "Iterable[bytes | memoryview]") -> None:
         """See `SaveTransaction.write_file`."""
@@ -275,10 +325,14 @@ class FsspecSave:
             ) from None
         with contextlib.suppress(OSError):  # what stays is only space, or a hint
             self._store.note_latest(self._tag)
-            self._store.remove_files(self._tag, replaced)
+            self._store.remove_unused(replaced)
 
     def end(self) -> None:
         """See `SaveTransaction.end`: removes this save's files if they were not committed."""
+        if self._holds:
+            self._holds = False
+            with contextlib.suppress(OSError):
+                self._store.set_held(self._save_id, ())
         if not self._owns_files:
             return
         self._owns_files = False
@@ -286,10 +340,11 @@ class FsspecSave:
             mine = [file for file in self._store.files(self._tag) if file.split("/")[1].startswith(self._save_id)]
             self._store.remove_files(self._tag, mine)
 
-    def _files_to_replace(self) -> list[str]:
+    def _files_to_replace(self) -> dict[str, str]:
         if self._seen is None:
-            return []
+            return {}
         try:
-            return list(decode(self._store.read_manifest(self._tag), self._store.where(self._tag)).files)
+            replaced = decode(self._store.read_manifest(self._tag), self._store.where(self._tag))
+            return places_of(replaced, self._tag)
         except (CheckpointError, FileNotFoundError):
-            return []  # a damaged checkpoint may be overwritten; `gc` finds its files
+            return {}  # a damaged checkpoint may be overwritten; `gc` finds its files

@@ -5,7 +5,7 @@ knows nothing of what they contain. Names come from a validated manifest or from
 them again, but must not follow links that were put in their place.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -46,8 +46,9 @@ class Garbage:
 class SaveTransaction(Protocol):
     """One save on its way. Every rank has one of the same tag and save id; the one that commits is the leader.
 
-    Order of calls: `begin` (leader), then `write_file` on any rank and from any process, then `file_size` and `commit`
-    (leader), and `end` on every rank in any case. It can be pickled before `begin`, to write from another process.
+    Order of calls: `begin` and perhaps `hold` (leader), then `write_file` on any rank and from any process, then
+    `file_size` and `commit` (leader), and `end` on every rank in any case. It can be pickled before `begin`, to write
+    from another process.
     """
 
     def begin(self) -> None:
@@ -55,6 +56,13 @@ class SaveTransaction(Protocol):
 
         Raises:
             CheckpointError: the tag is taken, or another save is at work.
+        """
+
+    def hold(self, files: Collection[str]) -> None:
+        """Keeps data files of other checkpoints from being removed, until `end`; see `in_use.py`.
+
+        Raises:
+            OSError: that cannot be noted.
         """
 
     def write_file(self, file: str, parts: "Iterable[bytes | memoryview]") -> None:
@@ -123,10 +131,19 @@ class Store(Protocol):
         """
 
     def delete(self, tag: str) -> None:
-        """Takes a checkpoint away: as a whole at once, manifest first; its space is free when this returns."""
+        """Takes a checkpoint away: as a whole at once, manifest first; its space is free when this returns.
+
+        Its data files that others reference stay, and those that it alone referenced go.
+
+        Raises:
+            CheckpointError: its manifest is damaged.
+        """
 
     def begin_save(self, tag: str, save_id: str, *, overwrite: bool) -> SaveTransaction:
         """A transaction for one save; nothing is changed before its `begin`."""
+
+    def held(self) -> set[str]:
+        """The data files that saves under way hold; also those of dead saves, until they are cleared."""
 
     def pinned(self) -> set[str]:
         """The tags that are pinned; a tag can be so without a checkpoint."""

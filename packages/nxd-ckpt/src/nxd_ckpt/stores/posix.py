@@ -2,6 +2,8 @@
 
     <root>/<tag>/manifest.json, <root>/<tag>/data/...   a checkpoint
     <root>/.staging/lock, <root>/.staging/<save_id>/    a save that is not committed yet
+    <root>/.staging/<save_id>.holds                     the data of other checkpoints that it is about to reference
+    <root>/<tag>/retired.json, <root>/<tag>/data/...    a deleted checkpoint, of whose data others reference some
     <root>/.trash/                                      a checkpoint on its way out
     <root>/.pins/<tag>                                  says that this tag is pinned
     <root>/LATEST                                       the tag committed last, for people; nothing here reads it
@@ -15,7 +17,7 @@ import contextlib
 import os
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.files import (
@@ -29,15 +31,25 @@ from nxd_ckpt.files import (
     unlock,
     write_fully,
 )
-from nxd_ckpt.manifest import FILE_FOLDERS, MANIFEST_NAME, MAX_MANIFEST_BYTES, decode, is_file_name
+from nxd_ckpt.manifest import (
+    FILE_FOLDERS,
+    MANIFEST_NAME,
+    MAX_MANIFEST_BYTES,
+    decode,
+    file_names_in,
+    is_file_name,
+)
+from nxd_ckpt.stores.in_use import by_place, files_in_manifests, files_in_use, places_of
 from nxd_ckpt.stores.interface import Capabilities, Garbage, Piece
-from nxd_ckpt.stores.tags import is_tag
+from nxd_ckpt.tags import is_tag
 
 _STAGING_FOLDER = ".staging"
 _TRASH_FOLDER = ".trash"
 _LOCK_NAME = "lock"
 _PINS_FOLDER = ".pins"
 _LATEST_NAME = "LATEST"
+_RETIRED_NAME = "retired.json"
+_HOLDS_SUFFIX = ".holds"
 
 
 class PosixStore:
@@ -85,14 +97,40 @@ class PosixStore:
             read_vectored(fd, [(piece.offset, piece.destination) for piece in pieces])
 
     def delete(self, tag: str) -> None:
-        """See `Store.delete`: one rename out of sight, then its space is freed."""
-        doomed = _move_to_trash(self.location, os.path.join(self.location, tag))
-        sync_folder(self.location)
-        remove(doomed)
+        """See `Store.delete`: the manifest is renamed, then what nobody else references is removed."""
+        places = places_of(decode(self.read_manifest(tag), self.where(tag)), tag)
+        places |= dict.fromkeys(_data_files(os.path.join(self.location, tag)), tag)
+        os.rename(self.where(tag), self.where(tag, _RETIRED_NAME))
+        sync_folder(os.path.join(self.location, tag))
+        used = files_in_use(self, places)
+        doomed = by_place(places.keys() - used, places)
+        for place in {tag, *doomed}:
+            self._remove_files(place, doomed.get(place, []))
+
+    def _remove_files(self, tag: str, files: Collection[str]) -> None:
+        """Removes data files under a tag: of a deleted checkpoint by one rename, once it is the last of them."""
+        folder = os.path.join(self.location, tag)
+        if _is_retired(folder) and _data_files(folder) <= set(files):
+            with contextlib.suppress(FileNotFoundError):  # another process was faster
+                trash = _move_to_trash(self.location, folder)
+                sync_folder(self.location)
+                remove(trash)
+        else:
+            for file in files:
+                remove(self.where(tag, file))
+
+    def held(self) -> set[str]:
+        """See `Store.held`."""
+        found: set[str] = set()
+        for path in _in_folder(self.location, _STAGING_FOLDER):
+            if path.endswith(_HOLDS_SUFFIX):
+                with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
+                    found |= file_names_in(file.read())
+        return found
 
     def begin_save(self, tag: str, save_id: str, *, overwrite: bool) -> "PosixSave":
         """See `Store.begin_save`."""
-        return PosixSave(self.location, tag, save_id, overwrite=overwrite)
+        return PosixSave(self, tag, save_id, overwrite=overwrite)
 
     def pinned(self) -> set[str]:
         """See `Store.pinned`."""
@@ -110,11 +148,13 @@ class PosixStore:
 class PosixSave:
     """A `SaveTransaction` that stages in a folder beside the checkpoints and commits by one rename."""
 
-    def __init__(self, root: str, tag: str, save_id: str, *, overwrite: bool) -> None:
-        self._root = root
+    def __init__(self, store: PosixStore, tag: str, save_id: str, *, overwrite: bool) -> None:
+        self._store = store
+        self._root = root = store.location
         self._target = os.path.join(root, tag)
         self._staging = os.path.join(root, _STAGING_FOLDER)
         self._staged = os.path.join(self._staging, save_id)
+        self._holds = f"{self._staged}{_HOLDS_SUFFIX}"
         self._overwrite = overwrite
         self._begun = False
         self._lock: int | None = None
@@ -128,6 +168,14 @@ class PosixSave:
             _clear(self._staging, keep=_LOCK_NAME)
             _clear(os.path.join(self._root, _TRASH_FOLDER))
         os.makedirs(os.path.join(self._staged, "data"))
+
+    def hold(self, files: Collection[str]) -> None:
+        """See `SaveTransaction.hold`. It need not outlive a crash, so no fsync."""
+        fd = os.open(self._holds, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            write_fully(fd, "\n".join(sorted(files)).encode())
+        finally:
+            os.close(fd)
 
     def write_file(self, file: str, parts: "Iterable[bytes | memoryview]") -> None:
         """See `SaveTransaction.write_file`: into the staging folder."""
@@ -154,6 +202,7 @@ class PosixSave:
         self._check_target()
         if os.path.lexists(self._target):
             _replace(self._staged, self._target)
+            self._remove_what_was_replaced(manifest)
         else:
             _publish(self._staged, self._target)
         _note_latest(self._root, os.path.basename(self._target))
@@ -163,6 +212,8 @@ class PosixSave:
         try:
             if self._begun:
                 remove(self._staged)
+                if os.path.lexists(self._holds):
+                    remove(self._holds)
         finally:
             if self._lock is not None:
                 unlock(self._lock)
@@ -171,10 +222,21 @@ class PosixSave:
     def _check_target(self) -> None:
         if not os.path.lexists(self._target):
             return
+        if _is_retired(self._target):
+            return
         if not os.path.isfile(os.path.join(self._target, MANIFEST_NAME)):
             raise CheckpointError(f"{self._target} exists and is not a checkpoint; move it or choose another tag")
         if not self._overwrite:
             raise CheckpointError(f"{self._target} exists; choose another tag or pass overwrite=True")
+
+    def _remove_what_was_replaced(self, manifest: bytes) -> None:
+        """All files in the folder that neither the new manifest speaks of nor another checkpoint's."""
+        replaced = _data_files(self._target) - file_names_in(manifest)
+        places = dict.fromkeys(replaced, os.path.basename(self._target))
+        for file in replaced - files_in_use(self._store, places):
+            remove(os.path.join(self._target, file))
+        if os.path.lexists(retired := os.path.join(self._target, _RETIRED_NAME)):
+            remove(retired)
 
 
 def _may_exist(path: str) -> bool:
@@ -205,21 +267,27 @@ def _publish(staged: str, target: str) -> None:
 
 def _replace(staged: str, target: str) -> None:
     """Turns the checkpoint in `target` into the staged one; the rename of the manifest is the commit."""
-    new_files: set[str] = set()
     for folder in _file_folders(staged):
         target_folder = os.path.join(target, os.path.basename(folder))
         make_folders(target_folder)
         for name in os.listdir(folder):
             os.rename(os.path.join(folder, name), os.path.join(target_folder, name))
-            new_files.add(os.path.join(target_folder, name))
         sync_folder(target_folder)
     os.replace(os.path.join(staged, MANIFEST_NAME), os.path.join(target, MANIFEST_NAME))
     sync_folder(target)
-    for folder in _file_folders(target):
-        for name in os.listdir(folder):
-            path = os.path.join(folder, name)
-            if path not in new_files and is_file_name(f"{os.path.basename(folder)}/{name}"):
-                remove(path)
+
+
+def _data_files(checkpoint: str) -> set[str]:
+    """The files below a checkpoint's folder that this package could have written, by relative path."""
+    folders = _file_folders(checkpoint)
+    files = {f"{os.path.basename(folder)}/{name}" for folder in folders for name in os.listdir(folder)}
+    return {file for file in files if is_file_name(file)}
+
+
+def _is_retired(checkpoint: str) -> bool:
+    """Whether this is what others reference of a checkpoint that was deleted."""
+    there = {name: os.path.isfile(os.path.join(checkpoint, name)) for name in (_RETIRED_NAME, MANIFEST_NAME)}
+    return there[_RETIRED_NAME] and not there[MANIFEST_NAME]
 
 
 def _clear(folder: str, keep: str = "") -> None:
@@ -289,7 +357,7 @@ def _garbage(store: PosixStore, *, dead_after: float, delete: bool) -> list[Garb
     held = _take_lock(root)
     try:
         paths = [*_in_folder(root, _STAGING_FOLDER), *_in_folder(root, _TRASH_FOLDER)]
-        paths += [path for tag in store.tags() for path in _unknown_files(store, tag)]
+        paths += _orphans(store, nothing_at_work=held is not None)
         if held is None:  # a save may be at work
             paths = [path for path in paths if time.time() - _last_change(path) >= dead_after]
         found = [Garbage(path, sum(os.lstat(file).st_size for file in _files_in(path))) for path in paths]
@@ -319,15 +387,40 @@ def _in_folder(root: str, name: str) -> list[str]:
     return [os.path.join(folder, name) for name in names if name != _LOCK_NAME]
 
 
+def _orphans(store: PosixStore, *, nothing_at_work: bool) -> list[str]:
+    """Files that no checkpoint needs: left by overwriting saves and deletions that died. A deleted checkpoint of which
+    nothing is needed is one path.
+    """
+    retired = [tag for tag in _folders(store) if _is_retired(os.path.join(store.location, tag))]
+    unknown = {tag: _unknown_files(store, tag) for tag in (*store.tags(), *retired)}
+    places = {file: tag for tag, of_tag in unknown.items() for file in of_tag}
+    if nothing_at_work:  # what dead saves held is free
+        used = files_in_manifests(store, places)
+    else:  # twice: a save may take over from a checkpoint that is deleted meanwhile
+        used = files_in_use(store, places) | files_in_use(store, places)
+    found = []
+    for tag, of_tag in unknown.items():
+        if tag in retired and not used.intersection(of_tag):
+            found.append(os.path.join(store.location, tag))
+        else:
+            found += [store.where(tag, file) for file in of_tag if file not in used]
+    return found
+
+
+def _folders(store: PosixStore) -> list[str]:
+    return [name for name in sorted(os.listdir(store.location)) if is_tag(name)]
+
+
 def _unknown_files(store: PosixStore, tag: str) -> list[str]:
-    """Files that an overwriting save has left when it died; none where the manifest is damaged."""
+    """Files of which the manifest, if there is one, does not speak; none where it is damaged."""
+    known: Collection[str] = ()
     try:
         known = decode(store.read_manifest(tag), store.where(tag)).files
+    except FileNotFoundError:
+        pass
     except CheckpointError:
         return []
-    folders = [folder for folder in FILE_FOLDERS if os.path.isdir(store.where(tag, folder))]
-    files = [f"{folder}/{name}" for folder in folders for name in sorted(os.listdir(store.where(tag, folder)))]
-    return [store.where(tag, file) for file in files if is_file_name(file) and file not in known]
+    return sorted(_data_files(os.path.join(store.location, tag)) - set(known))
 
 
 def _files_in(path: str) -> Iterator[str]:

@@ -164,6 +164,7 @@ def write_checkpoint(
     *,
     finish: Callable[[], None],
     in_background: bool,
+    incremental: bool = False,
     check_replicas: bool = False,
 ) -> None:
     """Write a checkpoint, replacing one of the same tag, once the one before is complete. Called by all ranks.
@@ -175,6 +176,7 @@ def write_checkpoint(
         finish: called by rank 0 when it is complete: in the background by the next save, load or
             `finalize_checkpoint`.
         in_background: return when the tensors are copied.
+        incremental: reference what the checkpoint before holds already.
         check_replicas: compare the copies of what several ranks hold, bit by bit.
 
     Raises:
@@ -216,6 +218,7 @@ def write_checkpoint(
             "mesh": asdict(get_mesh()) if model_parallel_is_initialized() else None,
             "step": contents.step,
             "overwrite": True,
+            "incremental": incremental,
             "check_replicas": check_replicas,
         }
         if in_background:

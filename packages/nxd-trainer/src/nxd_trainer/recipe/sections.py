@@ -279,6 +279,9 @@ class CheckpointSection:
     folder: Path | None = option(None, "where checkpoints lie; unset: checkpoints/ in the output folder")
     save_every: int = option(100, "steps between two checkpoints; 0: only at the end", at_least=0)
     background: bool = option(False, "write checkpoints while training goes on, from a copy in memory")
+    incremental: bool = option(
+        False, "reference what the checkpoint before holds already, such as frozen weights, instead of writing it again"
+    )
     keep: int = option(3, "newest checkpoints kept; 0: all", at_least=0)
     keep_every: int = option(0, "checkpoints of steps that this divides are kept as well; 0: none", at_least=0)
     keep_best: int = option(0, "checkpoints with the lowest held-out loss kept as well; 0: none", at_least=0)

@@ -86,6 +86,7 @@ class RunSaver:
             contents,
             finish=self._drop_old_ones,
             in_background=options.background,
+            incremental=options.incremental,
             check_replicas=options.check_replicas_every > 0 and self._num_saves % options.check_replicas_every == 0,
         )
         self._num_saves += 1
