@@ -160,7 +160,10 @@ def test_each_rank_gets_back_what_it_saved_of_its_own(tmp_path):
     [
         ({"a": {"b": object()}}, "a.b is a object, which JSON cannot hold"),
         ({"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}, "two tensors of the state are named 'a.b'"),
-        ({"optimizer": torch.optim.AdamW(model_of(0).parameters())}, "'optimizer' has a parameter .* belongs to no module of the state"),
+        (
+            {"optimizer": torch.optim.AdamW(model_of(0).parameters())},
+            "'optimizer' has a parameter .* belongs to no module of the state",
+        ),
         ({("a", 1): torch.ones(1)}, r"the state has the key \('a', 1\); keys are strings or whole numbers"),
         ({"a": PerRank(torch.zeros(2**19))}, "'a' is a tensor of 2097152 bytes; PerRank takes plain ones"),
         ({"a": torch.ones(1), "b": PerRank({1, 2})}, "b is a set, which JSON cannot hold"),

@@ -3,7 +3,9 @@ which modules it takes.
 """
 
 import copy
+import gc
 import pickle
+import weakref
 
 import nxd_state
 import pytest
@@ -14,6 +16,7 @@ from nxd_layers.activation_checkpoint import (
     matmul_outputs,
     remove_activation_checkpointing,
 )
+from nxd_state.testing import run_on_neuron
 from torch import nn
 from torch.nn import functional as F
 
@@ -306,3 +309,29 @@ def test_a_function_chooses_modules_one_by_one():
         ValueError, match=r"accepts no module of Model; it is called with each one, of the classes Block"
     ):
         apply_activation_checkpointing(model, lambda module: False)
+
+
+def inputs_that_live_on_the_device(offload):
+    """Of three layers on the stand-in for `neuron`, between forward and backward; and the gradients."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)), nn.Linear(4, 1))
+    model.to(nxd_state.get_device())
+    seen = []
+    for layer in model[1:3]:
+        layer.register_forward_pre_hook(lambda _, args: seen.append(weakref.ref(args[0].untyped_storage())))
+    apply_activation_checkpointing(model, lambda module: module in list(model[:3]), offload=offload)
+    hidden = torch.ones(2, 4, device=nxd_state.get_device(), requires_grad=True)
+    output = model(hidden).sum()
+    gc.collect()
+    alive = sum(it() is not None for it in seen)
+    output.backward()
+    return alive, [parameter.grad.cpu() for parameter in model.parameters()]
+
+
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="the stand-in needs torch 2.13")
+def test_inputs_kept_on_the_host_take_no_memory_of_the_device():
+    ((kept, expected),) = run_on_neuron(inputs_that_live_on_the_device, 1, False)
+    ((offloaded, found),) = run_on_neuron(inputs_that_live_on_the_device, 1, True)
+
+    assert (kept, offloaded) == (2, 0)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))

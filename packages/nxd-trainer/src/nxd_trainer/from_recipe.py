@@ -287,6 +287,7 @@ def nxd_config(recipe: Recipe, model: RecipeModel) -> dict[str, Any]:
         "activation_checkpoint_config": {"none": None, "full": "full", "selective": "selective"}.get(
             checkpointing, checkpointing.split(",")
         ),
+        "activation_offload": parallel.activation_offload,
         "pad_model": parallel.pad_heads,
         "lora_config": _lora_config(recipe),
         "model_init_config": {"param_init_fn": model.param_init_fn},

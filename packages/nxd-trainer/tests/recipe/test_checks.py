@@ -160,6 +160,14 @@ from nxd_trainer.recipe.sections import ScheduleName
             ["dpo.beta=0.1", "data.path=rows.jsonl", "model.path=folder", "parallel.context_parallel_size=2"],
             "parallel.context_parallel_size is not for dpo.beta, whose loss needs whole answers; set it to 1",
         ),
+        (
+            ["parallel.activation_offload=true"],
+            "parallel.activation_offload is for what parallel.activation_checkpointing keeps; set it to full",
+        ),
+        (
+            ["parallel.activation_offload=true", "parallel.activation_checkpointing=full", "train.compile=true"],
+            "parallel.activation_offload is not for compiled models; set train.compile=false",
+        ),
         (["moe.z_loss_coef=0.1"], "moe.z_loss_coef=0.1 is for models with experts; our Llama has none"),
         (
             ["moe.aux_loss_coef=0.1", "model.type=mixtral", "train.compile=true"],

@@ -39,6 +39,7 @@ def apply_activation_checkpointing(
     *,
     transformer_layer_cls: ModuleClass | Sequence[ModuleClass] | None = None,
     keep: Keep | None = None,
+    offload: bool = False,
 ) -> list[str]:
     """Make parts of a model recompute their activations in backward instead of keeping them.
 
@@ -54,6 +55,10 @@ def apply_activation_checkpointing(
             (Hugging Face's models have it), else the elements of its `nn.ModuleList`s of one class.
         keep: which operations' outputs to keep inside these modules, as `matmul_outputs` does, so that they are not
             computed again. None keeps nothing.
+        offload: keep the inputs of these modules in the host's memory until backward needs
+            them (Ren et al. 2021, "ZeRO-Offload"): memory of the device then does not grow with the number of layers,
+            but each forward and backward copies them. Without effect where the host computes; refused on XLA and
+            under torch.compile.
 
     Returns:
         Names of the modules that are checkpointed now.
@@ -67,7 +72,7 @@ def apply_activation_checkpointing(
     remove_activation_checkpointing(model)
     for module in chosen.values():
         # An attribute of the instance hides the method of its class, and `del` brings that back.
-        module.forward = CheckpointedForward(module.forward, keep)
+        module.forward = CheckpointedForward(module.forward, keep, offload=offload)
     return list(chosen)
 
 

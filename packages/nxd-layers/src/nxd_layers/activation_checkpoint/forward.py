@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from nxd_state import device_type, get_rng_state, records_graphs, set_rng_state
+from nxd_state import device_type, get_rng_state, has_streams, is_host, records_graphs, set_rng_state
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -46,16 +46,20 @@ class CheckpointedForward:
     Args:
         forward: the module's own.
         keep: which operations' outputs are kept all the same.
+        offload: inputs are kept in the host's memory.
     """
 
-    def __init__(self, forward: Callable[..., Any], keep: Keep | None) -> None:
+    def __init__(self, forward: Callable[..., Any], keep: Keep | None, *, offload: bool = False) -> None:
         self.forward = forward
         self.keep = keep
+        self.offload = offload
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's output."""
         if not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
+        if self.offload and (torch.compiler.is_compiling() or records_graphs()):
+            raise NotImplementedError("inputs are not kept in the host's memory by a compiled graph; use offload=False")
         forward = partial(self.forward, **kwargs)  # bound here, since `checkpoint` has keywords of its own
         if torch.compiler.is_compiling():  # the compiler replays random numbers itself, and takes no other contexts
             if self.keep is None:
@@ -63,7 +67,15 @@ class CheckpointedForward:
             return checkpoint(forward, *args, use_reentrant=False, context_fn=partial(_selection, self.keep))
         if any(isinstance(arg, Tensor) and records_graphs(arg) for arg in args):
             forward, args = partial(forward, *args), ()  # torch would look for a module torch.xla, which does not exist
-        return checkpoint(forward, *args, use_reentrant=False, context_fn=partial(_contexts, self.keep))
+        with _inputs_on_host() if self.offload else nullcontext():
+            return checkpoint(forward, *args, use_reentrant=False, context_fn=partial(_contexts, self.keep))
+
+
+def _inputs_on_host() -> Context:
+    """What torch's checkpoint saves of its inputs; in pinned memory where copies from it run beside the computation."""
+    if is_host():
+        return nullcontext()
+    return torch.autograd.graph.save_on_cpu(pin_memory=has_streams(), device_type=device_type())
 
 
 def _contexts(keep: Keep | None) -> tuple[Context, Context]:

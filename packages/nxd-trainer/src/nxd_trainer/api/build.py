@@ -93,7 +93,12 @@ def initialize_parallel_model(
         _pad_heads(model, padding)
     if adapters is not None:
         adapt_model(model, adapters)
-    _checkpoint_activations(model, to_recompute, keeps_products=config["activation_checkpoint_config"] == "selective")
+    _checkpoint_activations(
+        model,
+        to_recompute,
+        keeps_products=config["activation_checkpoint_config"] == "selective",
+        offload=config["activation_offload"],
+    )
     return model
 
 
@@ -190,11 +195,13 @@ def _checkpointed_classes(module: nn.Module, config: Mapping[str, Any]) -> tuple
     return tuple({type(part): None for part in found.values()})
 
 
-def _checkpoint_activations(model: NxDModel, classes: tuple[type[nn.Module], ...], *, keeps_products: bool) -> None:
+def _checkpoint_activations(
+    model: NxDModel, classes: tuple[type[nn.Module], ...], *, keeps_products: bool, offload: bool
+) -> None:
     here = {type(module) for module in model.modules()}
     present = [cls for cls in classes if cls in here]
     if present:
-        apply_activation_checkpointing(model, present, keep=matmul_outputs if keeps_products else None)
+        apply_activation_checkpointing(model, present, keep=matmul_outputs if keeps_products else None, offload=offload)
 
 
 def _split_if_plain(module: nn.Module, config: Mapping[str, Any]) -> nn.Module:

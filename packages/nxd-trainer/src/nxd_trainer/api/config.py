@@ -44,6 +44,7 @@ def neuronx_distributed_config(
     lora_config: LoraConfig | None = None,
     mixed_precision_config: Mapping[str, bool] | None = None,
     *,
+    activation_offload: bool = False,
     context_parallel_size: int = 1,
     expert_parallel_size: int = 1,
     expert_tensor_parallel_size: int | None = None,
@@ -76,6 +77,7 @@ def neuronx_distributed_config(
         lora_config: adapters to train instead of the model.
         mixed_precision_config: `use_master_weights` and `use_fp32_grad_acc` (both as `zero_one_enabled`), and
             `use_master_weights_in_ckpt` (False).
+        activation_offload: what modules that are recomputed keep, their inputs, lies in the host's memory meanwhile.
         context_parallel_size: ranks that split each sequence.
         expert_parallel_size: ranks that split the experts of a layer, of models of transformers with an expert-parallel
             plan.
@@ -105,6 +107,7 @@ def neuronx_distributed_config(
             "pipeline_config": pipeline_config,
             "optimizer_config": optimizer_config,
             "activation_checkpoint_config": activation_checkpoint_config,
+            "activation_offload": activation_offload,
             "pad_model": pad_model,
             "sequence_parallel": sequence_parallel,
             "model_init_config": model_init_config,
@@ -232,6 +235,8 @@ def _mistakes_in_values(config: Mapping[str, Any]) -> list[str]:
     if lora is not None and not isinstance(lora, LoraConfig):
         mistakes.append(f"lora_config={lora!r} must be a LoraConfig of neuronx_distributed.modules.lora, or None")
     mistakes += _mistakes_in_checkpointing(config["activation_checkpoint_config"])
+    if config["activation_offload"] and config["activation_checkpoint_config"] is None:
+        mistakes.append("activation_offload=True is for what activation_checkpoint_config keeps; set that to 'full'")
     tp, etp = config["tensor_parallel_size"], config["expert_tensor_parallel_size"]
     if etp is not None and (type(etp) is not int or etp not in (1, tp)):
         mistakes.append(

@@ -51,6 +51,12 @@ def consistency_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]
     if nearest and recipe.parallel.activation_checkpointing not in nearest:
         name = "parallel.activation_checkpointing"
         yield (name,), f"{name}={recipe.parallel.activation_checkpointing} is not known; did you mean {nearest[0]}?"
+    if recipe.parallel.activation_offload and recipe.parallel.activation_checkpointing == "none":
+        names = ("parallel.activation_offload", "parallel.activation_checkpointing")
+        yield names, f"{names[0]} is for what {names[1]} keeps; set it to full"
+    if recipe.parallel.activation_offload and recipe.train.compile:
+        names = ("parallel.activation_offload", "train.compile")
+        yield names, f"{names[0]} is not for compiled models; set train.compile=false"
     if recipe.parallel.pipeline_parallel_size > 1:
         yield from _pipeline_mistakes(recipe)
     yield from _row_mistakes(recipe)

@@ -95,6 +95,9 @@ class ParallelSection:
         "none",
         "computed again in backward: none, full (decoder layers), selective (but for matrix products), or classes",
     )
+    activation_offload: bool = option(
+        False, "keep what activation_checkpointing keeps in the host's memory until backward"
+    )
     timeout: float | None = option(
         None, "seconds that ranks wait for one another; unset: NXD_TIMEOUT, else 1800", above=0
     )
