@@ -245,6 +245,38 @@ def test_packed_documents_over_context_parallel_ranks_equal_one_process(run_rank
     run_ranks(compare_packed_documents, 2)
 
 
+def read_a_prompt():
+    tokens = torch.randint(0, 32, (2, 523), generator=torch.Generator().manual_seed(1))
+    documents = (torch.arange(523) >= 200).long().expand(2, -1)
+    for given in (None, documents):
+        initialize_model_parallel()
+        expected, _ = write_after_a_prompt(tokens, given)
+        destroy_model_parallel()
+        initialize_model_parallel(context_parallel_size=2)
+        found, lengths = write_after_a_prompt(tokens, given)
+        torch.testing.assert_close(found, expected)
+        assert lengths == [260, 1, 1, 1]
+        destroy_model_parallel()
+
+
+def write_after_a_prompt(tokens, documents):
+    """Logits of a prompt of 520 tokens, and of three more after it, one at a time; how many this rank computed."""
+    model, cache, lengths = make_model(max_position_embeddings=1024), KeyValueCache(), []
+    model.model.embed_tokens.register_forward_hook(lambda *given: lengths.append(len(given[2])))
+    of_tokens = [(0, 520), (520, 521), (521, 522), (522, 523)]
+    documents_up_to = (None if documents is None else documents[:, :stop] for _, stop in of_tokens)
+    with torch.no_grad():
+        parts = [
+            model(tokens[:, first:stop], cache=cache, document_ids=ids)
+            for (first, stop), ids in zip(of_tokens, documents_up_to, strict=True)
+        ]
+    return torch.cat(parts, dim=1), lengths
+
+
+def test_prompt_that_context_parallel_ranks_read_together_is_decoded_alike(run_ranks):
+    run_ranks(read_a_prompt, 2)
+
+
 def test_cache_with_sequence_parallel_is_refused():
     model = LlamaForCausalLM(LlamaConfig(**SIZES), sequence_parallel=True)
 

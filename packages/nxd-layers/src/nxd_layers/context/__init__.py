@@ -2,7 +2,7 @@
 
 from nxd_layers.context.attention import Transport, cheapest_transport, context_parallel_attention
 from nxd_layers.context.balance import balanced_cut
-from nxd_layers.context.batch import causal_plan, own_part, own_positions
+from nxd_layers.context.batch import causal_plan, own_part, own_positions, whole_sequence
 from nxd_layers.context.cut import Order, SequenceCut
 from nxd_layers.context.loss import sum_over_contexts
 from nxd_layers.context.mask import IntervalMask, MaskRule, interval_mask
@@ -24,4 +24,5 @@ __all__ = [
     "own_part",
     "own_positions",
     "sum_over_contexts",
+    "whole_sequence",
 ]

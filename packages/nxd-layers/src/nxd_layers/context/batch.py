@@ -1,6 +1,6 @@
 """This rank's part of a batch, for models that cut their sequences themselves; each function is one call in a trace."""
 
-from nxd_state import active_group
+from nxd_state import active_group, all_gather
 from torch import Tensor
 
 from nxd_layers.context.balance import balanced_cut
@@ -27,6 +27,19 @@ def own_part(whole: Tensor, multiple: int = 1, fill: int = 0, document_ids: Tens
 def own_positions(whole: Tensor, multiple: int = 1, document_ids: Tensor | None = None) -> Tensor:
     """Where the tokens of this rank stand in the sequence, for `[batch, seq, ...]`: `[local]`, int64."""
     return _cut_of(whole, multiple, document_ids).positions_of(active_group("cp").rank).to(whole.device)
+
+
+def whole_sequence(part: Tensor, cut: SequenceCut, *, dim: int = 1) -> Tensor:
+    """What all context-parallel ranks have, in order and without filling: `[..., local, ...]` to `[..., length, ...]`.
+
+    No gradients go back. By all ranks of the group.
+
+    Args:
+        part: of this rank.
+        cut: of the sequence.
+        dim: of the sequence.
+    """
+    return cut.whole_of(all_gather(part.contiguous(), active_group("cp"), dim=dim), dim=dim)
 
 
 @leaf_of_traces

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from nxd_state import active_group, all_gather, broadcast
+from nxd_state import active_group, broadcast
 from torch import Tensor
 
-from nxd_layers.context import SequenceCut
+from nxd_layers.context import SequenceCut, whole_sequence
 from nxd_layers.hf.transformers_models import empty_cache
 
 _SHORTEST_PROMPT = 512  # positions; shorter ones are read sooner than they are cut
@@ -73,9 +73,6 @@ class Prefill:
         output.logits = broadcast(output.logits.contiguous(), group, source=last)
         for number, layer in enumerate(self.local.layers):
             if layer.is_initialized:
-                self.cache.update(self._whole(layer.keys), self._whole(layer.values), number)
+                keys, values = (whole_sequence(it, self.cut, dim=_KEYS_DIM) for it in (layer.keys, layer.values))
+                self.cache.update(keys, values, number)
         output.past_key_values = self.cache
-
-    def _whole(self, local: Tensor) -> Tensor:
-        gathered = all_gather(local.contiguous(), active_group("cp"), dim=_KEYS_DIM)
-        return self.cut.whole_of(gathered, dim=_KEYS_DIM)

@@ -29,7 +29,14 @@ from nxd_layers import (
     parallel_cross_entropy,
 )
 from nxd_layers.attention import CoreAttention, attention_mask
-from nxd_layers.context import AttentionPlan, causal_plan, own_part, own_positions, sum_over_contexts
+from nxd_layers.context import (
+    AttentionPlan,
+    causal_plan,
+    own_part,
+    own_positions,
+    sum_over_contexts,
+    whole_sequence,
+)
 from nxd_layers.hf.transformers_models import rope_frequencies
 from nxd_layers.key_value_heads import kv_size_multiplier_for
 from nxd_layers.qkv_linear import GQAQKVColumnParallelLinear
@@ -38,6 +45,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 IGNORED_LABEL = -100
+SHORTEST_PROMPT = 512  # tokens that context-parallel ranks read together; of fewer each reads all
 
 # A trace, which cuts the model into pipeline stages, takes this as it is and does not look into it.
 fx.wrap("rotary_tables")
@@ -289,9 +297,11 @@ class LlamaAttention(nn.Module):
         """`[S, B, H]` to `[S, B, H]`."""
         q_bnsd, k_bksd, v_bksd = (self._split_heads(p) for p in self._project(hidden_sbh))
         q_bnsd, k_bksd = rotate(q_bnsd, *rotary), rotate(k_bksd, *rotary)
-        if cache is not None:
+        if cache is not None and not isinstance(mask, AttentionPlan):
             k_bksd, v_bksd = cache.extend(self.layer, k_bksd, v_bksd)
         mixed_bnsd = self.core(q_bnsd, k_bksd, v_bksd, mask)
+        if cache is not None and isinstance(mask, AttentionPlan):  # a prompt, which is decoded by all ranks alike
+            cache.extend(self.layer, *(whole_sequence(it, mask.cut, dim=2) for it in (k_bksd, v_bksd)))
         output: Tensor = self.o_proj(mixed_bnsd.permute(2, 0, 1, 3).flatten(2))
         return output
 
@@ -366,12 +376,16 @@ class LlamaModel(nn.Module):
         document_ids_bs: Tensor | None = None,
         padding_mask_bs: Tensor | None = None,
     ) -> Tensor:
-        """Token ids `[B, S]` to hidden states `[S, B, H]`; with context parallelism those of this rank's positions."""
+        """Token ids `[B, S]` to hidden states `[S, B, H]`; with context parallelism those of this rank's positions.
+
+        With a cache they are those of all positions: only long prompts are cut then, while they are read.
+        """
         length = input_ids_bs.shape[1]
         start = 0 if cache is None else cache.length
         positions = torch.arange(start, start + length, device=input_ids_bs.device)
         mask: Tensor | AttentionPlan | None = None  # made once for all layers
-        if cache is None and active_group("cp").size > 1:
+        is_prompt = cache is not None and start == 0 and length >= SHORTEST_PROMPT
+        if (cache is None or is_prompt) and active_group("cp").size > 1:
             mask = causal_plan(input_ids_bs, document_ids_bs, padding_mask_bs, self.multiple)
             positions = own_positions(input_ids_bs, self.multiple, document_ids_bs)
             input_ids_bs = own_part(input_ids_bs, self.multiple, 0, document_ids_bs)
@@ -382,6 +396,8 @@ class LlamaModel(nn.Module):
         for layer in self.layers:
             hidden_sbh = layer(hidden_sbh, rotary, cache, mask)
         output: Tensor = self.norm(hidden_sbh)
+        if is_prompt and isinstance(mask, AttentionPlan):
+            return whole_sequence(output, mask.cut, dim=0)
         return output
 
 
