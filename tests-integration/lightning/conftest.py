@@ -28,6 +28,7 @@ class Layout:
     world: int = 1
     tp: int = 1
     pp: int = 1
+    cp: int = 1
     zero1: bool = False
     microbatches: int = 2  # of a pipeline
     grad_accum_steps: int = 1
@@ -45,6 +46,7 @@ class Layout:
         return {
             "tensor_parallel_size": self.tp,
             "pipeline_parallel_size": self.pp,
+            "context_parallel_size": self.cp,
             "pipeline_config": pipeline if self.pp > 1 else None,
             "optimizer_config": {"zero_one_enabled": self.zero1},
         }

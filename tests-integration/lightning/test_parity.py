@@ -7,6 +7,7 @@ RTOL = 1e-10
 LAYOUTS = {
     "tp2": {"world": 2, "tp": 2},
     "tp2-pp2": {"world": 4, "tp": 2, "pp": 2},
+    "cp2": {"world": 2, "cp": 2},
     "dp2-zero1": {"world": 2, "zero1": True},
 }
 
