@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from nxd_pipeline import Costs, StageCost, make_schedule, simulate
 from nxd_trainer.models import LlamaConfig, LlamaForCausalLM
 from nxd_trainer.plan import Degrees, Job, OwnLlama, find_device, make_plan, step_time
+from nxd_trainer.plan.layout import Layout
 from nxd_trainer.plan.render import describe_misfit, plan_as_json
 
 CONFIG = LlamaConfig(
@@ -43,6 +45,31 @@ def only(plan):
 @pytest.fixture(scope="module")
 def plan_of_four():
     return make_plan(job(), top=10_000)
+
+
+def test_cut_sequences_halve_activations_and_send_keys_and_values_with_their_gradients():
+    whole, cut = (
+        only(make_plan(job(contexts, batch=4), Degrees(1, 1, False, False, 1, "none", contexts), top=1))
+        for contexts in (1, 2)
+    )
+    keys = 2 * 16 * CONFIG.num_key_value_heads * CONFIG.head_size * 4  # and values, of 16 positions, in float32
+    assert cut.communication.cp == 4 * CONFIG.num_hidden_layers * 3 * keys  # of 4 sequences
+    assert cut.communication.dp == whole.communication.dp + 2 * 4 * ELEMENTS // 2
+    assert 0.45 * whole.memory.activations < cut.memory.activations < 0.6 * whole.memory.activations
+
+
+def test_contexts_are_tried_where_sequences_are_long_and_models_and_devices_can():
+    long = replace(CONFIG, max_position_embeddings=32768)
+    fixed = Degrees(1, 1, None, False, 1, "full")
+
+    def contexts_of(device, length):
+        planned = Job(OwnLlama(long), find_device(device), 4, length, 4, torch.float32)
+        return {it.layout.context_parallel_size for it in make_plan(planned, fixed, top=100).best}
+
+    assert contexts_of("h100", 32768) == {1, 2, 4}
+    assert contexts_of("h100", 4096) == {1}
+    assert contexts_of("trn2", 32768) == {1}
+    assert "CP 4 x DP 1" in str(Layout(1, 1, 1, False, False, 1, 4, "none", 4))
 
 
 def test_every_feasible_combination_of_degrees_is_among_the_layouts(plan_of_four):

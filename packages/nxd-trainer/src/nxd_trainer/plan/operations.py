@@ -44,13 +44,15 @@ class Operation:
     Attributes:
         flops: of matrix products and attention; causal attention computes half of the scores. Others count none.
         bytes: of its inputs and outputs.
-        key_traffic: of attention: bytes that each other context-parallel rank needs of keys and values, and gives back.
+        keys: of attention: bytes of keys and values, which other context-parallel ranks need.
+        key_gradients: of the backward of attention: bytes of their gradients, which these ranks give back.
         head_traffic: of attention: bytes that these ranks exchange where each has some heads of whole sequences.
     """
 
     flops: int
     bytes: int
-    key_traffic: int = 0
+    keys: int = 0
+    key_gradients: int = 0
     head_traffic: int = 0
 
 
@@ -204,15 +206,15 @@ def _messages(packet: str, args: Sequence[Any], result: Any) -> list[int]:
     return [_PASSES[packet] * whole * (size - 1) // size]
 
 
-def _traffic(packet: Any, args: Sequence[Any]) -> tuple[int, int]:
+def _traffic(packet: Any, args: Sequence[Any]) -> tuple[int, int, int]:
     """Of attention over context-parallel ranks, as `nxd_layers.context` has it."""
     if packet not in _ATTENTION and packet not in _ATTENTION_BACKWARD:
-        return 0, 0
+        return 0, 0, 0
     first, _ = (_ATTENTION | _ATTENTION_BACKWARD)[packet]
     query, key, value = args[first : first + 3]
     keys = key.nbytes + value.nbytes
     gradients = (key.numel() + value.numel()) * _GRADIENT_BYTES if packet in _ATTENTION_BACKWARD else 0
-    return keys + gradients, 2 * query.nbytes + keys
+    return keys, gradients, 2 * query.nbytes + keys
 
 
 def _flops(packet: Any, args: Sequence[Any], result: Any) -> int:

@@ -86,7 +86,8 @@ class Pass:
                 Operation(
                     _on_line(a.flops, b.flops, size),
                     _on_line(a.bytes, b.bytes, size),
-                    _on_line(a.key_traffic, b.key_traffic, size),
+                    _on_line(a.keys, b.keys, size),
+                    _on_line(a.key_gradients, b.key_gradients, size),
                     _on_line(a.head_traffic, b.head_traffic, size),
                 )
                 for a, b in zip(self.operations, to_three.operations, strict=True)

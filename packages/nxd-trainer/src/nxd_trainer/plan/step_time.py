@@ -117,13 +117,16 @@ def stage_times(job: Job, mesh: Mesh, stages: Sequence[StageParts], profile: Pro
 
 
 def _over_contexts(operation: Operation, context_parallel_size: int) -> int:
-    return operation.flops * (context_parallel_size if operation.key_traffic else 1)
+    return operation.flops * (context_parallel_size if operation.keys else 1)
 
 
 def context_bytes(operation: Operation, context_parallel_size: int) -> int:
-    """What a context-parallel rank sends for an attention, by the transport that sends least."""
+    """What a context-parallel rank sends for an attention, by the transport that sends least in forward."""
     others = context_parallel_size - 1
-    return min(operation.key_traffic * others, operation.head_traffic * others // context_parallel_size)
+    by_heads = operation.head_traffic * others // context_parallel_size
+    if by_heads < operation.keys * others:
+        return by_heads
+    return (operation.keys + operation.key_gradients) * others
 
 
 def shortest_pipeline(layout: Layout, schedule: Schedule, times: Sequence[StageTime]) -> float:
