@@ -111,8 +111,9 @@ def read_prompts():
     ids = torch.randint(3, 64, (2, 521), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)
     mask[0, :100] = 0
+    holes = torch.ones_like(ids).index_fill(1, torch.arange(200, 210), 0)  # which are not cut
     window = {"config_class": transformers.MistralConfig, "sliding_window": 50}
-    for padding, sizes in [(None, {}), (mask, {}), (None, window), (mask, window)]:
+    for padding, sizes in [(None, {}), (mask, {}), (None, window), (mask, window), (holes, {})]:
         whole, cut = (make_long(**sizes) for make_long in (long_model, lambda **it: parallelize(long_model(**it))))
         lengths = []
         cut.model.embed_tokens.register_forward_hook(lambda *given: lengths.append(given[1][0].shape[1]))  # noqa: B023
@@ -126,7 +127,7 @@ def read_prompts():
         expected, found = (model.generate(ids, attention_mask=padding, **asked) for model in (whole, cut))
         assert torch.equal(found.sequences, expected.sequences)
         torch.testing.assert_close(torch.stack(found.logits), torch.stack(expected.logits), **CLOSE)
-        assert lengths == [262, *[1] * 7]  # 521 positions filled up to 524
+        assert lengths == [521 if padding is holes else 262, *[1] * 7]  # 521 positions filled up to 524
         assert found.past_key_values.get_seq_length() == expected.past_key_values.get_seq_length()
     loss_and_gradients(cut, batch_of("plain"))  # sequences are cut again
 

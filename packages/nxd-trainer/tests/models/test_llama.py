@@ -248,15 +248,34 @@ def test_packed_documents_over_context_parallel_ranks_equal_one_process(run_rank
 def read_a_prompt():
     tokens = torch.randint(0, 32, (2, 523), generator=torch.Generator().manual_seed(1))
     documents = (torch.arange(523) >= 200).long().expand(2, -1)
+    holes = torch.ones_like(tokens[:, :520]).index_fill(1, torch.arange(200, 210), 0)
     for given in (None, documents):
         initialize_model_parallel()
         expected, _ = write_after_a_prompt(tokens, given)
+        whole = learn_with_a_cache(tokens)
+        with torch.no_grad():
+            padded = make_model()(tokens[:, :520], cache=KeyValueCache(), attention_mask=holes)
         destroy_model_parallel()
         initialize_model_parallel(context_parallel_size=2)
         found, lengths = write_after_a_prompt(tokens, given)
         torch.testing.assert_close(found, expected)
         assert lengths == [260, 1, 1, 1]
+        found = learn_with_a_cache(tokens)
+        torch.testing.assert_close(found, whole)
+        with torch.no_grad():
+            logits = make_model()(tokens[:, :520], cache=KeyValueCache(), attention_mask=holes)
+        torch.testing.assert_close(logits, padded)
         destroy_model_parallel()
+
+
+def learn_with_a_cache(tokens):
+    """Losses and a gradient of a sequence that is whole on every rank, as it has a cache."""
+    model, count = make_model(max_position_embeddings=1024), torch.tensor(100.0)
+    losses = [
+        model(tokens[:, :520], tokens[:, 1:521], cache=KeyValueCache(), num_items_in_batch=it) for it in (None, count)
+    ]
+    losses[0].backward()
+    return [*map(torch.detach, losses), model.model.layers[0].self_attn.q_proj.weight.grad]
 
 
 def write_after_a_prompt(tokens, documents):

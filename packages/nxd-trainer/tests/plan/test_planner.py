@@ -69,6 +69,11 @@ def test_contexts_are_tried_where_sequences_are_long_and_models_and_devices_can(
     assert contexts_of("h100", 32768) == {1, 2, 4}
     assert contexts_of("h100", 4096) == {1}
     assert contexts_of("trn2", 32768) == {1}
+    asked = Degrees(1, 1, None, False, 1, "full", context_parallel_size=2)
+    [refused] = make_plan(Job(OwnLlama(long), find_device("trn2"), 2, 4096, 4, torch.float32), asked).rejected
+    assert "sequences are not cut on trn2" in refused.reason
+    shared = Job(OwnLlama(CONFIG), find_device("cpu"), 8, 20, 4, torch.float32)
+    assert make_plan(shared, Degrees(4, 1, True, False, 1, "none", 2)).num_fitting == 1  # 20 positions filled up to 32
     assert "CP 4 x DP 1" in str(Layout(1, 1, 1, False, False, 1, 4, "none", 4))
 
 

@@ -55,9 +55,9 @@ def apply_activation_checkpointing(
             (Hugging Face's models have it), else the elements of its `nn.ModuleList`s of one class.
         keep: which operations' outputs to keep inside these modules, as `matmul_outputs` does, so that they are not
             computed again. None keeps nothing.
-        offload: keep the inputs of these modules in the host's memory until backward needs
-            them (Ren et al. 2021, "ZeRO-Offload"): memory of the device then does not grow with the number of layers,
-            but each forward and backward copies them. Without effect where the host computes; refused on XLA and
+        offload: keep what these modules are given by position, such as hidden states, in the host's memory until
+            backward needs it (Ren et al. 2021, "ZeRO-Offload"): memory of the device then does not grow with the number
+            of layers, but each forward and backward copies. Without effect where the host computes; refused on XLA and
             under torch.compile.
 
     Returns:

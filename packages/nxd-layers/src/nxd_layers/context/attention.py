@@ -50,7 +50,7 @@ def context_parallel_attention(
         softcap: see `Scores`.
         sinks: `[heads]`, a further score of each head, which takes weight and gives no value (Xiao et al. 2023).
         dropout: probability that a weight is dropped: the same ones at every context-parallel size and with every
-            transport, if torch's random state is the same on these ranks, but others than torch's own attention drops.
+            transport, by the random state of the first of these ranks, but others than torch's own attention drops.
         transport: the cheapest if None.
 
     Returns:
@@ -65,12 +65,12 @@ def context_parallel_attention(
     _check(query, key, value, plan, group, transport)
     transport = transport if transport is not None else cheapest_transport(query, key, value, plan)
     scores = Scores(query.shape[-1] ** -0.5 if scale is None else scale, softcap)
-    drawn = draw_dropout(dropout, query.device)
+    drawn = draw_dropout(dropout, query.shape[1], query.device)
     if transport == "all_to_all":
         query, key, value, sinks = exchange_heads(query, key, value, sinks, plan.cut, group)
         whole = plan.of_one_rank
         if drawn is not None:
-            drawn = replace(drawn, first_head=group.rank * query.shape[1])
+            drawn = replace(drawn, first_head=drawn.first_head + group.rank * query.shape[1])
         output: Tensor = _Attention.apply(query, key, value, sinks, whole, 0, scores, drawn, NoExchange(whole))
         return return_heads(output, plan.cut, group)
     exchange = GatherExchange(plan, group) if transport == "all_gather" else RingExchange(plan, group)

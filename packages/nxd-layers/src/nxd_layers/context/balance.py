@@ -27,10 +27,13 @@ def balanced_cut(document_ids: Tensor, size: int, *, multiple: int = 1) -> Seque
         size: context-parallel ranks.
         multiple: as for `SequenceCut`.
     """
-    work = _keys_before(document_ids)
-    cuts = [(_unevenness(work, cut), cut) for cut in _candidates(work, size, multiple)]
-    even = [cut for unevenness, cut in cuts if unevenness <= _EVEN_ENOUGH]
-    return even[0] if even else min(cuts, key=lambda found: found[0])[1]
+    work = _keys_before(document_ids).cpu()  # the one wait for the device
+    found: list[tuple[float, SequenceCut]] = []
+    for cut in _candidates(work, size, multiple):
+        found.append((_unevenness(work, cut), cut))
+        if found[-1][0] <= _EVEN_ENOUGH:
+            return cut
+    return min(found, key=lambda it: it[0])[1]
 
 
 def _candidates(work: Tensor, size: int, multiple: int) -> Iterator[SequenceCut]:

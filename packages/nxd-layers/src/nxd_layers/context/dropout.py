@@ -8,6 +8,7 @@ is cut and whatever travels, and backward finds them without keeping them.
 from dataclasses import dataclass, replace
 
 import torch
+from nxd_state import active_group, broadcast
 from torch import Tensor
 
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # of SplitMix64 (Steele et al. 2014), as signed numbers
@@ -53,11 +54,12 @@ class Dropout:
         return kept.to(weights.dtype).div_(1.0 - self.rate).view(weights.shape)
 
 
-def draw_dropout(rate: float, device: torch.device) -> Dropout | None:
-    """A seed of torch's generator, which context-parallel ranks must have alike for the numbers of one process.
+def draw_dropout(rate: float, num_heads: int, device: torch.device) -> Dropout | None:
+    """A seed of torch's generator, that of the first context-parallel rank. By all ranks of the group.
 
     Args:
         rate: probability of each weight; None is drawn for 0.
+        num_heads: of each tensor-parallel rank.
         device: whose generator.
 
     Raises:
@@ -65,7 +67,12 @@ def draw_dropout(rate: float, device: torch.device) -> Dropout | None:
     """
     if not 0.0 <= rate < 1.0:
         raise ValueError(f"dropout={rate} must be at least 0 and below 1")
-    return Dropout(rate, int(torch.randint(1 << 62, (), device=device))) if rate else None
+    if not rate:
+        return None
+    seed = torch.randint(1 << 62, (1,), device=device)
+    if active_group("cp").size > 1:
+        seed = broadcast(seed, active_group("cp"), source=0)
+    return Dropout(rate, int(seed), first_head=active_group("tp").rank * num_heads)
 
 
 def _mixed(numbers: Tensor) -> Tensor:

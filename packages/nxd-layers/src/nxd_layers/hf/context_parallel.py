@@ -18,7 +18,7 @@ from nxd_state import active_group
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nxd_layers.context import SequenceCut, Transport, balanced_cut
+from nxd_layers.context import MaskRule, SequenceCut, Transport, balanced_cut
 from nxd_layers.hf.context_attention import ATTENTION, attend, is_asked, make_mask
 from nxd_layers.hf.context_forward import ContextForward, forward_under_way
 from nxd_layers.hf.context_loss import IGNORED_LABEL, ContextLoss
@@ -119,6 +119,7 @@ class ContextDoor:
             return args, kwargs
         try:
             forward = self._read(given)
+            forward.mask_of(MaskRule(), tokens.device)
         except ValueError:  # its padding is not at the ends, or would be counted
             return args, kwargs
         self._prefill = Prefill.of(forward.cut, given["past_key_values"])

@@ -18,7 +18,7 @@ from nxd_layers.hf.transformers_models import empty_cache
 _SHORTEST_PROMPT = 512  # positions; shorter ones are read sooner than they are cut
 _KEYS_DIM = 2  # of the sequence in keys and values `[batch, kv_heads, seq, head]`
 _NOT_CUT = ("output_attentions", "output_hidden_states")
-_TENSORS = ("input_ids", "inputs_embeds", "token_type_ids", "attention_mask", "position_ids")
+_TENSORS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")
 
 
 def is_prompt(given: Mapping[str, Any], length: int) -> bool:
@@ -29,11 +29,13 @@ def is_prompt(given: Mapping[str, Any], length: int) -> bool:
         length: positions.
     """
     cache, mask = given.get("past_key_values"), given.get("attention_mask")
+    last_only = given.get("logits_to_keep")
     return (
-        cache is not None
+        length >= _SHORTEST_PROMPT
+        and cache is not None
         and cache.get_seq_length() == 0
-        and length >= _SHORTEST_PROMPT
-        and given.get("logits_to_keep") == 1
+        and isinstance(last_only, int)
+        and last_only == 1
         and not any(given.get(name) for name in _NOT_CUT)
         and all(name in _TENSORS for name, it in given.items() if isinstance(it, Tensor))
         and (mask is None or (isinstance(mask, Tensor) and mask.dim() == 2))

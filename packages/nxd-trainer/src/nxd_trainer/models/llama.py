@@ -187,6 +187,16 @@ def _number_of_labels(labels: Tensor) -> Tensor:
     return all_reduce((labels != IGNORED_LABEL).sum(), active_group("cp")).clamp(min=1)
 
 
+def _plan_of_prompt(
+    input_ids: Tensor, document_ids: Tensor | None, padding_mask: Tensor | None
+) -> AttentionPlan | None:
+    """None where only a dense mask says what is allowed, such as with padding between tokens."""
+    try:
+        return causal_plan(input_ids, document_ids, padding_mask)
+    except ValueError:
+        return None
+
+
 def rotate(x_bnsd: Tensor, cos_sd: Tensor, sin_sd: Tensor) -> Tensor:
     """Rotate each pair (i, i + D/2) of a head's elements by its position's angle (Su et al. 2021)."""
     first, second = x_bnsd.chunk(2, dim=-1)
@@ -384,11 +394,17 @@ class LlamaModel(nn.Module):
         start = 0 if cache is None else cache.length
         positions = torch.arange(start, start + length, device=input_ids_bs.device)
         mask: Tensor | AttentionPlan | None = None  # made once for all layers
-        is_prompt = cache is not None and start == 0 and length >= SHORTEST_PROMPT
-        if (cache is None or is_prompt) and active_group("cp").size > 1:
+        cuts = active_group("cp").size > 1
+        is_prompt = cuts and cache is not None and start == 0 and length >= SHORTEST_PROMPT
+        if is_prompt and not torch.is_grad_enabled():
+            mask = _plan_of_prompt(input_ids_bs, document_ids_bs, padding_mask_bs)
+        if cuts and cache is None:
             mask = causal_plan(input_ids_bs, document_ids_bs, padding_mask_bs, self.multiple)
             positions = own_positions(input_ids_bs, self.multiple, document_ids_bs)
             input_ids_bs = own_part(input_ids_bs, self.multiple, 0, document_ids_bs)
+        elif isinstance(mask, AttentionPlan):
+            positions = own_positions(input_ids_bs, 1, document_ids_bs)
+            input_ids_bs = own_part(input_ids_bs, 1, 0, document_ids_bs)
         elif document_ids_bs is not None or padding_mask_bs is not None:
             mask = attention_mask(length, start + length, padding_mask=padding_mask_bs, document_ids=document_ids_bs)
         hidden_sbh = self.embed_tokens(input_ids_bs.t())
@@ -396,7 +412,7 @@ class LlamaModel(nn.Module):
         for layer in self.layers:
             hidden_sbh = layer(hidden_sbh, rotary, cache, mask)
         output: Tensor = self.norm(hidden_sbh)
-        if is_prompt and isinstance(mask, AttentionPlan):
+        if cache is not None and isinstance(mask, AttentionPlan):
             return whole_sequence(output, mask.cut, dim=0)
         return output
 
@@ -493,18 +509,22 @@ class LlamaForCausalLM(nn.Module):
                     "loss_function would see this rank's positions only; use context_parallel_size=1 with it"
                 )
             labels = own_part(labels, self.model.multiple, IGNORED_LABEL, document_ids)
-            if not self.return_dict and not hasattr(self.lm_head, "lora"):
+            head = self.lm_head
+            is_plain = isinstance(head, ColumnParallelLinear) and getattr(head, "lora", None) is None
+            if is_plain and not self.return_dict:
                 # Sequences are long here, and nobody asks for their logits: they are made for some tokens at a time.
-                total = linear_cross_entropy(
-                    hidden_sbh, self.lm_head, labels.t(), ignore_index=IGNORED_LABEL, reduction="sum"
-                )
+                total = linear_cross_entropy(hidden_sbh, head, labels.t(), ignore_index=IGNORED_LABEL, reduction="sum")
                 return sum_over_contexts(total / self._divisor(labels, num_items_in_batch))
         logits_sbv = self.lm_head(hidden_sbh)
         if labels is not None and self.loss_function is not None:
             loss = self.loss_function(logits_sbv.transpose(0, 1), labels, reference_log_probs=reference_log_probs)
         elif labels is not None:
             losses_sb = parallel_cross_entropy(logits_sbv, labels.t(), ignore_index=IGNORED_LABEL)
-            loss = sum_over_contexts(losses_sb.sum() / self._divisor(labels, num_items_in_batch))
+            if cache is None:
+                loss = sum_over_contexts(losses_sb.sum() / self._divisor(labels, num_items_in_batch))
+            else:  # every context-parallel rank has all positions
+                count = (labels != IGNORED_LABEL).sum().clamp(min=1)
+                loss = losses_sb.sum() / (count if num_items_in_batch is None else num_items_in_batch)
         if self.return_dict:
             return CausalLMOutput(loss, logits_sbv.transpose(0, 1))
         return logits_sbv.transpose(0, 1) if loss is None else loss

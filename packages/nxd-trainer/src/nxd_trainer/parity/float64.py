@@ -42,11 +42,17 @@ class InFloat64(TorchFunctionMode):
         grad_tensors: Any = None,
         retain_graph: bool | None = None,
         create_graph: bool = False,
+        *,
         inputs: Any = None,
     ) -> None:
         """`torch.autograd.backward` in the mode, which torch leaves for a function: it computes activations again."""
         roots = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
         given = grad_tensors if isinstance(grad_tensors, Sequence) else (grad_tensors,) * len(roots)
+        for root, grad in zip(roots, given, strict=True):
+            if grad is None and root.numel() > 1:
+                raise RuntimeError(f"a gradient is needed for a tensor of shape {tuple(root.shape)}; give one")
+            if grad is not None and grad.shape != root.shape:
+                raise RuntimeError(f"a gradient has shape {tuple(grad.shape)}, its tensor {tuple(root.shape)}")
         grads = tuple(torch.ones_like(root) if it is None else it for root, it in zip(roots, given, strict=True))
         leaves = () if inputs is None else (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
         keeps = create_graph if retain_graph is None else retain_graph

@@ -160,6 +160,19 @@ def context_parallel_sizes(job: Job, fixed: Degrees, tensor_parallel_size: int) 
     return [size for size in sizes if size == 1 or job.sequence_length // size >= SHORTEST_CONTEXT]
 
 
+def check_context(job: Job) -> None:
+    """Refuse to cut sequences where that cannot be.
+
+    Raises:
+        ValueError: the model or the device does not do it.
+    """
+    if job.device.name in ON_XLA:
+        raise ValueError(
+            f"sequences are not cut on {job.device.name}, whose ranks all have one graph; use context_parallel_size=1"
+        )
+    job.model.check_context()
+
+
 def pipeline_parallel_sizes(
     job: Job, fixed: Degrees, tensor_parallel_size: int, context_parallel_size: int
 ) -> list[int]:
@@ -179,11 +192,11 @@ def mesh_of(job: Job, tensor_parallel_size: int, pipeline_parallel_size: int, co
     return Mesh(job.num_devices, pp=pipeline_parallel_size, cp=context_parallel_size, tp=tensor_parallel_size)
 
 
-def local_length(sequence_length: int, context_parallel_size: int) -> int:
-    """Positions of each context-parallel rank, some filled up."""
+def local_length(sequence_length: int, context_parallel_size: int, tensor_parallel_size: int) -> int:
+    """Positions of each context-parallel rank, filled up so that tensor-parallel ranks can share them."""
     if context_parallel_size == 1:
         return sequence_length
-    return SequenceCut(sequence_length, context_parallel_size).local_length
+    return SequenceCut(sequence_length, context_parallel_size, multiple=tensor_parallel_size).local_length
 
 
 def sequence_parallel_choices(fixed: Degrees, tensor_parallel_size: int) -> list[bool]:
@@ -218,7 +231,7 @@ def layouts_on(job: Job, fixed: Degrees, mesh: Mesh, choices: Sequence[bool]) ->
             what, f"microbatch_size={fixed.microbatch_size} does not divide the {per_replica} sequences of a replica"
         )
     for sequence_parallel in choices:
-        if sequence_parallel and local_length(job.sequence_length, mesh.cp) % mesh.tp:
+        if sequence_parallel and local_length(job.sequence_length, mesh.cp, mesh.tp) % mesh.tp:
             yield Rejected(
                 f"{what} + SP", f"tensor_parallel_size={mesh.tp} does not divide sequence_length={job.sequence_length}"
             )

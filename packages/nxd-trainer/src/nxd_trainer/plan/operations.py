@@ -46,14 +46,16 @@ class Operation:
         bytes: of its inputs and outputs.
         keys: of attention: bytes of keys and values, which other context-parallel ranks need.
         key_gradients: of the backward of attention: bytes of their gradients, which these ranks give back.
-        head_traffic: of attention: bytes that these ranks exchange where each has some heads of whole sequences.
+        queries: of attention: bytes of queries and outputs.
+        heads: of attention: number of query heads and of key heads.
     """
 
     flops: int
     bytes: int
     keys: int = 0
     key_gradients: int = 0
-    head_traffic: int = 0
+    queries: int = 0
+    heads: tuple[int, int] = (0, 0)
 
 
 @dataclass
@@ -206,15 +208,15 @@ def _messages(packet: str, args: Sequence[Any], result: Any) -> list[int]:
     return [_PASSES[packet] * whole * (size - 1) // size]
 
 
-def _traffic(packet: Any, args: Sequence[Any]) -> tuple[int, int, int]:
+def _traffic(packet: Any, args: Sequence[Any]) -> tuple[int, int, int, tuple[int, int]]:
     """Of attention over context-parallel ranks, as `nxd_layers.context` has it."""
     if packet not in _ATTENTION and packet not in _ATTENTION_BACKWARD:
-        return 0, 0, 0
+        return 0, 0, 0, (0, 0)
     first, _ = (_ATTENTION | _ATTENTION_BACKWARD)[packet]
     query, key, value = args[first : first + 3]
     keys = key.nbytes + value.nbytes
     gradients = (key.numel() + value.numel()) * _GRADIENT_BYTES if packet in _ATTENTION_BACKWARD else 0
-    return keys, gradients, 2 * query.nbytes + keys
+    return keys, gradients, 2 * query.nbytes, (query.shape[1], key.shape[1])
 
 
 def _flops(packet: Any, args: Sequence[Any], result: Any) -> int:

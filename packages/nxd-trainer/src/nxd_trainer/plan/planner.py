@@ -14,6 +14,7 @@ from nxd_trainer.plan.layout import (
     Job,
     Layout,
     Rejected,
+    check_context,
     context_parallel_sizes,
     layouts_on,
     local_length,
@@ -147,11 +148,11 @@ def _try_sizes(search: _Search, planner: StagePlanner, size: int, context_size: 
     job = search.job
     if context_size > 1:
         try:
-            job.model.check_context()
+            check_context(job)
         except ValueError as error:
             search.rejected.append(Rejected(f"CP {context_size}", str(error)))
             return
-    profiler = Profiler(job.model, job.dtype, local_length(job.sequence_length, context_size))
+    profiler = Profiler(job.model, job.dtype, local_length(job.sequence_length, context_size, size))
     choices = []
     for sequence_parallel in sequence_parallel_choices(search.fixed, size):
         try:
@@ -245,7 +246,7 @@ def _model_flops(job: Job) -> float:
 def activation_modes(job: Job, layout: Layout) -> dict[str, int]:
     """Bytes that the first decoder layer keeps of one microbatch in a layout, by form of checkpointing."""
     with planned_ranks(layout.tensor_parallel_size):
-        length = local_length(job.sequence_length, layout.context_parallel_size)
+        length = local_length(job.sequence_length, layout.context_parallel_size, layout.tensor_parallel_size)
         profiler = Profiler(job.model, job.dtype, length)
         return {
             mode: profiler.profile(

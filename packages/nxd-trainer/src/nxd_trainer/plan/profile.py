@@ -88,7 +88,8 @@ class Pass:
                     _on_line(a.bytes, b.bytes, size),
                     _on_line(a.keys, b.keys, size),
                     _on_line(a.key_gradients, b.key_gradients, size),
-                    _on_line(a.head_traffic, b.head_traffic, size),
+                    _on_line(a.queries, b.queries, size),
+                    a.heads,
                 )
                 for a, b in zip(self.operations, to_three.operations, strict=True)
             ),

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
+from nxd_layers.context.heads import splits_heads
 from nxd_pipeline import Costs, Schedule, StageCost, make_schedule, simulate
 from nxd_state import Mesh
 
@@ -122,10 +123,12 @@ def _over_contexts(operation: Operation, context_parallel_size: int) -> int:
 
 def context_bytes(operation: Operation, context_parallel_size: int) -> int:
     """What a context-parallel rank sends for an attention, by the transport that sends least in forward."""
-    others = context_parallel_size - 1
-    by_heads = operation.head_traffic * others // context_parallel_size
-    if by_heads < operation.keys * others:
-        return by_heads
+    others, (num_heads, num_key_heads) = context_parallel_size - 1, operation.heads
+    if num_heads and splits_heads(num_heads, num_key_heads, context_parallel_size):
+        copies = max(1, context_parallel_size // num_key_heads)
+        by_heads = (operation.queries + operation.keys * copies) * others // context_parallel_size
+        if by_heads < operation.keys * others:
+            return by_heads
     return (operation.keys + operation.key_gradients) * others
 
 
