@@ -395,16 +395,13 @@ class LlamaModel(nn.Module):
         positions = torch.arange(start, start + length, device=input_ids_bs.device)
         mask: Tensor | AttentionPlan | None = None  # made once for all layers
         cuts = active_group("cp").size > 1
-        is_prompt = cuts and cache is not None and start == 0 and length >= SHORTEST_PROMPT
-        if is_prompt and not torch.is_grad_enabled():
-            mask = _plan_of_prompt(input_ids_bs, document_ids_bs, padding_mask_bs)
         if cuts and cache is None:
             mask = causal_plan(input_ids_bs, document_ids_bs, padding_mask_bs, self.multiple)
+        elif cuts and start == 0 and length >= SHORTEST_PROMPT and not torch.is_grad_enabled():
+            mask = _plan_of_prompt(input_ids_bs, document_ids_bs, padding_mask_bs)
+        if (cuts and cache is None) or isinstance(mask, AttentionPlan):
             positions = own_positions(input_ids_bs, self.multiple, document_ids_bs)
             input_ids_bs = own_part(input_ids_bs, self.multiple, 0, document_ids_bs)
-        elif isinstance(mask, AttentionPlan):
-            positions = own_positions(input_ids_bs, 1, document_ids_bs)
-            input_ids_bs = own_part(input_ids_bs, 1, 0, document_ids_bs)
         elif document_ids_bs is not None or padding_mask_bs is not None:
             mask = attention_mask(length, start + length, padding_mask=padding_mask_bs, document_ids=document_ids_bs)
         hidden_sbh = self.embed_tokens(input_ids_bs.t())
