@@ -68,6 +68,7 @@ from nxd_state.move_model import move_model_to_device
 from nxd_state.neuron import extracting_graphs, neuron_settings, prepare_neuron
 from nxd_state.neuron_errors import DeviceError
 from nxd_state.parallel_state import (
+    abort_model_parallel,
     active_group,
     destroy_model_parallel,
     get_group,
@@ -109,6 +110,7 @@ __all__ = [
     "initialize_model_parallel",
     "model_parallel_is_initialized",
     "destroy_model_parallel",
+    "abort_model_parallel",
     "planned_world",
     "get_mesh",
     "splits_experts",

@@ -14,6 +14,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from nxd_state.collectives import debug
+from nxd_state.collectives.abort import abort_group
 from nxd_state.device import records_graphs
 from nxd_state.group import Group
 from nxd_state.heartbeat import start_heartbeat, stop_heartbeat
@@ -123,10 +124,14 @@ def initialize_model_parallel(
         report_uncaught_failures()
         start_heartbeat(rank, job_store())
     state = _ParallelState(mesh=mesh, rank=rank, groups={}, timeout=timeout, owns_world=owns_world)
-    _make_groups(state)
-    _share_memory(state)
-    if world_size > 1:
-        world_barrier()  # a rank that continued and ended at once would close connections that others are still making
+    try:
+        _make_groups(state)
+        _share_memory(state)
+        if world_size > 1:
+            world_barrier()  # one that continued and ended at once would close connections that others still make
+    except BaseException:  # as where a rank has ended meanwhile: a program that catches it can start again
+        _end(state)
+        raise
     _state = state
 
 
@@ -144,6 +149,26 @@ def destroy_model_parallel() -> None:
     if _state is None:
         return
     state, _state = _state, None
+    _end(state)
+
+
+def abort_model_parallel(reason: str) -> None:
+    """Break this rank's connections in every group: whatever waits in a collective, here or on a peer, raises.
+
+    As `abort_group` of each group; any thread may call it. Nothing can be sent afterwards; then comes
+    `destroy_model_parallel`. Does nothing if not initialised.
+
+    Args:
+        reason: why this rank cannot continue.
+    """
+    state = _state
+    if state is not None and dist.is_initialized():
+        groups = {group.name: group for group in (*state.groups.values(), *state.subgroups.values())}
+        for group in groups.values():
+            abort_group(group, reason)
+
+
+def _end(state: _ParallelState) -> None:
     stop_heartbeat()
     for group in (*state.groups.values(), *state.subgroups.values()):
         if group.shared_memory is not None:

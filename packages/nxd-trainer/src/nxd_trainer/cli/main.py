@@ -30,7 +30,7 @@ from nxd_trainer.logs import log_level
 EXIT_MISTAKE = 2
 EXIT_NO_READER = 128 + 13  # as of a process that SIGPIPE ends
 COMMANDS = (train, data, run, generate, serve, import_hugging_face, export, upcycle, ckpt, plan, doctor, parity)
-RECIPE_FLAGS = {"train": ("nproc", "help"), "data": data.FLAGS, "parity": parity.FLAGS}  # not a key of the recipe
+RECIPE_FLAGS = {"train": train.FLAGS, "data": data.FLAGS, "parity": parity.FLAGS}  # not a key of the recipe
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+from typing import TYPE_CHECKING
 
 from nxd_trainer.cli.command import (
     Commands,
@@ -16,26 +17,55 @@ from nxd_trainer.cli.command import (
 from nxd_trainer.launch import EXIT_STOPPED, LAUNCHER_PID, is_launched
 from nxd_trainer.recipe import Recipe, check_layout, load_recipe, render_recipe_help
 
+if TYPE_CHECKING:
+    from nxd_trainer.elastic.recipes import ElasticRecipe
+    from nxd_trainer.training import StopRequest, TrainResult
+
+FLAGS = ("nproc", "elastic", "elastic-layouts", "elastic-grace", "elastic-silence", "help")  # not a key of the recipe
+
 
 def add_parser(commands: Commands) -> None:
     """Add `train` to the commands."""
     parser = commands.add_parser(
         "train",
         help="train a model from a recipe",
-        usage="nxd train [RECIPE] [--nproc N] [--KEY VALUE | KEY=VALUE ...]",
+        usage="nxd train [RECIPE] [--nproc N] [--elastic MIN:MAX] [--KEY VALUE | KEY=VALUE ...]",
         description="Train a language model on text. Every key of the recipe is a flag, as in --train.steps 100.",
         epilog=render_recipe_help(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("recipe", nargs="?", metavar="RECIPE", help="a .toml, .yaml or .json file; defaults if unset")
     add_nproc(parser)
+    parser.add_argument(
+        "--elastic", metavar="MIN:MAX", help="go on when ranks are lost and when they come, with so many ranks"
+    )
+    parser.add_argument(
+        "--elastic-layouts",
+        metavar="LAYOUTS",
+        default="",
+        help="layouts besides the recipe's, in order of preference, such as 'tp=2,pp=2;tp=2'",
+    )
+    parser.add_argument(
+        "--elastic-grace",
+        metavar="SECONDS",
+        type=float,
+        default=30.0,
+        help="how long a lost rank is waited for before going on with fewer (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--elastic-silence",
+        metavar="SECONDS",
+        type=float,
+        default=10.0,
+        help="how long a rank may give no sign of life before it is lost (default: %(default)g)",
+    )
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Train, in the ranks that the command line asks for."""
     recipe = reports_user_errors(lambda: load_recipe(options.recipe, options.settings))
-    if not is_launched():
+    if not is_launched() and not options.elastic:
         reports_user_errors(lambda: _check_ranks(recipe, 1 if options.nproc is None else options.nproc))
     code = started_ranks(options)
     if code is not None:
@@ -43,37 +73,89 @@ def run(options: argparse.Namespace) -> int:
 
     from nxd_ckpt import CheckpointError  # noqa: PLC0415
     from nxd_ckpt.errors import RanksLostError  # noqa: PLC0415
-    from nxd_state import PeerError, initialize_model_parallel  # noqa: PLC0415
+    from nxd_state import PeerError  # noqa: PLC0415
     from nxd_state.neuron import computes_on_neuron, prepare_neuron  # noqa: PLC0415
 
     if computes_on_neuron():
         reports_user_errors(prepare_neuron)  # before torch-xla is imported
-    from nxd_trainer.training import StopRequest, TrainingDiverged, prepare_run, run_training  # noqa: PLC0415
+    from nxd_trainer.training import StopRequest, TrainingDiverged  # noqa: PLC0415
 
-    with StopRequest() as stop:
-        parallel = recipe.parallel
-        if parallel.timeout is not None:
-            os.environ["NXD_TIMEOUT"] = str(parallel.timeout)  # which checkpoints obey as well
-        reports_user_errors(
-            lambda: initialize_model_parallel(
-                parallel.tensor_parallel_size,
-                parallel.pipeline_parallel_size,
-                parallel.expert_parallel_size,
-                context_parallel_size=parallel.context_parallel_size,
-                expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
-            )
+    try:
+        if options.elastic:
+            return _run_elastic(recipe, options)
+        with StopRequest() as stop:
+            return _exit_code(_train(recipe, stop))
+    except RanksLostError as error:  # the rank that speaks for its host may be the lost one
+        raise PeerError(str(error)) from error
+    except (CheckpointError, TrainingDiverged) as error:  # every rank raises the same
+        raise UserError(str(error)) from error
+    except OSError as error:  # a full disk; of several ranks, only the one that writes knows
+        if is_launched():
+            raise
+        raise UserError(str(error)) from error
+
+
+def _train(recipe: Recipe, stop: "StopRequest") -> "TrainResult":
+    from nxd_state import initialize_model_parallel  # noqa: PLC0415
+
+    from nxd_trainer.training import prepare_run, run_training  # noqa: PLC0415
+
+    parallel = recipe.parallel
+    _set_timeout(recipe)
+    reports_user_errors(
+        lambda: initialize_model_parallel(
+            parallel.tensor_parallel_size,
+            parallel.pipeline_parallel_size,
+            parallel.expert_parallel_size,
+            context_parallel_size=parallel.context_parallel_size,
+            expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
         )
-        prepared = reports_user_errors(lambda: prepare_run(recipe))
+    )
+    prepared = reports_user_errors(lambda: prepare_run(recipe))
+    return run_training(*prepared, stop)
+
+
+def _run_elastic(recipe: Recipe, options: argparse.Namespace) -> int:
+    """In the supervisor that the launcher has started: the exit code of its trainer; in a trainer: of the training."""
+    from nxd_state import records_graphs  # noqa: PLC0415
+
+    from nxd_trainer.elastic.loop import check_launch  # noqa: PLC0415
+    from nxd_trainer.elastic.recipes import train_elastically  # noqa: PLC0415
+    from nxd_trainer.elastic.supervisor import supervise  # noqa: PLC0415
+    from nxd_trainer.training import StopRequest  # noqa: PLC0415
+
+    elastic = reports_user_errors(lambda: _elastic_recipe(recipe, options))
+    try:
+        if records_graphs():
+            raise RuntimeError("--elastic starts communication again in a process, which XLA cannot; leave it out")
+        check_launch()
+        lifeline = supervise(silence=elastic.options.silence)
+    except RuntimeError as error:
+        raise UserError(str(error)) from error
+    if isinstance(lifeline, int):
+        return lifeline
+    with StopRequest() as stop:
         try:
-            result = run_training(*prepared, stop)
-        except RanksLostError as error:  # the rank that speaks for its host may be the lost one
-            raise PeerError(str(error)) from error
-        except (CheckpointError, TrainingDiverged) as error:  # every rank raises the same
+            result = train_elastically(elastic, lifeline, stop, lambda: _set_timeout(recipe))
+        except ValueError as error:
             raise UserError(str(error)) from error
-        except OSError as error:  # a full disk; of several ranks, only the one that writes knows
-            if is_launched():
-                raise
-            raise UserError(str(error)) from error
+    return (EXIT_STOPPED if stop.signal_number else 0) if result is None else _exit_code(result)
+
+
+def _elastic_recipe(recipe: Recipe, options: argparse.Namespace) -> "ElasticRecipe":
+    from nxd_trainer.elastic.layouts import parse_layouts, parse_range  # noqa: PLC0415
+    from nxd_trainer.elastic.recipes import ElasticRecipe, options_of  # noqa: PLC0415
+
+    limits = options_of(parse_range(options.elastic), options.elastic_grace, options.elastic_silence)
+    return ElasticRecipe(recipe, parse_layouts(options.elastic_layouts), limits)
+
+
+def _set_timeout(recipe: Recipe) -> None:
+    if recipe.parallel.timeout is not None:
+        os.environ["NXD_TIMEOUT"] = str(recipe.parallel.timeout)  # which checkpoints obey as well
+
+
+def _exit_code(result: "TrainResult") -> int:
     if result.stopped and LAUNCHER_PID not in os.environ and os.environ.get("RANK", "0") == "0":
         print(f"nxd train: stopped by a signal after step {result.step}, which is saved", file=sys.stderr, flush=True)
     leave_mesh()

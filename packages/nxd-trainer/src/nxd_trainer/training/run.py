@@ -8,7 +8,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 from nxd_ckpt.coordinator import announced_to_waiting_ranks
@@ -56,6 +56,14 @@ class TrainResult:
     step: int
     loss: float
     stopped: bool
+
+
+class AskedToStop(Protocol):
+    """What the loop asks between steps, once before each."""
+
+    @property
+    def signal_number(self) -> int:
+        """Not 0 where this rank wants the run to stop after the next step."""
 
 
 class StopRequest:
@@ -117,7 +125,7 @@ def train(recipe: Recipe) -> TrainResult:
         return run_training(*prepare_run(recipe), stop)
 
 
-def run_training(state: RunState, resumed: str | None, stop: StopRequest) -> TrainResult:
+def run_training(state: RunState, resumed: str | None, stop: AskedToStop) -> TrainResult:
     """The steps of a prepared run, with progress, metrics, checkpoints and the report at its end.
 
     `stop` is asked between steps; it may have been active during the preparation already. Under
@@ -213,7 +221,7 @@ def _extract_graphs(state: RunState, say: Callable[[str], None]) -> None:
 
 
 def _run_steps(
-    state: RunState, progress: Progress, metrics: MetricsLog, saver: RunSaver, stop: StopRequest
+    state: RunState, progress: Progress, metrics: MetricsLog, saver: RunSaver, stop: AskedToStop
 ) -> TrainResult:
     recipe = state.recipe
     throughput, steps = Throughput(), StepsUnderWay(state)

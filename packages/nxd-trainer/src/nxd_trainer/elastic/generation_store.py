@@ -1,0 +1,77 @@
+"""The store through which the ranks of one generation find each other: waiting ends when the generation does.
+
+torch's own stores wait for a key until a timeout of many minutes, also for the key of a rank that has died.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+from nxd_state import PeerError
+
+_PAUSE = 0.002  # seconds
+
+
+class GenerationStore(dist.Store):
+    """A store that asks another one again and again.
+
+    Args:
+        store: where the keys are.
+        reason_to_end: why nobody shall wait any longer; None while one may.
+    """
+
+    def __init__(self, store: dist.Store, reason_to_end: Callable[[], str | None]) -> None:
+        super().__init__()
+        self._store, self._reason_to_end = store, reason_to_end
+
+    def set(self, key: str, value: str) -> None:
+        """Set a key."""
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        """The value of a key, once it is there."""
+        self.wait([key])
+        return self._store.get(key)
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """The values of keys, once all are there."""
+        self.wait(keys)
+        return [self._store.get(key) for key in keys]
+
+    def add(self, key: str, value: int) -> int:
+        """Add to a number."""
+        return self._store.add(key, value)
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        """Set a key if it has the expected value."""
+        return self._store.compare_set(key, expected, desired)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether all keys are there."""
+        return self._store.check(list(keys))
+
+    def delete_key(self, key: str) -> bool:
+        """Remove a key."""
+        return self._store.delete_key(key)
+
+    def num_keys(self) -> int:
+        """How many keys there are."""
+        return self._store.num_keys()
+
+    deleteKey, getNumKeys = delete_key, num_keys  # noqa: N815 - as torch calls them from C++
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Return once all keys are there.
+
+        Raises:
+            PeerError: they need not come any more.
+            torch.distributed.DistStoreError: they did not come in time.
+        """
+        give_up = time.monotonic() + (timeout or self.timeout).total_seconds()
+        while not self._store.check(list(keys)):
+            if (reason := self._reason_to_end()) is not None:
+                raise PeerError(f"stopped waiting for {', '.join(keys)}: {reason}")
+            if time.monotonic() > give_up:
+                raise dist.DistStoreError(f"timed out waiting for {', '.join(keys)}")
+            time.sleep(_PAUSE)

@@ -1,0 +1,345 @@
+"""`run`: train, and when ranks are lost or come, train on with those that there are, in the same processes."""
+
+import gc
+import os
+import secrets
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+import nxd_ckpt
+import torch.distributed as dist
+from nxd_ckpt.errors import RanksLostError
+from nxd_state import (
+    PeerError,
+    abort_model_parallel,
+    destroy_model_parallel,
+    initialize_model_parallel,
+    is_host,
+)
+from nxd_state.rank_failure import describe_failure, is_peer_failure
+
+from nxd_trainer.elastic.generation_store import GenerationStore
+from nxd_trainer.elastic.layouts import Fit, Layout, choose
+from nxd_trainer.elastic.members import Board, Generation, Member, Over
+from nxd_trainer.elastic.processes import Process
+from nxd_trainer.elastic.rendezvous import Terms, join
+from nxd_trainer.elastic.supervisor import STEP_TAKEN, Lifeline, supervise
+from nxd_trainer.elastic.watch import Watch
+
+T = TypeVar("T")
+
+_SECONDS_TO_CONNECT = timedelta(seconds=60)
+_SECONDS_TO_SETTLE = 2.0  # in which the loss is seen that an error may come from
+_PAUSE = 0.05
+
+# torch keeps only the half of a store that is not Python; the other half must outlive the generation's process groups.
+_stores: list[GenerationStore] = []
+
+
+class ChangeMembers(Exception):
+    """Raised by all ranks of a generation between two steps: whoever waits to train with them can join."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a training copes with losses.
+
+    Attributes:
+        least: ranks that it needs.
+        most: ranks that it uses; others wait to take the place of lost ones.
+        grace: seconds to wait for a lost rank before going on with fewer.
+        silence: seconds without a sign of life after which a rank counts as lost.
+    """
+
+    least: int
+    most: int
+    grace: float = 30.0
+    silence: float = 10.0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.least <= self.most:
+            raise ValueError(f"{self.least}:{self.most} is no range of ranks; give such as 2:8")
+        for name in ("grace", "silence"):
+            if not 1 <= getattr(self, name) < 1e6:
+                raise ValueError(f"{name}={getattr(self, name)} must be a number of seconds, 1 or more")
+
+
+class Membership:
+    """This process's place in a generation.
+
+    Attributes:
+        generation: its number, from 1.
+        layout: the degrees of its mesh.
+        dp: data-parallel replicas.
+        rank: of this process among those that train.
+        stopping: whether the run had been asked to stop before this process began.
+        stopped: to be set by a training that returns early, so that another start can go on with it.
+    """
+
+    def __init__(self, generation: Generation, rank: int, store: dist.Store, watch: Watch, lifeline: Lifeline) -> None:
+        self.generation, self.rank = generation.number, rank
+        self.layout, self.dp = generation.fit
+        self.stopping, self.stopped = lifeline.stopping, False
+        self._store, self._watch, self._lifeline = store, watch, lifeline
+        self._boundaries = 0
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that train."""
+        return self.layout.model_ranks * self.dp
+
+    def initialize(self, *, expert_tensor_parallel_size: int | None = None) -> None:
+        """`initialize_model_parallel` at this layout, among these ranks."""
+        initialize_model_parallel(
+            self.layout.tp,
+            self.layout.pp,
+            self.layout.ep,
+            context_parallel_size=self.layout.cp,
+            expert_tensor_parallel_size=expert_tensor_parallel_size,
+            store=self._store,
+        )
+
+    def step_boundary(self) -> bool:
+        """Whether another trainer waits to join. Ask between steps: that also says that the training makes progress.
+
+        Ranks may hear of it at different steps: they agree first, save, and then all raise `ChangeMembers`.
+        """
+        self._boundaries += 1
+        if self._boundaries > 1:
+            self._lifeline.say(STEP_TAKEN)
+        return self._watch.change_wanted
+
+
+def run(
+    train_once: Callable[[Membership], T],
+    *,
+    min_ranks: int,
+    max_ranks: int | None = None,
+    layouts: Sequence[Layout] = (Layout(),),
+    accepts: Callable[[Fit], bool] = lambda fit: True,
+    grace: float = 30.0,
+    silence: float = 10.0,
+) -> T:
+    """Train with whatever ranks there are; call it in a script that torchrun starts, before anything is computed.
+
+    The process that calls it becomes a supervisor, and does not return: it forks trainers, in which this function
+    calls `train_once`, and calls it again whenever ranks have been lost or have come.
+
+    Args:
+        train_once: initialises model parallelism by `Membership.initialize`, builds the model, loads the newest
+            checkpoint and trains. It is to hold nothing afterwards, and may raise `ChangeMembers` on all ranks.
+        min_ranks: that it needs.
+        max_ranks: that it uses; all that torchrun starts if None.
+        layouts: in order of preference; data parallelism takes the ranks that they leave.
+        accepts: whether a layout and its replicas suit the run, such as the global batch.
+        grace: seconds to wait for a lost rank before going on with fewer.
+        silence: seconds without a sign of life after which a rank counts as lost.
+
+    Returns:
+        What `train_once` returned at last.
+
+    Raises:
+        RuntimeError: this process is not started by torchrun, has threads, or is not on Linux.
+        PeerError: there are too few ranks; or another rank has failed by an error of its own.
+    """
+    check_launch()
+    most = int(os.environ["WORLD_SIZE"]) if max_ranks is None else max_ranks
+    options = Options(min_ranks, most, grace, silence)
+    lifeline = supervise(silence=options.silence)
+    if isinstance(lifeline, int):
+        sys.exit(lifeline)
+    trained = run_as_trainer(train_once, lifeline, options, layouts, accepts)
+    if trained is None:  # the others have finished without this process
+        sys.exit(0)
+    return trained[0]
+
+
+def check_launch() -> None:
+    """Raise RuntimeError where there is no store that outlives ranks."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or "RANK" not in os.environ:
+        raise RuntimeError(
+            "elastic training needs a store that outlives ranks: start it with torchrun (--standalone, or "
+            "--rdzv-backend c10d), or with nxd train --nproc N"
+        )
+
+
+def run_as_trainer(
+    train_once: Callable[[Membership], T],
+    lifeline: Lifeline,
+    options: Options,
+    layouts: Sequence[Layout],
+    accepts: Callable[[Fit], bool],
+) -> tuple[T] | None:
+    """`run` in a process that a supervisor has forked.
+
+    Returns:
+        What `train_once` returned; None where the others have finished the training without this process.
+    """
+    try:
+        trainer = _Trainer(lifeline, options, layouts, accepts)
+        with trainer.watched():
+            return trainer.run(train_once)
+    except dist.DistError as error:
+        raise PeerError(
+            f"the job's store cannot be reached, so its host is gone; start the job again, it resumes from the newest "
+            f"checkpoint: {error}"
+        ) from error
+
+
+class _Trainer:
+    def __init__(
+        self, lifeline: Lifeline, options: Options, layouts: Sequence[Layout], accepts: Callable[[Fit], bool]
+    ) -> None:
+        self._lifeline = lifeline
+        self._slot, slots = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        self._store = dist.TCPStore(address, port, wait_for_workers=False, timeout=_SECONDS_TO_CONNECT)
+        self._board = Board(self._store)
+        own = Process.of(os.getpid())
+        self._own = Member(self._slot, f"{self._slot}-{secrets.token_hex(6)}", own, lifeline.launcher)
+        self._watch = Watch(self._board, self._own, lifeline, silence=options.silence)
+        self._terms = Terms(
+            slots,
+            options.grace,
+            options.silence,
+            lambda ranks: choose(layouts, ranks, least=options.least, most=options.most, accepts=accepts),
+        )
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """With the thread that gives signs of life."""
+        self._watch.start()
+        try:
+            yield
+        finally:
+            self._watch.end()
+
+    def run(self, train_once: Callable[[Membership], T]) -> tuple[T] | None:
+        before: Generation | None = None
+        while not self._has_been_stopped():
+            generation = join(self._board, self._own, self._terms, before.number if before else 0)
+            if generation is None:
+                return None
+            self._check_progress(before, generation)
+            before = generation
+            self._watch.enter(generation)
+            ranks = [member.incarnation for member in generation.active]
+            if self._own.incarnation not in ranks:
+                over = self._wait_for_end(generation)
+                if over.ending in ("done", "stopped"):
+                    return None
+                continue
+            result = self._take_part(train_once, generation, ranks.index(self._own.incarnation))
+            if result is not None:
+                return result
+        return None
+
+    def _take_part(self, train_once: Callable[[Membership], T], generation: Generation, rank: int) -> tuple[T] | None:
+        """Train in a generation; None where another one is to follow."""
+        _set_environment(generation, rank, self._own)
+        store = GenerationStore(self._board.store_of(generation.number), self._reason_to_end)
+        _stores.append(store)
+        try:
+            membership = Membership(generation, rank, store, self._watch, self._lifeline)
+            result = train_once(membership)
+            over = Over("stopped" if membership.stopped else "done", "the training has ended")
+            if self._board.end(generation.number, over).ending in ("stopped", "done"):
+                return (result,)
+            del result  # a rank was lost before it knew that all is saved: all look once more
+        except ChangeMembers:
+            self._board.end(generation.number, Over("change", "another trainer joins"))
+        except Exception as error:
+            if not self._goes_on_after(error, generation):
+                raise
+            _forget(error)
+        self._clear_up()
+        return None
+
+    def _reason_to_end(self) -> str | None:
+        over = self._watch.over
+        return None if over is None else over.reason
+
+    def _goes_on_after(self, error: Exception, generation: Generation) -> bool:
+        """Whether an exception comes from the loss of a rank; the generation is over then, or else the run."""
+        of_peer = is_peer_failure(error) or isinstance(error, RanksLostError)
+        if not of_peer and not self._loss_is_seen(generation):
+            self._board.end(generation.number, Over("failed", f"rank {self._slot} of the launch failed: {error}"))
+            return False
+        line = describe_failure(error)
+        over = self._board.end(generation.number, Over("lost", f"rank {self._slot} of the launch lost contact: {line}"))
+        if over.ending == "lost" and self._slot == generation.members[0].slot:
+            print(f"nxd elastic: generation {generation.number} is over: {over.reason}", file=sys.stderr, flush=True)
+        if over.ending == "failed":
+            raise PeerError(over.reason) from error
+        return True
+
+    def _loss_is_seen(self, generation: Generation) -> bool:
+        """Whether a member is lost, or will be found to be in a moment."""
+        give_up = time.monotonic() + _SECONDS_TO_SETTLE
+        while time.monotonic() < give_up:
+            over = self._board.over(generation.number)
+            if over is not None:
+                return over.ending == "lost"
+            if self._watch.find_lost(generation.members) is not None:
+                return True
+            time.sleep(_PAUSE)
+        return False
+
+    def _has_been_stopped(self) -> bool:
+        """Whether the run was stopped while this process began."""
+        over = self._board.over(self._board.latest()) if self._lifeline.stopping else None
+        return over is not None and over.ending == "stopped"
+
+    def _wait_for_end(self, generation: Generation) -> Over:
+        """As a spare: until the generation of the others is over."""
+        while (over := self._board.over(generation.number)) is None:
+            time.sleep(_PAUSE)
+        if over.ending == "failed":
+            raise PeerError(over.reason)
+        self._watch.exit()
+        self._watch.settle()
+        return over
+
+    def _check_progress(self, before: Generation | None, after: Generation) -> None:
+        """Raise on all ranks where contact was lost though nobody was: it would only be lost again."""
+        if before is None or before.incarnations != after.incarnations:
+            return
+        over = self._board.over(before.number)
+        if over is not None and over.ending == "lost":
+            raise PeerError(f"{over.reason}. No process has ended: look at the network, or raise --elastic-silence")
+
+    def _clear_up(self) -> None:
+        """End what the generation has: its communication, its saves, its memory."""
+        self._watch.exit()
+        abort_model_parallel("this generation is over")
+        nxd_ckpt.end_async_saves()
+        destroy_model_parallel()
+        if dist.is_initialized():  # it ended while it was being initialised
+            dist.destroy_process_group()
+        _stores.clear()
+        gc.collect()
+        self._watch.settle()
+
+
+def _forget(error: BaseException) -> None:
+    """Let go of what the frames of an exception hold: a model, its optimizer, a lock."""
+    link: BaseException | None = error
+    while link is not None:
+        traceback.clear_frames(link.__traceback__)
+        link.__traceback__, following = None, link.__cause__ or link.__context__
+        link.__cause__ = link.__context__ = None
+        link = following
+
+
+def _set_environment(generation: Generation, rank: int, own: Member) -> None:
+    """The variables that a launcher of just these ranks would set."""
+    here = [member.slot for member in generation.active if member.launcher == own.launcher]
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(generation.fit.world_size)}
+    if is_host():  # an accelerator stays the one that the launcher gave
+        os.environ |= {"LOCAL_RANK": str(here.index(own.slot)), "LOCAL_WORLD_SIZE": str(len(here))}

@@ -1,0 +1,152 @@
+"""What the trainers of a job write into its key-value store about themselves and about generations.
+
+A generation is a set of members that train together, numbered from 1. Its first key, `closed`, names them; its last
+one, `over`, says why they ended. Both are written once: the first word counts. All of it is JSON.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch.distributed as dist
+
+from nxd_trainer.elastic.layouts import Fit, Layout
+from nxd_trainer.elastic.processes import Process
+
+PREFIX = "nxd_elastic"
+
+# lost: a member has ended or is silent. change: another trainer wants to join. failed: an error of the program.
+Ending = Literal["lost", "change", "failed", "stopped", "done"]
+
+
+@dataclass(frozen=True)
+class Member:
+    """A trainer.
+
+    Attributes:
+        slot: the rank that the launcher gave it, which its replacement has as well.
+        incarnation: another text for each process.
+        process: itself.
+        launcher: the agent of its host; if that ends, nobody replaces it.
+    """
+
+    slot: int
+    incarnation: str
+    process: Process
+    launcher: Process
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> "Member":
+        """What `asdict` gave, after a journey through JSON."""
+        processes = {name: Process(*content[name]) for name in ("process", "launcher")}
+        return cls(content["slot"], content["incarnation"], **processes)
+
+
+@dataclass(frozen=True)
+class Generation:
+    """The members that train together, and how.
+
+    Attributes:
+        number: from 1.
+        members: by slot; the first ones train, the others wait for the next generation.
+        fit: the layout.
+    """
+
+    number: int
+    members: Sequence[Member]
+    fit: Fit
+
+    @property
+    def active(self) -> Sequence[Member]:
+        """Those that train, in the order of their ranks."""
+        return self.members[: self.fit.world_size]
+
+    @property
+    def incarnations(self) -> frozenset[str]:
+        """The processes of all members."""
+        return frozenset(member.incarnation for member in self.members)
+
+
+@dataclass(frozen=True)
+class Over:
+    """Why a generation has ended."""
+
+    ending: Ending
+    reason: str
+
+
+class Board:
+    """The keys of a job's store that generations are made of; any thread may ask.
+
+    Every method raises `torch.distributed.DistError` if the store cannot be reached.
+    """
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = dist.PrefixStore(PREFIX, store)
+
+    def latest(self) -> int:
+        """The number of a generation that is closed, at most one or two behind the newest; 0 before the first."""
+        return int(self._read("latest") or 0)
+
+    def announce(self, number: int, member: Member) -> None:
+        """Say that a trainer is ready for a generation."""
+        self._store.set(f"{number}/announced/{member.slot}", json.dumps(asdict(member)))
+
+    def announced(self, number: int, slots: int) -> dict[int, Member]:
+        """By slot, those that are ready."""
+        texts = {slot: self._read(f"{number}/announced/{slot}") for slot in range(slots)}
+        return {slot: Member.from_json(json.loads(text)) for slot, text in texts.items() if text is not None}
+
+    def close(self, generation: Generation) -> None:
+        """Make up a generation, unless another trainer was first."""
+        content = {
+            "members": [asdict(member) for member in generation.members],
+            "layout": asdict(generation.fit.layout),
+            "dp": generation.fit.dp,
+        }
+        self._store.compare_set(f"{generation.number}/closed", "", json.dumps(content))
+        self._store.set("latest", str(generation.number))
+
+    def closed(self, number: int) -> Generation | None:
+        """A generation, once it is made up."""
+        text = self._read(f"{number}/closed")
+        if text is None:
+            return None
+        content = json.loads(text)
+        members = tuple(Member.from_json(member) for member in content["members"])
+        return Generation(number, members, Fit(Layout(**content["layout"]), content["dp"]))
+
+    def end(self, number: int, over: Over) -> Over:
+        """Say why a generation is over; returns what was said first."""
+        text = self._store.compare_set(f"{number}/over", "", json.dumps([over.ending, over.reason])).decode()
+        return Over(*json.loads(text))
+
+    def over(self, number: int) -> Over | None:
+        """Why a generation is over; None while it is not."""
+        text = self._read(f"{number}/over")
+        return None if text is None else Over(*json.loads(text))
+
+    def ask_for_change(self, number: int) -> None:
+        """Ask the members of a generation to end it between two steps."""
+        self._store.set(f"{number}/change", "1")
+
+    def change_is_wanted(self, number: int) -> bool:
+        """Whether somebody has asked for that."""
+        return self._store.check([f"{number}/change"])
+
+    def beat(self, incarnation: str, count: int) -> None:
+        """Give a sign of life."""
+        self._store.set(f"beat/{incarnation}", str(count))
+
+    def last_beat(self, incarnation: str) -> str | None:
+        """A process's newest sign of life: another text each time."""
+        return self._read(f"beat/{incarnation}")
+
+    def store_of(self, number: int) -> dist.Store:
+        """The store for a generation's own process groups."""
+        return dist.PrefixStore(f"{number}/groups", self._store)
+
+    def _read(self, key: str) -> str | None:
+        # `get` of a key that is not there would block all threads' requests until it is.
+        return self._store.get(key).decode() if self._store.check([key]) else None

@@ -1,0 +1,139 @@
+"""`nxd train --elastic`: a recipe's run as an elastic training."""
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from nxd_state import all_gather_object, get_world_group
+
+from nxd_trainer.elastic.layouts import Fit, Layout
+from nxd_trainer.elastic.loop import ChangeMembers, Membership, Options, run_as_trainer
+from nxd_trainer.elastic.supervisor import Lifeline
+from nxd_trainer.recipe import Recipe, check_layout
+from nxd_trainer.recipe.checks import consistency_mistakes
+from nxd_trainer.training import StopRequest, TrainResult, prepare_run, run_training
+
+
+class ElasticRecipe:
+    """A recipe at the layouts that it may run at; the global batch and the order of the data are always the recipe's.
+
+    Args:
+        recipe: whose own layout is the first choice.
+        others: further ones, in order of preference.
+        options: how many ranks there may be.
+
+    Raises:
+        ValueError: a layout never fits the recipe or the number of ranks.
+    """
+
+    def __init__(self, recipe: Recipe, others: Sequence[Layout], options: Options) -> None:
+        self.recipe, self.options = recipe, options
+        parallel = recipe.parallel
+        own = Layout(
+            parallel.tensor_parallel_size,
+            parallel.pipeline_parallel_size,
+            parallel.context_parallel_size,
+            parallel.expert_parallel_size,
+        )
+        self.layouts = [own, *others]
+        self._dp = max(1, options.most // own.model_ranks)  # of a launch in which no rank is lost
+        for layout in self.layouts:
+            self._check(layout)
+
+    def accepts(self, fit: Fit) -> bool:
+        """Whether the recipe can be run so."""
+        return self._mistake(fit) is None
+
+    def at(self, fit: Fit) -> Recipe:
+        """The recipe at a layout: a microbatch of a rank has as many samples as at the launch, if that divides."""
+        train, layout = self.recipe.train, fit.layout
+        samples = train.global_batch_size // (train.gradient_accumulation_steps * self._dp)
+        steps = train.gradient_accumulation_steps
+        if samples and train.global_batch_size % (samples * fit.dp) == 0:
+            steps = max(steps, train.global_batch_size // (samples * fit.dp))
+        parallel = replace(
+            self.recipe.parallel,
+            tensor_parallel_size=layout.tp,
+            pipeline_parallel_size=layout.pp,
+            context_parallel_size=layout.cp,
+            expert_parallel_size=layout.ep,
+        )
+        return replace(self.recipe, parallel=parallel, train=replace(train, gradient_accumulation_steps=steps))
+
+    def _check(self, layout: Layout) -> None:
+        most = self.options.most // layout.model_ranks
+        fits = [Fit(layout, dp) for dp in range(most, 0, -1) if layout.model_ranks * dp >= self.options.least]
+        if not fits:
+            raise ValueError(
+                f"the layout {layout} needs a multiple of {layout.model_ranks} ranks, and --elastic allows "
+                f"{self.options.least} to {self.options.most}"
+            )
+        mistakes = [self._mistake(fit) for fit in fits]
+        if None not in mistakes:
+            raise ValueError(f"the layout {layout} of --elastic does not fit the recipe: {mistakes[0]}")
+
+    def _mistake(self, fit: Fit) -> str | None:
+        recipe = self.at(fit)
+        try:
+            check_layout(recipe, fit.dp)
+        except ValueError as error:
+            return str(error)
+        return next((mistake for _, mistake in consistency_mistakes(recipe)), None)
+
+
+def train_elastically(
+    elastic: ElasticRecipe, lifeline: Lifeline, stop: StopRequest, prepare: Callable[[], None]
+) -> TrainResult | None:
+    """Train a recipe in a process that a supervisor has forked.
+
+    Args:
+        elastic: the recipe.
+        lifeline: the supervisor's other end.
+        stop: may have been active before.
+        prepare: is called in each generation before model parallelism is initialised.
+
+    Returns:
+        How the run ended; None where the others have ended it without this process.
+
+    Raises:
+        PeerError, ValueError, CheckpointError, TrainingDiverged: as `prepare_run` and `run_training` do, for whatever
+            is not the loss of a rank.
+    """
+
+    def train_once(membership: Membership) -> TrainResult:
+        recipe = elastic.at(Fit(membership.layout, membership.dp))
+        prepare()
+        membership.initialize(expert_tensor_parallel_size=recipe.parallel.expert_tensor_parallel_size)
+        asked = _Asked(stop, membership)
+        result = run_training(*prepare_run(recipe), asked)
+        if result.stopped:
+            membership.stopped = any(all_gather_object(asked.to_stop, get_world_group()))
+            if not membership.stopped:
+                raise ChangeMembers
+        return result
+
+    trained = run_as_trainer(train_once, lifeline, elastic.options, elastic.layouts, elastic.accepts)
+    return None if trained is None else trained[0]
+
+
+@dataclass
+class _Asked:
+    """What the training asks between steps: a signal, or a rank that waits to join, ends it after the next one."""
+
+    stop: StopRequest
+    membership: Membership
+
+    @property
+    def signal_number(self) -> int:
+        wanted = self.membership.step_boundary()
+        return int(self.to_stop or wanted)
+
+    @property
+    def to_stop(self) -> bool:
+        return self.stop.signal_number > 0 or self.membership.stopping
+
+
+def options_of(elastic: tuple[int, int], grace: float, silence: float) -> Options:
+    """The options of the command line, for a launch with `WORLD_SIZE` ranks."""
+    least, most = elastic
+    return Options(least, min(most, int(os.environ.get("WORLD_SIZE", most))), grace, silence)

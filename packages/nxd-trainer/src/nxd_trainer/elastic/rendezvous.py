@@ -1,0 +1,141 @@
+"""How trainers agree on the next generation, through the job's store alone.
+
+A trainer announces itself for the generation after the one that is over. It is made up at once when everybody is there
+who was in the one before; those whose host is gone are not waited for, and those whose process is gone for some
+seconds, since their supervisors start others. Nobody is left behind who still gives signs of life: it will come, or
+kill itself. Whoever finds this first makes up the generation, and all take what was made up first.
+
+A trainer that comes while a generation is at work asks its members to end it between two steps. One that takes the
+place of a member knows that this one has ended, and says so.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from nxd_state import PeerError
+
+from nxd_trainer.elastic.layouts import Fit
+from nxd_trainer.elastic.members import Board, Generation, Member, Over
+from nxd_trainer.elastic.watch import Pulse
+
+_PAUSE, _PAUSE_PER_SLOT = 0.02, 0.002  # seconds; the more trainers ask the store, the less often each does
+_PATIENCE = 10  # times the grace: for the first generation, and for enough ranks
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What generations are made up by; the same for all trainers.
+
+    Attributes:
+        slots: ranks that the launcher has started.
+        grace: seconds to wait for those that a supervisor may replace.
+        silence: seconds without a sign of life after which a trainer counts as lost.
+        choose: the layout for so many ranks; None where they are too few.
+    """
+
+    slots: int
+    grace: float
+    silence: float
+    choose: Callable[[int], Fit | None]
+
+
+def join(board: Board, own: Member, terms: Terms, after: int) -> Generation | None:
+    """Wait for a generation with this trainer in it.
+
+    Args:
+        board: where trainers meet.
+        own: this trainer.
+        terms: how to agree.
+        after: the last generation that it has been in, or 0.
+
+    Returns:
+        The generation; None where there will be no other, since the training has ended.
+
+    Raises:
+        PeerError: there are too few ranks, for too long.
+    """
+    number = max(after, board.latest())
+    while True:
+        closed = board.closed(number)
+        if closed is None and number > 0:  # `latest` is set after a generation is closed
+            number -= 1
+            continue
+        if closed is not None and number > after and own.incarnation in closed.incarnations:
+            return closed
+        if closed is not None:
+            over = board.over(number)
+            if over is not None and over.ending == "done":
+                return None
+            if over is None and number > after:
+                _ask_to_end(board, own, closed)
+        number += 1
+        _Attempt(board, own, terms, number).run()
+
+
+def _ask_to_end(board: Board, own: Member, closed: Generation) -> None:
+    """Ask a generation that was made up without this trainer to end; it has, if this one takes a member's place."""
+    replaced = [member for member in closed.members if member.slot == own.slot]
+    if replaced:
+        reason = f"rank {own.slot} of the launch is lost: its process {replaced[0].process.pid} has been replaced"
+        board.end(closed.number, Over("lost", reason))
+    else:
+        board.ask_for_change(closed.number)
+
+
+class _Attempt:
+    """This trainer's part in making up one generation."""
+
+    def __init__(self, board: Board, own: Member, terms: Terms, number: int) -> None:
+        self._board, self._own, self._terms, self._number = board, own, terms, number
+        before = board.closed(number - 1)
+        self._before = {} if before is None else {member.slot: member for member in before.members}
+        self._pulse = Pulse(board, own, terms.silence)
+
+    def run(self) -> None:
+        """Return once the generation is made up, with this trainer or without."""
+        self._board.announce(self._number, self._own)
+        began = time.monotonic()
+        is_over = self._number == 1
+        while self._board.closed(self._number) is None:
+            if not is_over and self._before_is_over():
+                is_over, began = True, time.monotonic()
+            if is_over:
+                self._try(time.monotonic() - began)
+            time.sleep(max(_PAUSE, _PAUSE_PER_SLOT * self._terms.slots))
+
+    def _before_is_over(self) -> bool:
+        """Also where all of its members are lost and nobody could say so."""
+        if self._board.over(self._number - 1) is not None:
+            return True
+        return all(self._pulse.is_lost(member) for member in self._before.values())
+
+    def _try(self, waited: float) -> None:
+        announced = self._board.announced(self._number, self._terms.slots)
+        ready = {slot: it for slot, it in announced.items() if not self._pulse.is_lost(it)}
+        grace = self._terms.grace * (1 if self._before else _PATIENCE)
+        if any(self._is_expected(slot, waited < grace) for slot in range(self._terms.slots) if slot not in ready):
+            return
+        fit = self._terms.choose(len(ready))
+        if fit is not None and self._own.slot in ready:
+            self._board.close(Generation(self._number, [ready[slot] for slot in sorted(ready)], fit))
+        elif waited > self._terms.grace * _PATIENCE:
+            raise PeerError(
+                f"{len(ready)} of {self._terms.slots} ranks are left, too few for the least number or the layouts of "
+                f"--elastic, and no others have come in {waited:.0f} s; the newest checkpoint is intact"
+            )
+
+    def _is_expected(self, slot: int, within_grace: bool) -> bool:
+        """Whether to wait for a trainer that is not there."""
+        if not self._before:
+            return within_grace
+        member = self._before.get(slot)
+        if member is None:  # it was not there before either; when it comes, it asks for another generation
+            return False
+        if not self._pulse.is_lost(member):
+            return True
+        return within_grace and not self._is_abandoned(member)
+
+    def _is_abandoned(self, member: Member) -> bool:
+        """Whether nobody is there who could replace it."""
+        return member.launcher.has_ended(self._own.process)

@@ -1,0 +1,179 @@
+"""The supervisor of a rank: the process that the launcher has started forks the trainer, and another one if it dies.
+
+The launcher sees the supervisor, so it hears of nothing but the end of the run. A fork has loaded all modules: a death
+costs no start of an interpreter. The supervisor computes nothing, so there are no threads or devices that a fork would
+break.
+
+- A trainer that a signal ends (SIGKILL, out of memory, a crash) is replaced.
+- One that says nothing for some seconds (stopped, or stuck in one call) is killed, and so replaced.
+- One that ends by itself ends the supervisor with its exit code, also by an exception: a bug must not loop here.
+"""
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from types import FrameType
+
+from nxd_trainer.elastic.processes import Process, end_with, name_this_process
+from nxd_trainer.launch import EXIT_STOPPED, LAUNCHER_PID
+
+TRAINER_NAME, SUPERVISOR_NAME = "nxd-trainer", "nxd-supervisor"  # as `ps` shows them
+DEATHS_WITHOUT_A_STEP = 10  # in a row, of one rank; then the run cannot go on
+ALIVE, STEP_TAKEN = b".", b"+"  # what a trainer says
+
+_LOOK_SECONDS = 0.25
+_SECONDS_TO_START = 60.0  # until a trainer's first word
+_FORWARDED = (signal.SIGTERM, signal.SIGINT)
+
+
+class Lifeline:
+    """A trainer's side: what it tells its supervisor, and what it was told when it was forked.
+
+    Attributes:
+        supervisor: the process that has forked this one.
+        launcher: the process that has started the supervisor: torchrun's agent, or `nxd train --nproc`.
+        stopping: whether the run had been asked to stop before this process began.
+    """
+
+    def __init__(self, descriptor: int, supervisor: Process, launcher: Process, *, stopping: bool) -> None:
+        self.supervisor, self.launcher, self.stopping = supervisor, launcher, stopping
+        self._descriptor = descriptor
+
+    def say(self, word: bytes) -> None:
+        """Say `ALIVE` or `STEP_TAKEN`."""
+        with contextlib.suppress(OSError):  # the supervisor has ended, and so will this process
+            os.write(self._descriptor, word)
+
+
+def supervise(*, silence: float) -> Lifeline | int:
+    """Fork trainers until one of them ends by itself.
+
+    Call it in the main thread, with everything imported that the trainer needs, and before anything is computed.
+
+    Args:
+        silence: seconds without a word after which a trainer is killed.
+
+    Returns:
+        In a trainer its lifeline; in the supervisor, at the end, the exit code for it.
+
+    Raises:
+        RuntimeError: this system has no /proc, or this process has threads.
+    """
+    if sys.platform != "linux":
+        raise RuntimeError(
+            "elastic training supervises processes as only Linux can; run it there, or without --elastic"
+        )
+    if threading.active_count() > 1:
+        names = ", ".join(thread.name for thread in threading.enumerate()[1:])
+        raise RuntimeError(f"elastic training forks this process, which has threads ({names}); start it before them")
+    name_this_process(SUPERVISOR_NAME)
+    supervisor = _Supervisor(silence)
+    try:
+        return supervisor.run()
+    finally:
+        supervisor.leave()
+
+
+class _Supervisor:
+    def __init__(self, silence: float) -> None:
+        self._silence = silence
+        self._process, self._launcher = Process.of(os.getpid()), Process.of(os.getppid())
+        self._signals: list[int] = []
+        self._trainer: int | None = None
+        self._restarts = self._deaths_without_a_step = 0
+        self._previous = {number: signal.signal(number, self._forward) for number in _FORWARDED}
+
+    def leave(self) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def run(self) -> Lifeline | int:
+        while True:
+            reading, writing = os.pipe()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            with _blocked():
+                pid = os.fork()
+                self._trainer = pid or None
+            if pid == 0:
+                os.close(reading)
+                return self._be_trainer(writing)
+            os.close(writing)
+            status = self._watch(pid, reading)
+            os.close(reading)
+            code = os.waitstatus_to_exitcode(status)
+            if code >= 0:
+                return code
+            if (exit_code := self._may_not_go_on(-code)) is not None:
+                return exit_code
+            self._restarts += 1
+
+    def _be_trainer(self, writing: int) -> Lifeline:
+        os.setpgid(0, 0)  # a launcher signals the supervisor's process group, and the supervisor this process
+        end_with(self._process.pid)
+        name_this_process(TRAINER_NAME)
+        return Lifeline(writing, self._process, self._launcher, stopping=bool(self._signals))
+
+    def _watch(self, pid: int, reading: int) -> int:
+        """Listen to a trainer until it ends; returns its wait status."""
+        heard, silence, open_end = time.monotonic(), max(self._silence, _SECONDS_TO_START), [reading]
+        while True:
+            if select.select(open_end, [], [], _LOOK_SECONDS)[0]:
+                words = os.read(reading, 4096)
+                open_end = open_end if words else []  # closed: it ends
+                if words:
+                    heard, silence = time.monotonic(), self._silence
+                if STEP_TAKEN in words:
+                    self._deaths_without_a_step = 0
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                self._trainer = None
+                return status
+            if time.monotonic() - heard > silence:
+                self._say(f"has said nothing for {silence:g} s and is killed")
+                os.kill(pid, signal.SIGKILL)
+                heard = time.monotonic()
+
+    def _may_not_go_on(self, number: int) -> int | None:
+        """After a death by a signal: the supervisor's exit code, if there shall be no other trainer."""
+        if len(self._signals) > 1:  # the second one ends a run at once
+            return EXIT_STOPPED
+        name = signal.Signals(number).name if number in signal.valid_signals() else f"signal {number}"
+        self._deaths_without_a_step += 1
+        most = self._most_restarts()
+        if most is not None and self._restarts >= most:
+            self._say(f"was killed by {name} after {self._restarts} restarts; see torchrun's --max-restarts")
+            return 1
+        if self._deaths_without_a_step >= DEATHS_WITHOUT_A_STEP:
+            self._say(f"was killed by {name}, {DEATHS_WITHOUT_A_STEP} times in a row without taking a step")
+            return 1
+        self._say(f"was killed by {name}; another process takes its place")
+        return None
+
+    def _most_restarts(self) -> int | None:
+        """As told to torchrun. Our own launcher has no such limit, and sets 0."""
+        told = os.environ.get("TORCHELASTIC_MAX_RESTARTS")
+        return None if told is None or LAUNCHER_PID in os.environ else int(told)
+
+    def _say(self, text: str) -> None:
+        print(f"nxd elastic: the trainer of rank {os.environ.get('RANK', '0')} {text}", file=sys.stderr, flush=True)
+
+    def _forward(self, number: int, frame: FrameType | None) -> None:
+        self._signals.append(number)
+        if self._trainer is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._trainer, number)
+
+
+@contextlib.contextmanager
+def _blocked():  # type: ignore[no-untyped-def]
+    """A signal that comes meanwhile is answered afterwards, by whoever this process is then."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)

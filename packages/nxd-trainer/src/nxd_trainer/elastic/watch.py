@@ -1,0 +1,140 @@
+"""The thread of a trainer that gives signs of life, and sees whether the other members of its generation do.
+
+What it finds breaks what the main thread waits for: the program then raises, and can go on with those that are left.
+It looks at all members of its own machine, whose processes it can ask for, and at its neighbour among the others.
+"""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterable
+
+import torch.distributed as dist
+from nxd_state import abort_model_parallel
+
+from nxd_trainer.elastic.members import Board, Generation, Member, Over
+from nxd_trainer.elastic.supervisor import ALIVE, Lifeline
+
+_INTERVAL = 0.25  # seconds
+
+
+class Pulse:
+    """Which processes still give signs of life, as seen from here.
+
+    Args:
+        board: where they are given.
+        own: the process that looks.
+        silence: seconds without one after which a process counts as lost.
+    """
+
+    def __init__(self, board: Board, own: Member, silence: float) -> None:
+        self._board, self._own, self._silence = board, own, silence
+        self._seen: dict[str, tuple[str | None, float]] = {}  # the newest sign of each, and since when it is that
+
+    def is_lost(self, member: Member) -> bool:
+        """Whether its process has ended, or has been silent for too long since this was first asked."""
+        if member.process.place == self._own.process.place:  # its supervisor kills it if it is silent
+            return member.process.has_ended(self._own.process)
+        now, beat = time.monotonic(), self._board.last_beat(member.incarnation)
+        last, since = self._seen.get(member.incarnation, (beat, now))
+        if beat != last:
+            since = now
+        self._seen[member.incarnation] = (beat, since)
+        return now - since > self._silence
+
+
+class Watch(threading.Thread):
+    """Runs from a trainer's first generation to its end.
+
+    Attributes:
+        over: why this trainer's generation must be left; None while it need not.
+        change_wanted: whether another trainer waits to join it.
+    """
+
+    def __init__(self, board: Board, own: Member, lifeline: Lifeline, *, silence: float) -> None:
+        super().__init__(name="nxd elastic watch", daemon=True)
+        self.over: Over | None = None
+        self.change_wanted = False
+        self._board, self._own, self._lifeline, self._silence = board, own, lifeline, silence
+        self._generation: Generation | None = None
+        self._watched: list[Member] = []
+        self._pulse = Pulse(board, own, silence)
+        self._lock = threading.Lock()  # held while the generation changes, or its communication is broken
+        self._ended = threading.Event()
+        self._kill_at = float("inf")
+
+    def run(self) -> None:
+        count = 0
+        while not self._ended.is_set():
+            try:
+                self._board.beat(self._own.incarnation, count)
+                self._look()
+            except dist.DistError as error:
+                self.leave(Over("failed", f"the job's store cannot be reached, its host is gone: {error}"))
+                return
+            self._lifeline.say(ALIVE)
+            if time.monotonic() > self._kill_at:  # the main thread is stuck; the supervisor starts another process
+                os.kill(os.getpid(), signal.SIGKILL)
+            count += 1
+            self._ended.wait(_INTERVAL)
+
+    def enter(self, generation: Generation) -> None:
+        """Begin to look after the members of a generation."""
+        with self._lock:
+            self.over, self.change_wanted, self._kill_at = None, False, float("inf")
+            self._generation = generation
+            self._watched = list(self._to_watch(generation))
+            self._pulse = Pulse(self._board, self._own, self._silence)
+
+    def exit(self) -> None:
+        """The main thread has left its generation, and begins to clear up; then comes `settle`."""
+        with self._lock:
+            self._generation = None
+            self._kill_at = min(self._kill_at, time.monotonic() + 3 * self._silence)
+
+    def settle(self) -> None:
+        """The main thread is ready for another generation."""
+        with self._lock:
+            self._kill_at = float("inf")
+
+    def leave(self, over: Over) -> None:
+        """The generation is over: break what the main thread waits for, or will.
+
+        It has three times as long to leave and to clear up as a process may be silent, and is killed after that.
+        """
+        with self._lock:
+            if self._generation is None or self.over is not None:
+                return
+            self.over = over
+            self._kill_at = time.monotonic() + 3 * self._silence
+            if over.ending in ("lost", "failed"):
+                abort_model_parallel(over.reason)
+
+    def find_lost(self, members: Iterable[Member]) -> Member | None:
+        """The first of them whose process is known to have ended."""
+        return next((member for member in members if self._pulse.is_lost(member)), None)
+
+    def end(self) -> None:
+        """End the thread."""
+        self._ended.set()
+        self.join()
+
+    def _look(self) -> None:
+        generation = self._generation
+        if generation is None or self.over is not None:
+            return
+        over = self._board.over(generation.number)
+        if over is None and (lost := self.find_lost(self._watched)) is not None:
+            reason = f"rank {lost.slot} of the launch is lost: its process {lost.process.pid} has ended or is silent"
+            over = self._board.end(generation.number, Over("lost", reason))
+        if over is not None:
+            self.leave(over)
+        elif not self.change_wanted:
+            self.change_wanted = self._board.change_is_wanted(generation.number)
+
+    def _to_watch(self, generation: Generation) -> Iterable[Member]:
+        others = [member for member in generation.members if member.incarnation != self._own.incarnation]
+        yield from (member for member in others if member.process.place == self._own.process.place)
+        following = [member for member in others if member.slot > self._own.slot] or others
+        yield from following[:1]
