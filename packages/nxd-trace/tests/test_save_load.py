@@ -171,16 +171,16 @@ def remove(folder: Path) -> None:
         (lambda folder: edit_manifest(folder, format="one"), "manifest.json is damaged"),
         (
             lambda folder: edit_manifest(folder, tp_degree=4),
-            "tp_degree is 4, replicas is 1, and there are files of 2 ranks",
+            "tp_degree is 4, .* files of 2 ranks",
         ),
         (
             lambda folder: edit_manifest(folder, tp_degree=1),
-            "tp_degree is 1, replicas is 1, and there are files of 2 ranks",
+            "tp_degree is 1, replicas is 1, .* files of 2 ranks",
         ),
         (lambda folder: edit_manifest(folder, tp_degree="2"), "damaged .tp_degree is '2'"),
         (
             lambda folder: edit_manifest(folder, files={}),
-            "tp_degree is 2, replicas is 1, and there are files of 0 ranks",
+            "tp_degree is 2, .* files of 0 ranks",
         ),
         (
             lambda folder: edit_manifest(folder, files={"../x": {"size": 1, "sha256": ""}}),
