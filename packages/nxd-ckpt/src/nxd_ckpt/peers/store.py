@@ -4,7 +4,7 @@
 
 lists the keepers of a job's hosts, in the order in which copies go round, and that of the rank's own host: its file
 lies there and on the next `copies` ones, so that any so many hosts may die. The manifest lies on every host, and is
-written last: a checkpoint is there as soon as one host has its manifest, and any other layout can load it as from a disk.
+written last: a checkpoint is there as soon as one host has it, and any other layout can load it as from a disk.
 """
 
 from collections.abc import Collection, Iterable, Sequence
