@@ -104,7 +104,8 @@ class _Connection:
     def __init__(self, address: str) -> None:
         host, _, port = address.rpartition(":")
         self._address = address
-        self._socket = socket.create_connection((host, int(port)), _SECONDS_TO_CONNECT)
+        with self._errors_named():
+            self._socket = socket.create_connection((host, int(port)), _SECONDS_TO_CONNECT)
         self._socket.settimeout(_SECONDS_TO_ANSWER)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._file = self._socket.makefile("rb")
@@ -113,12 +114,14 @@ class _Connection:
         self.send(json.dumps(request | {"secret": _secret()}).encode() + b"\n")
 
     def send(self, content: "bytes | memoryview") -> None:
-        self._socket.sendall(content)
+        with self._errors_named():
+            self._socket.sendall(content)
 
     def answer(self) -> dict[str, Any]:
-        line = self._file.readline()
+        with self._errors_named():
+            line = self._file.readline()
         if not line.endswith(b"\n"):
-            raise ConnectionError(f"the keeper at {self._address} is gone")
+            raise self._gone()
         answer: dict[str, Any] = json.loads(line)
         if "refused" in answer:
             kind = FileNotFoundError if answer.get("missing") else OSError
@@ -128,14 +131,25 @@ class _Connection:
     def read_into(self, memory: memoryview) -> None:
         left = memory
         while left:
-            count = self._file.readinto(left)
+            with self._errors_named():
+                count = self._file.readinto(left)
             if not count:
-                raise ConnectionError(f"the keeper at {self._address} is gone")
+                raise self._gone()
             left = left[count:]
 
     def close(self) -> None:
         self._file.close()
         self._socket.close()
+
+    @contextmanager
+    def _errors_named(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise OSError(f"the keeper at {self._address} cannot be reached: {error}") from error
+
+    def _gone(self) -> OSError:
+        return OSError(f"the keeper at {self._address} ended its connection")
 
 
 def _secret() -> str:

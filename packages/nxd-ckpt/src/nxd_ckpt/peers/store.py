@@ -1,12 +1,13 @@
 """Checkpoints in the memory of hosts: each rank's files on its own host and on others, so that hosts may be lost.
 
-    peers://10.0.0.1:4001,10.0.0.2:4002,10.0.0.3:4003/?copies=1&own=10.0.0.2:4002
+    peers://10.0.0.1:4001,10.0.0.2:4002,10.0.0.3:4003/?copies=1
 
-lists the keepers of a job's hosts, in the order in which copies go round, and that of the rank's own host: its file
-lies there and on the next `copies` ones, so that any so many hosts may die. The manifest lies on every host, and is
-written last: a checkpoint is there as soon as one host has it, and any other layout can load it as from a disk.
+lists the keepers of a job's hosts, in the order in which copies go round. The file of a rank lies on its own host, that
+of `&own=10.0.0.2:4002` or `NXD_KEEPER`, and on the next `copies` ones, so that any so many may die. The manifest lies
+on every host, and is written last: a checkpoint is there as soon as one host has it, and any layout can load it.
 """
 
+import os
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import ExitStack, closing, suppress
 from urllib.parse import parse_qs, urlsplit
@@ -20,26 +21,46 @@ from nxd_ckpt.tags import is_tag
 
 SCHEME = "peers://"
 
+# Variables of the environment, of a job whose launcher has started keepers.
+KEEPERS = "NXD_KEEPERS"  # `host:port` of the keeper of each host, with commas between
+OWN_KEEPER = "NXD_KEEPER"  # that of this rank's host
+
 _PIN = f"{PINS}/"
 
 
-def peers_url(keepers: Sequence[str], own: str, copies: int = 1) -> str:
+def peers_url(keepers: Sequence[str], own: str | None = None, copies: int = 1) -> str:
     """The path under which `save` and `load` find checkpoints in the memory of hosts.
 
     Args:
         keepers: `host:port` of the keeper of each host, in the same order on all ranks.
-        own: of this rank's host.
+        own: of this rank's host; that of `NXD_KEEPER`, or the first, if None.
         copies: other hosts that have each file; fewer where there are fewer hosts.
 
     Raises:
         ValueError: `own` is none of the keepers, or `copies` is negative.
     """
-    if own not in keepers or copies < 0:
+    if not keepers or (own is not None and own not in keepers) or copies < 0:
         raise ValueError(
             f"own={own!r} and copies={copies} do not fit the keepers {', '.join(keepers) or '(none)'}; give one of "
             "them, and 0 copies or more"
         )
-    return f"{SCHEME}{','.join(keepers)}/?copies={copies}&own={own}"
+    return f"{SCHEME}{','.join(keepers)}/?copies={copies}" + (f"&own={own}" if own else "")
+
+
+def lies_in_memory(path: str) -> bool:
+    """Whether a path names the memory of hosts."""
+    return path.startswith(SCHEME)
+
+
+def job_url(copies: int = 1) -> str | None:
+    """`peers_url` of the keepers that `NXD_KEEPERS` names, the same on all ranks; None where it names none."""
+    keepers = [it for it in os.environ.get(KEEPERS, "").split(",") if it]
+    return peers_url(keepers, copies=copies) if keepers else None
+
+
+def _own_among(keepers: Sequence[str]) -> str:
+    own = os.environ.get(OWN_KEEPER, "")
+    return own if own in keepers else keepers[0]
 
 
 class PeerStore:
@@ -64,7 +85,7 @@ class PeerStore:
         parts = urlsplit(url)
         keepers = tuple(parts.netloc.split(","))
         options = {name: values[-1] for name, values in parse_qs(parts.query).items()}
-        copies, own = options.get("copies", "1"), options.get("own", keepers[0])
+        copies, own = options.get("copies", "1"), options.get("own", _own_among(keepers))
         if not url.startswith(SCHEME) or not copies.isdecimal() or not parts.netloc or own not in keepers:
             raise ValueError(f"{url!r} names no keepers; expected {SCHEME}HOST:PORT,HOST:PORT/?copies=1&own=HOST:PORT")
         self.location = f"{SCHEME}{parts.netloc}/?copies={copies}"  # the same on all hosts

@@ -7,7 +7,7 @@ import os
 import socket
 from collections.abc import Collection
 
-from nxd_ckpt.peers.store import SCHEME, PeerStore
+from nxd_ckpt.peers.store import PeerStore, lies_in_memory
 from nxd_ckpt.stores.interface import Capabilities, Garbage, Piece, SaveTransaction, Store
 from nxd_ckpt.stores.posix import PosixStore
 from nxd_ckpt.tags import check_tag
@@ -66,7 +66,7 @@ def open_store(path: "str | os.PathLike[str]") -> Store:
         root = root.removeprefix("file://")
     if "://" not in root:
         return PosixStore(os.path.abspath(root))
-    if root.startswith(SCHEME):
+    if lies_in_memory(root):
         return PeerStore(root)
     from nxd_ckpt.stores.fsspec_store import FsspecStore  # noqa: PLC0415 - fsspec takes its time to import
 
