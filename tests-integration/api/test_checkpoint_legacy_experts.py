@@ -4,6 +4,7 @@ import os
 
 import pytest
 import torch
+from nxd_ckpt import CheckpointError
 from nxd_layers import ColumnParallelLinear
 from nxd_layers.experts import ExpertMLPs
 from nxd_state import active_group, destroy_model_parallel, initialize_model_parallel
@@ -126,3 +127,17 @@ def test_experts_saved_without_expert_parallelism_load_with_it(run_ranks, tmp_pa
     write(tmp_path / "a", 2, 1, xser=False)
 
     run_ranks(load_and_compare, 4, str(tmp_path), [(2, 2), (1, 4)])
+
+
+def test_zero1_states_of_split_experts_are_refused_and_the_model_loads_without(tmp_path):
+    write(tmp_path / "a", 1, 2, xser=False)
+    for ep in range(2):
+        of_expert_rank = tmp_path / f"a/optim/dp_rank_00_ep_rank_0{ep}_tp_rank_00_pp_rank_00.pt"
+        of_expert_rank.rename(tmp_path / f"a/optim/dp_rank_0{ep}_tp_rank_00_pp_rank_00.pt")
+    model = Model()
+
+    with pytest.raises(CheckpointError, match=r"do not say which expert is whose; leave out optimizer="):
+        load_checkpoint(tmp_path, model=model, optimizer=torch.optim.AdamW(model.parameters()))
+    load_checkpoint(tmp_path, model=model)
+
+    assert all(torch.equal(parameter, whole(name)) for name, parameter in model.named_parameters())

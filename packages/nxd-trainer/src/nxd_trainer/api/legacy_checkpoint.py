@@ -109,6 +109,8 @@ def load_legacy_checkpoint(
         if optimizer is not None or scheduler is not None:
             raise CheckpointError(f"{doing} needs model=, whose metadata says how the ranks' tensors fit together")
         return user_content
+    if optimizer is not None:
+        on_every_rank(coordinator, doing, lambda: _check_states_of_experts(files, folder))
     own_groups = on_every_rank(coordinator, doing, lambda: [] if optimizer is None else group_names(model, optimizer))
     groups = all_gather_object(own_groups, active_group("pp"))
     specs = _gather_specs(model)
@@ -161,6 +163,16 @@ def _files(layout: str, folder: str) -> _Files:
     if not by_rank:
         raise CheckpointError("it holds no files of a model")
     return _Files(layout, by_rank)
+
+
+def _check_states_of_experts(files: _Files, folder: str) -> None:
+    """ZeRO-1 states name data-parallel ranks only, among which experts are split as well."""
+    of_optimizer = v2_files(os.path.join(folder, "optim")) if files.layout == "v2" else {}
+    if any(rank.ep for rank in files.by_rank) and of_optimizer and not any(rank.ep for rank in of_optimizer):
+        raise CheckpointError(
+            "its optimizer states are those of ZeRO-1 over ranks that split the experts as well, and do not say which "
+            "expert is whose; leave out optimizer="
+        )
 
 
 def _parameter_names(
