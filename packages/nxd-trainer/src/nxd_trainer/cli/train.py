@@ -129,8 +129,9 @@ def _run_elastic(recipe: Recipe, options: argparse.Namespace) -> int:
         if records_graphs():
             raise RuntimeError("--elastic starts communication again in a process, which XLA cannot; leave it out")
         check_launch()
-        lifeline = supervise(silence=elastic.options.silence)
-    except RuntimeError as error:
+        keeps_memory = recipe.checkpoint.memory_every > 0
+        lifeline = supervise(silence=elastic.options.silence, keeps_memory=keeps_memory)
+    except (RuntimeError, OSError) as error:
         raise UserError(str(error)) from error
     if isinstance(lifeline, int):
         return lifeline

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from nxd_state import PeerError
 
 _PAUSE = 0.002  # seconds
+_PATIENCE = timedelta(minutes=30)
 
 
 class GenerationStore(dist.Store):
@@ -24,6 +25,13 @@ class GenerationStore(dist.Store):
     def __init__(self, store: dist.Store, reason_to_end: Callable[[], str | None]) -> None:
         super().__init__()
         self._store, self._reason_to_end = store, reason_to_end
+        self._clones: list[GenerationStore] = []
+
+    def clone(self) -> "GenerationStore":
+        """A store of the same keys with a connection of its own."""
+        made = GenerationStore(self._store.clone(), self._reason_to_end)  # type: ignore[attr-defined]
+        self._clones.append(made)  # torch keeps only the half of it that is not Python
+        return made
 
     def set(self, key: str, value: str) -> None:
         """Set a key."""
@@ -68,7 +76,7 @@ class GenerationStore(dist.Store):
             PeerError: they need not come any more.
             torch.distributed.DistStoreError: they did not come in time.
         """
-        give_up = time.monotonic() + (timeout or self.timeout).total_seconds()
+        give_up = time.monotonic() + (timeout or _PATIENCE).total_seconds()
         while not self._store.check(list(keys)):
             if (reason := self._reason_to_end()) is not None:
                 raise PeerError(f"stopped waiting for {', '.join(keys)}: {reason}")

@@ -27,6 +27,7 @@ from nxd_state.rank_failure import describe_failure, is_peer_failure
 from nxd_trainer.elastic.generation_store import GenerationStore
 from nxd_trainer.elastic.layouts import Fit, Layout, choose
 from nxd_trainer.elastic.members import Board, Generation, Member, Over
+from nxd_trainer.elastic.memory import use_keepers
 from nxd_trainer.elastic.processes import Process
 from nxd_trainer.elastic.rendezvous import Terms, join
 from nxd_trainer.elastic.supervisor import STEP_TAKEN, Lifeline, supervise
@@ -125,6 +126,7 @@ def run(
     accepts: Callable[[Fit], bool] = lambda fit: True,
     grace: float = 30.0,
     silence: float = 10.0,
+    keeps_memory: bool = False,
 ) -> T:
     """Train with whatever ranks there are; call it in a script that torchrun starts, before anything is computed.
 
@@ -140,6 +142,8 @@ def run(
         accepts: whether a layout and its replicas suit the run, such as the global batch.
         grace: seconds to wait for a lost rank before going on with fewer.
         silence: seconds without a sign of life after which a rank counts as lost.
+        keeps_memory: start a keeper on each host, so that `nxd_ckpt.peers.store.job_url()` is a path for checkpoints
+            in their memory.
 
     Returns:
         What `train_once` returned at last.
@@ -151,7 +155,7 @@ def run(
     check_launch()
     most = int(os.environ["WORLD_SIZE"]) if max_ranks is None else max_ranks
     options = Options(min_ranks, most, grace, silence)
-    lifeline = supervise(silence=options.silence)
+    lifeline = supervise(silence=options.silence, keeps_memory=keeps_memory)
     if isinstance(lifeline, int):
         sys.exit(lifeline)
     trained = run_as_trainer(train_once, lifeline, options, layouts, accepts)
@@ -203,6 +207,8 @@ class _Trainer:
         self._board = Board(self._store)
         own = Process.of(os.getpid())
         self._own = Member(self._slot, f"{self._slot}-{secrets.token_hex(6)}", own, lifeline.launcher)
+        if lifeline.keeper:
+            self._board.set_keeper(lifeline.launcher, lifeline.keeper)
         self._watch = Watch(self._board, self._own, lifeline, silence=options.silence)
         self._terms = Terms(
             slots,
@@ -243,6 +249,8 @@ class _Trainer:
     def _take_part(self, train_once: Callable[[Membership], T], generation: Generation, rank: int) -> tuple[T] | None:
         """Train in a generation; None where another one is to follow."""
         _set_environment(generation, rank, self._own)
+        keepers = self._board.keepers(generation)
+        use_keepers([*keepers.values()], keepers.get(self._own.launcher, ""))
         store = GenerationStore(self._board.store_of(generation.number), self._reason_to_end)
         _stores.append(store)
         try:

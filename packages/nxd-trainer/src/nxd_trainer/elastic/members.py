@@ -143,6 +143,16 @@ class Board:
         """A process's newest sign of life: another text each time."""
         return self._read(f"beat/{incarnation}")
 
+    def set_keeper(self, launcher: Process, keeper: str) -> None:
+        """Say which keeper a launcher's host has."""
+        self._store.set(_keeper_key(launcher), keeper)
+
+    def keepers(self, generation: Generation) -> dict[Process, str]:
+        """By launcher, the keepers of the hosts that have members in a generation, in the members' order."""
+        launchers = dict.fromkeys(member.launcher for member in generation.members)
+        found = {launcher: self._read(_keeper_key(launcher)) for launcher in launchers}
+        return {launcher: keeper for launcher, keeper in found.items() if keeper is not None}
+
     def store_of(self, number: int) -> dist.Store:
         """The store for a generation's own process groups."""
         return dist.PrefixStore(f"{number}/groups", self._store)
@@ -150,3 +160,7 @@ class Board:
     def _read(self, key: str) -> str | None:
         # `get` of a key that is not there would block all threads' requests until it is.
         return self._store.get(key).decode() if self._store.check([key]) else None
+
+
+def _keeper_key(launcher: Process) -> str:
+    return f"keeper/{'/'.join(map(str, launcher))}"

@@ -18,6 +18,7 @@ import threading
 import time
 from types import FrameType
 
+from nxd_trainer.elastic.memory import HostMemory
 from nxd_trainer.elastic.processes import Process, end_with, name_this_process
 from nxd_trainer.launch import EXIT_STOPPED, LAUNCHER_PID
 
@@ -37,10 +38,15 @@ class Lifeline:
         supervisor: the process that has forked this one.
         launcher: the process that has started the supervisor: torchrun's agent, or `nxd train --nproc`.
         stopping: whether the run had been asked to stop before this process began.
+        keeper: `host:port` of the keeper that the supervisor has started; "" if it has started none.
     """
 
-    def __init__(self, descriptor: int, supervisor: Process, launcher: Process, *, stopping: bool) -> None:
+    def __init__(
+        self, descriptor: int, supervisor: Process, launcher: Process, memory: HostMemory | None, *, stopping: bool
+    ) -> None:
         self.supervisor, self.launcher, self.stopping = supervisor, launcher, stopping
+        self.keeper = memory.address if memory is not None else ""
+        self._memory = memory  # the supervisor's; letting go of it would look like an end
         self._descriptor = descriptor
 
     def say(self, word: bytes) -> None:
@@ -49,19 +55,21 @@ class Lifeline:
             os.write(self._descriptor, word)
 
 
-def supervise(*, silence: float) -> Lifeline | int:
+def supervise(*, silence: float, keeps_memory: bool = False) -> Lifeline | int:
     """Fork trainers until one of them ends by itself.
 
     Call it in the main thread, with everything imported that the trainer needs, and before anything is computed.
 
     Args:
         silence: seconds without a word after which a trainer is killed.
+        keeps_memory: start the keeper of this host, for checkpoints in memory.
 
     Returns:
         In a trainer its lifeline; in the supervisor, at the end, the exit code for it.
 
     Raises:
         RuntimeError: this system has no /proc, or this process has threads.
+        OSError: the keeper does not start.
     """
     if sys.platform != "linux":
         raise RuntimeError(
@@ -71,16 +79,21 @@ def supervise(*, silence: float) -> Lifeline | int:
         names = ", ".join(thread.name for thread in threading.enumerate()[1:])
         raise RuntimeError(f"elastic training forks this process, which has threads ({names}); start it before them")
     name_this_process(SUPERVISOR_NAME)
-    supervisor = _Supervisor(silence)
+    memory = HostMemory() if keeps_memory else None
+    supervisor = _Supervisor(silence, memory)
     try:
-        return supervisor.run()
+        outcome = supervisor.run()
     finally:
         supervisor.leave()
+    if memory is not None and isinstance(outcome, int):
+        may_come_again = outcome not in (0, EXIT_STOPPED) and LAUNCHER_PID not in os.environ
+        memory.close(forget=not may_come_again)
+    return outcome
 
 
 class _Supervisor:
-    def __init__(self, silence: float) -> None:
-        self._silence = silence
+    def __init__(self, silence: float, memory: HostMemory | None) -> None:
+        self._silence, self._memory = silence, memory
         self._process, self._launcher = Process.of(os.getpid()), Process.of(os.getppid())
         self._signals: list[int] = []
         self._trainer: int | None = None
@@ -116,7 +129,7 @@ class _Supervisor:
         os.setpgid(0, 0)  # a launcher signals the supervisor's process group, and the supervisor this process
         end_with(self._process.pid)
         name_this_process(TRAINER_NAME)
-        return Lifeline(writing, self._process, self._launcher, stopping=bool(self._signals))
+        return Lifeline(writing, self._process, self._launcher, self._memory, stopping=bool(self._signals))
 
     def _watch(self, pid: int, reading: int) -> int:
         """Listen to a trainer until it ends; returns its wait status."""

@@ -65,6 +65,7 @@ class Watch(threading.Thread):
         self._kill_at = float("inf")
 
     def run(self) -> None:
+        """Beat and look, until `end`."""
         count = 0
         while not self._ended.is_set():
             try:

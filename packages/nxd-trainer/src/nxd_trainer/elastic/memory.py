@@ -1,0 +1,90 @@
+"""The keepers of a job: one on each host, started by the supervisor of its first rank, for checkpoints in memory.
+
+A keeper outlives the trainers of its host. Its folder is named by the launcher's agent, so that supervisors which the
+agent starts again find what was kept; the folder of an agent that has ended is removed by the next run of this user.
+"""
+
+import os
+import secrets
+import shutil
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch.distributed as dist
+from nxd_ckpt.peers.keeper import SECRET
+from nxd_ckpt.peers.starting import KeeperProcess
+from nxd_ckpt.peers.store import KEEPERS, OWN_KEEPER
+
+from nxd_trainer.elastic.processes import Process
+
+_MEMORY = Path("/dev/shm")
+_PREFIX = "nxd-memory"
+_SECRET_KEY = "nxd_elastic/secret"
+
+
+class HostMemory:
+    """What a supervisor does for the checkpoints in its host's memory; nothing if it is not that of the first rank.
+
+    Attributes:
+        address: `host:port` of the keeper; "" if there is none.
+
+    Raises:
+        OSError: there is no memory to keep files in, or the keeper does not start.
+        torch.distributed.DistError: the job's store cannot be reached.
+    """
+
+    def __init__(self) -> None:
+        self.address = ""
+        self._keeper: KeeperProcess | None = None
+        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), wait_for_workers=False)
+        os.environ[SECRET] = store.compare_set(_SECRET_KEY, "", secrets.token_hex()).decode()
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            return
+        launcher = Process.of(os.getppid())
+        _remove_those_of_ended_launchers(launcher)
+        self._folder = _folder_of(launcher)
+        self._keeper = KeeperProcess(self._folder, os.environ[SECRET], _own_address())
+        self.address = self._keeper.address
+
+    def close(self, *, forget: bool) -> None:
+        """End the keeper.
+
+        Args:
+            forget: remove what it kept, as the run has ended.
+        """
+        if self._keeper is not None:
+            self._keeper.close()
+            if forget:
+                shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def use_keepers(keepers: Sequence[str], own: str) -> None:
+    """Tell this process's checkpoints where the memory of the hosts is.
+
+    Args:
+        keepers: of each host, in the same order on all ranks.
+        own: that of this host.
+    """
+    os.environ |= {KEEPERS: ",".join(keepers), OWN_KEEPER: own}
+
+
+def _folder_of(launcher: Process) -> Path:
+    return _MEMORY / f"{_PREFIX}-{os.getuid()}-{launcher.pid}-{launcher.start}"
+
+
+def _remove_those_of_ended_launchers(observer: Process) -> None:
+    for folder in _MEMORY.glob(f"{_PREFIX}-{os.getuid()}-*"):
+        pid, start = folder.name.split("-")[-2:]
+        if pid.isdecimal() and start.isdecimal():
+            launcher = Process(observer.place, int(pid), int(start))
+            if launcher.has_ended(observer):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _own_address() -> str:
+    """The address by which this host reaches the store's, and so others reach this one."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
+        address: str = probe.getsockname()[0]
+    return address
