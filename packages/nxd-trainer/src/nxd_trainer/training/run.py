@@ -238,6 +238,7 @@ def _run_steps(
         for step in steps.finish(all_of_them=_is_looked_at(recipe, state.step)):
             loss = step.loss
             _check_finite(state, saver, step)
+            in_memory.finish()  # before the step counts: a rank that is lost from here on costs this step alone
             throughput.add(recipe.train.global_batch_size, step.tokens_seen - tokens_seen)
             tokens_seen = step.tokens_seen
             progress.advance(step.number)
@@ -255,7 +256,6 @@ def _run_steps(
                 progress.log(record)
                 metrics.log(record)
             if _is_due(step.number, recipe.checkpoint.memory_every):
-                in_memory.finish()
                 saver.finish()
                 in_memory.save()
             if _is_due(step.number, recipe.checkpoint.save_every) or is_last:
