@@ -1,6 +1,6 @@
 """The feed-forward networks of experts."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -73,22 +73,15 @@ class Experts(nn.Module):
         """
         order = index[:, 0].argsort(stable=True)
         counts = torch.bincount(index[:, 0], minlength=len(self.down_proj.weight)).tolist()
-        outputs = [
-            self._of_one(part, expert)
-            for expert, part in enumerate(tokens[order].split(counts))
-            if len(part)  # no work for experts without tokens
-        ]
-        return torch.zeros_like(tokens).index_copy(0, order, torch.cat(outputs)) * weights
+        outputs = self.down_proj(self._inner(tokens[order], counts), counts)
+        return torch.zeros_like(tokens).index_copy(0, order, outputs) * weights
 
-    def _of_one(self, tokens: Tensor, expert: int) -> Tensor:
+    def _inner(self, tokens: Tensor, counts: Sequence[int]) -> Tensor:
         if self.gate_up_proj is None:
             assert self.up_proj is not None  # one of them is there
-            inner = self._activation(self.up_proj(tokens, expert))
-        else:
-            gate, up = self.gate_up_proj(tokens, expert).chunk(2, dim=-1)
-            inner = self._activation(gate) * up
-        output: Tensor = self.down_proj(inner, expert)
-        return output
+            return self._activation(self.up_proj(tokens, counts))
+        gate, up = self.gate_up_proj(tokens, counts).chunk(2, dim=-1)
+        return self._activation(gate) * up
 
 
 class ExpertMLPs(nn.Module):
