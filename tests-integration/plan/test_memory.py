@@ -51,6 +51,8 @@ class Case:
     dtype: torch.dtype = torch.float32
     tied: bool = False
     schedule: str = "1f1b"
+    ep: int = 1
+    whole_experts: bool = False
 
 
 ONE_RANK = [
@@ -86,6 +88,9 @@ TWO_RANKS = [
     Case(model_type="qwen3", pp=2, checkpointing="full", microbatch_size=4, tied=True),
     Case(model_type="mixtral", tp=2),
     Case(model_type="mixtral", pp=2),
+    Case(model_type="mixtral", ep=2),
+    Case(model_type="mixtral", ep=2, zero1=True, checkpointing="full"),
+    Case(model_type="qwen3_moe", ep=2, tp=2, whole_experts=True, sequence_parallel=True),
 ]
 FOUR_RANKS = [
     Case(tp=4),
@@ -96,6 +101,10 @@ FOUR_RANKS = [
     Case(tp=2, sequence_parallel=True, zero1=True, dtype=torch.bfloat16),
     Case(pp=4, schedule="zb-h1", microbatch_size=1),
     Case(zero1=True, microbatch_size=4),
+    Case(model_type="mixtral", ep=4),
+    Case(model_type="mixtral", ep=2, tp=2),
+    Case(model_type="qwen3_moe", ep=2, zero1=True, dtype=torch.bfloat16),
+    Case(model_type="mixtral", ep=2, pp=2, checkpointing="full"),
 ]
 
 
@@ -122,7 +131,15 @@ def job_of(case, ranks):
 
 def predict(case, ranks):
     fixed = Degrees(
-        case.tp, case.pp, case.sequence_parallel, case.zero1, case.microbatch_size, case.checkpointing, case.cp
+        case.tp,
+        case.pp,
+        case.sequence_parallel,
+        case.zero1,
+        case.microbatch_size,
+        case.checkpointing,
+        case.cp,
+        case.ep,
+        1 if case.whole_experts else case.tp,
     )
     job = job_of(case, ranks)
     (planned,) = make_plan(job, fixed).best
