@@ -54,9 +54,9 @@ def make_mixtral():
     return transformers.MixtralForCausalLM(config).double()
 
 
-def compared(layout):
+def compared(layout, make_model=make_mixtral):
     batches = [{"input_ids": ids, "labels": ids} for ids in BATCHES[:2]]
-    report = compare(ParityCase(model_fn=make_mixtral, batches=batches, nxd_config=layout))
+    report = compare(ParityCase(model_fn=make_model, batches=batches, nxd_config=layout))
     return report.agrees, str(report)
 
 
@@ -79,6 +79,20 @@ def test_losses_gradients_norms_and_weights_are_those_of_one_process(run_ranks, 
     ranks, config = LAYOUTS[layout]
 
     for agrees, report in run_ranks(compared, ranks, config, timeout=300):
+        assert agrees, report
+
+
+def make_half_dense():
+    sizes = SIZES | {"num_hidden_layers": 3, "moe_intermediate_size": 24, "num_experts": EXPERTS}
+    config = transformers.Qwen3MoeConfig(**sizes, head_dim=8, mlp_only_layers=[0, 2], use_cache=False)
+    config._experts_implementation = "eager"  # grouped products know no float64
+    return transformers.Qwen3MoeForCausalLM(config).double()
+
+
+def test_layers_without_experts_between_others_train_as_in_one_process_with_a_split_sequence(run_ranks):
+    ranks, config = LAYOUTS["EP 2 over TP 2, split sequence"]
+
+    for agrees, report in run_ranks(compared, ranks, config, make_half_dense, timeout=300):
         assert agrees, report
 
 

@@ -29,11 +29,12 @@ SIZES = {
     "num_key_value_heads": 2,
     "max_position_embeddings": SEQUENCE,
 }
+EXPERTS = 4
 OF_TRANSFORMERS = {
     "qwen3": {"head_dim": 48},
     "gemma3_text": {"head_dim": 48, "layer_types": ["sliding_attention", "full_attention"] * 2},
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "qwen3_moe": {"num_local_experts": 4, "num_experts_per_tok": 2, "mlp_only_layers": [1]},
+    "mixtral": {"num_local_experts": EXPERTS, "num_experts_per_tok": 2},
+    "qwen3_moe": {"num_local_experts": EXPERTS, "num_experts_per_tok": 2, "mlp_only_layers": [1]},
 }
 
 
@@ -158,6 +159,7 @@ def measure(call, case):
     with StepMemory() as memory:
         exec(call, names)  # the plan's own lines
         model = names["model"]
+        choose_experts_evenly(model)
         optimizer = nxd.initialize_parallel_optimizer(
             names["nxd_config"], torch.optim.AdamW, model.parameters(), lr=1e-3, fused=True
         )
@@ -174,6 +176,18 @@ def measure(call, case):
     pp_rank = get_group("pp").rank
     destroy_model_parallel()
     return pp_rank, found
+
+
+def choose_experts_evenly(model):
+    """Have tokens go to any experts: routers that have learned nothing send some of them far more than others."""
+
+    def evenly(module, args):
+        hidden, chosen, weights = args
+        return hidden, torch.rand(len(chosen), EXPERTS).argsort(dim=1)[:, : chosen.shape[1]], weights
+
+    for name, module in model.named_modules():
+        if name.endswith(".mlp.experts"):
+            module.register_forward_pre_hook(evenly)
 
 
 def without_memory(names):

@@ -194,6 +194,6 @@ def _check_whole_sequences(capacity_factor: float) -> None:
     """Raise a ValueError where a rank does not see whole sequences, whose first tokens an expert takes."""
     if active_group("cp").size > 1:
         raise ValueError(
-            f"capacity_factor={capacity_factor} drops tokens by their place in the sequence, and sequences are cut over "
-            f"{active_group('cp').size} context-parallel ranks; use capacity_factor=None"
+            f"capacity_factor={capacity_factor} drops tokens by their place in the sequence, and sequences are cut "
+            f"over {active_group('cp').size} context-parallel ranks; use capacity_factor=None"
         )

@@ -149,7 +149,7 @@ def make_plan(job: Job, fixed: Degrees | None = None, *, top: int = 10) -> Plan:
                 for context_size in context_parallel_sizes(job, search.fixed, size):
                     _try_sizes(search, planner, size, context_size, experts)
     best = _quickest(search, _model_flops(job), top) if search.candidates else []
-    return Plan(job, tuple(best), len(search.candidates), tuple(search.misfits), tuple(search.rejected))
+    return Plan(job, tuple(best), len(search.candidates), tuple(search.misfits), tuple(dict.fromkeys(search.rejected)))
 
 
 def _try_sizes(search: _Search, planner: StagePlanner, size: int, context_size: int, experts: ExpertDegrees) -> None:
@@ -167,7 +167,8 @@ def _try_sizes(search: _Search, planner: StagePlanner, size: int, context_size: 
             parameters = planner.parameters(profiler.model(sequence_parallel))
             choices.append(sequence_parallel)
         except ValueError as error:
-            search.rejected.append(Rejected(f"TP {size}{' + SP' * sequence_parallel}", str(error)))
+            of_experts = f", EP {experts.ep}" if experts.ep > 1 and not sequence_parallel else ""
+            search.rejected.append(Rejected(f"TP {size}{' + SP' * sequence_parallel}{of_experts}", str(error)))
             if not sequence_parallel:  # it is not split at all
                 return
     if not choices:
