@@ -83,3 +83,31 @@ def test_our_llama_compiled_on_meta_writes_what_it_writes_eagerly(rope_scaling):
     build = BuildLlamaDecoder(config, torch.float64)
 
     check(compile_generator(build, tp_degree=2, weights=dict(model.state_dict()), **SETTINGS), expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("llama", {"context_parallel_size": 2}),
+        pytest.param("qwen3", {"context_parallel_size": 2, "tp_degree": 2}, marks=SLOW),
+        pytest.param("qwen3_moe", {"context_parallel_size": 4}, marks=SLOW),
+    ],
+)
+def test_prompts_that_replicas_read_together_go_on_as_transformers_writes(name, sizes):
+    pytest.importorskip("transformers", reason="the reference is transformers' generate: pip install transformers")
+    import generating_models
+
+    check(compile_generator(generating_models.DECODERS[name], **sizes, **SETTINGS), transformers_writes(name))
+
+
+@pytest.mark.parametrize("rope_scaling", [None, pytest.param(LONG_ROPE, marks=SLOW)], ids=["plain", "long"])
+def test_prompts_that_replicas_read_together_go_on_as_our_llama_writes(rope_scaling):
+    if rope_scaling is not None:
+        pytest.importorskip("transformers", reason="it computes the frequencies: pip install transformers")
+    config = replace(generating_llama.CONFIG, rope_scaling=rope_scaling)
+    model = generating_llama.whole(config)
+    expected = [list(generate(model, torch.tensor(it), max_new_tokens=NEW, temperature=0)) for it in PROMPTS]
+    build = BuildLlamaDecoder(config, torch.float64)
+    sizes = {"tp_degree": 2, "context_parallel_size": 2}
+
+    check(compile_generator(build, **sizes, weights=dict(model.state_dict()), **SETTINGS), expected)

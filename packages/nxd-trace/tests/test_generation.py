@@ -159,3 +159,27 @@ def test_padding_on_either_side_is_taken_off(side):
 def test_masks_that_are_no_padding_are_refused(mask, text):
     with pytest.raises(ValueError, match=text):
         unpad_prompts(torch.tensor([[1, 2, 3]]), torch.tensor(mask))
+
+
+def test_replicas_each_read_a_part_of_a_prompt_and_go_on_alike(tmp_path):
+    settings = SETTINGS | {"prefill_lengths": (2, 4), "tp_degree": 2, "context_parallel_size": 2}
+    expected = [tiny_decoder.plain_greedy(prompt, NEW) for prompt in PROMPTS]
+
+    with compile_generator(tiny_decoder.ReadsAtMostTwoColumns, **settings) as generator:
+        found = generator.generate(PROMPTS, max_new_tokens=NEW)
+        caches = [generator.model.read_state("cache.keys_0", rank) for rank in range(4)]
+        parallel_model_save(generator.model, tmp_path / "model")
+    with Generator(parallel_model_load(tmp_path / "model")) as loaded:
+        again = loaded.generate(PROMPTS, max_new_tokens=NEW)
+
+    assert [completion.tokens for completion in found] == expected
+    assert [completion.tokens for completion in again] == expected
+    # Ranks 0 and 2 have the first head, 1 and 3 the second; padding, in block 0, is each one's own.
+    for rank in (0, 1):
+        assert torch.equal(caches[rank][1:], caches[rank + 2][1:])
+    assert not torch.equal(caches[0][1:], caches[1][1:])
+
+
+def test_prefill_lengths_that_replicas_cannot_share_are_refused():
+    with pytest.raises(ValueError, match=r"multiples of context_parallel_size=2, .*; 3 is not"):
+        compile_generator(tiny_decoder.TinyDecoder, **SETTINGS | {"prefill_lengths": (3, 4)}, context_parallel_size=2)

@@ -72,7 +72,14 @@ def save_rank(path: Path, content: dict, reference=None, *, wrap=False, with_inf
     skeleton = {name: reference(number) for number, name in enumerate(content)}
     torch.save({"model": skeleton} if wrap else skeleton, path)
     if with_info:
-        info = {i: {"dtype": tensor.dtype, "shape": tensor.shape} for i, tensor in enumerate(content.values())}
+        info = {
+            i: {
+                "dtype": tensor.dtype,
+                "shape": tensor.shape,
+                "expert_model_parallel": False,
+            }  # the last one of newer releases
+            for i, tensor in enumerate(content.values())
+        }
         torch.save(info, f"{path}.info.pt")
 
 

@@ -20,6 +20,7 @@ from nxd_ckpt import (
     save,
     unpin,
 )
+from nxd_ckpt.peers.store import PeerStore
 from nxd_ckpt.testing import outcomes_on_threads, run_on_threads
 
 
@@ -29,6 +30,15 @@ def save_value(root, tag, value, **options):
 
 def value_of(root, tag):
     return open_checkpoint(root, tag).read("w").unique().item()
+
+
+def remove_data(root, tag):
+    if root.startswith("peers://"):
+        for keeper, files in PeerStore(root).listings():
+            keeper.remove([name for name in files if name.startswith(f"{tag}/data/")])
+    else:
+        fs, path = fsspec.core.url_to_fs(f"{root}/{tag}/data")
+        fs.rm(path, recursive=True)
 
 
 def tags(root):
@@ -100,8 +110,7 @@ def test_save_that_fails_on_one_rank_leaves_nothing(root, monkeypatch):
 def test_load_data_file_that_is_missing_says_so(root):
     save_value(root, "t", 1)
     checkpoint = open_checkpoint(root, "t")
-    fs, path = fsspec.core.url_to_fs(f"{root}/t/data")
-    fs.rm(path, recursive=True)
+    remove_data(root, "t")
 
     with pytest.raises(CheckpointError, match=r"data/.*\.safetensors.* is missing"):
         checkpoint.read("w")

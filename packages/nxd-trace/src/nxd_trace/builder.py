@@ -23,12 +23,14 @@ class ModelBuilder:
 
     Args:
         func: as for `parallel_model_trace`.
-        tp_degree: number of ranks.
+        tp_degree: ranks of each replica.
+        replicas: that run every call together: ranks with equal parts of the model form a data-parallel group, over
+            which forward may share work. Callers get what rank 0 returns.
     """
 
-    def __init__(self, func: Callable[..., Any], tp_degree: int = 1) -> None:
+    def __init__(self, func: Callable[..., Any], tp_degree: int = 1, *, replicas: int = 1) -> None:
         self._func = func
-        self._tp_degree = tp_degree
+        self._ranks = TraceSettings(tp_degree=tp_degree, replicas=replicas)
         self._programs: list[Program] = []
 
     def trace(self, inputs: Any, tag: str, func_kwargs: Mapping[str, Any] | None = None) -> Self:
@@ -58,7 +60,7 @@ class ModelBuilder:
         Raises:
             As `parallel_model_trace`; ValueError for no programs, or two of one name.
         """
-        return trace_programs(self._func, self._programs, replace(TraceSettings(tp_degree=self._tp_degree), **settings))
+        return trace_programs(self._func, self._programs, replace(self._ranks, **settings))
 
 
 def shard_checkpoint(weights: Weights, model: TensorParallelModel) -> list[dict[str, Tensor]]:
@@ -76,7 +78,7 @@ def shard_checkpoint(weights: Weights, model: TensorParallelModel) -> list[dict[
     """
     shards = []
     with as_source(weights) as source:
-        for rank in range(model.tp_degree):
+        for rank in range(model.num_ranks):
             stored = RankManifest.read(model.folder / rank_folder(rank)).weights
             tensors = {
                 name: torch.empty(weight.shape, dtype=getattr(torch, weight.dtype)) for name, weight in stored.items()

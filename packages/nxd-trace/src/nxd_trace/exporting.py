@@ -1,13 +1,13 @@
 """Recording a model as a graph that holds no weights, no state and, where the model allows it, no rank.
 
 The graph's inputs are weights, states and the user's inputs, in this order. So weights can be replaced, several
-programs can share weights and state, and ranks whose graphs are equal share one compiled program. The tensor-parallel
-rank, which layers get from `Group.rank_tensor`, is one of the weights.
+programs can share weights and state, and ranks whose graphs are equal share one compiled program. The rank in its
+tensor-parallel group, which layers get from `Group.rank_tensor`, and in that of its replicas are two of the weights.
 """
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,13 +21,14 @@ from nxd_trace.aliases import Alias, named_tensors
 from nxd_trace.signature import Signature, TensorSpec
 from nxd_trace.structure import Structure, flatten, unflatten, without
 
-_RANK = "nxd_trace.tp_rank"
+RANK_AXES = ("tp", "dp")  # of the mesh of workers: parts of a model, and its replicas
+_RANKS = {f"nxd_trace.{axis}_rank": axis for axis in RANK_AXES}
 
 
 def rank_tensors() -> dict[str, Tensor]:
-    """This process's tensor-parallel rank, which is one more weight of every model; empty if there is only one."""
-    group = active_group("tp")
-    return {_RANK: torch.tensor([group.rank], device=get_device())} if group.size > 1 else {}
+    """This process's rank in each of its groups, which are weights of every model; none where it is alone."""
+    groups = {name: active_group(axis) for name, axis in _RANKS.items()}
+    return {name: torch.tensor([group.rank], device=get_device()) for name, group in groups.items() if group.size > 1}
 
 
 @dataclass(frozen=True)
@@ -76,8 +77,10 @@ class _Functional(nn.Module):
     ) -> list[Tensor]:
         tensors = dict(zip(self._weights, weights, strict=True))
         tensors.update(zip([alias.name for alias in self._aliases], states, strict=True))
-        rank = tensors.pop(_RANK, None)
-        with nullcontext() if rank is None else active_group("tp").rank_given_by(rank):
+        ranks = {axis: tensors.pop(name) for name, axis in _RANKS.items() if name in tensors}
+        with ExitStack() as given:
+            for axis, rank in ranks.items():
+                given.enter_context(active_group(axis).rank_given_by(rank))
             result = torch.func.functional_call(self._model[0], tensors, args, kwargs)
         outputs, structure = flatten(result, "outputs")
         new_states = {}

@@ -150,7 +150,7 @@ class Manifest:
     """The description of a traced model, for all ranks.
 
     Attributes:
-        tp_degree: number of ranks.
+        tp_degree: ranks of each replica.
         compiler: name of the compiler of the programs.
         compiler_version: that it had.
         inline_weights: whether the weights belong to the programs, so that they cannot be replaced.
@@ -160,6 +160,7 @@ class Manifest:
         torch: version of torch.
         system: operating system and processor architecture.
         files: every other file of the folder, by its path in it.
+        replicas: of the model, which share the work of some programs.
     """
 
     tp_degree: int
@@ -172,6 +173,12 @@ class Manifest:
     torch: str = field(default_factory=torch_version)
     system: str = field(default_factory=system_name)
     files: Mapping[str, StoredFile] = field(default_factory=dict)
+    replicas: int = 1
+
+    @property
+    def num_ranks(self) -> int:
+        """Worker processes that run the model."""
+        return self.tp_degree * self.replicas
 
     def write(self, folder: Path) -> Self:
         """Write the manifest, which lists the files of the folder; returns it with these files."""
@@ -252,8 +259,10 @@ class Manifest:
             )
 
     def _check_values(self) -> None:
-        if type(self.tp_degree) is not int or self.tp_degree < 1:
-            raise ValueError(f"tp_degree is {self.tp_degree!r}")
+        for name in ("tp_degree", "replicas"):
+            number = getattr(self, name)
+            if type(number) is not int or number < 1:
+                raise ValueError(f"{name} is {number!r}")
         if self.compiler not in COMPILERS:
             raise ValueError(f"compiler is {self.compiler!r}, none of {', '.join(COMPILERS)}")
         if not self.programs:
@@ -271,22 +280,27 @@ class Manifest:
         for text in (self.compiler_version, self.device, self.torch, self.system, *self.files):
             if not isinstance(text, str) or not text.isprintable():
                 raise ValueError(f"{text!r} is no name of a file, a version or a system")
+        self._check_names_of_files()
+
+    def _check_names_of_files(self) -> None:
         outside = [name for name in self.files if PurePath(name).is_absolute() or ".." in PurePath(name).parts]
         if outside:
             raise ValueError(f"{outside[0]!r} is outside the folder")
         ranks = {name.partition("/")[0] for name in self.files if name.startswith("tp_rank_")}
-        if len(ranks) != self.tp_degree or not all(
+        if len(ranks) != self.num_ranks or not all(
             f"{rank_folder(rank)}/{name}" in self.files
-            for rank in range(self.tp_degree)
+            for rank in range(self.num_ranks)
             for name in (RANK_MANIFEST, WEIGHTS)
         ):
-            raise ValueError(f"tp_degree is {self.tp_degree}, and there are files of {len(ranks)} ranks")
+            raise ValueError(
+                f"tp_degree is {self.tp_degree}, replicas is {self.replicas}, and there are files of {len(ranks)} ranks"
+            )
 
     def _problems_of_ranks(self, folder: Path) -> Iterator[str]:
         """Files that are intact, but do not belong together, or hold what a traced model cannot."""
         known = {str(PurePath(file).parent) for file in self.files}
         checked: set[tuple[str, int]] = set()
-        for rank in range(self.tp_degree):
+        for rank in range(self.num_ranks):
             name = rank_folder(rank)
             try:
                 manifest = RankManifest.read(folder / name)
@@ -325,9 +339,9 @@ class Manifest:
                 yield f"it was compiled for {what} {stored}, this is {here}: trace it again here, or load it there"
 
     def _problems_of_files(self, folder: Path) -> Iterator[str]:
-        for rank in range(self.tp_degree):
+        for rank in range(self.num_ranks):
             if not (folder / rank_folder(rank)).is_dir():
-                yield f"{rank_folder(rank)} is missing: the model has {self.tp_degree} shards, copy all of them"
+                yield f"{rank_folder(rank)} is missing: the model has {self.num_ranks} ranks, copy all of them"
         whole = []
         for name, file in self.files.items():
             path = folder / name

@@ -47,7 +47,8 @@ class TensorParallelModel(nn.Module):
         temporary: the folder, if it is to go when the model does.
 
     Attributes:
-        tp_degree: number of ranks.
+        tp_degree: ranks of each replica.
+        num_ranks: worker processes: `tp_degree` of each replica.
         programs: signature by name.
         folder: where the programs and weights lie.
     """
@@ -67,6 +68,7 @@ class TensorParallelModel(nn.Module):
         self._bucket_config = bucket_config
         self.folder = folder
         self.tp_degree = manifest.tp_degree
+        self.num_ranks = manifest.num_ranks
         self.programs: Mapping[str, Signature] = {program.name: program for program in manifest.programs}
         self._indices = {program.name: index for index, program in enumerate(manifest.programs)}
         self._kernel: BucketKernel | None = None
@@ -220,7 +222,7 @@ class TensorParallelModel(nn.Module):
             )
 
     def _check_fit(self, weights: str | Path | Mapping[str, Tensor] | WeightSource, source: WeightSource) -> None:
-        ranks = [RankManifest.read(self.folder / rank_folder(rank)) for rank in range(self.tp_degree)]
+        ranks = [RankManifest.read(self.folder / rank_folder(rank)) for rank in range(self.num_ranks)]
         misfits = [misfit for rank in ranks for misfit in find_misfits(rank.weights, source)]
         if isinstance(weights, str | Path | Mapping):
             known = {piece.name for rank in ranks for name, it in rank.weights.items() for piece in it.pieces_of(name)}
@@ -272,7 +274,7 @@ class TensorParallelModel(nn.Module):
             if workers is not None:
                 workers.close()
             return
-        workers = workers or WorkerGroup(self.tp_degree)
+        workers = workers or WorkerGroup(self.num_ranks, self._manifest.replicas)
         try:
             self._shared = SharedTensors(workers.memory, self._manifest.programs)
             config = self._bucket_config

@@ -108,8 +108,8 @@ def whole_weights(shards: Sequence[Mapping[str, Tensor]], model: TensorParallelM
     Raises:
         ValueError: another number of ranks, or a tensor that the model lacks or that has another shape.
     """
-    if len(shards) != model.tp_degree:
-        raise ValueError(f"there are {len(shards)} ranks' weights, and the model has {model.tp_degree} ranks")
+    if len(shards) != model.num_ranks:
+        raise ValueError(f"there are {len(shards)} ranks' weights, and the model has {model.num_ranks} ranks")
     wholes: dict[str, Tensor] = {}
     for rank, of_rank in enumerate(shards):
         stored = RankManifest.read(model.folder / rank_folder(rank))

@@ -45,6 +45,7 @@ class TraceSettings:
     compiler_args: Sequence[str] | str | None = None
     inline_weights_to_neff: bool = True
     tp_degree: int = 1
+    replicas: int = 1
     max_parallel_compilations: int | None = None
     compiler: str | None = None
     weights: Weights | None = None
@@ -53,10 +54,15 @@ class TraceSettings:
     content: TraceContent | None = None
 
     def __post_init__(self) -> None:
-        for name in ("tp_degree", "max_parallel_compilations"):
+        for name in ("tp_degree", "replicas", "max_parallel_compilations"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise ValueError(f"{name}={value!r} must be a positive whole number")
+
+    @property
+    def num_ranks(self) -> int:
+        """Worker processes."""
+        return self.tp_degree * self.replicas
 
     @property
     def arguments(self) -> tuple[str, ...]:
@@ -125,7 +131,7 @@ class _Trace:
             call = self._build_call()
             return self._with_workers(lambda: self._make(call))
         key = self._trace_key(content, source)
-        signatures = self._cache.copy_trace_to(key, self._settings.tp_degree, self._folder)
+        signatures = self._cache.copy_trace_to(key, self._settings.num_ranks, self._folder)
         if signatures is not None:
             self._say(f"this model was traced before with {self._compiler.name}: reading its weights")
             workers = self._with_workers(lambda: self._reuse(source, signatures))
@@ -149,7 +155,7 @@ class _Trace:
         return dumps_for_workers(BuildCall(self._func, self._programs, self._source, state), "func")
 
     def _with_workers(self, fill: Callable[[], None]) -> WorkerGroup:
-        self._workers = WorkerGroup(self._settings.tp_degree)
+        self._workers = WorkerGroup(self._settings.num_ranks, self._settings.replicas)
         try:
             fill()
         except BaseException:
@@ -167,6 +173,7 @@ class _Trace:
             arguments=settings.arguments,
             inline_weights=settings.inline_weights_to_neff,
             tp_degree=settings.tp_degree,
+            replicas=settings.replicas,
             device=device_type(),
         )
 
@@ -201,7 +208,8 @@ class _Trace:
     def _write_manifest(self, signatures: Sequence[Signature]) -> None:
         buckets = None if self._bucket_config is None else save_functions(self._bucket_config, self._folder)
         Manifest(
-            tp_degree=self._workers.size,
+            tp_degree=self._settings.tp_degree,
+            replicas=self._settings.replicas,
             compiler=self._compiler.name,
             compiler_version=self._compiler.version(),
             inline_weights=self._settings.inline_weights_to_neff,

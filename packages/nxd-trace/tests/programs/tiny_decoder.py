@@ -61,6 +61,15 @@ class TinyDraft(TinyDecoder):
         head.data += 0.5 * torch.randn(head.shape, generator=generator, dtype=head.dtype)
 
 
+class ReadsAtMostTwoColumns(TinyDecoder):
+    """Refuses to be given more tokens of a sequence."""
+
+    def forward(self, input_ids: Tensor, positions: Tensor, cache: CacheView) -> Tensor:
+        if input_ids.shape[1] > 2:
+            raise ValueError(f"{input_ids.shape[1]} columns")
+        return super().forward(input_ids, positions, cache)
+
+
 class LargerVocabulary(TinyDecoder):
     """Has one token more."""
 

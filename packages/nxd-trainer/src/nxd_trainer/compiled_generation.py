@@ -61,8 +61,8 @@ class LlamaDecoder(nn.Module):
         """Ids and positions `[batch, seq]` to the logits after the last column, `[batch, vocab]`."""
         llama = self.model.model
         hidden_sbh = llama.embed_tokens(input_ids.t())
-        # The last column is a sequence's newest token, and decides for all of its columns.
-        variant = positions[:, -1:] >= self._long_from if self._long_from else positions[:, -1:].new_zeros(())
+        # A sequence's newest token decides for all of its columns.
+        variant = cache.newest >= self._long_from if self._long_from else cache.newest.new_zeros(())
         variant = variant.long().expand_as(positions)
         rotary = (self.cos[variant, positions].unsqueeze(1), self.sin[variant, positions].unsqueeze(1))
         for layer in llama.layers:
@@ -148,6 +148,7 @@ class CompilableCheckpoint:
         batch_size: int,
         max_length: int | None = None,
         tp_degree: int = 1,
+        context_parallel_size: int = 1,
         draft: Self | None = None,
         num_speculative_tokens: int = 4,
         **settings: Any,
@@ -159,7 +160,8 @@ class CompilableCheckpoint:
         Args:
             batch_size: sequences at a time.
             max_length: of a prompt and what is written after it, in tokens; as long as the model goes if None.
-            tp_degree: number of ranks.
+            tp_degree: ranks that share the weights.
+            context_parallel_size: replicas of these that read a prompt together.
             draft: a smaller model of the same tokenizer that guesses tokens, on one rank. Texts are those without it.
             num_speculative_tokens: guesses that are checked at a time, with a draft model.
             **settings: as for `nxd_trace.generation.compile_generator`.
@@ -170,12 +172,15 @@ class CompilableCheckpoint:
             nxd_ckpt.CheckpointError: the checkpoint is damaged.
         """
         max_length = max_length or self.max_positions
+        replicas = {"context_parallel_size": context_parallel_size}
         if draft is None:
-            return self._compile(max_length, tp_degree, batch_size=batch_size, **settings)
+            return self._compile(max_length, tp_degree, batch_size=batch_size, **replicas, **settings)
         self._check_draft(draft, max_length, num_speculative_tokens)
         sizes = {"batch_size": batch_size, **settings}
         with ExitStack() as on_failure:
-            model = self._compile(max_length, tp_degree, num_speculative_tokens=num_speculative_tokens, **sizes)
+            model = self._compile(
+                max_length, tp_degree, num_speculative_tokens=num_speculative_tokens, **replicas, **sizes
+            )
             on_failure.callback(model.close)
             guessing = draft._compile(max_length, 1, num_speculative_tokens=1, **sizes)
             on_failure.callback(guessing.close)

@@ -7,6 +7,7 @@ import os
 import socket
 from collections.abc import Collection
 
+from nxd_ckpt.peers.store import PeerStore, lies_in_memory
 from nxd_ckpt.stores.interface import Capabilities, Garbage, Piece, SaveTransaction, Store
 from nxd_ckpt.stores.posix import PosixStore
 from nxd_ckpt.tags import check_tag
@@ -51,7 +52,8 @@ def open_store(path: "str | os.PathLike[str]") -> Store:
 
     Args:
         path: a folder, or a URL that fsspec knows, such as "s3://bucket/runs". Options of its file system come from
-            fsspec's configuration or from the environment.
+            fsspec's configuration or from the environment. "peers://..." is the memory of hosts, see
+            `nxd_ckpt.peers.store.peers_url`.
 
     Raises:
         ValueError: it is neither a path nor a URL, or the scheme of the URL is not known.
@@ -64,6 +66,8 @@ def open_store(path: "str | os.PathLike[str]") -> Store:
         root = root.removeprefix("file://")
     if "://" not in root:
         return PosixStore(os.path.abspath(root))
+    if lies_in_memory(root):
+        return PeerStore(root)
     from nxd_ckpt.stores.fsspec_store import FsspecStore  # noqa: PLC0415 - fsspec takes its time to import
 
     return FsspecStore(root)

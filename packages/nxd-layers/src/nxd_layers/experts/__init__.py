@@ -3,6 +3,7 @@
 from nxd_layers.experts.balance import load_balancing_loss
 from nxd_layers.experts.dispatch import dispatch_replicated_tokens, expert_parallel_forward, shares_tokens_out
 from nxd_layers.experts.layer import MoE
+from nxd_layers.experts.linear import ExpertLinear
 from nxd_layers.experts.mlps import ACTIVATIONS, ExpertMLPs
 from nxd_layers.experts.parameters import mark_expert_parameter, shard_experts
 from nxd_layers.experts.router_balance import BalanceConfig, RouterBalance, RouterLayer, RouterStatistics
@@ -10,6 +11,7 @@ from nxd_layers.experts.routers import RouterBase, RouterSinkhorn, RouterTopK
 
 __all__ = [
     "MoE",
+    "ExpertLinear",
     "ExpertMLPs",
     "ACTIVATIONS",
     "RouterBase",

@@ -34,6 +34,8 @@ class ExpertLinear(nn.Module):
 
     Attributes:
         weight: `[experts/ep, in, out/etp]`, or `[experts/ep, in/etp, out]`.
+        partition_dim: of the weight, along which ranks split it.
+        stride: as given.
 
     Raises:
         ValueError: ranks do not divide experts or sizes.
@@ -57,7 +59,8 @@ class ExpertLinear(nn.Module):
         self._shape = (num_experts, input_size, output_size)
         self._init_method = init_method
         group = active_group("etp")
-        dim = 1 if split == "inputs" else 2
+        self.partition_dim = dim = 1 if split == "inputs" else 2
+        self.stride = stride
         spec = shard_along(self._shape, dim, rank=group.rank, size=group.size, stride=stride)
         self._spec: ShardSpec = spec_of_own_experts(spec) if splits_experts() else spec
         self.weight = empty_parameter(self._spec.local_shape, dtype, device)

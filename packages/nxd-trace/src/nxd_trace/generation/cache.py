@@ -10,7 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from nxd_state import Group, all_gather
 from torch import Tensor, nn
+
+_SEQUENCE_DIM = 2  # of new keys and values
 
 
 @dataclass(frozen=True)
@@ -47,33 +50,51 @@ class KeyValueCache(nn.Module):
             for kind, size in (("keys", layer.key_size), ("values", layer.value_size)):
                 self.register_buffer(f"{kind}_{index}", torch.zeros(*shape, size, dtype=layer.dtype))
 
-    def at(self, positions: Tensor, block_tables: Tensor) -> "CacheView":
+    def at(self, positions: Tensor, block_tables: Tensor, replicas: Group | None = None) -> "CacheView":
         """The cache as a model sees it for new tokens.
 
         Args:
             positions: of the tokens, int64 `[batch, seq]`.
             block_tables: the blocks of each sequence, int64 `[batch, blocks per sequence]`.
+            replicas: among which the model's tokens are divided, as by `part_of`; None if it gets all of them.
         """
-        return CacheView(self, positions, block_tables)
+        return CacheView(self, positions, block_tables, replicas)
+
+
+def part_of(columns: Tensor, replicas: Group) -> Tensor:
+    """This replica's part of new tokens: `[batch, seq]` to `[batch, seq/replicas]`.
+
+    Its place is data, so that all replicas record one graph.
+    """
+    parts = columns.unflatten(1, (replicas.size, -1))
+    return parts.index_select(1, replicas.rank_tensor(columns).view(1)).squeeze(1)
 
 
 class CacheView:
     """The cache during one forward; arguments as of `KeyValueCache.at`.
 
     Attributes:
-        mask: which slots each new token may look at: bool `[batch, 1, seq, slots]`.
+        mask: which slots each new token of this replica may look at: bool `[batch, 1, seq, slots]`.
+        newest: position of each sequence's last token, int64 `[batch, 1]`.
     """
 
-    def __init__(self, cache: KeyValueCache, positions: Tensor, block_tables: Tensor) -> None:
+    def __init__(
+        self, cache: KeyValueCache, positions: Tensor, block_tables: Tensor, replicas: Group | None = None
+    ) -> None:
         self._cache = cache
         self._block_tables = block_tables
         self._blocks = block_tables.gather(1, positions // cache.block_size)  # [batch, seq]
         self._offsets = positions % cache.block_size
         slots = torch.arange(block_tables.shape[1] * cache.block_size, device=positions.device)
-        self.mask = (slots <= positions.unsqueeze(-1)).unsqueeze(1)
+        self._replicas = replicas
+        self.newest = positions[:, -1:]
+        own = positions if replicas is None else part_of(positions, replicas)
+        self.mask = (slots <= own.unsqueeze(-1)).unsqueeze(1)
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Write a layer's keys and values of the new tokens; as the method of this name in transformers' caches.
+
+        Those of all replicas: each writes the same.
 
         Args:
             keys: `[batch, heads/tp, seq, key]`.
@@ -87,6 +108,8 @@ class CacheView:
 
     def _written(self, name: str, new: Tensor) -> Tensor:
         stored: Tensor = getattr(self._cache, name)
+        if self._replicas is not None:
+            new = all_gather(new, self._replicas, dim=_SEQUENCE_DIM)
         stored.index_put_((self._blocks, self._offsets), new.transpose(1, 2))
         # Copies whole blocks; indexing by the table would go element by element.
         blocks = stored.index_select(0, self._block_tables.flatten()).unflatten(0, self._block_tables.shape)

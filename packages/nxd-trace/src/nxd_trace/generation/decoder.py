@@ -4,9 +4,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from nxd_state import active_group, all_gather
 from torch import Tensor, nn
 
-from nxd_trace.generation.cache import CacheLayer, CacheView, KeyValueCache
+from nxd_trace.generation.cache import CacheLayer, CacheView, KeyValueCache, part_of
 
 
 class Decoder(Protocol):
@@ -26,6 +27,8 @@ class Decoder(Protocol):
     def __call__(self, input_ids: Tensor, positions: Tensor, cache: CacheView) -> Tensor:
         """The whole logits that follow the last column, `[batch, vocab]`.
 
+        Only attention may look at other tokens: where replicas share a prompt, these are a part of it.
+
         Args:
             input_ids: int64 `[batch, seq]`.
             positions: of each token in its sequence, int64 `[batch, seq]`.
@@ -34,7 +37,11 @@ class Decoder(Protocol):
 
 
 class CachedDecoder(nn.Module):
-    """A decoder that keeps its cache in buffers, for `ModelBuilder`."""
+    """A decoder that keeps its cache in buffers, for `ModelBuilder`.
+
+    Replicas of it share the columns of a prompt: each computes its part of them, as many as the others, and keeps the
+    keys and values of all, so that any of them can go on alone.
+    """
 
     def __init__(self, decoder: Decoder, num_blocks: int, block_size: int) -> None:
         super().__init__()
@@ -49,7 +56,12 @@ class CachedDecoder(nn.Module):
             positions: int64 `[batch, seq]`.
             block_tables: int64 `[batch, blocks per sequence]`.
         """
-        return self.decoder(input_ids, positions, self.cache.at(positions, block_tables))
+        replicas = active_group("dp")
+        if replicas.size == 1 or input_ids.shape[1] % replicas.size:  # a single token is computed by all
+            return self.decoder(input_ids, positions, self.cache.at(positions, block_tables))
+        shared = self.cache.at(positions, block_tables, replicas)
+        logits = self.decoder(part_of(input_ids, replicas), part_of(positions, replicas), shared)
+        return all_gather(logits.unsqueeze(0), replicas, dim=0)[-1]  # the last columns are the last replica's
 
 
 @dataclass(frozen=True)

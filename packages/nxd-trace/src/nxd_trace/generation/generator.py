@@ -149,6 +149,7 @@ def compile_generator(
     prefill_lengths: Sequence[int] = (),
     num_speculative_tokens: int = 0,
     tp_degree: int = 1,
+    context_parallel_size: int = 1,
     weights: Weights | None = None,
     content: TraceContent | None = None,
     **settings: Any,
@@ -164,7 +165,10 @@ def compile_generator(
             If empty a quarter of `max_length`, at most 128, and 16 where that is more than 32, and 64 where it is 128.
         num_speculative_tokens: guesses of a draft model that are checked at a time, for each sequence; for the draft
             model itself 1.
-        tp_degree: number of ranks.
+        tp_degree: ranks of each replica.
+        context_parallel_size: replicas that read a prompt together, each an equal part of its tokens; single tokens are
+            computed by all of them. There are `tp_degree * context_parallel_size` ranks, each with a whole cache of its
+            heads.
         weights: for a model on the meta device, by the unsharded model's names, as for `parallel_model_trace`.
         content: what `build` makes its model of. A generator of equal content, sizes and settings that was made before
             on this machine is used again: only the weights are read. Needs `weights`.
@@ -174,7 +178,9 @@ def compile_generator(
     Raises:
         As `parallel_model_trace`; ValueError for sizes that are not positive or do not fit each other.
     """
-    lengths = sorted(set(prefill_lengths) or _default_lengths(max_length))
+    if context_parallel_size < 1:
+        raise ValueError(f"context_parallel_size={context_parallel_size} must be 1 or more")
+    lengths = sorted(set(prefill_lengths) or _default_lengths(max_length, context_parallel_size))
     if num_speculative_tokens < 0:
         raise ValueError(f"num_speculative_tokens={num_speculative_tokens} must be 0 (no draft model) or more")
     if batch_size < 1 or max_length < 2 or lengths[0] < 2 or lengths[-1] > max_length:
@@ -182,11 +188,17 @@ def compile_generator(
             f"batch_size={batch_size} must be 1 or more, max_length={max_length} 2 or more, and each of "
             f"prefill_lengths={list(prefill_lengths)} between 2 and max_length"
         )
+    uneven = [length for length in lengths if length % context_parallel_size]
+    if uneven:
+        raise ValueError(
+            f"prefill_lengths={lengths} must be multiples of context_parallel_size={context_parallel_size}, so that "
+            f"each rank reads an equal part; {uneven[0]} is not"
+        )
     # So that the shapes of the programs tell the length.
     block_size = max(size for size in range(1, _LARGEST_BLOCK + 1) if max_length % size == 0)
     table = max_length // block_size
     decoder = BuildCachedDecoder(build, 1 + batch_size * table, block_size, max_length)
-    builder = ModelBuilder(decoder, tp_degree)
+    builder = ModelBuilder(decoder, tp_degree, replicas=context_parallel_size)
     for length in lengths:
         builder.trace(_example(1, length, table), tag=f"prefill_{length}")
     rows = batch_size * (1 + num_speculative_tokens)
@@ -204,9 +216,10 @@ def compile_generator(
 _LARGEST_BLOCK = 16  # tokens; the size of vLLM's
 
 
-def _default_lengths(max_length: int) -> set[int]:
+def _default_lengths(max_length: int, context_parallel_size: int) -> set[int]:
     longest = min(128, max(2, max_length // 4))
-    return {longest, *(length for length, least in ((16, 33), (64, 128)) if longest >= least)}
+    lengths = {longest, *(length for length, least in ((16, 33), (64, 128)) if longest >= least)}
+    return {length + -length % context_parallel_size for length in lengths}
 
 
 @dataclass(frozen=True)

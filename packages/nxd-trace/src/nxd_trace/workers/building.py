@@ -12,14 +12,14 @@ import torch
 from nxd_state import (
     active_group,
     get_device,
-    get_tensor_model_parallel_rank,
+    get_world_group,
     move_model_to_device,
 )
 from torch import Tensor, nn
 
 from nxd_trace.aliases import Alias, named_tensors, read_aliases
 from nxd_trace.compilers import CompileJob, choose_compiler
-from nxd_trace.exporting import ExportedModel, export_model, rank_tensors
+from nxd_trace.exporting import RANK_AXES, ExportedModel, export_model, rank_tensors
 from nxd_trace.manifest import KEPT, STATE, WEIGHTS, RankManifest, StateTensor, rank_folder, sha256_of
 from nxd_trace.program import Program
 from nxd_trace.signature import Signature, TensorSpec, dtype_name
@@ -92,7 +92,7 @@ class Builder:
     def __init__(self, request: Build, main_script: Mapping[str, str]) -> None:
         call: BuildCall = loads_in_worker(request.call, main_script)
         self._programs = call.programs
-        self._folder = Path(request.folder) / rank_folder(get_tensor_model_parallel_rank())
+        self._folder = Path(request.folder) / rank_folder(get_world_group().rank)
         self._folder.mkdir(parents=True, exist_ok=True)
         self._built = _build_models(call.func, self._programs, states_may_differ=call.shared_state is not None)
         for built in self._distinct():
@@ -173,7 +173,7 @@ def fill_weights(request: Fill, main_script: Mapping[str, str]) -> None:
     Raises:
         ValueError: the source lacks weights, or has others.
     """
-    folder = Path(request.folder) / rank_folder(get_tensor_model_parallel_rank())
+    folder = Path(request.folder) / rank_folder(get_world_group().rank)
     with open_safetensors(folder / KEPT) as stored:
         tensors = {name: stored.get_tensor(name).clone() for name in stored.keys()}  # noqa: SIM118 - no mapping
     missing = {name: it for name, it in RankManifest.read(folder).weights.items() if name not in tensors}
@@ -251,13 +251,13 @@ def _materialize(built: _Built, source: WeightSource | None) -> None:
 
 
 def _check_groups(exported: ExportedModel) -> None:
-    """A loaded program finds its process group by name, and workers have only this one."""
-    own = active_group("tp").name
-    others = exported.groups - {own}
+    """A loaded program finds its process group by name, and workers have only these."""
+    own = {active_group(axis).name for axis in RANK_AXES}
+    others = exported.groups - own
     if others:
         raise ValueError(
             f"program {exported.signature.name!r} communicates over the process groups {sorted(others)}; only "
-            f"collectives over the tensor-parallel group ({own!r}) can be traced"
+            f"collectives over the tensor-parallel group and over the replicas ({sorted(own)}) can be traced"
         )
 
 

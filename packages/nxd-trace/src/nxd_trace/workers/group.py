@@ -27,6 +27,7 @@ class WorkerProcess:
 
     Args:
         rank: of the worker.
+        replicas: of the model, over all workers.
         memory: descriptor of the memory that it shares with this process.
         store: descriptor of the memory that the ranks meet in.
         environment: its environment variables.
@@ -35,7 +36,7 @@ class WorkerProcess:
         connection: our end of the socket pair; it reads as closed once the process is gone.
     """
 
-    def __init__(self, rank: int, memory: int, store: int, environment: dict[str, str]) -> None:
+    def __init__(self, rank: int, replicas: int, memory: int, store: int, environment: dict[str, str]) -> None:
         self.rank = rank
         self._stacks = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
         self.connection, theirs = socket.socketpair()
@@ -48,7 +49,7 @@ class WorkerProcess:
             "stacks": self._stacks.fileno(),
         }
         try:
-            self._process = launch({"main": main_script()}, descriptors, environment)
+            self._process = launch({"main": main_script(), "replicas": replicas}, descriptors, environment)
         except BaseException:
             os.close(self._stdin)
             raise
@@ -118,18 +119,20 @@ _SECONDS_BETWEEN_LOOKS = 0.5  # at the processes that have not answered
 
 
 class WorkerGroup:
-    """One process per rank, joined in one tensor-parallel group.
+    """One process per rank. The ranks of a replica are a tensor-parallel group, equal parts of replicas a data-parallel
+    one.
 
     Not safe for several threads at once; `TensorParallelModel` takes care of that.
 
     Args:
         size: number of ranks.
+        replicas: of the model, into which the ranks are divided.
 
     Attributes:
         memory: descriptor of the memory that all of them and this process share.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, replicas: int) -> None:
         self.size = size
         self.memory = new_shared_file()
         # A file without a name: whoever writes to the store can pose as a rank, and other users can reach every port.
@@ -139,7 +142,7 @@ class WorkerGroup:
         self._is_open = True
         try:
             for rank in range(size):
-                worker = WorkerProcess(rank, self.memory, self._store, self._environment(rank))
+                worker = WorkerProcess(rank, replicas, self.memory, self._store, self._environment(rank))
                 self._workers.append(worker)
                 self._selector.register(worker.connection, selectors.EVENT_READ, worker)
         except BaseException:

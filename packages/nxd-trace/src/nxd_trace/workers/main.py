@@ -43,12 +43,12 @@ def main(settings: Mapping[str, Any]) -> None:
 
     Args:
         settings: descriptors of connection, shared memory, the store that the ranks meet in and the file for stacks,
-            and where the main script is.
+            where the main script is, and how many replicas of the model the ranks are.
     """
     faulthandler.enable(os.fdopen(settings["stacks"], "wb", buffering=0))
     threading.Thread(target=_end_with_parent, name="parent watch", daemon=True).start()
     connection = socket.socket(fileno=settings["connection"])
-    worker = _Worker(connection, settings["memory"], settings["store"], settings["main"])
+    worker = _Worker(connection, settings["memory"], settings["store"], settings["main"], settings["replicas"])
     try:
         worker.run()
     finally:
@@ -67,11 +67,14 @@ def _end_with_parent() -> None:
 class _Worker:
     """First builds a model's shard, then serves it; or only serves."""
 
-    def __init__(self, connection: socket.socket, memory: int, store: int, main_script: dict[str, str]) -> None:
+    def __init__(
+        self, connection: socket.socket, memory: int, store: int, main_script: dict[str, str], replicas: int
+    ) -> None:
         self._connection = connection
         self._memory = memory
         self._store = store
         self._main_script = main_script
+        self._replicas = replicas
         self._builder: Builder | None = None
         self._server: Server | None = None
 
@@ -97,7 +100,8 @@ class _Worker:
     def _handle(self, request: Any) -> Any:
         if not model_parallel_is_initialized():
             initialize_model_parallel(
-                tensor_model_parallel_size=int(os.environ["WORLD_SIZE"]), store=dist.FileStore(f"/dev/fd/{self._store}")
+                tensor_model_parallel_size=int(os.environ["WORLD_SIZE"]) // self._replicas,
+                store=dist.FileStore(f"/dev/fd/{self._store}"),
             )
         match request:
             case Build():

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from nxd_state import get_device, get_tensor_model_parallel_rank, is_host
+from nxd_state import get_device, get_world_group, is_host
 from torch import Tensor
 
 from nxd_trace.buckets import StatePreprocessor, load_preprocessor
@@ -35,7 +35,7 @@ class Server:
     @torch.inference_mode()
     def __init__(self, folder: str, memory: int, preprocessor: StatePreprocessor | None) -> None:
         self._folder = Path(folder)
-        self._rank = get_tensor_model_parallel_rank()
+        self._rank = get_world_group().rank
         self._device = get_device()
         manifest = Manifest.read(self._folder)
         self._manifest = RankManifest.read(self._folder / rank_folder(self._rank))

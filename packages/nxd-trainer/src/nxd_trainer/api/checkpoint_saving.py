@@ -14,6 +14,7 @@ from typing import Any
 import nxd_ckpt
 from nxd_ckpt import AsyncSave
 from nxd_ckpt.coordinator import coordinator_for, on_every_rank, on_rank_zero
+from nxd_ckpt.peers.store import lies_in_memory
 from nxd_layers.upstream_arguments import takes_names_too
 from nxd_optim import NeuronZero1Optimizer
 from nxd_state import get_mesh, model_parallel_is_initialized
@@ -207,7 +208,8 @@ def write_checkpoint(
     objects, extra = on_every_rank(coordinator, doing, pack, error_type=ValueError)
 
     def finish_it() -> None:
-        write_description(adapter, subjects.lora, os.fspath(root), tag)
+        if not lies_in_memory(os.fspath(root)):  # where nobody else reads it
+            write_description(adapter, subjects.lora, os.fspath(root), tag)
         finish()
 
     with weights_to_save(subjects.lora, coordinator, doing):

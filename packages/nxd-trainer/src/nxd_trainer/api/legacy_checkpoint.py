@@ -3,12 +3,12 @@
 Their files hold each rank's tensors. The shard metadata of the model that is filled says how these fit together. If the
 saving run had as many tensor-parallel ranks, the current metadata describes its tensors. Otherwise a parallel layer's
 tensors are taken as split evenly along the dimension in which their shape differs; fused and repeated heads cannot be
-recognised then.
+recognised then. Experts are taken as split evenly over as many expert-parallel ranks as have saved them.
 """
 
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from nxd_ckpt.interop.neuronx.rank_files import Rank, v1_files, v2_files
 from nxd_ckpt.interop.neuronx.xser import load_rank_file
 from nxd_ckpt.interop.safe_pickle import load_torch_file
 from nxd_ckpt.interop.source import TensorSource
+from nxd_layers.experts import ExpertLinear
 from nxd_layers.lora import LoraModel
 from nxd_pipeline import NxDPPModel
 from nxd_state import ShardSpec, active_group, all_gather_object, get_shard_spec
@@ -108,6 +109,8 @@ def load_legacy_checkpoint(
         if optimizer is not None or scheduler is not None:
             raise CheckpointError(f"{doing} needs model=, whose metadata says how the ranks' tensors fit together")
         return user_content
+    if optimizer is not None:
+        on_every_rank(coordinator, doing, lambda: _check_states_of_experts(files, folder))
     own_groups = on_every_rank(coordinator, doing, lambda: [] if optimizer is None else group_names(model, optimizer))
     groups = all_gather_object(own_groups, active_group("pp"))
     specs = _gather_specs(model)
@@ -160,6 +163,16 @@ def _files(layout: str, folder: str) -> _Files:
     if not by_rank:
         raise CheckpointError("it holds no files of a model")
     return _Files(layout, by_rank)
+
+
+def _check_states_of_experts(files: _Files, folder: str) -> None:
+    """ZeRO-1 states name data-parallel ranks only, among which experts are split as well."""
+    of_optimizer = v2_files(os.path.join(folder, "optim")) if files.layout == "v2" else {}
+    if any(rank.ep for rank in files.by_rank) and of_optimizer and not any(rank.ep for rank in of_optimizer):
+        raise CheckpointError(
+            "its optimizer states are those of ZeRO-1 over ranks that split the experts as well, and do not say which "
+            "expert is whose; leave out optimizer="
+        )
 
 
 def _parameter_names(
@@ -222,8 +235,10 @@ def _sharding_of_model(
     Raises:
         CheckpointError: there were other ranks than now, and it cannot be told for a tensor.
     """
+    rules: dict[str, Sharding] = dict(_splits_of_experts(model))
+    specs_of_ranks = [{name: spec for name, spec in specs.items() if name not in rules} for specs in specs_of_ranks]
     if saved_tp_size == len(specs_of_ranks):
-        return {name: _pieces(name, [specs[name] for specs in specs_of_ranks]) for name in specs_of_ranks[0]}
+        return rules | {name: _pieces(name, [specs[name] for specs in specs_of_ranks]) for name in specs_of_ranks[0]}
     owners = _owners(model)
     for name, spec in specs_of_ranks[0].items():
         if any(piece.name for piece in spec.pieces):
@@ -231,10 +246,9 @@ def _sharding_of_model(
                 f"{name} is fused of several tensors, and how {saved_tp_size} ranks shared them is not known here; "
                 f"load it with tensor_parallel_size={saved_tp_size}, and save it anew: that loads anywhere"
             )
-    rules: dict[str, Sharding] = {}
     for name, tensor in model_state(model).items():
         shape = tuple(tensor.global_shape if isinstance(tensor, ShardedTensor) else tensor.shape)
-        if name in saved_shapes and saved_shapes[name] != shape:
+        if name not in rules and name in saved_shapes and saved_shapes[name] != shape:
             rules[name] = _split(name, owners.get(name), shape, saved_shapes[name], saved_tp_size)
     return rules
 
@@ -254,12 +268,26 @@ def _pieces(name: str, specs: Sequence[ShardSpec]) -> Pieces:
     )
 
 
+def _named_modules(model: nn.Module) -> Iterable[tuple[str, nn.Module]]:
+    modules: Iterable[tuple[str, nn.Module]]
+    modules = model.local_named_modules() if isinstance(model, NxDPPModel) else model.named_modules()
+    return modules
+
+
+def _splits_of_experts(model: nn.Module) -> dict[str, Split]:
+    """How the existing library splits the fused weights of experts: over its tensor- and its expert-parallel ranks."""
+    return {
+        f"{prefix}.weight": Split(module.partition_dim, stride=module.stride, expert_dim=0)
+        for prefix, module in _named_modules(model)
+        if isinstance(module, ExpertLinear)
+    }
+
+
 def _owners(model: nn.Module) -> dict[str, nn.Module]:
     """The parallel layer that a tensor belongs to, by the tensor's name."""
-    modules = model.local_named_modules() if isinstance(model, NxDPPModel) else model.named_modules()
     return {
         f"{prefix}.{name}".lstrip("."): module
-        for prefix, module in modules
+        for prefix, module in _named_modules(model)
         if hasattr(module, "tensor_parallel_size")
         for name, _ in module.named_parameters(recurse=False)
     }

@@ -96,6 +96,17 @@ def add_draft(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_context_parallel_size(parser: argparse.ArgumentParser) -> None:
+    """Add `--context-parallel-size`, of compiled models."""
+    parser.add_argument(
+        "--context-parallel-size",
+        type=int,
+        default=1,
+        metavar="N",
+        help="groups of worker processes, each with the whole model, that read a prompt together (default: 1)",
+    )
+
+
 def add_tokenizer(parser: argparse.ArgumentParser) -> None:
     """Add `--tokenizer`, for checkpoints that do not say theirs."""
     parser.add_argument(

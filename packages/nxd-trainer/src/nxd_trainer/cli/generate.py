@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from nxd_trainer.cli.command import (
     Commands,
     UserError,
+    add_context_parallel_size,
     add_draft,
     add_model,
     add_nproc,
@@ -69,6 +70,7 @@ def add_parser(commands: Commands) -> None:
     )
     parser.add_argument("--compiler", help="with --compiled: inductor or export; unset: what this machine has")
     add_nproc(parser, "--tensor-parallel-size")
+    add_context_parallel_size(parser)
     parser.set_defaults(run=run)
 
 
@@ -82,6 +84,8 @@ def run(options: argparse.Namespace) -> int:
         return _run_compiled(options)
     if options.chat and options.prompt is None and options.nproc not in (None, 1):
         raise UserError("several ranks cannot read a conversation from standard input; give --prompt, or --compiled")
+    if options.context_parallel_size != 1:
+        raise UserError("--context-parallel-size is for compiled models; add --compiled")
     code = started_ranks(options)
     if code is not None:
         return code
@@ -136,6 +140,7 @@ def _run_compiled(options: argparse.Namespace) -> int:
             batch_size=1,
             max_length=length,
             tp_degree=options.nproc or 1,
+            context_parallel_size=options.context_parallel_size,
             compiler=options.compiler,
             draft=draft,
             num_speculative_tokens=options.num_speculative_tokens,

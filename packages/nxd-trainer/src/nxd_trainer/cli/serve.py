@@ -4,7 +4,14 @@ import argparse
 import sys
 import time
 
-from nxd_trainer.cli.command import Commands, add_draft, add_model, check_own_process, reports_user_errors
+from nxd_trainer.cli.command import (
+    Commands,
+    add_context_parallel_size,
+    add_draft,
+    add_model,
+    check_own_process,
+    reports_user_errors,
+)
 
 _LONGEST = 4096  # tokens, unless a length is given: the cache has room for so many of each prompt in the batch
 EXIT_WORKERS_FAILED = 4  # 3 is uvicorn's, for an address that it cannot listen at
@@ -31,6 +38,7 @@ def add_parser(commands: Commands) -> None:
         metavar="N",
         help="tensor-parallel worker processes (default: 1)",
     )
+    add_context_parallel_size(parser)
     parser.add_argument(
         "--max-body-bytes", type=int, default=1 << 20, metavar="N", help="of one request (default: %(default)s)"
     )
@@ -111,6 +119,7 @@ def run(options: argparse.Namespace) -> int:
             batch_size=options.batch_size,
             max_length=length,
             tp_degree=options.nproc or 1,
+            context_parallel_size=options.context_parallel_size,
             compiler=options.compiler,
             draft=draft,
             num_speculative_tokens=options.num_speculative_tokens,

@@ -296,6 +296,10 @@ class CheckpointSection:
     check_replicas_every: int = option(
         10, "of so many checkpoints, the ranks compare their copies of weights before one; 0: never", at_least=0
     )
+    memory_every: int = option(
+        0, "steps between two checkpoints in the memory of the hosts, for --elastic; 0: none", at_least=0
+    )
+    memory_copies: int = option(1, "other hosts that have each of their files as well: so many may be lost", at_least=0)
     resume: Literal["latest", "never", "required"] = option(
         "latest", "resume from the newest checkpoint if there is one, never, or fail where there is none"
     )

@@ -4,6 +4,7 @@ They use the functions behind `save_checkpoint` and `load_checkpoint`: the posit
 random streams are tensors of each rank.
 """
 
+import os
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 import nxd_ckpt
 import torch
-from nxd_ckpt import Checkpoint, CheckpointError
+from nxd_ckpt import Checkpoint, CheckpointError, CheckpointInfo
 from nxd_state import (
     all_reduce,
     barrier,
@@ -68,22 +69,12 @@ class RunSaver:
         """
         self.finish()
         check_weights(self._state)
-        recipe, step = self._state.recipe, self._state.step
-        contents = Contents(
-            self._state.model,
-            self._state.optimizer,
-            user_content=_describe_run(self._state),
-            with_settings=False,  # the recipe's count
-            description=self._state.description,
-            run_tensors=_own_rng_state(),
-            step=step,
-            metrics={} if held_out_loss is None else {"held_out_loss": held_out_loss},
-        )
-        tag, options = f"step-{step:08d}", recipe.checkpoint
+        recipe, tag = self._state.recipe, run_tag(self._state)
+        options = recipe.checkpoint
         write_checkpoint(
             recipe.checkpoint_folder,
             tag,
-            contents,
+            run_contents(self._state, held_out_loss),
             finish=self._drop_old_ones,
             in_background=options.background,
             incremental=options.incremental,
@@ -130,11 +121,35 @@ class RunSaver:
             )
 
 
+def run_tag(state: RunState) -> str:
+    """What a checkpoint of the run at its present step is called."""
+    return f"step-{state.step:08d}"
+
+
+def run_contents(state: RunState, held_out_loss: float | None = None) -> Contents:
+    """All that a run resumes from.
+
+    Args:
+        state: the run.
+        held_out_loss: of the weights as they are now, if it is known.
+    """
+    return Contents(
+        state.model,
+        state.optimizer,
+        user_content=_describe_run(state),
+        with_settings=False,  # the recipe's count
+        description=state.description,
+        run_tensors=_own_rng_state(),
+        step=state.step,
+        metrics={} if held_out_loss is None else {"held_out_loss": held_out_loss},
+    )
+
+
 def resume_run(state: RunState) -> str | None:
     """Resume from the newest checkpoint, as the recipe's `checkpoint.resume` says.
 
     Returns:
-        The tag resumed from; None if the run begins, with the weights that the recipe names, if it names some.
+        Where it was, for people; None if the run begins, with the weights that the recipe names, if it names some.
 
     Raises:
         ValueError: a checkpoint is required and there is none; or none is wanted and there are some, which a new run
@@ -142,7 +157,8 @@ def resume_run(state: RunState) -> str | None:
     """
     wish = state.recipe.checkpoint.resume
     folder = state.recipe.checkpoint_folder
-    tag = on_first_rank_of_each_host(lambda: _newest_tag(folder))  # once for all ranks
+    newest = newest_on_disk(state.recipe)
+    tag = None if newest is None else newest.tag
     if tag is not None and wish == "never":
         raise ValueError(
             f"checkpoint.resume=never, but {folder} holds checkpoints up to {tag}; choose another output folder or "
@@ -158,35 +174,49 @@ def resume_run(state: RunState) -> str | None:
             f"{folder / tag} holds weights with the adapter in them (lora.save=merged), from which no run can resume; "
             "choose another output folder. Runs with lora.save=adapter or both resume"
         )
-    checkpoint = nxd_ckpt.open_checkpoint(folder, tag)
-    content = _run_content(checkpoint, folder / tag)
-    _check_same_run(state, find_description(checkpoint), content, folder / tag)
+    resume_from(state, folder, tag)
+    return tag
+
+
+def resume_from(state: RunState, root: Path | str, tag: str) -> None:
+    """Put a run where a checkpoint was saved. By all ranks.
+
+    Raises:
+        ValueError: it is of another model or other data.
+        CheckpointError: it is damaged; on all ranks.
+    """
+    checkpoint = nxd_ckpt.open_checkpoint(root, tag)
+    where = f"{root}/{tag}"
+    content = _run_content(checkpoint, where)
+    _check_same_run(state, find_description(checkpoint), content, where)
     if state.recipe.lora.rank and state.recipe.lora.save == "adapter":  # the checkpoint holds no more than that
         load_first_weights(state)
-    load_checkpoint(folder, tag, model=state.model, optimizer=state.optimizer)
+    load_checkpoint(root, tag, model=state.model, optimizer=state.optimizer)
     state.train_loader.load_state_dict(content["train_loader"])
     state.early_stopping.load_state_dict(content.get("early_stopping", EarlyStopping(0, 0.0).state_dict()))
     state.step = checkpoint.step or 0
     rng_state = _own_rng_state()
     if checkpoint.mesh == asdict(get_mesh()) and rng_state.keys() <= checkpoint.tensors.keys():
-        nxd_ckpt.load(folder, tag, into=rng_state, strict=False)
+        nxd_ckpt.load(root, tag, into=rng_state, strict=False)
         _set_own_rng_state(rng_state)
     else:  # the streams of another layout or kind of device mean nothing here: begin new ones
         seed_model_parallel(state.recipe.train.seed + state.step)
-    return tag
 
 
-def _newest_tag(folder: Path) -> str | None:
-    """Tag of the newest checkpoint.
+def newest_on_disk(recipe: Recipe) -> CheckpointInfo | None:
+    """The newest checkpoint in the run's folder. By all ranks.
 
     Raises:
         ValueError: one of the checkpoints is damaged: whether to resume from an older one is not ours to choose.
     """
-    try:
-        newest = nxd_ckpt.latest(folder)
-    except CheckpointError as damage:
-        raise ValueError(f"{damage}; remove that folder to resume without it") from damage
-    return None if newest is None else newest.tag
+
+    def find() -> CheckpointInfo | None:
+        try:
+            return nxd_ckpt.latest(recipe.checkpoint_folder)
+        except CheckpointError as damage:
+            raise ValueError(f"{damage}; remove that folder to resume without it") from damage
+
+    return on_first_rank_of_each_host(find)
 
 
 def _describe_run(state: RunState) -> dict[str, object]:
@@ -207,7 +237,7 @@ def _describe_data(state: RunState) -> dict[str, object]:
     return {"digest": state.data.digest, "held_out_fraction": fraction}
 
 
-def _run_content(checkpoint: Checkpoint, where: Path) -> dict[str, Any]:
+def _run_content(checkpoint: Checkpoint, where: str) -> dict[str, Any]:
     """What the run has put into its checkpoint beside tensors; it was formerly not kept as user content.
 
     Raises:
@@ -215,16 +245,15 @@ def _run_content(checkpoint: Checkpoint, where: Path) -> dict[str, Any]:
     """
     content = unpack_value(checkpoint, USER_CONTENT) or checkpoint.objects
     if not isinstance(content, dict) or not {"recipe", "data", "train_loader"} <= content.keys():
+        root = os.path.dirname(where)
         raise ValueError(
             f"{where} is no checkpoint of nxd train: it does not say where in its data the run was. To begin a run "
-            f"with its weights, choose another output folder and set checkpoint.initial_weights={where.parent}"
+            f"with its weights, choose another output folder and set checkpoint.initial_weights={root}"
         )
     return content
 
 
-def _check_same_run(
-    state: RunState, description: ModelDescription | None, content: dict[str, Any], where: Path
-) -> None:
+def _check_same_run(state: RunState, description: ModelDescription | None, content: dict[str, Any], where: str) -> None:
     """Raise ValueError if the checkpoint is of another model, precision or text, or of other adapters."""
     recipe = recipe_to_dict(state.recipe)
     own: dict[str, dict[str, object]] = {"data": _describe_data(state), "train": {"dtype": state.recipe.train.dtype}}

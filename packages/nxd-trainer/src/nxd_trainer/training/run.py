@@ -37,6 +37,7 @@ from nxd_trainer.report import (
 )
 from nxd_trainer.training.checkpoints import RunSaver, diverged, resume_run
 from nxd_trainer.training.initial_weights import load_reference
+from nxd_trainer.training.memory_checkpoints import MemorySaver, resume_from_memory
 from nxd_trainer.training.run_state import RunState, build_run_state
 from nxd_trainer.training.step import FinishedStep, StepsUnderWay, evaluate, take_step
 
@@ -90,7 +91,7 @@ class StopRequest:
 
 
 def prepare_run(recipe: Recipe) -> tuple[RunState, str | None]:
-    """Data, model and optimizer of a run, and the tag of the checkpoint it resumes from (None at its beginning).
+    """Data, model and optimizer of a run, and the checkpoint it resumes from, for people (None at its beginning).
 
     The mesh must be initialised with the recipe's degrees.
 
@@ -98,7 +99,7 @@ def prepare_run(recipe: Recipe) -> tuple[RunState, str | None]:
         ValueError: the recipe does not fit the ranks, the data or the checkpoint; the same error on every rank.
     """
     state = build_run_state(recipe)
-    tag = resume_run(state)
+    tag = resume_from_memory(state) or resume_run(state)
     load_reference(state)
     _renew_in_order(state)
     state.trackers = together("open its trackers", lambda: _trackers(state), error_type=ValueError)
@@ -146,8 +147,9 @@ def run_training(state: RunState, resumed: str | None, stop: StopRequest) -> Tra
     ):
         _announce(state, logger, resumed)
         saver = RunSaver(state, logger.info)
+        in_memory = MemorySaver(state, logger.warning)
         with announced_to_waiting_ranks():
-            result = _run_steps(state, progress, metrics, saver, stop)
+            result = _run_steps(state, progress, metrics, saver, in_memory, stop)
             saver.close()
     if state.is_writer:
         _report(state, logger, metrics.file)
@@ -213,7 +215,12 @@ def _extract_graphs(state: RunState, say: Callable[[str], None]) -> None:
 
 
 def _run_steps(
-    state: RunState, progress: Progress, metrics: MetricsLog, saver: RunSaver, stop: StopRequest
+    state: RunState,
+    progress: Progress,
+    metrics: MetricsLog,
+    saver: RunSaver,
+    in_memory: MemorySaver,
+    stop: StopRequest,
 ) -> TrainResult:
     recipe = state.recipe
     throughput, steps = Throughput(), StepsUnderWay(state)
@@ -239,7 +246,12 @@ def _run_steps(
                 record = _record(step, throughput, held_out_loss)
                 progress.log(record)
                 metrics.log(record)
+            if _is_due(step.number, recipe.checkpoint.memory_every):
+                in_memory.finish()
+                saver.finish()
+                in_memory.save()
             if _is_due(step.number, recipe.checkpoint.save_every) or is_last:
+                in_memory.finish()
                 with throughput.paused():
                     saver.save(held_out_loss)
             saver.poll()
@@ -258,6 +270,7 @@ def _is_looked_at(recipe: Recipe, step: int) -> bool:
         step == recipe.last_step
         or _is_due(step, recipe.train.eval_every)
         or _is_due(step, recipe.checkpoint.save_every)
+        or _is_due(step, recipe.checkpoint.memory_every)
     )
 
 

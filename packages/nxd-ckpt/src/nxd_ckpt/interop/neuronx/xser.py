@@ -6,6 +6,7 @@
 
 import os
 import pickle
+import re
 from types import ModuleType
 from typing import IO, Any
 
@@ -18,6 +19,7 @@ from nxd_ckpt.objects import MAX_NESTING
 
 _MODULE = "torch_xla.utils.serialization"
 _CLASS = "TensorReference"
+_EXPERT_RANK = re.compile(r"ep_rank_\d+")
 
 _PythonPickler: Any = pickle._Pickler  # written in Python, it lets globals be renamed
 
@@ -49,19 +51,28 @@ def load_rank_file(path: str) -> Any:
         number = getattr(reference, "tid", None)
         if type(number) is not int or number < 0:
             raise CheckpointError(f"{path} refers to a tensor {number!r}, expected a number")
-        file = os.path.join(path + TENSORS_SUFFIX, f"tensor_{number}.pt")
+        file = _tensor_file(path, number)
         tensor = load_torch_file(file)
         if not isinstance(tensor, torch.Tensor):
             raise CheckpointError(f"{file} holds a {type(tensor).__name__}, expected a tensor")
         found = {"dtype": tensor.dtype, "shape": tensor.shape}
-        if info is not None and info.get(number, found) != found:
-            raise CheckpointError(f"{file} holds {found}, but {path + INFO_SUFFIX} says {info[number]}")
+        said = info.get(number, found) if info is not None else found
+        if not isinstance(said, dict) or any(said.get(key) != value for key, value in found.items()):
+            raise CheckpointError(f"{file} holds {found}, but {path + INFO_SUFFIX} says {said}")
         return tensor
 
     try:
         return _replace(content, TensorReference, load_tensor)
     except _NestedTooDeepError as error:
         raise CheckpointError(f"{path} holds containers that are nested more than {MAX_NESTING} deep") from error
+
+
+def _tensor_file(path: str, number: int) -> str:
+    """Where a tensor of a rank lies: what all expert-parallel ranks have alike, only the first of them has written."""
+    folder, name = os.path.split(path)
+    file = os.path.join(path + TENSORS_SUFFIX, f"tensor_{number}.pt")
+    of_first = os.path.join(folder, _EXPERT_RANK.sub("ep_rank_00", name) + TENSORS_SUFFIX, f"tensor_{number}.pt")
+    return of_first if not os.path.lexists(file) and os.path.lexists(of_first) else file
 
 
 def save_skeleton(content: Any, stream: IO[bytes]) -> dict[int, torch.Tensor]:

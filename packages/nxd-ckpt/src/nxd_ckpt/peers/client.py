@@ -1,0 +1,159 @@
+"""Talks to the keepers of a job's hosts, over a connection for each request: one that is left open may be to a host
+that is gone.
+"""
+
+import json
+import os
+import socket
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import closing, contextmanager
+from typing import Any
+
+from nxd_ckpt.errors import CheckpointError
+from nxd_ckpt.peers.keeper import END, SECRET
+
+_SECONDS_TO_CONNECT = 5.0
+_SECONDS_TO_ANSWER = 60.0
+
+
+class KeeperClient:
+    """One host's keeper. All methods raise OSError if it cannot be reached or refuses.
+
+    Args:
+        address: `host:port`.
+    """
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+
+    def put(self, name: str) -> "Upload":
+        """Begin to write a file, which appears when it is finished; one of this name is replaced then."""
+        return Upload(_Connection(self.address), name)
+
+    def get(self, name: str, pieces: "Sequence[tuple[int, memoryview]]") -> None:
+        """Fill each memory with the file's bytes from an offset on.
+
+        Raises:
+            FileNotFoundError: it has no such file.
+        """
+        asked = [[offset, memory.nbytes] for offset, memory in pieces]
+        with self._answer_to(do="get", name=name, pieces=asked) as (_, connection):
+            for _, memory in pieces:
+                connection.read_into(memory.cast("B"))
+
+    def content(self, name: str) -> bytes:
+        """A whole file; raises as `get`."""
+        with self._answer_to(do="get", name=name, pieces=None) as (answer, connection):
+            content = bytearray(int(answer["bytes"]))
+            connection.read_into(memoryview(content))
+        return bytes(content)
+
+    def size(self, name: str) -> int:
+        """Bytes of a file; raises as `get`."""
+        with self._answer_to(do="size", name=name) as (answer, _):
+            return int(answer["bytes"])
+
+    def files(self) -> dict[str, int]:
+        """All its files and their sizes."""
+        with self._answer_to(do="list") as (answer, _):
+            return {str(name): int(size) for name, size in answer["files"].items()}
+
+    def remove(self, names: Collection[str]) -> None:
+        """Remove files; those that it does not have are none."""
+        if names:
+            with self._answer_to(do="remove", names=sorted(names)):
+                pass
+
+    @contextmanager
+    def _answer_to(self, **request: Any) -> "Iterator[tuple[dict[str, Any], _Connection]]":
+        with closing(_Connection(self.address)) as connection:
+            connection.ask(request)
+            yield connection.answer(), connection
+
+
+class Upload:
+    """A file on its way to a keeper."""
+
+    def __init__(self, connection: "_Connection", name: str) -> None:
+        self._connection = connection
+        connection.ask({"do": "put", "name": name})
+
+    def send(self, part: "bytes | memoryview") -> None:
+        """The next bytes."""
+        content = memoryview(part).cast("B")
+        if content.nbytes:
+            self._connection.send(f"{content.nbytes}\n".encode())
+            self._connection.send(content)
+
+    def finish(self) -> None:
+        """Have the file appear.
+
+        Raises:
+            OSError: it could not be written.
+        """
+        self._connection.send(END)
+        self._connection.answer()
+        self.close()
+
+    def close(self) -> None:
+        """A file that is not finished leaves nothing."""
+        self._connection.close()
+
+
+class _Connection:
+    def __init__(self, address: str) -> None:
+        host, _, port = address.rpartition(":")
+        self._address = address
+        with self._errors_named():
+            self._socket = socket.create_connection((host, int(port)), _SECONDS_TO_CONNECT)
+        self._socket.settimeout(_SECONDS_TO_ANSWER)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._file = self._socket.makefile("rb")
+
+    def ask(self, request: dict[str, Any]) -> None:
+        self.send(json.dumps(request | {"secret": _secret()}).encode() + b"\n")
+
+    def send(self, content: "bytes | memoryview") -> None:
+        with self._errors_named():
+            self._socket.sendall(content)
+
+    def answer(self) -> dict[str, Any]:
+        with self._errors_named():
+            line = self._file.readline()
+        if not line.endswith(b"\n"):
+            raise self._gone()
+        answer: dict[str, Any] = json.loads(line)
+        if "refused" in answer:
+            kind = FileNotFoundError if answer.get("missing") else OSError
+            raise kind(f"the keeper at {self._address}: {answer['refused']}")
+        return answer
+
+    def read_into(self, memory: memoryview) -> None:
+        left = memory
+        while left:
+            with self._errors_named():
+                count = self._file.readinto(left)
+            if not count:
+                raise self._gone()
+            left = left[count:]
+
+    def close(self) -> None:
+        self._file.close()
+        self._socket.close()
+
+    @contextmanager
+    def _errors_named(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise OSError(f"the keeper at {self._address} cannot be reached: {error}") from error
+
+    def _gone(self) -> OSError:
+        return OSError(f"the keeper at {self._address} ended its connection")
+
+
+def _secret() -> str:
+    secret = os.environ.get(SECRET)
+    if not secret:
+        raise CheckpointError(f"{SECRET} is not set; all ranks and keepers of a job need the same one")
+    return secret

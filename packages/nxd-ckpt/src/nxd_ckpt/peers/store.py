@@ -1,0 +1,259 @@
+"""Checkpoints in the memory of hosts: each rank's files on its own host and on others, so that hosts may be lost.
+
+    peers://10.0.0.1:4001,10.0.0.2:4002,10.0.0.3:4003/?copies=1
+
+lists the keepers of a job's hosts, in the order in which copies go round. The file of a rank lies on its own host, that
+of `&own=10.0.0.2:4002` or `NXD_KEEPER`, and on the next `copies` ones, so that any so many may die. The manifest lies
+on every host, and is written last: a checkpoint is there as soon as one host has it, and any layout can load it.
+"""
+
+import os
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import ExitStack, closing, suppress
+from urllib.parse import parse_qs, urlsplit
+
+from nxd_ckpt.errors import CheckpointError
+from nxd_ckpt.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, decode, file_names_in
+from nxd_ckpt.peers.client import KeeperClient, Upload
+from nxd_ckpt.peers.keeper import PINS
+from nxd_ckpt.stores.interface import Capabilities, Garbage, Piece
+from nxd_ckpt.tags import is_tag
+
+SCHEME = "peers://"
+
+# Variables of the environment, of a job whose launcher has started keepers.
+KEEPERS = "NXD_KEEPERS"  # `host:port` of the keeper of each host, with commas between
+OWN_KEEPER = "NXD_KEEPER"  # that of this rank's host
+
+_PIN = f"{PINS}/"
+
+
+def peers_url(keepers: Sequence[str], own: str | None = None, copies: int = 1) -> str:
+    """The path under which `save` and `load` find checkpoints in the memory of hosts.
+
+    Args:
+        keepers: `host:port` of the keeper of each host, in the same order on all ranks.
+        own: of this rank's host; that of `NXD_KEEPER`, or the first, if None.
+        copies: other hosts that have each file; fewer where there are fewer hosts.
+
+    Raises:
+        ValueError: `own` is none of the keepers, or `copies` is negative.
+    """
+    if not keepers or (own is not None and own not in keepers) or copies < 0:
+        raise ValueError(
+            f"own={own!r} and copies={copies} do not fit the keepers {', '.join(keepers) or '(none)'}; give one of "
+            "them, and 0 copies or more"
+        )
+    return f"{SCHEME}{','.join(keepers)}/?copies={copies}" + (f"&own={own}" if own else "")
+
+
+def lies_in_memory(path: str) -> bool:
+    """Whether a path names the memory of hosts."""
+    return path.startswith(SCHEME)
+
+
+def job_url(copies: int = 1) -> str | None:
+    """`peers_url` of the keepers that `NXD_KEEPERS` names, the same on all ranks; None where it names none."""
+    keepers = [it for it in os.environ.get(KEEPERS, "").split(",") if it]
+    return peers_url(keepers, copies=copies) if keepers else None
+
+
+def _own_among(keepers: Sequence[str]) -> str:
+    own = os.environ.get(OWN_KEEPER, "")
+    return own if own in keepers else keepers[0]
+
+
+class PeerStore:
+    """A root of checkpoints in the memory of hosts.
+
+    Hosts that cannot be reached are left out of what is read; writing needs all of them.
+
+    Args:
+        url: from `peers_url`.
+
+    Attributes:
+        copies: of each file, on other hosts.
+        keepers: of all hosts, that of this rank's host first and the others in their order from there on.
+
+    Raises:
+        ValueError: the URL is none.
+    """
+
+    capabilities = Capabilities(atomic_rename=False, conditional_put=False, checksums=False, other_processes=True)
+
+    def __init__(self, url: str) -> None:
+        parts = urlsplit(url)
+        keepers = tuple(parts.netloc.split(","))
+        options = {name: values[-1] for name, values in parse_qs(parts.query).items()}
+        copies, own = options.get("copies", "1"), options.get("own", _own_among(keepers))
+        if not url.startswith(SCHEME) or not copies.isdecimal() or not parts.netloc or own not in keepers:
+            raise ValueError(f"{url!r} names no keepers; expected {SCHEME}HOST:PORT,HOST:PORT/?copies=1&own=HOST:PORT")
+        self.location = f"{SCHEME}{parts.netloc}/?copies={copies}"  # the same on all hosts
+        self.copies = int(copies)
+        first = keepers.index(own)
+        self.keepers = [KeeperClient(address) for address in (*keepers[first:], *keepers[:first])]
+        self._holders: dict[str, KeeperClient] = {}
+
+    def where(self, tag: str, file: str = MANIFEST_NAME) -> str:
+        """See `Store.where`."""
+        return f"{SCHEME}{self.location.split('/')[2]}/{tag}/{file}"
+
+    def tags(self) -> list[str]:
+        """See `Store.tags`: of all hosts that are left."""
+        names = {name for _, files in self.listings() for name in files if name.endswith(f"/{MANIFEST_NAME}")}
+        return sorted(tag for tag in {name.partition("/")[0] for name in names} if is_tag(tag))
+
+    def read_manifest(self, tag: str) -> bytes:
+        """See `Store.read_manifest`. Where a save that died has reached some hosts only, the newer one."""
+        found: list[bytes] = []
+        for keeper in self.keepers:
+            with suppress(OSError):
+                content = keeper.content(f"{tag}/{MANIFEST_NAME}")
+                if len(content) <= MAX_MANIFEST_BYTES and content not in found:
+                    found.append(content)
+        if not found:
+            raise FileNotFoundError(f"{self.where(tag)} is on no host that can be reached")
+        if len(found) == 1:
+            return found[0]
+        return max(found, key=lambda content: decode(content, self.where(tag)).committed_at)
+
+    def file_size(self, tag: str, file: str) -> int:
+        """See `Store.file_size`."""
+        name = f"{tag}/{file}"
+        for keeper in self.keepers:
+            with suppress(OSError):
+                size = keeper.size(name)
+                self._holders[name] = keeper
+                return size
+        raise FileNotFoundError(f"{self.where(tag, file)} is on no host that can be reached")
+
+    def read_into(self, tag: str, file: str, pieces: Sequence[Piece]) -> None:
+        """See `Store.read_into`: from this host where it has the file, else from another."""
+        name = f"{tag}/{file}"
+        wanted = [(piece.offset, piece.destination) for piece in pieces]
+        problem: OSError | None = None
+        for keeper in [self._holders[name]] * (name in self._holders) + self.keepers:
+            try:
+                return keeper.get(name, wanted)
+            except OSError as error:
+                problem = problem if isinstance(error, FileNotFoundError) and problem else error
+        raise problem or FileNotFoundError(f"{self.where(tag, file)} is on no host")
+
+    def delete(self, tag: str) -> None:
+        """See `Store.delete`."""
+        decode(self.read_manifest(tag), self.where(tag))
+        listings = self.listings()
+        for keeper, _ in listings:
+            keeper.remove([f"{tag}/{MANIFEST_NAME}"])
+        for keeper, files in listings:
+            keeper.remove([name for name in files if name.startswith(f"{tag}/")])
+
+    def begin_save(self, tag: str, save_id: str, *, overwrite: bool) -> "PeerSave":
+        """See `Store.begin_save`."""
+        return PeerSave(self, tag, overwrite=overwrite)
+
+    def held(self) -> set[str]:
+        """See `Store.held`: nothing, as no checkpoint references another."""
+        return set()
+
+    def pinned(self) -> set[str]:
+        """See `Store.pinned`."""
+        return {name.removeprefix(_PIN) for _, files in self.listings() for name in files if name.startswith(_PIN)}
+
+    def set_pinned(self, tag: str, *, to: bool) -> None:
+        """See `Store.set_pinned`."""
+        for keeper, _ in self.listings():
+            if to:
+                with closing(keeper.put(f"{_PIN}{tag}")) as upload:
+                    upload.finish()
+            else:
+                keeper.remove([f"{_PIN}{tag}"])
+
+    def garbage(self, *, dead_after: float, delete: bool) -> list[Garbage]:
+        """See `Store.garbage`: files of which no manifest speaks; those of a save at work are among them."""
+        del dead_after  # one job saves here, and does not call this while it does
+        listings = self.listings()
+        needed: set[str] = set()
+        for keeper, files in listings:
+            needed |= {name for name in files if name.startswith(_PIN)}
+            for name in [it for it in files if it.endswith(f"/{MANIFEST_NAME}")]:
+                tag = name.partition("/")[0]
+                needed |= {name, *(f"{tag}/{file}" for file in file_names_in(keeper.content(name)))}
+        found: list[Garbage] = []
+        for keeper, files in listings:
+            doomed = {name: size for name, size in files.items() if name not in needed}
+            found += [Garbage(f"{keeper.address}/{name}", size) for name, size in doomed.items()]
+            if delete:
+                keeper.remove(doomed)
+        return found
+
+    def listings(self) -> list[tuple[KeeperClient, dict[str, int]]]:
+        """The hosts that can be reached, this one first, each with its files and their sizes.
+
+        Raises:
+            OSError: there are none.
+        """
+        found = []
+        for keeper in self.keepers:
+            with suppress(OSError):
+                found.append((keeper, keeper.files()))
+        if not found:
+            raise OSError(f"none of the keepers of {self.location} can be reached")
+        return found
+
+
+class PeerSave:
+    """A `SaveTransaction` that writes each file to several hosts, and commits by the manifest on each of them."""
+
+    def __init__(self, store: PeerStore, tag: str, *, overwrite: bool) -> None:
+        self._store = store
+        self._tag = tag
+        self._overwrite = overwrite
+        self._begun = False
+
+    def begin(self) -> None:
+        """See `SaveTransaction.begin`."""
+        self._check_tag()
+        self._begun = True
+        self._store.garbage(dead_after=0, delete=True)
+
+    def hold(self, files: Collection[str]) -> None:
+        """See `SaveTransaction.hold`; here every checkpoint is whole."""
+        raise CheckpointError("checkpoints in the memory of hosts are whole; leave incremental=True out")
+
+    def write_file(self, file: str, parts: "Iterable[bytes | memoryview]") -> None:
+        """See `SaveTransaction.write_file`: on this rank's host, and on the next ones at the same time."""
+        holders = self._store.keepers[: 1 + self._store.copies]
+        name = f"{self._tag}/{file}"
+        with ExitStack() as begun:
+            uploads: list[Upload] = []
+            for keeper in holders:
+                uploads.append(begun.enter_context(closing(keeper.put(name))))
+            for part in parts:
+                for upload in uploads:
+                    upload.send(part)
+            for upload in uploads:
+                upload.finish()
+
+    def file_size(self, file: str) -> int:
+        """See `SaveTransaction.file_size`."""
+        return self._store.file_size(self._tag, file)
+
+    def commit(self, manifest: bytes) -> None:
+        """See `SaveTransaction.commit`: with the first host that has the manifest."""
+        self._check_tag()
+        for keeper in self._store.keepers:
+            with closing(keeper.put(f"{self._tag}/{MANIFEST_NAME}")) as upload:
+                upload.send(manifest)
+                upload.finish()
+
+    def end(self) -> None:
+        """See `SaveTransaction.end`."""
+        if self._begun:
+            self._begun = False
+            with suppress(OSError):
+                self._store.garbage(dead_after=0, delete=True)
+
+    def _check_tag(self) -> None:
+        if not self._overwrite and self._tag in self._store.tags():
+            raise CheckpointError(f"checkpoint {self._tag} exists; choose another tag or pass overwrite=True")

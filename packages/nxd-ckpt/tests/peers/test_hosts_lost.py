@@ -1,0 +1,214 @@
+"""Checkpoints in the memory of hosts come back on any layout while no more hosts are lost than there are copies."""
+
+import itertools
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from contextlib import ExitStack, suppress
+
+import pytest
+import torch
+from nxd_ckpt import (
+    CheckpointError,
+    Shard,
+    ShardedTensor,
+    async_save,
+    end_async_saves,
+    gc,
+    latest,
+    load,
+    open_checkpoint,
+    retain,
+    save,
+)
+from nxd_ckpt.peers.client import KeeperClient
+from nxd_ckpt.peers.keeper import Keeper
+from nxd_ckpt.peers.starting import KeeperProcess
+from nxd_ckpt.peers.store import PeerStore, peers_url
+from nxd_ckpt.testing import outcomes_on_threads, run_on_threads
+
+HOSTS, RANKS, ROWS = 4, 8, 48
+
+
+class Hosts:
+    """Folders with keepers, two ranks on each."""
+
+    def __init__(self, folder, running):
+        self.keepers = []
+        for number in range(HOSTS):
+            keeper = running.enter_context(KeeperProcess(folder / f"host-{number}", "known to this test"))
+            self.keepers.append((keeper, folder / f"host-{number}"))
+
+    def url(self, own, copies, among=range(HOSTS)):
+        """For a rank of a host, over those that are left."""
+        return peers_url([self.keepers[it][0].address for it in among], self.keepers[own][0].address, copies)
+
+    def lose(self, number):
+        """The host, with all in its memory."""
+        keeper, folder = self.keepers[number]
+        keeper.close()
+        shutil.rmtree(folder)
+
+    def save(self, tag, value, copies, **options):
+        """By eight ranks, each with its rows."""
+
+        def save_rows(ranks):
+            rows = whole(value).chunk(RANKS)[ranks.rank]
+            state = {"w": ShardedTensor((ROWS, 6), [Shard(rows, (ranks.rank * ROWS // RANKS, 0))])}
+            save(self.url(ranks.rank // 2, copies), tag, state, step=value, process_group=ranks, **options)
+
+        run_on_threads(save_rows, RANKS)
+
+
+@pytest.fixture
+def hosts(tmp_path, monkeypatch):
+    monkeypatch.setenv("NXD_PEERS_SECRET", "known to this test")
+    with ExitStack() as running:
+        yield Hosts(tmp_path, running)
+
+
+def whole(value):
+    return torch.arange(ROWS * 6.0).reshape(ROWS, 6) + 1000 * value
+
+
+@pytest.mark.parametrize(("copies", "lost"), [(1, 1), (2, 2)])
+def test_any_hosts_may_die_and_another_layout_loads(hosts, copies, lost):
+    hosts.save("step-1", 1, copies)
+    left = list(range(HOSTS))
+
+    def load_columns(ranks):
+        columns = torch.zeros(ROWS, 2)
+        url = hosts.url(left[ranks.rank % len(left)], copies, among=left)
+        load(url, into={"w": ShardedTensor((ROWS, 6), [Shard(columns, (0, 2 * ranks.rank))])}, process_group=ranks)
+        return columns
+
+    for number in (3, 0)[:lost]:  # neighbours, as copies go round
+        hosts.lose(number)
+        left.remove(number)
+        assert torch.equal(torch.cat(run_on_threads(load_columns, 3), dim=1), whole(1))
+
+    again = hosts.url(left[0], copies, among=left)
+    save(again, "step-2", {"w": whole(2)}, step=2)
+    assert latest(again).tag == "step-2"
+
+
+def test_each_file_lies_on_as_many_hosts_as_asked_for_and_next_to_its_own(hosts):
+    hosts.save("step-1", 1, copies=1)
+
+    held = [
+        {int(name.rsplit("-", 2)[1]) // 2 for name in files if "/data/" in name}
+        for _, files in PeerStore(hosts.url(0, 1)).listings()
+    ]
+
+    assert held == [{number, (number - 1) % HOSTS} for number in range(HOSTS)]
+
+
+def test_more_hosts_lost_than_copies_names_the_files_and_an_older_whole_checkpoint_is_taken(hosts):
+    hosts.save("step-1", 1, copies=3)
+    hosts.save("step-2", 2, copies=1)
+    hosts.lose(1)
+    hosts.lose(2)
+    url = hosts.url(0, 1, among=(0, 3))
+    into = torch.zeros(ROWS, 6)
+
+    with pytest.raises(CheckpointError, match=r"step-2/data/.* is missing"):
+        load(url, into={"w": into})
+    loaded = load(url, into={"w": into}, fallback=True)
+
+    assert loaded.tag == "step-1"
+    assert torch.equal(into, whole(1))
+
+
+@pytest.mark.parametrize("reached", range(HOSTS + 1))
+def test_leader_that_dies_while_it_commits_leaves_the_old_or_the_new(hosts, reached, monkeypatch):
+    hosts.save("t", 1, copies=1)
+    put, manifests = KeeperClient.put, itertools.count()
+
+    def dies(keeper, name):
+        if name == "t/manifest.json" and next(manifests) == reached:
+            raise KeyboardInterrupt
+        return put(keeper, name)
+
+    with monkeypatch.context() as dying:
+        dying.setattr(KeeperClient, "put", dies)
+        dying.setattr("nxd_ckpt.peers.store.PeerSave.end", lambda self: None)  # nobody is left to tidy up
+        with suppress(KeyboardInterrupt):
+            save(hosts.url(0, 1), "t", {"w": whole(2)}, step=2, overwrite=True)
+
+    expected = whole(2 if reached else 1)
+    for own in range(HOSTS):
+        assert torch.equal(open_checkpoint(hosts.url(own, 1)).read("w"), expected)
+
+
+def test_saves_in_the_background_one_after_the_other_keep_the_newest(hosts):
+    url = hosts.url(0, 2)
+    value = torch.zeros(1000)
+    for step in range(1, 6):
+        value.fill_(step)
+        async_save(url, f"step-{step}", {"w": value}, step=step).wait()
+        retain(url, keep_last=2)
+    end_async_saves()
+
+    assert open_checkpoint(url).read("w").unique().item() == 5
+    assert sorted(PeerStore(url).tags()) == ["step-4", "step-5"]
+    assert gc(url, dead_after=0, dry_run=True) == []
+
+
+def test_save_without_one_of_the_hosts_fails_on_every_rank_and_leaves_the_one_before(hosts):
+    hosts.save("step-1", 1, copies=1)
+    hosts.lose(2)
+
+    def save_rows(ranks):
+        rows = whole(2).chunk(RANKS)[ranks.rank]
+        state = {"w": ShardedTensor((ROWS, 6), [Shard(rows, (ranks.rank * ROWS // RANKS, 0))])}
+        save(hosts.url(ranks.rank // 2, 1), "step-2", state, process_group=ranks)
+
+    outcomes = outcomes_on_threads(save_rows, RANKS)
+
+    assert all(isinstance(outcome, CheckpointError) for outcome in outcomes)
+    assert torch.equal(open_checkpoint(hosts.url(0, 1, among=(0, 1, 3))).read("w"), whole(1))
+
+
+def test_keeper_that_is_killed_is_followed_by_another_with_the_same_files(hosts, tmp_path):
+    hosts.save("step-1", 1, copies=0)
+    for keeper, _ in hosts.keepers:
+        os.kill(keeper.pid, signal.SIGKILL)
+        keeper.close()
+
+    with ExitStack() as running:
+        anew = Hosts(tmp_path, running)
+
+        assert torch.equal(open_checkpoint(anew.url(0, 0)).read("w"), whole(1))
+
+
+def test_keeper_ends_with_the_process_that_started_it(tmp_path):
+    program = (
+        "import os, sys; from nxd_ckpt.peers.starting import KeeperProcess\n"
+        "print(KeeperProcess(sys.argv[1], 's').address, flush=True); os.kill(os.getpid(), 9)"
+    )
+    ended = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=False)
+
+    assert ended.returncode == -signal.SIGKILL
+    keeper = Keeper(tmp_path, "127.0.0.1", "s")  # takes the folder's lock, waiting until the first has let go
+    keeper.server_close()
+
+
+@pytest.mark.parametrize(("keepers", "own", "copies"), [([], "a:1", 1), (["a:1"], "b:1", 1), (["a:1"], "a:1", -1)])
+def test_url_of_hosts_that_do_not_fit_is_refused(keepers, own, copies):
+    with pytest.raises(ValueError, match="do not fit the keepers"):
+        peers_url(keepers, own, copies)
+
+
+@pytest.mark.parametrize("url", ["peers://", "peers://a:1/?copies=many", "peers://a:1/?own=b:1"])
+def test_url_without_keepers_is_refused(url):
+    with pytest.raises(ValueError, match="names no keepers"):
+        open_checkpoint(url)
+
+
+def test_incremental_saves_are_refused(hosts):
+    save(hosts.url(0, 1), "step-1", {"w": whole(1)}, incremental=True)
+
+    with pytest.raises(CheckpointError, match="leave incremental=True out"):
+        save(hosts.url(0, 1), "step-2", {"w": whole(1)}, incremental=True)
