@@ -126,10 +126,11 @@ def _rank_memory(
     gradients = elements * gradient_itemsize
     if layout.zero1:
         experts = sum(stage.experts for stage in stages)
-        own = (elements - experts) * wide // replicas + experts * wide // layout.expert_replicas
+        of_others, of_experts = (elements - experts) * wide // replicas, experts * wide // layout.expert_replicas
+        own = of_others + of_experts
         masters = own if wide != itemsize else 0
         state = MOMENTS * own + masters
-        buckets = own if replicas > 1 else 0
+        buckets = (of_others if replicas > 1 else 0) + (of_experts if layout.expert_replicas > 1 else 0)
     else:
         state = MOMENTS * parameters
         buckets = 0  # in them lie the gradients themselves

@@ -252,12 +252,10 @@ class LoraSection:
     alpha: float = option(8.0, "what adapters add is multiplied by alpha / rank", above=0)
     dropout: float = option(0.0, "share of the adapters' inputs that is dropped", at_least=0, below=1)
     target_modules: tuple[str, ...] = option(
-        (),
-        "layers that get adapters, by the ends of their names: q_proj,v_proj; empty: all linear ones but the head, or "
-        "none beside target_parameters",
+        (), "layers that get adapters, by the ends of their names: q_proj,v_proj; empty: all linear ones but the head"
     )
     target_parameters: tuple[str, ...] = option(
-        (), "fused weights of experts that get adapters, by the ends of their names: experts.gate_up_proj"
+        (), "fused weights of experts that get adapters, by the ends of their names; then no other layers by themselves"
     )
     modules_to_save: tuple[str, ...] = option((), "modules that train themselves, beside the adapters: lm_head")
     bias: Literal["none", "all", "lora_only"] = option(
