@@ -11,6 +11,7 @@ from neuronx_distributed.trainer import (
 )
 from nxd_ckpt import open_checkpoint
 from nxd_layers.hf import parallelize
+from nxd_layers.lora import LoraConfig
 from nxd_state import (
     destroy_model_parallel,
     get_data_parallel_rank,
@@ -53,9 +54,9 @@ def make_mixtral():
     return transformers.MixtralForCausalLM(config).double()
 
 
-def compared(layout):
+def compared(layout, make_model=make_mixtral):
     batches = [{"input_ids": ids, "labels": ids} for ids in BATCHES[:2]]
-    report = compare(ParityCase(model_fn=make_mixtral, batches=batches, nxd_config=layout))
+    report = compare(ParityCase(model_fn=make_model, batches=batches, nxd_config=layout))
     return report.agrees, str(report)
 
 
@@ -78,6 +79,45 @@ def test_losses_gradients_norms_and_weights_are_those_of_one_process(run_ranks, 
     ranks, config = LAYOUTS[layout]
 
     for agrees, report in run_ranks(compared, ranks, config, timeout=300):
+        assert agrees, report
+
+
+def make_half_dense():
+    sizes = SIZES | {"num_hidden_layers": 3, "moe_intermediate_size": 24, "num_experts": EXPERTS}
+    config = transformers.Qwen3MoeConfig(**sizes, head_dim=8, mlp_only_layers=[0, 2], use_cache=False)
+    config._experts_implementation = "eager"  # grouped products know no float64
+    return transformers.Qwen3MoeForCausalLM(config).double()
+
+
+def test_layers_without_experts_between_others_train_as_in_one_process_with_a_split_sequence(run_ranks):
+    ranks, config = LAYOUTS["EP 2 over TP 2, split sequence"]
+
+    for agrees, report in run_ranks(compared, ranks, config, make_half_dense, timeout=300):
+        assert agrees, report
+
+
+LORA = LoraConfig(
+    lora_rank=3,
+    target_parameters=["experts.gate_up_proj", "experts.down_proj"],
+    target_modules=["q_proj"],
+    save_lora_base=True,
+)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "EP 2 + ZeRO-1",
+        *(
+            pytest.param(it, marks=pytest.mark.slow)
+            for it in ("EP 2 over TP 2, split sequence", "EP 2 x TP 2 + ZeRO-1", "EP 2 x PP 2, recomputed")
+        ),
+    ],
+)
+def test_adapters_of_experts_train_as_in_one_process(run_ranks, layout):
+    ranks, config = LAYOUTS[layout]
+
+    for agrees, report in run_ranks(compared, ranks, {**config, "lora_config": LORA}, timeout=300):
         assert agrees, report
 
 
@@ -126,6 +166,22 @@ def test_checkpoint_of_split_experts_loads_at_other_layouts_bit_by_bit(run_ranks
         assert copy.tensors.keys() == first.tensors.keys()
         for name in first.tensors:
             assert torch.equal(copy.read(name), first.read(name)), (other, name)
+
+
+def test_adapters_of_experts_load_at_another_layout(run_ranks, tmp_path):
+    run_ranks(reshaped, 2, str(tmp_path), ep(2, ZERO1, lora_config=LORA), {"tp": ep(1, TP2, lora_config=LORA)})
+
+    first, copy = open_checkpoint(str(tmp_path), "first"), open_checkpoint(str(tmp_path), "tp")
+    shapes = {name: tuple(first.tensors[name].global_shape) for name in first.tensors if "experts.lora" in name}
+    rank, hidden, inner = LORA.lora_rank, SIZES["hidden_size"], SIZES["intermediate_size"]
+    experts = "model.layers.1.mlp.experts"
+    assert shapes[f"{experts}.lora_A_gate_up_proj"] == (EXPERTS, rank, hidden)
+    assert shapes[f"{experts}.lora_B_gate_up_proj"] == (EXPERTS, 2 * inner, rank)
+    assert shapes[f"{experts}.lora_A_down_proj"] == (EXPERTS, rank, inner)
+    assert copy.tensors.keys() == first.tensors.keys()
+    for name in first.tensors:
+        assert torch.equal(copy.read(name), first.read(name)), name
+        assert "lora_B" not in name or first.read(name).any()
 
 
 def resumed(root, layout):

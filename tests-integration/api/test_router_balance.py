@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from nxd_layers.experts import BalanceConfig
+from nxd_layers.experts import BalanceConfig, RouterBalance
 from nxd_layers.hf import find_routers
 from nxd_state import (
     all_gather_object,
@@ -252,3 +252,18 @@ def test_what_the_routers_cannot_do_is_refused(run_ranks):
             )
 
     run_ranks(job, 1)
+
+
+def test_tokens_of_a_router_with_a_class_for_no_expert_are_counted():
+    sizes = {"vocab_size": 32, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8}
+    experts = {"num_experts": 4, "num_experts_per_tok": 1, "router_hidden_size": 8, "moe_intermediate_size": 16}
+    config = transformers.AutoConfig.for_model("zaya", **sizes, **experts, num_key_value_heads=2, use_cache=False)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    routers = find_routers(model)
+    balance = RouterBalance(dict(model.named_modules()), routers, BalanceConfig())
+
+    ids = torch.arange(20).view(2, 10)
+    balance.train(lambda: model(input_ids=ids), count=None, num_microbatches=1, num_sequences=2)
+
+    assert [it.num_experts for it in routers.values()] == [5, 5]
+    assert balance.statistics.tokens_per_expert.sum(dim=1).tolist() == [20, 20]

@@ -29,11 +29,12 @@ SIZES = {
     "num_key_value_heads": 2,
     "max_position_embeddings": SEQUENCE,
 }
+EXPERTS = 4
 OF_TRANSFORMERS = {
     "qwen3": {"head_dim": 48},
     "gemma3_text": {"head_dim": 48, "layer_types": ["sliding_attention", "full_attention"] * 2},
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "qwen3_moe": {"num_local_experts": 4, "num_experts_per_tok": 2, "mlp_only_layers": [1]},
+    "mixtral": {"num_local_experts": EXPERTS, "num_experts_per_tok": 2},
+    "qwen3_moe": {"num_local_experts": EXPERTS, "num_experts_per_tok": 2, "mlp_only_layers": [1]},
 }
 
 
@@ -51,6 +52,8 @@ class Case:
     dtype: torch.dtype = torch.float32
     tied: bool = False
     schedule: str = "1f1b"
+    ep: int = 1
+    whole_experts: bool = False
 
 
 ONE_RANK = [
@@ -86,6 +89,9 @@ TWO_RANKS = [
     Case(model_type="qwen3", pp=2, checkpointing="full", microbatch_size=4, tied=True),
     Case(model_type="mixtral", tp=2),
     Case(model_type="mixtral", pp=2),
+    Case(model_type="mixtral", ep=2),
+    Case(model_type="mixtral", ep=2, zero1=True, checkpointing="full"),
+    Case(model_type="qwen3_moe", ep=2, tp=2, whole_experts=True, sequence_parallel=True),
 ]
 FOUR_RANKS = [
     Case(tp=4),
@@ -96,6 +102,10 @@ FOUR_RANKS = [
     Case(tp=2, sequence_parallel=True, zero1=True, dtype=torch.bfloat16),
     Case(pp=4, schedule="zb-h1", microbatch_size=1),
     Case(zero1=True, microbatch_size=4),
+    Case(model_type="mixtral", ep=4),
+    Case(model_type="mixtral", ep=2, tp=2),
+    Case(model_type="qwen3_moe", ep=2, zero1=True, dtype=torch.bfloat16),
+    Case(model_type="mixtral", ep=2, pp=2, checkpointing="full"),
 ]
 
 
@@ -122,7 +132,15 @@ def job_of(case, ranks):
 
 def predict(case, ranks):
     fixed = Degrees(
-        case.tp, case.pp, case.sequence_parallel, case.zero1, case.microbatch_size, case.checkpointing, case.cp
+        case.tp,
+        case.pp,
+        case.sequence_parallel,
+        case.zero1,
+        case.microbatch_size,
+        case.checkpointing,
+        case.cp,
+        case.ep,
+        1 if case.whole_experts else case.tp,
     )
     job = job_of(case, ranks)
     (planned,) = make_plan(job, fixed).best
@@ -141,6 +159,7 @@ def measure(call, case):
     with StepMemory() as memory:
         exec(call, names)  # the plan's own lines
         model = names["model"]
+        choose_experts_evenly(model)
         optimizer = nxd.initialize_parallel_optimizer(
             names["nxd_config"], torch.optim.AdamW, model.parameters(), lr=1e-3, fused=True
         )
@@ -157,6 +176,18 @@ def measure(call, case):
     pp_rank = get_group("pp").rank
     destroy_model_parallel()
     return pp_rank, found
+
+
+def choose_experts_evenly(model):
+    """Have tokens go to any experts: routers that have learned nothing send some of them far more than others."""
+
+    def evenly(module, args):
+        hidden, chosen, weights = args
+        return hidden, torch.rand(len(chosen), EXPERTS).argsort(dim=1)[:, : chosen.shape[1]], weights
+
+    for name, module in model.named_modules():
+        if name.endswith(".mlp.experts"):
+            module.register_forward_pre_hook(evenly)
 
 
 def without_memory(names):

@@ -27,6 +27,16 @@ CASES = {
     "rank alone": ["lora.rank=4"],
     "DoRA and a module": ["lora.rank=4", "lora.alpha=6", "lora.use_dora=true", "lora.modules_to_save=lm_head"],
 }
+OF_EXPERTS = ["lora.rank=4", "lora.target_parameters=experts.gate_up_proj,experts.down_proj"]
+EP2 = ["parallel.expert_parallel_size=2"]
+EXPERT_LAYOUTS = {
+    "one process": (1, []),
+    "EP 2 + ZeRO-1": (2, [*EP2, "parallel.zero1=true"]),
+    "EP 2 over TP 2": (2, [*EP2, *TP2, "parallel.expert_tensor_parallel_size=1"]),
+    "EP 2 x TP 2": (4, [*EP2, *TP2]),
+    "EP 2 x PP 2": (4, [*EP2, *PP2]),
+}
+MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.0}
 MODELS = ("own Llama", "llama")
 QUICK = [("llama", "TP 2 x SP", "DoRA and a module")]
 
@@ -40,11 +50,25 @@ def folder(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def folder_of_experts(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("mixtral")
+    torch.manual_seed(0)
+    config = transformers.MixtralConfig(**SIZES, **MIXTRAL, bos_token_id=None, eos_token_id=None, sliding_window=None)
+    transformers.MixtralForCausalLM(config).double().save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture
-def settings_of(folder, text_folder, tmp_path):
+def settings_of(folder, text_folder, tmp_path, request):
     def make(model, case):
+        if model == "mixtral":
+            given = [f"model.path={request.getfixturevalue('folder_of_experts')}", *OF_EXPERTS]
+        else:
+            own = settings_of_own_llama(folder) if model == "own Llama" else [f"model.path={folder}"]
+            given = [*own, *CASES[case]]
         return [
-            *(settings_of_own_llama(folder) if model == "own Llama" else [f"model.path={folder}"]),
+            *given,
             f"data.path={text_folder}",
             f"data.sequence_length={LENGTH}",
             f"output={tmp_path / 'run'}",
@@ -56,7 +80,6 @@ def settings_of(folder, text_folder, tmp_path):
             f"optimizer.lr={RATE}",
             "optimizer.warmup_steps=2",
             "checkpoint.save_every=0",
-            *CASES[case],
         ]
 
     return make
@@ -64,6 +87,7 @@ def settings_of(folder, text_folder, tmp_path):
 
 def losses_of_peft(folder, adapter, text_folder, cache_folder):
     base = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    base.config._experts_implementation = "eager"  # grouped products know no float64
     model = peft.PeftModel.from_pretrained(base, adapter, is_trainable=True)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     corpus = build_corpus(text_folder, ByteTokenizer(), cache_folder=cache_folder)
@@ -98,6 +122,27 @@ def test_losses_of_adapters_are_those_of_peft(
     run_ranks(train_in_float64, ranks, [*settings, *degrees])
 
     expected = losses_of_peft(folder, tmp_path / "adapter", text_folder, tmp_path / "tokens")
+    found = [record.loss for record in read_records(tmp_path / "run/metrics.jsonl")]
+    assert found == pytest.approx(expected, rel=1e-10, abs=0)
+    assert expected[-1] < expected[0]
+
+
+@pytest.mark.parametrize(
+    "layout", [it if it == "EP 2 + ZeRO-1" else pytest.param(it, marks=pytest.mark.slow) for it in EXPERT_LAYOUTS]
+)
+def test_losses_of_adapters_of_experts_are_those_of_peft(
+    run_ranks, settings_of, folder_of_experts, text_folder, tmp_path, layout
+):
+    ranks, degrees = EXPERT_LAYOUTS[layout]
+    settings = settings_of("mixtral", "experts")
+
+    def write_adapter(recipe):
+        save_peft_adapter(prepare_run(recipe)[0].model.lora_model, tmp_path / "adapter")
+
+    run_ranks(train_in_float64, 1, settings, write_adapter)
+    run_ranks(train_in_float64, ranks, [*settings, *degrees])
+
+    expected = losses_of_peft(folder_of_experts, tmp_path / "adapter", text_folder, tmp_path / "tokens")
     found = [record.loss for record in read_records(tmp_path / "run/metrics.jsonl")]
     assert found == pytest.approx(expected, rel=1e-10, abs=0)
     assert expected[-1] < expected[0]

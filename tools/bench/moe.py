@@ -8,6 +8,8 @@ gradients, of the same Qwen3-MoE with 8 experts, of
 - ours: `parallelize(model, expert_parallel=True)` and `GradientReducer`, one thread for each rank;
 - transformers' `DistributedConfig(fsdp_size=N, ep_size=N, ep_implementation="all_to_all")`, on the same ranks: other
   layers are sharded by FSDP2, which also sends weights;
+- the floor of ours, the sum of its parts, each timed by itself: the same step with nothing in place of experts, the
+  forward and backward of the experts with the tokens that they get, of the rank that takes longest, and the exchanges;
 - one process with as many threads as there are ranks, and all ranks' tokens: nothing is sent.
 
 Variants of the ranks take turns in each round; the one process runs before and after. Ratios are of medians. The losses
@@ -25,6 +27,7 @@ from typing import Any
 
 import torch
 import transformers
+from nxd_layers.experts import dispatch
 from nxd_layers.hf import parallelize
 from nxd_optim import GradientReducer
 from nxd_state import all_reduce, destroy_model_parallel, get_group, get_world_group, initialize_model_parallel
@@ -46,6 +49,7 @@ SIZES = {
 }
 SAMPLES, LENGTH = 4, 128  # of each rank
 WARM_UP = 2
+PARTS = ("its other layers", "its experts", "its exchanges")
 TOLERANCE = 1e-4  # of losses in float32
 
 
@@ -70,12 +74,12 @@ def main() -> int:
     print(f"{alone_name:24} {alone_seconds * 1e3:8.1f} ms   {alone[2] / 2**20:6.1f} MiB of parameters")
     for name, seconds in times.items():
         median = statistics.median(seconds)
-        print(
-            f"{name:24} {median * 1e3:8.1f} ms   {memory[name] / 2**20:6.1f} MiB of parameters   "
-            f"{median / alone_seconds:5.2f} x one process"
-        )
-    ratio = statistics.median(times["transformers"]) / statistics.median(times["ours"])
-    print(f"transformers by ours: {ratio:.2f}")
+        of_parameters = f"   {memory[name] / 2**20:6.1f} MiB of parameters" if name in memory else ""
+        print(f"{name:24} {median * 1e3:8.1f} ms{of_parameters}   {median / alone_seconds:5.2f} x one process")
+    medians = {name: statistics.median(seconds) for name, seconds in times.items()}
+    print(f"transformers by ours: {medians['transformers'] / medians['ours']:.2f}")
+    floor = sum(medians[part] for part in PARTS)
+    print(f"ours by its floor of {floor * 1e3:.1f} ms: {medians['ours'] / floor:.2f}")
     return 0
 
 
@@ -117,14 +121,67 @@ def ranks_in_turns(folder: str, rounds: int) -> tuple[dict[str, list[float]], di
     mean = {}
     for name, step in steps.items():
         mean[name], *_ = [average(step()) for _ in range(WARM_UP)]
+    steps |= parts_of(ours, load(folder), ids, steps["ours"])
+    for part in PARTS:
+        steps[part]()
     times: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(rounds):
         for name, step in steps.items():
             average(0.0)  # all begin together
-            times[name].append(timed(step))
+            seconds = timed(step)
+            times[name].append(slowest(seconds) if name == "its experts" else seconds)
     memory = {"ours": bytes_of(ours), "transformers": bytes_of(theirs)}
     destroy_model_parallel()
     return times, mean, memory
+
+
+def parts_of(ours: nn.Module, whole: Any, ids: Tensor, step: Callable[[], float]) -> dict[str, Callable[[], float]]:
+    """What a step of ours consists of, each part by itself."""
+    exchanges: list[tuple[Tensor, dict[str, Any]]] = []
+    inputs: list[tuple[Any, tuple[Tensor, ...]]] = []
+    experts_class: Any = type(ours.get_submodule("model.layers.0.mlp.experts"))
+    module: Any = dispatch
+    send, compute = module.all_to_all_v, experts_class.forward
+
+    def recorded_send(tensor: Tensor, group: Any, **counts: Any) -> Tensor:
+        exchanges.append((torch.zeros_like(tensor), {"group": group, **counts}))
+        return send(tensor, group, **counts)
+
+    def recorded_compute(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        given = (hidden_states, top_k_index, top_k_weights)
+        inputs.append((experts, tuple(it.detach() for it in given)))
+        output: Tensor = compute(experts, *given)
+        return output
+
+    module.all_to_all_v, experts_class.forward = recorded_send, recorded_compute
+    try:
+        step()
+    finally:
+        module.all_to_all_v, experts_class.forward = send, compute
+
+    def exchange() -> float:
+        for tensor, how in exchanges:
+            send(tensor, **how)
+        return 0.0
+
+    def experts_alone() -> float:
+        for experts, (tokens, index, weights) in inputs:
+            output = compute(experts, tokens.requires_grad_(), index, weights.requires_grad_())
+            output.backward(torch.ones_like(output))
+        ours.zero_grad()
+        return 0.0
+
+    dense = parallelize(whole, expert_parallel=True)
+    for experts in dense.modules():
+        if type(experts) is experts_class:
+            experts.forward = without_experts
+            experts.requires_grad_(False)
+    reducer = GradientReducer(it for it in dense.parameters() if it.requires_grad)
+    return dict(zip(PARTS, (plain_step(dense, ids, reducer.finish), experts_alone, exchange), strict=True))
+
+
+def without_experts(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    return hidden_states * top_k_weights.sum(dim=1, keepdim=True)
 
 
 def load(folder: str, **options: Any) -> Any:
@@ -147,6 +204,10 @@ def timed(step: Callable[[], float]) -> float:
     begin = time.perf_counter()
     step()
     return time.perf_counter() - begin
+
+
+def slowest(seconds: float) -> float:
+    return float(all_reduce(torch.tensor([seconds], dtype=torch.float64), get_world_group(), op="max"))
 
 
 def average(number: float) -> float:

@@ -49,11 +49,13 @@ def by_hand(hidden, weights, *, glu, capacity_factor, normalize):
     logits = hidden.reshape(-1, HIDDEN) @ weights["router.linear_router.weight"].t()
     affinities = logits.softmax(-1)
     chosen = logits.topk(TOP_K).indices
-    room = [len(chosen)] * EXPERTS
-    if capacity_factor is not None:
-        room = [-int(-len(chosen) * TOP_K * capacity_factor // EXPERTS)] * EXPERTS
+    limit = len(chosen) if capacity_factor is None else -int(-len(hidden) * TOP_K * capacity_factor // EXPERTS)
+    rooms = [[limit] * EXPERTS for _ in range(hidden.shape[1])]  # of each sequence
     outputs = []
-    for token, experts, affinity in zip(hidden.reshape(-1, HIDDEN), chosen.tolist(), affinities, strict=True):
+    for place, (token, experts, affinity) in enumerate(
+        zip(hidden.reshape(-1, HIDDEN), chosen.tolist(), affinities, strict=True)
+    ):
+        room = rooms[place % hidden.shape[1]]
         taken = [it for it in experts if room[it] > 0]
         for it in taken:
             room[it] -= 1
@@ -128,6 +130,42 @@ def test_layer_computes_what_a_loop_over_tokens_does(run_ranks, layout, options)
                 torch.testing.assert_close(gradient[piece.local.slices], wanted, **EXACT)
 
     run_ranks(job, ranks)
+
+
+def dropped_in(hidden, sequence_dimension=0):
+    """`[batch, seq]`: the tokens that no expert takes, which so come out as zeros."""
+    torch.manual_seed(3)
+    router = RouterTopK(EXPERTS, 1, HIDDEN, dtype=torch.float64)
+    mlps = ExpertMLPs(EXPERTS, 1, HIDDEN, INNER, capacity_factor=0.75, dtype=torch.float64)
+    outputs = MoE(router, mlps, sequence_dimension=sequence_dimension)(hidden)[0]
+    return (outputs == 0).all(dim=-1).movedim(sequence_dimension, 1)
+
+
+@pytest.mark.parametrize(("ranks", "ep"), [(2, 2), (2, 1), (4, 2)])
+def test_dropped_tokens_are_the_same_at_every_number_of_replicas_and_microbatches(run_ranks, ranks, ep):
+    hidden = torch.randn(SEQ, 8, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    expected = dropped_in(hidden)
+
+    def job():
+        initialize_model_parallel(1, 1, ep)
+        replicas = get_group("dp")
+        own = hidden.chunk(replicas.size, dim=1)[replicas.rank]
+        in_two = torch.cat([dropped_in(microbatch) for microbatch in own.chunk(2, dim=1)])
+        return dropped_in(own), in_two, dropped_in(own.transpose(0, 1), 1)
+
+    found = run_ranks(job, ranks)
+    for of_ranks in zip(*found, strict=True):
+        assert torch.equal(torch.cat(of_ranks), expected)
+    assert 0 < expected.sum() < expected.numel()
+
+
+def test_tokens_of_cut_sequences_are_not_dropped_but_refused(run_ranks):
+    def job():
+        initialize_model_parallel(1, context_parallel_size=2)
+        with pytest.raises(ValueError, match=r"capacity_factor=0.75 drops .* cut over 2 context-parallel ranks"):
+            dropped_in(torch.ones(SEQ, 1, HIDDEN, dtype=torch.float64))
+
+    run_ranks(job, 2)
 
 
 def test_sinkhorn_router_gives_experts_more_equal_numbers_of_tokens_in_training():

@@ -123,3 +123,30 @@ def test_adapter_that_nothing_describes_is_refused(tmp_path, adapter):
 
     with pytest.raises(ValueError, match=r"adapter that nothing describes|not the config of a LoRA adapter"):
         weights_in(tmp_path, "a")
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "gpt_oss"])  # of weights [experts, out, in] and [experts, in, out]
+def test_adapter_of_experts_is_merged_as_the_model_would(tmp_path, model_type):
+    transformers = pytest.importorskip("transformers", reason="its models have experts: pip install transformers")
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 16, "head_dim": 4}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 4, "num_experts_per_tok": 2}
+    config = transformers.AutoConfig.for_model(model_type, **sizes, **heads)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float64)
+    targets = ["experts.gate_up_proj", "experts.down_proj"]
+    adapted = LoraModel(model, LoraConfig(target_parameters=targets, lora_rank=3, save_lora_base=True))
+    for parameter in adapted.factors().values():
+        torch.nn.init.normal_(parameter)
+
+    save_checkpoint(tmp_path, "apart", adapted)
+    adapted.merge()
+
+    apart = weights_in(tmp_path, "apart")
+    names = [f"model.layers.0.mlp.{target}" for target in targets]
+    assert set(names) == set(apart.branches)
+    for name in names:
+        expected = model.get_parameter(name).detach()
+        whole = apart.read_box(name, (0, 0, 0), expected.shape)
+        part = apart.read_box(name, (1, 2, 3), (2, 4, 5))
+        torch.testing.assert_close(whole, expected, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(part, expected[1:3, 2:6, 3:8], rtol=1e-12, atol=1e-12)

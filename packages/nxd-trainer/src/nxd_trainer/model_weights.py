@@ -28,6 +28,7 @@ from nxd_trainer.model_description import ModelDescription, adapter_in
 from nxd_trainer.models import LlamaForCausalLM
 
 _MAGNITUDE = "lora_magnitude_vector"
+_OF_EXPERTS = "lora_A_"  # and the name of a weight [experts, ., .]
 _FACTORS = {"lora_A": "lora_B", "lora_embedding_A": "lora_embedding_B"}  # as PEFT calls them
 
 
@@ -110,7 +111,8 @@ class ModelWeights:
 class _Branch:
     """The adapter of one layer: A `[r, in]` and B `[out, r]` by name, of a weight `[out, in]`, or transposed.
 
-    With DoRA it has magnitudes `[out]` as well, of a weight that is not transposed.
+    Of experts all three begin with another dim, that of the experts. With DoRA it has magnitudes `[out]` as well, of a
+    weight that is not transposed.
     """
 
     a: str
@@ -134,15 +136,15 @@ class _Branch:
 
     def delta(self, box: Box, source: TensorSource) -> Tensor:
         """What merging adds to a box of the weight, in float32 or wider: computed as `LoraModel.merge` does."""
-        out_dim, in_dim = (1, 0) if self.is_transposed else (0, 1)
-        (rank, _), b_dtype = source.tensors[self.a].global_shape, source.tensors[self.b].dtype
-        a = torch.empty(rank, box.shape[in_dim], dtype=source.tensors[self.a].dtype)
-        b = torch.empty(box.shape[out_dim], rank, dtype=b_dtype)
-        fill(source, self.a, Box((0, box.offsets[in_dim]), tuple(a.shape)), a)
-        fill(source, self.b, Box((box.offsets[out_dim], 0), tuple(b.shape)), b)
-        a, b = _widened(a), _widened(b)
-        product = self.scale * (b @ a)
-        return product.t() if self.is_transposed else product
+        out_dim, in_dim = (-1, -2) if self.is_transposed else (-2, -1)
+        experts, first = box.shape[:-2], box.offsets[:-2]
+        rank, b_dtype = source.tensors[self.a].global_shape[-2], source.tensors[self.b].dtype
+        a = torch.empty(*experts, rank, box.shape[in_dim], dtype=source.tensors[self.a].dtype)
+        b = torch.empty(*experts, box.shape[out_dim], rank, dtype=b_dtype)
+        fill(source, self.a, Box((*first, 0, box.offsets[in_dim]), tuple(a.shape)), a)
+        fill(source, self.b, Box((*first, box.offsets[out_dim], 0), tuple(b.shape)), b)
+        product = self.scale * (_widened(b) @ _widened(a))
+        return product.transpose(-2, -1) if self.is_transposed else product
 
 
 def _widened(tensor: Tensor) -> Tensor:
@@ -250,6 +252,10 @@ def _branches(source: TensorSource, adapter: Mapping[str, Any], description: Mod
     found = {}
     for a in source.tensors:
         layer, _, factor = a.rpartition(".")
+        if factor.startswith(_OF_EXPERTS):
+            outline = model_on_meta_of(description) if outline is None else outline
+            weight, branch = _branch_of_experts(source, a, outline, config.scale)
+            found[weight] = branch
         if factor not in _FACTORS:
             continue
         weight, b = f"{layer}.weight", f"{layer}.{_FACTORS[factor]}"
@@ -275,6 +281,29 @@ def _branches(source: TensorSource, adapter: Mapping[str, Any], description: Mod
             raise ValueError(f"the adapter does not fit the model: {magnitude} is not [{outputs}]; save both anew")
         found[weight] = _Branch(a, b, config.scale, is_transposed, magnitude)
     return found
+
+
+def _branch_of_experts(source: TensorSource, a: str, outline: nn.Module, scale: float) -> tuple[str, _Branch]:
+    """The weight of experts that a factor A is of, and its branch."""
+    layer, _, factor = a.rpartition(".")
+    part = factor.removeprefix(_OF_EXPERTS)
+    weight, b = f"{layer}.{part}".lstrip("."), f"{a.removesuffix(factor)}lora_B_{part}"
+    shapes = {name: source.tensors[name].global_shape for name in (weight, a, b) if name in source.tensors}
+    experts, rank, inputs = shapes[a] if len(shapes[a]) == 3 else (None, None, None)
+    outputs = shapes[b][1] if len(shapes.get(b, ())) == 3 else None
+    is_transposed = _stores_transposed(outline, layer)
+    expected = (experts, inputs, outputs) if is_transposed else (experts, outputs, inputs)
+    if shapes.get(weight) != expected or shapes.get(b) != (experts, outputs, rank):
+        listed = ", ".join(f"{name} is {list(shape)}" for name, shape in shapes.items())
+        raise ValueError(f"the adapter does not fit the model: {listed}; take one of this model")
+    return weight, _Branch(a, b, scale, is_transposed)
+
+
+def _stores_transposed(outline: nn.Module, layer: str) -> bool:
+    try:
+        return bool(getattr(outline.get_submodule(layer), "is_transposed", False))
+    except AttributeError as error:
+        raise ValueError(f"the adapter does not fit the model, which has no {layer}; take one of this model") from error
 
 
 def _tied_weights(description: ModelDescription) -> set[str]:

@@ -163,6 +163,11 @@ def _open_adapter(folder: Path, open_checkpoint: OpenCheckpoint) -> tuple[Tensor
     """An adapter's tensors by our names, and its description."""
     if (folder / ADAPTER_CONFIG_FILE).is_file():
         content = read_json_object(folder / ADAPTER_CONFIG_FILE)
+        if content.get("target_parameters"):
+            raise ValueError(
+                f"--adapter {folder} adapts weights of experts (target_parameters), which are merged here from "
+                "checkpoints only; have PEFT merge it (merge_and_unload), and give the merged model"
+            )
         stored = open_hugging_face(folder / ADAPTER_FILE)
         named = {name_from_peft(name): (name, info.global_shape) for name, info in stored.tensors.items()}
         return RearrangedSource(stored, {ours: Rearranged.whole(*theirs) for ours, theirs in named.items()}), content

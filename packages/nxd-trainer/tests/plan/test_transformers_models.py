@@ -1,6 +1,7 @@
 """Plans of tiny models of transformers: their layers by kind, what cannot be split, and recipes that train them."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -232,3 +233,51 @@ def test_infinite_values_of_a_config_are_read_as_transformers_writes_them(tmp_pa
 
     assert completed["time_step_limit"] == content["time_step_limit"]
     assert completed == complete_config(completed)
+
+
+ALONE = Degrees(1, 1, False, False, 1, "none", expert_parallel_size=1)
+
+
+def test_experts_are_shared_out_and_what_tokens_send_is_counted(model_of):
+    model = model_of("mixtral")
+    whole = only(make_plan(job(model), ALONE, top=1))
+    shared = only(make_plan(job(model), replace(ALONE, expert_parallel_size=2), top=1))
+
+    layers, experts, hidden, inner, top_k, tokens = 4, 4, 64, 96, 2, 32
+    assert whole.memory.parameters - shared.memory.parameters == 4 * layers * (experts // 2) * 3 * hidden * inner
+    assert whole.communication.ep == 0
+    sent = round(tokens * 5 / 6)  # of six pairs of experts one is on the sender's rank alone
+    # Tokens there and back, and their gradients; weights and their gradients; the experts chosen.
+    row = 4 * hidden * 4 + 2 * top_k * 4 + top_k * 8
+    assert shared.communication.ep == 4 * layers * sent * row  # of four microbatches
+    assert shared.communication.dp < whole.communication.dp
+
+
+def test_models_with_experts_are_planned_with_them_shared_out(model_of):
+    device = replace(find_device("cpu"), memory_bytes=int(4.5 * 2**20))
+    crowded = replace(job(model_of("mixtral"), 4), device=device)
+    plan = make_plan(crowded, Degrees(tensor_parallel_size=1, pipeline_parallel_size=1, zero1=False))
+
+    assert {it.layout.expert_parallel_size for it in plan.best} == {4}
+    assert "expert_parallel_size=4" in config_call(crowded, plan.best[0].layout)
+    assert recipe(crowded, plan.best[0].layout).parallel.expert_parallel_size == 4
+
+
+@pytest.mark.parametrize(
+    ("model_type", "degrees", "reason"),
+    [
+        ("mixtral", {"expert_parallel_size": 3}, "expert_parallel_size=3 does not divide the 4 experts of a layer"),
+        ("mixtral", {"expert_parallel_size": 4}, "ep=4 x etp=1 = 4 does not divide dp x cp x tp = 2"),
+        ("qwen3", {"expert_parallel_size": 2}, "expert_parallel_size=2 is for models with experts"),
+    ],
+)
+def test_experts_that_cannot_be_shared_out_are_refused_by_name(model_of, model_type, degrees, reason):
+    plan = make_plan(job(model_of(model_type)), Degrees(1, 1, **degrees))
+
+    assert not plan.best
+    assert [it.reason for it in plan.rejected if reason in it.reason]
+
+
+def test_experts_split_over_some_of_the_ranks_that_split_layers_are_refused():
+    with pytest.raises(ValueError, match="expert_tensor_parallel_size=2 must be 1 or tensor_parallel_size=4"):
+        Degrees(4, expert_tensor_parallel_size=2)

@@ -25,19 +25,21 @@ def load_balancing_loss(router_logits: Tensor, num_experts: int, top_k: int) -> 
     return loss.to(torch.promote_types(router_logits.dtype, torch.float32))
 
 
-def within_capacity(expert_index: Tensor, num_experts: int, capacity_factor: float) -> Tensor:
-    """Which of the tokens' experts have room for them: each takes the first ones in the order of the tokens.
+def within_capacity(expert_index: Tensor, sequences: Tensor, num_experts: int, capacity_factor: float) -> Tensor:
+    """Which of the tokens' experts have room for them: each takes the first ones of every sequence, in its order.
 
     Args:
         expert_index: `[tokens, k]`.
+        sequences: `[sequences, length]`, the tokens of each sequence in their order; each token is there once.
         num_experts: of the layer.
-        capacity_factor: what an expert has room for, as a multiple of its even share of tokens.
+        capacity_factor: what an expert has room for, as a multiple of its even share of a sequence's tokens.
 
     Returns:
         `[tokens, k]` bool.
     """
-    tokens, top_k = expert_index.shape
-    capacity = min(tokens, math.ceil(tokens * top_k * capacity_factor / num_experts))
+    length, top_k = sequences.shape[1], expert_index.shape[1]
+    capacity = min(length, math.ceil(length * top_k * capacity_factor / num_experts))
     chosen = F.one_hot(expert_index, num_experts).sum(dim=1)  # [tokens, experts]
-    places = chosen.cumsum(dim=0).gather(1, expert_index)
-    return places <= capacity
+    number_in_sequence = torch.empty_like(chosen)
+    number_in_sequence[sequences] = chosen[sequences].cumsum(dim=1)
+    return number_in_sequence.gather(1, expert_index) <= capacity

@@ -6,6 +6,7 @@ as in DeepSeek-AI 2024, "DeepSeek-V3": where tokens have more experts than there
 gathering all tokens everywhere, and never more than sending a token to each of its experts.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -34,7 +35,8 @@ def expert_parallel_forward(
 ) -> Tensor:
     """The weighted sum of each token's experts, of which each rank has an equal part in their order.
 
-    Called by all ranks of the expert-parallel group, with as many tokens as each has, also none.
+    Called by all ranks of the expert-parallel group, with as many tokens as each has, also none. On the meta device,
+    where nothing says where tokens go, as many go to each rank as an even choice of experts sends on average.
 
     Args:
         compute: the experts of this rank, called where there are tokens for them: of tokens `[rows, hidden]`, the
@@ -61,7 +63,8 @@ def expert_parallel_forward(
             "expert parallelism sends as many tokens as the routers decide, which a recorded graph cannot; use "
             "expert_parallel_size=1 there, where every expert is split over the tensor-parallel ranks"
         )
-    routes = _find_routes(top_k_index, num_experts // group.size, group)
+    find = _expected_routes if hidden_states.is_meta else _find_routes
+    routes = find(top_k_index, num_experts // group.size, group)
     rows, weights = _Dispatch.apply(hidden_states, top_k_weights, routes)
     if len(rows):
         outputs = _sum_of_local_experts(compute, rows, weights, routes.experts)
@@ -167,6 +170,18 @@ def _find_routes(top_k_index: Tensor, experts_per_rank: int, group: Group) -> _R
     send_counts, receive_counts = torch.stack((counts, received)).tolist()  # the one wait for the device
     index = all_to_all_v(top_k_index[tokens], group, send_counts=send_counts, receive_counts=receive_counts)
     return _Routes(group, tokens, send_counts, receive_counts, _local_experts(index, experts_per_rank, group.rank))
+
+
+def _expected_routes(top_k_index: Tensor, experts_per_rank: int, group: Group) -> _Routes:
+    """Routes of tokens without values, of which all ranks have as many."""
+    (tokens, top_k), ranks = top_k_index.shape, group.size
+    elsewhere = math.comb(experts_per_rank * (ranks - 1), top_k) / math.comb(experts_per_rank * ranks, top_k)
+    counts = [round(tokens * (1 - elsewhere))] * ranks
+    made = top_k_index.new_zeros
+    all_to_all_v(made(sum(counts), top_k), group, send_counts=counts, receive_counts=counts)
+    rows, slots, local, places = (made(tokens * top_k) for _ in range(4))
+    experts = _LocalExperts(rows, slots, local, places, most=min(top_k, experts_per_rank))
+    return _Routes(group, made(sum(counts)), counts, counts, experts)
 
 
 def _local_experts(index: Tensor, experts_per_rank: int, rank: int) -> _LocalExperts:

@@ -1,5 +1,6 @@
 """A mixture-of-experts layer of a router and experts."""
 
+import torch
 from torch import Tensor, nn
 
 from nxd_layers.experts.mlps import ExpertMLPs
@@ -81,7 +82,10 @@ class MoE(nn.Module):
             tokens = self._whole(hidden_states, grad_is_partial=True)
         else:
             tokens = whole
-        output = self.expert_mlps(tokens.reshape(-1, tokens.shape[-1]), affinities, index).view(tokens.shape)
+        rows = torch.arange(len(index), device=index.device).view(tokens.shape[:-1])
+        sequences = rows.movedim(self.sequence_dimension, -1).flatten(0, -2)  # [batch, seq]
+        flat = tokens.reshape(-1, tokens.shape[-1])
+        output = self.expert_mlps(flat, affinities, index, sequences=sequences).view(tokens.shape)
         further = [logits] if self.return_router_logits else []
         further += [index] if self.return_expert_index else []
         return (self._as_given(output, sums=sums), *further)

@@ -1,5 +1,6 @@
 """The linear layers of all experts as one parameter."""
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -14,6 +15,7 @@ from nxd_state import (
 from torch import Tensor, nn
 
 from nxd_layers.experts.parameters import mark_expert_parameter, spec_of_own_experts
+from nxd_layers.experts.products import grouped_product
 from nxd_layers.initialization import InitMethod, default_linear_init, empty_parameter
 
 
@@ -38,6 +40,8 @@ class ExpertLinear(nn.Module):
     Raises:
         ValueError: ranks do not divide experts or sizes.
     """
+
+    is_transposed = True  # as transformers says it of weights [experts, in, out]
 
     def __init__(
         self,
@@ -83,6 +87,6 @@ class ExpertLinear(nn.Module):
                     part = whole[piece.logical.slices[1:]].to(self.weight.device, self.weight.dtype)
                     self.weight[piece.local.offset[0] + here][piece.local.slices[1:]] = part
 
-    def forward(self, tokens: Tensor, expert: int) -> Tensor:
-        """`[rows, in]` to `[rows, out]` of one of this rank's experts."""
-        return tokens @ self.weight[expert]
+    def forward(self, tokens: Tensor, counts: Sequence[int]) -> Tensor:
+        """`[rows, in]`, the rows of this rank's experts one after the other, `counts` of each, to `[rows, out]`."""
+        return grouped_product(tokens, self.weight, counts)

@@ -1,6 +1,6 @@
 """The feed-forward networks of experts."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -73,22 +73,15 @@ class Experts(nn.Module):
         """
         order = index[:, 0].argsort(stable=True)
         counts = torch.bincount(index[:, 0], minlength=len(self.down_proj.weight)).tolist()
-        outputs = [
-            self._of_one(part, expert)
-            for expert, part in enumerate(tokens[order].split(counts))
-            if len(part)  # no work for experts without tokens
-        ]
-        return torch.zeros_like(tokens).index_copy(0, order, torch.cat(outputs)) * weights
+        outputs = self.down_proj(self._inner(tokens[order], counts), counts)
+        return torch.zeros_like(tokens).index_copy(0, order, outputs) * weights
 
-    def _of_one(self, tokens: Tensor, expert: int) -> Tensor:
+    def _inner(self, tokens: Tensor, counts: Sequence[int]) -> Tensor:
         if self.gate_up_proj is None:
             assert self.up_proj is not None  # one of them is there
-            inner = self._activation(self.up_proj(tokens, expert))
-        else:
-            gate, up = self.gate_up_proj(tokens, expert).chunk(2, dim=-1)
-            inner = self._activation(gate) * up
-        output: Tensor = self.down_proj(inner, expert)
-        return output
+            return self._activation(self.up_proj(tokens, counts))
+        gate, up = self.gate_up_proj(tokens, counts).chunk(2, dim=-1)
+        return self._activation(gate) * up
 
 
 class ExpertMLPs(nn.Module):
@@ -101,10 +94,10 @@ class ExpertMLPs(nn.Module):
         intermediate_size: of an expert.
         hidden_act: a key of `ACTIVATIONS`.
         glu_mlp: whether an expert has a gate.
-        capacity_factor: each expert takes the first `ceil(tokens * top_k * capacity_factor / num_experts)` of this
-            replica's tokens in one forward that choose it, in the order of the tokens, and no more; None for all. Which
-            ones are dropped does not depend on how experts and layers are split over ranks (EP, TP, PP, split
-            sequences), but on the data-parallel degree and on microbatches: these decide which tokens a replica has.
+        capacity_factor: each expert takes the first `ceil(length * top_k * capacity_factor / num_experts)` tokens of
+            each sequence that choose it, and no more; None for all. Which tokens are dropped so depends on their own
+            sequence only: it is the same at all layouts, also at other data-parallel degrees and microbatches. Not for
+            sequences that are cut over context-parallel ranks.
         normalize_top_k_affinities: divide the affinities of a token by the sum of those that are used.
         init_method: of the first weight of an expert, float32 `[in, out]`.
         output_layer_init_method: of the second.
@@ -155,20 +148,35 @@ class ExpertMLPs(nn.Module):
         """Whether each rank's output is a part of the sum over the tensor-parallel ranks."""
         return active_group("etp").size > 1
 
-    def forward(self, hidden_states: Tensor, expert_affinities: Tensor, expert_index: Tensor) -> Tensor:
+    def forward(
+        self,
+        hidden_states: Tensor,
+        expert_affinities: Tensor,
+        expert_index: Tensor,
+        *,
+        sequences: Tensor | None = None,
+    ) -> Tensor:
         """Compute.
 
         Args:
             hidden_states: `[tokens, hidden]`, the same on all tensor-parallel ranks.
             expert_affinities: `[tokens, experts]`.
             expert_index: `[tokens, top_k]`.
+            sequences: `[sequences, length]`, the tokens of each sequence, for `capacity_factor`; all tokens are one
+                sequence if None.
 
         Returns:
             `[tokens, hidden]`; see `sums_over_tensor_parallel_ranks`.
+
+        Raises:
+            ValueError: tokens are to be dropped from sequences that are cut over ranks.
         """
         weights = expert_affinities.gather(1, expert_index)
         if self.capacity_factor is not None:
-            is_taken = within_capacity(expert_index, self.num_experts, self.capacity_factor)
+            _check_whole_sequences(self.capacity_factor)
+            if sequences is None:
+                sequences = torch.arange(len(expert_index), device=expert_index.device).unsqueeze(0)
+            is_taken = within_capacity(expert_index, sequences, self.num_experts, self.capacity_factor)
             weights, expert_index = weights.masked_fill(~is_taken, 0), expert_index.masked_fill(~is_taken, -1)
         if self.normalize_top_k_affinities:
             weights = F.normalize(weights, p=1.0, dim=1)
@@ -179,4 +187,13 @@ class ExpertMLPs(nn.Module):
             weights.to(hidden_states.dtype),
             num_experts=self.num_experts,
             trains_experts=any(it.requires_grad for it in self.mlp_op.parameters()),
+        )
+
+
+def _check_whole_sequences(capacity_factor: float) -> None:
+    """Raise a ValueError where a rank does not see whole sequences, whose first tokens an expert takes."""
+    if active_group("cp").size > 1:
+        raise ValueError(
+            f"capacity_factor={capacity_factor} drops tokens by their place in the sequence, and sequences are cut "
+            f"over {active_group('cp').size} context-parallel ranks; use capacity_factor=None"
         )

@@ -10,7 +10,7 @@ from nxd_layers.hf.initialization import param_init_fn_of
 from nxd_layers.hf.parallelize import parallelize
 from nxd_layers.hf.routers import find_routers
 from nxd_layers.hf.styles import Target, register_style
-from nxd_layers.hf.supported_models import has_plan, remember_as_compared
+from nxd_layers.hf.supported_models import has_plan, number_of_experts, remember_as_compared
 from nxd_layers.hf.transformers_models import is_transformers_model
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "register_style",
     "Target",
     "find_routers",
+    "number_of_experts",
     "param_init_fn_of",
     "is_transformers_model",
     "has_plan",

@@ -20,7 +20,8 @@ def find_routers(model: nn.Module) -> dict[str, RouterLayer]:
         is_own = isinstance(module, RouterBase)
         if not (is_own or (recorded is not None and isinstance(module, recorded))):
             continue
-        num_experts = getattr(module, "num_experts", None)
+        # Some choose among more than there are: ZAYA's has a class for no expert.
+        num_experts = getattr(module, "num_router_classes", None) or getattr(module, "num_experts", None)
         if num_experts is None and isinstance(weight := getattr(module, "weight", None), nn.Parameter):
             num_experts = weight.shape[0]
         top_k = getattr(module, "top_k", None) or getattr(text_config(model), "num_experts_per_tok", None)

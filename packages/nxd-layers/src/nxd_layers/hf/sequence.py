@@ -159,10 +159,11 @@ def _layers(model: nn.Module, styles: Mapping[str, str]) -> dict[str, nn.Module]
     lists = {path.rpartition(".")[0] for path in paths}
     if len(lists) != 1:
         raise _refusal(type(model).__name__, f"its split layers are in {len(lists)} lists of decoder layers, not one")
-    stack = model.get_submodule(lists.pop())
-    if len(paths) != len(list(stack.children())):
+    name = lists.pop()
+    in_order = {f"{name}.{index}": layer for index, layer in model.get_submodule(name).named_children()}
+    if in_order.keys() != paths.keys():
         raise _refusal(type(model).__name__, "not all of its decoder layers are split")
-    return {path: model.get_submodule(path) for path in paths}
+    return in_order
 
 
 def _ends_in_row(path: str, block: nn.Module, styles: Mapping[str, str]) -> bool:

@@ -9,6 +9,7 @@ others themselves (`nxd parity --hf FOLDER`), and what passes is remembered in t
 import hashlib
 import inspect
 import json
+import math
 import os
 from collections.abc import Mapping
 from importlib.metadata import version
@@ -18,8 +19,9 @@ from typing import Any
 from nxd_state import get_shard_spec
 from torch import nn
 
+from nxd_layers.hf.expert_parallel import SPLIT_EXPERTS
 from nxd_layers.hf.expert_parallel import STYLES as EXPERT_STYLES
-from nxd_layers.hf.plan import joined
+from nxd_layers.hf.plan import joined, named_styles
 from nxd_layers.hf.plans import OWN_PLANS
 from nxd_layers.hf.transformers_models import base_model_path, is_transformers_model, own_expert_plan, own_plan
 
@@ -141,6 +143,16 @@ def checked_expert_plan(model: Any) -> dict[str, str]:
             "compare the numbers"
         )
     return plan
+
+
+def number_of_experts(model: nn.Module) -> int:
+    """Experts of each layer of a whole model that its own expert-parallel plan can distribute over ranks.
+
+    Layers of different numbers count as what is common to them; 0 without a plan, or where it finds no experts.
+    """
+    plan = {pattern: style for pattern, style in expert_plan_of(model).items() if style == SPLIT_EXPERTS}
+    paths = named_styles(model, plan, must_match=False)
+    return math.gcd(*(model.get_parameter(path).shape[0] for path in paths))
 
 
 def check_context(model: Any, *, has_known_loss: bool) -> None:

@@ -33,27 +33,40 @@ class LayerKind:
         factor_names: what A and B are called; PEFT's names, so that its files need only a prefix.
         add_factors: `(layer, config, part)`: registers the factors of a part with the layer and fills them.
         output_delta: `(layer, input)`: what the branch adds to the layer's output; if that is several tensors, one for
-            each, or None. `call=` comes with it from `column_parallel_linears`.
+            each, or None. `call=` comes with it from `column_parallel_linears`. None where the branch is in what the
+            layer reads, see `read_weights`.
         weight_deltas: `(layer)`: what merging adds to the layer's weights, by parameter name; `widened`.
         zero_factor: which of the two starts at zero, so that the branch adds nothing at first.
         parts: where a layer holds several layers of the unsharded model, which are adapted one by one: their names,
-            beside the layer in its parent, by the ending of their factors' names.
+            beside the layer in its parent, by the ending of their factors' names. Empty where parts are parameters of
+            the layer, by their own names.
         bias_names: `(layer, parts)`: the biases of these parts; a ValueError if they cannot train without others.
         rows: `(layer, part)`: the weight `[out, in]` of a part: a parameter's name, and which of its rows; None where
             outputs are no rows, so that there is no DoRA.
         with_complete_gradient: `(layer, part, values)`: values for each row, whose gradient is that of all ranks that
             have copies of the row.
+        read_weights: `(layer)`: what the layer's parameters read as in its forward, by name, with the branch in them.
     """
 
     factor_names: tuple[str, str]
     add_factors: Callable[[Any, LoraConfig, str], None]
-    output_delta: Callable[..., Tensor | tuple[Tensor | None, ...]]
+    output_delta: Callable[..., Tensor | tuple[Tensor | None, ...]] | None
     weight_deltas: Callable[[Any], dict[str, Tensor]]
     zero_factor: int = 1
     parts: Mapping[str, str] = field(default_factory=lambda: {"": ""})
     bias_names: Callable[[Any, Sequence[str]], list[str]] = _own_bias
     rows: Callable[[Any, str], tuple[str, slice]] | None = None
     with_complete_gradient: Callable[[Any, str, Tensor], Tensor] = _as_it_is
+    read_weights: Callable[[Any], dict[str, Tensor]] | None = None
+
+    def name_of_part(self, layer_name: str, part: str) -> str:
+        """The name in the unsharded model of a part of the layer with this name."""
+        if not part:
+            return layer_name
+        if part not in self.parts:
+            return f"{layer_name}.{part}".lstrip(".")
+        parent = layer_name.rpartition(".")[0]
+        return f"{parent}.{self.parts[part]}".lstrip(".")
 
 
 @dataclass(eq=False)
@@ -79,7 +92,7 @@ class LoraAdapter:
     output_of: Callable[[Any, Any, Any], Any] | None = None
     is_on: bool = True
     unmerged_weights: dict[str, Tensor] = field(default_factory=dict)
-    hook: RemovableHandle | None = None
+    hooks: tuple[RemovableHandle, ...] = ()
 
     @property
     def is_merged(self) -> bool:
@@ -118,14 +131,20 @@ def attach(layer: nn.Module, kind: LayerKind, parts: Mapping[str, int], config: 
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
             kind.add_factors(layer, config, part)
-    adapter.hook = layer.register_forward_hook(_add_branch, with_kwargs=True)
+    if kind.output_delta is not None:
+        adapter.hooks = (layer.register_forward_hook(_add_branch, with_kwargs=True),)
+    else:
+        adapter.hooks = (
+            layer.register_forward_pre_hook(_put_weights),
+            layer.register_forward_hook(_take_weights, always_call=True),
+        )
 
 
 def detach(layer: nn.Module) -> None:
     """Take factors and branch away again; what is merged stays merged."""
     adapter = require_adapter(layer)
-    if adapter.hook is not None:
-        adapter.hook.remove()
+    for hook in adapter.hooks:
+        hook.remove()
     for name in adapter.factor_names:
         delattr(layer, name)
     del layer.lora
@@ -182,9 +201,23 @@ def _add_branch(layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
         return output
     input_ = args[0] if args else next(iter(kwargs.values()))
     joint = {"call": kwargs["call"]} if "call" in kwargs else {}
+    assert adapter.kind.output_delta is not None, "layers of other kinds have other hooks"
     delta = adapter.kind.output_delta(layer, input_, **joint)
     if adapter.output_of is not None:
         return adapter.output_of(layer, output, delta)
     if isinstance(delta, Tensor):
         return output + delta
     return tuple(whole if part is None else whole + part for whole, part in zip(output, delta, strict=True))
+
+
+def _put_weights(layer: nn.Module, args: tuple[Any, ...]) -> None:
+    """The forward pre-hook where the branch is in what the layer reads: attributes that go before its parameters."""
+    adapter = require_adapter(layer)
+    if adapter.is_added and adapter.kind.read_weights is not None:
+        vars(layer).update(adapter.kind.read_weights(layer))
+
+
+def _take_weights(layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    """Takes them away again, also where the forward raises."""
+    for part in require_adapter(layer).parts:
+        vars(layer).pop(part, None)

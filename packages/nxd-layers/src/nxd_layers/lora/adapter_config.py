@@ -5,11 +5,12 @@ from typing import Any
 
 from nxd_state import active_group, all_gather_object
 
-from nxd_layers.lora.adapter import adapted_layers
+from nxd_layers.lora.adapter import adapted_layers, require_adapter
 from nxd_layers.lora.config import LoraConfig
+from nxd_layers.lora.expert_weights import EXPERT_WEIGHTS, expert_weights
 from nxd_layers.lora.model import LoraModel
 from nxd_layers.lora.state import adapter_names
-from nxd_layers.lora.targets import adaptable_layers
+from nxd_layers.lora.targets import adaptable_layers, weights_of_experts
 
 # Entries of PEFT's file that say nothing about what the adapter computes. Any other that is set must be understood.
 _WITHOUT_EFFECT = {
@@ -37,6 +38,7 @@ _UNDERSTOOD = {
     "use_dora",
     "modules_to_save",
     "init_lora_weights",
+    "target_parameters",
 }
 
 
@@ -55,6 +57,7 @@ def adapter_config(model: LoraModel, *, base_model_name_or_path: str | None = No
         "target_modules": _targets(model),
         "use_rslora": config.use_rslora,
         "use_dora": config.use_dora,
+        "target_parameters": target_parameters(model) or None,
         "modules_to_save": list(config.modules_to_save) if config.modules_to_save else None,
         "init_lora_weights": True if config.init_lora_weights == "default" else config.init_lora_weights,
         "fan_in_fan_out": any(type(layer).__name__ == "Conv1D" for layer in adapted_layers(model.module).values()),
@@ -84,7 +87,8 @@ def config_from_adapter_config(content: Mapping[str, Any]) -> LoraConfig:
         lora_alpha=content.get("lora_alpha", 8),
         lora_dropout=content.get("lora_dropout", 0.0),
         bias=content.get("bias", "none"),
-        target_modules=content.get("target_modules"),
+        target_modules=content.get("target_modules") or None,
+        target_parameters=content.get("target_parameters") or None,
         use_rslora=bool(content.get("use_rslora", False)),
         use_dora=bool(content.get("use_dora", False)),
         modules_to_save=content.get("modules_to_save"),
@@ -113,8 +117,34 @@ def check_same_scale(model: LoraModel, saved: LoraConfig, source: str) -> None:
 
 def adapted_logical_layers(model: LoraModel) -> set[str]:
     """Names of the adapted layers in the unsharded model, of all pipeline stages. Called by all ranks."""
-    names = {name.rpartition(".")[0] for name in adapter_names(model, with_biases=False)}
+    of_experts = adapted_weights(model)
+    names = {name.rpartition(".")[0] for name in adapter_names(model, with_biases=False)} - set(of_experts)
     return set().union(*all_gather_object(names, active_group("pp")))
+
+
+def adapted_weights(model: LoraModel) -> dict[str, list[str]]:
+    """The modules whose weights of experts are adapted, and which, in their order, of all pipeline stages.
+
+    Called by all ranks.
+    """
+    here = {
+        name: [it for it in expert_weights(layer) if it in require_adapter(layer).parts]
+        for name, layer in adapted_layers(model.module).items()
+        if require_adapter(layer).kind is EXPERT_WEIGHTS
+    }
+    stages: list[dict[str, list[str]]] = all_gather_object(here, active_group("pp"))
+    return {name: weights for stage in stages for name, weights in stage.items()}
+
+
+def target_parameters(model: LoraModel) -> list[str]:
+    """The ends of the names of adapted weights where no other weight ends so, whole names elsewhere."""
+    adapted = {f"{layer}.{it}".lstrip(".") for layer, weights in adapted_weights(model).items() for it in weights}
+    known = {f"{layer}.{it}".lstrip(".") for layer, them in weights_of_experts(model.module).items() for it in them}
+    others = set().union(*all_gather_object(known, active_group("pp"))) - adapted
+    targets: set[str] = set()
+    for end in {".".join(name.split(".")[-2:]) for name in adapted}:
+        targets |= _ending_in(end, adapted) if _ending_in(end, others) else {end}
+    return sorted(targets)
 
 
 def _targets(model: LoraModel) -> list[str]:
@@ -131,5 +161,5 @@ def _targets(model: LoraModel) -> list[str]:
     return sorted(targets)
 
 
-def _ending_in(last: str, names: Iterable[str]) -> set[str]:
-    return {name for name in names if name.rpartition(".")[2] == last}
+def _ending_in(end: str, names: Iterable[str]) -> set[str]:
+    return {name for name in names if f".{name}".endswith(f".{end}")}

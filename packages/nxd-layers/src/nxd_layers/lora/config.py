@@ -34,6 +34,8 @@ class LoraConfig:
         target_modules: a list of names, each of a layer, of the end of its name (`"q_proj"`), or of a part between
             dots (`"self_attn"`); or one regular expression that matches the whole name; or "all-linear": every linear
             layer but the output head.
+        target_parameters: names, or ends of names, of fused weights of experts (`"experts.gate_up_proj"`), which get
+            an adapter for each expert; not with dropout or DoRA. Beside them `target_modules` may be None.
         use_rslora: rank-stabilised scale (Kalajdzievski 2023).
         use_dora: a trained magnitude for each row of the adapted weight (Liu et al. 2024); not with dropout.
         modules_to_save: modules that are trained themselves, as names or ends of names (`"lm_head"`), and saved with
@@ -71,6 +73,7 @@ class LoraConfig:
     merge_sharded_lora: bool = True
     use_dora: bool = False
     modules_to_save: Sequence[str] | None = None
+    target_parameters: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
         mistakes = [
@@ -83,7 +86,9 @@ class LoraConfig:
             mistakes.append(f"bias={self.bias!r} must be one of {', '.join(BIAS_MODES)}")
         if self.init_lora_weights not in INITIALIZATIONS:
             mistakes.append(f"init_lora_weights={self.init_lora_weights!r} must be one of {', '.join(INITIALIZATIONS)}")
-        mistakes += _mistakes_in_targets(self.target_modules)
+        if self.target_modules or not self.target_parameters:
+            mistakes += _mistakes_in_targets(self.target_modules)
+        mistakes += _mistakes_in_parameters(self)
         saved = self.modules_to_save
         if saved is not None and (isinstance(saved, str) or not all(it and isinstance(it, str) for it in saved)):
             mistakes.append(f"modules_to_save={saved!r} must be a list of names, such as ['lm_head']")
@@ -130,3 +135,17 @@ def _mistakes_in_targets(targets: Any) -> list[str]:
     if not isinstance(targets, list | tuple | set | frozenset) or not all(isinstance(name, str) for name in targets):
         return [f"target_modules={targets!r} must be a list of names, or one regular expression"]
     return [] if targets and all(targets) else [f"target_modules={targets!r} must hold at least one name, none empty"]
+
+
+def _mistakes_in_parameters(config: LoraConfig) -> list[str]:
+    names = config.target_parameters
+    if names is None:
+        return []
+    if isinstance(names, str) or not names or not all(it and isinstance(it, str) for it in names):
+        return [f"target_parameters={names!r} must be a list of names, such as ['experts.gate_up_proj']"]
+    mistakes = []
+    if config.lora_dropout:  # what is dropped of a token cannot be taken out of the weights
+        mistakes.append(f"target_parameters is not for lora_dropout={config.lora_dropout}; set it to 0")
+    if config.use_dora is True:
+        mistakes.append("target_parameters is not for use_dora=True; set it to False")
+    return mistakes

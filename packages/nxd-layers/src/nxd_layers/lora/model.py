@@ -16,11 +16,14 @@ from torch import Tensor, nn
 from nxd_layers.lora.adapter import adapted_layers, attach, detach, require_adapter, reset_branch, widened
 from nxd_layers.lora.config import LoraConfig
 from nxd_layers.lora.dora import MAGNITUDE, add_magnitudes, gains_of, reset_magnitudes, scale_rows, with_magnitudes
-from nxd_layers.lora.targets import TargetLayers, find_target_layers, is_saved_module, kind_of
+from nxd_layers.lora.targets import TargetLayers, find_target_layers, is_saved_module, kind_of_target
 
 
 class LoraModel(nn.Module):
     """Adds adapters to the target layers of a model, in place, and freezes everything else.
+
+    Fused weights of experts have adapters of their own, see `LoraConfig.target_parameters`: `lora_A_gate_up_proj`
+    `[experts, r, in]` and `lora_B_gate_up_proj` `[experts, out, r]`, of which each rank has those of its experts.
 
     Plain linears and embeddings, Hugging Face's `Conv1D` and the parallel layers of this package can be adapted. They
     stay what and where they are, so names of their parameters do not change; the factors are parameters beside
@@ -67,11 +70,10 @@ class LoraModel(nn.Module):
         seed = int(torch.randint(2**62, (), device="cpu"))
         self.module.requires_grad_(False)
         for name, layer in list(self.module.named_modules()):
-            kind = kind_of(layer)
+            kind = kind_of_target(layer)
             if name in targets and kind is not None:  # stages have stand-ins for the layers of other stages
-                parent = name.rpartition(".")[0]
-                named = {part: f"{parent}.{kind.parts[part]}".lstrip(".") if part else name for part in targets[name]}
-                attach(layer, kind, {part: seed_of_module(seed, own) for part, own in named.items()}, self.lora_config)
+                seeds = {part: seed_of_module(seed, kind.name_of_part(name, part)) for part in targets[name]}
+                attach(layer, kind, seeds, self.lora_config)
                 if self.lora_config.use_dora:
                     adapter = require_adapter(layer)
                     add_magnitudes(layer)

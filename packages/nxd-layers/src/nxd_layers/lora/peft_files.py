@@ -6,20 +6,23 @@ layout they came from. Needs safetensors: `pip install nxd-layers[peft]`.
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from nxd_state import Group, active_group, on_every_rank
 from torch import Tensor
 
+from nxd_layers.lora.adapter import factor_name
 from nxd_layers.lora.adapter_config import (
     adapted_logical_layers,
+    adapted_weights,
     adapter_config,
     check_same_scale,
     config_from_adapter_config,
 )
 from nxd_layers.lora.config import LoraConfig
+from nxd_layers.lora.linear import FACTOR_NAMES
 from nxd_layers.lora.model import LoraModel
 from nxd_layers.lora.state import gather_adapter, load_adapter
 
@@ -43,7 +46,13 @@ def save_peft_adapter(
     """
     content = adapter_config(model, base_model_name_or_path=base_model_name_or_path)
     adapted = adapted_logical_layers(model)
-    tensors = {_peft_name(name, adapted): tensor.contiguous() for name, tensor in gather_adapter(model).items()}
+    of_experts = peft_names_of_weights(adapted_weights(model))
+    tensors = {
+        of_experts.get(name) or _peft_name(name, adapted): (
+            _flat_factor(name, tensor) if name in of_experts else tensor
+        ).contiguous()
+        for name, tensor in gather_adapter(model).items()
+    }
     _on_rank_zero(f"writing {folder}", lambda: _write(Path(folder), content, tensors))
 
 
@@ -72,8 +81,14 @@ def load_peft_adapter(model: LoraModel, folder: str | os.PathLike[str]) -> None:
     tensors = on_every_rank(f"reading {file}", lambda: _safetensors().load_file(file), _world())
     config_file = Path(folder) / CONFIG_FILE
     content = on_every_rank(f"reading {config_file}", lambda: json.loads(config_file.read_text()), _world())
-    check_same_scale(model, config_from_adapter_config(content), str(folder))
-    load_adapter(model, {name_from_peft(name): tensor for name, tensor in tensors.items()})
+    config = config_from_adapter_config(content)
+    check_same_scale(model, config, str(folder))
+    own_names = {peft: own for own, peft in peft_names_of_weights(adapted_weights(model)).items()}
+    whole = {}
+    for name, tensor in tensors.items():
+        own = own_names.get(name)
+        whole[own or name_from_peft(name)] = tensor if own is None else _own_factor(own, tensor, config.lora_rank)
+    load_adapter(model, whole)
 
 
 def read_peft_config(folder: str | os.PathLike[str]) -> LoraConfig:
@@ -96,6 +111,41 @@ def name_from_peft(name: str) -> str:
     """The name that a tensor of PEFT's files has in the unsharded model."""
     own = name.removeprefix(_PREFIX).replace(".base_layer.", ".")
     return own.removesuffix(".weight") if own.endswith((".lora_A.weight", ".lora_B.weight")) else own
+
+
+def peft_names_of_weights(weights: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """PEFT's names of the factors of experts, by ours.
+
+    PEFT wraps a module once for each of its parameters, the first of which is in the innermost wrapper.
+
+    Args:
+        weights: by the name of a module, those of its weights that are adapted, in their order.
+    """
+    names = {}
+    for layer, parts in weights.items():
+        for place, part in enumerate(parts):
+            inside = "base_layer." * (len(parts) - 1 - place)
+            for factor in FACTOR_NAMES:
+                names[f"{layer}.{factor_name(factor, part)}"] = f"{_PREFIX}{layer}.{inside}{factor}.weight"
+    return names
+
+
+def _flat_factor(name: str, factor: Tensor) -> Tensor:
+    """As PEFT stores those of experts: A `[experts, r, in]` as `[experts * r, in]`, B `[experts, out, r]` as
+    `[out, r * experts]`.
+    """
+    return factor.flatten(0, 1) if _is_a(name) else factor.permute(1, 2, 0).flatten(1)
+
+
+def _own_factor(name: str, flat: Tensor, lora_rank: int) -> Tensor:
+    """The reverse; a tensor that is none of `lora_rank` stays as it is."""
+    if flat.dim() != 2 or flat.shape[0 if _is_a(name) else 1] % lora_rank:
+        return flat
+    return flat.unflatten(0, (-1, lora_rank)) if _is_a(name) else flat.unflatten(1, (lora_rank, -1)).permute(2, 0, 1)
+
+
+def _is_a(name: str) -> bool:
+    return name.rpartition(".")[2].startswith(f"{FACTOR_NAMES[0]}_")
 
 
 def _peft_name(name: str, adapted: set[str]) -> str:

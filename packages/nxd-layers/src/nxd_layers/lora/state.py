@@ -4,7 +4,7 @@ Names are those of the unsharded model, `layers.0.q_proj.lora_A`, also where one
 This module does not know the file format.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from nxd_state import Group, ShardPiece, ShardSpec, active_group, all_gather, all_gather_object, get_shard_spec
@@ -19,13 +19,19 @@ def gather_adapter(model: LoraModel) -> dict[str, Tensor]:
     Returns:
         Whole tensors by logical name, of all pipeline stages.
     """
-    group = active_group("tp")
-    parameters = model.adapter_parameters()
-    specs_by_rank = all_gather_object({name: get_shard_spec(p) for name, p in parameters.items()}, group)
     whole: dict[str, Tensor] = {}
-    for name, parameter in parameters.items():
-        specs = [specs[name] for specs in specs_by_rank]
-        whole.update(_gathered(name, parameter.detach(), specs, group))
+    by_axis: dict[str, dict[str, nn.Parameter]] = {}
+    for name, parameter in model.adapter_parameters().items():
+        spec = get_shard_spec(parameter)
+        by_axis.setdefault("tp" if spec is None else spec.axis, {})[name] = parameter
+    for axis, parameters in sorted(by_axis.items()):
+        # Experts lie on the ranks of "ep", and each of them on those of "etp".
+        groups = [active_group(it) for it in (("etp", "ep") if axis == "ep" else (axis,))]
+        specs_by_rank = [{name: get_shard_spec(p) for name, p in parameters.items()}]
+        for group in groups:
+            specs_by_rank = [specs for of_rank in all_gather_object(specs_by_rank, group) for specs in of_rank]
+        for name, parameter in parameters.items():
+            whole.update(_gathered(name, parameter.detach(), [specs[name] for specs in specs_by_rank], groups))
     stages: list[dict[str, Tensor]] = all_gather_object(whole, active_group("pp"))
     return {name: tensor for stage in stages for name, tensor in stage.items()}
 
@@ -75,12 +81,16 @@ def _boxes(name: str, parameter: nn.Parameter) -> Iterator[tuple[str, tuple[int,
         yield _logical_name(name, piece), piece.logical_shape, piece.local.slices, piece.logical.slices
 
 
-def _gathered(name: str, local: Tensor, specs: list[ShardSpec | None], group: Group) -> dict[str, Tensor]:
+def _gathered(
+    name: str, local: Tensor, specs: Sequence[ShardSpec | None], groups: Sequence[Group]
+) -> dict[str, Tensor]:
     if specs[0] is None:
         return {name: local.cpu()}
     whole: dict[str, Tensor] = {}
-    parts = all_gather(local.unsqueeze(0), group).cpu()
-    for part, spec in zip(parts, specs, strict=True):
+    parts = local.unsqueeze(0)
+    for group in groups:
+        parts = all_gather(parts, group)
+    for part, spec in zip(parts.cpu(), specs, strict=True):
         for piece in () if spec is None else spec.pieces:
             logical = _logical_name(name, piece)
             tensor = whole.setdefault(logical, torch.zeros(piece.logical_shape, dtype=part.dtype))

@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
@@ -13,6 +13,7 @@ from nxd_layers.linear import ColumnParallelLinear
 from nxd_layers.lora.adapter import LayerKind, adapted_layers
 from nxd_layers.lora.config import LoraConfig
 from nxd_layers.lora.embedding import PARALLEL_EMBEDDING, PLAIN_EMBEDDING
+from nxd_layers.lora.expert_weights import EXPERT_WEIGHTS, expert_weights
 from nxd_layers.lora.linear import COLUMN_PARALLEL_LINEAR, PLAIN_LINEAR, ROW_PARALLEL_LINEAR, TRANSPOSED_LINEAR
 from nxd_layers.lora.qkv import QKV_LINEAR
 from nxd_layers.qkv_linear import GQAQKVColumnParallelLinear
@@ -39,6 +40,11 @@ def kind_of(layer: nn.Module) -> LayerKind | None:
     return next((kind for layer_class, kind in _KINDS if isinstance(layer, layer_class)), None)
 
 
+def kind_of_target(layer: nn.Module) -> LayerKind | None:
+    """The same, or how the weights of its experts are."""
+    return kind_of(layer) or (EXPERT_WEIGHTS if expert_weights(layer) else None)
+
+
 def adaptable_layers(module: nn.Module) -> dict[str, tuple[str, tuple[str, ...]]]:
     """The layers of a model, and of the unsharded model within them, that can have adapters.
 
@@ -59,7 +65,10 @@ def adaptable_layers(module: nn.Module) -> dict[str, tuple[str, tuple[str, ...]]
 
 
 def match_targets(
-    targets: Sequence[str] | str | None, adaptable: Mapping[str, str], others: Mapping[str, str]
+    targets: Sequence[str] | str | None,
+    adaptable: Mapping[str, str],
+    others: Mapping[str, str],
+    weights: Mapping[str, str],
 ) -> list[str]:
     """The adaptable layers that are named.
 
@@ -69,6 +78,7 @@ def match_targets(
             itself or one that holds several. A target that names some of these does not name the one that holds them:
             `.*v_proj` matches `qkv_proj` by chance.
         others: class by name of every other module.
+        weights: what `target_parameters` may name, by the names that a user may take for modules.
 
     Returns:
         Names, in the model's order.
@@ -88,7 +98,7 @@ def match_targets(
         matched = {name for name in names if _matches(target, name, is_regex)}
         matched -= {adaptable[name] for name in matched if adaptable[name] != name}
         if not matched:
-            problems.append(_why_nothing_matches(target, names, others, is_regex))
+            problems.append(_why_nothing_matches(target, names, others, weights, is_regex))
         found.update(matched)
     if problems:
         raise ValueError("target_modules: " + "; ".join(problems) + f". Layers that can be adapted: {last_parts}")
@@ -102,7 +112,12 @@ def _matches(target: str, name: str, is_regex: bool) -> bool:
     return f".{target}." in f".{name}."
 
 
-def _why_nothing_matches(target: str, names: Sequence[str], others: Mapping[str, str], is_regex: bool) -> str:
+def _why_nothing_matches(
+    target: str, names: Sequence[str], others: Mapping[str, str], weights: Mapping[str, str], is_regex: bool
+) -> str:
+    fused = sorted({end for name, ends in weights.items() if _matches(target, name, is_regex) for end in ends.split()})
+    if fused:
+        return f"{target!r} names fused weights of experts, no layers; give target_parameters={fused}"
     kinds = sorted({kind for name, kind in others.items() if name and _matches(target, name, is_regex)})
     if kinds:
         return f"{target!r} names only {', '.join(kinds)}, which LoRA cannot adapt"
@@ -111,6 +126,16 @@ def _why_nothing_matches(target: str, names: Sequence[str], others: Mapping[str,
     parts = sorted({part for name in [*names, *others] for part in [name, *name.split(".")] if part})
     near = difflib.get_close_matches(target, parts, n=3)
     return f"{target!r} matches nothing" + (f"; did you mean {' or '.join(map(repr, near))}?" if near else "")
+
+
+def _weights_by_name(module: nn.Module) -> dict[str, str]:
+    """Of modules of experts, and of their weights, the ends of the names that `target_parameters` takes."""
+    found = {}
+    for layer, parts in weights_of_experts(module).items():
+        ends = {part: f"{layer.rpartition('.')[2]}.{part}".lstrip(".") for part in parts}
+        found[layer] = " ".join(ends.values())
+        found |= {f"{layer}.{part}".lstrip("."): end for part, end in ends.items()}
+    return found
 
 
 ALL_LINEAR = "all-linear"
@@ -174,7 +199,8 @@ def find_target_layers(module: nn.Module, config: LoraConfig) -> TargetLayers:
     """What `config.target_modules` names in a whole model, which may be on the meta device. Changes nothing.
 
     Returns:
-        By the name of a layer, which of its parts are adapted: `("",)` for all but fused ones.
+        By the name of a layer, which of its parts are adapted: `("",)` for all but fused ones; of experts the names of
+        their parameters.
 
     Raises:
         ValueError: a target names nothing that can be adapted, the model has adapters already, or biases that are to
@@ -183,6 +209,12 @@ def find_target_layers(module: nn.Module, config: LoraConfig) -> TargetLayers:
     if adapted_layers(module):
         raise ValueError("this model has adapters already; unload() them first")
     check_saved_modules(module, config)
+    layers = _target_layers(module, config) if config.target_modules or not config.target_parameters else {}
+    return layers | _layers_of_target_parameters(module, config)
+
+
+def _target_layers(module: nn.Module, config: LoraConfig) -> dict[str, tuple[str, ...]]:
+    """By `target_modules`."""
     adaptable = adaptable_layers(module)
     others = {name: type(layer).__name__ for name, layer in module.named_modules() if name not in adaptable}
     holders = {name: holder for name, (holder, _) in adaptable.items()}
@@ -191,7 +223,7 @@ def find_target_layers(module: nn.Module, config: LoraConfig) -> TargetLayers:
     if wanted == ALL_LINEAR or (wanted is not None and not isinstance(wanted, str) and list(wanted) == [ALL_LINEAR]):
         found_names = _all_linear(module, list(adaptable), config)
     else:
-        found_names = match_targets(wanted, holders, others)
+        found_names = match_targets(wanted, holders, others, _weights_by_name(module))
     for target in found_names:
         if is_saved_module(target, config):
             raise ValueError(f"target_modules and modules_to_save both name {target}; leave it out of one of them")
@@ -206,3 +238,40 @@ def find_target_layers(module: nn.Module, config: LoraConfig) -> TargetLayers:
         if config.bias == "lora_only":
             kind.bias_names(layer, chosen[name])
     return chosen
+
+
+def _layers_of_target_parameters(module: nn.Module, config: LoraConfig) -> dict[str, tuple[str, ...]]:
+    """By `target_parameters`, which PEFT matches as names or their ends."""
+    weights = weights_of_experts(module)
+    full_names = {(layer, part): f"{layer}.{part}".lstrip(".") for layer, parts in weights.items() for part in parts}
+    found: dict[str, list[str]] = {}
+    used = set()
+    for (layer, part), name in full_names.items():
+        matching = {it for it in config.target_parameters or () if f".{name}".endswith(f".{it}")}
+        if matching:
+            found.setdefault(layer, []).append(part)
+            used |= matching
+        if matching and is_saved_module(name, config):
+            raise ValueError(f"target_parameters and modules_to_save both name {name}; leave it out of one of them")
+    unused = [it for it in config.target_parameters or () if it not in used]
+    if unused:
+        known = ", ".join(_ends(full_names.values())) or "none"
+        raise ValueError(
+            f"target_parameters: {', '.join(map(repr, unused))} names no weights of experts, [experts, ., .]; those of "
+            f"this model are {known}. Linear layers are named by target_modules"
+        )
+    return {layer: tuple(parts) for layer, parts in found.items()}
+
+
+def weights_of_experts(module: nn.Module) -> dict[str, list[str]]:
+    """The modules with weights that `target_parameters` may name, and these."""
+    return {
+        name: weights
+        for name, layer in module.named_modules()
+        if kind_of_target(layer) is EXPERT_WEIGHTS and (weights := expert_weights(layer))
+    }
+
+
+def _ends(names: Iterable[str]) -> list[str]:
+    """Their last two parts, each once."""
+    return list(dict.fromkeys(".".join(name.split(".")[-2:]) for name in names))

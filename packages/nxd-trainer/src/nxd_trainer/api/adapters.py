@@ -54,6 +54,7 @@ _DESCRIBED = (
     "use_dora",
     "modules_to_save",
     "init_lora_weights",
+    "target_parameters",
 )
 
 

@@ -72,6 +72,15 @@ def _add_degrees(parser: argparse.ArgumentParser) -> None:
         "--pipeline-parallel-size", type=int, metavar="N", help="ranks that the layers are distributed over"
     )
     degrees.add_argument("--context-parallel-size", type=int, metavar="N", help="ranks that each sequence is cut over")
+    degrees.add_argument(
+        "--expert-parallel-size", type=int, metavar="N", help="ranks that the experts of a layer are distributed over"
+    )
+    degrees.add_argument(
+        "--expert-tensor-parallel-size",
+        type=int,
+        metavar="N",
+        help="ranks that split each expert: 1, or those of layers",
+    )
     degrees.add_argument("--sequence-parallel", choices=YES_NO, help="split activations along the sequence, above TP 1")
     degrees.add_argument("--zero1", choices=YES_NO, help="shard optimizer states; yes with bfloat16 if unset")
     degrees.add_argument("--microbatch-size", type=int, metavar="N", help="sequences in a microbatch; 1, 2, 4 or 8")

@@ -1,7 +1,7 @@
 """The job to plan, its possible layouts over ranks, and the layouts that arithmetic rules out."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from nxd_layers.context import SequenceCut
@@ -76,6 +76,8 @@ class Degrees:
         microbatch_size: sequences in a microbatch.
         checkpointing: "none" or "full".
         context_parallel_size: ranks that each sequence is cut over.
+        expert_parallel_size: ranks that the experts of a layer are distributed over.
+        expert_tensor_parallel_size: ranks that split each expert: `tensor_parallel_size`, or 1.
 
     Raises:
         ValueError: a size is not positive, the form of checkpointing is unknown, or sequence parallelism is asked for
@@ -89,9 +91,11 @@ class Degrees:
     microbatch_size: int | None = None
     checkpointing: str | None = None
     context_parallel_size: int | None = None
+    expert_parallel_size: int | None = None
+    expert_tensor_parallel_size: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("tensor_parallel_size", "pipeline_parallel_size", "microbatch_size", "context_parallel_size"):
+        for name in (it.name for it in fields(self) if it.name.endswith("_size")):
             size = getattr(self, name)
             if size is not None and size < 1:
                 raise ValueError(f"{name}={size} must be 1 or more; leave it out to have it chosen")
@@ -102,6 +106,20 @@ class Degrees:
                 "sequence_parallel splits activations over tensor-parallel ranks, and tensor_parallel_size=1; give "
                 "tensor_parallel_size=2 or more, or leave one of them out"
             )
+        of_experts, of_layers = self.expert_tensor_parallel_size, self.tensor_parallel_size
+        if of_experts not in (None, 1) and of_layers not in (None, of_experts):
+            raise ValueError(
+                f"expert_tensor_parallel_size={of_experts} must be 1 or tensor_parallel_size={of_layers}: an expert is "
+                "split over all ranks that split the other layers, or over none"
+            )
+
+
+@dataclass(frozen=True)
+class ExpertDegrees:
+    """Ranks that the experts of a layer are distributed over, and that split each of them."""
+
+    ep: int = 1
+    etp: int | None = None
 
 
 @dataclass(frozen=True, order=True)
@@ -117,6 +135,28 @@ class Layout:
     num_microbatches: int
     checkpointing: str
     context_parallel_size: int = 1
+    expert_parallel_size: int = 1
+    expert_tensor_parallel_size: int = 0
+
+    @property
+    def splits_experts(self) -> bool:
+        """Whether experts lie on the ranks in another way than the other layers."""
+        return self.expert_parallel_size > 1 or self.ranks_of_an_expert != self.tensor_parallel_size
+
+    @property
+    def ranks_of_an_expert(self) -> int:
+        """That split it; 0 of `expert_tensor_parallel_size` stands for those that split the other layers."""
+        return self.expert_tensor_parallel_size or self.tensor_parallel_size
+
+    @property
+    def experts(self) -> ExpertDegrees:
+        """How experts lie on the ranks."""
+        return ExpertDegrees(self.expert_parallel_size, self.expert_tensor_parallel_size or None)
+
+    @property
+    def expert_replicas(self) -> int:
+        """Ranks that have the same experts."""
+        return self.replicas * self.tensor_parallel_size // (self.expert_parallel_size * self.ranks_of_an_expert)
 
     @property
     def replicas(self) -> int:
@@ -128,10 +168,11 @@ class Layout:
         sequence_parallel = " + SP" if self.sequence_parallel else ""
         contexts = f"CP {self.context_parallel_size} x " if self.context_parallel_size > 1 else ""
         zero1 = ", ZeRO-1" if self.zero1 else ""
+        experts = f", {experts_named(self)}" if self.splits_experts else ""
         return (
             f"TP {self.tensor_parallel_size}{sequence_parallel} x PP {self.pipeline_parallel_size} x {contexts}DP "
-            f"{self.data_parallel_size}{zero1}, {self.num_microbatches} microbatches of {self.microbatch_size}, "
-            f"checkpointing {self.checkpointing}"
+            f"{self.data_parallel_size}{experts}{zero1}, {self.num_microbatches} microbatches of "
+            f"{self.microbatch_size}, checkpointing {self.checkpointing}"
         )
 
 
@@ -141,6 +182,12 @@ class Rejected:
 
     what: str
     reason: str
+
+
+def experts_named(layout: Layout) -> str:
+    """Such as "EP 4", or "EP 4 of whole experts" where tensor-parallel ranks split the other layers only."""
+    whole = " of whole experts" if layout.ranks_of_an_expert < layout.tensor_parallel_size else ""
+    return f"EP {layout.expert_parallel_size}{whole}"
 
 
 def tensor_parallel_sizes(job: Job, fixed: Degrees) -> list[int]:
@@ -174,22 +221,39 @@ def check_context(job: Job) -> None:
 
 
 def pipeline_parallel_sizes(
-    job: Job, fixed: Degrees, tensor_parallel_size: int, context_parallel_size: int
+    job: Job, fixed: Degrees, tensor_parallel_size: int, context_parallel_size: int, experts: ExpertDegrees
 ) -> list[int]:
     """The degrees to try: divisors of the ranks that are left, up to the number of layers."""
     if fixed.pipeline_parallel_size is not None:
         return [fixed.pipeline_parallel_size]
     sizes = divisors(max(1, job.num_devices // (tensor_parallel_size * context_parallel_size)))
+    of_experts = experts.ep * (experts.etp or tensor_parallel_size)
+    if fixed.expert_parallel_size is None:
+        sizes = [size for size in sizes if job.num_devices // size % of_experts == 0]
     return [size for size in sizes if size <= len(job.model.layer_kinds)]
 
 
-def mesh_of(job: Job, tensor_parallel_size: int, pipeline_parallel_size: int, context_parallel_size: int = 1) -> Mesh:
+def mesh_of(
+    job: Job,
+    tensor_parallel_size: int,
+    pipeline_parallel_size: int,
+    context_parallel_size: int = 1,
+    experts: ExpertDegrees | None = None,
+) -> Mesh:
     """The mesh of all ranks.
 
     Raises:
         ValueError: the degrees do not divide the ranks.
     """
-    return Mesh(job.num_devices, pp=pipeline_parallel_size, cp=context_parallel_size, tp=tensor_parallel_size)
+    of_experts = experts or ExpertDegrees()
+    return Mesh(
+        job.num_devices,
+        pp=pipeline_parallel_size,
+        cp=context_parallel_size,
+        tp=tensor_parallel_size,
+        ep=of_experts.ep,
+        etp=of_experts.etp or -1,
+    )
 
 
 def local_length(sequence_length: int, context_parallel_size: int, tensor_parallel_size: int) -> int:
@@ -216,6 +280,7 @@ def layouts_on(job: Job, fixed: Degrees, mesh: Mesh, choices: Sequence[bool]) ->
         choices: of sequence parallelism.
     """
     what = f"TP {mesh.tp} x PP {mesh.pp} x {f'CP {mesh.cp} x ' if mesh.cp > 1 else ''}DP {mesh.dp}"
+    what += f", EP {mesh.ep}" if mesh.splits_experts else ""
     if job.global_batch_size % mesh.dp:
         below = job.global_batch_size // mesh.dp * mesh.dp
         use = f"{below} or {below + mesh.dp}" if below else str(mesh.dp)
@@ -249,6 +314,8 @@ def layouts_on(job: Job, fixed: Degrees, mesh: Mesh, choices: Sequence[bool]) ->
                         per_replica // microbatch_size,
                         checkpointing,
                         mesh.cp,
+                        mesh.ep,
+                        mesh.etp if mesh.splits_experts else 0,
                     )
 
 

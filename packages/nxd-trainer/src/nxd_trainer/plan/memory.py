@@ -125,9 +125,12 @@ def _rank_memory(
     gradient_itemsize = wide if layout.zero1 else itemsize
     gradients = elements * gradient_itemsize
     if layout.zero1:
-        masters = elements * wide // replicas if wide != itemsize else 0
-        state = MOMENTS * elements * wide // replicas + masters
-        buckets = elements * wide // replicas if replicas > 1 else 0
+        experts = sum(stage.experts for stage in stages)
+        of_others, of_experts = (elements - experts) * wide // replicas, experts * wide // layout.expert_replicas
+        own = of_others + of_experts
+        masters = own if wide != itemsize else 0
+        state = MOMENTS * own + masters
+        buckets = (of_others if replicas > 1 else 0) + (of_experts if layout.expert_replicas > 1 else 0)
     else:
         state = MOMENTS * parameters
         buckets = 0  # in them lie the gradients themselves

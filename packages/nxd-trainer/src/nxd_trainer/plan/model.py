@@ -43,6 +43,10 @@ class PlannedModel(Protocol):
     def activation_modes(self) -> tuple[str, ...]:
         """Names of `profile.CHECKPOINTING` that the model knows."""
 
+    @property
+    def num_experts(self) -> int:
+        """Experts of a layer that can be distributed over ranks; 0 if there are none."""
+
     def outline(self) -> nn.Module:
         """The model with all its layers, to be cut into stages."""
 
@@ -115,6 +119,7 @@ class OwnLlama:
     layer_class = LlamaDecoderLayer
     input_names = ("input_ids", "labels")
     activation_modes = ("none", "CoreAttention", "full")
+    num_experts = 0
 
     @property
     def layer_kinds(self) -> tuple[int, ...]:

@@ -68,6 +68,7 @@ class Segment:
         peak: the most in between.
         operations: those that do something.
         messages: bytes that this rank sends in each collective.
+        to_experts: bytes that it sends in each exchange of uneven parts, by which tokens go to their experts.
         product_bytes: of the results of matrix products.
     """
 
@@ -76,6 +77,7 @@ class Segment:
     peak: int = 0
     operations: list[Operation] = field(default_factory=list)
     messages: list[int] = field(default_factory=list)
+    to_experts: list[int] = field(default_factory=list)
     product_bytes: int = 0
 
 
@@ -186,13 +188,19 @@ class OperationLog(StepMemory):
         result = super().__torch_dispatch__(self._outcomes.of(func), types, args, kwargs)  # type: ignore[arg-type]
         packet = func.overloadpacket
         if func.namespace == "c10d":
-            self._current.messages += _messages(str(packet), args, result)
+            kind = self._current.to_experts if _is_uneven(str(packet), args) else self._current.messages
+            kind += _messages(str(packet), args, result)
         elif func.namespace == "aten" and not func.is_view and packet not in _WITHOUT_TRAFFIC:
             moved = sum(it.nbytes for it in tree_leaves((args, kwargs, result)) if isinstance(it, Tensor))
             self._current.operations.append(Operation(_flops(packet, args, result), moved, *_traffic(packet, args)))
             if packet in _PRODUCTS or packet is aten._grouped_mm:
                 self._current.product_bytes += result.nbytes
         return result
+
+
+def _is_uneven(packet: str, args: Sequence[Any]) -> bool:
+    """Whether an exchange says how much each rank gets."""
+    return packet == "c10d.alltoall_base_" and any(isinstance(it, list) and it for it in args)
 
 
 def _messages(packet: str, args: Sequence[Any], result: Any) -> list[int]:

@@ -9,8 +9,10 @@ from dataclasses import dataclass, field, replace
 from nxd_pipeline import Schedule
 from nxd_state import Mesh
 
+from nxd_trainer.plan.expert_degrees import expert_degrees
 from nxd_trainer.plan.layout import (
     Degrees,
+    ExpertDegrees,
     Job,
     Layout,
     Rejected,
@@ -137,14 +139,20 @@ def make_plan(job: Job, fixed: Degrees | None = None, *, top: int = 10) -> Plan:
         except ValueError as error:
             search.rejected.append(Rejected(f"TP {size}", str(error)))
             continue
-        with planned_ranks(size):
-            for context_size in context_parallel_sizes(job, search.fixed, size):
-                _try_sizes(search, planner, size, context_size)
+        try:
+            degrees_of_experts = expert_degrees(job, search.fixed, size)
+        except ValueError as error:
+            search.rejected.append(Rejected(f"TP {size}", str(error)))
+            continue
+        for experts in degrees_of_experts:
+            with planned_ranks(size, experts):
+                for context_size in context_parallel_sizes(job, search.fixed, size):
+                    _try_sizes(search, planner, size, context_size, experts)
     best = _quickest(search, _model_flops(job), top) if search.candidates else []
-    return Plan(job, tuple(best), len(search.candidates), tuple(search.misfits), tuple(search.rejected))
+    return Plan(job, tuple(best), len(search.candidates), tuple(search.misfits), tuple(dict.fromkeys(search.rejected)))
 
 
-def _try_sizes(search: _Search, planner: StagePlanner, size: int, context_size: int) -> None:
+def _try_sizes(search: _Search, planner: StagePlanner, size: int, context_size: int, experts: ExpertDegrees) -> None:
     job = search.job
     if context_size > 1:
         try:
@@ -159,14 +167,15 @@ def _try_sizes(search: _Search, planner: StagePlanner, size: int, context_size: 
             parameters = planner.parameters(profiler.model(sequence_parallel))
             choices.append(sequence_parallel)
         except ValueError as error:
-            search.rejected.append(Rejected(f"TP {size}{' + SP' * sequence_parallel}", str(error)))
+            of_experts = f", EP {experts.ep}" if experts.ep > 1 and not sequence_parallel else ""
+            search.rejected.append(Rejected(f"TP {size}{' + SP' * sequence_parallel}{of_experts}", str(error)))
             if not sequence_parallel:  # it is not split at all
                 return
     if not choices:
         return
-    for pipeline_size in pipeline_parallel_sizes(job, search.fixed, size, context_size):
+    for pipeline_size in pipeline_parallel_sizes(job, search.fixed, size, context_size, experts):
         try:
-            mesh = mesh_of(job, size, pipeline_size, context_size)
+            mesh = mesh_of(job, size, pipeline_size, context_size, experts)
             schedule = planned_schedule(job.schedule, pipeline_size, pipeline_size)
             stages = planner.stages(schedule.num_stages, parameters)
         except ValueError as error:
@@ -245,7 +254,7 @@ def _model_flops(job: Job) -> float:
 
 def activation_modes(job: Job, layout: Layout) -> dict[str, int]:
     """Bytes that the first decoder layer keeps of one microbatch in a layout, by form of checkpointing."""
-    with planned_ranks(layout.tensor_parallel_size):
+    with planned_ranks(layout.tensor_parallel_size, layout.experts):
         length = local_length(job.sequence_length, layout.context_parallel_size, layout.tensor_parallel_size)
         profiler = Profiler(job.model, job.dtype, length)
         return {

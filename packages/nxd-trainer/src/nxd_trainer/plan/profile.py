@@ -5,6 +5,7 @@ transport moves nothing. A model with one decoder layer of each kind runs forwar
 embedding, layers and head apart, and a model of any number of layers, or a stage of it, is put together from these.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
+from nxd_trainer.plan.layout import ExpertDegrees
 from nxd_trainer.plan.model import PlannedModel
 from nxd_trainer.plan.operations import Operation, OperationLog, Outcomes, Segment
 
@@ -28,13 +30,14 @@ CHECKPOINTING = {"none": None, "CoreAttention": CoreAttention, "full": "full"}
 
 
 @contextmanager
-def planned_ranks(tensor_parallel_size: int) -> Iterator[None]:
-    """Inside, this process is the first rank of a tensor-parallel group of that size.
+def planned_ranks(tensor_parallel_size: int, experts: ExpertDegrees | None = None) -> Iterator[None]:
+    """Inside, this process is the first rank of a tensor-parallel group of that size, and of the ranks of experts.
 
     Raises:
         RuntimeError: the process has real ranks already.
         ValueError: the size is not positive.
     """
+    ep, etp = (1, None) if experts is None else (experts.ep, experts.etp)
     if dist.is_initialized() or model_parallel_is_initialized():
         raise RuntimeError(
             "a plan is made in a process without ranks of its own, but torch.distributed is initialised here; plan "
@@ -42,9 +45,10 @@ def planned_ranks(tensor_parallel_size: int) -> Iterator[None]:
         )
     if tensor_parallel_size < 1:
         raise ValueError(f"tensor_parallel_size={tensor_parallel_size} must be 1 or more")
-    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=tensor_parallel_size)
+    world_size = math.lcm(tensor_parallel_size, ep * (etp or tensor_parallel_size))
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=world_size)
     try:
-        initialize_model_parallel(tensor_parallel_size)
+        initialize_model_parallel(tensor_parallel_size, 1, ep, expert_tensor_parallel_size=etp)
         yield
     finally:
         destroy_model_parallel()
@@ -60,6 +64,7 @@ class Pass:
         peak: the most bytes in between, beyond those that were there when it began.
         operations: what it computes.
         messages: bytes that the rank sends in each collective of its tensor-parallel group.
+        to_experts: bytes that it sends to other ranks' experts, and back, in each exchange.
         product_bytes: of the results of its matrix products.
     """
 
@@ -68,6 +73,7 @@ class Pass:
     operations: tuple[Operation, ...]
     messages: tuple[int, ...]
     product_bytes: int
+    to_experts: tuple[int, ...] = ()
 
     @property
     def flops(self) -> int:
@@ -95,6 +101,7 @@ class Pass:
             ),
             messages=tuple(_on_line(a, b, size) for a, b in zip(self.messages, to_three.messages, strict=True)),
             product_bytes=_on_line(self.product_bytes, to_three.product_bytes, size),
+            to_experts=tuple(_on_line(a, b, size) for a, b in zip(self.to_experts, to_three.to_experts, strict=True)),
         )
 
 
@@ -269,4 +276,5 @@ def _pass(segment: Segment) -> Pass:
         operations=tuple(segment.operations),
         messages=tuple(segment.messages),
         product_bytes=segment.product_bytes,
+        to_experts=tuple(segment.to_experts),
     )

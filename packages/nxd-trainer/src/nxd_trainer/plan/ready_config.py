@@ -59,6 +59,8 @@ def recipe(job: Job, layout: Layout) -> Recipe:
 
 
 def _recipe(job: Job, layout: Layout, model: Mapping[str, Any]) -> Recipe:
+    has_whole_experts = layout.ranks_of_an_expert < layout.tensor_parallel_size
+    whole_experts = {"expert_tensor_parallel_size": 1} if has_whole_experts else {}
     return recipe_from_dict(
         {
             "model": model,
@@ -67,6 +69,8 @@ def _recipe(job: Job, layout: Layout, model: Mapping[str, Any]) -> Recipe:
                 "sequence_parallel": layout.sequence_parallel,
                 "pipeline_parallel_size": layout.pipeline_parallel_size,
                 "context_parallel_size": layout.context_parallel_size,
+                "expert_parallel_size": layout.expert_parallel_size,
+                **whole_experts,
                 "zero1": layout.zero1,
                 "activation_checkpointing": layout.checkpointing,
             },

@@ -11,7 +11,10 @@ from nxd_trainer.plan.memory import RankMemory
 from nxd_trainer.plan.planner import Misfit, Plan, PlannedLayout
 from nxd_trainer.units import show_memory, show_seconds
 
-HEADINGS = ("TP", "SP", "PP", "CP", "DP", "ZeRO-1", "microbatches", "checkpointing", "memory", "bubble", "step", "MFU")
+HEADINGS = (
+    *("TP", "SP", "PP", "CP", "EP", "DP", "ZeRO-1", "microbatches", "checkpointing"),
+    *("memory", "bubble", "step", "MFU"),
+)
 MEMORY_KINDS = ("parameters", "gradients", "optimizer_state", "buckets", "activations", "logits", "temporaries", "peak")
 
 
@@ -41,7 +44,8 @@ def render_detail(planned: PlannedLayout, activation_modes: Mapping[str, int]) -
             *_memory_table(planned.memories),
             f"activations of one layer and microbatch by checkpointing: {modes}",
             f"sent by a rank in a step: TP {show_memory(sent.tp)}, PP {show_memory(sent.pp)}, "
-            f"DP {show_memory(sent.dp)}{f', CP {show_memory(sent.cp)}' if sent.cp else ''}",
+            f"DP {show_memory(sent.dp)}{f', CP {show_memory(sent.cp)}' if sent.cp else ''}"
+            f"{f', EP {show_memory(sent.ep)}' if sent.ep else ''}",
             f"step {show_seconds(time.seconds)}: pipeline {show_seconds(time.pipeline)} "
             f"({time.bubble:.0%} of it idle), gradients and parameters of replicas {show_seconds(time.data_parallel)}, "
             f"optimizer {show_seconds(time.update)}; MFU {time.mfu:.0%}",
@@ -69,6 +73,7 @@ def _row(planned: PlannedLayout) -> tuple[str, ...]:
         "yes" if layout.sequence_parallel else "no",
         str(layout.pipeline_parallel_size),
         str(layout.context_parallel_size),
+        str(layout.expert_parallel_size),
         str(layout.data_parallel_size),
         "yes" if layout.zero1 else "no",
         f"{layout.num_microbatches} x {layout.microbatch_size}",

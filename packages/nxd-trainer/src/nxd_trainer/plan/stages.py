@@ -1,7 +1,7 @@
 """The parts of the model on each pipeline stage, found by cutting the real model on the meta device."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from nxd_pipeline.partition import PartitionOptions, partition_model
@@ -25,6 +25,7 @@ class StageParts:
         largest: elements of its largest parameter.
         replicated: elements of the parameters of which every tensor-parallel rank has a copy, such as norms.
         tied: elements of the parameters that another stage has as well.
+        experts: elements of the parameters of experts that lie on the ranks in another way than the other layers.
     """
 
     layers: tuple[int, ...]
@@ -36,6 +37,7 @@ class StageParts:
     largest: int
     replicated: int
     tied: int
+    experts: int = 0
 
 
 @dataclass(frozen=True)
@@ -46,11 +48,13 @@ class RankParameter:
         elements: of this rank's part.
         is_whole: every rank has all of it.
         first_name: of the names of a tied one; its own otherwise.
+        is_expert: it lies on the ranks in another way than the other layers.
     """
 
     elements: int
     is_whole: bool
     first_name: str
+    is_expert: bool = False
 
 
 Parameters = Mapping[str, RankParameter]
@@ -78,7 +82,8 @@ class StagePlanner:
         names: dict[nn.Parameter, str] = {}
         for name, parameter in on_rank.named_parameters(remove_duplicate=False):
             first_name = names.setdefault(parameter, name)
-            named[name] = RankParameter(parameter.numel(), get_shard_spec(parameter) is None, first_name)
+            is_expert = bool(getattr(parameter, "expert_model_parallel", False))
+            named[name] = RankParameter(parameter.numel(), get_shard_spec(parameter) is None, first_name, is_expert)
         of_kinds = [
             [name.removeprefix(f"{self._prefix}{kind}.") for name in named if name.startswith(f"{self._prefix}{kind}.")]
             for kind in range(len(first_of_kinds(self._model.layer_kinds)))
@@ -96,7 +101,7 @@ class StagePlanner:
         for layer, kind in enumerate(self._model.layer_kinds):
             for name in of_kinds[kind]:
                 of_kind, full_name = named[f"{self._prefix}{kind}.{name}"], f"{self._prefix}{layer}.{name}"
-                made[full_name] = RankParameter(of_kind.elements, of_kind.is_whole, full_name)
+                made[full_name] = replace(of_kind, first_name=full_name)
         return made
 
     def stages(self, num_stages: int, parameters: Parameters) -> list[StageParts]:
@@ -151,6 +156,7 @@ class StagePlanner:
             largest=max(parameters[name].elements for name in own),
             replicated=_elements([name for name in firsts if parameters[name].is_whole], parameters),
             tied=_elements(firsts & elsewhere, parameters),
+            experts=_elements([name for name in firsts if parameters[name].is_expert], parameters),
         )
 
     def _after_layers(self, names: Sequence[str]) -> Sequence[str]:

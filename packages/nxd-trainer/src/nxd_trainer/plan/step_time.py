@@ -30,6 +30,7 @@ class Communication:
 
     Attributes:
         tp: of activations within the layers.
+        ep: of tokens to the experts of other ranks and back, and of their gradients, where routing is even.
         cp: of keys and values of causal attention, or of whole heads where that is less; and of their gradients.
         pp: of activations and their gradients between stages, and of a tied embedding's gradient.
         dp: of gradients, and with ZeRO-1 of parameters.
@@ -39,6 +40,7 @@ class Communication:
     pp: int
     dp: int
     cp: int = 0
+    ep: int = 0
 
 
 @dataclass(frozen=True)
@@ -90,13 +92,14 @@ def stage_times(job: Job, mesh: Mesh, stages: Sequence[StageParts], profile: Pro
     memory = job.device.memory_bandwidth * SUSTAINED_BANDWIDTH
     link = bandwidth(job.device, mesh, "tp")
 
-    context_link = bandwidth(job.device, mesh, "cp")
+    context_link, expert_link = bandwidth(job.device, mesh, "cp"), bandwidth(job.device, mesh, "ep")
 
     def seconds(work: Pass) -> float:
         # An operation is for the keys of this rank; its queries look at those of all ranks, of which half are before.
         computing = sum(max(_over_contexts(it, mesh.cp) / flops, it.bytes / memory) for it in work.operations)
         exchanged = [context_bytes(it, mesh.cp) for it in work.operations]
         sending = sum(LATENCY + sent / link for sent in work.messages if sent)
+        sending += sum(LATENCY + sent / expert_link for sent in work.to_experts if sent)
         return computing + sending + sum(LATENCY + sent / context_link for sent in exchanged if sent)
 
     def both(part: Part) -> StageTime:
@@ -190,7 +193,7 @@ def communication(
 ) -> Communication:
     """Bytes sent by the rank with the most of them, by axis."""
     replicas, itemsize = layout.replicas, job.dtype.itemsize
-    tp, pp, dp, cp = [0], [0], [0], [0]
+    tp, pp, dp, cp, ep = [0], [0], [0], [0], [0]
     for rank in range(schedule.num_ranks):
         own = schedule.stages_of(rank)
         tp.append(
@@ -207,6 +210,9 @@ def communication(
                 for stage in own
             )
         )
+        ep.append(
+            layout.num_microbatches * sum(_of_passes(stages[stage], profile, lambda it: it.to_experts) for stage in own)
+        )
         if layout.sequence_parallel:  # gradients of what every rank has are added over the ranks
             replicated = sum(stages[stage].replicated for stage in own) * itemsize
             tp[-1] += 2 * replicated * (layout.tensor_parallel_size - 1) // layout.tensor_parallel_size
@@ -216,8 +222,12 @@ def communication(
             pp[-1] += sum(stages[stage].tied for stage in own) * itemsize
         elements = sum(stages[stage].elements for stage in own)
         per_element = max(itemsize, FLOAT32_BYTES) + itemsize if layout.zero1 else 2 * itemsize
-        dp.append(elements * per_element * (replicas - 1) // replicas)
-    return Communication(max(tp), max(pp), max(dp), max(cp))
+        experts, of_experts = sum(stages[stage].experts for stage in own), layout.expert_replicas
+        dp.append(
+            (elements - experts) * per_element * (replicas - 1) // replicas
+            + experts * per_element * (of_experts - 1) // of_experts
+        )
+    return Communication(max(tp), max(pp), max(dp), max(cp), max(ep))
 
 
 def _of_passes(stage: StageParts, profile: Profile, sent: Callable[[Pass], Iterable[int]]) -> int:

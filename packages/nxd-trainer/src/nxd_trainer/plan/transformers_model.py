@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from nxd_layers.hf import parallelize
+from nxd_layers.hf import number_of_experts, parallelize
 from nxd_layers.hf.supported_models import check_context
 from nxd_pipeline.partition import hugging_face_structure
-from nxd_state import get_tensor_model_parallel_size
+from nxd_state import get_tensor_model_parallel_size, splits_experts
 from torch import nn
 
 from nxd_trainer.from_recipe import DTYPES, RecipeModel, transformers_model
@@ -57,6 +57,7 @@ class TransformersModel:
         layers = hugging_face_structure(outline).layers
         self.input_names = tuple(described.input_names)
         self.layers_path = layers[0].rpartition(".")[0]
+        self.num_experts = number_of_experts(outline)
         self.layer_kinds = numbered([_kind_of(outline.get_submodule(name)) for name in layers])
 
     @property
@@ -74,8 +75,8 @@ class TransformersModel:
         model: Any = self._described(dtype).make()
         _leave_layers(model, self.layers_path, first_of_kinds(self.layer_kinds))
         leave_out_masks(model)
-        if get_tensor_model_parallel_size() > 1:
-            parallelize(model, sequence_parallel=sequence_parallel)
+        if get_tensor_model_parallel_size() > 1 or splits_experts():
+            parallelize(model, sequence_parallel=sequence_parallel, expert_parallel=splits_experts())
         module: nn.Module = model
         return module
 

@@ -64,15 +64,22 @@ def consistency_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]
     yield from _dpo_mistakes(recipe)
     yield from _optimizer_mistakes(recipe)
     yield from _early_stopping_mistakes(recipe)
-    for name in ("lora.target_modules", "lora.modules_to_save", "lora.use_dora"):
+    yield from _lora_mistakes(recipe)
+    yield from _retention_mistakes(recipe)
+    yield from _context_mistakes(recipe)
+    yield from _moe_mistakes(recipe)
+
+
+def _lora_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:
+    for name in ("lora.target_modules", "lora.target_parameters", "lora.modules_to_save", "lora.use_dora"):
         if _value(recipe, name) and not recipe.lora.rank:
             yield ("lora.rank", name), f"{name} means nothing with lora.rank=0; set lora.rank, such as 16"
     if recipe.lora.use_dora and recipe.lora.dropout:
         mistake = f"lora.use_dora=true is not for lora.dropout={recipe.lora.dropout}; set it to 0"
         yield ("lora.use_dora", "lora.dropout"), mistake
-    yield from _retention_mistakes(recipe)
-    yield from _context_mistakes(recipe)
-    yield from _moe_mistakes(recipe)
+    for name, off in (("lora.dropout", "0"), ("lora.use_dora", "false")):
+        if recipe.lora.target_parameters and _value(recipe, name):
+            yield ("lora.target_parameters", name), f"lora.target_parameters is not for {name}; set that to {off}"
 
 
 def _model_choice_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:

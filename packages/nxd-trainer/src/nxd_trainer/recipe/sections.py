@@ -254,6 +254,9 @@ class LoraSection:
     target_modules: tuple[str, ...] = option(
         (), "layers that get adapters, by the ends of their names: q_proj,v_proj; empty: all linear ones but the head"
     )
+    target_parameters: tuple[str, ...] = option(
+        (), "fused weights of experts that get adapters, by the ends of their names; then no other layers by themselves"
+    )
     modules_to_save: tuple[str, ...] = option((), "modules that train themselves, beside the adapters: lm_head")
     bias: Literal["none", "all", "lora_only"] = option(
         "none", "biases that are trained, too: of adapted layers, or all"
