@@ -15,7 +15,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -103,9 +103,19 @@ class StoreCoordinator:
         world_size: how many ranks take part.
         prefix: of its keys; the same on all ranks and used by no other coordinator on this store.
         timeout: seconds to wait for the others in each gather.
+        lives: the ranks' processes, as far as they are known; else they are once all have answered.
     """
 
-    def __init__(self, store: dist.Store, rank: int, world_size: int, *, prefix: str, timeout: float) -> None:
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        world_size: int,
+        *,
+        prefix: str,
+        timeout: float,
+        lives: "Sequence[Life | None] | None" = None,
+    ) -> None:
         self.rank = rank
         self.world_size = world_size
         self._store = dist.PrefixStore(prefix, store)
@@ -116,12 +126,16 @@ class StoreCoordinator:
         self._has_left = False
         self._left_before: tuple[int, str] | None = None  # the farewell at the last look
         self._life = own_life()
-        self._lives: list[Life | None] = [None] * world_size  # those that have answered
+        self.lives: Sequence[Life | None] = lives or [None] * world_size
 
     @property
     def store(self) -> dist.Store:
         """The store, as seen under this coordinator's prefix."""
         return self._store
+
+    def has_ended(self, rank: int) -> bool:
+        """Whether a rank's process is known to have ended."""
+        return has_ended(self.lives[rank], self._life)
 
     def begin(self, timeout: float) -> None:
         """Starts anew, so that a rank which left the last save halfway is in step again. Called by all ranks."""
@@ -213,7 +227,7 @@ class StoreCoordinator:
         heard = [decode_message(data) for data in split(self._get(f"{here}/all"))]
         if len(heard) != self.world_size:
             raise ValueError(f"{len(heard)} ranks are said to have answered")
-        self._lives = [_life_from(life) for life, _ in heard]
+        self.lives = [_life_from(life) for life, _ in heard]
         return [value for _, value in heard]
 
     def _say(self, here: str, outcome: str) -> None:
@@ -274,8 +288,8 @@ class StoreCoordinator:
         thread.join(_FAREWELL_SECONDS)
 
     def _look_for_the_dead(self, here: str) -> None:
-        for rank, life in enumerate(self._lives):
-            if has_ended(life, self._life) and not self._store.check([f"{here}/{rank}"]):
+        for rank in range(self.world_size):
+            if self.has_ended(rank) and not self._store.check([f"{here}/{rank}"]):
                 self._say(here, f"rank {rank} of {self.world_size} is gone: its process has ended")
 
     def _missing(self, here: str) -> str:

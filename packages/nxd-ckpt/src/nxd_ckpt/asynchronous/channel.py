@@ -44,7 +44,10 @@ class Channel:
                 f"another: {error}"
             ) from error
         self._store = dist.PrefixStore(f"nxd_ckpt/{save_id}", own)
-        self._coordinator = StoreCoordinator(self._store, self.rank, self.world_size, prefix="gather", timeout=timeout)
+        lives = coordinator.lives if isinstance(coordinator, StoreCoordinator) else None
+        self._coordinator = StoreCoordinator(
+            self._store, self.rank, self.world_size, prefix="gather", timeout=timeout, lives=lives
+        )
 
     def all_gather_object(self, value: object) -> list[object]:
         """See `Coordinator`."""
@@ -60,11 +63,14 @@ class Channel:
         del self._coordinator, self._store, self._source  # connections end now, not when garbage is collected
 
     def _wait_for_the_others(self) -> None:
-        left = [f"left/{rank}" for rank in range(1, self.world_size)]
+        others = {rank: f"left/{rank}" for rank in range(1, self.world_size)}
         deadline = time.monotonic() + _FAREWELL_SECONDS
-        while left and not self._store.check(left) and time.monotonic() < deadline:
+        while time.monotonic() < deadline:
+            awaited = [key for rank, key in others.items() if not self._coordinator.has_ended(rank)]
+            if not awaited or self._store.check(awaited):
+                break
             time.sleep(0.01)
-        for key in left:
+        for key in others.values():
             self._store.delete_key(key)
 
 

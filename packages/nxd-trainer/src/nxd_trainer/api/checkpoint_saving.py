@@ -8,11 +8,12 @@ import atexit
 import logging
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import nxd_ckpt
-from nxd_ckpt import AsyncSave
+from nxd_ckpt import AsyncSave, CheckpointError
 from nxd_ckpt.coordinator import coordinator_for, on_every_rank, on_rank_zero
 from nxd_ckpt.peers.store import lies_in_memory
 from nxd_layers.upstream_arguments import takes_names_too
@@ -244,6 +245,13 @@ def finalize_checkpoint() -> None:
         save = _pending.pop()
         save.handle.wait()
         on_rank_zero(coordinator_for(None), _FINISHING, save.finish_on_first_rank)
+
+
+def abandon_checkpoint() -> None:
+    """Forget the save in the background, as it cannot be completed: ranks are lost. Waits until it has ended here."""
+    while _pending:
+        with suppress(CheckpointError):
+            _pending.pop().handle.wait()
 
 
 def is_saving() -> bool:

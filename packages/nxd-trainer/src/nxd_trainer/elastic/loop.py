@@ -24,6 +24,7 @@ from nxd_state import (
 )
 from nxd_state.rank_failure import describe_failure, is_peer_failure
 
+from nxd_trainer.api.checkpoint_saving import abandon_checkpoint
 from nxd_trainer.elastic.generation_store import GenerationStore
 from nxd_trainer.elastic.layouts import Fit, Layout, choose
 from nxd_trainer.elastic.members import Board, Generation, Member, Over
@@ -326,6 +327,7 @@ class _Trainer:
         """End what the generation has: its communication, its saves, its memory."""
         self._watch.exit()
         abort_model_parallel("this generation is over")
+        abandon_checkpoint()
         nxd_ckpt.end_async_saves()
         destroy_model_parallel()
         if dist.is_initialized():  # it ended while it was being initialised

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from nxd_trainer.api.checkpoint_loading import load_checkpoint
 from nxd_trainer.api.checkpoint_saving import Contents, finalize_checkpoint, is_saving, write_checkpoint
+from nxd_trainer.api.rank_sync import together
 from nxd_trainer.api.stored_values import USER_CONTENT, unpack_value
 from nxd_trainer.checkpoint import RNG_PREFIX
 from nxd_trainer.model_description import ModelDescription, find_description
@@ -185,7 +186,7 @@ def resume_from(state: RunState, root: Path | str, tag: str) -> None:
         ValueError: it is of another model or other data.
         CheckpointError: it is damaged; on all ranks.
     """
-    checkpoint = nxd_ckpt.open_checkpoint(root, tag)
+    checkpoint = together(f"open {root}/{tag}", lambda: nxd_ckpt.open_checkpoint(root, tag), error_type=CheckpointError)
     where = f"{root}/{tag}"
     content = _run_content(checkpoint, where)
     _check_same_run(state, find_description(checkpoint), content, where)
