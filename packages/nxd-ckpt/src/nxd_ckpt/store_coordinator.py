@@ -289,7 +289,8 @@ class StoreCoordinator:
 
     def _look_for_the_dead(self, here: str) -> None:
         for rank in range(self.world_size):
-            if self.has_ended(rank) and not self._store.check([f"{here}/{rank}"]):
+            # The first one publishes what all have said, so its word alone is not enough.
+            if self.has_ended(rank) and (rank == 0 or not self._store.check([f"{here}/{rank}"])):
                 self._say(here, f"rank {rank} of {self.world_size} is gone: its process has ended")
 
     def _missing(self, here: str) -> str:

@@ -56,8 +56,15 @@ class GenerationStore(dist.Store):
         return self._store.compare_set(key, expected, desired)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all keys are there."""
-        return self._store.check(list(keys))
+        """Whether all keys are there.
+
+        Raises:
+            PeerError: they need not come any more, for whoever asks again and again.
+        """
+        found = self._store.check(list(keys))
+        if not found and (reason := self._reason_to_end()) is not None:
+            raise PeerError(f"stopped waiting for {', '.join(keys)}: {reason}")
+        return found
 
     def delete_key(self, key: str) -> bool:
         """Remove a key."""
