@@ -35,7 +35,7 @@ def test_the_quickest_layouts_are_shown_with_a_config_and_written_as_a_recipe(pl
     done = plan("--devices", "2", "--checkpointing", "full", "--recipe", "it.toml")  # bfloat16, so with ZeRO-1
     assert done.returncode == 0, done.stderr
     headings, first = done.stdout.splitlines()[1:3]
-    assert headings.split()[:5] == ["TP", "SP", "PP", "CP", "DP"]
+    assert headings.split()[:6] == ["TP", "SP", "PP", "CP", "EP", "DP"]
     for shown in (
         "optimizer state",
         "nxd.neuronx_distributed_config(",

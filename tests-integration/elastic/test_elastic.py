@@ -14,7 +14,10 @@ import pytest
 import torch
 from nxd_state.testing import deadline
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
+    pytest.mark.usefixtures("fresh_interpreter"),  # whose children are the run's own
+]
 
 KILLS = int(os.environ.get("NXD_TEST_KILLS", "10"))
 LAYOUTS = {"tp2-dp2": ["parallel.tensor_parallel_size=2"], "pp2-dp2": ["parallel.pipeline_parallel_size=2"]}

@@ -18,12 +18,13 @@ def by_hand(mlps, tokens, expert):
 
 
 @pytest.mark.parametrize("expert", [[2, 0, 2, 3, 0, 0], [1] * 6, [3, 3, 0, 0, 3, 0]], ids=["some", "one", "outer"])
+@pytest.mark.parametrize("intermediate", [16, 6], ids=["aligned", "unaligned"])
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.05)], ids=str
 )
-def test_products_of_every_dtype_and_experts_without_tokens_are_those_of_a_loop(dtype, tolerance, expert):
+def test_products_of_every_dtype_and_experts_without_tokens_are_those_of_a_loop(dtype, tolerance, intermediate, expert):
     torch.manual_seed(0)
-    mlps = ExpertMLPs(4, 1, 8, 16, hidden_act="relu", glu_mlp=False, dtype=dtype)
+    mlps = ExpertMLPs(4, 1, 8, intermediate, hidden_act="relu", glu_mlp=False, dtype=dtype)
     tokens, chosen = torch.randn(6, 8, dtype=dtype, requires_grad=True), torch.tensor(expert)
     leaves = [tokens, mlps.mlp_op.up_proj.weight, mlps.mlp_op.down_proj.weight]
 
@@ -48,3 +49,11 @@ def test_products_under_autocast_are_of_the_narrower_dtype():
 
     assert inner.dtype == torch.bfloat16
     assert products(mlps, tokens, chosen).dtype == torch.float32
+
+
+def test_gradient_of_a_sum_which_is_expanded_is_taken():
+    mlps = ExpertMLPs(4, 1, 8, 16, hidden_act="relu", glu_mlp=False)
+
+    mlps.mlp_op.up_proj(torch.ones(6, 8), [3, 0, 2, 1]).sum().backward()
+
+    assert mlps.mlp_op.up_proj.weight.grad.sum(dim=(1, 2)).tolist() == [3 * 8 * 16, 0, 2 * 8 * 16, 8 * 16]

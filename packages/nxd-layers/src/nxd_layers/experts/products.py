@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 _GROUPED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_GROUPED_ALIGNMENT = 16  # bytes: rows of other lengths are refused by torch
 
 
 def grouped_product(tokens: Tensor, weights: Tensor, counts: Sequence[int]) -> Tensor:
@@ -27,7 +28,9 @@ def grouped_product(tokens: Tensor, weights: Tensor, counts: Sequence[int]) -> T
     """
     if _has_grouped_product(tokens, weights):
         ends = torch.tensor(counts).cumsum(0).to(torch.int32)
-        product: Tensor = F.grouped_mm(tokens, weights, offs=ends)
+        product: Tensor = F.grouped_mm(tokens.contiguous(), weights.contiguous(), offs=ends)
+        if product.requires_grad:
+            product.register_hook(Tensor.contiguous)  # its backward refuses expanded gradients, as those of a sum are
         return product
     parts = zip(tokens.split(list(counts)), weights, strict=True)
     return torch.cat([part @ weight for part, weight in parts if len(part)])
@@ -39,6 +42,7 @@ def _has_grouped_product(tokens: Tensor, weights: Tensor) -> bool:
         tokens.is_cpu
         and tokens.dtype == weights.dtype
         and tokens.dtype in _GROUPED_DTYPES
+        and all(width * weights.itemsize % _GROUPED_ALIGNMENT == 0 for width in weights.shape[1:])
         and not torch.is_autocast_enabled("cpu")
         and hasattr(F, "grouped_mm")
     )
