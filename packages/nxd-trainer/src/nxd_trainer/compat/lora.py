@@ -103,6 +103,12 @@ class LoraEmbedding(LoraLayer):
     layer_classes = (nn.Embedding,)
 
 
+class LoraConv2d(LoraLayer):
+    """A convolution with an adapter."""
+
+    layer_classes = (nn.Conv2d,)
+
+
 class LoraParallelLinear(LoraLayer):
     """A column- or row-parallel layer with an adapter."""
 
