@@ -9,9 +9,10 @@ from nxd_layers.initialization import default_linear_init
 from nxd_layers.mappings import (
     GivenGroup,
     copy_to_tensor_model_parallel_region,
+    process_group_as,
     reduce_from_tensor_model_parallel_region,
 )
-from nxd_state import active_group, group_of
+from nxd_state import active_group
 from torch import Tensor, nn
 
 from nxd_trainer.compat.expert_configs import GLUType
@@ -27,7 +28,7 @@ def check_unset(**asked: Any) -> None:
 
 def is_other_group(given: GivenGroup, axis: str) -> bool:
     """Whether a process group is given that is not the mesh's of this axis."""
-    return given is not None and group_of(given).ranks != active_group(axis).ranks
+    return given is not None and process_group_as(given).ranks != active_group(axis).ranks
 
 
 class ExpertFusedLinear(ExpertLinear):
@@ -36,9 +37,7 @@ class ExpertFusedLinear(ExpertLinear):
     def _outputs(self, input_: Tensor, expert_indices: Tensor | None) -> Tensor:
         weight = self.weight if expert_indices is None else self.weight[expert_indices]
         if input_.shape[0] not in (1, len(weight)):
-            raise ValueError(
-                f"an input of {input_.shape[0]} experts meets {len(weight)} of this rank; give as many, or 1"
-            )
+            raise ValueError(f"input_ has {input_.shape[0]} experts and this rank {len(weight)}; give as many, or 1")
         return torch.einsum("e...i,eio->e...o", input_.expand(len(weight), *input_.shape[1:]), weight)
 
 
@@ -189,11 +188,12 @@ class Experts(nn.Module):
             up_limits=(up_clamp_lower_limit, up_clamp_upper_limit),
         )
         self._activation = gated if glu else activation_fn
-        name, width, stride = ("gate_up_proj", 2 * intermediate_size, 2) if glu else ("up_proj", intermediate_size, 1)
+        width, stride = (2 * intermediate_size, 2) if glu else (intermediate_size, 1)
         first = ExpertFusedColumnParallelLinear(
             num_experts, hidden_size, width, stride=stride, init_method=input_layer_init_method, **options
         )
-        self.add_module(name, first)
+        self.gate_up_proj = first if glu else None
+        self.up_proj = None if glu else first
         self.down_proj = ExpertFusedRowParallelLinear(
             num_experts,
             intermediate_size,
@@ -221,11 +221,12 @@ class Experts(nn.Module):
             raise ValueError("expert_indices chooses among all experts, which several ranks have; leave it out")
         travels = travels and self.training
         tokens = enter_expert_parallel_region(hidden_states, False) if travels else hidden_states.unsqueeze(1)
-        is_gated = hasattr(self, "gate_up_proj")
-        first = self.gate_up_proj if is_gated else self.up_proj
-        inner = first(tokens, expert_indices)
-        inner = self._activation(*inner.chunk(2, dim=-1)) if is_gated else self._activation(inner)
-        output = self.down_proj(inner, expert_indices)
+        if self.gate_up_proj is not None:
+            inner = self._activation(*self.gate_up_proj(tokens, expert_indices).chunk(2, dim=-1))
+        else:
+            assert self.up_proj is not None  # one of them is there
+            inner = self._activation(self.up_proj(tokens, expert_indices))
+        output: Tensor = self.down_proj(inner, expert_indices)
         return exit_expert_parallel_region(output, False) if travels else output.squeeze(1)
 
 

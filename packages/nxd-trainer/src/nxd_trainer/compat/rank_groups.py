@@ -66,9 +66,9 @@ def ascending_ring_PG_group(  # noqa: N802  (the name that scripts import)
         ep_data_degree: replicas of each expert.
         cp: context-parallel degree.
     """
-    along = [_groups_along(cluster_ranks_nonexp, dim) for dim in (3, 1, 0)]
-    experts = [_groups_along(cluster_ranks_exp, dim) for dim in (2, 1)]
-    return ParallelGroups(*along, *experts, _groups_along(cluster_ranks_nonexp, 2))
+    tensor, replicas, stages, contexts = (_groups_along(cluster_ranks_nonexp, dim) for dim in (3, 1, 0, 2))
+    experts, expert_replicas = (_groups_along(cluster_ranks_exp, dim) for dim in (2, 1))
+    return ParallelGroups(tensor, replicas, stages, experts, expert_replicas, contexts)
 
 
 def ascending_descending_ring_PG_group(  # noqa: N802  (the name that scripts import)
@@ -99,9 +99,9 @@ def ascending_descending_ring_PG_group(  # noqa: N802  (the name that scripts im
         ValueError: the ranks are not whole nodes of 64.
     """
     paired = groups_of(Mesh(cluster_ranks_nonexp.numel(), pp=pp, cp=cp, tp=tp, order="row_paired"))
-    experts = [_groups_along(cluster_ranks_exp, dim) for dim in (2, 1)]
+    experts, expert_replicas = (_groups_along(cluster_ranks_exp, dim) for dim in (2, 1))
     replicas, stages = (sorted(it) if len(it[0]) == 1 else it for it in (paired.dp_groups, paired.pp_groups))
-    return ParallelGroups(paired.tp_groups, replicas, stages, *experts, paired.cp_groups)
+    return ParallelGroups(paired.tp_groups, replicas, stages, experts, expert_replicas, paired.cp_groups)
 
 
 def _groups_along(ranks: Tensor, dim: int) -> list[list[int]]:
