@@ -4,12 +4,12 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
-from nxd_state import active_group
+from nxd_state import active_group, has_dynamic_shapes
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nxd_layers.experts.balance import within_capacity
-from nxd_layers.experts.dispatch import dispatch_replicated_tokens
+from nxd_layers.experts.dispatch import dispatch_replicated_tokens, shares_tokens_out
 from nxd_layers.experts.linear import ExpertLinear
 from nxd_layers.initialization import InitMethod, default_linear_init
 
@@ -76,6 +76,25 @@ class Experts(nn.Module):
         outputs = self.down_proj(self._inner(tokens[order], counts), counts)
         return torch.zeros_like(tokens).index_copy(0, order, outputs) * weights
 
+    def all_at_once(self, tokens: Tensor, weights: Tensor) -> Tensor:
+        """Every token by every expert of this rank, for graphs whose shapes depend on no values.
+
+        Args:
+            tokens: `[tokens, hidden]`.
+            weights: `[tokens, experts]`, 0 for those that a token has not chosen.
+
+        Returns:
+            `[tokens, hidden]`, the weighted sums; parts of them where tensor-parallel ranks split each expert.
+        """
+        if self.gate_up_proj is not None:
+            both = torch.einsum("th,ehi->eti", tokens, self.gate_up_proj.weight)
+            inner = self._activation(*both.chunk(2, dim=-1))
+        else:
+            assert self.up_proj is not None  # one of them is there
+            inner = self._activation(torch.einsum("th,ehi->eti", tokens, self.up_proj.weight))
+        outputs = torch.einsum("eti,eih->eth", inner, self.down_proj.weight)
+        return torch.einsum("eth,te->th", outputs, weights)
+
     def _inner(self, tokens: Tensor, counts: Sequence[int]) -> Tensor:
         if self.gate_up_proj is None:
             assert self.up_proj is not None  # one of them is there
@@ -85,6 +104,9 @@ class Experts(nn.Module):
 
 class ExpertMLPs(nn.Module):
     """Passes tokens through their experts, wherever these are.
+
+    On XLA and Neuron devices, where a graph does not know which tokens an expert has, each expert that is not on other
+    ranks computes all tokens.
 
     Args:
         num_experts: of all ranks.
@@ -183,11 +205,15 @@ class ExpertMLPs(nn.Module):
             weights, expert_index = weights.masked_fill(~is_taken, 0), expert_index.masked_fill(~is_taken, -1)
         if self.normalize_top_k_affinities:
             weights = F.normalize(weights, p=1.0, dim=1)
+        weights = weights.to(hidden_states.dtype)
+        if not has_dynamic_shapes(hidden_states) and active_group("ep").size == 1 and not shares_tokens_out():
+            of_all = weights.new_zeros(len(weights), self.num_experts)
+            return self.mlp_op.all_at_once(hidden_states, of_all.scatter_add(1, expert_index.clamp(min=0), weights))
         return dispatch_replicated_tokens(
             self.mlp_op,
             hidden_states,
             expert_index,
-            weights.to(hidden_states.dtype),
+            weights,
             num_experts=self.num_experts,
             trains_experts=any(it.requires_grad for it in self.mlp_op.parameters()),
         )
