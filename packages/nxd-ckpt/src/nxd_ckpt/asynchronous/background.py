@@ -102,6 +102,7 @@ class Background:
 
     def _see_through(self, job: _Job) -> None:
         failure: str | None = f"saving checkpoint {job.save.tag!r} was broken off"
+        error_type = CheckpointError
         try:
             if job.previous is not None:
                 job.previous.wait_until_done()
@@ -109,12 +110,12 @@ class Background:
             failure = None
             job.channel.leave()  # first: a caller who knows that it is committed may end this process at once
         except CheckpointError as error:
-            failure = str(error)
+            failure, error_type = str(error), type(error)
         except Exception as error:
             failure = f"{type(error).__name__}: {error}"
         finally:
             job.handover.stop()
-            job.save.set_done(failure)
+            job.save.set_done(failure, error_type)
         if failure is not None:
             job.channel.leave()
 

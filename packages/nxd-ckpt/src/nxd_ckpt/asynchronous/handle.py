@@ -20,6 +20,7 @@ class AsyncSave:
         self.save_id = save_id
         self.told = False
         self.failure: str | None = None
+        self._error_type: type[CheckpointError] = CheckpointError
         self._staged = threading.Event()
         self._done = threading.Event()
 
@@ -46,12 +47,13 @@ class AsyncSave:
         Raises:
             TimeoutError: it is still under way.
             CheckpointError: it failed, on all ranks with the same text. Not raised again by the next save then.
+            RanksLostError: it failed as other ranks did not answer.
         """
         if not self._done.wait(timeout):
             raise TimeoutError(f"saving checkpoint {self.tag!r} takes longer than {timeout:g} seconds; it goes on")
         if self.failure is not None:
             self.told = True
-            raise CheckpointError(self.failure)
+            raise self._error_type(self.failure)
 
     def wait_until_done(self) -> None:
         """Returns when it is over, whether it is committed or has failed."""
@@ -61,9 +63,9 @@ class AsyncSave:
         """The caller's tensors are not needed any more."""
         self._staged.set()
 
-    def set_done(self, failure: str | None) -> None:
-        """It is over: committed, or failed for this reason."""
-        self.failure = failure
+    def set_done(self, failure: str | None, error_type: type[CheckpointError] = CheckpointError) -> None:
+        """It is over: committed, or failed for this reason, which `wait` raises as this type."""
+        self.failure, self._error_type = failure, error_type
         self._done.set()
 
     def __repr__(self) -> str:
