@@ -13,11 +13,13 @@ class AsyncSave:
         save_id: unique to this save, the same on all ranks.
         failure: why it failed, once it has.
         told: whether that has been raised to the caller.
+        needs_its_caller: whether the thread that called `async_save` still has tensors to copy for it.
     """
 
     def __init__(self, tag: str, save_id: str) -> None:
         self.tag = tag
         self.save_id = save_id
+        self.needs_its_caller = True
         self.told = False
         self.failure: str | None = None
         self._error_type: type[CheckpointError] = CheckpointError
@@ -26,8 +28,14 @@ class AsyncSave:
 
     @property
     def staged(self) -> bool:
-        """Whether the caller may change the tensors again: true when `async_save` has returned."""
+        """Whether the caller may change the tensors again: true when `async_save` has returned, unless it was told to
+        copy in the background.
+        """
         return self._staged.is_set()
+
+    def wait_until_staged(self) -> None:
+        """Returns when the caller may change the tensors again, also if the save has failed."""
+        self._staged.wait()
 
     @property
     def committed(self) -> bool:
@@ -66,6 +74,7 @@ class AsyncSave:
     def set_done(self, failure: str | None, error_type: type[CheckpointError] = CheckpointError) -> None:
         """It is over: committed, or failed for this reason, which `wait` raises as this type."""
         self.failure, self._error_type = failure, error_type
+        self._staged.set()
         self._done.set()
 
     def __repr__(self) -> str:
