@@ -7,7 +7,7 @@ from nxd_layers.experts.linear import ExpertLinear
 from nxd_layers.experts.mlps import ACTIVATIONS, ExpertMLPs
 from nxd_layers.experts.parameters import mark_expert_parameter, shard_experts
 from nxd_layers.experts.router_balance import BalanceConfig, RouterBalance, RouterLayer, RouterStatistics
-from nxd_layers.experts.routers import RouterBase, RouterSinkhorn, RouterTopK
+from nxd_layers.experts.routers import GroupLimitedRouter, RouterBase, RouterSinkhorn, RouterTopK
 
 __all__ = [
     "MoE",
@@ -16,6 +16,7 @@ __all__ = [
     "ACTIVATIONS",
     "RouterBase",
     "RouterTopK",
+    "GroupLimitedRouter",
     "RouterSinkhorn",
     "load_balancing_loss",
     "RouterBalance",

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from nxd_state import Group, active_group, all_to_all, all_to_all_v, records_graphs
+from nxd_state import Group, active_group, all_to_all, all_to_all_v, has_dynamic_shapes
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
@@ -53,12 +53,12 @@ def expert_parallel_forward(
 
     Raises:
         ValueError: the expert-parallel ranks do not divide the experts.
-        NotImplementedError: on XLA, or while torch compiles: where tokens go is not known then.
+        NotImplementedError: on XLA and Neuron devices, or while torch compiles: where tokens go is not known then.
     """
     group = active_group("ep")
     if num_experts % group.size:
         raise ValueError(f"{group.size} ranks do not divide num_experts={num_experts}; use an expert degree that does")
-    if records_graphs(hidden_states) or torch.compiler.is_compiling():
+    if not has_dynamic_shapes(hidden_states) or torch.compiler.is_compiling():
         raise NotImplementedError(
             "expert parallelism sends as many tokens as the routers decide, which a recorded graph cannot; use "
             "expert_parallel_size=1 there, where every expert is split over the tensor-parallel ranks"

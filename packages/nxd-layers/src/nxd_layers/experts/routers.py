@@ -117,6 +117,52 @@ class RouterTopK(RouterBase):
         return logits, affinities.to(hidden_states.dtype), index.detach()
 
 
+class GroupLimitedRouter(RouterBase):
+    """The `top_k` best experts of the best groups, whose choice a bias balances (DeepSeek-AI 2024, "DeepSeek-V3").
+
+    Experts are compared by their sigmoid plus the bias, groups by the sum of their two best; affinities are without it.
+
+    Args:
+        num_experts: as for `RouterBase`, like the others.
+        top_k: experts of each token.
+        hidden_size: of tokens.
+        n_group: groups of experts.
+        topk_group: groups of each token.
+        **options: of `RouterBase`, but `act_fn`.
+
+    Attributes:
+        e_score_correction_bias: `[experts]`, float32, a buffer; zeros at first.
+
+    Raises:
+        ValueError: groups do not divide the experts, have fewer than two, or are too few for `top_k` experts.
+    """
+
+    e_score_correction_bias: Tensor
+
+    def __init__(
+        self, num_experts: int, top_k: int, hidden_size: int, *, n_group: int, topk_group: int, **options: object
+    ) -> None:
+        if num_experts % n_group or num_experts < 2 * n_group:
+            raise ValueError(f"n_group={n_group} must divide num_experts={num_experts} into groups of two or more")
+        if not 0 < topk_group <= n_group or top_k > topk_group * (num_experts // n_group):
+            raise ValueError(f"topk_group={topk_group} of n_group={n_group} do not have top_k={top_k} experts")
+        super().__init__(num_experts, top_k, hidden_size, "sigmoid", **options)  # type: ignore[arg-type]
+        self.n_group, self.topk_group = n_group, topk_group
+        bias = torch.zeros(num_experts, device=self.linear_router.weight.device)
+        self.register_buffer("e_score_correction_bias", bias)
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """As `RouterBase.forward` says."""
+        logits = self.get_router_logits(hidden_states)
+        affinities = self.apply_activation_fn(logits).to(hidden_states.dtype)
+        with torch.no_grad():
+            scores = (affinities + self.e_score_correction_bias).unflatten(1, (self.n_group, -1))  # [tokens, groups, .]
+            groups = scores.topk(2, dim=-1).values.sum(dim=-1).topk(self.topk_group, dim=-1).indices
+            is_out = torch.ones_like(scores[..., 0], dtype=torch.bool).scatter(1, groups, False)
+            index = scores.masked_fill(is_out.unsqueeze(-1), 0.0).flatten(1).topk(self.top_k, dim=-1).indices
+        return logits, affinities, index
+
+
 class RouterSinkhorn(RouterBase):
     """One expert per token; in training, experts are chosen so that all get about as many tokens.
 
