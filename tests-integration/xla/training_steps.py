@@ -31,6 +31,7 @@ class Layout:
     sequence_parallel: bool = False
     zero1: bool = False
     accumulation: int = 1
+    cp: int = 1
 
 
 LAYOUTS = {
@@ -44,6 +45,9 @@ LAYOUTS = {
     "tp2-dp2-sp": (4, Layout(tp=2, sequence_parallel=True, accumulation=2)),
     "tp2-dp2-zero1": (4, Layout(tp=2, zero1=True)),
     "tp2-dp2-sp-zero1": (4, Layout(tp=2, sequence_parallel=True, zero1=True, accumulation=2)),
+    "cp2": (2, Layout(tp=1, cp=2)),
+    "cp4-zero1": (4, Layout(tp=1, cp=4, zero1=True)),
+    "tp2-cp2-sp": (4, Layout(tp=2, cp=2, sequence_parallel=True, accumulation=2)),
 }  # by name: how many ranks, and how they are used
 
 
@@ -91,7 +95,7 @@ class Trainee:
 
 def make_trainee(layout: Layout, make_model: Callable[[Layout], nn.Module]) -> Trainee:
     """On a mesh of its own."""
-    initialize_model_parallel(tensor_model_parallel_size=layout.tp)
+    initialize_model_parallel(tensor_model_parallel_size=layout.tp, context_parallel_size=layout.cp)
     torch.manual_seed(0)
     model = move_model_to_device(make_model(layout), get_device())
     optimizer = make_optimizer(model, layout)

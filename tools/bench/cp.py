@@ -6,8 +6,7 @@ Takes three minutes or so on two idle cores, and leaves nothing behind. Measured
 float32, of
 
 - each transport of `nxd_layers.context.context_parallel_attention`, one thread for each rank;
-- torch's experimental `context_parallel`, on the same ranks, where the installed torch has it: torch 2.13 has no rule
-  for the CPU's kernel, and the benchmark says so;
+- the ring attention of torch's experimental `context_parallel`, on the same ranks, over gloo;
 - one process with as many threads as there are ranks, and the whole sequence: nothing is sent.
 
 Variants take turns in each round; ratios are of medians. Our outputs are checked against those of one process.
@@ -20,6 +19,8 @@ import time
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
+from layer_bench.torch_ring import torch_ring_attention
 from nxd_layers.context import (
     AttentionPlan,
     MaskRule,
@@ -74,19 +75,17 @@ def time_alone(length: int, threads: int, rounds: int) -> float:
 def time_over_ranks(length: int, rounds: int) -> dict[str, float]:
     """The median seconds of a step of each variant on these ranks."""
     torch.set_num_threads(1)
-    world = torch.distributed.get_world_size()
+    world = dist.get_world_size()
     initialize_model_parallel(context_parallel_size=world)
     steps: dict[str, Step] = {transport: our_step(length, world, transport) for transport in TRANSPORTS}
-    torch_step = step_of_torch(length)
-    if torch_step is not None:
-        steps["torch's context_parallel"] = torch_step
+    steps["torch's ring"] = step_of_torch(length, world)
     found = medians(steps, rounds)
     destroy_model_parallel()
     return found
 
 
 def our_step(length: int, world: int, transport: Transport) -> Step:
-    """Attention of this rank's positions; its output is checked once."""
+    """Attention of this rank's positions; its output is checked."""
     rank, cut = get_group("cp").rank, SequenceCut(length, world)
     query, key, value, weight = whole_inputs(length)
     expected = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
@@ -103,32 +102,24 @@ def our_step(length: int, world: int, transport: Transport) -> Step:
     return step
 
 
-def step_of_torch(length: int) -> Step | None:
-    """Attention under torch's experimental `context_parallel`; None where it does not run."""
-    from torch.distributed.device_mesh import init_device_mesh  # noqa: PLC0415 - experimental
+def step_of_torch(length: int, world: int) -> Step:
+    """Causal attention by torch's ring; its output is checked.
 
-    try:
-        from torch.distributed.tensor.experimental import context_parallel  # noqa: PLC0415
-    except ImportError:
-        return None
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("cp",))
+    Its CPU kernel takes as many key heads as query heads, so that they are repeated, as torch's attention does.
+    """
+    rank, cut = dist.get_rank(), SequenceCut(length, world)
+    query, key, value, weight = whole_inputs(length)
+    expected = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+    leaves = [cut.part_of(it, rank, dim=2).requires_grad_() for it in (query, key, value)]
+    grad, wanted = (cut.part_of(it, rank, dim=2) for it in (weight, expected))
 
     def step() -> None:
-        # Heads are repeated, which its grouped ones need on CPUs.
-        tensors = whole_inputs(length)
-        repeats = (1, HEADS // KV_HEADS, HEADS // KV_HEADS, 1)
-        buffers = [it.repeat_interleave(n, 1).detach() for it, n in zip(tensors, repeats, strict=True)]
-        with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 4):
-            query, key, value = (it.detach().requires_grad_() for it in buffers[:3])  # this rank's parts by now
-            output = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-            output.backward(buffers[3])
+        query, key, value = leaves
+        key, value = (it.repeat_interleave(HEADS // KV_HEADS, 1) for it in (key, value))
+        output = torch_ring_attention(query, key, value)
+        output.backward(grad)
+        assert torch.allclose(output, wanted, rtol=TOLERANCE, atol=TOLERANCE)
 
-    try:
-        step()
-    except Exception as error:  # of an experimental feature
-        if torch.distributed.get_rank() == 0:
-            print(f"torch's context_parallel does not run: {str(error).splitlines()[0]}")
-        return None
     return step
 
 
@@ -145,12 +136,12 @@ def medians(steps: dict[str, Step], rounds: int) -> dict[str, float]:
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(rounds + 1):  # the first is to warm up
         for name, step in steps.items():
-            if torch.distributed.is_initialized():
-                torch.distributed.barrier()
+            if dist.is_initialized():
+                dist.barrier()
             begin = time.perf_counter()
             step()
-            if torch.distributed.is_initialized():
-                torch.distributed.barrier()
+            if dist.is_initialized():
+                dist.barrier()
             if turn:
                 seconds[name].append(time.perf_counter() - begin)
     return {name: statistics.median(values) for name, values in seconds.items()}

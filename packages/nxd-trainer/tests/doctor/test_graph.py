@@ -147,6 +147,10 @@ def test_loops_that_are_counted_once_are_named():
     [
         (["--graph", "", "parallel.pipeline_parallel_size=2"], "the graphs of pipelines are not looked at"),
         (["--graph", "", "parallel.tensor_parallel_size=2", "--ranks", "3"], "--ranks 3 must be a multiple of"),
+        (
+            ["--graph", "", "parallel.context_parallel_size=2", "--ranks", "3"],
+            "--ranks 3 must be a multiple of parallel.tensor_parallel_size=1 times parallel.context_parallel_size=2",
+        ),
         (["--graph", "", "--steps", "0"], "--steps 0 must be 1 or more"),
         (["--graph", "", "train.stepz=2"], "train.stepz"),
         (["--graph", "missing.py"], "there is no script missing.py"),
@@ -203,6 +207,20 @@ def test_step_of_a_recipe_is_one_graph_on_every_rank(text, tmp_path, capsys, ran
         groups = {(row["kind"], str(row["groups"])) for row in report["collectives"]}
         assert ("all-reduce", "[[0, 1], [2, 3]]") in groups  # tensor parallel
         assert ("all-reduce", "[[0, 2], [1, 3]]") in groups  # the replicas' gradients
+
+
+@pytest.mark.xla
+def test_step_of_cut_sequences_is_one_graph_that_exchanges_heads(text, capsys):
+    code = main(["doctor", "--graph", "", *text, *RECIPE, "parallel.context_parallel_size=2", "--ranks", "4", "--json"])
+
+    captured = capsys.readouterr()
+    assert code == 0, captured
+    report = json.loads(captured.out)
+    assert "TP 1 x CP 2 x DP 2" in report["title"]
+    assert report["ranks"] == "ranks 0 and 3 build the same graphs"
+    groups = {(row["kind"], str(row["groups"])) for row in report["collectives"]}
+    assert ("all-to-all", "[[0, 1], [2, 3]]") in groups  # heads for sequences
+    assert ("all-reduce", "[[0, 1, 2, 3]]") in groups  # gradients of replicas, which these ranks are
 
 
 @pytest.mark.xla

@@ -68,13 +68,22 @@ def test_contexts_are_tried_where_sequences_are_long_and_models_and_devices_can(
 
     assert contexts_of("h100", 32768) == {1, 2, 4}
     assert contexts_of("h100", 4096) == {1}
-    assert contexts_of("trn2", 32768) == {1}
-    asked = Degrees(1, 1, None, False, 1, "full", context_parallel_size=2)
-    [refused] = make_plan(Job(OwnLlama(long), find_device("trn2"), 2, 4096, 4, torch.float32), asked).rejected
-    assert "sequences are not cut on trn2" in refused.reason
+    assert contexts_of("trn2", 32768) == {1, 2, 4}
     shared = Job(OwnLlama(CONFIG), find_device("cpu"), 8, 20, 4, torch.float32)
     assert make_plan(shared, Degrees(4, 1, True, False, 1, "none", 2)).num_fitting == 1  # 20 positions filled up to 32
     assert "CP 4 x DP 1" in str(Layout(1, 1, 1, False, False, 1, 4, "none", 4))
+
+
+def test_contexts_on_xla_need_heads_that_split_and_one_stage():
+    def rejections(heads, degrees):
+        config = replace(CONFIG, hidden_size=8 * heads, num_attention_heads=heads, num_key_value_heads=heads)
+        return [it.reason for it in make_plan(Job(OwnLlama(config), find_device("trn2"), 4, 16, 4), degrees).rejected]
+
+    cut = Degrees(1, 1, False, True, 1, "none", context_parallel_size=4)
+    assert rejections(4, cut) == []
+    assert "cannot split 6 query heads and 6 key heads" in rejections(6, cut)[0]
+    staged = Degrees(1, 2, False, True, 1, "none", context_parallel_size=2)
+    assert "pipeline stages do not cut sequences on trn2" in rejections(4, staged)[0]
 
 
 def test_every_feasible_combination_of_degrees_is_among_the_layouts(plan_of_four):

@@ -59,10 +59,14 @@ def context_parallel_attention(
     Raises:
         ValueError: sizes do not fit the plan, `dropout` is outside [0, 1), heads cannot be split over the ranks for
             "all_to_all", or there is no such transport.
-        NotImplementedError: on XLA, or while torch compiles.
+        NotImplementedError: while torch compiles; on XLA, where one graph serves all ranks, with dropout, with pipeline
+            stages, or with another transport than "all_to_all".
     """
     group = active_group("cp")
     _check(query, key, value, plan, group, transport)
+    if records_graphs(query):
+        _check_recorded(query, key, group, transport, dropout)
+        transport = "all_to_all"
     transport = transport if transport is not None else cheapest_transport(query, key, value, plan)
     scores = Scores(query.shape[-1] ** -0.5 if scale is None else scale, softcap)
     drawn = draw_dropout(dropout, query.shape[1], query.device)
@@ -119,11 +123,25 @@ def _check(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, group
             f"transport='all_to_all' cannot split {query.shape[1]} query heads and {key.shape[1]} key heads over "
             f"{group.size} ranks; use 'ring' or 'all_gather', or a context-parallel size that divides the heads"
         )
-    if records_graphs(query) or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
         raise NotImplementedError(
-            "context parallelism computes other blocks on each rank, which one recorded graph for all cannot; use "
-            "context_parallel_size=1 there, with sequence_parallel=True for long sequences"
+            "context parallelism is not compiled by torch.compile; use context_parallel_size=1 there, with "
+            "sequence_parallel=True for long sequences"
         )
+
+
+def _check_recorded(query: Tensor, key: Tensor, group: Group, transport: str | None, dropout: float) -> None:
+    """One graph serves all ranks: with whole sequences all compute the same blocks, else each has its own."""
+    if transport not in (None, "all_to_all") or not splits_heads(query.shape[1], key.shape[1], group.size):
+        raise NotImplementedError(
+            f"transport={transport!r} with {query.shape[1]} query heads and {key.shape[1]} key heads: on XLA sequences "
+            f"that are cut over {group.size} ranks are put together for some heads by 'all_to_all'; use it, with a "
+            "context-parallel size that divides the query heads, and divides the key heads or is a multiple of them"
+        )
+    if active_group("pp").size > 1:
+        raise NotImplementedError("pipeline stages do not cut sequences on XLA; use pipeline_parallel_size=1 there")
+    if dropout:
+        raise NotImplementedError(f"dropout={dropout} of cut sequences draws a seed in each step; use 0 on XLA")
 
 
 class _Attention(Function):
@@ -160,7 +178,7 @@ class _Attention(Function):
                 )
                 _merge(total[:, :, rows], log_sum[:, :, rows], part, part_sum)
         if sinks is not None:
-            with_sinks = torch.logaddexp(log_sum, sinks.to(dtype)[:, None])
+            with_sinks = _log_added(log_sum, sinks.to(dtype)[:, None])
             total *= (log_sum - with_sinks).exp().unsqueeze(-1)
             log_sum = with_sinks
         log_sum.masked_fill_(log_sum == -torch.inf, 0.0)
@@ -252,7 +270,12 @@ class _OwnBlocks:
 
 def _merge(total: Tensor, log_sum: Tensor, part: Tensor, part_sum: Tensor) -> None:
     """Weigh a block's output against what there is, in place."""
-    both = torch.logaddexp(log_sum, part_sum)
+    both = _log_added(log_sum, part_sum)
     known = both.masked_fill(both == -torch.inf, 0.0)
     total.mul_((log_sum - known).exp().unsqueeze(-1)).add_(part * (part_sum - known).exp().unsqueeze(-1))
     log_sum.copy_(both)
+
+
+def _log_added(one: Tensor, other: Tensor) -> Tensor:
+    """`torch.logaddexp`, which torch-xla does not lower."""
+    return torch.stack(torch.broadcast_tensors(one, other)).logsumexp(dim=0)

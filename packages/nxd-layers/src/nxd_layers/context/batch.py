@@ -20,13 +20,14 @@ def own_part(whole: Tensor, multiple: int = 1, fill: int = 0, document_ids: Tens
         fill: the value at positions that are filled up.
         document_ids: `[batch or 1, seq]`, the document of each token, where several are packed.
     """
-    return _cut_of(whole, multiple, document_ids).part_of(whole, active_group("cp").rank, fill=fill)
+    rank = active_group("cp").rank_tensor(whole)
+    return _cut_of(whole, multiple, document_ids).part_of(whole, rank, fill=fill)
 
 
 @leaf_of_traces
 def own_positions(whole: Tensor, multiple: int = 1, document_ids: Tensor | None = None) -> Tensor:
     """Where the tokens of this rank stand in the sequence, for `[batch, seq, ...]`: `[local]`, int64."""
-    return _cut_of(whole, multiple, document_ids).positions_of(active_group("cp").rank).to(whole.device)
+    return _cut_of(whole, multiple, document_ids).positions_of(active_group("cp").rank_tensor(whole))
 
 
 def whole_sequence(part: Tensor, cut: SequenceCut, *, dim: int = 1) -> Tensor:

@@ -77,6 +77,11 @@ class SequenceCut:
         """The rank that has a chunk."""
         return self._owners[chunk]
 
+    def _chunks_at(self, rank: Tensor) -> Tensor:
+        """`chunks_of` where the rank is data."""
+        of_ranks = torch.tensor([self.chunks_of(number) for number in range(self.size)], device=rank.device)
+        return of_ranks.index_select(0, rank.view(1)).squeeze(0)
+
     @cached_property
     def _owners(self) -> tuple[int, ...]:
         if self.order == "zigzag":
@@ -85,17 +90,22 @@ class SequenceCut:
             return tuple(chunk // 2 for chunk in range(2 * self.size))
         return self.order
 
-    def positions_of(self, rank: int) -> Tensor:
-        """A rank's positions in the whole sequence, ascending: `[local]`, int64. Those from `length` on are filling."""
-        starts = torch.tensor(self.chunks_of(rank)).unsqueeze(1) * self.chunk_length
-        return (starts + torch.arange(self.chunk_length)).flatten()
+    def positions_of(self, rank: int | Tensor) -> Tensor:
+        """A rank's positions in the whole sequence, ascending: `[local]`, int64. Those from `length` on are filling.
 
-    def part_of(self, whole: Tensor, rank: int, *, dim: int = 1, fill: float = 0) -> Tensor:
+        Args:
+            rank: in the context-parallel group; of `Group.rank_tensor`, 0-d, where ranks are to record one graph.
+        """
+        chunks = torch.tensor(self.chunks_of(rank)) if isinstance(rank, int) else self._chunks_at(rank)
+        starts = chunks.unsqueeze(1) * self.chunk_length
+        return (starts + torch.arange(self.chunk_length, device=starts.device)).flatten()
+
+    def part_of(self, whole: Tensor, rank: int | Tensor, *, dim: int = 1, fill: float = 0) -> Tensor:
         """A rank's part of a tensor.
 
         Args:
             whole: `[..., length, ...]`.
-            rank: in the context-parallel group.
+            rank: as for `positions_of`.
             dim: of the sequence.
             fill: the value at the positions that are filled up.
 
@@ -112,8 +122,12 @@ class SequenceCut:
                 f"sequence has {self.length}"
             )
         padding = (0, 0) * (whole.dim() - 1 - dim) + (0, self.filled_length - self.length)
-        chunks = F.pad(whole, padding, value=fill).split(self.chunk_length, dim)
-        return torch.cat([chunks[number] for number in self.chunks_of(rank)], dim)
+        filled = F.pad(whole, padding, value=fill)
+        if isinstance(rank, int):
+            chunks = filled.split(self.chunk_length, dim)
+            return torch.cat([chunks[number] for number in self.chunks_of(rank)], dim)
+        of_rank = filled.unflatten(dim, (self.num_chunks, self.chunk_length)).index_select(dim, self._chunks_at(rank))
+        return of_rank.flatten(dim, dim + 1)
 
     def whole_of(self, parts: Tensor, *, dim: int = 1) -> Tensor:
         """The inverse of `part_of`: the sequence, without its filling.

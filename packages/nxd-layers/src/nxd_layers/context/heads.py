@@ -40,7 +40,9 @@ def exchange_heads(
     keys_and_values = torch.cat([key, value], dim=-1).repeat_interleave(copies, dim=_HEADS)
     whole = _to_heads(keys_and_values, cut, group)
     whole_key, whole_value = whole.split([key.shape[-1], value.shape[-1]], dim=-1)
-    own_sinks = None if sinks is None else sinks.chunk(group.size)[group.rank]
+    own_sinks = None
+    if sinks is not None:
+        own_sinks = sinks.view(group.size, -1).index_select(0, group.rank_tensor(sinks).view(1)).squeeze(0)
     return _to_heads(query, cut, group), whole_key, whole_value, own_sinks
 
 

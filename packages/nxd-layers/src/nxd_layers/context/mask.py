@@ -8,6 +8,7 @@ is known without making it.
 from dataclasses import dataclass, replace
 
 import torch
+from nxd_state import records_graphs
 from torch import Tensor
 from torch.utils._pytree import register_dataclass
 
@@ -78,15 +79,26 @@ def interval_mask(
         rule: within each document.
         document_ids: integer `[batch or 1, seq]`, the number of each token's document, whose tokens are neighbours.
         padding_mask: bool or integer `[batch, seq]`, true for tokens, which are neighbours: no query looks at padding.
-        device: of the mask; that of the other tensors if there are any.
+        device: of the mask; that of the other tensors if there are any. Without them the mask for a device that records
+            graphs is on the CPU, as it is the same in all steps.
 
     Raises:
         ValueError: both are given, or there is padding between tokens, or a document begins a second time.
+        NotImplementedError: one is given on a device that records graphs.
     """
     if document_ids is not None and padding_mask is not None:
         raise ValueError("document_ids and padding_mask are both given; give padding a document of its own")
     given = document_ids if document_ids is not None else padding_mask
-    position = torch.arange(length, device=device if given is None else given.device).unsqueeze(0)
+    if given is not None:
+        device = given.device
+        if records_graphs(device):
+            raise NotImplementedError(
+                "packed documents and padding of cut sequences are read while a step is recorded, which XLA cannot do; "
+                "give whole rows of tokens there, or use context_parallel_size=1"
+            )
+    elif device is not None and records_graphs(device):
+        device = "cpu"
+    position = torch.arange(length, device=device).unsqueeze(0)
     begin, end = torch.zeros_like(position), torch.full_like(position, length - 1)
     if document_ids is not None:
         begin, end = _document_borders(document_ids)

@@ -134,14 +134,13 @@ class ContextDoor:
 
     def _cut_inputs(self, given: Mapping[str, Any], forward: ContextForward) -> dict[str, Any]:
         """This rank's part of ids, positions and mask, by name."""
-        rank = active_group("cp").rank
         changed: dict[str, Any] = {}
         for name, fill in _CUT.items():
             if given.get(name) is not None:
-                changed[name] = forward.cut.part_of(given[name], rank, fill=fill)
+                changed[name] = forward.cut.part_of(given[name], _rank(given[name]), fill=fill)
         tokens = next(iter(changed.values()))
         if "position_ids" in self._signature.parameters:
-            changed["position_ids"] = forward.cut.part_of(forward.position_ids, rank)
+            changed["position_ids"] = forward.cut.part_of(forward.position_ids, _rank(forward.position_ids))
         # Of ones, so that the model does not look for documents in the positions.
         changed["attention_mask"] = torch.ones(tokens.shape[:2], dtype=torch.int64, device=tokens.device)
         return changed
@@ -193,7 +192,7 @@ class ContextDoor:
         if labels is None and given.get("labels") is not None:
             labels = F.pad(given["labels"][:, 1:], (0, 1), value=IGNORED_LABEL)
         if labels is not None:
-            labels = cut.part_of(labels, active_group("cp").rank, fill=IGNORED_LABEL)
+            labels = cut.part_of(labels, _rank(labels), fill=IGNORED_LABEL)
         return ContextForward(cut, positions, document_ids, padding, labels, self._transport)
 
     def _cut_of(self, tokens: Tensor, document_ids: Tensor | None) -> SequenceCut:
@@ -249,3 +248,8 @@ def _give_own_config(model: Any) -> None:
     for module in model.modules():
         if getattr(module, "config", None) is shared:
             module.config = own
+
+
+def _rank(like: Tensor) -> Tensor:
+    """In the context-parallel group, as data."""
+    return active_group("cp").rank_tensor(like)

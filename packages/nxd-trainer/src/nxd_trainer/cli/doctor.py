@@ -109,20 +109,21 @@ def _look_at_recipe(options: argparse.Namespace) -> "GraphReport":
             "expert parallelism sends as many tokens as the routers decide, which a recorded graph cannot; set "
             "parallel.expert_parallel_size=1"
         )
-    if recipe.parallel.context_parallel_size > 1:
-        raise ValueError(
-            "context parallelism computes other blocks on each rank, which one recorded graph for all cannot; set "
-            "parallel.context_parallel_size=1"
-        )
-    world_size = tensor_parallel if options.ranks is None else options.ranks
-    if world_size < 1 or world_size % tensor_parallel:
-        raise ValueError(f"--ranks {world_size} must be a multiple of parallel.tensor_parallel_size={tensor_parallel}")
+    context_parallel = recipe.parallel.context_parallel_size
+    of_a_replica = tensor_parallel * context_parallel
+    world_size = of_a_replica if options.ranks is None else options.ranks
+    if world_size < 1 or world_size % of_a_replica:
+        degrees = f"parallel.tensor_parallel_size={tensor_parallel}"
+        if context_parallel > 1:
+            degrees += f" times parallel.context_parallel_size={context_parallel}"
+        raise ValueError(f"--ranks {world_size} must be a multiple of {degrees}")
     if options.steps < 1:
         raise ValueError(f"--steps {options.steps} must be 1 or more; 3 show whether a graph comes again")
-    replicas = world_size // tensor_parallel
+    replicas = world_size // of_a_replica
     check_layout(recipe, replicas)
     ranks = sorted({0, world_size - 1})
     recorded = record_recipe(recipe, ranks=ranks, world_size=world_size, num_steps=options.steps)
     which = "one rank, as it ran" if world_size == 1 else f"ranks {ranks[0]} and {ranks[-1]}, recorded without running"
-    title = f"{options.graph or 'the default recipe'}: TP {tensor_parallel} x DP {replicas}; {which}"
+    context = f" x CP {context_parallel}" if context_parallel > 1 else ""
+    title = f"{options.graph or 'the default recipe'}: TP {tensor_parallel}{context} x DP {replicas}; {which}"
     return analyse(title, recorded, world_size=world_size)

@@ -14,7 +14,7 @@ from nxd_trainer.recipe.checks import divisors
 
 MICROBATCH_SIZES = (1, 2, 4, 8)
 CHECKPOINTING = ("none", "full")
-ON_XLA = ("trn1", "trn2", "inf2")  # which has one graph for all ranks, so no rank can compute other blocks
+ON_XLA = ("trn1", "trn2", "inf2")  # which has one graph for all ranks, so no rank can compute other blocks or tokens
 SHORTEST_CONTEXT = 8192  # positions of a rank below which cutting sequences is not tried by itself
 
 
@@ -198,26 +198,11 @@ def tensor_parallel_sizes(job: Job, fixed: Degrees) -> list[int]:
 
 
 def context_parallel_sizes(job: Job, fixed: Degrees, tensor_parallel_size: int) -> list[int]:
-    """The degrees to try: divisors of the ranks that are left, as long as each rank's part is long; 1 on XLA."""
+    """The degrees to try: divisors of the ranks that are left, as long as each rank's part is long."""
     if fixed.context_parallel_size is not None:
         return [fixed.context_parallel_size]
-    if job.device.name in ON_XLA:
-        return [1]
     sizes = divisors(max(1, job.num_devices // tensor_parallel_size))
     return [size for size in sizes if size == 1 or job.sequence_length // size >= SHORTEST_CONTEXT]
-
-
-def check_context(job: Job) -> None:
-    """Refuse to cut sequences where that cannot be.
-
-    Raises:
-        ValueError: the model or the device does not do it.
-    """
-    if job.device.name in ON_XLA:
-        raise ValueError(
-            f"sequences are not cut on {job.device.name}, whose ranks all have one graph; use context_parallel_size=1"
-        )
-    job.model.check_context()
 
 
 def pipeline_parallel_sizes(
@@ -281,6 +266,9 @@ def layouts_on(job: Job, fixed: Degrees, mesh: Mesh, choices: Sequence[bool]) ->
     """
     what = f"TP {mesh.tp} x PP {mesh.pp} x {f'CP {mesh.cp} x ' if mesh.cp > 1 else ''}DP {mesh.dp}"
     what += f", EP {mesh.ep}" if mesh.splits_experts else ""
+    if mesh.cp > 1 and mesh.pp > 1 and job.device.name in ON_XLA:
+        yield Rejected(what, f"pipeline stages do not cut sequences on {job.device.name}; use one of the two")
+        return
     if job.global_batch_size % mesh.dp:
         below = job.global_batch_size // mesh.dp * mesh.dp
         use = f"{below} or {below + mesh.dp}" if below else str(mesh.dp)

@@ -11,12 +11,12 @@ from nxd_state import Mesh
 
 from nxd_trainer.plan.expert_degrees import expert_degrees
 from nxd_trainer.plan.layout import (
+    ON_XLA,
     Degrees,
     ExpertDegrees,
     Job,
     Layout,
     Rejected,
-    check_context,
     context_parallel_sizes,
     layouts_on,
     local_length,
@@ -31,6 +31,7 @@ from nxd_trainer.plan.stages import StageParts, StagePlanner
 from nxd_trainer.plan.step_time import (
     Communication,
     StepTime,
+    check_heads,
     communication,
     pipeline_seconds,
     planned_schedule,
@@ -156,7 +157,7 @@ def _try_sizes(search: _Search, planner: StagePlanner, size: int, context_size: 
     job = search.job
     if context_size > 1:
         try:
-            check_context(job)
+            job.model.check_context()
         except ValueError as error:
             search.rejected.append(Rejected(f"CP {context_size}", str(error)))
             return
@@ -206,6 +207,12 @@ def _try_layout(search: _Search, layout: Layout, mesh: Mesh, stages: list[StageP
         checkpointing=layout.checkpointing,
         microbatch_size=layout.microbatch_size,
     )
+    if layout.context_parallel_size > 1 and job.device.name in ON_XLA:
+        try:
+            check_heads(profile, layout.context_parallel_size)
+        except ValueError as error:
+            search.rejected.append(Rejected(str(layout), str(error)))
+            return
     memories = rank_memories(layout, stages, profile, schedule, job.dtype.itemsize)
     most = max(memories, key=lambda memory: memory.peak)
     if most.peak > job.device.memory_bytes * USABLE_MEMORY:

@@ -13,7 +13,7 @@ from nxd_pipeline import Costs, Schedule, StageCost, make_schedule, simulate
 from nxd_state import Mesh
 
 from nxd_trainer.plan.devices import Device
-from nxd_trainer.plan.layout import Job, Layout
+from nxd_trainer.plan.layout import ON_XLA, Job, Layout
 from nxd_trainer.plan.memory import FLOAT32_BYTES, MOMENTS, RankMemory
 from nxd_trainer.plan.operations import Operation
 from nxd_trainer.plan.profile import Part, Pass, Profile
@@ -97,7 +97,7 @@ def stage_times(job: Job, mesh: Mesh, stages: Sequence[StageParts], profile: Pro
     def seconds(work: Pass) -> float:
         # An operation is for the keys of this rank; its queries look at those of all ranks, of which half are before.
         computing = sum(max(_over_contexts(it, mesh.cp) / flops, it.bytes / memory) for it in work.operations)
-        exchanged = [context_bytes(it, mesh.cp) for it in work.operations]
+        exchanged = [context_bytes(it, mesh.cp, needs_heads=job.device.name in ON_XLA) for it in work.operations]
         sending = sum(LATENCY + sent / link for sent in work.messages if sent)
         sending += sum(LATENCY + sent / expert_link for sent in work.to_experts if sent)
         return computing + sending + sum(LATENCY + sent / context_link for sent in exchanged if sent)
@@ -124,13 +124,34 @@ def _over_contexts(operation: Operation, context_parallel_size: int) -> int:
     return operation.flops * (context_parallel_size if operation.keys else 1)
 
 
-def context_bytes(operation: Operation, context_parallel_size: int) -> int:
-    """What a context-parallel rank sends for an attention, by the transport that sends least in forward."""
+def check_heads(profile: Profile, context_parallel_size: int) -> None:
+    """Refuse attention that XLA cannot compute of cut sequences: by whole sequences of some heads only.
+
+    Raises:
+        ValueError: the heads of a layer cannot be split.
+    """
+    for operation in (it for layer in profile.layers for it in layer.forward.operations if it.keys):
+        num_heads, num_key_heads = operation.heads
+        if not splits_heads(num_heads, num_key_heads, context_parallel_size):
+            raise ValueError(
+                f"context_parallel_size={context_parallel_size} cannot split {num_heads} query heads and "
+                f"{num_key_heads} key heads of a tensor-parallel rank, as this device needs"
+            )
+
+
+def context_bytes(operation: Operation, context_parallel_size: int, *, needs_heads: bool = False) -> int:
+    """What a context-parallel rank sends for an attention, by the transport that sends least in forward.
+
+    Args:
+        operation: the attention.
+        context_parallel_size: ranks.
+        needs_heads: only whole sequences of some heads will do.
+    """
     others, (num_heads, num_key_heads) = context_parallel_size - 1, operation.heads
     if num_heads and splits_heads(num_heads, num_key_heads, context_parallel_size):
         copies = max(1, context_parallel_size // num_key_heads)
         by_heads = (operation.queries + operation.keys * copies) * others // context_parallel_size
-        if by_heads < operation.keys * others:
+        if needs_heads or by_heads < operation.keys * others:
             return by_heads
     return (operation.keys + operation.key_gradients) * others
 
@@ -205,7 +226,10 @@ def communication(
                 _of_passes(
                     stages[stage],
                     profile,
-                    lambda it: (context_bytes(one, layout.context_parallel_size) for one in it.operations),
+                    lambda it: (
+                        context_bytes(one, layout.context_parallel_size, needs_heads=job.device.name in ON_XLA)
+                        for one in it.operations
+                    ),
                 )
                 for stage in own
             )
