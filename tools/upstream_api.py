@@ -29,18 +29,7 @@ VALUE = "value"  # what has no signature: constants, enumerations, submodules
 # Why a name is not here, by the longest prefix that fits.
 REASONS = {
     "": "nothing needs it here; tell us if you do",
-    "parallel_layers.mappings": "comes with expert parallelism",
     "parallel_layers.parallel_state.PP_GROUP_PG_GLOO": "a variable; `get_pp_gloo_group()` gives the group",
-    "parallel_layers.parallel_state": "ranks are arranged by `initialize_model_parallel`",
-    "inference": "inference models are not part of these packages",
-    "kernels": "a kernel for the device's own compiler",
-    "modules.moe": "feeds kernels of the old runtime, or is not done yet; the layers are in modules.moe",
-    "modules.attention": "a module of its inference models",
-    "modules.custom_calls": "a kernel for the device's own compiler",
-    "quantization.microscaling": "a packing for the device's matrix engine",
-    "scripts": "a script for one cluster",
-    "trace.hlo_utils": "works on HLO, which compilers here do not take",
-    "utils.medusa_utils": "a part of its inference models",
 }
 
 # Orders of positional arguments that our functions take as well, as their docstrings say.

@@ -106,6 +106,73 @@ def test_every_architecture_on_two_stages_equals_one_process(run_ranks):
             torch.testing.assert_close(output.logits, expected_logits, msg=name, **EXACT)
 
 
+class RoutedBlock(torch.nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.router = torch.nn.Linear(config.hidden_size, config.num_local_experts)
+        self.out = torch.nn.Linear(config.num_local_experts, config.hidden_size)
+
+    def forward(self, hidden, earlier_logits):
+        logits = self.router(hidden)
+        hidden = hidden + self.out(logits.softmax(-1))
+        return hidden, logits if earlier_logits is None else torch.cat([earlier_logits, logits])
+
+
+class HandsOnRouterLogits(transformers.PreTrainedModel):
+    """A mixture with code of its own, as that of an old transformers: each layer takes the logits of those before."""
+
+    config_class = transformers.MixtralConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.embed = torch.nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = torch.nn.ModuleList([RoutedBlock(config) for _ in range(config.num_hidden_layers)])
+        self.head = torch.nn.Linear(config.hidden_size, config.vocab_size)
+
+    def forward(self, input_ids, labels=None):
+        hidden, router_logits = self.embed(input_ids), None
+        for layer in self.layers:
+            hidden, router_logits = layer(hidden, router_logits)
+        logits = self.head(hidden)
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        loss = loss + 0.1 * router_logits.square().mean()
+        return transformers.modeling_outputs.MoeCausalLMOutputWithPast(
+            loss=loss, logits=logits, router_logits=router_logits
+        )
+
+
+def make_hands_on():
+    torch.manual_seed(0)
+    return HandsOnRouterLogits(transformers.MixtralConfig(**MODELS["mixtral"][2])).double()
+
+
+def test_model_whose_layers_hand_router_logits_on_equals_one_process(run_ranks):
+    batch = {name: make_batch("mixtral")[name] for name in ("input_ids", "labels")}
+
+    def train():
+        initialize_model_parallel(pipeline_model_parallel_size=2)
+        pipeline = NxDPPModel(
+            make_hands_on(),
+            transformer_layer_cls=RoutedBlock,
+            num_microbatches=2,
+            output_loss_value_spec=(True, False, False),
+            input_names=["input_ids", "labels"],
+            auto_partition=True,
+        )
+        loss = pipeline.run_train(**batch)
+        return loss, {path: it.grad for path, it in pipeline.local_named_parameters()}
+
+    (_, first), (loss, last) = run_ranks(train, 2)
+
+    model = make_hands_on()
+    losses = [model(**part).loss for part in halves(batch)]
+    (sum(losses) / 2).backward()
+    torch.testing.assert_close(loss, sum(losses).detach() / 2, **EXACT)
+    assert len(first) < len(first | last) == len(dict(model.named_parameters()))
+    for path, gradient in (first | last).items():
+        torch.testing.assert_close(gradient, model.get_parameter(path).grad, msg=path, **EXACT)
+
+
 @pytest.mark.parametrize("name", ["gemma2", "mixtral"])
 def test_loss_spec_of_a_tuple_checkpointing_and_virtual_stages_equal_one_process(run_ranks, name):
     def train():

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from nxd_state import get_device, initialize_model_parallel
+from nxd_layers.experts import ExpertMLPs, MoE, RouterTopK
+from nxd_state import get_device, get_group, initialize_model_parallel
 from nxd_state.testing import LogicalPiece, assemble_logical, logical_pieces, run_on_neuron, run_torchrun
 from nxd_state.testing.neuron_device import register_neuron_compiler
 from nxd_trainer.generate import generate
@@ -20,6 +21,7 @@ from nxd_trainer.training import StopRequest, prepare_run, run_training
 pytestmark = pytest.mark.skipif(torch.__version__ < "2.13", reason="the stand-in needs torch 2.13")
 TP2, PP2 = "parallel.tensor_parallel_size=2", "parallel.pipeline_parallel_size=2"
 SP, ZERO1 = "parallel.sequence_parallel=true", "parallel.zero1=true"
+CP2 = "parallel.context_parallel_size=2"
 LAYOUTS = {
     "one": (1, []),
     "tp2": (2, [TP2]),
@@ -32,6 +34,8 @@ LAYOUTS = {
     "tp2-bfloat16": (2, [TP2, "train.dtype=bfloat16"]),
     "tp2-autocast": (2, [TP2, "train.autocast=bfloat16"]),
     "pp2-accumulating": (2, [PP2, "train.gradient_accumulation_steps=2"]),
+    "cp2": (2, [CP2]),
+    "cp2-tp2-sp-zero1": (4, [CP2, TP2, SP, ZERO1]),
 }
 STAND_IN = "from nxd_state.testing import register_neuron_ranks\n\nregister_neuron_ranks()\n"
 
@@ -73,7 +77,13 @@ def settings(text_folder, tmp_path) -> list[str]:
 def run(settings: list[str]) -> tuple[float, list[LogicalPiece], set[str]]:
     """A run on one rank: its last loss, its part of the weights, and the types of devices that hold it."""
     recipe = load_recipe(None, settings)
-    initialize_model_parallel(recipe.parallel.tensor_parallel_size, recipe.parallel.pipeline_parallel_size)
+    degrees = recipe.parallel
+    initialize_model_parallel(
+        degrees.tensor_parallel_size,
+        degrees.pipeline_parallel_size,
+        degrees.expert_parallel_size,
+        context_parallel_size=degrees.context_parallel_size,
+    )
     state, resumed = prepare_run(recipe)
     with StopRequest() as stop:
         result = run_training(state, resumed, stop)
@@ -100,6 +110,22 @@ def test_run_on_neuron_at_a_layout_equals_the_run_on_the_cpu(layout, run_ranks, 
 
     assert [devices for _, _, devices in on_neuron] == [{"neuron"}] * world
     check_equal(on_neuron, on_cpu, dtype_rounds="bfloat16" in str(more))
+
+
+def mixture() -> list[torch.Tensor]:
+    """Output and gradients of a mixture of experts on one of two ranks, which have other tokens."""
+    initialize_model_parallel(1, 1, 2)
+    torch.manual_seed(0)
+    layer = MoE(RouterTopK(4, 2, 8), ExpertMLPs(4, 2, 8, 6)).to(get_device())
+    tokens = torch.randn(2, 3, 1, 8).to(get_device())[get_group("ep").rank].requires_grad_()
+    (output,) = layer(tokens)
+    output.pow(2).sum().backward()
+    return [it.detach().cpu() for it in (output, tokens.grad, *(p.grad for p in layer.parameters()))]
+
+
+def test_experts_split_over_ranks_compute_on_neuron_as_on_the_cpu(run_ranks):
+    for found, expected in zip(run_on_neuron(mixture, 2), run_ranks(mixture, 2), strict=True):
+        torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.slow

@@ -2,10 +2,16 @@
 
 import pytest
 import torch
-from nxd_layers import gather_from_sequence_parallel_region, scatter_to_sequence_parallel_region
+from nxd_layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    gather_from_sequence_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
 from nxd_layers.experts import (
     BalanceConfig,
     ExpertMLPs,
+    GroupLimitedRouter,
     MoE,
     RouterBalance,
     RouterLayer,
@@ -14,6 +20,7 @@ from nxd_layers.experts import (
     load_balancing_loss,
 )
 from nxd_state import all_reduce, destroy_model_parallel, get_group, get_shard_spec, initialize_model_parallel
+from torch import nn
 from torch.nn import functional as F
 
 EXPERTS, TOP_K, HIDDEN, INNER = 4, 2, 8, 12
@@ -28,7 +35,13 @@ LAYOUTS = {  # ranks, tp, ep, etp
 }
 
 
-def make_layer(*, sequence_parallel=False, glu=True, capacity_factor=None, normalize=True):
+def bounded_glu(gate, up):
+    return gate.clamp(max=0.2) * torch.sigmoid(1.7 * gate) * (up + 1.0)
+
+
+def make_layer(
+    *, sequence_parallel=False, glu=True, capacity_factor=None, normalize=True, shared=False, activation=None
+):
     torch.manual_seed(3)
     router = RouterTopK(EXPERTS, TOP_K, HIDDEN, sequence_parallel_enabled=sequence_parallel, dtype=torch.float64)
     mlps = ExpertMLPs(
@@ -39,12 +52,22 @@ def make_layer(*, sequence_parallel=False, glu=True, capacity_factor=None, norma
         glu_mlp=glu,
         capacity_factor=capacity_factor,
         normalize_top_k_affinities=normalize,
+        gated_activation=activation,
         dtype=torch.float64,
     )
-    return MoE(router, mlps, sequence_parallel_enabled=sequence_parallel, return_router_logits=True)
+    into = ColumnParallelLinear(HIDDEN, 10, bias=False, gather_output=False, dtype=torch.float64)
+    out = RowParallelLinear(10, HIDDEN, bias=False, input_is_parallel=True, dtype=torch.float64)
+    shared_experts = nn.Sequential(into, nn.Tanh(), out) if shared else None
+    return MoE(
+        router,
+        mlps,
+        shared_experts=shared_experts,
+        sequence_parallel_enabled=sequence_parallel,
+        return_router_logits=True,
+    )
 
 
-def by_hand(hidden, weights, *, glu, capacity_factor, normalize):
+def by_hand(hidden, weights, *, glu, capacity_factor, normalize, shared=False, activation=None):
     """Token by token: outputs, and logits."""
     logits = hidden.reshape(-1, HIDDEN) @ weights["router.linear_router.weight"].t()
     affinities = logits.softmax(-1)
@@ -64,10 +87,13 @@ def by_hand(hidden, weights, *, glu, capacity_factor, normalize):
         for it in taken:
             if glu:
                 gate, up = (token @ weights["expert_mlps.mlp_op.gate_up_proj.weight"][it]).chunk(2)
-                inner = F.silu(gate) * up
+                inner = activation(gate, up) if activation else F.silu(gate) * up
             else:
                 inner = F.silu(token @ weights["expert_mlps.mlp_op.up_proj.weight"][it])
             output = output + affinity[it] / total * (inner @ weights["expert_mlps.mlp_op.down_proj.weight"][it])
+        if shared:
+            inner = torch.tanh(weights["shared_experts.0.weight"] @ token)
+            output = output + weights["shared_experts.2.weight"] @ inner
         outputs.append(output)
     return torch.stack(outputs).view(hidden.shape), logits
 
@@ -83,8 +109,10 @@ def loss_of(output, logits):
         {"glu": False, "normalize": False},
         {"capacity_factor": 0.75},
         {"sequence_parallel": True},
+        {"sequence_parallel": True, "shared": True},
+        {"shared": True, "activation": bounded_glu},
     ],
-    ids=["gated", "plain", "capacity", "split sequence"],
+    ids=["gated", "plain", "capacity", "split sequence", "shared, split sequence", "shared, other activation"],
 )
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layer_computes_what_a_loop_over_tokens_does(run_ranks, layout, options):
@@ -182,6 +210,26 @@ def test_sinkhorn_router_gives_experts_more_equal_numbers_of_tokens_in_training(
     assert plain[0] > 100
     assert trained.max() < 60
     assert trained.min() > 10
+
+
+def test_group_limited_router_takes_the_best_experts_of_the_best_groups():
+    torch.manual_seed(0)
+    router = GroupLimitedRouter(8, 2, HIDDEN, n_group=4, topk_group=2, dtype=torch.float64)
+    router.e_score_correction_bias.copy_(torch.linspace(-0.3, 0.3, 8))
+    tokens = torch.randn(5, 3, HIDDEN, dtype=torch.float64)
+
+    logits, affinities, index = router(tokens)
+
+    scores = logits.sigmoid() + router.e_score_correction_bias
+    for token, chosen in zip(scores.tolist(), index.tolist(), strict=True):
+        groups = sorted(range(4), key=lambda group: -sum(token[2 * group : 2 * group + 2]))[:2]
+        allowed = [expert for group in groups for expert in (2 * group, 2 * group + 1)]
+        assert chosen == sorted(allowed, key=lambda expert: -token[expert])[:2]
+    torch.testing.assert_close(affinities, logits.sigmoid())
+    with pytest.raises(ValueError, match="n_group=3 must divide num_experts=8"):
+        GroupLimitedRouter(8, 2, HIDDEN, n_group=3, topk_group=2)
+    with pytest.raises(ValueError, match="topk_group=1 of n_group=4 do not have top_k=3 experts"):
+        GroupLimitedRouter(8, 3, HIDDEN, n_group=4, topk_group=1)
 
 
 def test_step_draws_the_random_numbers_that_the_forwards_counted_before_it_drew():

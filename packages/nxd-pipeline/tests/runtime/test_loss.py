@@ -17,6 +17,7 @@ from torch import nn
         ([False, True], [4, 5]),
         ({"loss": True, "logits": False}, {"logits": 6, "loss": 5}),
         ({"loss": True}, {"loss": 5, "more": 7}),
+        ((False, True), {"logits": 6, "loss": 5}),
         ((False, {"losses": (False, True)}), (1, {"losses": (2, 5)})),
     ],
 )

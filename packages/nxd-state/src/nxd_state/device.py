@@ -119,6 +119,24 @@ def has_fused_optimizers(what: Tensor | torch.device | str | None = None) -> boo
     return _type_of(what) in ("cpu", "cuda")
 
 
+def has_uneven_all_to_all(what: Tensor | torch.device | str | None = None) -> bool:
+    """Whether one all-to-all of a process group takes chunks of several sizes there.
+
+    Args:
+        what: as for `records_graphs`.
+    """
+    return _type_of(what) == "cuda"
+
+
+def has_dynamic_shapes(what: Tensor | torch.device | str | None = None) -> bool:
+    """Whether shapes may depend on values there, as that of `nonzero` does; Neuron devices have graphs without them.
+
+    Args:
+        what: as for `records_graphs`.
+    """
+    return _type_of(what) not in ("xla", "neuron")
+
+
 def has_float64(device: torch.device) -> bool:
     """Whether a device computes in float64; Neuron devices do not, and neither do Apple's."""
     return device.type in ("cpu", "cuda")

@@ -51,8 +51,6 @@ from nxd_state.mesh_getters import (
     rmsg_ep,
 )
 from nxd_trainer.compat.mesh import (
-    ParallelGroups,
-    PG_Group_Logic,
     arrange_kv_groups,
     destroy_kv_group,
     destroy_token_shuffle_group,
@@ -63,7 +61,6 @@ from nxd_trainer.compat.mesh import (
     get_kv_shared_group,
     get_kv_shared_group_size,
     get_kv_shared_replica_groups,
-    get_logic_chosen,
     get_pp_gloo_group,
     get_speculative_draft_group,
     get_speculative_draft_replica_groups,
@@ -85,6 +82,13 @@ from nxd_trainer.compat.mesh import (
     set_expert_model_parallel_size,
     set_tensor_model_parallel_rank,
     set_tensor_model_parallel_size,
+)
+from nxd_trainer.compat.rank_groups import (
+    ParallelGroups,
+    PG_Group_Logic,
+    ascending_descending_ring_PG_group,
+    ascending_ring_PG_group,
+    get_logic_chosen,
 )
 
 get_context_model_parallel_size = get_context_parallel_size
@@ -141,6 +145,8 @@ __all__ = [
     "get_data_parallel_world_size",
     "ParallelGroups",
     "PG_Group_Logic",
+    "ascending_ring_PG_group",
+    "ascending_descending_ring_PG_group",
     "initialize_model_parallel",
     "set_tensor_model_parallel_size",
     "set_tensor_model_parallel_rank",

@@ -81,7 +81,7 @@ def test_arguments_by_position_are_in_that_librarys_order():
 
 @pytest.mark.parametrize(
     "further",
-    [{"bias": True}, {"gate_clamp_upper_limit": 7.0}, {"expert_distribution": [[0, 1], [2, 3]]}],
+    [{"bias": True}, {"early_expert_affinity_modulation": True}, {"expert_distribution": [[0, 1], [2, 3]]}],
     ids=lambda it: next(iter(it)),
 )
 def test_arguments_whose_work_is_not_done_are_refused(further):

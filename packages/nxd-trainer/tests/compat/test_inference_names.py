@@ -332,6 +332,29 @@ def test_packed_4_bit_floats_become_their_values_times_the_scale_of_their_block(
         microscaling.pack_fp4_x4_uint16(halves.int())
 
 
+def test_packed_4_bit_floats_are_dequantized_by_blocks():
+    quads = torch.tensor([[0xF710, 0x3298]], dtype=torch.uint16)
+    scales = torch.tensor([[128, 126]], dtype=torch.uint8)
+
+    values = dequantize.blockwise_scale_dequantize(quads, scales, torch.float32)
+
+    assert values.tolist() == [[0.0, 1.0, 12.0, -12.0, -0.0, -0.25, 0.5, 0.75]]
+
+
+def test_packed_8_bit_floats_become_their_values_times_the_scale_of_their_block():
+    plain = torch.tensor([[1.0, -2.0, 0.5, 448.0], [3.0, 0.25, -0.0, float("nan")]])
+    blocks = plain.to(torch.float8_e4m3fn).view(torch.uint32)  # two blocks of one number
+    scales = torch.tensor([128, 126], dtype=torch.uint8)
+    expected = torch.tensor([2.0, -4.0, 1.0, 896.0, 1.5, 0.125, -0.0, 0.0])
+
+    values = microscaling.get_mxfp8_tensor_from_uint32(blocks, scales, replace_nan_with_zeros=True)
+    rows = microscaling.get_mxfp8_tensor_from_uint32(blocks, scales, output_quad_row=True)
+
+    assert torch.equal(values.float(), expected)
+    assert rows.shape == (2, 4)
+    assert rows[1, 3].isnan()
+
+
 def whole_weights():
     return plain().state_dict()
 

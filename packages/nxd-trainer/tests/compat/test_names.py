@@ -1,4 +1,4 @@
-"""Every public name of NeuronX Distributed (release 2.29) outside of mixture-of-experts and context parallelism.
+"""Every public name of NeuronX Distributed (release 2.29).
 
 `upstream_names.txt` lists them: `module: name name ...`, continued on indented lines; `(top)` is the package itself.
 """

@@ -8,7 +8,8 @@ from neuronx_distributed.modules.qkv_linear import gqa_qkv_linear_with_async_all
 from neuronx_distributed.modules.rms_norm import manual_rms_norm
 from neuronx_distributed.parallel_layers import comm, grads, layers, loss_functions, mappings, pad, utils
 from neuronx_distributed.parallel_layers.checkpointing import _invoke_preshard_hook, get_sharded_model_dict, load, save
-from nxd_state import active_group, all_gather, all_reduce, get_group, get_shard_spec
+from nxd_state import Mesh, active_group, all_gather, all_reduce, get_group, get_shard_spec
+from nxd_trainer.compat.rank_groups import groups_of
 from torch import nn
 from torch.nn import functional as F
 
@@ -344,3 +345,27 @@ def test_gathered_dim_and_reduced_dim_may_be_any(on_mesh):
         assert torch.equal(mappings._split_along_first_dim(gathered.T), part.T)
 
     on_mesh(job, tensor_model_parallel_size=2)
+
+
+def test_groups_of_ranks_in_a_grid_follow_its_dims():
+    ranks = torch.arange(16)
+    grid = {"cluster_ranks_nonexp": ranks.view(2, 2, 2, 2), "cluster_ranks_exp": ranks.view(2, 1, 4, 2)}
+    degrees = {"tp": 2, "dp": 2, "pp": 2, "ep_model_degree": 4, "ep_data_degree": 1, "cp": 2}
+
+    groups = parallel_state.PG_Group_Logic.LOGIC1(lnc_size=1, **grid, **degrees)
+
+    assert groups == groups_of(Mesh(16, pp=2, cp=2, tp=2, ep=4))
+
+
+def test_paired_rows_are_grouped_as_their_rank_order_says():
+    ranks = torch.arange(128)
+    grid = {"cluster_ranks_nonexp": ranks.view(1, 4, 1, 32), "cluster_ranks_exp": ranks.view(1, 4, 1, 32)}
+
+    groups = parallel_state.ascending_descending_ring_PG_group(
+        2, **grid, tp=32, dp=4, pp=1, ep_model_degree=1, ep_data_degree=4
+    )
+
+    assert groups.tp_groups[0] == [*range(16), *range(48, 64)]
+    assert groups.dp_groups[0] == [0, 16, 64, 80]
+    assert groups.pp_groups == [[rank] for rank in range(128)]
+    assert groups.ep_data_groups[0] == [0, 32, 64, 96]

@@ -433,6 +433,18 @@ def test_the_optimizer_inside_the_wrapper_is_the_class_or_zero1(one_rank):
     assert isinstance(zero1, nxd.optimizer.zero_redundancy_optimizer.NeuronZero1Optimizer)
 
 
+def test_model_with_adapters_counts_what_trains_and_merges():
+    plain = nn.Sequential(nn.Linear(3, 2), nn.Conv2d(2, 2, 1))
+    model = get_lora_model(plain, LoraConfig(target_modules=["1"], lora_rank=2))
+
+    assert model.get_base_model() is plain
+    assert model.get_nb_trainable_parameters() == (2 * 2 + 2 * 2, 8 + 6 + 8)
+    model.merge_lora()
+    assert model.is_merged
+    model.unmerge_lora()
+    assert not model.is_merged
+
+
 def test_lora_adapts_a_model_or_a_single_layer():
     config = LoraConfig(target_modules=["head"], lora_rank=2)
     model, layer = Tied(), nn.Linear(4, 4)

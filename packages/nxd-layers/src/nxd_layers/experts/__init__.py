@@ -8,7 +8,7 @@ from nxd_layers.experts.local_experts import needs_static_shapes, separate_slots
 from nxd_layers.experts.mlps import ACTIVATIONS, ExpertMLPs
 from nxd_layers.experts.parameters import mark_expert_parameter, shard_experts
 from nxd_layers.experts.router_balance import BalanceConfig, RouterBalance, RouterLayer, RouterStatistics
-from nxd_layers.experts.routers import RouterBase, RouterSinkhorn, RouterTopK
+from nxd_layers.experts.routers import GroupLimitedRouter, RouterBase, RouterSinkhorn, RouterTopK
 from nxd_layers.experts.routes import Dispatcher
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "ACTIVATIONS",
     "RouterBase",
     "RouterTopK",
+    "GroupLimitedRouter",
     "RouterSinkhorn",
     "load_balancing_loss",
     "RouterBalance",

@@ -37,14 +37,14 @@ def expert_parallel_forward(
 ) -> Tensor:
     """The weighted sum of each token's experts, of which each rank has an equal part in their order.
 
-    Called by all ranks of the expert-parallel group, with as many tokens as each has, also none; on XLA and while torch
-    compiles all have as many. On the meta device, where nothing says where tokens go, as many go to each rank as an
-    even choice of experts sends on average.
+    Called by all ranks of the expert-parallel group, with as many tokens as each has, also none; where shapes must be
+    static (on XLA and Neuron devices, and while torch compiles) all have as many. On the meta device, where nothing
+    says where tokens go, as many go to each rank as an even choice of experts sends on average.
 
     Args:
         compute: the experts of this rank, called where there are tokens for them: of tokens `[rows, hidden]`, the
-            index among the local experts `[rows, 1]` and its weight `[rows, 1]`, it makes `[rows, hidden]`. On XLA and
-            while torch compiles it is given all tokens with index and weights `[rows, k]`, of which it makes the
+            index among the local experts `[rows, 1]` and its weight `[rows, 1]`, it makes `[rows, hidden]`. Where
+            shapes must be static it is given all tokens, with index and weights `[rows, k]`, of which it makes the
             weighted sum; the number of local experts stands for none among the indices (see `separate_slots`).
         hidden_states: `[tokens, hidden]` of this rank.
         top_k_index: `[tokens, k]`, the experts of each token among those of all ranks. Entries outside of
@@ -60,7 +60,8 @@ def expert_parallel_forward(
 
     Raises:
         ValueError: the expert-parallel ranks do not divide the experts.
-        NotImplementedError: all-to-all on XLA, or while torch compiles: where tokens go is not known then.
+        NotImplementedError: all-to-all on XLA and Neuron devices, or while torch compiles: where tokens go is not
+            known then.
     """
     group = active_group("ep")
     experts_per_rank = _experts_per_rank(num_experts, group.size)

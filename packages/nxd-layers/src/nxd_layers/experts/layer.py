@@ -21,6 +21,8 @@ class MoE(nn.Module):
     Args:
         router: chooses experts.
         expert_mlps: has them.
+        shared_experts: takes all tokens, `[seq, batch, hidden]`, the same on all tensor-parallel ranks; its output, of
+            the same shape and whole on each of them, is added.
         rmsnorm: applied to the hidden states first.
         sequence_parallel_enabled: hidden states are split along the sequence, before and after.
         sequence_dimension: the dim that is split; 0 if None.
@@ -37,6 +39,7 @@ class MoE(nn.Module):
         router: RouterBase,
         expert_mlps: ExpertMLPs,
         *,
+        shared_experts: nn.Module | None = None,
         rmsnorm: nn.Module | None = None,
         sequence_parallel_enabled: bool = False,
         sequence_dimension: int | None = None,
@@ -58,6 +61,7 @@ class MoE(nn.Module):
                 f"sequence_dimension is {router.sequence_dimension} in the router and {self.sequence_dimension} here"
             )
         self.router, self.expert_mlps, self.rmsnorm = router, expert_mlps, rmsnorm
+        self.shared_experts = shared_experts
         self.sequence_parallel_enabled = sequence_parallel_enabled
         self.return_router_logits, self.return_expert_index = return_router_logits, return_expert_index
         self._group = tensor_model_parallel_group
@@ -86,9 +90,12 @@ class MoE(nn.Module):
         sequences = rows.movedim(self.sequence_dimension, -1).flatten(0, -2)  # [batch, seq]
         flat = tokens.reshape(-1, tokens.shape[-1])
         output = self.expert_mlps(flat, affinities, index, sequences=sequences).view(tokens.shape)
+        output = self._as_given(output, sums=sums)
+        if self.shared_experts is not None:
+            output = output + self._as_given(self.shared_experts(whole), sums=False)
         further = [logits] if self.return_router_logits else []
         further += [index] if self.return_expert_index else []
-        return (self._as_given(output, sums=sums), *further)
+        return (output, *further)
 
     def _whole(self, hidden_states: Tensor, *, grad_is_partial: bool) -> Tensor:
         if self.sequence_parallel_enabled:

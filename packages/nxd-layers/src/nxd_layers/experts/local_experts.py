@@ -4,15 +4,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from nxd_state import Group, records_graphs
+from nxd_state import Group, has_dynamic_shapes
 from torch import Tensor
 
 ComputeExperts = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def needs_static_shapes(tensor: Tensor) -> bool:
-    """Whether shapes may not depend on values: on XLA, and while torch compiles or exports."""
-    return records_graphs(tensor) or torch.compiler.is_compiling()
+    """Whether shapes may not depend on values: on XLA and Neuron devices, and while torch compiles or exports."""
+    return not has_dynamic_shapes(tensor) or torch.compiler.is_compiling()
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,8 @@ def find_local_experts(top_k_index: Tensor, experts_per_rank: int, group: Group)
     """
     if needs_static_shapes(top_k_index):
         own = group.rank_tensor(top_k_index) if group.size > 1 else 0  # data, so that all ranks record one graph
-        is_own = top_k_index.div(experts_per_rank, rounding_mode="floor") == own
-        return Slots(top_k_index.remainder(experts_per_rank).masked_fill(~is_own, experts_per_rank))
+        of_own = top_k_index - own * experts_per_rank
+        return Slots(of_own.masked_fill((of_own < 0) | (of_own >= experts_per_rank), experts_per_rank))
     if top_k_index.is_meta:
         return expected_pairs(top_k_index, top_k_index.numel() // group.size, experts_per_rank)
     local = top_k_index - group.rank * experts_per_rank
@@ -109,4 +109,4 @@ def separate_slots(tokens: Tensor, index: Tensor, weights: Tensor, num_experts: 
     index, weights = index.reshape(-1, 1), weights.reshape(-1, 1)
     is_none = index == num_experts
     repeated = tokens.repeat_interleave(len(index) // max(len(tokens), 1), dim=0)
-    return repeated.masked_fill(is_none, 0), index.remainder(num_experts), weights.masked_fill(is_none, 0)
+    return repeated.masked_fill(is_none, 0), index.clamp(max=num_experts - 1), weights.masked_fill(is_none, 0)

@@ -36,7 +36,7 @@ class Experts(nn.Module):
         intermediate_size: between the products.
         glu: whether the activation of a gate multiplies the first product: weights `[hidden, 2 * intermediate]`, the
             gate's first.
-        activation: of the gate, or of the first product.
+        activation: of the first product, or of the gate and it: `(gate, up)` to what the second product takes.
         dtype: of the weights.
         device: of the weights.
         input_init_method: of the first product's weight of an expert.
@@ -50,7 +50,7 @@ class Experts(nn.Module):
         intermediate_size: int,
         *,
         glu: bool,
-        activation: Callable[[Tensor], Tensor],
+        activation: Callable[..., Tensor],
         dtype: torch.dtype,
         device: torch.device | str | None,
         input_init_method: InitMethod,
@@ -92,8 +92,7 @@ class Experts(nn.Module):
         if self.gate_up_proj is None:
             assert self.up_proj is not None  # one of them is there
             return self._activation(self.up_proj(tokens, counts))
-        gate, up = self.gate_up_proj(tokens, counts).chunk(2, dim=-1)
-        return self._activation(gate) * up
+        return self._activation(*self.gate_up_proj(tokens, counts).chunk(2, dim=-1))
 
 
 class ExpertMLPs(nn.Module):
@@ -111,6 +110,8 @@ class ExpertMLPs(nn.Module):
             sequence only: it is the same at all layouts, also at other data-parallel degrees and microbatches. Not for
             sequences that are cut over context-parallel ranks.
         normalize_top_k_affinities: divide the affinities of a token by the sum of those that are used.
+        gated_activation: of a gate and the other half of the first product, both `[rows, intermediate/etp]`; if None,
+            `hidden_act(gate) * up`.
         init_method: of the first weight of an expert, float32 `[in, out]`.
         output_layer_init_method: of the second.
         dtype: of the weights.
@@ -132,6 +133,7 @@ class ExpertMLPs(nn.Module):
         capacity_factor: float | None = None,
         normalize_top_k_affinities: bool = False,
         *,
+        gated_activation: Callable[[Tensor, Tensor], Tensor] | None = None,
         init_method: InitMethod = default_linear_init,
         output_layer_init_method: InitMethod = default_linear_init,
         dtype: torch.dtype = torch.float32,
@@ -146,12 +148,13 @@ class ExpertMLPs(nn.Module):
         self.num_experts, self.top_k, self.hidden_size = num_experts, top_k, hidden_size
         self.capacity_factor, self.normalize_top_k_affinities = capacity_factor, normalize_top_k_affinities
         self._dispatcher = dispatcher
+        activation = ACTIVATIONS[hidden_act]
         self.mlp_op = Experts(
             num_experts,
             hidden_size,
             intermediate_size,
             glu=glu_mlp,
-            activation=ACTIVATIONS[hidden_act],
+            activation=(gated_activation or _gated_by(activation)) if glu_mlp else activation,
             dtype=dtype,
             device=device,
             input_init_method=init_method,
@@ -204,6 +207,10 @@ class ExpertMLPs(nn.Module):
             trains_experts=any(it.requires_grad for it in self.mlp_op.parameters()),
             dispatcher=self._dispatcher,
         )
+
+
+def _gated_by(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda gate, up: activation(gate) * up
 
 
 def _check_whole_sequences(capacity_factor: float) -> None:

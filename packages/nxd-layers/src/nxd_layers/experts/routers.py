@@ -1,6 +1,7 @@
 """Routers: which experts a token goes to, and with what weight."""
 
 import torch
+from nxd_state import widest_float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -72,8 +73,8 @@ class RouterBase(nn.Module):
         return logits.reshape(-1, self.num_experts)
 
     def apply_activation_fn(self, weights: Tensor) -> Tensor:
-        """Affinities of logits, in float64."""
-        wide = weights.double()
+        """Affinities of logits, in the widest floats that the device has."""
+        wide = weights.to(widest_float(weights.device))
         return torch.sigmoid(wide) if self.act_fn == "sigmoid" else F.softmax(wide, dim=-1)
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -115,6 +116,52 @@ class RouterTopK(RouterBase):
         else:
             affinities = self.apply_activation_fn(logits)
         return logits, affinities.to(hidden_states.dtype), index.detach()
+
+
+class GroupLimitedRouter(RouterBase):
+    """The `top_k` best experts of the best groups, whose choice a bias balances (DeepSeek-AI 2024, "DeepSeek-V3").
+
+    Experts are compared by their sigmoid plus the bias, groups by the sum of their two best; affinities are without it.
+
+    Args:
+        num_experts: as for `RouterBase`, like the others.
+        top_k: experts of each token.
+        hidden_size: of tokens.
+        n_group: groups of experts.
+        topk_group: groups of each token.
+        **options: of `RouterBase`, but `act_fn`.
+
+    Attributes:
+        e_score_correction_bias: `[experts]`, float32, a buffer; zeros at first.
+
+    Raises:
+        ValueError: groups do not divide the experts, have fewer than two, or are too few for `top_k` experts.
+    """
+
+    e_score_correction_bias: Tensor
+
+    def __init__(
+        self, num_experts: int, top_k: int, hidden_size: int, *, n_group: int, topk_group: int, **options: object
+    ) -> None:
+        if num_experts % n_group or num_experts < 2 * n_group:
+            raise ValueError(f"n_group={n_group} must divide num_experts={num_experts} into groups of two or more")
+        if not 0 < topk_group <= n_group or top_k > topk_group * (num_experts // n_group):
+            raise ValueError(f"topk_group={topk_group} of n_group={n_group} do not have top_k={top_k} experts")
+        super().__init__(num_experts, top_k, hidden_size, "sigmoid", **options)  # type: ignore[arg-type]
+        self.n_group, self.topk_group = n_group, topk_group
+        bias = torch.zeros(num_experts, device=self.linear_router.weight.device)
+        self.register_buffer("e_score_correction_bias", bias)
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """As `RouterBase.forward` says."""
+        logits = self.get_router_logits(hidden_states)
+        affinities = self.apply_activation_fn(logits).to(hidden_states.dtype)
+        with torch.no_grad():
+            scores = (affinities + self.e_score_correction_bias).unflatten(1, (self.n_group, -1))  # [tokens, groups, .]
+            groups = scores.topk(2, dim=-1).values.sum(dim=-1).topk(self.topk_group, dim=-1).indices
+            is_out = torch.ones_like(scores[..., 0], dtype=torch.bool).scatter(1, groups, False)
+            index = scores.masked_fill(is_out.unsqueeze(-1), 0.0).flatten(1).topk(self.top_k, dim=-1).indices
+        return logits, affinities, index
 
 
 class RouterSinkhorn(RouterBase):
@@ -168,7 +215,8 @@ class RouterSinkhorn(RouterBase):
         return logits, affinities, chosen.argmax(dim=1, keepdim=True)
 
     def _balanced(self, logits: Tensor) -> Tensor:
-        cost = (logits.double() - logits.double().amax(dim=1, keepdim=True)).exp()
+        wide = logits.to(widest_float(logits.device))
+        cost = (wide - wide.amax(dim=1, keepdim=True)).exp()
         of_experts = cost.new_ones(cost.shape[1])
         for _ in range(self.sinkhorn_iterations):
             of_tokens = 1 / (len(cost) * (cost @ of_experts + _SMALL))

@@ -25,12 +25,12 @@ class LoraModel(nn.Module):
     Fused weights of experts have adapters of their own, see `LoraConfig.target_parameters`: `lora_A_gate_up_proj`
     `[experts, r, in]` and `lora_B_gate_up_proj` `[experts, out, r]`, of which each rank has those of its experts.
 
-    Plain linears and embeddings, Hugging Face's `Conv1D` and the parallel layers of this package can be adapted. They
-    stay what and where they are, so names of their parameters do not change; the factors are parameters beside
-    `weight`: `lora_A` `[r, in]` and `lora_B` `[out, r]`, or `lora_embedding_A` and `lora_embedding_B`. On several
-    ranks each is split as its layer's weight is, or whole. A `GQAQKVColumnParallelLinear` is the three layers `q_proj`,
-    `k_proj` and `v_proj` beside it, with an adapter each (`lora_A_q`, ...), to targets as to checkpoints; its own name
-    means all three.
+    Plain linears, embeddings and `Conv2d`, Hugging Face's `Conv1D` and the parallel layers of this package can be
+    adapted. They stay what and where they are, so names of their parameters do not change; the factors are
+    parameters beside `weight`: `lora_A` `[r, in]` and `lora_B` `[out, r]`, or `lora_embedding_A` and
+    `lora_embedding_B`. On several ranks each is split as its layer's weight is, or whole. A
+    `GQAQKVColumnParallelLinear` is the three layers `q_proj`, `k_proj` and `v_proj` beside it, with an adapter each
+    (`lora_A_q`, ...), to targets as to checkpoints; its own name means all three.
 
     After backward all gradients are complete, except, as for norm weights, those of whole factors at the border of a
     sequence-parallel region: these are marked `sequence_parallel_enabled` for the optimizer to sum.

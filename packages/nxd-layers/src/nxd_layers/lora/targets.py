@@ -12,6 +12,7 @@ from nxd_layers.hf.transformers_models import is_conv1d, output_embeddings
 from nxd_layers.linear import ColumnParallelLinear
 from nxd_layers.lora.adapter import LayerKind, adapted_layers
 from nxd_layers.lora.config import LoraConfig
+from nxd_layers.lora.conv import PLAIN_CONV2D
 from nxd_layers.lora.embedding import PARALLEL_EMBEDDING, PLAIN_EMBEDDING
 from nxd_layers.lora.expert_weights import EXPERT_WEIGHTS, expert_weights
 from nxd_layers.lora.linear import COLUMN_PARALLEL_LINEAR, PLAIN_LINEAR, ROW_PARALLEL_LINEAR, TRANSPOSED_LINEAR
@@ -26,6 +27,7 @@ _KINDS: tuple[tuple[type[nn.Module], LayerKind], ...] = (
     (ParallelEmbedding, PARALLEL_EMBEDDING),
     (nn.Linear, PLAIN_LINEAR),
     (nn.Embedding, PLAIN_EMBEDDING),
+    (nn.Conv2d, PLAIN_CONV2D),
 )
 
 
@@ -158,7 +160,7 @@ def _all_linear(module: nn.Module, names: Sequence[str], config: LoraConfig) -> 
             continue
         is_head = layer is head or (head is None and name.rpartition(".")[2] in _HEADS)
         kind = kind_of(layer)
-        is_linear = kind is not None and "lora_embedding_A" not in kind.factor_names and len(kind.parts) == 1
+        is_linear = kind not in (None, PLAIN_CONV2D, PLAIN_EMBEDDING, PARALLEL_EMBEDDING) and len(kind.parts) == 1
         if is_linear and not is_head:
             chosen.append(name)
     chosen = [name for name in chosen if not is_saved_module(name, config)]

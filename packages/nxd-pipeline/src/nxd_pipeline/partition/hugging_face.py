@@ -112,6 +112,23 @@ def _refuse_outputs(model: Any) -> None:
             )
 
 
+def hands_on_router_logits(model: Any) -> bool:
+    """Whether the logits of routers are wanted of a model with code of its own, which does not say what makes them.
+
+    Its layers hand them on then, which a trace follows.
+    """
+    is_own_code = type(model).__module__.partition(".")[0] != "transformers"
+    return is_own_code and bool(getattr(model.config, "output_router_logits", False)) and _router_class(model) is None
+
+
+def _router_class(model: Any) -> type[nn.Module] | None:
+    """The class of the modules whose output is a router's logits, as the model says."""
+    spec = (getattr(model.base_model, "_can_record_outputs", None) or {}).get("router_logits")
+    if getattr(spec, "index", 0) != 0:
+        return None
+    return spec if isinstance(spec, type) else getattr(spec, "target_class", None)
+
+
 def _recorded_routers(model: Any, layers: Sequence[str]) -> dict[str, list[str]]:
     """The routers in each layer whose logits the model's loss uses.
 
@@ -120,9 +137,8 @@ def _recorded_routers(model: Any, layers: Sequence[str]) -> dict[str, list[str]]
     """
     if not getattr(model.config, "output_router_logits", False):
         return {}
-    spec = (getattr(model.base_model, "_can_record_outputs", None) or {}).get("router_logits")
-    target = spec if isinstance(spec, type) else getattr(spec, "target_class", None)
-    if target is None or getattr(spec, "index", 0) != 0:
+    target = _router_class(model)
+    if target is None:
         raise ValueError(
             f"config.output_router_logits is set, but {type(model).__name__} does not say which modules make them; "
             "set it to False"

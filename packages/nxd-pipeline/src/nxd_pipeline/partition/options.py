@@ -10,7 +10,12 @@ from torch import fx, nn
 
 from nxd_pipeline.partition.balance import MEASURES, balanced_cuts
 from nxd_pipeline.partition.cuts import LayerClasses, check_cuts, even_cuts, layer_names
-from nxd_pipeline.partition.hugging_face import hugging_face_inputs, hugging_face_structure, is_hugging_face
+from nxd_pipeline.partition.hugging_face import (
+    hands_on_router_logits,
+    hugging_face_inputs,
+    hugging_face_structure,
+    is_hugging_face,
+)
 from nxd_pipeline.partition.layer_list import LABELS, LayerChain, LossFunction, StageOfLayers, sequence_partition
 from nxd_pipeline.partition.manual import manual_partition
 from nxd_pipeline.partition.stage import Stage
@@ -81,7 +86,8 @@ def partition_model(
         return PartitionedModel(stages, {LABELS: None} if loss_fn is not None else {})
     if options.stages is not None:
         return PartitionedModel(_by_hand(model, num_stages, options.stages, options))
-    if options.tracer_cls == "hf" or (options.tracer_cls is None and is_hugging_face(model)):
+    has_structure = is_hugging_face(model) and not hands_on_router_logits(model)
+    if options.tracer_cls == "hf" or (options.tracer_cls is None and has_structure):
         return _by_structure(model, num_stages, options)
     return PartitionedModel(_by_trace(model, num_stages, options))
 

@@ -44,14 +44,18 @@ def check_loss_spec(spec: LossSpec) -> None:
 def pick_loss(output: Any, spec: LossSpec) -> Any:
     """The part of `output` at the place where `spec` has True; `output` itself where it is True or there is none.
 
+    A place in a tuple also counts the values of a dict: transformers' outputs are taken so, and a trace makes dicts of
+    them.
+
     Raises:
         ValueError: `output` has nothing at that place.
     """
     if spec is None or isinstance(spec, bool):
         return output
     key, inner = next((key, inner) for key, inner in _pairs(spec) if _count_true(inner))
+    by_name = isinstance(output, Mapping) and isinstance(key, str)
     try:
-        part = output[key]
+        part = output[key] if by_name or not isinstance(output, Mapping) else list(output.values())[key]
     except (KeyError, IndexError, TypeError):
         raise ValueError(
             f"output_loss_value_spec={spec} has the loss at {key!r}, but the model returned {_described(output)}; "

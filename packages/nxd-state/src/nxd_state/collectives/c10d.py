@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nxd_state.collectives.transport import MessageTransport, Pending, Receive, ReduceOp, Result, Send
-from nxd_state.device import is_host
+from nxd_state.device import has_uneven_all_to_all, is_host
 from nxd_state.group import Group
 from nxd_state.process_groups import transport_device
 
@@ -114,7 +114,7 @@ class C10dTransport(MessageTransport):
     @torch.no_grad()
     def all_to_all_v(self, tensor: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> Tensor:
         """Exchange that many rows with each rank."""
-        if tensor.is_cpu:  # gloo's own copies them twice
+        if not has_uneven_all_to_all(tensor):  # gloo's own would copy them twice
             return self._exchange_by_messages(tensor, send_counts, receive_counts, self._group.rank)
         received = tensor.new_empty((sum(receive_counts), *tensor.shape[1:]))
         row = math.prod(tensor.shape[1:]) * tensor.element_size()

@@ -9,6 +9,7 @@ from nxd_layers import (
     scatter_to_sequence_parallel_region,
     scatter_to_tensor_model_parallel_region,
 )
+from nxd_trainer.compat.expert_regions import enter_expert_parallel_region, exit_expert_parallel_region
 from nxd_trainer.compat.mappings import gather_along_first_dim as _gather_along_first_dim
 from nxd_trainer.compat.mappings import gather_along_last_dim as _gather_along_last_dim
 from nxd_trainer.compat.mappings import (
@@ -38,6 +39,8 @@ __all__ = [
     "gather_from_tensor_model_parallel_region_with_dim",
     "scatter_to_process_group_spmd",
     "round_robin_scatter_to_process_group_spmd",
+    "enter_expert_parallel_region",
+    "exit_expert_parallel_region",
     "_split_along_first_dim",
     "_split_along_last_dim",
     "_gather_along_first_dim",

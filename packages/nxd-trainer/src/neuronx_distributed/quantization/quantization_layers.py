@@ -5,7 +5,7 @@ from nxd_trainer.compat.not_here import not_here
 from nxd_trainer.compat.quantization import QuantizedParallelLinearLayerStateDictAdaptor
 
 (QuantizedExpertFusedColumnParallel, QuantizedExpertFusedRowParallel) = not_here(
-    __name__, "experts", "QuantizedExpertFusedColumnParallel", "QuantizedExpertFusedRowParallel"
+    __name__, "quantized experts", "QuantizedExpertFusedColumnParallel", "QuantizedExpertFusedRowParallel"
 )
 
 __all__ = [

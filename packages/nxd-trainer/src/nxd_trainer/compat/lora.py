@@ -1,8 +1,11 @@
 """LoRA for single layers and for wrapped models, under the names that scripts import."""
 
+import logging
+
+import nxd_layers.lora
 from nxd_layers import GQAQKVColumnParallelLinear
 from nxd_layers.linear import ColumnParallelLinear
-from nxd_layers.lora import LoraConfig, LoraModel
+from nxd_layers.lora import LoraConfig
 from nxd_layers.lora.adapter import adapter_of
 from nxd_layers.lora.targets import kind_of
 from nxd_layers.row_linear import RowParallelLinear
@@ -10,6 +13,8 @@ from torch import nn
 
 from nxd_trainer.api.adapters import adapt_model, choose_adapters
 from nxd_trainer.api.model import NxDModel
+
+_logger = logging.getLogger(__name__)
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.pt"
@@ -32,6 +37,32 @@ _DEFAULT_TARGETS = (
 MODELS_TO_LORA_TARGET_MODULES_MAPPING = {
     model_type: list(targets) for targets, model_types in _DEFAULT_TARGETS for model_type in model_types.split()
 }
+
+
+class LoraModel(nxd_layers.lora.LoraModel):
+    """`nxd_layers.lora.LoraModel`, with the names of its methods in scripts."""
+
+    def get_base_model(self) -> nn.Module:
+        """The model, with its adapters."""
+        return self.module
+
+    def merge_lora(self) -> None:
+        """`merge`."""
+        self.merge()
+
+    def unmerge_lora(self) -> None:
+        """`unmerge`."""
+        self.unmerge()
+
+    def get_nb_trainable_parameters(self) -> tuple[int, int]:
+        """Numbers in parameters that train, and in all, on this rank."""
+        parameters = list(self.module.parameters())
+        return sum(it.numel() for it in parameters if it.requires_grad), sum(it.numel() for it in parameters)
+
+    def print_trainable_parameters(self) -> None:
+        """Log both."""
+        trained, every = self.get_nb_trainable_parameters()
+        _logger.info("of %d parameters %d train (%.2f%%)", every, trained, 100 * trained / every)
 
 
 def get_lora_model(model: nn.Module, lora_config: LoraConfig | None) -> nn.Module:
@@ -101,6 +132,12 @@ class LoraEmbedding(LoraLayer):
     """An embedding with an adapter."""
 
     layer_classes = (nn.Embedding,)
+
+
+class LoraConv2d(LoraLayer):
+    """A convolution with an adapter."""
+
+    layer_classes = (nn.Conv2d,)
 
 
 class LoraParallelLinear(LoraLayer):

@@ -1,6 +1,6 @@
 """Further borders between the regions of a parallel model, which scripts for NeuronX Distributed import.
 
-Those of expert-parallel regions come with the expert layers.
+Those of expert-parallel regions are in `expert_regions`.
 """
 
 from collections.abc import Callable

@@ -7,36 +7,18 @@ they are initialised and forgotten by the next `initialize_model_parallel`.
 import logging
 import os
 from collections.abc import Sequence
-from enum import Enum
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import nxd_state
 import torch.distributed as dist
 from nxd_state import Mesh, get_group, get_mesh, model_parallel_is_initialized, subgroup
-from nxd_state.mesh import RankGroups
 from nxd_state.process_groups import launcher_store
+
+from nxd_trainer.compat.rank_groups import ParallelGroups, as_lists, groups_of
 
 _logger = logging.getLogger(__name__)
 _run_sizes: dict[str, tuple[Mesh, int]] = {}  # of the groups of parts, with the mesh that they were made for
 _aot_mode = False
-
-
-class ParallelGroups(NamedTuple):
-    """The ranks of all groups of a mesh, by axis."""
-
-    tp_groups: list[list[int]]
-    dp_groups: list[list[int]]
-    pp_groups: list[list[int]]
-    ep_model_groups: list[list[int]]
-    ep_data_groups: list[list[int]]
-    cp_groups: list[list[int]]
-
-
-class PG_Group_Logic(Enum):  # noqa: N801  (the name that scripts import)
-    """Rank orders of nxd_state by their names in scripts."""
-
-    LOGIC1 = "row_major"
-    LOGIC2 = "row_paired"
 
 
 def initialize_model_parallel(
@@ -89,11 +71,6 @@ def initialize_model_parallel(
     )
 
 
-def groups_of(mesh: Mesh) -> ParallelGroups:
-    """The ranks of all groups of a mesh."""
-    return ParallelGroups(*(_as_lists(mesh.groups(axis)) for axis in ("tp", "dp", "pp", "ep", "dp_exp", "cp")))
-
-
 def set_tensor_model_parallel_size(world_size: int) -> None:
     """Say the tensor-parallel degree that there is; it cannot be changed."""
     _check_is("tensor_model_parallel_size", world_size, get_group("tp").size)
@@ -130,7 +107,7 @@ def _check_is(name: str, given: int, actual: int) -> None:
 def get_world_group(as_list: bool = False) -> dist.ProcessGroup | list[list[int]]:
     """The process group of all ranks, or with `as_list` these ranks, as the one group of a list."""
     group = nxd_state.get_world_group()
-    return _as_lists(group.replica_groups) if as_list else cast(dist.ProcessGroup, group.process_group)
+    return as_lists(group.replica_groups) if as_list else cast(dist.ProcessGroup, group.process_group)
 
 
 def initialize_kv_group(kv_shared_group_size: int = 1, sequential_ranks_in_group: bool = False) -> None:
@@ -258,7 +235,7 @@ def get_expert_parallel_rank_from_global_rank(rank: int, expert_parallel_group: 
     for ranks in group.replica_groups:
         if rank in ranks:
             return ranks.index(rank)
-    raise ValueError(f"rank {rank} is in no group of {group}; use one of {_as_lists(group.replica_groups)}")
+    raise ValueError(f"rank {rank} is in no group of {group}; use one of {as_lists(group.replica_groups)}")
 
 
 def get_experts_for_expert_parallel_rank(
@@ -339,14 +316,6 @@ def gather_python_object(obj: Any, group: dist.ProcessGroup) -> list[Any]:
     return objects if found.rank == 0 else []
 
 
-def get_logic_chosen(lnc_size: int, hardware_type: object, tp: int) -> PG_Group_Logic:
-    """How ranks are laid out on some hardware: give its `value` as `rank_order`."""
-    is_trn2 = getattr(hardware_type, "name", "").upper() == "TRN2"
-    whole_nodes = not dist.is_initialized() or dist.get_world_size() >= 64
-    paired = is_trn2 and ((lnc_size, tp) == (1, 64) or ((lnc_size, tp) == (2, 32) and whole_nodes))
-    return PG_Group_Logic.LOGIC2 if paired else PG_Group_Logic.LOGIC1
-
-
 def set_aot_mode(mode: bool) -> None:
     """Say that models are made for their shapes alone. Here "meta" as the device of a layer says so."""
     global _aot_mode  # noqa: PLW0603  (a script sets it for the process)
@@ -381,11 +350,7 @@ def _run_size(name: str) -> int:
 def _runs(name: str, axis: str, *, as_list: bool) -> dist.ProcessGroup | list[list[int]]:
     group = subgroup(axis, _run_size(name))
     if as_list:
-        return _as_lists(group.replica_groups)
+        return as_lists(group.replica_groups)
     if group.process_group is None:
         raise RuntimeError(f"{group} has no process group: each of the {name} groups is one rank")
     return group.process_group
-
-
-def _as_lists(groups: RankGroups) -> list[list[int]]:
-    return [list(ranks) for ranks in groups]

@@ -1,4 +1,4 @@
-"""Weights in 4-bit floats of the OCP microscaling format: taken apart, put together, and turned into ordinary floats.
+"""Weights in 4- and 8-bit floats of the OCP microscaling format: apart, together, and as ordinary floats.
 
 Two values lie in a byte, the first in its low half; 32 values in a row share a scale, a power of two with a bias of
 127. Files of such models can be read with this; the layouts that only NKI kernels compute on are not here.
@@ -7,7 +7,8 @@ Two values lie in a byte, the first in its low half; 32 values in a row share a 
 import torch
 from torch import Tensor
 
-from nxd_trainer.compat.quantization import FP4_VALUES
+# Values of a 4-bit number: sign, two bits of exponent, one of mantissa.
+FP4_VALUES = [sign * value for sign in (1.0, -1.0) for value in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)]
 
 _SCALE_BIAS = 127
 _ANY_ROWS = 16384 * 512  # the old default of `rows_per_chunk`, which has no effect here
@@ -118,6 +119,39 @@ def get_mxfp4_tensor_from_uint16(
     return values.unflatten(-1, (-1, 4)) if output_quad_row else values
 
 
+def get_mxfp8_tensor_from_uint32(
+    blocks: Tensor,
+    scales: Tensor,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    fp8_dtype: torch.dtype = torch.float8_e4m3fn,
+    rows_per_chunk: int = _ANY_ROWS,
+    output_quad_row: bool = False,
+    replace_nan_with_zeros: bool = False,
+) -> Tensor:
+    """The values of packed 8-bit floats.
+
+    Args:
+        blocks: uint32 `[..., blocks, n]`, four values in each.
+        scales: uint8 `[..., blocks]`.
+        dtype: of the result.
+        fp8_dtype: which 8-bit floats they are.
+        rows_per_chunk: of no effect.
+        output_quad_row: give `[..., blocks * n, 4]`.
+        replace_nan_with_zeros: for bits that are no number.
+
+    Returns:
+        `[..., blocks * 4 * n]`.
+
+    Raises:
+        ValueError: shapes do not fit.
+    """
+    values = _times_scale(blocks.contiguous().view(fp8_dtype).to(dtype), scales, dtype).flatten(-2)
+    if replace_nan_with_zeros:
+        values = values.nan_to_num(nan=0.0)
+    return values.unflatten(-1, (-1, 4)) if output_quad_row else values
+
+
 def split_gate_up(W_gate_up: Tensor, scale_gate_up: Tensor, bias_gate_up: Tensor) -> tuple[Tensor, ...]:  # noqa: N803
     """Gate and up projections whose rows lie in turns, apart.
 
@@ -134,9 +168,13 @@ def split_gate_up(W_gate_up: Tensor, scale_gate_up: Tensor, bias_gate_up: Tensor
 
 
 def _scaled(halves: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    if halves.shape[:-1] != scales.shape:
-        raise ValueError(f"scales of shape {list(scales.shape)} do not fit blocks; expected {list(halves.shape[:-1])}")
-    return torch.ldexp(_values(halves, dtype), scales.unsqueeze(-1).int() - _SCALE_BIAS).to(dtype)
+    return _times_scale(_values(halves, dtype), scales, dtype)
+
+
+def _times_scale(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    if values.shape[:-1] != scales.shape:
+        raise ValueError(f"scales of shape {list(scales.shape)} do not fit blocks; expected {list(values.shape[:-1])}")
+    return torch.ldexp(values, scales.unsqueeze(-1).int() - _SCALE_BIAS).to(dtype)
 
 
 def _values(halves: Tensor, dtype: torch.dtype) -> Tensor:

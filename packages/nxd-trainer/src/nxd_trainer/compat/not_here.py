@@ -31,13 +31,17 @@ _AREAS = {
         "paced the retries of the old S3 uploader",
         "s3fs, through save_checkpoint to an s3:// URL, which retries by itself",
     ),
-    "conv": (
-        "adapts convolutions, which LoRA here does not",
-        "target_modules that name linear layers or embeddings",
-    ),
     "experts": (
-        "belongs to mixture-of-experts layers for models of one's own, which these packages do not have yet",
-        "nxd_layers.hf.parallelize for a mixture-of-experts model of transformers, or nxd_layers.experts",
+        "feeds the kernels of mixtures of experts, or checks what these can take",
+        "nxd_layers.experts, or MoE and ExpertMLPs of neuronx_distributed.modules.moe, which need no such choice",
+    ),
+    "experts of a rank": (
+        "lays experts out in another way for prompts than for single tokens",
+        "expert_model_parallel_size= of initialize_model_parallel, which is one layout for both",
+    ),
+    "quantized experts": (
+        "holds the experts of a layer in int8 or fp8, which is not done here",
+        "quantization.convert, which quantizes linear layers, and leaves experts as they are",
     ),
     "kernel of a sequence": (
         "is the autograd function of the kernel",

@@ -19,11 +19,10 @@ from nxd_layers.quantization import (
 )
 from torch import Tensor, nn
 
+from nxd_trainer.compat.microscaling import apply_lut_byte_4bit_tensor, split_byte_4bit_tensor
+
 DEFAULT_BLOCK_SIZE = 128
 OCP_MX_BLOCK_SIZE = 32
-
-# Values of a 4-bit number: sign, two bits of exponent, one of mantissa.
-FP4_VALUES = [sign * value for sign in (1.0, -1.0) for value in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)]
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _PACKED = "_packed_params._packed_params"
@@ -111,7 +110,7 @@ def blockwise_scale_dequantize(
     """Values times the scale of their block.
 
     Args:
-        tensor: any shape, int8 or fp8.
+        tensor: any shape, int8 or fp8; or uint16, with four 4-bit floats in each.
         scale: the number of blocks along each dim.
         upcast_dtype: of the result.
         mx_swizzle: False.
@@ -121,6 +120,8 @@ def blockwise_scale_dequantize(
     """
     if mx_swizzle:
         raise ValueError("mx_swizzle=True is a layout that only NKI kernels read; give the values in their own order")
+    if tensor.dtype == torch.uint16:
+        tensor = apply_lut_byte_4bit_tensor(split_byte_4bit_tensor(tensor.contiguous()).unsqueeze(-1))
     return blockwise_dequantize(tensor, scale, upcast_dtype)
 
 

@@ -1,7 +1,7 @@
 """`neuronx_distributed.modules.lora`: LoRA from nxd_layers."""
 
-from nxd_layers.lora import LoraConfig, LoRAModel, LoraModel
-from nxd_trainer.compat.lora import get_lora_model
+from nxd_layers.lora import LoraConfig, LoRAModel
+from nxd_trainer.compat.lora import LoraModel, get_lora_model
 
 from neuronx_distributed.modules.lora import config, layer, model, tp_layer
 

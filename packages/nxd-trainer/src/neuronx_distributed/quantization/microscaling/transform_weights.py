@@ -1,21 +1,20 @@
-"""`neuronx_distributed.quantization.microscaling.transform_weights`: 4-bit floats, from nxd_trainer."""
+"""`neuronx_distributed.quantization.microscaling.transform_weights`: 4- and 8-bit floats, from nxd_trainer."""
 
 from nxd_trainer.compat.microscaling import (
+    FP4_VALUES,
     apply_lut_byte_4bit_tensor,
     dequant_byte_4bit_tensor,
     get_mxfp4_tensor,
     get_mxfp4_tensor_from_uint16,
+    get_mxfp8_tensor_from_uint32,
     pack_byte_4bit_tensor,
     pack_fp4_x4_uint16,
     split_byte_4bit_tensor,
     split_gate_up,
 )
 from nxd_trainer.compat.not_here import not_here
-from nxd_trainer.compat.quantization import FP4_VALUES
 
-(get_mxfp8_tensor_from_uint32, reshape_pad_proj) = not_here(
-    __name__, "mx", "get_mxfp8_tensor_from_uint32", "reshape_pad_proj"
-)
+(reshape_pad_proj,) = not_here(__name__, "mx", "reshape_pad_proj")
 
 __all__ = [
     "FP4_VALUES",
