@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from nxd_layers.experts import ExpertMLPs, MoE, RouterTopK
-from nxd_state import get_device, initialize_model_parallel
+from nxd_state import get_device, get_group, initialize_model_parallel
 from nxd_state.testing import LogicalPiece, assemble_logical, logical_pieces, run_on_neuron, run_torchrun
 from nxd_state.testing.neuron_device import register_neuron_compiler
 from nxd_trainer.generate import generate
@@ -112,14 +112,20 @@ def test_run_on_neuron_at_a_layout_equals_the_run_on_the_cpu(layout, run_ranks, 
     check_equal(on_neuron, on_cpu, dtype_rounds="bfloat16" in str(more))
 
 
-def test_experts_split_over_ranks_are_refused_on_neuron():
-    def forward():
-        initialize_model_parallel(1, 1, 2)
-        router, mlps = (cls(2, 1, 4, *more) for cls, more in ((RouterTopK, ()), (ExpertMLPs, (6,))))
-        with pytest.raises(NotImplementedError, match="a recorded graph cannot; use expert_parallel_size=1"):
-            MoE(router, mlps).to(get_device())(torch.ones(3, 1, 4, device=get_device()))
+def mixture() -> list[torch.Tensor]:
+    """Output and gradients of a mixture of experts on one of two ranks, which have other tokens."""
+    initialize_model_parallel(1, 1, 2)
+    torch.manual_seed(0)
+    layer = MoE(RouterTopK(4, 2, 8), ExpertMLPs(4, 2, 8, 6)).to(get_device())
+    tokens = torch.randn(2, 3, 1, 8).to(get_device())[get_group("ep").rank].requires_grad_()
+    (output,) = layer(tokens)
+    output.pow(2).sum().backward()
+    return [it.detach().cpu() for it in (output, tokens.grad, *(p.grad for p in layer.parameters()))]
 
-    run_on_neuron(forward, 2)
+
+def test_experts_split_over_ranks_compute_on_neuron_as_on_the_cpu(run_ranks):
+    for found, expected in zip(run_on_neuron(mixture, 2), run_ranks(mixture, 2), strict=True):
+        torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.slow

@@ -93,6 +93,11 @@ class ExpertLinear(nn.Module):
                     part = whole[piece.logical.slices[1:]].to(self.weight.device, self.weight.dtype)
                     self.weight[piece.local.offset[0] + here][piece.local.slices[1:]] = part
 
-    def forward(self, tokens: Tensor, counts: Sequence[int]) -> Tensor:
-        """`[rows, in]`, the rows of this rank's experts one after the other, `counts` of each, to `[rows, out]`."""
+    def forward(self, tokens: Tensor, counts: Sequence[int] | None) -> Tensor:
+        """`[rows, in]`, the rows of this rank's experts one after the other, `counts` of each, to `[rows, out]`.
+
+        Without counts each expert takes all rows: `[rows, in]` or `[experts, rows, in]` to `[experts, rows, out]`.
+        """
+        if counts is None:
+            return tokens @ self.weight
         return grouped_product(tokens, self.weight, counts)

@@ -1,6 +1,7 @@
 """Routers: which experts a token goes to, and with what weight."""
 
 import torch
+from nxd_state import widest_float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -72,8 +73,8 @@ class RouterBase(nn.Module):
         return logits.reshape(-1, self.num_experts)
 
     def apply_activation_fn(self, weights: Tensor) -> Tensor:
-        """Affinities of logits, in float64."""
-        wide = weights.double()
+        """Affinities of logits, in the widest floats that the device has."""
+        wide = weights.to(widest_float(weights.device))
         return torch.sigmoid(wide) if self.act_fn == "sigmoid" else F.softmax(wide, dim=-1)
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -214,7 +215,8 @@ class RouterSinkhorn(RouterBase):
         return logits, affinities, chosen.argmax(dim=1, keepdim=True)
 
     def _balanced(self, logits: Tensor) -> Tensor:
-        cost = (logits.double() - logits.double().amax(dim=1, keepdim=True)).exp()
+        wide = logits.to(widest_float(logits.device))
+        cost = (wide - wide.amax(dim=1, keepdim=True)).exp()
         of_experts = cost.new_ones(cost.shape[1])
         for _ in range(self.sinkhorn_iterations):
             of_tokens = 1 / (len(cost) * (cost @ of_experts + _SMALL))
