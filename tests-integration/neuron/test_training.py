@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from nxd_layers.experts import ExpertMLPs, MoE, RouterTopK, load_balancing_loss
-from nxd_state import get_device, initialize_model_parallel
+from nxd_state import get_device, get_group, initialize_model_parallel
 from nxd_state.testing import LogicalPiece, assemble_logical, logical_pieces, run_on_neuron, run_torchrun
 from nxd_state.testing.neuron_device import register_neuron_compiler
 from nxd_trainer.generate import generate
@@ -135,14 +135,20 @@ def test_layer_of_experts_on_neuron_computes_what_the_cpu_does(capacity_factor, 
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_experts_split_over_ranks_are_refused_on_neuron():
-    def forward():
-        initialize_model_parallel(1, 1, 2)
-        layer = MoE(RouterTopK(2, 1, 4), ExpertMLPs(2, 1, 4, 6)).to(get_device())
-        with pytest.raises(NotImplementedError, match="a recorded graph cannot; use expert_parallel_size=1"):
-            layer(torch.ones(3, 1, 4, device=get_device()))
+def mixture() -> list[torch.Tensor]:
+    """Output and gradients of a mixture of experts on one of two ranks, which have other tokens."""
+    initialize_model_parallel(1, 1, 2)
+    torch.manual_seed(0)
+    layer = MoE(RouterTopK(4, 2, 8), ExpertMLPs(4, 2, 8, 6)).to(get_device())
+    tokens = torch.randn(2, 3, 1, 8).to(get_device())[get_group("ep").rank].requires_grad_()
+    (output,) = layer(tokens)
+    output.pow(2).sum().backward()
+    return [it.detach().cpu() for it in (output, tokens.grad, *(p.grad for p in layer.parameters()))]
 
-    run_on_neuron(forward, 2)
+
+def test_experts_split_over_ranks_compute_on_neuron_as_on_the_cpu(run_ranks):
+    for found, expected in zip(run_on_neuron(mixture, 2), run_ranks(mixture, 2), strict=True):
+        torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.slow

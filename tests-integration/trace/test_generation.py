@@ -7,6 +7,7 @@ import pytest
 import torch
 from nxd_trace.compilers.inductor import has_cpp_compiler
 from nxd_trace.generation import compile_generator
+from nxd_trace.manifest import RankManifest, rank_folder
 from nxd_trainer.compiled_generation import BuildLlamaDecoder
 from nxd_trainer.generate import generate
 
@@ -98,6 +99,32 @@ def test_prompts_that_replicas_read_together_go_on_as_transformers_writes(name, 
     import generating_models
 
     check(compile_generator(generating_models.DECODERS[name], **sizes, **SETTINGS), transformers_writes(name))
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("qwen3_moe", {"tp_degree": 2, "expert_parallel_size": 2}),
+        pytest.param("qwen3_moe", {"context_parallel_size": 2, "expert_parallel_size": 2}, marks=SLOW),
+        pytest.param("qwen3_moe", {"tp_degree": 2, "context_parallel_size": 2, "expert_parallel_size": 2}, marks=SLOW),
+        pytest.param("qwen3_moe", {"tp_degree": 2, "context_parallel_size": 2, "expert_parallel_size": 4}, marks=SLOW),
+        pytest.param("mixtral", {"tp_degree": 2, "expert_parallel_size": 2}, marks=SLOW),
+        pytest.param("mixtral", {"context_parallel_size": 4, "expert_parallel_size": 4}, marks=SLOW),
+        pytest.param("mixtral", {"tp_degree": 4, "expert_parallel_size": 2}, marks=SLOW),
+        pytest.param("deepseek_v3", {"tp_degree": 2, "expert_parallel_size": 2}, marks=SLOW),
+        pytest.param("deepseek_v3", {"context_parallel_size": 2, "expert_parallel_size": 2}, marks=SLOW),
+    ],
+)
+def test_experts_on_several_ranks_write_as_transformers_does(name, sizes):
+    pytest.importorskip("transformers", reason="the reference is transformers' generate: pip install transformers")
+    import generating_models
+
+    generator = compile_generator(generating_models.DECODERS[name], **sizes, **SETTINGS)
+
+    bank = "decoder.model.model.layers.1.mlp.experts.down_proj"
+    stored = RankManifest.read(generator.model.folder / rank_folder(0)).weights[bank]
+    assert stored.shape[0] == 4 // sizes["expert_parallel_size"]
+    check(generator, transformers_writes(name))
 
 
 @pytest.mark.parametrize("rope_scaling", [None, pytest.param(LONG_ROPE, marks=SLOW)], ids=["plain", "long"])

@@ -32,6 +32,8 @@ class Layout:
     zero1: bool = False
     accumulation: int = 1
     cp: int = 1
+    ep: int = 1
+    etp: int | None = None
 
 
 LAYOUTS = {
@@ -95,7 +97,12 @@ class Trainee:
 
 def make_trainee(layout: Layout, make_model: Callable[[Layout], nn.Module]) -> Trainee:
     """On a mesh of its own."""
-    initialize_model_parallel(tensor_model_parallel_size=layout.tp, context_parallel_size=layout.cp)
+    initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
+    )
     torch.manual_seed(0)
     model = move_model_to_device(make_model(layout), get_device())
     optimizer = make_optimizer(model, layout)

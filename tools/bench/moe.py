@@ -5,7 +5,8 @@
 Takes two minutes or so on two idle cores, and leaves nothing behind. Measured is forward, backward and the average of
 gradients, of the same Qwen3-MoE with 8 experts, of
 
-- ours: `parallelize(model, expert_parallel=True)` and `GradientReducer`, one thread for each rank;
+- ours: `parallelize(model, expert_parallel=True)` and `GradientReducer`, one thread for each rank; with the dispatcher
+  that it chooses, and with each by name;
 - transformers' `DistributedConfig(fsdp_size=N, ep_size=N, ep_implementation="all_to_all")`, on the same ranks: other
   layers are sharded by FSDP2, which also sends weights;
 - the floor of ours, the sum of its parts, each timed by itself: the same step with nothing in place of experts, the
@@ -22,12 +23,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from nxd_layers.experts import dispatch
+from nxd_layers.experts import routes
 from nxd_layers.hf import parallelize
 from nxd_optim import GradientReducer
 from nxd_state import all_reduce, destroy_model_parallel, get_group, get_world_group, initialize_model_parallel
@@ -50,6 +52,7 @@ SIZES = {
 SAMPLES, LENGTH = 4, 128  # of each rank
 WARM_UP = 2
 PARTS = ("its other layers", "its experts", "its exchanges")
+EXCHANGES = ("all_to_all", "all_to_all_v", "all_gather", "reduce_scatter", "all_reduce")
 TOLERANCE = 1e-4  # of losses in float32
 
 
@@ -112,12 +115,14 @@ def ranks_in_turns(folder: str, rounds: int) -> tuple[dict[str, list[float]], di
     )
     initialize_model_parallel(1, 1, world)
     ours = parallelize(load(folder), expert_parallel=True)
-    reducer = GradientReducer(ours.parameters())
     ids = batch(world).chunk(world)[get_group("dp").rank]
     steps = {
-        "ours": plain_step(ours, ids, reducer.finish),
+        "ours": plain_step(ours, ids, GradientReducer(ours.parameters()).finish),
         "transformers": plain_step(theirs, ids, lambda: None),
     }
+    for dispatcher in ("all_to_all", "all_gather"):
+        model = parallelize(load(folder), expert_parallel=True, expert_dispatcher=dispatcher)
+        steps[f"ours, {dispatcher}"] = plain_step(model, ids, GradientReducer(model.parameters()).finish)
     mean = {}
     for name, step in steps.items():
         mean[name], *_ = [average(step()) for _ in range(WARM_UP)]
@@ -137,15 +142,18 @@ def ranks_in_turns(folder: str, rounds: int) -> tuple[dict[str, list[float]], di
 
 def parts_of(ours: nn.Module, whole: Any, ids: Tensor, step: Callable[[], float]) -> dict[str, Callable[[], float]]:
     """What a step of ours consists of, each part by itself."""
-    exchanges: list[tuple[Tensor, dict[str, Any]]] = []
+    exchanges: list[Callable[[], object]] = []
     inputs: list[tuple[Any, tuple[Tensor, ...]]] = []
     experts_class: Any = type(ours.get_submodule("model.layers.0.mlp.experts"))
-    module: Any = dispatch
-    send, compute = module.all_to_all_v, experts_class.forward
+    collectives = {name: getattr(routes, name) for name in EXCHANGES}
+    compute = experts_class.forward
 
-    def recorded_send(tensor: Tensor, group: Any, **counts: Any) -> Tensor:
-        exchanges.append((torch.zeros_like(tensor), {"group": group, **counts}))
-        return send(tensor, group, **counts)
+    def recorded(collective: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def send(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            exchanges.append(partial(collective, torch.zeros_like(tensor), *args, **kwargs))
+            return collective(tensor, *args, **kwargs)
+
+        return send
 
     def recorded_compute(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         given = (hidden_states, top_k_index, top_k_weights)
@@ -153,15 +161,19 @@ def parts_of(ours: nn.Module, whole: Any, ids: Tensor, step: Callable[[], float]
         output: Tensor = compute(experts, *given)
         return output
 
-    module.all_to_all_v, experts_class.forward = recorded_send, recorded_compute
+    experts_class.forward = recorded_compute
+    for name, collective in collectives.items():
+        setattr(routes, name, recorded(collective))
     try:
         step()
     finally:
-        module.all_to_all_v, experts_class.forward = send, compute
+        experts_class.forward = compute
+        for name, collective in collectives.items():
+            setattr(routes, name, collective)
 
     def exchange() -> float:
-        for tensor, how in exchanges:
-            send(tensor, **how)
+        for send in exchanges:
+            send()
         return 0.0
 
     def experts_alone() -> float:

@@ -2,13 +2,14 @@
 
 import pytest
 import torch
-from nxd_layers.experts import dispatch, expert_parallel_forward, shard_experts
+from nxd_layers.experts import dispatch_replicated_tokens, expert_parallel_forward, routes, shard_experts
 from nxd_layers.hf.shards import shard_parameter
 from nxd_state import all_reduce, get_group, get_shard_spec, initialize_model_parallel
 from torch import nn
 
 HIDDEN, EXPERTS, CHOSEN = 6, 8, 3
 EXACT = {"rtol": 1e-12, "atol": 1e-13}
+DISPATCHERS = ("all_to_all", "all_gather")
 
 
 def tokens_of_ranks(case, ranks):
@@ -66,8 +67,9 @@ CASES = [
 ]
 
 
+@pytest.mark.parametrize("dispatcher", DISPATCHERS)
 @pytest.mark.parametrize("ep", [1, 2, 4])
-def test_tokens_of_any_routing_give_outputs_and_gradients_of_one_process(run_ranks, ep):
+def test_tokens_of_any_routing_give_outputs_and_gradients_of_one_process(run_ranks, ep, dispatcher):
     def job():
         initialize_model_parallel(1, 1, ep)
         group = get_group("ep")
@@ -80,7 +82,13 @@ def test_tokens_of_any_routing_give_outputs_and_gradients_of_one_process(run_ran
             hidden, weights = hidden.requires_grad_(), weights.requires_grad_()
 
             found = expert_parallel_forward(
-                compute_with(own), hidden, index, weights, num_experts=EXPERTS, trains_experts=True
+                compute_with(own),
+                hidden,
+                index,
+                weights,
+                num_experts=EXPERTS,
+                trains_experts=True,
+                dispatcher=dispatcher,
             )
             (found * torch.arange(1.0, HIDDEN + 1)).sum().backward()
 
@@ -97,8 +105,57 @@ def test_tokens_of_any_routing_give_outputs_and_gradients_of_one_process(run_ran
     run_ranks(job, ep)
 
 
+LAYOUTS_OVER_TP = {
+    "the same ranks": {"tp": 2, "ep": 2, "ranks": 2},
+    "some of them": {"tp": 4, "ep": 2, "ranks": 4},
+    "those of two replicas": {"tp": 2, "ep": 4, "ranks": 4},
+}
+
+
+@pytest.mark.parametrize("dispatcher", DISPATCHERS)
+@pytest.mark.parametrize("layout", LAYOUTS_OVER_TP)
+def test_tokens_of_tensor_parallel_ranks_with_other_experts_give_numbers_of_one_process(run_ranks, layout, dispatcher):
+    tp, ep, ranks = LAYOUTS_OVER_TP[layout].values()
+
+    def job():
+        initialize_model_parallel(tp, 1, ep, expert_tensor_parallel_size=1)
+        replica = get_group("dp").rank
+        for case in ("any", "one token", "all to one expert", "some without an expert"):
+            torch.manual_seed(1)
+            whole = nn.Parameter(torch.randn(EXPERTS, HIDDEN, HIDDEN, dtype=torch.float64))
+            own = shard_experts(whole)
+            of_replicas = tokens_of_ranks(case, ranks // tp)
+            hidden, index, weights = of_replicas[replica]
+            hidden, weights = hidden.requires_grad_(), weights.requires_grad_()
+
+            found = dispatch_replicated_tokens(
+                compute_with(own),
+                hidden,
+                index,
+                weights,
+                num_experts=EXPERTS,
+                trains_experts=True,
+                dispatcher=dispatcher,
+            )
+            (found * torch.arange(1.0, HIDDEN + 1)).sum().backward()
+
+            leaves = [(it.detach().requires_grad_(), at, w.detach().requires_grad_()) for it, at, w in of_replicas]
+            expected = [one_process(*it, whole) for it in leaves]
+            sum((it * torch.arange(1.0, HIDDEN + 1)).sum() for it in expected).backward()
+            torch.testing.assert_close(found, expected[replica], **EXACT)
+            torch.testing.assert_close(hidden.grad, leaves[replica][0].grad, **EXACT)
+            torch.testing.assert_close(weights.grad, leaves[replica][2].grad, **EXACT)
+            of_experts = torch.zeros_like(own) if own.grad is None else own.grad
+            of_experts = all_reduce(of_experts, get_group("dp_exp"))
+            (piece,) = get_shard_spec(own).pieces
+            torch.testing.assert_close(of_experts, whole.grad[piece.logical.slices], **EXACT)
+
+    run_ranks(job, ranks)
+
+
+@pytest.mark.parametrize("dispatcher", DISPATCHERS)
 @pytest.mark.parametrize("trained", ["hidden", "weights", "experts", "nothing"])
-def test_backward_of_what_is_trained_needs_no_rank_with_tokens(run_ranks, trained):
+def test_backward_of_what_is_trained_needs_no_rank_with_tokens(run_ranks, trained, dispatcher):
     def job():
         initialize_model_parallel(1, 1, 2)
         group = get_group("ep")
@@ -109,7 +166,13 @@ def test_backward_of_what_is_trained_needs_no_rank_with_tokens(run_ranks, traine
         index = torch.full((number, 1), 7)  # of the other rank
 
         output = expert_parallel_forward(
-            compute_with(experts), hidden, index, weights, num_experts=EXPERTS, trains_experts=trained == "experts"
+            compute_with(experts),
+            hidden,
+            index,
+            weights,
+            num_experts=EXPERTS,
+            trains_experts=trained == "experts",
+            dispatcher=dispatcher,
         )
 
         assert output.requires_grad == (trained != "nothing")
@@ -127,25 +190,31 @@ def test_token_with_several_experts_on_a_rank_travels_there_once(run_ranks):
     def job():
         initialize_model_parallel(1, 1, 2)
         sent = []
-        original = dispatch.all_to_all_v
+        original = routes.all_to_all_v
 
         def counting(tensor, group, *, send_counts, receive_counts):
             if tensor.is_floating_point():
                 sent.append(sum(it for rank, it in enumerate(send_counts) if rank != group.rank) * tensor[0].numel())
             return original(tensor, group, send_counts=send_counts, receive_counts=receive_counts)
 
-        dispatch.all_to_all_v = counting
+        routes.all_to_all_v = counting
         try:
             hidden = torch.ones(10, HIDDEN, dtype=torch.float64, requires_grad=True)
             weights = torch.ones(10, EXPERTS, dtype=torch.float64, requires_grad=True)
             index = torch.arange(EXPERTS).expand(10, EXPERTS)
             experts = torch.ones(EXPERTS // 2, HIDDEN, HIDDEN, dtype=torch.float64)
             output = expert_parallel_forward(
-                compute_with(experts), hidden, index, weights, num_experts=EXPERTS, trains_experts=False
+                compute_with(experts),
+                hidden,
+                index,
+                weights,
+                num_experts=EXPERTS,
+                trains_experts=False,
+                dispatcher="all_to_all",
             )
             output.sum().backward()
         finally:
-            dispatch.all_to_all_v = original
+            routes.all_to_all_v = original
         return sent
 
     once = [10 * HIDDEN, 10 * EXPERTS]  # all tokens, and their weights, to the one other rank

@@ -151,7 +151,7 @@ def refuse():
         ({"attention_mask": torch.tensor([[1, 0] * 6 + [1]] * 2)}, "padding between tokens, at position 1"),
         ({"attention_mask": torch.ones(2, 10)}, r"attention_mask has shape \(2, 10\); .* give \[batch, 13\]"),
         ({"labels": torch.zeros(2)}, r"labels has shape \(2,\)"),
-        ({"past_key_values": transformers.DynamicCache()}, "past_key_values cannot be had"),
+        ({"past_key_values": transformers.DynamicCache()}, "(cache|past_key_values) cannot be had"),
         ({"use_cache": True}, "use_cache cannot be had"),
         ({"pixel_values": torch.ones(2)}, "pixel_values cannot be cut"),
     ]:

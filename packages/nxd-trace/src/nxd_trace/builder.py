@@ -26,11 +26,20 @@ class ModelBuilder:
         tp_degree: ranks of each replica.
         replicas: that run every call together: ranks with equal parts of the model form a data-parallel group, over
             which forward may share work. Callers get what rank 0 returns.
+        expert_parallel_size: ranks that split the experts of a mixture, where `func` has them split: those of equal
+            parts of the replicas, if they are enough, and otherwise of any parts, which then have whole experts.
     """
 
-    def __init__(self, func: Callable[..., Any], tp_degree: int = 1, *, replicas: int = 1) -> None:
+    def __init__(
+        self,
+        func: Callable[..., Any],
+        tp_degree: int = 1,
+        *,
+        replicas: int = 1,
+        expert_parallel_size: int = 1,
+    ) -> None:
         self._func = func
-        self._ranks = TraceSettings(tp_degree=tp_degree, replicas=replicas)
+        self._ranks = TraceSettings(tp_degree=tp_degree, replicas=replicas, expert_parallel_size=expert_parallel_size)
         self._programs: list[Program] = []
 
     def trace(self, inputs: Any, tag: str, func_kwargs: Mapping[str, Any] | None = None) -> Self:

@@ -2,7 +2,8 @@
 
 The graph's inputs are weights, states and the user's inputs, in this order. So weights can be replaced, several
 programs can share weights and state, and ranks whose graphs are equal share one compiled program. The rank in its
-tensor-parallel group, which layers get from `Group.rank_tensor`, and in that of its replicas are two of the weights.
+tensor-parallel group, which layers get from `Group.rank_tensor`, in that of its replicas and in that of the ranks that
+split experts are three of the weights.
 """
 
 import hashlib
@@ -21,7 +22,7 @@ from nxd_trace.aliases import Alias, named_tensors
 from nxd_trace.signature import Signature, TensorSpec
 from nxd_trace.structure import Structure, flatten, unflatten, without
 
-RANK_AXES = ("tp", "dp")  # of the mesh of workers: parts of a model, and its replicas
+RANK_AXES = ("tp", "dp", "ep")  # of the mesh of workers: parts of a model, its replicas, and parts of its experts
 _RANKS = {f"nxd_trace.{axis}_rank": axis for axis in RANK_AXES}
 
 

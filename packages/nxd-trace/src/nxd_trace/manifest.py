@@ -161,6 +161,7 @@ class Manifest:
         system: operating system and processor architecture.
         files: every other file of the folder, by its path in it.
         replicas: of the model, which share the work of some programs.
+        expert_parallel_size: ranks that split its experts.
     """
 
     tp_degree: int
@@ -174,6 +175,7 @@ class Manifest:
     system: str = field(default_factory=system_name)
     files: Mapping[str, StoredFile] = field(default_factory=dict)
     replicas: int = 1
+    expert_parallel_size: int = 1
 
     @property
     def num_ranks(self) -> int:
@@ -259,10 +261,12 @@ class Manifest:
             )
 
     def _check_values(self) -> None:
-        for name in ("tp_degree", "replicas"):
+        for name in ("tp_degree", "replicas", "expert_parallel_size"):
             number = getattr(self, name)
             if type(number) is not int or number < 1:
                 raise ValueError(f"{name} is {number!r}")
+        if self.num_ranks % self.expert_parallel_size:
+            raise ValueError(f"expert_parallel_size is {self.expert_parallel_size}, of {self.num_ranks} ranks")
         if self.compiler not in COMPILERS:
             raise ValueError(f"compiler is {self.compiler!r}, none of {', '.join(COMPILERS)}")
         if not self.programs:

@@ -274,7 +274,7 @@ class TensorParallelModel(nn.Module):
             if workers is not None:
                 workers.close()
             return
-        workers = workers or WorkerGroup(self.num_ranks, self._manifest.replicas)
+        workers = workers or WorkerGroup(self.num_ranks, self._manifest.replicas, self._manifest.expert_parallel_size)
         try:
             self._shared = SharedTensors(workers.memory, self._manifest.programs)
             config = self._bucket_config

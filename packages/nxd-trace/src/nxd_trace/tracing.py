@@ -46,6 +46,7 @@ class TraceSettings:
     inline_weights_to_neff: bool = True
     tp_degree: int = 1
     replicas: int = 1
+    expert_parallel_size: int = 1
     max_parallel_compilations: int | None = None
     compiler: str | None = None
     weights: Weights | None = None
@@ -54,10 +55,15 @@ class TraceSettings:
     content: TraceContent | None = None
 
     def __post_init__(self) -> None:
-        for name in ("tp_degree", "replicas", "max_parallel_compilations"):
+        for name in ("tp_degree", "replicas", "expert_parallel_size", "max_parallel_compilations"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise ValueError(f"{name}={value!r} must be a positive whole number")
+        if self.num_ranks % self.expert_parallel_size:
+            raise ValueError(
+                f"expert_parallel_size={self.expert_parallel_size} does not divide the {self.num_ranks} ranks "
+                f"(tp_degree={self.tp_degree}, {self.replicas} replicas); use a divisor of {self.num_ranks}"
+            )
 
     @property
     def num_ranks(self) -> int:
@@ -155,7 +161,8 @@ class _Trace:
         return dumps_for_workers(BuildCall(self._func, self._programs, self._source, state), "func")
 
     def _with_workers(self, fill: Callable[[], None]) -> WorkerGroup:
-        self._workers = WorkerGroup(self._settings.num_ranks, self._settings.replicas)
+        settings = self._settings
+        self._workers = WorkerGroup(settings.num_ranks, settings.replicas, settings.expert_parallel_size)
         try:
             fill()
         except BaseException:
@@ -174,6 +181,7 @@ class _Trace:
             inline_weights=settings.inline_weights_to_neff,
             tp_degree=settings.tp_degree,
             replicas=settings.replicas,
+            expert_parallel_size=settings.expert_parallel_size,
             device=device_type(),
         )
 
@@ -210,6 +218,7 @@ class _Trace:
         Manifest(
             tp_degree=self._settings.tp_degree,
             replicas=self._settings.replicas,
+            expert_parallel_size=self._settings.expert_parallel_size,
             compiler=self._compiler.name,
             compiler_version=self._compiler.version(),
             inline_weights=self._settings.inline_weights_to_neff,

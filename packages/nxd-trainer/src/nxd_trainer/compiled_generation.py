@@ -10,9 +10,9 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from nxd_layers import gather_from_tensor_model_parallel_region
-from nxd_layers.hf import parallelize
+from nxd_layers.hf import number_of_experts, parallelize
 from nxd_layers.key_value_heads import kv_size_multiplier_for
-from nxd_state import active_group, model_parallel_is_initialized
+from nxd_state import active_group, model_parallel_is_initialized, splits_experts
 from nxd_trace import TraceContent, source_digest
 from nxd_trace.generation import CacheLayer, CacheView, Generator, HuggingFaceDecoder, compile_generator
 from torch import Tensor, nn
@@ -149,6 +149,7 @@ class CompilableCheckpoint:
         max_length: int | None = None,
         tp_degree: int = 1,
         context_parallel_size: int = 1,
+        expert_parallel_size: int = 1,
         draft: Self | None = None,
         num_speculative_tokens: int = 4,
         **settings: Any,
@@ -162,6 +163,7 @@ class CompilableCheckpoint:
             max_length: of a prompt and what is written after it, in tokens; as long as the model goes if None.
             tp_degree: ranks that share the weights.
             context_parallel_size: replicas of these that read a prompt together.
+            expert_parallel_size: ranks that a model's experts are divided among, as for `compile_generator`.
             draft: a smaller model of the same tokenizer that guesses tokens, on one rank. Texts are those without it.
             num_speculative_tokens: guesses that are checked at a time, with a draft model.
             **settings: as for `nxd_trace.generation.compile_generator`.
@@ -172,17 +174,19 @@ class CompilableCheckpoint:
             nxd_ckpt.CheckpointError: the checkpoint is damaged.
         """
         max_length = max_length or self.max_positions
-        replicas = {"context_parallel_size": context_parallel_size}
+        ranks = {
+            "tp_degree": tp_degree,
+            "context_parallel_size": context_parallel_size,
+            "expert_parallel_size": expert_parallel_size,
+        }
         if draft is None:
-            return self._compile(max_length, tp_degree, batch_size=batch_size, **replicas, **settings)
+            return self._compile(max_length, batch_size=batch_size, **ranks, **settings)
         self._check_draft(draft, max_length, num_speculative_tokens)
         sizes = {"batch_size": batch_size, **settings}
         with ExitStack() as on_failure:
-            model = self._compile(
-                max_length, tp_degree, num_speculative_tokens=num_speculative_tokens, **replicas, **sizes
-            )
+            model = self._compile(max_length, num_speculative_tokens=num_speculative_tokens, **ranks, **sizes)
             on_failure.callback(model.close)
-            guessing = draft._compile(max_length, 1, num_speculative_tokens=1, **sizes)
+            guessing = draft._compile(max_length, num_speculative_tokens=1, **sizes)
             on_failure.callback(guessing.close)
             generator = Generator(model.model, guessing.model)
             on_failure.pop_all()
@@ -211,7 +215,17 @@ class CompilableCheckpoint:
         if num_speculative_tokens < 1:
             raise ValueError(f"num_speculative_tokens={num_speculative_tokens} must be 1 or more with a draft model")
 
-    def _compile(self, max_length: int, tp_degree: int, **settings: Any) -> Generator:
+    def _compile(
+        self,
+        max_length: int,
+        *,
+        tp_degree: int = 1,
+        context_parallel_size: int = 1,
+        expert_parallel_size: int = 1,
+        **settings: Any,
+    ) -> Generator:
+        if expert_parallel_size > 1:
+            self._check_experts(expert_parallel_size)
         if max_length > self.max_positions:
             raise ValueError(
                 f"a length of {max_length} tokens is more than the {self.max_positions} that the model can be compiled "
@@ -224,12 +238,18 @@ class CompilableCheckpoint:
             "code": source_digest("nxd_trainer", "nxd_layers"),
             "transformers": _version_of("transformers"),
         }
+
+        def check() -> None:
+            self._check_degrees(tp_degree, context_parallel_size, expert_parallel_size)
+
         return compile_generator(
             self.decoder_builder(tp_degree),
             max_length=max_length,
             tp_degree=tp_degree,
+            context_parallel_size=context_parallel_size,
+            expert_parallel_size=expert_parallel_size,
             weights=self.weights,
-            content=TraceContent(content, check=lambda: self._check_degree(tp_degree)),
+            content=TraceContent(content, check=check),
             **settings,
         )
 
@@ -240,17 +260,32 @@ class CompilableCheckpoint:
             return BuildLlamaDecoder(config, self.dtype)
         return BuildHuggingFaceDecoder(self.description, self.dtype)
 
-    def _check_degree(self, tp_degree: int) -> None:
+    def _check_experts(self, expert_parallel_size: int) -> None:
+        """Raise ValueError if the model has no experts, or so many ranks do not divide them."""
+        is_own = self.description.own_llama_at(1) is not None
+        experts = 0 if is_own else number_of_experts(model_on_meta_of(self.description))
+        if not experts or experts % expert_parallel_size:
+            raise ValueError(
+                f"expert_parallel_size={expert_parallel_size} does not divide the {experts} experts that a layer of "
+                f"{self.description.architecture} has by its expert-parallel plan; use "
+                + ("a divisor" if experts else "1")
+            )
+
+    def _check_degrees(self, tp_degree: int, replicas: int, expert_parallel_size: int) -> None:
         """Raise ValueError if the model cannot be compiled, or not over so many ranks; better than in the workers."""
         if self.description.own_llama_at(tp_degree) is not None:
             return
-        from nxd_trainer.plan.profile import planned_ranks  # noqa: PLC0415 - it loads slowly, and is seldom needed
+        from nxd_trainer.plan.layout import ExpertDegrees  # noqa: PLC0415 - they load slowly, and are seldom needed
+        from nxd_trainer.plan.profile import planned_ranks  # noqa: PLC0415
 
+        splits_each = replicas % expert_parallel_size == 0  # as the workers lay them out
+        experts = ExpertDegrees(expert_parallel_size, None if splits_each else 1)
         # A process with ranks of its own cannot take the place of others; there the workers find what does not divide.
         has_ranks = dist.is_initialized() or model_parallel_is_initialized()
         try:
-            with nullcontext() if has_ranks else planned_ranks(tp_degree):
-                HuggingFaceDecoder(parallelize(model_on_meta_of(self.description))).cache_layers()
+            with nullcontext() if has_ranks else planned_ranks(tp_degree, experts):
+                model = parallelize(model_on_meta_of(self.description), expert_parallel=splits_experts())
+                HuggingFaceDecoder(model).cache_layers()
         except Exception as error:  # any error of the model
             self.description.check_own_llama(tp_degree)
             reason = str(error).partition("\n")[0].rstrip(".") or type(error).__name__

@@ -1,5 +1,6 @@
 """Text generation with a trained model, from a checkpoint of any layout and at any tensor-parallel degree."""
 
+import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -122,11 +123,13 @@ def _next_logits(model: Any) -> Callable[[Tensor], Tensor]:
         cache = KeyValueCache()
         return lambda tokens: all_gather(model(tokens, cache=cache)[0, -1], active_group("tp"))
     past: Any = None
+    taken = inspect.signature(inspect.unwrap(type(model).forward)).parameters
+    cache_name = "cache" if "cache" in taken else "past_key_values"  # before transformers 5.24
 
     def logits_after(tokens: Tensor) -> Tensor:
         nonlocal past
-        output = model(tokens, past_key_values=past, use_cache=True)
-        past = output.past_key_values
+        output = model(tokens, use_cache=True, **{cache_name: past})
+        past = getattr(output, cache_name)
         logits: Tensor = output.logits[0, -1]
         return logits
 

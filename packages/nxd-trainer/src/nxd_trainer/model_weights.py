@@ -17,7 +17,7 @@ from nxd_ckpt.interop import TensorSource, from_checkpoint
 from nxd_ckpt.interop.source import fill
 from nxd_layers.hf import parallelize
 from nxd_layers.lora import config_from_adapter_config
-from nxd_state import active_group, get_device, move_model_to_device
+from nxd_state import active_group, get_device, move_model_to_device, splits_experts
 from torch import Tensor, nn
 
 from nxd_trainer.api.unwrap import further_names
@@ -199,7 +199,7 @@ def transformers_model(description: ModelDescription, dtype: torch.dtype) -> nn.
     Raises:
         ValueError: transformers is missing, or makes no such model, or it cannot be split over so many ranks.
     """
-    model = parallelize(model_on_meta_of(description))
+    model = parallelize(model_on_meta_of(description), expert_parallel=splits_experts())
     make_room(model, dtype)
     return model
 

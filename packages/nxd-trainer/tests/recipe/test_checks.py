@@ -174,6 +174,11 @@ from nxd_trainer.recipe.sections import ScheduleName
             "moe.aux_loss_coef=0.1 counts what routers choose, which needs train.compile=false",
         ),
         (["dpo.label_smoothing=0.1"], "dpo.label_smoothing means nothing with dpo.beta=0; set dpo.beta"),
+        (["dpo.loss=ipo"], "dpo.loss=ipo means nothing with dpo.beta=0; set dpo.beta"),
+        (
+            ["dpo.beta=0.1", "data.path=rows.jsonl", "model.path=folder", "dpo.loss=hinge", "dpo.label_smoothing=0.1"],
+            "dpo.label_smoothing is for dpo.loss=sigmoid and robust, not hinge; leave it out",
+        ),
         (
             ["lora.target_modules=q_proj"],
             "lora.target_modules means nothing with lora.rank=0; set lora.rank, such as 16",
@@ -187,6 +192,14 @@ from nxd_trainer.recipe.sections import ScheduleName
             ["checkpoint.keep_best=2", "data.held_out_fraction=0"],
             "checkpoint.keep_best=2 goes by the held-out loss, and data.held_out_fraction=0 computes none; "
             "set data.held_out_fraction, or checkpoint.keep_best=0",
+        ),
+        (
+            ["checkpoint.memory_every=2", "checkpoint.resume=never"],
+            "checkpoint.memory_every=2 writes what checkpoint.resume=never does not read; set it to latest",
+        ),
+        (
+            ["checkpoint.memory_every=2", "lora.rank=4", "lora.save=merged"],
+            "checkpoint.memory_every=2 writes what lora.save=merged cannot resume from; set lora.save=adapter or both",
         ),
         (
             ["checkpoint.keep_best=2", "train.eval_every=0"],

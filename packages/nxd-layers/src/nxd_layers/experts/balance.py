@@ -19,10 +19,10 @@ def load_balancing_loss(router_logits: Tensor, num_experts: int, top_k: int) -> 
     Returns:
         0-d; 1 where the load is even.
     """
-    dtype = widest_float(router_logits.device)
-    affinities = F.softmax(router_logits.to(dtype), dim=-1)
+    widest = widest_float(router_logits.device)
+    affinities = F.softmax(router_logits.to(widest), dim=-1)
     chosen = torch.topk(affinities, top_k, dim=-1).indices
-    share_of_tokens = F.one_hot(chosen, num_experts).sum(dim=1).to(dtype).mean(dim=0)
+    share_of_tokens = F.one_hot(chosen, num_experts).sum(dim=1).to(widest).mean(dim=0)
     loss = (share_of_tokens * affinities.mean(dim=0)).sum() * num_experts / top_k
     return loss.to(torch.promote_types(router_logits.dtype, torch.float32))
 

@@ -4,13 +4,15 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
-from nxd_state import active_group, has_dynamic_shapes
+from nxd_state import active_group
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nxd_layers.experts.balance import within_capacity
-from nxd_layers.experts.dispatch import dispatch_replicated_tokens, shares_tokens_out
+from nxd_layers.experts.dispatch import dispatch_replicated_tokens
 from nxd_layers.experts.linear import ExpertLinear
+from nxd_layers.experts.local_experts import needs_static_shapes
+from nxd_layers.experts.routes import Dispatcher
 from nxd_layers.initialization import InitMethod, default_linear_init
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
@@ -69,33 +71,24 @@ class Experts(nn.Module):
     def forward(self, tokens: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """`[rows, hidden]` of tokens, an expert of this rank and a weight for each, `[rows, 1]`, to `[rows, hidden]`.
 
-        Where tensor-parallel ranks split each expert, the outputs are parts of sums.
+        Where shapes must be static, index and weights are `[rows, k]`, and every expert computes for all rows. Where
+        tensor-parallel ranks split each expert, the outputs are parts of sums.
         """
+        if needs_static_shapes(tokens):
+            return self._sum_over_all(tokens, index, weights)
         order = index[:, 0].argsort(stable=True)
         counts = torch.bincount(index[:, 0], minlength=len(self.down_proj.weight)).tolist()
         outputs = self.down_proj(self._inner(tokens[order], counts), counts)
         return torch.zeros_like(tokens).index_copy(0, order, outputs) * weights
 
-    def all_at_once(self, tokens: Tensor, weights: Tensor) -> Tensor:
-        """Every token by every expert of this rank, for graphs whose shapes depend on no values.
+    def _sum_over_all(self, tokens: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """The weighted sum over the k experts of each token, of which `num_experts` stands for none."""
+        num_experts = len(self.down_proj.weight)
+        of_experts = weights.new_zeros(len(tokens), num_experts + 1).scatter_add(1, index, weights)[:, :num_experts]
+        outputs = self.down_proj(self._inner(tokens, None), None)  # [experts, rows, hidden]
+        return (outputs * of_experts.t().unsqueeze(-1)).sum(dim=0)
 
-        Args:
-            tokens: `[tokens, hidden]`.
-            weights: `[tokens, experts]`, 0 for those that a token has not chosen.
-
-        Returns:
-            `[tokens, hidden]`, the weighted sums; parts of them where tensor-parallel ranks split each expert.
-        """
-        if self.gate_up_proj is not None:
-            both = torch.einsum("th,ehi->eti", tokens, self.gate_up_proj.weight)
-            inner = self._activation(*both.chunk(2, dim=-1))
-        else:
-            assert self.up_proj is not None  # one of them is there
-            inner = self._activation(torch.einsum("th,ehi->eti", tokens, self.up_proj.weight))
-        outputs = torch.einsum("eti,eih->eth", inner, self.down_proj.weight)
-        return torch.einsum("eth,te->th", outputs, weights)
-
-    def _inner(self, tokens: Tensor, counts: Sequence[int]) -> Tensor:
+    def _inner(self, tokens: Tensor, counts: Sequence[int] | None) -> Tensor:
         if self.gate_up_proj is None:
             assert self.up_proj is not None  # one of them is there
             return self._activation(self.up_proj(tokens, counts))
@@ -104,9 +97,6 @@ class Experts(nn.Module):
 
 class ExpertMLPs(nn.Module):
     """Passes tokens through their experts, wherever these are.
-
-    On XLA and Neuron devices, where a graph does not know which tokens an expert has, each expert that is not on other
-    ranks computes all tokens.
 
     Args:
         num_experts: of all ranks.
@@ -126,6 +116,7 @@ class ExpertMLPs(nn.Module):
         output_layer_init_method: of the second.
         dtype: of the weights.
         device: of the weights.
+        dispatcher: as for `expert_parallel_forward`.
 
     Raises:
         ValueError: there is no such activation, or ranks do not divide experts or sizes.
@@ -147,6 +138,7 @@ class ExpertMLPs(nn.Module):
         output_layer_init_method: InitMethod = default_linear_init,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
+        dispatcher: Dispatcher | None = None,
     ) -> None:
         super().__init__()
         if hidden_act not in ACTIVATIONS:
@@ -155,6 +147,7 @@ class ExpertMLPs(nn.Module):
             raise ValueError(f"capacity_factor={capacity_factor} must be above 0, or None to drop no token")
         self.num_experts, self.top_k, self.hidden_size = num_experts, top_k, hidden_size
         self.capacity_factor, self.normalize_top_k_affinities = capacity_factor, normalize_top_k_affinities
+        self._dispatcher = dispatcher
         activation = ACTIVATIONS[hidden_act]
         self.mlp_op = Experts(
             num_experts,
@@ -205,17 +198,14 @@ class ExpertMLPs(nn.Module):
             weights, expert_index = weights.masked_fill(~is_taken, 0), expert_index.masked_fill(~is_taken, -1)
         if self.normalize_top_k_affinities:
             weights = F.normalize(weights, p=1.0, dim=1)
-        weights = weights.to(hidden_states.dtype)
-        if not has_dynamic_shapes(hidden_states) and active_group("ep").size == 1 and not shares_tokens_out():
-            of_all = weights.new_zeros(len(weights), self.num_experts)
-            return self.mlp_op.all_at_once(hidden_states, of_all.scatter_add(1, expert_index.clamp(min=0), weights))
         return dispatch_replicated_tokens(
             self.mlp_op,
             hidden_states,
             expert_index,
-            weights,
+            weights.to(hidden_states.dtype),
             num_experts=self.num_experts,
             trains_experts=any(it.requires_grad for it in self.mlp_op.parameters()),
+            dispatcher=self._dispatcher,
         )
 
 

@@ -73,7 +73,7 @@ class RouterBase(nn.Module):
         return logits.reshape(-1, self.num_experts)
 
     def apply_activation_fn(self, weights: Tensor) -> Tensor:
-        """Affinities of logits, in float64, or in float32 where the device has none."""
+        """Affinities of logits, in the widest floats that the device has."""
         wide = weights.to(widest_float(weights.device))
         return torch.sigmoid(wide) if self.act_fn == "sigmoid" else F.softmax(wide, dim=-1)
 

@@ -29,6 +29,7 @@ from nxd_layers.hf.whole_sequences import WholeSequences, give_whole_positions
 _CUT = {"input_ids": 0, "inputs_embeds": 0, "token_type_ids": 0}  # and the value at positions that are filled up
 _HANDLED = ("attention_mask", "position_ids", "labels", "shift_labels", "num_items_in_batch")
 
+_CACHE_NAMES = ("cache", "past_key_values")  # since transformers 5.24, and before
 _POSITIONS_OF_TOKENS = ("opt",)  # types that number tokens, and not padding before them
 
 _cut_models: "WeakSet[nn.Module]" = WeakSet()
@@ -57,6 +58,7 @@ class ContextDoor:
         self._transport = transport
         self._multiple = multiple
         self._signature = inspect.signature(model.forward)
+        self._cache_name = "cache" if "cache" in self._signature.parameters else "past_key_values"
         self._entered: list[Token[ContextForward | None]] = []
         self._prefill: Prefill | None = None
         self._is_active = True
@@ -115,17 +117,20 @@ class ContextDoor:
     def _enter_generating(self, args: Any, kwargs: Any, given: Mapping[str, Any]) -> Any:
         tokens = next((it for name in _CUT if (it := given.get(name)) is not None), None)
         takes_positions = "position_ids" in self._signature.parameters
-        if tokens is None or not takes_positions or self._with_state.layers or not is_prompt(given, tokens.shape[1]):
+        if tokens is None or not takes_positions or self._with_state.layers:
+            return args, kwargs
+        if not is_prompt(given, tokens.shape[1], given.get(self._cache_name)):
             return args, kwargs
         try:
             forward = self._read(given)
             forward.mask_of(MaskRule(), tokens.device)
         except ValueError:  # its padding is not at the ends, or would be counted
             return args, kwargs
-        self._prefill = Prefill.of(forward.cut, given["past_key_values"])
+        self._prefill = Prefill.of(forward.cut, given[self._cache_name])
         self._use(ATTENTION)
         self._entered = [forward_under_way.set(forward)]
-        return (), {**given, **self._cut_inputs(given, forward), **self._prefill.arguments(tokens.device)}
+        of_prompt = self._prefill.arguments(tokens.device, self._cache_name)
+        return (), {**given, **self._cut_inputs(given, forward), **of_prompt}
 
     def _cut_inputs(self, given: Mapping[str, Any], forward: ContextForward) -> dict[str, Any]:
         """This rank's part of ids, positions and mask, by name."""
@@ -144,7 +149,7 @@ class ContextDoor:
         if self._entered:
             forward_under_way.reset(self._entered.pop())
         if self._prefill is not None and output is not None:
-            self._prefill.finish(output)
+            self._prefill.finish(output, self._cache_name)
         self._end_prefill()
 
     def _end_prefill(self) -> None:
@@ -157,6 +162,9 @@ class ContextDoor:
         further = [name for name, it in self._signature.parameters.items() if it.kind is it.VAR_KEYWORD]
         for name in further:
             given |= given.pop(name, {})
+        for name in _CACHE_NAMES:  # transformers takes any of them for the one that it knows
+            if name in given and name != self._cache_name:
+                given[self._cache_name] = given.pop(name)
         return dict(given)
 
     def _read(self, given: Mapping[str, Any]) -> ContextForward:
@@ -202,7 +210,7 @@ class ContextDoor:
         if unknown:
             raise ValueError(f"{unknown[0]} cannot be cut over context-parallel ranks; leave it out")
         asked = ("use_cache", "logits_to_keep", "output_attentions")
-        refused = ["past_key_values"] if given.get("past_key_values") is not None else []
+        refused = [self._cache_name] if given.get(self._cache_name) is not None else []
         refused += [it for it in asked if is_asked(given.get(it))]
         if refused:
             raise ValueError(

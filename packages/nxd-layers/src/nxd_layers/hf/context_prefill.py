@@ -21,14 +21,15 @@ _NOT_CUT = ("output_attentions", "output_hidden_states")
 _TENSORS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")
 
 
-def is_prompt(given: Mapping[str, Any], length: int) -> bool:
+def is_prompt(given: Mapping[str, Any], length: int, cache: Any) -> bool:
     """Whether a forward of `generate()` reads a prompt that is worth cutting; the same on all ranks.
 
     Args:
         given: arguments of the model, by name.
         length: positions.
+        cache: of transformers, which the model is given; None if none.
     """
-    cache, mask = given.get("past_key_values"), given.get("attention_mask")
+    mask = given.get("attention_mask")
     last_only = given.get("logits_to_keep")
     return (
         length >= _SHORTEST_PROMPT
@@ -61,14 +62,14 @@ class Prefill:
         """The forward to come, whose keys and values are for a cache of transformers that is empty yet."""
         return cls(cut, cache, empty_cache())
 
-    def arguments(self, device: torch.device) -> dict[str, Any]:
-        """What the model is given in place of the cache and of `logits_to_keep=1`."""
+    def arguments(self, device: torch.device, cache_name: str) -> dict[str, Any]:
+        """What the model is given in place of the cache, by its name there, and of `logits_to_keep=1`."""
         positions = self.cut.positions_of(active_group("cp").rank)
         # Its last position, on the rank that has it; any other on the others, which get that rank's logits.
         place = int((positions - self.cut.length + 1).abs().argmin())
-        return {"past_key_values": self.local, "logits_to_keep": torch.tensor([place], device=device)}
+        return {cache_name: self.local, "logits_to_keep": torch.tensor([place], device=device)}
 
-    def finish(self, output: Any) -> None:
+    def finish(self, output: Any, cache_name: str) -> None:
         """Give all ranks the last position's logits, and fill the cache with the keys and values of all."""
         group = active_group("cp")
         last = self.cut.rank_of((self.cut.length - 1) // self.cut.chunk_length)
@@ -77,4 +78,4 @@ class Prefill:
             if layer.is_initialized:
                 keys, values = (whole_sequence(it, self.cut, dim=_KEYS_DIM) for it in (layer.keys, layer.values))
                 self.cache.update(keys, values, number)
-        output.past_key_values = self.cache
+        setattr(output, cache_name, self.cache)

@@ -12,7 +12,15 @@ from typing import Any
 from nxd_state import active_group
 from torch import Tensor, nn
 
-from nxd_layers.experts import dispatch_replicated_tokens, shard_experts, shares_tokens_out
+from nxd_layers.experts import (
+    Dispatcher,
+    dispatch_replicated_tokens,
+    needs_static_shapes,
+    separate_slots,
+    shard_experts,
+    shares_tokens_out,
+)
+from nxd_layers.experts.parameters import check_expert_tensor_parallel_size
 from nxd_layers.hf.plan import joined
 from nxd_layers.hf.shards import mark_partial_gradients
 
@@ -30,12 +38,7 @@ def check_experts(model: nn.Module, styles: Mapping[str, str]) -> None:
         model: the whole model.
         styles: of its experts, by path; see `STYLES`.
     """
-    tp, etp = active_group("tp").size, active_group("etp").size
-    if etp not in (1, tp):
-        raise ValueError(
-            f"expert_tensor_parallel_size={etp} with tensor_parallel_size={tp}: an expert is split over all "
-            f"tensor-parallel ranks or over none; use {tp} or 1"
-        )
+    check_expert_tensor_parallel_size()
     for path, style in styles.items():
         parent = path.rpartition(".")[0]
         if style == SPLIT_EXPERTS and styles.get(parent) != DISPATCH:
@@ -62,12 +65,13 @@ def check_experts(model: nn.Module, styles: Mapping[str, str]) -> None:
             )
 
 
-def split_experts(model: nn.Module, styles: Mapping[str, str]) -> None:
+def split_experts(model: nn.Module, styles: Mapping[str, str], dispatcher: Dispatcher | None) -> None:
     """Keep this rank's experts, and have tokens travel to theirs.
 
     Args:
         model: whose experts are whole, or split over the tensor-parallel ranks where these split each expert.
         styles: as for `check_experts`.
+        dispatcher: how they travel, as for `nxd_layers.experts.expert_parallel_forward`.
     """
     for path in _modules(styles):
         experts: Any = model.get_submodule(path)
@@ -81,7 +85,7 @@ def split_experts(model: nn.Module, styles: Mapping[str, str]) -> None:
             mark_partial_gradients(others)
         if hasattr(experts, "num_experts"):
             experts.num_experts = number // active_group("ep").size
-        experts.forward = partial(_forward, experts, number)
+        experts.forward = partial(_forward, experts, number, dispatcher)
 
 
 def _modules(styles: Mapping[str, str]) -> list[str]:
@@ -97,14 +101,23 @@ def _signature_of(forward: Callable[..., Tensor]) -> inspect.Signature:
     return inspect.signature(forward)
 
 
-def _forward(experts: Any, number: int, *args: Any, **kwargs: Any) -> Tensor:
+def _forward(experts: Any, number: int, dispatcher: Dispatcher | None, *args: Any, **kwargs: Any) -> Tensor:
     given = _signature_of(type(experts).forward).bind(experts, *args, **kwargs)
     _, hidden_states, top_k_index, top_k_weights = given.arguments.values()
     return dispatch_replicated_tokens(
-        partial(type(experts).forward, experts),
+        partial(_compute, experts, number // active_group("ep").size),
         hidden_states,
         top_k_index,
         top_k_weights,
         num_experts=number,
         trains_experts=any(it.requires_grad for it in experts.parameters()),
+        dispatcher=dispatcher,
     )
+
+
+def _compute(experts: Any, number: int, tokens: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """This rank's experts, which may be given all of the experts of each token (see `expert_parallel_forward`)."""
+    if needs_static_shapes(tokens):
+        rows = type(experts).forward(experts, *separate_slots(tokens, index, weights, number))
+        return rows.view(*index.shape, -1).sum(dim=1)
+    return type(experts).forward(experts, tokens, index, weights)

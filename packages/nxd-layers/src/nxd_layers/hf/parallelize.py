@@ -25,6 +25,7 @@ from nxd_state.rng import SHARED_STREAM
 from torch import nn
 
 from nxd_layers.context import Transport
+from nxd_layers.experts import Dispatcher
 from nxd_layers.hf import heads
 from nxd_layers.hf.context_parallel import ContextDoor
 from nxd_layers.hf.embeddings import parallel_embedding
@@ -75,6 +76,7 @@ def parallelize(
     sequence_parallel: bool = False,
     vocabulary_parallel_loss: bool = True,
     context_transport: Transport | None = None,
+    expert_dispatcher: Dispatcher | None = None,
 ) -> Any:
     """Split a model over the tensor-parallel ranks, and its experts over the expert-parallel ones, as its plans say,
     and have it cut its sequences over the context-parallel ones; called by all, after `initialize_model_parallel`.
@@ -102,6 +104,8 @@ def parallelize(
         context_transport: how keys, values or heads travel where the mesh has context-parallel ranks; the cheapest for
             each mask if None. Each of these ranks gives the model whole sequences, and gets the outputs of its own
             positions (`nxd_layers.context.SequenceCut`), but the loss of all.
+        expert_dispatcher: how tokens travel to their experts; the way for their number if None, see
+            `nxd_layers.experts.expert_parallel_forward`.
 
     Returns:
         The model, unchanged if one rank has all of it.
@@ -125,7 +129,13 @@ def parallelize(
         )
     with_experts = expert_parallel and splits_experts()
     if active_group("tp").size > 1 or with_experts:
-        _split(model, plan, with_experts=with_experts, sequence_parallel=sequence_parallel)
+        _split(
+            model,
+            plan,
+            with_experts=with_experts,
+            sequence_parallel=sequence_parallel,
+            expert_dispatcher=expert_dispatcher,
+        )
     if active_group("tp").size > 1 and vocabulary_parallel_loss:
         split_loss(model)
     door = None
@@ -146,12 +156,13 @@ def _split(
     *,
     with_experts: bool,
     sequence_parallel: bool,
+    expert_dispatcher: Dispatcher | None,
 ) -> None:
     expert_styles = _expert_styles_of(model, plan) if with_experts else {}
     check_experts(model, expert_styles)
     if active_group("tp").size > 1:
         _split_layers(model, plan, expert_styles, sequence_parallel=sequence_parallel)
-    split_experts(model, expert_styles)
+    split_experts(model, expert_styles, expert_dispatcher)
     _refuse_methods(model)
 
 

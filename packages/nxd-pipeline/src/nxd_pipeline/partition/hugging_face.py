@@ -14,7 +14,9 @@ from nxd_pipeline.partition.cuts import LayerClasses, layer_names
 from nxd_pipeline.partition.structure import ModelStructure
 
 # Inputs of forward that belong to generation, or ask for values that a pipeline does not keep.
-_NOT_INPUTS = re.compile(r"past_key_values|past_key_value|use_cache|cache_.*|return_dict|output_.*|layer_past|self")
+_NOT_INPUTS = re.compile(
+    r"cache|past_key_values|past_key_value|use_cache|cache_.*|return_dict|output_.*|layer_past|self"
+)
 
 
 def is_hugging_face(module: Any) -> bool:

@@ -150,6 +150,7 @@ def compile_generator(
     num_speculative_tokens: int = 0,
     tp_degree: int = 1,
     context_parallel_size: int = 1,
+    expert_parallel_size: int = 1,
     weights: Weights | None = None,
     content: TraceContent | None = None,
     **settings: Any,
@@ -169,6 +170,9 @@ def compile_generator(
         context_parallel_size: replicas that read a prompt together, each an equal part of its tokens; single tokens are
             computed by all of them. There are `tp_degree * context_parallel_size` ranks, each with a whole cache of its
             heads.
+        expert_parallel_size: ranks that the experts of a mixture are divided among: equal parts of the replicas, if
+            they are enough, and otherwise any of the ranks, which then have whole experts. `build` splits them:
+            `parallelize(model, expert_parallel=True)`.
         weights: for a model on the meta device, by the unsharded model's names, as for `parallel_model_trace`.
         content: what `build` makes its model of. A generator of equal content, sizes and settings that was made before
             on this machine is used again: only the weights are read. Needs `weights`.
@@ -198,7 +202,9 @@ def compile_generator(
     block_size = max(size for size in range(1, _LARGEST_BLOCK + 1) if max_length % size == 0)
     table = max_length // block_size
     decoder = BuildCachedDecoder(build, 1 + batch_size * table, block_size, max_length)
-    builder = ModelBuilder(decoder, tp_degree, replicas=context_parallel_size)
+    builder = ModelBuilder(
+        decoder, tp_degree, replicas=context_parallel_size, expert_parallel_size=expert_parallel_size
+    )
     for length in lengths:
         builder.trace(_example(1, length, table), tag=f"prefill_{length}")
     rows = batch_size * (1 + num_speculative_tokens)

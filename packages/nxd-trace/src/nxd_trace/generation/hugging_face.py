@@ -26,7 +26,8 @@ class HuggingFaceDecoder(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         taken = inspect.signature(inspect.unwrap(type(model).forward)).parameters
-        missing = [name for name in ("position_ids", "past_key_values") if name not in taken]
+        self._cache_name = "cache" if "cache" in taken else "past_key_values"  # before transformers 5.24
+        missing = [name for name in ("position_ids", self._cache_name) if name not in taken]
         if missing:
             raise TypeError(
                 f"{type(model).__name__}.forward takes no {' and no '.join(missing)}, so it cannot use a cache; "
@@ -57,9 +58,9 @@ class HuggingFaceDecoder(nn.Module):
             input_ids=input_ids,
             position_ids=positions,
             attention_mask=mask,
-            past_key_values=cache,
             use_cache=True,
             return_dict=True,
+            **{self._cache_name: cache},
             **self._last_only,
         )
         logits: Tensor = output.logits

@@ -257,7 +257,8 @@ def _check_groups(exported: ExportedModel) -> None:
     if others:
         raise ValueError(
             f"program {exported.signature.name!r} communicates over the process groups {sorted(others)}; only "
-            f"collectives over the tensor-parallel group and over the replicas ({sorted(own)}) can be traced"
+            f"collectives over the tensor-parallel group, the replicas and the expert-parallel group ({sorted(own)}) "
+            "can be traced"
         )
 
 

@@ -28,6 +28,7 @@ class WorkerProcess:
     Args:
         rank: of the worker.
         replicas: of the model, over all workers.
+        expert_parallel_size: workers that split its experts.
         memory: descriptor of the memory that it shares with this process.
         store: descriptor of the memory that the ranks meet in.
         environment: its environment variables.
@@ -36,7 +37,15 @@ class WorkerProcess:
         connection: our end of the socket pair; it reads as closed once the process is gone.
     """
 
-    def __init__(self, rank: int, replicas: int, memory: int, store: int, environment: dict[str, str]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        replicas: int,
+        expert_parallel_size: int,
+        memory: int,
+        store: int,
+        environment: dict[str, str],
+    ) -> None:
         self.rank = rank
         self._stacks = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
         self.connection, theirs = socket.socketpair()
@@ -49,7 +58,8 @@ class WorkerProcess:
             "stacks": self._stacks.fileno(),
         }
         try:
-            self._process = launch({"main": main_script(), "replicas": replicas}, descriptors, environment)
+            settings = {"main": main_script(), "replicas": replicas, "expert_parallel_size": expert_parallel_size}
+            self._process = launch(settings, descriptors, environment)
         except BaseException:
             os.close(self._stdin)
             raise
@@ -127,12 +137,13 @@ class WorkerGroup:
     Args:
         size: number of ranks.
         replicas: of the model, into which the ranks are divided.
+        expert_parallel_size: ranks that split its experts.
 
     Attributes:
         memory: descriptor of the memory that all of them and this process share.
     """
 
-    def __init__(self, size: int, replicas: int) -> None:
+    def __init__(self, size: int, replicas: int, expert_parallel_size: int) -> None:
         self.size = size
         self.memory = new_shared_file()
         # A file without a name: whoever writes to the store can pose as a rank, and other users can reach every port.
@@ -142,7 +153,9 @@ class WorkerGroup:
         self._is_open = True
         try:
             for rank in range(size):
-                worker = WorkerProcess(rank, replicas, self.memory, self._store, self._environment(rank))
+                worker = WorkerProcess(
+                    rank, replicas, expert_parallel_size, self.memory, self._store, self._environment(rank)
+                )
                 self._workers.append(worker)
                 self._selector.register(worker.connection, selectors.EVENT_READ, worker)
         except BaseException:

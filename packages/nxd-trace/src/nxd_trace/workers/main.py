@@ -43,12 +43,12 @@ def main(settings: Mapping[str, Any]) -> None:
 
     Args:
         settings: descriptors of connection, shared memory, the store that the ranks meet in and the file for stacks,
-            where the main script is, and how many replicas of the model the ranks are.
+            where the main script is, and how many replicas of the model and parts of its experts the ranks are.
     """
     faulthandler.enable(os.fdopen(settings["stacks"], "wb", buffering=0))
     threading.Thread(target=_end_with_parent, name="parent watch", daemon=True).start()
     connection = socket.socket(fileno=settings["connection"])
-    worker = _Worker(connection, settings["memory"], settings["store"], settings["main"], settings["replicas"])
+    worker = _Worker(connection, settings)
     try:
         worker.run()
     finally:
@@ -67,14 +67,13 @@ def _end_with_parent() -> None:
 class _Worker:
     """First builds a model's shard, then serves it; or only serves."""
 
-    def __init__(
-        self, connection: socket.socket, memory: int, store: int, main_script: dict[str, str], replicas: int
-    ) -> None:
+    def __init__(self, connection: socket.socket, settings: Mapping[str, Any]) -> None:
         self._connection = connection
-        self._memory = memory
-        self._store = store
-        self._main_script = main_script
-        self._replicas = replicas
+        self._memory: int = settings["memory"]
+        self._store: int = settings["store"]
+        self._main_script: dict[str, str] = settings["main"]
+        self._replicas: int = settings["replicas"]
+        self._expert_parallel_size: int = settings["expert_parallel_size"]
         self._builder: Builder | None = None
         self._server: Server | None = None
 
@@ -99,8 +98,11 @@ class _Worker:
 
     def _handle(self, request: Any) -> Any:
         if not model_parallel_is_initialized():
+            over_replicas = self._replicas % self._expert_parallel_size == 0
             initialize_model_parallel(
                 tensor_model_parallel_size=int(os.environ["WORLD_SIZE"]) // self._replicas,
+                expert_model_parallel_size=self._expert_parallel_size,
+                expert_tensor_parallel_size=None if over_replicas else 1,
                 store=dist.FileStore(f"/dev/fd/{self._store}"),
             )
         match request:

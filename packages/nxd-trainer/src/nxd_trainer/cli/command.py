@@ -96,14 +96,21 @@ def add_draft(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_context_parallel_size(parser: argparse.ArgumentParser) -> None:
-    """Add `--context-parallel-size`, of compiled models."""
+def add_compiled_degrees(parser: argparse.ArgumentParser) -> None:
+    """Add `--context-parallel-size` and `--expert-parallel-size`, of compiled models."""
     parser.add_argument(
         "--context-parallel-size",
         type=int,
         default=1,
         metavar="N",
         help="groups of worker processes, each with the whole model, that read a prompt together (default: 1)",
+    )
+    parser.add_argument(
+        "--expert-parallel-size",
+        type=int,
+        default=1,
+        metavar="N",
+        help="worker processes, of those that there are, that a model's experts are divided among (default: 1)",
     )
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from nxd_trainer.cli.command import (
     Commands,
     UserError,
-    add_context_parallel_size,
+    add_compiled_degrees,
     add_draft,
     add_model,
     add_nproc,
@@ -70,7 +70,7 @@ def add_parser(commands: Commands) -> None:
     )
     parser.add_argument("--compiler", help="with --compiled: inductor or export; unset: what this machine has")
     add_nproc(parser, "--tensor-parallel-size")
-    add_context_parallel_size(parser)
+    add_compiled_degrees(parser)
     parser.set_defaults(run=run)
 
 
@@ -84,8 +84,9 @@ def run(options: argparse.Namespace) -> int:
         return _run_compiled(options)
     if options.chat and options.prompt is None and options.nproc not in (None, 1):
         raise UserError("several ranks cannot read a conversation from standard input; give --prompt, or --compiled")
-    if options.context_parallel_size != 1:
-        raise UserError("--context-parallel-size is for compiled models; add --compiled")
+    for name in ("context_parallel_size", "expert_parallel_size"):
+        if getattr(options, name) != 1:
+            raise UserError(f"--{name.replace('_', '-')} is for compiled models; add --compiled")
     code = started_ranks(options)
     if code is not None:
         return code
@@ -141,6 +142,7 @@ def _run_compiled(options: argparse.Namespace) -> int:
             max_length=length,
             tp_degree=options.nproc or 1,
             context_parallel_size=options.context_parallel_size,
+            expert_parallel_size=options.expert_parallel_size,
             compiler=options.compiler,
             draft=draft,
             num_speculative_tokens=options.num_speculative_tokens,

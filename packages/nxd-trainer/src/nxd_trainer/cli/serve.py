@@ -6,7 +6,7 @@ import time
 
 from nxd_trainer.cli.command import (
     Commands,
-    add_context_parallel_size,
+    add_compiled_degrees,
     add_draft,
     add_model,
     check_own_process,
@@ -38,7 +38,7 @@ def add_parser(commands: Commands) -> None:
         metavar="N",
         help="tensor-parallel worker processes (default: 1)",
     )
-    add_context_parallel_size(parser)
+    add_compiled_degrees(parser)
     parser.add_argument(
         "--max-body-bytes", type=int, default=1 << 20, metavar="N", help="of one request (default: %(default)s)"
     )
@@ -120,6 +120,7 @@ def run(options: argparse.Namespace) -> int:
             max_length=length,
             tp_degree=options.nproc or 1,
             context_parallel_size=options.context_parallel_size,
+            expert_parallel_size=options.expert_parallel_size,
             compiler=options.compiler,
             draft=draft,
             num_speculative_tokens=options.num_speculative_tokens,

@@ -66,6 +66,7 @@ def consistency_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]
     yield from _early_stopping_mistakes(recipe)
     yield from _lora_mistakes(recipe)
     yield from _retention_mistakes(recipe)
+    yield from _memory_mistakes(recipe)
     yield from _context_mistakes(recipe)
     yield from _moe_mistakes(recipe)
 
@@ -170,7 +171,12 @@ def _dpo_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:
     if not beta:
         if recipe.dpo.label_smoothing:
             yield ("dpo.label_smoothing", "dpo.beta"), "dpo.label_smoothing means nothing with dpo.beta=0; set dpo.beta"
+        if recipe.dpo.loss != "sigmoid":
+            yield ("dpo.loss", "dpo.beta"), f"dpo.loss={recipe.dpo.loss} means nothing with dpo.beta=0; set dpo.beta"
         return
+    if recipe.dpo.label_smoothing and recipe.dpo.loss not in ("sigmoid", "robust"):
+        mistake = f"dpo.label_smoothing is for dpo.loss=sigmoid and robust, not {recipe.dpo.loss}; leave it out"
+        yield ("dpo.label_smoothing", "dpo.loss"), mistake
     if recipe.data.path is None:
         yield ("dpo.beta", "data.path"), f"{given} needs data.path, a file of rows with prompt, chosen and rejected"
     if recipe.data.tokenizer is None and recipe.model.path is None:
@@ -290,6 +296,19 @@ def _pipeline_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:
         )
         keys = ("parallel.pipeline_parallel_size", "model.num_hidden_layers", "pipeline.virtual_pipeline_size")
         yield (*keys, "pipeline.schedule"), mistake
+
+
+def _memory_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:
+    every = recipe.checkpoint.memory_every
+    if every and recipe.lora.rank and recipe.lora.save == "merged":
+        mistake = (
+            f"checkpoint.memory_every={every} writes what lora.save=merged cannot resume from; set "
+            "lora.save=adapter or both"
+        )
+        yield ("checkpoint.memory_every", "lora.save"), mistake
+    if every and recipe.checkpoint.resume == "never":
+        mistake = f"checkpoint.memory_every={every} writes what checkpoint.resume=never does not read; set it to latest"
+        yield ("checkpoint.memory_every", "checkpoint.resume"), mistake
 
 
 def _retention_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:

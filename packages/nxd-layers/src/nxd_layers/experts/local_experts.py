@@ -1,0 +1,112 @@
+"""The experts of this rank among those that tokens have, and the weighted sum of what they compute."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from nxd_state import Group, has_dynamic_shapes
+from torch import Tensor
+
+ComputeExperts = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def needs_static_shapes(tensor: Tensor) -> bool:
+    """Whether shapes may not depend on values: on XLA and Neuron devices, and while torch compiles or exports."""
+    return not has_dynamic_shapes(tensor) or torch.compiler.is_compiling()
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Pairs of a token and a local expert of it, as many as there are.
+
+    Attributes:
+        rows: `[pairs]`, the token.
+        slots: `[pairs]`, where among the token's k experts this one is.
+        index: `[pairs]`, the expert among the local ones.
+        places: `[pairs]`, which of its token's local experts it is, counted from 0.
+        most: local experts of any token.
+    """
+
+    rows: Tensor
+    slots: Tensor
+    index: Tensor
+    places: Tensor
+    most: int
+
+    def weighted_sum(self, compute: ComputeExperts, tokens: Tensor, weights: Tensor) -> Tensor | None:
+        """Of each token's local experts, `[tokens, hidden]`; None if there are none."""
+        if not self.most:
+            return None
+        outputs = compute(tokens[self.rows], self.index.unsqueeze(1), weights[self.rows, self.slots].unsqueeze(1))
+        # Not index_add, which adds in any order on some devices.
+        apart = outputs.new_zeros(len(tokens) * self.most, outputs.shape[1])
+        apart = apart.index_copy(0, self.rows * self.most + self.places, outputs)
+        return apart.view(len(tokens), self.most, -1).sum(dim=1)
+
+
+@dataclass(frozen=True)
+class Slots:
+    """All k experts of each token, whether they are local or not, so that shapes do not depend on values.
+
+    Attributes:
+        index: `[tokens, k]` among the local experts; one more than the last of them stands for none.
+    """
+
+    index: Tensor
+
+    def weighted_sum(self, compute: ComputeExperts, tokens: Tensor, weights: Tensor) -> Tensor:
+        """Of each token's local experts, `[tokens, hidden]`."""
+        return compute(tokens, self.index, weights)
+
+
+LocalExperts = Pairs | Slots
+
+
+@torch.no_grad()
+def find_local_experts(top_k_index: Tensor, experts_per_rank: int, group: Group) -> LocalExperts:
+    """This rank's experts among those of tokens.
+
+    Args:
+        top_k_index: `[tokens, k]`, among the experts of all ranks.
+        experts_per_rank: each has so many, in the order of ranks.
+        group: the ranks.
+    """
+    if needs_static_shapes(top_k_index):
+        own = group.rank_tensor(top_k_index) if group.size > 1 else 0  # data, so that all ranks record one graph
+        of_own = top_k_index - own * experts_per_rank
+        return Slots(of_own.masked_fill((of_own < 0) | (of_own >= experts_per_rank), experts_per_rank))
+    if top_k_index.is_meta:
+        return expected_pairs(top_k_index, top_k_index.numel() // group.size, experts_per_rank)
+    local = top_k_index - group.rank * experts_per_rank
+    is_here = (local >= 0) & (local < experts_per_rank)
+    rows, slots = is_here.nonzero(as_tuple=True)
+    numbers = is_here.cumsum(dim=1)
+    most = int(numbers.max()) if len(rows) else 0
+    return Pairs(rows, slots, local[rows, slots], numbers[rows, slots] - 1, most)
+
+
+def expected_pairs(top_k_index: Tensor, pairs: int, experts_per_rank: int) -> Pairs:
+    """So many pairs without values, on the meta device."""
+    rows, slots, local, places = (top_k_index.new_zeros(pairs) for _ in range(4))
+    return Pairs(rows, slots, local, places, most=min(top_k_index.shape[1], experts_per_rank))
+
+
+def separate_slots(tokens: Tensor, index: Tensor, weights: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Each token once for each of its experts, for a computation that knows no "none" among the experts.
+
+    What stands for none becomes a token of zeros for some expert, with the weight 0: whatever that expert makes of
+    zeros is no overflow.
+
+    Args:
+        tokens: `[tokens, hidden]`.
+        index: `[tokens, k]`; `num_experts` stands for none.
+        weights: `[tokens, k]`.
+        num_experts: local ones.
+
+    Returns:
+        `[tokens * k, hidden]`, and index and weights `[tokens * k, 1]`.
+    """
+    index, weights = index.reshape(-1, 1), weights.reshape(-1, 1)
+    is_none = index == num_experts
+    repeated = tokens.repeat_interleave(len(index) // max(len(tokens), 1), dim=0)
+    return repeated.masked_fill(is_none, 0), index.clamp(max=num_experts - 1), weights.masked_fill(is_none, 0)
