@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from nxd_layers.experts import ExpertMLPs, MoE, RouterTopK
+from nxd_layers.experts import ExpertMLPs, MoE, RouterTopK, load_balancing_loss
 from nxd_state import get_device, get_group, initialize_model_parallel
 from nxd_state.testing import LogicalPiece, assemble_logical, logical_pieces, run_on_neuron, run_torchrun
 from nxd_state.testing.neuron_device import register_neuron_compiler
@@ -110,6 +110,29 @@ def test_run_on_neuron_at_a_layout_equals_the_run_on_the_cpu(layout, run_ranks, 
 
     assert [devices for _, _, devices in on_neuron] == [{"neuron"}] * world
     check_equal(on_neuron, on_cpu, dtype_rounds="bfloat16" in str(more))
+
+
+def experts_on_this_device(capacity_factor: float | None) -> tuple[list[torch.Tensor], str]:
+    """Output, logits and gradients of a mixture-of-experts layer on two tensor-parallel ranks, on the host."""
+    initialize_model_parallel(2)
+    torch.manual_seed(0)
+    mlps = ExpertMLPs(4, 2, 8, 6, capacity_factor=capacity_factor, normalize_top_k_affinities=True)
+    layer = MoE(RouterTopK(4, 2, 8), mlps, return_router_logits=True).to(get_device())
+    tokens = torch.arange(5 * 2 * 8.0).view(5, 2, 8).sin().to(get_device()).requires_grad_()
+    output, logits = layer(tokens)
+    (output.square().sum() + load_balancing_loss(logits, 4, 2)).backward()
+    found = [output.detach(), logits.detach(), tokens.grad, *(it.grad for it in layer.parameters())]
+    return [it.cpu() for it in found], output.device.type
+
+
+@pytest.mark.parametrize("capacity_factor", [None, 0.75])
+def test_layer_of_experts_on_neuron_computes_what_the_cpu_does(capacity_factor, run_ranks):
+    on_cpu = run_ranks(experts_on_this_device, 2, capacity_factor)
+    on_neuron = run_on_neuron(experts_on_this_device, 2, capacity_factor)
+
+    for (found, device), (expected, _) in zip(on_neuron, on_cpu, strict=True):
+        assert device == "neuron"
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def mixture() -> list[torch.Tensor]:
