@@ -1,18 +1,17 @@
 """`nxd train --elastic` goes on when ranks are lost, and ends as a run that was left alone."""
 
-import json
 import os
-import random
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import nxd_ckpt
 import pytest
 import torch
 from nxd_state.testing import deadline
+from nxd_trainer.chaos import Disturbance, FollowedRun, Measures, Plan, disturb, measure
+from nxd_trainer.report.metrics import METRICS_FILE, StepRecord, read_records
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
@@ -37,44 +36,27 @@ class Run:
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
+        self._followed = FollowedRun(self.process, self.output, patience=deadline(60))
 
     @property
     def log(self) -> str:
         return self._log.read_text()
 
-    def records(self) -> list[dict]:
-        file = self.output / "metrics.jsonl"
-        lines = file.read_text().splitlines(keepends=True) if file.exists() else []
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+    def records(self) -> list[StepRecord]:
+        return read_records(self.output / METRICS_FILE)
 
     def trainers(self) -> list[int]:
-        """The processes that compute, whose parents supervise them."""
-        supervisors = children_of(self.process.pid)
-        return [pid for supervisor in supervisors for pid in children_of(supervisor) if name_of(pid) == "nxd-trainer"]
+        return [rank.pid for rank in self._followed.ranks()]
 
     def wait_for_step(self, step: int) -> None:
-        give_up = time.monotonic() + deadline(120)
-        while not (records := self.records()) or records[-1]["step"] < step:
-            assert self.process.poll() is None, self.log
-            assert time.monotonic() < give_up, self.log
-            time.sleep(0.01)
+        assert self._followed.wait_for_step(step), self.log
+
+    def disturb(self, plan: Plan) -> tuple[list[Disturbance], Measures]:
+        done = disturb(self._followed, plan)
+        return done, measure(self._followed, done)
 
     def end(self) -> int:
         return self.process.wait(deadline(120))
-
-
-def children_of(pid: int) -> list[int]:
-    try:
-        return [int(it) for it in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except FileNotFoundError:
-        return []
-
-
-def name_of(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/comm").read_text().strip()
-    except FileNotFoundError:
-        return ""
 
 
 @pytest.fixture
@@ -104,8 +86,8 @@ def assert_ended_alike(run: Run, alone: Run) -> None:
     assert run.end() == 0, run.log
     assert alone.end() == 0, alone.log
     found, expected = run.records(), alone.records()
-    assert [it["step"] for it in found] == [it["step"] for it in expected]
-    assert [it["loss"] for it in found] == [it["loss"] for it in expected]
+    assert [it.step for it in found] == [it.step for it in expected]
+    assert [it.loss for it in found] == [it.loss for it in expected]
     weights, others = tensors(run), tensors(alone)
     assert weights.keys() == others.keys()
     assert [name for name, tensor in others.items() if not torch.equal(weights[name], tensor)] == []
@@ -113,28 +95,17 @@ def assert_ended_alike(run: Run, alone: Run) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_killed_ranks_are_replaced_and_cost_one_step_at_most(start, layout):
-    chance = random.Random(layout)
-    steps = [*LAYOUTS[layout], f"train.steps={4 * KILLS + 6}"]
+    steps = [*LAYOUTS[layout], f"train.steps={5 * KILLS + 6}"]
     alone = start("alone", *steps)
     assert alone.end() == 0, alone.log
     run = start("run", *steps, *ELASTIC)
-    killed, survivors = [], set()
-    for number in range(KILLS):
-        run.wait_for_step(4 * number + 3)
-        trainers = run.trainers()
-        survivors = survivors & set(trainers) if survivors else set(trainers)
-        killed.append((run.records()[-1]["step"], chance.choice(trainers)))
-        os.kill(killed[-1][1], signal.SIGKILL)
-        survivors.discard(killed[-1][1])
-        run.wait_for_step(killed[-1][0] + 1)
+
+    killed, measures = run.disturb(Plan(seed=26, count=KILLS, steps=(1, 3)))
 
     assert_ended_alike(run, alone)
-    resumed = [
-        int(line.split("step-")[1].split()[0]) for line in run.log.splitlines() if "the run resumes from" in line
-    ]
-    assert "in the memory of the hosts" in run.log
-    assert len(resumed) >= KILLS
-    assert all(any(step - resumes <= 1 for resumes in resumed) for step, _ in killed)
+    assert len(killed) == len(measures.recoveries) == KILLS
+    assert max(measures.steps_lost) <= 1
+    assert run.log.count("; the run resumes from") == run.log.count("in the memory of the hosts") == KILLS
     assert run.log.count("another process takes its place") == KILLS  # and no survivor was given up
     assert not list(Path("/dev/shm").glob(f"nxd-memory-{os.getuid()}-{run.process.pid}-*"))
 

@@ -117,3 +117,17 @@ def test_memory_that_takes_nothing_ends_no_run(run_ranks, settings, hosts, capfd
 def test_run_without_keepers_says_what_is_missing(run_ranks, settings):
     with pytest.raises(Exception, match="no host of this run keeps checkpoints in memory: add --elastic"):
         run_ranks(run, 1, [*settings, *IN_MEMORY], [])
+
+
+def test_damaged_memory_begins_no_run_with_a_part_of_its_weights(run_ranks, settings, hosts, tmp_path):
+    settings = [*settings, *IN_MEMORY, "train.steps=4"]
+    run_ranks(run, 2, [*settings, "train.stop_after=2"], addresses(hosts)[:2])
+    shutil.rmtree(tmp_path / "run/checkpoints")
+    for _, folder in hosts[:2]:
+        for file in folder.glob("step-00000002/data/*"):
+            content = bytearray(file.read_bytes())
+            content[-1] ^= 1
+            file.write_bytes(content)
+
+    with pytest.raises(Exception, match="no checkpoint to resume from but a damaged one in memory"):
+        run_ranks(run, 2, settings, addresses(hosts)[:2])

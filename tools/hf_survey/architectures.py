@@ -66,6 +66,8 @@ _TWO_KINDS = ["sliding_attention", "full_attention"] * 2
 OWN_SIZES: dict[str, dict[str, Any]] = {
     "axk1": _LATENT,
     "axk2": _LATENT,
+    "bamba": {"mamba_n_heads": 8, "mamba_d_head": 8, "attn_layer_indices": [1, 3]},
+    "codegen": {"rotary_dim": 4},
     "cohere_compass_text": {
         "layer_types": _TWO_KINDS,
         "rope_parameters": {"sliding_attention": _ROPE, "full_attention": _ROPE},
@@ -92,7 +94,9 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     },
     "glm4_moe_lite": _LATENT,
     "glm_moe_dsa": _LATENT,
+    "gptj": {"rotary_dim": 4},
     "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 8, "layer_types": ["mamba", "attention"] * 2},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "longcat_flash": _LATENT,
     "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 2},
@@ -105,6 +109,7 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         "indexer_budget": 8,
         "indexer_compress_ratio": 2,
     },
+    "sarvam_mla": _LATENT,
     "t5": {"d_ff": 48, "d_kv": 8, "num_layers": 2, "decoder_start_token_id": 0},
     "vit": {"image_size": 16, "patch_size": 8},
     "whisper": {

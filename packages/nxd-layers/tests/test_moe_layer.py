@@ -272,3 +272,21 @@ def test_balanced_load_has_the_loss_one():
 def test_what_does_not_fit_is_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize("capacity_factor", [None, 0.75])
+def test_tokens_without_a_batch_dim_are_one_sequence(capacity_factor):
+    layer = make_layer(capacity_factor=capacity_factor)
+    tokens = torch.randn(SEQ, HIDDEN, dtype=torch.float64)
+
+    assert torch.equal(layer(tokens)[0], layer(tokens.unsqueeze(1))[0].squeeze(1))
+
+
+@pytest.mark.parametrize(("ranks", "tp"), [(2, 1), (4, 4)])
+def test_experts_split_over_some_of_the_tensor_parallel_ranks_are_refused(run_ranks, ranks, tp):
+    def job():
+        initialize_model_parallel(tp, expert_tensor_parallel_size=2)
+        with pytest.raises(ValueError, match=f"expert_tensor_parallel_size=2 with tensor_parallel_size={tp}"):
+            make_layer()
+
+    run_ranks(job, ranks)

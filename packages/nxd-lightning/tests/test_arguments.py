@@ -74,6 +74,7 @@ def test_documented_arguments_come_first_and_in_order(cls):
 
 class WithSetupOfItsOwn(Fitting):
     def setup(self, stage=None):
+        self.print_pp_rank += 0 if self.log_rank0 else 5  # as scripts set it
         self.model = initialize_parallel_model(self.nxd_config, torch.nn.Linear, *self.model_args)
 
 
@@ -92,7 +93,7 @@ def test_script_with_a_setup_of_its_own_gives_the_config_first_and_no_model_func
     fit(module, tmp_path)
 
     assert module.global_step == 2
-    assert module.print_pp_rank == 0
+    assert module.print_pp_rank == 5
     assert (module.train_batch_size, module.logging_interval, module.loss, module.global_norm) == (2, 5, None, None)
 
 

@@ -25,6 +25,7 @@ from nxd_ckpt.asynchronous import background
 from nxd_ckpt.asynchronous.arena import Arena
 from nxd_ckpt.asynchronous.handover import Slice
 from nxd_ckpt.dtypes import DTYPE_OF_CODE
+from nxd_ckpt.errors import RanksLostError
 from nxd_ckpt.manifest import ITEM_SIZES
 from nxd_ckpt.saving import run_save
 from nxd_ckpt.testing import outcomes_on_threads, run_on_threads
@@ -237,6 +238,16 @@ def test_async_save_failure_that_nobody_waited_for_is_raised_by_the_next_save_on
     assert texts[0] == texts[1]
     assert texts[0].startswith("saving checkpoint 'taken' in the background has failed: ")
     assert texts[0].endswith("this save has not begun")
+
+
+def test_async_save_that_lost_ranks_is_told_from_one_that_could_not_write(tmp_path, monkeypatch):
+    def lose_ranks(*arguments):
+        raise RanksLostError("rank 1 of 2 is gone")
+
+    monkeypatch.setattr(background, "run_save", lose_ranks)
+
+    with pytest.raises(RanksLostError, match="rank 1 of 2 is gone"):
+        async_save(tmp_path, "t", {"w": torch.ones(1)}).wait()
 
 
 def test_async_save_without_memory_for_the_copy_fails_on_all_ranks_and_the_next_is_well(tmp_path, monkeypatch):

@@ -60,7 +60,7 @@ def torch_xla(monkeypatch):
         yield TensorReference
 
 
-def save_rank(path: Path, content: dict, reference=None, *, wrap=False, with_info=True) -> None:
+def save_rank(path: Path, content: dict, reference=None, *, wrap=False, with_info=True, expert="") -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     if reference is None:
         torch.save({"model": content} if wrap else content, path)
@@ -76,9 +76,9 @@ def save_rank(path: Path, content: dict, reference=None, *, wrap=False, with_inf
             i: {
                 "dtype": tensor.dtype,
                 "shape": tensor.shape,
-                "expert_model_parallel": False,
+                "expert_model_parallel": name == expert,
             }  # the last one of newer releases
-            for i, tensor in enumerate(content.values())
+            for i, (name, tensor) in enumerate(content.items())
         }
         torch.save(info, f"{path}.info.pt")
 
@@ -95,6 +95,27 @@ def write_v2(root: Path, tag: str = "step_5", reference=None, *, infix: str = ""
     torch.save({"total_steps": 5}, folder / "user_content.pt")
     (folder / "done").write_text("1")
     return folder
+
+
+@pytest.mark.parametrize(("lost", "is_read"), [("router", True), ("expert", False)])
+def test_only_what_all_expert_ranks_have_alike_is_read_from_the_first_of_them(tmp_path, torch_xla, lost, is_read):
+    folder = tmp_path / "step_5"
+    for ep in range(2):
+        content = {"router": torch.full((2,), 7.0), "expert": torch.full((1, 2), float(ep))}
+        file = folder / "model" / f"dp_rank_00_ep_rank_0{ep}_tp_rank_00_pp_rank_00.pt"
+        save_rank(file, content, torch_xla, expert="expert")
+    (Path(f"{file}.tensors") / f"tensor_{int(lost == 'expert')}.pt").unlink()
+    for marker in ("checkpoint", "done"):
+        (folder / marker).write_text("1")
+
+    def read():
+        return read_whole(open_neuronx(tmp_path, "step_5", sharding={"expert": Split(None, expert_dim=0)}), "expert")
+
+    if is_read:
+        assert read().tolist() == [[0, 0], [1, 1]]
+    else:
+        with pytest.raises(CheckpointError, match=r"ep_rank_01.*tensor_1\.pt"):
+            read()
 
 
 def assert_whole(source) -> None:

@@ -1,12 +1,17 @@
 """A keeper gives nothing to strangers, and nothing that it is sent reaches beyond its folder or stops it."""
 
 import json
+import os
 import random
+import signal
 import socket
+import threading
+from contextlib import contextmanager, suppress
 
 import pytest
 from nxd_ckpt import CheckpointError, latest
 from nxd_ckpt.peers.client import KeeperClient
+from nxd_ckpt.peers.keeper import CLIENT, Keeper, proof
 from nxd_ckpt.peers.starting import KeeperProcess
 from nxd_ckpt.peers.store import peers_url
 
@@ -16,6 +21,17 @@ def keeper(tmp_path, monkeypatch):
     monkeypatch.setenv("NXD_PEERS_SECRET", "right")
     with KeeperProcess(tmp_path / "host", "right") as running:
         yield running
+
+
+@contextmanager
+def connected(address):
+    """A connection whose handshake is over, and what comes through it as a file."""
+    host, _, port = address.rpartition(":")
+    with socket.create_connection((host, int(port)), 30) as connection, connection.makefile("rb") as answers:
+        nonces = (answers.readline().decode().strip(), "mine")
+        connection.sendall(f"mine {proof('right', CLIENT, nonces, int(port))}\n".encode())
+        assert b"proof" in answers.readline()
+        yield connection, answers
 
 
 def write(keeper, name, content):
@@ -32,7 +48,7 @@ def test_what_is_put_comes_back_whole_and_in_pieces(keeper):
 
     client.get("t/data/a b", [(5, memoryview(pieces[0])), (9, memoryview(pieces[1])), (700, memoryview(pieces[2]))])
 
-    assert client.content("t/data/a b") == content
+    assert client.content("t/data/a b", len(content)) == content
     assert [bytes(it) for it in pieces] == [content[5:15], b"", content[700 : 700 + (2 << 20)]]
     assert client.files() == {"t/data/a b": len(content)}
     client.remove(["t/data/a b", "gone"])
@@ -65,7 +81,7 @@ def test_names_outside_the_folder_are_refused(keeper, tmp_path, name):
     with pytest.raises(OSError, match="is no name of a file"):
         write(keeper, name, b"1")
     with pytest.raises(OSError, match="is no name of a file"):
-        client.content(name)
+        client.content(name, 10)
 
     assert sorted(tmp_path.iterdir()) == before
     assert client.files() == {}
@@ -89,22 +105,120 @@ def test_a_read_beyond_the_end_is_refused(keeper):
 
 def test_garbage_does_not_stop_it(keeper):
     draw = random.Random(1)
-    requests = [{"do": do, "secret": "right"} for do in ("put", "get", "list", "remove", "size", "eval", None)]
-    requests += [
-        {"do": "get", "secret": "right", "name": "x", "pieces": it} for it in (7, [[-1, 5]], [["a", 1]], [[1]])
-    ]
-    sent = [json.dumps(it).encode() + b"\n" for it in (*requests, [], 3, {"secret": 5})]
-    sent += [draw.randbytes(draw.randrange(200)) + b"\n" for _ in range(100)]
-    sent += [json.dumps({"do": "put", "secret": "right", "name": "x"}).encode() + b"\nmany\n"]
-    sent += [json.dumps({"do": "put", "secret": "right", "name": "x"}).encode() + b"\n-5\n"]
-    host, _, port = keeper.address.rpartition(":")
+    requests = [{"do": do} for do in ("put", "get", "list", "remove", "size", "eval", None)]
+    requests += [{"do": "get", "name": "x", "pieces": it} for it in (7, [[-1, 5]], [["a", 1]], [[1]])]
+    sent = [json.dumps(it).encode() + b"\n" for it in (*requests, [], 3)]
+    sent += [draw.randbytes(draw.randrange(200)) + b"\n" for _ in range(50)]
+    sent += [json.dumps({"do": "put", "name": "x"}).encode() + end for end in (b"\nmany\n", b"\n-5\n")]
 
     for content in sent:
-        with socket.create_connection((host, int(port)), 10) as connection:
+        with connected(keeper.address) as (connection, answers):
             connection.sendall(content)
             connection.shutdown(socket.SHUT_WR)
-            while connection.recv(1 << 16):
-                pass
+            answers.read()
 
     write(keeper, "y", b"still here")
     assert KeeperClient(keeper.address).files() == {"y": 10}
+
+
+@pytest.mark.parametrize("greeting", [b"", b"\n", b"mine 00\n", b"\xff \xff\n", b"[" * (1 << 20)])
+def test_who_proves_nothing_is_refused_before_more_is_read(keeper, greeting):
+    host, _, port = keeper.address.rpartition(":")
+
+    with socket.create_connection((host, int(port)), 30) as stranger, suppress(ConnectionError):
+        stranger.sendall(greeting)
+        if not greeting:
+            stranger.shutdown(socket.SHUT_WR)
+        while stranger.recv(1 << 16):
+            pass
+
+    write(keeper, "y", b"still here")
+
+
+@pytest.mark.parametrize("proof_of_it", ['{"proof": "00"}', "{}", "no JSON"])
+def test_stranger_at_the_address_of_a_keeper_learns_no_secret_and_is_not_believed(monkeypatch, proof_of_it):
+    monkeypatch.setenv("NXD_PEERS_SECRET", "right")
+    heard = []
+
+    def pass_for_a_keeper():
+        connection, _ = listening.accept()
+        with connection:
+            connection.sendall(b"nonce\n")
+            heard.append(connection.recv(1 << 16))
+            connection.sendall(f'{proof_of_it}\n{{"bytes": 4}}\nfake'.encode())
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        stranger = threading.Thread(target=pass_for_a_keeper)
+        stranger.start()
+        with pytest.raises(OSError, match="no keeper of this job"):
+            KeeperClient(f"127.0.0.1:{listening.getsockname()[1]}").content("t/manifest.json", 10)
+        stranger.join()
+
+    assert b"right" not in heard[0]
+    assert b"manifest" not in heard[0]
+
+
+def test_proof_is_for_one_keeper_and_one_connection(keeper):
+    host, _, port = keeper.address.rpartition(":")
+    with socket.create_connection((host, int(port)), 30) as connection, connection.makefile("rb") as answers:
+        nonces = (answers.readline().decode().strip(), "mine")
+        connection.sendall(f"mine {proof('right', CLIENT, nonces, int(port) + 1)}\n".encode())
+
+        assert b"the secret is not that of this job" in answers.readline()
+
+
+@pytest.mark.parametrize("kind", ["open to others", "a link"])
+def test_folder_that_others_may_have_made_is_refused(tmp_path, kind):
+    folder = tmp_path / "host"
+    folder.mkdir()
+    folder.chmod(0o700 if kind == "a link" else 0o777)
+    if kind == "a link":
+        folder = tmp_path / "link"
+        folder.symlink_to(tmp_path / "host")
+
+    with pytest.raises(OSError, match="must be a folder of this user alone"):
+        Keeper(folder, "127.0.0.1", "right")
+
+
+def test_writer_whose_host_is_gone_leaves_nothing(tmp_path):
+    with Keeper(tmp_path / "host", "127.0.0.1", "right", silence=0.1) as keeper:
+        serving = threading.Thread(target=keeper.serve_forever)
+        serving.start()
+        with connected(keeper.address) as (connection, answers):
+            connection.sendall(b'{"do": "put", "name": "x"}\n100\nabc')
+
+            assert answers.read() == b""  # it has hung up by itself
+
+        keeper.shutdown()
+        serving.join()
+
+    assert [it for it in (tmp_path / "host").rglob("*") if it.is_file() and it.name != ".lock"] == []
+
+
+def test_file_that_cannot_be_written_says_why(keeper, tmp_path):
+    (tmp_path / "host/.partial").rmdir()
+
+    with pytest.raises(OSError, match="No such file or directory"):
+        write(keeper, "x", bytes(8 << 20))
+
+
+def test_file_that_is_larger_than_it_may_be_is_not_read(keeper):
+    write(keeper, "x", b"123")
+
+    with pytest.raises(OSError, match=r"x at the keeper .* has 3 bytes, of at most 2"):
+        KeeperClient(keeper.address).content("x", 2)
+
+
+def test_keeper_ends_when_closed_though_a_fork_of_its_starter_lives_on(tmp_path):
+    keeper = KeeperProcess(tmp_path / "host", "right")
+    child = os.fork()
+    if child == 0:
+        signal.alarm(30)
+        signal.pause()
+        os._exit(0)
+
+    keeper.close()
+
+    assert os.waitpid(child, os.WNOHANG) == (0, 0)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)

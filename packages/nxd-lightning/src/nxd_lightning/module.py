@@ -146,6 +146,8 @@ class NeuronLTModule(_LightningModule):
         self.train_batch_size = train_batch_size
         self.logging_interval = logging_interval
         self.log_rank0 = log_rank0
+        # The pipeline's rank that shows what is logged; scripts that log themselves read it, or set it in setup.
+        self.print_pp_rank = 0 if log_rank0 else int(self.nxd_config["pipeline_parallel_size"]) - 1
         self.automatic_optimization = not manual_opt
         self.averaged_loss = torch.zeros((), dtype=torch.float64)
         self.should_print = False
@@ -176,11 +178,6 @@ class NeuronLTModule(_LightningModule):
         seed = torch.initial_seed()
         self.model = initialize_parallel_model(self.nxd_config, self.model_fn, *self.model_args, **self.model_kwargs)
         seed_model_parallel(seed)
-
-    @property
-    def print_pp_rank(self) -> int:
-        """The pipeline's rank that shows what is logged, for scripts that log themselves."""
-        return 0 if self.log_rank0 else int(self.nxd_config["pipeline_parallel_size"]) - 1
 
     def configure_optimizers(self) -> Any:
         """The optimizer of `get_param_groups_by_weight_decay`, and its scheduler."""

@@ -140,6 +140,22 @@ def test_layers_in_another_order_are_refused():
         run(stages, tokens=TOKENS, scale=1.0)
 
 
+class Looped(Model):
+    """Runs all layers twice, as models of recurrent depth do."""
+
+    def forward(self, tokens, scale=1.0):
+        hidden = self.embed(tokens) + self.positions(torch.arange(tokens.shape[1]))
+        for layer in [*self.layers] * 2:
+            hidden, _ = layer(hidden, (tokens > 0).unsqueeze(-1))
+        return self.head(hidden) * scale
+
+
+def test_layers_that_the_model_loops_over_are_refused():
+    stages = cut(Looped(), ["layers.1"])
+    with pytest.raises(RuntimeError, match="calls a layer twice in one forward"):
+        run(stages, tokens=TOKENS, scale=1.0)
+
+
 @pytest.mark.parametrize("cuts", [["layers.2", "layers.0"], ["layers.3"], ["layers.1", "layers.1"]])
 def test_cuts_out_of_order_are_refused(cuts):
     with pytest.raises(ValueError, match="must be in the order of the layers"):

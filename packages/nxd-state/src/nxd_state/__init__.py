@@ -24,6 +24,7 @@ from nxd_state.collectives import (
 )
 from nxd_state.collectives.choice import shared_memory_bytes
 from nxd_state.collectives.debug import CollectiveMismatch
+from nxd_state.collectives.waits import wait_seconds
 from nxd_state.device import (
     autocast_devices,
     compile_backend,
@@ -146,6 +147,7 @@ __all__ = [
     "PeerError",
     "report_failure",
     "report_step",
+    "wait_seconds",
     "serve_store",
     "EXIT_PEER_FAILED",
     "FAILURE_SHOWN",

@@ -189,6 +189,14 @@ from nxd_trainer.recipe.sections import ScheduleName
             "set data.held_out_fraction, or checkpoint.keep_best=0",
         ),
         (
+            ["checkpoint.memory_every=2", "checkpoint.resume=never"],
+            "checkpoint.memory_every=2 writes what checkpoint.resume=never does not read; set it to latest",
+        ),
+        (
+            ["checkpoint.memory_every=2", "lora.rank=4", "lora.save=merged"],
+            "checkpoint.memory_every=2 writes what lora.save=merged cannot resume from; set lora.save=adapter or both",
+        ),
+        (
             ["checkpoint.keep_best=2", "train.eval_every=0"],
             "checkpoint.keep_best=2 goes by the held-out loss, and train.eval_every=0 computes none; "
             "set train.eval_every, or checkpoint.keep_best=0",

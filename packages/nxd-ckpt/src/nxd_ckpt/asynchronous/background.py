@@ -5,9 +5,10 @@ ranks. Saves of a rank follow one another: the next fills the arena when the wri
 the one before has ended, well or not.
 """
 
+import contextlib
 import copy
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,7 @@ from nxd_ckpt.asynchronous.arena import Arena, default_limit, stage
 from nxd_ckpt.asynchronous.channel import Channel
 from nxd_ckpt.asynchronous.handle import AsyncSave
 from nxd_ckpt.asynchronous.handover import Handover, Stopped
+from nxd_ckpt.asynchronous.late_copies import LateCopies
 from nxd_ckpt.asynchronous.staged_file import ChunkHashes, staged_parts
 from nxd_ckpt.asynchronous.writer import FileToWrite
 from nxd_ckpt.asynchronous.writer_process import WriterProcess
@@ -48,6 +50,7 @@ class Background:
         self._arena = Arena()
         self._writer: WriterProcess | None = None
         self._last: tuple[AsyncSave, Handover, threading.Thread] | None = None
+        self._copying: threading.Thread | None = None
 
     def begin(
         self,
@@ -59,12 +62,18 @@ class Background:
         memory_limit: int | None,
         timeout: float,
         in_this_process: bool,
+        copy_in_background: bool,
     ) -> None:
-        """Starts a save and returns when the tensors are in the arena, or written as far as they do not fit there."""
+        """Starts a save and returns when the tensors are in the arena, or written as far as they do not fit there.
+
+        With `copy_in_background` it returns before, if they all fit.
+        """
         previous: AsyncSave | None = None
         if self._last is not None:
             previous, in_use, _ = self._last
             in_use.wait_until_stopped()
+        if self._copying is not None:  # it may still go on if that save has failed
+            self._copying.join()
         sizes = [write.num_bytes for write in task.layout.placed]
         limit = default_limit(channel.world_size, self._arena.memory.nbytes) if memory_limit is None else memory_limit
         num_slots, slot_bytes = _slots(sum(sizes), limit)
@@ -81,27 +90,31 @@ class Background:
         except OSError as error:
             handover.stop(CheckpointError(f"taking {num_slots * slot_bytes} bytes of memory: {error}"))
         thread.start()
-        try:
-            tensors = (tensor_of(write.name, write.box) for write in task.layout.placed)
+        tensors = [tensor_of(write.name, write.box) for write in task.layout.placed]
+        with _stopped_by_errors(handover):
+            if copy_in_background and num_slots == 1:
+                names = [write.name for write in task.layout.placed]
+                late = LateCopies(names, tensors, self._arena.memory, handover)
+                save.needs_its_caller = False
+                self._copying = threading.Thread(target=_finish, args=(late, handover, save), name=name)
+                self._copying.start()
+                return
             stage(tensors, self._arena.memory, slot_bytes, handover)
-        except Stopped:
-            pass  # the save has failed, and its handle says why
-        except BaseException as error:
-            handover.stop(CheckpointError(f"copying tensors to memory: {type(error).__name__}: {error}"))
-            if not isinstance(error, Exception):
-                raise
         save.set_staged()
 
     def close(self) -> None:
         """Waits for the saves under way, ends the writer and frees the memory."""
         if self._last is not None:
             self._last[-1].join()
+        if self._copying is not None:
+            self._copying.join()
         if self._writer is not None:
             self._writer.close()
         self._arena.close()
 
     def _see_through(self, job: _Job) -> None:
         failure: str | None = f"saving checkpoint {job.save.tag!r} was broken off"
+        error_type = CheckpointError
         try:
             if job.previous is not None:
                 job.previous.wait_until_done()
@@ -109,12 +122,12 @@ class Background:
             failure = None
             job.channel.leave()  # first: a caller who knows that it is committed may end this process at once
         except CheckpointError as error:
-            failure = str(error)
+            failure, error_type = str(error), type(error)
         except Exception as error:
             failure = f"{type(error).__name__}: {error}"
         finally:
             job.handover.stop()
-            job.save.set_done(failure)
+            job.save.set_done(failure, error_type)
         if failure is not None:
             job.channel.leave()
 
@@ -138,6 +151,27 @@ class Background:
         if self._writer is None or not self._writer.is_alive():
             self._writer = WriterProcess(self._arena.fd)
         return self._writer
+
+
+@contextlib.contextmanager
+def _stopped_by_errors(handover: Handover) -> Iterator[None]:
+    """An error ends the save, whose handle then says why."""
+    try:
+        yield
+    except Stopped:
+        pass  # the save has failed, and its handle says so
+    except CheckpointError as error:
+        handover.stop(error)
+    except BaseException as error:
+        handover.stop(CheckpointError(f"copying tensors to memory: {type(error).__name__}: {error}"))
+        if not isinstance(error, Exception):
+            raise
+
+
+def _finish(late: LateCopies, handover: Handover, save: AsyncSave) -> None:
+    with _stopped_by_errors(handover):
+        late.finish()
+    save.set_staged()
 
 
 def _slots(payload: int, limit: int) -> tuple[int, int]:

@@ -13,20 +13,29 @@ class AsyncSave:
         save_id: unique to this save, the same on all ranks.
         failure: why it failed, once it has.
         told: whether that has been raised to the caller.
+        needs_its_caller: whether the thread that called `async_save` still has tensors to copy for it.
     """
 
     def __init__(self, tag: str, save_id: str) -> None:
         self.tag = tag
         self.save_id = save_id
+        self.needs_its_caller = True
         self.told = False
         self.failure: str | None = None
+        self._error_type: type[CheckpointError] = CheckpointError
         self._staged = threading.Event()
         self._done = threading.Event()
 
     @property
     def staged(self) -> bool:
-        """Whether the caller may change the tensors again: true when `async_save` has returned."""
+        """Whether the caller may change the tensors again: true when `async_save` has returned, unless it was told to
+        copy in the background.
+        """
         return self._staged.is_set()
+
+    def wait_until_staged(self) -> None:
+        """Returns when the caller may change the tensors again, also if the save has failed."""
+        self._staged.wait()
 
     @property
     def committed(self) -> bool:
@@ -46,12 +55,13 @@ class AsyncSave:
         Raises:
             TimeoutError: it is still under way.
             CheckpointError: it failed, on all ranks with the same text. Not raised again by the next save then.
+            RanksLostError: it failed as other ranks did not answer.
         """
         if not self._done.wait(timeout):
             raise TimeoutError(f"saving checkpoint {self.tag!r} takes longer than {timeout:g} seconds; it goes on")
         if self.failure is not None:
             self.told = True
-            raise CheckpointError(self.failure)
+            raise self._error_type(self.failure)
 
     def wait_until_done(self) -> None:
         """Returns when it is over, whether it is committed or has failed."""
@@ -61,9 +71,10 @@ class AsyncSave:
         """The caller's tensors are not needed any more."""
         self._staged.set()
 
-    def set_done(self, failure: str | None) -> None:
-        """It is over: committed, or failed for this reason."""
-        self.failure = failure
+    def set_done(self, failure: str | None, error_type: type[CheckpointError] = CheckpointError) -> None:
+        """It is over: committed, or failed for this reason, which `wait` raises as this type."""
+        self.failure, self._error_type = failure, error_type
+        self._staged.set()
         self._done.set()
 
     def __repr__(self) -> str:

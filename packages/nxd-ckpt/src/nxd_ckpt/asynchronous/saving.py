@@ -14,11 +14,12 @@ from collections.abc import Mapping
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from nxd_ckpt.arguments import check_timeout, default_timeout
+from nxd_ckpt.arguments import check_flags, check_timeout, default_timeout
 from nxd_ckpt.asynchronous import pending
 from nxd_ckpt.asynchronous.background import Background
 from nxd_ckpt.asynchronous.channel import Channel
 from nxd_ckpt.asynchronous.handle import AsyncSave
+from nxd_ckpt.asynchronous.late_copies import hold_optimizers, release_optimizers
 from nxd_ckpt.coordinator import Coordinator, abandoned_on_error, coordinator_for
 from nxd_ckpt.save_task import SaveOptions, prepare_save
 from nxd_ckpt.sharded_tensor import tensors_of
@@ -47,6 +48,7 @@ def async_save(
     check_replicas: bool = False,
     incremental: bool = False,
     memory_limit: int | None = None,
+    copy_in_background: bool = False,
     timeout: float | None = None,
     process_group: "dist.ProcessGroup | Coordinator | None" = None,
 ) -> AsyncSave:
@@ -66,6 +68,10 @@ def async_save(
         memory_limit: bytes of memory for the copy on this rank; default: this rank's share of half the memory that is
             free at the first save. Tensors that need more are copied and written in turns, half the limit at a time,
             and the call returns when the last are copied.
+        copy_in_background: return at once and copy while the program goes on. Tensors must not change until
+            `wait_until_staged()` of the handle; steps of torch's optimizers wait for that by themselves, so that a
+            forward and a backward hide the copy. A save whose tensors did change fails with their name. Tensors of up
+            to 1 MiB and those of accelerators are copied in the call, as are all if they do not fit `memory_limit`.
         timeout: seconds that this rank waits for the others, and for a sign of life of its writing process, each time
             it does; if None, those of `NXD_TIMEOUT`, else half an hour.
 
@@ -82,6 +88,7 @@ def async_save(
 
     def check() -> None:
         check_timeout(timeout)
+        check_flags(copy_in_background=copy_in_background)
         if memory_limit is not None and type(memory_limit) is not int:
             raise ValueError(f"memory_limit={memory_limit!r} is not a number of bytes; give an int, or None")
         if memory_limit is not None and memory_limit < _MIN_MEMORY:
@@ -103,6 +110,8 @@ def async_save(
         _backgrounds[key] = Background()
     finish_saves_on_sigterm()
     pending.note(key, save)
+    if copy_in_background:
+        hold_optimizers()
     _backgrounds[key].begin(
         task,
         tensors_of(sharded),
@@ -111,6 +120,7 @@ def async_save(
         memory_limit=memory_limit,
         timeout=timeout,
         in_this_process=not open_store(path).capabilities.other_processes,
+        copy_in_background=copy_in_background,
     )
     return save
 
@@ -123,6 +133,7 @@ def end_async_saves() -> None:
     while _backgrounds:
         _, background = _backgrounds.popitem()
         background.close()
+    release_optimizers()
 
 
 def _end() -> None:
@@ -146,8 +157,8 @@ def finish_saves_on_sigterm() -> None:
 def _finish_saves_and_die(signal_number: int, frame: FrameType | None) -> None:
     deadline = time.monotonic() + GRACE_SECONDS
     for save in pending.in_flight():
-        # If it is not staged, its tensors wait for this very thread. Locks may be held by it, so none is used here.
-        while save.staged and not save.done() and time.monotonic() < deadline:
+        # If it is not staged, its tensors may wait for this very thread, which may hold locks: none is used here.
+        while (save.staged or not save.needs_its_caller) and not save.done() and time.monotonic() < deadline:
             time.sleep(0.02)
     signal.signal(signal_number, signal.SIG_DFL)
     os.kill(os.getpid(), signal_number)

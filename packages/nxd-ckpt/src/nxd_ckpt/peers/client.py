@@ -2,15 +2,17 @@
 that is gone.
 """
 
+import hmac
 import json
 import os
+import secrets
 import socket
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import closing, contextmanager
 from typing import Any
 
 from nxd_ckpt.errors import CheckpointError
-from nxd_ckpt.peers.keeper import END, SECRET
+from nxd_ckpt.peers.keeper import CLIENT, END, KEEPER, MOST_GREETING_BYTES, SECRET, proof
 
 _SECONDS_TO_CONNECT = 5.0
 _SECONDS_TO_ANSWER = 60.0
@@ -41,10 +43,13 @@ class KeeperClient:
             for _, memory in pieces:
                 connection.read_into(memory.cast("B"))
 
-    def content(self, name: str) -> bytes:
-        """A whole file; raises as `get`."""
+    def content(self, name: str, most_bytes: int) -> bytes:
+        """A whole file, of at most so many bytes; raises as `get`."""
         with self._answer_to(do="get", name=name, pieces=None) as (answer, connection):
-            content = bytearray(int(answer["bytes"]))
+            size = int(answer["bytes"])
+            if not 0 <= size <= most_bytes:
+                raise OSError(f"{name} at the keeper {self.address} has {size} bytes, of at most {most_bytes}")
+            content = bytearray(size)
             connection.read_into(memoryview(content))
         return bytes(content)
 
@@ -109,24 +114,42 @@ class _Connection:
         self._socket.settimeout(_SECONDS_TO_ANSWER)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._file = self._socket.makefile("rb")
+        try:
+            self._prove(_secret(), int(port))
+        except BaseException:
+            self.close()
+            raise
 
     def ask(self, request: dict[str, Any]) -> None:
-        self.send(json.dumps(request | {"secret": _secret()}).encode() + b"\n")
+        self.send(json.dumps(request).encode() + b"\n")
 
     def send(self, content: "bytes | memoryview") -> None:
         with self._errors_named():
             self._socket.sendall(content)
 
-    def answer(self) -> dict[str, Any]:
+    def answer(self, most_bytes: int = -1) -> dict[str, Any]:
         with self._errors_named():
-            line = self._file.readline()
+            line = self._file.readline(most_bytes)
         if not line.endswith(b"\n"):
             raise self._gone()
-        answer: dict[str, Any] = json.loads(line)
+        try:
+            answer: dict[str, Any] = dict(json.loads(line))
+        except (ValueError, TypeError):
+            raise OSError(f"what listens at {self._address} is no keeper of this job") from None
         if "refused" in answer:
             kind = FileNotFoundError if answer.get("missing") else OSError
             raise kind(f"the keeper at {self._address}: {answer['refused']}")
         return answer
+
+    def _prove(self, secret: str, port: int) -> None:
+        """The handshake of `keeper.py`: nothing is sent to, or believed of, whoever does not know the secret."""
+        with self._errors_named():
+            theirs = self._file.readline(MOST_GREETING_BYTES).decode("ascii", "replace").strip()
+        nonces = (theirs, secrets.token_hex(16))
+        self.send(f"{nonces[1]} {proof(secret, CLIENT, nonces, port)}\n".encode())
+        found = self.answer(MOST_GREETING_BYTES).get("proof")
+        if not hmac.compare_digest(str(found).encode(), proof(secret, KEEPER, nonces, port).encode()):
+            raise OSError(f"what listens at {self._address} is no keeper of this job")
 
     def read_into(self, memory: memoryview) -> None:
         left = memory

@@ -3,8 +3,9 @@
 The folder lies in a file system that is memory (`/dev/shm`), so what is kept outlives the ranks, and this process, and
 ends with the host. Run as a program it needs the standard library alone, so that it starts at once and stays small.
 
-Messages are a line of JSON, requests as well as answers; contents follow it. A request names the secret of the job:
-whoever does not know it can neither read nor write. Contents are not encrypted.
+A connection begins with a handshake, in which both sides prove that they know the secret of the job without sending it:
+whoever does not know it can neither read nor write, nor pass for a keeper that has ended. Messages are a line of JSON,
+requests as well as answers; contents follow it. Contents are not encrypted.
 """
 
 import contextlib
@@ -13,9 +14,10 @@ import hmac
 import json
 import os
 import re
+import secrets
 import shutil
-import socket
 import socketserver
+import stat
 import sys
 import threading
 import time
@@ -26,6 +28,8 @@ from typing import IO, Any
 
 SECRET = "NXD_PEERS_SECRET"  # variable of the environment that holds the secret
 END = b"0\n"  # after the last part of a file that is put
+KEEPER, CLIENT = "keeper", "client"  # who proves
+MOST_GREETING_BYTES = 256  # of a line of the handshake: more is read from nobody who has not proved anything
 
 PINS = ".pins"  # a folder that is no checkpoint's
 
@@ -33,6 +37,8 @@ _NAME = re.compile(rf"({re.escape(PINS)}/)?[^/\0.][^/\0]*(/[^/\0.][^/\0]*)*")
 _PARTIAL = ".partial"  # where files lie until they are whole
 _MOST_LINE_BYTES = 1 << 24
 _SECONDS_TO_LEAVE = 10.0
+_SECONDS_TO_GREET = 10.0
+_SECONDS_OF_SILENCE = 300.0  # then the other side is gone, such as a host without power
 
 
 class Refused(Exception):
@@ -46,19 +52,22 @@ class Keeper(socketserver.ThreadingTCPServer):
         folder: where files lie; made if missing, for this user alone.
         host: the address to listen at, by which other hosts reach this one.
         secret: of the job.
+        silence: seconds after which a connection is given up on which nothing moves.
 
     Raises:
-        OSError: the folder cannot be made, or another keeper serves it.
+        OSError: the folder cannot be made or is open to other users, or another keeper serves it.
     """
 
     daemon_threads = True
     allow_reuse_address = True
     request_queue_size = 1024
 
-    def __init__(self, folder: Path, host: str, secret: str) -> None:
+    def __init__(self, folder: Path, host: str, secret: str, silence: float = _SECONDS_OF_SILENCE) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _check_own(folder)
         self.folder = folder
         self.secret = secret
+        self.silence = silence
         self._lock = _locked(folder / ".lock")
         shutil.rmtree(folder / _PARTIAL, ignore_errors=True)
         (folder / _PARTIAL).mkdir()
@@ -89,6 +98,25 @@ class Keeper(socketserver.ThreadingTCPServer):
         """A connection that ends early is how ranks die: nothing to say."""
 
 
+def proof(secret: str, side: str, nonces: tuple[str, str], port: int) -> str:
+    """What only those can compute who know the secret.
+
+    Args:
+        secret: of the job.
+        side: who proves; the other side's proof is another text.
+        nonces: the keeper's and the client's, new for each connection.
+        port: of the keeper, so that a stranger who listens at another one cannot pass proofs on to it.
+    """
+    return hmac.new(secret.encode(), "|".join((side, *nonces, str(port))).encode(), "sha256").hexdigest()
+
+
+def _check_own(folder: Path) -> None:
+    """Raise OSError where others may have put, or may read, what lies in a folder; its name can be guessed."""
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise OSError(f"{folder} must be a folder of this user alone: use another one, or remove it (or chmod 700 it)")
+
+
 def _locked(path: Path) -> int:
     """A descriptor that locks the file, which the keeper before may still be about to leave."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -105,12 +133,17 @@ def _locked(path: Path) -> int:
 
 
 class _Conversation(socketserver.StreamRequestHandler):
-    """One connection: requests until it is closed."""
+    """One connection: a handshake, then requests until it is closed."""
 
     server: Keeper
+    timeout = _SECONDS_TO_GREET
     disable_nagle_algorithm = True
 
     def handle(self) -> None:
+        if not self._is_of_this_job():
+            self._answer({"refused": "the secret is not that of this job"})
+            return
+        self.connection.settimeout(self.server.silence)
         actions: Mapping[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
             "put": self._put,
             "get": self._get,
@@ -120,11 +153,10 @@ class _Conversation(socketserver.StreamRequestHandler):
         }
         while (line := self.rfile.readline(_MOST_LINE_BYTES)).endswith(b"\n"):
             request = json.loads(line)
-            if not hmac.compare_digest(str(request.get("secret")).encode(), self.server.secret.encode()):
-                self._answer({"refused": "the secret is not that of this job"})
-                return
             try:
                 answer = actions[request["do"]](request)
+            except (ConnectionError, TimeoutError):  # what comes next would be no request
+                raise
             except (Refused, FileNotFoundError) as error:
                 answer = {"refused": str(error), "missing": isinstance(error, FileNotFoundError)}
             except OSError as error:
@@ -132,33 +164,58 @@ class _Conversation(socketserver.StreamRequestHandler):
             if answer:
                 self._answer(answer)
 
+    def _is_of_this_job(self) -> bool:
+        """The handshake: the keeper's nonce, the client's nonce and proof, the keeper's proof."""
+        own = secrets.token_hex(16)
+        self.wfile.write(f"{own}\n".encode())
+        nonce, _, given = self.rfile.readline(MOST_GREETING_BYTES).decode("ascii", "replace").strip().partition(" ")
+        port = self.server.server_address[1]
+        expected = proof(self.server.secret, CLIENT, (own, nonce), port)
+        if not hmac.compare_digest(given.encode(), expected.encode()):
+            return False
+        self._answer({"proof": proof(self.server.secret, KEEPER, (own, nonce), port)})
+        return True
+
     def _answer(self, answer: dict[str, Any]) -> None:
         self.wfile.write(json.dumps(answer).encode() + b"\n")
 
     def _put(self, request: dict[str, Any]) -> dict[str, Any]:
         """Parts as lines with their length, each followed by its bytes; the file appears when all are there."""
-        problem: Exception | None = None
         partial = self.server.folder / _PARTIAL / uuid.uuid4().hex
         try:
-            with partial.open("xb", buffering=0) as file:
-                while (line := self.rfile.readline(32)) != END:
-                    left = int(line)
-                    if left <= 0:
-                        raise ConnectionError(f"a part of {left} bytes")
-                    while left:
-                        content = self.rfile.read1(min(left, 1 << 20))
-                        if not content:
-                            raise ConnectionError("the file ends early")
-                        left -= len(content)
-                        problem = problem or _written(file, content)
+            problem = self._receive(partial)
+            target = self.server.path_of(request["name"])
             if problem is not None:
                 raise problem
-            target = self.server.path_of(request["name"])
             target.parent.mkdir(parents=True, exist_ok=True)
             partial.rename(target)
         finally:
             partial.unlink(missing_ok=True)
         return {"done": True}
+
+    def _receive(self, path: Path) -> OSError | None:
+        """Write all parts to a new file; returns what was wrong with that once all have come, so that it can be said.
+
+        Raises:
+            ConnectionError: they do not come, or are none.
+        """
+        problem: OSError | None = None
+        with contextlib.ExitStack() as opened:
+            try:
+                file: IO[bytes] = opened.enter_context(path.open("xb", buffering=0))
+            except OSError as error:
+                problem = error
+            while (line := self.rfile.readline(32)) != END:
+                left = int(line)
+                if left <= 0:
+                    raise ConnectionError(f"a part of {left} bytes")
+                while left:
+                    content = self.rfile.read1(min(left, 1 << 20))
+                    if not content:
+                        raise ConnectionError("the file ends early")
+                    left -= len(content)
+                    problem = problem or _written(file, content)
+        return problem
 
     def _get(self, request: dict[str, Any]) -> dict[str, Any]:
         """Stretches of a file, one after the other."""
@@ -166,13 +223,19 @@ class _Conversation(socketserver.StreamRequestHandler):
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             pieces = request["pieces"] if request["pieces"] is not None else [[0, size]]
-            if any(start + length > size for start, length in pieces):
+            if any(min(start, length) < 0 or start + length > size for start, length in pieces):
                 raise Refused(f"{request['name']} has {size} bytes, fewer than are asked for")
             self._answer({"bytes": sum(length for _, length in pieces)})
             for start, length in pieces:
-                if length:
-                    self.connection.sendfile(file, start, length)
+                if length and self._send(file, start, length) != length:
+                    raise ConnectionError("the file has become shorter")
         return {}
+
+    def _send(self, file: IO[bytes], start: int, length: int) -> int:
+        try:
+            return self.connection.sendfile(file, start, length)
+        except OSError as error:  # an answer now would be taken for the file
+            raise ConnectionError(str(error)) from error
 
     def _size(self, request: dict[str, Any]) -> dict[str, Any]:
         return {"bytes": self.server.path_of(request["name"]).stat().st_size}
@@ -221,16 +284,6 @@ def main() -> None:
     with contextlib.suppress(ConnectionError):
         while sys.stdin.buffer.read(1):
             pass
-
-
-def is_reachable(address: str, timeout: float = 1.0) -> bool:
-    """Whether a keeper listens at `host:port`."""
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host, int(port)), timeout).close()
-    except OSError:
-        return False
-    return True
 
 
 if __name__ == "__main__":

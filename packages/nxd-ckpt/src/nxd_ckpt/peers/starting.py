@@ -49,6 +49,7 @@ class KeeperProcess:
         """End it."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
+        self._process.terminate()  # a fork of this process may have the other end of its input as well
         self._process.stdin.close()
         self._process.wait()
         self._process.stdout.close()

@@ -108,8 +108,8 @@ class PeerStore:
         found: list[bytes] = []
         for keeper in self.keepers:
             with suppress(OSError):
-                content = keeper.content(f"{tag}/{MANIFEST_NAME}")
-                if len(content) <= MAX_MANIFEST_BYTES and content not in found:
+                content = keeper.content(f"{tag}/{MANIFEST_NAME}", MAX_MANIFEST_BYTES)
+                if content not in found:
                     found.append(content)
         if not found:
             raise FileNotFoundError(f"{self.where(tag)} is on no host that can be reached")
@@ -178,7 +178,7 @@ class PeerStore:
             needed |= {name for name in files if name.startswith(_PIN)}
             for name in [it for it in files if it.endswith(f"/{MANIFEST_NAME}")]:
                 tag = name.partition("/")[0]
-                needed |= {name, *(f"{tag}/{file}" for file in file_names_in(keeper.content(name)))}
+                needed |= {name, *(f"{tag}/{file}" for file in file_names_in(keeper.content(name, MAX_MANIFEST_BYTES)))}
         found: list[Garbage] = []
         for keeper, files in listings:
             doomed = {name: size for name, size in files.items() if name not in needed}

@@ -87,7 +87,7 @@ class MoE(nn.Module):
         else:
             tokens = whole
         rows = torch.arange(len(index), device=index.device).view(tokens.shape[:-1])
-        sequences = rows.movedim(self.sequence_dimension, -1).flatten(0, -2)  # [batch, seq]
+        sequences = torch.atleast_2d(rows.movedim(self.sequence_dimension, -1)).flatten(0, -2)  # [batch, seq]
         flat = tokens.reshape(-1, tokens.shape[-1])
         output = self.expert_mlps(flat, affinities, index, sequences=sequences).view(tokens.shape)
         output = self._as_given(output, sums=sums)

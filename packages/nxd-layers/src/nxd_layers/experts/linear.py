@@ -14,7 +14,11 @@ from nxd_state import (
 )
 from torch import Tensor, nn
 
-from nxd_layers.experts.parameters import mark_expert_parameter, spec_of_own_experts
+from nxd_layers.experts.parameters import (
+    check_expert_tensor_parallel_size,
+    mark_expert_parameter,
+    spec_of_own_experts,
+)
 from nxd_layers.experts.products import grouped_product
 from nxd_layers.initialization import InitMethod, default_linear_init, empty_parameter
 
@@ -38,7 +42,8 @@ class ExpertLinear(nn.Module):
         stride: as given.
 
     Raises:
-        ValueError: ranks do not divide experts or sizes.
+        ValueError: ranks do not divide experts or sizes, or are to split an expert that are some of the
+            tensor-parallel ones only.
     """
 
     is_transposed = True  # as transformers says it of weights [experts, in, out]
@@ -56,6 +61,7 @@ class ExpertLinear(nn.Module):
         init_method: InitMethod = default_linear_init,
     ) -> None:
         super().__init__()
+        check_expert_tensor_parallel_size()
         self._shape = (num_experts, input_size, output_size)
         self._init_method = init_method
         group = active_group("etp")

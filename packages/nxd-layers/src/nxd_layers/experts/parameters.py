@@ -29,6 +29,16 @@ def shard_experts(parameter: nn.Parameter) -> nn.Parameter:
     return made
 
 
+def check_expert_tensor_parallel_size() -> None:
+    """Raise a ValueError where experts are split over some of the tensor-parallel ranks: sums are over all or none."""
+    tp, etp = active_group("tp").size, active_group("etp").size
+    if etp not in (1, tp):
+        raise ValueError(
+            f"expert_tensor_parallel_size={etp} with tensor_parallel_size={tp}: an expert is split over all "
+            f"tensor-parallel ranks or over none; use {tp} or 1"
+        )
+
+
 def mark_expert_parameter(parameter: Tensor) -> None:
     """Say of a parameter that it is an expert's: its replicas are the ranks that have the same experts."""
     parameter.expert_model_parallel = True  # type: ignore[attr-defined]

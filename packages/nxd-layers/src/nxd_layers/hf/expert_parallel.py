@@ -20,6 +20,7 @@ from nxd_layers.experts import (
     shard_experts,
     shares_tokens_out,
 )
+from nxd_layers.experts.parameters import check_expert_tensor_parallel_size
 from nxd_layers.hf.plan import joined
 from nxd_layers.hf.shards import mark_partial_gradients
 
@@ -37,12 +38,7 @@ def check_experts(model: nn.Module, styles: Mapping[str, str]) -> None:
         model: the whole model.
         styles: of its experts, by path; see `STYLES`.
     """
-    tp, etp = active_group("tp").size, active_group("etp").size
-    if etp not in (1, tp):
-        raise ValueError(
-            f"expert_tensor_parallel_size={etp} with tensor_parallel_size={tp}: an expert is split over all "
-            f"tensor-parallel ranks or over none; use {tp} or 1"
-        )
+    check_expert_tensor_parallel_size()
     for path, style in styles.items():
         parent = path.rpartition(".")[0]
         if style == SPLIT_EXPERTS and styles.get(parent) != DISPATCH:

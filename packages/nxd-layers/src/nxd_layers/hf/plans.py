@@ -38,9 +38,14 @@ def _t5(stack: str, feed_forward: int) -> dict[str, str]:
     }
 
 
+_LEARNED_ACTIVATION = {"layers.*.mlp.act_fn": "replicated_with_grad_allreduce"}  # it sees split activations
+_NORMS_OF_HEADS = _under("layers.*.self_attn", dict.fromkeys(("q_norm", "k_norm"), "replicated_with_grad_allreduce"))
+
 OWN_PLANS: dict[str, dict[str, str]] = {
     # Additions to plans that transformers has.
-    "apertus": {"layers.*.mlp.act_fn": "replicated_with_grad_allreduce"},  # learned, and sees split activations
+    "apertus": _LEARNED_ACTIVATION,
+    "apertus1p5_text": _LEARNED_ACTIVATION,
+    "sarvam_moe": _NORMS_OF_HEADS,
     "inkling_text": {
         "layers.*.mlp.experts.gate_up_proj": "packed_colwise",
         "layers.*.mlp.shared_experts": "moe_tp_experts",  # sums the gradients of the inputs, too

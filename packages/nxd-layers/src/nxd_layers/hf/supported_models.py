@@ -1,6 +1,6 @@
 """Architectures whose split models have been compared with one process, and checks of plans.
 
-The list is the outcome of a survey of all causal language models of transformers 5.23 that have a tensor-parallel plan,
+The list is the outcome of a survey of all causal language models of transformers 5.24 that have a tensor-parallel plan,
 and of all models with a plan of ours: tiny ones on two ranks in float64, the loss and all gradients equal to those of
 the unsplit model. Users compare
 others themselves (`nxd parity --hf FOLDER`), and what passes is remembered in their cache folder.

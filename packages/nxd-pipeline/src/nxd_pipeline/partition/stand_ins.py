@@ -30,6 +30,7 @@ class Passage:
         is_active: whether the stage's forward is running; it is not when a checkpointed layer is computed again.
         is_entered: whether the layers of earlier stages lie behind.
         replayed: how many of `recorded` have been returned in the places where earlier stages have recorded them.
+        passed: layers of earlier stages that lie behind.
     """
 
     received: Any = None
@@ -38,11 +39,13 @@ class Passage:
     is_active: bool = False
     is_entered: bool = False
     replayed: int = 0
+    passed: set[nn.Module] = field(default_factory=set)
 
     def begin(self, received: Any, recorded: list[Tensor]) -> None:
         """The stage's forward begins."""
         self.received, self.recorded, self.replayed = received, list(recorded), 0
         self.is_active, self.is_entered = True, False
+        self.passed = set()
 
     def end(self) -> None:
         """The stage's forward is over, and nothing of it is kept."""
@@ -88,10 +91,16 @@ class AbsentLayer(nn.Module):
         """The output of the last layer of the previous stage.
 
         Raises:
-            RuntimeError: the layer is behind the stage's own.
+            RuntimeError: the layer is behind the stage's own, or the model loops over it.
         """
         if self._is_behind:
             raise RuntimeError(f"the model calls a layer behind those of this stage before them; {OTHER_WAYS}")
+        if self in self._passage.passed:
+            raise RuntimeError(
+                "the model calls a layer twice in one forward, so that its stages do not follow one another; leave all "
+                f"layers of its loop on the last stage, or {OTHER_WAYS}"
+            )
+        self._passage.passed.add(self)
         for replay in self._replays:
             replay()
         self._passage.is_entered = True

@@ -11,6 +11,8 @@ from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar
 
 from torch import Tensor
 
+from nxd_state.collectives.waits import begin_wait, end_wait
+
 T = TypeVar("T")
 
 ReduceOp = Literal["sum", "avg", "max", "min"]
@@ -40,8 +42,12 @@ class Pending(Generic[T]):
     def wait(self) -> T:
         """The result, once it is available (on CUDA: once the current stream is ordered after it)."""
         if self._works:
-            for work in self._works:
-                work.wait()
+            began = begin_wait()
+            try:
+                for work in self._works:
+                    work.wait()
+            finally:
+                end_wait(began)
             self._works = ()
         if self._finish is not None:
             self._result = self._finish(self._result)

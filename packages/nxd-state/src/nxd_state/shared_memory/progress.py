@@ -14,6 +14,7 @@ from collections import deque
 
 from torch import Tensor
 
+from nxd_state.collectives.waits import begin_wait, end_wait
 from nxd_state.shared_memory.channel import Awaited, Channel, LostPeerError, SharedMemoryError, Steps
 from nxd_state.shared_memory.dispatch_modes import OutsideOfModes, any_mode
 from nxd_state.shared_memory.doorbell import Doorbell
@@ -129,10 +130,12 @@ class Progress:
         """Advance everything until `operation` is done."""
         with self._waiting_lock:
             self._waiting_threads += 1
+        began = begin_wait()
         try:
             if not self._spin(operation):
                 self._sleep_until_done(operation)
         finally:
+            end_wait(began)
             with self._waiting_lock:
                 self._waiting_threads -= 1
             if self._busy and self._thread is not None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from nxd_trainer.cli import (
+    chaos,
     ckpt,
     data,
     doctor,
@@ -29,7 +30,21 @@ from nxd_trainer.logs import log_level
 
 EXIT_MISTAKE = 2
 EXIT_NO_READER = 128 + 13  # as of a process that SIGPIPE ends
-COMMANDS = (train, data, run, generate, serve, import_hugging_face, export, upcycle, ckpt, plan, doctor, parity)
+COMMANDS = (
+    train,
+    data,
+    run,
+    generate,
+    serve,
+    import_hugging_face,
+    export,
+    upcycle,
+    ckpt,
+    plan,
+    doctor,
+    parity,
+    chaos,
+)
 RECIPE_FLAGS = {"train": train.FLAGS, "data": data.FLAGS, "parity": parity.FLAGS}  # not a key of the recipe
 
 
@@ -93,7 +108,9 @@ def _take_settings(arguments: list[str], flags: Collection[str]) -> tuple[list[s
     while waiting:
         argument = waiting.pop()
         name, equals, value = argument.removeprefix("--").partition("=")
-        if argument.startswith("--") and name not in flags:
+        if argument.startswith("--") and name in flags and not equals and name != "help" and waiting:
+            remaining += [argument, waiting.pop()]  # its value may look like a setting, as a layout does
+        elif argument.startswith("--") and name not in flags:
             if not equals and waiting and not waiting[-1].startswith("--"):
                 value = waiting.pop()
             settings.append(f"{name}={value}")

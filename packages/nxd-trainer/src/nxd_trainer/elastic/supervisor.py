@@ -10,6 +10,7 @@ break.
 """
 
 import contextlib
+import importlib
 import os
 import select
 import signal
@@ -24,10 +25,11 @@ from nxd_trainer.launch import EXIT_STOPPED, LAUNCHER_PID
 
 TRAINER_NAME, SUPERVISOR_NAME = "nxd-trainer", "nxd-supervisor"  # as `ps` shows them
 DEATHS_WITHOUT_A_STEP = 10  # in a row, of one rank; then the run cannot go on
-ALIVE, STEP_TAKEN = b".", b"+"  # what a trainer says
+ALIVE, STEP_TAKEN, ENDING = b".", b"+", b"-"  # what a trainer says
 
 _LOOK_SECONDS = 0.25
 _SECONDS_TO_START = 60.0  # until a trainer's first word
+_SECONDS_TO_END = 60.0  # after its last one; a loaded machine takes many to take an interpreter down
 _FORWARDED = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -50,7 +52,7 @@ class Lifeline:
         self._descriptor = descriptor
 
     def say(self, word: bytes) -> None:
-        """Say `ALIVE` or `STEP_TAKEN`."""
+        """Say `ALIVE`, `STEP_TAKEN` or, at last, `ENDING`."""
         with contextlib.suppress(OSError):  # the supervisor has ended, and so will this process
             os.write(self._descriptor, word)
 
@@ -79,6 +81,7 @@ def supervise(*, silence: float, keeps_memory: bool = False) -> Lifeline | int:
         names = ", ".join(thread.name for thread in threading.enumerate()[1:])
         raise RuntimeError(f"elastic training forks this process, which has threads ({names}); start it before them")
     name_this_process(SUPERVISOR_NAME)
+    importlib.import_module("torch._dynamo")  # seconds that the first optimizer of each trainer would take otherwise
     memory = HostMemory() if keeps_memory else None
     supervisor = _Supervisor(silence, memory)
     try:
@@ -142,6 +145,8 @@ class _Supervisor:
                     heard, silence = time.monotonic(), self._silence
                 if STEP_TAKEN in words:
                     self._deaths_without_a_step = 0
+                if ENDING in words:
+                    silence = max(self._silence, _SECONDS_TO_END)
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
                 self._trainer = None

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from nxd_state import abort_model_parallel
 
 from nxd_trainer.elastic.members import Board, Generation, Member, Over
-from nxd_trainer.elastic.supervisor import ALIVE, Lifeline
+from nxd_trainer.elastic.supervisor import ALIVE, ENDING, Lifeline
 
 _INTERVAL = 0.25  # seconds
 
@@ -117,9 +117,10 @@ class Watch(threading.Thread):
         return next((member for member in members if self._pulse.is_lost(member)), None)
 
     def end(self) -> None:
-        """End the thread."""
+        """End the thread: the process has trained, and ends."""
         self._ended.set()
         self.join()
+        self._lifeline.say(ENDING)
 
     def _look(self) -> None:
         generation = self._generation

@@ -66,6 +66,7 @@ def consistency_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]
     yield from _early_stopping_mistakes(recipe)
     yield from _lora_mistakes(recipe)
     yield from _retention_mistakes(recipe)
+    yield from _memory_mistakes(recipe)
     yield from _context_mistakes(recipe)
     yield from _moe_mistakes(recipe)
 
@@ -290,6 +291,19 @@ def _pipeline_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:
         )
         keys = ("parallel.pipeline_parallel_size", "model.num_hidden_layers", "pipeline.virtual_pipeline_size")
         yield (*keys, "pipeline.schedule"), mistake
+
+
+def _memory_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:
+    every = recipe.checkpoint.memory_every
+    if every and recipe.lora.rank and recipe.lora.save == "merged":
+        mistake = (
+            f"checkpoint.memory_every={every} writes what lora.save=merged cannot resume from; set "
+            "lora.save=adapter or both"
+        )
+        yield ("checkpoint.memory_every", "lora.save"), mistake
+    if every and recipe.checkpoint.resume == "never":
+        mistake = f"checkpoint.memory_every={every} writes what checkpoint.resume=never does not read; set it to latest"
+        yield ("checkpoint.memory_every", "checkpoint.resume"), mistake
 
 
 def _retention_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:

@@ -34,6 +34,8 @@ class StepRecord:
     aux_loss: float | None = None  # of the loss, what balances experts; None without it
     z_loss: float | None = None  # of the loss, what keeps the logits of routers small; None without it
     tokens_per_expert: Sequence[Sequence[int]] | None = None  # of the step, in each layer; None without experts
+    straggler: str | None = None  # what is slow, such as "stage 1" or "rank 3 (stage 1, replica 0)"; None if nothing is
+    slowdown: float | None = None  # of it: how many times as long it computes as the median of the ranks
     layout: str | None = None  # "TP 2 x DP 2": in the first record of each invocation
     resumed_from: int | None = None  # step of the checkpoint: in the first record after a resume
 

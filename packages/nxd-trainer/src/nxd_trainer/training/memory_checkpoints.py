@@ -74,12 +74,16 @@ def resume_from_memory(state: RunState) -> str | None:
 
     Returns:
         Where it was, for people; None if there is none to resume from.
+
+    Raises:
+        CheckpointError: one was damaged, so that the run may have been filled with a part of it, and there is no other.
     """
     url = _url(state.recipe)
     if url is None or state.recipe.checkpoint.resume == "never":
         return None
     on_disk = newest_on_disk(state.recipe)
     newest = -1 if on_disk is None else on_disk.step or 0
+    damage: CheckpointError | None = None
     for info in _by_first_rank(url):
         if info.step is None or info.step < newest:
             continue
@@ -89,9 +93,27 @@ def resume_from_memory(state: RunState) -> str | None:
             raise
         except CheckpointError as error:  # on all ranks; what it has filled is filled again by whatever comes next
             _logger.warning(f"passing over {info.tag} in the memory of the hosts: {error}")
+            damage = error if _has_all_files(url, info.tag) else damage
             continue
         return f"{info.tag} in the memory of the hosts"
+    if damage is not None and on_disk is None:  # then the run would begin with weights that are partly filled
+        raise CheckpointError(f"no checkpoint to resume from but a damaged one in memory: {damage}") from damage
     return None
+
+
+def _has_all_files(url: str, tag: str) -> bool:
+    """Whether reading has begun, as it does where all files are there; as the first rank sees it."""
+
+    def look() -> bool:
+        try:
+            nxd_ckpt.open_checkpoint(url, tag).check_files()
+        except (CheckpointError, OSError):
+            return False
+        return True
+
+    group = get_world_group()
+    of_first: bool = all_gather_object(look() if group.rank == 0 else None, group)[0]
+    return of_first
 
 
 def _url(recipe: Recipe) -> str | None:

@@ -40,6 +40,7 @@ from nxd_trainer.training.initial_weights import load_reference
 from nxd_trainer.training.memory_checkpoints import MemorySaver, resume_from_memory
 from nxd_trainer.training.run_state import RunState, build_run_state
 from nxd_trainer.training.step import FinishedStep, StepsUnderWay, evaluate, take_step
+from nxd_trainer.training.stragglers import Straggler, StragglerWatch
 
 EXTRACTED_STEPS = 3  # the first makes the optimizer's states, the second is like all others; the third shows that it is
 
@@ -232,9 +233,11 @@ def _run_steps(
 ) -> TrainResult:
     recipe = state.recipe
     throughput, steps = Throughput(), StepsUnderWay(state)
+    stragglers = StragglerWatch(get_logger("nxd_trainer").warning)
     loss, tokens_seen = math.nan, state.train_loader.tokens_seen
     while state.step < recipe.last_step and not steps.stopping and not state.early_stopping.is_due:
-        steps.begin(asked_to_stop=stop.signal_number > 0)
+        with stragglers.step():
+            steps.begin(asked_to_stop=stop.signal_number > 0)
         for step in steps.finish(all_of_them=_is_looked_at(recipe, state.step)):
             loss = step.loss
             _check_finite(state, saver, step)
@@ -252,7 +255,7 @@ def _run_steps(
                 state.early_stopping.add(held_out_loss)
                 is_last = is_last or state.early_stopping.is_due
             if _is_due(step.number, recipe.train.log_every) or is_last or held_out_loss is not None or step.number == 1:
-                record = _record(step, throughput, held_out_loss)
+                record = _record(step, throughput, held_out_loss, stragglers.compare())
                 progress.log(record)
                 metrics.log(record)
             if _is_due(step.number, recipe.checkpoint.memory_every):
@@ -290,7 +293,9 @@ def _check_finite(state: RunState, saver: RunSaver, step: FinishedStep) -> None:
     raise diverged(state, f"the loss is {step.loss}{gradient} in step {step.number}")
 
 
-def _record(step: FinishedStep, throughput: Throughput, held_out_loss: float | None) -> StepRecord:
+def _record(
+    step: FinishedStep, throughput: Throughput, held_out_loss: float | None, straggler: Straggler | None
+) -> StepRecord:
     sequences_per_second, tokens_per_second = throughput.lap()
     return StepRecord(
         step=step.number,
@@ -304,6 +309,8 @@ def _record(step: FinishedStep, throughput: Throughput, held_out_loss: float | N
         peak_memory_bytes=peak_memory_bytes(get_device()),
         grad_norm=step.grad_norm,
         held_out_loss=held_out_loss,
+        straggler=None if straggler is None else straggler.name,
+        slowdown=None if straggler is None else straggler.slowdown,
         **({} if step.routing is None else _of_routers(step.routing)),
     )
 

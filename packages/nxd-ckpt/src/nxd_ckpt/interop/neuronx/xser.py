@@ -51,7 +51,7 @@ def load_rank_file(path: str) -> Any:
         number = getattr(reference, "tid", None)
         if type(number) is not int or number < 0:
             raise CheckpointError(f"{path} refers to a tensor {number!r}, expected a number")
-        file = _tensor_file(path, number)
+        file = _tensor_file(path, number, info or {})
         tensor = load_torch_file(file)
         if not isinstance(tensor, torch.Tensor):
             raise CheckpointError(f"{file} holds a {type(tensor).__name__}, expected a tensor")
@@ -67,10 +67,19 @@ def load_rank_file(path: str) -> Any:
         raise CheckpointError(f"{path} holds containers that are nested more than {MAX_NESTING} deep") from error
 
 
-def _tensor_file(path: str, number: int) -> str:
-    """Where a tensor of a rank lies: what all expert-parallel ranks have alike, only the first of them has written."""
+def _tensor_file(path: str, number: int, info: dict[Any, Any]) -> str:
+    """Where a tensor of a rank lies: what all expert-parallel ranks have alike, only the first of them has written.
+
+    Args:
+        path: of the rank's skeleton.
+        number: of the tensor.
+        info: of the rank's tensors by number, which says of each whether it is an expert's: those lie with each rank.
+    """
     folder, name = os.path.split(path)
     file = os.path.join(path + TENSORS_SUFFIX, f"tensor_{number}.pt")
+    said = info.get(number)
+    if not isinstance(said, dict) or said.get("expert_model_parallel") is not False:
+        return file
     of_first = os.path.join(folder, _EXPERT_RANK.sub("ep_rank_00", name) + TENSORS_SUFFIX, f"tensor_{number}.pt")
     return of_first if not os.path.lexists(file) and os.path.lexists(of_first) else file
 

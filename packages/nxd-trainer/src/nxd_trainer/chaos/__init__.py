@@ -1,0 +1,10 @@
+"""Failures on purpose: ranks of a run are killed, stopped and slowed by a seed, and what it cost is measured.
+
+`nxd chaos` is its first user. It acts from outside: nothing of the run knows of it.
+"""
+
+from nxd_trainer.chaos.disturb import Disturbance, Kind, Plan, disturb
+from nxd_trainer.chaos.follow import FollowedRun
+from nxd_trainer.chaos.measures import Measures, measure, render
+
+__all__ = ["FollowedRun", "Plan", "Kind", "Disturbance", "disturb", "Measures", "measure", "render"]

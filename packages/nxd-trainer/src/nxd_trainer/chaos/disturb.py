@@ -1,0 +1,192 @@
+"""Kills, stops and slows ranks of a run, by a seed: which rank, how, and when."""
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from nxd_trainer.chaos.follow import FollowedRun
+from nxd_trainer.chaos.ranks import Rank, kill_host
+
+# kill: SIGKILL. stop: SIGSTOP, for good. pause: SIGSTOP, and SIGCONT some seconds later. slow: both in short turns.
+# absent: SIGKILL, and no other process takes its place for some seconds. host: a launcher is killed with all its ranks.
+Kind = Literal["kill", "stop", "pause", "slow", "absent", "host"]
+KINDS: Sequence[Kind] = get_args(Kind)
+
+_PAUSED = (0.5, 3.0)  # seconds
+_TURN = 0.1  # seconds of a slow rank: stopped for a share of it
+_STOPPED_SHARE = 0.75
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to do to a run.
+
+    Attributes:
+        seed: decides on the ranks, kinds and moments.
+        count: of disturbances; as many as there is time for if None.
+        kinds: to choose from; one that is named twice is chosen twice as often.
+        steps: the least and the most steps from one recovery to the next disturbance, which comes at any moment of the
+            step that follows.
+        seconds: the least and the most seconds from one disturbance to the next instead, wherever the run is then,
+            such as in the middle of a recovery.
+        lasting: the least and the most seconds for which a rank is slow or absent.
+    """
+
+    seed: int
+    count: int | None = None
+    kinds: Sequence[Kind] = ("kill",)
+    steps: tuple[int, int] = (2, 6)
+    seconds: tuple[float, float] | None = None
+    lasting: tuple[float, float] = (5.0, 15.0)
+
+    def __post_init__(self) -> None:
+        if not self.kinds or not set(self.kinds) <= set(KINDS):
+            raise ValueError(f"kinds={','.join(self.kinds)!r} must be of {', '.join(KINDS)}")
+        for name in ("steps", "seconds", "lasting"):
+            bounds = getattr(self, name)
+            if bounds is not None and not 0 <= bounds[0] <= bounds[1]:
+                raise ValueError(
+                    f"{name}={bounds[0]}:{bounds[1]} is no range; give the least and the most, such as 2:6"
+                )
+
+
+@dataclass(frozen=True)
+class Disturbance:
+    """What was done to a rank.
+
+    Attributes:
+        kind: how.
+        rank: to whom; to the first of them where it was a host.
+        step: the newest in the metrics at that time.
+        generation: how often the run had begun or resumed until then.
+        at: when, on the monotonic clock.
+        seconds: how long it lasted; None for what is for good.
+    """
+
+    kind: Kind
+    rank: Rank
+    step: int
+    generation: int
+    at: float
+    seconds: float | None = None
+
+    @property
+    def is_a_loss(self) -> bool:
+        """Whether the run is to go on without this process."""
+        return self.kind not in ("pause", "slow")
+
+    def __str__(self) -> str:
+        what = {
+            "kill": "killed",
+            "stop": "stopped",
+            "pause": "paused",
+            "slow": "slowed",
+            "absent": "killed, and kept from coming back,",
+            "host": "killed the host of",
+        }
+        lasting = f" for {self.seconds:.1f} s" if self.seconds is not None else ""
+        return f"after step {self.step} {what[self.kind]} rank {self.rank.number}, process {self.rank.pid}{lasting}"
+
+
+def disturb(run: FollowedRun, plan: Plan, say: Callable[[str], None] = lambda line: None) -> list[Disturbance]:
+    """Disturb a run as planned, and follow it until it ends.
+
+    Args:
+        run: that has been started.
+        plan: what to do.
+        say: is given a line about each disturbance.
+    """
+    chance = random.Random(plan.seed)
+    done: list[Disturbance] = []
+    goes_on = run.wait_for_step(1)
+    while goes_on and (plan.count is None or len(done) < plan.count):
+        goes_on = _wait_for_moment(run, plan, chance, done)
+        if goes_on and (disturbance := _disturb_once(run, plan, chance)) is not None:
+            done.append(disturbance)
+            say(str(disturbance))
+    while run.wait(1.0):
+        pass
+    return done
+
+
+def _wait_for_moment(run: FollowedRun, plan: Plan, chance: random.Random, done: Sequence[Disturbance]) -> bool:
+    if plan.seconds is not None:
+        return run.wait(chance.uniform(*plan.seconds))
+    if done and done[-1].is_a_loss and not run.wait_for_generation(done[-1].generation + 1):
+        return False
+    return run.wait_for_step(run.step + chance.randint(*plan.steps)) and run.wait(
+        chance.random() * (run.step_seconds() or 0.0)
+    )
+
+
+def _disturb_once(run: FollowedRun, plan: Plan, chance: random.Random) -> Disturbance | None:
+    """None where the rank has ended meanwhile, or is the last host's."""
+    kind, place, duration = chance.choice(plan.kinds), chance.random(), chance.random()
+    ranks = run.ranks()
+    if not ranks or (kind == "host" and len({rank.host for rank in ranks}) < 2):
+        run.wait(0.1)
+        return None
+    rank = ranks[int(place * len(ranks))]
+    bounds = {"pause": _PAUSED, "slow": plan.lasting, "absent": plan.lasting}.get(kind)
+    seconds = None if bounds is None else bounds[0] + duration * (bounds[1] - bounds[0])
+    disturbance = Disturbance(kind, rank, run.step, run.generations, time.monotonic(), seconds)
+    with suppress(ProcessLookupError):
+        _HOW[kind](run, rank, seconds or 0.0)
+        return disturbance
+    return None
+
+
+def _kill(run: FollowedRun, rank: Rank, seconds: float) -> None:
+    os.kill(rank.pid, signal.SIGKILL)
+
+
+def _stop(run: FollowedRun, rank: Rank, seconds: float) -> None:
+    os.kill(rank.pid, signal.SIGSTOP)
+
+
+def _kill_host(run: FollowedRun, rank: Rank, seconds: float) -> None:
+    kill_host(rank.host)
+
+
+def _pause(run: FollowedRun, rank: Rank, seconds: float) -> None:
+    with _stopped(rank.pid):
+        run.wait(seconds)
+
+
+def _slow(run: FollowedRun, rank: Rank, seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        with _stopped(rank.pid):
+            run.wait(_STOPPED_SHARE * _TURN)
+        if not run.wait((1 - _STOPPED_SHARE) * _TURN):
+            return
+
+
+def _kill_and_hold(run: FollowedRun, rank: Rank, seconds: float) -> None:
+    with _stopped(rank.parent):  # which would start another one
+        os.kill(rank.pid, signal.SIGKILL)
+        run.wait(seconds)
+
+
+_HOW: Mapping[Kind, Callable[[FollowedRun, Rank, float], None]] = {
+    "kill": _kill,
+    "stop": _stop,
+    "pause": _pause,
+    "slow": _slow,
+    "absent": _kill_and_hold,
+    "host": _kill_host,
+}
+
+
+@contextmanager
+def _stopped(pid: int) -> Iterator[None]:
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)

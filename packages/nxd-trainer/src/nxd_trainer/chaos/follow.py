@@ -1,0 +1,138 @@
+"""A run that is looked at from outside: its processes, and when each step came into its metrics."""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from nxd_trainer.chaos.ranks import Rank, ranks_below
+from nxd_trainer.report.metrics import METRICS_FILE, StepRecord, line_to_record
+
+POLL_SECONDS = 0.01
+
+
+class Seen(NamedTuple):
+    """A record and when it was seen, on the monotonic clock."""
+
+    at: float
+    record: StepRecord
+
+
+class HasEnded(Protocol):
+    """A process: one that was started here, or another one of this machine."""
+
+    @property
+    def pid(self) -> int:
+        """Its number."""
+
+    def poll(self) -> int | None:
+        """Its exit code; None while it runs."""
+
+
+class FollowedRun:
+    """Follows a run that trains.
+
+    Args:
+        process: that has started its ranks, or their launchers.
+        output: the run's folder.
+        patience: seconds without a new step after which waiting raises TimeoutError, as the run stands still; None:
+            wait for good.
+
+    Attributes:
+        seen: records in the order in which they came, with those of steps that were lost and taken again; of those
+            that were there before, the newest.
+    """
+
+    def __init__(self, process: HasEnded, output: Path, *, patience: float | None = None) -> None:
+        self.process = process
+        self._patience, self._began = patience, time.monotonic()
+        self.seen: list[Seen] = []
+        self._file = output / METRICS_FILE
+        self._lines: list[str] = []  # that the file has now
+        self._stands_at = (0, 0)  # its inode, and its bytes that have been read
+        self.poll()
+        del self.seen[:-1]  # nobody knows when the others came
+
+    def poll(self) -> Sequence[Seen]:
+        """Read what is new in the metrics; returns the records."""
+        try:
+            status = self._file.stat()
+        except FileNotFoundError:
+            return []
+        inode, offset = self._stands_at
+        is_another = status.st_ino != inode or status.st_size < offset
+        if not is_another and status.st_size == offset:
+            return []
+        offset = 0 if is_another else offset
+        with self._file.open("rb") as file:
+            file.seek(offset)
+            content = file.read()
+        content = content[: content.rfind(b"\n") + 1]
+        lines = content.decode().splitlines()
+        self._stands_at = (status.st_ino, offset + len(content))
+        fresh = lines
+        if is_another:  # a resumed run keeps the steps before it
+            kept = next((i for i, pair in enumerate(zip(lines, self._lines, strict=False)) if pair[0] != pair[1]), None)
+            fresh = lines[min(len(lines), len(self._lines)) if kept is None else kept :]
+            self._lines = []
+        self._lines += lines
+        now = time.monotonic()
+        new = [Seen(now, line_to_record(line)) for line in fresh]
+        self.seen += new
+        return new
+
+    @property
+    def step(self) -> int:
+        """Of the newest record; 0 before the first."""
+        return self.seen[-1].record.step if self.seen else 0
+
+    @property
+    def generations(self) -> int:
+        """How often it has begun or resumed, and taken a step."""
+        return sum(it.record.layout is not None for it in self.seen)
+
+    def ranks(self) -> list[Rank]:
+        """That run now."""
+        return ranks_below(self.process.pid)
+
+    def has_ended(self) -> bool:
+        """Whether the process has, after one more look at the metrics."""
+        ended = self.process.poll() is not None
+        self.poll()
+        newest = self.seen[-1].at if self.seen else self._began
+        if not ended and self._patience is not None and time.monotonic() - newest > self._patience:
+            raise TimeoutError(f"the run stands still: no step for {self._patience:g} s after step {self.step}")
+        return ended
+
+    def wait(self, seconds: float) -> bool:
+        """Follow it for some time, or until it ends; whether it goes on."""
+        until = time.monotonic() + seconds
+        while not self.has_ended():
+            left = until - time.monotonic()
+            if left <= 0:
+                return True
+            time.sleep(min(left, POLL_SECONDS))
+        return False
+
+    def wait_for_step(self, step: int) -> bool:
+        """Follow it until a step is in its metrics, or it ends; whether it goes on."""
+        while self.step < step:
+            if not self.wait(POLL_SECONDS):
+                return False
+        return True
+
+    def wait_for_generation(self, number: int) -> bool:
+        """Follow it until it has resumed and taken a step, or ends; whether it goes on."""
+        while self.generations < number:
+            if not self.wait(POLL_SECONDS):
+                return False
+        return True
+
+    def step_seconds(self) -> float | None:
+        """The median of what a step takes between two others of a generation; None before there are two."""
+        spans = [
+            (after.at - before.at) / max(1, after.record.step - before.record.step)
+            for before, after in zip(self.seen, self.seen[1:], strict=False)
+            if after.record.layout is None
+        ]
+        return sorted(spans)[len(spans) // 2] if spans else None

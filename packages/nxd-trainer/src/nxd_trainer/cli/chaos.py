@@ -1,0 +1,118 @@
+"""`nxd chaos`: kill, stop and slow ranks of a run, to see what it does."""
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from nxd_trainer.cli.command import Commands, UserError, reports_user_errors
+
+if TYPE_CHECKING:
+    from nxd_trainer.chaos import Plan
+    from nxd_trainer.chaos.follow import HasEnded
+
+N = TypeVar("N", int, float)
+
+_EXAMPLE = """\
+example:
+  nxd chaos --seed 1 --count 5 --output runs/x -- nxd train recipe.toml output=runs/x --nproc 4 --elastic 2:4 \\
+    checkpoint.memory_every=1 train.log_every=1
+"""
+
+
+def add_parser(commands: Commands) -> None:
+    """Add `chaos` to the commands."""
+    parser = commands.add_parser(
+        "chaos",
+        help="kill, stop and slow ranks of a run, and say what that costs",
+        usage="nxd chaos --output FOLDER [options] (--pid PID | -- COMMAND ...)",
+        description="Disturb ranks of a run by a seed, and measure by its metrics: seconds from each loss of a rank to "
+        "the next step, steps lost, goodput. The run should log every step (train.log_every=1). Linux only.",
+        epilog=_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="the run's folder")
+    parser.add_argument("--pid", type=int, help="of a run that is at work: the process that has started its ranks")
+    parser.add_argument("--seed", type=int, default=0, help="decides on ranks and moments (default: %(default)s)")
+    parser.add_argument("--count", type=int, metavar="N", help="disturbances; if unset, until the run ends")
+    parser.add_argument(
+        "--kinds",
+        default="kill",
+        help="of kill (SIGKILL), stop (SIGSTOP), pause (stop for up to 3 s), slow (stop in short turns), absent (kill, "
+        "and nobody takes its place for some time), host (kill a launcher with its ranks), with commas between "
+        "(default: %(default)s)",
+    )
+    parser.add_argument(
+        "--every-steps",
+        default="2:6",
+        metavar="MIN:MAX",
+        help="steps from a recovery to the next disturbance (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--every-seconds", metavar="MIN:MAX", help="seconds between disturbances instead, also during recoveries"
+    )
+    parser.add_argument("command_of_run", nargs="*", metavar="COMMAND", help="that starts a run, after --")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Disturb a run; the exit code is that of the command, if it is started here."""
+    from nxd_trainer.chaos import FollowedRun, disturb, measure, render  # noqa: PLC0415
+
+    if sys.platform != "linux":
+        raise UserError("it finds ranks by /proc, which only Linux has")
+    if (options.pid is None) == (not options.command_of_run):
+        raise UserError("give either --pid of a run, or the command that starts one after --")
+    plan = reports_user_errors(lambda: _plan(options))
+    process = reports_user_errors(lambda: _process(options))
+    followed = FollowedRun(process, options.output)
+    disturbances = disturb(followed, plan, _say)
+    for line in render(measure(followed, disturbances), disturbances):
+        _say(line)
+    return process.poll() or 0
+
+
+class _OtherProcess:
+    """A process that was not started here."""
+
+    def __init__(self, pid: int) -> None:
+        from nxd_trainer.elastic.processes import Process  # noqa: PLC0415
+
+        self.pid = pid
+        self._process, self._own = Process.of(pid), Process.of(os.getpid())
+
+    def poll(self) -> int | None:
+        """0 if it has ended: its exit code is another's."""
+        return 0 if self._process.has_ended(self._own) else None
+
+
+def _process(options: argparse.Namespace) -> "HasEnded":
+    return _OtherProcess(options.pid) if options.pid is not None else subprocess.Popen(options.command_of_run)
+
+
+def _plan(options: argparse.Namespace) -> "Plan":
+    from nxd_trainer.chaos import Plan  # noqa: PLC0415
+
+    seconds = options.every_seconds
+    return Plan(
+        options.seed,
+        options.count,
+        kinds=options.kinds.split(","),
+        steps=_range("--every-steps", options.every_steps, int),
+        seconds=None if seconds is None else _range("--every-seconds", seconds, float),
+    )
+
+
+def _range(name: str, text: str, kind: type[N]) -> tuple[N, N]:
+    least, colon, most = text.partition(":")
+    try:
+        return kind(least), kind(most if colon else least)
+    except ValueError as error:
+        raise ValueError(f"{name} {text} is no range; write MIN:MAX, such as 2:6") from error
+
+
+def _say(line: str) -> None:
+    print(f"nxd chaos: {time.strftime('%H:%M:%S')} {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,182 @@
+"""Ranks are found, disturbed as the seed says, and what it costs is read from the metrics."""
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from nxd_trainer.chaos import Disturbance, FollowedRun, Plan, disturb, measure, render
+from nxd_trainer.chaos.follow import Seen
+from nxd_trainer.chaos.ranks import Rank, kill_host
+from nxd_trainer.cli.main import main
+from nxd_trainer.report.metrics import MetricsLog, StepRecord
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+RANK = Rank(1, pid=1, parent=1, host=1)
+
+
+def record(step, layout=None, resumed_from=None):
+    return StepRecord(
+        step=step,
+        loss=1.0,
+        learning_rate=1e-3,
+        tokens=step,
+        tokens_per_second=1.0,
+        seconds=1.0,
+        peak_memory_bytes=1,
+        layout=layout,
+        resumed_from=resumed_from,
+    )
+
+
+class Ended:
+    pid = 0
+
+    def poll(self):
+        return 0
+
+
+def followed(tmp_path, *seen):
+    run = FollowedRun(Ended(), tmp_path)
+    run.seen += [Seen(at, it) for at, it in seen]
+    return run
+
+
+def test_records_of_a_resumed_run_are_seen_again_only_where_steps_were_lost(tmp_path):
+    run = FollowedRun(Ended(), tmp_path)
+    with MetricsLog(tmp_path, layout="TP 2") as log:
+        for step in (1, 2, 3):
+            log.log(record(step))
+    first = run.poll()
+    with MetricsLog(tmp_path, first_step=2, layout="TP 2") as log:
+        log.log(record(3))
+        second = run.poll()
+        log.log(record(4))
+
+    assert [it.record.step for it in first] == [1, 2, 3]
+    assert [(it.record.step, it.record.resumed_from) for it in second] == [(3, 2)]
+    assert [it.record.step for it in run.poll()] == [4]
+    assert run.generations == 2
+
+
+def test_what_was_in_the_metrics_before_counts_as_no_new_step(tmp_path):
+    with MetricsLog(tmp_path, layout="TP 2") as log:
+        for step in (1, 2, 3):
+            log.log(record(step))
+
+    run = FollowedRun(Ended(), tmp_path)
+
+    assert [it.record.step for it in run.seen] == [3]
+    assert not run.poll()
+
+
+def test_measures_of_a_loss_are_the_seconds_to_the_next_step_and_the_steps_taken_again(tmp_path):
+    run = followed(
+        tmp_path,
+        (0.0, record(1, layout="TP 2")),
+        (1.0, record(2)),
+        (2.0, record(3)),
+        (6.5, record(3, layout="TP 2", resumed_from=2)),
+        (7.5, record(4)),
+    )
+    loss = Disturbance("kill", RANK, step=3, generation=1, at=2.5)
+    pause = Disturbance("pause", RANK, step=1, generation=1, at=0.5, seconds=0.4)
+
+    measures = measure(run, [pause, loss])
+
+    assert measures.recoveries == [4.0]
+    assert measures.steps_lost == [1]
+    assert measures.goodput == pytest.approx(3 * 1.0 / 7.5)  # three steps of a second, in 7.5 s
+    assert render(measures, [pause, loss]) == [
+        "2 disturbances: pause 1, kill 1",
+        "seconds from a loss to the next step: p50 4.0, p90 4.0, max 4.0, of 1",
+        "steps lost: 1 at most, 1 in all",
+        "goodput 40.0 %",
+    ]
+
+
+def test_measures_of_a_run_without_steps_have_no_goodput(tmp_path):
+    assert math.isnan(measure(followed(tmp_path), []).goodput)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"kinds": ("kil",)}, "kinds='kil' must be of kill, stop, pause, slow, absent, host"),
+        ({"steps": (3, 1)}, "steps=3:1 is no range"),
+    ],
+)
+def test_wrong_plan_says_what_is_right(wrong, told):
+    with pytest.raises(ValueError, match=told):
+        Plan(seed=0, **wrong)
+
+
+RUN = """
+import json, os, subprocess, sys, time
+
+def write(step, **more):
+    fields = dict(step=step, loss=1.0, learning_rate=1.0, tokens=1, tokens_per_second=1.0, seconds=1.0)
+    with open("metrics.jsonl", "a") as file:
+        file.write(json.dumps(fields | dict(peak_memory_bytes=1) | more) + "\\n")
+
+ranks = [
+    subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], env=os.environ | {"RANK": str(rank)},
+                     stdin=subprocess.PIPE)
+    for rank in range(3)
+]
+write(1, layout="TP 1")
+lost = 0
+while lost < 2:
+    for rank in ranks:
+        if rank.poll() is not None:
+            ranks.remove(rank)
+            lost += 1
+            write(lost + 1, layout="TP 1", resumed_from=lost)
+    time.sleep(0.01)
+for rank in ranks:
+    rank.stdin.close()
+    rank.wait()
+"""
+
+
+@pytest.fixture
+def process(tmp_path, fresh_interpreter):
+    """A run of three ranks that goes on until it has lost two."""
+    with subprocess.Popen([sys.executable, "-c", RUN], cwd=tmp_path) as process:
+        yield process
+        kill_host(process.pid)
+
+
+def test_ranks_of_a_seed_are_killed_one_after_the_other(process, tmp_path):
+    said = []
+    run = FollowedRun(process, tmp_path, patience=60)
+
+    done = disturb(run, Plan(seed=3, count=2, steps=(0, 0)), said.append)
+
+    assert [it.kind for it in done] == ["kill", "kill"]
+    assert {it.rank.number for it in done} < {0, 1, 2}
+    assert len({it.rank.pid for it in done}) == 2
+    assert {it.rank.host for it in done} == {process.pid}
+    assert said == [str(it) for it in done]
+    assert len(measure(run, done).recoveries) == 2
+
+
+def test_paused_rank_runs_again_and_a_run_that_stands_still_is_noticed(process, tmp_path):
+    run = FollowedRun(process, tmp_path, patience=60)
+    assert run.wait_for_step(1)
+    ranks = run.ranks()
+    impatient = FollowedRun(process, tmp_path, patience=0.01)
+
+    with pytest.raises(TimeoutError, match=r"no step for 0\.01 s after step 1"):
+        disturb(impatient, Plan(seed=0, count=1, kinds=("pause",), seconds=(0, 0)))
+
+    states = [Path(f"/proc/{rank.pid}/stat").read_text().rpartition(")")[2].split()[0] for rank in ranks]
+    assert len(ranks) == 3
+    assert "T" not in states
+
+
+def test_command_without_a_run_says_what_to_give(capsys):
+    assert main(["chaos", "--output", "run"]) == 2
+    assert "give either --pid of a run, or the command that starts one" in capsys.readouterr().err
