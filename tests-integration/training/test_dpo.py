@@ -35,6 +35,7 @@ LAYOUTS = {
     "DP 2 + ZeRO-1": (2, ["parallel.zero1=true", MICROBATCHES]),
     "TP 2 x PP 2": (4, [TP2, PP2, MICROBATCHES]),
 }
+SPLIT = ("TP 2", "PP 2", "TP 2 x PP 2")
 QUICK = [("qwen3", "TP 2 x SP"), ("own Llama", "PP 2")]
 LORA = ["lora.rank=4", "lora.alpha=8", "lora.save=both"]
 
@@ -241,17 +242,24 @@ def test_rows_without_two_answers_are_refused_with_their_place(run_ranks, folder
         run_ranks(train_in_float64, 1, [*settings, f"model.path={folder_of('qwen3')}", f"data.path={file}"])
 
 
+BESIDE_TRL = [
+    *((layout, form, "sigmoid") for form in ("texts", "messages") for layout in ("one process", *SPLIT)),
+    *(("one process", "texts", loss) for loss in ("robust", "hinge", "ipo", "apo_zero", "apo_down")),
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["texts", "messages"])
-@pytest.mark.parametrize("layout", ["one process", "TP 2", "PP 2", "TP 2 x PP 2"])
+@pytest.mark.parametrize(("layout", "form", "loss"), [pytest.param(*it, id=", ".join(it)) for it in BESIDE_TRL])
 def test_losses_of_twenty_steps_are_those_of_trl(
-    run_ranks, folder_of, settings, files, rows, tokenizer, tmp_path, layout, form
+    run_ranks, folder_of, settings, files, rows, tokenizer, tmp_path, layout, form, loss
 ):
     trl = pytest.importorskip("trl", reason="its trainer is compared: pip install trl")
     datasets = pytest.importorskip("datasets", reason="TRL's trainer takes them: pip install datasets")
     ranks, degrees = LAYOUTS[layout]
     folder = folder_of("qwen3")
     settings += ["train.dtype=float32", "train.steps=20", f"model.path={folder}", f"data.path={files[form]}"]
+    smoothing = 0.1 if loss == "robust" else 0.0
+    settings += [f"dpo.loss={loss}", f"dpo.label_smoothing={smoothing}"]
 
     run_ranks(train_plainly, ranks, [*settings, *degrees])
 
@@ -265,6 +273,8 @@ def test_losses_of_twenty_steps_are_those_of_trl(
         args=trl.DPOConfig(
             output_dir=str(tmp_path / "trl"),
             beta=BETA,
+            loss_type=[loss],
+            label_smoothing=smoothing,
             max_length=None,
             max_steps=20,
             per_device_train_batch_size=NUM_PAIRS,

@@ -6,7 +6,7 @@ import pytest
 import tiny_decoder
 import torch
 from nxd_trace import parallel_model_load, parallel_model_save
-from nxd_trace.generation import Generator, compile_generator, unpad_prompts
+from nxd_trace.generation import Generator, SamplingSettings, compile_generator, unpad_prompts
 
 PROMPTS = [[3, 5, 7], [2], [31, 1, 26, 5, 8, 9, 7, 9, 30, 4, 6], [11, 12], [9] * 5]
 NEW = 16
@@ -119,6 +119,27 @@ def test_a_prompt_may_fill_the_cache(generator):
     assert generator.generate([prompt, [1]], max_new_tokens=1)[0].tokens == tiny_decoder.plain_greedy(prompt, 1)
 
 
+def test_short_prompts_join_the_batch_in_one_step(generator):
+    engine = generator.engine
+    first, second = (engine.add(prompt, SamplingSettings(max_new_tokens=1)) for prompt in PROMPTS[:2])
+
+    assert engine.step() == [first, second]
+    assert [first.tokens, second.tokens] == [tiny_decoder.plain_greedy(prompt, 1) for prompt in PROMPTS[:2]]
+
+
+def test_step_takes_two_parts_of_a_long_prompt_and_a_token_of_the_others(generator):
+    engine = generator.engine
+    short = engine.add(PROMPTS[0], SamplingSettings(max_new_tokens=9))
+    engine.step()
+    long = engine.add(torch.arange(30), SamplingSettings(max_new_tokens=1))
+
+    extended = engine.step()
+
+    assert extended == [short]
+    assert (len(short.tokens), long.num_seen) == (2, 2 * SETTINGS["prefill_lengths"][-1])
+    engine.clear()
+
+
 def test_a_saved_model_generates_the_same_when_loaded(generator, tmp_path):
     expected = generator.generate(PROMPTS, max_new_tokens=NEW)
     parallel_model_save(generator.model, tmp_path / "model")
@@ -176,8 +197,8 @@ def test_replicas_each_read_a_part_of_a_prompt_and_go_on_alike(tmp_path):
     assert [completion.tokens for completion in again] == expected
     # Ranks 0 and 2 have the first head, 1 and 3 the second; padding, in block 0, is each one's own.
     for rank in (0, 1):
-        assert torch.equal(caches[rank][1:], caches[rank + 2][1:])
-    assert not torch.equal(caches[0][1:], caches[1][1:])
+        assert torch.equal(caches[rank][:, 1:], caches[rank + 2][:, 1:])
+    assert not torch.equal(caches[0][:, 1:], caches[1][:, 1:])
 
 
 def test_prefill_lengths_that_replicas_cannot_share_are_refused():

@@ -1,9 +1,10 @@
-"""Memory shared by a model's processes, and the place of each input and output in it.
+"""Memory shared by a model's processes, the place of each input and output in it, and what a worker keeps of its own.
 
-It has no name, only a file descriptor that the workers inherit: nothing is left behind when all of them have ended, for
-whatever reason.
+Shared memory has no name, only a file descriptor that the workers inherit: nothing is left behind when all of them have
+ended, for whatever reason.
 """
 
+import ctypes
 import mmap
 import os
 import tempfile
@@ -23,6 +24,21 @@ def new_shared_file() -> int:
         return os.memfd_create("nxd_trace")
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())
+
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of <malloc.h>
+
+
+def keep_freed_memory() -> None:
+    """Have glibc keep what this process frees, for its next call; does nothing where there is another C library.
+
+    Otherwise it returns each large tensor to the system, and the next call of the program waits for its pages to be
+    zeroed again: five times the time of the copy itself, for the keys and values that a decode step collects.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, 1 << 30)
+        mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
 
 
 class SharedTensors:

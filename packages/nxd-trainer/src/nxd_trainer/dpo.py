@@ -6,7 +6,7 @@ before the run, or with LoRA the base model. Log-probabilities are exact at any 
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, assert_never
 
 import torch
 from nxd_layers import token_log_probs
@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nxd_trainer.api import NxDModel
+from nxd_trainer.models.llama import IGNORED_LABEL
 from nxd_trainer.recipe import Recipe
+from nxd_trainer.recipe.sections import DpoLossName, DpoSection
 
 REFERENCE = "reference_log_probs"  # the input of a model that is trained
 
@@ -26,13 +28,11 @@ class DpoLoss:
     """The loss function of a model, of transformers or our Llama.
 
     Args:
-        beta: how strongly the model is held to the reference.
-        label_smoothing: the share of pairs that are taken to be the wrong way round.
+        options: which loss, and its numbers.
     """
 
-    def __init__(self, beta: float, label_smoothing: float) -> None:
-        self.beta = beta
-        self.label_smoothing = label_smoothing
+    def __init__(self, options: DpoSection) -> None:
+        self._options = options
 
     def __call__(
         self,
@@ -60,9 +60,30 @@ class DpoLoss:
         if reference_log_probs is None:
             return log_probs
         gain = log_probs - reference_log_probs
-        margin = self.beta * (gain[0::2] - gain[1::2])
-        kept, swapped = 1 - self.label_smoothing, self.label_smoothing
-        return -(kept * F.logsigmoid(margin) + swapped * F.logsigmoid(-margin)).mean()
+        if self._options.loss == "ipo":  # of a token, so that long answers do not count for more
+            gain = gain / (tokens != IGNORED_LABEL).sum(dim=1).clamp(min=1)
+        rewards = self._options.beta * gain
+        return _losses(rewards[0::2], rewards[1::2], self._options).mean()
+
+
+def _losses(chosen: Tensor, rejected: Tensor, options: DpoSection) -> Tensor:
+    """Of the rewards of each pair's answers, `[pairs]`."""
+    margin, swapped = chosen - rejected, options.label_smoothing
+    loss: DpoLossName = options.loss
+    match loss:
+        case "sigmoid":
+            return -(1 - swapped) * F.logsigmoid(margin) - swapped * F.logsigmoid(-margin)
+        case "robust":  # Chowdhury et al. 2024: unbiased where so many pairs are swapped
+            return (swapped * F.logsigmoid(-margin) - (1 - swapped) * F.logsigmoid(margin)) / (1 - 2 * swapped)
+        case "hinge":  # Zhao et al. 2023 (SLiC)
+            return F.relu(1 - margin)
+        case "ipo":  # Azar et al. 2023
+            return ((margin - 0.5) / options.beta) ** 2
+        case "apo_zero":  # D'Oosterlinck et al. 2024: the chosen answer likelier, the rejected one less likely
+            return F.sigmoid(-chosen) + F.sigmoid(rejected)
+        case "apo_down":  # of the same: both less likely, the rejected one more so
+            return F.sigmoid(chosen) + F.sigmoid(-margin)
+    assert_never(loss)
 
 
 def with_dpo_loss(make: Callable[[], nn.Module], recipe: Recipe) -> Callable[[], nn.Module]:
@@ -73,7 +94,7 @@ def with_dpo_loss(make: Callable[[], nn.Module], recipe: Recipe) -> Callable[[],
         if is_transformers_model(module) and recipe.parallel.splits_layers:  # first, as it sets the loss, too
             splits_experts = recipe.parallel.splits_experts
             parallelize(module, expert_parallel=splits_experts, sequence_parallel=recipe.parallel.sequence_parallel)
-        module.loss_function = DpoLoss(recipe.dpo.beta, recipe.dpo.label_smoothing)
+        module.loss_function = DpoLoss(recipe.dpo)
         whole: nn.Module = module
         return whole
 

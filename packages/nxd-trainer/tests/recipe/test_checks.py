@@ -174,6 +174,11 @@ from nxd_trainer.recipe.sections import ScheduleName
             "moe.aux_loss_coef=0.1 counts what routers choose, which needs train.compile=false",
         ),
         (["dpo.label_smoothing=0.1"], "dpo.label_smoothing means nothing with dpo.beta=0; set dpo.beta"),
+        (["dpo.loss=ipo"], "dpo.loss=ipo means nothing with dpo.beta=0; set dpo.beta"),
+        (
+            ["dpo.beta=0.1", "data.path=rows.jsonl", "model.path=folder", "dpo.loss=hinge", "dpo.label_smoothing=0.1"],
+            "dpo.label_smoothing is for dpo.loss=sigmoid and robust, not hinge; leave it out",
+        ),
         (
             ["lora.target_modules=q_proj"],
             "lora.target_modules means nothing with lora.rank=0; set lora.rank, such as 16",

@@ -34,7 +34,9 @@ class CacheLayer:
 
 
 class KeyValueCache(nn.Module):
-    """Buffers `keys_<layer>` and `values_<layer>` of all layers, `[blocks, block_size, heads/tp, size]`.
+    """Buffers `keys_<layer>` and `values_<layer>` of all layers, `[heads/tp, blocks, block_size, size]`.
+
+    Heads come first, so that the blocks of a sequence, once collected, lie in memory as attention reads them.
 
     Args:
         layers: what each layer keeps.
@@ -46,7 +48,7 @@ class KeyValueCache(nn.Module):
         super().__init__()
         self.block_size = block_size
         for index, layer in enumerate(layers):
-            shape = (num_blocks, block_size, layer.heads)
+            shape = (layer.heads, num_blocks, block_size)
             for kind, size in (("keys", layer.key_size), ("values", layer.value_size)):
                 self.register_buffer(f"{kind}_{index}", torch.zeros(*shape, size, dtype=layer.dtype))
 
@@ -110,7 +112,7 @@ class CacheView:
         stored: Tensor = getattr(self._cache, name)
         if self._replicas is not None:
             new = all_gather(new, self._replicas, dim=_SEQUENCE_DIM)
-        stored.index_put_((self._blocks, self._offsets), new.transpose(1, 2))
+        stored.permute(1, 2, 0, 3).index_put_((self._blocks, self._offsets), new.transpose(1, 2))
         # Copies whole blocks; indexing by the table would go element by element.
-        blocks = stored.index_select(0, self._block_tables.flatten()).unflatten(0, self._block_tables.shape)
-        return blocks.flatten(1, 2).transpose(1, 2)
+        blocks = stored.index_select(1, self._block_tables.flatten()).unflatten(1, self._block_tables.shape)
+        return blocks.flatten(2, 3).transpose(0, 1)

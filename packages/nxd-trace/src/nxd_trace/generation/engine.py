@@ -1,8 +1,9 @@
 """Continuous batching: sequences join and leave a batch while the others continue.
 
-A step feeds the next part of one new prompt, and a token of every other sequence. So a long prompt does not hold up the
-others for more than one part. Prompts that begin as an earlier text did use what the cache still has of it. With a
-draft model, a sequence that takes the likeliest tokens is fed several guessed ones at a time.
+A step feeds the next parts of new prompts, up to a number of tokens, and a token of every other sequence. So several
+short prompts join at a time, and a long one does not hold up the others for more than that. Prompts that begin as an
+earlier text did use what the cache still has of it. With a draft model, a sequence that takes the likeliest tokens is
+fed several guessed ones at a time.
 """
 
 from collections.abc import Sequence
@@ -17,6 +18,8 @@ from nxd_trace.generation.sampling import SamplingSettings
 from nxd_trace.generation.sequence import RunningSequence
 from nxd_trace.generation.speculation import Drafter
 from nxd_trace.model import TensorParallelModel
+
+_PARTS_PER_STEP = 2  # of prompts, of the largest size; of smaller ones as many as have its tokens
 
 
 class GenerationEngine:
@@ -102,7 +105,7 @@ class GenerationEngine:
             self._pool.give_back(sequence.blocks)
 
     def step(self) -> list[RunningSequence]:
-        """Feed the next part of one prompt, and tokens of each other sequence. Those that finish or fail leave.
+        """Feed the next parts of prompts, and tokens of each other sequence. Those that finish or fail leave.
 
         Returns:
             Those that got tokens, or a failure; not those whose prompt continues in the next step.
@@ -112,10 +115,10 @@ class GenerationEngine:
             FloatingPointError: the logits have NaNs, which are in the cache, too. After either, `clear` the engine.
         """
         singles = [sequence for sequence in self._running if sequence.takes_single_tokens]
-        prompt = next((sequence for sequence in self._running if not sequence.takes_single_tokens), None)
+        prompts = [sequence for sequence in self._running if not sequence.takes_single_tokens]
         for sequence in self._running:
             sequence.num_new = 0
-        return ([] if prompt is None else self._feed_part(prompt)) + (self._feed_singles(singles) if singles else [])
+        return self._feed_prompts(prompts) + (self._feed_singles(singles) if singles else [])
 
     def _find_blocks(self, sequence: RunningSequence) -> None:
         """Blocks for all that the sequence may come to: those of a known beginning, and new ones."""
@@ -128,16 +131,27 @@ class GenerationEngine:
         needed = -(-(len(sequence.prompt) + sequence.settings.max_new_tokens) // self._block_size)
         sequence.blocks += self._pool.take(needed - len(sequence.blocks))
 
-    def _feed_part(self, sequence: RunningSequence) -> list[RunningSequence]:
-        """Feed the next part of a prompt, to the draft model as well."""
-        self._find_blocks(sequence)
+    def _feed_prompts(self, prompts: Sequence[RunningSequence]) -> list[RunningSequence]:
+        """Feed parts of prompts, each to its end before the next one, which may share its blocks."""
+        extended = []
+        room = _PARTS_PER_STEP * self._model.prefill_lengths[-1]
+        for sequence in prompts:
+            while room > 0 and not sequence.takes_single_tokens:
+                self._find_blocks(sequence)
+                room -= self._model.part_length(len(sequence.unseen))
+                if self._feed_part(sequence):
+                    extended.append(sequence)
+        return extended
+
+    def _feed_part(self, sequence: RunningSequence) -> bool:
+        """Feed the next part of a prompt, to the draft model as well; whether that was the last one."""
         part = sequence.unseen, sequence.num_seen, sequence.blocks
         if self._drafter is not None:
             self._drafter.draft.feed_part(*part)
         number, logits = self._model.feed_part(*part)
         sequence.num_seen += number
         sequence.num_drafted = sequence.num_seen
-        return [sequence] if self._take(sequence, logits) else []
+        return self._take(sequence, logits)
 
     def _feed_singles(self, sequences: Sequence[RunningSequence]) -> list[RunningSequence]:
         """Feed the next token of each sequence, and what a draft model guesses after it."""

@@ -62,7 +62,7 @@ class CachedModel:
         self.model = model
         self.num_rows, largest = self._decodes[-1]
         signature = model.programs[largest]
-        self.num_blocks, self.block_size = states["cache.keys_0"].shape[:2]
+        self.num_blocks, self.block_size = states["cache.keys_0"].shape[1:3]
         self._table_length = signature.inputs[2].shape[1]
         self.batch_size = (self.num_blocks - 1) // self._table_length
         self.max_length = self._table_length * self.block_size
@@ -87,7 +87,7 @@ class CachedModel:
         Raises:
             WorkerError: a worker failed.
         """
-        length, program = next((it for it in self._prefills if it[0] >= len(tokens)), self._prefills[-1])
+        length, program = self._prefill_for(len(tokens))
         fed = tokens[:length]
         # Padding stands before the tokens, so that the last column is the last token.
         padding = length - len(fed)
@@ -97,6 +97,13 @@ class CachedModel:
         positions[0, padding:] = torch.arange(position, position + len(fed))
         logits: Tensor = self.model.run(program, input_ids, positions, self._tables([blocks], 1))
         return len(fed), logits[0]
+
+    def part_length(self, num_tokens: int) -> int:
+        """Tokens, with padding, of the part that is fed next where so many are left."""
+        return self._prefill_for(num_tokens)[0]
+
+    def _prefill_for(self, num_tokens: int) -> tuple[int, str]:
+        return next((it for it in self._prefills if it[0] >= num_tokens), self._prefills[-1])
 
     def feed_rows(self, rows: Sequence[Row]) -> Tensor:
         """Feed at most `num_rows` single tokens; the logits after each, `[rows, vocab]`.

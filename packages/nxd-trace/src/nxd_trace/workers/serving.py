@@ -10,7 +10,7 @@ from torch import Tensor
 from nxd_trace.buckets import StatePreprocessor, load_preprocessor
 from nxd_trace.compilers import Run, choose_compiler
 from nxd_trace.manifest import STATE, WEIGHTS, Manifest, RankManifest, RankProgram, rank_folder
-from nxd_trace.memory import SharedTensors
+from nxd_trace.memory import SharedTensors, keep_freed_memory
 from nxd_trace.weights import open_safetensors, read_weights, save_safetensors
 from nxd_trace.workers.pickling import loads_in_worker
 
@@ -34,6 +34,7 @@ class Server:
 
     @torch.inference_mode()
     def __init__(self, folder: str, memory: int, preprocessor: StatePreprocessor | None) -> None:
+        keep_freed_memory()
         self._folder = Path(folder)
         self._rank = get_world_group().rank
         self._device = get_device()

@@ -171,7 +171,12 @@ def _dpo_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:
     if not beta:
         if recipe.dpo.label_smoothing:
             yield ("dpo.label_smoothing", "dpo.beta"), "dpo.label_smoothing means nothing with dpo.beta=0; set dpo.beta"
+        if recipe.dpo.loss != "sigmoid":
+            yield ("dpo.loss", "dpo.beta"), f"dpo.loss={recipe.dpo.loss} means nothing with dpo.beta=0; set dpo.beta"
         return
+    if recipe.dpo.label_smoothing and recipe.dpo.loss not in ("sigmoid", "robust"):
+        mistake = f"dpo.label_smoothing is for dpo.loss=sigmoid and robust, not {recipe.dpo.loss}; leave it out"
+        yield ("dpo.label_smoothing", "dpo.loss"), mistake
     if recipe.data.path is None:
         yield ("dpo.beta", "data.path"), f"{given} needs data.path, a file of rows with prompt, chosen and rejected"
     if recipe.data.tokenizer is None and recipe.model.path is None:

@@ -25,6 +25,7 @@ LrScheduleName = Literal[
     "polynomial",
     "inverse_sqrt",
 ]
+DpoLossName = Literal["sigmoid", "robust", "hinge", "ipo", "apo_zero", "apo_down"]
 DtypeName = Literal["float32", "bfloat16", "float64"]
 DTYPE_NAMES: tuple[DtypeName, ...] = get_args(DtypeName)
 
@@ -273,8 +274,9 @@ class DpoSection:
     """Learning to prefer the chosen of two answers to the rejected one (DPO)."""
 
     beta: float = option(0.0, "how strongly the model is held to what it was before; 0: no preferences", at_least=0)
+    loss: DpoLossName = option("sigmoid", "what is minimized, by the names of TRL")
     label_smoothing: float = option(
-        0.0, "share of pairs that are taken to be the wrong way round", at_least=0, below=0.5
+        0.0, "share of pairs that are taken to be the wrong way round, by sigmoid and robust", at_least=0, below=0.5
     )
 
 
