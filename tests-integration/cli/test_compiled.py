@@ -10,6 +10,7 @@ from pathlib import Path
 from urllib.request import Request, urlopen
 
 import pytest
+import torch
 from nxd_state.testing import deadline
 from nxd_trace.compilers.inductor import has_cpp_compiler
 
@@ -69,6 +70,45 @@ def test_generate_compiled_and_serve_with_the_default_compiler_write_the_same_te
     assert "programs with inductor" in compiled.stderr
     assert compiled.stdout == plain[plain.index("the quick") :]
     assert plain.endswith(f"the quick{served_text(checkpoints)}\n")
+
+
+@pytest.mark.slow
+def test_experts_of_several_workers_write_the_same_text(tmp_path, nxd):
+    transformers = pytest.importorskip("transformers", reason="it makes the model: pip install transformers")
+    torch.manual_seed(0)
+    config = transformers.MixtralConfig(
+        vocab_size=256,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        max_position_embeddings=256,
+        initializer_range=0.3,
+    )
+    transformers.MixtralForCausalLM(config).save_pretrained(tmp_path / "mixtral")
+    model = [str(tmp_path / "mixtral"), "--tokenizer", "bytes", *GREEDY]
+
+    plain = nxd("generate", *model)
+    of_two = nxd(
+        "generate", *model, "--compiled", "--compiler", "export", "--nproc", "2", "--expert-parallel-size", "2"
+    )
+    of_three = nxd("generate", *model, "--compiled", "--nproc", "3", "--expert-parallel-size", "3")
+
+    assert of_two.returncode == 0, of_two.stderr
+    assert len(of_two.stdout) > len("the quick\n")
+    assert of_two.stdout == plain.stdout[plain.stdout.index("the quick") :]
+    assert of_three.returncode != 0
+    assert "expert_parallel_size=3 does not divide the 4 experts of a layer of" in of_three.stderr
+
+
+def test_experts_of_a_model_without_any_are_refused(checkpoints, nxd):
+    result = nxd("generate", str(checkpoints), "--compiled", "--nproc", "2", "--expert-parallel-size", "2")
+
+    assert result.returncode != 0
+    assert "expert_parallel_size=2 is for models with experts" in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 def test_generate_compiled_names_a_degree_that_does_not_divide(checkpoints, nxd):

@@ -198,3 +198,62 @@ def test_values_file_of_a_stranger_is_only_read_as_json(tmp_path):
 
     with pytest.raises(nxd_ckpt.CheckpointError, match=r"values\.json is no JSON"):
         load(tmp_path, into={"weight": torch.zeros(2), "step": 0})
+
+
+class CountingSteps(torch.optim.SGD):
+    """Has a count in its states that is no tensor."""
+
+    def step(self):
+        super().step()
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["steps"] = self.state[parameter].get("steps", 0) + 1
+
+
+def test_numbers_in_states_are_there_again_in_an_optimizer_that_has_not_stepped(tmp_path):
+    model, optimizer = trained(0, 3, CountingSteps)
+    save(tmp_path, "a", {"model": model, "optimizer": optimizer})
+
+    other, other_optimizer = trained(1, 0, CountingSteps)
+    load(tmp_path, into={"model": other, "optimizer": other_optimizer})
+
+    assert [state["steps"] for state in other_optimizer.state.values()] == [3] * 4
+
+
+class InParts(torch.optim.SGD):
+    """Has several tensors in one state, and refuses to make them at the first step if it is told so."""
+
+    refuses = False
+
+    def step(self):
+        if self.refuses:
+            raise RuntimeError("not today")
+        super().step()
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            if "factors" not in state:
+                state["factors"] = [torch.zeros(2), torch.zeros(3)]
+            state["factors"][1] += 1
+
+
+def test_states_of_several_tensors_are_made_by_the_optimizer_itself(tmp_path):
+    model, optimizer = trained(0, 3, InParts)
+    save(tmp_path, "a", {"model": model, "optimizer": optimizer})
+
+    other, other_optimizer = trained(1, 0, InParts)
+    load(tmp_path, into={"model": other, "optimizer": other_optimizer})
+
+    assert_alike(model, other)
+    for state in other_optimizer.state.values():
+        assert [factor.tolist() for factor in state["factors"]] == [[0, 0], [3, 3, 3]]
+
+
+def test_optimizer_that_cannot_make_its_states_is_told_of_by_path(tmp_path, monkeypatch):
+    model, optimizer = trained(0, 1, InParts)
+    save(tmp_path, "a", {"model": model, "optimizer": optimizer})
+    monkeypatch.setattr(InParts, "refuses", True)
+
+    other, other_optimizer = trained(1, 0, InParts)
+    with pytest.raises(nxd_ckpt.CheckpointError, match=r"'optimizer' has no states yet, and a step .* not today"):
+        load(tmp_path, into={"model": other, "optimizer": other_optimizer})
+    assert not other_optimizer.state
+    assert other_optimizer.param_groups[0]["lr"] == 0.1

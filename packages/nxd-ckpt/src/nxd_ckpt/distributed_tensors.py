@@ -4,6 +4,9 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from nxd_ckpt.boxes import Box
 from nxd_ckpt.sharded_tensor import Shard, ShardedTensor
 
 if TYPE_CHECKING:
@@ -35,11 +38,15 @@ def is_dtensor(value: Any) -> bool:
     return module is not None and isinstance(value, module.DTensor)
 
 
-def _boxes_of_dtensor(tensor: "DTensor") -> ShardedTensor:
-    local = tensor.to_local().detach()
+def local_box(tensor: "DTensor") -> Box | None:
+    """Which elements of a DTensor this rank holds; None if it is not in the tensor's mesh.
+
+    Raises:
+        ValueError: ranks hold addends of the tensor, or no box of it.
+    """
     coordinate = tensor.device_mesh.get_coordinate()
-    if coordinate is None:  # this rank is not in the mesh
-        return ShardedTensor(tensor.shape, (), tensor.dtype)
+    if coordinate is None:
+        return None
     ranges = [(0, size) for size in tensor.shape]
     for axis in _in_order_of_cutting(tensor.placements, tensor.device_mesh.shape):
         dim = _dim_of(tensor.placements[axis]) % tensor.ndim
@@ -48,13 +55,26 @@ def _boxes_of_dtensor(tensor: "DTensor") -> ShardedTensor:
         first = min(end, begin + coordinate[axis] * length)
         ranges[dim] = (first, min(end, first + length))
     shape = tuple(end - begin for begin, end in ranges)
-    if tuple(local.shape) != shape:
+    found = tuple(local_tensor(tensor).shape)
+    if found != shape:
         raise ValueError(
-            f"a DTensor {list(tensor.shape)} with {tensor.placements} has a local tensor {list(local.shape)} where "
+            f"a DTensor {list(tensor.shape)} with {tensor.placements} has a local tensor {list(found)} where "
             f"{list(shape)} is expected; pass a ShardedTensor that says which box it is"
         )
-    shards = [Shard(local, tuple(begin for begin, _ in ranges))] if local.numel() or not tensor.numel() else []
-    return ShardedTensor(tensor.shape, shards, tensor.dtype)
+    return Box(tuple(begin for begin, _ in ranges), shape)
+
+
+def local_tensor(tensor: "DTensor") -> torch.Tensor:
+    """What this rank holds of a DTensor: the very tensor, no view of it."""
+    with torch.no_grad():
+        return tensor.to_local()
+
+
+def _boxes_of_dtensor(tensor: "DTensor") -> ShardedTensor:
+    box, local = local_box(tensor), local_tensor(tensor).detach()
+    if box is None or (tensor.numel() and not local.numel()):
+        return ShardedTensor(tensor.shape, (), tensor.dtype)
+    return ShardedTensor(tensor.shape, [Shard(local, box.offsets)], tensor.dtype)
 
 
 def _in_order_of_cutting(placements: "Sequence[Placement]", mesh_shape: Sequence[int]) -> list[int]:

@@ -5,8 +5,9 @@ All ranks check everything first and agree on success; only then is the first de
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import cache
 from typing import Any
 
 import torch.distributed as dist
@@ -28,7 +29,7 @@ from nxd_ckpt.sharded_tensor import ShardedTensor, as_sharded_state
 from nxd_ckpt.shared_reads import SharedBox, pass_on, share_out_reads, wants_from, wants_of, without_others
 from nxd_ckpt.stores import check_processes, check_tag, open_store, process_of
 from nxd_ckpt.tensor_bytes import lies_apart
-from nxd_ckpt.training_state import PER_RANK, VALUES_FILE, TrainingState, read_values, take_apart
+from nxd_ckpt.training_state import PER_RANK, VALUES_FILE, Stored, TrainingState, read_values, take_apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,10 +180,11 @@ def _load_tag(
 ) -> LoadedObjects:
     doing = f"loading checkpoint {tag!r} from {open_store(path).location}"
     checkpoint = on_every_rank(coordinator, doing, lambda: open_checkpoint(path, tag, verify=options.verify))
-    state = on_every_rank(coordinator, doing, lambda: take_apart(into, checkpoint.tensors))
+    read = cache(lambda: _values_of(checkpoint))
+    state = on_every_rank(coordinator, doing, lambda: take_apart(into, Stored(checkpoint.tensors, read)))
     wanted = _destinations(state)
     _check_fit(coordinator, doing, checkpoint, wanted, options)
-    values = on_every_rank(coordinator, doing, lambda: _values(checkpoint, state))
+    values = on_every_rank(coordinator, doing, lambda: _checked(read, state))
     share = options.share_reads and group is not None and coordinator.world_size > 1
     shared: list[SharedBox] = []
     if share:
@@ -210,11 +212,13 @@ def _destinations(state: TrainingState) -> dict[str, ShardedTensor]:
     return destinations
 
 
-def _values(checkpoint: Checkpoint, state: TrainingState) -> dict[str, Any]:
-    """Those of the checkpoint, of which there must be all that are asked for."""
-    if not state.values:
-        return {}
-    values = read_values(checkpoint.read_extra(VALUES_FILE)) if VALUES_FILE in checkpoint.extra else {}
+def _values_of(checkpoint: Checkpoint) -> dict[str, Any]:
+    return read_values(checkpoint.read_extra(VALUES_FILE)) if VALUES_FILE in checkpoint.extra else {}
+
+
+def _checked(read: Callable[[], dict[str, Any]], state: TrainingState) -> dict[str, Any]:
+    """The values, of which there must be all that are asked for."""
+    values = read() if state.values else {}
     if missing := [path for path in state.values if path not in values]:
         raise CheckpointError(f"{missing[0]!r} is asked for, and is no tensor, but it is not among its values")
     return values

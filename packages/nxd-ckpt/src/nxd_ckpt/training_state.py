@@ -7,7 +7,6 @@ its path. Values are JSON in a file of the checkpoint.
 
 import base64
 import json
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -18,11 +17,24 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from nxd_ckpt.distributed_tensors import as_boxes, is_dtensor, is_sharded_tensor_of_torch
+from nxd_ckpt.distributed_tensors import (
+    as_boxes,
+    is_dtensor,
+    is_sharded_tensor_of_torch,
+)
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.objects import check_json
+from nxd_ckpt.optimizer_states import (
+    as_parameter_is_cut,
+    by_owner,
+    destination_of,
+    fresh_states,
+    options_of,
+    set_groups,
+)
 from nxd_ckpt.reader import TensorInfo
 from nxd_ckpt.sharded_tensor import ShardedTensor
+from nxd_ckpt.tensor_subclasses import is_subclass, parts_of
 
 VALUES_FILE = "values.json"  # among the extra files
 PER_RANK = "state"  # key of rank_objects
@@ -62,13 +74,25 @@ class TrainingState:
     finish: list[Callable[[], None]] = field(default_factory=list)
 
 
-def take_apart(state: Any, stored: Mapping[str, TensorInfo] | None = None) -> TrainingState:
+@dataclass(frozen=True)
+class Stored:
+    """What a checkpoint has that is to be loaded.
+
+    Attributes:
+        tensors: type and shape of each.
+        values: reads its values, by path.
+    """
+
+    tensors: Mapping[str, TensorInfo]
+    values: Callable[[], Mapping[str, Any]]
+
+
+def take_apart(state: Any, stored: Stored | None = None) -> TrainingState:
     """The tensors and values of a nested state.
 
     Args:
         state: what was given to `save` or to `load`.
-        stored: the tensors of the checkpoint that is to be loaded: where an optimizer lacks a state, one is made for
-            it. None to save.
+        stored: what is to be loaded: where an optimizer lacks a state, one is made for it. None to save.
 
     Raises:
         ValueError: a part cannot be saved, or two have one name; names it.
@@ -103,7 +127,7 @@ def read_values(content: bytes) -> dict[str, Any]:
 class _Walk:
     """Through a state, adding to `found` what is there."""
 
-    def __init__(self, found: TrainingState, state: Mapping[Any, Any], stored: Mapping[str, TensorInfo] | None) -> None:
+    def __init__(self, found: TrainingState, state: Mapping[Any, Any], stored: Stored | None) -> None:
         self._found = found
         self._state = state
         self._stored = stored
@@ -142,9 +166,15 @@ class _Walk:
         if path in self._found.tensors:
             raise ValueError(f"two tensors of the state are named {path!r}; rename a key")
         try:
-            self._found.tensors[path] = as_boxes(tensor)
+            if is_subclass(tensor):
+                parts = parts_of(tensor)
+            else:
+                self._found.tensors[path] = as_boxes(tensor)
+                return
         except ValueError as error:
             raise ValueError(f"{path!r}: {error}") from None
+        for name, part in parts.items():
+            self._tensor(_joined(path, name), part)
 
     def _value(self, path: str, value: Any, set_value: Callable[[Any], None]) -> None:
         self._found.values[path] = value
@@ -176,27 +206,30 @@ class _Walk:
 
     def _optimizer(self, path: str, optimizer: Optimizer) -> None:
         parameters = self._named(path, optimizer)
-        of_stored: dict[str, dict[str, TensorInfo]] = defaultdict(dict)
-        for name, info in (self._stored or {}).items():
-            owner, _, key = name.rpartition(".")
-            of_stored[owner][key] = info
-        loaded: dict[torch.Tensor, dict[str, Any]] = {}
+        stored = self._stored or Stored({}, dict)
+        tensors_of, values_of = by_owner(stored.tensors), by_owner(stored.values())
+        prefixes = {name: _joined(path, f"state.{name}") for name in parameters}
+        states = {parameter: dict(optimizer.state.get(parameter, {})) for parameter in parameters.values()}
+        in_parts = {owner.rpartition(".")[0] for owner in tensors_of}  # owners of states that are several tensors
+        if any(prefixes[name] in in_parts and not states[parameter] for name, parameter in parameters.items()):
+            states |= fresh_states(path, optimizer)
         for name, parameter in parameters.items():
-            prefix = _joined(path, f"state.{name}")
-            state = dict(optimizer.state.get(parameter, {}))
-            for key, info in of_stored.get(prefix, {}).items():
-                state[key] = _destination(state.get(key), info, parameter, _group_of(optimizer, parameter))
+            prefix, state = prefixes[name], states[parameter]
+            for key, info in tensors_of.get(prefix, {}).items():
+                state[key] = destination_of(state.get(key), info, parameter, optimizer)
+            for key in values_of.get(prefix, {}):
+                state.setdefault(key, None)
             for key, part in state.items():
-                self.part(_joined(prefix, key), part, partial(_set, state, key))
-            loaded[parameter] = state
+                part_path = _joined(prefix, key)
+                self.part(part_path, as_parameter_is_cut(part_path, part, parameter), partial(_set, state, key))
         groups = [
-            {**_options(group), "params": [self._names[id(it)] for it in group["params"]]}
+            {**options_of(group), "params": [self._names[id(it)] for it in group["params"]]}
             for group in optimizer.param_groups
         ]
         check_json(groups, _joined(path, "param_groups"))
-        self._value(_joined(path, "param_groups"), groups, lambda it: _set_groups(optimizer, groups, it))
+        self._value(_joined(path, "param_groups"), groups, lambda it: set_groups(optimizer, groups, it))
         if self._stored is not None:
-            self._found.finish.append(lambda: optimizer.state.update({p: it for p, it in loaded.items() if it}))
+            self._found.finish.append(lambda: optimizer.state.update({p: it for p, it in states.items() if it}))
 
     def _named(self, path: str, optimizer: Optimizer) -> dict[str, torch.Tensor]:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -254,41 +287,6 @@ def _parameter_names(state: Any, path: str = "") -> dict[int, str]:
         for key, part in _items(path, state):
             names.update(_parameter_names(part, _joined(path, key)))
     return names
-
-
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a group of parameters; what is a tensor, such as a learning rate, as a number."""
-    options = {key: option for key, option in group.items() if key != "params"}
-    return {key: option.item() if isinstance(option, torch.Tensor) else option for key, option in options.items()}
-
-
-def _set_groups(optimizer: Optimizer, here: list[dict[str, Any]], stored: Any) -> None:
-    """Take over the options of the stored group that has a group's first parameter, or else of the one in its place."""
-    for index, (group, own) in enumerate(zip(optimizer.param_groups, here, strict=True)):
-        match = [it for it in stored if set(own["params"][:1]) & set(it["params"])] or stored[index : index + 1]
-        for key, option in ({} if not match else match[0]).items():
-            if key == "params":
-                continue
-            if isinstance(group.get(key), torch.Tensor):
-                group[key].fill_(option)
-            else:
-                group[key] = tuple(option) if isinstance(group.get(key), tuple) else option
-
-
-def _group_of(optimizer: Optimizer, parameter: torch.Tensor) -> dict[str, Any]:
-    return next(it for it in optimizer.param_groups if any(parameter is other for other in it["params"]))
-
-
-def _destination(present: Any, info: TensorInfo, parameter: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
-    """A tensor to load a state of a parameter into: the one that is there, or one cut like the parameter."""
-    if isinstance(present, torch.Tensor) and tuple(present.shape) == info.global_shape and present.dtype == info.dtype:
-        return present
-    if tuple(parameter.shape) == info.global_shape:
-        return torch.zeros_like(parameter, dtype=info.dtype, requires_grad=False)
-    # Counts of steps are on the CPU, unless the step is one kernel or one graph.
-    on_device = len(info.global_shape) > 0 or group.get("capturable") or group.get("fused")
-    device = parameter.device if on_device else torch.device("cpu")
-    return torch.zeros(info.global_shape, dtype=info.dtype, device=device)
 
 
 def _encoded(path: str, value: Any) -> Any:

@@ -156,6 +156,19 @@ def test_saves_in_the_background_one_after_the_other_keep_the_newest(hosts):
     assert gc(url, dead_after=0, dry_run=True) == []
 
 
+def test_files_that_may_be_those_of_a_save_at_work_are_no_garbage_yet(hosts):
+    hosts.save("step-1", 1, copies=1)
+    keeper = KeeperClient(hosts.keepers[0][0].address)
+    upload = keeper.put("step-2/data/x")
+    upload.send(b"123")
+    upload.finish()
+
+    assert gc(hosts.url(0, 1)) == []
+    assert "step-2/data/x" in keeper.files()
+    assert [it.num_bytes for it in gc(hosts.url(0, 1), dead_after=0)] == [3]
+    assert "step-2/data/x" not in keeper.files()
+
+
 def test_save_without_one_of_the_hosts_fails_on_every_rank_and_leaves_the_one_before(hosts):
     hosts.save("step-1", 1, copies=1)
     hosts.lose(2)

@@ -264,11 +264,15 @@ class CompilableCheckpoint:
         """Raise ValueError if the model has no experts, or so many ranks do not divide them."""
         is_own = self.description.own_llama_at(1) is not None
         experts = 0 if is_own else number_of_experts(model_on_meta_of(self.description))
-        if not experts or experts % expert_parallel_size:
+        if not experts:
             raise ValueError(
-                f"expert_parallel_size={expert_parallel_size} does not divide the {experts} experts that a layer of "
-                f"{self.description.architecture} has by its expert-parallel plan; use "
-                + ("a divisor" if experts else "1")
+                f"expert_parallel_size={expert_parallel_size} is for models with experts that have an expert-parallel "
+                f"plan, and {self.description.architecture} has none; leave it out"
+            )
+        if experts % expert_parallel_size:
+            raise ValueError(
+                f"expert_parallel_size={expert_parallel_size} does not divide the {experts} experts of a layer of "
+                f"{self.description.architecture}; use a divisor of {experts}"
             )
 
     def _check_degrees(self, tp_degree: int, replicas: int, expert_parallel_size: int) -> None:

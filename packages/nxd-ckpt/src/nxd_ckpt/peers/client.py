@@ -4,6 +4,7 @@ that is gone.
 
 import hmac
 import json
+import math
 import os
 import secrets
 import socket
@@ -58,9 +59,9 @@ class KeeperClient:
         with self._answer_to(do="size", name=name) as (answer, _):
             return int(answer["bytes"])
 
-    def files(self) -> dict[str, int]:
-        """All its files and their sizes."""
-        with self._answer_to(do="list") as (answer, _):
+    def files(self, unchanged: float = -math.inf) -> dict[str, int]:
+        """Its files that have not changed for so many seconds, by its clock, and their sizes; all if not given."""
+        with self._answer_to(do="list", unchanged=unchanged) as (answer, _):
             return {str(name): int(size) for name, size in answer["files"].items()}
 
     def remove(self, names: Collection[str]) -> None:

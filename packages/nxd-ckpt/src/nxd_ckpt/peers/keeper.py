@@ -241,16 +241,16 @@ class _Conversation(socketserver.StreamRequestHandler):
         return {"bytes": self.server.path_of(request["name"]).stat().st_size}
 
     def _list(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Names and sizes of all files."""
-        folder = self.server.folder
+        """Names and sizes of all files that have not changed for some seconds."""
+        folder, newest = self.server.folder, time.time() - float(request["unchanged"])
         found = {}
         for parent, _, names in os.walk(folder):
             for name in names:
                 path = Path(parent, name)
                 relative = str(path.relative_to(folder))
                 with contextlib.suppress(FileNotFoundError):  # removed meanwhile
-                    if _NAME.fullmatch(relative):
-                        found[relative] = path.stat().st_size
+                    if _NAME.fullmatch(relative) and (status := path.stat()).st_mtime <= newest:
+                        found[relative] = status.st_size
         return {"files": found}
 
     def _remove(self, request: dict[str, Any]) -> dict[str, Any]:

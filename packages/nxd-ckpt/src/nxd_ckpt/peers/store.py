@@ -170,8 +170,7 @@ class PeerStore:
                 keeper.remove([f"{_PIN}{tag}"])
 
     def garbage(self, *, dead_after: float, delete: bool) -> list[Garbage]:
-        """See `Store.garbage`: files of which no manifest speaks; those of a save at work are among them."""
-        del dead_after  # one job saves here, and does not call this while it does
+        """See `Store.garbage`: files of which no manifest speaks; those of a save at work are told by their age."""
         listings = self.listings()
         needed: set[str] = set()
         for keeper, files in listings:
@@ -181,7 +180,8 @@ class PeerStore:
                 needed |= {name, *(f"{tag}/{file}" for file in file_names_in(keeper.content(name, MAX_MANIFEST_BYTES)))}
         found: list[Garbage] = []
         for keeper, files in listings:
-            doomed = {name: size for name, size in files.items() if name not in needed}
+            dead = keeper.files(unchanged=dead_after) if dead_after else files
+            doomed = {name: size for name, size in files.items() if name in dead and name not in needed}
             found += [Garbage(f"{keeper.address}/{name}", size) for name, size in doomed.items()]
             if delete:
                 keeper.remove(doomed)

@@ -17,7 +17,7 @@ from nxd_layers.mappings import gather_from_sequence_parallel_region
 
 _SEQUENCE_DIM = 1  # of hidden states [batch, seq, hidden]
 _WITH_STATE = re.compile(
-    r".*(DeltaNet|DeltaAttention|LightningAttention|ShortConv|MambaMixer|Mamba2Mixer|H1Mixer|MambaLayer)"
+    r".*(DeltaNet|DeltaAttention|LightningAttention|ShortConv|MambaMixer|Mamba2Mixer|BambaMixer|H1Mixer|MambaLayer)"
 )
 _DEPENDS_ON_LENGTH = ("dynamic", "longrope")
 

@@ -106,8 +106,8 @@ def _look_at_recipe(options: argparse.Namespace) -> "GraphReport":
         )
     if recipe.parallel.splits_experts:
         raise ValueError(
-            "expert parallelism sends as many tokens as the routers decide, which a recorded graph cannot; set "
-            "parallel.expert_parallel_size=1"
+            "the graphs of experts that are split over ranks are not looked at; "
+            f"parallel.expert_parallel_size={recipe.parallel.expert_parallel_size}"
         )
     context_parallel = recipe.parallel.context_parallel_size
     of_a_replica = tensor_parallel * context_parallel

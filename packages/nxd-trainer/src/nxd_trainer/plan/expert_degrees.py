@@ -52,6 +52,6 @@ def check_experts(job: Job, expert_parallel_size: int) -> None:
         )
     if job.device.name in ON_XLA:
         raise ValueError(
-            f"tokens do not travel to experts on {job.device.name}, whose ranks all have one graph; use "
-            "expert_parallel_size=1, where every expert is split over the tensor-parallel ranks"
+            f"experts that are split over ranks are not planned on {job.device.name}, where every expert computes for "
+            "all tokens; use expert_parallel_size=1"
         )

@@ -1,0 +1,75 @@
+"""Tensors that are made of others, such as 8-bit states of optimizers: their parts, as boxes of global parts.
+
+The parts are what torch asks such a class for (`__tensor_flatten__`). Where a DTensor holds one that is cut by rows,
+the class's own slicing says how each part is cut: codes and block scales shrink with the rows, a table does not.
+"""
+
+from fractions import Fraction
+from typing import Any
+
+import torch
+
+from nxd_ckpt.distributed_tensors import is_dtensor, local_box, local_tensor
+from nxd_ckpt.sharded_tensor import Shard, ShardedTensor
+
+
+def is_subclass(value: Any) -> bool:
+    """Whether it is a tensor made of others; also a DTensor whose local tensors are."""
+    local = local_tensor(value) if is_dtensor(value) else value
+    return isinstance(local, torch.Tensor) and hasattr(type(local), "__tensor_flatten__")
+
+
+def parts_of(value: Any) -> dict[str, Any]:
+    """Its parts by name, on the same memory: tensors, or boxes of them.
+
+    Raises:
+        ValueError: it is cut in a way that its parts are not.
+    """
+    if not is_dtensor(value):
+        return {name: getattr(value, name) for name in value.__tensor_flatten__()[0]}
+    box, local = local_box(value), local_tensor(value)
+    if box is None or (value.numel() and not box.num_elements):
+        raise ValueError(f"this rank holds nothing of a {type(local).__name__} {list(value.shape)}; use fewer ranks")
+    inner = {name: getattr(local, name) for name in local.__tensor_flatten__()[0]}  # type: ignore[attr-defined]
+    if box.shape == tuple(value.shape):
+        return inner
+    if box.shape[1:] != tuple(value.shape[1:]):
+        raise ValueError(
+            f"a {type(local).__name__} {list(value.shape)} is cut into {list(box.shape)}; its parts can be saved whole "
+            "or cut along dimension 0"
+        )
+    cut = _cut_along_rows(local)
+    return {
+        name: _rows(part, box.offsets[0], box.shape[0], value.shape[0]) if name in cut else part
+        for name, part in inner.items()
+    }
+
+
+def _cut_along_rows(tensor: torch.Tensor) -> set[str]:
+    """The parts that shrink when rows are taken away."""
+    rows = tensor.shape[0]
+    for fewer in dict.fromkeys((rows // 2, *(rows // divisor for divisor in (3, 5, 7)), 1)):
+        if not 0 < fewer < rows:
+            continue
+        try:
+            with torch.no_grad():
+                sliced = tensor[:fewer]
+        except (ValueError, RuntimeError, NotImplementedError):
+            continue  # not on a border of blocks
+        names = tensor.__tensor_flatten__()[0]  # type: ignore[attr-defined]
+        return {name for name in names if getattr(sliced, name).shape != getattr(tensor, name).shape}
+    raise ValueError(
+        f"a {type(tensor).__name__} {list(tensor.shape)} is cut over ranks and cannot be sliced along dimension 0: how "
+        "its parts are cut is not known"
+    )
+
+
+def _rows(part: torch.Tensor, first: int, count: int, of: int) -> ShardedTensor:
+    """A part whose dimension 0 grows with the rows, as a box."""
+    each = Fraction(part.shape[0], count)
+    begin, total = first * each, of * each
+    if begin.denominator != 1 or total.denominator != 1:
+        raise ValueError(
+            f"a part {list(part.shape)} belongs to rows {first} to {first + count} of {of}, which is no border of it"
+        )
+    return ShardedTensor((int(total), *part.shape[1:]), [Shard(part, (int(begin), *(0,) * (part.ndim - 1)))])
