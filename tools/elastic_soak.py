@@ -140,7 +140,7 @@ class Soak:
         elastic += ["--elastic-layouts", case.layouts, "checkpoint.memory_every=1"]
         plan = Plan(seed, LOSSES_IN_A_RUN, case.kinds, steps=(1, 3), lasting=(4.0, 8.0))
         if seed // len(CASES) % 3 == 2 and not case.changes_layout:
-            plan = replace(plan, seconds=(0.1, 4.0))
+            plan = replace(plan, seconds=(0.5, 15.0))
         began, stands_still = time.monotonic(), ""
         with (
             log.open("wb") as stream,

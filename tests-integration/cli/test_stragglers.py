@@ -24,7 +24,17 @@ class Slow(torch.optim.SGD):
 def test_slow_rank_is_named_in_log_and_metrics(tiny, tmp_path, shared_memory):
     (tmp_path / "slow.py").write_text(SLOW)
     environment = os.environ | {"PYTHONPATH": str(tmp_path), "NXD_SHM": shared_memory}
-    command = [sys.executable, "-m", "nxd_trainer", "train", "--nproc", "2", *tiny, "optimizer.factory=slow:Slow"]
+    command = [
+        sys.executable,
+        "-m",
+        "nxd_trainer",
+        "train",
+        "--nproc",
+        "2",
+        *tiny,
+        "train.steps=7",
+        "optimizer.factory=slow:Slow",
+    ]
 
     ended = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=deadline(120), check=False

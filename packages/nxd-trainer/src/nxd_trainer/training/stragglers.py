@@ -15,7 +15,7 @@ from nxd_state import Mesh, all_gather, get_mesh, get_world_group, is_host, wait
 
 SLOW = 1.5  # times the seconds of the others
 _SECONDS_THAT_COUNT = 0.01  # of a step, more than the others
-_TELL_AFTER = 3  # logged steps in a row: a moment is none of a rank
+_TELL_AFTER = 5  # logged steps in a row: a moment is none of a rank
 
 
 @dataclass(frozen=True)
