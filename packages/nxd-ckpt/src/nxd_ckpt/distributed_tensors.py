@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 
@@ -32,7 +32,7 @@ def is_sharded_tensor_of_torch(value: Any) -> bool:
     return hasattr(value, "local_shards") and hasattr(value, "sharding_spec")
 
 
-def is_dtensor(value: Any) -> bool:
+def is_dtensor(value: Any) -> "TypeGuard[DTensor]":
     """Whether it is a DTensor, whose module takes as long to import as torch; nobody has one without it."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
