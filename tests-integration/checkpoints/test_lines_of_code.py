@@ -1,4 +1,4 @@
-"""Lines that a user writes to save and to load, beside torch's distributed checkpoint, as a table of the README says."""
+"""Lines that a user writes to save and to load, beside torch's distributed checkpoint: those of the README."""
 
 import inspect
 from pathlib import Path
