@@ -53,7 +53,7 @@ def fresh_states(path: str, optimizer: Optimizer) -> dict[torch.Tensor, dict[str
     return {parameter: dict(optimizer.state.pop(parameter, {})) for parameter in lacking}
 
 
-def as_parameter_is_cut(path: str, part: Any, parameter: torch.Tensor) -> Any:
+def as_parameter_is_cut(path: str, part: Any, parameter: Any) -> Any:
     """A plain state of a parameter that is cut over ranks, as the same box."""
     if not is_dtensor(parameter) or is_dtensor(part) or not isinstance(part, torch.Tensor) or part.ndim == 0:
         return part
@@ -71,7 +71,7 @@ def as_parameter_is_cut(path: str, part: Any, parameter: torch.Tensor) -> Any:
     return ShardedTensor(parameter.shape, [Shard(part, box.offsets)] if box.num_elements else [], part.dtype)
 
 
-def destination_of(present: Any, info: TensorInfo, parameter: torch.Tensor, optimizer: Optimizer) -> torch.Tensor:
+def destination_of(present: Any, info: TensorInfo, parameter: Any, optimizer: Optimizer) -> torch.Tensor:
     """A tensor to load a state of a parameter into: the one that is there, or one cut like the parameter."""
     shapes = [info.global_shape]
     if is_dtensor(parameter) and tuple(parameter.shape) == info.global_shape:
