@@ -107,7 +107,7 @@ def test_killed_ranks_are_replaced_and_cost_one_step_at_most(start, layout):
     assert max(measures.steps_lost) <= 1
     assert run.log.count("; the run resumes from") == run.log.count("in the memory of the hosts") == KILLS
     assert run.log.count("another process takes its place") == KILLS  # and no survivor was given up
-    assert not list(Path("/dev/shm").glob(f"nxd-memory-{os.getuid()}-{run.process.pid}-*"))
+    assert not list(Path("/dev/shm").glob(f"nxd-memory-{os.getuid()}-*-{run.process.pid}-*"))
 
 
 def test_stopped_rank_is_killed_and_replaced(start):

@@ -28,7 +28,7 @@ from nxd_trace.errors import ModelFolderError
 from nxd_trace.signature import Signature, TensorSpec, shape_from_json
 from nxd_trace.weights import Weight, stored_tensors
 
-FORMAT = 2
+FORMAT = 3  # since the cache of generation has heads first
 MANIFEST, RANK_MANIFEST = "manifest.json", "rank.json"
 WEIGHTS, STATE = "weights.safetensors", "state.safetensors"
 KEPT = "kept.safetensors"  # of a trace in the cache: what no source of weights has
@@ -218,7 +218,8 @@ class Manifest:
             stored_format = int(value.pop("format"))
             if stored_format != FORMAT:
                 raise ModelFolderError(
-                    f"{folder} has format {stored_format}, this nxd-trace reads {FORMAT}; install the one that wrote it"
+                    f"{folder} has format {stored_format}, this nxd-trace reads {FORMAT}; trace the model again, or install "
+                    "the nxd-trace that wrote it"
                 )
             value["programs"] = tuple(Signature.from_json(program) for program in value["programs"])
             value["files"] = {name: StoredFile(**file) for name, file in value["files"].items()}

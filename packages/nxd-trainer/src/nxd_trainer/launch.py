@@ -8,6 +8,7 @@ import ctypes
 import os
 import queue
 import re
+import secrets
 import signal
 import socket
 import stat
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 EXIT_STOPPED = 143  # 128 + SIGTERM
 LAUNCHER_PID = "NXD_LAUNCHER_PID"  # variable of the ranks that are started here
+PEERS_SECRET = "NXD_PEERS_SECRET"  # as nxd_ckpt.peers.keeper has it, whose import takes as long as that of torch
 
 _LOOPBACK = "127.0.0.1"
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
@@ -85,6 +87,7 @@ def _environment(nproc: int, port: int) -> dict[str, str]:
     overridable = {
         # Ranks that share the cores must not each start a thread per core.
         "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // nproc)),
+        PEERS_SECRET: secrets.token_hex(),  # in the store other users of this machine could read it
         "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
     }
     return overridable | dict(os.environ) | own

@@ -37,8 +37,9 @@ class HostMemory:
     def __init__(self) -> None:
         self.address = ""
         self._keeper: KeeperProcess | None = None
-        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), wait_for_workers=False)
-        os.environ[SECRET] = store.compare_set(_SECRET_KEY, "", secrets.token_hex()).decode()
+        if SECRET not in os.environ:  # our own launcher gives one; over several hosts the store is all that ranks share
+            store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), wait_for_workers=False)
+            os.environ[SECRET] = store.compare_set(_SECRET_KEY, "", secrets.token_hex()).decode()
         if os.environ.get("LOCAL_RANK", "0") != "0":
             return
         launcher = Process.of(os.getppid())
@@ -70,11 +71,17 @@ def use_keepers(keepers: Sequence[str], own: str) -> None:
 
 
 def _folder_of(launcher: Process) -> Path:
-    return _MEMORY / f"{_PREFIX}-{os.getuid()}-{launcher.pid}-{launcher.start}"
+    return _MEMORY / f"{_prefix(launcher)}-{launcher.pid}-{launcher.start}"
+
+
+def _prefix(process: Process) -> str:
+    """With the namespace of its number: containers may share this memory, and not the numbers of their processes."""
+    namespace = "".join(filter(str.isdecimal, process.place.rpartition("/")[2]))
+    return f"{_PREFIX}-{os.getuid()}-{namespace}"
 
 
 def _remove_those_of_ended_launchers(observer: Process) -> None:
-    for folder in _MEMORY.glob(f"{_PREFIX}-{os.getuid()}-*"):
+    for folder in _MEMORY.glob(f"{_prefix(observer)}-*"):
         pid, start = folder.name.split("-")[-2:]
         if pid.isdecimal() and start.isdecimal():
             launcher = Process(observer.place, int(pid), int(start))

@@ -23,10 +23,15 @@ class ElasticRecipe:
         options: how many ranks there may be.
 
     Raises:
-        ValueError: a layout never fits the recipe or the number of ranks.
+        ValueError: a layout never fits the recipe or the number of ranks, or the recipe does not resume.
     """
 
     def __init__(self, recipe: Recipe, others: Sequence[Layout], options: Options) -> None:
+        if recipe.checkpoint.resume == "never":
+            raise ValueError(
+                "checkpoint.resume='never' would begin the run anew whenever a rank is lost; leave it out with --elastic, "
+                "and give another output for a run from the beginning"
+            )
         self.recipe, self.options = recipe, options
         parallel = recipe.parallel
         own = Layout(

@@ -14,7 +14,7 @@ from nxd_state import all_gather_object, get_world_group
 from nxd_trainer.api.checkpoint_saving import finalize_checkpoint, write_checkpoint
 from nxd_trainer.logs import get_logger
 from nxd_trainer.recipe import Recipe
-from nxd_trainer.training.checkpoints import newest_on_disk, resume_from, run_contents, run_tag
+from nxd_trainer.training.checkpoints import check_weights, newest_on_disk, resume_from, run_contents, run_tag
 from nxd_trainer.training.run_state import RunState
 
 _logger = get_logger("nxd_trainer")
@@ -38,9 +38,14 @@ class MemorySaver:
         self._is_writing = False
 
     def save(self) -> None:
-        """Begin to write one of the run as it is. By all ranks, when nothing is being written."""
+        """Begin to write one of the run as it is. By all ranks, when nothing is being written.
+
+        Raises:
+            TrainingDiverged: a weight is not finite; what is kept stays.
+        """
         url = self._url
         assert url is not None
+        check_weights(self._state)
         write_checkpoint(
             url,
             run_tag(self._state),
