@@ -218,8 +218,8 @@ class Manifest:
             stored_format = int(value.pop("format"))
             if stored_format != FORMAT:
                 raise ModelFolderError(
-                    f"{folder} has format {stored_format}, this nxd-trace reads {FORMAT}; trace the model again, or install "
-                    "the nxd-trace that wrote it"
+                    f"{folder} has format {stored_format}, this nxd-trace reads {FORMAT}; trace the model again, or "
+                    "install the nxd-trace that wrote it"
                 )
             value["programs"] = tuple(Signature.from_json(program) for program in value["programs"])
             value["files"] = {name: StoredFile(**file) for name, file in value["files"].items()}

@@ -29,8 +29,8 @@ class ElasticRecipe:
     def __init__(self, recipe: Recipe, others: Sequence[Layout], options: Options) -> None:
         if recipe.checkpoint.resume == "never":
             raise ValueError(
-                "checkpoint.resume='never' would begin the run anew whenever a rank is lost; leave it out with --elastic, "
-                "and give another output for a run from the beginning"
+                "checkpoint.resume='never' would begin the run anew whenever a rank is lost; leave it out with "
+                "--elastic, and give another output for a run from the beginning"
             )
         self.recipe, self.options = recipe, options
         parallel = recipe.parallel
