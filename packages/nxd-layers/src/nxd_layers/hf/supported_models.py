@@ -92,7 +92,10 @@ REFUSED_CONTEXT = {
     **dict.fromkeys(("axk2", "deepseek_v32", "deepseek_v4", "dots3_note_text", "glm_moe_dsa", "hy_v4"), _CHOOSES_KEYS),
     **dict.fromkeys(("minimax_m3_vl_text", "qwen4_exp_text"), _CHOOSES_KEYS),
     **dict.fromkeys(("bert", "roberta"), _OWN_LOSS),
-    **dict.fromkeys(("inkling_text", "inkling2_text"), "it adds a bias of positions to the scores of its attention"),
+    **dict.fromkeys(
+        ("inkling_text", "inkling2_text", "inkling2_loop_text"),
+        "it adds a bias of positions to the scores of its attention",
+    ),
     **dict.fromkeys(("t5", "whisper"), "it has two sequences, of an encoder and of a decoder"),
     "bloom": "its attention does not go through transformers' registry of attention functions",
     "doge": "its attention makes a mask of its own",
