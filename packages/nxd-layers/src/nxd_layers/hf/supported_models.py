@@ -87,6 +87,7 @@ REFUSED = {
 }
 
 _CHOOSES_KEYS = "its attention chooses keys among those of the whole sequence"
+_ADDS_BIAS = "it adds a bias of positions to the scores of its attention"
 _OWN_LOSS = "it computes its loss in its own way, which would be that of the positions of each rank"
 REFUSED_CONTEXT = {
     **dict.fromkeys(("axk2", "deepseek_v32", "deepseek_v4", "dots3_note_text", "glm_moe_dsa", "hy_v4"), _CHOOSES_KEYS),
