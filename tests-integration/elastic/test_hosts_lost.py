@@ -16,6 +16,7 @@ from nxd_trainer.chaos.ranks import kill_host
 from nxd_trainer.report.metrics import METRICS_FILE, read_records
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
     pytest.mark.usefixtures("fresh_interpreter"),  # whose children are the run's own
 ]
