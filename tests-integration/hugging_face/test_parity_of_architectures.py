@@ -163,7 +163,7 @@ def test_small_config_keeps_every_kind_of_layer_and_what_is_no_size():
         (LARGE, {"num_key_value_heads": 3}, 2, "the small model of type qwen3 cannot be made or run: .*head_dim=16"),
         (LARGE | {"auto_map": {"AutoModel": "code.Model"}}, {}, 2, "Python code beside the weights .auto_map."),
         ({"model_type": "gemma3", "text_config": {}}, {}, 2, "a model of text and more; .*text decoder"),
-        ({"model_type": "codegen", "rotary_dim": 8}, {}, 2, "codegen have no tensor-parallel plan"),
+        ({"model_type": "biogpt"}, {}, 2, "biogpt have no tensor-parallel plan"),
         ({"model_type": "t5"}, {}, 2, "model.type=t5 is no language model that transformers knows"),
         ({"hidden_size": 8}, {}, 2, "model.type=None is no language model"),
     ],

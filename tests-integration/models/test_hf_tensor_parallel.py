@@ -536,8 +536,8 @@ def test_documented_call_recomputes_layers_of_a_model_that_keeps_a_cache(run_ran
     [
         (Model("doge"), "models of type 'doge' are not split by their own plan: its plan splits the heads"),
         (
-            Model("codegen", {"n_embd": 32, "n_layer": 1, "n_head": 4, "rotary_dim": 8}),
-            "CodeGenForCausalLM has no tensor-parallel plan; give one",
+            Model("biogpt", {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}),
+            "BioGptForCausalLM has no tensor-parallel plan; give one",
         ),
         (Model("gpt2", GPT2 | {"n_head": 3, "n_embd": 24}), "c_attn .qkv_colwise.: .* does not divide 3 query"),
         (Model("bert", {"num_attention_heads": 3, "hidden_size": 24}), "without a rowwise layer of its own"),

@@ -125,7 +125,7 @@ def has_uneven_all_to_all(what: Tensor | torch.device | str | None = None) -> bo
     Args:
         what: as for `records_graphs`.
     """
-    return _type_of(what) == "cuda"
+    return _type_of(what) in ("cuda", "meta")  # of meta tensors nothing is sent
 
 
 def has_dynamic_shapes(what: Tensor | torch.device | str | None = None) -> bool:

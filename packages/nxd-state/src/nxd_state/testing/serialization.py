@@ -13,7 +13,7 @@ import io
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -24,6 +24,8 @@ except ImportError as error:
     raise ImportError(
         "nxd_state.testing needs cloudpickle, which is not installed; run: pip install 'nxd-state[testing]'"
     ) from error
+
+_LEFT_OUT = "<dynamic-code>"
 
 
 def dumps_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
@@ -51,6 +53,9 @@ class _CallPickler(cloudpickle.Pickler):
         self.modules_by_value: list[ModuleType] = []
 
     def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, CodeType):  # tracebacks show its file, which cloudpickle leaves out since 3.1.3
+            make, values = self.dispatch_table[CodeType](obj)
+            return make, tuple(obj.co_filename if value == _LEFT_OUT else value for value in values)
         if isinstance(obj, FunctionType | type):
             module = sys.modules.get(obj.__module__)
             if (
