@@ -13,7 +13,17 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
-from nxd_state import Group, active_group, all_gather, all_reduce, all_reduce_, checked_dim, group_of, reduce_scatter
+from nxd_state import (
+    Group,
+    active_group,
+    all_gather,
+    all_reduce,
+    all_reduce_,
+    all_to_all,
+    checked_dim,
+    group_of,
+    reduce_scatter,
+)
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
@@ -248,3 +258,29 @@ def parts_in_order(whole: Tensor, order: Sequence[int]) -> Tensor:
     """Equal parts of the last dim, in another order."""
     parts = whole.unflatten(-1, (len(order), -1))
     return parts.index_select(-2, torch.tensor(order, device=whole.device)).flatten(-2)
+
+
+def all_to_all_region(tensor: Tensor, group: Group, split_dim: int, concat_dim: int) -> Tensor:
+    """`all_to_all` with gradients, which travel the other way round.
+
+    Args:
+        tensor: split along `split_dim`, a part for each rank.
+        group: the ranks.
+        split_dim: of the parts.
+        concat_dim: along which those of all ranks are joined.
+    """
+    exchanged: Tensor = _AllToAll.apply(tensor, group, split_dim, concat_dim)
+    return exchanged
+
+
+class _AllToAll(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Group, split_dim: int, concat_dim: int) -> Tensor:
+        ctx.group, ctx.dims = group, (split_dim, concat_dim)
+        return all_to_all(tensor, group, split_dim=split_dim, concat_dim=concat_dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        split_dim, concat_dim = ctx.dims
+        return all_to_all(grad, ctx.group, split_dim=concat_dim, concat_dim=split_dim), None, None, None

@@ -1,15 +1,12 @@
 """Whole sequences of some heads, in place of a part of the sequence of all heads (Jacobs et al. 2023, "DeepSpeed
 Ulysses")."""
 
-from typing import Any
-
 import torch
-from nxd_state import Group, all_to_all
+from nxd_state import Group
 from torch import Tensor
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from nxd_layers.context.cut import SequenceCut
+from nxd_layers.mappings import all_to_all_region
 
 _HEADS, _SEQUENCE = 1, 2
 
@@ -50,27 +47,14 @@ def return_heads(output: Tensor, cut: SequenceCut, group: Group) -> Tensor:
     """The inverse for `[batch, heads/cp, filled, value_head]`: `[batch, heads, local, value_head]`."""
     filled = _filled(cut)
     by_rank = torch.cat([filled.part_of(output, rank, dim=_SEQUENCE) for rank in range(cut.size)], dim=_SEQUENCE)
-    returned: Tensor = _AllToAll.apply(by_rank, group, _SEQUENCE, _HEADS)
+    returned: Tensor = all_to_all_region(by_rank, group, _SEQUENCE, _HEADS)
     return returned
 
 
 def _to_heads(local: Tensor, cut: SequenceCut, group: Group) -> Tensor:
-    by_rank: Tensor = _AllToAll.apply(local, group, _HEADS, _SEQUENCE)
+    by_rank: Tensor = all_to_all_region(local, group, _HEADS, _SEQUENCE)
     return _filled(cut).whole_of(by_rank, dim=_SEQUENCE)
 
 
 def _filled(cut: SequenceCut) -> SequenceCut:
     return SequenceCut(cut.filled_length, cut.size, cut.order, cut.multiple)
-
-
-class _AllToAll(Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Group, split_dim: int, concat_dim: int) -> Tensor:
-        ctx.group, ctx.dims = group, (split_dim, concat_dim)
-        return all_to_all(tensor, group, split_dim=split_dim, concat_dim=concat_dim)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        split_dim, concat_dim = ctx.dims
-        return all_to_all(grad, ctx.group, split_dim=concat_dim, concat_dim=split_dim), None, None, None

@@ -3,31 +3,13 @@
 Scripts for NeuronX Distributed call these by themselves; layers of nxd_layers send tokens in their own way.
 """
 
-from typing import Any
-
 import torch
 from nxd_layers import gather_from_sequence_parallel_region, scatter_to_sequence_parallel_region
-from nxd_state import Group, active_group, all_to_all, group_of
+from nxd_layers.mappings import all_to_all_region
+from nxd_state import active_group, group_of
 from torch import Tensor
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from nxd_trainer.compat.mesh import get_token_shuffle_group, get_token_shuffle_group_size
-
-
-class _AllToAll(Function):
-    """Splits along one dim and joins along another; backward the other way round."""
-
-    @staticmethod
-    def forward(ctx: Any, input_: Tensor, group: Group, split_dim: int, concat_dim: int) -> Tensor:
-        ctx.group, ctx.dims = group, (concat_dim, split_dim)
-        return all_to_all(input_, group, split_dim=split_dim, concat_dim=concat_dim)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        split_dim, concat_dim = ctx.dims
-        return all_to_all(grad, ctx.group, split_dim=split_dim, concat_dim=concat_dim), None, None, None
 
 
 def enter_expert_parallel_region(x: Tensor, scatter_gather: bool) -> Tensor:
@@ -51,7 +33,7 @@ def exit_expert_parallel_region(x: Tensor, scatter_gather: bool) -> Tensor:
 def _across_experts(x: Tensor, split_dim: int, concat_dim: int, scatter_gather: bool) -> Tensor:
     if scatter_gather:
         x = scatter_to_sequence_parallel_region(x, 2)
-    x = _AllToAll.apply(x, active_group("ep"), split_dim, concat_dim)
+    x = all_to_all_region(x, active_group("ep"), split_dim, concat_dim)
     return gather_from_sequence_parallel_region(x, 2, to_model_parallel=False) if scatter_gather else x
 
 
@@ -99,7 +81,7 @@ def all_to_all_for_shuffle(hidden_states: Tensor, input_is_sequence_parallel: bo
         return hidden_states
     part = hidden_states if input_is_sequence_parallel else scatter_to_sequence_parallel_region(hidden_states)
     group = group_of(get_token_shuffle_group())  # type: ignore[arg-type]  # a list only if asked
-    part = _AllToAll.apply(part, group, 0, 0)
+    part = all_to_all_region(part, group, 0, 0)
     if input_is_sequence_parallel:
         return part
     return gather_from_sequence_parallel_region(part, to_model_parallel=False)
