@@ -29,6 +29,7 @@ from nxd_pipeline.partition import (
     materialize,
     partition_model,
     whole_model,
+    without_other_stages,
 )
 from nxd_pipeline.runtime.executor import Executor, Record, without_autocast
 from nxd_pipeline.runtime.failure import Failures
@@ -73,7 +74,15 @@ class NxDPPModel(nn.Module):
 
     Every rank of a pipeline makes it from the same model and gives the same inputs to each call. Where the pipeline
     has one rank (or `initialize_model_parallel` was not called) the model stays whole, and all calls work as well.
+
+    Attributes and methods of the user's model are found here, too. A method that changes weights changes those of this
+    rank; those of other ranks are on the meta device for it.
+
+    Attributes:
+        original_torch_module: the model before it was cut, with the weights of this rank only.
     """
+
+    original_torch_module: nn.Module
 
     def __init__(
         self,
@@ -200,6 +209,7 @@ class NxDPPModel(nn.Module):
         self._stages: dict[int, Stage] = {}
         if self._schedule.num_stages == 1:
             self._whole_model = whole
+            self.__dict__["original_torch_module"] = whole  # not a second name of its parameters
             self._training_schedule = make_schedule("1f1b", 1, num_microbatches)
             materialize(whole, param_init_fn)
         else:
@@ -217,6 +227,7 @@ class NxDPPModel(nn.Module):
         materialize(whole, param_init_fn, only=self._local.tensors())
         self._tied_weights = TiedWeights(model.stages, self._schedule.rank_of_stage, self._group)
         self._local_modules = nn.ModuleList(stage.module for stage in self._stages.values())
+        self.__dict__["original_torch_module"] = without_other_stages(whole, self._local.tensors())
         modules = {index: stage.module for index, stage in self._stages.items()}
         self._p2p = P2PCommunicator(self._group)
         insert = insert_blocking_communication if records_graphs() else insert_communication
@@ -224,6 +235,14 @@ class NxDPPModel(nn.Module):
         evaluation = insert(forward_only(self._schedule), wiring.edges)
         self._train_executor = Executor(modules, wiring, self._training_schedule, self._p2p)
         self._eval_executor = Executor(modules, wiring, evaluation, self._p2p)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("__") or "original_torch_module" not in self.__dict__:
+                raise
+            return getattr(self.original_torch_module, name)
 
     def partition(self) -> None:
         """Does nothing: the model is cut when it is made. For scripts that ask for it."""

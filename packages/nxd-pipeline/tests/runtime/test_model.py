@@ -268,3 +268,64 @@ def test_train_with_wrong_inputs_raises_on_every_rank(run_ranks, make_model, mak
             pipeline.run_train(**batch)
 
     run_ranks(train, 2)
+
+
+class Masked(nn.Module):
+    """A model with a method of its own that changes weights, as examples of mixtures of experts have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.sizes = {"hidden": 4}
+        self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(4)])
+        for layer in self.layers:
+            layer.mask = torch.tensor([1.0, 1.0, 1.0, 0.0])
+
+    @torch.no_grad()
+    def zero_padding_weights(self):
+        for layer in self.layers:
+            layer.weight.mul_(layer.mask)
+
+    def forward(self, hidden):
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return hidden.sum()
+
+
+def weights_after_the_models_own_method(virtual):
+    initialize_model_parallel(pipeline_model_parallel_size=2)
+    model = Masked()
+    pipeline = NxDPPModel(
+        model, nn.Linear, 2, auto_partition=True, input_names=["hidden"], virtual_pipeline_size=virtual
+    )
+    pipeline.zero_padding_weights()
+    whole = pipeline.original_torch_module
+    return {
+        "weights": {name: it.detach() for name, it in pipeline.local_named_parameters()},
+        "sizes": pipeline.sizes,
+        "absent": [name for name, it in whole.named_parameters() if it.is_meta],
+        "unchanged": not any(it.is_meta for it in model.parameters()),
+        "saved": sorted(pipeline.state_dict()),
+    }
+
+
+@pytest.mark.parametrize("virtual", [1, 2])
+def test_methods_of_the_model_change_the_weights_of_each_rank(run_ranks, virtual):
+    ranks = run_ranks(weights_after_the_models_own_method, 2, virtual)
+
+    reference = Masked()
+    reference.zero_padding_weights()
+    weights = {name: it for rank in ranks for name, it in rank["weights"].items()}
+    assert weights.keys() == dict(reference.named_parameters()).keys()
+    for name, expected in reference.named_parameters():
+        torch.testing.assert_close(weights[name], expected.detach(), msg=name, rtol=0, atol=0)
+    for rank in ranks:
+        assert rank["sizes"] == {"hidden": 4}
+        assert sorted([*rank["absent"], *rank["weights"]]) == sorted(weights)
+        assert rank["unchanged"]
+        assert not any("original" in name for name in rank["saved"])
+
+
+def test_names_that_the_model_lacks_are_missing(make_model):
+    with pytest.raises(AttributeError, match="no attribute 'padding_of_weights'"):
+        NxDPPModel(make_model()).padding_of_weights  # noqa: B018

@@ -19,6 +19,7 @@ from nxd_pipeline.partition.stage import Stage, Wiring
 from nxd_pipeline.partition.structure import ModelStructure, structural_partition
 from nxd_pipeline.partition.trace import methods_kept_whole, trace_model
 from nxd_pipeline.partition.traced import traced_partition
+from nxd_pipeline.partition.whole_view import without_other_stages
 
 __all__ = [
     "Stage",
@@ -52,6 +53,7 @@ __all__ = [
     "StageOfLayers",
     # a rank's own part
     "LocalParts",
+    "without_other_stages",
     "materialize",
     "ParamInit",
 ]

@@ -60,13 +60,13 @@ class NxDModel(nn.Module):
                 setattr(self, name, getattr(module, name))
         _models.add(self)
 
-    def __getattr__(self, name: str) -> Any:  # attributes and methods that the user's model has, unless it is cut
+    def __getattr__(self, name: str) -> Any:  # attributes and methods that the user's model has
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name.startswith("__") or self.__dict__.get("_is_cut", True):
+            if name.startswith("__") or "_is_cut" not in self.__dict__:
                 raise
-            return getattr(self._stages[0], name)
+            return getattr(self.module, name)
 
     def local_module(self) -> nn.Module:
         """The unwrapped model; with a pipeline this rank's stage of it, or a list of them if there are several."""
