@@ -149,6 +149,10 @@ class ParallelEmbedding(nn.Module):
         """Draw the table anew, the same at every tensor-parallel degree."""
         fill_from_logical(self.weight, self._spec, (self.num_embeddings, self.embedding_dim), self._init_whole_table)
 
+    def init_weight_cpu(self) -> None:
+        """`reset_parameters`, under the name that `param_init_fn` of scripts for NeuronX Distributed calls."""
+        self.reset_parameters()
+
     def _init_whole_table(self, table: Tensor) -> None:
         self.init_method(table)
         if self.padding_idx is not None:

@@ -171,6 +171,10 @@ class ColumnParallelLinear(nn.Module):
         if self.bias is not None:
             fill_from_logical(self.bias, self._bias_spec, (self.output_size,), default_bias_init(self.input_size))
 
+    def init_weight_cpu(self) -> None:
+        """`reset_parameters`, under the name that `param_init_fn` of scripts for NeuronX Distributed calls."""
+        self.reset_parameters()
+
     def group(self) -> Group:
         """The ranks that the outputs are split over.
 

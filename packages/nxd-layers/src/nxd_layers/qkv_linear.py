@@ -185,11 +185,11 @@ class GQAQKVColumnParallelLinear(nn.Module):
         """Register one fused parameter or three, uninitialised; without dtype, None in their place."""
         for name, spec in zip(self._held_names(), self._held_specs(self._specs[kind]), strict=True):
             parameter = None if dtype is None else empty_parameter(spec.local_shape, dtype, device)
-            self.register_parameter(f"{kind}_{name}", parameter)
             if parameter is not None:
                 set_shard_spec(parameter, spec)  # on one rank, too: it says the names
                 if self.tensor_parallel_size > 1:
                     set_partition_attributes(parameter, partition_dim=0, num_partitions=self.tensor_parallel_size)
+            self.register_parameter(f"{kind}_{name}", parameter)  # which may put a copy on the meta device
 
     def _held(self, kind: _Kind) -> list[nn.Parameter | None]:
         return [getattr(self, f"{kind}_{name}") for name in self._held_names()]
@@ -218,6 +218,10 @@ class GQAQKVColumnParallelLinear(nn.Module):
             setattr(self, f"master_weight_{tuple(PROJECTIONS)[index]}", master)
             if bias is not None:
                 fill_from_logical(bias, self._specs["bias"][index], (size,), bias_init)
+
+    def initialize_weight_biases(self) -> None:
+        """`reset_parameters`, under the name that `param_init_fn` of scripts for NeuronX Distributed calls."""
+        self.reset_parameters()
 
     def check_pad_heads(self, num_heads: int, padded_num_heads: int) -> None:
         """Raise what `pad_heads` would raise, and change nothing."""

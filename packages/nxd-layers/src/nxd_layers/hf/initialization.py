@@ -2,6 +2,7 @@
 
 A model of transformers initialises a plain module's own parameters in its `_init_weights(module)`. For a parallel
 layer a plain module is made temporarily and filled, and this rank keeps its part: only one layer is whole at a time.
+A function that knows parallel layers, and has them draw their own initial values, is called with them.
 """
 
 from collections.abc import Callable
@@ -12,11 +13,15 @@ from nxd_state import allocate_meta_tensor, get_shard_spec, seed_of_module
 from torch import nn
 
 from nxd_layers.embedding import ParallelEmbedding
+from nxd_layers.experts.linear import ExpertLinear
 from nxd_layers.hf.embeddings import plain_class_of
 from nxd_layers.hf.head_linears import CopiedHeadsLinear
 from nxd_layers.hf.shards import part_of
 from nxd_layers.linear import ColumnParallelLinear
+from nxd_layers.qkv_linear import GQAQKVColumnParallelLinear
 from nxd_layers.row_linear import RowParallelLinear
+
+_DRAWING_LAYERS = (ColumnParallelLinear, RowParallelLinear, ParallelEmbedding, GQAQKVColumnParallelLinear)
 
 
 def param_init_fn_of(model: Any, fill_plain: Callable[[nn.Module], Any] | None = None) -> Callable[[nn.Module], None]:
@@ -25,7 +30,8 @@ def param_init_fn_of(model: Any, fill_plain: Callable[[nn.Module], Any] | None =
     Args:
         model: of transformers.
         fill_plain: fills the own parameters and buffers of a plain module, as those of the unsharded model are; the
-            model's own `_init_weights` if None.
+            model's own `_init_weights` if None. Or it has parallel layers draw by their `reset_parameters`. Experts
+            that it leaves alone draw their own initial values.
 
     Returns:
         A function that fills the own parameters and buffers of a module, at any tensor-parallel degree with parts of
@@ -36,12 +42,16 @@ def param_init_fn_of(model: Any, fill_plain: Callable[[nn.Module], Any] | None =
 
     @torch.no_grad()
     def fill(module: nn.Module) -> None:
+        if _drawn_by_its_own_method(module, fill_whole):
+            return
         whole = _unsharded(module)
         fill_whole(whole)
         if _is_unset(module):
             _fill_from_outside(model, module)
         if whole is not module:
             _keep_parts(module, whole)
+        if isinstance(module, ExpertLinear) and _has_unset_values(module.weight):
+            module.reset_parameters()
 
     return fill
 
@@ -71,6 +81,32 @@ def initialize(model: Any) -> None:
                         f"{type(model).__name__}._init_weights leaves {name}.{key} unset; build the model itself, not "
                         "on the meta device, and parallelize that"
                     )
+
+
+def _drawn_by_its_own_method(module: nn.Module, fill: Callable[[nn.Module], Any]) -> bool:
+    """Have a function fill a parallel layer itself; whether it did so by the layer's `reset_parameters`.
+
+    That draws whole tensors and keeps this rank's parts. What another function writes into the parts does not count,
+    and torch's random state is then as before.
+    """
+    if not isinstance(module, _DRAWING_LAYERS):
+        return False
+    own_method = module.reset_parameters
+    calls: list[None] = []
+
+    def reset_parameters() -> None:
+        calls.append(None)
+        own_method()
+
+    state = torch.get_rng_state()
+    module.__dict__["reset_parameters"] = reset_parameters  # also for methods of the layer that end in it
+    try:
+        fill(module)
+    finally:
+        del module.__dict__["reset_parameters"]
+    if not calls:
+        torch.set_rng_state(state)
+    return bool(calls)
 
 
 def _has_unset_values(tensor: torch.Tensor | None) -> bool:

@@ -229,14 +229,12 @@ def _leave_out_cache(module: nn.Module, config: Mapping[str, Any]) -> None:
 
 
 def _param_init_fn_for(module: nn.Module, config: Mapping[str, Any]) -> Callable[..., Any] | None:
-    """The config's `param_init_fn`; made for plain layers, it fills parallel ones of a split model of transformers.
+    """The config's `param_init_fn`; made for plain layers, it fills parallel ones of a model of transformers.
 
     The model's own `_init_weights` also fills what a model sets in its layers.
     """
     fill = param_init_fn_of(config)
     if fill is None or not hf.is_transformers_model(module):
-        return fill
-    if not _is_split(module) and fill != getattr(module, "_init_weights", None):
         return fill
     parameters = inspect.signature(fill).parameters.values()
     takes_device = sum(it.kind in _POSITIONAL and it.default is it.empty for it in parameters) > 1
