@@ -156,7 +156,7 @@ def test_checkpoint_of_split_experts_loads_at_other_layouts_bit_by_bit(run_ranks
     run_ranks(reshaped, 4, str(tmp_path), ep(4, ZERO1), others, timeout=300)
 
     first = open_checkpoint(str(tmp_path), "first")
-    experts = [name for name in first.tensors if "experts" in name]
+    experts = [name for name in first.tensors if "experts" in name and not name.endswith("/step")]
     assert len(experts) == 2 * 2 * 3  # weights and two states of two tensors of two layers
     for name in experts:
         assert first.read(name).shape[0] == EXPERTS

@@ -10,7 +10,8 @@ gradients, of the same Qwen3-MoE with 8 experts, of
 - transformers' `DistributedConfig(fsdp_size=N, ep_size=N, ep_implementation="all_to_all")`, on the same ranks: other
   layers are sharded by FSDP2, which also sends weights;
 - the floor of ours, the sum of its parts, each timed by itself: the same step with nothing in place of experts, the
-  forward and backward of the experts with the tokens that they get, of the rank that takes longest, and the exchanges;
+  forward and backward of the experts with the tokens that they get, in each layer of the rank that takes longest, as
+  the others wait for it there, and the exchanges;
 - one process with as many threads as there are ranks, and all ranks' tokens: nothing is sent.
 
 Variants of the ranks take turns in each round; the one process runs before and after. Ratios are of medians. The losses
@@ -133,8 +134,7 @@ def ranks_in_turns(folder: str, rounds: int) -> tuple[dict[str, list[float]], di
     for _ in range(rounds):
         for name, step in steps.items():
             average(0.0)  # all begin together
-            seconds = timed(step)
-            times[name].append(slowest(seconds) if name == "its experts" else seconds)
+            times[name].append(step() if name == "its experts" else timed(step))
     memory = {"ours": bytes_of(ours), "transformers": bytes_of(theirs)}
     destroy_model_parallel()
     return times, mean, memory
@@ -177,11 +177,16 @@ def parts_of(ours: nn.Module, whole: Any, ids: Tensor, step: Callable[[], float]
         return 0.0
 
     def experts_alone() -> float:
+        """The seconds of all layers, of each by the rank that takes longest."""
+        of_layers = []
         for experts, (tokens, index, weights) in inputs:
+            begin = time.perf_counter()
             output = compute(experts, tokens.requires_grad_(), index, weights.requires_grad_())
             output.backward(torch.ones_like(output))
+            of_layers.append(time.perf_counter() - begin)
+            average(0.0)  # the next layer begins together
         ours.zero_grad()
-        return 0.0
+        return float(all_reduce(torch.tensor(of_layers, dtype=torch.float64), get_world_group(), op="max").sum())
 
     dense = parallelize(whole, expert_parallel=True)
     for experts in dense.modules():
@@ -216,10 +221,6 @@ def timed(step: Callable[[], float]) -> float:
     begin = time.perf_counter()
     step()
     return time.perf_counter() - begin
-
-
-def slowest(seconds: float) -> float:
-    return float(all_reduce(torch.tensor([seconds], dtype=torch.float64), get_world_group(), op="max"))
 
 
 def average(number: float) -> float:

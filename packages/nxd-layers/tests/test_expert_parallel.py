@@ -4,7 +4,15 @@ import pytest
 import torch
 from nxd_layers.experts import dispatch_replicated_tokens, expert_parallel_forward, routes, shard_experts
 from nxd_layers.hf.shards import shard_parameter
-from nxd_state import all_reduce, get_group, get_shard_spec, initialize_model_parallel
+from nxd_state import (
+    all_reduce,
+    get_group,
+    get_shard_spec,
+    get_world_group,
+    initialize_model_parallel,
+    recv,
+    send,
+)
 from torch import nn
 
 HIDDEN, EXPERTS, CHOSEN = 6, 8, 3
@@ -243,6 +251,39 @@ def test_experts_of_a_parameter_that_is_split_over_tensor_parallel_ranks_say_wha
 
     for count in run_ranks(job, 4):
         assert torch.equal(count, torch.ones(4, 8, 2))
+
+
+def test_something_else_is_computed_before_the_other_ranks_tell_how_many_tokens_come(run_ranks):
+    def job():
+        initialize_model_parallel(1, 1, 2)
+        group, world = get_group("ep"), get_world_group()
+        calls = []
+
+        def meanwhile():
+            calls.append("meanwhile")
+            if group.rank == 0:
+                send(torch.ones(1), world, destination=1)
+
+        if group.rank == 1:  # enters only when the other one, which cannot have its counts, is in `meanwhile`
+            recv(torch.zeros(1), world, source=0)
+        for dispatcher in DISPATCHERS:
+            calls.append(dispatcher)
+            hidden, index, weights = tokens_of_ranks("any", 2)[group.rank]
+            own = shard_experts(nn.Parameter(torch.randn(EXPERTS, HIDDEN, HIDDEN, dtype=torch.float64)))
+            expert_parallel_forward(
+                compute_with(own),
+                hidden,
+                index,
+                weights,
+                num_experts=EXPERTS,
+                trains_experts=True,
+                dispatcher=dispatcher,
+                meanwhile=meanwhile,
+            )
+        return calls
+
+    expected = [it for name in DISPATCHERS for it in ([name, "meanwhile"] if name == "all_to_all" else [name])]
+    assert run_ranks(job, 2) == [expected] * 2
 
 
 def test_experts_that_do_not_divide_are_refused(run_ranks):

@@ -238,12 +238,14 @@ def test_async_handles_waited_for_in_any_order_give_their_own_results():
             "all_reduce_": nxd_state.all_reduce_(in_place, group, op="max", async_op=True),
             "all_gather": nxd_state.all_gather(mine, group, dim=1, async_op=True),
             "reduce_scatter": nxd_state.reduce_scatter(mine, group, dim=2, async_op=True),
+            "all_to_all": nxd_state.all_to_all(mine, group, split_dim=2, concat_dim=0, async_op=True),
         }
         expected = {
             "all_reduce": reduced("avg", tensors),
             "all_reduce_": reduced("max", tensors),
             "all_gather": torch.cat(tensors, 1),
             "reduce_scatter": reduced("sum", tensors).chunk(group.size, 2)[group.rank],
+            "all_to_all": torch.cat([tensor.chunk(group.size, 2)[group.rank] for tensor in tensors]),
         }
         for name in reversed(pending):
             first, again = pending[name].wait(), pending[name].wait()

@@ -3,6 +3,7 @@
 Dropless: every token reaches all of its experts, however unequal they are loaded (Gale et al. 2022, "MegaBlocks").
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,8 +18,8 @@ from nxd_layers.experts.local_experts import ComputeExperts, needs_static_shapes
 from nxd_layers.experts.routes import (
     Dispatcher,
     Routes,
+    begin_routes_by_all_to_all,
     routes_by_all_gather,
-    routes_by_all_to_all,
     routes_of_replicated,
     share_of_ranks,
 )
@@ -34,6 +35,7 @@ def expert_parallel_forward(
     num_experts: int,
     trains_experts: bool,
     dispatcher: Dispatcher | None = None,
+    meanwhile: Callable[[], None] | None = None,
 ) -> Tensor:
     """The weighted sum of each token's experts, of which each rank has an equal part in their order.
 
@@ -54,6 +56,8 @@ def expert_parallel_forward(
         trains_experts: whether `compute` needs gradients for weights of its own; the same on all ranks.
         dispatcher: how tokens travel; if None by all-gather where shapes must be static or nearly all tokens go to all
             ranks, by all-to-all elsewhere. The sums are the same.
+        meanwhile: computes what does not need the sum, such as shared experts; it is called while the ranks tell each
+            other how many tokens will come, and not at all where nothing is told.
 
     Returns:
         `[tokens, hidden]`, with the dtype of `hidden_states`.
@@ -71,8 +75,14 @@ def expert_parallel_forward(
             "dispatch by all_to_all sends as many tokens as the routers decide, which a recorded graph cannot; use "
             "all_gather there"
         )
-    find = routes_by_all_to_all if chosen == "all_to_all" else routes_by_all_gather
-    routes = find(top_k_index, experts_per_rank, group)
+    routes: Routes
+    if chosen == "all_to_all":
+        end = begin_routes_by_all_to_all(top_k_index, experts_per_rank, group)
+        if meanwhile is not None:
+            meanwhile()
+        routes = end()
+    else:
+        routes = routes_by_all_gather(top_k_index, experts_per_rank, group)
     return _through(routes, compute, hidden_states, top_k_weights, trains_experts=trains_experts)
 
 
@@ -85,6 +95,7 @@ def dispatch_replicated_tokens(
     num_experts: int,
     trains_experts: bool,
     dispatcher: Dispatcher | None = None,
+    meanwhile: Callable[[], None] | None = None,
 ) -> Tensor:
     """`expert_parallel_forward` of tokens that all tensor-parallel ranks have.
 
@@ -101,6 +112,7 @@ def dispatch_replicated_tokens(
         num_experts: of all ranks together.
         trains_experts: whether `compute` needs gradients for weights of its own.
         dispatcher: how tokens travel.
+        meanwhile: computes something else while counts are on their way.
 
     Returns:
         `[tokens, hidden]`.
@@ -111,6 +123,7 @@ def dispatch_replicated_tokens(
         num_experts=num_experts,
         trains_experts=trains_experts,
         dispatcher=dispatcher,
+        meanwhile=meanwhile,
     )
     if not shares_tokens_out():
         return forward(hidden_states, top_k_index, top_k_weights)

@@ -89,10 +89,16 @@ class MoE(nn.Module):
         rows = torch.arange(len(index), device=index.device).view(tokens.shape[:-1])
         sequences = torch.atleast_2d(rows.movedim(self.sequence_dimension, -1)).flatten(0, -2)  # [batch, seq]
         flat = tokens.reshape(-1, tokens.shape[-1])
-        output = self.expert_mlps(flat, affinities, index, sequences=sequences).view(tokens.shape)
-        output = self._as_given(output, sums=sums)
+        early: list[Tensor] = []  # of the shared experts, computed while counts of tokens are on their way
+
+        def compute_early() -> None:
+            if self.shared_experts is not None:
+                early.append(self.shared_experts(whole))
+
+        output = self.expert_mlps(flat, affinities, index, sequences=sequences, meanwhile=compute_early)
+        output = self._as_given(output.view(tokens.shape), sums=sums)
         if self.shared_experts is not None:
-            output = output + self._as_given(self.shared_experts(whole), sums=False)
+            output = output + self._as_given(early[0] if early else self.shared_experts(whole), sums=False)
         further = [logits] if self.return_router_logits else []
         further += [index] if self.return_expert_index else []
         return (output, *further)

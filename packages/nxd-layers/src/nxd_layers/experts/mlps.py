@@ -173,6 +173,7 @@ class ExpertMLPs(nn.Module):
         expert_index: Tensor,
         *,
         sequences: Tensor | None = None,
+        meanwhile: Callable[[], None] | None = None,
     ) -> Tensor:
         """Compute.
 
@@ -182,6 +183,7 @@ class ExpertMLPs(nn.Module):
             expert_index: `[tokens, top_k]`.
             sequences: `[sequences, length]`, the tokens of each sequence, for `capacity_factor`; all tokens are one
                 sequence if None.
+            meanwhile: as for `expert_parallel_forward`.
 
         Returns:
             `[tokens, hidden]`; see `sums_over_tensor_parallel_ranks`.
@@ -206,6 +208,7 @@ class ExpertMLPs(nn.Module):
             num_experts=self.num_experts,
             trains_experts=any(it.requires_grad for it in self.mlp_op.parameters()),
             dispatcher=self._dispatcher,
+            meanwhile=meanwhile,
         )
 
 

@@ -7,7 +7,9 @@ counted, sorted or waited for, which is worth it where most tokens go to most ra
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, Protocol
 
 import torch
@@ -130,10 +132,13 @@ def share_of_ranks(top_k: int, num_experts: int, ranks: int) -> float:
 
 
 @torch.no_grad()
-def routes_by_all_to_all(top_k_index: Tensor, experts_per_rank: int, group: Group) -> AllToAll:
-    """Of tokens and their experts, `[tokens, k]`; on the meta device those of an even choice."""
+def begin_routes_by_all_to_all(top_k_index: Tensor, experts_per_rank: int, group: Group) -> Callable[[], AllToAll]:
+    """Of tokens and their experts, `[tokens, k]`; on the meta device those of an even choice.
+
+    Counts of tokens are on their way then. What is returned waits for them, and makes the routes.
+    """
     if top_k_index.is_meta:
-        return _expected_routes(top_k_index, experts_per_rank, group)
+        return partial(_expected_routes, top_k_index, experts_per_rank, group)
     owners = top_k_index.div(experts_per_rank, rounding_mode="floor")
     nobody = (owners < 0) | (owners >= group.size)
     goes_to = owners.new_zeros(len(owners), group.size + 1, dtype=torch.bool)
@@ -141,11 +146,16 @@ def routes_by_all_to_all(top_k_index: Tensor, experts_per_rank: int, group: Grou
     by_rank = goes_to[:, : group.size].t()
     tokens = by_rank.nonzero()[:, 1]
     counts = by_rank.sum(dim=1)
-    received = all_to_all(counts, group, split_dim=0, concat_dim=0)
-    send_counts, receive_counts = torch.stack((counts, received)).tolist()  # the one wait for the device
-    index = all_to_all_v(top_k_index[tokens], group, send_counts=send_counts, receive_counts=receive_counts)
-    experts = find_local_experts(index, experts_per_rank, group)
-    return AllToAll(group, len(top_k_index), tokens, send_counts, receive_counts, experts)
+    received = all_to_all(counts, group, split_dim=0, concat_dim=0, async_op=True)
+
+    @torch.no_grad()
+    def end() -> AllToAll:
+        send_counts, receive_counts = torch.stack((counts, received.wait())).tolist()  # the one wait for the device
+        index = all_to_all_v(top_k_index[tokens], group, send_counts=send_counts, receive_counts=receive_counts)
+        experts = find_local_experts(index, experts_per_rank, group)
+        return AllToAll(group, len(top_k_index), tokens, send_counts, receive_counts, experts)
+
+    return end
 
 
 def _expected_routes(top_k_index: Tensor, experts_per_rank: int, group: Group) -> AllToAll:

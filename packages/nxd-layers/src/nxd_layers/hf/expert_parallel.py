@@ -23,6 +23,7 @@ from nxd_layers.experts import (
 from nxd_layers.experts.parameters import check_expert_tensor_parallel_size
 from nxd_layers.hf.plan import joined
 from nxd_layers.hf.shards import mark_partial_gradients
+from nxd_layers.hf.shared_experts import overlap_shared_experts
 
 DISPATCH = "ep_dispatch_experts"  # the module
 SPLIT_EXPERTS = "grouped_gemm"  # its parameters
@@ -85,7 +86,9 @@ def split_experts(model: nn.Module, styles: Mapping[str, str], dispatcher: Dispa
             mark_partial_gradients(others)
         if hasattr(experts, "num_experts"):
             experts.num_experts = number // active_group("ep").size
-        experts.forward = partial(_forward, experts, number, dispatcher)
+        parent, _, name = path.rpartition(".")
+        early = overlap_shared_experts(model.get_submodule(parent), name)
+        experts.forward = partial(_forward, experts, number, dispatcher, early)
 
 
 def _modules(styles: Mapping[str, str]) -> list[str]:
@@ -101,7 +104,14 @@ def _signature_of(forward: Callable[..., Tensor]) -> inspect.Signature:
     return inspect.signature(forward)
 
 
-def _forward(experts: Any, number: int, dispatcher: Dispatcher | None, *args: Any, **kwargs: Any) -> Tensor:
+def _forward(
+    experts: Any,
+    number: int,
+    dispatcher: Dispatcher | None,
+    early: Callable[[], None] | None,
+    *args: Any,
+    **kwargs: Any,
+) -> Tensor:
     given = _signature_of(type(experts).forward).bind(experts, *args, **kwargs)
     _, hidden_states, top_k_index, top_k_weights = given.arguments.values()
     return dispatch_replicated_tokens(
@@ -112,6 +122,7 @@ def _forward(experts: Any, number: int, dispatcher: Dispatcher | None, *args: An
         num_experts=number,
         trains_experts=any(it.requires_grad for it in experts.parameters()),
         dispatcher=dispatcher,
+        meanwhile=early,
     )
 
 

@@ -176,7 +176,17 @@ def reduce_scatter(
     return transport.reduce_scatter(tensor, dim, op, async_op=async_op)
 
 
-def all_to_all(tensor: Tensor, group: Group, *, split_dim: int, concat_dim: int) -> Tensor:
+@overload
+def all_to_all(
+    tensor: Tensor, group: Group, *, split_dim: int, concat_dim: int, async_op: Literal[False] = False
+) -> Tensor: ...
+@overload
+def all_to_all(
+    tensor: Tensor, group: Group, *, split_dim: int, concat_dim: int, async_op: Literal[True]
+) -> Pending[Tensor]: ...
+def all_to_all(
+    tensor: Tensor, group: Group, *, split_dim: int, concat_dim: int, async_op: bool = False
+) -> Tensor | Pending[Tensor]:
     """Cut `tensor` along `split_dim` into one part per rank; concatenate what the ranks send along `concat_dim`.
 
     Raises:
@@ -185,9 +195,9 @@ def all_to_all(tensor: Tensor, group: Group, *, split_dim: int, concat_dim: int)
     split_dim, concat_dim = checked_dim(split_dim, tensor.shape), checked_dim(concat_dim, tensor.shape)
     _check_divides(tensor, split_dim, group)
     if group.size == 1:
-        return tensor
+        return ready(tensor, async_op=async_op)
     transport = _transport("all_to_all", tensor, group, split_dim=split_dim, concat_dim=concat_dim)
-    return transport.all_to_all(tensor, split_dim, concat_dim)
+    return transport.all_to_all(tensor, split_dim, concat_dim, async_op=async_op)
 
 
 def all_to_all_v(tensor: Tensor, group: Group, *, send_counts: Sequence[int], receive_counts: Sequence[int]) -> Tensor:

@@ -104,12 +104,13 @@ class C10dTransport(MessageTransport):
         return _result(Pending(result, work, finish=divide), async_op=async_op)
 
     @torch.no_grad()
-    def all_to_all(self, tensor: Tensor, split_dim: int, concat_dim: int) -> Tensor:
+    def all_to_all(self, tensor: Tensor, split_dim: int, concat_dim: int, *, async_op: bool = False) -> Result:
         """Exchange along `split_dim`, concatenate along `concat_dim`."""
         parts = _split(tensor, self._group.size, split_dim)
         received, work = _exchange(parts, self._group)
-        work.wait()
-        return _join(received.view(parts.dtype).view(parts.shape), concat_dim)
+        dtype, shape = parts.dtype, parts.shape
+        pending = Pending(received, work, finish=lambda data: _join(data.view(dtype).view(shape), concat_dim))
+        return _result(pending, async_op=async_op)
 
     @torch.no_grad()
     def all_to_all_v(self, tensor: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> Tensor:

@@ -49,11 +49,11 @@ class FunctionalTransport(Transport):
         reduced = funcol.wait_tensor(_reduce_scatter_single(parts, _summed(op), 0, _name(self._group)))
         return ready(reduced / self._group.size if op == "avg" else reduced, async_op=async_op)
 
-    def all_to_all(self, tensor: Tensor, split_dim: int, concat_dim: int) -> Tensor:
+    def all_to_all(self, tensor: Tensor, split_dim: int, concat_dim: int, *, async_op: bool = False) -> Result:
         """Exchange along `split_dim`, concatenate along `concat_dim`."""
         parts = _split(tensor, self._group.size, split_dim)
         received = funcol.wait_tensor(funcol.all_to_all_single(parts, None, None, _name(self._group)))
-        return received.movedim(0, concat_dim).flatten(concat_dim, concat_dim + 1)
+        return ready(received.movedim(0, concat_dim).flatten(concat_dim, concat_dim + 1), async_op=async_op)
 
     def all_to_all_v(self, tensor: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> Tensor:
         """Exchange that many rows with each rank; the counts are constants of the graph."""

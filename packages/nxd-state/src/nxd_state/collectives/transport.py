@@ -115,7 +115,7 @@ class Transport(ABC):
         """Combine, and keep this rank's part along `dim`."""
 
     @abstractmethod
-    def all_to_all(self, tensor: Tensor, split_dim: int, concat_dim: int) -> Tensor:
+    def all_to_all(self, tensor: Tensor, split_dim: int, concat_dim: int, *, async_op: bool = False) -> Result:
         """Exchange along `split_dim`, concatenate along `concat_dim`."""
 
     @abstractmethod

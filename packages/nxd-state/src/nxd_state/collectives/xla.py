@@ -73,11 +73,13 @@ class XlaTransport(MessageTransport):
         return ready(scattered, async_op=async_op)
 
     @torch.no_grad()
-    def all_to_all(self, tensor: Tensor, split_dim: int, concat_dim: int) -> Tensor:
+    def all_to_all(self, tensor: Tensor, split_dim: int, concat_dim: int, *, async_op: bool = False) -> Result:
         """Exchange along `split_dim`, concatenate along `concat_dim`."""
         size = self._group.size
         with self._own_graph_between_stages():
-            return _xla_model().all_to_all(tensor, split_dim, concat_dim, size, self._groups, pin_layout=_PIN_LAYOUT)
+            exchange = _xla_model().all_to_all
+            exchanged = exchange(tensor, split_dim, concat_dim, size, self._groups, pin_layout=_PIN_LAYOUT)
+        return ready(exchanged, async_op=async_op)
 
     def all_to_all_v(self, tensor: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> Tensor:
         """Refused: the counts would be constants of this rank's graph."""

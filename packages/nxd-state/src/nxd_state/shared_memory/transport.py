@@ -76,9 +76,12 @@ class SharedMemoryTransport(MessageTransport):
             return self._begin(self._lane, steps, tensor)
         return self._progress.complete(self._lane, steps)
 
-    def all_to_all(self, tensor: Tensor, split_dim: int, concat_dim: int) -> Tensor:
+    def all_to_all(self, tensor: Tensor, split_dim: int, concat_dim: int, *, async_op: bool = False) -> Result:
         """Exchange along `split_dim`, concatenate along `concat_dim`."""
-        return self._progress.complete(self._lane, all_to_all(self._rounds, _detached(tensor), split_dim, concat_dim))
+        steps = all_to_all(self._rounds, _detached(tensor), split_dim, concat_dim)
+        if async_op:
+            return self._begin(self._lane, steps, tensor)
+        return self._progress.complete(self._lane, steps)
 
     def all_to_all_v(self, tensor: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> Tensor:
         """By messages: a rank does not know how much the others exchange, and so how many rounds that would take."""

@@ -164,9 +164,11 @@ class ExpertMLPsV2(nxd_experts.ExpertMLPs):
         seq_len: int | None = None,
         *,
         sequences: Tensor | None = None,
+        meanwhile: Callable[[], None] | None = None,
     ) -> Tensor:
         """As in `nxd_layers.experts.ExpertMLPs`; `seq_len` chose a kernel and changes nothing."""
-        return super().forward(hidden_states, expert_affinities, expert_index, sequences=sequences)
+        given = (hidden_states, expert_affinities, expert_index)
+        return super().forward(*given, sequences=sequences, meanwhile=meanwhile)
 
 
 class ExpertMLPs(ExpertMLPsV2):
