@@ -1,6 +1,7 @@
 """`nxd train --elastic` goes on when ranks are lost, and ends as a run that was left alone."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -48,8 +49,17 @@ class Run:
     def trainers(self) -> list[int]:
         return [rank.pid for rank in self._followed.ranks()]
 
+    def keeper(self) -> int:
+        """The process that keeps checkpoints in this host's memory."""
+        processes = [int(it.name) for it in Path("/proc").iterdir() if it.name.isdecimal()]
+        return next(pid for pid in processes if f"-{self.process.pid}-" in _command(pid) and "keeper" in _command(pid))
+
     def wait_for_step(self, step: int) -> None:
         assert self._followed.wait_for_step(step), self.log
+
+    def wait_for_log(self, text: str) -> None:
+        while text not in self.log:
+            assert self._followed.wait(0.05), self.log
 
     def disturb(self, plan: Plan) -> tuple[list[Disturbance], Measures]:
         done = disturb(self._followed, plan)
@@ -57,6 +67,13 @@ class Run:
 
     def end(self) -> int:
         return self.process.wait(deadline(120))
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except OSError:  # it has ended
+        return ""
 
 
 @pytest.fixture
@@ -108,6 +125,23 @@ def test_killed_ranks_are_replaced_and_cost_one_step_at_most(start, layout):
     assert run.log.count("; the run resumes from") == run.log.count("in the memory of the hosts") == KILLS
     assert run.log.count("another process takes its place") == KILLS  # and no survivor was given up
     assert not list(Path("/dev/shm").glob(f"nxd-memory-{os.getuid()}-*-{run.process.pid}-*"))
+
+
+def test_killed_keeper_of_memory_is_replaced_and_the_next_loss_costs_one_step_at_most(start):
+    run = start("run", *LAYOUTS["tp2-dp2"], "train.steps=300", *ELASTIC)
+    run.wait_for_step(3)
+    os.kill(run.keeper(), signal.SIGKILL)
+    run.wait_for_log("was killed by SIGKILL; another one serves what it kept")
+    step = run.records()[-1].step + 5
+    run.wait_for_step(step)  # checkpoints in memory are complete again
+    os.kill(run.trainers()[2], signal.SIGKILL)
+    run.wait_for_log("in the memory of the hosts")
+
+    resumed = re.search(r"resumes from step-(\d+) in the memory of the hosts", run.log)
+    assert int(resumed[1]) >= step - 1
+    run.wait_for_step(int(resumed[1]) + 5)
+    os.kill(run.process.pid, signal.SIGTERM)
+    assert run.end() == 143, run.log
 
 
 def test_stopped_rank_is_killed_and_replaced(start):

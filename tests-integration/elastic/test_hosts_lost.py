@@ -1,6 +1,7 @@
 """Whole hosts are lost, each played by an agent of torchrun with its ranks: the run goes on with the others."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -50,9 +51,12 @@ class Agents:
     def wait_for_step(self, step: int) -> None:
         assert self.run.wait_for_step(step), self.log
 
-    def lose(self, number: int) -> None:
-        """A host: the agent, and all that it has started."""
-        kill_host(self.processes[number].pid)
+    def lose(self, *numbers: int) -> None:
+        """Hosts, at once: the agent, and all that it has started."""
+        for number in numbers:
+            self.processes[number].send_signal(signal.SIGSTOP)
+        for number in numbers:
+            kill_host(self.processes[number].pid)
 
     def close(self) -> None:
         for process in self.processes:
@@ -125,3 +129,27 @@ def test_lost_host_is_done_without(start, alone):
     assert_ended_as(alone, run)
     assert "TP 2 x DP 1" in run.log
     assert "in the memory of the hosts" in run.log
+
+
+def test_two_lost_hosts_of_four_are_done_without_where_memory_has_two_copies(start, alone):
+    memory = ["checkpoint.memory_every=1", "checkpoint.memory_copies=2"]
+    run = start(4, 1, f"train.steps={STEPS}", "checkpoint.save_every=0", "--elastic", "2:4", *memory)
+    run.wait_for_step(4)
+    run.lose(1, 2)  # neighbours, as copies go round
+    run.wait_for_step(STEPS)
+
+    assert_ended_as(alone, run)
+    assert "in the memory of the hosts" in run.log
+
+
+def test_hosts_lost_while_the_others_agree_are_done_without(start, alone):
+    memory = ["checkpoint.memory_every=1", "checkpoint.memory_copies=2"]
+    run = start(4, 1, f"train.steps={STEPS}", "checkpoint.save_every=0", "--elastic", "2:4", *memory)
+    run.wait_for_step(4)
+    run.lose(3)
+    while "is over" not in run.log:  # the others have left, and meet again
+        assert run.run.wait(0.01), run.log
+    run.lose(2)
+    run.wait_for_step(STEPS)
+
+    assert_ended_as(alone, run)

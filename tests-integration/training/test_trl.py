@@ -254,7 +254,7 @@ def test_losses_of_fine_tuning_are_those_of_trl(run_ranks, settings, losses_of_t
 def test_losses_of_packed_conversations_are_those_of_trl(
     run_ranks, settings, losses_of_trl, rows, tmp_path, name, layout
 ):
-    ranks, degrees = LAYOUTS[layout]
+    ranks, degrees = (LAYOUTS | {"CP 2": (2, ["parallel.context_parallel_size=2"])})[layout]
     (tmp_path / "few.jsonl").write_text("\n".join(json.dumps({"messages": it}) for it in rows[:NUM_PACKED]))
     packed = [f"data.path={tmp_path / 'few.jsonl'}", "data.packing=true", f"data.sequence_length={PACKED_LENGTH}"]
     count = num_sequences([*settings(name), *packed])

@@ -55,6 +55,24 @@ def test_what_is_put_comes_back_whole_and_in_pieces(keeper):
     assert client.files() == {}
 
 
+def test_killed_keeper_starts_again_at_its_address_with_what_it_kept(keeper):
+    write(keeper, "t/data/x", b"kept")
+    before = (keeper.address, keeper.pid)
+    os.kill(keeper.pid, signal.SIGKILL)
+    while keeper.death() is None:
+        pass
+
+    with pytest.raises(OSError, match="cannot be reached"):  # at once: nobody listens meanwhile
+        KeeperClient(keeper.address).files()
+    assert keeper.death() == "was killed by SIGKILL"
+    keeper.restart()
+
+    assert keeper.death() is None
+    assert keeper.address == before[0]
+    assert keeper.pid != before[1]
+    assert KeeperClient(keeper.address).content("t/data/x", 10) == b"kept"
+
+
 @pytest.mark.parametrize("secret", ["wrong", "righ", "rightt"])
 def test_another_secret_is_refused(keeper, monkeypatch, secret):
     write(keeper, "t/manifest.json", b"{}")

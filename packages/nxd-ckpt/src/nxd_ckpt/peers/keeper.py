@@ -53,16 +53,19 @@ class Keeper(socketserver.ThreadingTCPServer):
         host: the address to listen at, by which other hosts reach this one.
         secret: of the job.
         silence: seconds after which a connection is given up on which nothing moves.
+        port: to listen at; any free one if 0.
 
     Raises:
-        OSError: the folder cannot be made or is open to other users, or another keeper serves it.
+        OSError: the folder cannot be made or is open to other users, another keeper serves it, or the port is taken.
     """
 
     daemon_threads = True
-    allow_reuse_address = True
+    allow_reuse_address = allow_reuse_port = True  # also where the process that starts keepers reserves the port
     request_queue_size = 1024
 
-    def __init__(self, folder: Path, host: str, secret: str, silence: float = _SECONDS_OF_SILENCE) -> None:
+    def __init__(
+        self, folder: Path, host: str, secret: str, silence: float = _SECONDS_OF_SILENCE, *, port: int = 0
+    ) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         _check_own(folder)
         self.folder = folder
@@ -71,7 +74,7 @@ class Keeper(socketserver.ThreadingTCPServer):
         self._lock = _locked(folder / ".lock")
         shutil.rmtree(folder / _PARTIAL, ignore_errors=True)
         (folder / _PARTIAL).mkdir()
-        super().__init__((host, 0), _Conversation)
+        super().__init__((host, port), _Conversation)
 
     @property
     def address(self) -> str:
@@ -276,9 +279,9 @@ def _written(file: IO[bytes], content: bytes) -> OSError | None:
 
 
 def main() -> None:
-    """`keeper.py FOLDER HOST`: says its address in a line, and serves until standard input ends."""
-    folder, host = sys.argv[1:]
-    keeper = Keeper(Path(folder), host, os.environ[SECRET])
+    """`keeper.py FOLDER HOST PORT`: says its address in a line, and serves until standard input ends."""
+    folder, host, port = sys.argv[1:]
+    keeper = Keeper(Path(folder), host, os.environ[SECRET], port=int(port))
     print(keeper.address, flush=True)
     threading.Thread(target=keeper.serve_forever, daemon=True).start()
     with contextlib.suppress(ConnectionError):

@@ -1,6 +1,8 @@
-"""Starting the keeper of a host."""
+"""Starting the keeper of a host, and starting it again when it dies."""
 
 import os
+import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -22,7 +24,7 @@ class KeeperProcess:
         host: the address of this host that others can reach.
 
     Attributes:
-        address: `host:port`, for `peers_url`.
+        address: `host:port`, for `peers_url`; the same after `restart`.
         pid: of the process.
 
     Raises:
@@ -30,28 +32,65 @@ class KeeperProcess:
     """
 
     def __init__(self, folder: "str | os.PathLike[str]", secret: str, host: str = "127.0.0.1") -> None:
-        environment: Mapping[str, str] = {**os.environ, keeper.SECRET: secret}
-        self._process = subprocess.Popen(
-            [sys.executable, "-S", "-E", keeper.__file__, str(Path(folder)), host],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environment,
-            start_new_session=True,  # Ctrl-C is for the ranks
-        )
-        self.pid = self._process.pid
-        assert self._process.stdout is not None
-        self.address = self._process.stdout.readline().decode().strip()
-        if not self.address:
-            code = self._process.wait()
-            raise OSError(f"the keeper of {folder} ended with code {code}; see what it printed")
+        self._folder, self._host = Path(folder), host
+        self._environment: Mapping[str, str] = {**os.environ, keeper.SECRET: secret}
+        self._port = _reserved_port(host)
+        try:
+            self._process, self.address = self._start()
+        except OSError:
+            self._port.close()
+            raise
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid
+
+    def death(self) -> str | None:
+        """How the process has ended, such as "was killed by SIGKILL"; None while it runs."""
+        code = self._process.poll()
+        if code is None:
+            return None
+        if -code in signal.valid_signals():
+            return f"was killed by {signal.Signals(-code).name}"
+        return f"ended with code {code}"
+
+    def restart(self) -> None:
+        """After its death: serve the same folder at the same address, so that nobody needs to be told.
+
+        Raises:
+            OSError: it could not be started; it can be tried again.
+        """
+        self._close_pipes()
+        self._process, self.address = self._start()
 
     def close(self) -> None:
         """End it."""
+        self._process.terminate()  # a fork of this process may have the other end of its input as well
+        self._close_pipes()
+        self._process.wait()
+        self._port.close()
+
+    def _start(self) -> "tuple[subprocess.Popen[bytes], str]":
+        port = self._port.getsockname()[1]
+        process = subprocess.Popen(
+            [sys.executable, "-S", "-E", keeper.__file__, str(self._folder), self._host, str(port)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=self._environment,
+            start_new_session=True,  # Ctrl-C is for the ranks
+        )
+        assert process.stdout is not None
+        address = process.stdout.readline().decode().strip()
+        if not address:
+            code = process.wait()
+            raise OSError(f"the keeper of {self._folder} ended with code {code}; see what it printed")
+        return process, address
+
+    def _close_pipes(self) -> None:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.terminate()  # a fork of this process may have the other end of its input as well
         self._process.stdin.close()
-        self._process.wait()
         self._process.stdout.close()
 
     def __enter__(self) -> Self:
@@ -61,3 +100,16 @@ class KeeperProcess:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _reserved_port(host: str) -> socket.socket:
+    """A free port that nobody else gets until this is closed; as nothing listens here, a dead keeper is noticed."""
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    try:
+        reserved.bind((host, 0))
+    except OSError:
+        reserved.close()
+        raise
+    return reserved

@@ -1,13 +1,16 @@
 """The keepers of a job: one on each host, started by the supervisor of its first rank, for checkpoints in memory.
 
-A keeper outlives the trainers of its host. Its folder is named by the launcher's agent, so that supervisors which the
-agent starts again find what was kept; the folder of an agent that has ended is removed by the next run of this user.
+A keeper outlives the trainers of its host; one that dies is started again at the same address. Its folder is named by
+the launcher's agent, so that supervisors which the agent starts again find what was kept; the folder of an agent that
+has ended is removed by the next run of this user.
 """
 
 import os
 import secrets
 import shutil
 import socket
+import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,6 +24,7 @@ from nxd_trainer.elastic.processes import Process
 _MEMORY = Path("/dev/shm")
 _PREFIX = "nxd-memory"
 _SECRET_KEY = "nxd_elastic/secret"
+_LONGEST_PAUSE = 60.0  # seconds between two starts of a keeper that dies again and again
 
 
 class HostMemory:
@@ -36,6 +40,7 @@ class HostMemory:
 
     def __init__(self) -> None:
         self.address = ""
+        self._next_start, self._pause = 0.0, 1.0
         self._keeper: KeeperProcess | None = None
         if SECRET not in os.environ:  # our own launcher gives one; over several hosts the store is all that ranks share
             store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), wait_for_workers=False)
@@ -47,6 +52,21 @@ class HostMemory:
         self._folder = _folder_of(launcher)
         self._keeper = KeeperProcess(self._folder, os.environ[SECRET], _own_address())
         self.address = self._keeper.address
+
+    def revive(self) -> None:
+        """If the keeper has died start another one, which serves what was kept."""
+        death = None if self._keeper is None else self._keeper.death()
+        now = time.monotonic()
+        if self._keeper is None or death is None or now < self._next_start:
+            return
+        self._pause = 1.0 if now - self._next_start > _LONGEST_PAUSE else min(2 * self._pause, _LONGEST_PAUSE)
+        self._next_start = now + self._pause
+        try:
+            self._keeper.restart()
+            outcome = "another one serves what it kept"
+        except OSError as error:
+            outcome = f"another one could not be started: {error}; the next attempt is in {self._pause:g} s"
+        print(f"nxd elastic: the keeper of this host's memory {death}; {outcome}", file=sys.stderr, flush=True)
 
     def close(self, *, forget: bool) -> None:
         """End the keeper.

@@ -7,6 +7,7 @@ break.
 - A trainer that a signal ends (SIGKILL, out of memory, a crash) is replaced.
 - One that says nothing for some seconds (stopped, or stuck in one call) is killed, and so replaced.
 - One that ends by itself ends the supervisor with its exit code, also by an exception: a bug must not loop here.
+- The keeper of the host's memory is replaced, too.
 """
 
 import contextlib
@@ -138,6 +139,8 @@ class _Supervisor:
         """Listen to a trainer until it ends; returns its wait status."""
         heard, silence, open_end = time.monotonic(), max(self._silence, _SECONDS_TO_START), [reading]
         while True:
+            if self._memory is not None:
+                self._memory.revive()
             if select.select(open_end, [], [], _LOOK_SECONDS)[0]:
                 words = os.read(reading, 4096)
                 open_end = open_end if words else []  # closed: it ends
