@@ -38,7 +38,7 @@ EXPERT_LAYOUTS = {
 }
 MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.0}
 MODELS = ("own Llama", "llama")
-QUICK = [("llama", "TP 2 x SP", "DoRA and a module")]
+QUICK = [("llama", "TP 2 x SP", "DoRA and a module"), ("llama", "TP 4", "rank alone")]
 
 
 @pytest.fixture(scope="module")

@@ -81,9 +81,10 @@ class CopiedHeadsLinear(nn.Module):
         tp_rank = active_group("tp").rank
         self.weight = _placed(linear.weight, layout.spec(tp_rank, (linear.in_features,), ""), dim=0)
         self.bias = None if linear.bias is None else _placed(linear.bias, layout.spec(tp_rank, (), ""), dim=0)
-        self._head_copies()  # makes their process group, which cannot be done while a graph is recorded
+        self.head_copies()  # makes their process group, which cannot be done while a graph is recorded
 
-    def _head_copies(self) -> HeadCopies:
+    def head_copies(self) -> HeadCopies:
+        """The sum of gradients over the ranks that hold the same heads."""
         return HeadCopies(subgroup("tp", self.layout.sharing_ranks), self.layout, (self.layout.rows_per_rank,))
 
     def forward(self, input_: Tensor) -> Tensor:
@@ -94,7 +95,7 @@ class CopiedHeadsLinear(nn.Module):
         group: Group | None = layer_group(self.tensor_parallel_size)
         if self.shared_input is not None:
             input_, group = self.shared_input.take(input_), None
-        return column_linear(input_, [weight], [bias], group, copies=self._head_copies())[0]
+        return column_linear(input_, [weight], [bias], group, copies=self.head_copies())[0]
 
     def extra_repr(self) -> str:
         """Sizes and copies."""

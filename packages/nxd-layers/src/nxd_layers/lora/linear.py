@@ -64,7 +64,7 @@ def init_of_a(config: LoraConfig) -> InitMethod:
     return lambda values: nn.init.normal_(values, std=1.0 / config.lora_rank)
 
 
-def _add_factors(layer: Any, config: LoraConfig, *, sizes: tuple[int, int], out_dim: int = 0) -> None:
+def add_linear_factors(layer: Any, config: LoraConfig, *, sizes: tuple[int, int], out_dim: int = 0) -> None:
     """Register A and B with `layer`.
 
     Args:
@@ -101,15 +101,16 @@ def _linear_delta(layer: nn.Module, input_: Tensor) -> Tensor:
     return F.linear(scaled_down(layer, input_, factor(layer, 0)), factor(layer, 1))
 
 
-def _add_linear_factors(layer: Any, config: LoraConfig, part: str) -> None:
-    _add_factors(layer, config, sizes=(layer.in_features, layer.out_features))
+def _add_plain_factors(layer: Any, config: LoraConfig, part: str) -> None:
+    add_linear_factors(layer, config, sizes=(layer.in_features, layer.out_features))
 
 
 def _add_transposed_factors(layer: Any, config: LoraConfig, part: str) -> None:
-    _add_factors(layer, config, sizes=tuple(layer.weight.shape), out_dim=1)
+    add_linear_factors(layer, config, sizes=tuple(layer.weight.shape), out_dim=1)
 
 
-def _weight_delta(layer: Any) -> dict[str, Tensor]:
+def weight_delta(layer: Any) -> dict[str, Tensor]:
+    """What merging adds to `weight`."""
     return {"weight": _product(layer)}
 
 
@@ -117,11 +118,12 @@ def _transposed_weight_delta(layer: Any) -> dict[str, Tensor]:
     return {"weight": _product(layer).t()}
 
 
-def _every_row(layer: nn.Module, part: str) -> tuple[str, slice]:
+def every_row(layer: nn.Module, part: str) -> tuple[str, slice]:
+    """All rows of `weight`."""
     return "weight", slice(None)
 
 
-PLAIN_LINEAR = LayerKind(FACTOR_NAMES, _add_linear_factors, _linear_delta, _weight_delta, rows=_every_row)
+PLAIN_LINEAR = LayerKind(FACTOR_NAMES, _add_plain_factors, _linear_delta, weight_delta, rows=every_row)
 # Hugging Face's Conv1D (GPT-2) is a linear layer with its weight transposed, [in, out].
 TRANSPOSED_LINEAR = LayerKind(FACTOR_NAMES, _add_transposed_factors, _linear_delta, _transposed_weight_delta)
 
@@ -137,7 +139,7 @@ def _add_parallel_factors(layer: Any, config: LoraConfig, part: str) -> None:
     if any(unusual.values()):
         names = ", ".join(name for name, is_set in unusual.items() if is_set)
         raise ValueError(f"{layer} was built with {names}, which adapters do not know; leave it out of target_modules")
-    _add_factors(layer, config, sizes=(layer.input_size, layer.output_size))
+    add_linear_factors(layer, config, sizes=(layer.input_size, layer.output_size))
 
 
 # Column-parallel: A whole, B split along outputs.
@@ -191,7 +193,7 @@ def _is_added(adapter: LoraAdapter | None) -> bool:
     return adapter is not None and adapter.is_added
 
 
-COLUMN_PARALLEL_LINEAR = LayerKind(FACTOR_NAMES, _add_parallel_factors, _column_delta, _weight_delta, rows=_every_row)
+COLUMN_PARALLEL_LINEAR = LayerKind(FACTOR_NAMES, _add_parallel_factors, _column_delta, weight_delta, rows=every_row)
 
 
 # Row-parallel: A split along inputs, B whole.
@@ -209,4 +211,4 @@ def _row_delta(layer: RowParallelLinear, input_: Tensor) -> Tensor:
     return F.linear(reduce_from_tensor_model_parallel_region_(down), rows)
 
 
-ROW_PARALLEL_LINEAR = LayerKind(FACTOR_NAMES, _add_parallel_factors, _row_delta, _weight_delta, rows=_every_row)
+ROW_PARALLEL_LINEAR = LayerKind(FACTOR_NAMES, _add_parallel_factors, _row_delta, weight_delta, rows=every_row)

@@ -1,7 +1,8 @@
-"""The branches of `GQAQKVColumnParallelLinear`: an adapter for each of q, k and v, any of which may be missing.
+"""The branches of layers that hold copies of key and value heads.
 
-They are those of three column-parallel layers, and have their logical names; see `linear`. B of keys and values is
-copied as their heads are, and the copies' gradients are added up as those of the weights are.
+Those of `GQAQKVColumnParallelLinear` are an adapter for each of q, k and v, any of which may be missing. They are those
+of three column-parallel layers, and have their logical names; see `linear`. B of keys and values is copied as their
+heads are, and the copies' gradients are added up as those of the weights are.
 """
 
 from collections.abc import Sequence
@@ -14,11 +15,21 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from nxd_layers.hf.head_linears import CopiedHeadsLinear
 from nxd_layers.initialization import empty_parameter, fill_from_logical
 from nxd_layers.lora.adapter import LayerKind, factor, require_adapter, scale_of, widened
 from nxd_layers.lora.config import LoraConfig
 from nxd_layers.lora.factors import factor_spec, fill_factor
-from nxd_layers.lora.linear import FACTOR_NAMES, init_of_a, scaled_down, to_columns
+from nxd_layers.lora.linear import (
+    FACTOR_NAMES,
+    add_linear_factors,
+    every_row,
+    init_of_a,
+    scaled_down,
+    to_columns,
+    weight_delta,
+)
+from nxd_layers.mappings import copy_to_tensor_model_parallel_region
 from nxd_layers.qkv_linear import PROJECTIONS, GQAQKVColumnParallelLinear
 
 
@@ -151,4 +162,32 @@ QKV_LINEAR = LayerKind(
     bias_names=_bias_names,
     rows=_rows,
     with_complete_gradient=_with_complete_gradient,
+)
+
+
+# The projection to keys or to values of a model of transformers.
+
+
+def _add_copied_factors(layer: CopiedHeadsLinear, config: LoraConfig, part: str) -> None:
+    add_linear_factors(layer, config, sizes=(layer.in_features, layer.out_features))
+
+
+def _copied_delta(layer: CopiedHeadsLinear, input_: Tensor) -> Tensor:
+    down = copy_to_tensor_model_parallel_region(scaled_down(layer, input_, factor(layer, 0)))
+    [rows] = _CopiedRows.apply(layer.head_copies(), factor(layer, 1))
+    return F.linear(down, rows)
+
+
+def _with_sum_over_copies(layer: CopiedHeadsLinear, part: str, values: Tensor) -> Tensor:
+    [rows] = _CopiedRows.apply(layer.head_copies(), values.unsqueeze(1))
+    return rows.squeeze(1)
+
+
+COPIED_HEADS_LINEAR = LayerKind(
+    FACTOR_NAMES,
+    _add_copied_factors,
+    _copied_delta,
+    weight_delta,
+    rows=every_row,
+    with_complete_gradient=_with_sum_over_copies,
 )

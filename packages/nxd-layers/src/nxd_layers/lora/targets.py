@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from nxd_layers.embedding import ParallelEmbedding
+from nxd_layers.hf.head_linears import CopiedHeadsLinear
 from nxd_layers.hf.transformers_models import is_conv1d, output_embeddings
 from nxd_layers.linear import ColumnParallelLinear
 from nxd_layers.lora.adapter import LayerKind, adapted_layers
@@ -16,7 +17,7 @@ from nxd_layers.lora.conv import PLAIN_CONV2D
 from nxd_layers.lora.embedding import PARALLEL_EMBEDDING, PLAIN_EMBEDDING
 from nxd_layers.lora.expert_weights import EXPERT_WEIGHTS, expert_weights
 from nxd_layers.lora.linear import COLUMN_PARALLEL_LINEAR, PLAIN_LINEAR, ROW_PARALLEL_LINEAR, TRANSPOSED_LINEAR
-from nxd_layers.lora.qkv import QKV_LINEAR
+from nxd_layers.lora.qkv import COPIED_HEADS_LINEAR, QKV_LINEAR
 from nxd_layers.qkv_linear import GQAQKVColumnParallelLinear
 from nxd_layers.row_linear import RowParallelLinear
 
@@ -24,6 +25,7 @@ _KINDS: tuple[tuple[type[nn.Module], LayerKind], ...] = (
     (ColumnParallelLinear, COLUMN_PARALLEL_LINEAR),
     (RowParallelLinear, ROW_PARALLEL_LINEAR),
     (GQAQKVColumnParallelLinear, QKV_LINEAR),
+    (CopiedHeadsLinear, COPIED_HEADS_LINEAR),
     (ParallelEmbedding, PARALLEL_EMBEDDING),
     (nn.Linear, PLAIN_LINEAR),
     (nn.Embedding, PLAIN_EMBEDDING),
