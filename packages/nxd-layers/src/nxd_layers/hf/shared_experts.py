@@ -66,13 +66,13 @@ def _calls_after(forward: Callable[..., Any], experts: str, shared: str) -> bool
         return False
     if not isinstance(function, ast.FunctionDef) or len(function.args.args) < 2:
         return False
-    of_experts, *more_experts = [*_calls(function, experts), None]
-    of_shared, *more_shared = [*_calls(function, shared), None]
-    if of_experts is None or of_shared is None or more_experts != [None] or more_shared != [None]:
+    of_experts, of_shared = _calls(function, experts), _calls(function, shared)
+    if len(of_experts) != 1 or len(of_shared) != 1:
         return False
-    if of_shared.lineno <= of_experts.lineno or of_shared.keywords or len(of_shared.args) != 1:
+    call = of_shared[0]
+    if call.lineno <= of_experts[0].lineno or call.keywords or len(call.args) != 1:
         return False
-    return _is_first_input(of_shared.args[0], of_shared.lineno, function)
+    return _is_first_input(call.args[0], call.lineno, function)
 
 
 def _calls(function: ast.FunctionDef, name: str) -> list[ast.Call]:

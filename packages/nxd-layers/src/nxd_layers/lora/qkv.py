@@ -145,7 +145,7 @@ def _rows(layer: GQAQKVColumnParallelLinear, part: str) -> tuple[str, slice]:
     return "weight_qkv", slice(start, start + length)
 
 
-def _with_complete_gradient(layer: GQAQKVColumnParallelLinear, part: str, values: Tensor) -> Tensor:
+def _with_complete_gradient(layer: GQAQKVColumnParallelLinear | CopiedHeadsLinear, part: str, values: Tensor) -> Tensor:
     copies = layer.head_copies()
     if copies is None or part == "q":
         return values
@@ -178,16 +178,11 @@ def _copied_delta(layer: CopiedHeadsLinear, input_: Tensor) -> Tensor:
     return F.linear(down, rows)
 
 
-def _with_sum_over_copies(layer: CopiedHeadsLinear, part: str, values: Tensor) -> Tensor:
-    [rows] = _CopiedRows.apply(layer.head_copies(), values.unsqueeze(1))
-    return rows.squeeze(1)
-
-
 COPIED_HEADS_LINEAR = LayerKind(
     FACTOR_NAMES,
     _add_copied_factors,
     _copied_delta,
     weight_delta,
     rows=every_row,
-    with_complete_gradient=_with_sum_over_copies,
+    with_complete_gradient=_with_complete_gradient,
 )
