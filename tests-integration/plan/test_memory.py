@@ -192,8 +192,9 @@ def choose_experts_evenly(model):
 
 def without_memory(names):
     """Bytes that are counted of parameters on other stages: the model that has been cut has them on the meta device."""
-    outline = names.get("outline", torch.nn.Identity())
-    return sum(parameter.nbytes for parameter in outline.parameters() if parameter.is_meta)
+    outlines = (names.get("outline", torch.nn.Identity()), names["model"].pipeline.original_torch_module)
+    parameters = {id(it): it for outline in outlines for it in outline.parameters() if it.is_meta}
+    return sum(parameter.nbytes for parameter in parameters.values())
 
 
 def state_bytes(optimizer):

@@ -30,6 +30,7 @@ def _view(module: nn.Module, kept: set[int], made: dict[int, Tensor]) -> nn.Modu
     if all(id(tensor) in kept for tensor in _tensors(module)):
         return module
     copy = shallow_copy(module)
+    _forget_calls(copy)
     for registry in (copy._parameters, copy._buffers):
         for name, tensor in registry.items():
             if tensor is not None and id(tensor) not in kept:
@@ -39,12 +40,22 @@ def _view(module: nn.Module, kept: set[int], made: dict[int, Tensor]) -> nn.Modu
     return copy
 
 
+def _forget_calls(copy: nn.Module) -> None:
+    """Drop hooks and a forward of its own: nothing calls the copy, and they may hold the modules of other stages."""
+    copy.__dict__.pop("forward", None)
+    for name, registry in vars(copy).items():
+        if name.endswith("_hooks"):
+            registry.clear()
+
+
 def _tensors(module: nn.Module) -> Iterator[Tensor]:
     yield from module.parameters()
     yield from module.buffers()
 
 
 def _on_meta(tensor: Tensor) -> Tensor:
+    if tensor.is_meta:
+        return tensor
     meta = torch.empty_like(tensor, device="meta", requires_grad=False)
     if isinstance(tensor, nn.Parameter):
         meta = nn.Parameter(meta, requires_grad=tensor.requires_grad)
