@@ -26,6 +26,26 @@ def clean_world(monkeypatch):
         dist.destroy_process_group()
 
 
+@pytest.mark.parametrize("own_world", [True, False])
+def test_mesh_is_forgotten_when_torch_distributed_was_ended_and_started_again(clean_world, own_world):
+    def start_torch_distributed():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+    if not own_world:
+        start_torch_distributed()
+    nxd_state.initialize_model_parallel()
+    dist.destroy_process_group()
+    start_torch_distributed()
+
+    nxd_state.initialize_model_parallel()
+
+    assert torch.equal(nxd_state.all_reduce(torch.ones(1), nxd_state.get_world_group()), torch.ones(1))
+    dist.destroy_process_group()
+    start_torch_distributed()
+    nxd_state.destroy_model_parallel()
+    assert dist.is_initialized()  # it is not the one of the mesh
+
+
 @pytest.mark.parametrize("getter", [nxd_state.get_mesh, nxd_state.get_world_group, *GETTERS])
 def test_getter_before_initialize_raises(getter):
     with pytest.raises(RuntimeError, match=r"not initialised; call initialize_model_parallel\(\) first"):

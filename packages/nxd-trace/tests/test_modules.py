@@ -42,11 +42,14 @@ def test_a_model_of_one_rank_is_traced_for_all_of_them(tp):
         expected = x @ WEIGHTS["weight"].t() + WEIGHTS["bias"]
 
         first, second = model(x), model(x[:1])
+        with pytest.raises(ValueError, match=f"rank={tp} is outside the model's {tp} ranks"):
+            model.read_weights(tp)
 
         total = expected.sum(0)
         torch.testing.assert_close(first, expected + total)
         torch.testing.assert_close(second, expected[:1] + total + expected[0])
         torch.testing.assert_close(model.read_state("total", rank=tp - 1), total + expected[0])
+        torch.testing.assert_close(model.read_weights(tp - 1), shards[tp - 1])
 
 
 def test_a_buffer_that_forward_assigns_is_state():
@@ -59,6 +62,18 @@ def test_a_buffer_that_forward_assigns_is_state():
 
         torch.testing.assert_close(model.read_state("total", rank=1), 2 * expected[0])  # it has seen the group's size
         torch.testing.assert_close(model(x), expected + 3 * expected[0])
+
+
+def test_a_model_of_a_class_that_workers_cannot_import_is_traced():
+    class Doubling(Accumulating):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    with traced(2, Doubling) as model:
+        model.replace_weights(WEIGHTS)
+        x = torch.randn(1, INPUTS, dtype=torch.float64)
+
+        torch.testing.assert_close(model(x), 4 * (x @ WEIGHTS["weight"].t() + WEIGHTS["bias"]))
 
 
 def test_a_buffer_of_another_dtype_than_before_is_refused():

@@ -40,6 +40,25 @@ def test_state_that_does_not_begin_as_zeros_is_saved_and_restored(trace, tmp_pat
     torch.testing.assert_close(model.read_state("rows"), torch.full((4, 8), 7.0, dtype=torch.float64))
 
 
+def test_state_of_one_rank_is_written(trace):
+    model = trace(models.cache, (ROW, AT[0]), tp_degree=2)
+    first = model.read_state("rows")
+
+    model.write_state("rows", first + 1, rank=1)
+
+    assert torch.equal(model.read_state("rows"), first)
+    assert torch.equal(model.read_state("rows", rank=1), first + 1)
+    for wrong, name, rank, text in [
+        (first, "columns", 0, "rank 0 has no state 'columns'"),
+        (first, "rows", 2, "rank 2 has no state 'rows'"),
+        (first[:1], "rows", 0, r"rows is float64\[4, 4\] on rank 0, and the new value is float64\[1, 4\]"),
+    ]:
+        with pytest.raises(ValueError, match=text):
+            model.write_state(name, wrong, rank)
+    model.reset_state()
+    assert torch.equal(model.read_state("rows", rank=1), first)
+
+
 def test_programs_of_a_builder_share_weights_and_state_and_are_called_by_name_or_shape():
     builder = nxd_trace.ModelBuilder(models.cache, tp_degree=2)
     rows = ROW.repeat(3, 1)

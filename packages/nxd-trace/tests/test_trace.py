@@ -2,6 +2,8 @@
 
 import json
 import os
+import sys
+import threading
 from pathlib import Path
 
 import nxd_trace
@@ -131,7 +133,6 @@ def test_what_fails_in_a_worker_is_raised_with_its_traceback_and_leaves_no_proce
 @pytest.mark.parametrize(
     ("func", "inputs", "settings", "error", "text"),
     [
-        (lambda: None, torch.zeros(1), {}, TypeError, "func cannot be sent to the worker processes.*no lambda"),
         (models.mlp, "x", {}, TypeError, "are a str; expected a tensor, a tuple"),
         (models.mlp, (torch.zeros(1), 3), {}, TypeError, "is a int; expected tensors, None"),
         (models.mlp, None, {}, ValueError, "give the example inputs once"),
@@ -144,3 +145,17 @@ def test_what_fails_in_a_worker_is_raised_with_its_traceback_and_leaves_no_proce
 def test_wrong_arguments_are_refused_before_a_process_starts(trace, func, inputs, settings, error, text):
     with pytest.raises(error, match=text):
         trace(func, inputs, **settings)
+
+
+def test_a_function_that_workers_cannot_import_is_refused_without_cloudpickle(trace, monkeypatch):
+    monkeypatch.setitem(sys.modules, "cloudpickle", None)
+
+    with pytest.raises(TypeError, match=r"func cannot be sent to the worker processes.*no lambda.*cloudpickle"):
+        trace(lambda: None, torch.zeros(1))
+
+
+def test_what_even_cloudpickle_cannot_send_is_refused(trace):
+    lock = threading.Lock()
+
+    with pytest.raises(TypeError, match=r"func cannot be sent to the worker processes.*inside the function"):
+        trace(lambda: lock, torch.zeros(1))

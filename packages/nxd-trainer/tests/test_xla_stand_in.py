@@ -31,7 +31,7 @@ def forward(model, x):
 
 def train(index, flags):
     config = nxd.neuronx_distributed_config(tensor_parallel_size=1)
-    torch.manual_seed(0)
+    xm.set_rng_state(0)
     model = nxd.initialize_parallel_model(config, lambda: torch.nn.Linear(4, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader = pl.MpDeviceLoader(make_batches(xr.global_ordinal(), xr.world_size()), xm.xla_device())

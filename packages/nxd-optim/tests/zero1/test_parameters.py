@@ -61,6 +61,32 @@ def test_parameter_with_a_gradient_on_one_rank_counts_as_zero_on_the_others(run_
     assert run_ranks(train, 2) == [{"first": [0.5], "second": [0.5]}] * 2
 
 
+def test_base_optimizer_shows_this_ranks_elements_and_their_state(run_ranks):
+    def train():
+        initialize_model_parallel()
+        parameters = named(matrix=[[1.0, 2.0], [3.0, 4.0]], bias=[5.0], frozen=[6.0])
+        parameters["frozen"].requires_grad_(False)
+        groups = [{"params": [parameters["matrix"]], "lr": 0.5}, {"params": [parameters["bias"], parameters["frozen"]]}]
+        optimizer = NeuronZero1Optimizer(groups, torch.optim.AdamW, grad_clipping=False, lr=0.1)
+        (parameters["matrix"].sum() + parameters["bias"].sum()).backward()
+        optimizer.step()
+        optimizer.param_groups[1]["lr"] = 0.3
+        base = optimizer.base_optimizer
+        shown = [[p.tolist() for p in group["params"]] for group in base.param_groups]
+        steps = [state["step"].item() for state in base.state.values()]
+        rates = [group["lr"] for group in base.param_groups]
+        return isinstance(base, torch.optim.AdamW), rates, shown, steps, values(parameters)
+
+    first, second = run_ranks(train, 2)
+
+    trained = first[-1]
+    assert first[:2] == second[:2] == (True, [0.5, 0.3])
+    assert first[2][0][0] + second[2][0][0] == [*trained["matrix"][0], *trained["matrix"][1]]
+    assert first[2][1][0] + second[2][1][0] == trained["bias"]
+    assert first[2][1][1] == second[2][1][1] == []  # frozen
+    assert first[3] + second[3] == [1.0] * 3  # the matrix on both ranks, the bias on one
+
+
 def test_frozen_and_tied_parameters_train_as_without_zero1(run_ranks):
     def make():
         torch.manual_seed(0)

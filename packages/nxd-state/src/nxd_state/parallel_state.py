@@ -55,7 +55,13 @@ class _ParallelState:
     subgroups: dict[tuple[str, int] | RankGroups, Group] = field(default_factory=dict)  # by axis and size, or ranks
     foreign: dict[dist.ProcessGroup, Group] = field(default_factory=dict)  # by the process group that was given
     timeout: timedelta | None = None
+    world: dist.ProcessGroup | None = None  # all ranks, as torch.distributed had them; None if they are planned
     owns_world: bool = False  # we started torch.distributed, so we also end it
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the caller has ended torch.distributed since, and our groups with it."""
+        return self.world is not None and dist.group.WORLD is not self.world
 
 
 _state: _ParallelState | None = None
@@ -76,7 +82,8 @@ def initialize_model_parallel(
     """Lay the launched ranks out as a mesh and make the process groups of every axis.
 
     Starts torch.distributed if it is not running: from torchrun's environment if there is one, else as a world of one.
-    Data parallelism takes the ranks that the given degrees leave.
+    Data parallelism takes the ranks that the given degrees leave. A mesh whose torch.distributed has been ended since
+    is forgotten.
 
     Args:
         tensor_model_parallel_size: ranks that split each layer.
@@ -94,6 +101,8 @@ def initialize_model_parallel(
         ValueError: degrees that do not divide the world size, or `NXD_TIMEOUT` is no number of seconds.
     """
     global _state  # noqa: PLW0603  (the process has one mesh)
+    if _state is not None and _state.is_stale:
+        destroy_model_parallel()
     if _state is not None:
         raise RuntimeError(
             f"model parallelism is already initialised as {_state.mesh}; call destroy_model_parallel() first"
@@ -123,7 +132,8 @@ def initialize_model_parallel(
     if world_size > 1:
         report_uncaught_failures()
         start_heartbeat(rank, job_store())
-    state = _ParallelState(mesh=mesh, rank=rank, groups={}, timeout=timeout, owns_world=owns_world)
+    world = dist.group.WORLD
+    state = _ParallelState(mesh=mesh, rank=rank, groups={}, timeout=timeout, world=world, owns_world=owns_world)
     try:
         _make_groups(state)
         _share_memory(state)
@@ -173,7 +183,7 @@ def _end(state: _ParallelState) -> None:
     for group in (*state.groups.values(), *state.subgroups.values()):
         if group.shared_memory is not None:
             group.shared_memory.close()
-    if not dist.is_initialized():  # the caller has ended torch.distributed, and our groups with it
+    if state.is_stale:
         return
     if state.owns_world:
         dist.destroy_process_group()

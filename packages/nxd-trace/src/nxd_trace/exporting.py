@@ -23,12 +23,12 @@ from nxd_trace.signature import Signature, TensorSpec
 from nxd_trace.structure import Structure, flatten, unflatten, without
 
 RANK_AXES = ("tp", "dp", "ep")  # of the mesh of workers: parts of a model, its replicas, and parts of its experts
-_RANKS = {f"nxd_trace.{axis}_rank": axis for axis in RANK_AXES}
+RANK_WEIGHTS = {f"nxd_trace.{axis}_rank": axis for axis in RANK_AXES}  # weights of every model, by name
 
 
 def rank_tensors() -> dict[str, Tensor]:
     """This process's rank in each of its groups, which are weights of every model; none where it is alone."""
-    groups = {name: active_group(axis) for name, axis in _RANKS.items()}
+    groups = {name: active_group(axis) for name, axis in RANK_WEIGHTS.items()}
     return {name: torch.tensor([group.rank], device=get_device()) for name, group in groups.items() if group.size > 1}
 
 
@@ -78,7 +78,7 @@ class _Functional(nn.Module):
     ) -> list[Tensor]:
         tensors = dict(zip(self._weights, weights, strict=True))
         tensors.update(zip([alias.name for alias in self._aliases], states, strict=True))
-        ranks = {axis: tensors.pop(name) for name, axis in _RANKS.items() if name in tensors}
+        ranks = {axis: tensors.pop(name) for name, axis in RANK_WEIGHTS.items() if name in tensors}
         with ExitStack() as given:
             for axis, rank in ranks.items():
                 given.enter_context(active_group(axis).rank_given_by(rank))

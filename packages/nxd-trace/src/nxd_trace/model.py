@@ -16,14 +16,15 @@ from torch import Tensor, nn
 from nxd_trace.buckets import BucketKernel, BucketModelConfig, choose_bucket, load_kernel
 from nxd_trace.compilers import choose_compiler
 from nxd_trace.errors import WorkerError
+from nxd_trace.exporting import RANK_WEIGHTS
 from nxd_trace.manifest import MANIFEST, WEIGHTS, Manifest, RankManifest, rank_folder
 from nxd_trace.memory import SharedTensors
-from nxd_trace.signature import Signature
+from nxd_trace.signature import Signature, TensorSpec
 from nxd_trace.structure import flatten
 from nxd_trace.temporary_model import TemporaryModelFolder
-from nxd_trace.weights import WeightSource, as_source, check_fit, find_misfits, tied_names
+from nxd_trace.weights import WeightSource, as_source, check_fit, find_misfits, open_safetensors, tied_names
 from nxd_trace.workers.group import WorkerGroup
-from nxd_trace.workers.messages import ReadState, ReplaceWeights, ResetState, Serve
+from nxd_trace.workers.messages import ReadState, ReplaceWeights, ResetState, Serve, WriteState
 from nxd_trace.workers.pickling import check_not_in_worker, dumps_for_workers
 
 
@@ -132,6 +133,36 @@ class TensorParallelModel(nn.Module):
         with self._lock:
             state: Tensor = self._running_workers().ask({rank: ReadState(name)}, "reading state")[rank]
             return state
+
+    def write_state(self, name: str, value: Tensor, rank: int = 0) -> None:
+        """Put other values into one rank's part of a state tensor, until they change or are reset.
+
+        Raises:
+            ValueError: the rank has no such state, or has it in another shape or dtype.
+            WorkerError: a worker died, or the model is closed.
+        """
+        self._check_apart("state")
+        with self._lock:
+            ranks = range(self.num_ranks)
+            found = RankManifest.read(self.folder / rank_folder(rank)).states.get(name) if rank in ranks else None
+            if found is None:
+                raise ValueError(f"rank {rank} has no state {name!r}; `read_weights` gives what is no state")
+            if not (spec := TensorSpec(found.shape, found.dtype)).fits(value):
+                raise ValueError(f"{name} is {spec} on rank {rank}, and the new value is {TensorSpec.of(value)}")
+            self._running_workers().ask({rank: WriteState(name, value.detach().cpu())}, "writing state")
+
+    def read_weights(self, rank: int = 0) -> dict[str, Tensor]:
+        """A copy of one rank's weights, by the names that its part of the model has for them.
+
+        Raises:
+            ValueError: there is no such rank.
+            ModelFolderError: the model's folder has changed or is gone.
+        """
+        if rank not in range(self.num_ranks):
+            raise ValueError(f"rank={rank} is outside the model's {self.num_ranks} ranks")
+        with self._lock, open_safetensors(self.folder / rank_folder(rank) / WEIGHTS) as stored:
+            names = set(stored.keys()) - RANK_WEIGHTS.keys()  # those are ours
+            return {name: stored.get_tensor(name).clone() for name in sorted(names)}
 
     def replace_weights(self, weights: str | Path | Mapping[str, Tensor] | WeightSource) -> None:
         """Replace the weights, without compiling; each rank reads only its part.

@@ -180,7 +180,7 @@ def trace_module(model: nn.Module, programs: Sequence[Program], tp_degree: int, 
     """Trace a model that is there already.
 
     Args:
-        model: as one of `tp_degree` ranks has it; its class must be importable.
+        model: as one of `tp_degree` ranks has it; its class must be importable, or cloudpickle installed.
         programs: with inputs of the shapes to record.
         tp_degree: number of ranks.
         **settings: of `parallel_model_trace`.

@@ -36,7 +36,8 @@ def parallel_model_trace(
         func: called in every worker, with model parallelism initialised; returns the model, or the model and its
             aliases: a dict of state (a parameter or buffer, or its name) to the number of the output that is its new
             value, or a list of the state that forward updates in place. It must be importable: a function at the top
-            level of a module, or of a script that keeps what it does under `if __name__ == "__main__"`.
+            level of a module, or of a script that keeps what it does under `if __name__ == "__main__"`. Where
+            cloudpickle is installed, it may also be defined in a function or a notebook.
         example_inputs: a tensor, a tuple of positional inputs or a dict of keyword inputs; with `bucket_config` a list
             of these, one per bucket. Shapes and dtypes count, values do not.
         compiler_workdir: where compilers leave their intermediate files; none are kept if None.

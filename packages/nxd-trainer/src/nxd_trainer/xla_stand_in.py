@@ -160,6 +160,11 @@ def wait_device_ops(devices: Sequence[Any] = ()) -> None:
     """Does nothing: who reads a value waits for it."""
 
 
+def set_rng_state(seed: int, device: Any = None) -> None:
+    """Seed the random numbers of this process and its device."""
+    torch.manual_seed(seed)
+
+
 def rendezvous(tag: str, payload: bytes = b"", replicas: Sequence[int] = ()) -> list[bytes]:
     """Wait for all ranks; returns what each of them gave."""
     return _gather_objects(payload)
@@ -322,8 +327,8 @@ _XLA_MODEL = {
     **{
         function.__name__: function
         for function in (
-            *(xla_device, is_master_ordinal, master_print, add_step_closure, mark_step, wait_device_ops, rendezvous),
-            *(mesh_reduce, all_reduce, all_gather, reduce_scatter, reduce_gradients, optimizer_step, save),
+            *(xla_device, is_master_ordinal, master_print, add_step_closure, mark_step, wait_device_ops, set_rng_state),
+            *(rendezvous, mesh_reduce, all_reduce, all_gather, reduce_scatter, reduce_gradients, optimizer_step, save),
         )
     },
     "get_ordinal": _rank,

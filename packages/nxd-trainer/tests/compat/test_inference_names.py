@@ -75,6 +75,35 @@ def test_a_built_model_is_saved_loaded_and_given_its_shards(tmp_path, tp):
 
 
 @pytest.mark.slow
+def test_inputs_are_traced_by_position_and_by_name_of_a_class_defined_anywhere():
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+            self.register_buffer("calls", torch.zeros(1))
+
+        def forward(self, x, scale=None, bias=None):
+            self.calls += 1
+            scaled = self.layer(x) if scale is None else scale * self.layer(x)
+            return (scaled if bias is None else scaled + bias) + self.calls
+
+    reference, x = Counting(), torch.randn(2, 4)
+    layer, more = reference.layer, {"scale": torch.randn(2, 4), "bias": torch.randn(2, 4)}
+    builder = nxd.ModelBuilder(reference).trace(args=x, kwargs=more, tag="all").trace(args=x, tag="one")
+
+    model = builder.compile()
+
+    torch.testing.assert_close(model(x, **more), more["scale"] * layer(x) + more["bias"] + 1)
+    torch.testing.assert_close(model(x), layer(x) + 2)
+    model.write_to_neuron_buffer(torch.tensor([6.0]), "calls", 0)
+    torch.testing.assert_close(model(x), layer(x) + 7)
+    assert model.read_from_neuron_buffer("calls", 0) == 7
+    torch.testing.assert_close(model.weights, [{"layer.weight": layer.weight.data, "layer.bias": layer.bias.data}])
+    torch.testing.assert_close(model.read_from_neuron_buffer("layer.bias", 0), layer.bias.data)
+    model.close()
+
+
+@pytest.mark.slow
 def test_the_first_builder_takes_instances_and_a_loader_of_weights():
     reference, inputs = plain(), torch.randn(2, 4)
     builder = FirstModelBuilder(router=None, tp_degree=2, checkpoint_loader=reference.state_dict)
@@ -141,7 +170,7 @@ def test_builders_say_what_they_do_not_take():
         FirstModelBuilder(max, 2, dict)
     with pytest.raises(ValueError, match="No traces available"):
         nxd.ModelBuilder(feed_forward()).compile()
-    with pytest.raises(ValueError, match="once, as args"):
+    with pytest.raises(ValueError, match="example inputs as args"):
         nxd.ModelBuilder(feed_forward()).trace()
     with pytest.raises(TypeError, match="missing a required argument: 'input'"):
         nxd.ModelBuilder(feed_forward()).trace(args=())

@@ -165,6 +165,15 @@ class NeuronZero1Optimizer(Optimizer):
         """The 2-norm of the last step's gradients before clipping; None before the first step or without clipping."""
         return self._grad_norm
 
+    @property
+    def base_optimizer(self) -> Optimizer:
+        """An `optimizer_class` over the elements that this rank updates, with their state, to look at.
+
+        Its groups list, for each parameter, this rank's elements, flat; there may be none. Settings are those of now.
+        """
+        self._check_inited()
+        return self._weights.as_one_optimizer(self.param_groups)
+
     @contextmanager
     def overlap_backward(self) -> Iterator[None]:
         """Send each bucket of gradients as soon as backward has filled it. For the last backward before `step` only.

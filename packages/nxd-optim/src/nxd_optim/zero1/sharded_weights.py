@@ -65,6 +65,21 @@ class ShardedWeights:
         """Each bucket with the optimizer that updates this rank's part of it."""
         return zip(self.buckets, self._base_optimizers, strict=True)
 
+    def as_one_optimizer(self, param_groups: Sequence[dict[str, Any]]) -> Optimizer:
+        """An optimizer over all buckets, with their weights and states: for looking, as the parts are stepped.
+
+        Args:
+            param_groups: the groups of all parameters, as a user sees them; so are those of the result, where a
+                parameter's elements of this rank, flat and maybe none, take its place.
+        """
+        weights = {own.parameter: own.weight for bucket in self.buckets for own in bucket.ranges}
+        flat = [[weights.get(p, p.new_empty(0)) for p in group["params"]] for group in param_groups]
+        groups = zip(param_groups, flat, strict=True)
+        whole = self._make_optimizer([settings_of(group) | {"params": params} for group, params in groups])
+        for _, base in self.parts():
+            whole.state.update(base.state)
+        return whole
+
     def overlap_forward(self, model: nn.Module) -> None:
         """From now on the modules of `model` wait for their parameters, instead of the step."""
         if self._forward_gather is not None:

@@ -28,6 +28,7 @@ from nxd_trace.workers.messages import (
     ReplaceWeights,
     ResetState,
     Serve,
+    WriteState,
     receive,
     send_header,
     send_object,
@@ -134,6 +135,8 @@ class _Worker:
                 return self._server.reset_state()
             case ReadState():
                 return self._server.read_state(request.name)
+            case WriteState():
+                return self._server.write_state(request.name, request.value)
         raise TypeError(f"unknown request {request}")
 
 

@@ -11,6 +11,8 @@ import struct
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 _HEADER = struct.Struct("=cIQ")  # kind; program of a call; bytes that follow
 
 CALL, DONE, OBJECT = b"C", b"D", b"O"
@@ -76,6 +78,14 @@ class ReadState:
     """Answer with a copy of one state tensor of this rank."""
 
     name: str
+
+
+@dataclass(frozen=True)
+class WriteState:
+    """Put other values into one state tensor of this rank."""
+
+    name: str
+    value: Tensor
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,12 @@
 """Sending a user's function to the workers by pickle, with clear errors where that fails.
 
 A function is pickled as its module and name, so workers import the module. If that is the main script, they import it
-under the name `__mp_main__`, as multiprocessing does, but only when the function needs it.
+under the name `__mp_main__`, as multiprocessing does, but only when the function needs it. What cannot be imported (a
+function within a function, a class of a notebook) is sent by value, where cloudpickle is installed.
 """
 
 import importlib
+import importlib.util
 import io
 import os
 import pickle
@@ -43,7 +45,7 @@ def main_script() -> dict[str, str]:
 
 
 def dumps_for_workers(value: Any, what: str) -> bytes:
-    """Pickle `value`.
+    """Pickle `value`, by value where workers could not import it and cloudpickle is installed.
 
     Raises:
         TypeError: it cannot be pickled.
@@ -51,16 +53,25 @@ def dumps_for_workers(value: Any, what: str) -> bytes:
     try:
         data = pickle.dumps(value)
     except Exception as error:  # an object's own __reduce__ may raise anything
+        reason = str(error)
+    else:
+        if b"__main__" not in data or _main_can_be_imported():
+            return data
+        reason = "it is defined in an interactive session, which worker processes cannot import"
+    refused = f"{what} cannot be sent to the worker processes: "
+    if importlib.util.find_spec("cloudpickle") is None:
         raise TypeError(
-            f"{what} cannot be sent to the worker processes: {error}. Define functions at the top level of a module "
-            "(no lambda, no function within a function), give arguments with functools.partial, and open files or "
-            "models inside the function"
-        ) from error
-    if b"__main__" in data and not _main_can_be_imported():
-        raise TypeError(
-            f"{what} is defined in an interactive session, which worker processes cannot import; move it into a file"
+            f"{refused}{reason}. Define functions and classes at the top level of a file (no lambda, no function "
+            "within a function), give arguments with functools.partial, and open files or models inside the function. "
+            "Where cloudpickle is installed, they may be defined anywhere"
         )
-    return data
+    import cloudpickle  # noqa: PLC0415 - optional
+
+    try:
+        by_value: bytes = cloudpickle.dumps(value)
+    except Exception as error:
+        raise TypeError(f"{refused}{error}. Open files and models inside the function") from error
+    return by_value
 
 
 def loads_in_worker(data: bytes, main: Mapping[str, str]) -> Any:

@@ -76,6 +76,11 @@ class Server:
         """A copy of one state tensor."""
         return self._states[name].cpu().clone()
 
+    @torch.inference_mode()
+    def write_state(self, name: str, value: Tensor) -> None:
+        """Put other values into one state tensor."""
+        self._states[name].copy_(value)
+
     def _read_weights(self) -> dict[str, Tensor]:
         with open_safetensors(self._folder / rank_folder(self._rank) / WEIGHTS) as stored:
             # Read into memory of their own: a mapped file would be read again whenever memory is short.

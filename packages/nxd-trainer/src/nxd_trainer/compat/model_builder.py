@@ -33,7 +33,8 @@ class ModelBuilder:
     What forward changes in place, such as a key-value cache in buffers, is state, and stays in the workers.
 
     Args:
-        model: made inside `NxDParallelState` or `mock_distributed`, as a rank has it; its class must be importable.
+        model: made inside `NxDParallelState` or `mock_distributed`, as a rank has it; its class must be
+            importable, or cloudpickle installed.
         weights_to_skip_layout_optimization: of the old compiler; of no effect.
     """
 
@@ -53,7 +54,7 @@ class ModelBuilder:
 
         Args:
             args: example inputs by position.
-            kwargs: or by name.
+            kwargs: by name; also those that `args` leaves.
             tag: the program's name; numbered if None.
             spmd: True.
 
@@ -61,15 +62,17 @@ class ModelBuilder:
             The builder itself.
 
         Raises:
-            ValueError: inputs in both ways, or in none.
+            ValueError: no inputs, or in both ways to a forward that takes some by position only.
             TypeError: inputs that are no tensors, or that forward does not take.
         """
-        if (args is None) == (kwargs is None):
-            raise ValueError("give the example inputs once, as args (by position) or kwargs (by name)")
+        if args is None and kwargs is None:
+            raise ValueError("give the example inputs as args (by position), as kwargs (by name), or some of each")
         by_position = (args,) if isinstance(args, Tensor) else tuple(args or ())
         bound = inspect.signature(self.model.forward).bind(*by_position, **(kwargs or {}))
         kinds = {bound.signature.parameters[name].kind for name in bound.arguments}
         named = kinds <= {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}
+        if by_position and kwargs and not named:
+            raise ValueError(f"forward{bound.signature} does not name all inputs; give them all as args, or as kwargs")
         inputs = dict(bound.arguments) if named else kwargs or by_position
         self._programs.append(Program(tag or f"program_{len(self._programs)}", inputs))
         return self

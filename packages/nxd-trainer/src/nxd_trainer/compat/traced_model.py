@@ -146,12 +146,27 @@ class NxDModel(nn.Module, BaseNxDModel):
         """Does nothing: the workers hold weights and state on their devices already."""
 
     def read_from_neuron_buffer(self, buffer_key: str, rank: int) -> Tensor:
-        """A copy of one rank's part of a state tensor.
+        """A copy of one rank's part of a state tensor or weight.
 
         Raises:
-            WorkerError: there is no such state.
+            ValueError: there is no such rank.
+            WorkerError: there is no such tensor.
         """
-        return self.model.read_state(buffer_key, rank)
+        weights = self.model.read_weights(rank)
+        return weights[buffer_key] if buffer_key in weights else self.model.read_state(buffer_key, rank)
+
+    def write_to_neuron_buffer(self, tensor: Tensor, buffer_key: str, rank: int) -> None:
+        """Put other values into one rank's part of a state tensor; weights are replaced by `replace_weights`.
+
+        Raises:
+            ValueError: the rank has no such state, or has it in another shape or dtype.
+        """
+        self.model.write_state(buffer_key, tensor, rank)
+
+    @property
+    def weights(self) -> list[dict[str, Tensor]]:
+        """A copy of each rank's weights, by name."""
+        return [self.model.read_weights(rank) for rank in range(self.model.num_ranks)]
 
     def save(self, path_to_save: str | Path, save_weights: bool = False) -> None:
         """Save programs and weights as a folder of this name.
