@@ -186,11 +186,18 @@ def test_rank_that_dies_while_another_joins_costs_one_step_at_most(start, moment
     assert resumed[-1] >= taken - 1
 
 
-def test_killed_keeper_of_memory_is_replaced_and_the_next_loss_costs_one_step_at_most(start):
-    run = start("run", *LAYOUTS["tp2-dp2"], "train.steps=300", *ELASTIC)
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        (signal.SIGKILL, "was killed by SIGKILL"),
+        pytest.param(signal.SIGSTOP, "has not answered for 3 s and is killed", marks=pytest.mark.slow),
+    ],
+)
+def test_lost_keeper_of_memory_is_replaced_and_the_next_loss_costs_one_step_at_most(start, number, said):
+    run = start("run", *LAYOUTS["tp2-dp2"], "train.steps=300", *ELASTIC, "--elastic-silence", "3")
     run.wait_for_step(3)
-    os.kill(run.keeper(), signal.SIGKILL)
-    run.wait_for_log("was killed by SIGKILL; another one serves what it kept")
+    os.kill(run.keeper(), number)
+    run.wait_for_log(f"the keeper of this host's memory {said}; another one serves what it kept")
     step = run.records()[-1].step + 5
     run.wait_for_step(step)  # checkpoints in memory are complete again
     os.kill(run.trainers()[2], signal.SIGKILL)

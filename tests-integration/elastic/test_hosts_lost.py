@@ -5,15 +5,19 @@ import signal
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import nxd_ckpt
 import pytest
 import torch
+from nxd_ckpt.cli import main as nxd_ckpt_main
 from nxd_state.testing import deadline
 from nxd_trainer.chaos import FollowedRun
-from nxd_trainer.chaos.ranks import kill_host
+from nxd_trainer.chaos.ranks import kill_host, ranks_below
+from nxd_trainer.elastic.processes import Process
 from nxd_trainer.report.metrics import METRICS_FILE, read_records
 
 pytestmark = [
@@ -58,6 +62,14 @@ class Agents:
         for number in numbers:
             kill_host(self.processes[number].pid)
 
+    def lose_agent(self, number: int) -> None:
+        """The agent, which takes its ranks with it; they are not killed here."""
+        self.processes[number].kill()
+
+    def supervisors(self, *numbers: int) -> list[Process]:
+        """What agents have started for their ranks; the trainers end with them."""
+        return [Process.of(rank.parent) for it in numbers for rank in ranks_below(self.processes[it].pid)]
+
     def close(self) -> None:
         for process in self.processes:
             kill_host(process.pid)
@@ -75,6 +87,14 @@ class Agents:
             socket.create_connection(self._endpoint, 1).close()
             return True
         return False
+
+
+def wait_for_end(processes: Sequence[Process], run: Agents) -> None:
+    """Until none of them is left."""
+    own, give_up = Process.of(os.getpid()), time.monotonic() + deadline(120)
+    while left := [it.pid for it in processes if not it.has_ended(own)]:
+        assert time.monotonic() < give_up, f"{left}\n{run.log}"
+        time.sleep(0.05)
 
 
 @pytest.fixture
@@ -118,12 +138,15 @@ def assert_ended_as(alone: Path, run: Agents) -> None:
             torch.testing.assert_close(own.read(name), other.read(name), rtol=1e-10, atol=1e-10)
 
 
-def test_lost_host_is_done_without(start, alone):
+@pytest.mark.parametrize("lost", ["host", "agent"])
+def test_lost_host_is_done_without(start, alone, lost):
     run = start(
         2, 2, f"train.steps={STEPS}", "checkpoint.save_every=0", "--elastic", "2:4", "checkpoint.memory_every=1"
     )
     run.wait_for_step(4)
-    run.lose(1)
+    supervisors = run.supervisors(1)
+    (run.lose if lost == "host" else run.lose_agent)(1)
+    wait_for_end(supervisors, run)
     run.wait_for_step(STEPS)
 
     assert_ended_as(alone, run)
@@ -153,3 +176,24 @@ def test_hosts_lost_while_the_others_agree_are_done_without(start, alone):
     run.wait_for_step(STEPS)
 
     assert_ended_as(alone, run)
+
+
+@pytest.mark.parametrize("lost", ["host", "agent"])
+def test_loss_of_the_store_ends_the_run_and_another_start_goes_on_from_the_disk(start, alone, lost):
+    settings = [f"train.steps={STEPS}", "checkpoint.save_every=2", "--elastic", "2:4", "checkpoint.memory_every=1"]
+    run = start(2, 2, *settings)
+    run.wait_for_step(5)
+    supervisors = run.supervisors(0, 1)
+    (run.lose if lost == "host" else run.lose_agent)(0)
+    wait_for_end(supervisors, run)
+
+    advice = "the job's store cannot be reached, so its host is gone; start the job again, it resumes from the newest"
+    assert advice in run.log
+    newest = nxd_ckpt.latest(run.output / "checkpoints")
+    assert newest.step >= 4
+    assert nxd_ckpt_main(["verify", "--deep", str(run.output / "checkpoints"), "--tag", newest.tag]) == 0
+    again = start(2, 2, *settings)
+    again.wait_for_step(STEPS)
+
+    assert_ended_as(alone, again)
+    assert f"resumes from {newest.tag}" in again.log
