@@ -202,7 +202,12 @@ def losses_of_trl(folder_of, rows, tmp_path_factory):
 
 def run(settings):
     recipe = load_recipe(None, settings)
-    initialize_model_parallel(recipe.parallel.tensor_parallel_size, recipe.parallel.pipeline_parallel_size)
+    degrees = recipe.parallel
+    initialize_model_parallel(
+        degrees.tensor_parallel_size,
+        degrees.pipeline_parallel_size,
+        context_parallel_size=degrees.context_parallel_size,
+    )
     train(recipe)
 
 
