@@ -67,11 +67,15 @@ def test_two_parallel_convs_pass_their_channels_on(on_tp, assert_same):
     on_tp(2, job)
 
 
-def test_master_kernel_is_the_whole_initial_one(on_tp, assert_same, logical):
+@pytest.mark.parametrize("kind", [OutputChannelParallelConv2d, InputChannelParallelConv2d])
+def test_master_kernel_and_bias_are_the_whole_initial_ones(on_tp, assert_same, logical, kind):
     def job():
-        layer = OutputChannelParallelConv2d(2, 4, 3, keep_master_weight=True)
+        layer = kind(2, 4, 3, keep_master_weight=True)
         assert_same(layer.master_weight, logical(layer.weight))
+        assert_same(layer.master_bias, logical(layer.bias))
         assert set(layer.state_dict()) == {"weight", "bias"}
+        assert kind(2, 4, 3, bias=False, keep_master_weight=True).master_bias is None
+        assert kind(2, 4, 3).master_bias is None
 
     on_tp(2, job)
 

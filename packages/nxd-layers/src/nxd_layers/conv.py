@@ -51,13 +51,14 @@ class OutputChannelParallelConv2d(nn.Module):
         dtype: of weight and bias.
         device: of weight and bias; torch's default device if None.
         init_method: fills the whole kernel in place; as in `nn.Conv2d` if None.
-        keep_master_weight: keep the whole initial kernel as `master_weight`.
+        keep_master_weight: keep the whole initial kernel and bias as `master_weight` and `master_bias`.
         partition_pad: allow channels that do not divide: zeros fill up the last ranks' parts. A gathered output is cut.
 
     Attributes:
         weight: `[out/tp, in, height, width]`.
         bias: `[out/tp]` or None.
         master_weight: `[out, in, height, width]` on the CPU with `keep_master_weight`; otherwise None.
+        master_bias: `[out]` likewise.
 
     Raises:
         ValueError: the tensor-parallel degree does not divide the channels; or groups, or another padding mode.
@@ -103,10 +104,12 @@ class OutputChannelParallelConv2d(nn.Module):
     def reset_parameters(self) -> None:
         """Draw kernel and bias anew, the same at every tensor-parallel degree."""
         whole = fill_from_logical(self.weight, self._weight_spec, self._whole_shape, self.init_method)
-        self.master_weight = whole.to(self.weight.dtype) if self.keep_master_weight and whole is not None else None
+        self.master_weight = _master(self, whole)
+        self.master_bias = None
         if self.bias is not None:
-            fan_in = self.in_channels * math.prod(self.kernel_size)
-            fill_from_logical(self.bias, self._bias_spec, (self.out_channels,), default_bias_init(fan_in))
+            init_bias = default_bias_init(self.in_channels * math.prod(self.kernel_size))
+            whole = fill_from_logical(self.bias, self._bias_spec, (self.out_channels,), init_bias)
+            self.master_bias = _master(self, whole)
 
     def forward(self, in_tensor: Tensor) -> Tensor:
         """`[batch, in, height, width]` to `[batch, out, ...]`, or `[batch, out/tp, ...]` if it is not gathered."""
@@ -144,13 +147,14 @@ class InputChannelParallelConv2d(nn.Module):
         dtype: of weight and bias.
         device: of weight and bias; torch's default device if None.
         init_method: fills the whole kernel in place; as in `nn.Conv2d` if None.
-        keep_master_weight: keep the whole initial kernel as `master_weight`.
+        keep_master_weight: keep the whole initial kernel and bias as `master_weight` and `master_bias`.
         partition_pad: allow channels that do not divide: zeros fill up the last ranks' parts.
 
     Attributes:
         weight: `[out, in/tp, height, width]`.
         bias: `[out]` or None, whole on every rank.
         master_weight: `[out, in, height, width]` on the CPU with `keep_master_weight`; otherwise None.
+        master_bias: `[out]` likewise.
 
     Raises:
         ValueError: the tensor-parallel degree does not divide the channels; or groups, or another padding mode.
@@ -196,11 +200,12 @@ class InputChannelParallelConv2d(nn.Module):
     def reset_parameters(self) -> None:
         """Draw kernel and bias anew, the same at every tensor-parallel degree."""
         whole = fill_from_logical(self.weight, self._weight_spec, self._whole_shape, self.init_method)
-        self.master_weight = whole.to(self.weight.dtype) if self.keep_master_weight and whole is not None else None
+        self.master_weight = _master(self, whole)
+        self.master_bias = None
         if self.bias is not None:
-            fan_in = self.in_channels * math.prod(self.kernel_size)
+            init_bias = default_bias_init(self.in_channels * math.prod(self.kernel_size))
             bias_spec = shard_along((self.out_channels,), 0, rank=0, size=1)
-            fill_from_logical(self.bias, bias_spec, (self.out_channels,), default_bias_init(fan_in))
+            self.master_bias = _master(self, fill_from_logical(self.bias, bias_spec, (self.out_channels,), init_bias))
 
     def forward(self, in_tensor: Tensor) -> Tensor:
         """`[batch, in, height, width]` (`[batch, in/tp, ...]` if parallel) to `[batch, out, ...]`."""
@@ -220,6 +225,11 @@ class InputChannelParallelConv2d(nn.Module):
             f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, "
             f"local={tuple(self.weight.shape)}, input_is_parallel={self.input_is_parallel}"
         )
+
+
+def _master(layer: OutputChannelParallelConv2d | InputChannelParallelConv2d, whole: Tensor | None) -> Tensor | None:
+    """The whole initial values, if the layer keeps them."""
+    return whole.to(layer.weight.dtype) if layer.keep_master_weight and whole is not None else None
 
 
 def _check_supported(groups: int, padding_mode: str) -> None:

@@ -117,6 +117,22 @@ def test_the_first_builder_takes_instances_and_a_loader_of_weights():
     model.nxd_model.close()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("loader", [dict, None])
+def test_the_first_builder_gets_its_weights_later(loader):
+    reference, inputs = plain(), torch.randn(2, 4)
+    builder = FirstModelBuilder(router=None, tp_degree=2, checkpoint_loader=loader)
+    builder.add("model", BaseModelInstance(feed_forward, {}), [(inputs,)])
+    with nxd.NxDParallelState(world_size=2, tensor_model_parallel_size=2):
+        shards = nxd.shard_checkpoint(reference.state_dict(), feed_forward())
+
+    model = builder.trace(initialize_model_weights=False)
+    model.nxd_model.initialize(shards, torch.tensor([0]))
+
+    torch.testing.assert_close(model(inputs), reference(inputs))
+    model.nxd_model.close()
+
+
 class Counting(nn.Module):
     """Adds the number of its calls, which is state that no checkpoint holds, and its bucket."""
 

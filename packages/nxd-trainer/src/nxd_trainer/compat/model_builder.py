@@ -189,7 +189,8 @@ class FirstModelBuilder:
     Args:
         router: None: a call finds its program by the shapes of its inputs.
         tp_degree: number of ranks.
-        checkpoint_loader: called without arguments, gives the whole model's weights by name.
+        checkpoint_loader: called without arguments, gives the whole model's weights by name; None if they are given
+            later.
         start_rank_id: 0.
         pp_degree: 1.
         ep_degree: 1.
@@ -212,7 +213,7 @@ class FirstModelBuilder:
         self,
         router: Any,
         tp_degree: int,
-        checkpoint_loader: Callable[[], Mapping[str, Tensor]],
+        checkpoint_loader: Callable[[], Mapping[str, Tensor]] | None,
         start_rank_id: int = 0,
         pp_degree: int = 1,
         ep_degree: int = 1,
@@ -275,7 +276,8 @@ class FirstModelBuilder:
         """Record and compile all models, with the weights of `checkpoint_loader`.
 
         Args:
-            initialize_model_weights: of the old runtime; weights are always there.
+            initialize_model_weights: False allows for a loader that gives none, or for no loader: the models keep what
+                they are made with until `initialize` of the result's `nxd_model`.
             **old_settings: as for the class.
 
         Returns:
@@ -290,8 +292,9 @@ class FirstModelBuilder:
         builder = nxd_trace.ModelBuilder(InstanceOnRank(self._instances), self.tp_degree)
         for program in self._programs:
             builder.trace(program.inputs, program.name, program.func_kwargs)
+        loaded = self._loaded()
         traced = builder.compile(
-            weights=self._checkpoint(),
+            weights=self._checkpoint(loaded) if initialize_model_weights or loaded else None,
             inline_weights_to_neff=False,
             compiler_args=_one_for_all(self._compiler_args),
             compiler_workdir=self.compiler_workdir,
@@ -300,9 +303,13 @@ class FirstModelBuilder:
         self._executor = NxDModelExecutor(NxDModel(traced))
         return self._executor
 
-    def _checkpoint(self) -> dict[str, Tensor]:
+    def _loaded(self) -> Mapping[str, Tensor]:
+        """What `checkpoint_loader` gives."""
+        return {} if self.checkpoint_loader is None else self.checkpoint_loader()
+
+    def _checkpoint(self, loaded: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The whole weights, as the preshard hooks of the model's modules want them; with the ranks, if they lack."""
-        checkpoint = dict(self.checkpoint_loader())
+        checkpoint = dict(loaded)
         instance = copy.copy(next(iter(self._instances.values())))
         planned = NxDParallelState(self.tp_degree, tensor_model_parallel_size=self.tp_degree)
         with nullcontext() if model_parallel_is_initialized() else planned, init_on_device(torch.device("meta")):
@@ -326,7 +333,7 @@ class FirstModelBuilder:
         executor = getattr(self, "_executor", None)
         if executor is None:
             raise ValueError("nothing has been traced; call trace() before shard_checkpoint()")
-        shards = nxd_trace.shard_checkpoint(self._checkpoint(), executor.nxd_model.model)
+        shards = nxd_trace.shard_checkpoint(self._checkpoint(self._loaded()), executor.nxd_model.model)
         if serialize_path is not None:
             nxd_trace.write_rank_weights(shards, serialize_path)
         return shards
