@@ -5,13 +5,18 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import nxd_ckpt
 import pytest
 import torch
+import torch.distributed as dist
 from nxd_state.testing import deadline
 from nxd_trainer.chaos import Disturbance, FollowedRun, Measures, Plan, disturb, measure
+from nxd_trainer.chaos.ranks import Rank
+from nxd_trainer.elastic.members import Board
 from nxd_trainer.report.metrics import METRICS_FILE, StepRecord, read_records
 
 pytestmark = [
@@ -49,6 +54,27 @@ class Run:
     def trainers(self) -> list[int]:
         return [rank.pid for rank in self._followed.ranks()]
 
+    def rank(self, number: int) -> Rank:
+        """By the number that the launcher has given it; waits until there is one."""
+        while (found := [rank for rank in self._followed.ranks() if rank.number == number]) == []:
+            assert self._followed.wait(0.01), self.log
+        return found[0]
+
+    @contextmanager
+    def without(self, number: int) -> Iterator[None]:
+        """Kill a rank that nobody replaces meanwhile."""
+        lost = self.rank(number)
+        os.kill(lost.parent, signal.SIGSTOP)
+        os.kill(lost.pid, signal.SIGKILL)
+        yield
+        os.kill(lost.parent, signal.SIGCONT)
+
+    def board(self) -> Board:
+        """What its trainers write about generations."""
+        variables = Path(f"/proc/{self.rank(0).parent}/environ").read_bytes().decode().split("\0")
+        port = next(int(it.partition("=")[2]) for it in variables if it.startswith("MASTER_PORT="))
+        return Board(dist.TCPStore("127.0.0.1", port, wait_for_workers=False))
+
     def keeper(self) -> int:
         """The process that keeps checkpoints in this host's memory."""
         processes = [int(it.name) for it in Path("/proc").iterdir() if it.name.isdecimal()]
@@ -56,6 +82,10 @@ class Run:
 
     def wait_for_step(self, step: int) -> None:
         assert self._followed.wait_for_step(step), self.log
+
+    def wait_until(self, is_so: Callable[[], bool]) -> None:
+        while not is_so():
+            assert self._followed.wait(0.001), self.log
 
     def wait_for_log(self, text: str) -> None:
         while text not in self.log:
@@ -125,6 +155,35 @@ def test_killed_ranks_are_replaced_and_cost_one_step_at_most(start, layout):
     assert run.log.count("; the run resumes from") == run.log.count("in the memory of the hosts") == KILLS
     assert run.log.count("another process takes its place") == KILLS  # and no survivor was given up
     assert not list(Path("/dev/shm").glob(f"nxd-memory-{os.getuid()}-*-{run.process.pid}-*"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 2])  # one that was there, and the one that joins
+@pytest.mark.parametrize("moment", ["announced", "made up"])
+def test_rank_that_dies_while_another_joins_costs_one_step_at_most(start, moment, victim):
+    steps = [*LAYOUTS["tp2-dp2"], "train.steps=150"]
+    alone = start("alone", *steps)
+    assert alone.end() == 0, alone.log
+    run = start("run", *steps, *ELASTIC, "--elastic-grace", "2")
+    run.wait_for_step(3)
+    board = run.board()
+    with run.without(2):
+        run.wait_for_log("TP 2 x DP 1")
+        run.wait_for_step(run.records()[-1].step + 3)
+        following = board.latest() + 1
+    if moment == "announced":
+        run.wait_until(lambda: 0 in board.announced(following, 4))
+    else:
+        run.wait_until(lambda: board.closed(following) is not None)
+    taken = run.records()[-1].step
+    os.kill(run.rank(victim).pid, signal.SIGKILL)
+
+    assert run.end() == 0, run.log
+    found, expected = run.records(), alone.records()
+    assert [it.step for it in found] == [it.step for it in expected]
+    assert [it.loss for it in found] == pytest.approx([it.loss for it in expected], rel=1e-10)
+    resumed = [int(it) for it in re.findall(r"the run resumes from step-(\d+)", run.log)]
+    assert resumed[-1] >= taken - 1
 
 
 def test_killed_keeper_of_memory_is_replaced_and_the_next_loss_costs_one_step_at_most(start):

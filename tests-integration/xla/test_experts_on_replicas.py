@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from nxd_layers import ColumnParallelLinear, ParallelEmbedding, parallel_cross_entropy
 from nxd_layers.experts import ExpertMLPs, MoE, RouterTopK
 from nxd_layers.hf import parallelize
@@ -41,7 +40,7 @@ class OwnLayer(nn.Module):
 
 
 class Mixtral(nn.Module):
-    """The same of transformers, with products that know the number of experts of a token only."""
+    """The same of transformers, with its own mixture."""
 
     def __init__(self) -> None:
         from transformers import MixtralConfig, MixtralForCausalLM
@@ -57,14 +56,10 @@ class Mixtral(nn.Module):
             num_local_experts=EXPERTS,
             max_position_embeddings=64,
         )
-        config._experts_implementation = "batched_mm"
         self.model = parallelize(MixtralForCausalLM(config), expert_parallel=splits_experts())
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        length = input_ids.shape[1]
-        later = torch.full((length, length), -1e9, device=input_ids.device).triu(1)
-        mask = later.expand(len(input_ids), 1, -1, -1)  # ready, so that transformers reads no values to make one
-        return self.model(input_ids=input_ids, attention_mask=mask, labels=labels, use_cache=False).loss
+        return self.model(input_ids=input_ids, labels=labels, use_cache=False).loss
 
 
 MODELS = {

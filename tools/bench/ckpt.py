@@ -19,7 +19,6 @@ import argparse
 import logging
 import multiprocessing
 import os
-import resource
 import shutil
 import tempfile
 from pathlib import Path
@@ -64,8 +63,6 @@ def size_of(arguments: argparse.Namespace) -> Size:
 def run_rank(rank: int, folder: Path, arguments: argparse.Namespace, results: Any) -> None:
     torch.set_num_threads(1)
     logging.disable(logging.INFO)
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # dcp's process takes one for each of many tensors
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}  # for dcp's own processes
     size = size_of(arguments)
     os.environ["WORLD_SIZE"] = str(size.world_size)

@@ -26,3 +26,36 @@ def test_program_that_ends_without_destroy_gives_up_its_groups_and_leaves_quietl
     assert (returncode, stderr) == (0, "")
     assert stdout.count("total: 2.0") == 2
     assert stdout.count("left at exit: False, False") == 2
+
+
+FAILS_ON_ONE_RANK = """
+import os, sys
+import nxd_state, torch
+import torch.distributed as dist
+
+class Lost(dist.Store):
+    def set(self, key, value):
+        raise nxd_state.PeerError("a rank was lost meanwhile")
+
+if os.environ["RANK"] == "1":
+    try:
+        nxd_state.initialize_model_parallel(store=Lost())
+    except nxd_state.PeerError as error:
+        sys.stdout.write(f"failed: {error}\\n")
+store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), wait_for_workers=False)
+nxd_state.initialize_model_parallel(store=dist.PrefixStore("second", store))
+sys.stdout.write(f"total: {nxd_state.all_reduce(torch.ones(1), nxd_state.get_world_group()).item()}\\n")
+nxd_state.destroy_model_parallel()
+"""
+
+
+def test_ranks_whose_first_start_has_failed_meet_those_whose_has_not(tmp_path, monkeypatch):
+    monkeypatch.setenv("NXD_TIMEOUT", "20")
+    script = tmp_path / "program.py"
+    script.write_text(FAILS_ON_ONE_RANK)
+
+    returncode, stdout, stderr = run_torchrun([str(script)], 2)
+
+    assert (returncode, stderr) == (0, "")
+    assert stdout.count("failed: a rank was lost meanwhile") == 1
+    assert stdout.count("total: 2.0") == 2

@@ -149,7 +149,7 @@ def _write_tensors(task: SaveTask, tensor_of: Callable[[str, Box], torch.Tensor]
     hashes: Hashes = []
     if task.layout.placed:
         file = data_file_name(task.save_id, rank)
-        task.transaction.write_file(file, file_parts(task.layout, tensor_of, hashes))
+        task.transaction.write_file(file, file_parts(task.layout, tensor_of, hashes), task.layout.size)
     return hashes
 
 
@@ -161,7 +161,7 @@ def _write(task: SaveTask, write_tensors: Callable[[], Hashes], rank: int) -> _W
         for name, content in (task.options.extra or {}).items():
             extra[name] = ExtraEntry(extra_file_name(task.save_id, name), hashes_of(content))
             sizes[extra[name].file] = len(content)
-            task.transaction.write_file(extra[name].file, [content])
+            task.transaction.write_file(extra[name].file, [content], len(content))
     return _Written(hashes, extra, sizes)
 
 

@@ -106,7 +106,7 @@ def test_writer_that_fails_on_one_rank_is_raised_by_all_and_replaced(tmp_path, b
 class NoRoom:
     """A transaction whose storage is full."""
 
-    def write_file(self, file, parts):
+    def write_file(self, file, parts, num_bytes):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 

@@ -126,10 +126,10 @@ def test_leader_that_dies_while_it_commits_leaves_the_old_or_the_new(hosts, reac
     hosts.save("t", 1, copies=1)
     put, manifests = KeeperClient.put, itertools.count()
 
-    def dies(keeper, name):
+    def dies(keeper, name, num_bytes):
         if name == "t/manifest.json" and next(manifests) == reached:
             raise KeyboardInterrupt
-        return put(keeper, name)
+        return put(keeper, name, num_bytes)
 
     with monkeypatch.context() as dying:
         dying.setattr(KeeperClient, "put", dies)
@@ -159,7 +159,7 @@ def test_saves_in_the_background_one_after_the_other_keep_the_newest(hosts):
 def test_files_that_may_be_those_of_a_save_at_work_are_no_garbage_yet(hosts):
     hosts.save("step-1", 1, copies=1)
     keeper = KeeperClient(hosts.keepers[0][0].address)
-    upload = keeper.put("step-2/data/x")
+    upload = keeper.put("step-2/data/x", 3)
     upload.send(b"123")
     upload.finish()
 

@@ -1,15 +1,18 @@
 """A keeper gives nothing to strangers, and nothing that it is sent reaches beyond its folder or stops it."""
 
+import errno
 import json
 import os
 import random
 import signal
 import socket
 import threading
+import time
 from contextlib import contextmanager, suppress
 
 import pytest
-from nxd_ckpt import CheckpointError, latest
+import torch
+from nxd_ckpt import CheckpointError, latest, save
 from nxd_ckpt.peers.client import KeeperClient
 from nxd_ckpt.peers.keeper import CLIENT, Keeper, proof
 from nxd_ckpt.peers.starting import KeeperProcess
@@ -35,7 +38,7 @@ def connected(address):
 
 
 def write(keeper, name, content):
-    upload = KeeperClient(keeper.address).put(name)
+    upload = KeeperClient(keeper.address).put(name, len(content))
     upload.send(content)
     upload.finish()
 
@@ -73,6 +76,31 @@ def test_killed_keeper_starts_again_at_its_address_with_what_it_kept(keeper):
     assert KeeperClient(keeper.address).content("t/data/x", 10) == b"kept"
 
 
+def test_stopped_keeper_owes_an_answer_until_another_one_serves_what_it_kept(keeper, deadline):
+    write(keeper, "t/data/x", b"kept")
+    address, give_up = keeper.address, time.monotonic() + deadline(30)
+    os.kill(keeper.pid, signal.SIGSTOP)
+    while keeper.silence() < 0.2:
+        assert time.monotonic() < give_up
+    keeper.kill()
+    keeper.restart()
+
+    for _ in range(3):
+        while keeper.silence() > 0:
+            assert time.monotonic() < give_up
+    assert keeper.address == address
+    assert KeeperClient(keeper.address).content("t/data/x", 10) == b"kept"
+
+
+def test_stopped_keeper_can_be_closed(tmp_path):
+    keeper = KeeperProcess(tmp_path / "host", "right")
+    os.kill(keeper.pid, signal.SIGSTOP)
+
+    keeper.close()
+
+    assert keeper.death() == "was killed by SIGKILL"
+
+
 @pytest.mark.parametrize("secret", ["wrong", "righ", "rightt"])
 def test_another_secret_is_refused(keeper, monkeypatch, secret):
     write(keeper, "t/manifest.json", b"{}")
@@ -106,7 +134,7 @@ def test_names_outside_the_folder_are_refused(keeper, tmp_path, name):
 
 
 def test_a_writer_that_dies_leaves_nothing(keeper, tmp_path):
-    upload = KeeperClient(keeper.address).put("t/data/x")
+    upload = KeeperClient(keeper.address).put("t/data/x", 1000)
     upload.send(b"1" * 100)
     upload.close()
     write(keeper, "t/data/y", b"2")
@@ -127,7 +155,7 @@ def test_garbage_does_not_stop_it(keeper):
     requests += [{"do": "get", "name": "x", "pieces": it} for it in (7, [[-1, 5]], [["a", 1]], [[1]])]
     sent = [json.dumps(it).encode() + b"\n" for it in (*requests, [], 3)]
     sent += [draw.randbytes(draw.randrange(200)) + b"\n" for _ in range(50)]
-    sent += [json.dumps({"do": "put", "name": "x"}).encode() + end for end in (b"\nmany\n", b"\n-5\n")]
+    sent += [json.dumps({"do": "put", "name": "x", "bytes": 9}).encode() + end for end in (b"\nmany\n", b"\n-5\n")]
 
     for content in sent:
         with connected(keeper.address) as (connection, answers):
@@ -200,10 +228,10 @@ def test_folder_that_others_may_have_made_is_refused(tmp_path, kind):
 
 def test_writer_whose_host_is_gone_leaves_nothing(tmp_path):
     with Keeper(tmp_path / "host", "127.0.0.1", "right", silence=0.1) as keeper:
-        serving = threading.Thread(target=keeper.serve_forever)
+        serving = threading.Thread(target=keeper.serve_forever, daemon=True)
         serving.start()
         with connected(keeper.address) as (connection, answers):
-            connection.sendall(b'{"do": "put", "name": "x"}\n100\nabc')
+            connection.sendall(b'{"do": "put", "name": "x", "bytes": 100}\n100\nabc')
 
             assert answers.read() == b""  # it has hung up by itself
 
@@ -218,6 +246,44 @@ def test_file_that_cannot_be_written_says_why(keeper, tmp_path):
 
     with pytest.raises(OSError, match="No such file or directory"):
         write(keeper, "x", bytes(8 << 20))
+
+
+def test_file_without_room_is_refused_with_what_it_needs_and_what_is_free(keeper, tmp_path):
+    upload = KeeperClient(keeper.address).put("x", 1 << 60)
+    upload.send(b"1" * (1 << 20))
+
+    with pytest.raises(OSError, match=r"no room for a file of 1,152,921,504,606,846,976 bytes: [\d,]+ are free in "):
+        upload.finish()
+
+    assert KeeperClient(keeper.address).files() == {}
+    assert list((tmp_path / "host/.partial").iterdir()) == []
+
+
+def test_two_files_do_not_get_the_same_room(tmp_path, monkeypatch):
+    def is_full(descriptor, offset, length):
+        raise OSError(errno.ENOSPC, "taken by another file meanwhile")
+
+    monkeypatch.setenv("NXD_PEERS_SECRET", "right")
+    monkeypatch.setattr(os, "posix_fallocate", is_full)
+    with Keeper(tmp_path / "host", "127.0.0.1", "right") as keeper:
+        serving = threading.Thread(target=keeper.serve_forever, daemon=True)
+        serving.start()
+
+        with pytest.raises(CheckpointError, match=r"saving checkpoint 't' .* no room for a file of [\d,]+ bytes"):
+            save(peers_url([keeper.address]), "t", {"w": torch.ones(100)})
+
+        keeper.shutdown()
+        serving.join()
+
+
+def test_file_of_another_length_than_was_said_does_not_appear(keeper):
+    upload = KeeperClient(keeper.address).put("x", 10)
+    upload.send(b"123")
+
+    with pytest.raises(OSError, match="it was to have 10 bytes, and 3 came"):
+        upload.finish()
+
+    assert KeeperClient(keeper.address).files() == {}
 
 
 def test_file_that_is_larger_than_it_may_be_is_not_read(keeper):

@@ -20,7 +20,7 @@ def begun(root, save_id, *, overwrite=False):
     """A transaction that has written one file and is about to commit."""
     transaction = open_store(root).begin_save("t", save_id, overwrite=overwrite)
     transaction.begin()
-    transaction.write_file(data_file_name(save_id, 0), [b"0" * 10])
+    transaction.write_file(data_file_name(save_id, 0), [b"0" * 10], 10)
     return transaction
 
 
@@ -158,7 +158,7 @@ def test_upload_that_fails_halfway_leaves_no_checkpoint_and_no_file(object_root)
     transaction = open_store(object_root).begin_save("t", A, overwrite=False)
     transaction.begin()
     with pytest.raises(OSError, match="the source has gone"):
-        transaction.write_file(data_file_name(A, 0), parts())
+        transaction.write_file(data_file_name(A, 0), parts(), 10)
     transaction.end()
 
     assert files(object_root) == []
@@ -168,7 +168,7 @@ def test_upload_of_more_than_one_part_and_reads_of_ranges_are_exact(object_root)
     content = bytes(range(256)) * 2**17  # 32 MiB, two parts
     transaction = open_store(object_root).begin_save("t", A, overwrite=False)
     transaction.begin()
-    transaction.write_file(data_file_name(A, 0), [b"head", memoryview(content), b"tail"])
+    transaction.write_file(data_file_name(A, 0), [b"head", memoryview(content), b"tail"], 8 + len(content))
 
     assert transaction.file_size(data_file_name(A, 0)) == len(content) + 8
     ranges = [(0, 10), (5000, 17 * 2**20), (17 * 2**20 + 5001, 3), (len(content), 8)]
@@ -211,7 +211,7 @@ def test_transaction_can_go_to_another_process(s3_bucket):
     here = open_store(root).begin_save("t", A, overwrite=False)
     there = pickle.loads(pickle.dumps(here))
     here.begin()
-    there.write_file(data_file_name(A, 1), [b"by another"])
+    there.write_file(data_file_name(A, 1), [b"by another"], 10)
 
     assert here.file_size(data_file_name(A, 1)) == 10
 

@@ -12,6 +12,9 @@ import functools
 import importlib
 import importlib.util
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,8 @@ from nxd_state.neuron_errors import device_errors
 
 ACCELERATORS = ("cuda", "neuron")
 DEVICE_TYPES = ("cpu", "xla", *ACCELERATORS)
+
+_static_shapes: ContextVar[bool] = ContextVar("static_shapes", default=False)
 
 
 def device_type() -> str:
@@ -134,7 +139,17 @@ def has_dynamic_shapes(what: Tensor | torch.device | str | None = None) -> bool:
     Args:
         what: as for `records_graphs`.
     """
-    return _type_of(what) not in ("xla", "neuron")
+    return not _static_shapes.get() and _type_of(what) not in ("xla", "neuron")
+
+
+@contextmanager
+def static_shapes() -> Iterator[None]:
+    """Inside, no shape may depend on values on any device: to plan or to try what a Neuron device is to compute."""
+    token = _static_shapes.set(True)
+    try:
+        yield
+    finally:
+        _static_shapes.reset(token)
 
 
 def has_float64(device: torch.device) -> bool:

@@ -34,7 +34,14 @@ def start_torch_distributed(rank: int, world_size: int, timeout: timedelta | Non
         store = dist.HashStore()
     elif store is None:
         store = _fresh_store(rank, world_size, timeout)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    groups = distributed_c10d._world.group_count
+    try:
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    except BaseException:
+        # torch has counted the group, by which the next one, and its keys in the store, would be named otherwise than
+        # on ranks whose start has not failed: all would wait for each other.
+        distributed_c10d._world.group_count = groups
+        raise
 
 
 def _fresh_store(rank: int, world_size: int, timeout: timedelta | None) -> dist.Store:

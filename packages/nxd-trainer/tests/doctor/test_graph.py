@@ -151,6 +151,10 @@ def test_loops_that_are_counted_once_are_named():
             ["--graph", "", "parallel.context_parallel_size=2", "--ranks", "3"],
             "--ranks 3 must be a multiple of parallel.tensor_parallel_size=1 times parallel.context_parallel_size=2",
         ),
+        (
+            ["--graph", "", "model.type=mixtral", "parallel.expert_parallel_size=4", "--ranks", "2"],
+            "--ranks 2 must be a multiple of parallel.tensor_parallel_size=1, and of 4 ranks with the experts",
+        ),
         (["--graph", "", "--steps", "0"], "--steps 0 must be 1 or more"),
         (["--graph", "", "train.stepz=2"], "train.stepz"),
         (["--graph", "missing.py"], "there is no script missing.py"),
@@ -221,6 +225,30 @@ def test_step_of_cut_sequences_is_one_graph_that_exchanges_heads(text, capsys):
     groups = {(row["kind"], str(row["groups"])) for row in report["collectives"]}
     assert ("all-to-all", "[[0, 1], [2, 3]]") in groups  # heads for sequences
     assert ("all-reduce", "[[0, 1, 2, 3]]") in groups  # gradients of replicas, which these ranks are
+
+
+EXPERTS = [
+    "model.type=mixtral",
+    "model.config.num_local_experts=4",
+    "model.config.num_experts_per_tok=2",
+    "parallel.expert_parallel_size=2",
+]
+
+
+@pytest.mark.xla
+def test_step_of_experts_over_ranks_is_one_graph_that_gathers_tokens(text, capsys):
+    pytest.importorskip("transformers")
+    code = main(["doctor", "--graph", "", *text, *RECIPE, *EXPERTS, "--ranks", "4", "--json"])
+
+    captured = capsys.readouterr()
+    assert code == 0, captured
+    report = json.loads(captured.out)
+    assert "TP 1 x DP 4, EP 2" in report["title"]
+    assert report["ranks"] == "ranks 0 and 3 build the same graphs"
+    groups = {(row["kind"], str(row["groups"])) for row in report["collectives"]}
+    assert ("all-gather", "[[0, 1], [2, 3]]") in groups  # tokens to the experts
+    assert ("all-reduce", "[[0, 2], [1, 3]]") in groups  # gradients of experts
+    assert ("all-reduce", "[[0, 1, 2, 3]]") in groups  # the others
 
 
 @pytest.mark.xla

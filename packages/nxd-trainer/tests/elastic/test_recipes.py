@@ -1,8 +1,13 @@
-"""Recipes that an elastic training refuses, and where the memory of a host lies."""
+"""Recipes that an elastic training refuses, and where the memory of a host lies and who keeps it."""
 
 import os
+import signal
+import time
+from contextlib import closing
+from pathlib import Path
 
 import pytest
+from nxd_ckpt.peers.client import KeeperClient
 from nxd_ckpt.peers.keeper import SECRET
 from nxd_trainer.elastic.loop import Options
 from nxd_trainer.elastic.memory import HostMemory
@@ -21,18 +26,51 @@ def test_launcher_gives_the_secret_by_the_name_that_keepers_read():
     assert PEERS_SECRET == SECRET
 
 
-@pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="no memory to keep files in")
-def test_memory_of_another_namespace_is_not_removed_and_that_of_an_ended_launcher_is(monkeypatch, tmp_path):
+@pytest.fixture
+def memory_folder(monkeypatch, tmp_path):
+    """The folder that is this host's memory, for a supervisor of the first rank."""
     monkeypatch.setattr("nxd_trainer.elastic.memory._MEMORY", tmp_path)
     monkeypatch.setattr("nxd_trainer.elastic.memory._own_address", lambda: "127.0.0.1")
     monkeypatch.setenv(SECRET, "of the test")
     monkeypatch.delenv("LOCAL_RANK", raising=False)
+    return tmp_path
+
+
+@pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="no memory to keep files in")
+def test_memory_of_another_namespace_is_not_removed_and_that_of_an_ended_launcher_is(memory_folder):
     own = "".join(filter(str.isdecimal, Process.of(os.getpid()).place.rpartition("/")[2]))
-    elsewhere, ended = (tmp_path / f"nxd-memory-{os.getuid()}-{it}-999999-1" for it in ("123", own))
+    elsewhere, ended = (memory_folder / f"nxd-memory-{os.getuid()}-{it}-999999-1" for it in ("123", own))
     elsewhere.mkdir()
     ended.mkdir()
 
-    memory = HostMemory()
+    memory = HostMemory(silence=10)
     memory.close(forget=True)
 
-    assert [it.name for it in tmp_path.iterdir()] == [elsewhere.name]
+    assert [it.name for it in memory_folder.iterdir()] == [elsewhere.name]
+
+
+def process_of(folder):
+    """The keeper that serves a folder below this one; this process has started it."""
+    own = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    return next(int(pid) for pid in own if os.fsencode(folder) in Path(f"/proc/{pid}/cmdline").read_bytes())
+
+
+@pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="no memory to keep files in")
+def test_stopped_keeper_is_killed_and_replaced_and_the_log_says_so(memory_folder, capfd, deadline):
+    memory = HostMemory(silence=1)
+    client, give_up, log = KeeperClient(memory.address), time.monotonic() + deadline(30), ""
+    with closing(client.put("t/data/x", 4)) as upload:
+        upload.send(b"kept")
+        upload.finish()
+    os.kill(process_of(memory_folder), signal.SIGSTOP)
+    while "serves" not in log:
+        memory.revive()
+        log += capfd.readouterr().err
+        assert time.monotonic() < give_up
+
+    assert log == (
+        "nxd elastic: the keeper of this host's memory has not answered for 1 s and is killed; another one serves what "
+        "it kept\n"
+    )
+    assert client.content("t/data/x", 10) == b"kept"
+    memory.close(forget=True)

@@ -253,6 +253,22 @@ def test_experts_are_shared_out_and_what_tokens_send_is_counted(model_of):
     assert shared.communication.dp < whole.communication.dp
 
 
+def test_experts_on_trainium_compute_for_the_gathered_tokens_of_all_ranks(model_of):
+    on_trainium = replace(job(model_of("mixtral")), device=find_device("trn2"))
+    whole = only(make_plan(on_trainium, ALONE, top=1))
+    shared = only(make_plan(on_trainium, replace(ALONE, expert_parallel_size=2), top=1))
+
+    layers, hidden, inner, top_k, tokens = 4, 64, 96, 2, 32
+    # Tokens there and back, and their gradients; weights and their gradients; the experts chosen.
+    row = 4 * hidden * 4 + 2 * top_k * 4 + top_k * 8
+    assert shared.communication.ep == 4 * layers * tokens * row  # of four microbatches; all tokens to the other rank
+    assert whole.communication.ep == 0
+    assert whole.memory.parameters - shared.memory.parameters == 4 * layers * 2 * 3 * hidden * inner
+    # All four experts for the tokens of one rank, or two of them for those of both, are as much arithmetic.
+    assert whole.time.pipeline <= shared.time.pipeline
+    assert shared.memory.activations >= whole.memory.activations > layers * 4 * 3 * tokens * inner * 4
+
+
 def test_models_with_experts_are_planned_with_them_shared_out(model_of):
     device = replace(find_device("cpu"), memory_bytes=int(4.5 * 2**20))
     crowded = replace(job(model_of("mixtral"), 4), device=device)

@@ -139,9 +139,8 @@ class Background:
                 return []
             if job.in_this_process:
                 hashes = ChunkHashes(request.chunk_sizes)
-                job.task.transaction.write_file(
-                    request.file, staged_parts(request.header, self._arena.view, slices, hashes)
-                )
+                parts = staged_parts(request.header, self._arena.view, slices, hashes)
+                job.task.transaction.write_file(request.file, parts, request.num_bytes)
                 return hashes.done
             return self._living_writer().write(request, slices, job.timeout)
         finally:

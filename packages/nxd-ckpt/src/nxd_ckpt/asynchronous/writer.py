@@ -35,6 +35,11 @@ class FileToWrite:
     header: bytes
     chunk_sizes: Sequence[int]
 
+    @property
+    def num_bytes(self) -> int:
+        """Of the whole file."""
+        return len(self.header) + sum(self.chunk_sizes)
+
 
 @dataclass(frozen=True, slots=True)
 class NothingMore:
@@ -99,7 +104,7 @@ def _write(request: FileToWrite, arena: memoryview, connection: "Connection") ->
     hashes = ChunkHashes(request.chunk_sizes)
     parts = staged_parts(request.header, arena, _received(connection), hashes)
     try:
-        request.transaction.write_file(request.file, _with_signs_of_life(parts, connection))
+        request.transaction.write_file(request.file, _with_signs_of_life(parts, connection), request.num_bytes)
     except (EOFError, ConnectionError):
         raise
     except Exception as error:  # any error must be reported to the parent

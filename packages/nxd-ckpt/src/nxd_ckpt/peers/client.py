@@ -29,9 +29,12 @@ class KeeperClient:
     def __init__(self, address: str) -> None:
         self.address = address
 
-    def put(self, name: str) -> "Upload":
-        """Begin to write a file, which appears when it is finished; one of this name is replaced then."""
-        return Upload(_Connection(self.address), name)
+    def put(self, name: str, num_bytes: int) -> "Upload":
+        """Begin to write a file of so many bytes, which appears when it is finished; one of this name is replaced then.
+
+        The keeper makes room for it first; that there is none is heard when it is finished.
+        """
+        return Upload(_Connection(self.address), name, num_bytes)
 
     def get(self, name: str, pieces: "Sequence[tuple[int, memoryview]]") -> None:
         """Fill each memory with the file's bytes from an offset on.
@@ -80,9 +83,9 @@ class KeeperClient:
 class Upload:
     """A file on its way to a keeper."""
 
-    def __init__(self, connection: "_Connection", name: str) -> None:
+    def __init__(self, connection: "_Connection", name: str, num_bytes: int) -> None:
         self._connection = connection
-        connection.ask({"do": "put", "name": name})
+        connection.ask({"do": "put", "name": name, "bytes": num_bytes})
 
     def send(self, part: "bytes | memoryview") -> None:
         """The next bytes."""

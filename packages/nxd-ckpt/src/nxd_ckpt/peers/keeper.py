@@ -9,6 +9,7 @@ requests as well as answers; contents follow it. Contents are not encrypted.
 """
 
 import contextlib
+import errno
 import fcntl
 import hmac
 import json
@@ -186,7 +187,7 @@ class _Conversation(socketserver.StreamRequestHandler):
         """Parts as lines with their length, each followed by its bytes; the file appears when all are there."""
         partial = self.server.folder / _PARTIAL / uuid.uuid4().hex
         try:
-            problem = self._receive(partial)
+            problem = self._receive(partial, int(request["bytes"]))
             target = self.server.path_of(request["name"])
             if problem is not None:
                 raise problem
@@ -196,8 +197,10 @@ class _Conversation(socketserver.StreamRequestHandler):
             partial.unlink(missing_ok=True)
         return {"done": True}
 
-    def _receive(self, path: Path) -> OSError | None:
+    def _receive(self, path: Path, num_bytes: int) -> OSError | None:
         """Write all parts to a new file; returns what was wrong with that once all have come, so that it can be said.
+
+        Memory that is full would also end ranks that share it, so all of the file gets its place before a part of it.
 
         Raises:
             ConnectionError: they do not come, or are none.
@@ -206,8 +209,10 @@ class _Conversation(socketserver.StreamRequestHandler):
         with contextlib.ExitStack() as opened:
             try:
                 file: IO[bytes] = opened.enter_context(path.open("xb", buffering=0))
+                _reserve(file, num_bytes, self.server.folder)
             except OSError as error:
                 problem = error
+            missing = num_bytes
             while (line := self.rfile.readline(32)) != END:
                 left = int(line)
                 if left <= 0:
@@ -217,7 +222,10 @@ class _Conversation(socketserver.StreamRequestHandler):
                     if not content:
                         raise ConnectionError("the file ends early")
                     left -= len(content)
+                    missing -= len(content)
                     problem = problem or _written(file, content)
+        if missing:
+            problem = problem or OSError(f"it was to have {num_bytes} bytes, and {num_bytes - missing} came")
         return problem
 
     def _get(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -267,6 +275,21 @@ class _Conversation(socketserver.StreamRequestHandler):
         return {"done": True}
 
 
+def _reserve(file: IO[bytes], num_bytes: int, folder: Path) -> None:
+    """Raise OSError where a new file of this size has no room; two that are written at once do not get the same."""
+    try:
+        if num_bytes > shutil.disk_usage(folder).free:  # trying would fill it for a moment
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if num_bytes:
+            os.posix_fallocate(file.fileno(), 0, num_bytes)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        free = shutil.disk_usage(folder).free
+        text = f"no room for a file of {num_bytes:,} bytes: {free:,} are free in {folder}"
+        raise OSError(errno.ENOSPC, text) from None
+
+
 def _written(file: IO[bytes], content: bytes) -> OSError | None:
     """The error, so that the rest can be read from the connection."""
     left = memoryview(content)
@@ -279,14 +302,17 @@ def _written(file: IO[bytes], content: bytes) -> OSError | None:
 
 
 def main() -> None:
-    """`keeper.py FOLDER HOST PORT`: says its address in a line, and serves until standard input ends."""
+    """`keeper.py FOLDER HOST PORT`: says its address in a line, and serves until standard input ends.
+
+    Each byte of that is sent back: whoever has started it sees that it is not stopped.
+    """
     folder, host, port = sys.argv[1:]
     keeper = Keeper(Path(folder), host, os.environ[SECRET], port=int(port))
     print(keeper.address, flush=True)
     threading.Thread(target=keeper.serve_forever, daemon=True).start()
     with contextlib.suppress(ConnectionError):
-        while sys.stdin.buffer.read(1):
-            pass
+        while word := os.read(sys.stdin.fileno(), 1):
+            os.write(sys.stdout.fileno(), word)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,21 @@
-"""Starting the keeper of a host, and starting it again when it dies."""
+"""Starting the keeper of a host, seeing whether it is well, and starting it again when it has died."""
 
 import os
+import select
 import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from nxd_ckpt.peers import keeper
+
+_SECONDS_TO_START = 30.0
 
 
 class KeeperProcess:
@@ -35,6 +40,7 @@ class KeeperProcess:
         self._folder, self._host = Path(folder), host
         self._environment: Mapping[str, str] = {**os.environ, keeper.SECRET: secret}
         self._port = _reserved_port(host)
+        self._asked: float | None = None  # since when an answer is owed, on the monotonic clock
         try:
             self._process, self.address = self._start()
         except OSError:
@@ -55,6 +61,25 @@ class KeeperProcess:
             return f"was killed by {signal.Signals(-code).name}"
         return f"ended with code {code}"
 
+    def silence(self) -> float:
+        """Seconds for which it has owed an answer, as one does that is stopped; each call asks, and none waits."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        if self._asked is not None and _has_come(self._process.stdout.fileno(), 0.0):
+            os.read(self._process.stdout.fileno(), 1)
+            self._asked = None
+        if self._asked is not None:
+            return time.monotonic() - self._asked
+        with suppress(OSError):  # it has died, as `death` says
+            os.write(self._process.stdin.fileno(), b"?")
+        self._asked = time.monotonic()
+        return 0.0
+
+    def kill(self) -> None:
+        """End it at once, also where it is stopped; `restart` then starts another."""
+        self._process.kill()
+        self._process.wait()
+
     def restart(self) -> None:
         """After its death: serve the same folder at the same address, so that nobody needs to be told.
 
@@ -62,13 +87,13 @@ class KeeperProcess:
             OSError: it could not be started; it can be tried again.
         """
         self._close_pipes()
+        self._asked = None
         self._process, self.address = self._start()
 
     def close(self) -> None:
         """End it."""
-        self._process.terminate()  # a fork of this process may have the other end of its input as well
+        self.kill()  # a fork of this process may have the other end of its input as well
         self._close_pipes()
-        self._process.wait()
         self._port.close()
 
     def _start(self) -> "tuple[subprocess.Popen[bytes], str]":
@@ -81,6 +106,8 @@ class KeeperProcess:
             start_new_session=True,  # Ctrl-C is for the ranks
         )
         assert process.stdout is not None
+        if not _has_come(process.stdout.fileno(), _SECONDS_TO_START):
+            process.kill()
         address = process.stdout.readline().decode().strip()
         if not address:
             code = process.wait()
@@ -100,6 +127,13 @@ class KeeperProcess:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _has_come(descriptor: int, seconds: float) -> bool:
+    """Whether there is something to read, or the end of it, within so many seconds."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(1000 * seconds))
 
 
 def _reserved_port(host: str) -> socket.socket:

@@ -164,7 +164,7 @@ class PeerStore:
         """See `Store.set_pinned`."""
         for keeper, _ in self.listings():
             if to:
-                with closing(keeper.put(f"{_PIN}{tag}")) as upload:
+                with closing(keeper.put(f"{_PIN}{tag}", 0)) as upload:
                     upload.finish()
             else:
                 keeper.remove([f"{_PIN}{tag}"])
@@ -221,14 +221,14 @@ class PeerSave:
         """See `SaveTransaction.hold`; here every checkpoint is whole."""
         raise CheckpointError("checkpoints in the memory of hosts are whole; leave incremental=True out")
 
-    def write_file(self, file: str, parts: "Iterable[bytes | memoryview]") -> None:
+    def write_file(self, file: str, parts: "Iterable[bytes | memoryview]", num_bytes: int) -> None:
         """See `SaveTransaction.write_file`: on this rank's host, and on the next ones at the same time."""
         holders = self._store.keepers[: 1 + self._store.copies]
         name = f"{self._tag}/{file}"
         with ExitStack() as begun:
             uploads: list[Upload] = []
             for keeper in holders:
-                uploads.append(begun.enter_context(closing(keeper.put(name))))
+                uploads.append(begun.enter_context(closing(keeper.put(name, num_bytes))))
             for part in parts:
                 for upload in uploads:
                     upload.send(part)
@@ -243,7 +243,7 @@ class PeerSave:
         """See `SaveTransaction.commit`: with the first host that has the manifest."""
         self._check_tag()
         for keeper in self._store.keepers:
-            with closing(keeper.put(f"{self._tag}/{MANIFEST_NAME}")) as upload:
+            with closing(keeper.put(f"{self._tag}/{MANIFEST_NAME}", len(manifest))) as upload:
                 upload.send(manifest)
                 upload.finish()
 

@@ -299,7 +299,7 @@ class FsspecSave:
         self._holds = True
         self._store.set_held(self._save_id, files)
 
-    def write_file(self, file: str, parts: "Iterable[bytes | memoryview]") -> None:
+    def write_file(self, file: str, parts: "Iterable[bytes | memoryview]", num_bytes: int) -> None:
         """See `SaveTransaction.write_file`."""
         upload(self._store.fs, self._store.key(self._tag, file), parts)
 

@@ -65,8 +65,13 @@ class SaveTransaction(Protocol):
             OSError: that cannot be noted.
         """
 
-    def write_file(self, file: str, parts: "Iterable[bytes | memoryview]") -> None:
+    def write_file(self, file: str, parts: "Iterable[bytes | memoryview]", num_bytes: int) -> None:
         """Writes a new file; it is durable when this returns. Each part may be overwritten once the next is asked for.
+
+        Args:
+            file: its name.
+            parts: its content.
+            num_bytes: of all parts together, for storage that makes room first.
 
         Raises:
             OSError: it cannot be written.

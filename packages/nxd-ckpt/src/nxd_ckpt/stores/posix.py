@@ -177,7 +177,7 @@ class PosixSave:
         finally:
             os.close(fd)
 
-    def write_file(self, file: str, parts: "Iterable[bytes | memoryview]") -> None:
+    def write_file(self, file: str, parts: "Iterable[bytes | memoryview]", num_bytes: int) -> None:
         """See `SaveTransaction.write_file`: into the staging folder."""
         if not os.path.isdir(self._staged):
             raise CheckpointError(

@@ -12,7 +12,7 @@ ComputeExperts = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 def needs_static_shapes(tensor: Tensor) -> bool:
     """Whether shapes may not depend on values: on XLA and Neuron devices, and while torch compiles or exports."""
-    return not has_dynamic_shapes(tensor) or torch.compiler.is_compiling()
+    return torch.compiler.is_compiling() or not has_dynamic_shapes(tensor)
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,21 @@ def expected_pairs(top_k_index: Tensor, pairs: int, experts_per_rank: int) -> Pa
     """So many pairs without values, on the meta device."""
     rows, slots, local, places = (top_k_index.new_zeros(pairs) for _ in range(4))
     return Pairs(rows, slots, local, places, most=min(top_k_index.shape[1], experts_per_rank))
+
+
+def weights_of_experts(index: Tensor, weights: Tensor, num_experts: int) -> Tensor:
+    """The weight of every expert for each token, 0 where it is none of the token's.
+
+    Args:
+        index: `[tokens, k]`; `num_experts` stands for none.
+        weights: `[tokens, k]`.
+        num_experts: local ones.
+
+    Returns:
+        `[tokens, num_experts]`.
+    """
+    of_experts = weights.new_zeros(len(weights), num_experts + 1).scatter_add(1, index, weights)
+    return of_experts[:, :num_experts]
 
 
 def separate_slots(tokens: Tensor, index: Tensor, weights: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:

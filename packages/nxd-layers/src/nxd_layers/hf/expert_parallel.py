@@ -24,6 +24,7 @@ from nxd_layers.experts.parameters import check_expert_tensor_parallel_size
 from nxd_layers.hf.plan import joined
 from nxd_layers.hf.shards import mark_partial_gradients
 from nxd_layers.hf.shared_experts import overlap_shared_experts
+from nxd_layers.hf.static_shapes import knows_none
 
 DISPATCH = "ep_dispatch_experts"  # the module
 SPLIT_EXPERTS = "grouped_gemm"  # its parameters
@@ -128,7 +129,7 @@ def _forward(
 
 def _compute(experts: Any, number: int, tokens: Tensor, index: Tensor, weights: Tensor) -> Tensor:
     """This rank's experts, which may be given all of the experts of each token (see `expert_parallel_forward`)."""
-    if needs_static_shapes(tokens):
+    if needs_static_shapes(tokens) and not knows_none(experts):
         rows = type(experts).forward(experts, *separate_slots(tokens, index, weights, number))
         return rows.view(*index.shape, -1).sum(dim=1)
     return type(experts).forward(experts, tokens, index, weights)

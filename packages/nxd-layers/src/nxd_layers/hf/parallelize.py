@@ -37,6 +37,7 @@ from nxd_layers.hf.loss import split_loss
 from nxd_layers.hf.plan import joined, named_styles
 from nxd_layers.hf.sequence import SequenceRegion, region_of
 from nxd_layers.hf.shared_inputs import share_inputs
+from nxd_layers.hf.static_shapes import use_static_shapes
 from nxd_layers.hf.styles import Target, style_named
 from nxd_layers.hf.supported_models import (
     check_context,
@@ -119,6 +120,7 @@ def parallelize(
     model: Any = build_on_meta(model_or_config) if is_config else model_or_config
     if not isinstance(model, nn.Module):
         raise ValueError(f"expected a model or a config of transformers, not {type(model).__name__}")
+    use_static_shapes(model)
     has_known_loss = takes_causal_lm_loss(model)
     if active_group("cp").size > 1 and plan is None:
         check_context(model, has_known_loss=has_known_loss)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from nxd_state import has_dynamic_shapes
 from torch import nn
 
 
@@ -21,6 +22,30 @@ def is_transformers_config(config: object) -> bool:
 def is_conv1d(module: nn.Module) -> bool:
     """Whether it is the linear layer of transformers that stores its weight as `[in, out]`."""
     return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
+
+
+def look_for_documents_by(look: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Replace the look for documents in rows, by which transformers makes masks, on devices that read no values.
+
+    Args:
+        look: gives the number of the document that each position is in, `[batch, seq]`, of position ids.
+    """
+    from transformers import masking_utils  # noqa: PLC0415 - optional
+
+    theirs: Callable[[torch.Tensor], torch.Tensor | None] = masking_utils.find_packed_sequence_indices
+
+    def find_documents(position_ids: torch.Tensor) -> torch.Tensor | None:
+        return theirs(position_ids) if has_dynamic_shapes(position_ids) else look(position_ids)
+
+    if theirs.__module__ != __name__:  # it has not been replaced yet
+        masking_utils.find_packed_sequence_indices = find_documents
+
+
+def register_experts(name: str, forward: Callable[..., torch.Tensor]) -> None:
+    """Make known a way to compute experts, which a config then can name; of a model, so that transformers is there."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS  # noqa: PLC0415 - optional
+
+    ALL_EXPERTS_FUNCTIONS.register(name, forward)
 
 
 def build_on_meta(config: Any) -> nn.Module:

@@ -210,6 +210,7 @@ def _split_if_plain(module: nn.Module, config: Mapping[str, Any]) -> nn.Module:
     Raises:
         ValueError: the model cannot be split; `model_fn` may do it by `nxd_layers.hf.parallelize(model, plan=...)`.
     """
+    hf.use_static_shapes(module)
     splits_experts = get_mesh().splits_experts
     splits = splits_experts or config["tensor_parallel_size"] > 1 or config["context_parallel_size"] > 1
     is_done = _is_split(module) or hf.cuts_sequences(module)

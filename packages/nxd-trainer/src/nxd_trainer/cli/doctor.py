@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -104,18 +105,17 @@ def _look_at_recipe(options: argparse.Namespace) -> "GraphReport":
         raise ValueError(
             f"the graphs of pipelines are not looked at; parallel.pipeline_parallel_size={pipeline_parallel}"
         )
-    if recipe.parallel.splits_experts:
-        raise ValueError(
-            "the graphs of experts that are split over ranks are not looked at; "
-            f"parallel.expert_parallel_size={recipe.parallel.expert_parallel_size}"
-        )
     context_parallel = recipe.parallel.context_parallel_size
     of_a_replica = tensor_parallel * context_parallel
-    world_size = of_a_replica if options.ranks is None else options.ranks
-    if world_size < 1 or world_size % of_a_replica:
+    of_experts = recipe.parallel.expert_parallel_size * (recipe.parallel.expert_tensor_parallel_size or tensor_parallel)
+    least = math.lcm(of_a_replica, of_experts)
+    world_size = least if options.ranks is None else options.ranks
+    if world_size < 1 or world_size % least:
         degrees = f"parallel.tensor_parallel_size={tensor_parallel}"
         if context_parallel > 1:
             degrees += f" times parallel.context_parallel_size={context_parallel}"
+        if recipe.parallel.splits_experts:
+            degrees += f", and of {of_experts} ranks with the experts of a layer"
         raise ValueError(f"--ranks {world_size} must be a multiple of {degrees}")
     if options.steps < 1:
         raise ValueError(f"--steps {options.steps} must be 1 or more; 3 show whether a graph comes again")
@@ -125,5 +125,7 @@ def _look_at_recipe(options: argparse.Namespace) -> "GraphReport":
     recorded = record_recipe(recipe, ranks=ranks, world_size=world_size, num_steps=options.steps)
     which = "one rank, as it ran" if world_size == 1 else f"ranks {ranks[0]} and {ranks[-1]}, recorded without running"
     context = f" x CP {context_parallel}" if context_parallel > 1 else ""
-    title = f"{options.graph or 'the default recipe'}: TP {tensor_parallel}{context} x DP {replicas}; {which}"
+    experts = f", EP {recipe.parallel.expert_parallel_size}" if recipe.parallel.splits_experts else ""
+    layout = f"TP {tensor_parallel}{context} x DP {replicas}{experts}"
+    title = f"{options.graph or 'the default recipe'}: {layout}; {which}"
     return analyse(title, recorded, world_size=world_size)

@@ -131,8 +131,12 @@ def record_rank(recipe_file: str, result: str, rank: int, world_size: int, num_s
 
         dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=world_size)
     recipe = recipe_from_dict(json.loads(Path(recipe_file).read_text()))  # our own, which may name a factory
+    degrees = recipe.parallel
     initialize_model_parallel(
-        recipe.parallel.tensor_parallel_size, context_parallel_size=recipe.parallel.context_parallel_size
+        degrees.tensor_parallel_size,
+        expert_model_parallel_size=degrees.expert_parallel_size,
+        expert_tensor_parallel_size=degrees.expert_tensor_parallel_size,
+        context_parallel_size=degrees.context_parallel_size,
     )
     state = build_run_state(recipe)
     record = capture_steps if world_size == 1 else record_steps

@@ -1,6 +1,7 @@
 """The keepers of a job: one on each host, started by the supervisor of its first rank, for checkpoints in memory.
 
-A keeper outlives the trainers of its host; one that dies is started again at the same address. Its folder is named by
+A keeper outlives the trainers of its host; one that dies is started again at the same address, and one that is stopped
+is killed first. Its folder is named by
 the launcher's agent, so that supervisors which the agent starts again find what was kept; the folder of an agent that
 has ended is removed by the next run of this user.
 """
@@ -30,6 +31,9 @@ _LONGEST_PAUSE = 60.0  # seconds between two starts of a keeper that dies again 
 class HostMemory:
     """What a supervisor does for the checkpoints in its host's memory; nothing if it is not that of the first rank.
 
+    Args:
+        silence: seconds for which the keeper may owe an answer before it is killed.
+
     Attributes:
         address: `host:port` of the keeper; "" if there is none.
 
@@ -38,8 +42,9 @@ class HostMemory:
         torch.distributed.DistError: the job's store cannot be reached.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, silence: float) -> None:
         self.address = ""
+        self._silence = silence
         self._next_start, self._pause = 0.0, 1.0
         self._keeper: KeeperProcess | None = None
         if SECRET not in os.environ:  # our own launcher gives one; over several hosts the store is all that ranks share
@@ -54,10 +59,14 @@ class HostMemory:
         self.address = self._keeper.address
 
     def revive(self) -> None:
-        """If the keeper has died start another one, which serves what was kept."""
-        death = None if self._keeper is None else self._keeper.death()
-        now = time.monotonic()
-        if self._keeper is None or death is None or now < self._next_start:
+        """If the keeper has died or does not answer start another one, which serves what was kept."""
+        if self._keeper is None:
+            return
+        death, now = self._keeper.death(), time.monotonic()
+        if death is None and self._keeper.silence() > self._silence:
+            self._keeper.kill()
+            death = f"has not answered for {self._silence:g} s and is killed"
+        if death is None or now < self._next_start:
             return
         self._pause = 1.0 if now - self._next_start > _LONGEST_PAUSE else min(2 * self._pause, _LONGEST_PAUSE)
         self._next_start = now + self._pause

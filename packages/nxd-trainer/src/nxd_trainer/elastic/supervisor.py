@@ -64,7 +64,7 @@ def supervise(*, silence: float, keeps_memory: bool = False) -> Lifeline | int:
     Call it in the main thread, with everything imported that the trainer needs, and before anything is computed.
 
     Args:
-        silence: seconds without a word after which a trainer is killed.
+        silence: seconds without a word after which a trainer is killed, or the keeper.
         keeps_memory: start the keeper of this host, for checkpoints in memory.
 
     Returns:
@@ -83,7 +83,7 @@ def supervise(*, silence: float, keeps_memory: bool = False) -> Lifeline | int:
         raise RuntimeError(f"elastic training forks this process, which has threads ({names}); start it before them")
     name_this_process(SUPERVISOR_NAME)
     importlib.import_module("torch._dynamo")  # seconds that the first optimizer of each trainer would take otherwise
-    memory = HostMemory() if keeps_memory else None
+    memory = HostMemory(silence) if keeps_memory else None
     supervisor = _Supervisor(silence, memory)
     try:
         outcome = supervisor.run()

@@ -72,7 +72,8 @@ class Watch(threading.Thread):
                 self._board.beat(self._own.incarnation, count)
                 self._look()
             except dist.DistError as error:
-                self.leave(Over("failed", f"the job's store cannot be reached, its host is gone: {error}"))
+                over = Over("failed", f"the job's store cannot be reached, its host is gone: {error}")
+                self._leave(self._generation, over)
                 return
             self._lifeline.say(ALIVE)
             if time.monotonic() > self._kill_at:  # the main thread is stuck; the supervisor starts another process
@@ -99,19 +100,6 @@ class Watch(threading.Thread):
         with self._lock:
             self._kill_at = float("inf")
 
-    def leave(self, over: Over) -> None:
-        """The generation is over: break what the main thread waits for, or will.
-
-        It has three times as long to leave and to clear up as a process may be silent, and is killed after that.
-        """
-        with self._lock:
-            if self._generation is None or self.over is not None:
-                return
-            self.over = over
-            self._kill_at = time.monotonic() + 3 * self._silence
-            if over.ending in ("lost", "failed"):
-                abort_model_parallel(over.reason)
-
     def find_lost(self, members: Iterable[Member]) -> Member | None:
         """The first of them whose process is known to have ended."""
         return next((member for member in members if self._pulse.is_lost(member)), None)
@@ -124,16 +112,29 @@ class Watch(threading.Thread):
 
     def _look(self) -> None:
         generation = self._generation
-        if generation is None or self.over is not None:
+        if generation is None or generation is not self._generation or self.over is not None:
             return
         over = self._board.over(generation.number)
         if over is None and (lost := self.find_lost(self._watched)) is not None:
             reason = f"rank {lost.slot} of the launch is lost: its process {lost.process.pid} has ended or is silent"
             over = self._board.end(generation.number, Over("lost", reason))
         if over is not None:
-            self.leave(over)
+            self._leave(generation, over)
         elif not self.change_wanted:
             self.change_wanted = self._board.change_is_wanted(generation.number)
+
+    def _leave(self, generation: Generation | None, over: Over) -> None:
+        """A generation is over: break what the main thread waits for, or will; nothing if that has left it meanwhile.
+
+        It has three times as long to leave and to clear up as a process may be silent, and is killed after that.
+        """
+        with self._lock:
+            if generation is None or generation is not self._generation or self.over is not None:
+                return
+            self.over = over
+            self._kill_at = time.monotonic() + 3 * self._silence
+            if over.ending in ("lost", "failed"):
+                abort_model_parallel(over.reason)
 
     def _to_watch(self, generation: Generation) -> Iterable[Member]:
         others = [member for member in generation.members if member.incarnation != self._own.incarnation]

@@ -2,7 +2,7 @@
 
 import math
 
-from nxd_trainer.plan.layout import ON_XLA, Degrees, ExpertDegrees, Job
+from nxd_trainer.plan.layout import Degrees, ExpertDegrees, Job
 from nxd_trainer.recipe.checks import divisors
 
 
@@ -20,7 +20,7 @@ def expert_degrees(job: Job, fixed: Degrees, tensor_parallel_size: int) -> list[
         raise ValueError(
             f"expert_tensor_parallel_size={of_expert} must be 1 or tensor_parallel_size={tensor_parallel_size}"
         )
-    if not experts or job.device.name in ON_XLA:
+    if not experts:
         return [ExpertDegrees()]
     sizes = divisors(math.gcd(experts, job.num_devices)) if size is None else [size]
     of_experts = sorted({1, tensor_parallel_size}, reverse=True) if of_expert is None else [of_expert]
@@ -49,9 +49,4 @@ def check_experts(job: Job, expert_parallel_size: int) -> None:
         raise ValueError(
             f"expert_parallel_size={expert_parallel_size} does not divide the {experts} experts of a layer; use one "
             f"of {', '.join(map(str, divisors(experts)))}"
-        )
-    if job.device.name in ON_XLA:
-        raise ValueError(
-            f"experts that are split over ranks are not planned on {job.device.name}, where every expert computes for "
-            "all tokens; use expert_parallel_size=1"
         )

@@ -68,7 +68,7 @@ class Segment:
         peak: the most in between.
         operations: those that do something.
         messages: bytes that this rank sends in each collective.
-        to_experts: bytes that it sends in each exchange of uneven parts, by which tokens go to their experts.
+        to_experts: bytes that it sends in each exchange by which tokens go to their experts, and back.
         product_bytes: of the results of matrix products.
     """
 
@@ -163,14 +163,15 @@ class OperationLog(StepMemory):
 
     Args:
         outcomes: of operations that other logs have seen; this one adds to them.
+        expert_group: name of the process group of the ranks with other experts, where it is that of no other axis.
 
     Attributes:
         segments: by the names that `begin` was given.
     """
 
-    def __init__(self, outcomes: Outcomes) -> None:
+    def __init__(self, outcomes: Outcomes, expert_group: str = "") -> None:
         super().__init__()
-        self._outcomes = outcomes
+        self._outcomes, self._expert_group = outcomes, expert_group
         self.segments: dict[str, Segment] = {}
         self._current = Segment(0)
 
@@ -188,8 +189,10 @@ class OperationLog(StepMemory):
         result = super().__torch_dispatch__(self._outcomes.of(func), types, args, kwargs)  # type: ignore[arg-type]
         packet = func.overloadpacket
         if func.namespace == "c10d":
-            kind = self._current.to_experts if _is_uneven(str(packet), args) else self._current.messages
-            kind += _messages(str(packet), args, result)
+            group = _group_of((args, result))
+            to_experts = _is_uneven(str(packet), args) or (group and group.group_name == self._expert_group)
+            kind = self._current.to_experts if to_experts else self._current.messages
+            kind += _messages(str(packet), group, (args, result))
         elif func.namespace == "aten" and not func.is_view and packet not in _WITHOUT_TRAFFIC:
             moved = sum(it.nbytes for it in tree_leaves((args, kwargs, result)) if isinstance(it, Tensor))
             self._current.operations.append(Operation(_flops(packet, args, result), moved, *_traffic(packet, args)))
@@ -203,17 +206,18 @@ def _is_uneven(packet: str, args: Sequence[Any]) -> bool:
     return packet == "c10d.alltoall_base_" and any(isinstance(it, list) and it for it in args)
 
 
-def _messages(packet: str, args: Sequence[Any], result: Any) -> list[int]:
-    if packet not in _PASSES:
+def _group_of(tensors_and_more: Any) -> dist.ProcessGroup | None:
+    for leaf in tree_leaves(tensors_and_more):
+        if isinstance(leaf, torch.ScriptObject) and "ProcessGroup" in str(leaf._type()):
+            return dist.ProcessGroup.unbox(leaf)
+    return None
+
+
+def _messages(packet: str, group: dist.ProcessGroup | None, tensors_and_more: Any) -> list[int]:
+    if packet not in _PASSES or group is None:
         return []
-    leaves = tree_leaves((args, result))
-    whole = max(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
-    size = next(
-        dist.ProcessGroup.unbox(leaf).size()
-        for leaf in leaves
-        if isinstance(leaf, torch.ScriptObject) and "ProcessGroup" in str(leaf._type())
-    )
-    return [_PASSES[packet] * whole * (size - 1) // size]
+    whole = max(leaf.nbytes for leaf in tree_leaves(tensors_and_more) if isinstance(leaf, Tensor))
+    return [_PASSES[packet] * whole * (group.size() - 1) // group.size()]
 
 
 def _traffic(packet: Any, args: Sequence[Any]) -> tuple[int, int, int, tuple[int, int]]:

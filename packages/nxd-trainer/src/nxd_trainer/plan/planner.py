@@ -146,7 +146,7 @@ def make_plan(job: Job, fixed: Degrees | None = None, *, top: int = 10) -> Plan:
             search.rejected.append(Rejected(f"TP {size}", str(error)))
             continue
         for experts in degrees_of_experts:
-            with planned_ranks(size, experts):
+            with planned_ranks(size, experts, has_static_shapes=job.device.name in ON_XLA):
                 for context_size in context_parallel_sizes(job, search.fixed, size):
                     _try_sizes(search, planner, size, context_size, experts)
     best = _quickest(search, _model_flops(job), top) if search.candidates else []

@@ -7,7 +7,7 @@ embedding, layers and head apart, and a model of any number of layers, or a stag
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -17,7 +17,13 @@ import torch.distributed as dist
 import torch.distributed._tools.fake_collectives  # collectives on the meta device, before torch 2.13
 import torch.testing._internal.distributed.fake_pg  # registers the transport "fake"
 from nxd_layers import CoreAttention, apply_activation_checkpointing
-from nxd_state import destroy_model_parallel, initialize_model_parallel, model_parallel_is_initialized
+from nxd_state import (
+    active_group,
+    destroy_model_parallel,
+    initialize_model_parallel,
+    model_parallel_is_initialized,
+    static_shapes,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
@@ -30,8 +36,12 @@ CHECKPOINTING = {"none": None, "CoreAttention": CoreAttention, "full": "full"}
 
 
 @contextmanager
-def planned_ranks(tensor_parallel_size: int, experts: ExpertDegrees | None = None) -> Iterator[None]:
+def planned_ranks(
+    tensor_parallel_size: int, experts: ExpertDegrees | None = None, *, has_static_shapes: bool = False
+) -> Iterator[None]:
     """Inside, this process is the first rank of a tensor-parallel group of that size, and of the ranks of experts.
+
+    With `has_static_shapes` it computes as where no shape depends on values.
 
     Raises:
         RuntimeError: the process has real ranks already.
@@ -49,7 +59,8 @@ def planned_ranks(tensor_parallel_size: int, experts: ExpertDegrees | None = Non
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=world_size)
     try:
         initialize_model_parallel(tensor_parallel_size, 1, ep, expert_tensor_parallel_size=etp)
-        yield
+        with static_shapes() if has_static_shapes else nullcontext():
+            yield
     finally:
         destroy_model_parallel()
         dist.destroy_process_group()
@@ -187,7 +198,7 @@ class Profiler:
         model = self.model(sequence_parallel)
         layers = list(model.get_submodule(self._planned.layers_path).children())
         apply_activation_checkpointing(model, CHECKPOINTING[checkpointing])
-        with OperationLog(self._outcomes) as log, _attention_as_one_operation():
+        with OperationLog(self._outcomes, _expert_group()) as log, _attention_as_one_operation():
             tokens = torch.zeros(microbatch_size, self._sequence_length, dtype=torch.int64, device="meta")
             marks = _Marks(layers, log)
             log.begin("embedding forward")
@@ -212,6 +223,12 @@ class Profiler:
             head=_part(log.segments, "head"),
             hidden_bytes=marks.hidden_bytes,
         )
+
+
+def _expert_group() -> str:
+    """Name of the process group of the ranks with other experts, where these are not just the tensor-parallel ones."""
+    experts = active_group("ep")
+    return "" if experts.ranks == active_group("tp").ranks else experts.name
 
 
 class _Marks:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from nxd_layers.hf import number_of_experts, parallelize
+from nxd_layers.hf import number_of_experts, parallelize, use_static_shapes
 from nxd_layers.hf.supported_models import check_context
 from nxd_pipeline.partition import hugging_face_structure
 from nxd_state import get_tensor_model_parallel_size, splits_experts
@@ -75,6 +75,7 @@ class TransformersModel:
         model: Any = self._described(dtype).make()
         _leave_layers(model, self.layers_path, first_of_kinds(self.layer_kinds))
         leave_out_masks(model)
+        use_static_shapes(model)
         if get_tensor_model_parallel_size() > 1 or splits_experts():
             parallelize(model, sequence_parallel=sequence_parallel, expert_parallel=splits_experts())
         module: nn.Module = model

@@ -1,0 +1,57 @@
+"""What the watch of a trainer finds is about the generation that it has looked at."""
+
+import os
+import sys
+import threading
+
+import pytest
+from nxd_trainer.elastic import Fit, Layout
+from nxd_trainer.elastic.members import Generation, Member, Over
+from nxd_trainer.elastic.processes import Process
+from nxd_trainer.elastic.watch import Watch
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+class NextGenerationBegins:
+    """A board on which the first generation is over, and a trainer that has gone on while its watch reads that."""
+
+    def __init__(self, following):
+        self._following = following
+        self.watch = None
+        self.has_looked_at_following = threading.Event()
+
+    def beat(self, incarnation, count):
+        pass
+
+    def over(self, number):
+        if number == self._following.number:
+            return None
+        self.watch.exit()
+        self.watch.settle()
+        self.watch.enter(self._following)
+        return Over("lost", "a rank of the first generation is lost")
+
+    def change_is_wanted(self, number):
+        self.has_looked_at_following.set()
+        return False
+
+
+class Supervisor:
+    def say(self, word):
+        pass
+
+
+def test_end_of_a_generation_that_the_trainer_has_left_meanwhile_does_not_end_the_next(deadline):
+    process = Process.of(os.getpid())
+    own = Member(0, "0-own", process, process)
+    first, second = (Generation(number, [own], Fit(Layout(), 1)) for number in (1, 2))
+    board = NextGenerationBegins(second)
+    board.watch = Watch(board, own, Supervisor(), silence=deadline(30))
+    board.watch.enter(first)
+
+    board.watch.start()
+    assert board.has_looked_at_following.wait(deadline(30))
+    board.watch.end()
+
+    assert board.watch.over is None
