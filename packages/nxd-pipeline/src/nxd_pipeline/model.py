@@ -37,6 +37,7 @@ from nxd_pipeline.runtime.gradient_sync import GradientSync, GradientSyncs, last
 from nxd_pipeline.runtime.loss import LossReport, LossSpec, check_loss_spec
 from nxd_pipeline.runtime.microbatches import split_batch
 from nxd_pipeline.runtime.p2p import P2PCommunicator
+from nxd_pipeline.runtime.replicas import average_over_replicas
 from nxd_pipeline.runtime.tied_weights import TiedWeights
 from nxd_pipeline.schedules import (
     Action,
@@ -142,8 +143,7 @@ class NxDPPModel(nn.Module):
                 parameters and buffers; see `materialize`.
             trace_file_path: a JSON file for the timeline of the first training steps on all ranks, which Perfetto
                 shows, with a picture beside it; see `TraceFile`.
-            use_zero1_optimizer: taken for scripts that give it; averaging gradients over data-parallel ranks is
-                left to the optimizer in any case.
+            use_zero1_optimizer: `run_train` leaves the average of gradients over the replicas to the optimizer.
             auto_partition: cut between layers, as `balance` says.
             balance: "layers": equally many to each stage, the remainder to later ones. "parameters" or "flops": so
                 that the largest stage is small, embeddings and head counted where they are. Costs of the layers, such
@@ -159,7 +159,7 @@ class NxDPPModel(nn.Module):
             return_loss_on_cpu: losses come back as CPU tensors.
             deallocate_pipeline_outputs: taken for scripts that give it; the runtime keeps what backward needs.
             use_model_wrapper: taken for scripts that give it.
-            use_optimizer_wrapper: taken for scripts that give it.
+            use_optimizer_wrapper: the same.
             autowrap_obj_methods: methods, by name, of objects, that a trace does not look into.
             fuse_microbatches: taken for scripts that give it; a device that records graphs records one per action.
             **old_flags: those of `OLD_RUNTIME_FLAGS`, taken for scripts that give them; one line in the log says that
@@ -204,6 +204,7 @@ class NxDPPModel(nn.Module):
             failures=self._failures,
         )
         self._gradient_syncs = GradientSyncs()
+        self._averages = not (use_zero1_optimizer or use_optimizer_wrapper)
         self._tied_names = LocalParts([whole]).tied_names()
         self._whole_model: nn.Module | None = None
         self._stages: dict[int, Stage] = {}
@@ -265,7 +266,9 @@ class NxDPPModel(nn.Module):
         """Forward and backward of a batch; gradients are added to those that the parameters have.
 
         An optimizer of `sync_gradients_by` averages them over the replicas: each as soon as the last microbatch's
-        backward has made it, unless in `no_sync`. `torch.autocast` around the call holds for the forward passes.
+        backward has made it, unless in `no_sync`. Without one they are averaged at the end, but for those of experts
+        that the mesh splits, unless the model was told that its optimizer does it (`use_zero1_optimizer`,
+        `use_optimizer_wrapper`). `torch.autocast` around the call holds for the forward passes.
 
         Args:
             **kwargs: the model's inputs, the same on every rank of the pipeline.
@@ -292,6 +295,8 @@ class NxDPPModel(nn.Module):
                 self.synchronize_tied_weights()
                 with self._failures.end_all_ranks():
                     losses = self._train_stages(microbatches, record, syncs)
+        if self._averages and self._gradient_syncs.are_missing():
+            average_over_replicas(self.local_parameters())
         return self._report.of_losses(losses)
 
     def _train_stages(

@@ -49,6 +49,10 @@ class GradientSyncs:
         """Those that are to average the gradients of the next run."""
         return [sync for it, _ in self._known if (sync := it()) is not None] if self._is_on else []
 
+    def are_missing(self) -> bool:
+        """Whether the next run is to average gradients, and there is none to do it."""
+        return self._is_on and not self.active()
+
 
 def last_backward(syncs: Sequence[GradientSync], parameters: Iterable[Tensor]) -> AbstractContextManager[None]:
     """A block for the only one; several would send in an order that depends on the graph, which ranks may not share."""

@@ -168,7 +168,8 @@ def _pipeline_arguments(
         config["pipeline_config"] if config["pipeline_config"] is not None else {"return_loss_on_cpu": False}
     )
     leaves = [*(given.get("leaf_module_cls") or ()), *kept_whole]  # a trace into them would lose the modules
-    return {**given, "param_init_fn": _param_init_fn_for(module, config), "leaf_module_cls": leaves}
+    ours = {"param_init_fn": _param_init_fn_for(module, config), "use_optimizer_wrapper": True}
+    return {**given, **ours, "leaf_module_cls": leaves}
 
 
 def _check_sequence_parallel(module: nn.Module, config: Mapping[str, Any]) -> None:
