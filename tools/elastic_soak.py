@@ -30,8 +30,8 @@ import nxd_ckpt
 import torch
 from nxd_trainer.chaos import FollowedRun, Kind, Plan, disturb, measure
 
-LOSSES_IN_A_RUN = 20
-STEPS = 90
+STEPS = 150
+SILENCE = 4  # seconds after which a stopped rank is lost; a short one, so that more ranks can be lost in an hour
 PATIENCE = 300.0  # seconds without a step
 BOUND = 1e-10  # of runs that were at another layout in between
 
@@ -52,7 +52,7 @@ TINY = {
     "checkpoint.save_every": 0,
 }
 KILL: Kind = "kill"
-MOSTLY_KILLS: Sequence[Kind] = (*[KILL] * 8, "stop", "pause")
+MOSTLY_KILLS: Sequence[Kind] = (*[KILL] * 18, "stop", "pause")
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,7 @@ class Case:
         settings: of the recipe.
         layouts: besides the recipe's.
         kinds: of disturbances.
+        losses: in each run, about.
     """
 
     ranks: int
@@ -72,6 +73,7 @@ class Case:
     settings: dict[str, Any]
     layouts: str = ""
     kinds: Sequence[Kind] = MOSTLY_KILLS
+    losses: int = 40
 
     @property
     def changes_layout(self) -> bool:
@@ -85,8 +87,10 @@ CASES = {
     "PP 2 x DP 2, ZeRO-1": Case(4, 4, {PP: 2, ZERO1: "true"}),
     "TP 2 x PP 2": Case(4, 4, {TP: 2, PP: 2}),
     "TP 2 x PP 2 x DP 2": Case(8, 8, {TP: 2, PP: 2}),
-    "TP 2 x DP 2, or TP 2": Case(4, 2, {TP: 2}, kinds=("absent",)),
-    "TP 2 x PP 2, or TP 2, or PP 2": Case(4, 2, {TP: 2, PP: 2}, layouts="tp=2;pp=2", kinds=("absent", "kill")),
+    "TP 2 x DP 2, or TP 2": Case(4, 2, {TP: 2}, kinds=("absent",), losses=15),
+    "TP 2 x PP 2, or TP 2, or PP 2": Case(
+        4, 2, {TP: 2, PP: 2}, layouts="tp=2;pp=2", kinds=("absent", "kill"), losses=15
+    ),
 }
 
 
@@ -137,10 +141,10 @@ class Soak:
         output = self._folder / f"run-{seed}"
         log = self._folder / f"run-{seed}.log"
         elastic = ["--elastic", f"{case.least}:{case.ranks}", "--elastic-grace", "2" if case.changes_layout else "30"]
-        elastic += ["--elastic-layouts", case.layouts, "checkpoint.memory_every=1"]
-        plan = Plan(seed, LOSSES_IN_A_RUN, case.kinds, steps=(1, 3), lasting=(4.0, 8.0))
+        elastic += ["--elastic-silence", str(SILENCE), "--elastic-layouts", case.layouts, "checkpoint.memory_every=1"]
+        plan = Plan(seed, case.losses, case.kinds, steps=(1, 3), lasting=(2.5, 5.0))
         if seed // len(CASES) % 3 == 2 and not case.changes_layout:
-            plan = replace(plan, seconds=(0.5, 15.0))
+            plan = replace(plan, seconds=(0.1, 4.0))
         began, stands_still = time.monotonic(), ""
         with (
             log.open("wb") as stream,

@@ -16,17 +16,17 @@ cache.
 """
 
 import argparse
+import json
 import logging
-import multiprocessing
 import os
 import shutil
 import tempfile
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing
 from checkpoint_turns.measuring import Measurement, measure, of_ranks
 from checkpoint_turns.turn import Size, Turn
 from checkpoint_turns.variants import INCREMENTAL, MANY_TENSORS, VARIANTS, Variant
@@ -48,9 +48,12 @@ GOALS = [  # what it is, the slower, the faster, by how much
 
 
 def chosen(arguments: argparse.Namespace) -> list[Variant]:
-    """The variants whose name has the word that is asked for."""
+    """The variants whose name has the word that is asked for, and the saves of what these load."""
     known = MANY_TENSORS if arguments.many else [*VARIANTS, *INCREMENTAL]
-    return [variant for variant in known if arguments.only in variant.name]
+    asked = {variant for variant in known if arguments.only in variant.name}
+    loaded = {variant.folder for variant in asked if not variant.saves}
+    savers = {variant.folder: variant for variant in reversed(known) if variant.saves}
+    return [variant for variant in known if variant in asked or variant in map(savers.get, loaded)]
 
 
 def size_of(arguments: argparse.Namespace) -> Size:
@@ -60,7 +63,7 @@ def size_of(arguments: argparse.Namespace) -> Size:
     return Size(world_size, num_tensors, arguments.mebibytes * 2**20 // num_tensors // columns // 4, columns)
 
 
-def run_rank(rank: int, folder: Path, arguments: argparse.Namespace, results: Any) -> None:
+def run_rank(rank: int, folder: Path, arguments: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     logging.disable(logging.INFO)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}  # for dcp's own processes
@@ -69,28 +72,21 @@ def run_rank(rank: int, folder: Path, arguments: argparse.Namespace, results: An
     store = dist.FileStore(str(folder / "store"), size.world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size.world_size)
     turn = Turn(rank, folder, size)
-    for _ in range(arguments.rounds + 1):  # the first to warm up
-        results.put((rank, [measure(turn, variant) for variant in chosen(arguments)]))
+    rounds = [  # the first to warm up
+        [measure(turn, variant) for variant in chosen(arguments)] for _ in range(arguments.rounds + 1)
+    ]
+    (folder / f"measured-{rank}.json").write_text(json.dumps(rounds))
     dist.destroy_process_group()
 
 
 def measure_rounds(arguments: argparse.Namespace, folder: Path) -> list[list[Measurement]]:
     """One list per round, of the variants in order; the first round warmed up."""
-    spawn = multiprocessing.get_context("spawn")
     world_size = size_of(arguments).world_size
-    results: Any = spawn.SimpleQueue()
-    processes = [spawn.Process(target=run_rank, args=(rank, folder, arguments, results)) for rank in range(world_size)]
-    for process in processes:
-        process.start()
-    by_rank: dict[int, list[list[Measurement]]] = {rank: [] for rank in range(world_size)}
-    for _ in range(world_size * (arguments.rounds + 1)):
-        rank, of_round = results.get()
-        by_rank[rank].append(of_round)
-    for process in processes:
-        process.join()
+    torch.multiprocessing.spawn(run_rank, args=(folder, arguments), nprocs=world_size)
+    by_rank = [json.loads((folder / f"measured-{rank}.json").read_text()) for rank in range(world_size)]
     return [
-        [of_ranks(measured) for measured in zip(*of_round, strict=True)]
-        for of_round in zip(*by_rank.values(), strict=True)
+        [of_ranks([Measurement(*one) for one in measured]) for measured in zip(*of_round, strict=True)]
+        for of_round in zip(*by_rank, strict=True)
     ]
 
 
@@ -125,7 +121,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--mebibytes", type=int, default=1024)
     parser.add_argument("--folder", type=Path, help="where to write; default: the system's folder for temporary files")
-    parser.add_argument("--only", default="", help="variants with this word in their name")
+    parser.add_argument("--only", default="", help="variants with this word in their name; for loads also a save")
     parser.add_argument("--many", action="store_true", help="eight ranks with 10,000 tensors")
     arguments = parser.parse_args()
     folder = Path(tempfile.mkdtemp(dir=arguments.folder))

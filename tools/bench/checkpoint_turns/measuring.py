@@ -5,6 +5,7 @@ import os
 import resource
 import shutil
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -56,7 +57,7 @@ def measure(turn: Turn, variant: Variant) -> Measurement:
     return Measurement(wall, cpu, memory, written)
 
 
-def of_ranks(measured: tuple[Measurement, ...]) -> Measurement:
+def of_ranks(measured: Sequence[Measurement]) -> Measurement:
     """The slowest rank's time, all ranks' processor time, and the largest memory."""
     return Measurement(
         max(one.wall for one in measured),

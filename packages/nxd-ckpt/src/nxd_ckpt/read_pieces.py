@@ -20,6 +20,28 @@ from nxd_ckpt.manifest import Chunk
 from nxd_ckpt.tensor_bytes import blocks_of, element_number, is_one_piece, memory_of, row_major_strides
 
 
+class Scratch:
+    """Memory that blocks pass through, used again: fresh pages take a system longer than bytes that it has in memory.
+
+    Holds two blocks at most between uses.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[torch.Tensor] = []
+
+    def take(self, num_bytes: int) -> torch.Tensor:
+        """Memory of that size, `uint8 [num_bytes]`."""
+        fitting = [number for number, memory in enumerate(self._free) if memory.nbytes >= num_bytes]
+        if fitting:
+            return self._free.pop(fitting[0])[:num_bytes]
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def give_back(self, memory: torch.Tensor) -> None:
+        """What was taken, once it is not read any more."""
+        whole = torch.empty(0, dtype=torch.uint8).set_(memory.untyped_storage())
+        self._free = sorted([*self._free, whole], key=lambda one: one.nbytes)[-2:]
+
+
 class Read(NamedTuple):
     """One stretch of a file.
 
@@ -48,7 +70,7 @@ class Transfer(NamedTuple):
     destination: torch.Tensor
 
 
-def reads_of_chunk(transfers: Sequence[Transfer], *, verify: bool) -> Iterator[Read]:
+def reads_of_chunk(transfers: Sequence[Transfer], scratch: Scratch, *, verify: bool) -> Iterator[Read]:
     """The reads that fill the destinations of all transfers from one chunk, by ascending offset within each transfer.
 
     Accelerators' destinations are filled on the CPU first, as a whole: cut up there they would cost a launch, or on XLA
@@ -61,13 +83,12 @@ def reads_of_chunk(transfers: Sequence[Transfer], *, verify: bool) -> Iterator[R
             staged = torch.empty(transfer.box.shape, dtype=DTYPE_OF_CODE[transfer.dtype])
             on_cpu.append(transfer._replace(destination=staged))
             late.append((transfer.destination, staged))
-    make_reads = _verified_reads if verify else _plain_reads
-    yield from make_reads(on_cpu)
+    yield from _verified_reads(on_cpu, scratch) if verify else _plain_reads(on_cpu)
     if late:
         yield Read(transfers[0].chunk.offset, memoryview(b""), None, lambda: [to.copy_(staged) for to, staged in late])
 
 
-def _verified_reads(transfers: Sequence[Transfer]) -> Iterator[Read]:
+def _verified_reads(transfers: Sequence[Transfer], scratch: Scratch) -> Iterator[Read]:
     chunk, dtype = transfers[0].chunk, DTYPE_OF_CODE[transfers[0].dtype]
     strides = row_major_strides(chunk.box.shape)
     for first_byte, end_byte, expected in blocks_with_hashes(chunk.num_bytes, chunk.hashes):
@@ -84,8 +105,9 @@ def _verified_reads(transfers: Sequence[Transfer]) -> Iterator[Read]:
             if (common := part.intersect(transfer.box))
         ]
         if deliveries:
-            block = torch.empty(stop - start, dtype=dtype)
-            yield Read(offset, memory_of(block), expected, _delivery(block, start, strides, deliveries))
+            block = scratch.take(end_byte - first_byte)
+            deliver = _delivery(block.view(dtype), start, strides, deliveries)
+            yield Read(offset, memory_of(block), expected, partial(_finish, deliver, scratch, block))
 
 
 def _direct_memory(transfers: Sequence[Transfer], dtype: torch.dtype, start: int, stop: int) -> memoryview | None:
@@ -114,6 +136,11 @@ def _delivery(
             transfer.destination[common.relative_to(transfer.box).slices()].copy_(source)
 
     return deliver
+
+
+def _finish(deliver: Callable[[], None], scratch: Scratch, block: torch.Tensor) -> None:
+    deliver()
+    scratch.give_back(block)
 
 
 def _plain_reads(transfers: Sequence[Transfer]) -> Iterator[Read]:

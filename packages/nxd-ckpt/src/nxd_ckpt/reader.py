@@ -5,7 +5,9 @@ A read is planned and checked as a whole (coverage, files, sizes) before the fir
 
 import operator
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import chain, groupby
 from typing import Any
@@ -20,7 +22,7 @@ from nxd_ckpt.dtypes import DTYPE_OF_CODE
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.manifest import Manifest
 from nxd_ckpt.plan import PlannedRead, plan_read
-from nxd_ckpt.read_pieces import Read, Transfer, reads_of_chunk
+from nxd_ckpt.read_pieces import Read, Scratch, Transfer, reads_of_chunk
 from nxd_ckpt.sharded_tensor import Shard
 from nxd_ckpt.stores import Piece, Store, open_store
 
@@ -194,8 +196,9 @@ class Checkpoint:
 
     def _reads(self, transfers: Iterable[Transfer]) -> Iterator[Read]:
         # Several tensors may lie in the same bytes, each with a shape and type of its own.
+        scratch = Scratch()
         for _, of_chunk in groupby(transfers, key=lambda transfer: (transfer.chunk, transfer.dtype)):
-            yield from reads_of_chunk(list(of_chunk), verify=self._verify)
+            yield from reads_of_chunk(list(of_chunk), scratch, verify=self._verify)
 
     def _reads_of_blocks(self, file: str) -> Iterator[Read]:
         stretches = [
@@ -237,9 +240,8 @@ class Checkpoint:
     def _run(self, file: str, reads: Iterable[Read]) -> None:
         where, tag = self.where(file), self._tag_of(file)
         try:
-            for batch in _batches(reads):
-                self._store.read_into(tag, file, [Piece(read.offset, read.memory) for read in batch])
-                for read in batch:
+            with closing(self._read_ahead(tag, file, _batches(reads))) as batches:  # no read outlives an error
+                for read in chain.from_iterable(batches):
                     if read.expected_hash is not None and block_hash(read.memory) != read.expected_hash:
                         raise CheckpointError(
                             f"{len(read.memory)} bytes from byte {read.offset} on do not match their checksum; use "
@@ -247,9 +249,24 @@ class Checkpoint:
                         )
                     if read.finish is not None:
                         read.finish()
-                del batch, read  # before the next ones take their memory
         except (OSError, CheckpointError) as error:
             raise CheckpointError(f"data file {where} cannot be read: {error}") from error
+
+    def _read_ahead(self, tag: str, file: str, batches: Iterator[list[Read]]) -> Generator[list[Read]]:
+        """The batches once they are read; while one is verified, the next one is read already."""
+
+        def read(batch: list[Read] | None) -> list[Read] | None:
+            if batch is not None:
+                self._store.read_into(tag, file, [Piece(read.offset, read.memory) for read in batch])
+            return batch
+
+        with ThreadPoolExecutor(1, "nxd-ckpt read") as thread:
+            batch = read(next(batches, None))
+            while batch is not None:
+                following = next(batches, None)
+                reading = None if following is None else thread.submit(read, following)
+                yield batch
+                batch = None if reading is None else reading.result()
 
     def _check_sizes(self, files: Iterable[str]) -> None:
         problems = []
