@@ -3,8 +3,10 @@
 A read is planned and checked as a whole (coverage, files, sizes) before the first byte is written to a destination.
 """
 
+import math
 import operator
 import os
+import time
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -29,6 +31,8 @@ from nxd_ckpt.stores import Piece, Store, open_store
 # Small reads are gathered until they are worth a system call, and all of them until then are in memory.
 _BATCH_BYTES = 16 * 2**20
 _BATCH_READS = 1000
+
+_SLOW = 2.0  # storage whose reads take so many times as long as verifying them is read ahead
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,20 +257,24 @@ class Checkpoint:
             raise CheckpointError(f"data file {where} cannot be read: {error}") from error
 
     def _read_ahead(self, tag: str, file: str, batches: Iterator[list[Read]]) -> Generator[list[Read]]:
-        """The batches once they are read; while one is verified, the next one is read already."""
+        """The batches once they are read; from slow storage the next one is read while one is verified."""
 
-        def read(batch: list[Read] | None) -> list[Read] | None:
+        def read(batch: list[Read] | None) -> tuple[list[Read] | None, float]:
+            began = time.perf_counter()
             if batch is not None:
                 self._store.read_into(tag, file, [Piece(read.offset, read.memory) for read in batch])
-            return batch
+            return batch, time.perf_counter() - began
 
         with ThreadPoolExecutor(1, "nxd-ckpt read") as thread:
-            batch = read(next(batches, None))
+            batch, reading = read(next(batches, None))
+            verifying = math.inf  # seconds that the last batch took; a thread costs more than the first one
             while batch is not None:
                 following = next(batches, None)
-                reading = None if following is None else thread.submit(read, following)
+                ahead = thread.submit(read, following) if reading > _SLOW * verifying else None
+                began = time.perf_counter()
                 yield batch
-                batch = None if reading is None else reading.result()
+                verifying = time.perf_counter() - began
+                batch, reading = read(following) if ahead is None else ahead.result()
 
     def _check_sizes(self, files: Iterable[str]) -> None:
         problems = []

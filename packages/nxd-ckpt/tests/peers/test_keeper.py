@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 
 import pytest
 import torch
-from nxd_ckpt import CheckpointError, latest, save
+from nxd_ckpt import CheckpointError, latest, load, save
 from nxd_ckpt.peers.client import KeeperClient
 from nxd_ckpt.peers.keeper import CLIENT, Keeper, proof
 from nxd_ckpt.peers.starting import KeeperProcess
@@ -56,6 +56,26 @@ def test_what_is_put_comes_back_whole_and_in_pieces(keeper):
     assert client.files() == {"t/data/a b": len(content)}
     client.remove(["t/data/a b", "gone"])
     assert client.files() == {}
+
+
+def test_keeper_at_an_address_of_ipv6_keeps_checkpoints(tmp_path, monkeypatch):
+    monkeypatch.setenv("NXD_PEERS_SECRET", "right")
+    try:
+        first = KeeperProcess(tmp_path / "first", "right", "::1")
+    except OSError as error:
+        pytest.skip(f"this machine has no ::1: {error}")
+    with first, KeeperProcess(tmp_path / "second", "right", "::1") as second:
+        root = peers_url([first.address, second.address], own=second.address)
+        save(root, "t", {"w": torch.arange(5)})
+        os.kill(first.pid, signal.SIGKILL)
+        while first.death() is None:
+            pass
+        first.restart()
+        loaded = torch.zeros(5, dtype=torch.int64)
+        load(root, into={"w": loaded})
+
+    assert first.address.startswith("[::1]:")
+    assert loaded.tolist() == [0, 1, 2, 3, 4]
 
 
 def test_killed_keeper_starts_again_at_its_address_with_what_it_kept(keeper):

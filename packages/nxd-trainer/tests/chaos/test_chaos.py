@@ -1,6 +1,7 @@
 """Ranks are found, disturbed as the seed says, and what it costs is read from the metrics."""
 
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 from nxd_trainer.chaos import Disturbance, FollowedRun, Plan, disturb, measure, render
 from nxd_trainer.chaos.follow import Seen
-from nxd_trainer.chaos.ranks import Rank, kill_host
+from nxd_trainer.chaos.ranks import Rank, kill_host, ranks_below
 from nxd_trainer.cli.main import main
 from nxd_trainer.report.metrics import MetricsLog, StepRecord
 
@@ -161,6 +162,17 @@ def test_ranks_of_a_seed_are_killed_one_after_the_other(process, tmp_path):
     assert {it.rank.host for it in done} == {process.pid}
     assert said == [str(it) for it in done]
     assert len(measure(run, done).recoveries) == 2
+
+
+def test_supervisor_whose_trainer_has_ended_is_no_rank(fresh_interpreter):
+    named = "import ctypes, sys; ctypes.CDLL(None).prctl(15, b'nxd-supervisor'); print(flush=True); sys.stdin.read()"
+    command, pipe = [sys.executable, "-c", named], subprocess.PIPE
+    with subprocess.Popen(command, env=os.environ | {"RANK": "0"}, stdin=pipe, stdout=pipe) as supervisor:
+        supervisor.stdout.readline()
+        found = ranks_below(os.getpid())
+        supervisor.stdin.close()
+
+    assert supervisor.pid not in [rank.pid for rank in found]
 
 
 def test_paused_rank_runs_again_and_a_run_that_stands_still_is_noticed(process, tmp_path):

@@ -23,7 +23,7 @@ class KeeperClient:
     """One host's keeper. All methods raise OSError if it cannot be reached or refuses.
 
     Args:
-        address: `host:port`.
+        address: `host:port`, with a host of IPv6 in brackets.
     """
 
     def __init__(self, address: str) -> None:
@@ -114,7 +114,7 @@ class _Connection:
         host, _, port = address.rpartition(":")
         self._address = address
         with self._errors_named():
-            self._socket = socket.create_connection((host, int(port)), _SECONDS_TO_CONNECT)
+            self._socket = socket.create_connection((host.strip("[]"), int(port)), _SECONDS_TO_CONNECT)
         self._socket.settimeout(_SECONDS_TO_ANSWER)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._file = self._socket.makefile("rb")

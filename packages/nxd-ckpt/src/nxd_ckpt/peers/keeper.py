@@ -17,6 +17,7 @@ import os
 import re
 import secrets
 import shutil
+import socket
 import socketserver
 import stat
 import sys
@@ -75,13 +76,14 @@ class Keeper(socketserver.ThreadingTCPServer):
         self._lock = _locked(folder / ".lock")
         shutil.rmtree(folder / _PARTIAL, ignore_errors=True)
         (folder / _PARTIAL).mkdir()
+        self.address_family = family_of(host)
         super().__init__((host, port), _Conversation)
 
     @property
     def address(self) -> str:
-        """`host:port`."""
-        host, port = self.server_address[:2]
-        return f"{host if isinstance(host, str) else host.decode()}:{port}"
+        """`host:port`, with a host of IPv6 in brackets."""
+        host, port = self.socket.getsockname()[:2]
+        return f"[{host}]:{port}" if self.address_family == socket.AF_INET6 else f"{host}:{port}"
 
     def path_of(self, name: object) -> Path:
         """Where a file lies.
@@ -100,6 +102,11 @@ class Keeper(socketserver.ThreadingTCPServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A connection that ends early is how ranks die: nothing to say."""
+
+
+def family_of(host: str) -> socket.AddressFamily:
+    """Of a host that is given by its address."""
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def proof(secret: str, side: str, nonces: tuple[str, str], port: int) -> str:

@@ -29,7 +29,7 @@ class KeeperProcess:
         host: the address of this host that others can reach.
 
     Attributes:
-        address: `host:port`, for `peers_url`; the same after `restart`.
+        address: `host:port`, with a host of IPv6 in brackets, for `peers_url`; the same after `restart`.
         pid: of the process.
 
     Raises:
@@ -138,7 +138,7 @@ def _has_come(descriptor: int, seconds: float) -> bool:
 
 def _reserved_port(host: str) -> socket.socket:
     """A free port that nobody else gets until this is closed; as nothing listens here, a dead keeper is noticed."""
-    reserved = socket.socket()
+    reserved = socket.socket(keeper.family_of(host))
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:

@@ -10,7 +10,7 @@ on every host, and is written last: a checkpoint is there as soon as one host ha
 import os
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import ExitStack, closing, suppress
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs
 
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, decode, file_names_in
@@ -82,13 +82,14 @@ class PeerStore:
     capabilities = Capabilities(atomic_rename=False, conditional_put=False, checksums=False, other_processes=True)
 
     def __init__(self, url: str) -> None:
-        parts = urlsplit(url)
-        keepers = tuple(parts.netloc.split(","))
-        options = {name: values[-1] for name, values in parse_qs(parts.query).items()}
+        hosts, _, query = url.removeprefix(SCHEME).partition("?")
+        hosts = hosts.rstrip("/")
+        keepers = tuple(hosts.split(","))
+        options = {name: values[-1] for name, values in parse_qs(query).items()}
         copies, own = options.get("copies", "1"), options.get("own", _own_among(keepers))
-        if not url.startswith(SCHEME) or not copies.isdecimal() or not parts.netloc or own not in keepers:
+        if not url.startswith(SCHEME) or not copies.isdecimal() or not hosts or own not in keepers:
             raise ValueError(f"{url!r} names no keepers; expected {SCHEME}HOST:PORT,HOST:PORT/?copies=1&own=HOST:PORT")
-        self.location = f"{SCHEME}{parts.netloc}/?copies={copies}"  # the same on all hosts
+        self.location = f"{SCHEME}{hosts}/?copies={copies}"  # the same on all hosts
         self.copies = int(copies)
         first = keepers.index(own)
         self.keepers = [KeeperClient(address) for address in (*keepers[first:], *keepers[:first])]

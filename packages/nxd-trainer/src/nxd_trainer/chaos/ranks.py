@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from nxd_trainer.elastic.supervisor import TRAINER_NAME
+from nxd_trainer.elastic.supervisor import SUPERVISOR_NAME, TRAINER_NAME
 
 
 class Rank(NamedTuple):
@@ -38,7 +38,11 @@ def ranks_below(root: int) -> list[Rank]:
         parents = {pid: parent for parent, pid in below}
         found = [(_rank(pid), pid, supervisor, parents.get(supervisor, root)) for supervisor, pid in trainers]
     else:
-        found = [(_rank(pid), pid, parent, parent) for parent, pid in below if _rank(parent) is None]
+        found = [
+            (_rank(pid), pid, parent, parent)
+            for parent, pid in below
+            if _rank(parent) is None and _name(pid) != SUPERVISOR_NAME  # whose trainer has ended, or is to come
+        ]
     return sorted(Rank(number, *processes) for number, *processes in found if number is not None)
 
 

@@ -119,8 +119,17 @@ def _remove_those_of_ended_launchers(observer: Process) -> None:
 
 
 def _own_address() -> str:
-    """The address by which this host reaches the store's, and so others reach this one."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
-        address: str = probe.getsockname()[0]
-    return address
+    """The address by which this host reaches the store's, and so others reach this one; of IPv4 where there is one."""
+    name, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    found = socket.getaddrinfo(name, port, type=socket.SOCK_DGRAM)
+    problem: OSError | None = None
+    for family, kind, _, _, where in sorted(found, key=lambda one: one[0] != socket.AF_INET):
+        with socket.socket(family, kind) as probe:
+            try:
+                probe.connect(where)
+            except OSError as error:  # no route to that one
+                problem = error
+                continue
+            address: str = probe.getsockname()[0]
+            return address
+    raise OSError(f"this host reaches none of the addresses of MASTER_ADDR={name}: {problem}")

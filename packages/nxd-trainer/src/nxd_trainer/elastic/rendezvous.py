@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from nxd_state import PeerError
 
 from nxd_trainer.elastic.layouts import Fit
-from nxd_trainer.elastic.members import Board, Generation, Member, Over
+from nxd_trainer.elastic.members import Board, Ending, Generation, Member, Over
 from nxd_trainer.elastic.watch import Pulse
 
 _PAUSE, _PAUSE_PER_SLOT = 0.02, 0.002  # seconds; the more trainers ask the store, the less often each does
@@ -70,7 +70,8 @@ def join(board: Board, own: Member, terms: Terms, after: int) -> Generation | No
             if over is None and number > after:
                 _ask_to_end(board, own, closed)
         number += 1
-        _Attempt(board, own, terms, number).run()
+        if not _Attempt(board, own, terms, number).run():
+            return None
 
 
 def _ask_to_end(board: Board, own: Member, closed: Generation) -> None:
@@ -92,21 +93,29 @@ class _Attempt:
         self._before = {} if before is None else {member.slot: member for member in before.members}
         self._pulse = Pulse(board, own, terms.silence)
 
-    def run(self) -> None:
-        """Return once the generation is made up, with this trainer or without."""
+    def run(self) -> bool:
+        """Return once the generation is made up, with this trainer or without; False if there will be none."""
         self._board.announce(self._number, self._own)
         began = time.monotonic()
-        is_over = self._number == 1
+        was_over = is_over = self._number == 1 or self._ending_before() is not None
         while self._board.closed(self._number) is None:
+            ending = self._ending_before()
+            if ending == "done" or (ending == "stopped" and not was_over):  # else another start goes on with it
+                return False
             if not is_over and self._before_is_over():
                 is_over, began = True, time.monotonic()
             if is_over:
                 self._try(time.monotonic() - began)
             time.sleep(max(_PAUSE, _PAUSE_PER_SLOT * self._terms.slots))
+        return True
+
+    def _ending_before(self) -> Ending | None:
+        over = self._board.over(self._number - 1)
+        return None if over is None else over.ending
 
     def _before_is_over(self) -> bool:
         """Also where all of its members are lost and nobody could say so."""
-        if self._board.over(self._number - 1) is not None:
+        if self._ending_before() is not None:
             return True
         return all(self._pulse.is_lost(member) for member in self._before.values())
 

@@ -1,0 +1,44 @@
+"""Who comes to a training that ends meanwhile ends as well."""
+
+import os
+import sys
+from queue import SimpleQueue
+from threading import Thread
+
+import pytest
+import torch.distributed as dist
+from nxd_trainer.elastic import Fit, Layout
+from nxd_trainer.elastic.members import Board, Generation, Member, Over
+from nxd_trainer.elastic.processes import Process
+from nxd_trainer.elastic.rendezvous import Terms, join
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+@pytest.mark.parametrize("ending", ["done", "stopped"])
+def test_trainer_that_waits_to_join_ends_with_the_training(ending, deadline):
+    board, process = Board(dist.HashStore()), Process.of(os.getpid())
+    trains, comes = (Member(slot, f"{slot}-own", process, process) for slot in range(2))
+    board.close(Generation(1, [trains], Fit(Layout(), 1)))
+    terms = Terms(slots=2, grace=1.0, silence=deadline(30), choose=lambda ranks: Fit(Layout(), ranks))
+
+    joined = SimpleQueue()
+    Thread(target=lambda: joined.put(join(board, comes, terms, 0)), daemon=True).start()
+    while not board.change_is_wanted(1):
+        assert joined.empty()
+    board.end(1, Over(ending, "the training has ended"))
+
+    assert joined.get(timeout=deadline(30)) is None
+
+
+def test_another_start_goes_on_with_a_stopped_training(deadline):
+    board, process = Board(dist.HashStore()), Process.of(os.getpid())
+    before, after = (Member(0, incarnation, process, process) for incarnation in ("before", "after"))
+    board.close(Generation(1, [before], Fit(Layout(), 1)))
+    board.end(1, Over("stopped", "the training has ended"))
+    terms = Terms(slots=1, grace=deadline(30), silence=deadline(30), choose=lambda ranks: Fit(Layout(), ranks))
+
+    generation = join(board, after, terms, 0)
+
+    assert generation is not None
+    assert (generation.number, generation.active) == (2, (after,))
