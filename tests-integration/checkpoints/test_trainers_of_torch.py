@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from torch.distributed.tensor import Shard as ShardPlacement
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -231,3 +231,54 @@ def test_shards_of_any_placement_and_size_are_boxes(run_ranks, tmp_path):
     checkpoint = nxd_ckpt.open_checkpoint(tmp_path)
     for name in checkpoint.tensors:
         assert torch.equal(checkpoint.read(name), torch.arange(35.0).reshape(7, 5))
+
+
+def refusal_of_a_sum_over_ranks(folder):
+    dist.init_process_group("gloo") if not dist.is_initialized() else None
+    mesh = init_device_mesh("cpu", (2,))
+    gradient = DTensor.from_local(torch.ones(3), mesh, [Partial()])
+    with pytest.raises(ValueError, match="sum over ranks") as error:
+        nxd_ckpt.save(folder, "t", {"weight": torch.ones(3), "gradients": {"weight": gradient}})
+    return str(error.value)
+
+
+def test_sum_over_ranks_is_refused_by_its_path_on_every_rank(run_ranks, tmp_path):
+    for told in run_ranks(refusal_of_a_sum_over_ranks, 2, tmp_path):
+        assert "'gradients.weight': a DTensor with (Partial(sum),)" in told
+        assert "redistribute it to Replicate()" in told
+
+    assert nxd_ckpt.list_checkpoints(tmp_path) == []
+
+
+def wide_state(model):
+    return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=0.05)}
+
+
+def step_of_wide(state):
+    state["model"](torch.ones(4, 1024, dtype=torch.float64)).square().mean().backward()
+    state["optimizer"].step()
+
+
+def train_on_while_it_is_copied(folder):
+    dist.init_process_group("gloo") if not dist.is_initialized() else None
+    torch.manual_seed(0)
+    layer = nn.Linear(1024, 1024, dtype=torch.float64)  # so large that the call does not copy it
+    state = wide_state(fully_shard(layer, mesh=init_device_mesh("cpu", (2,))))
+    step_of_wide(state)
+    saved = whole_tensors(state)
+    handle = nxd_ckpt.async_save(folder, "t", state, copy_in_background=True)
+    step_of_wide(state)
+    handle.wait()
+    nxd_ckpt.end_async_saves()
+    assert not torch.equal(whole_tensors(state)["model.weight"], saved["model.weight"])
+    return saved
+
+
+def test_fsdp2_trains_on_while_a_save_copies_what_it_had(run_ranks, tmp_path):
+    saved = run_ranks(train_on_while_it_is_copied, 2, tmp_path)[0]
+
+    state = wide_state(nn.Linear(1024, 1024, dtype=torch.float64))
+    nxd_ckpt.load(tmp_path, into=state)
+    found = whole_tensors(state)
+    assert found.keys() == saved.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in saved.items())

@@ -1,8 +1,11 @@
 """Each rank reads the bytes that it needs and no others, or their blocks to verify them; counted at the system call."""
 
 import os
+import threading
+import time
 
 import nxd_ckpt.checksums
+import nxd_ckpt.reader
 import nxd_ckpt.tensor_bytes
 import pytest
 import torch
@@ -22,6 +25,27 @@ def bytes_read(monkeypatch):
 
     monkeypatch.setattr(os, "preadv", counting)
     return sizes
+
+
+def test_slow_storage_is_read_ahead_and_gives_the_same_bits(tmp_path, monkeypatch):
+    monkeypatch.setattr(nxd_ckpt.checksums, "BLOCK_BYTES", 2**16)
+    monkeypatch.setattr(nxd_ckpt.reader, "_BATCH_BYTES", 2**16)
+    whole, columns = torch.randn(512, 256), torch.zeros(512, 128)
+    save(tmp_path, "a", {"w": whole})
+    preadv, threads = os.preadv, []
+
+    def slow(fd, buffers, offset):
+        threads.append(threading.current_thread())
+        time.sleep(0.1)  # many times what it takes to verify 64 KiB
+        return preadv(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", slow)
+    load(tmp_path, into={"w": ShardedTensor((512, 256), [Shard(columns, (0, 128))])})
+
+    assert torch.equal(columns, whole[:, 128:])
+    assert len(threads) >= 8  # for as many blocks
+    assert threading.main_thread() in threads
+    assert {thread.name.partition("_")[0] for thread in threads} == {"MainThread", "nxd-ckpt read"}
 
 
 def test_load_rows_reads_only_these_rows(tmp_path, rows_of, bytes_read):
