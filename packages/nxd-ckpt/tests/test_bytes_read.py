@@ -32,14 +32,20 @@ def test_slow_storage_is_read_ahead_and_gives_the_same_bits(tmp_path, monkeypatc
     monkeypatch.setattr(nxd_ckpt.reader, "_BATCH_BYTES", 2**16)
     whole, columns = torch.randn(512, 256), torch.zeros(512, 128)
     save(tmp_path, "a", {"w": whole})
-    preadv, threads = os.preadv, []
+    preadv, block_hash, threads = os.preadv, nxd_ckpt.reader.block_hash, []
 
-    def slow(fd, buffers, offset):
+    def slow_read(fd, buffers, offset):
         threads.append(threading.current_thread())
-        time.sleep(0.1)  # many times what it takes to verify 64 KiB
-        return preadv(fd, buffers, offset)
+        count = preadv(fd, buffers, offset)
+        time.sleep(0.1)
+        return count
 
-    monkeypatch.setattr(os, "preadv", slow)
+    def later_hash(block):  # so late that the bytes of the next read are there
+        time.sleep(0.01)
+        return block_hash(block)
+
+    monkeypatch.setattr(os, "preadv", slow_read)
+    monkeypatch.setattr(nxd_ckpt.reader, "block_hash", later_hash)
     load(tmp_path, into={"w": ShardedTensor((512, 256), [Shard(columns, (0, 128))])})
 
     assert torch.equal(columns, whole[:, 128:])
