@@ -25,7 +25,7 @@ from typing import Any
 
 from nxd_trainer.chaos import FollowedRun, Plan, disturb
 
-DISTANCES = (60.0, 30.0, 15.0, 8.0, 4.0)  # mean seconds between kills
+DISTANCES = (30.0, 12.0, 6.0, 3.0)  # mean seconds between kills
 PATIENCE = 120.0  # seconds without a step
 SMALL = {
     "data.path": "text",
@@ -39,25 +39,24 @@ SMALL = {
     "train.steps": 1_000_000,
     "train.log_every": 1,
     "train.eval_every": 0,
-    "checkpoint.save_every": 0,
 }
 RANKS = "2"
 OWN = ["-m", "nxd_trainer", "train", "--nproc", RANKS]
 ELASTIC = ["--elastic", f"{RANKS}:{RANKS}"]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", RANKS, "--max-restarts", "1000"]
-TO_DISK = ["checkpoint.save_every=10", "checkpoint.keep_last=2"]
+NOT_TO_DISK, TO_DISK = "checkpoint.save_every=0", "checkpoint.save_every=10"
 ALONE = "alone"
 WAYS: Mapping[str, tuple[Sequence[str], Sequence[str]]] = {
-    "elastic, in memory each step": (OWN, [*ELASTIC, "checkpoint.memory_every=1"]),
-    "elastic, on disk every 10 steps": (OWN, [*ELASTIC, *TO_DISK]),
-    "torchrun, on disk every 10 steps": ([*TORCHRUN, "-m", "nxd_trainer", "train"], TO_DISK),
+    "elastic, in memory each step": (OWN, [*ELASTIC, NOT_TO_DISK, "checkpoint.memory_every=1"]),
+    "elastic, on disk every 10 steps": (OWN, [*ELASTIC, TO_DISK]),
+    "torchrun, on disk every 10 steps": ([*TORCHRUN, "-m", "nxd_trainer", "train"], [TO_DISK]),
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=Path, required=True, help="a file of a line per run")
-    parser.add_argument("--seconds", type=float, default=75.0, help="of each run (default: %(default)g)")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of each run (default: %(default)g)")
     parser.add_argument("--seed", type=int, default=0, help="of the first run (default: %(default)s)")
     parser.add_argument("--picture", type=Path, help="draw the rows instead of measuring")
     options = parser.parse_args()
@@ -103,11 +102,15 @@ class _Limited:
 
 def measure_run(folder: Path, way: str, distance: float | None, seed: int, seconds: float) -> dict[str, Any]:
     """One run, as a row."""
-    launcher, further = WAYS.get(way, (OWN, []))
+    launcher, further = WAYS.get(way, (OWN, [NOT_TO_DISK]))
     output = folder / f"run-{seed}"
     settings = [f"{name}={value}" for name, value in {**SMALL, "output": output}.items()]
     command = [sys.executable, *launcher, *settings, *further]
-    with subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+    log = folder / f"run-{seed}.log"
+    with (
+        log.open("wb") as stream,
+        subprocess.Popen(command, cwd=folder, stdout=stream, stderr=subprocess.STDOUT) as process,
+    ):
         limited = _Limited(process, seconds)
         run = limited.run = FollowedRun(limited, output, patience=PATIENCE)
         plan = Plan(seed, 0) if distance is None else Plan(seed, seconds=(0.5 * distance, 1.5 * distance))
@@ -115,6 +118,8 @@ def measure_run(folder: Path, way: str, distance: float | None, seed: int, secon
             kills = disturb(run, plan)
         finally:
             process.terminate()
+    if not run.seen:
+        raise SystemExit(f"{way!r} has taken no step:\n{log.read_text()}")
     shutil.rmtree(output, ignore_errors=True)
     steps = run.step - run.seen[0].record.step
     return {"way": way, "distance": distance, "seconds": seconds, "steps": steps, "kills": len(kills), "goodput": 1.0}
