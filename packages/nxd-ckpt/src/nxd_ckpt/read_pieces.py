@@ -61,13 +61,40 @@ class Read(NamedTuple):
 class Transfer(NamedTuple):
     """A box of one chunk, counted from the chunk's first element, and the memory that it goes to.
 
-    `dtype` is the safetensors name of what is stored; the destination's may differ and is then converted to.
+    `dtype` is the safetensors name of what is stored; the destination's may differ and is then converted to. `alone` is
+    whether no other transfer fills any of its memory, so that bytes may be verified where they are to stay.
     """
 
     chunk: Chunk
     dtype: str
     box: Box
     destination: torch.Tensor
+    alone: bool = True
+
+
+def with_overlaps(transfers: Sequence[Transfer]) -> list[Transfer]:
+    """The same, of which those are not alone that share memory, as tied weights do; two columns of it look so, too."""
+    spans = [
+        (place, place + extent, number)
+        for number, (destination, place) in enumerate((it.destination, it.destination.data_ptr()) for it in transfers)
+        if destination.is_cpu and (extent := _extent(destination))
+    ]
+    found = list(transfers)
+    reached, last = 0, 0  # the farthest end so far, and whose it is
+    for start, end, number in sorted(spans):
+        if start < reached:
+            found[last], found[number] = (found[it]._replace(alone=False) for it in (last, number))
+        if end > reached:
+            reached, last = end, number
+    return found
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Bytes from the first element to the end of the last one."""
+    if not tensor.numel():
+        return 0
+    steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (steps + 1) * tensor.element_size()
 
 
 def reads_of_chunk(transfers: Sequence[Transfer], scratch: Scratch, *, verify: bool) -> Iterator[Read]:
@@ -117,7 +144,13 @@ def _direct_memory(transfers: Sequence[Transfer], dtype: torch.dtype, start: int
     (transfer,) = transfers
     shape, box, destination = transfer.chunk.box.shape, transfer.box, transfer.destination
     first = element_number(box.offsets, row_major_strides(shape))
-    if start < first or stop > first + box.num_elements or destination.dtype != dtype or not is_one_piece(destination):
+    if (
+        not transfers[0].alone
+        or start < first
+        or stop > first + box.num_elements
+        or destination.dtype != dtype
+        or not is_one_piece(destination)
+    ):
         return None
     outer = next((dim for dim, size in enumerate(box.shape) if size > 1), len(shape))
     if box.shape[outer + 1 :] != shape[outer + 1 :]:

@@ -24,7 +24,7 @@ from nxd_ckpt.dtypes import DTYPE_OF_CODE
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.manifest import Manifest
 from nxd_ckpt.plan import PlannedRead, plan_read
-from nxd_ckpt.read_pieces import Read, Scratch, Transfer, reads_of_chunk
+from nxd_ckpt.read_pieces import Read, Scratch, Transfer, reads_of_chunk, with_overlaps
 from nxd_ckpt.sharded_tensor import Shard
 from nxd_ckpt.stores import Piece, Store, open_store
 
@@ -174,7 +174,7 @@ class Checkpoint:
         Raises:
             CheckpointError: a file cannot be read or is damaged; destinations may be filled in part.
         """
-        for file, of_file in groupby(transfers, key=lambda transfer: transfer.chunk.file):
+        for file, of_file in groupby(with_overlaps(transfers), key=lambda transfer: transfer.chunk.file):
             with_header = self._verify and file not in self._verified_headers
             self._run(file, chain(self._reads_of_header(file) if with_header else (), self._reads(of_file)))
             self._verified_headers.add(file)
@@ -244,7 +244,7 @@ class Checkpoint:
     def _run(self, file: str, reads: Iterable[Read]) -> None:
         where, tag = self.where(file), self._tag_of(file)
         try:
-            with closing(self._read_ahead(tag, file, _batches(reads))) as batches:  # no read outlives an error
+            with closing(self._read_batches(tag, file, _batches(reads))) as batches:  # no read outlives an error
                 for read in chain.from_iterable(batches):
                     if read.expected_hash is not None and block_hash(read.memory) != read.expected_hash:
                         raise CheckpointError(
@@ -256,7 +256,7 @@ class Checkpoint:
         except (OSError, CheckpointError) as error:
             raise CheckpointError(f"data file {where} cannot be read: {error}") from error
 
-    def _read_ahead(self, tag: str, file: str, batches: Iterator[list[Read]]) -> Generator[list[Read]]:
+    def _read_batches(self, tag: str, file: str, batches: Iterator[list[Read]]) -> Generator[list[Read]]:
         """The batches once they are read; from slow storage the next one is read while one is verified."""
 
         def read(batch: list[Read] | None) -> tuple[list[Read] | None, float]:

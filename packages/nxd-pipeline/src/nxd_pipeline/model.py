@@ -37,7 +37,7 @@ from nxd_pipeline.runtime.gradient_sync import GradientSync, GradientSyncs, last
 from nxd_pipeline.runtime.loss import LossReport, LossSpec, check_loss_spec
 from nxd_pipeline.runtime.microbatches import split_batch
 from nxd_pipeline.runtime.p2p import P2PCommunicator
-from nxd_pipeline.runtime.replicas import average_over_replicas
+from nxd_pipeline.runtime.replicas import averaged_over_replicas
 from nxd_pipeline.runtime.tied_weights import TiedWeights
 from nxd_pipeline.schedules import (
     Action,
@@ -266,9 +266,9 @@ class NxDPPModel(nn.Module):
         """Forward and backward of a batch; gradients are added to those that the parameters have.
 
         An optimizer of `sync_gradients_by` averages them over the replicas: each as soon as the last microbatch's
-        backward has made it, unless in `no_sync`. Without one they are averaged at the end, but for those of experts
-        that the mesh splits, unless the model was told that its optimizer does it (`use_zero1_optimizer`,
-        `use_optimizer_wrapper`). `torch.autocast` around the call holds for the forward passes.
+        backward has made it, unless in `no_sync`. Without one they are averaged at the end (those of experts that
+        the mesh splits in `no_sync` as well), unless the model was told that its optimizer does it
+        (`use_zero1_optimizer`, `use_optimizer_wrapper`). `torch.autocast` around the call holds for the forward passes.
 
         Args:
             **kwargs: the model's inputs, the same on every rank of the pipeline.
@@ -288,15 +288,18 @@ class NxDPPModel(nn.Module):
             )
         microbatches = self._microbatches(kwargs)
         syncs = self._gradient_syncs.active()
-        with nullcontext() if self._trace_file is None else self._trace_file.step() as record:
+        averages = self._averages and self._gradient_syncs.are_missing()
+        only_experts = not self._gradient_syncs.are_on
+        with (
+            averaged_over_replicas(self.local_parameters(), only_experts) if averages else nullcontext(),
+            nullcontext() if self._trace_file is None else self._trace_file.step() as record,
+        ):
             if self._whole_model is not None:
                 losses = self._train_whole(self._whole_model, microbatches, record, syncs)
             else:
                 self.synchronize_tied_weights()
                 with self._failures.end_all_ranks():
                     losses = self._train_stages(microbatches, record, syncs)
-        if self._averages and self._gradient_syncs.are_missing():
-            average_over_replicas(self.local_parameters())
         return self._report.of_losses(losses)
 
     def _train_stages(

@@ -63,12 +63,15 @@ def _every_expert(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_
     Returns:
         `[tokens, hidden]`.
     """
-    inner = _products(experts, "gate_up_proj" if experts.has_gate else "up_proj", hidden_states)
+    weights = weights_of_experts(top_k_index, top_k_weights, len(experts.down_proj))
+    rows = hidden_states
+    if rows.dtype == torch.float16:  # others' tokens may overflow in an expert, and no weight makes nothing of that
+        rows = torch.where((weights != 0).t().unsqueeze(-1), rows, 0.0)
+    inner = _products(experts, "gate_up_proj" if experts.has_gate else "up_proj", rows)
     inner = experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner)
     outputs = _products(experts, "down_proj", inner)
     if experts.has_post_expert_norm:
         outputs = experts.post_expert_norm(outputs)
-    weights = weights_of_experts(top_k_index, top_k_weights, len(outputs))
     return (outputs * weights.t().unsqueeze(-1)).sum(dim=0).to(hidden_states.dtype)
 
 

@@ -1,5 +1,6 @@
 """`run`: train, and when ranks are lost or come, train on with those that there are, in the same processes."""
 
+import atexit
 import gc
 import os
 import secrets
@@ -220,17 +221,19 @@ class _Trainer:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """With the thread that gives signs of life."""
+        """With the thread that gives signs of life; to the supervisor until the interpreter ends: work may follow."""
         self._watch.start()
+        atexit.register(self._watch.end)
         try:
             yield
         finally:
-            self._watch.end()
+            self._watch.leave()
 
     def run(self, train_once: Callable[[Membership], T]) -> tuple[T] | None:
         before: Generation | None = None
         while not self._has_been_stopped():
-            generation = join(self._board, self._own, self._terms, before.number if before else 0)
+            after = before.number if before else 0
+            generation = join(self._board, self._own, self._terms, after, replaces=self._lifeline.replaces)
             if generation is None:
                 return None
             self._check_progress(before, generation)
@@ -258,8 +261,11 @@ class _Trainer:
             membership = Membership(generation, rank, store, self._watch, self._lifeline)
             result = train_once(membership)
             over = Over("stopped" if membership.stopped else "done", "the training has ended")
-            if self._board.end(generation.number, over).ending in ("stopped", "done"):
+            said = self._board.end(generation.number, over)
+            if said.ending in ("stopped", "done"):
                 return (result,)
+            if said.ending == "failed":
+                raise PeerError(said.reason)
             del result  # a rank was lost before it knew that all is saved: all look once more
         except ChangeMembers:
             self._board.end(generation.number, Over("change", "another trainer joins"))

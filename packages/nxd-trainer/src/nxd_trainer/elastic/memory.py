@@ -1,9 +1,8 @@
 """The keepers of a job: one on each host, started by the supervisor of its first rank, for checkpoints in memory.
 
 A keeper outlives the trainers of its host; one that dies is started again at the same address, and one that is stopped
-is killed first. Its folder is named by
-the launcher's agent, so that supervisors which the agent starts again find what was kept; the folder of an agent that
-has ended is removed by the next run of this user.
+is killed first. Its folder is named by the launcher's agent, so that supervisors which the agent starts again find what
+was kept; the folder of an agent that has ended is removed by the next run of this user.
 """
 
 import os
@@ -13,6 +12,8 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
+from ipaddress import ip_address
 from pathlib import Path
 
 import torch.distributed as dist
@@ -119,17 +120,16 @@ def _remove_those_of_ended_launchers(observer: Process) -> None:
 
 
 def _own_address() -> str:
-    """The address by which this host reaches the store's, and so others reach this one; of IPv4 where there is one."""
+    """The address by which this host reaches the store's, and so others reach this one.
+
+    Of several the first that is no loopback, as names of hosts may have one; of IPv4 rather than of IPv6.
+    """
     name, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
-    found = socket.getaddrinfo(name, port, type=socket.SOCK_DGRAM)
-    problem: OSError | None = None
-    for family, kind, _, _, where in sorted(found, key=lambda one: one[0] != socket.AF_INET):
-        with socket.socket(family, kind) as probe:
-            try:
-                probe.connect(where)
-            except OSError as error:  # no route to that one
-                problem = error
-                continue
-            address: str = probe.getsockname()[0]
-            return address
-    raise OSError(f"this host reaches none of the addresses of MASTER_ADDR={name}: {problem}")
+    found: list[str] = []
+    for family, kind, _, _, where in socket.getaddrinfo(name, port, type=socket.SOCK_DGRAM):
+        with socket.socket(family, kind) as probe, suppress(OSError):  # no route to that one
+            probe.connect(where)
+            found.append(probe.getsockname()[0])
+    if not found:
+        raise OSError(f"this host reaches none of the addresses of MASTER_ADDR={name}")
+    return min(found, key=lambda address: (ip_address(address).is_loopback, ":" in address))

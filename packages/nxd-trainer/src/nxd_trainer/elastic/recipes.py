@@ -134,6 +134,10 @@ class _Asked:
         return int(self.to_stop or wanted)
 
     @property
+    def can_wait(self) -> bool:
+        return not self.to_stop
+
+    @property
     def to_stop(self) -> bool:
         return self.stop.signal_number > 0 or self.membership.stopping
 

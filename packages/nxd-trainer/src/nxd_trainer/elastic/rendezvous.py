@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from nxd_state import PeerError
 
 from nxd_trainer.elastic.layouts import Fit
-from nxd_trainer.elastic.members import Board, Ending, Generation, Member, Over
+from nxd_trainer.elastic.members import Board, Generation, Member, Over
 from nxd_trainer.elastic.watch import Pulse
 
 _PAUSE, _PAUSE_PER_SLOT = 0.02, 0.002  # seconds; the more trainers ask the store, the less often each does
@@ -40,7 +40,7 @@ class Terms:
     choose: Callable[[int], Fit | None]
 
 
-def join(board: Board, own: Member, terms: Terms, after: int) -> Generation | None:
+def join(board: Board, own: Member, terms: Terms, after: int, *, replaces: bool = False) -> Generation | None:
     """Wait for a generation with this trainer in it.
 
     Args:
@@ -48,14 +48,16 @@ def join(board: Board, own: Member, terms: Terms, after: int) -> Generation | No
         own: this trainer.
         terms: how to agree.
         after: the last generation that it has been in, or 0.
+        replaces: whether it takes the place of a trainer of the same start that has died. Only a trainer of another
+            start goes on with a training that was stopped.
 
     Returns:
         The generation; None where there will be no other, since the training has ended.
 
     Raises:
-        PeerError: there are too few ranks, for too long.
+        PeerError: there are too few ranks, for too long; or a rank has failed by an error of its own.
     """
-    number = max(after, board.latest())
+    number, is_another_start = max(after, board.latest()), after == 0 and not replaces
     while True:
         closed = board.closed(number)
         if closed is None and number > 0:  # `latest` is set after a generation is closed
@@ -63,25 +65,37 @@ def join(board: Board, own: Member, terms: Terms, after: int) -> Generation | No
             continue
         if closed is not None and number > after and own.incarnation in closed.incarnations:
             return closed
-        if closed is not None:
-            over = board.over(number)
-            if over is not None and over.ending == "done":
-                return None
-            if over is None and number > after:
-                _ask_to_end(board, own, closed)
+        over = None if closed is None else board.over(number)
+        if closed is not None and over is None and number > after:
+            over = _ask_to_end(board, own, closed)
+        if _is_the_end(over, but_may_go_on=is_another_start):
+            return None
         number += 1
-        if not _Attempt(board, own, terms, number).run():
+        if not _Attempt(board, own, terms, number).run(over):
             return None
 
 
-def _ask_to_end(board: Board, own: Member, closed: Generation) -> None:
+def _is_the_end(over: Over | None, *, but_may_go_on: bool = False) -> bool:
+    """Whether no generation follows one that is over so; raises PeerError where that is by an error of a rank."""
+    if over is None or over.ending in ("lost", "change"):
+        return False
+    if over.ending == "done":
+        return True
+    if but_may_go_on:
+        return False
+    if over.ending == "failed":
+        raise PeerError(over.reason)
+    return True
+
+
+def _ask_to_end(board: Board, own: Member, closed: Generation) -> Over | None:
     """Ask a generation that was made up without this trainer to end; it has, if this one takes a member's place."""
     replaced = [member for member in closed.members if member.slot == own.slot]
     if replaced:
         reason = f"rank {own.slot} of the launch is lost: its process {replaced[0].process.pid} has been replaced"
-        board.end(closed.number, Over("lost", reason))
-    else:
-        board.ask_for_change(closed.number)
+        return board.end(closed.number, Over("lost", reason))
+    board.ask_for_change(closed.number)
+    return None
 
 
 class _Attempt:
@@ -93,31 +107,29 @@ class _Attempt:
         self._before = {} if before is None else {member.slot: member for member in before.members}
         self._pulse = Pulse(board, own, terms.silence)
 
-    def run(self) -> bool:
-        """Return once the generation is made up, with this trainer or without; False if there will be none."""
+    def run(self, before: Over | None) -> bool:
+        """Return once the generation is made up, with this trainer or without; False if there will be none.
+
+        Args:
+            before: how the generation before was over when this trainer came.
+
+        Raises:
+            PeerError: see `join`.
+        """
         self._board.announce(self._number, self._own)
         began = time.monotonic()
-        was_over = is_over = self._number == 1 or self._ending_before() is not None
+        is_over = self._number == 1 or before is not None
         while self._board.closed(self._number) is None:
-            ending = self._ending_before()
-            if ending == "done" or (ending == "stopped" and not was_over):  # else another start goes on with it
-                return False
-            if not is_over and self._before_is_over():
-                is_over, began = True, time.monotonic()
+            if not is_over:
+                over = self._board.over(self._number - 1)
+                if _is_the_end(over):
+                    return False
+                if over is not None or all(self._pulse.is_lost(member) for member in self._before.values()):
+                    is_over, began = True, time.monotonic()  # or all are lost, and nobody could say so
             if is_over:
                 self._try(time.monotonic() - began)
             time.sleep(max(_PAUSE, _PAUSE_PER_SLOT * self._terms.slots))
         return True
-
-    def _ending_before(self) -> Ending | None:
-        over = self._board.over(self._number - 1)
-        return None if over is None else over.ending
-
-    def _before_is_over(self) -> bool:
-        """Also where all of its members are lost and nobody could say so."""
-        if self._ending_before() is not None:
-            return True
-        return all(self._pulse.is_lost(member) for member in self._before.values())
 
     def _try(self, waited: float) -> None:
         announced = self._board.announced(self._number, self._terms.slots)

@@ -41,13 +41,21 @@ class Lifeline:
         supervisor: the process that has forked this one.
         launcher: the process that has started the supervisor: torchrun's agent, or `nxd train --nproc`.
         stopping: whether the run had been asked to stop before this process began.
+        replaces: whether another trainer of this supervisor has died before.
         keeper: `host:port` of the keeper that the supervisor has started; "" if it has started none.
     """
 
     def __init__(
-        self, descriptor: int, supervisor: Process, launcher: Process, memory: HostMemory | None, *, stopping: bool
+        self,
+        descriptor: int,
+        supervisor: Process,
+        launcher: Process,
+        memory: HostMemory | None,
+        *,
+        stopping: bool,
+        replaces: bool,
     ) -> None:
-        self.supervisor, self.launcher, self.stopping = supervisor, launcher, stopping
+        self.supervisor, self.launcher, self.stopping, self.replaces = supervisor, launcher, stopping, replaces
         self.keeper = memory.address if memory is not None else ""
         self._memory = memory  # the supervisor's; letting go of it would look like an end
         self._descriptor = descriptor
@@ -133,7 +141,8 @@ class _Supervisor:
         os.setpgid(0, 0)  # a launcher signals the supervisor's process group, and the supervisor this process
         end_with(self._process.pid)
         name_this_process(TRAINER_NAME)
-        return Lifeline(writing, self._process, self._launcher, self._memory, stopping=bool(self._signals))
+        stopping, replaces = bool(self._signals), self._restarts > 0
+        return Lifeline(writing, self._process, self._launcher, self._memory, stopping=stopping, replaces=replaces)
 
     def _watch(self, pid: int, reading: int) -> int:
         """Listen to a trainer until it ends; returns its wait status."""

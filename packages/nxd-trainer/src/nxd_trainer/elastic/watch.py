@@ -61,7 +61,7 @@ class Watch(threading.Thread):
         self._watched: list[Member] = []
         self._pulse = Pulse(board, own, silence)
         self._lock = threading.Lock()  # held while the generation changes, or its communication is broken
-        self._ended = threading.Event()
+        self._has_left, self._ended = threading.Event(), threading.Event()
         self._kill_at = float("inf")
 
     def run(self) -> None:
@@ -69,9 +69,12 @@ class Watch(threading.Thread):
         count = 0
         while not self._ended.is_set():
             try:
-                self._board.beat(self._own.incarnation, count)
-                self._look()
+                if not self._has_left.is_set():
+                    self._board.beat(self._own.incarnation, count)
+                    self._look()
             except dist.DistError as error:
+                if self._has_left.is_set():
+                    continue
                 over = Over("failed", f"the job's store cannot be reached, its host is gone: {error}")
                 self._leave(self._generation, over)
                 return
@@ -104,15 +107,21 @@ class Watch(threading.Thread):
         """The first of them whose process is known to have ended."""
         return next((member for member in members if self._pulse.is_lost(member)), None)
 
+    def leave(self) -> None:
+        """The process has trained: it has nothing to do with the others any more, and may work on for any time."""
+        with self._lock:
+            self._generation, self._kill_at = None, float("inf")
+            self._has_left.set()
+
     def end(self) -> None:
-        """End the thread: the process has trained, and ends."""
+        """End the thread: the process ends."""
         self._ended.set()
         self.join()
         self._lifeline.say(ENDING)
 
     def _look(self) -> None:
         generation = self._generation
-        if generation is None or generation is not self._generation or self.over is not None:
+        if generation is None or self.over is not None:
             return
         over = self._board.over(generation.number)
         if over is None and (lost := self.find_lost(self._watched)) is not None:
@@ -120,8 +129,9 @@ class Watch(threading.Thread):
             over = self._board.end(generation.number, Over("lost", reason))
         if over is not None:
             self._leave(generation, over)
-        elif not self.change_wanted:
-            self.change_wanted = self._board.change_is_wanted(generation.number)
+        elif not self.change_wanted and self._board.change_is_wanted(generation.number):
+            with self._lock:
+                self.change_wanted = generation is self._generation
 
     def _leave(self, generation: Generation | None, over: Over) -> None:
         """A generation is over: break what the main thread waits for, or will; nothing if that has left it meanwhile.
@@ -132,6 +142,8 @@ class Watch(threading.Thread):
             if generation is None or generation is not self._generation or self.over is not None:
                 return
             self.over = over
+            if over.ending in ("done", "stopped"):  # others have left before this one: it may take its time
+                return
             self._kill_at = time.monotonic() + 3 * self._silence
             if over.ending in ("lost", "failed"):
                 abort_model_parallel(over.reason)

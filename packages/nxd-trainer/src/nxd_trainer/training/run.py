@@ -39,7 +39,7 @@ from nxd_trainer.training.checkpoints import RunSaver, diverged, resume_run
 from nxd_trainer.training.initial_weights import load_reference
 from nxd_trainer.training.memory_checkpoints import MemorySaver, resume_from_memory
 from nxd_trainer.training.run_state import RunState, build_run_state
-from nxd_trainer.training.step import FinishedStep, StepsUnderWay, evaluate, take_step
+from nxd_trainer.training.step import CAN_WAIT, IN_HASTE, FinishedStep, StepsUnderWay, evaluate, take_step
 from nxd_trainer.training.stragglers import Straggler, StragglerWatch
 
 EXTRACTED_STEPS = 3  # the first makes the optimizer's states, the second is like all others; the third shows that it is
@@ -67,6 +67,10 @@ class AskedToStop(Protocol):
     def signal_number(self) -> int:
         """Not 0 where this rank wants the run to stop after the next step."""
 
+    @property
+    def can_wait(self) -> bool:
+        """Whether it can wait for an evaluation that is due then."""
+
 
 class StopRequest:
     """Remembers the first SIGTERM or SIGINT, to stop at the end of a step; a second one ends the process as usual.
@@ -75,6 +79,8 @@ class StopRequest:
 
     The loop asks `signal_number` between steps, agrees with the other ranks, saves, and leaves.
     """
+
+    can_wait = False  # whoever sends signals may kill the process some seconds later
 
     def __init__(self) -> None:
         self.signal_number = 0
@@ -237,7 +243,7 @@ def _run_steps(
     loss, tokens_seen = math.nan, state.train_loader.tokens_seen
     while state.step < recipe.last_step and not steps.stopping and not state.early_stopping.is_due:
         with stragglers.step():
-            steps.begin(asked_to_stop=stop.signal_number > 0)
+            steps.begin(stopping=_stopping(stop))
         for step in steps.finish(all_of_them=_is_looked_at(recipe, state.step)):
             loss = step.loss
             _check_finite(state, saver, step)
@@ -246,9 +252,9 @@ def _run_steps(
             tokens_seen = step.tokens_seen
             progress.advance(step.number)
             is_last = step.number == (state.step if steps.stopping else recipe.last_step)
-            evaluates = is_last or _is_due(step.number, recipe.train.eval_every)
+            evaluates = step.number == recipe.last_step or _is_due(step.number, recipe.train.eval_every)
             held_out_loss = None
-            if evaluates and recipe.train.eval_every and not steps.stopping:
+            if evaluates and recipe.train.eval_every and not steps.in_haste:
                 with throughput.paused():
                     held_out_loss = evaluate(state)
             if held_out_loss is not None and _is_due(step.number, recipe.train.eval_every):
@@ -273,6 +279,12 @@ def _run_steps(
             f"{stopping.num_without_gain} evaluations (train.early_stopping_patience)"
         )
     return TrainResult(step=state.step, loss=loss, stopped=steps.stopping)
+
+
+def _stopping(stop: AskedToStop) -> float:
+    if not stop.signal_number:
+        return 0.0
+    return CAN_WAIT if stop.can_wait else IN_HASTE
 
 
 def _is_looked_at(recipe: Recipe, step: int) -> bool:

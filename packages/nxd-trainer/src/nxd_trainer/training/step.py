@@ -32,21 +32,24 @@ from nxd_trainer.lr_schedule import lr_multiplier
 from nxd_trainer.optimizers import learning_rate_on
 from nxd_trainer.training.run_state import RunState, concatenated, held_out_batches
 
+# What a rank that is to stop adds to a sum over ranks: all that can wait are less than one that cannot.
+IN_HASTE, CAN_WAIT = 1.0, 2.0**-20
 
-def take_step(state: RunState, *, stopping: bool = False) -> tuple[Tensor, Tensor | None]:
+
+def take_step(state: RunState, *, stopping: float = 0.0) -> tuple[Tensor, Tensor | None]:
     """A whole optimizer step, without waiting for its values. On XLA it is one graph, which is sent to the device.
 
     Args:
-        stopping: whether this rank has been asked to stop.
+        stopping: `IN_HASTE` or `CAN_WAIT` where this rank has been asked to stop.
 
     Returns:
-        `[2]`, in the device's widest float, the same on every rank: the mean loss over the ranks that have one, and how
-        many ranks are to stop; then the norm of the gradients before clipping, 0-d (None without clipping).
+        `[2]`, in the device's widest float, the same on every rank: the mean loss over the ranks that have one, and the
+        sum of `stopping`; then the norm of the gradients before clipping, 0-d (None without clipping).
     """
     rank_loss = compute_gradients(state)
     device = get_device()
     # Not 0-d: torch-xla takes the scalars 0 and 1 for constants.
-    request = send_to_device(torch.tensor([float(stopping)], dtype=widest_float(device)), device)
+    request = send_to_device(torch.tensor([stopping], dtype=widest_float(device)), device)
     sums = all_reduce(torch.cat([loss_to_add(rank_loss).view(1), request]), get_world_group())  # one message for both
     return sums, update_weights(state)
 
@@ -159,7 +162,7 @@ class FinishedStep:
         tokens_seen: read since the run began, without padding.
         loss: mean over all tokens of the step that it counts.
         grad_norm: before clipping; None without clipping.
-        num_stopping: ranks that had been asked to stop when it began.
+        stopping: the sum over ranks of `IN_HASTE` and `CAN_WAIT`, of those that had been asked to stop when it began.
         routing: what the routers of a model with experts did.
     """
 
@@ -169,7 +172,7 @@ class FinishedStep:
     tokens_seen: int
     loss: float
     grad_norm: float | None
-    num_stopping: int
+    stopping: float
     routing: RouterStatistics | None
 
 
@@ -178,24 +181,25 @@ class StepsUnderWay:
 
     Attributes:
         stopping: whether a finished step tells that a rank has been asked to stop.
+        in_haste: whether it tells that this cannot wait for an evaluation.
     """
 
     def __init__(self, state: RunState) -> None:
-        self.stopping = False
+        self.stopping = self.in_haste = False
         self._state = state
         self._begun: deque[Callable[[], FinishedStep]] = deque()
         self._may_be_under_way = 0 if is_host() else 1  # the CPU has computed a step that has begun
 
-    def begin(self, *, asked_to_stop: bool) -> None:
+    def begin(self, *, stopping: float) -> None:
         """Take a step as far as this process has to do with it: the run's state is then that after the step.
 
         Args:
-            asked_to_stop: this rank.
+            stopping: see `take_step`.
         """
         state, rate = self._state, learning_rate(self._state)
         report_step(state.step + 1)
         try:
-            sums, norm = take_step(state, stopping=asked_to_stop)
+            sums, norm = take_step(state, stopping=stopping)
         except Exception as error:
             error.add_note(f"in step {state.step + 1}")
             raise
@@ -204,9 +208,9 @@ class StepsUnderWay:
         routing = None if state.model.router_balance is None else state.model.router_balance.statistics
 
         def finish() -> FinishedStep:
-            loss, num_stopping = read_sums().tolist()
+            loss, of_ranks = read_sums().tolist()
             grad_norm = None if read_norm is None else float(read_norm())
-            return FinishedStep(number, rate, tokens, tokens_seen, loss, grad_norm, int(num_stopping), routing)
+            return FinishedStep(number, rate, tokens, tokens_seen, loss, grad_norm, of_ranks, routing)
 
         self._begun.append(finish)
 
@@ -218,5 +222,6 @@ class StepsUnderWay:
         """
         while len(self._begun) > (0 if all_of_them or self.stopping else self._may_be_under_way):
             step = self._begun.popleft()()
-            self.stopping = self.stopping or step.num_stopping > 0
+            self.stopping = self.stopping or step.stopping > 0
+            self.in_haste = self.in_haste or step.stopping >= IN_HASTE
             yield step
