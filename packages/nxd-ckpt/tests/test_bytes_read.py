@@ -54,6 +54,18 @@ def test_slow_storage_is_read_ahead_and_gives_the_same_bits(tmp_path, monkeypatc
     assert {thread.name.partition("_")[0] for thread in threads} == {"MainThread", "nxd-ckpt read"}
 
 
+def test_two_tensors_in_one_memory_are_verified_before_the_second_replaces_the_first(tmp_path, monkeypatch):
+    monkeypatch.setattr(nxd_ckpt.checksums, "BLOCK_BYTES", 2**12)
+    saved = {"a": torch.randn(3000), "b": torch.randn(3000), "c": torch.randn(3000)}
+    save(tmp_path, "t", saved)
+    both, alone = torch.zeros(3000), torch.zeros(3000)
+
+    load(tmp_path, into={"a": both, "b": both, "c": alone})
+
+    assert torch.equal(both, saved["b"])
+    assert torch.equal(alone, saved["c"])
+
+
 def test_load_rows_reads_only_these_rows(tmp_path, rows_of, bytes_read):
     save(tmp_path, "a", {"w": torch.randn(64, 1024)})
 

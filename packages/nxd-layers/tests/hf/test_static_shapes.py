@@ -76,6 +76,26 @@ def test_loss_and_gradients_in_fixed_shapes_are_those_of_the_models_own_way(name
     torch.testing.assert_close(static_gradients, gradients, rtol=0, atol=bound)
 
 
+def test_token_that_would_overflow_in_an_expert_of_others_stays_a_number_in_float16():
+    model = make_model("mixtral").half()
+    experts = next(it for it in model.modules() if hasattr(it, "is_transposed"))
+    with torch.no_grad():
+        for parameter in experts.parameters():
+            parameter.fill_(0.1)
+            parameter[1] = 40.0
+    tokens = torch.full((1, SIZES["hidden_size"]), 10.0, dtype=torch.float16, requires_grad=True)
+    index, weights = torch.tensor([[0, 0]]), torch.tensor([[1.0, 0.0]], dtype=torch.float16)
+    expected = experts(tokens, index, weights).detach()
+
+    with static_shapes():
+        use_static_shapes(model)
+    found = experts(tokens, index, weights)
+    found.sum().backward()
+
+    torch.testing.assert_close(found.detach(), expected)
+    assert tokens.grad.isfinite().all()
+
+
 def test_models_keep_their_way_where_shapes_may_depend_on_values_or_another_is_named():
     model = make_model("mixtral")
     use_static_shapes(model)

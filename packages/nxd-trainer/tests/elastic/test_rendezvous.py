@@ -7,6 +7,7 @@ from threading import Thread
 
 import pytest
 import torch.distributed as dist
+from nxd_state import PeerError
 from nxd_trainer.elastic import Fit, Layout
 from nxd_trainer.elastic.members import Board, Generation, Member, Over
 from nxd_trainer.elastic.processes import Process
@@ -29,6 +30,24 @@ def test_trainer_that_waits_to_join_ends_with_the_training(ending, deadline):
     board.end(1, Over(ending, "the training has ended"))
 
     assert joined.get(timeout=deadline(30)) is None
+
+
+@pytest.mark.parametrize("comes_back", ["after a death", "from the generation before"])
+def test_nobody_goes_on_with_a_training_that_was_stopped_or_has_failed(comes_back, deadline):
+    process = Process.of(os.getpid())
+    terms = Terms(slots=1, grace=deadline(30), silence=deadline(30), choose=lambda ranks: Fit(Layout(), ranks))
+    again = {"after": 0, "replaces": True} if comes_back == "after a death" else {"after": 1}
+    for ending in ("stopped", "failed"):
+        board = Board(dist.HashStore())
+        board.close(Generation(1, [Member(0, "before", process, process)], Fit(Layout(), 1)))
+        board.end(1, Over(ending, "rank 3 of the launch failed: no such file"))
+        own = Member(0, "again", process, process)
+
+        if ending == "stopped":
+            assert join(board, own, terms, **again) is None
+        else:
+            with pytest.raises(PeerError, match="no such file"):
+                join(board, own, terms, **again)
 
 
 def test_another_start_goes_on_with_a_stopped_training(deadline):

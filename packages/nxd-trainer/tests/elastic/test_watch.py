@@ -42,6 +42,40 @@ class Supervisor:
         pass
 
 
+class EndsAt:
+    """A board on which the generation is over after some looks."""
+
+    def __init__(self, ending, looks):
+        self._over, self._looks = Over(ending, "the training has ended"), looks
+        self.has_been_looked_at_long_after = threading.Event()
+
+    def beat(self, incarnation, count):
+        if count > self._looks + 6:
+            self.has_been_looked_at_long_after.set()
+
+    def over(self, number):
+        self._looks -= 1
+        return self._over if self._looks < 0 else None
+
+    def change_is_wanted(self, number):
+        return False
+
+
+def test_trainer_that_works_on_after_the_others_are_done_is_not_killed(deadline):
+    process = Process.of(os.getpid())
+    own = Member(0, "0-own", process, process)
+    board = EndsAt("done", looks=2)
+    watch = Watch(board, own, Supervisor(), silence=0.1)  # three times that is less than the looks take
+    watch.enter(Generation(1, [own], Fit(Layout(), 1)))
+
+    watch.start()
+    assert board.has_been_looked_at_long_after.wait(deadline(60))  # this process would have been killed
+    watch.leave()
+    watch.end()
+
+    assert watch.over.ending == "done"
+
+
 def test_end_of_a_generation_that_the_trainer_has_left_meanwhile_does_not_end_the_next(deadline):
     process = Process.of(os.getpid())
     own = Member(0, "0-own", process, process)
