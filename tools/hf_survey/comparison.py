@@ -113,7 +113,9 @@ def one_rank(model_type: str, layout: Layout) -> Step:
         try:
             if layout.tp * layout.ep * layout.cp > 1:
                 model = parallelize(model, expert_parallel=layout.ep > 1, context_transport=layout.transport)
-            pipeline = NxDPPModel(model, num_microbatches=MICROBATCHES, auto_partition=layout.pp > 1)
+            pipeline = NxDPPModel(
+                model, num_microbatches=MICROBATCHES, auto_partition=layout.pp > 1, use_optimizer_wrapper=True
+            )
         except (ValueError, NotImplementedError) as refusal:
             return Step(refusal=str(refusal))
         replicas = get_group("dp")

@@ -37,7 +37,7 @@ from nxd_pipeline.runtime.gradient_sync import GradientSync, GradientSyncs, last
 from nxd_pipeline.runtime.loss import LossReport, LossSpec, check_loss_spec
 from nxd_pipeline.runtime.microbatches import split_batch
 from nxd_pipeline.runtime.p2p import P2PCommunicator
-from nxd_pipeline.runtime.replicas import averaged_over_replicas
+from nxd_pipeline.runtime.replicas import average_over_replicas, has_split_experts
 from nxd_pipeline.runtime.tied_weights import TiedWeights
 from nxd_pipeline.schedules import (
     Action,
@@ -205,6 +205,7 @@ class NxDPPModel(nn.Module):
         )
         self._gradient_syncs = GradientSyncs()
         self._averages = not (use_zero1_optimizer or use_optimizer_wrapper)
+        self._splits_experts = has_split_experts([module] if isinstance(module, nn.Module) else module)
         self._tied_names = LocalParts([whole]).tied_names()
         self._whole_model: nn.Module | None = None
         self._stages: dict[int, Stage] = {}
@@ -266,9 +267,9 @@ class NxDPPModel(nn.Module):
         """Forward and backward of a batch; gradients are added to those that the parameters have.
 
         An optimizer of `sync_gradients_by` averages them over the replicas: each as soon as the last microbatch's
-        backward has made it, unless in `no_sync`. Without one they are averaged at the end (those of experts that
-        the mesh splits in `no_sync` as well), unless the model was told that its optimizer does it
-        (`use_zero1_optimizer`, `use_optimizer_wrapper`). `torch.autocast` around the call holds for the forward passes.
+        backward has made it, unless in `no_sync`. Without one they are averaged at the end, unless the model was told
+        that its optimizer does it (`use_zero1_optimizer`, `use_optimizer_wrapper`), as it must be told where the mesh
+        splits experts. `torch.autocast` around the call holds for the forward passes.
 
         Args:
             **kwargs: the model's inputs, the same on every rank of the pipeline.
@@ -278,28 +279,32 @@ class NxDPPModel(nn.Module):
             None elsewhere, unless `broadcast_and_average_loss`.
 
         Raises:
-            ValueError: inputs are missing, unknown or cannot be cut into microbatches, the model returned no loss, or
-                the schedule is one for evaluation.
+            ValueError: inputs are missing, unknown or cannot be cut into microbatches, the model returned no loss, the
+                schedule is one for evaluation, or nobody is known to average the gradients of split experts.
         """
         if self._training_schedule.is_forward_only:
             raise ValueError(
                 f"schedule {self._schedule.name!r} has no backward, so this pipeline can only run_eval; make it with "
                 "another schedule, see SCHEDULE_NAMES"
             )
+        averages = self._averages and self._gradient_syncs.are_missing()
+        if averages and self._splits_experts:
+            raise ValueError(
+                "the gradients of experts over ranks are sums over the tokens of all of them, and nobody is known who "
+                "makes them a mean: use initialize_parallel_optimizer, or NxDPPModel(use_optimizer_wrapper=True) and "
+                "an optimizer or GradientReducer of nxd_optim"
+            )
         microbatches = self._microbatches(kwargs)
         syncs = self._gradient_syncs.active()
-        averages = self._averages and self._gradient_syncs.are_missing()
-        only_experts = not self._gradient_syncs.are_on
-        with (
-            averaged_over_replicas(self.local_parameters(), only_experts) if averages else nullcontext(),
-            nullcontext() if self._trace_file is None else self._trace_file.step() as record,
-        ):
+        with nullcontext() if self._trace_file is None else self._trace_file.step() as record:
             if self._whole_model is not None:
                 losses = self._train_whole(self._whole_model, microbatches, record, syncs)
             else:
                 self.synchronize_tied_weights()
                 with self._failures.end_all_ranks():
                     losses = self._train_stages(microbatches, record, syncs)
+        if averages:
+            average_over_replicas(self.local_parameters())
         return self._report.of_losses(losses)
 
     def _train_stages(

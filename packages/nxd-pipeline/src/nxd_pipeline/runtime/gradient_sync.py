@@ -19,15 +19,11 @@ class GradientSync(Protocol):
 
 
 class GradientSyncs:
-    """Those of one pipeline; none of them is kept alive.
-
-    Attributes:
-        are_on: whether the next run is to average gradients.
-    """
+    """Those of one pipeline; none of them is kept alive."""
 
     def __init__(self) -> None:
         self._known: list[tuple[ref[GradientSync], set[int]]] = []  # with the ids of their parameters
-        self.are_on = True
+        self._is_on = True
 
     def add(self, sync: GradientSync, parameters: Iterable[Tensor]) -> None:
         """From now on `sync` averages the gradients of these parameters, replacing an earlier one."""
@@ -43,19 +39,19 @@ class GradientSyncs:
     @contextmanager
     def off(self) -> Iterator[None]:
         """A block in which nothing is averaged."""
-        before, self.are_on = self.are_on, False
+        before, self._is_on = self._is_on, False
         try:
             yield
         finally:
-            self.are_on = before
+            self._is_on = before
 
     def active(self) -> list[GradientSync]:
         """Those that are to average the gradients of the next run."""
-        return [sync for it, _ in self._known if (sync := it()) is not None] if self.are_on else []
+        return [sync for it, _ in self._known if (sync := it()) is not None] if self._is_on else []
 
     def are_missing(self) -> bool:
-        """Whether nobody is known who averages gradients."""
-        return all(it() is None for it, _ in self._known)
+        """Whether the next run is to average gradients, and there is none to do it."""
+        return self._is_on and not self.active()
 
 
 def last_backward(syncs: Sequence[GradientSync], parameters: Iterable[Tensor]) -> AbstractContextManager[None]:
