@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from nxd_trainer.chaos import FollowedRun, Plan, disturb
+from nxd_trainer.report.loss_curve import save_picture
 
 DISTANCES = (30.0, 12.0, 6.0, 3.0)  # mean seconds between kills
 PATIENCE = 120.0  # seconds without a step
@@ -122,24 +123,21 @@ def measure_run(folder: Path, way: str, distance: float | None, seed: int, secon
         raise SystemExit(f"{way!r} has taken no step:\n{log.read_text()}")
     shutil.rmtree(output, ignore_errors=True)
     steps = run.step - run.seen[0].record.step
-    return {"way": way, "distance": distance, "seconds": seconds, "steps": steps, "kills": len(kills), "goodput": 1.0}
+    return {"way": way, "distance": distance, "seconds": seconds, "steps": steps, "kills": len(kills)}
 
 
 def draw(rows: Sequence[Mapping[str, Any]], picture: Path) -> None:
     """Goodput over kills per minute, a line for each way."""
-    try:
-        from matplotlib.figure import Figure  # noqa: PLC0415  (optional package)
-    except ImportError as error:
-        raise SystemExit("matplotlib is not installed, which draws pictures; pip install matplotlib") from error
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.add_subplot()
-    for way in WAYS:
-        found = sorted((60 * row["kills"] / row["seconds"], row["goodput"]) for row in rows if row["way"] == way)
-        axes.plot(*zip(*found, strict=True), marker="o", label=way)
-    axes.set(xlabel="kills per minute", ylabel="goodput", ylim=(0, 1.02))
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(picture, dpi=120)
+
+    def paint(figure: Any) -> None:
+        axes = figure.add_subplot()
+        for way in WAYS:
+            found = sorted((60 * row["kills"] / row["seconds"], row["goodput"]) for row in rows if row["way"] == way)
+            axes.plot(*zip(*found, strict=True), marker="o", label=way)
+        axes.set(xlabel="kills per minute", ylabel="goodput", ylim=(0, 1.05))
+        axes.legend()
+
+    save_picture(picture, paint, size=(7, 4), purpose="the picture", say=print)
 
 
 if __name__ == "__main__":

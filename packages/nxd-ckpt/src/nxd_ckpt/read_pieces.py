@@ -38,7 +38,7 @@ class Scratch:
 
     def give_back(self, memory: torch.Tensor) -> None:
         """What was taken, once it is not read any more."""
-        whole = torch.empty(0, dtype=torch.uint8).set_(memory.untyped_storage())
+        whole = torch.empty(0, dtype=torch.uint8).set_(memory.untyped_storage())  # whatever type and part this is
         self._free = sorted([*self._free, whole], key=lambda one: one.nbytes)[-2:]
 
 
@@ -74,27 +74,24 @@ class Transfer(NamedTuple):
 
 def with_overlaps(transfers: Sequence[Transfer]) -> list[Transfer]:
     """The same, of which those are not alone that share memory, as tied weights do; two columns of it look so, too."""
-    spans = [
-        (place, place + extent, number)
-        for number, (destination, place) in enumerate((it.destination, it.destination.data_ptr()) for it in transfers)
-        if destination.is_cpu and (extent := _extent(destination))
-    ]
+    spans = [(*_span(it.destination), number) for number, it in enumerate(transfers) if it.destination.is_cpu]
     found = list(transfers)
     reached, last = 0, 0  # the farthest end so far, and whose it is
     for start, end, number in sorted(spans):
-        if start < reached:
+        if start < min(end, reached):
             found[last], found[number] = (found[it]._replace(alone=False) for it in (last, number))
         if end > reached:
             reached, last = end, number
     return found
 
 
-def _extent(tensor: torch.Tensor) -> int:
-    """Bytes from the first element to the end of the last one."""
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """The address of the first element, and of the end of the last one."""
+    start = tensor.data_ptr()
     if not tensor.numel():
-        return 0
+        return start, start
     steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (steps + 1) * tensor.element_size()
+    return start, start + (steps + 1) * tensor.element_size()
 
 
 def reads_of_chunk(transfers: Sequence[Transfer], scratch: Scratch, *, verify: bool) -> Iterator[Read]:
@@ -133,8 +130,8 @@ def _verified_reads(transfers: Sequence[Transfer], scratch: Scratch) -> Iterator
         ]
         if deliveries:
             block = scratch.take(end_byte - first_byte)
-            deliver = _delivery(block.view(dtype), start, strides, deliveries)
-            yield Read(offset, memory_of(block), expected, partial(_finish, deliver, scratch, block))
+            deliver = _delivery(block.view(dtype), start, strides, deliveries, scratch)
+            yield Read(offset, memory_of(block), expected, deliver)
 
 
 def _direct_memory(transfers: Sequence[Transfer], dtype: torch.dtype, start: int, stop: int) -> memoryview | None:
@@ -145,7 +142,7 @@ def _direct_memory(transfers: Sequence[Transfer], dtype: torch.dtype, start: int
     shape, box, destination = transfer.chunk.box.shape, transfer.box, transfer.destination
     first = element_number(box.offsets, row_major_strides(shape))
     if (
-        not transfers[0].alone
+        not transfer.alone
         or start < first
         or stop > first + box.num_elements
         or destination.dtype != dtype
@@ -159,21 +156,21 @@ def _direct_memory(transfers: Sequence[Transfer], dtype: torch.dtype, start: int
 
 
 def _delivery(
-    block: torch.Tensor, start: int, strides: tuple[int, ...], deliveries: Sequence[tuple[Transfer, Box]]
+    block: torch.Tensor,
+    start: int,
+    strides: tuple[int, ...],
+    deliveries: Sequence[tuple[Transfer, Box]],
+    scratch: Scratch,
 ) -> Callable[[], None]:
-    """Copies boxes of a chunk out of its elements from `start` on."""
+    """Copies boxes of a chunk out of its elements from `start` on, which are scratch memory."""
 
     def deliver() -> None:
         for transfer, common in deliveries:
             source = block.as_strided(common.shape, strides, element_number(common.offsets, strides) - start)
             transfer.destination[common.relative_to(transfer.box).slices()].copy_(source)
+        scratch.give_back(block)
 
     return deliver
-
-
-def _finish(deliver: Callable[[], None], scratch: Scratch, block: torch.Tensor) -> None:
-    deliver()
-    scratch.give_back(block)
 
 
 def _plain_reads(transfers: Sequence[Transfer]) -> Iterator[Read]:

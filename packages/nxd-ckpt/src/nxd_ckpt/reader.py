@@ -174,7 +174,8 @@ class Checkpoint:
         Raises:
             CheckpointError: a file cannot be read or is damaged; destinations may be filled in part.
         """
-        for file, of_file in groupby(with_overlaps(transfers), key=lambda transfer: transfer.chunk.file):
+        transfers = with_overlaps(transfers) if self._verify else transfers
+        for file, of_file in groupby(transfers, key=lambda transfer: transfer.chunk.file):
             with_header = self._verify and file not in self._verified_headers
             self._run(file, chain(self._reads_of_header(file) if with_header else (), self._reads(of_file)))
             self._verified_headers.add(file)

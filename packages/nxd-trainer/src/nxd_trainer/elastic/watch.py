@@ -73,7 +73,7 @@ class Watch(threading.Thread):
                     self._board.beat(self._own.incarnation, count)
                     self._look()
             except dist.DistError as error:
-                if self._has_left.is_set():
+                if self._has_left.is_set():  # the store ended with the run
                     continue
                 over = Over("failed", f"the job's store cannot be reached, its host is gone: {error}")
                 self._leave(self._generation, over)
