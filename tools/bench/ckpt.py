@@ -3,7 +3,7 @@
     python tools/bench/ckpt.py [--rounds 5] [--mebibytes 1024] [--folder DIR] [--only WORD] [--many]
 
 Two processes share a state of that size in 16 row-sharded float32 tensors; with `--many`, eight share 10,000 tensors of
-32 KiB. Takes about a minute and a half per round, needs four times the size on the disk, and leaves nothing behind. All
+32 KiB. Takes about a minute and a half per round, two with `--many`, needs four times the size on the disk, and leaves nothing behind. All
 variants take their turn in every round. "dcp" is `torch.distributed.checkpoint`, and "late copy" is
 `copy_in_background=True`.
 
@@ -124,6 +124,8 @@ def main() -> None:
     parser.add_argument("--only", default="", help="variants with this word in their name; for loads also a save")
     parser.add_argument("--many", action="store_true", help="eight ranks with 10,000 tensors")
     arguments = parser.parse_args()
+    if arguments.rounds < 1:
+        parser.error(f"--rounds {arguments.rounds} measures nothing; take 1 or more")
     folder = Path(tempfile.mkdtemp(dir=arguments.folder))
     try:
         print(report(arguments, measure_rounds(arguments, folder)))

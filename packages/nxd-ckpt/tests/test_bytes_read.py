@@ -2,14 +2,16 @@
 
 import os
 import threading
-import time
 
 import nxd_ckpt.checksums
+import nxd_ckpt.read_pieces
 import nxd_ckpt.reader
 import nxd_ckpt.tensor_bytes
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
 from nxd_ckpt import Shard, ShardedTensor, load, open_checkpoint, save
+from nxd_ckpt.checksums import BlockCheck
 
 
 @pytest.fixture
@@ -27,31 +29,49 @@ def bytes_read(monkeypatch):
     return sizes
 
 
-def test_slow_storage_is_read_ahead_and_gives_the_same_bits(tmp_path, monkeypatch):
+def test_next_request_to_an_object_store_is_under_way_while_one_is_verified(monkeypatch):
     monkeypatch.setattr(nxd_ckpt.checksums, "BLOCK_BYTES", 2**16)
-    monkeypatch.setattr(nxd_ckpt.reader, "_BATCH_BYTES", 2**16)
+    monkeypatch.setattr(nxd_ckpt.reader, "_REQUEST_BYTES", 2**16)
     whole, columns = torch.randn(512, 256), torch.zeros(512, 128)
-    save(tmp_path, "a", {"w": whole})
-    preadv, block_hash, threads = os.preadv, nxd_ckpt.reader.block_hash, []
+    save("memory://ahead", "a", {"w": whole})
+    cat_ranges, update = MemoryFileSystem.cat_ranges, BlockCheck.update
+    requests = [threading.Event() for _ in range(8)]  # for as many blocks
+    asked, verified = iter(requests), iter([*requests[1:], requests[-1]])
 
-    def slow_read(fd, buffers, offset):
-        threads.append(threading.current_thread())
-        count = preadv(fd, buffers, offset)
-        time.sleep(0.1)
-        return count
+    def asking(*args, **options):
+        next(asked).set()
+        return cat_ranges(*args, **options)
 
-    def later_hash(block):  # so late that the bytes of the next read are there
-        time.sleep(0.01)
-        return block_hash(block)
+    def verifying(check, part):
+        if len(part) == 2**16:  # not the header
+            assert next(verified).wait(60)
+        update(check, part)
 
-    monkeypatch.setattr(os, "preadv", slow_read)
-    monkeypatch.setattr(nxd_ckpt.reader, "block_hash", later_hash)
-    load(tmp_path, into={"w": ShardedTensor((512, 256), [Shard(columns, (0, 128))])})
+    monkeypatch.setattr(MemoryFileSystem, "cat_ranges", asking)
+    monkeypatch.setattr(BlockCheck, "update", verifying)
+    load("memory://ahead", into={"w": ShardedTensor((512, 256), [Shard(columns, (0, 128))])})
 
     assert torch.equal(columns, whole[:, 128:])
-    assert len(threads) >= 8  # for as many blocks
-    assert threading.main_thread() in threads
-    assert {thread.name.partition("_")[0] for thread in threads} == {"MainThread", "nxd-ckpt read"}
+    assert requests[-1].is_set()
+
+
+def test_blocks_pass_in_pieces_also_where_these_cut_rows_and_types(tmp_path, monkeypatch):
+    monkeypatch.setattr(nxd_ckpt.checksums, "BLOCK_BYTES", 2**12)
+    monkeypatch.setattr(nxd_ckpt.read_pieces, "_PIECE_BYTES", 2**8)
+    saved = {"w": torch.randn(7, 5, 123), "half": torch.randn(999).to(torch.bfloat16), "z": torch.randn(33, 33) + 1j}
+    save(tmp_path, "t", saved)
+    middle, double = torch.zeros(3, 5, 40), torch.zeros(999, dtype=torch.float64)
+
+    load(
+        tmp_path,
+        into={"w": ShardedTensor((7, 5, 123), [Shard(middle, (2, 0, 50))]), "half": double},
+        strict=False,
+        convert_dtype=True,
+    )
+
+    assert torch.equal(middle, saved["w"][2:5, :, 50:90])
+    assert torch.equal(double, saved["half"].double())
+    assert torch.equal(open_checkpoint(tmp_path).read("z"), saved["z"])
 
 
 def test_two_tensors_in_one_memory_are_verified_before_the_second_replaces_the_first(tmp_path, monkeypatch):

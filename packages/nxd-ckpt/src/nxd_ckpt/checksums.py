@@ -4,6 +4,8 @@ from collections.abc import Iterator
 
 import xxhash
 
+from nxd_ckpt.errors import CheckpointError
+
 BLOCK_BYTES = 16 * 2**20
 
 
@@ -44,9 +46,34 @@ def hashes_of(content: "bytes | memoryview") -> tuple[str, ...]:
     return hasher.hashes()
 
 
-def block_hash(block: memoryview) -> str:
-    """The hash of one block."""
-    return xxhash.xxh3_64_hexdigest(block)
+class BlockCheck:
+    """Compares one block of a file with its hash, in parts of any size that come in order.
+
+    Args:
+        offset: the block's first byte in the file, for messages.
+        num_bytes: of the block.
+        expected: its hash.
+    """
+
+    def __init__(self, offset: int, num_bytes: int, expected: str) -> None:
+        self._offset = offset
+        self._num_bytes = self._left = num_bytes
+        self._expected = expected
+        self._state = xxhash.xxh3_64()
+
+    def update(self, part: memoryview) -> None:
+        """Goes on with the next bytes.
+
+        Raises:
+            CheckpointError: they are the last ones, and the block is damaged.
+        """
+        self._state.update(part)
+        self._left -= len(part)
+        if not self._left and self._state.hexdigest() != self._expected:
+            raise CheckpointError(
+                f"{self._num_bytes} bytes from byte {self._offset} on do not match their checksum; use another "
+                "checkpoint"
+            )
 
 
 def num_blocks(num_bytes: int) -> int:

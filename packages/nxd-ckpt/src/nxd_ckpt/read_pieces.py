@@ -1,8 +1,9 @@
-"""Turns wanted boxes into reads of files: the bytes, their destination, their hash, and the step after reading.
+"""Turns wanted boxes into reads of files: the bytes, their destination, their check, and the step after reading.
 
-Verified, the unit is the block that has a checksum: a block that is wanted as a whole and lies together in the
-destination is read straight into it, any other passes through a scratch block. Unverified, only the wanted bytes are
-read, run by run. Either way the memory beside the destinations is bounded.
+Verified, blocks that have a checksum are read as a whole, in pieces that fit into a processor's cache: there they are
+hashed and copied before the next ones come. A piece that is wanted as a whole and lies together in the destination is
+read straight into it. Unverified, only the wanted bytes are read, run by run. Either way the memory beside the
+destinations is bounded.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,33 +14,13 @@ from typing import NamedTuple
 import torch
 
 from nxd_ckpt.boxes import Box, boxes_of_range
-from nxd_ckpt.checksums import blocks_with_hashes
+from nxd_ckpt.checksums import BlockCheck, blocks_with_hashes
 from nxd_ckpt.dtypes import DTYPE_OF_CODE
 from nxd_ckpt.files import PAGE_BYTES
 from nxd_ckpt.manifest import Chunk
 from nxd_ckpt.tensor_bytes import blocks_of, element_number, is_one_piece, memory_of, row_major_strides
 
-
-class Scratch:
-    """Memory that blocks pass through, used again: fresh pages take a system longer than bytes that it has in memory.
-
-    Holds two blocks at most between uses.
-    """
-
-    def __init__(self) -> None:
-        self._free: list[torch.Tensor] = []
-
-    def take(self, num_bytes: int) -> torch.Tensor:
-        """Memory of that size, `uint8 [num_bytes]`."""
-        fitting = [number for number, memory in enumerate(self._free) if memory.nbytes >= num_bytes]
-        if fitting:
-            return self._free.pop(fitting[0])[:num_bytes]
-        return torch.empty(num_bytes, dtype=torch.uint8)
-
-    def give_back(self, memory: torch.Tensor) -> None:
-        """What was taken, once it is not read any more."""
-        whole = torch.empty(0, dtype=torch.uint8).set_(memory.untyped_storage())  # whatever type and part this is
-        self._free = sorted([*self._free, whole], key=lambda one: one.nbytes)[-2:]
+_PIECE_BYTES = 2**21  # a multiple of all types' sizes
 
 
 class Read(NamedTuple):
@@ -48,13 +29,13 @@ class Read(NamedTuple):
     Attributes:
         offset: its first byte.
         memory: takes the bytes.
-        expected_hash: of these bytes, if they are a block that has to be verified.
-        finish: to be called once the memory is filled and verified.
+        check: of their block, if that has to be verified; takes all of it, in order.
+        finish: to be called once the memory is filled and checked.
     """
 
     offset: int
     memory: memoryview
-    expected_hash: str | None
+    check: BlockCheck | None
     finish: Callable[[], object] | None
 
 
@@ -94,7 +75,7 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
     return start, start + (steps + 1) * tensor.element_size()
 
 
-def reads_of_chunk(transfers: Sequence[Transfer], scratch: Scratch, *, verify: bool) -> Iterator[Read]:
+def reads_of_chunk(transfers: Sequence[Transfer], *, verify: bool) -> Iterator[Read]:
     """The reads that fill the destinations of all transfers from one chunk, by ascending offset within each transfer.
 
     Accelerators' destinations are filled on the CPU first, as a whole: cut up there they would cost a launch, or on XLA
@@ -107,31 +88,41 @@ def reads_of_chunk(transfers: Sequence[Transfer], scratch: Scratch, *, verify: b
             staged = torch.empty(transfer.box.shape, dtype=DTYPE_OF_CODE[transfer.dtype])
             on_cpu.append(transfer._replace(destination=staged))
             late.append((transfer.destination, staged))
-    yield from _verified_reads(on_cpu, scratch) if verify else _plain_reads(on_cpu)
+    yield from _verified_reads(on_cpu) if verify else _plain_reads(on_cpu)
     if late:
         yield Read(transfers[0].chunk.offset, memoryview(b""), None, lambda: [to.copy_(staged) for to, staged in late])
 
 
-def _verified_reads(transfers: Sequence[Transfer], scratch: Scratch) -> Iterator[Read]:
+def reads_to_verify(offset: int, num_bytes: int, hashes: tuple[str, ...]) -> Iterator[Read]:
+    """Reads bytes from `offset` on only to compare them with their checksums."""
+    for first, end, expected in blocks_with_hashes(num_bytes, hashes):
+        check = BlockCheck(offset + first, end - first, expected)
+        for start, stop in _pieces(first, end):
+            yield Read(offset + start, memoryview(bytearray(stop - start)), check, None)
+
+
+def _pieces(first: int, end: int) -> list[tuple[int, int]]:
+    return [(start, min(start + _PIECE_BYTES, end)) for start in range(first, end, _PIECE_BYTES)]
+
+
+def _verified_reads(transfers: Sequence[Transfer]) -> Iterator[Read]:
     chunk, dtype = transfers[0].chunk, DTYPE_OF_CODE[transfers[0].dtype]
-    strides = row_major_strides(chunk.box.shape)
-    for first_byte, end_byte, expected in blocks_with_hashes(chunk.num_bytes, chunk.hashes):
-        start, stop = first_byte // dtype.itemsize, end_byte // dtype.itemsize
-        offset = chunk.offset + first_byte
-        direct = _direct_memory(transfers, dtype, start, stop)
-        if direct is not None:
-            yield Read(offset, direct, expected, None)
-            continue
-        deliveries = [
-            (transfer, common)
-            for transfer in transfers
-            for part in boxes_of_range(chunk.box.shape, start, stop)
-            if (common := part.intersect(transfer.box))
+    for first, end, expected in blocks_with_hashes(chunk.num_bytes, chunk.hashes):
+        elements = [(start // dtype.itemsize, stop // dtype.itemsize) for start, stop in _pieces(first, end)]
+        targets = [
+            _direct_memory(transfers, dtype, start, stop) or _deliveries(transfers, start, stop)
+            for start, stop in elements
         ]
-        if deliveries:
-            block = scratch.take(end_byte - first_byte)
-            deliver = _delivery(block.view(dtype), start, strides, deliveries, scratch)
-            yield Read(offset, memory_of(block), expected, deliver)
+        if not any(targets):
+            continue
+        check = BlockCheck(chunk.offset + first, end - first, expected)
+        for (start, stop), target in zip(elements, targets, strict=True):
+            offset = chunk.offset + start * dtype.itemsize
+            if isinstance(target, memoryview):
+                yield Read(offset, target, check, None)
+            else:
+                piece = torch.empty(stop - start, dtype=dtype)
+                yield Read(offset, memory_of(piece), check, partial(_deliver, piece, start, target))
 
 
 def _direct_memory(transfers: Sequence[Transfer], dtype: torch.dtype, start: int, stop: int) -> memoryview | None:
@@ -155,22 +146,18 @@ def _direct_memory(transfers: Sequence[Transfer], dtype: torch.dtype, start: int
     return memory_of(destination)[(start - first) * dtype.itemsize : (stop - first) * dtype.itemsize]
 
 
-def _delivery(
-    block: torch.Tensor,
-    start: int,
-    strides: tuple[int, ...],
-    deliveries: Sequence[tuple[Transfer, Box]],
-    scratch: Scratch,
-) -> Callable[[], None]:
-    """Copies boxes of a chunk out of its elements from `start` on, which are scratch memory."""
+def _deliveries(transfers: Sequence[Transfer], start: int, stop: int) -> list[tuple[Transfer, Box]]:
+    """Who wants which boxes of a chunk's elements from `start` to `stop`."""
+    parts = list(boxes_of_range(transfers[0].chunk.box.shape, start, stop))
+    return [(transfer, common) for transfer in transfers for part in parts if (common := part.intersect(transfer.box))]
 
-    def deliver() -> None:
-        for transfer, common in deliveries:
-            source = block.as_strided(common.shape, strides, element_number(common.offsets, strides) - start)
-            transfer.destination[common.relative_to(transfer.box).slices()].copy_(source)
-        scratch.give_back(block)
 
-    return deliver
+def _deliver(piece: torch.Tensor, start: int, deliveries: Sequence[tuple[Transfer, Box]]) -> None:
+    """Copies boxes of a chunk out of its elements from `start` on."""
+    for transfer, common in deliveries:
+        strides = row_major_strides(transfer.chunk.box.shape)
+        source = piece.as_strided(common.shape, strides, element_number(common.offsets, strides) - start)
+        transfer.destination[common.relative_to(transfer.box).slices()].copy_(source)
 
 
 def _plain_reads(transfers: Sequence[Transfer]) -> Iterator[Read]:

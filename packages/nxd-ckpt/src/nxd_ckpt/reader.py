@@ -3,12 +3,10 @@
 A read is planned and checked as a whole (coverage, files, sizes) before the first byte is written to a destination.
 """
 
-import math
 import operator
 import os
-import time
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import chain, groupby
@@ -19,20 +17,19 @@ import torch
 from nxd_ckpt.arguments import check_flags
 from nxd_ckpt.boxes import Box
 from nxd_ckpt.catalog import find_tag, read_manifest
-from nxd_ckpt.checksums import block_hash, blocks_with_hashes
+from nxd_ckpt.checksums import BlockCheck, blocks_with_hashes
 from nxd_ckpt.dtypes import DTYPE_OF_CODE
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.manifest import Manifest
 from nxd_ckpt.plan import PlannedRead, plan_read
-from nxd_ckpt.read_pieces import Read, Scratch, Transfer, reads_of_chunk, with_overlaps
+from nxd_ckpt.read_pieces import Read, Transfer, reads_of_chunk, reads_to_verify, with_overlaps
 from nxd_ckpt.sharded_tensor import Shard
 from nxd_ckpt.stores import Piece, Store, open_store
 
-# Small reads are gathered until they are worth a system call, and all of them until then are in memory.
-_BATCH_BYTES = 16 * 2**20
+# Small reads are gathered until they are worth a system call or a request, and all of them until then are in memory.
+_CALL_BYTES = 2**21  # that fit into a processor's cache until they are hashed
+_REQUEST_BYTES = 16 * 2**20
 _BATCH_READS = 1000
-
-_SLOW = 2.0  # storage whose reads take so many times as long as verifying them is read ahead
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +144,7 @@ class Checkpoint:
         self._check_sizes([entry.file])
         content = bytearray(self.manifest.files[entry.file])
         blocks = (
-            Read(start, memoryview(content)[start:stop], expected, None)
+            Read(start, memoryview(content)[start:stop], BlockCheck(start, stop - start, expected), None)
             for start, stop, expected in blocks_with_hashes(len(content), entry.hashes)
         )
         self._run(entry.file, blocks)
@@ -201,9 +198,8 @@ class Checkpoint:
 
     def _reads(self, transfers: Iterable[Transfer]) -> Iterator[Read]:
         # Several tensors may lie in the same bytes, each with a shape and type of its own.
-        scratch = Scratch()
         for _, of_chunk in groupby(transfers, key=lambda transfer: (transfer.chunk, transfer.dtype)):
-            yield from reads_of_chunk(list(of_chunk), scratch, verify=self._verify)
+            yield from reads_of_chunk(list(of_chunk), verify=self._verify)
 
     def _reads_of_blocks(self, file: str) -> Iterator[Read]:
         stretches = [
@@ -216,12 +212,12 @@ class Checkpoint:
         ]
         yield from self._reads_of_header(file)
         for offset, num_bytes, hashes in sorted(stretches):
-            yield from _reads_to_verify(offset, num_bytes, hashes)
+            yield from reads_to_verify(offset, num_bytes, hashes)
 
     def _reads_of_header(self, file: str) -> Iterator[Read]:
         header = self.manifest.headers.get(file)
         if header is not None:
-            yield from _reads_to_verify(0, header.num_bytes, header.hashes)
+            yield from reads_to_verify(0, header.num_bytes, header.hashes)
 
     def _transfers(self, name: str, shard: Shard, reads: Iterable[PlannedRead]) -> list[Transfer]:
         dtype, memory = self.manifest.tensors[name].dtype, shard.tensor.detach()
@@ -245,37 +241,33 @@ class Checkpoint:
     def _run(self, file: str, reads: Iterable[Read]) -> None:
         where, tag = self.where(file), self._tag_of(file)
         try:
-            with closing(self._read_batches(tag, file, _batches(reads))) as batches:  # no read outlives an error
+            with closing(self._read_batches(tag, file, reads)) as batches:  # no read outlives an error
                 for read in chain.from_iterable(batches):
-                    if read.expected_hash is not None and block_hash(read.memory) != read.expected_hash:
-                        raise CheckpointError(
-                            f"{len(read.memory)} bytes from byte {read.offset} on do not match their checksum; use "
-                            "another checkpoint"
-                        )
+                    if read.check is not None:
+                        read.check.update(read.memory)
                     if read.finish is not None:
                         read.finish()
         except (OSError, CheckpointError) as error:
             raise CheckpointError(f"data file {where} cannot be read: {error}") from error
 
-    def _read_batches(self, tag: str, file: str, batches: Iterator[list[Read]]) -> Generator[list[Read]]:
-        """The batches once they are read; from slow storage the next one is read while one is verified."""
+    def _read_batches(self, tag: str, file: str, reads: Iterable[Read]) -> Generator[list[Read]]:
+        """The reads once they are done; where they are requests, the next ones are under way meanwhile."""
 
-        def read(batch: list[Read] | None) -> tuple[list[Read] | None, float]:
-            began = time.perf_counter()
-            if batch is not None:
-                self._store.read_into(tag, file, [Piece(read.offset, read.memory) for read in batch])
-            return batch, time.perf_counter() - began
+        def read(batch: list[Read]) -> list[Read]:
+            self._store.read_into(tag, file, [Piece(read.offset, read.memory) for read in batch])
+            return batch
 
+        if not self._store.capabilities.remote:  # the system reads ahead
+            yield from map(read, _batches(reads, _CALL_BYTES))
+            return
         with ThreadPoolExecutor(1, "nxd-ckpt read") as thread:
-            batch, reading = read(next(batches, None))
-            verifying = math.inf  # seconds that the last batch took; a thread costs more than the first one
-            while batch is not None:
-                following = next(batches, None)
-                ahead = thread.submit(read, following) if reading > _SLOW * verifying else None
-                began = time.perf_counter()
-                yield batch
-                verifying = time.perf_counter() - began
-                batch, reading = read(following) if ahead is None else ahead.result()
+            under_way: list[Future[list[Read]]] = []
+            for batch in _batches(reads, _REQUEST_BYTES):
+                under_way.append(thread.submit(read, batch))
+                if len(under_way) == 2:
+                    yield under_way.pop(0).result()
+            for last in under_way:
+                yield last.result()
 
     def _check_sizes(self, files: Iterable[str]) -> None:
         problems = []
@@ -323,13 +315,7 @@ def open_checkpoint(path: "str | os.PathLike[str]", tag: str | None = None, *, v
     return Checkpoint(store, found, read_manifest(store, found), verify=verify)
 
 
-def _reads_to_verify(offset: int, num_bytes: int, hashes: tuple[str, ...]) -> Iterator[Read]:
-    """Reads bytes only to compare them with their checksums."""
-    for start, stop, expected in blocks_with_hashes(num_bytes, hashes):
-        yield Read(offset + start, memoryview(bytearray(stop - start)), expected, None)
-
-
-def _batches(reads: Iterable[Read]) -> Iterator[list[Read]]:
+def _batches(reads: Iterable[Read], most_bytes: int) -> Iterator[list[Read]]:
     """Consecutive reads in lists that ascend and are small."""
     batch: list[Read] = []
     num_bytes = end = 0
@@ -340,7 +326,7 @@ def _batches(reads: Iterable[Read]) -> Iterator[list[Read]]:
         batch.append(read)
         num_bytes += len(read.memory)
         end = read.offset + len(read.memory)
-        if len(batch) == _BATCH_READS or num_bytes >= _BATCH_BYTES:
+        if len(batch) == _BATCH_READS or num_bytes >= most_bytes:
             yield batch
             batch, num_bytes = [], 0
     if batch:

@@ -79,7 +79,9 @@ class PeerStore:
         ValueError: the URL is none.
     """
 
-    capabilities = Capabilities(atomic_rename=False, conditional_put=False, checksums=False, other_processes=True)
+    capabilities = Capabilities(
+        atomic_rename=False, conditional_put=False, checksums=False, other_processes=True, remote=True
+    )
 
     def __init__(self, url: str) -> None:
         hosts, _, query = url.removeprefix(SCHEME).partition("?")

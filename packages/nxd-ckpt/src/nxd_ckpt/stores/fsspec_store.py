@@ -61,6 +61,7 @@ class FsspecStore:
             conditional_put=bool(protocols & {"s3", "gs", "memory"}),
             checksums=bool(protocols & {"s3", "gs"}),
             other_processes="memory" not in protocols,
+            remote=True,
         )
 
     def where(self, tag: str, file: str = MANIFEST_NAME) -> str:

@@ -19,12 +19,14 @@ class Capabilities:
         conditional_put: an object is written only if none of its name is there (or it is still the one seen before).
         checksums: the storage notices by itself when stored bytes have changed.
         other_processes: what another process on this machine writes lands in the same place.
+        remote: a read is a request that is waited for, so several are made as one, and the next one ahead.
     """
 
     atomic_rename: bool
     conditional_put: bool
     checksums: bool
     other_processes: bool
+    remote: bool
 
 
 @dataclass(frozen=True, slots=True)
