@@ -3,9 +3,9 @@
     python tools/bench/ckpt.py [--rounds 5] [--mebibytes 1024] [--folder DIR] [--only WORD] [--many]
 
 Two processes share a state of that size in 16 row-sharded float32 tensors; with `--many`, eight share 10,000 tensors of
-32 KiB. Takes about a minute and a half per round, two with `--many`, needs four times the size on the disk, and leaves nothing behind. All
-variants take their turn in every round. "dcp" is `torch.distributed.checkpoint`, and "late copy" is
-`copy_in_background=True`.
+32 KiB. Takes about a minute and a half per round, two with `--many`, needs four times the size on the disk, and leaves
+nothing behind. All variants take their turn in every round. "dcp" is `torch.distributed.checkpoint`, and "late copy"
+is `copy_in_background=True`.
 
 Shown are the best and the median throughput (of the slower rank, between two barriers), the processor seconds of all
 ranks together until the last byte is written, and the most memory that a rank took beyond what it held; both with the
