@@ -19,7 +19,14 @@ from nxd_layers.experts import (
     RouterTopK,
     load_balancing_loss,
 )
-from nxd_state import all_reduce, destroy_model_parallel, get_group, get_shard_spec, initialize_model_parallel
+from nxd_state import (
+    all_reduce,
+    destroy_model_parallel,
+    get_group,
+    get_shard_spec,
+    initialize_model_parallel,
+    static_shapes,
+)
 from torch import nn
 from torch.nn import functional as F
 
@@ -244,6 +251,25 @@ def test_step_draws_the_random_numbers_that_the_forwards_counted_before_it_drew(
     )
 
     assert torch.equal(*drawn)
+
+
+def test_token_that_would_overflow_in_an_expert_of_others_stays_a_number_in_float16():
+    mlps = ExpertMLPs(2, 1, HIDDEN, INNER, dtype=torch.float16)
+    with torch.no_grad():
+        for parameter in mlps.parameters():
+            parameter.fill_(0.1)
+            parameter[1] = 40.0
+    tokens = torch.full((1, HIDDEN), 10.0, dtype=torch.float16, requires_grad=True)
+    affinities, index = torch.tensor([[1.0, 0.0]], dtype=torch.float16), torch.tensor([[0]])
+    expected = mlps(tokens, affinities, index).detach()
+
+    with static_shapes():
+        found = mlps(tokens, affinities, index)
+        found.sum().backward()
+
+    torch.testing.assert_close(found.detach(), expected)
+    assert tokens.grad.isfinite().all()
+    assert all(parameter.grad.isfinite().all() for parameter in mlps.parameters())
 
 
 def test_balanced_load_has_the_loss_one():

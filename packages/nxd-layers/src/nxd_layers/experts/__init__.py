@@ -4,7 +4,7 @@ from nxd_layers.experts.balance import load_balancing_loss
 from nxd_layers.experts.dispatch import dispatch_replicated_tokens, expert_parallel_forward, shares_tokens_out
 from nxd_layers.experts.layer import MoE
 from nxd_layers.experts.linear import ExpertLinear
-from nxd_layers.experts.local_experts import needs_static_shapes, separate_slots, weights_of_experts
+from nxd_layers.experts.local_experts import needs_static_shapes, rows_of_experts, separate_slots, weights_of_experts
 from nxd_layers.experts.mlps import ACTIVATIONS, ExpertMLPs
 from nxd_layers.experts.parameters import mark_expert_parameter, shard_experts
 from nxd_layers.experts.router_balance import BalanceConfig, RouterBalance, RouterLayer, RouterStatistics
@@ -30,6 +30,7 @@ __all__ = [
     "dispatch_replicated_tokens",
     "shares_tokens_out",
     "needs_static_shapes",
+    "rows_of_experts",
     "separate_slots",
     "weights_of_experts",
     "shard_experts",

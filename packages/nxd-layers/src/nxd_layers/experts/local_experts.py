@@ -106,6 +106,24 @@ def weights_of_experts(index: Tensor, weights: Tensor, num_experts: int) -> Tens
     return of_experts[:, :num_experts]
 
 
+def rows_of_experts(tokens: Tensor, of_experts: Tensor) -> Tensor:
+    """What every expert computes with where each computes with all tokens.
+
+    In float16 a token of others may overflow in an expert, and no weight of 0 makes a number of that again: there an
+    expert has zeros in its place.
+
+    Args:
+        tokens: `[tokens, hidden]`.
+        of_experts: `[tokens, num_experts]`, of `weights_of_experts`.
+
+    Returns:
+        `tokens` itself, or `[num_experts, tokens, hidden]` in float16.
+    """
+    if tokens.dtype != torch.float16:
+        return tokens
+    return torch.where((of_experts != 0).t().unsqueeze(-1), tokens, 0.0)
+
+
 def separate_slots(tokens: Tensor, index: Tensor, weights: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """Each token once for each of its experts, for a computation that knows no "none" among the experts.
 

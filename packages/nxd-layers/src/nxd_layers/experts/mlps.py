@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from nxd_layers.experts.balance import within_capacity
 from nxd_layers.experts.dispatch import dispatch_replicated_tokens
 from nxd_layers.experts.linear import ExpertLinear
-from nxd_layers.experts.local_experts import needs_static_shapes, weights_of_experts
+from nxd_layers.experts.local_experts import needs_static_shapes, rows_of_experts, weights_of_experts
 from nxd_layers.experts.routes import Dispatcher
 from nxd_layers.initialization import InitMethod, default_linear_init
 
@@ -84,7 +84,8 @@ class Experts(nn.Module):
     def _sum_over_all(self, tokens: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """The weighted sum over the k experts of each token, of which `num_experts` stands for none."""
         of_experts = weights_of_experts(index, weights, len(self.down_proj.weight))
-        outputs = self.down_proj(self._inner(tokens, None), None)  # [experts, rows, hidden]
+        inner = self._inner(rows_of_experts(tokens, of_experts), None)
+        outputs = self.down_proj(inner, None)  # [experts, rows, hidden]
         return (outputs * of_experts.t().unsqueeze(-1)).sum(dim=0)
 
     def _inner(self, tokens: Tensor, counts: Sequence[int] | None) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from nxd_state import has_dynamic_shapes
 from torch import Tensor, nn
 
-from nxd_layers.experts import weights_of_experts
+from nxd_layers.experts import rows_of_experts, weights_of_experts
 from nxd_layers.hf.transformers_models import is_transformers_model, look_for_documents_by, register_experts
 
 EVERY_EXPERT = "nxd_every_expert"
@@ -64,9 +64,7 @@ def _every_expert(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_
         `[tokens, hidden]`.
     """
     weights = weights_of_experts(top_k_index, top_k_weights, len(experts.down_proj))
-    rows = hidden_states
-    if rows.dtype == torch.float16:  # others' tokens may overflow in an expert, and no weight makes nothing of that
-        rows = torch.where((weights != 0).t().unsqueeze(-1), rows, 0.0)
+    rows = rows_of_experts(hidden_states, weights)
     inner = _products(experts, "gate_up_proj" if experts.has_gate else "up_proj", rows)
     inner = experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner)
     outputs = _products(experts, "down_proj", inner)
