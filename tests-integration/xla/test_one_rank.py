@@ -14,7 +14,7 @@ from nxd_state.testing import deadline
 from nxd_trainer.recipe import load_recipe
 from nxd_trainer.report import read_records
 from nxd_trainer.training import prepare_run
-from nxd_trainer.training.step import StepsUnderWay
+from nxd_trainer.training.step import CAN_WAIT, StepsUnderWay
 
 pytestmark = [pytest.mark.xla, pytest.mark.neuron]
 
@@ -157,11 +157,12 @@ def test_loss_of_a_step_is_read_when_the_next_has_been_begun(tiny, tmp_path, mon
 
     found = []
     for number in range(1, 4):
-        steps.begin(asked_to_stop=number == 2)
+        steps.begin(stopping=CAN_WAIT if number == 2 else 0.0)
         found.append([step.number for step in steps.finish(all_of_them=False)])
 
     assert found == [[], [1], [2, 3]]  # of the second is known then that the run is to stop, so that none is left
     assert steps.stopping
+    assert not steps.in_haste
     state.train_batches.close()
     destroy_model_parallel()
 
