@@ -86,6 +86,32 @@ def test_two_tensors_in_one_memory_are_verified_before_the_second_replaces_the_f
     assert torch.equal(alone, saved["c"])
 
 
+@pytest.mark.parametrize("root", ["folder", "memory://default-device"])
+@pytest.mark.parametrize("verify", [True, False])
+def test_saves_and_loads_of_tensors_on_the_cpu_do_not_mind_the_default_device(tmp_path, root, verify):
+    root = tmp_path if root == "folder" else root
+    whole, columns, double = torch.randn(300, 70), torch.zeros(300, 20), torch.zeros(300, 70, dtype=torch.float64)
+
+    with torch.device("meta"):
+        save(root, "t", {"w": whole, "v": whole.t()}, overwrite=True)
+        into = {"w": ShardedTensor((300, 70), [Shard(columns, (0, 5))]), "v": double.t()}
+        load(root, into=into, verify=verify, convert_dtype=True)
+        read = open_checkpoint(root, verify=verify).read("v")
+
+    assert torch.equal(columns, whole[:, 5:25])
+    assert torch.equal(double, whole.double())
+    assert torch.equal(read, whole.t())
+
+
+def test_one_chunk_in_many_boxes(tmp_path):
+    whole, rows = torch.randn(1000, 30), torch.zeros(1000, 30)
+    save(tmp_path, "t", {"w": whole})
+
+    load(tmp_path, into={"w": ShardedTensor((1000, 30), [Shard(rows[i : i + 1], (i, 0)) for i in range(1000)])})
+
+    assert torch.equal(rows, whole)
+
+
 def test_load_rows_reads_only_these_rows(tmp_path, rows_of, bytes_read):
     save(tmp_path, "a", {"w": torch.randn(64, 1024)})
 

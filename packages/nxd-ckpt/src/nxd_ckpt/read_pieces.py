@@ -85,7 +85,7 @@ def reads_of_chunk(transfers: Sequence[Transfer], *, verify: bool) -> Iterator[R
     late: list[tuple[torch.Tensor, torch.Tensor]] = []
     for transfer in transfers:
         if not transfer.destination.is_cpu:
-            staged = torch.empty(transfer.box.shape, dtype=DTYPE_OF_CODE[transfer.dtype])
+            staged = torch.empty(transfer.box.shape, dtype=DTYPE_OF_CODE[transfer.dtype], device="cpu")
             on_cpu.append(transfer._replace(destination=staged))
             late.append((transfer.destination, staged))
     yield from _verified_reads(on_cpu) if verify else _plain_reads(on_cpu)
@@ -107,22 +107,21 @@ def _pieces(first: int, end: int) -> list[tuple[int, int]]:
 
 def _verified_reads(transfers: Sequence[Transfer]) -> Iterator[Read]:
     chunk, dtype = transfers[0].chunk, DTYPE_OF_CODE[transfers[0].dtype]
+    everything = [(transfer, transfer.box) for transfer in transfers]
     for first, end, expected in blocks_with_hashes(chunk.num_bytes, chunk.hashes):
-        elements = [(start // dtype.itemsize, stop // dtype.itemsize) for start, stop in _pieces(first, end)]
-        targets = [
-            _direct_memory(transfers, dtype, start, stop) or _deliveries(transfers, start, stop)
-            for start, stop in elements
-        ]
-        if not any(targets):
+        of_block = _deliveries(everything, first // dtype.itemsize, end // dtype.itemsize)
+        if not of_block:
             continue
         check = BlockCheck(chunk.offset + first, end - first, expected)
-        for (start, stop), target in zip(elements, targets, strict=True):
-            offset = chunk.offset + start * dtype.itemsize
-            if isinstance(target, memoryview):
-                yield Read(offset, target, check, None)
+        for first_byte, end_byte in _pieces(first, end):
+            start, stop = first_byte // dtype.itemsize, end_byte // dtype.itemsize
+            direct = _direct_memory(transfers, dtype, start, stop)
+            if direct is not None:
+                yield Read(chunk.offset + first_byte, direct, check, None)
             else:
-                piece = torch.empty(stop - start, dtype=dtype)
-                yield Read(offset, memory_of(piece), check, partial(_deliver, piece, start, target))
+                piece = torch.empty(stop - start, dtype=dtype, device="cpu")
+                deliver = partial(_deliver, piece, start, _deliveries(of_block, start, stop))
+                yield Read(chunk.offset + first_byte, memory_of(piece), check, deliver)
 
 
 def _direct_memory(transfers: Sequence[Transfer], dtype: torch.dtype, start: int, stop: int) -> memoryview | None:
@@ -146,10 +145,10 @@ def _direct_memory(transfers: Sequence[Transfer], dtype: torch.dtype, start: int
     return memory_of(destination)[(start - first) * dtype.itemsize : (stop - first) * dtype.itemsize]
 
 
-def _deliveries(transfers: Sequence[Transfer], start: int, stop: int) -> list[tuple[Transfer, Box]]:
-    """Who wants which boxes of a chunk's elements from `start` to `stop`."""
-    parts = list(boxes_of_range(transfers[0].chunk.box.shape, start, stop))
-    return [(transfer, common) for transfer in transfers for part in parts if (common := part.intersect(transfer.box))]
+def _deliveries(wanted: Sequence[tuple[Transfer, Box]], start: int, stop: int) -> list[tuple[Transfer, Box]]:
+    """What of these boxes of a chunk lies among its elements from `start` to `stop`."""
+    parts = list(boxes_of_range(wanted[0][0].chunk.box.shape, start, stop))
+    return [(transfer, common) for transfer, box in wanted for part in parts if (common := part.intersect(box))]
 
 
 def _deliver(piece: torch.Tensor, start: int, deliveries: Sequence[tuple[Transfer, Box]]) -> None:
@@ -192,6 +191,6 @@ def _reads_of_runs(
         if run_length == wanted_in_run and target.dtype == dtype and is_one_piece(target):
             yield Read(run_offset, memory_of(target), None, None)
         else:
-            run = torch.empty(run_length, dtype=dtype)
+            run = torch.empty(run_length, dtype=dtype, device="cpu")
             source = run.as_strided(shape[num_outer_dims:], strides[num_outer_dims:])
             yield Read(run_offset, memory_of(run), None, partial(target.copy_, source))

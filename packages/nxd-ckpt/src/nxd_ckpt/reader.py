@@ -103,7 +103,7 @@ class Checkpoint:
                 f"{list(info.global_shape)}"
             )
         reads = self.locate({name: [box]})[name]  # before memory is taken for what the manifest only promises
-        tensor = torch.empty(box.shape, dtype=info.dtype)
+        tensor = torch.empty(box.shape, dtype=info.dtype, device="cpu")
         self.fill(self._transfers(name, Shard(tensor, box.offsets), reads[0]))
         return tensor
 

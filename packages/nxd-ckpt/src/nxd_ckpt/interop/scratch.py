@@ -87,7 +87,7 @@ def _scratch_tensors(
         begins[name] = size
         size += -(-num_bytes(info) // _ALIGNMENT) * _ALIGNMENT
     if not size:
-        yield {name: torch.empty(info.global_shape, dtype=info.dtype) for name, info in infos.items()}
+        yield {name: torch.empty(info.global_shape, dtype=info.dtype, device="cpu") for name, info in infos.items()}
         return
     with tempfile.TemporaryFile(dir=_scratch_folder(os.fspath(path))) as file:
         os.posix_fallocate(file.fileno(), 0, size)  # a full disk is an error here, and not a SIGBUS later

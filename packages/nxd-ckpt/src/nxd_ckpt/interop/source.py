@@ -81,7 +81,7 @@ def read_whole(source: TensorSource, name: str, dtype: torch.dtype | None = None
         shards = source.shards(name, whole_box)
         if len(shards) == 1 and shards[0].tensor.shape == info.global_shape:
             return shards[0].tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    whole = torch.empty(info.global_shape, dtype=wanted)
+    whole = torch.empty(info.global_shape, dtype=wanted, device="cpu")
     fill(source, name, whole_box, whole)
     return whole
 

@@ -133,11 +133,17 @@ def run(
     """Train with whatever ranks there are; call it in a script that torchrun starts, before anything is computed.
 
     The process that calls it becomes a supervisor, and does not return: it forks trainers, in which this function
-    calls `train_once`, and calls it again whenever ranks have been lost or have come.
+    calls `train_once`, and calls it again whenever ranks have been lost or have come. Give torchrun `--max-restarts`:
+    so often each rank is replaced, and by default never.
+
+    SIGTERM and SIGINT are handed on to the trainers, which they end unless the script handles them: to end with a
+    checkpoint, note the signal, and once all ranks agree save, set `Membership.stopped` and return. A rank that dies
+    after the others have returned trains no more, and what follows this call is left out there, which it says.
 
     Args:
         train_once: initialises model parallelism by `Membership.initialize`, builds the model, loads the newest
-            checkpoint and trains. It is to hold nothing afterwards, and may raise `ChangeMembers` on all ranks.
+            checkpoint and trains. It is to hold nothing afterwards, and may raise `ChangeMembers` on all ranks. It must
+            let `nxd_ckpt.RanksLostError` pass, which is a `CheckpointError`.
         min_ranks: that it needs.
         max_ranks: that it uses; all that torchrun starts if None.
         layouts: in order of preference; data parallelism takes the ranks that they leave.
@@ -161,7 +167,13 @@ def run(
     if isinstance(lifeline, int):
         sys.exit(lifeline)
     trained = run_as_trainer(train_once, lifeline, options, layouts, accepts)
-    if trained is None:  # the others have finished without this process
+    if trained is None:
+        print(
+            f"nxd elastic: rank {os.environ['RANK']} was lost and the others have finished the training; it does "
+            "nothing more, also of what the script does afterwards",
+            file=sys.stderr,
+            flush=True,
+        )
         sys.exit(0)
     return trained[0]
 
@@ -171,7 +183,7 @@ def check_launch() -> None:
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or "RANK" not in os.environ:
         raise RuntimeError(
             "elastic training needs a store that outlives ranks: start it with torchrun (--standalone, or "
-            "--rdzv-backend c10d), or with nxd train --nproc N"
+            "--rdzv-backend c10d; with --max-restarts 100), or with nxd train --nproc N"
         )
 
 

@@ -117,6 +117,8 @@ class _Supervisor:
             signal.signal(number, handler)
 
     def run(self) -> Lifeline | int:
+        if self._most_restarts() == 0:
+            self._say("is not replaced if it is lost, as torchrun's --max-restarts is 0; give it some, such as 100")
         while True:
             reading, writing = os.pipe()
             sys.stdout.flush()
@@ -170,7 +172,7 @@ class _Supervisor:
 
     def _may_not_go_on(self, number: int) -> int | None:
         """After a death by a signal: the supervisor's exit code, if there shall be no other trainer."""
-        if len(self._signals) > 1:  # the second one ends a run at once
+        if number in self._signals or len(self._signals) > 1:  # it was told to end; the second one does so at once
             return EXIT_STOPPED
         name = signal.Signals(number).name if number in signal.valid_signals() else f"signal {number}"
         self._deaths_without_a_step += 1

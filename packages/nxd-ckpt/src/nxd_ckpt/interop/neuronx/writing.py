@@ -146,7 +146,7 @@ def _check_shape(source: TensorSource, placement: Placement) -> None:
 
 
 def _local_tensor(source: TensorSource, plan: _LocalPlan) -> torch.Tensor:
-    tensor = torch.zeros(plan.shape, dtype=plan.dtype)
+    tensor = torch.zeros(plan.shape, dtype=plan.dtype, device="cpu")
     for placement in plan.placements:
         box = Box(placement.offsets, placement.local.shape)
         fill(source, placement.name, box, tensor[placement.local.slices()])

@@ -149,7 +149,7 @@ class _PlannedState(Mapping[str, ShardedTensor]):
         shards = []
         for item in self._items[name]:
             if item.type is LoadItemType.BYTE_IO:
-                content = torch.empty(info.global_shape, dtype=info.dtype)
+                content = torch.empty(info.global_shape, dtype=info.dtype, device="cpu")
                 self.pickled.append((item, content))
                 shards.append(Shard(content, (0,)))
             else:

@@ -1,0 +1,105 @@
+"""`nxd_trainer.elastic.run` in a script that torchrun starts: ranks that are lost, and signals to end."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from nxd_state.testing import deadline
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+SCRIPT = """
+import json, os, signal, sys
+import torch
+import torch.distributed as dist
+from nxd_ckpt import latest, load, save
+from nxd_state import all_gather_object, get_world_group
+from nxd_trainer import elastic
+
+steps, victim = int(sys.argv[1]), sys.argv[2]
+
+
+def train_once(member):
+    member.initialize()
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 1, dtype=torch.float64)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    state = {"model": model, "optimizer": optimizer, "step": 0}
+    if latest("checkpoints") is not None:
+        load("checkpoints", into=state)
+    for step in range(state["step"], steps):
+        if any(all_gather_object(member.step_boundary(), get_world_group())):
+            raise elastic.ChangeMembers
+        if victim == "rank" and step == 3 and member.rank == 1 and member.generation == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        batch = torch.randn(8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+        model(batch[member.rank :: member.world_size]).pow(2).sum().backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+        state["step"] = step + 1
+        save("checkpoints", f"step-{step + 1}", state)
+        if step == 3 and member.rank == 0:
+            print("took step 3", flush=True)
+    return model.weight.flatten().tolist()
+
+
+print("returned", json.dumps(elastic.run(train_once, min_ranks=2, grace=60)), flush=True)
+"""
+
+
+@pytest.fixture
+def torchrun(tmp_path):
+    """Starts the script on two ranks; what is still there at the end is killed."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    started = []
+
+    def start(name, *arguments):
+        (tmp_path / name).mkdir()
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *arguments]
+        process = subprocess.Popen(
+            command, cwd=tmp_path / name, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def returned(process):
+    output, errors = process.communicate(timeout=deadline(120))
+    assert process.returncode == 0, errors
+    found = [json.loads(line.removeprefix("returned ")) for line in output.splitlines() if line.startswith("returned")]
+    assert len(found) == 2
+    assert found[0] == found[1]
+    return found[0], errors
+
+
+def test_script_ends_with_the_same_weights_where_a_rank_is_killed(torchrun):
+    alone, said = returned(torchrun("alone", "../script.py", "6", "nobody"))
+    assert "torchrun's --max-restarts is 0; give it some" in said
+
+    killed, said = returned(torchrun("killed", "--max-restarts", "3", "../script.py", "6", "rank"))
+
+    assert "was killed by SIGKILL; another process takes its place" in said
+    assert killed == alone
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "Ctrl-C"])
+def test_script_that_handles_no_signal_is_ended_by_it_at_once(torchrun, number):
+    process = torchrun("run", "--max-restarts", "3", "../script.py", "1000000", "nobody")
+    for line in process.stdout:
+        if line.startswith("took step"):
+            break
+    os.kill(process.pid, number)
+
+    _, errors = process.communicate(timeout=deadline(120))
+    assert process.returncode != 0
+    assert "another process takes its place" not in errors
