@@ -51,10 +51,12 @@ def main() -> None:
         connection.connect(os.path.join(folder, str(os.getpid() % session["num_servers"])))
     except OSError:  # which a server that is gone makes, too
         os.execv(session["python"], [session["python"], *sys.argv[1:]])
+    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # none is lost that comes before it can be handed on
     _send(connection, arguments, unbuffered=unbuffered)
     child = _receive(connection)
     for number in FORWARDED:  # also those that are ignored, until the program says otherwise
         signal.signal(number, lambda number, _: os.kill(child, number))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
     _end_with(_receive(connection))
 
 
