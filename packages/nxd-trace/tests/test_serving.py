@@ -51,6 +51,38 @@ def test_a_completion_has_the_greedy_text_and_counts_its_tokens(client):
     assert (body["object"], body["model"]) == ("text_completion", "tiny")
 
 
+def test_prompt_begins_as_the_tokenizer_begins_a_text(tiny_generator):
+    class WithPrefix(serve_tiny.Letters):
+        prefix = (3,)
+
+    with TestClient(make_app(CompletionService(tiny_generator.engine, WithPrefix(), model="tiny"))) as client:
+        bodies = [complete(client, prompt=prompt).json() for prompt in ("once upon", "donce upon", [14])]
+
+    assert [body["usage"]["prompt_tokens"] for body in bodies] == [10, 10, 1]
+    assert bodies[0]["choices"][0]["text"] == LETTERS.decode(expected_tokens("donce upon", 12))
+
+
+def test_stop_text_that_spells_an_unseen_token_stops_there(tiny_generator):
+    tokens = expected_tokens("once upon", 12)
+
+    class Hides(serve_tiny.Letters):
+        """The fifth token of the answer is a mark that is not shown."""
+
+        def encode(self, text):
+            return [tokens[4]] if text == "<|mark|>" else super().encode(text)
+
+        def decode(self, ids):
+            return super().decode([token for token in ids if token != tokens[4]])
+
+    with TestClient(make_app(CompletionService(tiny_generator.engine, Hides(), model="tiny"))) as client:
+        body = complete(client, stop=["<|mark|>", "#"]).json()
+
+    end = tokens.index(tokens[4])
+    assert body["choices"][0]["text"] == LETTERS.decode(tokens[:end])
+    assert body["choices"][0]["finish_reason"] == "stop"
+    assert body["usage"]["completion_tokens"] == end + 1
+
+
 def test_prompts_of_one_request_are_completed_each(client):
     prompts = ["once upon", "a", "hello"]  # the last ends at once
 

@@ -4,8 +4,8 @@ What a folder is, is told by its files: `config.json` makes a Hugging Face folde
 PEFT; everything else is looked into for checkpoints.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from nxd_ckpt import Checkpoint, CheckpointError
 from nxd_ckpt.interop import TensorSource, from_checkpoint, open_hugging_face
 from nxd_layers.lora import name_from_peft
+from nxd_trace.serving.text import unseen_token
 
 from nxd_trainer.api.checkpoint_tags import open_own, open_own_together
 from nxd_trainer.api.rank_sync import on_all_ranks
@@ -69,6 +70,11 @@ class Words:
     tokenizer: Tokenizer
     chat: ChatTemplate | None
     end_tokens: tuple[int, ...]
+
+    def ending_at(self, stops: Iterable[str]) -> "Words":
+        """The same, with texts also ending at each token that one of these stop texts spells, such as `<|im_end|>`."""
+        tokens = (unseen_token(text, self.tokenizer.encode, self.tokenizer.decode) for text in stops)
+        return replace(self, end_tokens=(*self.end_tokens, *(token for token in tokens if token is not None)))
 
 
 def open_model(folder: str | Path, tag: str | None = None, *, adapter: str | Path | None = None) -> OpenedModel:

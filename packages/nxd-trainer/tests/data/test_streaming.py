@@ -49,6 +49,17 @@ def test_each_block_has_the_next_sequences_of_the_endless_row_in_another_order()
     assert samples != np.array(row).reshape(-1, LENGTH).tolist()
 
 
+def test_each_row_begins_as_the_tokenizer_begins_a_text():
+    class WithPrefix(ByteTokenizer):
+        prefix = (256,)
+
+    (loader,) = loaders(TextStream("texts", lambda start: iter(TEXTS[start:]), WithPrefix(), LENGTH, 1))
+
+    (batch,) = loader.next_step()
+
+    assert batch.input_ids.flatten().tolist()[:8] == [256, *b"abc", 256, 256, *b"de"]
+
+
 def test_labels_are_the_next_tokens_and_all_are_counted():
     (loader,) = loaders(stream_of(TEXTS, at_a_time=1))
 

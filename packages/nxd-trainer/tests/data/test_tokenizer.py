@@ -2,7 +2,8 @@ import json
 import sys
 
 import pytest
-from nxd_trainer.data import ByteTokenizer, HuggingFaceTokenizer, load_tokenizer
+from nxd_trainer.data import ByteTokenizer, HuggingFaceTokenizer, build_corpus, load_tokenizer, open_corpus
+from nxd_trainer.data.tokenizer import encode_prompt
 
 
 @pytest.fixture
@@ -54,6 +55,31 @@ def test_hugging_face_round_trip_without_special_tokens(tokenizer_folder):
     assert len(tokens) < len("the cat sat")
     assert tokens.max() < tokenizer.vocab_size
     assert tokens.min() > 2
+
+
+def test_text_begins_as_the_tokenizer_begins_it_in_prompts_and_documents(tokenizer_folder, tmp_path):
+    tokenizer = HuggingFaceTokenizer(tokenizer_folder)
+    ids = tokenizer.encode("the cat").tolist()
+    (tmp_path / "a.txt").write_text("the cat")
+
+    corpus = open_corpus(build_corpus(tmp_path / "a.txt", tokenizer, cache_folder=tmp_path / "cache"))
+
+    assert tokenizer.prefix == (1,)
+    assert encode_prompt(tokenizer, "the cat") == [1, *ids]
+    assert encode_prompt(tokenizer, "<stop>the cat") == [1, *ids]  # a chat template's text has it already
+    assert corpus.tokens.tolist() == [1, *ids, 2]
+
+
+def test_tokenizer_of_older_files_begins_texts_as_transformers_does(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    (tmp_path / "vocab.json").write_text(json.dumps({"<|endoftext|>": 0, "h": 1, "i": 2, "hi": 3}))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\nh i\n")
+    config = {"tokenizer_class": "GPT2Tokenizer", "add_bos_token": True, "bos_token": "<|endoftext|>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+
+    found = encode_prompt(HuggingFaceTokenizer(tmp_path), "hi")
+
+    assert found == transformers.AutoTokenizer.from_pretrained(tmp_path)("hi")["input_ids"] == [0, 3]
 
 
 def test_hugging_face_file_and_folder_are_the_same(tokenizer_folder):

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from nxd_trace.generation import SamplingSettings
 from nxd_trace.serving.errors import RequestError
 from nxd_trace.serving.fields import flag, include_usage, json_object, limited, logit_bias, number, stop_texts
-from nxd_trace.serving.text import StopText
+from nxd_trace.serving.text import StopText, unseen_token
 
 # Fields that change what is written, in a way that this server does not know. At these values they change nothing.
 _ONLY_AT: dict[str, tuple[Any, ...]] = {"suffix": ("",)}
@@ -79,6 +79,7 @@ class ServedModel:
     Attributes:
         name: of the one model.
         encode: from text to token ids.
+        prefix: ids that the text of a prompt begins with.
         decode: from token ids to text.
         chat: the template of conversations; None without.
         vocab_size: one more than the largest id.
@@ -89,6 +90,7 @@ class ServedModel:
 
     name: str
     encode: Callable[[str], Sequence[int]]
+    prefix: list[int]
     decode: Callable[[Sequence[int]], str]
     chat: ChatEncoder | None
     vocab_size: int
@@ -187,6 +189,8 @@ def _request(
     if stream and num_tried > num_texts:
         raise RequestError(400, f"best_of={num_tried} cannot be streamed, since the best is known last", "best_of")
     ranked = num_logprobs is None and num_tried > num_texts
+    stop = stop_texts(body.get("stop"))
+    stop_tokens = {token for it in stop if (token := unseen_token(it.text, model.encode, model.decode)) is not None}
     sampling = {
         "temperature": number(body, "temperature", float, 1.0),
         "top_k": number(body, "top_k", int, 0),
@@ -197,7 +201,7 @@ def _request(
         "frequency_penalty": number(body, "frequency_penalty", float, 0.0),
         "logit_bias": logit_bias(body.get("logit_bias"), model.vocab_size),
         "seed": number(body, "seed", int, random_seed) % 2**63,
-        "stop_tokens": model.end_tokens,
+        "stop_tokens": tuple({*model.end_tokens, *stop_tokens}),
         "num_logprobs": 0 if ranked else num_logprobs,
         "prompt_logprobs": prompt_logprobs,
     }
@@ -227,7 +231,7 @@ def _request(
         writes_nothing=writes_nothing,
         stream=stream,
         include_usage=include_usage(body.get("stream_options"), stream=stream),
-        stop=stop_texts(body.get("stop")),
+        stop=stop,
     )
 
 
@@ -288,9 +292,11 @@ def _tokens(prompt: Any, model: ServedModel) -> list[int]:
 def _encoded(text: str, model: ServedModel) -> list[int]:
     _check_characters(len(text), "a prompt has", "prompt", model)
     try:
-        return [int(token) for token in model.encode(text)]
+        ids = [int(token) for token in model.encode(text)]
     except Exception as error:  # a tokenizer may raise anything for a text that it cannot encode
         raise RequestError(400, f"the prompt has no tokens: {error}", "prompt") from error
+    begins = ids[: len(model.prefix)] == model.prefix  # as the text that a chat template has made
+    return ids if begins else model.prefix + ids
 
 
 def _decoded(prompt: Sequence[int], model: ServedModel) -> str:

@@ -20,7 +20,10 @@ from nxd_trace.serving.text import TextStream
 
 
 class TextTokenizer(Protocol):
-    """Converts between texts and token ids."""
+    """Converts between texts and token ids.
+
+    It may have an attribute `prefix`, the ids that a text begins with, which `encode` leaves out.
+    """
 
     @property
     def vocab_size(self) -> int:
@@ -285,6 +288,7 @@ class CompletionService:
         self._served = protocol.ServedModel(
             name=model,
             encode=tokenizer.encode,
+            prefix=list(getattr(tokenizer, "prefix", ())),
             decode=tokenizer.decode,
             chat=chat,
             vocab_size=tokenizer.vocab_size,

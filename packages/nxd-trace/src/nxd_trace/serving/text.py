@@ -15,17 +15,20 @@ class StopText:
 
     Args:
         text: not empty.
+
+    Attributes:
+        text: the text.
     """
 
     def __init__(self, text: str) -> None:
-        self._text = text
+        self.text = text
         # For each number of matched characters, how many remain matched if the next one differs.
         self._shorter = [0, 0]
         for character in text[1:]:
             self._shorter.append(self.extend(self._shorter[-1], character))
 
     def __len__(self) -> int:
-        return len(self._text)
+        return len(self.text)
 
     def extend(self, matched: int, character: str) -> int:
         """How many characters at the end of a text begin the stop text, once this one has been added.
@@ -34,11 +37,23 @@ class StopText:
             matched: how many did before.
             character: the new one.
         """
-        while matched == len(self._text) or self._text[matched] != character:
+        while matched == len(self.text) or self.text[matched] != character:
             if matched == 0:
                 return 0
             matched = self._shorter[matched]
         return matched + 1
+
+
+def unseen_token(text: str, encode: Callable[[str], Iterable[int]], decode: Callable[[list[int]], str]) -> int | None:
+    """The one token that a stop text spells and decoding leaves out, such as `<|im_end|>`; None for other texts.
+
+    Such a text never appears in what is written: to stop there is to stop at the token.
+    """
+    try:
+        ids = [int(token) for token in encode(text)]
+        return ids[0] if len(ids) == 1 and not decode(ids) else None
+    except Exception:  # a tokenizer may raise anything for a text that it cannot encode, and then never writes it
+        return None
 
 
 class TextStream:

@@ -101,6 +101,7 @@ def run(options: argparse.Namespace) -> int:
     model, words = reports_user_errors(
         lambda: load_with_words(options.model, options.tag, tokenizer=options.tokenizer, adapter=options.adapter)
     )
+    words = words.ending_at(options.stop)
 
     def write(prompt: list[int], on_token: OnToken) -> None:
         for token in generate(model, torch.tensor(prompt), stop_tokens=words.end_tokens, **sampling):
@@ -129,7 +130,7 @@ def _run_compiled(options: argparse.Namespace) -> int:
         draft = reports_user_errors(lambda: open_for_compilation(options.draft, tokenizer=options.tokenizer))
         if options.temperature > 0:
             print("nxd generate: --draft helps where --temperature is 0; tokens are drawn without it", file=sys.stderr)
-    words = checkpoint.words
+    words = checkpoint.words.ending_at(options.stop)
     longest = min(it.max_positions for it in (checkpoint, draft) if it is not None)
     if options.chat and options.prompt is None:
         length = min(_LONGEST_TALK, longest)
@@ -220,8 +221,9 @@ class _StopTextFound(Exception):
 def _first_prompt(options: argparse.Namespace, words: "Words") -> list[int]:
     if options.chat:
         return _chat_prompt([*_system_message(options), {"role": "user", "content": options.prompt}], words)
-    ids: list[int] = words.tokenizer.encode(_text_of(options)).tolist()
-    return ids
+    from nxd_trainer.data.tokenizer import encode_prompt  # noqa: PLC0415
+
+    return encode_prompt(words.tokenizer, _text_of(options))
 
 
 def _text_of(options: argparse.Namespace) -> str:

@@ -209,9 +209,10 @@ def _documents(files: Iterable[SourceFile], column: str | None, skipped: Counter
 
 
 def _tokenized(documents: Iterable[Iterable[str]], tokenizer: Tokenizer) -> Iterator[Document]:
-    """The tokens of each document, with its end."""
+    """The tokens of each document, with what the tokenizer begins a text with, and its end."""
+    before, end = np.array(tokenizer.prefix, dtype=np.int64), np.array([tokenizer.end_of_document])
     for document in documents:
-        yield chain(map(tokenizer.encode, document), [np.array([tokenizer.end_of_document])])
+        yield chain([before], map(tokenizer.encode, document), [end])
 
 
 def _checked(documents: Iterable[Document], path: object, vocab_size: int) -> Iterator[Document]:

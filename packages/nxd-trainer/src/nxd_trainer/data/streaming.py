@@ -32,7 +32,7 @@ class TextStream:
     Attributes:
         name: of the files or the data set, for messages.
         read_texts: the rows' texts in their order, the same at each call.
-        tokenizer: makes the tokens; puts the end-of-document token after each text.
+        tokenizer: makes the tokens; puts its prefix before each text, and the end-of-document token after it.
         sequence_length: tokens of a sample.
         shuffled_at_a_time: sequences of a block.
     """
@@ -222,7 +222,8 @@ class _Reader:
             for text in self._stream.read_texts(row):
                 if text:
                     is_empty = False
-                    yield Cursor(epoch, row), np.append(tokenizer.encode(text), tokenizer.end_of_document)
+                    ids = [*tokenizer.prefix, *tokenizer.encode(text), tokenizer.end_of_document]
+                    yield Cursor(epoch, row), np.array(ids, dtype=np.int64)
                 row += 1
             if is_empty:
                 raise ValueError(f"{self._stream.name} holds no row with text; add some, or set another data.column")

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
+from itertools import chain, islice
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -40,11 +41,15 @@ class Tokenizer(Protocol):
         """The ids that are no text: marks of documents, turns and the like."""
 
     @property
+    def prefix(self) -> tuple[int, ...]:
+        """The ids that the tokenizer puts before every text, such as Gemma's `<bos>`; mostly none."""
+
+    @property
     def fingerprint(self) -> str:
         """A text that is another one whenever the same text would give other ids."""
 
     def encode(self, text: str) -> NDArray[np.int64]:
-        """The ids of a text, without marks at its beginning or end; `[tokens]`."""
+        """The ids of a text or of a part of one, without marks at its beginning or end; `[tokens]`."""
 
     def decode(self, tokens: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """The text of ids; those outside the vocabulary give nothing, and special ones only where they are wanted."""
@@ -61,6 +66,7 @@ class ByteTokenizer:
     end_of_document = 256
     vocabulary = MappingProxyType({**{f"<0x{byte:02X}>": byte for byte in range(256)}, END_OF_DOCUMENT_TEXTS[0]: 256})
     special_ids = frozenset({256})
+    prefix = ()
     fingerprint = "bytes"
 
     def encode(self, text: str) -> NDArray[np.int64]:
@@ -97,6 +103,8 @@ class HuggingFaceTokenizer:
         else:
             raise ValueError(f"data.tokenizer={path} does not exist; give a tokenizer.json or its folder")
         self.vocab_size = max(self.vocabulary.values()) + 1
+        if self.prefix:  # formerly left out, so that the same text gave other ids
+            self.fingerprint += f" after {self.prefix}"
 
     def _load_file(self, file: Path) -> None:
         tokenizers = _import_reader("tokenizers", file)
@@ -109,6 +117,7 @@ class HuggingFaceTokenizer:
             raise ValueError(f"data.tokenizer: {file} has an empty vocabulary; give a tokenizer that knows tokens")
         self._encode = lambda text: tokenizer.encode(text, add_special_tokens=False).ids
         self._decode = tokenizer.decode
+        self.prefix = self._find_prefix(lambda text: tokenizer.encode(text, add_special_tokens=True).ids)
         added = tokenizer.get_added_tokens_decoder().items()
         self.special_ids = frozenset(number for number, token in added if token.special)
         self.end_of_document = _find_end_of_document(file, self.vocabulary)
@@ -121,10 +130,19 @@ class HuggingFaceTokenizer:
         self.vocabulary = tokenizer.get_vocab()
         self._encode = lambda text: tokenizer.encode(text, add_special_tokens=False)
         self._decode = tokenizer.decode
+        self.prefix = self._find_prefix(lambda text: tokenizer.encode(text, add_special_tokens=True))
         self.special_ids = frozenset(tokenizer.all_special_ids)
         self.end_of_document = int(tokenizer.eos_token_id)
         files = sorted(file for file in folder.iterdir() if file.suffix in (".json", ".txt", ".model"))
         self.fingerprint = f"transformers {self.end_of_document} {digest_files(files)}"
+
+    def _find_prefix(self, encode_marked: Callable[[str], list[int]]) -> tuple[int, ...]:
+        """The ids before those of a text, where its marks are added; what comes after it ends whole texts."""
+        probe = next((text for text in chain("a", islice(self.vocabulary, 1000)) if self._encode(text)), "")
+        plain, marked = self._encode(probe), encode_marked(probe)
+        starts = range(len(marked) - len(plain) + 1)
+        start = next((start for start in starts if marked[start : start + len(plain)] == plain), 0)
+        return tuple(marked[:start])
 
     def encode(self, text: str) -> NDArray[np.int64]:
         """The ids of the text, without special tokens around it; `[tokens]`."""
@@ -135,6 +153,13 @@ class HuggingFaceTokenizer:
         known = [token for token in tokens if token < self.vocab_size]
         text: str = self._decode(known, skip_special_tokens=skip_special_tokens)
         return text
+
+
+def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The ids of a text that a model is to continue: begun as the tokenizer begins texts, unless it begins so itself."""
+    ids: list[int] = tokenizer.encode(text).tolist()
+    prefix = list(tokenizer.prefix)
+    return ids if ids[: len(prefix)] == prefix else prefix + ids
 
 
 def load_tokenizer(path: str | Path | None) -> Tokenizer:
