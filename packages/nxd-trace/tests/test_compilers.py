@@ -52,6 +52,21 @@ def test_aot_inductor_program_of_two_ranks_keeps_state_and_takes_new_weights(tra
         torch.testing.assert_close(loaded(x), models.plain_mlp(models.logical_weights(seed=1), x))
 
 
+@pytest.mark.parametrize("step", ["compile", "load"])
+def test_inductor_uses_no_folder_that_others_can_write_to(job, monkeypatch, tmp_path, step):
+    (tmp_path / "planted").mkdir()
+    (tmp_path / "planted").chmod(0o777)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "planted"))
+    monkeypatch.setattr("nxd_trace.compilers.inductor.has_cpp_compiler", lambda: True)
+    steps = {
+        "compile": lambda: COMPILERS["inductor"].compile(CompileJob(**{**vars(job), "arguments": ()})),
+        "load": lambda: COMPILERS["inductor"].load(tmp_path, torch.device("cpu")),
+    }
+
+    with pytest.raises(PermissionError, match=r"TORCHINDUCTOR_CACHE_DIR: other users can write to .*planted"):
+        steps[step]()
+
+
 def test_neuronx_calls_torch_neuronx_trace_as_documented(job, monkeypatch):
     calls = []
 

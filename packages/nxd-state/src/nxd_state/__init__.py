@@ -86,6 +86,7 @@ from nxd_state.parallel_state import (
     splits_experts,
     subgroup,
 )
+from nxd_state.private_folder import keep_compiled_code_private, private_folder
 from nxd_state.process_groups import serve_store, transport_device
 from nxd_state.rank_failure import EXIT_PEER_FAILED, FAILURE_SHOWN, PeerError, report_failure
 from nxd_state.rng import get_rng_state, rng_stream, seed_model_parallel, set_rng_state
@@ -150,6 +151,8 @@ __all__ = [
     "report_step",
     "wait_seconds",
     "serve_store",
+    "private_folder",
+    "keep_compiled_code_private",
     "EXIT_PEER_FAILED",
     "FAILURE_SHOWN",
     "shared_memory_bytes",

@@ -19,6 +19,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory, mkdtemp
 from typing import Any
 
+from nxd_state import private_folder
+
 from nxd_trace.errors import ModelFolderError
 from nxd_trace.manifest import KEPT, WEIGHTS, RankManifest, rank_folder, sha256_of, system_name, torch_version
 from nxd_trace.signature import Signature
@@ -96,7 +98,7 @@ class ArtifactCache:
         """Copy an entry's files into a folder; False if there is none that is whole and this user's own."""
         entry = self._folder / key
         try:
-            if not (_is_own(self._folder.stat()) and _is_own(entry.lstat())):
+            if not (entry.exists() and private_folder(self._folder) and _is_own(entry.lstat())):
                 return False
             hashes = json.loads((entry / _HASHES).read_text(encoding="utf-8"))
             names = [str(path.relative_to(entry)) for path in entry.rglob("*") if path.is_file()]
@@ -113,14 +115,13 @@ class ArtifactCache:
     def add(self, key: str, made: Path) -> None:
         """Keep a copy of the folder `made` as the entry of this key, in place of one that cannot be used.
 
-        Nothing is kept where other users can write, nor, with a warning, on a disk that is full or read-only.
+        Nothing is kept, with a warning, where other users can write, and on a disk that is full or read-only.
         """
         try:
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if _is_own(self._folder.stat()):
-                self._copy_in(key, made)
+            private_folder(self._folder)
+            self._copy_in(key, made)
         except OSError as error:
-            why = error.args[0][0][-1] if isinstance(error, shutil.Error) else error.strerror
+            why = error.args[0][0][-1] if isinstance(error, shutil.Error) else error.strerror or str(error)
             warnings.warn(
                 f"{self._folder} cannot keep what was compiled, so the next start compiles it again: {why}; "
                 "make room there, or set XDG_CACHE_HOME",

@@ -39,7 +39,8 @@ def _remove_left_over() -> None:
     for folder in Path(gettempdir()).glob(f"{_PREFIX}*"):
         with suppress(OSError):  # locked, another user's, or gone by now
             status = folder.lstat()
-            if not stat.S_ISDIR(status.st_mode) or time.time() - status.st_mtime < _SECONDS_TO_LOCK:
+            is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+            if not is_own or time.time() - status.st_mtime < _SECONDS_TO_LOCK:
                 continue
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:

@@ -25,6 +25,7 @@ from nxd_pipeline.partition import ParamInit, materialize
 from nxd_state import (
     compile_backend,
     get_device,
+    keep_compiled_code_private,
     records_graphs,
     seed_model_parallel,
     widest_float,
@@ -380,9 +381,11 @@ def compile_layers(model: nn.Module, layer_class: type[nn.Module] | None) -> Non
 
     Raises:
         ValueError: the device compiles whole steps, or the model has no such layers.
+        PermissionError: others could put code where the compiler keeps its own.
     """
     if records_graphs():
         raise ValueError("train.compile=true on XLA, which compiles the whole step by itself; set train.compile=false")
+    keep_compiled_code_private()
     for layer in named_transformer_layers(model, layer_class).values():
         layer.compile(backend=compile_backend(), dynamic=False)
 

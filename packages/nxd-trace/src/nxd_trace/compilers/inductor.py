@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from nxd_state import keep_compiled_code_private
 
 from nxd_trace.compilers.base import CompileJob, Compiler, Run
 
@@ -28,6 +29,7 @@ def _compile(job: CompileJob) -> None:
             "compiler 'inductor' needs a C++ compiler, and neither g++ nor clang++ is on the PATH; install one, or use "
             "compiler='export'"
         )
+    keep_compiled_code_private()
     with torch.no_grad(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`isinstance\\(treespec", FutureWarning)  # torch 2.13's, of its own code
         torch._inductor.aoti_compile_and_package(
@@ -36,6 +38,7 @@ def _compile(job: CompileJob) -> None:
 
 
 def _load(folder: Path, device: torch.device) -> Run:
+    keep_compiled_code_private()
     index = -1 if device.index is None else device.index
     package = torch._inductor.aoti_load_package(str(folder / _FILE), device_index=index)
     run: Run = package.loader.run  # the bare program, without nesting

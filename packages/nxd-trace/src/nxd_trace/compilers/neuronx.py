@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from nxd_state import keep_compiled_code_private
 from torch import Tensor, nn
 from torch.export.graph_signature import InputKind
 
@@ -110,6 +111,7 @@ def _compile_native(job: CompileJob) -> None:
 
 
 def _load_native(folder: Path, device: torch.device) -> Run:
+    keep_compiled_code_private()
     run: Run = torch.compile(EXPORT.load(folder, device), backend="neuron", dynamic=False)
     return run
 
