@@ -174,7 +174,10 @@ def make_request(chance: random.Random) -> bytes:
         part = chance.choice([b"[", b'{"a":', b"1,", b'"', b"\\u00e9", "é".encode(), b" ", chance.randbytes(7)])
         field = chance.choice(["prompt", "stop", "messages", "logit_bias", "tools", "user", "model"]).encode()
         data = b'{"' + field + b'": ' + chance.choice([b"", b"[", b'"']) + part * chance.randrange(LONGEST)
-    head = f"{method} {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(data)}\r\n\r\n"
+    head = (
+        f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        f"Connection: close\r\nContent-Length: {len(data)}\r\n\r\n"
+    )
     request = head.encode() + data
     return change_bytes(request, chance) if kind == "request" else request
 
@@ -204,7 +207,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     counts: collections.Counter[str] = collections.Counter()
-    health = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+    health = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
     with tempfile.TemporaryDirectory() as folder, Server(Path(folder)) as server:
         first = server.memory("VmRSS")
         seed, end = options.seed, time.monotonic() + 60 * options.minutes

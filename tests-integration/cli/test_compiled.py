@@ -39,7 +39,8 @@ def served_text(checkpoints, *options):
         assert found, "".join(log)
         body = {"prompt": "the quick", "max_tokens": 24, "temperature": 0}
         with urlopen(
-            Request(f"{found[1]}/v1/completions", json.dumps(body).encode()), timeout=deadline(60)
+            Request(f"{found[1]}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}),
+            timeout=deadline(60),
         ) as response:
             text = json.load(response)["choices"][0]["text"]
         server.send_signal(signal.SIGINT)

@@ -54,8 +54,8 @@ def test_chat_is_answered_with_the_text_of_transformers(make_chat_model, family)
             chat=model.words.chat,
             end_tokens=model.words.end_tokens,
         )
-        with TestClient(make_app(service)) as http:
-            client = openai.OpenAI(base_url="http://testserver/v1", api_key="-", http_client=http, max_retries=0)
+        with TestClient(make_app(service), base_url="http://localhost") as http:
+            client = openai.OpenAI(base_url="http://localhost/v1", api_key="-", http_client=http, max_retries=0)
             found = [
                 client.chat.completions.create(model="small", messages=talk, temperature=0, max_tokens=24)
                 for talk in (TALK[:2], TALK)
@@ -106,8 +106,8 @@ def test_draft_model_answers_many_chats_at_once_with_the_texts_of_transformers(m
                 chat=model.words.chat,
                 end_tokens=model.words.end_tokens,
             )
-            with TestClient(make_app(service)) as http, ThreadPoolExecutor(8) as threads:
-                client = openai.OpenAI(base_url="http://testserver/v1", api_key="-", http_client=http, max_retries=0)
+            with TestClient(make_app(service), base_url="http://localhost") as http, ThreadPoolExecutor(8) as threads:
+                client = openai.OpenAI(base_url="http://localhost/v1", api_key="-", http_client=http, max_retries=0)
                 asked = {"model": "small", "temperature": 0, "max_tokens": 24}
                 chats = [threads.submit(client.chat.completions.create, messages=it, **asked) for it in talks]
                 texts = [threads.submit(drawn, client, seed) for seed in range(4)]

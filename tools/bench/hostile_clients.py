@@ -24,7 +24,7 @@ from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 
-PATH = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+PATH = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 GOOD = {"prompt": "once upon a time", "max_tokens": 16, "temperature": 0}
 
 
@@ -123,7 +123,7 @@ HOSTILE: list[tuple[Behaviour, bytes]] = [
     (send, request(b'{"prompt": [' + b"[]," * 100_000 + b"[]]}")),
     (send, request(b'{"prompt": [' + b"1," * 300_000 + b"1]}")),
     (send, bytes(10_000)),
-    (send_and_ignore, b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n" * 100),
+    (send_and_ignore, b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n" * 100),
     (send_and_leave, request(json.dumps(GOOD | {"stream": True}).encode())),
 ]
 

@@ -72,7 +72,10 @@ async def timed_request(port: int, prompt: str, new_tokens: int) -> tuple[float,
     data = json.dumps(body).encode()
     begun = time.perf_counter()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(data)}\r\n\r\n"
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        f"Connection: close\r\nContent-Length: {len(data)}\r\n\r\n"
+    )
     writer.write(head.encode() + data)
     first, number = 0.0, 0
     async for line in reader:

@@ -43,14 +43,14 @@ def http(engine):
     service = CompletionService(
         engine, LETTERS, model="tiny", chat=LettersTemplate(), limits=ServerLimits(max_waiting=200)
     )
-    with TestClient(make_app(service), raise_server_exceptions=False) as client:
+    with TestClient(make_app(service), base_url="http://localhost", raise_server_exceptions=False) as client:
         yield client
     assert engine.is_idle
 
 
 @pytest.fixture
 def client(http):
-    return openai.OpenAI(base_url="http://testserver/v1", api_key="-", http_client=http, max_retries=0)
+    return openai.OpenAI(base_url="http://localhost/v1", api_key="-", http_client=http, max_retries=0)
 
 
 def greedy_text(prompt, number):
@@ -266,6 +266,30 @@ def test_penalties_and_biases_change_the_logits(client, change):
     assert found != penalized("a", 20, {"logit_bias": {"31": -100}})
 
 
+def test_tokens_that_end_a_text_are_the_models_and_the_requests_and_come_after_the_least_number(client):
+    letters = GREEDY | {"prompt": "hello", "max_tokens": 12}  # the model ends it at once
+    ended = client.completions.create(**letters)
+    ignored = client.completions.create(**letters, extra_body={"ignore_eos": True})
+    later = client.completions.create(**letters, extra_body={"min_tokens": 3})
+    text = greedy_text(PROMPT, 12)
+    stopped = client.completions.create(
+        **letters | {"prompt": PROMPT}, extra_body={"stop_token_ids": LETTERS.encode(text[4])}
+    )
+
+    assert ended.usage.completion_tokens == 1
+    assert ignored.usage.completion_tokens == 12
+    assert later.usage.completion_tokens >= 3
+    assert stopped.choices[0].text == text[: text.index(text[4])]
+    assert stopped.choices[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize("further", [{"top_k": -1, "top_p": 0}, {"top_k": 1, "top_p": 1.0}])
+def test_least_top_p_and_top_k_leave_the_likeliest_token(client, further):
+    drawn = client.completions.create(**GREEDY | {"temperature": 9.0}, extra_body=further)
+
+    assert drawn.choices[0].text == greedy_text(PROMPT, 8)
+
+
 @pytest.mark.slow
 def test_further_sampling_fields_are_taken_as_vllm_has_them(client):
     further = {"repetition_penalty": 1.7}
@@ -305,6 +329,14 @@ def test_models_are_listed_and_found_by_name(client):
         ({"max_tokens": 0}, "max_tokens", "max_tokens=0 must be a whole number, 1 or more"),
         ({"logit_bias": {"x": 1}}, "logit_bias", "logit_bias has 'x': 1; expected a token id up to 31"),
         ({"tools": {}}, "tools", "tools must be a list of objects"),
+        ({"extra_body": {"guided_json": {}}}, "guided_json", "guided_json={} is not supported; leave it out"),
+        ({"extra_body": {"temprature": 1}}, "temprature", "temprature=1 is not supported; use temperature, or leave"),
+        (
+            {"extra_body": {"stop_token_ids": [32]}},
+            "stop_token_ids",
+            "must be a list of up to 64 token ids from 0 to 31",
+        ),
+        ({"extra_body": {"min_tokens": 9}}, "min_tokens", "min_tokens=9 must be a whole number from 0 to max_tokens=8"),
     ],
 )
 def test_chat_that_cannot_be_answered_is_refused_in_the_clients_own_words(client, change, param, text):
@@ -317,7 +349,7 @@ def test_chat_that_cannot_be_answered_is_refused_in_the_clients_own_words(client
 
 
 def test_chat_of_a_model_without_a_template_is_refused(engine):
-    with TestClient(make_app(CompletionService(engine, LETTERS, model="tiny"))) as http:
+    with TestClient(make_app(CompletionService(engine, LETTERS, model="tiny")), base_url="http://localhost") as http:
         error = http.post("/v1/chat/completions", json=CHAT).json()["error"]
 
     assert error["message"] == "the model 'tiny' has no chat template, which messages need; use /v1/completions"
@@ -417,6 +449,30 @@ def test_prompts_that_begin_alike_share_their_cache(engine):
     assert first.num_shared == 0
     assert second.num_shared == 32  # whole blocks of 16
     assert second.tokens == tiny_decoder.plain_greedy([*prompt[:36], 1, 2], 2)
+
+
+@pytest.mark.parametrize(
+    ("shared_prefixes", "headers", "cached"),
+    [
+        (False, {}, 32),
+        (False, {"Authorization": "Bearer other"}, 0),
+        (True, {"Authorization": "Bearer other"}, 32),
+    ],
+)
+def test_cache_of_a_prompt_serves_its_own_client_alone_unless_prefixes_are_shared(
+    engine, shared_prefixes, headers, cached
+):
+    text = "".join(random.Random(f"{shared_prefixes}{headers}").choice("abcdefgh") for _ in range(40))
+    asked = GREEDY | {"prompt": text, "max_tokens": 1}
+    service = CompletionService(engine, LETTERS, model="tiny", shared_prefixes=shared_prefixes)
+    with TestClient(make_app(service), base_url="http://localhost") as http:
+        http.post("/v1/completions", json=asked)
+        found = [
+            http.post("/v1/completions", json=asked | salt, headers=headers).json()["usage"]["prompt_tokens_details"]
+            for salt in ({}, {"cache_salt": "another"})
+        ]
+
+    assert found == [{"cached_tokens": cached}, {"cached_tokens": 0}]
 
 
 def test_long_prompt_goes_in_parts_while_others_get_their_tokens(engine):

@@ -15,6 +15,7 @@ from starlette.requests import Request as StarletteRequest
 from starlette.testclient import TestClient
 
 GREEDY = {"prompt": "once upon", "max_tokens": 12, "temperature": 0}
+JSON = {"Content-Type": "application/json"}
 LETTERS = serve_tiny.Letters()
 
 
@@ -30,7 +31,10 @@ TEXT = LETTERS.decode(expected_tokens("once upon", 12))
 @pytest.fixture
 def client(tiny_generator):
     limits = ServerLimits(max_waiting=4, max_prompts=3, max_body_bytes=500)
-    with TestClient(make_app(CompletionService(tiny_generator.engine, LETTERS, model="tiny", limits=limits))) as client:
+    with TestClient(
+        make_app(CompletionService(tiny_generator.engine, LETTERS, model="tiny", limits=limits)),
+        base_url="http://localhost",
+    ) as client:
         yield client
     assert tiny_generator.engine.is_idle
 
@@ -213,8 +217,10 @@ def test_what_choosing_one_prompts_token_raises_fails_that_prompt_alone(client, 
 
 @pytest.mark.parametrize("body", [b"prompt=once", b"[" * 100, json.dumps(GREEDY).encode("utf-16")])
 def test_a_body_that_is_no_json_is_refused(tiny_generator, body):
-    with TestClient(make_app(CompletionService(tiny_generator.engine, LETTERS, model="tiny"))) as client:
-        response = client.post("/v1/completions", content=body)
+    with TestClient(
+        make_app(CompletionService(tiny_generator.engine, LETTERS, model="tiny")), base_url="http://localhost"
+    ) as client:
+        response = client.post("/v1/completions", content=body, headers=JSON)
 
     assert response.status_code == 400
     assert "the body is not JSON" in response.json()["error"]["message"]

@@ -15,7 +15,7 @@ from tiny_server import TinyServer
 
 LETTERS = program.Letters()
 GREEDY = {"prompt": "once upon", "max_tokens": 12, "temperature": 0}
-HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
 
 def plain_text_before(text, stops):
@@ -69,7 +69,9 @@ def test_a_token_is_decoded_with_few_others_however_long_the_text_and_however_br
 
 @pytest.fixture
 def client(tiny_generator):
-    with TestClient(make_app(CompletionService(tiny_generator.engine, LETTERS, model="tiny"))) as client:
+    with TestClient(
+        make_app(CompletionService(tiny_generator.engine, LETTERS, model="tiny")), base_url="http://localhost"
+    ) as client:
         yield client
 
 
@@ -107,7 +109,9 @@ def test_a_prompt_is_tokenized_while_the_server_answers_others(tiny_generator):
             answered.append(go_on.wait(10))
             return super().encode(text)
 
-    with TestClient(make_app(CompletionService(tiny_generator.engine, SlowLetters(), model="tiny"))) as client:
+    with TestClient(
+        make_app(CompletionService(tiny_generator.engine, SlowLetters(), model="tiny")), base_url="http://localhost"
+    ) as client:
         asking = threading.Thread(target=lambda: client.post("/v1/completions", json=GREEDY))
         asking.start()
         begun.wait()
@@ -203,7 +207,9 @@ def test_random_fields_are_answered_and_leave_the_server_well(client, seed):
     for _ in range(40):
         body = {"prompt": "a", "max_tokens": 2} | {rng.choice(fields): rng.choice(values) for _ in range(3)}
 
-        response = client.post("/v1/completions", content=json.dumps(body))
+        response = client.post(
+            "/v1/completions", content=json.dumps(body), headers={"Content-Type": "application/json"}
+        )
 
         assert response.status_code in (200, 400, 404), (body, response.text)
     assert client.post("/v1/completions", json=GREEDY).status_code == 200
@@ -245,7 +251,10 @@ def test_a_body_that_does_not_come_is_answered_and_the_connection_closed(impatie
 @pytest.mark.parametrize("path", [b"/v1/completions", b"/nowhere", b"/health"])
 def test_the_body_of_a_refused_request_is_not_read_for_ever(impatient, deadline, path):
     with impatient.connect(deadline(20)) as client:
-        client.sendall(b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000000000\r\n\r\n" % path)
+        client.sendall(
+            b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n" % path
+            + b"Content-Length: 1000000000000\r\n\r\n"
+        )
         answer = client.recv(1 << 16)
         sent = 0
         with suppress(ConnectionError):
@@ -258,7 +267,7 @@ def test_the_body_of_a_refused_request_is_not_read_for_ever(impatient, deadline,
 
 def test_a_client_that_does_not_wait_for_answers_gets_one(impatient, deadline):
     with impatient.connect(deadline(20)) as client:
-        client.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" * 3)
+        client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" * 3)
         answers = b"".join(iter(lambda: client.recv(1 << 16), b""))
 
     assert answers.count(b"HTTP/1.1 200") == 1
@@ -267,7 +276,7 @@ def test_a_client_that_does_not_wait_for_answers_gets_one(impatient, deadline):
 def test_a_client_that_waits_for_answers_gets_all_on_one_connection(impatient, deadline):
     with impatient.connect(deadline(20)) as client:
         for _ in range(20):
-            client.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
             answer = b""
             while not answer.endswith(b"}"):
                 answer += client.recv(1 << 16)
@@ -278,7 +287,7 @@ def test_a_client_that_waits_for_answers_gets_all_on_one_connection(impatient, d
 def test_a_client_that_takes_no_answers_is_cut_off(impatient, deadline):
     def ask_for_ever(client):
         while True:
-            client.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n" * 1000)
+            client.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n" * 1000)
 
     with impatient.connect(deadline(20)) as client, pytest.raises(ConnectionError):
         ask_for_ever(client)

@@ -28,7 +28,7 @@ class FailingEngine:
         self.joined = threading.Event()
         self.restarted = threading.Event()
 
-    def add(self, prompt, settings):
+    def add(self, prompt, settings, cache_salt):
         self.num_free = 0
         return object()
 
@@ -52,6 +52,42 @@ class FailingEngine:
         if self.num_failures:
             self.num_failures -= 1
             raise RuntimeError("a worker died")
+
+
+class CountingEngine:
+    """Has rows that are never done; `joined` has the first token of each prompt that got one."""
+
+    batch_size = 1
+    max_length = 40
+
+    def __init__(self):
+        self.num_free = 1
+        self.joined = []
+        self.joining = threading.Semaphore(0)
+        self._room = threading.Semaphore(0)
+
+    def add(self, prompt, settings, cache_salt):
+        self.num_free -= 1
+        self.joined.append(prompt[0])
+        self.joining.release()
+        return object()
+
+    def make_room(self, number):
+        self._room.release(number)
+
+    def step(self):
+        if self._room.acquire(timeout=60):
+            self.num_free += 1
+        return []
+
+    def remove(self, sequence):
+        pass
+
+    def clear(self):
+        pass
+
+    def check_workers(self):
+        pass
 
 
 def wait_until(condition):
@@ -79,6 +115,31 @@ def test_a_full_queue_refuses_and_a_failure_ends_all_that_wait():
         with pytest.raises(RequestError, match="does not run: a worker died; try again later") as refused:
             scheduler.submit([job_for(delivered)])
         assert (refused.value.status, refused.value.headers) == (503, {"Retry-After": "8"})
+
+
+def test_rows_go_to_the_client_and_the_request_that_have_the_fewest():
+    delivered = queue.Queue()
+    engine = CountingEngine()
+    with Scheduler(engine, max_waiting=6) as scheduler:
+        scheduler.submit([Job([0], SamplingSettings(), delivered.put)])
+        assert engine.joining.acquire(timeout=60)
+        greedy = [
+            Job([10 * request + text], SamplingSettings(), delivered.put, ("greedy", "", request))
+            for request in (1, 2)
+            for text in range(3)
+        ]
+        scheduler.submit(greedy[:3])
+        scheduler.submit(greedy[3:])
+        with pytest.raises(RequestError, match="the queue is full \\(6 prompts wait\\)"):
+            scheduler.submit([Job([19], SamplingSettings(), delivered.put, ("greedy", "", 1))])
+        scheduler.submit([Job([90], SamplingSettings(), delivered.put, ("modest", "", 9))])
+        engine.make_room(3)
+        assert all(engine.joining.acquire(timeout=60) for _ in range(3))
+        scheduler.end_requests()
+        engine.make_room(9)
+
+    # The first of the two clients' first requests, then the client without a row, then the request without one.
+    assert sorted(engine.joined[1:4]) == [10, 20, 90]
 
 
 def test_a_model_that_failed_is_restarted_until_it_runs_and_then_takes_prompts(caplog):
@@ -182,7 +243,10 @@ def test_sigterm_ends_requests_with_an_error_at_the_deadline_even_while_a_step_t
             server.post(GREEDY | {"stream": True}, deadline(60)) as answer,
             server.connect(deadline(60)) as half,
         ):
-            half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{")  # and no more
+            half.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+                b"Content-Type: application/json\r\nContent-Length: 99\r\n\r\n{"
+            )  # and no more
             first_event(answer)
             server.process.send_signal(signal.SIGTERM)
             last = events_of(answer)[-1]

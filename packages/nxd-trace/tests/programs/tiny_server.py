@@ -61,7 +61,9 @@ class TinyServer:
     def post(self, body: dict[str, Any], timeout: float) -> HTTPResponse:
         """The answer to a request for a completion; that to a stream has begun."""
         connection = HTTPConnection("127.0.0.1", self.port, timeout=timeout)
-        connection.request("POST", "/v1/completions", json.dumps(body), {"Connection": "close"})
+        connection.request(
+            "POST", "/v1/completions", json.dumps(body), {"Connection": "close", "Content-Type": "application/json"}
+        )
         return connection.getresponse()
 
     def make_steps(self, number: int) -> None:

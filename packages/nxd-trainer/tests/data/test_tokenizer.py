@@ -82,6 +82,26 @@ def test_tokenizer_of_older_files_begins_texts_as_transformers_does(tmp_path):
     assert found == transformers.AutoTokenizer.from_pretrained(tmp_path)("hi")["input_ids"] == [0, 3]
 
 
+def test_bytes_of_tokens_are_those_of_the_text_also_within_characters(tokenizer_folder):
+    text = "the cat 日本 🙂"
+    for tokenizer in (ByteTokenizer(), HuggingFaceTokenizer(tokenizer_folder)):
+        pieces = [tokenizer.token_bytes(token) for token in tokenizer.encode(text).tolist()]
+
+        assert b"".join(pieces) == text.encode()
+        assert len(pieces) > len(text) - 8
+
+
+def test_bytes_of_tokens_of_a_vocabulary_that_falls_back_to_bytes(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    vocabulary = {"</s>": 0, "▁ein": 1, "s": 2, "<0xE6>": 3}
+    tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [], byte_fallback=True)).save(
+        str(tmp_path / "tokenizer.json")
+    )
+    tokenizer = HuggingFaceTokenizer(tmp_path)
+
+    assert [tokenizer.token_bytes(token) for token in (1, 2, 3)] == [b" ein", b"s", b"\xe6"]
+
+
 def test_hugging_face_file_and_folder_are_the_same(tokenizer_folder):
     from_file = HuggingFaceTokenizer(tokenizer_folder / "tokenizer.json")
     from_folder = HuggingFaceTokenizer(tokenizer_folder)

@@ -65,18 +65,20 @@ class TextDigests:
     Args:
         tokens: the list itself, which grows.
         block_size: tokens in a block.
+        salt: texts with different salts have different digests, and so share no blocks.
     """
 
-    def __init__(self, tokens: Sequence[int], block_size: int) -> None:
+    def __init__(self, tokens: Sequence[int], block_size: int, salt: bytes = b"") -> None:
         self._tokens = tokens
         self._block_size = block_size
+        self._salt = salt
         self._known: list[bytes] = []
 
     def first(self, num_tokens: int) -> list[bytes]:
         """Of the blocks that so many tokens fill."""
         number = num_tokens // self._block_size
         for index in range(len(self._known), number):
-            before = self._known[-1] if index else b""
+            before = self._known[-1] if index else self._salt
             start = index * self._block_size
             block = array("q", self._tokens[start : start + self._block_size])
             self._known.append(hashlib.sha256(before + block.tobytes()).digest())

@@ -84,8 +84,13 @@ class GenerationEngine:
             raise ValueError(f"logit_bias is for token {outside[0]}, outside the vocabulary 0..{self.vocab_size - 1}")
         return ids
 
-    def add(self, prompt: Any, settings: SamplingSettings) -> RunningSequence:
+    def add(self, prompt: Any, settings: SamplingSettings, cache_salt: bytes = b"") -> RunningSequence:
         """Let a prompt join the batch.
+
+        Args:
+            prompt: token ids.
+            settings: how it is continued.
+            cache_salt: prompts that begin alike share their cache only under the same salt.
 
         Raises:
             TypeError: as `check`.
@@ -94,7 +99,7 @@ class GenerationEngine:
         ids = self.check(prompt, settings)
         if not self.num_free:
             raise ValueError(f"all {self.batch_size} rows of the batch are taken; step until one is free")
-        sequence = RunningSequence(settings, ids, self._block_size)
+        sequence = RunningSequence(settings, ids, self._block_size, cache_salt)
         self._running.append(sequence)
         return sequence
 

@@ -39,7 +39,8 @@ class SamplingSettings:
         max_new_tokens: stop after this many.
         temperature: 0 takes the likeliest token; higher is bolder.
         top_k: draw from the k likeliest tokens; 0 for all.
-        top_p: draw from the fewest likeliest tokens that have this probability together (Holtzman et al. 2020).
+        top_p: draw from the fewest likeliest tokens that have this probability together (Holtzman et al. 2020); 0
+            leaves the likeliest token alone.
         min_p: draw from tokens that have at least this part of the likeliest one's probability (Nguyen et al. 2024).
         repetition_penalty: divides the positive logits of tokens in the prompt or written, and multiplies the negative
             ones (Keskar et al. 2019), from 0.01 to 100; 1 changes nothing.
@@ -47,6 +48,7 @@ class SamplingSettings:
         frequency_penalty: is taken off as often as the token has been written, from -2 to 2.
         logit_bias: pairs of a token and what is added to its logit.
         stop_tokens: stop after one of these.
+        min_new_tokens: stop tokens are not chosen before so many others.
         seed: of the draws, which do not depend on what else is in the batch; from -2**63 to 2**63 - 1.
         num_logprobs: give the log-probability of each written token and so many of the likeliest; None gives none.
         prompt_logprobs: give them for the prompt's tokens, too, which are then fed one by one.
@@ -65,6 +67,7 @@ class SamplingSettings:
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     stop_tokens: tuple[int, ...] = ()
+    min_new_tokens: int = 0
     seed: int = 0
     num_logprobs: int | None = None
     prompt_logprobs: bool = False
@@ -76,12 +79,18 @@ class SamplingSettings:
                 ("max_new_tokens", "a whole number, 1 or more", _is_whole(self.max_new_tokens, 1)),
                 ("temperature", "0 or more, and finite", _is_within(self.temperature, 0, float("inf"))),
                 ("top_k", "a whole number, 0 (all tokens) or more", _is_whole(self.top_k, 0)),
-                ("top_p", "more than 0 and at most 1", _is_finite(self.top_p) and 0 < self.top_p <= 1),
+                ("top_p", "from 0 to 1", _is_within(self.top_p, 0, 1)),
                 ("min_p", "from 0 to 1", _is_within(self.min_p, 0, 1)),
                 ("repetition_penalty", "from 0.01 to 100", _is_within(self.repetition_penalty, 0.01, 100)),
                 ("presence_penalty", "from -2 to 2", _is_within(self.presence_penalty, -2, 2)),
                 ("frequency_penalty", "from -2 to 2", _is_within(self.frequency_penalty, -2, 2)),
                 ("stop_tokens", "a tuple of token ids", _are_whole(self.stop_tokens)),
+                (
+                    "min_new_tokens",
+                    f"a whole number from 0 to max_new_tokens={self.max_new_tokens!r}",
+                    _is_whole(self.min_new_tokens, 0)
+                    and not (_is_whole(self.max_new_tokens, 1) and self.min_new_tokens > self.max_new_tokens),
+                ),
                 ("seed", "a whole number from -2**63 to 2**63 - 1", _is_whole(self.seed, -(2**63), 2**63)),
                 ("num_logprobs", "a whole number, 0 or more, or None", _is_whole_or_none(self.num_logprobs)),
             )
@@ -92,9 +101,9 @@ class SamplingSettings:
 
     @property
     def changes_logits(self) -> bool:
-        """Whether there is a penalty or a bias."""
+        """Whether there is a penalty, a bias, or a least number of tokens."""
         penalties = (self.repetition_penalty - 1, self.presence_penalty, self.frequency_penalty)
-        return bool(self.logit_bias) or any(penalties)
+        return bool(self.logit_bias) or self.min_new_tokens > 0 or any(penalties)
 
     def of_prompt(self, index: int) -> Self:
         """For the prompt of this number: with its own seed, `seed + index` (after the largest comes the smallest)."""
@@ -162,6 +171,8 @@ def penalized_logits(
 ) -> Tensor:
     """The logits after the repetition penalty, the penalties of presence and frequency, and the bias, in this order.
 
+    Stop tokens get minus infinity while there are fewer than `min_new_tokens`.
+
     Args:
         logits: `[vocab]`.
         settings: with the penalties.
@@ -180,6 +191,8 @@ def penalized_logits(
     changed = changed - settings.frequency_penalty * counts - settings.presence_penalty * (counts > 0)
     for token, bias in settings.logit_bias:
         changed[token] += bias
+    if len(written) < settings.min_new_tokens:
+        changed[[token for token in settings.stop_tokens if token < vocab]] = -torch.inf
     return changed
 
 
@@ -201,7 +214,8 @@ def next_token_probabilities(logits: Tensor, settings: SamplingSettings) -> Tens
     probabilities = scores.softmax(0)
     if settings.top_p < 1:
         ordered, tokens = probabilities.sort(descending=True)
-        before = ordered.cumsum(0) - ordered  # what likelier tokens have together: 0 for the first, which stays
+        before = ordered.cumsum(0) - ordered  # what likelier tokens have together
+        before[0] = -1  # the likeliest token stays, also with top_p=0
         probabilities[tokens[before >= settings.top_p]] = 0
         probabilities /= probabilities.sum()
     if settings.min_p > 0:

@@ -18,6 +18,7 @@ class RunningSequence:
         settings: how its tokens are chosen.
         prompt: token ids.
         block_size: tokens in a block of the cache.
+        cache_salt: sequences with different salts share no blocks.
 
     Attributes:
         settings: how its tokens are chosen.
@@ -37,7 +38,7 @@ class RunningSequence:
         num_kept: full blocks that others may share.
     """
 
-    def __init__(self, settings: SamplingSettings, prompt: list[int], block_size: int) -> None:
+    def __init__(self, settings: SamplingSettings, prompt: list[int], block_size: int, cache_salt: bytes = b"") -> None:
         self.settings = settings
         self.prompt = prompt
         self.tokens: list[int] = []
@@ -52,7 +53,7 @@ class RunningSequence:
         self.blocks: list[int] = []
         self.num_kept = 0
         self.text = list(prompt)
-        self.digests = TextDigests(self.text, block_size)
+        self.digests = TextDigests(self.text, block_size, cache_salt)
         self._draws = torch.Generator().manual_seed(settings.seed)
 
     @property

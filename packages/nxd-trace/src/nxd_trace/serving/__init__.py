@@ -4,10 +4,11 @@ Needs the extra `nxd-trace[serve]`, which is imported when an application is mad
 """
 
 from nxd_trace.serving.app import check_installed, make_app
+from nxd_trace.serving.browsers import AllowedSites
 from nxd_trace.serving.errors import RequestError
 from nxd_trace.serving.scheduler import Job, RestartPolicy, Scheduler, WrittenToken
 from nxd_trace.serving.server import serve
-from nxd_trace.serving.service import CompletionService, ServerLimits, TextTokenizer
+from nxd_trace.serving.service import Client, CompletionService, ServerLimits, TextTokenizer
 
 __all__ = [
     "serve",
@@ -16,6 +17,8 @@ __all__ = [
     "CompletionService",
     "ServerLimits",
     "RestartPolicy",
+    "AllowedSites",
+    "Client",
     "TextTokenizer",
     # for a server of one's own
     "Scheduler",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import aclosing, asynccontextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,17 +13,14 @@ from reprlib import repr as short_repr
 from typing import TYPE_CHECKING, Any
 
 from nxd_trace.serving import protocol
+from nxd_trace.serving.browsers import AllowedSites, BrowserGuard, Message, Receive, Send
 from nxd_trace.serving.errors import RequestError, headline
-from nxd_trace.serving.service import Completions, CompletionService, ReadRequest
+from nxd_trace.serving.service import Client, Completions, CompletionService, ReadRequest
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
     from starlette.requests import Request
     from starlette.responses import Response
-
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
 
 _ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/metrics")
 _PAGE = Path(__file__).with_name("page.html")
@@ -40,10 +37,14 @@ def check_installed() -> None:
         raise ValueError(f"serving needs {' and '.join(missing)}: pip install 'nxd-trace[serve]'")
 
 
-def make_app(service: CompletionService) -> Starlette:
+def make_app(service: CompletionService, allowed: AllowedSites | None = None) -> Starlette:
     """An ASGI application: `POST /v1/chat/completions` and `/v1/completions`, `GET /v1/models` and `/v1/models/{id}`.
 
     Also `GET /health`, `GET /metrics`, and at `/` a page to talk to the model. Its shutdown ends the service.
+
+    Args:
+        service: that answers.
+        allowed: hosts and origins; by default none beside the server's own.
 
     Raises:
         ValueError: starlette or uvicorn is not installed.
@@ -51,6 +52,7 @@ def make_app(service: CompletionService) -> Starlette:
     check_installed()
     from starlette.applications import Starlette  # noqa: PLC0415 - optional
     from starlette.middleware import Middleware  # noqa: PLC0415 - optional
+    from starlette.middleware.cors import CORSMiddleware  # noqa: PLC0415 - optional
     from starlette.routing import Route  # noqa: PLC0415 - optional
 
     endpoints = _Endpoints(service)
@@ -71,9 +73,14 @@ def make_app(service: CompletionService) -> Starlette:
         finally:
             service.close()
 
-    refusals = Middleware(CloseAfterUnreadBody, max_bytes=service.limits.max_body_bytes)
+    allowed = allowed or AllowedSites()
+    middleware = [
+        Middleware(CloseAfterUnreadBody, max_bytes=service.limits.max_body_bytes),
+        Middleware(BrowserGuard, allowed=allowed),
+        Middleware(CORSMiddleware, allow_origins=allowed.origins, allow_methods=["GET", "POST"], allow_headers=["*"]),
+    ]
     errors = {404: _no_such_route, 405: _no_such_method, 500: _own_failure}
-    return Starlette(routes=routes, lifespan=lifespan, middleware=[refusals], exception_handlers=errors)
+    return Starlette(routes=routes, lifespan=lifespan, middleware=middleware, exception_handlers=errors)
 
 
 class _Endpoints:
@@ -109,7 +116,7 @@ class _Endpoints:
         data = bytearray()
         try:
             await self._receive(request, data)
-            completions = await self._service.start(bytes(data), read)
+            completions = await self._service.start(bytes(data), read, _client_of(request))
         finally:
             self._num_large_bodies -= len(data) > _LARGE_BODY_BYTES
         if completions.stream:
@@ -173,6 +180,10 @@ class _Endpoints:
             raise RequestError(413, f"the request has more than {limit} bytes; send a shorter one")
         if num_bytes > _LARGE_BODY_BYTES and self._num_large_bodies > _MAX_LARGE_BODIES:
             raise RequestError(429, "too many long requests are being received; try again later", retry_after=1)
+
+
+def _client_of(request: Request) -> Client:
+    return Client(request.client.host if request.client else "", request.headers.get("authorization", ""))
 
 
 async def _whole(completions: Completions) -> Response:

@@ -72,6 +72,14 @@ def flag(body: Mapping[str, Any], name: str) -> bool:
     return bool(value)
 
 
+def text(body: Mapping[str, Any], name: str) -> str:
+    """A text; empty where it is null or missing."""
+    value = body.get(name)
+    if not isinstance(value, str | None):
+        raise RequestError(400, f"{name}={short_repr(value)} must be a text", name)
+    return value or ""
+
+
 def include_usage(options: Any, *, stream: bool) -> bool:
     """Whether `stream_options` ask for the counts of tokens."""
     if options is None:

@@ -1,30 +1,56 @@
 """Requests of OpenAI's completions and chat completions: the supported fields, checked before anything is generated."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from reprlib import repr as short_repr
 from typing import Any, Protocol
 
 from nxd_trace.generation import SamplingSettings
 from nxd_trace.serving.errors import RequestError
-from nxd_trace.serving.fields import flag, include_usage, json_object, limited, logit_bias, number, stop_texts
+from nxd_trace.serving.fields import flag, include_usage, json_object, limited, logit_bias, number, stop_texts, text
 from nxd_trace.serving.text import StopText, unseen_token
 
-# Fields that change what is written, in a way that this server does not know. At these values they change nothing.
-_ONLY_AT: dict[str, tuple[Any, ...]] = {"suffix": ("",)}
-_ONLY_AT_IN_CHAT: dict[str, tuple[Any, ...]] = {
+_SUPPORTED = {
+    "model", "n", "stream", "stream_options", "stop", "stop_token_ids", "ignore_eos", "max_tokens", "min_tokens",
+    "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "logit_bias", "logprobs", "seed", "cache_salt",
+}  # fmt: skip
+_SUPPORTED_IN_COMPLETIONS = _SUPPORTED | {"prompt", "best_of", "echo"}
+_SUPPORTED_IN_CHAT = _SUPPORTED | {"messages", "tools", "max_completion_tokens", "top_logprobs", "response_format"}
+# Fields of OpenAI's and vLLM's that change nothing of what is written.
+_IGNORED = {
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+    "parallel_tool_calls", "prediction", "priority", "request_id",
+}  # fmt: skip
+# Fields that change what is written in a way that this server does not support, except at these values.
+_ONLY_AT: dict[str, tuple[Any, ...]] = {
+    "suffix": ("",),
+    "use_beam_search": (False,),
+    "length_penalty": (1,),
+    "early_stopping": (False,),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "add_special_tokens": (True,),
+}
+_ONLY_AT_IN_CHAT: dict[str, tuple[Any, ...]] = _ONLY_AT | {
     "tool_choice": ("auto", "none"),
     "functions": ([],),
     "function_call": ("auto", "none"),
     "modalities": (["text"],),
-    "audio": (),
-    "web_search_options": (),
-    "reasoning_effort": (),
+    "best_of": (1,),
+    "echo": (False,),
+    "add_special_tokens": (False,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
 }
 _MAX_LOGPROBS = 20  # tokens, as of OpenAI's
 _MAX_PARTS = 256  # texts, lists and objects, beside the prompts
 _MAX_PARTS_OF_CHAT = 4096
 _CHARACTERS_PER_TOKEN = 32  # a prompt with more than this for each token that the model takes does not fit
+_MAX_STOP_TOKENS = 64
+_LONGEST_NAME = 64  # of a field, in an answer
 _DEFAULT_TOKENS = 16  # of a completion; an answer of a chat may take all that is left
 
 
@@ -44,6 +70,7 @@ class CompletionRequest:
         stream: send each piece as it comes.
         include_usage: end a stream by the counts of tokens.
         stop: texts to stop at.
+        cache_salt: requests with different salts share no cache.
     """
 
     is_chat: bool
@@ -57,6 +84,7 @@ class CompletionRequest:
     stream: bool
     include_usage: bool
     stop: tuple[StopText, ...]
+    cache_salt: str
 
 
 class ChatEncoder(Protocol):
@@ -110,7 +138,7 @@ def read_completion(data: bytes, model: ServedModel, random_seed: int) -> Comple
     Raises:
         RequestError: 404 for another model, 400 for everything else.
     """
-    body = _body(data, model, _MAX_PARTS, _ONLY_AT)
+    body = _body(data, model, _MAX_PARTS, _SUPPORTED_IN_COMPLETIONS, _ONLY_AT)
     prompts = _prompts(body.get("prompt"), model)
     echo = flag(body, "echo")
     num_logprobs = limited(body, "logprobs", None, 0, _MAX_LOGPROBS)
@@ -138,7 +166,7 @@ def read_completion(data: bytes, model: ServedModel, random_seed: int) -> Comple
 
 def read_chat(data: bytes, model: ServedModel, random_seed: int) -> CompletionRequest:
     """As `read_completion`, of a request to `/v1/chat/completions`."""
-    body = _body(data, model, _MAX_PARTS_OF_CHAT, _ONLY_AT_IN_CHAT)
+    body = _body(data, model, _MAX_PARTS_OF_CHAT, _SUPPORTED_IN_CHAT, _ONLY_AT_IN_CHAT)
     _check_response_format(body.get("response_format"))
     prompt = _conversation(body, model)
     num_logprobs = limited(body, "top_logprobs", 0, 0, _MAX_LOGPROBS)
@@ -188,12 +216,13 @@ def _request(
     stream = flag(body, "stream")
     if stream and num_tried > num_texts:
         raise RequestError(400, f"best_of={num_tried} cannot be streamed, since the best is known last", "best_of")
+    top_k = number(body, "top_k", int, 0)
     ranked = num_logprobs is None and num_tried > num_texts
     stop = stop_texts(body.get("stop"))
     stop_tokens = {token for it in stop if (token := unseen_token(it.text, model.encode, model.decode)) is not None}
     sampling = {
         "temperature": number(body, "temperature", float, 1.0),
-        "top_k": number(body, "top_k", int, 0),
+        "top_k": 0 if top_k == -1 else top_k,  # vLLM's clients say -1 for all tokens
         "top_p": number(body, "top_p", float, 1.0),
         "min_p": number(body, "min_p", float, 0.0),
         "repetition_penalty": number(body, "repetition_penalty", float, 1.0),
@@ -201,7 +230,8 @@ def _request(
         "frequency_penalty": number(body, "frequency_penalty", float, 0.0),
         "logit_bias": logit_bias(body.get("logit_bias"), model.vocab_size),
         "seed": number(body, "seed", int, random_seed) % 2**63,
-        "stop_tokens": tuple({*model.end_tokens, *stop_tokens}),
+        "stop_tokens": tuple({*_stop_tokens(body, model), *stop_tokens}),
+        "min_new_tokens": number(body, "min_tokens", int, 0),
         "num_logprobs": 0 if ranked else num_logprobs,
         "prompt_logprobs": prompt_logprobs,
     }
@@ -210,7 +240,7 @@ def _request(
         try:
             settings.append(SamplingSettings(max_new_tokens=max_tokens, **sampling))
         except ValueError as error:
-            message = str(error).replace("max_new_tokens", name)
+            message = str(error).replace("max_new_tokens", name).replace("min_new_tokens", "min_tokens")
             raise RequestError(400, message, message.partition("=")[0]) from error
         if len(prompt) + max_tokens > model.max_length:
             raise RequestError(
@@ -232,13 +262,34 @@ def _request(
         stream=stream,
         include_usage=include_usage(body.get("stream_options"), stream=stream),
         stop=stop,
+        cache_salt=text(body, "cache_salt"),
     )
 
 
+def _stop_tokens(body: Mapping[str, Any], model: ServedModel) -> tuple[int, ...]:
+    """The tokens that end a text: the model's own, unless they are to be ignored, and those of the request."""
+    further = body.get("stop_token_ids")
+    if further is None:
+        further = []
+    is_list = isinstance(further, list) and len(further) <= _MAX_STOP_TOKENS and all(map(_is_id, further))
+    if not is_list or not all(0 <= token < model.vocab_size for token in further):
+        raise RequestError(
+            400,
+            f"stop_token_ids={short_repr(further)} must be a list of up to {_MAX_STOP_TOKENS} token ids from 0 to "
+            f"{model.vocab_size - 1}",
+            "stop_token_ids",
+        )
+    return (*(() if flag(body, "ignore_eos") else model.end_tokens), *further)
+
+
 def _body(
-    data: bytes, model: ServedModel, most_parts: int, only_at: Mapping[str, tuple[Any, ...]]
+    data: bytes,
+    model: ServedModel,
+    most_parts: int,
+    supported: Collection[str],
+    only_at: Mapping[str, tuple[Any, ...]],
 ) -> Mapping[str, Any]:
-    """The parsed body, for this model, and without fields that are not known here."""
+    """The parsed body, for this model, and without fields that would be ignored although they ask for something."""
     body = json_object(
         data,
         max_numbers=model.max_prompts * model.max_length + most_parts,
@@ -251,9 +302,14 @@ def _body(
             "model",
             code="model_not_found",
         )
-    for name, allowed in only_at.items():
-        if body.get(name) is not None and body[name] not in allowed:
-            raise RequestError(400, f"{name}={short_repr(body[name])} is not supported; leave it out", name)
+    for name, value in body.items():
+        if value is None or name in supported or name in _IGNORED or value in only_at.get(name, ()):
+            continue
+        near = [] if name in only_at else get_close_matches(name[:_LONGEST_NAME], supported, 1)
+        meant = f"use {near[0]}, or leave it out" if near else "leave it out"
+        raise RequestError(
+            400, f"{short_repr(name)[1:-1]}={short_repr(value)} is not supported; {meant}", name[:_LONGEST_NAME]
+        )
     return body
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from nxd_trace.generation import TokenLogprobs
 
 Decode = Callable[[Sequence[int]], str]
+TokenBytes = Callable[[int], bytes]
 
 
 @dataclass
@@ -34,14 +35,16 @@ class CompletionForm:
     Args:
         common: the fields of every answer: `id`, `created` and `model`.
         decode: from token ids to text, for log-probabilities.
+        token_bytes: the bytes of a token, of which a character may take several.
         has_logprobs: whether the client asked for them.
     """
 
     _kind = _event_kind = "text_completion"
 
-    def __init__(self, common: dict[str, Any], decode: Decode, *, has_logprobs: bool) -> None:
+    def __init__(self, common: dict[str, Any], decode: Decode, token_bytes: TokenBytes, *, has_logprobs: bool) -> None:
         self._common = common
         self._decode = decode
+        self._token_bytes = token_bytes
         self._has_logprobs = has_logprobs
 
     def whole(self, texts: Sequence[Text], usage: dict[str, Any]) -> dict[str, Any]:
@@ -122,8 +125,7 @@ class ChatForm(CompletionForm):
         return {"content": content, "refusal": None}
 
     def _scored(self, token: int, logprob: float | None) -> dict[str, Any]:
-        said = self._decode([token])
-        return {"token": said, "logprob": logprob, "bytes": list(said.encode(errors="replace"))}
+        return {"token": self._decode([token]), "logprob": logprob, "bytes": list(self._token_bytes(token))}
 
 
 def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:

@@ -5,8 +5,8 @@ import logging
 import math
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, fields
 from types import TracebackType
 from typing import Self
@@ -20,6 +20,7 @@ _log = logging.getLogger("nxd_trace.serving")
 
 _SECONDS_BETWEEN_LOOKS = 1.0  # at workers that have nothing to do
 _SECONDS_TO_CLOSE = 2.0
+_FULL_QUEUES = 4  # clients that may each fill their part of the queue
 
 
 @dataclass(frozen=True)
@@ -67,12 +68,22 @@ class Job:
         prompt: token ids.
         settings: how its tokens are chosen.
         deliver: called in the scheduler's thread with each token, or with the error that ends the job.
+        owners: among whom the batch is divided evenly: the client's address, then its user, then the request.
+        cache_salt: jobs with different salts share no cache.
+        sequence: the row of the batch; None while the prompt waits.
     """
 
     prompt: Sequence[int]
     settings: SamplingSettings
     deliver: Deliver
+    owners: tuple[Hashable, ...] = ()
+    cache_salt: bytes = b""
     sequence: RunningSequence | None = None
+
+    @property
+    def client(self) -> Hashable:
+        """The outermost owner, whose part of the queue is limited."""
+        return self.owners[:1]
 
 
 @dataclass(frozen=True)
@@ -102,14 +113,17 @@ class RestartPolicy:
 
 
 class Scheduler:
-    """Runs prompts as rows of the batch come free, in the order they came.
+    """Runs prompts as rows of the batch come free, divided evenly among clients.
+
+    A free row goes to the client with the fewest rows, of its users to the one with the fewest, of the user's requests
+    to the one with the fewest, and among equals to the prompt that came first.
 
     When the model fails, such as by a dead worker, whatever waits or runs is delivered the error, and new workers are
     started from the same saved model. Both are logged.
 
     Args:
         engine: the batch; from now on only this scheduler's thread steps it.
-        max_waiting: prompts that may wait for a row; more are refused.
+        max_waiting: prompts of one client that may wait for a row, and four times as many of all; more are refused.
         restarts: how often workers are started again.
 
     Attributes:
@@ -123,7 +137,7 @@ class Scheduler:
         self._restarts = restarts or RestartPolicy()
         self._failure_times: list[float] = []  # within the window
         self._retry_after = 1
-        self._waiting: deque[Job] = deque()
+        self._waiting: list[Job] = []
         self._running: dict[RunningSequence, Job] = {}
         self._cancelled: list[Job] = []
         self._changed = threading.Condition()
@@ -170,18 +184,21 @@ class Scheduler:
         with self._changed:
             self.check_runs()
             # Prompts that will find a free row at the next step do not count as waiting.
-            room = self._max_waiting + self._engine.batch_size - len(self._running) - len(self._waiting)
-            if len(jobs) > room:
-                raise RequestError(
-                    429, f"the queue is full ({self._max_waiting} prompts wait); try again later", retry_after=1
-                )
+            free = self._engine.batch_size - len(self._running)
+            own = sum(job.client == jobs[0].client for job in self._waiting)
+            for most, waiting in (
+                (self._max_waiting, own),
+                (_FULL_QUEUES * self._max_waiting, len(self._waiting)),
+            ):
+                if waiting + len(jobs) > most + free:
+                    raise RequestError(429, f"the queue is full ({most} prompts wait); try again later", retry_after=1)
             self._waiting.extend(jobs)
             self._changed.notify()
 
     def cancel(self, jobs: Sequence[Job]) -> None:
         """Drop prompts whose client no longer waits; finished ones are left alone."""
         with self._changed:
-            self._waiting = deque(job for job in self._waiting if job not in jobs)
+            self._waiting = [job for job in self._waiting if job not in jobs]
             self._cancelled.extend(jobs)
             self._changed.notify()
 
@@ -241,14 +258,21 @@ class Scheduler:
                     self._engine.remove(job.sequence)
             self._cancelled.clear()
             while self._waiting and self._engine.num_free:
-                job = self._waiting.popleft()
+                job = self._next_job()
                 try:
-                    job.sequence = self._engine.add(job.prompt, job.settings)
+                    job.sequence = self._engine.add(job.prompt, job.settings, job.cache_salt)
                 except (TypeError, ValueError) as error:  # of a prompt that nobody has checked
                     job.deliver(error)
                 else:
                     self._running[job.sequence] = job
             return not self._closing
+
+    def _next_job(self) -> Job:
+        """Take the waiting prompt whose owners have the fewest rows."""
+        rows = Counter(owner for job in self._running.values() for owner in _with_parents(job.owners))
+        fewest = min(self._waiting, key=lambda job: [rows[owner] for owner in _with_parents(job.owners)])
+        self._waiting.remove(fewest)
+        return fewest
 
     def _deliver(self, extended: Sequence[RunningSequence]) -> None:
         for sequence in extended:
@@ -310,6 +334,11 @@ class Scheduler:
             self._running.clear()
         for job in jobs:
             job.deliver(error)
+
+
+def _with_parents(owners: tuple[Hashable, ...]) -> list[tuple[Hashable, ...]]:
+    """Each owner, told apart from those of the same name under others."""
+    return [owners[: number + 1] for number in range(len(owners))]
 
 
 def _closing() -> RequestError:

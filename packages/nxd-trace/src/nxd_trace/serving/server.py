@@ -9,10 +9,12 @@ import os
 import resource
 from collections.abc import Awaitable, Callable
 from copy import deepcopy
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from nxd_trace.errors import WorkerError
-from nxd_trace.serving.app import Message, Receive, Send, check_installed, make_app
+from nxd_trace.serving.app import check_installed, make_app
+from nxd_trace.serving.browsers import AllowedSites, Message, Receive, Send
 from nxd_trace.serving.errors import headline
 from nxd_trace.serving.service import CompletionService, ServerLimits
 
@@ -26,7 +28,13 @@ _OTHER_FILES = 128  # beside connections
 _FULL = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 
 
-def serve(service: CompletionService, *, host: str = "127.0.0.1", port: int = 8000) -> None:
+def serve(
+    service: CompletionService,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    allowed: AllowedSites | None = None,
+) -> None:
     """Answer requests until a signal comes. Port 0 takes a free one, which the log names.
 
     At SIGINT or SIGTERM no more requests are taken. Those that run are finished, or ended with an error after the
@@ -36,6 +44,7 @@ def serve(service: CompletionService, *, host: str = "127.0.0.1", port: int = 80
         service: that answers; it is closed at the end.
         host: address to listen at.
         port: to listen at.
+        allowed: names of the server and sites whose pages may call it; by default `host` alone, and none.
 
     Raises:
         ValueError: starlette or uvicorn is not installed, or there is no such port.
@@ -45,7 +54,8 @@ def serve(service: CompletionService, *, host: str = "127.0.0.1", port: int = 80
     check_installed()
     if not 0 <= port < 1 << 16:
         raise ValueError(f"port={port} must be from 0 to {(1 << 16) - 1}")
-    server = _make_server(service, host, port)
+    allowed = allowed or AllowedSites()
+    server = _make_server(service, host, port, replace(allowed, hosts=(*allowed.hosts, host)))
     gc.freeze()  # or each full collection, of all that torch has loaded, would stop the event loop for 0.2 s
     try:
         server.run()
@@ -59,7 +69,7 @@ def serve(service: CompletionService, *, host: str = "127.0.0.1", port: int = 80
         raise WorkerError(f"the workers failed too often: {headline(failure)}") from failure
 
 
-def _make_server(service: CompletionService, host: str, port: int) -> uvicorn.Server:
+def _make_server(service: CompletionService, host: str, port: int, allowed: AllowedSites) -> uvicorn.Server:
     import uvicorn  # noqa: PLC0415 - optional
     from uvicorn.config import LOGGING_CONFIG  # noqa: PLC0415 - optional
     from uvicorn.protocols.http.h11_impl import H11Protocol  # noqa: PLC0415 - optional
@@ -87,7 +97,7 @@ def _make_server(service: CompletionService, host: str, port: int) -> uvicorn.Se
     log_config = deepcopy(LOGGING_CONFIG)
     log_config["loggers"]["nxd_trace.serving"] = {"handlers": ["default"], "level": "INFO", "propagate": False}
     config = uvicorn.Config(
-        connections.mark_busy(make_app(service)),
+        connections.mark_busy(make_app(service, allowed)),
         host=host,
         port=port,
         http=lambda **settings: GuardedConnection(H11Protocol(**settings), connections),

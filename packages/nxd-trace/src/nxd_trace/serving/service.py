@@ -1,6 +1,7 @@
 """The endpoints without HTTP: from a request's JSON to the pieces of its completions."""
 
 import asyncio
+import json
 import random
 import time
 import uuid
@@ -23,6 +24,8 @@ class TextTokenizer(Protocol):
     """Converts between texts and token ids.
 
     It may have an attribute `prefix`, the ids that a text begins with, which `encode` leaves out.
+    A method `token_bytes(token) -> bytes` is used if there is one: a character may take several tokens, which have no
+    text of their own.
     """
 
     @property
@@ -41,11 +44,24 @@ class TextTokenizer(Protocol):
 
 
 @dataclass(frozen=True)
+class Client:
+    """Who sent a request.
+
+    Attributes:
+        address: of the network; the batch is divided evenly among addresses.
+        user: credentials that were sent along, which tell apart the users of one address, such as a proxy's.
+    """
+
+    address: str = ""
+    user: str = ""
+
+
+@dataclass(frozen=True)
 class ServerLimits:
     """The limits beyond which requests are refused, and connections closed.
 
     Attributes:
-        max_waiting: prompts that wait for a row of the batch.
+        max_waiting: prompts of one client that wait for a row of the batch; of all clients, four times as many.
         max_prompts: in one request.
         max_body_bytes: of one request.
         max_connections: at a time. Beyond it a new one takes the place of the one that has been idle for longest.
@@ -77,6 +93,7 @@ class Completions:
     Args:
         service: that writes them.
         request: what was asked for.
+        client: who asks.
 
     Attributes:
         form: makes the answers.
@@ -87,15 +104,23 @@ class Completions:
         RequestError: the queue is full, or the model does not run.
     """
 
-    def __init__(self, service: "CompletionService", request: protocol.CompletionRequest) -> None:
+    def __init__(self, service: "CompletionService", request: protocol.CompletionRequest, client: Client) -> None:
         self._service = service
         self._request = request
         self._begun = time.perf_counter()
         self._events: asyncio.Queue[tuple[int, WrittenToken | Exception]] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
         tried = request.num_tried
+        owners = (client.address, client.user, id(self))
+        salt = service.cache_salt(client, request)
         self._jobs = [
-            Job(prompt, settings.of_prompt(index * tried + number), partial(self._deliver, index * tried + number))
+            Job(
+                prompt,
+                settings.of_prompt(index * tried + number),
+                partial(self._deliver, index * tried + number),
+                owners,
+                salt,
+            )
             for index, (prompt, settings) in enumerate(zip(request.prompts, request.settings, strict=True))
             for number in range(tried)
         ]
@@ -109,7 +134,7 @@ class Completions:
             "created": int(time.time()),
             "model": service.model,
         }
-        self.form = make_form(common, service.tokenizer.decode, has_logprobs=request.has_logprobs)
+        self.form = make_form(common, service.tokenizer.decode, service.token_bytes, has_logprobs=request.has_logprobs)
         self.stream = request.stream
         self.include_usage = request.include_usage
         service.scheduler.submit(self._jobs)
@@ -257,11 +282,14 @@ class CompletionService:
         end_tokens: each ends a text; the tokenizer's alone if empty.
         limits: what is refused.
         restarts: how often workers that failed are started again.
+        shared_prefixes: whether prompts of different clients that begin alike share their cache. It saves time, and
+            tells a client (by `cached_tokens`, and by the time it takes) whether another one has sent a given text.
 
     Attributes:
         model: its name.
         limits: what is refused.
         tokenizer: of the model.
+        token_bytes: the bytes of a token.
         metrics: counts.
         scheduler: the queue.
         model_card: what `/v1/models` says of the model.
@@ -277,6 +305,7 @@ class CompletionService:
         end_tokens: Sequence[int] = (),
         limits: ServerLimits | None = None,
         restarts: RestartPolicy | None = None,
+        shared_prefixes: bool = False,
     ) -> None:
         self.model = model
         self.limits = limits or ServerLimits()
@@ -284,6 +313,10 @@ class CompletionService:
         self._engine = engine
         self.scheduler = Scheduler(engine, self.limits.max_waiting, restarts)
         self.tokenizer = tokenizer
+        self.token_bytes: responses.TokenBytes = getattr(
+            tokenizer, "token_bytes", lambda token: tokenizer.decode([token]).encode(errors="replace")
+        )
+        self._shared_prefixes = shared_prefixes
         self.model_card = {"id": model, "object": "model", "created": int(time.time()), "owned_by": "nxd"}
         self._served = protocol.ServedModel(
             name=model,
@@ -300,7 +333,9 @@ class CompletionService:
         self._small_bodies = ThreadPoolExecutor(1, "nxd-trace-small-bodies")
         self._large_bodies = ThreadPoolExecutor(1, "nxd-trace-large-bodies")
 
-    async def start(self, body: bytes, read: ReadRequest = protocol.read_completion) -> Completions:
+    async def start(
+        self, body: bytes, read: ReadRequest = protocol.read_completion, client: Client = Client()
+    ) -> Completions:
         """Check a request and queue its prompts; called in the event loop that will read the pieces.
 
         Raises:
@@ -310,7 +345,12 @@ class CompletionService:
         readers = self._small_bodies if len(body) <= _SMALL_BODY_BYTES else self._large_bodies
         seed = random.getrandbits(32)
         request = await asyncio.get_running_loop().run_in_executor(readers, read, body, self._served, seed)
-        return Completions(self, request)
+        return Completions(self, request, client)
+
+    def cache_salt(self, client: Client, request: protocol.CompletionRequest) -> bytes:
+        """Requests with the same salt share the cache of prompts that begin alike."""
+        owner = () if self._shared_prefixes else (client.address, client.user)
+        return json.dumps([*owner, request.cache_salt]).encode()
 
     def health(self) -> tuple[bool, str]:
         """Whether the model runs, and what is wrong if it does not."""

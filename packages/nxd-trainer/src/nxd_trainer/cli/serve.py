@@ -24,12 +24,35 @@ def add_parser(commands: Commands) -> None:
     add_draft(parser)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default: %(default)s)")
     parser.add_argument("--port", type=int, default=8000, metavar="P", help="0: a free one (default: %(default)s)")
+    parser.add_argument(
+        "--allowed-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="name by which clients reach this server, beside addresses, localhost and this machine's name; may be "
+        "repeated",
+    )
+    parser.add_argument(
+        "--allowed-origin",
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help="site whose pages may call this server (CORS), such as https://chat.example, or *; may be repeated",
+    )
+    parser.add_argument(
+        "--shared-prefixes",
+        action="store_true",
+        help="prompts of different clients that begin alike share their cache: faster, but a client can find out "
+        "whether another one has sent a text",
+    )
     parser.add_argument("--name", default="nxd", help="of the model, in requests (default: %(default)s)")
     parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="prompts at a time (default: 8)")
     parser.add_argument(
         "--max-length", type=int, metavar="N", help=f"of prompt and completion; unset: the model's, at most {_LONGEST}"
     )
-    parser.add_argument("--max-waiting", type=int, default=64, metavar="N", help="prompts in the queue (default: 64)")
+    parser.add_argument(
+        "--max-waiting", type=int, default=64, metavar="N", help="prompts of one client in the queue (default: 64)"
+    )
     parser.add_argument("--compiler", help="inductor or export; unset: what this machine has")
     parser.add_argument(
         "--nproc",
@@ -78,6 +101,7 @@ def run(options: argparse.Namespace) -> int:
     from nxd_trace import start_fork_server  # noqa: PLC0415
     from nxd_trace.errors import WorkerError  # noqa: PLC0415
     from nxd_trace.serving import (  # noqa: PLC0415
+        AllowedSites,
         CompletionService,
         RestartPolicy,
         ServerLimits,
@@ -99,6 +123,7 @@ def run(options: argparse.Namespace) -> int:
             shutdown_timeout=options.shutdown_timeout,
         )
     )
+    allowed = reports_user_errors(lambda: AllowedSites(tuple(options.allowed_host), tuple(options.allowed_origin)))
     restarts = reports_user_errors(lambda: RestartPolicy(max_restarts=options.max_restarts))
     checkpoint = reports_user_errors(
         lambda: open_for_compilation(options.model, options.tag, tokenizer=options.tokenizer, adapter=options.adapter)
@@ -136,9 +161,10 @@ def run(options: argparse.Namespace) -> int:
             end_tokens=checkpoint.words.end_tokens,
             limits=limits,
             restarts=restarts,
+            shared_prefixes=options.shared_prefixes,
         )
         try:
-            reports_user_errors(lambda: serve(service, host=options.host, port=options.port))
+            reports_user_errors(lambda: serve(service, host=options.host, port=options.port, allowed=allowed))
         except WorkerError as error:
             print(f"nxd serve: {error}", file=sys.stderr)
             return EXIT_WORKERS_FAILED

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
 from importlib import import_module
 from itertools import chain, islice
 from pathlib import Path
@@ -19,6 +21,15 @@ from numpy.typing import NDArray
 
 # Marks of the end of a document in well-known vocabularies, for a tokenizer that does not name its own.
 END_OF_DOCUMENT_TEXTS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
+
+_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # as SentencePiece writes it
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
+# Byte-level vocabularies write each byte as one character: a visible one of Latin-1 as itself, the n-th of the other
+# bytes as character 256 + n.
+_VISIBLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_BYTE_OF = {chr(byte): byte for byte in _VISIBLE} | {
+    chr(256 + number): byte for number, byte in enumerate(byte for byte in range(256) if byte not in _VISIBLE)
+}
 
 
 class Tokenizer(Protocol):
@@ -78,6 +89,10 @@ class ByteTokenizer:
         end = b"" if skip_special_tokens else END_OF_DOCUMENT_TEXTS[0].encode()
         known = (bytes([token]) if token < self.end_of_document else end for token in tokens if token < self.vocab_size)
         return b"".join(known).decode("utf-8", errors="replace")
+
+    def token_bytes(self, token: int) -> bytes:
+        """The byte that a token stands for; none for the end of a document."""
+        return bytes([token]) if token < self.end_of_document else b""
 
 
 class HuggingFaceTokenizer:
@@ -153,6 +168,25 @@ class HuggingFaceTokenizer:
         known = [token for token in tokens if token < self.vocab_size]
         text: str = self._decode(known, skip_special_tokens=skip_special_tokens)
         return text
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes that a token stands for, also where they are only a part of a character."""
+        written = self._tokens.get(token, "")
+        if _BYTE_TOKEN.fullmatch(written):  # of vocabularies that fall back to bytes
+            return bytes([int(written[3:5], 16)])
+        if self._is_byte_level and token not in self.special_ids and set(written) <= _BYTE_OF.keys():
+            return bytes(_BYTE_OF[character] for character in written)
+        if _SPACE in written:  # which decoding leaves out at the beginning of a text
+            return written.replace(_SPACE, " ").encode()
+        return self.decode([token], skip_special_tokens=False).encode(errors="replace")
+
+    @cached_property
+    def _tokens(self) -> Mapping[int, str]:
+        return {number: written for written, number in self.vocabulary.items()}
+
+    @cached_property
+    def _is_byte_level(self) -> bool:
+        return self.vocabulary.keys() >= _BYTE_OF.keys()
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
