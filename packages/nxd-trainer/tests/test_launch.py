@@ -1,5 +1,6 @@
 """Ranks that are started on this machine: their environment, their end, and the exit code made of theirs."""
 
+import math
 import os
 import signal
 import subprocess
@@ -9,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from nxd_trainer.launch import launch_ranks
+from nxd_trainer.launch import launch_ranks, threads_per_rank
 
 
 def run(program: str, nproc: int = 2) -> int:
@@ -43,6 +44,15 @@ store.set(os.environ["RANK"], "here")
 store.wait(["0", "1"])
 """
     assert run(program) == 0
+
+
+@pytest.mark.parametrize(("load", "nproc", "threads"), [(0.2, 1, 8), (0.2, 2, 4), (5.1, 1, 3), (5.1, 2, 1), (90, 2, 1)])
+def test_ranks_divide_the_cores_that_the_load_leaves(monkeypatch, load, nproc, threads):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8), raising=False)
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr("nxd_trainer.launch._cores_of_container", lambda: math.inf)
+
+    assert threads_per_rank(nproc) == threads
 
 
 @pytest.mark.parametrize(

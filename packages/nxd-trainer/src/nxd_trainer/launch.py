@@ -5,6 +5,7 @@ Under torchrun or Slurm nothing is started: the process is a rank already. Slurm
 """
 
 import ctypes
+import math
 import os
 import queue
 import re
@@ -18,7 +19,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -85,12 +86,45 @@ def _environment(nproc: int, port: int) -> dict[str, str]:
         LAUNCHER_PID: str(os.getpid()),
     }
     overridable = {
-        # Ranks that share the cores must not each start a thread per core.
-        "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // nproc)),
+        "OMP_NUM_THREADS": str(threads_per_rank(nproc)),
         PEERS_SECRET: secrets.token_hex(),  # in the store other users of this machine could read it
         "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
     }
     return overridable | dict(os.environ) | own
+
+
+def threads_per_rank(nproc: int) -> int:
+    """How many threads each of `nproc` ranks of this machine should compute with; at least 1.
+
+    The cores that this process may use, less those that other programs keep busy, divided among the ranks: threads that
+    wait for a core hold up all others of their rank, which costs many times more than the core brings.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    free = cores - round(os.getloadavg()[0])
+    return max(1, int(min(free, _cores_of_container())) // nproc)
+
+
+def _cores_of_container() -> float:
+    """The cores that a container may use at a time (cgroup v2), such as 1.5; infinity without a limit."""
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
+        return float(quota) / float(period)
+    except (OSError, ValueError):  # no such file; or "max"
+        return math.inf
+
+
+@contextmanager
+def own_threads() -> Iterator[None]:
+    """While this lasts, compute with as many threads as `threads_per_rank` gives, unless OMP_NUM_THREADS says so."""
+    import torch  # noqa: PLC0415 - takes seconds, and the launcher does without
+
+    before = torch.get_num_threads()
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(threads_per_rank(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 class _Ranks:

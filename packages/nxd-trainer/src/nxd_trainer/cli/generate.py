@@ -18,6 +18,7 @@ from nxd_trainer.cli.command import (
     reports_user_errors,
     started_ranks,
 )
+from nxd_trainer.launch import own_threads
 
 if TYPE_CHECKING:
     from nxd_trainer.opened_model import Words
@@ -54,7 +55,7 @@ def add_parser(commands: Commands) -> None:
     )
     parser.add_argument("--system", help="with --chat: the system prompt")
     parser.add_argument("--max-new-tokens", type=int, default=200, metavar="N", help="default: %(default)s")
-    parser.add_argument("--temperature", type=float, default=0.8, metavar="T", help="0: likeliest token (default: 0.8)")
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0: likeliest token (default)")
     parser.add_argument("--top-k", type=int, default=40, metavar="K", help="0: all tokens (default: %(default)s)")
     parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="the likeliest with this probability")
     parser.add_argument("--min-p", type=float, default=0.0, metavar="P", help="this part of the likeliest's")
@@ -107,7 +108,8 @@ def run(options: argparse.Namespace) -> int:
         for token in generate(model, torch.tensor(prompt), stop_tokens=words.end_tokens, **sampling):
             on_token(token)
 
-    _write_texts(options, words, write, is_shown=get_world_group().rank == 0)
+    with own_threads():
+        _write_texts(options, words, write, is_shown=get_world_group().rank == 0)
     leave_mesh()
     return 0
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nxd_trainer.cli.command import Commands, add_nproc, leave_mesh, reports_user_errors, started_ranks
+from nxd_trainer.launch import own_threads
 from nxd_trainer.options import literal
 from nxd_trainer.recipe import load_recipe
 
@@ -62,7 +63,8 @@ def run(options: argparse.Namespace) -> int:
     from nxd_trainer.parity import compare  # noqa: PLC0415
 
     case = reports_user_errors(lambda: _case(options))
-    report = reports_user_errors(lambda: compare(case, dtype=getattr(torch, options.dtype), rtol=options.rtol))
+    with own_threads():
+        report = reports_user_errors(lambda: compare(case, dtype=getattr(torch, options.dtype), rtol=options.rtol))
     if os.environ.get("RANK", "0") == "0":
         print(report)
         if options.hf is not None and report.agrees:

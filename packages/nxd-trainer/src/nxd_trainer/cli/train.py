@@ -14,7 +14,7 @@ from nxd_trainer.cli.command import (
     reports_user_errors,
     started_ranks,
 )
-from nxd_trainer.launch import EXIT_STOPPED, LAUNCHER_PID, is_launched
+from nxd_trainer.launch import EXIT_STOPPED, LAUNCHER_PID, is_launched, own_threads
 from nxd_trainer.recipe import Recipe, check_layout, load_recipe, render_recipe_help
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         if options.elastic:
             return _run_elastic(recipe, options)
-        with StopRequest() as stop:
+        with StopRequest() as stop, own_threads():
             return _exit_code(_train(recipe, stop))
     except RanksLostError as error:  # the rank that speaks for its host may be the lost one
         raise PeerError(str(error)) from error

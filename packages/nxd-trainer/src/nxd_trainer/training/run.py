@@ -14,7 +14,7 @@ import torch
 from nxd_ckpt.coordinator import announced_to_waiting_ranks
 from nxd_layers.experts import RouterStatistics
 from nxd_optim import NeuronZero1Optimizer
-from nxd_state import get_device, records_graphs, step_boundary
+from nxd_state import get_device, is_host, records_graphs, step_boundary
 from nxd_state.neuron import extracting_graphs
 from torch import Tensor
 
@@ -345,6 +345,8 @@ def _announce(state: RunState, logger: logging.Logger, resumed: str | None) -> N
     count = sum(p.numel() for p in state.model.parameters())
     begins = f"resumes from {resumed}" if resumed else "begins"
     logger.info(f"{state.layout} on {get_device().type}, {count:,} parameters on this rank; the run {begins}")
+    if is_host():
+        logger.info(f"{torch.get_num_threads()} threads per rank; the environment variable OMP_NUM_THREADS changes it")
     if state.recipe.parallel.pipeline_parallel_size > 1:
         logger.info(describe_pipeline(state.recipe))
     for note in state.data.notes:
