@@ -52,11 +52,12 @@ MISTAKES = {
     "ranks not started": (["parallel.tensor_parallel_size=2"], "needs a multiple of 2 ranks, not 1; use --nproc 2"),
     "value": (["train.steps=many"], "train.steps='many'"),
     "recipe file": (["nowhere.toml"], "nowhere.toml"),
+    "no path": (["data.path=nowhere"], "data.path=nowhere does not exist"),
+    "switch without value": (["--data.chat", "--nproc", "1"], "data.chat=true needs data.tokenizer"),
 }
 
 FOUND_BY_RANKS = {
     "no data": ("data.suffixes=.rst", "holds no file that ends in .rst"),
-    "no path": ("data.path=nowhere", "data.path=nowhere does not exist"),
     "rows as text": ("data.path=rows.jsonl", "data.path=rows.jsonl holds rows, which are not text; set data.column to"),
 }
 
@@ -87,6 +88,35 @@ def test_train_mistake_that_only_ranks_can_find_is_said_once(nxd, tiny, tmp_path
     assert len(result.stderr.splitlines()) == 1
 
 
+def test_train_of_a_hubs_model_says_how_to_get_it(capsys):
+    assert main(["train", "model.path=Qwen/Qwen3-0.6B"]) == 2
+    assert "(from a hub: `hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B`)" in capsys.readouterr().err
+
+
+def test_train_takes_a_folder_for_no_recipe_and_names_the_one_in_it(capsys, tmp_path):
+    (tmp_path / "recipe.toml").touch()
+
+    assert main(["train", str(tmp_path)]) == 2
+    assert f"is a folder; give {tmp_path / 'recipe.toml'}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["generate", "run", "--promt", "x"], 2, "unrecognized arguments: --promt x; did you mean --prompt?"),
+        (["serve", "run", "--zzz"], 2, "unrecognized arguments: --zzz; `nxd serve --help` lists what there is"),
+        (["--version"], 0, "nxd "),
+    ],
+)
+def test_flags_that_the_parser_ends_at(capsys, arguments, code, said):
+    with pytest.raises(SystemExit) as raised:
+        main(arguments)
+
+    output = capsys.readouterr()
+    assert raised.value.code == code
+    assert said in (output.err if code else output.out)
+
+
 def test_generate_without_checkpoint_says_so(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
 
@@ -101,7 +131,7 @@ def test_generate_without_checkpoint_says_so(capsys, monkeypatch, tmp_path):
 def test_generate_at_a_degree_that_does_not_divide_names_it(nxd, tiny):
     assert nxd("train", *tiny, "train.steps=1", "train.eval_every=0").returncode == 0
 
-    result = nxd("generate", "run/checkpoints", "--nproc", "3")
+    result = nxd("generate", "run", "--nproc", "3")  # the run's checkpoints
 
     assert result.returncode == 2
     assert "tensor_parallel_size=3 does not divide num_attention_heads=4" in result.stderr

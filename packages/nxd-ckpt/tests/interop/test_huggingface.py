@@ -157,10 +157,20 @@ def test_a_header_that_lies_is_refused(tmp_path, entries, payload, message):
         open_hugging_face(tmp_path)
 
 
-def test_a_header_that_is_longer_than_its_file_is_refused(tmp_path):
-    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", 2**60) + b"{}")
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (struct.pack("<Q", 2**60) + b"{}", "claims 1152921504606846976 bytes"),
+        (
+            b"version https://git-lfs.github.com/spec/v1\noid sha256:0",
+            "a pointer of Git LFS, .* fetch them by `git lfs pull`",
+        ),
+    ],
+)
+def test_a_header_that_is_longer_than_its_file_is_refused(tmp_path, content, message):
+    (tmp_path / "model.safetensors").write_bytes(content)
 
-    with pytest.raises(CheckpointError, match="claims 1152921504606846976 bytes"):
+    with pytest.raises(CheckpointError, match=message):
         open_hugging_face(tmp_path)
 
 

@@ -35,8 +35,9 @@ from torch import Tensor, nn
 from nxd_trainer.api import NxDModel, initialize_parallel_model
 from nxd_trainer.data import Batch, Tokenizer, load_tokenizer
 from nxd_trainer.dpo import REFERENCE, with_dpo_loss
-from nxd_trainer.hugging_face import check_keys, config_of_type, model_on_meta, read_config, stored_shapes
+from nxd_trainer.hugging_face import check_keys, config_of_type, read_config, stored_shapes
 from nxd_trainer.model_description import BYTES, ModelDescription, describe_llama, describe_model, tokenizer_in
+from nxd_trainer.model_weights import model_on_meta_of
 from nxd_trainer.models import LlamaConfig, LlamaDecoderLayer, LlamaForCausalLM
 from nxd_trainer.recipe import Recipe, padded_vocab_size
 from nxd_trainer.recipe.checks import SIZES
@@ -461,13 +462,8 @@ def _of_config(recipe: Recipe, tokenizer: Tokenizer) -> RecipeModel:
                 end_token=tokenizer.end_of_document,
             )
         )
-    outline = model_on_meta(description.config, DTYPES[recipe.train.dtype])
-    if outline is None:
-        raise ValueError(
-            f"model.path={model.path} is a {description.architecture}, which is made by transformers: it is not "
-            "installed, or does not know it (pip install transformers)"
-        )
-    return transformers_model(outline, description, DTYPES[recipe.train.dtype])
+    dtype = DTYPES[recipe.train.dtype]
+    return transformers_model(model_on_meta_of(description, dtype), description, dtype)
 
 
 def _sizes(recipe: Recipe) -> dict[str, Any]:

@@ -204,17 +204,22 @@ def transformers_model(description: ModelDescription, dtype: torch.dtype) -> nn.
     return model
 
 
-def model_on_meta_of(description: ModelDescription) -> nn.Module:
-    """The whole model as transformers has it, without memory.
+def model_on_meta_of(description: ModelDescription, dtype: torch.dtype | None = None) -> nn.Module:
+    """The whole model as transformers has it, without memory; in the type that its config names if `dtype` is None.
 
     Raises:
         ValueError: transformers is missing, or makes no such model.
     """
-    model: nn.Module | None = model_on_meta(description.config)
+    model: nn.Module | None = model_on_meta(description.config, dtype)
     if model is None:
+        if "auto_map" in description.config:
+            raise ValueError(
+                f"{description.architecture} is Python code beside the weights (auto_map of its config.json), which "
+                "nothing here runs; give a model that transformers itself knows"
+            )
         raise ValueError(
             f"{description.architecture} is made by transformers, which is not installed or does not know it; install "
-            "transformers"
+            "transformers, or a newer one"
         )
     return model
 

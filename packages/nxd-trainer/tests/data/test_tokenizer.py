@@ -146,11 +146,15 @@ def test_hugging_face_ids_of_a_padded_vocabulary_decode_to_nothing(tokenizer_fol
     assert tokenizer.decode([*tokenizer.encode("the").tolist(), tokenizer.vocab_size + 5]) == "the"
 
 
-def test_damaged_tokenizer_file_is_named(tmp_path):
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [("{}", ""), ("version https://git-lfs.github.com/spec/v1\noid", "it is a pointer of Git LFS")],
+)
+def test_damaged_tokenizer_file_is_named(tmp_path, content, reason):
     pytest.importorskip("tokenizers")
-    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "tokenizer.json").write_text(content)
 
-    with pytest.raises(ValueError, match=r"tokenizer\.json is not a Hugging Face tokenizer"):
+    with pytest.raises(ValueError, match=rf"tokenizer\.json is not a Hugging Face tokenizer: {reason}"):
         HuggingFaceTokenizer(tmp_path)
 
 

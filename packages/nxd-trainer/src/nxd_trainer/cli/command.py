@@ -65,20 +65,33 @@ def leave_mesh() -> None:
     destroy_model_parallel()
 
 
+def model_folder(text: str) -> Path:
+    """The folder that was named; of a run's, the one with its checkpoints."""
+    folder = Path(text)
+    checkpoints = folder / "checkpoints"
+    is_run = (folder / "recipe.toml").is_file() and checkpoints.is_dir()
+    return checkpoints if is_run else folder
+
+
 def add_checkpoint(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that name a checkpoint."""
-    parser.add_argument("checkpoints", type=Path, help="folder of a run's checkpoints")
+    parser.add_argument("checkpoints", type=model_folder, help="folder of a run, or of its checkpoints")
     parser.add_argument("--tag", help="which checkpoint; the newest if unset")
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that name a model to write text with."""
     parser.add_argument(
-        "model", type=Path, help="a Hugging Face folder (config.json, safetensors, tokenizer), or one of checkpoints"
+        "model",
+        type=model_folder,
+        help="a Hugging Face folder (config.json, safetensors, tokenizer), or that of a run or of its checkpoints",
     )
     parser.add_argument("--tag", help="which checkpoint; the newest if unset")
     parser.add_argument(
-        "--adapter", type=Path, metavar="FOLDER", help="a LoRA adapter of PEFT's files or in a checkpoint, to merge"
+        "--adapter",
+        type=model_folder,
+        metavar="FOLDER",
+        help="a LoRA adapter of PEFT's files or in a checkpoint, to merge",
     )
     add_tokenizer(parser)
 
@@ -87,7 +100,7 @@ def add_draft(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that name a draft model."""
     parser.add_argument(
         "--draft",
-        type=Path,
+        type=model_folder,
         metavar="MODEL",
         help="a smaller model of the same tokenizer, which guesses tokens: the same texts, sooner at temperature 0",
     )

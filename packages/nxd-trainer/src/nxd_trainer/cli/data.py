@@ -5,7 +5,7 @@ from pathlib import Path
 
 from nxd_trainer.cli.command import Commands, UserError, reports_user_errors
 from nxd_trainer.launch import is_launched
-from nxd_trainer.recipe import load_recipe
+from nxd_trainer.recipe import check_paths, load_recipe
 
 FLAGS = ("svg", "help")
 
@@ -28,6 +28,7 @@ def add_parser(commands: Commands) -> None:
 def run(options: argparse.Namespace) -> int:
     """Prepare the data and show them; the tokens stay in the cache of the run."""
     recipe = reports_user_errors(lambda: load_recipe(options.recipe, options.settings))
+    reports_user_errors(lambda: check_paths(recipe))
     if recipe.data.streaming:
         raise UserError("nxd data counts and shows all data, and data.streaming=true reads them later; leave that out")
     if is_launched():

@@ -6,6 +6,8 @@ import select
 import sys
 import traceback
 from collections.abc import Collection, Sequence
+from difflib import get_close_matches
+from importlib.metadata import version
 from pathlib import Path
 from typing import NoReturn
 
@@ -27,8 +29,10 @@ from nxd_trainer.cli import (
 from nxd_trainer.cli.command import UserError, leave_mesh, reports_user_errors
 from nxd_trainer.launch import end_with_launcher, is_launched, remove_torchrun_folders, slurm_environment
 from nxd_trainer.logs import log_level
+from nxd_trainer.recipe import recipe_keys
 
 EXIT_MISTAKE = 2
+_TRUE_OR_FALSE = ("true", "false", "0", "1")
 EXIT_NO_READER = 128 + 13  # as of a process that SIGPIPE ends
 COMMANDS = (
     train,
@@ -55,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     remaining, settings = _take_apart(arguments)
-    options = _make_parser().parse_args(remaining, argparse.Namespace(arguments=arguments, settings=settings))
+    options = _parse(remaining, argparse.Namespace(arguments=arguments, settings=settings))
     try:
         reports_user_errors(log_level)
         os.environ.update(reports_user_errors(lambda: slurm_environment(os.environ)))
@@ -78,14 +82,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
-def _make_parser() -> argparse.ArgumentParser:
+def _parse(arguments: list[str], options: argparse.Namespace) -> argparse.Namespace:
+    """The options of the command; ends the process at a mistake, with the nearest flag for an unknown one."""
     parser = argparse.ArgumentParser(
         prog="nxd", description="Train and serve large models with tensor, pipeline and data parallelism."
     )
+    parser.add_argument("--version", action="version", version=f"nxd {version('nxd-trainer')}")
     commands = parser.add_subparsers(dest="command", required=True)
     for command in COMMANDS:
         command.add_parser(commands)
-    return parser
+    options, unknown = parser.parse_known_args(arguments, options)
+    if unknown:
+        command_parser = commands.choices[options.command]
+        flags = [flag for action in command_parser._actions for flag in action.option_strings]
+        near = get_close_matches(unknown[0].partition("=")[0], flags, 1)
+        hint = f"did you mean {near[0]}?" if near else f"`nxd {options.command} --help` lists what there is"
+        command_parser.error(f"unrecognized arguments: {' '.join(unknown)}; {hint}")
+    return options
 
 
 def _take_apart(arguments: list[str]) -> tuple[list[str], list[str]]:
@@ -99,9 +112,10 @@ def _take_apart(arguments: list[str]) -> tuple[list[str], list[str]]:
 def _take_settings(arguments: list[str], flags: Collection[str]) -> tuple[list[str], list[str]]:
     """The arguments without the recipe's keys, and those keys as `key=value`.
 
-    A key may come as `--train.steps 100`, `--train.steps=100` or `train.steps=100`. What is no key is taken along:
-    the recipe knows best which one was meant.
+    A key may come as `--train.steps 100`, `--train.steps=100` or `train.steps=100`, and one that is true or false also
+    as `--data.chat`. What is no key is taken along: the recipe knows best which one was meant.
     """
+    switches = {name for name, key in recipe_keys().items() if key.value_type is bool}
     remaining: list[str] = []
     settings: list[str] = []
     waiting = list(reversed(arguments))
@@ -111,7 +125,9 @@ def _take_settings(arguments: list[str], flags: Collection[str]) -> tuple[list[s
         if argument.startswith("--") and name in flags and not equals and name != "help" and waiting:
             remaining += [argument, waiting.pop()]  # its value may look like a setting, as a layout does
         elif argument.startswith("--") and name not in flags:
-            if not equals and waiting and not waiting[-1].startswith("--"):
+            if name in switches and not equals and (not waiting or waiting[-1].lower() not in _TRUE_OR_FALSE):
+                value = "true"
+            elif not equals and waiting and not waiting[-1].startswith("--"):
                 value = waiting.pop()
             settings.append(f"{name}={value}")
         elif equals and not argument.startswith("-") and not Path(argument).exists():

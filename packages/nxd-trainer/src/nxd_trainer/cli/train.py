@@ -15,7 +15,7 @@ from nxd_trainer.cli.command import (
     started_ranks,
 )
 from nxd_trainer.launch import EXIT_STOPPED, LAUNCHER_PID, is_launched, own_threads
-from nxd_trainer.recipe import Recipe, check_layout, load_recipe, render_recipe_help
+from nxd_trainer.recipe import Recipe, check_layout, check_paths, load_recipe, render_recipe_help
 
 if TYPE_CHECKING:
     from nxd_trainer.elastic.recipes import ElasticRecipe
@@ -65,6 +65,8 @@ def add_parser(commands: Commands) -> None:
 def run(options: argparse.Namespace) -> int:
     """Train, in the ranks that the command line asks for."""
     recipe = reports_user_errors(lambda: load_recipe(options.recipe, options.settings))
+    if not is_launched():
+        reports_user_errors(lambda: check_paths(recipe))
     if not is_launched() and not options.elastic:
         reports_user_errors(lambda: _check_ranks(recipe, 1 if options.nproc is None else options.nproc))
     code = started_ranks(options)

@@ -261,6 +261,11 @@ def spread_held_out(num_kept: int, num_all: int, sequence_length: int, fraction:
         ValueError: there are too few of them.
     """
     least = 2 if fraction > 0 else 1
+    if 0 < num_kept < least:
+        raise ValueError(
+            f"1 of {num_all} {what} has a token to learn, and data.held_out_fraction={fraction} keeps one more for "
+            "evaluation; set data.held_out_fraction=0 (and train.eval_every=0), or data.evaluation_path"
+        )
     if num_kept < least:
         raise ValueError(
             f"{num_kept} of {num_all} {what} have a token to learn within data.sequence_length={sequence_length}, and "

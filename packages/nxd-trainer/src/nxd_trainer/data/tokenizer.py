@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 # Marks of the end of a document in well-known vocabularies, for a tokenizer that does not name its own.
 END_OF_DOCUMENT_TEXTS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
 
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/v1"
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # as SentencePiece writes it
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 # Byte-level vocabularies write each byte as one character: a visible one of Latin-1 as itself, the n-th of the other
@@ -126,7 +127,9 @@ class HuggingFaceTokenizer:
         try:
             tokenizer: Any = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the package raises plain Exception for whatever it cannot read
-            raise ValueError(f"data.tokenizer: {file} is not a Hugging Face tokenizer: {error}") from error
+            is_pointer = file.read_bytes()[: len(_LFS_POINTER)] == _LFS_POINTER
+            reason = "it is a pointer of Git LFS; fetch the file itself by `git lfs pull`" if is_pointer else str(error)
+            raise ValueError(f"data.tokenizer: {file} is not a Hugging Face tokenizer: {reason}") from error
         self.vocabulary: Mapping[str, int] = tokenizer.get_vocab(with_added_tokens=True)
         if not self.vocabulary:
             raise ValueError(f"data.tokenizer: {file} has an empty vocabulary; give a tokenizer that knows tokens")
@@ -190,7 +193,7 @@ class HuggingFaceTokenizer:
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The ids of a text that a model is to continue: begun as the tokenizer begins texts, unless it begins so itself."""
+    """The ids of a text that a model is to continue, which begins as the tokenizer begins texts."""
     ids: list[int] = tokenizer.encode(text).tolist()
     prefix = list(tokenizer.prefix)
     return ids if ids[: len(prefix)] == prefix else prefix + ids

@@ -4,7 +4,7 @@ A recipe is read from a TOML, YAML or JSON file plus `section.key=value` overrid
 saved beside the run. The model, the data and the loop interpret the keys.
 """
 
-from nxd_trainer.recipe.checks import RecipeError, check_layout, padded_vocab_size
+from nxd_trainer.recipe.checks import RecipeError, check_layout, check_paths, padded_vocab_size
 from nxd_trainer.recipe.files import (
     load_recipe,
     recipe_from_dict,
@@ -44,6 +44,7 @@ __all__ = [
     # checking
     "RecipeError",
     "check_layout",
+    "check_paths",
     "padded_vocab_size",
     # describing
     "recipe_keys",

@@ -10,12 +10,14 @@ import math
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, get_args
 
 from nxd_trainer.options import OptionError
 from nxd_trainer.recipe.sections import DataSection, ModelSection, Recipe, ScheduleName
 
 VOCAB_SIZE_MULTIPLE = 64
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 # Keys that a folder or a factory determines itself.
 SIZES = [field for field in fields(ModelSection) if field.name not in ("path", "type", "factory", "config")]
@@ -23,6 +25,30 @@ SIZES = [field for field in fields(ModelSection) if field.name not in ("path", "
 
 class RecipeError(OptionError):
     """A recipe that cannot be run."""
+
+
+def check_paths(recipe: Recipe) -> None:
+    """Check that what a recipe reads is there, before anything is loaded.
+
+    Raises:
+        RecipeError: a file or folder does not exist.
+    """
+    mistakes = []
+    model = recipe.model.path
+    if model is not None and not model.exists():
+        mistakes.append(f"model.path={model} does not exist; give the folder of a model, with its config.json")
+        if _HUB_NAME.fullmatch(str(model)):
+            mistakes[-1] += f" (from a hub: `hf download {model} --local-dir {model.name}`)"
+    data = recipe.data
+    files = {"data.path": data.path, "data.evaluation_path": data.evaluation_path, "data.tokenizer": data.tokenizer}
+    files |= {f"data.sources: {name}": Path(name) for name in data.sources or ()}
+    mistakes += [
+        f"{name}={path} does not exist; give a file or folder that does"
+        for name, path in files.items()
+        if path is not None and not path.expanduser().exists()
+    ]
+    if mistakes:
+        raise RecipeError("recipe", mistakes)
 
 
 def consistency_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:

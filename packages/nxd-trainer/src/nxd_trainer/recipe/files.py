@@ -131,6 +131,9 @@ def render_recipe_help() -> str:
     return "\n".join(lines[1:])
 
 
+_SUFFIXES = (".toml", ".yaml", ".yml", ".json")
+
+
 class _PlainLoader(yaml.SafeLoader):
     """YAML without aliases: a few of them in one another are more values than any memory holds."""
 
@@ -158,6 +161,10 @@ def _schema() -> Schema:
 
 def _read_file(file: Path) -> Mapping[str, object]:
     origin = f"recipe {file}"
+    if file.is_dir():
+        inside = sorted(it.name for it in file.iterdir() if it.suffix in _SUFFIXES)
+        instead = f"give {file / inside[0]}" if len(inside) == 1 else "give a recipe file"
+        raise RecipeError(origin, [f"is a folder; {instead}, or a folder of a model as model.path={file}"])
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -18,6 +18,7 @@ from nxd_ckpt.objects import is_unicode
 from nxd_ckpt.reader import TensorInfo
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/v1"
 _METADATA = "__metadata__"
 _ALIGNMENT = 64
 _SIZE_LIMIT = 2**48  # what processors can address
@@ -41,7 +42,10 @@ def read_header(path: str) -> dict[str, StoredTensor]:
     try:
         with regular_file(path) as file:
             file_size = os.fstat(file.fileno()).st_size
-            length = int.from_bytes(file.read(8), "little")
+            beginning = file.read(8)
+            if beginning == _LFS_POINTER[:8] and file.read(len(_LFS_POINTER) - 8) == _LFS_POINTER[8:]:
+                raise ValueError("it is a pointer of Git LFS, without the weights; fetch them by `git lfs pull`")
+            length = int.from_bytes(beginning, "little")
             if file_size < 8 or length > min(MAX_HEADER_BYTES, file_size - 8):
                 raise ValueError(f"its header claims {length} bytes of {file_size}, at most {MAX_HEADER_BYTES} allowed")
             content = json.loads(file.read(length), object_pairs_hook=_without_duplicates)
