@@ -114,6 +114,17 @@ def test_factors_that_do_not_fit_their_weight_are_refused(tmp_path, change, mess
         weights_in(tmp_path, "b")
 
 
+def test_description_of_another_rank_than_the_factors_have_is_refused(tmp_path):
+    save_checkpoint(tmp_path, "a", adapted(save_lora_base=True))
+    saved = open_checkpoint(tmp_path, "a")
+    described = saved.objects["lora"] | {"adapter": saved.objects["lora"]["adapter"] | {"r": 10**12}}
+    state = {name: saved.read(name) for name in saved.tensors}
+    nxd_ckpt.save(tmp_path, "b", state, objects=saved.objects | {"lora": described})
+
+    with pytest.raises(ValueError, match=r"which is not of r=1000000000000; .*take the config that was saved"):
+        weights_in(tmp_path, "b")
+
+
 @pytest.mark.parametrize("adapter", [None, {}, {"adapter": "x"}, {"adapter": {}, "has_base": True}])
 def test_adapter_that_nothing_describes_is_refused(tmp_path, adapter):
     state = model_state(LlamaForCausalLM(CONFIG))

@@ -1,9 +1,11 @@
 """What would pass an adapter by, or break it, is refused."""
 
+import json
+
 import pytest
 import torch
 from nxd_layers import ColumnParallelLinear, linear_cross_entropy, pad_model
-from nxd_layers.lora import LoraConfig, LoraModel, read_peft_config
+from nxd_layers.lora import LoraConfig, LoraModel, read_peft_config, save_peft_adapter
 from nxd_state import initialize_model_parallel
 from torch import nn
 
@@ -44,3 +46,21 @@ def test_adapter_config_of_a_stranger_is_refused_in_one_line(tmp_path, text):
         read_peft_config(tmp_path)
 
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"r": 10**12}, r"0\.lora_A is \[2, 4\], which is not of r=1000000000000; .*take the config that was saved"),
+        ({"r": 1}, "which is not of r=1"),
+        ({"use_dora": True}, "it has no lora_magnitude_vector, with use_dora=True"),
+        ({"target_modules": ["1"]}, "it has factors of 0, which target_modules does not name"),
+    ],
+)
+def test_adapter_config_that_contradicts_its_tensors_is_refused(tmp_path, change, message):
+    save_peft_adapter(adapted(), tmp_path)
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+
+    with pytest.raises(ValueError, match=message):
+        read_peft_config(tmp_path)

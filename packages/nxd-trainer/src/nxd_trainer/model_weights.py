@@ -16,7 +16,7 @@ from nxd_ckpt.coordinator import coordinator_for, on_every_rank
 from nxd_ckpt.interop import TensorSource, from_checkpoint
 from nxd_ckpt.interop.source import fill
 from nxd_layers.hf import parallelize
-from nxd_layers.lora import config_from_adapter_config
+from nxd_layers.lora import check_tensors, config_from_adapter_config
 from nxd_state import active_group, get_device, move_model_to_device, splits_experts
 from torch import Tensor, nn
 
@@ -285,6 +285,8 @@ def _branches(source: TensorSource, adapter: Mapping[str, Any], description: Mod
         if magnitude is not None and _shape(source, magnitude) != (outputs,):
             raise ValueError(f"the adapter does not fit the model: {magnitude} is not [{outputs}]; save both anew")
         found[weight] = _Branch(a, b, config.scale, is_transposed, magnitude)
+    factors = {name: it.global_shape for name, it in source.tensors.items() if ".lora_" in name}
+    check_tensors(config, factors, "of the adapter")
     return found
 
 

@@ -39,4 +39,3 @@ def apply(target: _Target) -> None:
         return torch.cat([compressed, copy_to_tensor_model_parallel_region(positional)], dim=-1)
 
     target.module.register_forward_hook(with_summed_gradient)
-    target.module.takes_no_adapter = True  # type: ignore[assignment] # its output would be added behind that hook

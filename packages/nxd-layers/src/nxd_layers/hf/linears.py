@@ -93,7 +93,6 @@ def split_conv1d_outputs(layer: Any, *, stride: int = 1) -> None:
     shard_parameter(layer, "bias", 0, stride=stride)
     layer.nf = layer.bias.numel()
     layer.register_forward_pre_hook(_sum_gradient)
-    layer.takes_no_adapter = True
 
 
 def split_conv1d_inputs(layer: Any) -> None:
@@ -106,7 +105,6 @@ def split_conv1d_inputs(layer: Any) -> None:
     layer.nx = layer.weight.shape[0]
     share_bias(layer, "bias")
     layer.register_forward_hook(_sum_output)
-    layer.takes_no_adapter = True
 
 
 def _sum_gradient(layer: nn.Module, args: Any) -> tuple[Any, ...]:

@@ -1,6 +1,11 @@
 """Low-rank adapters (LoRA) on plain and parallel layers: training, merging, saving, Hugging Face PEFT's file format."""
 
-from nxd_layers.lora.adapter_config import adapter_config, check_same_scale, config_from_adapter_config
+from nxd_layers.lora.adapter_config import (
+    adapter_config,
+    check_same_scale,
+    check_tensors,
+    config_from_adapter_config,
+)
 from nxd_layers.lora.config import LoraConfig
 from nxd_layers.lora.model import LoraModel, adapters_off
 from nxd_layers.lora.peft_files import (
@@ -31,6 +36,7 @@ __all__ = [
     "adapter_config",
     "config_from_adapter_config",
     "check_same_scale",
+    "check_tensors",
     # Hugging Face PEFT's files
     "save_peft_adapter",
     "load_peft_adapter",

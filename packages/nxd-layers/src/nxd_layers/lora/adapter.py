@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from nxd_layers.lora.config import LoraConfig
+from nxd_layers.mappings import copy_to_tensor_model_parallel_region
 from nxd_layers.padding.gradient import zero_padding_gradient
 
 
@@ -25,7 +26,7 @@ def _own_bias(layer: nn.Module, parts: Sequence[str]) -> list[str]:
     return ["bias"] if isinstance(getattr(layer, "bias", None), nn.Parameter) else []
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LayerKind:
     """How one class of layers is adapted.
 
@@ -46,6 +47,7 @@ class LayerKind:
         with_complete_gradient: `(layer, part, values)`: values for each row, whose gradient is that of all ranks that
             have copies of the row.
         read_weights: `(layer)`: what the layer's parameters read as in its forward, by name, with the branch in them.
+        is_linear: "all-linear" means layers of this kind.
     """
 
     factor_names: tuple[str, str]
@@ -58,6 +60,7 @@ class LayerKind:
     rows: Callable[[Any, str], tuple[str, slice]] | None = None
     with_complete_gradient: Callable[[Any, str, Tensor], Tensor] = _as_it_is
     read_weights: Callable[[Any], dict[str, Tensor]] | None = None
+    is_linear: bool = False
 
     def name_of_part(self, layer_name: str, part: str) -> str:
         """The name in the unsharded model of a part of the layer with this name."""
@@ -132,7 +135,8 @@ def attach(layer: nn.Module, kind: LayerKind, parts: Mapping[str, int], config: 
             torch.default_generator.manual_seed(seed)
             kind.add_factors(layer, config, part)
     if kind.output_delta is not None:
-        adapter.hooks = (layer.register_forward_hook(_add_branch, with_kwargs=True),)
+        # Before hooks that are there: what splits a model by hooks, such as a sum over ranks, means the branch, too.
+        adapter.hooks = (layer.register_forward_hook(_add_branch, with_kwargs=True, prepend=True),)
     else:
         adapter.hooks = (
             layer.register_forward_pre_hook(_put_weights),
@@ -181,6 +185,18 @@ def factor(layer: nn.Module, index: int, part: str = "") -> Tensor:
     return parameter if spec is None else zero_padding_gradient(parameter, spec)
 
 
+def complete_factor(layer: nn.Module, index: int) -> Tensor:
+    """`factor`, for a layer that computes with the weight it has, whole or split, and does not communicate itself.
+
+    A factor that is whole where the weight is split gets a part of its gradient on each rank; here they are summed.
+    """
+    parameter = layer.get_parameter(require_adapter(layer).kind.factor_names[index])
+    is_partial = get_shard_spec(parameter) is None and get_shard_spec(layer.get_parameter("weight")) is not None
+    if is_partial and not getattr(parameter, "sequence_parallel_enabled", False):  # which the optimizer sums
+        return copy_to_tensor_model_parallel_region(parameter)
+    return factor(layer, index)
+
+
 def reset_branch(layer: nn.Module) -> None:
     """Make the branch of an adapted layer add nothing, as at first."""
     adapter = require_adapter(layer)
@@ -220,4 +236,4 @@ def _put_weights(layer: nn.Module, args: tuple[Any, ...]) -> None:
 def _take_weights(layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     """Takes them away again, also where the forward raises."""
     for part in require_adapter(layer).parts:
-        vars(layer).pop(part, None)
+        vars(layer).pop(part or "weight", None)

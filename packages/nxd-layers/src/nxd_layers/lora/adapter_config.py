@@ -7,10 +7,11 @@ from nxd_state import active_group, all_gather_object
 
 from nxd_layers.lora.adapter import adapted_layers, require_adapter
 from nxd_layers.lora.config import LoraConfig
+from nxd_layers.lora.dora import MAGNITUDE
 from nxd_layers.lora.expert_weights import EXPERT_WEIGHTS, expert_weights
 from nxd_layers.lora.model import LoraModel
 from nxd_layers.lora.state import adapter_names
-from nxd_layers.lora.targets import adaptable_layers, weights_of_experts
+from nxd_layers.lora.targets import ALL_LINEAR, adaptable_layers, weights_of_experts
 
 # Entries of PEFT's file that say nothing about what the adapter computes. Any other that is set must be understood.
 _WITHOUT_EFFECT = {
@@ -113,6 +114,53 @@ def check_same_scale(model: LoraModel, saved: LoraConfig, source: str) -> None:
             f"the adapter in {source} does not have this model's scale: {'; '.join(differing)}; wrap the model with "
             "the values there"
         )
+
+
+def check_tensors(config: LoraConfig, shapes: Mapping[str, tuple[int, ...]], source: str) -> None:
+    """Check that the tensors of an adapter are those that its config describes.
+
+    Args:
+        config: of the adapter.
+        shapes: by logical name; of experts whole, `[experts, ., .]`, or as PEFT stores them. Those of the model may be
+            among them.
+        source: where both are.
+
+    Raises:
+        ValueError: the rank, or what trains, is not what the config says; it would be used with another scale.
+    """
+    problems = [
+        f"{name} is {list(shape)}, which is not of r={config.lora_rank}"
+        for name, shape in shapes.items()
+        if not _has_rank(name.rpartition(".")[2], shape, config.lora_rank)
+    ]
+    magnitudes = [name for name in shapes if name.rpartition(".")[2].startswith(MAGNITUDE)]
+    if bool(magnitudes) != config.use_dora:
+        has = f"has {magnitudes[0]}" if magnitudes else f"has no {MAGNITUDE}"
+        problems.append(f"it {has}, with use_dora={config.use_dora}")
+    layers = {name.rpartition(".")[0] for name in shapes if name.rpartition(".")[2] in FACTOR_RANK_DIMS}
+    targets = () if isinstance(config.target_modules, str) else config.target_modules or ()
+    if targets and list(targets) != [ALL_LINEAR] and not config.target_parameters:
+        unnamed = sorted(layer for layer in layers if not any(f".{target}." in f".{layer}." for target in targets))
+        problems += [f"it has factors of {layer}, which target_modules does not name" for layer in unnamed[:1]]
+    if problems:
+        more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
+        raise ValueError(
+            f"the adapter's config does not fit its tensors ({source}): {'; '.join(problems[:3])}{more}; take the "
+            "config that was saved with them"
+        )
+
+
+# Where factors have the rank, by their names in the unsharded model.
+FACTOR_RANK_DIMS = {"lora_A": 0, "lora_B": 1, "lora_embedding_A": 0, "lora_embedding_B": 1}
+_EXPERT_RANK_DIMS = {"lora_A_": 1, "lora_B_": 2}
+
+
+def _has_rank(factor: str, shape: tuple[int, ...], rank: int) -> bool:
+    """Whether a tensor is of this rank; True for one that is no factor. PEFT's of experts have multiples."""
+    if factor in FACTOR_RANK_DIMS:
+        return len(shape) >= 2 and shape[FACTOR_RANK_DIMS[factor]] == rank
+    dim = next((dim for start, dim in _EXPERT_RANK_DIMS.items() if factor.startswith(start)), None)
+    return dim is None or (len(shape) == 3 and shape[dim] == rank)
 
 
 def adapted_logical_layers(model: LoraModel) -> set[str]:

@@ -38,8 +38,8 @@ class LoraConfig:
             an adapter for each expert; not with dropout or DoRA. Beside them `target_modules` may be None.
         use_rslora: rank-stabilised scale (Kalajdzievski 2023).
         use_dora: a trained magnitude for each row of the adapted weight (Liu et al. 2024); not with dropout.
-        modules_to_save: modules that are trained themselves, as names or ends of names (`"lm_head"`), and saved with
-            the adapter.
+        modules_to_save: modules that are trained themselves, as names or ends of names, and saved with the adapter. As
+            in PEFT, an end may begin within a part: `"norm"` means `input_layernorm`, too.
         init_lora_weights: A is drawn "default", as nn.Linear's weight, or "gaussian", N(0, 1/r^2). B starts at zero.
         save_lora_base: save the base model as well.
         merge_lora: save base and adapter merged; needs `save_lora_base`.

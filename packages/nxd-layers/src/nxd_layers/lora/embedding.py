@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nxd_layers.embedding import ParallelEmbedding, lookup_own_tokens
-from nxd_layers.lora.adapter import LayerKind, factor, scale_of, widened
+from nxd_layers.lora.adapter import LayerKind, complete_factor, factor, scale_of, widened
 from nxd_layers.lora.config import LoraConfig
 from nxd_layers.lora.factors import fill_factor, make_factor
 from nxd_layers.mappings import (
@@ -24,6 +24,17 @@ from nxd_layers.mappings import (
 
 
 def _add_factors(layer: Any, config: LoraConfig, part: str) -> None:
+    is_across = getattr(layer, "shard_across_embedding", False)
+    unusual = {
+        "max_norm": layer.max_norm is not None,
+        "scale_grad_by_freq": layer.scale_grad_by_freq and isinstance(layer, ParallelEmbedding),
+        "tensor_model_parallel_group": getattr(layer, "given_group", None) is not None,
+        "rank_ordering across the embedding": is_across and layer.rank_ordering is not None,
+        "collect_output=False": not getattr(layer, "collect_output", True),
+    }
+    if any(unusual.values()):
+        names = ", ".join(name for name, is_set in unusual.items() if is_set)
+        raise ValueError(f"{layer} was built with {names}, which adapters do not know; leave it out of target_modules")
     rank = config.lora_rank
     partial = getattr(layer, "sequence_parallel_enabled", False)
     layer.lora_embedding_A = make_factor(layer.weight, 0, lora_rank=rank, rank_dim=0, sequence_parallel=partial)
@@ -38,8 +49,10 @@ def _weight_deltas(layer: Any) -> dict[str, Tensor]:
 
 
 def _embedding_delta(layer: Any, ids: Tensor) -> Tensor:
-    short = F.embedding(ids, factor(layer, 0).t(), layer.padding_idx)
-    return F.linear(short * scale_of(layer), factor(layer, 1))
+    short = F.embedding(
+        ids, complete_factor(layer, 0).t(), layer.padding_idx, scale_grad_by_freq=layer.scale_grad_by_freq
+    )
+    return F.linear(short * scale_of(layer), complete_factor(layer, 1))
 
 
 def _parallel_embedding_delta(layer: Any, ids: Tensor) -> Tensor:

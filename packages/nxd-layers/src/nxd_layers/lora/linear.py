@@ -9,13 +9,22 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from nxd_state import active_group
+from nxd_state import active_group, get_shard_spec
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nxd_layers.initialization import InitMethod, default_linear_init
 from nxd_layers.linear import ColumnParallelLinear, gathered_output
-from nxd_layers.lora.adapter import LayerKind, LoraAdapter, adapter_of, factor, require_adapter, scale_of, widened
+from nxd_layers.lora.adapter import (
+    LayerKind,
+    LoraAdapter,
+    adapter_of,
+    complete_factor,
+    factor,
+    require_adapter,
+    scale_of,
+    widened,
+)
 from nxd_layers.lora.config import LoraConfig
 from nxd_layers.lora.factors import fill_factor, make_factor
 from nxd_layers.mappings import (
@@ -94,11 +103,13 @@ def _product(layer: Any) -> Tensor:
     return scale_of(layer) * (widened(layer.lora_B) @ widened(layer.lora_A))
 
 
-# Plain layers: whole on every rank.
+# Plain layers: whole on every rank, or with a part of the weight where hooks communicate, as around Conv1D.
 
 
 def _linear_delta(layer: nn.Module, input_: Tensor) -> Tensor:
-    return F.linear(scaled_down(layer, input_, factor(layer, 0)), factor(layer, 1))
+    a, b = complete_factor(layer, 0), complete_factor(layer, 1)
+    split_dim = None if get_shard_spec(layer.get_parameter(FACTOR_NAMES[0])) is None else -1
+    return F.linear(scaled_down(layer, input_, a, split_dim=split_dim), b)
 
 
 def _add_plain_factors(layer: Any, config: LoraConfig, part: str) -> None:
@@ -106,7 +117,9 @@ def _add_plain_factors(layer: Any, config: LoraConfig, part: str) -> None:
 
 
 def _add_transposed_factors(layer: Any, config: LoraConfig, part: str) -> None:
-    add_linear_factors(layer, config, sizes=tuple(layer.weight.shape), out_dim=1)
+    spec = get_shard_spec(layer.weight)
+    sizes = layer.weight.shape if spec is None else spec.pieces[0].logical_shape
+    add_linear_factors(layer, config, sizes=(sizes[0], sizes[1]), out_dim=1)
 
 
 def weight_delta(layer: Any) -> dict[str, Tensor]:
@@ -123,9 +136,11 @@ def every_row(layer: nn.Module, part: str) -> tuple[str, slice]:
     return "weight", slice(None)
 
 
-PLAIN_LINEAR = LayerKind(FACTOR_NAMES, _add_plain_factors, _linear_delta, weight_delta, rows=every_row)
+PLAIN_LINEAR = LayerKind(FACTOR_NAMES, _add_plain_factors, _linear_delta, weight_delta, rows=every_row, is_linear=True)
 # Hugging Face's Conv1D (GPT-2) is a linear layer with its weight transposed, [in, out].
-TRANSPOSED_LINEAR = LayerKind(FACTOR_NAMES, _add_transposed_factors, _linear_delta, _transposed_weight_delta)
+TRANSPOSED_LINEAR = LayerKind(
+    FACTOR_NAMES, _add_transposed_factors, _linear_delta, _transposed_weight_delta, is_linear=True
+)
 
 
 def _add_parallel_factors(layer: Any, config: LoraConfig, part: str) -> None:
@@ -193,7 +208,9 @@ def _is_added(adapter: LoraAdapter | None) -> bool:
     return adapter is not None and adapter.is_added
 
 
-COLUMN_PARALLEL_LINEAR = LayerKind(FACTOR_NAMES, _add_parallel_factors, _column_delta, weight_delta, rows=every_row)
+COLUMN_PARALLEL_LINEAR = LayerKind(
+    FACTOR_NAMES, _add_parallel_factors, _column_delta, weight_delta, rows=every_row, is_linear=True
+)
 
 
 # Row-parallel: A split along inputs, B whole.
@@ -211,4 +228,6 @@ def _row_delta(layer: RowParallelLinear, input_: Tensor) -> Tensor:
     return F.linear(reduce_from_tensor_model_parallel_region_(down), rows)
 
 
-ROW_PARALLEL_LINEAR = LayerKind(FACTOR_NAMES, _add_parallel_factors, _row_delta, weight_delta, rows=every_row)
+ROW_PARALLEL_LINEAR = LayerKind(
+    FACTOR_NAMES, _add_parallel_factors, _row_delta, weight_delta, rows=every_row, is_linear=True
+)

@@ -19,6 +19,7 @@ from nxd_layers.lora.adapter_config import (
     adapted_weights,
     adapter_config,
     check_same_scale,
+    check_tensors,
     config_from_adapter_config,
 )
 from nxd_layers.lora.config import LoraConfig
@@ -95,7 +96,8 @@ def read_peft_config(folder: str | os.PathLike[str]) -> LoraConfig:
     """The config of an adapter that PEFT, or `save_peft_adapter`, wrote.
 
     Raises:
-        ValueError: it is not of a LoRA adapter, or asks for something that is not supported.
+        ValueError: it is not of a LoRA adapter, asks for something that is not supported, or does not describe the
+            tensors beside it.
     """
     file = Path(folder) / CONFIG_FILE
     try:
@@ -104,7 +106,20 @@ def read_peft_config(folder: str | os.PathLike[str]) -> LoraConfig:
         raise ValueError(f"{file} is no JSON: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{file} holds a {type(content).__name__}; expected an object")
-    return config_from_adapter_config(content)
+    config = config_from_adapter_config(content)
+    if not config.target_parameters and (shapes := _stored_shapes(Path(folder) / TENSOR_FILE)):
+        check_tensors(config, shapes, str(folder))  # before anything is made as the config says
+    return config
+
+
+def _stored_shapes(file: Path) -> dict[str, tuple[int, ...]]:
+    """Of the tensors in a file, by our names; empty if it cannot be read: loading it says why."""
+    try:
+        with _safetensors().safe_open(file, framework="pt") as stored:
+            names = list(stored.keys())
+            return {name_from_peft(name): tuple(stored.get_slice(name).get_shape()) for name in names}
+    except Exception:  # safetensors, which may be missing, has its own
+        return {}
 
 
 def name_from_peft(name: str) -> str:

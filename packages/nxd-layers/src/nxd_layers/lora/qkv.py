@@ -185,4 +185,5 @@ COPIED_HEADS_LINEAR = LayerKind(
     weight_delta,
     rows=every_row,
     with_complete_gradient=_with_complete_gradient,
+    is_linear=True,
 )

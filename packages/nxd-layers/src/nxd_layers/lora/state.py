@@ -46,15 +46,16 @@ def load_adapter(model: LoraModel, tensors: Mapping[str, Tensor]) -> None:
             model may be among them, and are filled as well.
 
     Raises:
-        ValueError: lists every tensor that is missing, that the model does not have, or of another shape.
+        ValueError: lists every tensor that is missing, that the model does not have, or of another shape; and those of
+            one tied parameter that differ.
         RuntimeError: the adapter is merged into the weights.
     """
     if model.is_merged:
         raise RuntimeError("the adapter is merged into the weights; unmerge() before loading another one")
-    parameters = dict(model.module.named_parameters())
+    parameters = dict(model.module.named_parameters(remove_duplicate=False))  # files have tied ones by both names
     known = {name: shape for name, p in parameters.items() for name, shape, _, _ in _boxes(name, p)}
     needed = {name for parameter in model.adapter_parameters().items() for name, _, _, _ in _boxes(*parameter)}
-    _check_fit(tensors, known, needed)
+    _check_fit(tensors, known, needed, _differing(tensors, parameters))
     for parameter_name, parameter in parameters.items():
         for name, _, local, logical in _boxes(parameter_name, parameter):
             if name in tensors:
@@ -103,7 +104,21 @@ def _logical_name(name: str, piece: ShardPiece) -> str:
     return ".".join([*name.split(".")[:-2], piece.name]) if piece.name else name
 
 
-def _check_fit(tensors: Mapping[str, Tensor], known: Mapping[str, tuple[int, ...]], needed: set[str]) -> None:
+def _differing(tensors: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> list[str]:
+    """Tied parameters of which there are tensors with other values; one would overwrite the other."""
+    names: dict[nn.Parameter, str] = {}
+    problems = []
+    for name, parameter in parameters.items():
+        if name in tensors:
+            first = names.setdefault(parameter, name)
+            if tensors[first].shape == tensors[name].shape and not torch.equal(tensors[first], tensors[name]):
+                problems.append(f"{first} and {name} are one tied parameter, and differ; untie them before wrapping")
+    return problems
+
+
+def _check_fit(
+    tensors: Mapping[str, Tensor], known: Mapping[str, tuple[int, ...]], needed: set[str], differing: list[str]
+) -> None:
     """All ranks raise alike: what one stage does not know may be another's, and what one rank has only padding of."""
     group = active_group("pp", "tp")
     missing = [f"{name} is missing" for name in sorted(needed - set(tensors))]
@@ -112,7 +127,7 @@ def _check_fit(tensors: Mapping[str, Tensor], known: Mapping[str, tuple[int, ...
         for name, tensor in tensors.items()
         if name in known and tuple(tensor.shape) != known[name]
     ]
-    views = all_gather_object((missing + shapes, set(known)), group)
+    views = all_gather_object((missing + shapes + differing, set(known)), group)
     anywhere = set().union(*(names for _, names in views))
     problems = list(dict.fromkeys(problem for found, _ in views for problem in found))
     problems += [f"the model has no {name}" for name in tensors if name not in anywhere]

@@ -3,6 +3,7 @@
 import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
@@ -18,6 +19,7 @@ from nxd_layers.lora.embedding import PARALLEL_EMBEDDING, PLAIN_EMBEDDING
 from nxd_layers.lora.expert_weights import EXPERT_WEIGHTS, expert_weights
 from nxd_layers.lora.linear import COLUMN_PARALLEL_LINEAR, PLAIN_LINEAR, ROW_PARALLEL_LINEAR, TRANSPOSED_LINEAR
 from nxd_layers.lora.qkv import COPIED_HEADS_LINEAR, QKV_LINEAR
+from nxd_layers.lora.subclasses import check_forward, kind_for_forward
 from nxd_layers.qkv_linear import GQAQKVColumnParallelLinear
 from nxd_layers.row_linear import RowParallelLinear
 
@@ -37,11 +39,10 @@ def kind_of(layer: nn.Module) -> LayerKind | None:
     """How a layer is adapted; None if it cannot be."""
     if isinstance(layer, NonDynamicallyQuantizableLinear):
         return None  # the output of nn.MultiheadAttention, which reads the weight and never calls the layer
-    if getattr(layer, "takes_no_adapter", False):
-        return None
     if is_conv1d(layer):
-        return TRANSPOSED_LINEAR
-    return next((kind for layer_class, kind in _KINDS if isinstance(layer, layer_class)), None)
+        return kind_for_forward(layer, TRANSPOSED_LINEAR)
+    kind = next((kind for layer_class, kind in _KINDS if isinstance(layer, layer_class)), None)
+    return None if kind is None else kind_for_forward(layer, kind)
 
 
 def kind_of_target(layer: nn.Module) -> LayerKind | None:
@@ -162,8 +163,7 @@ def _all_linear(module: nn.Module, names: Sequence[str], config: LoraConfig) -> 
             continue
         is_head = layer is head or (head is None and name.rpartition(".")[2] in _HEADS)
         kind = kind_of(layer)
-        is_linear = kind not in (None, PLAIN_CONV2D, PLAIN_EMBEDDING, PARALLEL_EMBEDDING) and len(kind.parts) == 1
-        if is_linear and not is_head:
+        if kind is not None and kind.is_linear and not is_head:
             chosen.append(name)
     chosen = [name for name in chosen if not is_saved_module(name, config)]
     if not chosen:
@@ -173,7 +173,12 @@ def _all_linear(module: nn.Module, names: Sequence[str], config: LoraConfig) -> 
 
 def is_saved_module(name: str, config: LoraConfig) -> bool:
     """Whether a module or a parameter is, or is in, one of `modules_to_save`."""
-    return any(f".{saved}." in f".{name}." for saved in config.modules_to_save or ())
+    return any(_is_in(saved, name) for saved in config.modules_to_save or ())
+
+
+def _is_in(saved: str, name: str) -> bool:
+    """Whether a name is, or lies in, one that ends in `saved`: "norm" means "input_layernorm", too, as in PEFT."""
+    return re.search(rf"{re.escape(saved)}(\.|$)", name) is not None
 
 
 def check_saved_modules(module: nn.Module, config: LoraConfig) -> None:
@@ -184,7 +189,7 @@ def check_saved_modules(module: nn.Module, config: LoraConfig) -> None:
     """
     named = dict(module.named_parameters(remove_duplicate=False))
     for saved in config.modules_to_save or ():
-        if not any(f".{saved}." in f".{name}." for name in named):
+        if not any(_is_in(saved, name) for name in named):
             last_parts = ", ".join(dict.fromkeys(name.split(".")[-2] for name in named if "." in name))
             raise ValueError(f"modules_to_save names {saved!r}, which this model has not; it has {last_parts}")
     trained = {id(parameter) for name, parameter in named.items() if is_saved_module(name, config)}
@@ -228,6 +233,7 @@ def _target_layers(module: nn.Module, config: LoraConfig) -> dict[str, tuple[str
         found_names = _all_linear(module, list(adaptable), config)
     else:
         found_names = match_targets(wanted, holders, others, _weights_by_name(module))
+        _check_others(module, wanted, adaptable)
     for target in found_names:
         if is_saved_module(target, config):
             raise ValueError(f"target_modules and modules_to_save both name {target}; leave it out of one of them")
@@ -238,10 +244,38 @@ def _target_layers(module: nn.Module, config: LoraConfig) -> dict[str, tuple[str
         layer = module.get_submodule(name)
         kind = kind_of(layer)
         assert kind is not None, f"{name} was found among the layers that can be adapted"
+        check_forward(name, layer, config)
         chosen[name] = tuple(part for part in kind.parts if part in found)
         if config.bias == "lora_only":
             kind.bias_names(layer, chosen[name])
     return chosen
+
+
+def _check_others(module: nn.Module, targets: Sequence[str] | str | None, adaptable: Mapping[str, Any]) -> None:
+    """Check that targets mean nothing that would be left out, beside layers that get adapters.
+
+    A module that holds such layers may be meant by a target, as may activations by a regular expression.
+
+    Raises:
+        ValueError: a target names a module that cannot have an adapter.
+    """
+    refused = []
+    for name, layer in module.named_modules():
+        if not name or name in adaptable or any(it.startswith(f"{name}.") for it in adaptable):
+            continue
+        if isinstance(targets, str):
+            has_own = any(True for _ in layer.parameters(recurse=False))
+            is_meant = has_own and re.fullmatch(targets, name) is not None
+        else:
+            is_meant = any(f".{name}".endswith(f".{target}") for target in targets or ())
+        if is_meant:
+            refused.append(f"{name} ({type(layer).__name__})")
+    if refused:
+        more = f" and {len(refused) - 3} more" if len(refused) > 3 else ""
+        raise ValueError(
+            f"target_modules={targets!r} also names {', '.join(refused[:3])}{more}, which LoRA cannot adapt; name the "
+            "layers that are to be adapted by longer parts of their names, or by a regular expression"
+        )
 
 
 def _layers_of_target_parameters(module: nn.Module, config: LoraConfig) -> dict[str, tuple[str, ...]]:
