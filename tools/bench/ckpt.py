@@ -1,6 +1,7 @@
 """Times and weighs saving and loading with nxd-ckpt beside the disk itself, torch's distributed checkpoint and others.
 
     python tools/bench/ckpt.py [--rounds 5] [--mebibytes 1024] [--folder DIR] [--only WORD] [--many]
+    python tools/bench/ckpt.py --kept 100
 
 Two processes share a state of that size in 16 row-sharded float32 tensors; with `--many`, eight share 10,000 tensors of
 32 KiB. Takes about a minute and a half per round, two with `--many`, needs four times the size on the disk, and leaves
@@ -13,6 +14,8 @@ processes that save in the background, once these have been started. The memory 
 as much as the tensors, was taken in the round that warms up. What is written is durable when the clock stops, unless
 the name says "call" or "step may begin". For loads named cold the files' pages have been dropped from the system's
 cache.
+
+With `--kept`, instead, what calls cost that look through a folder of so many checkpoints; it takes two minutes for 100.
 """
 
 import argparse
@@ -27,6 +30,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from checkpoint_turns.kept import measure_kept
 from checkpoint_turns.measuring import Measurement, measure, of_ranks
 from checkpoint_turns.turn import Size, Turn
 from checkpoint_turns.variants import INCREMENTAL, MANY_TENSORS, VARIANTS, Variant
@@ -123,11 +127,15 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where to write; default: the system's folder for temporary files")
     parser.add_argument("--only", default="", help="variants with this word in their name; for loads also a save")
     parser.add_argument("--many", action="store_true", help="eight ranks with 10,000 tensors")
+    parser.add_argument("--kept", type=int, metavar="N", help="calls that look through N checkpoints of 2,000 tensors")
     arguments = parser.parse_args()
     if arguments.rounds < 1:
         parser.error(f"--rounds {arguments.rounds} measures nothing; take 1 or more")
     folder = Path(tempfile.mkdtemp(dir=arguments.folder))
     try:
+        if arguments.kept:
+            print("\n".join(measure_kept(folder, arguments.kept)))
+            return
         print(report(arguments, measure_rounds(arguments, folder)))
     finally:
         shutil.rmtree(folder)

@@ -1,9 +1,13 @@
+import hashlib
+import json
 import os
 import time
 
 import pytest
 import torch
-from nxd_ckpt import CheckpointError, delete, latest, list_checkpoints, load, open_checkpoint, retain, save
+from nxd_ckpt import CheckpointError, delete, gc, latest, list_checkpoints, load, open_checkpoint, retain, save
+from nxd_ckpt.stores import heads
+from nxd_ckpt.stores.posix import PosixStore
 
 
 def save_steps(root, *steps):
@@ -32,6 +36,65 @@ def test_list_checkpoints_same_or_no_step_orders_by_commit_time(tmp_path, monkey
         save(tmp_path, tag, {}, step=step)
 
     assert tags(tmp_path) == ["late", "later", "b", "a", "d"]
+
+
+@pytest.mark.parametrize("store", ["folder", "memory"])
+@pytest.mark.parametrize("clock", [(2e9, 1e9, 1e9 - 1), (1e9, 1e9, 1e9), (9e18, 1e9, 1e9)], ids=str)
+def test_commit_is_newer_than_all_before_it_whatever_the_clock_says(tmp_path, monkeypatch, store, clock):
+    root = tmp_path if store == "folder" else f"memory://{tmp_path.name}"
+    for tag, now in zip(["z", "b", "a"], clock, strict=True):
+        monkeypatch.setattr(time, "time", lambda now=now: now)
+        save(root, tag, {"w": torch.ones(2)})
+
+    assert tags(root) == ["z", "b", "a"]
+    save(root, "z", {"w": torch.ones(2)}, overwrite=True)
+    assert latest(root).tag == "z"
+    assert retain(root, keep_last=1) == ["b", "a"]
+    assert open_checkpoint(root).tag == "z"
+
+
+def test_looking_through_a_folder_reads_whole_manifests_of_the_newest_and_the_removed_alone(tmp_path, monkeypatch):
+    save_steps(tmp_path, *range(1, 9))
+    read_whole = PosixStore.read_manifest
+    read = []
+
+    def noted(self, tag):
+        read.append(tag)
+        return read_whole(self, tag)
+
+    monkeypatch.setattr(PosixStore, "read_manifest", noted)
+
+    def read_by(call):
+        read.clear()
+        call()
+        return set(read)
+
+    assert read_by(lambda: latest(tmp_path)) == {"step-8"}
+    assert read_by(lambda: list_checkpoints(tmp_path)) == {"step-8"}
+    assert read_by(lambda: open_checkpoint(tmp_path)) == {"step-8"}
+    assert read_by(lambda: save_steps(tmp_path, 9)) == set()
+    assert read_by(lambda: delete(tmp_path, "step-9")) == set()
+    assert read_by(lambda: gc(tmp_path)) == set()
+    assert read_by(lambda: retain(tmp_path, keep_last=2, keep_every=2)) == {f"step-{n}" for n in (1, 3, 5, 7, 8)}
+
+
+@pytest.mark.parametrize("kind", ["of an earlier version", "with a long first line"])
+def test_manifests_whose_beginning_does_not_suffice_are_listed_alike(tmp_path, monkeypatch, kind):
+    save_steps(tmp_path, 2, 1, 3)
+    for tag in ("step-1", "step-3"):
+        path = tmp_path / tag / "manifest.json"
+        if kind == "of an earlier version":
+            content = {**json.loads(path.read_bytes()), "digest": "0" * 64}
+            for name in ("head_digest", "bytes_after_head", "metrics"):
+                del content[name]
+            text = json.dumps(content, separators=(",", ":")).encode()
+            path.write_bytes(text.replace(b"0" * 64, hashlib.sha256(text).hexdigest().encode(), 1))
+    if kind == "with a long first line":
+        monkeypatch.setattr(heads, "HEAD_BYTES", 300)
+
+    assert tags(tmp_path) == ["step-1", "step-2", "step-3"]
+    assert retain(tmp_path, keep_last=1) == ["step-1", "step-2"]
+    assert open_checkpoint(tmp_path).read("w").tolist() == [3.0] * 4
 
 
 def test_list_checkpoints_tells_what_the_manifest_says(tmp_path):

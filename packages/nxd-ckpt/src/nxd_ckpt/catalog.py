@@ -1,18 +1,23 @@
 """Lists the checkpoints of a folder, oldest first.
 
 Order comes from the step, the commit time and the save id in the manifests, never from file times or from the hint
-LATEST. A folder without a whole manifest is not a checkpoint: it is neither listed nor counted.
+LATEST. A folder without a whole manifest is not a checkpoint: it is neither listed nor counted. Of each manifest only
+the first line is read, whatever the checkpoint holds; of the newest the whole text is compared with its digest, too.
 """
 
+import math
 import os
+import time
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 from nxd_ckpt.errors import CheckpointError
-from nxd_ckpt.manifest import Manifest, decode
-from nxd_ckpt.stores import Store, check_tag, open_store
+from nxd_ckpt.manifest import Manifest, ManifestHead, check_digest
+from nxd_ckpt.stores import Store, check_tag, heads, open_store
+
+_LATEST_TIME = math.nextafter(2.0**63, 0)  # that a manifest can hold
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +48,7 @@ class CheckpointInfo:
 def list_checkpoints(path: "str | os.PathLike[str]") -> list[CheckpointInfo]:
     """The complete checkpoints in a folder, oldest first; those without a step come before those with one.
 
-    A damaged manifest is skipped with a warning.
+    A damaged manifest is skipped with a warning. Of all but the newest only the first line and the size are looked at.
     """
     return _list(open_store(path))
 
@@ -64,8 +69,19 @@ def latest(path: "str | os.PathLike[str]") -> CheckpointInfo | None:
 
 def newest_readable(store: Store) -> tuple[str, Manifest] | None:
     """Tag and manifest of the newest checkpoint whose manifest can be read, None if there is none."""
-    found, _ = _manifests(store)
-    return found[-1] if found else None
+    found, _ = heads.read_heads(store)
+    for tag, _ in reversed(found):
+        with suppress(CheckpointError, FileNotFoundError):
+            return tag, heads.read_manifest(store, tag)
+    return None
+
+
+def next_commit_time(store: Store) -> float:
+    """When a commit takes place: now, but after every commit in the folder, also if the clock was set back since."""
+    found, _ = heads.read_heads(store)
+    last = max((head.committed_at for _, head in found), default=-math.inf)
+    now = time.time()
+    return now if now > last else min(math.nextafter(last, math.inf), _LATEST_TIME)
 
 
 def read_manifest(store: Store, tag: str) -> Manifest:
@@ -75,10 +91,22 @@ def read_manifest(store: Store, tag: str) -> Manifest:
         CheckpointError: there is none, or it is damaged.
     """
     try:
-        return _read_manifest(store, tag)
+        return heads.read_manifest(store, tag)
     except FileNotFoundError:
-        there = ", ".join(store.tags()) or "none"
-        raise CheckpointError(f"there is no checkpoint {tag!r} in {store.location}; there are: {there}") from None
+        raise _is_not_there(store, tag) from None
+
+
+def read_head(store: Store, tag: str) -> ManifestHead:
+    """Reads and checks the first line of one checkpoint's manifest; raises as `read_manifest`."""
+    try:
+        return heads.read_head(store, tag)
+    except FileNotFoundError:
+        raise _is_not_there(store, tag) from None
+
+
+def _is_not_there(store: Store, tag: str) -> CheckpointError:
+    there = ", ".join(store.tags()) or "none"
+    return CheckpointError(f"there is no checkpoint {tag!r} in {store.location}; there are: {there}")
 
 
 def find_tag(store: Store, tag: str | None) -> str:
@@ -114,55 +142,31 @@ def _list(store: Store) -> list[CheckpointInfo]:
     return checkpoints
 
 
-def _manifests(store: Store) -> tuple[list[tuple[str, Manifest]], list[str]]:
-    """Tags and manifests, oldest first, and why others cannot be used; those deleted meanwhile are neither."""
-    found: list[tuple[str, Manifest]] = []
-    problems: list[str] = []
-    for tag in store.tags():
+def _survey(store: Store) -> tuple[list[CheckpointInfo], list[str]]:
+    """The complete checkpoints, oldest first, and why others are not; the whole manifest of the newest is intact."""
+    found, problems = heads.read_heads(store)
+    while found:
+        tag = found[-1][0]
         try:
-            found.append((tag, _read_manifest(store, tag)))
-        except FileNotFoundError:
-            continue
+            check_digest(heads.read_text(store, tag), store.where(tag))
+            break
+        except FileNotFoundError:  # deleted meanwhile
+            pass
         except CheckpointError as error:
             problems.append(str(error))
-    found.sort(key=lambda item: item[1].order)
-    return found, problems
-
-
-def _survey(store: Store) -> tuple[list[CheckpointInfo], list[str]]:
-    """The complete checkpoints, oldest first, and why others are not."""
-    found, problems = _manifests(store)
+        found.pop()
     pinned = store.pinned()
     checkpoints = [
         CheckpointInfo(
             tag=tag,
-            step=it.step,
-            save_id=it.save_id,
-            committed_at=it.committed_at,
-            world_size=it.world_size,
-            num_bytes=sum(it.own_files.values()),
-            metrics=_metrics(it.objects),
+            step=head.step,
+            save_id=head.save_id,
+            committed_at=head.committed_at,
+            world_size=head.world_size,
+            num_bytes=sum(head.own_files.values()),
+            metrics=head.metrics,
             pinned=tag in pinned,
         )
-        for tag, it in found
+        for tag, head in found
     ]
     return checkpoints, problems
-
-
-def _read_manifest(store: Store, tag: str) -> Manifest:
-    source = store.where(tag)
-    try:
-        content = store.read_manifest(tag)
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise CheckpointError(f"{source} cannot be read: {error}") from error
-    return decode(content, source)
-
-
-def _metrics(objects: Any) -> dict[str, float]:
-    metrics = objects.get("metrics") if isinstance(objects, dict) else None
-    numbers = metrics.items() if isinstance(metrics, dict) else ()
-    return {
-        name: value for name, value in numbers if type(value) is float or (type(value) is int and abs(value) < 2**53)
-    }

@@ -14,7 +14,7 @@ import torch
 import xxhash
 
 from nxd_ckpt.boxes import Box
-from nxd_ckpt.catalog import newest_readable, read_manifest
+from nxd_ckpt.catalog import newest_readable, read_head
 from nxd_ckpt.checksums import BlockHasher
 from nxd_ckpt.coordinator import Coordinator, gather_from_every_rank, on_rank_zero
 from nxd_ckpt.errors import CheckpointError
@@ -60,7 +60,7 @@ class Base:
         """
         transaction.hold(self.files)
         try:
-            if read_manifest(store, self.tag).save_id != self.save_id:
+            if read_head(store, self.tag).save_id != self.save_id:
                 raise CheckpointError("it was overwritten")
             self.check_files(store)
         except CheckpointError as error:

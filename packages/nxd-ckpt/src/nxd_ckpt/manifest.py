@@ -61,6 +61,8 @@ _XXH128 = re.compile(r"[0-9a-f]{32}")
 _FILE_ANYWHERE = re.compile(_FILE.pattern.encode())
 _DIGEST_FIELD = re.compile(rb'"digest":"([0-9a-f]{64})"')
 _NO_DIGEST = b'"digest":"' + b"0" * 64 + b'"'
+_HEAD_DIGEST_FIELD = re.compile(rb'"head_digest":"([0-9a-f]{64})"')
+_NO_HEAD_DIGEST = b'"head_digest":"' + b"0" * 64 + b'"'
 
 
 class Chunk(NamedTuple):
@@ -101,6 +103,32 @@ class HeaderEntry(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class ManifestHead:
+    """What the first line of a manifest says: enough to order, keep and delete a checkpoint.
+
+    Attributes are as of `Manifest`; `metrics` are the numbers in `objects["metrics"]`, by name.
+    """
+
+    save_id: str
+    step: int | None
+    committed_at: float
+    world_size: int
+    files: Mapping[str, int]
+    references: Mapping[str, str]
+    metrics: Mapping[str, float]
+
+    @property
+    def order(self) -> tuple[int, float, str]:
+        """Sort key from old to new; checkpoints without a step come before those with one."""
+        return (-1 if self.step is None else self.step, self.committed_at, self.save_id)
+
+    @property
+    def own_files(self) -> dict[str, int]:
+        """Those of `files` that lie with this checkpoint."""
+        return {file: size for file, size in self.files.items() if file not in self.references}
+
+
+@dataclass(frozen=True, slots=True)
 class Manifest:
     """The complete description of one checkpoint.
 
@@ -123,14 +151,22 @@ class Manifest:
     references: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def order(self) -> tuple[int, float, str]:
-        """Sort key from old to new; checkpoints without a step come before those with one."""
-        return (-1 if self.step is None else self.step, self.committed_at, self.save_id)
+    def head(self) -> ManifestHead:
+        """The part of it that its first line holds."""
+        return ManifestHead(
+            save_id=self.save_id,
+            step=self.step,
+            committed_at=self.committed_at,
+            world_size=self.world_size,
+            files=self.files,
+            references=self.references,
+            metrics=_metrics_of(self.objects),
+        )
 
     @property
     def own_files(self) -> dict[str, int]:
         """Those of `files` that lie with this checkpoint."""
-        return {file: size for file, size in self.files.items() if file not in self.references}
+        return self.head.own_files
 
 
 def data_file_name(save_id: str, writer: int, number: int = 0) -> str:
@@ -167,37 +203,99 @@ def is_possible_shape(shape: Sequence[int], itemsize: int) -> bool:
 
 
 def encode(manifest: Manifest) -> bytes:
-    """The manifest as JSON text. Its digest is the sha256 of that text with the digest's digits all zero.
+    """The manifest as JSON text, in two lines: what `decode_head` reads, and all else.
+
+    Its digest is the sha256 of that text with the digest's digits all zero. The first line has one of its own.
 
     Raises:
         CheckpointError: it is larger than `decode`'s callers take.
     """
     content = {
-        "digest": "0" * 64,
-        "format": FORMAT,
-        "version": VERSION_WITH_REFERENCES if manifest.references else VERSION_ALONE,
-        "save_id": manifest.save_id,
-        "step": manifest.step,
-        "committed_at": manifest.committed_at,
-        "world_size": manifest.world_size,
         "mesh": manifest.mesh,
         "objects": manifest.objects,
         "rank_objects": {str(rank): value for rank, value in manifest.rank_objects.items()},
-        "files": dict(manifest.files),
         "headers": {
             file: {"bytes": header.num_bytes, "xxh3": header.hashes} for file, header in manifest.headers.items()
         },
         "extra": {name: {"file": entry.file, "xxh3": entry.hashes} for name, entry in manifest.extra.items()},
         "tensors": {name: _tensor_to_json(entry) for name, entry in manifest.tensors.items()},
     }
-    if manifest.references:
-        content["references"] = dict(manifest.references)
-    text = json.dumps(content, separators=(",", ":")).encode("ascii")
+    rest = _as_json(content)[1:]
+    text = _first_line(manifest.head, len(rest)) + rest
     if len(text) > MAX_MANIFEST_BYTES:
         raise CheckpointError(
             f"the manifest has {len(text)} bytes, but may have {MAX_MANIFEST_BYTES}; pass large objects as extra files"
         )
     return text.replace(_NO_DIGEST, b'"digest":"' + hashlib.sha256(text).hexdigest().encode() + b'"', 1)
+
+
+def _first_line(head: ManifestHead, num_bytes_after: int) -> bytes:
+    """With the digest of this line, and room for that of the whole text."""
+    content = {
+        "digest": "0" * 64,
+        "format": FORMAT,
+        "version": VERSION_WITH_REFERENCES if head.references else VERSION_ALONE,
+        "head_digest": "0" * 64,
+        "bytes_after_head": num_bytes_after,
+        "save_id": head.save_id,
+        "step": head.step,
+        "committed_at": head.committed_at,
+        "world_size": head.world_size,
+        "metrics": head.metrics,
+        "files": dict(head.files),
+    }
+    if head.references:
+        content["references"] = dict(head.references)
+    line = _as_json(content)[:-1] + b",\n"
+    digest = hashlib.sha256(line).hexdigest().encode()
+    return line.replace(_NO_HEAD_DIGEST, b'"head_digest":"' + digest + b'"', 1)
+
+
+def _as_json(content: Mapping[str, Any]) -> bytes:
+    return json.dumps(content, separators=(",", ":")).encode("ascii")
+
+
+def decode_head(text: bytes, num_bytes: int | None) -> ManifestHead | None:
+    """Reads the first line of a manifest.
+
+    Args:
+        text: the beginning of the file.
+        num_bytes: the size of the file, None if it is not known.
+
+    Returns:
+        None if that is not enough: the line goes on, the manifest is an older one that has no such line, or it is
+        damaged. `decode` can tell.
+    """
+    line, _, _ = text.partition(b"\n")
+    digest = _HEAD_DIGEST_FIELD.search(line, 0, 256)
+    if digest is None or len(line) == len(text):
+        return None
+    blank = _HEAD_DIGEST_FIELD.sub(_NO_HEAD_DIGEST, _DIGEST_FIELD.sub(_NO_DIGEST, line, count=1), count=1) + b"\n"
+    if hashlib.sha256(blank).hexdigest().encode() != digest[1]:
+        return None
+    try:
+        content = json.loads(line.removesuffix(b",") + b"}", object_pairs_hook=_without_repeats)
+        _check_version(content)
+        if num_bytes not in (None, len(line) + 1 + content["bytes_after_head"]):
+            return None
+        return _head_from_json(content, _metrics_of(content))
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError):
+        return None
+
+
+def check_digest(text: bytes, source: str) -> None:
+    """Compares a whole manifest with its digest.
+
+    Raises:
+        CheckpointError: it does not match.
+    """
+    digest = _DIGEST_FIELD.search(text, 0, 128)
+    if digest is None:
+        raise CheckpointError(f"{source} is not an nxd-ckpt manifest, or its beginning is damaged")
+    hashed = hashlib.sha256(text[: digest.start()] + _NO_DIGEST)
+    hashed.update(memoryview(text)[digest.end() :])
+    if hashed.hexdigest().encode() != digest[1]:
+        raise CheckpointError(f"{source} is damaged: its content does not match its digest; use another checkpoint")
 
 
 def decode(text: bytes, source: str) -> Manifest:
@@ -210,20 +308,11 @@ def decode(text: bytes, source: str) -> Manifest:
     Raises:
         CheckpointError: the text is damaged, of another version, or says something impossible.
     """
-    digest = _DIGEST_FIELD.search(text, 0, 128)
-    if digest is None:
-        raise CheckpointError(f"{source} is not an nxd-ckpt manifest, or its beginning is damaged")
-    if hashlib.sha256(_DIGEST_FIELD.sub(_NO_DIGEST, text, count=1)).hexdigest().encode() != digest[1]:
-        raise CheckpointError(f"{source} is damaged: its content does not match its digest; use another checkpoint")
+    check_digest(text, source)
     try:
         with gc_paused():
             content = json.loads(text, object_pairs_hook=_without_repeats)
-        _expect(content["format"] == FORMAT, f"format {content['format']!r}, expected {FORMAT!r}")
-        _expect(
-            content["version"] in (VERSION_ALONE, VERSION_WITH_REFERENCES),
-            f"format version {content['version']!r}, but this nxd-ckpt reads {VERSION_ALONE} and "
-            f"{VERSION_WITH_REFERENCES}; upgrade nxd-ckpt",
-        )
+        _check_version(content)
         with gc_paused():
             return _manifest_from_json(content)
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
@@ -245,7 +334,16 @@ def _tensor_to_json(entry: TensorEntry) -> dict[str, Any]:
     return {"dtype": entry.dtype, "shape": entry.global_shape, "chunks": chunks}
 
 
-def _manifest_from_json(content: dict[str, Any]) -> Manifest:
+def _check_version(content: dict[str, Any]) -> None:
+    _expect(content["format"] == FORMAT, f"format {content['format']!r}, expected {FORMAT!r}")
+    _expect(
+        content["version"] in (VERSION_ALONE, VERSION_WITH_REFERENCES),
+        f"format version {content['version']!r}, but this nxd-ckpt reads {VERSION_ALONE} and "
+        f"{VERSION_WITH_REFERENCES}; upgrade nxd-ckpt",
+    )
+
+
+def _head_from_json(content: dict[str, Any], metrics: Mapping[str, float]) -> ManifestHead:
     save_id, step, committed_at = content["save_id"], content["step"], content["committed_at"]
     _expect(isinstance(save_id, str) and _SAVE_ID.fullmatch(save_id) is not None, f"save_id {save_id!r}")
     _expect(step is None or _is_size(step), f"step {step!r}")
@@ -255,17 +353,30 @@ def _manifest_from_json(content: dict[str, Any]) -> Manifest:
     for name, size in files.items():
         _expect(is_file_name(name), f"data file name {name!r}")
         _expect(_is_size(size), f"size {size!r} of {name}")
-    all_bytes = sum(files.values())
+    return ManifestHead(
+        save_id=save_id,
+        step=step,
+        committed_at=float(committed_at),
+        world_size=content["world_size"],
+        files=files,
+        references=_references_from_json(content, files),
+        metrics=metrics,
+    )
+
+
+def _manifest_from_json(content: dict[str, Any]) -> Manifest:
+    head = _head_from_json(content, {})
+    files, all_bytes = head.files, sum(head.files.values())
     for name in ("mesh", "objects"):
         check_json(content[name], name)
     for rank, value in content["rank_objects"].items():
         _expect(_RANK.fullmatch(rank) is not None, f"rank_objects of rank {rank!r}")
         check_json(value, f"rank_objects[{rank}]")
     return Manifest(
-        save_id=save_id,
-        step=step,
-        committed_at=float(committed_at),
-        world_size=content["world_size"],
+        save_id=head.save_id,
+        step=head.step,
+        committed_at=head.committed_at,
+        world_size=head.world_size,
         mesh=content["mesh"],
         files=files,
         tensors={name: _tensor_from_json(name, entry, files, all_bytes) for name, entry in content["tensors"].items()},
@@ -273,8 +384,16 @@ def _manifest_from_json(content: dict[str, Any]) -> Manifest:
         objects=content["objects"],
         rank_objects={int(rank): value for rank, value in content["rank_objects"].items()},
         headers={file: _header_from_json(file, entry, files) for file, entry in content.get("headers", {}).items()},
-        references=_references_from_json(content, files),
+        references=head.references,
     )
+
+
+def _metrics_of(objects: Any) -> dict[str, float]:
+    metrics = objects.get("metrics") if isinstance(objects, dict) else None
+    numbers = metrics.items() if isinstance(metrics, dict) else ()
+    return {
+        name: value for name, value in numbers if type(value) is float or (type(value) is int and abs(value) < 2**53)
+    }
 
 
 def _tensor_from_json(name: str, entry: dict[str, Any], files: Mapping[str, int], all_bytes: int) -> TensorEntry:

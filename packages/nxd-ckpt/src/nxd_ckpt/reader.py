@@ -25,6 +25,7 @@ from nxd_ckpt.plan import PlannedRead, plan_read
 from nxd_ckpt.read_pieces import Read, Transfer, reads_of_chunk, reads_to_verify, with_overlaps
 from nxd_ckpt.sharded_tensor import Shard
 from nxd_ckpt.stores import Piece, Store, open_store
+from nxd_ckpt.stores.heads import check_files
 
 # Small reads are gathered until they are worth a system call or a request, and all of them until then are in memory.
 _CALL_BYTES = 2**21  # that fit into a processor's cache until they are hashed
@@ -270,23 +271,7 @@ class Checkpoint:
                 yield last.result()
 
     def _check_sizes(self, files: Iterable[str]) -> None:
-        problems = []
-        for file in files:
-            where, expected = self.where(file), self.manifest.files[file]
-            try:
-                found = self._store.file_size(self._tag_of(file), file)
-            except FileNotFoundError:
-                owner = self.manifest.references.get(file)
-                whose = "" if owner is None else f"; checkpoint {self.tag!r} references it in {owner!r}"
-                problems.append(f"data file {where} is missing{whose}")
-                continue
-            except OSError as error:
-                problems.append(f"data file {where} cannot be read: {error}")
-                continue
-            if found != expected:
-                problems.append(f"data file {where} has {found} bytes, expected {expected}")
-        if problems:
-            raise CheckpointError("; ".join(problems))
+        check_files(self._store, self.tag, self.manifest, files)
 
     def _info(self, name: str) -> TensorInfo:
         if not isinstance(name, str) or name not in self.tensors:

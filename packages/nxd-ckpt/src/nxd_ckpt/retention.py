@@ -8,13 +8,15 @@ import math
 import os
 import warnings
 from collections.abc import Sequence
+from itertools import islice
 from typing import Literal
 
 from nxd_ckpt.arguments import check_flags
-from nxd_ckpt.catalog import CheckpointInfo, list_checkpoints, read_manifest
+from nxd_ckpt.catalog import CheckpointInfo, list_checkpoints, read_head
 from nxd_ckpt.errors import CheckpointError
-from nxd_ckpt.reader import open_checkpoint
+from nxd_ckpt.manifest import check_digest
 from nxd_ckpt.stores import Garbage, Store, check_tag, open_store
+from nxd_ckpt.stores.heads import check_files, read_text
 
 DEAD_AFTER = 86_400.0
 
@@ -27,7 +29,7 @@ def delete(path: "str | os.PathLike[str]", tag: str) -> None:
         CheckpointError: there is no such checkpoint, the folder is not one, or it is pinned.
     """
     store = open_store(path)
-    read_manifest(store, check_tag(tag))
+    read_head(store, check_tag(tag))
     if tag in store.pinned():
         raise CheckpointError(f"checkpoint {tag!r} in {store.location} is pinned; unpin it first")
     try:
@@ -44,7 +46,7 @@ def pin(path: "str | os.PathLike[str]", tag: str) -> None:
         CheckpointError: there is no such checkpoint.
     """
     store = open_store(path)
-    read_manifest(store, check_tag(tag))
+    read_head(store, check_tag(tag))
     store.set_pinned(tag, to=True)
 
 
@@ -86,15 +88,23 @@ def retain(
         ValueError: a rule makes no sense, or would remove the newest checkpoint.
     """
     _check_rules(keep_last, keep_every, keep_best, metric, best)
-    checkpoints = [info for info in list_checkpoints(path) if _is_complete(path, info)]
-    kept = {info.tag for info in checkpoints[-keep_last:]}
+    store, checkpoints = open_store(path), list_checkpoints(path)
+    judged: dict[str, bool] = {}
+
+    def is_complete(info: CheckpointInfo) -> bool:
+        if info.tag not in judged:
+            judged[info.tag] = _is_complete(store, info.tag)
+        return judged[info.tag]
+
+    kept = {info.tag for info in islice(filter(is_complete, reversed(checkpoints)), keep_last)}
     kept |= {info.tag for info in checkpoints if info.pinned}
     if keep_every is not None:
         kept |= {info.tag for info in checkpoints if info.step is not None and info.step % keep_every == 0}
     if metric is not None:
-        kept |= {info.tag for info in _best(checkpoints, metric, highest=best == "highest")[:keep_best]}
-    doomed = [info for info in checkpoints if info.tag not in kept]
-    return [info.tag for info in doomed if _delete_if_unchanged(open_store(path), info)]
+        ranked = _best(checkpoints, metric, highest=best == "highest")
+        kept |= {info.tag for info in islice(filter(is_complete, ranked), keep_best)}
+    doomed = [info for info in checkpoints if info.tag not in kept and is_complete(info)]
+    return [info.tag for info in doomed if _delete_if_unchanged(store, info)]
 
 
 def gc(path: "str | os.PathLike[str]", *, dry_run: bool = False, dead_after: float = DEAD_AFTER) -> list[Garbage]:
@@ -136,11 +146,14 @@ def _check_rules(keep_last: int, keep_every: int | None, keep_best: int, metric:
         raise ValueError(f"best={best!r} is neither 'lowest' nor 'highest'")
 
 
-def _is_complete(path: "str | os.PathLike[str]", info: CheckpointInfo) -> bool:
+def _is_complete(store: Store, tag: str) -> bool:
+    """Whether its manifest and the sizes of its files are right; says so where they are not."""
     try:
-        open_checkpoint(path, info.tag).check_files()
-    except CheckpointError as error:
-        warnings.warn(f"skipping a checkpoint that is not complete: {error}", stacklevel=3)
+        head = read_head(store, tag)
+        check_digest(read_text(store, tag), store.where(tag))
+        check_files(store, tag, head, head.files)
+    except (CheckpointError, FileNotFoundError) as error:
+        warnings.warn(f"skipping a checkpoint that is not complete: {error}", stacklevel=4)
         return False
     return True
 
@@ -148,7 +161,7 @@ def _is_complete(path: "str | os.PathLike[str]", info: CheckpointInfo) -> bool:
 def _delete_if_unchanged(store: Store, info: CheckpointInfo) -> bool:
     """Leaves alone what was overwritten since it was judged: it may be the newest now."""
     try:
-        if read_manifest(store, info.tag).save_id != info.save_id:
+        if read_head(store, info.tag).save_id != info.save_id:
             return False
         store.delete(info.tag)
     except (CheckpointError, FileNotFoundError):  # another process has deleted it

@@ -1,7 +1,6 @@
 """`save`: prepare, write, commit, each step agreed on by all ranks before the next begins."""
 
 import os
-import time
 from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -12,6 +11,7 @@ from nxd_ckpt import replicas
 from nxd_ckpt.arguments import check_timeout, default_timeout
 from nxd_ckpt.asynchronous.pending import wait_for_saves
 from nxd_ckpt.boxes import Box
+from nxd_ckpt.catalog import next_commit_time
 from nxd_ckpt.checksums import hashes_of
 from nxd_ckpt.coordinator import (
     Coordinator,
@@ -191,7 +191,7 @@ def _commit(task: SaveTask, written: list[_Written]) -> None:
     manifest = Manifest(
         save_id=task.save_id,
         step=options.step,
-        committed_at=time.time(),
+        committed_at=next_commit_time(open_store(task.location)),
         world_size=len(written),
         mesh=options.mesh,
         files=files,

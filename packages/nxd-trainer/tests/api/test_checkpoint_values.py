@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import time
 
 import pytest
 import torch
@@ -150,6 +151,18 @@ def test_script_that_resumes_by_itself_begins_where_nothing_is_saved_yet(tmp_pat
     assert torch.equal(model.weight, before)
     assert "no complete checkpoint in" in caplog.text
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("step", [None, 7])
+def test_num_kept_ckpts_keeps_what_was_saved_last_whatever_clock_and_steps_say(tmp_path, monkeypatch, step):
+    save(tmp_path, "train", {}, step=step)
+    monkeypatch.setattr(time, "time", lambda: 1e9)
+
+    for tag in ("b", "a"):
+        save_checkpoint(tmp_path, tag, user_content=tag, num_kept_ckpts=1)
+
+        assert tags(tmp_path) == [tag]
+        assert load_checkpoint(tmp_path) == tag
 
 
 @pytest.mark.parametrize(("kept", "expected"), [(None, "abcd"), (-1, "abcd"), (2, "acd"), (1, "ad")])

@@ -8,7 +8,7 @@ on every host, and is written last: a checkpoint is there as soon as one host ha
 """
 
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
 from urllib.parse import parse_qs
 
@@ -105,6 +105,15 @@ class PeerStore:
         """See `Store.tags`: of all hosts that are left."""
         names = {name for _, files in self.listings() for name in files if name.endswith(f"/{MANIFEST_NAME}")}
         return sorted(tag for tag in {name.partition("/")[0] for name in names} if is_tag(tag))
+
+    def beginnings(self, num_bytes: int) -> Iterator[tuple[str, bytes, int | None]]:
+        """See `Store.beginnings`: whole, as hosts may differ in it, and there are few."""
+        for tag in self.tags():
+            try:
+                text = self.read_manifest(tag)
+                yield tag, text, len(text)
+            except (OSError, CheckpointError):
+                yield tag, b"", None
 
     def read_manifest(self, tag: str) -> bytes:
         """See `Store.read_manifest`. Where a save that died has reached some hosts only, the newer one."""

@@ -17,8 +17,9 @@ from datetime import UTC, datetime, timedelta
 import fsspec
 
 from nxd_ckpt.errors import CheckpointError
-from nxd_ckpt.manifest import FILE_FOLDERS, MANIFEST_NAME, MAX_MANIFEST_BYTES, decode, file_names_in, is_file_name
+from nxd_ckpt.manifest import FILE_FOLDERS, MANIFEST_NAME, MAX_MANIFEST_BYTES, file_names_in, is_file_name
 from nxd_ckpt.stores.fsspec_objects import os_errors, protocols_of, put_if_unchanged, upload, version_of
+from nxd_ckpt.stores.heads import read_head
 from nxd_ckpt.stores.in_use import by_place, files_in_use, places_of
 from nxd_ckpt.stores.interface import Capabilities, Garbage, Piece
 from nxd_ckpt.tags import is_tag
@@ -32,6 +33,7 @@ _UNSAFE_IN_KEYS = re.compile(r"[*?\[\]{}#%\"<>|^~`]|::")
 
 _REQUEST_BYTES = 16 * 2**20
 _PARALLEL_REQUESTS = 8
+_PARALLEL_HEADS = 64
 _MAX_GAP = 64 * 2**10  # reading these bytes along is faster than another request
 
 
@@ -84,6 +86,18 @@ class FsspecStore:
         """See `Store.tags`."""
         return [tag for tag in self._folders() if self._has_manifest(tag)]
 
+    def beginnings(self, num_bytes: int) -> Iterator[tuple[str, bytes, int | None]]:
+        """See `Store.beginnings`: several at a time."""
+        tags = self._folders()
+        for first in range(0, len(tags), _PARALLEL_HEADS):
+            group = tags[first : first + _PARALLEL_HEADS]
+            keys = [self.key(tag) for tag in group]
+            with os_errors():
+                contents = self.fs.cat_ranges(keys, [0] * len(keys), [num_bytes] * len(keys), on_error="return")
+            for tag, content in zip(group, contents, strict=True):
+                if not isinstance(content, FileNotFoundError):
+                    yield tag, b"" if isinstance(content, Exception) else bytes(content), None
+
     def read_manifest(self, tag: str) -> bytes:
         """See `Store.read_manifest`."""
         if self.file_size(tag, MANIFEST_NAME) > MAX_MANIFEST_BYTES:
@@ -121,7 +135,7 @@ class FsspecStore:
 
     def delete(self, tag: str) -> None:
         """See `Store.delete`: the manifest, then those files it spoke of that nobody else references."""
-        places = places_of(decode(self.read_manifest(tag), self.where(tag)), tag)
+        places = places_of(read_head(self, tag), tag)
         with os_errors():
             self.fs.rm_file(self.key(tag))
         self.remove_unused(places)
@@ -237,7 +251,7 @@ class FsspecStore:
     def _unknown(self, tag: str, files: Collection[str]) -> list[str]:
         """Those of the files that no manifest speaks of; none where the manifest is damaged."""
         try:
-            known = decode(self.read_manifest(tag), self.where(tag)).files
+            known = read_head(self, tag).files
         except FileNotFoundError:
             return list(files)
         except CheckpointError:
@@ -345,7 +359,6 @@ class FsspecSave:
         if self._seen is None:
             return {}
         try:
-            replaced = decode(self._store.read_manifest(self._tag), self._store.where(self._tag))
-            return places_of(replaced, self._tag)
+            return places_of(read_head(self._store, self._tag), self._tag)
         except (CheckpointError, FileNotFoundError):
             return {}  # a damaged checkpoint may be overwritten; `gc` finds its files

@@ -11,16 +11,17 @@ import warnings
 from collections.abc import Collection, Mapping
 
 from nxd_ckpt.errors import CheckpointError
-from nxd_ckpt.manifest import MANIFEST_NAME, VERSION_ALONE, Manifest, file_names_in
-from nxd_ckpt.stores.interface import Piece, Store
+from nxd_ckpt.manifest import VERSION_ALONE, ManifestHead, decode_head, file_names_in
+from nxd_ckpt.stores.heads import HEAD_BYTES
+from nxd_ckpt.stores.interface import Store
 
-_HEAD_BYTES = 128
+_VERSION_BYTES = 128
 _VERSION = re.compile(rb'"format":"nxd-ckpt","version":(\d+),')
 
 
-def places_of(manifest: Manifest, tag: str) -> dict[str, str]:
+def places_of(head: ManifestHead, tag: str) -> dict[str, str]:
     """Under which tag each file of a checkpoint lies."""
-    return {file: manifest.references.get(file, tag) for file in manifest.files}
+    return {file: head.references.get(file, tag) for file in head.files}
 
 
 def files_in_use(store: Store, places: Mapping[str, str]) -> set[str]:
@@ -47,9 +48,11 @@ def files_in_manifests(store: Store, places: Mapping[str, str]) -> set[str]:
     """
     found: set[str] = set()
     here = set(places.values())
-    for tag in store.tags() if places else ():
+    for tag, beginning, num_bytes in store.beginnings(HEAD_BYTES) if places else ():
         try:
-            if tag in here or _can_reference(store, tag):
+            if (head := decode_head(beginning, num_bytes)) is not None:
+                found |= head.files.keys() & places.keys()
+            elif tag in here or _can_reference(beginning):
                 found |= file_names_in(store.read_manifest(tag)) & places.keys()
         except FileNotFoundError:  # deleted meanwhile
             continue
@@ -69,9 +72,7 @@ def by_place(files: Collection[str], places: Mapping[str, str]) -> dict[str, lis
     return found
 
 
-def _can_reference(store: Store, tag: str) -> bool:
+def _can_reference(beginning: bytes) -> bool:
     """Whether its version allows that: most manifests need not be read further than that."""
-    head = bytearray(min(_HEAD_BYTES, store.file_size(tag, MANIFEST_NAME)))
-    store.read_into(tag, MANIFEST_NAME, [Piece(0, memoryview(head))])
-    version = _VERSION.search(head)
+    version = _VERSION.search(beginning, 0, _VERSION_BYTES)
     return version is None or int(version[1]) != VERSION_ALONE

@@ -5,7 +5,7 @@ knows nothing of what they contain. Names come from a validated manifest or from
 them again, but must not follow links that were put in their place.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -114,6 +114,9 @@ class Store(Protocol):
 
     def tags(self) -> list[str]:
         """Names of what looks like a checkpoint (it has a manifest), in no meaningful order."""
+
+    def beginnings(self, num_bytes: int) -> Iterator[tuple[str, bytes, int | None]]:
+        """The first bytes of the manifest of each tag, and its size if that is known; none where it cannot be read."""
 
     def read_manifest(self, tag: str) -> bytes:
         """The manifest as it was committed.

@@ -35,10 +35,10 @@ from nxd_ckpt.manifest import (
     FILE_FOLDERS,
     MANIFEST_NAME,
     MAX_MANIFEST_BYTES,
-    decode,
     file_names_in,
     is_file_name,
 )
+from nxd_ckpt.stores.heads import read_head
 from nxd_ckpt.stores.in_use import by_place, files_in_manifests, files_in_use, places_of
 from nxd_ckpt.stores.interface import Capabilities, Garbage, Piece
 from nxd_ckpt.tags import is_tag
@@ -74,6 +74,15 @@ class PosixStore:
             return []
         return [name for name in sorted(names) if is_tag(name) and _may_exist(self.where(name))]
 
+    def beginnings(self, num_bytes: int) -> Iterator[tuple[str, bytes, int | None]]:
+        """See `Store.beginnings`."""
+        for tag in self.tags():
+            try:
+                with existing_file(os.path.join(self.location, tag), MANIFEST_NAME) as fd:
+                    yield tag, os.pread(fd, num_bytes, 0), os.fstat(fd).st_size
+            except OSError:
+                yield tag, b"", None
+
     def read_manifest(self, tag: str) -> bytes:
         """See `Store.read_manifest`."""
         try:
@@ -100,7 +109,7 @@ class PosixStore:
 
     def delete(self, tag: str) -> None:
         """See `Store.delete`: the manifest is renamed, then what nobody else references is removed."""
-        places = places_of(decode(self.read_manifest(tag), self.where(tag)), tag)
+        places = places_of(read_head(self, tag), tag)
         places |= dict.fromkeys(_data_files(os.path.join(self.location, tag)), tag)
         os.rename(self.where(tag), self.where(tag, _RETIRED_NAME))
         sync_folder(os.path.join(self.location, tag))
@@ -417,7 +426,7 @@ def _unknown_files(store: PosixStore, tag: str) -> list[str]:
     """Files of which the manifest, if there is one, does not speak; none where it is damaged."""
     known: Collection[str] = ()
     try:
-        known = decode(store.read_manifest(tag), store.where(tag)).files
+        known = read_head(store, tag).files
     except FileNotFoundError:
         pass
     except CheckpointError:

@@ -139,7 +139,7 @@ def save_checkpoint(
         return {**subjects, "num_kept_ckpts": kept, **flags}
 
     agree(coordinator, "checking the arguments of save_checkpoint", describe_call)
-    root, name = on_rank_zero(coordinator, "choosing the tag of a checkpoint", lambda: choose_tag(path, tag))
+    root, name, step = on_rank_zero(coordinator, "choosing the tag of a checkpoint", lambda: choose_tag(path, tag))
 
     def drop_old_ones() -> None:
         if not is_untagged(tag):  # else the checkpoints beside this one are of other runs
@@ -155,6 +155,7 @@ def save_checkpoint(
         zero1_optimizer,
         description=None if model is None else describe_model(model, plain_model(model)),
         narrow_weights=not avoid_saving_lower_precision_weights,
+        step=step,
     )
     write_checkpoint(root, name, contents, finish=drop_old_ones, in_background=async_save)
 

@@ -47,19 +47,22 @@ class Found:
         return os.path.join(self.root, self.tag) if self.tag else self.root
 
 
-def choose_tag(path: str | os.PathLike[str], tag: str) -> tuple[str, str]:
-    """Folder and tag to save to; without a tag, the path itself is to become the checkpoint.
+def choose_tag(path: str | os.PathLike[str], tag: str) -> tuple[str, str, int | None]:
+    """Folder, tag and step to save to; without a tag, the path itself is to become the checkpoint.
+
+    The step is that of the newest checkpoint there, such as one of `nxd train`: without it, a later one would be older.
 
     Raises:
         ValueError: path or tag is none, or there is no tag, and the path holds checkpoints.
     """
     folder = _folder(path)
+    there = nxd_ckpt.list_checkpoints(folder)
     if not is_untagged(tag):
-        return folder, tag
-    tags = [info.tag for info in nxd_ckpt.list_checkpoints(folder)]
-    if tags:
-        raise ValueError(f"{folder} holds the checkpoints {', '.join(tags[-3:])}; give tag= for a new one")
-    return _split(folder)
+        return folder, tag, there[-1].step if there else None
+    if there:
+        tags = ", ".join(info.tag for info in there[-3:])
+        raise ValueError(f"{folder} holds the checkpoints {tags}; give tag= for a new one")
+    return *_split(folder), None
 
 
 def is_untagged(tag: str | None) -> bool:

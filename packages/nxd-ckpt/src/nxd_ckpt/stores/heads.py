@@ -1,0 +1,107 @@
+"""Reads the first lines of manifests, which say how new checkpoints are and which files they need.
+
+They are small whatever the checkpoints hold, so looking through a folder costs little for each checkpoint in it. Where
+the first line is not enough, as with a manifest of an earlier version or a damaged one, the whole text is read.
+"""
+
+from collections.abc import Iterable
+
+from nxd_ckpt.errors import CheckpointError
+from nxd_ckpt.manifest import MANIFEST_NAME, Manifest, ManifestHead, decode, decode_head
+from nxd_ckpt.stores.interface import Piece, Store
+
+HEAD_BYTES = 2**16  # holds the first line of a manifest of 900 files
+_LONG_HEAD_BYTES = 2**24
+
+
+def read_heads(store: Store) -> tuple[list[tuple[str, ManifestHead]], list[str]]:
+    """Tags and heads of all checkpoints, oldest first, and why others cannot be used; those deleted meanwhile are
+    neither.
+
+    Raises:
+        OSError: the storage fails.
+    """
+    found: list[tuple[str, ManifestHead]] = []
+    problems: list[str] = []
+    for tag, beginning, num_bytes in store.beginnings(HEAD_BYTES):
+        try:
+            found.append((tag, _head_of(store, tag, beginning, num_bytes)))
+        except FileNotFoundError:
+            continue
+        except CheckpointError as error:
+            problems.append(str(error))
+    found.sort(key=lambda item: item[1].order)
+    return found, problems
+
+
+def read_head(store: Store, tag: str) -> ManifestHead:
+    """The head of one manifest.
+
+    Raises:
+        FileNotFoundError: there is none.
+        CheckpointError: it is damaged or cannot be read.
+    """
+    try:
+        num_bytes = store.file_size(tag, MANIFEST_NAME)
+        beginning = _beginning(store, tag, min(num_bytes, HEAD_BYTES))
+    except (FileNotFoundError, NotADirectoryError):
+        raise FileNotFoundError(store.where(tag)) from None
+    except (OSError, CheckpointError):  # read whole, it says why
+        return read_manifest(store, tag).head
+    return _head_of(store, tag, beginning, num_bytes)
+
+
+def read_manifest(store: Store, tag: str) -> Manifest:
+    """A whole manifest, every field checked; raises as `read_head`."""
+    return decode(read_text(store, tag), store.where(tag))
+
+
+def read_text(store: Store, tag: str) -> bytes:
+    """The text of a manifest as it is; raises as `read_head`."""
+    try:
+        return store.read_manifest(tag)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{store.where(tag)} cannot be read: {error}") from error
+
+
+def check_files(store: Store, tag: str, checkpoint: Manifest | ManifestHead, files: Iterable[str]) -> None:
+    """Checks that files of a checkpoint exist, with the right sizes.
+
+    Raises:
+        CheckpointError: names those that are not.
+    """
+    problems = []
+    for file in files:
+        owner, expected = checkpoint.references.get(file, tag), checkpoint.files[file]
+        where = store.where(owner, file)
+        try:
+            found = store.file_size(owner, file)
+        except FileNotFoundError:
+            whose = f"; checkpoint {tag!r} references it in {owner!r}" if file in checkpoint.references else ""
+            problems.append(f"data file {where} is missing{whose}")
+            continue
+        except OSError as error:
+            problems.append(f"data file {where} cannot be read: {error}")
+            continue
+        if found != expected:
+            problems.append(f"data file {where} has {found} bytes, expected {expected}")
+    if problems:
+        raise CheckpointError("; ".join(problems))
+
+
+def _head_of(store: Store, tag: str, beginning: bytes, num_bytes: int | None) -> ManifestHead:
+    head = decode_head(beginning, num_bytes)
+    if head is None and num_bytes is not None and len(beginning) < num_bytes and b"\n" not in beginning:
+        try:
+            head = decode_head(_beginning(store, tag, min(num_bytes, _LONG_HEAD_BYTES)), num_bytes)
+        except (OSError, CheckpointError):
+            head = None  # read whole, it says why
+    return head or read_manifest(store, tag).head
+
+
+def _beginning(store: Store, tag: str, num_bytes: int) -> bytes:
+    text = bytearray(num_bytes)
+    store.read_into(tag, MANIFEST_NAME, [Piece(0, memoryview(text))])
+    return bytes(text)
