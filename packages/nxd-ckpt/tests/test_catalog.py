@@ -206,3 +206,34 @@ def test_retain_nothing_is_refused(tmp_path, keep_last):
         retain(tmp_path, keep_last=keep_last)
 
     assert tags(tmp_path) == ["step-1"]
+
+
+@pytest.mark.parametrize(
+    ("there", "message"),
+    [
+        ("checkpoint", r"it is a checkpoint itself: give '.*runs' as the path and 'step-1' as the tag"),
+        ("dangling link", "it is a link to nowhere, which does not exist"),
+        ("file", "it is no folder"),
+        ("dcp", "see nxd_ckpt.interop.open_torch_dcp"),
+        ("hf", "see nxd_ckpt.interop.open_hugging_face"),
+    ],
+)
+def test_load_of_what_is_no_folder_of_checkpoints_says_what_it_is(tmp_path, there, message):
+    path = tmp_path / "runs" / "step-1"
+    save_steps(path.parent, 1)
+    if there != "checkpoint":
+        delete(path.parent, "step-1")
+    if there == "dangling link":
+        path.symlink_to("nowhere")
+    elif there == "file":
+        path.write_text("x")
+    elif there != "checkpoint":
+        path.mkdir()
+        (path / {"dcp": ".metadata", "hf": "model.safetensors"}[there]).write_text("x")
+
+    for tag in (None, "step-1"):
+        with pytest.raises(CheckpointError, match=message):
+            load(path, tag, into={"w": torch.zeros(4)})
+    if there in ("dangling link", "file"):
+        with pytest.raises(CheckpointError, match=f"{path} is (a link to nowhere, which is )?no folder"):
+            save_steps(path, 1)

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from nxd_ckpt.cli import main
 from nxd_ckpt.testing import run_on_threads
 from safetensors.torch import load_file
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 WEIGHT = torch.arange(64.0).reshape(8, 8)
 LLAMA = ["--sharding", "llama"]
@@ -384,6 +386,50 @@ def test_pin_and_unpin_are_seen_by_list(run, run_json, root):
     assert [entry["pinned"] for entry in run_json("list", root)[1]] == [True, False]
     assert run("unpin", root, "step-1")[0] == 0
     assert [entry["pinned"] for entry in run_json("list", root)[1]] == [False, False]
+
+
+def test_retain_and_delete_remove_checkpoints_by_the_rules(run, run_json, root):
+    assert run("pin", root, "step-1")[0] == 0
+    assert run_json("retain", root, "--keep-last", 1) == (0, {"removed": []})
+    code, _, err = run("delete", root, "step-1")
+    assert (code, "is pinned; unpin it first" in err) == (2, True)
+    run("unpin", root, "step-1")
+
+    assert run("retain", root, "--keep-last", 1) == (0, "removed step-1\n", "")
+    assert run_json("delete", root, "step-2") == (0, {"removed": ["step-2"]})
+    assert list_checkpoints(root) == []
+    assert run("retain", root, "--keep-last", 0)[0] == 2
+
+
+def test_version_is_printed(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(["--version"])
+
+    assert (exit_.value.code, capsys.readouterr().out) == (0, f"nxd-ckpt {version('nxd-ckpt')}\n")
+
+
+@pytest.mark.parametrize("saved_by", ["nested state", "nxd-trainer", "torch"])
+def test_convert_to_hugging_faces_format_writes_the_model_alone(run_json, tmp_path, saved_by):
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    if saved_by == "nested state":
+        save(tmp_path / "runs", "a", {"model": model, "optim": optimizer, "step": 1})
+    elif saved_by == "torch":
+        states = get_state_dict(model, optimizer)
+        dcp.save({"model": states[0], "optim": states[1]}, checkpoint_id=tmp_path / "runs", no_dist=True)
+    else:
+        weights = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+        moments = {f"optimizer/{name}/exp_avg": torch.zeros_like(tensor) for name, tensor in weights.items()}
+        save(tmp_path / "runs", "a", weights | moments | {"rng/rank-00000/default/cpu": torch.get_rng_state()})
+
+    code, data = run_json("convert", tmp_path / "runs", tmp_path / "hf", "--to", "hf")
+    everything = run_json("convert", tmp_path / "runs", tmp_path / "all", "--to", "hf", "--include", "*")[1]
+
+    assert code == 0
+    assert load_file(tmp_path / "hf" / "model.safetensors").keys() == {"model.weight", "model.bias"}
+    assert everything["num_tensors"] == 2 + len(data["left_out"]) > 2
 
 
 def test_gc_only_lists_with_dry_run_and_then_frees(run, run_json, root):

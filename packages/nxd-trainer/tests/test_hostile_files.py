@@ -4,16 +4,19 @@ import io
 import json
 import os
 import pickle
+import re
 import struct
 from itertools import pairwise
 
 import numpy as np
 import pytest
+from nxd_state import initialize_model_parallel
 from nxd_trainer.data.sources import find_text_files, scan_text_files
 from nxd_trainer.data.tokenizer import load_tokenizer
 from nxd_trainer.hugging_face import model_on_meta, read_config
 from nxd_trainer.recipe import RecipeError, load_recipe
 from nxd_trainer.training.run_data import open_data, prepare_data
+from nxd_trainer.training.run_state import lock_output
 
 
 class RunsCode:
@@ -258,6 +261,49 @@ def test_links_that_leave_a_folder_are_left_out_and_told(folder):
     [corpus] = data.sources.values()
     assert bytes(corpus.tokens[corpus.tokens < 256].tolist()) == b"good" * 200
     assert data.notes == ["left out of data.path: 1 links out of the folder (data.sources takes what they name)"]
+
+
+@pytest.mark.parametrize("cache", ["x", "datasets--a--b"])
+def test_links_of_a_snapshot_lead_to_the_blobs_of_its_own_repository_alone(folder, cache):
+    snapshot, blobs = folder / cache / "snapshots" / "1", folder / cache / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    (folder / "secret").mkdir()
+    for name in ("secret/key.txt", f"{cache}/key.txt", f"{cache}/blobs/key.txt"):
+        (folder / name).write_text("text")
+    (snapshot / "a.txt").symlink_to("../../key.txt")
+    (snapshot / "b.txt").symlink_to("../../../secret/key.txt")
+    (snapshot / "c.txt").symlink_to("../../blobs/key.txt")
+
+    (snapshot / "own.txt").write_text("text")
+
+    def taken():
+        return [name for name, _ in find_text_files(snapshot, suffixes=(".txt",))]
+
+    assert taken() == (["c.txt", "own.txt"] if cache.startswith("datasets--") else ["own.txt"])
+    (blobs / "key.txt").unlink()
+    blobs.rmdir()
+    blobs.symlink_to(folder / "secret")
+    assert taken() == ["own.txt"]
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_lock_of_an_output_folder_that_is_a_link_or_a_pipe_empties_nothing_and_does_not_hang(folder, kind, run_ranks):
+    (folder / "mine").write_text("mine")
+    (folder / "run").mkdir()
+    lock = folder / "run" / ".lock"
+    lock.symlink_to(folder / "mine") if kind == "link" else os.mkfifo(lock)
+
+    def lock_it(output):
+        initialize_model_parallel()
+        try:
+            lock_output(output)
+        except ValueError as error:
+            return str(error)
+
+    [problem] = run_ranks(lock_it, 1, folder / "run")
+    assert re.search(r"output=.* cannot be written: .*(is a link to|is not a regular file)", problem)
+    assert (folder / "mine").read_text() == "mine"
 
 
 VOCABULARY = {"version": "1.0", "model": {"type": "WordLevel", "vocab": {"</s>": 0}, "unk_token": "</s>"}}

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from nxd_ckpt.errors import CheckpointError
-from nxd_ckpt.manifest import Manifest, ManifestHead, check_digest
+from nxd_ckpt.manifest import MANIFEST_NAME, Manifest, ManifestHead, check_digest
 from nxd_ckpt.stores import Store, check_tag, heads, open_store
 
 _LATEST_TIME = math.nextafter(2.0**63, 0)  # that a manifest can hold
@@ -106,7 +106,28 @@ def read_head(store: Store, tag: str) -> ManifestHead:
 
 def _is_not_there(store: Store, tag: str) -> CheckpointError:
     there = ", ".join(store.tags()) or "none"
-    return CheckpointError(f"there is no checkpoint {tag!r} in {store.location}; there are: {there}")
+    return CheckpointError(f"there is no checkpoint {tag!r} in {store.location}; there are: {there}{_instead(store)}")
+
+
+def _instead(store: Store) -> str:
+    """What is at the place of a folder of checkpoints instead, to be appended to an error; "" if nothing is known."""
+    path = store.location
+    if "://" in path:
+        return ""
+    if not os.path.isdir(path):
+        if os.path.islink(path) and not os.path.exists(path):
+            return f"; it is a link to {os.readlink(path)}, which does not exist"
+        return "; it is no folder" if os.path.exists(path) else ""
+    names = set(os.listdir(path))
+    found = ""
+    if MANIFEST_NAME in names:
+        parent, tag = os.path.split(path)
+        found = f"; it is a checkpoint itself: give {parent!r} as the path and {tag!r} as the tag"
+    elif ".metadata" in names:
+        found = "; it is one of torch.distributed.checkpoint: see nxd_ckpt.interop.open_torch_dcp"
+    elif any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names):
+        found = "; it is a folder of safetensors: see nxd_ckpt.interop.open_hugging_face"
+    return found
 
 
 def find_tag(store: Store, tag: str | None) -> str:
@@ -120,7 +141,7 @@ def find_tag(store: Store, tag: str | None) -> str:
         return check_tag(tag)
     newest = _newest(store)
     if newest is None:
-        raise CheckpointError(f"there is no complete checkpoint in {store.location}")
+        raise CheckpointError(f"there is no complete checkpoint in {store.location}{_instead(store)}")
     return newest.tag
 
 

@@ -33,6 +33,36 @@ def new_file(path: str) -> Iterator[int]:
         os.close(fd)
 
 
+def own_file(path: str) -> int:
+    """Opens a file of this package for writing, made if missing; a link or a pipe that others put there is an error.
+
+    Raises:
+        OSError: it cannot be opened, or is something else than a file.
+    """
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, f"is a link to {os.readlink(path)}; remove it", path) from None
+        raise
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EEXIST, "is not a regular file; remove it", path)
+    return fd
+
+
+def own_folder(root: str, name: str) -> str:
+    """The path of a folder of this package, which need not exist; one that leads elsewhere is an error.
+
+    Raises:
+        CheckpointError: it is a link, so what is removed there would be another folder's.
+    """
+    path = os.path.join(root, name)
+    if os.path.islink(path):
+        raise CheckpointError(f"{path} is a link to {os.readlink(path)}, which is never followed; remove it")
+    return path
+
+
 def write_fully(fd: int, content: "bytes | memoryview") -> None:
     """Writes all of it, however many calls the system needs for that."""
     left = memoryview(content)
@@ -122,9 +152,19 @@ def sync_folder(path: str) -> None:
 
 
 def make_folders(path: str) -> None:
-    """Makes the folder and its missing parents."""
+    """Makes the folder and its missing parents.
+
+    Raises:
+        CheckpointError: something else is there, such as a link that leads nowhere.
+    """
     if os.path.isdir(path):
         return
+    if os.path.islink(path):
+        raise CheckpointError(
+            f"{path} is a link to {os.readlink(path)}, which is no folder; make it or remove the link"
+        )
+    if os.path.exists(path):
+        raise CheckpointError(f"{path} is no folder; choose another path")
     parent = os.path.dirname(path)
     make_folders(parent)
     with contextlib.suppress(FileExistsError):
@@ -149,8 +189,9 @@ def lock(path: str) -> int | None:
 
     Raises:
         BlockingIOError: another process holds it.
+        OSError: what is there is a link or no file.
     """
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    fd = own_file(path)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

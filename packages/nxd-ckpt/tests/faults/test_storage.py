@@ -3,13 +3,14 @@
 import errno
 import os
 import resource
+import shutil
 import signal
 import subprocess
 
 import pytest
 import torch
 import torch.distributed as dist
-from nxd_ckpt import CheckpointError, list_checkpoints, load, open_checkpoint, save
+from nxd_ckpt import CheckpointError, delete, list_checkpoints, load, open_checkpoint, save, unpin
 
 from ..crash.forked_ranks import run_forked
 from ..crash.saves import make_old, save_again, save_one, value_of
@@ -149,3 +150,39 @@ def test_save_rank_that_stops_or_dies_is_named_by_the_other_within_the_deadline(
     assert value_of(tmp_path / "root", "t") == 1
     save_again(tmp_path / "root", "t", 3)
     assert value_of(tmp_path / "root", "t") == 3
+
+
+@pytest.mark.parametrize("name", [".staging", ".trash", ".pins", "t/data"])
+def test_folder_of_a_root_that_is_a_link_elsewhere_loses_nothing_and_is_named(tmp_path, name):
+    root, mine = tmp_path / "root", tmp_path / "mine"
+    save(root, "t", SMALL)
+    mine.mkdir()
+    (mine / "t").write_text("mine")
+    if (root / name).exists():
+        shutil.rmtree(root / name)
+    (root / name).symlink_to(mine)
+
+    def save_pin_and_delete():
+        save(root, "t", SMALL, overwrite=True)
+        unpin(root, "t")
+        delete(root, "t")
+
+    with pytest.raises(CheckpointError, match=rf"{root / name} is a link to {mine}, which is never followed"):
+        save_pin_and_delete()
+    assert {path.name: path.read_text() for path in mine.iterdir()} == {"t": "mine"}
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+@pytest.mark.parametrize("name", ["lock", "LATEST"])
+def test_file_of_a_root_that_is_a_link_or_a_pipe_empties_nothing_and_does_not_hang(tmp_path, name, kind):
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / "root" / ".staging").mkdir(parents=True)
+    path = tmp_path / "root" / ".staging" / name
+    path.symlink_to(tmp_path / "mine") if kind == "link" else os.mkfifo(path)
+
+    if name == "lock":
+        with pytest.raises(CheckpointError, match=f"is {'a link to' if kind == 'link' else 'not a regular file'}"):
+            save(tmp_path / "root", "t", SMALL)
+    else:  # a dead save's, which is cleared away
+        save(tmp_path / "root", "t", SMALL)
+    assert (tmp_path / "mine").read_text() == "mine"

@@ -181,6 +181,85 @@ def test_tensors_at_odd_bytes_are_read(tmp_path):
     assert read_whole(open_hugging_face(tmp_path), "w").tolist() == [1.5, -2.0]
 
 
+def write_sharded(folder: Path, value: float) -> None:
+    save_file({"w": torch.full((2,), value)}, folder / "model-00001-of-00001.safetensors")
+    (folder / INDEX).write_text(json.dumps({"weight_map": {"w": "model-00001-of-00001.safetensors"}}))
+
+
+@pytest.mark.parametrize("stale", ["shards", "index", "pickle", "variant"])
+def test_of_several_models_in_a_folder_the_one_counts_that_transformers_takes(tmp_path, stale):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, vocab_size=8
+    )
+    for seed, folder in enumerate(("other", "saved")):
+        torch.manual_seed(seed)
+        sharded = "1KB" if folder == "other" and stale in ("shards", "index") else "5GB"
+        transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / folder, max_shard_size=sharded)
+    for path in (tmp_path / "other").glob("model*"):
+        if stale == "pickle":
+            torch.save(load_file(path), tmp_path / "saved" / "pytorch_model.bin")
+        elif stale == "variant":
+            path.rename(tmp_path / "saved" / "model.fp16.safetensors")
+        elif stale == "shards" or path.suffix == ".json":
+            path.rename(tmp_path / "saved" / path.name)
+
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved").state_dict()
+    source = open_hugging_face(tmp_path / "saved")
+
+    assert all(torch.equal(read_whole(source, name), theirs[name]) for name in source.tensors)
+    assert len(source.tensors) == len(theirs)
+
+
+def test_weights_that_the_config_names_count_alone(tmp_path):
+    save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
+    save_file({"w": torch.zeros(2)}, tmp_path / "named.safetensors")
+    (tmp_path / "config.json").write_text('{"transformers_weights": "named.safetensors"}')
+    assert read_whole(open_hugging_face(tmp_path), "w").tolist() == [0.0, 0.0]
+
+    (tmp_path / "config.json").write_text('{"transformers_weights": "../named.safetensors"}')
+    with pytest.raises(CheckpointError, match=r"'\.\./named.safetensors', which is no plain name"):
+        open_hugging_face(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [
+        ("pytorch_model.bin", "a pickle, which is not read; convert it with transformers"),
+        ("pytorch_model.bin.index.json", "a pickle, which is not read; convert it with transformers"),
+        ("adapter_config.json", "an adapter of PEFT"),
+        ("model_index.json", "a pipeline of diffusers"),
+        ("model.fp16.safetensors", "the variants fp16"),
+        ("model.safetensors.index.bf16.json", "the variants bf16"),
+        ("consolidated.safetensors", "consolidated.safetensors; give the file itself"),
+        ("llama.gguf", "llama.gguf, which is not read"),
+    ],
+)
+def test_a_folder_of_another_kind_is_refused_with_what_it_holds(tmp_path, file, message):
+    (tmp_path / file).write_text("{}")
+
+    with pytest.raises(CheckpointError, match=rf"holds neither {INDEX} nor model.safetensors, but .*{message}"):
+        open_hugging_face(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"PK\x03\x04\x00\x00\x08\x08", "a zip archive, as torch.save writes"),
+        (b"\x80\x02}q\x00.", "a pickle, as torch.save writes"),
+        (b"GGUF\x03\x00\x00\x00", "a GGUF file"),
+    ],
+)
+def test_a_file_of_another_kind_is_refused_as_what_it_is(tmp_path, content, message):
+    (tmp_path / "model.safetensors").write_bytes(content + bytes(100))
+
+    for path in (tmp_path, tmp_path / "model.safetensors"):
+        with pytest.raises(
+            CheckpointError, match=rf"model.safetensors is not a whole safetensors file: it is {message}"
+        ):
+            open_hugging_face(path)
+
+
 def test_a_folder_without_a_model_is_refused_by_name(tmp_path):
     with pytest.raises(CheckpointError, match=r"holds neither model.safetensors.index.json nor model.safetensors"):
         open_hugging_face(tmp_path)

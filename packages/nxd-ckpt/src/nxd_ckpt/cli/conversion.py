@@ -2,7 +2,8 @@
 
 import fnmatch
 import os
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -18,6 +19,9 @@ from nxd_ckpt.interop.source import Progress, TensorSource, num_bytes
 
 TargetKind = Literal["nxd", "hf", "dcp", "neuronx-v1", "neuronx-v2"]
 TARGET_KINDS: tuple[TargetKind, ...] = get_args(TargetKind)
+
+_PREFIXES_OF_TRAINING = ("optimizer/", "optimizer_state_dict/", "rng/")  # of nxd-trainer, and from NeuronX
+_STATE_OF_PARAMETER = re.compile(r"(?:.*\.)?state\.(.+)\.[^.]+")  # of nested states, and of torch's
 
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -63,13 +67,31 @@ def convert(place: Place, target: Target, *, include: list[str], exclude: list[s
     """
     _check(target)
     with opened(place) as found:
-        source = Selection(found.source, tuple(include), tuple(exclude))
+        left_out = _states_of_training(found.source.tensors) if target.kind == "hf" and not include else []
+        source = Selection(found.source, tuple(include), tuple(exclude), frozenset(left_out))
         total = sum(num_bytes(info) for info in source.tensors.values())
         with progress_bar("convert", total) as advance:
             _write(source, target, advance)
     data = {"from": found.kind, "to": target.kind, "target": target.path, "num_tensors": len(source.tensors)}
     line = f"wrote {len(source.tensors)} tensors, {human_size(total)} as they were, to {target.path} as {target.kind}"
-    return Report({**data, "bytes_read": total}, [line])
+    lines = [line]
+    if left_out:
+        lines.append(
+            f"left out {len(left_out)} tensors of training, such as {left_out[0]}, which no model has; --include '*' "
+            "writes them, too"
+        )
+    return Report({**data, "bytes_read": total, "left_out": left_out}, lines)
+
+
+def _states_of_training(names: Collection[str]) -> list[str]:
+    """The tensors of optimizers and random generators, by the names that nxd-ckpt, its trainers and torch give them."""
+
+    def is_state(name: str) -> bool:
+        match = _STATE_OF_PARAMETER.fullmatch(name)
+        owners = (match[1], f"model.{match[1]}") if match else ()
+        return name.startswith(_PREFIXES_OF_TRAINING) or any(owner in names for owner in owners)
+
+    return [name for name in names if is_state(name)]
 
 
 def _check(target: Target) -> None:

@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.interop import from_checkpoint, open_hugging_face, open_neuronx, open_torch_dcp
+from nxd_ckpt.interop.huggingface.reading import holds_model, other_kind
 from nxd_ckpt.interop.neuronx import LLAMA, Sharding, Split, complete_tags
 from nxd_ckpt.interop.remote import is_remote, local_copy
 from nxd_ckpt.interop.source import TensorSource
@@ -133,7 +134,7 @@ def _detect(path: str, tag: str | None) -> SourceKind:
     if not os.path.exists(path):
         raise CheckpointError(f"{path} does not exist")
     folder = os.path.join(path, tag) if tag else path
-    if os.path.isfile(path) or _has(folder, "model.safetensors") or _has(folder, "model.safetensors.index.json"):
+    if os.path.isfile(path) or holds_model(folder):
         return "hf"
     if _has(folder, ".metadata"):
         return "dcp"
@@ -147,6 +148,8 @@ def _detect(path: str, tag: str | None) -> SourceKind:
         or any(name.startswith("tp_rank_") for name in names)
     ):
         return "neuronx"
+    if found := other_kind(folder):
+        raise CheckpointError(f"{folder} holds no checkpoint of a known kind, but {found}")
     if not names:
         raise CheckpointError(f"{path} holds no checkpoint; it is empty")
     raise CheckpointError(

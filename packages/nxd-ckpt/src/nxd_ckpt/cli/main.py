@@ -7,6 +7,7 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from nxd_ckpt.cli.conversion import DTYPES, TARGET_KINDS, Target, convert
@@ -15,7 +16,7 @@ from nxd_ckpt.cli.formats import SOURCE_KINDS, Place, read_parameter_names, read
 from nxd_ckpt.cli.inspection import inspect_checkpoint, list_folder
 from nxd_ckpt.cli.page import write_page
 from nxd_ckpt.cli.report import EXIT_TROUBLE, Report, printable
-from nxd_ckpt.cli.upkeep import collect_garbage, set_pinned
+from nxd_ckpt.cli.upkeep import collect_garbage, delete_one, retain_newest, set_pinned
 from nxd_ckpt.cli.verification import verify
 from nxd_ckpt.errors import CheckpointError
 
@@ -74,6 +75,7 @@ def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="nxd-ckpt", description="Look at, check, compare and convert checkpoints.", epilog=_EXIT_CODES
     )
+    parser.add_argument("--version", action="version", version=f"nxd-ckpt {_version()}")
     commands = parser.add_subparsers(dest="command", required=True)
     _add_list(commands)
     _add_inspect(commands)
@@ -81,10 +83,18 @@ def _make_parser() -> argparse.ArgumentParser:
     _add_diff(commands)
     _add_page(commands)
     _add_convert(commands)
+    _add_removal(commands)
     _add_upkeep(commands)
     for command in commands.choices.values():
         command.add_argument("--json", action="store_true", help="print the result as JSON")
     return parser
+
+
+def _version() -> str:
+    try:
+        return version("nxd-ckpt")
+    except PackageNotFoundError:
+        return "of a source tree that is not installed"
 
 
 def _add_list(commands: Any) -> None:
@@ -167,6 +177,34 @@ def _add_upkeep(commands: Any) -> None:
         parser.add_argument("path", help="folder of checkpoints, or a URL")
         parser.add_argument("tag", help="which checkpoint")
         parser.set_defaults(run=lambda options, to=to: set_pinned(options.path, options.tag, to=to))
+
+
+def _add_removal(commands: Any) -> None:
+    parser = commands.add_parser(
+        "retain",
+        help="remove the checkpoints that no rule keeps",
+        description="The newest and pinned ones stay in any case, and those that are not complete.",
+    )
+    parser.add_argument("path", help="folder of checkpoints, or a URL")
+    parser.add_argument("--keep-last", type=int, required=True, metavar="N", help="keep so many of the newest")
+    parser.add_argument("--keep-every", type=int, metavar="N", help="keep those whose step is a multiple of this")
+    parser.add_argument("--keep-best", type=int, default=0, metavar="N", help="keep so many of the best by --metric")
+    parser.add_argument("--metric", metavar="NAME", help="a number in the metrics that were saved along, such as loss")
+    parser.add_argument("--best", choices=("lowest", "highest"), default="lowest", help="of --metric")
+    parser.set_defaults(
+        run=lambda options: retain_newest(
+            options.path,
+            keep_last=options.keep_last,
+            keep_every=options.keep_every,
+            keep_best=options.keep_best,
+            metric=options.metric,
+            best=options.best,
+        )
+    )
+    parser = commands.add_parser("delete", help="remove one checkpoint")
+    parser.add_argument("path", help="folder of checkpoints, or a URL")
+    parser.add_argument("tag", help="which checkpoint")
+    parser.set_defaults(run=lambda options: delete_one(options.path, options.tag))
 
 
 def _add_place(parser: argparse.ArgumentParser) -> None:

@@ -1,9 +1,10 @@
-"""`nxd-ckpt gc`, `pin` and `unpin`: keeping a folder of checkpoints tidy."""
+"""`nxd-ckpt retain`, `delete`, `gc`, `pin` and `unpin`: keeping a folder of checkpoints tidy."""
 
 from dataclasses import asdict
+from typing import Literal
 
 from nxd_ckpt.cli.report import Report, check_folder, human_size, table
-from nxd_ckpt.retention import gc, pin, unpin
+from nxd_ckpt.retention import delete, gc, pin, retain, unpin
 
 
 def collect_garbage(path: str, *, dry_run: bool) -> Report:
@@ -31,3 +32,35 @@ def set_pinned(path: str, tag: str, *, to: bool) -> Report:
     check_folder(path)
     (pin if to else unpin)(path, tag)
     return Report({"tag": tag, "pinned": to}, [f"{tag} is {'pinned' if to else 'not pinned'}"])
+
+
+def retain_newest(
+    path: str,
+    *,
+    keep_last: int,
+    keep_every: int | None,
+    keep_best: int,
+    metric: str | None,
+    best: Literal["lowest", "highest"],
+) -> Report:
+    """Removes the checkpoints that no rule keeps; see `nxd_ckpt.retain`.
+
+    Raises:
+        ValueError: a rule makes no sense.
+        CheckpointError: there is no such folder.
+    """
+    check_folder(path)
+    removed = retain(path, keep_last=keep_last, keep_every=keep_every, keep_best=keep_best, metric=metric, best=best)
+    return Report({"removed": removed}, [f"removed {', '.join(removed)}" if removed else "removed nothing"])
+
+
+def delete_one(path: str, tag: str) -> Report:
+    """Removes one checkpoint.
+
+    Raises:
+        ValueError: the tag is not allowed.
+        CheckpointError: there is no such folder or checkpoint, or it is pinned.
+    """
+    check_folder(path)
+    delete(path, tag)
+    return Report({"removed": [tag]}, [f"removed {tag}"])

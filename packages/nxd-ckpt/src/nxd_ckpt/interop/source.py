@@ -4,7 +4,7 @@ Each format is opened in its own folder; this module has only the interface that
 """
 
 import fnmatch
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -104,6 +104,7 @@ class Selection:
         source: where they come from.
         include: shell patterns of which a name must match one; empty: all names.
         exclude: shell patterns of which a name must match none.
+        without: names that are left out as well.
 
     Raises:
         ValueError: there are tensors, and none is left.
@@ -112,6 +113,7 @@ class Selection:
     source: TensorSource
     include: Sequence[str] = ()
     exclude: Sequence[str] = ()
+    without: Collection[str] = ()
 
     def __post_init__(self) -> None:
         if self.source.tensors and not self.tensors:
@@ -126,7 +128,9 @@ class Selection:
         return {
             name: info
             for name, info in self.source.tensors.items()
-            if (not self.include or _matches(name, self.include)) and not _matches(name, self.exclude)
+            if (not self.include or _matches(name, self.include))
+            and name not in self.without
+            and not _matches(name, self.exclude)
         }
 
     @property

@@ -25,6 +25,8 @@ from nxd_ckpt.files import (
     lock,
     make_folders,
     new_file,
+    own_file,
+    own_folder,
     read_vectored,
     remove,
     sync_folder,
@@ -70,7 +72,7 @@ class PosixStore:
         """See `Store.tags`."""
         try:
             names = os.listdir(self.location)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return []
         return [name for name in sorted(names) if is_tag(name) and _may_exist(self.where(name))]
 
@@ -163,7 +165,7 @@ class PosixSave:
         self._store = store
         self._root = root = store.location
         self._target = os.path.join(root, tag)
-        self._staging = os.path.join(root, _STAGING_FOLDER)
+        self._staging = own_folder(root, _STAGING_FOLDER)
         self._staged = os.path.join(self._staging, save_id)
         self._holds = f"{self._staged}{_HOLDS_SUFFIX}"
         self._overwrite = overwrite
@@ -177,7 +179,7 @@ class PosixSave:
         self._check_target()
         if self._lock is not None:  # no other process is saving, so anything there belongs to a save that died
             _clear(self._staging, keep=_LOCK_NAME)
-            _clear(os.path.join(self._root, _TRASH_FOLDER))
+            _clear(own_folder(self._root, _TRASH_FOLDER))
         os.makedirs(os.path.join(self._staged, "data"))
 
     def hold(self, files: Collection[str]) -> None:
@@ -262,9 +264,9 @@ def _may_exist(path: str) -> bool:
 
 
 def _file_folders(checkpoint: str) -> list[str]:
-    """The folders with files that a checkpoint has."""
+    """The folders with files that a checkpoint has; links elsewhere are none."""
     folders = [os.path.join(checkpoint, name) for name in FILE_FOLDERS]
-    return [folder for folder in folders if os.path.isdir(folder)]
+    return [folder for folder in folders if os.path.isdir(folder) and not os.path.islink(folder)]
 
 
 def _publish(staged: str, target: str) -> None:
@@ -279,7 +281,7 @@ def _publish(staged: str, target: str) -> None:
 def _replace(staged: str, target: str) -> None:
     """Turns the checkpoint in `target` into the staged one; the rename of the manifest is the commit."""
     for folder in _file_folders(staged):
-        target_folder = os.path.join(target, os.path.basename(folder))
+        target_folder = own_folder(target, os.path.basename(folder))
         make_folders(target_folder)
         for name in os.listdir(folder):
             os.rename(os.path.join(folder, name), os.path.join(target_folder, name))
@@ -312,13 +314,13 @@ def _pinned(root: str) -> set[str]:
     """See `Store.pinned`."""
     try:
         return set(os.listdir(os.path.join(root, _PINS_FOLDER)))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return set()
 
 
 def _set_pinned(root: str, tag: str, *, to: bool) -> None:
     """See `Store.set_pinned`; on the disk when this returns."""
-    folder = os.path.join(root, _PINS_FOLDER)
+    folder = own_folder(root, _PINS_FOLDER)
     make_folders(folder)
     with contextlib.suppress(FileExistsError, FileNotFoundError):
         if to:
@@ -333,8 +335,9 @@ def _note_latest(root: str, tag: str) -> None:
     """Leaves the hint; one that cannot be left is no error, and it need not outlive a crash. Called under the lock."""
     scratch = os.path.join(root, _STAGING_FOLDER, _LATEST_NAME)
     with contextlib.suppress(OSError):
-        fd = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        fd = own_file(scratch)
         try:
+            os.ftruncate(fd, 0)
             write_fully(fd, f"{tag}\n".encode())
         finally:
             os.close(fd)
@@ -351,7 +354,7 @@ def _take_lock(root: str) -> int | None:
         CheckpointError: another process holds it.
     """
     make_folders(root)
-    staging = os.path.join(root, _STAGING_FOLDER)
+    staging = own_folder(root, _STAGING_FOLDER)
     if not os.path.isdir(staging):
         os.makedirs(staging, exist_ok=True)  # need not outlive a crash, so no fsync
     try:
@@ -383,7 +386,7 @@ def _garbage(store: PosixStore, *, dead_after: float, delete: bool) -> list[Garb
 
 def _move_to_trash(root: str, path: str) -> str:
     """Takes a file or folder out of sight by one rename, and returns where it is now."""
-    trash = os.path.join(root, _TRASH_FOLDER)
+    trash = own_folder(root, _TRASH_FOLDER)
     if os.path.dirname(path) == trash:
         return path
     make_folders(trash)
@@ -393,7 +396,7 @@ def _move_to_trash(root: str, path: str) -> str:
 
 
 def _in_folder(root: str, name: str) -> list[str]:
-    folder = os.path.join(root, name)
+    folder = own_folder(root, name)
     names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
     return [os.path.join(folder, name) for name in names if name != _LOCK_NAME]
 

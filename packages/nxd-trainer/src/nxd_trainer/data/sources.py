@@ -11,6 +11,7 @@ import codecs
 import hashlib
 import json
 import os
+import re
 import sysconfig
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,6 +26,7 @@ INSTALLED_PACKAGES = ("site-packages", "dist-packages")
 STANDARD_LIBRARY_TESTS = ("test", "tests", "idle_test")
 NAMED_LEFT_OUT = 5  # suffixes that the line about files left out names
 _KEYS_OF_ROWS = "set data.column to the column with their text, or data.chat=true for conversations"
+_HUB_REPOSITORY = re.compile(r"(models|datasets|spaces)--")  # begins a repository's folder in the hub's cache
 _KEY_OF_TOKENS = "set data.suffixes=.npy or .bin,.idx"
 
 
@@ -252,9 +254,13 @@ def _walk(
 
 
 def _stays_in(folder: Path, file: Path) -> bool:
-    # A snapshot in the cache of the Hugging Face hub is a folder of links to its blobs.
-    root = folder.parents[1] if folder.parent.name == "snapshots" else folder
-    return not file.is_symlink() or Path(os.path.realpath(file)).is_relative_to(os.path.realpath(root))
+    if not file.is_symlink():
+        return True
+    target, own = Path(os.path.realpath(file)), Path(os.path.realpath(folder))
+    if own.parent.name == "snapshots" and _HUB_REPOSITORY.match(own.parents[1].name):
+        # A snapshot in the cache of the Hugging Face hub is a folder of links to its blobs.
+        return target.is_relative_to(own) or target.is_relative_to(own.parents[1] / "blobs")
+    return target.is_relative_to(own)
 
 
 def scan_text_files(files: Iterable[tuple[str, Path]]) -> tuple[list[SourceFile], Counter[str]]:

@@ -1,6 +1,5 @@
 """The state of a training run on one rank, built from a recipe."""
 
-import fcntl
 import math
 import os
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -9,6 +8,7 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 
 import torch
+from nxd_ckpt import files
 from nxd_state import Group, all_gather_object, get_device, get_group, get_mesh, get_world_group, send_to_device
 
 from nxd_trainer.api import NxDModel, NxDOptimizer
@@ -248,8 +248,8 @@ def lock_output(folder: Path) -> IO[str] | None:
     if get_world_group().rank == 0:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            lock = (folder / ".lock").open("w")
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            descriptor = files.lock(str(folder / ".lock"))
+            lock = None if descriptor is None else os.fdopen(descriptor, "r+")
         except BlockingIOError:
             problem = f"another run is at work in {folder}; wait for it, or choose another output folder"
         except OSError as error:

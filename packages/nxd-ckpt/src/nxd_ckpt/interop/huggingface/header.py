@@ -18,10 +18,18 @@ from nxd_ckpt.objects import is_unicode
 from nxd_ckpt.reader import TensorInfo
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
-_LFS_POINTER = b"version https://git-lfs.github.com/spec/v1"
 _METADATA = "__metadata__"
 _ALIGNMENT = 64
 _SIZE_LIMIT = 2**48  # what processors can address
+_CONVERT = "convert it to safetensors, for example with `save_pretrained` of transformers"
+_OTHER_KINDS = {  # by their first bytes
+    b"PK\x03\x04": f"a zip archive, as torch.save writes; {_CONVERT}",
+    b"\x80\x02": f"a pickle, as torch.save writes; {_CONVERT}",
+    b"GGUF": f"a GGUF file of llama.cpp; {_CONVERT}",
+    b"version https://git-lfs.github.com/spec/v1": (
+        "a pointer of Git LFS, without the weights; fetch them by `git lfs pull`"
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +50,12 @@ def read_header(path: str) -> dict[str, StoredTensor]:
     try:
         with regular_file(path) as file:
             file_size = os.fstat(file.fileno()).st_size
-            beginning = file.read(8)
-            if beginning == _LFS_POINTER[:8] and file.read(len(_LFS_POINTER) - 8) == _LFS_POINTER[8:]:
-                raise ValueError("it is a pointer of Git LFS, without the weights; fetch them by `git lfs pull`")
-            length = int.from_bytes(beginning, "little")
+            beginning = file.read(64)
+            for magic, found in _OTHER_KINDS.items():
+                if beginning.startswith(magic):
+                    raise ValueError(f"it is {found}")
+            file.seek(8)
+            length = int.from_bytes(beginning[:8], "little")
             if file_size < 8 or length > min(MAX_HEADER_BYTES, file_size - 8):
                 raise ValueError(f"its header claims {length} bytes of {file_size}, at most {MAX_HEADER_BYTES} allowed")
             content = json.loads(file.read(length), object_pairs_hook=_without_duplicates)

@@ -1,4 +1,7 @@
-"""Opening a Hugging Face folder: which file holds which tensor, and the tensors as views of the mapped files."""
+"""Opening a Hugging Face folder: which file holds which tensor, and the tensors as views of the mapped files.
+
+Which files count is as transformers has it: those that the config names, else one file, else several and their index.
+"""
 
 import json
 import mmap
@@ -19,9 +22,13 @@ from nxd_ckpt.sharded_tensor import Shard
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+CONFIG_FILE = "config.json"
 MAX_INDEX_BYTES = 100_000_000
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors")
+_INDEX_NAME = re.compile(rf"{_FILE_NAME.pattern}\.index\.json")
+_VARIANT = re.compile(r"model\.(?:safetensors\.index\.)?([A-Za-z0-9_-]+)\.(?:safetensors|json)")
+_PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
 class _HuggingFaceFolder:
@@ -55,16 +62,81 @@ def open_hugging_face(folder: "str | os.PathLike[str]") -> TensorSource:
     path = os.fspath(folder)
     if os.path.isfile(path):
         return _HuggingFaceFolder({path: read_header(path)})
-    if os.path.isfile(os.path.join(path, INDEX_FILE)):
-        return _HuggingFaceFolder(_read_indexed(path))
-    single = os.path.join(path, SINGLE_FILE)
-    if os.path.isfile(single):
-        return _HuggingFaceFolder({single: read_header(single)})
-    raise CheckpointError(f"{path} holds neither {INDEX_FILE} nor {SINGLE_FILE}")
+    chosen = _chosen_by_config(path) or next((it for it in (SINGLE_FILE, INDEX_FILE) if _has(path, it)), None)
+    if chosen is None:
+        raise CheckpointError(_nothing_to_open(path))
+    if _INDEX_NAME.fullmatch(chosen):
+        return _HuggingFaceFolder(_read_indexed(path, chosen))
+    single = os.path.join(path, chosen)
+    return _HuggingFaceFolder({single: read_header(single)})
 
 
-def _read_indexed(folder: str) -> dict[str, dict[str, StoredTensor]]:
-    index = os.path.join(folder, INDEX_FILE)
+def holds_model(folder: str) -> bool:
+    """Whether `open_hugging_face` finds files to open in a folder."""
+    return _chosen_by_config(folder) is not None or _has(folder, SINGLE_FILE) or _has(folder, INDEX_FILE)
+
+
+def _chosen_by_config(folder: str) -> str | None:
+    """The file, or index, that the config's `transformers_weights` names; transformers reads no other then."""
+    try:
+        with open(os.path.join(folder, CONFIG_FILE), "rb") as file:
+            config = json.loads(file.read(MAX_INDEX_BYTES))
+        chosen = config.get("transformers_weights") if isinstance(config, dict) else None
+    except (OSError, ValueError, RecursionError):  # weights can be read without a config
+        return None
+    if chosen is not None and not (
+        isinstance(chosen, str) and (_FILE_NAME.fullmatch(chosen) or _INDEX_NAME.fullmatch(chosen))
+    ):
+        raise CheckpointError(
+            f"{os.path.join(folder, CONFIG_FILE)} says that the weights are in {chosen!r}, which is no plain name of a "
+            "safetensors file or its index"
+        )
+    return chosen
+
+
+def _nothing_to_open(folder: str) -> str:
+    """Why a folder cannot be opened: what it has instead, and what to do."""
+    if not os.path.isdir(folder):
+        return f"{folder!r} does not exist" if not os.path.lexists(folder) else f"{folder!r} is no folder or file"
+    found = other_kind(folder)
+    return f"{folder} holds neither {INDEX_FILE} nor {SINGLE_FILE}" + (f", but {found}" if found else "")
+
+
+def other_kind(folder: str) -> str:
+    """What a folder has that looks like a model but is not read, and what to do; "" if there is no such thing."""
+    names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+    pickles = [name for name in names if name in _PICKLES]
+    variants = sorted({match[1] for name in names if (match := _VARIANT.fullmatch(name))} - {"index"})
+    others = [name for name in names if name.endswith(".safetensors")]
+    files = [name for name in names if name.endswith((".gguf", ".bin", ".pt", ".pth", ".ckpt"))]
+    found = ""
+    if "adapter_config.json" in names:
+        found = "an adapter of PEFT; load it into its base model, or merge it there first"
+    elif "model_index.json" in names:
+        found = "a pipeline of diffusers, of several models; give the file of one, such as one in its folder unet"
+    elif pickles:
+        found = (
+            f"{pickles[0]}, a pickle, which is not read; convert it with transformers: "
+            f"AutoModelForCausalLM.from_pretrained({folder!r}).save_pretrained('NEW FOLDER')"
+        )
+    elif variants:
+        found = (
+            f"the variants {', '.join(variants)}, of which transformers takes one by variant=; rename the files of the "
+            "one that is meant, or give its file"
+        )
+    elif others:
+        found = f"{', '.join(others[:3])}; give the file itself"
+    elif files:
+        found = f"{files[0]}, which is not read; convert it to safetensors"
+    return found
+
+
+def _has(folder: str, name: str) -> bool:
+    return os.path.isfile(os.path.join(folder, name))
+
+
+def _read_indexed(folder: str, name: str) -> dict[str, dict[str, StoredTensor]]:
+    index = os.path.join(folder, name)
     file_of = _read_index(index)
     files = {name: read_header(os.path.join(folder, name)) for name in sorted(set(file_of.values()))}
     found = {(name, file) for file, tensors in files.items() for name in tensors}
