@@ -22,9 +22,27 @@ _MAX_BUFFERS = 1024  # that one system call takes
 _LOCKS_UNSUPPORTED = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL}
 
 
+def hold_standard_streams() -> None:
+    """Opens the null device for those of descriptors 0 to 2 that are closed.
+
+    Otherwise the next file or socket becomes one of them: a child process replaces it by its own, and what libraries
+    print lands in it.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)  # the lowest free number, which is this one
+            if opened > 2:  # another thread was faster
+                os.close(opened)
+            else:
+                os.set_inheritable(opened, True)
+
+
 @contextlib.contextmanager
 def new_file(path: str) -> Iterator[int]:
     """Creates a file that must not exist yet, for writing; fsyncs it at the end."""
+    hold_standard_streams()
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         yield fd
@@ -39,6 +57,7 @@ def own_file(path: str) -> int:
     Raises:
         OSError: it cannot be opened, or is something else than a file.
     """
+    hold_standard_streams()
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     except OSError as error:

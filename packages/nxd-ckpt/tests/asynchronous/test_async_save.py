@@ -332,3 +332,23 @@ def test_save_by_other_ranks_waits_for_what_is_under_way(tmp_path, monkeypatch):
 
     assert all(handle.committed for handle in handles)
     assert {info.tag for info in list_checkpoints(tmp_path)} == {"both", "alone"}
+
+
+@pytest.mark.parametrize("closed", [(0,), (1, 2), (0, 1, 2)], ids=str)
+def test_save_with_closed_standard_streams_writes_what_was_given_though_libraries_print(tmp_path, closed):
+    kept = [(number, os.dup(number)) for number in closed]
+    end_async_saves()
+    for number in closed:
+        os.close(number)
+    try:
+        handle = async_save(tmp_path, "a", {"w": torch.arange(1000.0)})
+        for number in closed:
+            os.write(number, b"what a library prints" * 10)
+        handle.wait()
+        end_async_saves()
+    finally:
+        for number, copy in kept:
+            os.dup2(copy, number)
+            os.close(copy)
+
+    assert torch.equal(open_checkpoint(tmp_path, "a").read("w"), torch.arange(1000.0))

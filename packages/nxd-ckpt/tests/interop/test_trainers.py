@@ -48,7 +48,7 @@ def trainer(folder, *callbacks, **options):
         lr_scheduler_type="constant",
         **options,
     )
-    return Trainer(Model(), arguments, train_dataset=data(), callbacks=list(callbacks))
+    return Trainer(Model(), arguments, train_dataset=data(), eval_dataset=data()[:4], callbacks=list(callbacks))
 
 
 def weights(model):
@@ -74,9 +74,111 @@ def test_trainer_of_transformers_goes_on_bit_by_bit(tmp_path, background):
     assert sizes[1] < sizes[0]  # the frozen part is not written again
 
 
+def evaluated(folder, losses, *, patience=9, scaler=None, **options):
+    """A trainer with these losses of evaluations, by step."""
+    transformers = pytest.importorskip("transformers")
+
+    class Losses(transformers.TrainerCallback):
+        def on_evaluate(self, args, state, control, metrics, **_):
+            metrics["eval_loss"] = losses[state.global_step]
+
+    made = trainer(
+        folder,
+        Losses(),
+        transformers.EarlyStoppingCallback(patience),
+        eval_strategy="steps",
+        eval_steps=2,
+        metric_for_best_model="loss",
+        greater_is_better=False,
+        restore_callback_states_from_checkpoint=True,
+        **options,
+    )
+    made.accelerator.scaler = scaler
+    return made
+
+
+LOSSES = {2: 0.9, 4: 0.1, 6: 0.5, 8: 0.4, 10: 0.6, 12: 0.7}
+
+
+@pytest.mark.parametrize(
+    ("limit", "kept", "background"), [(1, [4], False), (2, [4, 12], True), (3, [4, 10, 12], False)]
+)
+def test_trainer_of_transformers_keeps_and_loads_the_best(tmp_path, limit, kept, background):
+    made = evaluated(tmp_path, LOSSES, load_best_model_at_end=True, save_total_limit=limit, background=background)
+    at_step = {}
+    save_checkpoint = made._save_checkpoint
+
+    def noted(model, trial):
+        at_step[made.state.global_step] = weights(model)
+        save_checkpoint(model, trial)
+
+    made._save_checkpoint = noted
+    made.train()
+    end_async_saves()
+
+    assert [info.step for info in list_checkpoints(tmp_path)] == kept
+    assert made.state.best_model_checkpoint == str(tmp_path / "checkpoint-4")
+    assert all(torch.equal(tensor, at_step[4][name]) for name, tensor in weights(made.model).items())
+    assert not torch.equal(at_step[4]["layers.1.weight"], at_step[12]["layers.1.weight"])
+    assert all(open_checkpoint(tmp_path, info.tag).damage() == [] for info in list_checkpoints(tmp_path))
+    assert made.args.save_total_limit == limit
+
+
+def test_trainer_of_transformers_resumes_patience_best_and_the_scaler(tmp_path):
+    def scaler():
+        return torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
+
+    undisturbed = evaluated(tmp_path / "a", LOSSES, patience=3, scaler=scaler())
+    undisturbed.train()
+    evaluated(tmp_path / "b", LOSSES, patience=3, scaler=scaler(), max_steps=6).train()
+    resumed = evaluated(tmp_path / "b", LOSSES, patience=3, scaler=torch.amp.GradScaler("cpu"))
+    resumed.train(resume_from_checkpoint="checkpoint-6")
+
+    assert resumed.state.global_step == undisturbed.state.global_step == 10  # 6, 8 and 10 were no better than 4
+    assert resumed.state.best_model_checkpoint == str(tmp_path / "b" / "checkpoint-4")
+    assert resumed.accelerator.scaler.state_dict() == undisturbed.accelerator.scaler.state_dict()
+    assert resumed.accelerator.scaler.get_scale() == 64.0
+    for name, tensor in weights(undisturbed.model).items():
+        assert torch.equal(weights(resumed.model)[name], tensor)
+
+
+def test_trainer_of_transformers_refuses_to_push_what_it_does_not_write(tmp_path):
+    made = trainer(tmp_path)
+    made.args.push_to_hub = True
+
+    with pytest.raises(ValueError, match="use hub_strategy='end'"):
+        made.train()
+
+
 def test_trainer_of_transformers_without_a_checkpoint_to_resume_from_says_so(tmp_path):
     with pytest.raises(CheckpointError, match=r"there is no checkpoint in .* to resume from"):
         trainer(tmp_path).train(resume_from_checkpoint=True)
+
+
+@pytest.mark.parametrize("stateful", [False, True])
+def test_accelerate_resumes_its_data_loader_and_its_step(tmp_path, stateful):
+    accelerate = pytest.importorskip("accelerate")
+    if stateful:
+        pytest.importorskip("torchdata.stateful_dataloader")
+
+    def prepared_loader():
+        options = accelerate.DataLoaderConfiguration(use_stateful_dataloader=stateful)
+        accelerator = accelerate.Accelerator(cpu=True, dataloader_config=options, gradient_accumulation_steps=2)
+        loader = torch.utils.data.DataLoader(list(range(6)), batch_size=1)
+        return accelerator, *accelerator.prepare(loader, nn.Linear(1, 1))
+
+    accelerator, loader, model = prepared_loader()
+    batches = iter(loader)
+    for _ in range(3):
+        next(batches)
+        with accelerator.accumulate(model):
+            pass
+    save(tmp_path, "a", accelerator_state(accelerator))
+    resumed, loader, _ = prepared_loader()
+    load(tmp_path, into=accelerator_state(resumed))
+
+    assert resumed.step == accelerator.step == 3
+    assert [int(batch) for batch in loader] == ([3, 4, 5] if stateful else [0, 1, 2, 3, 4, 5])
 
 
 def prepared():
@@ -177,7 +279,7 @@ def test_lightning_checkpoint_keeps_kinds_and_refuses_what_would_have_to_run(tmp
     from nxd_ckpt.interop.lightning import NxdCheckpointIO
 
     checkpoint = {
-        "state_dict": {"w": torch.arange(3)},
+        "state_dict": {"w": torch.arange(3), "a.b": torch.zeros(2), "a": {"b": torch.ones(2)}},
         "optimizer_states": [{"state": {0: {"step": torch.tensor(2.0)}}, "param_groups": [{"betas": (0.9, 0.5)}]}],
         "global_step": 5,
         "hyper_parameters": {"make": print},
@@ -187,6 +289,8 @@ def test_lightning_checkpoint_keeps_kinds_and_refuses_what_would_have_to_run(tmp
 
     found = io.load_checkpoint(tmp_path / "x.ckpt")
     assert torch.equal(found["state_dict"]["w"], torch.arange(3))
+    assert found["state_dict"]["a.b"].tolist() == [0.0, 0.0]
+    assert found["state_dict"]["a"]["b"].tolist() == [1.0, 1.0]
     assert found["optimizer_states"][0]["param_groups"] == [{"betas": (0.9, 0.5)}]
     assert found["optimizer_states"][0]["state"].keys() == {0}
     assert "hyper_parameters" not in found

@@ -28,6 +28,7 @@ from nxd_state.process_groups import (
 )
 from nxd_state.rank_failure import report_uncaught_failures
 from nxd_state.shared_groups import share_memory
+from nxd_state.standard_streams import hold_standard_streams
 
 GROUP_AXES: tuple[tuple[str, ...], ...] = (
     ("tp",),
@@ -107,6 +108,7 @@ def initialize_model_parallel(
         raise RuntimeError(
             f"model parallelism is already initialised as {_state.mesh}; call destroy_model_parallel() first"
         )
+    hold_standard_streams()
     debug.read_environment()
     timeout = timeout or _timeout_from_environment()
     rank, world_size = _planned or _launched_rank_and_world_size()

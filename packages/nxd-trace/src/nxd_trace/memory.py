@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Sequence
 
 import torch
+from nxd_state.standard_streams import hold_standard_streams
 from torch import Tensor
 
 from nxd_trace.signature import Signature, TensorSpec
@@ -20,6 +21,7 @@ _ALIGNMENT = 64  # bytes: what compiled programs expect of their inputs
 
 def new_shared_file() -> int:
     """A file descriptor of empty memory; the caller closes it."""
+    hold_standard_streams()
     if hasattr(os, "memfd_create"):
         return os.memfd_create("nxd_trace")
     with tempfile.TemporaryFile() as file:

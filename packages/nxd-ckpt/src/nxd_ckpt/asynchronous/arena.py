@@ -11,6 +11,7 @@ from collections.abc import Iterable
 import torch
 
 from nxd_ckpt.asynchronous.handover import Handover, Slice
+from nxd_ckpt.files import hold_standard_streams
 from nxd_ckpt.tensor_bytes import pieces_of
 
 
@@ -49,6 +50,7 @@ class Arena:
 
 
 def _nameless_file() -> int:
+    hold_standard_streams()
     if hasattr(os, "memfd_create"):
         return os.memfd_create("nxd-ckpt-arena", os.MFD_CLOEXEC)
     with tempfile.TemporaryFile() as file:

@@ -12,6 +12,7 @@ from multiprocessing.connection import Connection
 from nxd_ckpt.asynchronous.handover import Slice
 from nxd_ckpt.asynchronous.writer import FileToWrite, FileWritten, NothingMore, Progress, SliceWritten, WritingFailed
 from nxd_ckpt.errors import CheckpointError
+from nxd_ckpt.files import hold_standard_streams
 
 _PACKAGE_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _LOOK_SECONDS = 0.5
@@ -42,6 +43,7 @@ class WriterProcess:
 
     def __init__(self, arena_fd: int) -> None:
         # Without a name and inherited by this child alone: what is pickled over it comes from this process only.
+        hold_standard_streams()
         ours, theirs = socket.socketpair()
         with theirs:
             numbers = [str(arena_fd), str(theirs.fileno()), str(os.getpid())]

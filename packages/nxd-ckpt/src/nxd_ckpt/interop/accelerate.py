@@ -12,18 +12,32 @@ from nxd_ckpt.random_states import RandomStates
 from nxd_ckpt.training_state import PerRank
 
 
+class _Step:
+    """The number of steps in which gradients were accumulated."""
+
+    def __init__(self, accelerator: Any) -> None:
+        self._accelerator = accelerator
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self._accelerator.step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._accelerator.step = state["step"]
+
+
 def accelerator_state(accelerator: Any) -> dict[str, Any]:
-    """What was given to `accelerator.prepare` and `register_for_checkpointing`, and the random generators.
+    """What was given to `accelerator.prepare` and `register_for_checkpointing`, the random generators, and the step.
 
     As `accelerator.save_state` would save it, but for any number of ranks. A single model is named `model`, several are
-    `models.0`, `models.1`; so are optimizers, schedulers and data loaders. Data loaders count if they have a
-    `state_dict`, as those that `use_stateful_dataloader` makes.
+    `models.0`, `models.1`; so are optimizers, schedulers and data loaders. Data loaders count if they are made with
+    `use_stateful_dataloader`; the position of others is lost, as it is with `save_state`.
 
     Args:
         accelerator: after `prepare`.
     """
     schedulers = [getattr(scheduler, "scheduler", scheduler) for scheduler in accelerator._schedulers]
-    loaders = [PerRank(loader) for loader in accelerator._dataloaders if hasattr(loader, "state_dict")]
+    stateful = [it for it in accelerator._dataloaders if getattr(it, "use_stateful_dataloader", False)]
+    loaders = [PerRank(loader) for loader in stateful]
     parts = {
         "model": list(accelerator._models),
         "optimizer": [optimizer.optimizer for optimizer in accelerator._optimizers],
@@ -32,7 +46,7 @@ def accelerator_state(accelerator: Any) -> dict[str, Any]:
         "object": list(accelerator._custom_objects),
         "scaler": [] if accelerator.scaler is None else [accelerator.scaler],
     }
-    state: dict[str, Any] = {"random": PerRank(RandomStates())}
+    state: dict[str, Any] = {"random": PerRank(RandomStates()), "accelerator": _Step(accelerator)}
     for name, found in parts.items():
         if len(found) == 1:
             state[name] = found[0]

@@ -124,6 +124,8 @@ def _described(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, torch.Tensor):
+        while path in tensors:  # another's, such as that of {"a.b": ...} and {"a": {"b": ...}}
+            path += "'"
         tensors[path] = value
         return ["tensor", path]
     if isinstance(value, Mapping):

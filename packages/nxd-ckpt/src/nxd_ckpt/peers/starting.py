@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from nxd_ckpt.files import hold_standard_streams
 from nxd_ckpt.peers import keeper
 
 _SECONDS_TO_START = 30.0
@@ -39,6 +40,7 @@ class KeeperProcess:
     def __init__(self, folder: "str | os.PathLike[str]", secret: str, host: str = "127.0.0.1") -> None:
         self._folder, self._host = Path(folder), host
         self._environment: Mapping[str, str] = {**os.environ, keeper.SECRET: secret}
+        hold_standard_streams()
         self._port = _reserved_port(host)
         self._asked: float | None = None  # since when an answer is owed, on the monotonic clock
         try:

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from nxd_state.standard_streams import hold_standard_streams
+
 _WORD = 8
 _TOKEN_AT = 0  # byte offset; the rest of the first cache line is free
 FIRST_FREE_BYTE = 64
@@ -90,6 +92,7 @@ class OwnSegment(Segment):
     """A segment made by this process; it can be mapped by others until `seal`."""
 
     def __init__(self, size: int) -> None:
+        hold_standard_streams()
         self._descriptor = os.memfd_create("nxd_state", os.MFD_CLOEXEC)
         try:
             os.ftruncate(self._descriptor, size)

@@ -14,6 +14,7 @@ import sys
 import tempfile
 from multiprocessing.connection import Connection
 
+from nxd_state.standard_streams import hold_standard_streams
 from nxd_state.testing.deadlines import deadline
 from nxd_state.testing.failure import describe_exit
 from nxd_state.testing.messages import READY, receive
@@ -29,6 +30,7 @@ class WorkerProcess:
     """
 
     def __init__(self, store_port: int) -> None:
+        hold_standard_streams()
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
         self._stacks = tempfile.TemporaryFile()  # noqa: SIM115
         ours, theirs = socket.socketpair()

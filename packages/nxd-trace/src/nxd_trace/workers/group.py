@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from nxd_state.standard_streams import hold_standard_streams
+
 from nxd_trace.errors import MissingMainGuardError, WorkerError
 from nxd_trace.memory import new_shared_file
 from nxd_trace.workers.launching import launch
@@ -47,6 +49,7 @@ class WorkerProcess:
         environment: dict[str, str],
     ) -> None:
         self.rank = rank
+        hold_standard_streams()
         self._stacks = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
         self.connection, theirs = socket.socketpair()
         stdin, self._stdin = os.pipe()  # never written to: it closes when this process dies

@@ -14,6 +14,8 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
+from nxd_state.standard_streams import hold_standard_streams
+
 from nxd_trace.workers.fork_server import DESCRIPTORS, EXIT_CODE, LENGTH, PROCESS_ID
 
 # Libraries read these variables when they are loaded: with others, there must be another server.
@@ -67,6 +69,7 @@ class ForkServer:
     def __init__(self) -> None:
         self._variables = _variables_read_when_loaded()
         self._owner = os.getpid()
+        hold_standard_streams()
         self._connection, theirs = socket.socketpair()
         program = (
             f"import sys; sys.path[:] = {_module_path()!r}; "

@@ -20,6 +20,8 @@ import threading
 import time
 from types import FrameType
 
+from nxd_state.standard_streams import hold_standard_streams
+
 from nxd_trainer.elastic.memory import HostMemory
 from nxd_trainer.elastic.processes import Process, end_with, name_this_process
 from nxd_trainer.launch import EXIT_STOPPED, LAUNCHER_PID
@@ -120,6 +122,7 @@ class _Supervisor:
         if self._most_restarts() == 0:
             self._say("is not replaced if it is lost, as torchrun's --max-restarts is 0; give it some, such as 100")
         while True:
+            hold_standard_streams()
             reading, writing = os.pipe()
             sys.stdout.flush()
             sys.stderr.flush()
