@@ -10,6 +10,7 @@ from nxd_layers import (
 )
 from nxd_layers.activation_checkpoint import apply_activation_checkpointing, matmul_outputs
 from nxd_layers.chunked_loss import linear_cross_entropy
+from nxd_state import initialize_model_parallel
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -311,6 +312,8 @@ def test_chunked_loss_accumulates_into_existing_gradients():
             r"labels of shape \(8,\) do not fit .*expected \(8, 3\)",
         ),
         ({"head_arguments": {"stride": 2}}, "a head of stride=2 fused matrices"),
+        ({"head_arguments": {"skip_bias_add": True}}, "the head has skip_bias_add=True, which"),
+        ({"head_arguments": {"reduce_dtype": torch.float64}}, "the head has reduce_dtype=torch.float64, which"),
     ],
 )
 def test_chunked_loss_with_wrong_arguments_raises(on_tp, tp, arguments, message):
@@ -342,3 +345,16 @@ def test_chunked_loss_of_a_model_learns_like_the_unchunked():
         return loss.detach()
 
     assert_all_close([train(True)], [train(False)], rtol=1e-9)
+
+
+def test_chunked_loss_of_a_head_on_other_ranks_follows_them_and_refuses_their_order(run_ranks):
+    def job(size):
+        initialize_model_parallel(tensor_model_parallel_size=1)
+        hidden, labels = make_tokens()
+        given = {} if size == 1 else {"tensor_model_parallel_group": torch.distributed.group.WORLD}
+        if size > 1:
+            with pytest.raises(ValueError, match=r"the head has rank_ordering=.*, which linear_cross_entropy"):
+                linear_cross_entropy(hidden, make_head(rank_ordering=[1, 0], **given), labels)
+        return linear_cross_entropy(hidden, make_head(**given), labels).item()
+
+    assert len({round(it, 12) for it in (run_ranks(job, 1, 1) + run_ranks(job, 2, 2))}) == 1

@@ -22,7 +22,7 @@ from nxd_layers.quantization import (
     quantize_linears,
     quantize_to_qint8,
 )
-from nxd_state import get_group, get_shard_spec
+from nxd_state import get_group, get_shard_spec, initialize_model_parallel
 from torch import nn
 
 PER_TENSOR, PER_CHANNEL = QuantizationType.PER_TENSOR_SYMMETRIC, QuantizationType.PER_CHANNEL_SYMMETRIC
@@ -198,3 +198,36 @@ def test_a_state_that_torch_packed_is_unpacked():
     assert state.keys() == {"up.weight", "up.scale", "up.bias"}
     assert torch.equal(dequantize(state["up.weight"], state["up.scale"], torch.float32), weight.dequantize())
     assert extract_q_scale(quantize_to_qint8(torch.ones(2, 2))).shape == (1,)
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        (lambda: RowParallelLinear(8, 4, stride=2), "stride=2"),
+        (lambda: RowParallelLinear(8, 4, rank_ordering=[1, 0]), "rank_ordering"),
+        (lambda: ColumnParallelLinear(8, 4, gather_output=False, rank_ordering=[1, 0]), "rank_ordering"),
+        (lambda: ColumnParallelLinear(8, 4, skip_bias_add=True), "it has skip_bias_add"),
+        (lambda: RowParallelLinear(8, 4, skip_bias_add=True), "it has skip_bias_add"),
+        (
+            lambda: ColumnParallelLinear(8, 4, tensor_model_parallel_group=get_group("dp")),
+            "tensor_model_parallel_group",
+        ),
+    ],
+)
+def test_options_that_a_quantized_layer_would_drop_are_refused(run_ranks, layer, message):
+    def job():
+        initialize_model_parallel(tensor_model_parallel_size=2)
+        with pytest.raises(ValueError, match=message):
+            convert(layer())
+
+    run_ranks(job, 2)
+
+
+def test_unsummed_outputs_of_a_quantized_layer_are_those_of_the_float_one(on_tp):
+    def job():
+        layer = RowParallelLinear(8, 4, reduce_output=False)
+        torch.nn.init.constant_(layer.bias, 7.0)
+        hidden = torch.randn(3, 8)
+        torch.testing.assert_close(convert(layer)(hidden), layer(hidden), rtol=0.05, atol=0.1)
+
+    on_tp(2, job)

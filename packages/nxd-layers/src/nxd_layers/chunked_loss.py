@@ -16,7 +16,6 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from nxd_layers.cross_entropy import LossDefinition, check_loss_arguments, logits_grad, token_losses, widened
-from nxd_layers.layer_group import layer_group
 from nxd_layers.linear import ColumnParallelLinear
 from nxd_layers.tracing import leaf_of_traces
 
@@ -159,22 +158,15 @@ def linear_cross_entropy(
         0-d, float32 or float64, the same on every rank.
 
     Raises:
-        ValueError: as for `parallel_cross_entropy`; a head of fused matrices or with a LoRA adapter that is not
-            merged, no such reduction, or a chunk_size below one.
+        ValueError: as for `parallel_cross_entropy`; a head of fused matrices, with a LoRA adapter that is not merged,
+            or with options that are not followed here, no such reduction, or a chunk_size below one.
     """
-    if head.stride != 1:
-        raise ValueError(f"a head of stride={head.stride} fused matrices has no one vocabulary; expected stride=1")
-    adapter: Any = getattr(head, "lora", None)
-    if adapter is not None and not adapter.is_merged:
-        raise ValueError(
-            "the head has a LoRA adapter, which linear_cross_entropy would pass by; merge it, or use the head and "
-            "parallel_cross_entropy"
-        )
+    _check_head(head)
     if reduction not in get_args(Reduction):
         raise ValueError(f"reduction={reduction!r} is unknown; use one of {', '.join(get_args(Reduction))}")
     if chunk_size < 1:
         raise ValueError(f"chunk_size={chunk_size} must be positive")
-    group = layer_group(head.tensor_parallel_size)
+    group = head.group()
     definition = LossDefinition(label_smoothing, ignore_index, head.output_size, group)
     sequence_dim = head.sequence_dimension if head.sequence_parallel_enabled else None
     check_loss_arguments((*_whole_tokens(hidden, sequence_dim, group), head.padded_output_size), labels, definition)
@@ -192,6 +184,30 @@ def linear_cross_entropy(
         torch.is_grad_enabled(),
     )
     return total if reduction == "sum" else total / (labels != ignore_index).sum().clamp(min=1)
+
+
+def _check_head(head: ColumnParallelLinear) -> None:
+    """Raise a ValueError for a head that computes something else than a product with the vocabulary in its order."""
+    if head.stride != 1:
+        raise ValueError(f"a head of stride={head.stride} fused matrices has no one vocabulary; expected stride=1")
+    adapter: Any = getattr(head, "lora", None)
+    if adapter is not None and not adapter.is_merged:
+        raise ValueError(
+            "the head has a LoRA adapter, which linear_cross_entropy would pass by; merge it, or use the head and "
+            "parallel_cross_entropy"
+        )
+    unknown = {
+        f"rank_ordering={head.rank_ordering}": head.rank_ordering is not None,
+        "skip_bias_add=True": head.skip_bias_add,
+        f"reduce_dtype={head.reduce_dtype}": head.reduce_dtype is not None,
+        "a forward of its own": type(head).forward is not ColumnParallelLinear.forward,
+    }
+    if any(unknown.values()):
+        names = ", ".join(name for name, is_set in unknown.items() if is_set)
+        raise ValueError(
+            f"the head has {names}, which linear_cross_entropy does not know; use the head and parallel_cross_entropy, "
+            "or build it without"
+        )
 
 
 def _whole_tokens(hidden: Tensor, sequence_dim: int | None, group: Group) -> tuple[int, ...]:

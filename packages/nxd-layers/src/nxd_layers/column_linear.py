@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from nxd_layers.key_value_heads import HeadCopies
+from nxd_layers.mappings import no_view
 
 
 class _ColumnLinear(Function):
@@ -39,7 +40,7 @@ class _ColumnLinear(Function):
         ctx.save_for_backward(whole if weights_learn else None, *weights)
         ctx.group, ctx.sequence_dim, ctx.whole_shape = group, sequence_dim, whole.shape
         ctx.copies, ctx.reduce_dtype = copies, reduce_dtype
-        return tuple(F.linear(whole, w, b) for w, b in zip(weights, biases, strict=True) if w is not None)
+        return tuple(_output(whole, w, b) for w, b in zip(weights, biases, strict=True) if w is not None)
 
     @staticmethod
     @once_differentiable
@@ -54,6 +55,14 @@ class _ColumnLinear(Function):
         weight_grads, bias_grads = parameter_grads(ctx, rows, whole_rows)
         grad_input = partial if pending is None else pending.wait().to(whole_dtype)
         return (grad_input, None, None, None, None, *weight_grads, *bias_grads)
+
+
+def _output(whole: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`F.linear`, whose output would be a view if there is a bias."""
+    if bias is None or whole.dim() == 2:
+        return F.linear(whole, weight, bias)
+    rows = torch.addmm(bias, whole.reshape(-1, whole.shape[-1]), weight.t())
+    return no_view(rows, [*whole.shape[:-1], weight.shape[0]])
 
 
 _Grads = list[Tensor | None]

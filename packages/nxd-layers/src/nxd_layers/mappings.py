@@ -251,7 +251,17 @@ def own_part(whole: Tensor, group: Group, dim: int) -> Tensor:
             f"pad it to {(length + 1) * group.size}"
         )
     parts = whole.unflatten(dim, (group.size, length))
-    return parts.index_select(dim, group.rank_tensor(whole).view(1)).squeeze(dim)
+    own = parts.index_select(dim, group.rank_tensor(whole).view(1))
+    return no_view(own, [*whole.shape[:dim], length, *whole.shape[dim + 1 :]])
+
+
+def no_view(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """`tensor.view(shape)` of a tensor that nothing else refers to, and that autograd does not take for a view.
+
+    Views that an autograd function returns cannot be changed in place, as models do with outputs of layers.
+    """
+    shaped: Tensor = torch.ops.aten._unsafe_view(tensor, shape)
+    return shaped
 
 
 def parts_in_order(whole: Tensor, order: Sequence[int]) -> Tensor:

@@ -4,6 +4,7 @@ Grouped-query attention (Ainslie et al. 2023) has fewer key and value heads than
 tensor-parallel ranks: then several ranks hold copies of a head. `key_value_heads` defines the layout of the heads.
 """
 
+import itertools
 import warnings
 from collections.abc import Sequence
 from typing import Literal
@@ -315,7 +316,7 @@ class GQAQKVColumnParallelLinear(nn.Module):
         if self.gather_output and self.tensor_parallel_size > 1:
             query, key, value = self.gathered(outputs[0] if self.fuse_qkv else torch.cat(outputs, dim=-1))
             return query, key, value
-        query, key, value = outputs[0].split(self._local_sizes, dim=-1) if self.fuse_qkv else outputs
+        query, key, value = _sections(outputs[0], self._local_sizes) if self.fuse_qkv else outputs
         return query, key, value
 
     def weight_spec(self, projection: str) -> ShardSpec:
@@ -331,7 +332,7 @@ class GQAQKVColumnParallelLinear(nn.Module):
         """
         sizes = [self._local_sizes[tuple(PROJECTIONS).index(name)] for name in projections]
         by_rank = gather_from_tensor_model_parallel_region(fused).unflatten(-1, (self.tensor_parallel_size, -1))
-        parts = [part.flatten(-2) for part in by_rank.split(sizes, dim=-1)]
+        parts = [part.flatten(-2) for part in _sections(by_rank, sizes)]
         layout = self.key_value_layout
         if layout.copies > 1:
             copies = (layout.num_heads, layout.copies, layout.head_size)
@@ -354,6 +355,12 @@ class GQAQKVColumnParallelLinear(nn.Module):
             f"fuse_qkv={self.fuse_qkv}, gather_output={self.gather_output}, "
             f"sequence_parallel={self.sequence_parallel_enabled}"
         )
+
+
+def _sections(fused: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    """As `split` along the last dim, whose parts cannot be changed in place."""
+    ends = itertools.accumulate(sizes)
+    return [fused[..., end - size : end] for end, size in zip(ends, sizes, strict=True)]
 
 
 def _query_and_key_size(sizes: Sequence[int] | int | None) -> tuple[int, int]:

@@ -4,7 +4,7 @@ The product is computed in the input's dtype with the values as they are, and sc
 so that is the same as scaling the weight. Weights do not learn; gradients of inputs are complete.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -15,9 +15,11 @@ from torch.nn import functional as F
 from nxd_layers.layer_group import layer_group
 from nxd_layers.linear import ColumnParallelLinear, check_linear_arguments
 from nxd_layers.mappings import (
+    GivenGroup,
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     gather_from_tensor_model_parallel_region,
+    process_group_as,
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
     scatter_to_tensor_model_parallel_region,
@@ -66,6 +68,7 @@ class BaseQuantizeParallelLinear(nn.Module):
         self.quantization_type = QuantizationType(quantization_type)
         self.quantized_dtype = QuantizedDtype(quantized_dtype)
         self.dequantized_dtype = dtype
+        self.reduce_dtype: torch.dtype | None = None
         asked = [name for name, is_asked in refused.items() if is_asked]
         if self.quantization_type not in _WAYS or self.quantized_dtype not in _DTYPES or asked:
             what = ", ".join([self.quantization_type.value, self.quantized_dtype.name, *asked])
@@ -91,9 +94,23 @@ class BaseQuantizeParallelLinear(nn.Module):
         values = F.linear(input_, self.weight.to(input_.dtype))
         return (values * self.scale.t()).to(input_.dtype)
 
+    @staticmethod
+    def _check_float(layer: ColumnParallelLinear | RowParallelLinear, plain: type[nn.Module]) -> None:
+        """Raise a ValueError for what a layer does that the quantized one would not."""
+        adapter: Any = getattr(layer, "lora", None)
+        unknown = {
+            f"a subclass of {plain.__name__}": type(layer) is not plain,
+            "skip_bias_add": layer.skip_bias_add,
+            "a LoRA adapter that is not merged": adapter is not None and not adapter.is_merged,
+        }
+        if any(unknown.values()):
+            what = ", ".join(name for name, is_set in unknown.items() if is_set)
+            raise ValueError(f"{layer} cannot be quantized: it has {what}; leave it out (modules_to_not_convert)")
+
     @torch.no_grad()
     def _quantize_from(self, layer: ColumnParallelLinear | RowParallelLinear) -> Self:
         """Take over a float layer's values. On all ranks, as ranks may share a scale."""
+        self.reduce_dtype = layer.reduce_dtype
         if layer.weight.is_meta:
             return self
         per_channel = self.quantization_type is QuantizationType.PER_CHANNEL_SYMMETRIC
@@ -131,11 +148,11 @@ class QuantizedColumnParallel(BaseQuantizeParallelLinear):
         block_axis: None.
         block_size: None.
         scale_dtype: float32.
-        tensor_model_parallel_group: None, or the tensor-parallel group.
+        tensor_model_parallel_group: None, or the tensor-parallel ranks.
         pad: False.
         activation_quantization_type: None: inputs stay as they are.
         clamp_bound: of quantized inputs; of no effect.
-        rank_ordering: of the old runtime; of no effect.
+        rank_ordering: None, or the order of the ranks.
 
     Raises:
         ValueError: a way of quantizing that is not supported, or sizes that do not divide.
@@ -163,7 +180,7 @@ class QuantizedColumnParallel(BaseQuantizeParallelLinear):
         pad: bool = False,
         activation_quantization_type: ActivationQuantizationType | str | None = None,
         clamp_bound: float = float("inf"),
-        rank_ordering: list[int] | None = None,
+        rank_ordering: Sequence[int] | None = None,
     ) -> None:
         super().__init__()
         check_linear_arguments(input_size, output_size, sequence_parallel_enabled)
@@ -189,6 +206,7 @@ class QuantizedColumnParallel(BaseQuantizeParallelLinear):
                 is not None,
                 "pad": pad,
                 "gather_output with stride": gather_output and stride > 1,
+                **_other_ranks(tensor_model_parallel_group, rank_ordering),
             },
         )
 
@@ -214,6 +232,7 @@ class QuantizedColumnParallel(BaseQuantizeParallelLinear):
         Raises:
             ValueError: a way of quantizing that is not supported, or a padded layer.
         """
+        cls._check_float(mod, ColumnParallelLinear)
         config = q_config or default_config()
         made = cls(
             mod.input_size,
@@ -226,6 +245,8 @@ class QuantizedColumnParallel(BaseQuantizeParallelLinear):
             sequence_parallel_enabled=mod.sequence_parallel_enabled,
             sequence_dimension=mod.sequence_dimension,
             pad=mod.padded_output_size != mod.output_size,
+            tensor_model_parallel_group=mod.given_group,
+            rank_ordering=mod.rank_ordering,
             **_of_config(config),
         )
         return made._quantize_from(mod)
@@ -248,15 +269,15 @@ class QuantizedRowParallel(BaseQuantizeParallelLinear):
         sequence_dimension: which dim of the output is the sequence; 0 if None.
         keep_master_weight: of the old runtime; of no effect.
         quantization_per_channel_axis: 0 or None: scales are of outputs.
-        reduce_output: sum over the ranks; False leaves partial sums, without the bias.
-        tensor_model_parallel_group: None, or the tensor-parallel group.
+        reduce_output: sum over the ranks; False leaves partial sums, to each of which the whole bias is added.
+        tensor_model_parallel_group: None, or the tensor-parallel ranks.
         pad: False.
         activation_quantization_type: None: inputs stay as they are.
         clamp_bound: of quantized inputs; of no effect.
         block_axis: None.
         block_size: None.
         scale_dtype: float32.
-        rank_ordering: of the old runtime; of no effect.
+        rank_ordering: None, or the order of the ranks.
 
     Raises:
         ValueError: a way of quantizing that is not supported, or sizes that do not divide.
@@ -285,7 +306,7 @@ class QuantizedRowParallel(BaseQuantizeParallelLinear):
         block_axis: list[int] | None = None,
         block_size: list[int] | None = None,
         scale_dtype: Any = torch.float32,
-        rank_ordering: list[int] | None = None,
+        rank_ordering: Sequence[int] | None = None,
     ) -> None:
         super().__init__()
         check_linear_arguments(input_size, output_size, sequence_parallel_enabled)
@@ -312,6 +333,7 @@ class QuantizedRowParallel(BaseQuantizeParallelLinear):
                 is not None,
                 "pad": pad,
                 f"stride={stride}": stride != 1,
+                **_other_ranks(tensor_model_parallel_group, rank_ordering),
             },
         )
 
@@ -319,12 +341,13 @@ class QuantizedRowParallel(BaseQuantizeParallelLinear):
         """`[..., in]` (`[..., in/tp]` if parallel) to `[..., out]`; `[seq/tp, ..., out]` if sequence parallel."""
         layer_group(self.tensor_parallel_size)
         partial = self._product(input_ if self.input_is_parallel else scatter_to_tensor_model_parallel_region(input_))
+        wide = partial if self.reduce_dtype is None else partial.to(self.reduce_dtype)
         if not self.reduce_output:
-            return partial
-        if self.sequence_parallel_enabled:
-            output = reduce_scatter_to_sequence_parallel_region(partial, self.sequence_dimension)
+            output = partial
+        elif self.sequence_parallel_enabled:
+            output = reduce_scatter_to_sequence_parallel_region(wide, self.sequence_dimension).to(partial.dtype)
         else:
-            output = reduce_from_tensor_model_parallel_region(partial)
+            output = reduce_from_tensor_model_parallel_region(wide).to(partial.dtype)
         return output if self.bias is None else output + self.bias.to(output.dtype)
 
     @classmethod
@@ -338,6 +361,7 @@ class QuantizedRowParallel(BaseQuantizeParallelLinear):
         Raises:
             ValueError: a way of quantizing that is not supported, or a padded layer.
         """
+        cls._check_float(mod, RowParallelLinear)
         made = cls(
             mod.input_size,
             mod.output_size,
@@ -348,6 +372,10 @@ class QuantizedRowParallel(BaseQuantizeParallelLinear):
             sequence_parallel_enabled=mod.sequence_parallel_enabled,
             sequence_dimension=mod.sequence_dimension,
             pad=mod.padded_input_size != mod.input_size,
+            stride=mod.stride,
+            reduce_output=mod.reduce_output,
+            tensor_model_parallel_group=mod.given_group,
+            rank_ordering=mod.rank_ordering,
             **_of_config(q_config or default_config()),
         )
         return made._quantize_from(mod)
@@ -393,6 +421,14 @@ def _parameter(
         set_shard_spec(parameter, spec)
         set_partition_attributes(parameter, partition_dim=partition_dim, num_partitions=num_partitions)
     return parameter
+
+
+def _other_ranks(group: GivenGroup, ordering: Sequence[int] | None) -> dict[str, bool]:
+    """Which arguments would have the weight split over other ranks than the tensor-parallel ones, in their order."""
+    return {
+        "tensor_model_parallel_group": group is not None and process_group_as(group).ranks != active_group("tp").ranks,
+        f"rank_ordering={ordering}": ordering is not None and list(ordering) != sorted(ordering),
+    }
 
 
 def _quantizes_inputs(how: ActivationQuantizationType | str | None) -> bool:
