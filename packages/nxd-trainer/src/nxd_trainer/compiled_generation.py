@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Self
@@ -258,7 +258,7 @@ class CompilableCheckpoint:
         config = self.description.own_llama_at(tp_degree)
         if config is not None:
             return BuildLlamaDecoder(config, self.dtype)
-        return BuildHuggingFaceDecoder(self.description, self.dtype)
+        return BuildHuggingFaceDecoder(replace(self.description, files={}), self.dtype)
 
     def _check_experts(self, expert_parallel_size: int) -> None:
         """Raise ValueError if the model has no experts, or so many ranks do not divide them."""
@@ -327,7 +327,7 @@ def open_for_compilation(
         nxd_ckpt.CheckpointError: there is no such checkpoint, or it is damaged.
     """
     opened = open_model(folder, tag, adapter=adapter)
-    words = open_words(opened.description, tokenizer)
+    words = open_words(opened, tokenizer)
     longest = _max_positions(opened.description)
     return CompilableCheckpoint(opened.description, opened.dtype, opened.weights, words, longest)
 

@@ -54,7 +54,7 @@ def load_with_words(
 ) -> tuple[nn.Module, Words]:
     """As `load_for_generation`, with the chat template and the tokens that end a text."""
     opened = open_model_together(folder, tag, adapter=adapter)
-    words = open_words(opened.description, tokenizer)
+    words = open_words(opened, tokenizer)
     model = load_model(opened.weights, opened.description, opened.dtype, opened.where)
     return model.eval(), words
 

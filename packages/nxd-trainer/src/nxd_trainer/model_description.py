@@ -2,11 +2,14 @@
 
 It is the content of a Hugging Face `config.json`, since the tensors have the names and shapes of that model in memory.
 This package's own Llama is a `LlamaForCausalLM` by its config as well, and runs any that is no more than it can be.
+Files of the tokenizer, the chat template and the generation config lie in the checkpoint beside it, so that it stands
+alone. It may come from a stranger: what it says of places on this machine is told to people, and not opened.
 """
 
 import json
+import logging
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,10 @@ from nxd_pipeline import NxDPPModel
 from torch import nn
 
 from nxd_trainer.checkpoint import kind_of, weights_kept_as_masters
+from nxd_trainer.companion_files import read_companions
 from nxd_trainer.models import LlamaConfig
+
+_logger = logging.getLogger(__name__)
 
 KEY = "model"
 BYTES = "bytes"  # in place of a tokenizer's file: a token for each byte
@@ -29,16 +35,38 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json"
 
 
 @dataclass(frozen=True)
+class InitialWeights:
+    """The weights that a run began with, which its adapters or its reference model need again.
+
+    Attributes:
+        folder: of a Hugging Face model, or of checkpoints.
+        tag: of the checkpoint; None for a Hugging Face model.
+        fingerprint: another text whenever the weights there are others.
+    """
+
+    folder: str
+    tag: str | None
+    fingerprint: str
+
+    def __str__(self) -> str:
+        return self.folder if self.tag is None else f"{self.folder}/{self.tag}"
+
+
+@dataclass(frozen=True)
 class ModelDescription:
     """A checkpoint's description of its model.
 
     Attributes:
         config: content of its `config.json`.
-        tokenizer: what encodes its text: a file or a folder, or `BYTES`; None if that is not known.
-        folder: where the model came from, with the files that belong to it; None if it came from nowhere.
+        tokenizer: what encodes its text: `BYTES`, or its name for people, which is not opened; None if that is not
+            known.
+        folder: where the model came from, for people; None if it came from nowhere.
         stored_shapes: names and shapes of the tensors in that folder's files; None: those of transformers itself.
         factory: of a model that has no such config, what `model.factory` of its recipe was; `config` holds the
             arguments. It is told to people, and never imported.
+        initial: the weights that an adapter is for, where they do not lie beside it; also those of a reference model.
+        files: of the tokenizer, its chat template and generation, by their names in a model's folder. They lie beside
+            the other values in a checkpoint, see `companion_files`.
     """
 
     config: Mapping[str, Any]
@@ -46,6 +74,8 @@ class ModelDescription:
     folder: str | None = None
     stored_shapes: Mapping[str, tuple[int, ...]] | None = None
     factory: str | None = None
+    initial: InitialWeights | None = None
+    files: Mapping[str, bytes] = field(default_factory=dict)
 
     @property
     def architecture(self) -> str:
@@ -61,6 +91,7 @@ class ModelDescription:
             "folder": self.folder,
             "stored_shapes": None if self.stored_shapes is None else dict(self.stored_shapes),
             "factory": self.factory,
+            "initial": None if self.initial is None else asdict(self.initial),
         }
         return {KEY: {name: value for name, value in values.items() if value is not None}}
 
@@ -108,6 +139,17 @@ def describe_model(model: nn.Module, inside: nn.Module) -> ModelDescription | No
     return ModelDescription(content, folder=str(Path(origin).resolve()) if origin and Path(origin).is_dir() else None)
 
 
+def with_companions(description: ModelDescription) -> ModelDescription:
+    """The description with the files of the folder that the model was loaded from, if they can be read."""
+    if description.folder is None:
+        return description
+    try:
+        return replace(description, files=read_companions(description.folder))
+    except (ValueError, OSError) as error:  # the weights are worth saving in any case
+        _logger.warning("the checkpoint holds no tokenizer: %s", error)
+        return description
+
+
 def describe_llama(
     config: LlamaConfig, *, tokenizer: str | None = None, end_token: int | None = None
 ) -> ModelDescription:
@@ -127,8 +169,15 @@ def find_description(checkpoint: Checkpoint) -> ModelDescription | None:
             found.get("folder"),
             {name: tuple(shape) for name, shape in shapes.items()} if isinstance(shapes, dict) else None,
             found.get("factory"),
+            _initial_weights(found.get("initial")),
         )
     return _described_before(objects)
+
+
+def _initial_weights(found: Any) -> InitialWeights | None:
+    if not isinstance(found, dict) or not isinstance(found.get("folder"), str):
+        return None
+    return InitialWeights(found["folder"], found.get("tag"), str(found.get("fingerprint")))
 
 
 def description_of(checkpoint: Checkpoint) -> ModelDescription:
@@ -159,22 +208,27 @@ def description_of(checkpoint: Checkpoint) -> ModelDescription:
 
 
 def adapter_in(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
-    """The description of the LoRA adapter beside its base model in a checkpoint; None if there is none.
+    """The description of the LoRA adapter in a checkpoint; None if there is none.
 
     Raises:
-        ValueError: there is an adapter without its base model, or nothing that describes it.
+        ValueError: there is one that nothing describes.
     """
     if not isinstance(checkpoint.objects, dict) or ADAPTER_KEY not in checkpoint.objects:
         return None
     found = checkpoint.objects[ADAPTER_KEY]
     if not isinstance(found, dict) or not isinstance(found.get("adapter"), dict):
         raise ValueError(f"checkpoint {checkpoint.tag!r} holds a LoRA adapter that nothing describes; save it anew")
-    if not found.get("has_base"):
-        raise ValueError(
-            f"checkpoint {checkpoint.tag!r} holds a LoRA adapter without its base model; load it with load_checkpoint "
-            "into that model, and save both with LoraConfig(save_lora_base=True)"
-        )
-    return found["adapter"]
+    adapter: Mapping[str, Any] = found["adapter"]
+    return adapter
+
+
+def holds_adapter_alone(checkpoint: Checkpoint) -> bool:
+    """Whether a checkpoint holds a LoRA adapter without the model that it is for.
+
+    Raises:
+        ValueError: as `adapter_in`.
+    """
+    return adapter_in(checkpoint) is not None and not checkpoint.objects[ADAPTER_KEY].get("has_base")
 
 
 def model_dtype(checkpoint: Checkpoint) -> torch.dtype:

@@ -24,7 +24,7 @@ from nxd_trainer.api.unwrap import further_names
 from nxd_trainer.checkpoint import check_names, fill_state, kind_of, model_state, weights_kept_as_masters
 from nxd_trainer.hugging_face.conversion import model_on_meta, reference_model
 from nxd_trainer.hugging_face.loading import make_room
-from nxd_trainer.model_description import ModelDescription, adapter_in
+from nxd_trainer.model_description import ModelDescription, adapter_in, holds_adapter_alone
 from nxd_trainer.models import LlamaForCausalLM
 
 _MAGNITUDE = "lora_magnitude_vector"
@@ -231,6 +231,11 @@ def model_weights(checkpoint: Checkpoint, description: ModelDescription) -> Mode
         ValueError: the adapter has no base model there, is none of LoRA, or does not fit the model; or a weight that it
             is merged into is tied to another.
     """
+    if holds_adapter_alone(checkpoint):
+        raise ValueError(
+            f"checkpoint {checkpoint.tag!r} holds a LoRA adapter without its base model; load it with load_checkpoint "
+            "into that model, or give the base model and this as --adapter"
+        )
     return merged_weights(ModelTensors(from_checkpoint(checkpoint)), adapter_in(checkpoint), description)
 
 

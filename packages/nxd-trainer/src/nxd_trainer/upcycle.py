@@ -16,6 +16,7 @@ from nxd_ckpt import Shard, TensorInfo
 from nxd_ckpt.boxes import Box
 from nxd_ckpt.interop import TensorSource
 
+from nxd_trainer.companion_files import read_companions
 from nxd_trainer.hugging_face.conversion import complete_config
 from nxd_trainer.hugging_face.folder import read_config
 from nxd_trainer.hugging_face.loading import whole_model_tensors
@@ -132,7 +133,7 @@ def upcycle(
         **family.further(config),
     }
     upcycled = _upcycled(source, family, num_experts, float(config["initializer_range"]))
-    write_folder(upcycled, target, mixture, companions=dense, max_shard_size=max_shard_size)
+    write_folder(upcycled, target, mixture, read_companions(dense), max_shard_size=max_shard_size)
     return Path(target)
 
 

@@ -31,6 +31,7 @@ def save_source(
     dtype: torch.dtype | None = None,
     step: int | None = None,
     overwrite: bool = False,
+    extra: Mapping[str, bytes] | None = None,
     progress: Progress = ignore_progress,
 ) -> None:
     """Writes a source as the checkpoint `tag`, with `source.objects` as its objects. Called by one process alone.
@@ -45,6 +46,7 @@ def save_source(
         dtype: type that floating-point tensors are converted to; default: as stored.
         step: as for `save`.
         overwrite: as for `save`.
+        extra: as for `save`.
         progress: called after each tensor has been read.
 
     Raises:
@@ -66,7 +68,16 @@ def save_source(
             else:
                 state[name] = ShardedTensor(info.global_shape, _detached(source, name), info.dtype)
             progress(name, num_bytes(info))
-        save(path, tag, state, objects=source.objects, step=step, overwrite=overwrite, process_group=ThisProcess())
+        save(
+            path,
+            tag,
+            state,
+            objects=source.objects,
+            step=step,
+            overwrite=overwrite,
+            extra=extra,
+            process_group=ThisProcess(),
+        )
 
 
 def _detached(source: TensorSource, name: str) -> list[Shard]:

@@ -36,9 +36,10 @@ from torch import nn
 
 from nxd_trainer.api.checkpoint_tags import write_text
 from nxd_trainer.api.model import NxDModel
-from nxd_trainer.api.unwrap import further_names
+from nxd_trainer.api.unwrap import further_names, plain_model, tied_names
 from nxd_trainer.checkpoint import CheckpointState, check_names, kind_of, model_state, owner_of
-from nxd_trainer.model_description import ADAPTER_KEY, describe_model
+from nxd_trainer.companion_files import as_extra
+from nxd_trainer.model_description import ADAPTER_KEY, describe_model, with_companions
 
 ADAPTER_FOLDER = "lora_adapter"
 CONFIG_FILE = "adapter_config.json"
@@ -128,6 +129,24 @@ def weights_to_save(lora: LoraModel | None, coordinator: Coordinator, doing: str
     finally:
         if not was_merged:
             lora.unmerge()
+
+
+def check_can_be_merged(model: NxDModel) -> None:
+    """Raise ValueError where an adapted weight of this rank is tied to another one, which merging would change, too.
+
+    So that a run fails before its first step, and not when its result is to be used.
+    """
+    lora = model.lora_model
+    if lora is None:
+        return
+    tied = tied_names(plain_model(model))
+    weights = {f"{name.rpartition('.')[0]}.weight" for name in adapter_names(lora, with_biases=False)}
+    found = sorted(weights & {*tied, *tied.values()})
+    if found:
+        raise ValueError(
+            f"lora: {found[0]} is tied to another weight, so that its adapter could never be merged, nor exported or "
+            f"served; leave {found[0].split('.')[-2]} out of lora.target_modules"
+        )
 
 
 def saved_tensors(lora: LoraModel | None, state: CheckpointState) -> CheckpointState:
@@ -231,11 +250,12 @@ def save_lora_checkpoint(
         raise ValueError(f"objects has the key {ADAPTER_KEY!r}, which describes the adapter; choose another one")
     described = describe_model(model, model.module)
     kept = {**(described.as_objects() if described else {}), **(objects or {})}
+    extra = as_extra(with_companions(described).files) if described else None
     if not config.enable_lora:
-        nxd_ckpt.save(path, tag, model_state(model.module), objects=kept, step=step, overwrite=overwrite)
+        nxd_ckpt.save(path, tag, model_state(model.module), objects=kept, extra=extra, step=step, overwrite=overwrite)
         return
     if config.merge_lora:
-        _save_merged(path, tag, model, objects=kept, step=step, overwrite=overwrite)
+        _save_merged(path, tag, model, objects=kept, extra=extra, step=step, overwrite=overwrite)
         return
     description = {"adapter": adapter_config(model), "has_base": config.save_lora_base}
     nxd_ckpt.save(
@@ -243,6 +263,7 @@ def save_lora_checkpoint(
         tag,
         lora_state(model, with_base=config.save_lora_base),
         objects={**kept, ADAPTER_KEY: description},
+        extra=extra,
         step=step,
         overwrite=overwrite,
     )

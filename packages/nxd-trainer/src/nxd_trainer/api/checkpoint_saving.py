@@ -37,7 +37,8 @@ from nxd_trainer.api.stored_values import (
 )
 from nxd_trainer.api.unwrap import Subjects, buffer_names, describe_subjects, plain_model, subjects_of
 from nxd_trainer.checkpoint import CheckpointState, optimizer_state, saved_here, weights_of_wider_masters
-from nxd_trainer.model_description import ADAPTER_KEY, ModelDescription, describe_model
+from nxd_trainer.companion_files import as_extra
+from nxd_trainer.model_description import ADAPTER_KEY, ModelDescription, describe_model, with_companions
 
 _logger = logging.getLogger(__name__)
 
@@ -147,13 +148,14 @@ def save_checkpoint(
 
     if use_zero1_dcp:
         _logger.info("use_zero1_dcp changes nothing: states of ZeRO-1 load at any degrees in any case")
+    described = None if model is None else describe_model(model, plain_model(model))
     contents = Contents(
         model,
         optimizer,
         scheduler,
         user_content,
         zero1_optimizer,
-        description=None if model is None else describe_model(model, plain_model(model)),
+        description=with_companions(described) if described and coordinator.rank == 0 else described,
         narrow_weights=not avoid_saving_lower_precision_weights,
         step=step,
     )
@@ -205,7 +207,9 @@ def write_checkpoint(
             ADAPTER_KEY: adapter,
         }
         objects, extra = pack_values(values)
-        return objects | (contents.description.as_objects() if contents.description else {}), extra
+        if contents.description is None:
+            return objects, extra
+        return objects | contents.description.as_objects(), extra | as_extra(contents.description.files)
 
     objects, extra = on_every_rank(coordinator, doing, pack, error_type=ValueError)
 

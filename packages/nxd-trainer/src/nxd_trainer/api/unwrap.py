@@ -93,7 +93,13 @@ def buffer_names(model: nn.Module) -> set[str]:
 
 def further_names(model: nn.Module) -> set[str]:
     """The names of tied parameters under which checkpoints do not know them."""
+    return set(tied_names(model))
+
+
+def tied_names(model: nn.Module) -> Mapping[str, str]:
+    """The same, each with the name under which checkpoints know it."""
     if isinstance(model, NxDPPModel):
-        return set(model.tied_names())
-    every_name = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    return every_name - {name for name, _ in model.named_parameters()}
+        return model.tied_names()
+    first: dict[int, str] = {}
+    names = [(name, first.setdefault(id(it), name)) for name, it in model.named_parameters(remove_duplicate=False)]
+    return {name: known for name, known in names if name != known}

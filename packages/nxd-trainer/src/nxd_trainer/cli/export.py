@@ -17,7 +17,8 @@ def add_parser(commands: Commands) -> None:
         "--like",
         type=Path,
         metavar="FOLDER",
-        help="of the same model: its config, names of tensors and tokenizer; unset: what the checkpoint says of itself",
+        help="of the same model: its config and names of tensors, and its tokenizer where the checkpoint carries none; "
+        "its weights are the base of an adapter; unset: what the checkpoint says of itself",
     )
     parser.add_argument(
         "--max-shard-size", default="5GB", metavar="SIZE", help="of the files, such as 500MiB (default: %(default)s)"

@@ -1,9 +1,8 @@
-"""The contents of a Hugging Face folder besides weights: its config, and the tokenizer files copied with it."""
+"""The config of a Hugging Face folder: reading and writing it, and what in it is not believed."""
 
 import json
 import os
 import re
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,18 +10,6 @@ from typing import Any
 CONFIG_FILE = "config.json"
 
 PathLike = str | os.PathLike[str]
-
-# Files that `save_pretrained` of models, tokenizers and processors writes besides weights.
-_COMPANIONS = (
-    "generation_config.json",
-    "*token*",
-    "vocab*",
-    "merges.txt",
-    "*.model",
-    "chat_template*",
-    "*preprocessor_config.json",
-    "processor_config.json",
-)
 
 _COUNTS_MODULES = re.compile(r"^(?!.*(size|dim|vocab)).*(layer|block|depth|stage)")
 
@@ -45,8 +32,13 @@ def read_json_object(path: Path) -> dict[str, Any]:
     Raises:
         ValueError: it is no JSON object.
     """
+    return parse_json_object(path, path.read_bytes())
+
+
+def parse_json_object(path: PathLike, content_bytes: bytes) -> dict[str, Any]:
+    """As `read_json_object`, of the bytes of a file that has this name."""
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(content_bytes)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is no JSON: {error}") from error
     if not isinstance(content, dict):
@@ -95,23 +87,3 @@ def refuse_endless_counts(config: Mapping[str, Any]) -> None:
 def write_config(folder: PathLike, config: Mapping[str, Any]) -> None:
     """Write `config.json`; keys keep their order."""
     (Path(folder) / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
-
-
-def copy_companions(source: PathLike, target: PathLike) -> list[str]:
-    """Copy the files of tokenizer, processor and generation that lie beside a model, no matter how it is stored.
-
-    Args:
-        source: a folder, or the one file of a tokenizer.
-        target: an existing folder.
-
-    Returns:
-        The names of the files.
-    """
-    folder = Path(source)
-    if folder.is_file():
-        files = [folder]
-    else:
-        files = sorted({file for pattern in _COMPANIONS for file in folder.glob(pattern) if file.is_file()})
-    for file in files:
-        shutil.copyfile(file, Path(target) / file.name)
-    return [file.name for file in files]

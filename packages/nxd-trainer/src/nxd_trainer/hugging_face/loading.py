@@ -3,6 +3,7 @@
 `load_pretrained` is the first, each rank reading only its bytes; `import_hugging_face` the second.
 """
 
+import hashlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,10 +26,13 @@ from torch import nn
 from nxd_trainer.api.rank_sync import on_all_ranks
 from nxd_trainer.api.unwrap import plain_model
 from nxd_trainer.checkpoint import CheckpointState, fill_state, model_state
+from nxd_trainer.companion_files import as_extra, read_companions
 from nxd_trainer.hugging_face.conversion import Shapes, reference_model
 from nxd_trainer.hugging_face.folder import PathLike, read_config
 from nxd_trainer.hugging_face.rearrangement import Rearranged, RearrangedSource
 from nxd_trainer.model_description import ModelDescription, tokenizer_in
+
+_NUM_SAMPLES, _SAMPLE_BYTES = 33, 4096  # of a file, from its first to its last bytes
 
 
 def load_pretrained(
@@ -82,8 +86,8 @@ def import_hugging_face(
     """Write a model's weights as the checkpoint `tag`, one tensor after the other. Needs no process group.
 
     Its tensors have the names and shapes of the unsharded model, so that `nxd_ckpt.load` and `load_checkpoint` fill
-    a model of any layout with them. It remembers the config, the names in the folder's files and where the folder
-    was, see `ModelDescription`. Memory: mapped files, and one tensor.
+    a model of any layout with them. It holds the config, the tokenizer and the generation config as well, and remembers
+    the names in the folder's files, see `ModelDescription`. Memory: mapped files, and one tensor.
 
     Args:
         folder: with `model.safetensors`, or several files and their index, and `config.json`.
@@ -93,7 +97,8 @@ def import_hugging_face(
 
     Raises:
         ValueError: `dtype` is no type, transformers does not take the config, tensors are missing, too many or of other
-            shapes than it says, or need a conversion that is not known.
+            shapes than it says, or need a conversion that is not known; or a file of the tokenizer is a link that leads
+            out of the folder.
         CheckpointError: the folder holds no safetensors, they are damaged, or the tag is taken.
     """
     check_dtype(dtype)
@@ -102,7 +107,7 @@ def import_hugging_face(
     origin = str(Path(folder).resolve())
     description = ModelDescription(config, tokenizer_in(origin), origin, stored_shapes(folder))
     described = RearrangedSource(source.source, source.rearranged, description.as_objects())
-    save_source(described, checkpoints, tag, dtype=dtype)
+    save_source(described, checkpoints, tag, dtype=dtype, extra=as_extra(read_companions(folder)))
 
 
 @dataclass(frozen=True)
@@ -239,6 +244,19 @@ def stored_shapes(folder: PathLike) -> Shapes:
         CheckpointError: the folder holds no safetensors, or they are damaged.
     """
     return {name: info.global_shape for name, info in open_hugging_face(folder).tensors.items()}
+
+
+def weights_fingerprint(folder: PathLike) -> str:
+    """A digest of the names and sizes of a folder's weight files, and of samples of their bytes."""
+    digest = hashlib.sha256()
+    for file in sorted(Path(folder).glob("*.safetensors")):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}\n".encode())
+        with file.open("rb") as stream:
+            for sample in range(_NUM_SAMPLES):
+                stream.seek(max(0, size - _SAMPLE_BYTES) * sample // (_NUM_SAMPLES - 1))
+                digest.update(stream.read(_SAMPLE_BYTES))
+    return digest.hexdigest()[:32]
 
 
 def check_dtype(dtype: Any) -> None:

@@ -17,8 +17,9 @@ from torch import nn
 from nxd_trainer.api.rank_sync import on_all_ranks
 from nxd_trainer.api.unwrap import plain_model
 from nxd_trainer.checkpoint import model_state, saved_here
+from nxd_trainer.companion_files import read_companions, write_companions
 from nxd_trainer.hugging_face.conversion import Shapes, reference_model
-from nxd_trainer.hugging_face.folder import PathLike, copy_companions, read_config, write_config
+from nxd_trainer.hugging_face.folder import PathLike, read_config, write_config
 from nxd_trainer.hugging_face.gathering import gathered
 from nxd_trainer.hugging_face.loading import check_dtype, stored_shapes
 from nxd_trainer.hugging_face.rearrangement import RearrangedSource, inverse
@@ -67,15 +68,16 @@ def save_pretrained(
         if everything is not None:
             content = config_content(config, like, model)
             stored = as_stored(everything, content, None if like is None else stored_shapes(like))
-            write_folder(stored, folder, content, companions=like, dtype=dtype, max_shard_size=max_shard_size)
+            companions = {} if like is None else read_companions(like)
+            write_folder(stored, folder, content, companions, dtype=dtype, max_shard_size=max_shard_size)
 
 
 def write_folder(
     stored: TensorSource,
     folder: PathLike,
     config: Mapping[str, Any],
+    companions: Mapping[str, bytes],
     *,
-    companions: PathLike | None = None,
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = "5GB",
 ) -> None:
@@ -85,7 +87,7 @@ def write_folder(
         stored: tensors under the names that they have in files.
         folder: made if missing.
         config: content of its `config.json`; the type is put in.
-        companions: folder, or file, of what is to be copied along, see `copy_companions`; nothing if None.
+        companions: files of tokenizer, processor and generation by their names, see `read_companions`.
         dtype: see `save_pretrained`.
         max_shard_size: see `save_pretrained`.
 
@@ -101,8 +103,7 @@ def write_folder(
             raise ValueError(f"{target} already holds a {taken}; remove it or choose another folder")
     target.mkdir(parents=True, exist_ok=True)
     write_config(target, {**config, **_dtype_entry(config, stored, dtype)})
-    if companions is not None:
-        copy_companions(companions, target)
+    write_companions(companions, target)
     write_hugging_face(stored, target, dtype=dtype, max_shard_size=max_shard_size)
 
 

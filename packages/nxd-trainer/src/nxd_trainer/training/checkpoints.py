@@ -6,7 +6,7 @@ random streams are tensors of each rank.
 
 import os
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +31,9 @@ from nxd_trainer.api.checkpoint_saving import Contents, finalize_checkpoint, is_
 from nxd_trainer.api.rank_sync import together
 from nxd_trainer.api.stored_values import USER_CONTENT, unpack_value
 from nxd_trainer.checkpoint import RNG_PREFIX
-from nxd_trainer.model_description import ModelDescription, find_description
+from nxd_trainer.model_description import InitialWeights, ModelDescription, find_description, holds_adapter_alone
 from nxd_trainer.recipe import Recipe, recipe_to_dict
-from nxd_trainer.training.initial_weights import load_first_weights, model_differences
+from nxd_trainer.training.initial_weights import load_base, load_first_weights, model_differences
 from nxd_trainer.training.run_state import EarlyStopping, RunState, on_first_rank_of_each_host
 
 
@@ -127,19 +127,20 @@ def run_tag(state: RunState) -> str:
     return f"step-{state.step:08d}"
 
 
-def run_contents(state: RunState, held_out_loss: float | None = None) -> Contents:
+def run_contents(state: RunState, held_out_loss: float | None = None, *, stands_alone: bool = True) -> Contents:
     """All that a run resumes from.
 
     Args:
         state: the run.
         held_out_loss: of the weights as they are now, if it is known.
+        stands_alone: with the files that others need who read the checkpoint.
     """
     return Contents(
         state.model,
         state.optimizer,
         user_content=_describe_run(state),
         with_settings=False,  # the recipe's count
-        description=state.description,
+        description=state.description if stands_alone else replace(state.description, files={}),
         run_tensors=_own_rng_state(),
         step=state.step,
         metrics={} if held_out_loss is None else {"held_out_loss": held_out_loss},
@@ -170,11 +171,6 @@ def resume_run(state: RunState) -> str | None:
             raise ValueError(f"checkpoint.resume=required, but there is no complete checkpoint in {folder}")
         load_first_weights(state)
         return None
-    if state.recipe.lora.save == "merged":
-        raise ValueError(
-            f"{folder / tag} holds weights with the adapter in them (lora.save=merged), from which no run can resume; "
-            "choose another output folder. Runs with lora.save=adapter or both resume"
-        )
     resume_from(state, folder, tag)
     return tag
 
@@ -189,9 +185,20 @@ def resume_from(state: RunState, root: Path | str, tag: str) -> None:
     checkpoint = together(f"open {root}/{tag}", lambda: nxd_ckpt.open_checkpoint(root, tag), error_type=CheckpointError)
     where = f"{root}/{tag}"
     content = _run_content(checkpoint, where)
-    _check_same_run(state, find_description(checkpoint), content, where)
-    if state.recipe.lora.rank and state.recipe.lora.save == "adapter":  # the checkpoint holds no more than that
-        load_first_weights(state)
+    is_merged = content["recipe"].get("lora", {}).get("save") == "merged"
+    if is_merged and state.recipe.lora.save == "merged":
+        raise ValueError(
+            f"{where} holds weights with the adapter in them (lora.save=merged), from which no run can resume; choose "
+            "another output folder. Runs with lora.save=adapter or both resume"
+        )
+    description = find_description(checkpoint)
+    needs_base = holds_adapter_alone(checkpoint)
+    _check_same_run(state, description, content, where, needs_base=needs_base)
+    own, initial = state.description.initial, None if description is None else description.initial
+    if initial is not None and (own is None or own.fingerprint != initial.fingerprint):
+        state.description = replace(state.description, initial=initial)
+    if needs_base:
+        load_base(state)
     load_checkpoint(root, tag, model=state.model, optimizer=state.optimizer)
     state.train_loader.load_state_dict(content["train_loader"])
     state.early_stopping.load_state_dict(content.get("early_stopping", EarlyStopping(0, 0.0).state_dict()))
@@ -254,7 +261,9 @@ def _run_content(checkpoint: Checkpoint, where: str) -> dict[str, Any]:
     return content
 
 
-def _check_same_run(state: RunState, description: ModelDescription | None, content: dict[str, Any], where: str) -> None:
+def _check_same_run(
+    state: RunState, description: ModelDescription | None, content: dict[str, Any], where: str, *, needs_base: bool
+) -> None:
     """Raise ValueError if the checkpoint is of another model, precision or text, or of other adapters."""
     recipe = recipe_to_dict(state.recipe)
     own: dict[str, dict[str, object]] = {"data": _describe_data(state), "train": {"dtype": state.recipe.train.dtype}}
@@ -262,12 +271,16 @@ def _check_same_run(state: RunState, description: ModelDescription | None, conte
     theirs["lora"] = recipe_to_dict(Recipe())["lora"] | theirs.get("lora", {})  # older runs have not said all of it
     own["optimizer"] = {name: recipe["optimizer"].get(name) for name in ("type", "factory")}
     theirs["optimizer"] = {"type": "adamw", **theirs.get("optimizer", {})}  # which older runs have not said
-    # Without this a checkpoint that holds the adapter alone could follow one that holds the model, and outlive it.
-    own["lora"] = recipe["lora"] if state.recipe.lora.rank else {"rank": 0}
+    may_change = ("save",) if theirs["lora"].get("save") != "merged" else ()
+    lora = {name: value for name, value in recipe["lora"].items() if name not in may_change}
+    own["lora"] = lora if state.recipe.lora.rank else {"rank": 0}
     theirs["dpo"] = recipe_to_dict(Recipe())["dpo"] | theirs.get("dpo", {})
     own["dpo"] = recipe["dpo"]
-    holds_adapter_alone = state.recipe.lora.rank > 0 and state.recipe.lora.save == "adapter"
-    if holds_adapter_alone or state.recipe.dpo.beta:  # which mean nothing with other initial weights
+    initial = None if description is None else description.initial
+    # Adapters and preferences mean nothing with other initial weights.
+    saves_adapter = state.recipe.lora.rank > 0 and state.recipe.lora.save == "adapter"
+    needs_initial = needs_base or saves_adapter or state.recipe.dpo.beta > 0
+    if needs_initial and initial is None:
         own["train"]["seed"] = state.recipe.train.seed
         own["checkpoint"] = {"initial_weights": recipe["checkpoint"].get("initial_weights")}
         own["model"] = {"path": recipe["model"].get("path")}
@@ -278,11 +291,21 @@ def _check_same_run(state: RunState, description: ModelDescription | None, conte
         if theirs[section].get(name) != value
     ]
     other = description or ModelDescription({})
+    if needs_initial and initial is not None and not _can_be_found(initial, state.description.initial):
+        told = state.description.initial or "not where the recipe names some"
+        differences.append(f"the initial weights are {told}, the checkpoint has those of {initial}")
     differences = model_differences(state.description, other, "the checkpoint has") + differences
     if differences:
         raise ValueError(
             f"{where} is of another run: {'; '.join(differences)}. Restore that, or take another output folder"
         )
+
+
+def _can_be_found(theirs: InitialWeights, own: InitialWeights | None) -> bool:
+    """Whether a run finds the weights that a checkpoint needs: where its own are, or as an older checkpoint beside."""
+    if own is None:
+        return False
+    return theirs.fingerprint == own.fingerprint or (theirs.tag is not None and theirs.folder == own.folder)
 
 
 def check_weights(state: RunState) -> None:

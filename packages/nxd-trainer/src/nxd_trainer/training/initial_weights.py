@@ -12,7 +12,14 @@ from nxd_optim import NeuronZero1Optimizer
 from nxd_trainer.api import NxDModel, NxDOptimizer, load_checkpoint
 from nxd_trainer.api.checkpoint_tags import Found, find_checkpoint
 from nxd_trainer.hugging_face import CONFIG_FILE, complete_config, load_pretrained, read_config
-from nxd_trainer.model_description import ADAPTER_KEY, ModelDescription, find_description
+from nxd_trainer.hugging_face.loading import weights_fingerprint
+from nxd_trainer.model_description import (
+    InitialWeights,
+    ModelDescription,
+    adapter_in,
+    find_description,
+    holds_adapter_alone,
+)
 from nxd_trainer.training.run_state import RunState, on_first_rank_of_each_host
 
 # Keys about how a config was written, or how a model is run.
@@ -26,6 +33,19 @@ def load_first_weights(state: RunState) -> None:
         ValueError: as for `load_initial_weights`.
         CheckpointError: as for `load_initial_weights`.
     """
+    load_base(state)
+    initial = state.recipe.checkpoint.initial_weights
+    if initial is not None and _adapter_alone_in(initial):
+        if state.description.initial is None or not state.recipe.lora.rank:
+            raise ValueError(
+                f"checkpoint.initial_weights={initial} holds a LoRA adapter without its base model; set model.path to "
+                "that and lora.rank to the adapter's, or take what nxd export makes of it, which has it in its weights"
+            )
+        load_checkpoint(initial, model=state.model)
+
+
+def load_base(state: RunState) -> None:
+    """As `load_first_weights`, without an adapter that the recipe begins with. By all ranks."""
     _fill(state, state.model, state.optimizer)
 
 
@@ -42,14 +62,36 @@ def load_reference(state: RunState) -> None:
 
 def _fill(state: RunState, model: NxDModel, optimizer: NxDOptimizer | None) -> None:
     initial, origin = state.recipe.checkpoint.initial_weights, state.recipe.model.path
-    if initial is not None:
+    known = state.description.initial
+    if known is not None and known.tag is None and initial is None:
+        on_first_rank_of_each_host(lambda: _check_known(known, weights_fingerprint(known.folder)))
+        _load_folder(model, optimizer, Path(known.folder))
+    elif known is not None:  # by its tag: where it lies others may be newer by now
+        load_initial_weights(model, optimizer, state.description, Path(known.folder), known)
+    elif initial is not None and not _adapter_alone_in(initial):
         load_initial_weights(model, optimizer, state.description, initial)
     elif origin is not None:
         _load_folder(model, optimizer, origin)
 
 
+def _adapter_alone_in(folder: Path) -> bool:
+    """Whether the newest checkpoint of a folder is an adapter without its base model. By all ranks."""
+
+    def look() -> bool:
+        if (folder / CONFIG_FILE).is_file():
+            return False
+        found = find_checkpoint(folder, None)
+        return found.layout == "nxd" and holds_adapter_alone(nxd_ckpt.open_checkpoint(found.root, found.tag))
+
+    return on_first_rank_of_each_host(look)
+
+
 def load_initial_weights(
-    model: NxDModel, optimizer: NxDOptimizer | None, description: ModelDescription, folder: Path
+    model: NxDModel,
+    optimizer: NxDOptimizer | None,
+    description: ModelDescription,
+    folder: Path,
+    known: InitialWeights | None = None,
 ) -> None:
     """Fill a model, whatever its layout, each rank reading its part; types are converted. By all ranks.
 
@@ -59,21 +101,23 @@ def load_initial_weights(
         description: of the model.
         folder: of checkpoints, whoever wrote them, of which the newest complete one is taken; or of a Hugging Face
             model.
+        known: which weights these are to be; those that are there if None.
 
     Raises:
-        ValueError: they are weights of another model; it says which sizes differ.
+        ValueError: they are weights of another model; it says which sizes differ. Or they are not those known.
         CheckpointError: there is no such checkpoint, files are damaged, or its tensors are not the model's.
     """
 
     def look() -> tuple[Found | None, ModelDescription | None, bool]:
         if (folder / CONFIG_FILE).is_file():
+            _check_known(known, weights_fingerprint(folder) if known is not None else "")
             return None, ModelDescription(read_config(folder)), False
-        found = find_checkpoint(folder, None)
+        found = find_checkpoint(folder, None if known is None else known.tag)
         if found.layout != "nxd":
             return found, None, False
         checkpoint = nxd_ckpt.open_checkpoint(found.root, found.tag)
-        has_adapter = isinstance(checkpoint.objects, dict) and ADAPTER_KEY in checkpoint.objects
-        return found, find_description(checkpoint), has_adapter
+        _check_known(known, checkpoint.save_id)
+        return found, find_description(checkpoint), adapter_in(checkpoint) is not None
 
     found, theirs, has_adapter = on_first_rank_of_each_host(look)  # once for all ranks
     differences = [] if theirs is None else model_differences(description, theirs, "there", among=_matters_to_weights)
@@ -87,6 +131,11 @@ def load_initial_weights(
     else:
         load_checkpoint(found.root, found.tag or None, model=model)
         _tell_weights(model, optimizer, has_adapter=has_adapter)
+
+
+def _check_known(known: InitialWeights | None, fingerprint: str) -> None:
+    if known is not None and known.fingerprint != fingerprint:
+        raise ValueError(f"{known} holds other weights than when the run began; restore them, or begin another run")
 
 
 def _load_folder(model: NxDModel, optimizer: NxDOptimizer | None, folder: Path) -> None:

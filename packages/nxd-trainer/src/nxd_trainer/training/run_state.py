@@ -12,6 +12,7 @@ from nxd_ckpt import files
 from nxd_state import Group, all_gather_object, get_device, get_group, get_mesh, get_world_group, send_to_device
 
 from nxd_trainer.api import NxDModel, NxDOptimizer
+from nxd_trainer.api.adapters import check_can_be_merged
 from nxd_trainer.api.rank_sync import together
 from nxd_trainer.data import Batch, HeldOutLoader, StreamLoader, TrainLoader, read_ahead
 from nxd_trainer.dpo import REFERENCE
@@ -22,6 +23,7 @@ from nxd_trainer.recipe import Recipe, check_layout
 from nxd_trainer.recipe.sections import LoraSection
 from nxd_trainer.report import Tracker
 from nxd_trainer.training.run_data import RunData, open_data, prepare_data, with_counted_steps
+from nxd_trainer.training.run_origin import find_origin
 
 STEPS_AHEAD = 2  # one is on its way to the device while the next is being made
 
@@ -162,9 +164,15 @@ def build_run_state(recipe: Recipe) -> RunState:
     source = together("make out its model", lambda: recipe_model(recipe), error_type=ValueError)
     vocab_size = source.description.config.get("vocab_size")
     check_layout(recipe, data_parallel.size, vocab_size=vocab_size)
+    origin = on_first_rank_of_each_host(lambda: find_origin(recipe, source.description.config))
     prepared = on_first_rank_of_each_host(lambda: prepare_data(recipe, vocab_size=vocab_size))
     data = open_data(recipe, prepared)
+    data.notes.extend(origin.notes)
     recipe = with_counted_steps(recipe, data.train)
+    built = recipe
+    if recipe.lora.rank and recipe.lora.save == "adapter" and origin.initial is None:
+        data.notes.append("checkpoints hold the base model as well (lora.save=both), whose weights lie nowhere else")
+        built = replace(recipe, lora=replace(recipe.lora, save="both"))
     train_loader = _train_loader(recipe, data, data_parallel)
     held_out_loader = HeldOutLoader(
         data.held_out,
@@ -174,11 +182,12 @@ def build_run_state(recipe: Recipe) -> RunState:
         dp_rank=data_parallel.rank,
         dp_size=data_parallel.size,
     )
-    model = build_model(recipe, source)
+    model = build_model(built, source)
+    together("look at its adapters", lambda: check_can_be_merged(model), error_type=ValueError)
     reference = _build_reference(recipe) if recipe.dpo.beta else None
     return RunState(
         recipe=recipe,
-        description=source.description,
+        description=replace(source.description, initial=origin.initial, files=origin.files),
         input_names=source.input_names,
         model=model,
         optimizer=build_optimizer(recipe, model),

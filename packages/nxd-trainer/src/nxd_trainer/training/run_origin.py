@@ -1,0 +1,132 @@
+"""Where a run's model comes from, and the files that its checkpoints carry so that they stand alone.
+
+Nothing here communicates: it reads folders, and is called once on a host.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import nxd_ckpt
+from nxd_ckpt import CheckpointError
+
+from nxd_trainer.api.checkpoint_tags import find_checkpoint
+from nxd_trainer.companion_files import GENERATION_CONFIG_FILE, is_of_tokenizer, read_companions
+from nxd_trainer.data import ChatTemplate, Conversation, Tokenizer
+from nxd_trainer.from_recipe import tokenizer_of
+from nxd_trainer.hugging_face import CONFIG_FILE
+from nxd_trainer.hugging_face.folder import parse_json_object
+from nxd_trainer.hugging_face.loading import weights_fingerprint
+from nxd_trainer.model_description import BYTES, InitialWeights, find_description, holds_adapter_alone
+from nxd_trainer.recipe import Recipe
+
+_QUESTION, _ANSWER = "Yes?", "Indeed."
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a run's checkpoints say of where its model comes from.
+
+    Attributes:
+        initial: the weights that it begins with, where they are needed again and can be found.
+        files: of the tokenizer, the chat template and generation.
+        notes: lines about them.
+    """
+
+    initial: InitialWeights | None
+    files: Mapping[str, bytes]
+    notes: list[str]
+
+
+def find_origin(recipe: Recipe, config: Mapping[str, Any]) -> Origin:
+    """Read what there is of a recipe's model besides its weights.
+
+    Args:
+        recipe: of the run.
+        config: of the model.
+
+    Raises:
+        ValueError: a file is not what its name says, or is a link that leads out of its folder; or the checkpoint with
+            the initial weights is damaged.
+    """
+    needs_initial = recipe.lora.rank > 0 or recipe.dpo.beta > 0
+    files, notes = model_files(recipe, config)
+    return Origin(find_initial(recipe) if needs_initial else None, files, notes)
+
+
+def find_initial(recipe: Recipe) -> InitialWeights | None:
+    """Where the weights of the whole model lie that a run with adapters, or with preferences, begins with.
+
+    None where nobody could find them again: they are random, those of a factory or of the existing library, or not
+    there, which a new run is told when it loads them.
+
+    Raises:
+        ValueError: a checkpoint is damaged.
+    """
+    initial, origin = recipe.checkpoint.initial_weights, recipe.model.path
+    if initial is None or (initial / CONFIG_FILE).is_file():
+        folder = origin if initial is None else initial
+        return None if folder is None or not (folder / CONFIG_FILE).is_file() else _of_folder(folder)
+    try:
+        found = find_checkpoint(initial, None)
+    except CheckpointError:
+        return None
+    if found.layout != "nxd":
+        return None
+    checkpoint = nxd_ckpt.open_checkpoint(found.root, found.tag)
+    if not holds_adapter_alone(checkpoint):
+        return InitialWeights(os.path.abspath(found.root), found.tag, checkpoint.save_id)
+    described = find_description(checkpoint)
+    base = None if described is None else described.initial
+    own = None if origin is None or not (origin / CONFIG_FILE).is_file() else _of_folder(origin)
+    is_own = own is not None and (base is None or own.fingerprint == base.fingerprint)  # it may have moved
+    return own if is_own else base
+
+
+def _of_folder(folder: Path) -> InitialWeights:
+    return InitialWeights(os.path.abspath(folder), None, weights_fingerprint(folder))
+
+
+def model_files(recipe: Recipe, config: Mapping[str, Any]) -> tuple[dict[str, bytes], list[str]]:
+    """The files of a run's tokenizer, and those of generation beside the model that it begins with; and notes."""
+    tokenizer, name = tokenizer_of(recipe)
+    files = {} if name == BYTES else read_companions(name)
+    files = {name: content for name, content in files.items() if is_of_tokenizer(name)}
+    folders = (recipe.checkpoint.initial_weights, recipe.model.path)
+    folder = next((it for it in folders if it is not None and (it / CONFIG_FILE).is_file()), None)
+    beside = {} if folder is None else read_companions(folder)
+    files |= {name: content for name, content in beside.items() if not is_of_tokenizer(name)}
+    if name == BYTES or not (recipe.data.chat or recipe.dpo.beta):
+        return files, []
+    try:
+        turn = _end_of_turn(ChatTemplate(name), tokenizer)
+    except ValueError:  # no template, or one that refuses such a short conversation
+        return files, []
+    if turn is None:
+        return files, ["the chat template ends answers by no token of its own; nxd generate --stop TEXT ends them"]
+    content: dict[str, Any] = {key: config[key] for key in ("bos_token_id", "pad_token_id") if config.get(key)}
+    if GENERATION_CONFIG_FILE in files:
+        content = parse_json_object(GENERATION_CONFIG_FILE, files[GENERATION_CONFIG_FILE])
+    named = content.get("eos_token_id", config.get("eos_token_id"))
+    ends = [token for token in (named if isinstance(named, list) else [named]) if isinstance(token, int)]
+    if turn in ends:
+        return files, []
+    content["eos_token_id"] = [*ends, turn]
+    told = tokenizer.decode([turn], skip_special_tokens=False)
+    note = f"the chat template ends answers by {told}: generation from this run's checkpoints ends there, too"
+    return {**files, GENERATION_CONFIG_FILE: (json.dumps(content, indent=2) + "\n").encode()}, [note]
+
+
+def _end_of_turn(template: ChatTemplate, tokenizer: Tokenizer) -> int | None:
+    """The special token that a chat template puts after an answer; None where there is none.
+
+    Raises:
+        ValueError: the template refuses the conversation.
+    """
+    said = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}]
+    ids = template.encode("a conversation", Conversation(said))[0].tolist()
+    ends = (count for count in range(len(ids)) if _ANSWER in tokenizer.decode(ids[:count]))
+    return next((token for token in ids[next(ends, len(ids)) :] if token in tokenizer.special_ids), None)
