@@ -29,6 +29,12 @@ SIZES = {
     "use_cache": False,
 }
 IDS = torch.arange(8 * 6).view(8, 6) ** 2 % 61 + 2  # sequences that choose other experts
+# Padding before and behind tokens; in one row there is none, and rows of a microbatch have other lengths.
+MASK = torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6, [1, 1, 1, 1, 0, 0], [0, 1, 1, 1, 1, 0]]).repeat(2, 1)
+MASK[7] = torch.tensor([1, 1, 1, 1, 1, 0])
+LABELS = torch.full_like(IDS, -100).index_copy(1, torch.tensor([3]), IDS[:, 3:4])  # as many in all microbatches
+PADDED = {"input_ids": IDS, "attention_mask": MASK, "labels": LABELS}
+WHOLE = {"input_ids": IDS, "labels": IDS}
 LEARNING_RATE = 0.5
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
 
@@ -57,11 +63,12 @@ def make_deepseek():
     return transformers.DeepseekV3ForCausalLM(config).double()
 
 
-def router_losses(logits, config):
+def router_losses(logits, config, mask=MASK):
     """The losses of `[sequences, length, experts]` logits of each layer, as their papers write them."""
-    all_logits = torch.cat([it.flatten(0, 1) for it in logits])
+    sequences = [one[is_token] for layer in logits for one, is_token in zip(layer, mask.bool(), strict=True)]
+    all_logits = torch.cat(sequences)
     losses = config.z_loss_coef * all_logits.logsumexp(-1).square().mean()
-    parts = [all_logits] if config.aux_loss_scope == "global" else [one for layer in logits for one in layer]
+    parts = [all_logits] if config.aux_loss_scope == "global" else sequences
     auxiliary = []
     for part in parts:
         probabilities = part.softmax(-1)
@@ -77,13 +84,13 @@ def one_process(make, config):
     logits, tokens = [], torch.zeros(LAYERS, EXPERTS, dtype=torch.int64)
 
     def record(module, args, output):
-        tokens[len(logits)] += output[2].flatten().bincount(minlength=EXPERTS)
+        tokens[len(logits)] += output[2][MASK.flatten().bool()].flatten().bincount(minlength=EXPERTS)
         logits.append(output[0].view(*IDS.shape, EXPERTS))
 
     for name in find_routers(model):
         model.get_submodule(name).register_forward_hook(record)
     with InFloat64():
-        loss = model(input_ids=IDS, labels=IDS).loss + router_losses(logits, config)
+        loss = model(**PADDED).loss + router_losses(logits, config)
         loss.backward()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -108,18 +115,18 @@ def balanced_model(layout, make, config):
     return model, initialize_parallel_optimizer(nxd_config, torch.optim.SGD, model.parameters(), lr=LEARNING_RATE)
 
 
-def step(model, optimizer):
-    own = IDS.chunk(get_data_parallel_size())[get_data_parallel_rank()]
+def step(model, optimizer, batch=WHOLE):
+    own = {name: it.chunk(get_data_parallel_size())[get_data_parallel_rank()] for name, it in batch.items()}
     with InFloat64():
-        loss = model.run_train(input_ids=own, labels=own)
+        loss = model.run_train(**own)
     optimizer.step()
     optimizer.zero_grad()
     return loss
 
 
-def one_rank(layout, make, config):
+def one_rank(layout, make, config, batch=PADDED):
     model, optimizer = balanced_model(layout, make, config)
-    loss = step(model, optimizer)
+    loss = step(model, optimizer, batch)
     losses = [it for it in all_gather_object(loss, get_world_group()) if it is not None]
     named = [(name, parameter, parameter.detach()) for name, parameter in model.named_parameters()]
     tokens = model.router_balance.statistics.tokens_per_expert
@@ -128,7 +135,7 @@ def one_rank(layout, make, config):
 
 def pipeline(num_microbatches, *, stages=1):
     further = {"pipeline_parallel_size": stages} if stages > 1 else {}
-    config = {"num_microbatches": num_microbatches, "input_names": ["input_ids", "labels"]}
+    config = {"num_microbatches": num_microbatches, "input_names": ["input_ids", "attention_mask", "labels"]}
     return further | {"pipeline_config": config | ({"auto_partition": True} if stages > 1 else {})}
 
 
@@ -140,12 +147,14 @@ LAYOUTS = {
         2,
         EP2 | {"tensor_parallel_size": 2, "expert_tensor_parallel_size": 1, "sequence_parallel": True},
     ),
+    "CP 2": (2, {"context_parallel_size": 2}),  # whose chunks of 2 positions are filled up
     "PP 2": (2, pipeline(2, stages=2)),
+    "CP 2 x PP 2": (4, {"context_parallel_size": 2} | pipeline(2, stages=2)),
     "EP 2 x PP 2, recomputed": (4, EP2 | {"activation_checkpoint_config": "full"} | pipeline(2, stages=2)),
     "EP 2 x TP 2": (4, EP2 | {"tensor_parallel_size": 2} | pipeline(2)),
     "EP 2 x TP 2 x PP 2": (8, EP2 | {"tensor_parallel_size": 2} | pipeline(2, stages=2)),
 }
-QUICK = ("DP 2, 2 microbatches", "EP 2", "PP 2")
+QUICK = ("DP 2, 2 microbatches", "CP 2", "PP 2")
 
 
 @pytest.mark.parametrize("config", [GLOBAL, SEQUENCE], ids=["global", "sequence"])
@@ -167,19 +176,23 @@ def test_router_losses_and_their_gradients_are_those_of_one_process_with_the_glo
 def test_auxiliary_loss_is_not_the_mean_of_the_ranks_own(run_ranks):
     """The bug of averaging over the wrong group: shares and probabilities are means, their product is none."""
     config = BalanceConfig(aux_loss_coef=0.7)
-    expected, _, _ = one_process(make_mixtral, config)
     of_parts, logits = [], []
     torch.manual_seed(0)
     model = make_mixtral()
     for name in find_routers(model):
-        model.get_submodule(name).register_forward_hook(lambda *given: logits.append(given[2][0].unsqueeze(0)))
+        model.get_submodule(name).register_forward_hook(lambda *given: logits.append(given[2][0].view(-1, 6, EXPERTS)))
     for part in IDS.chunk(4):
         logits.clear()
         with torch.no_grad(), InFloat64():
-            of_parts.append(model(input_ids=part, labels=part).loss + router_losses(logits, config))
+            of_parts.append(model(input_ids=part, labels=part).loss + router_losses(logits, config, torch.ones(2, 6)))
+
+    logits.clear()
+    with torch.no_grad(), InFloat64():
+        expected = model(**WHOLE).loss + router_losses(logits, config, IDS > 0)
 
     assert abs(torch.stack(of_parts).mean() - expected) > 1e-4, "routers are too even for this test"
-    for loss, *_ in run_ranks(one_rank, 2, EP2 | pipeline(2), make_mixtral, config):
+    layout = EP2 | {"pipeline_config": {"num_microbatches": 2}}
+    for loss, *_ in run_ranks(one_rank, 2, layout, make_mixtral, config, WHOLE):
         torch.testing.assert_close(loss, expected, **EXACT)
 
 
@@ -189,7 +202,7 @@ def test_auxiliary_loss_is_that_which_transformers_computes(run_ranks):
     model = make_mixtral()
     model.router_aux_loss_coef = config.aux_loss_coef
     with torch.no_grad(), InFloat64():
-        expected = model(input_ids=IDS, labels=IDS, output_router_logits=True).loss
+        expected = model(**PADDED, output_router_logits=True).loss
 
     for loss, *_ in run_ranks(one_rank, 2, EP2, make_mixtral, config):
         torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)  # transformers adds up in float32

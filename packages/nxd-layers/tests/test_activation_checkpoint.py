@@ -114,6 +114,61 @@ def test_checkpointed_step_with_dropout_equals_the_plain_one_bitwise(on_tp, tp, 
     on_tp(tp, check)
 
 
+class Normed(nn.Module):
+    """Reads, writes and replaces buffers in forward, also one that two modules share."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(HIDDEN, HIDDEN), nn.BatchNorm1d(HIDDEN)
+        self.register_buffer("mean", torch.zeros(HIDDEN))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64), persistent=False)
+        self.register_buffer("first", None)
+        self.inner = nn.Module()
+        self.inner.register_buffer("seen", self.seen)
+
+    def forward(self, hidden):
+        if self.first is None:
+            self.first = hidden.detach().mean()
+        hidden = self.norm(self.linear(hidden)).tanh() * (1 + self.inner.seen + self.mean * self.first)
+        self.mean = 0.9 * self.mean + hidden.detach().mean(0)
+        self.seen += 1
+        return hidden
+
+
+@pytest.mark.parametrize("config", [[Normed], [Normed, nn.BatchNorm1d]])
+def test_buffers_that_forward_changes_are_those_without_checkpointing_bitwise(config):
+    def step(config):
+        torch.manual_seed(0)
+        model = nn.Sequential(Normed(), Normed())
+        model.append(model[0])  # called a second time before its first backward
+        apply_activation_checkpointing(model, config)
+        outputs = [model(torch.randn(6, HIDDEN)).square().sum() for _ in range(2)]
+        outputs[0].backward(retain_graph=True)
+        (outputs[0] + outputs[1]).backward()
+        assert model[0].inner.seen is model[0].seen
+        gradients = {f"gradient of {name}": it.grad for name, it in model.named_parameters()}
+        return gradients | dict(model.named_buffers())
+
+    assert differing(step(config), step(None)) == []
+
+
+def test_changed_buffer_that_is_too_large_to_copy_is_refused_by_name():
+    class Remembering(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("memory", torch.zeros(2**18 + 1))
+
+        def forward(self, hidden):
+            self.memory[0] += 1
+            return hidden.exp()
+
+    model = nn.Sequential(Remembering())
+    apply_activation_checkpointing(model, Remembering)
+    output = model(torch.randn(2, requires_grad=True)).sum()
+    with pytest.raises(RuntimeError, match=r"'memory' of a Remembering, \(262145,\), has changed since the forward"):
+        output.backward()
+
+
 def test_second_backward_through_a_kept_graph_equals_the_plain_one_bitwise(on_tp):
     def check():
         expected, _ = train_once(make_model(), backwards=2)

@@ -253,6 +253,22 @@ def test_step_draws_the_random_numbers_that_the_forwards_counted_before_it_drew(
     assert torch.equal(*drawn)
 
 
+def test_padding_among_tokens_in_an_unknown_order_is_refused():
+    router = RouterTopK(4, 2, HIDDEN)
+    balance = RouterBalance({"router": router}, {"router": RouterLayer(4, 2, keeps_order=False)}, BalanceConfig())
+    masks = torch.ones(2, 3, dtype=torch.bool)
+
+    def count(masks):
+        tokens = torch.randn(3, 2, HIDDEN)
+        balance.train(lambda: router(tokens), count=None, num_microbatches=1, num_sequences=2, tokens=[masks])
+
+    count(masks)
+    assert balance.statistics.tokens_per_expert.sum() == 12
+    masks[1, 2] = False
+    with pytest.raises(ValueError, match="RouterTopK is given 6 tokens, and which of them are padding is not known"):
+        count(masks)
+
+
 def test_token_that_would_overflow_in_an_expert_of_others_stays_a_number_in_float16():
     mlps = ExpertMLPs(2, 1, HIDDEN, INNER, dtype=torch.float16)
     with torch.no_grad():

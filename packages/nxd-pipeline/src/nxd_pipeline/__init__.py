@@ -2,7 +2,7 @@
 
 from nxd_pipeline.model import OLD_RUNTIME_FLAGS, NxDPPModel
 from nxd_pipeline.partition import Stage, layer_flops, manual_partition
-from nxd_pipeline.runtime import GradientSync
+from nxd_pipeline.runtime import GradientSync, current_microbatch
 from nxd_pipeline.schedules import (
     SCHEDULE_NAMES,
     Action,
@@ -31,6 +31,7 @@ __all__ = [
     "NxDPPModel",
     "OLD_RUNTIME_FLAGS",
     "GradientSync",
+    "current_microbatch",
     "Stage",
     "manual_partition",
     "layer_flops",

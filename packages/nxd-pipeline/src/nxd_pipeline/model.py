@@ -35,7 +35,7 @@ from nxd_pipeline.runtime.executor import Executor, Record, without_autocast
 from nxd_pipeline.runtime.failure import Failures
 from nxd_pipeline.runtime.gradient_sync import GradientSync, GradientSyncs, last_backward
 from nxd_pipeline.runtime.loss import LossReport, LossSpec, check_loss_spec
-from nxd_pipeline.runtime.microbatches import split_batch
+from nxd_pipeline.runtime.microbatches import forward_of, split_batch
 from nxd_pipeline.runtime.p2p import P2PCommunicator
 from nxd_pipeline.runtime.replicas import average_over_replicas, has_split_experts
 from nxd_pipeline.runtime.tied_weights import TiedWeights
@@ -335,7 +335,8 @@ class NxDPPModel(nn.Module):
         losses = []
         for index, microbatch in enumerate(microbatches):
             start = perf_counter_ns()
-            loss = self._report.training_loss(model(**microbatch))
+            with forward_of(index):
+                loss = self._report.training_loss(model(**microbatch))
             middle = perf_counter_ns()
             is_last = index == len(microbatches) - 1
             with without_autocast(), last_backward(syncs if is_last else (), model.parameters()):
@@ -360,8 +361,10 @@ class NxDPPModel(nn.Module):
         """
         microbatches = self._microbatches(kwargs)
         if self._whole_model is not None:
-            with torch.no_grad():
-                results = [self._report.evaluated(self._whole_model(**microbatch)) for microbatch in microbatches]
+            results = []
+            for index, microbatch in enumerate(microbatches):
+                with torch.no_grad(), forward_of(index):
+                    results.append(self._report.evaluated(self._whole_model(**microbatch)))
         else:
             self.synchronize_tied_weights()
             with self._failures.end_all_ranks():

@@ -47,6 +47,13 @@ def test_stages_that_do_not_fit_raise(stages, message):
         manual_partition(stages, input_names=["x"])
 
 
+def test_parameter_of_the_model_that_no_stage_has_is_named():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+
+    with pytest.raises(ValueError, match=r"no stage has the parameters \['2.weight', '2.bias'\] of the model"):
+        manual_partition([First(model), Last(model)], input_names=["x", "y"], model=model)
+
+
 @pytest.mark.parametrize(
     ("names", "message"),
     [

@@ -67,7 +67,36 @@ def test_stages_hold_only_what_they_use_under_its_names():
     names = [{name for name, _ in stage.named_parameters()} for stage in cut(Model(), CUTS)]
 
     layer = [{f"layers.{index}.weight", f"layers.{index}.bias"} for index in range(3)]
-    assert names == [layer[0] | {"gain"}, layer[1], layer[2] | {"gain"}]
+    assert names == [layer[0] | {"gain"}, layer[1], layer[2] | {"gain", "unused.weight", "unused.bias"}]
+
+
+class PartlyUsed(nn.Module):
+    """Forward leaves out a tree of modules, a parameter beside a layer, a buffer, and another name of a weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.block = nn.Module()
+        self.block.first, self.block.unused = nn.Linear(4, 4), nn.ModuleList([nn.BatchNorm1d(4)])
+        self.block.gain = nn.Parameter(torch.ones(4))
+        self.other_name = self.block.first.weight
+        self.last = nn.Linear(4, 4)
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x):
+        return self.last(self.block.first(x))
+
+
+def test_stages_together_have_the_state_of_the_model_also_what_forward_does_not_use():
+    model = PartlyUsed()
+
+    first, last = cut(model, ["block.first"])
+
+    assert set(first.state_dict()) == {"block.first.weight", "block.first.bias", "other_name"}
+    assert set(last.state_dict()) == set(model.state_dict()) - set(first.state_dict())
+    assert dict(last.named_modules())["block.unused.0"] is model.block.unused[0]
+    assert dict(first.named_parameters(remove_duplicate=False))["other_name"] is model.other_name
+    x = torch.randn(2, 4)
+    assert torch.equal(run([first, last], x=x), model(x))
 
 
 def test_values_skip_stages_and_what_follows_from_inputs_is_not_sent():

@@ -356,13 +356,6 @@ def _balance_experts(recipe: Recipe, model: NxDModel, routers: Mapping[str, Rout
     asks_for_nothing = config == BalanceConfig(aux_loss_scope=options.aux_loss_scope)
     if asks_for_nothing and (not routers or recipe.train.compile or records_graphs()):
         return
-    parallel, length = recipe.parallel, recipe.data.sequence_length
-    chunks = 2 * parallel.context_parallel_size * (parallel.tensor_parallel_size if parallel.sequence_parallel else 1)
-    if parallel.context_parallel_size > 1 and length % chunks and not asks_for_nothing:
-        raise ValueError(
-            f"data.sequence_length={length} is filled up over context-parallel ranks, and losses of routers would "
-            f"count that; use a multiple of {chunks}"
-        )
     if records_graphs():
         raise ValueError("moe.*: on XLA nothing is known of what routers choose; leave the keys of [moe] out")
     try:

@@ -202,6 +202,9 @@ def test_packed_sequences_hold_each_conversation_once_with_positions_of_its_own(
     assert sorted(learned) == sorted(document for document in documents_of(apart) if max(document[1]) >= 0)
     assert [positions for *_, positions in learned] == [list(range(len(inputs))) for inputs, *_ in learned]
     assert packed.count(np.arange(len(packed))) == apart.count(np.arange(len(apart))) == (31, 45)
+    for sequences in (packed, apart):
+        (batch,) = TrainLoader(sequences, global_batch_size=len(sequences)).next_step()
+        assert int(batch.is_token.sum()) == 45  # what routers' statistics count
     assert len(packed) == 4  # 12, 8 + 4, 6 + 6 and 5 + 4
     assert describe_conversations(packed, cuts).notes[1] == "4 sequences to train on, 6.2% of them padding"
     assert describe_conversations(apart, cuts).notes[1] == "7 sequences to train on, 46.4% of them padding"

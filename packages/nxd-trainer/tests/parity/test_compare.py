@@ -223,7 +223,7 @@ def test_case_that_cannot_be_compared_is_refused_on_every_rank(run_ranks):
     assert second[3] == "rank 0 could not run the one process: KeyError: 'weights'"
 
 
-def test_what_backward_computes_again_is_in_float64_too():
+def test_every_way_into_backward_computes_in_float64_what_it_computes_again():
     seen, numbers = [], torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
 
     def weights(given):
@@ -232,9 +232,16 @@ def test_what_backward_computes_again_is_in_float64_too():
 
     with InFloat64():
         checkpoint(weights, numbers, use_reentrant=False)[:, 0].sum().backward()
-    found, numbers.grad = numbers.grad, None
+        found, numbers.grad = numbers.grad, None
+        loss = checkpoint(weights, numbers, use_reentrant=False)[:, 0].sum()
+        (by_grad,) = torch.autograd.grad(loss, numbers)
+        root, leaf = (torch.autograd.graph.get_gradient_edge(it) for it in (numbers.softmax(-1)[:, 0], numbers))
+        (by_edges,) = torch.autograd.grad(root, leaf, torch.ones(3), retain_graph=True)
+        torch.autograd.backward(root, torch.ones(3), inputs=[numbers])  # as zero-bubble schedules
+        by_backward, numbers.grad = numbers.grad, None
     numbers.softmax(-1)[:, 0].sum().backward()
 
-    assert seen == [torch.float64] * 2
-    assert torch.equal(found, numbers.grad)
+    assert seen == [torch.float64] * 4
+    for it in (found, by_grad, by_edges, by_backward):
+        assert torch.equal(it, numbers.grad)
     assert torch.get_default_dtype() is torch.float32

@@ -43,9 +43,10 @@ def apply_activation_checkpointing(
 ) -> list[str]:
     """Make parts of a model recompute their activations in backward instead of keeping them.
 
-    Loss and gradients are bitwise those without it, dropout in the streams of `nxd_state.rng_stream` included. The
-    collectives of a part run again as well, on all ranks alike, up to the last one whose result backward needs. The
-    settings of an earlier call are replaced. Call it alike on all ranks, after the model is cut into pipeline stages.
+    Loss, gradients and buffers (such as running statistics) are bitwise those without it, dropout in the streams of
+    `nxd_state.rng_stream` included. Other state that a forward changes, it changes a second time. The collectives of a
+    part run again as well, on all ranks alike, up to the last one whose result backward needs. The settings of an
+    earlier call are replaced. Call it alike on all ranks, after the model is cut into pipeline stages.
 
     Args:
         model: changed in place.
@@ -72,7 +73,7 @@ def apply_activation_checkpointing(
     remove_activation_checkpointing(model)
     for module in chosen.values():
         # An attribute of the instance hides the method of its class, and `del` brings that back.
-        module.forward = CheckpointedForward(module.forward, keep, offload=offload)
+        module.forward = CheckpointedForward(module, keep, offload=offload)
     return list(chosen)
 
 

@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 from nxd_state import device_type, get_rng_state, has_streams, is_host, records_graphs, set_rng_state
-from torch import Tensor
+from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from nxd_layers.activation_checkpoint.buffers import BufferState
 from nxd_layers.mappings import reductions_out_of_place
 
 Keep = Callable[[OpOverload], bool]
@@ -44,13 +45,14 @@ class CheckpointedForward:
     """A module's `forward` that keeps its inputs, and runs again when backward asks for an activation.
 
     Args:
-        forward: the module's own.
+        module: its forward is replaced; this keeps the one that it had.
         keep: which operations' outputs are kept all the same.
         offload: inputs are kept in the host's memory.
     """
 
-    def __init__(self, forward: Callable[..., Any], keep: Keep | None, *, offload: bool = False) -> None:
-        self.forward = forward
+    def __init__(self, module: nn.Module, keep: Keep | None, *, offload: bool = False) -> None:
+        self.module = module
+        self.forward = module.forward
         self.keep = keep
         self.offload = offload
 
@@ -68,7 +70,9 @@ class CheckpointedForward:
         if any(isinstance(arg, Tensor) and records_graphs(arg) for arg in args):
             forward, args = partial(forward, *args), ()  # torch would look for a module torch.xla, which does not exist
         with _inputs_on_host() if self.offload else nullcontext():
-            return checkpoint(forward, *args, use_reentrant=False, context_fn=partial(_contexts, self.keep))
+            return checkpoint(
+                forward, *args, use_reentrant=False, context_fn=partial(_contexts, self.module, self.keep)
+            )
 
 
 def _inputs_on_host() -> Context:
@@ -78,12 +82,12 @@ def _inputs_on_host() -> Context:
     return torch.autograd.graph.save_on_cpu(pin_memory=has_streams(), device_type=device_type())
 
 
-def _contexts(keep: Keep | None) -> tuple[Context, Context]:
+def _contexts(module: nn.Module, keep: Keep | None) -> tuple[Context, Context]:
     """In which one forward runs, and in which it runs again."""
     if keep is None:
-        return nullcontext(), _Recomputation(nullcontext)
+        return nullcontext(), _Recomputation(module, nullcontext)
     forward, recomputation = _selection(keep)
-    return _selective(forward), _Recomputation(partial(_selective, recomputation))
+    return _selective(forward), _Recomputation(module, partial(_selective, recomputation))
 
 
 def _selection(keep: Keep) -> tuple[Context, Context]:
@@ -103,14 +107,16 @@ def _selective(selection: Context) -> Iterator[None]:
 
 
 class _Recomputation(AbstractContextManager[None]):
-    """Every random stream and autocast as they were when this was made, until the end; it can be entered again.
+    """Random streams, autocast and buffers as they were when this was made, until the end; it can be entered again.
 
     Args:
+        module: whose buffers.
         inner: makes the context inside.
     """
 
-    def __init__(self, inner: Callable[[], Context]) -> None:
+    def __init__(self, module: nn.Module, inner: Callable[[], Context]) -> None:
         self._random_state = get_rng_state()
+        self._buffers = BufferState(module)
         kind = device_type()
         self._autocast = (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
         self._inner = inner
@@ -120,6 +126,7 @@ class _Recomputation(AbstractContextManager[None]):
         with ExitStack() as stack:
             stack.callback(set_rng_state, get_rng_state())
             set_rng_state(self._random_state)
+            stack.enter_context(self._buffers.restored())
             kind, dtype, enabled = self._autocast  # torch itself does not restore that of XLA
             stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
             stack.enter_context(self._inner())

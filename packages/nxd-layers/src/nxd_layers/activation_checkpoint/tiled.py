@@ -5,7 +5,7 @@ are there for one tile only, so that their memory does not grow with the sequenc
 Sequence Training").
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +38,7 @@ def tile_modules(
         raise ValueError(f"num_tiles={num_tiles} must be at least 1")
     found = named_modules_of(model, classes)
     for module in found.values():
-        module.forward = TiledForward(module.forward, num_tiles, sequence_dim)
+        module.forward = TiledForward(module, num_tiles, sequence_dim)
     return list(found)
 
 
@@ -46,13 +46,13 @@ class TiledForward:
     """A module's `forward`, tile by tile.
 
     Args:
-        forward: the module's own.
+        module: which is to compute tile by tile.
         num_tiles: of a sequence.
         sequence_dim: of the tensor.
     """
 
-    def __init__(self, forward: Callable[[Tensor], Tensor], num_tiles: int, sequence_dim: int) -> None:
-        self._forward = CheckpointedForward(forward, None)
+    def __init__(self, module: nn.Module, num_tiles: int, sequence_dim: int) -> None:
+        self._forward = CheckpointedForward(module, None)
         self._num_tiles = num_tiles
         self._dim = sequence_dim
 

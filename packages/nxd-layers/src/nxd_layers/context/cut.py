@@ -7,6 +7,7 @@ Llama 3 Herd of Models", section 3.3.2). In the order "contiguous" it has two ne
 """
 
 from collections import Counter
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -142,3 +143,7 @@ class SequenceCut:
         held = [number for rank in range(self.size) for number in self.chunks_of(rank)]
         chunks = dict(zip(held, parts.split(self.chunk_length, dim), strict=True))
         return torch.cat([chunks[number] for number in range(self.num_chunks)], dim).narrow(dim, 0, self.length)
+
+
+# Of the sequences in the forward under way, for hooks that must know which positions fill up; None if nothing is cut.
+cut_under_way: ContextVar[SequenceCut | None] = ContextVar("cut_under_way", default=None)

@@ -1,12 +1,13 @@
 """Balance between experts over a global batch: losses of routers, biases that follow the load, and the tokens counted.
 
 Hooks on routers count what they choose, and add the gradients of the losses to those of their logits. So a model need
-not return logits, and a pipeline's stages need not send them. `balance` has the formulas for one process.
+not return logits, and a pipeline's stages need not send them. Padding, and what fills up a sequence that is cut over
+context-parallel ranks, counts nowhere. `balance` has the formulas for one process.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -16,6 +17,8 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+
+from nxd_layers.context.cut import cut_under_way
 
 T = TypeVar("T")
 
@@ -27,8 +30,8 @@ class BalanceConfig:
     Attributes:
         aux_loss_coef: weight of the load-balancing loss, `experts * sum(share of tokens * mean probability)`.
         aux_loss_scope: "global" takes shares and means over all layers and tokens of the global batch, as models of
-            transformers do over their batch. "sequence" takes them over a sequence in a layer (DeepSeek-AI 2024,
-            "DeepSeek-V3"), and the mean over these.
+            transformers do over their batch. "sequence" takes them over a row of the batch in a layer (DeepSeek-AI
+            2024, "DeepSeek-V3"), and the mean over these.
         z_loss_coef: weight of the mean square of the logits' logsumexp (Zoph et al. 2022, "ST-MoE").
         bias_update_rate: what `e_score_correction_bias` changes by in a step, up for experts with fewer tokens than
             the mean of their layer, and down for those with more (Wang et al. 2024, "Auxiliary-Loss-Free Load
@@ -86,6 +89,8 @@ class RouterBalance:
         config: what is done.
         layers: all routers of the model by name, also those on other ranks.
         statistics: of the last step; None before the first.
+        padding_mask: `[batch, length]` of the next step, true for tokens, for models that are given no mask; a caller
+            of `train` reads it and sets it to None.
     """
 
     def __init__(
@@ -104,11 +109,15 @@ class RouterBalance:
         _check(layers, config)
         self.config, self.layers = config, dict(layers)
         self.statistics: RouterStatistics | None = None
+        self.padding_mask: Tensor | None = None
         self._biases: dict[int, tuple[nn.Module, str]] = {}
         self._widest = max((it.num_experts for it in layers.values()), default=0)
         self._sums: _Sums | None = None  # of this rank, while it counts
         self._totals: _Sums | None = None  # of all ranks, once they are known
         self._microbatches = self._sequences = 0
+        self._tokens: Sequence[Tensor] | None = None
+        self._microbatch: Callable[[], int] = int
+        self._batch_sums: Tensor | None = None  # [3]: ranks with padding masks; tokens and rows of the global batch
         self._adds_gradients = self._is_one_forward = False
         for index, (name, layer) in enumerate(layers.items()):
             if name in modules:
@@ -123,7 +132,15 @@ class RouterBalance:
         return self.config.aux_loss_coef > 0 and self.config.aux_loss_scope == "global"
 
     def train(
-        self, run: Callable[[], T], *, count: Callable[[], Any] | None, num_microbatches: int, num_sequences: int
+        self,
+        run: Callable[[], T],
+        *,
+        count: Callable[[], Any] | None,
+        num_microbatches: int,
+        num_sequences: int,
+        num_tokens: int = 0,
+        tokens: Sequence[Tensor] | None = None,
+        microbatch: Callable[[], int] = int,
     ) -> T:
         """Run forward and backward of a step.
 
@@ -131,13 +148,21 @@ class RouterBalance:
             run: does that.
             count: computes the same forwards without gradients, for counts that the first backward needs. None for one
                 forward, behind which `forward_is_done` is called.
-            num_microbatches: of this rank in `run`, all with as many tokens.
+            num_microbatches: of this rank in `run`, all with as many tokens, padding included.
             num_sequences: in each.
+            num_tokens: of this rank in `run`, padding included; used where only other replicas have padding.
+            tokens: bool `[sequences, length]` of each microbatch, false for padding. None if there is none.
+            microbatch: the number of the microbatch whose forward is under way.
 
         Returns:
             What `run` returns. `statistics` are those of the step then.
+
+        Raises:
+            ValueError: there is padding, and it is not known which of a router's tokens are padding.
         """
         self._microbatches, self._sequences = num_microbatches, num_sequences
+        self._tokens, self._microbatch = tokens, microbatch
+        self._batch_sums = self._sum_over_replicas(num_tokens)
         self._totals, self._is_one_forward = None, count is None
         if count is not None and self.needs_totals:
             streams = get_rng_state()
@@ -164,6 +189,20 @@ class RouterBalance:
         assert self._sums is not None  # it counts
         self._totals = self._sums.over_ranks()
 
+    def _sum_over_replicas(self, num_tokens: int) -> Tensor | None:
+        """See `_batch_sums`; None if no loss needs them before backward."""
+        if not (self.config.z_loss_coef or self._is_per_sequence):
+            return None
+        here = torch.tensor([0.0, num_tokens, self._sequences * self._microbatches])
+        if self._tokens is not None:
+            rows = torch.stack([torch.stack([it.sum(), it.any(dim=1).sum()]) for it in self._tokens]).sum(dim=0)
+            here = torch.cat([torch.ones(1, device=rows.device), rows])
+        return all_reduce(here.to(get_device(), widest_float(get_device())), active_group("dp"))
+
+    @property
+    def _is_per_sequence(self) -> bool:
+        return self.config.aux_loss_coef > 0 and self.config.aux_loss_scope == "sequence"
+
     @torch.no_grad()
     def update_biases(self) -> None:
         """Move the biases of this rank's routers against the loads of the last step."""
@@ -178,14 +217,13 @@ class RouterBalance:
     def _statistics(self) -> RouterStatistics:
         totals, config = self._totals, self.config
         assert totals is not None  # every step ends with them
-        share = len(self.layers) * self._microbatches * active_group("dp", "cp").size
         aux_loss = None
         if config.aux_loss_coef and config.aux_loss_scope == "global":
             rows = totals.rows.clamp(min=1)
             aux_loss = config.aux_loss_coef * self._widest * (totals.chosen / rows * totals.probabilities / rows).sum()
         elif config.aux_loss_coef:
-            aux_loss = config.aux_loss_coef * totals.sequence_loss / share
-        z_loss = config.z_loss_coef * totals.z_loss / share if config.z_loss_coef else None
+            aux_loss = config.aux_loss_coef * totals.sequence_loss / len(self.layers)
+        z_loss = config.z_loss_coef * totals.z_loss / len(self.layers) if config.z_loss_coef else None
         return RouterStatistics(totals.tokens, aux_loss, z_loss)
 
     @contextmanager
@@ -206,16 +244,18 @@ class RouterBalance:
 
     def _after_router(self, index: int, layer: RouterLayer, router: nn.Module, args: Any, output: Any) -> Any:
         # While backward runs, activation checkpointing computes a router again, whose tokens are counted already.
-        counts = self._sums is not None and torch._C._current_graph_task_id() == -1
+        is_again = torch._C._current_graph_task_id() != -1
+        counts = self._sums is not None and not is_again
         if not counts and not self._adds_gradients:
             return None
         outputs = list(output)
         logits = outputs[0].reshape(-1, layer.num_experts)  # [tokens, experts]
-        of_sequences = self._shares_in_sequences(logits, layer)
+        rows = None if is_again else self._rows_of(router, logits.detach(), layer)
         if counts:
+            assert rows is not None  # it is not again
             tensors = [it for it in outputs[1:] if isinstance(it, Tensor)]
             chosen = next((it for it in tensors if not it.is_floating_point()), None)
-            self._count(index, layer, logits.detach(), chosen, of_sequences)
+            self._count(index, layer, logits.detach(), chosen, rows)
         has_loss = self.config.aux_loss_coef or self.config.z_loss_coef
         if not (has_loss and self._adds_gradients and torch.is_grad_enabled() and logits.requires_grad):
             return None
@@ -225,64 +265,124 @@ class RouterBalance:
                 f"{type(router).__name__} returns no weights of experts beside its logits, through which a router's "
                 "loss could reach it; set the coefficients of router losses to 0"
             )
-        outputs[used] = _AddGradients.apply(outputs[used], logits, self, of_sequences)
+        outputs[used] = _AddGradients.apply(outputs[used], logits, self, rows)
         return type(output)(outputs)
 
-    def _shares_in_sequences(self, logits: Tensor, layer: RouterLayer) -> Tensor | None:
-        """`[sequences, 2, experts]`: the share of tokens, and the mean probability, in each sequence of a layer."""
-        if not (self.config.aux_loss_coef and self.config.aux_loss_scope == "sequence"):
-            return None
-        with torch.no_grad():
+    @torch.no_grad()
+    def _rows_of(self, router: nn.Module, logits: Tensor, layer: RouterLayer) -> "_Rows":
+        """What is known of the tokens that a router is given in a microbatch."""
+        cut, contexts, replicas = cut_under_way.get(), active_group("cp"), active_group("dp").size
+        length = len(logits) // max(self._sequences, 1) * contexts.size if cut is None else cut.length
+        whole = None if self._tokens is None else self._tokens[self._microbatch()].to(logits.device)
+        given = whole
+        if cut is not None:
+            given = whole if whole is not None else logits.new_ones(self._sequences, length, dtype=torch.bool)
+            given = cut.part_of(given, contexts.rank, fill=0)
+        self._check_order(router, layer, len(logits), given, whole)
+        is_token = given.flatten() if given is not None and layer.keeps_order else None
+        tokens: Tensor | int = length * self._sequences * self._microbatches * replicas
+        sequences: Tensor | int = self._sequences * self._microbatches * replicas
+        if self._batch_sums is not None:
+            with_masks, *sums = self._batch_sums
+            tokens, sequences = (
+                torch.where(with_masks > 0, of_masks, assumed)
+                for of_masks, assumed in zip(sums, (tokens, sequences), strict=True)
+            )
+        rows = _Rows(is_token, tokens, sequences)
+        if self._is_per_sequence:
             probabilities = _probabilities(logits)
-            chosen = _one_hot(probabilities, layer.top_k)
-            both = torch.stack([chosen, probabilities], dim=1).view(self._sequences, -1, 2, layer.num_experts)
-            ranks = active_group("cp")
-            return all_reduce(both.mean(dim=1), ranks, op="avg") if ranks.size > 1 else both.mean(dim=1)
+            both = torch.stack([_one_hot(probabilities, layer.top_k), probabilities], dim=1)  # [tokens, 2, experts]
+            summed = rows.only(both).view(self._sequences, -1, 2, layer.num_experts).sum(dim=1)
+            summed = all_reduce(summed, contexts) if contexts.size > 1 else summed
+            counts = summed.new_full((self._sequences,), length) if whole is None else whole.sum(dim=1)
+            rows.lengths = counts.clamp(min=1).to(summed).view(-1, 1, 1)
+            rows.shares = summed / rows.lengths
+        return rows
+
+    def _check_order(
+        self, router: nn.Module, layer: RouterLayer, num_rows: int, given: Tensor | None, whole: Tensor | None
+    ) -> None:
+        if given is None or (layer.keeps_order and given.numel() == num_rows):
+            return
+        is_filled = given.numel() != num_rows and active_group("cp").size > 1
+        if is_filled or (whole is not None and not bool(whole.all())):
+            raise ValueError(
+                f"{type(router).__name__} is given {num_rows} tokens, and which of them are padding is not known: the "
+                f"batch has {tuple(given.shape)} positions here, and routers of nxd_layers take them in any order; "
+                "give batches without padding, or do not balance experts"
+            )
 
     @torch.no_grad()
-    def _count(
-        self, index: int, layer: RouterLayer, logits: Tensor, chosen: Tensor | None, of_sequences: Tensor | None
-    ) -> None:
+    def _count(self, index: int, layer: RouterLayer, logits: Tensor, chosen: Tensor | None, rows: "_Rows") -> None:
         sums, experts = self._sums, layer.num_experts
         assert sums is not None  # it counts
         probabilities = _probabilities(logits)
         top_k = torch.topk(probabilities, layer.top_k, dim=-1).indices
-        used = (top_k if chosen is None else chosen).reshape(-1)
-        used = used[(used >= 0) & (used < experts)]
-        sums.tokens[index, :experts] += torch.bincount(used, minlength=experts)
+        used = (top_k if chosen is None else chosen).reshape(len(logits), -1)
+        sums.tokens[index, :experts] += _loads(used, experts, rows)
         if self.needs_totals:
-            sums.chosen[:experts] += torch.bincount(top_k.reshape(-1), minlength=experts)
-            sums.probabilities[:experts] += probabilities.sum(dim=0, dtype=sums.probabilities.dtype)
-            sums.rows += len(probabilities)
-        if of_sequences is not None:
-            sums.sequence_loss += experts * of_sequences.double().prod(dim=1).sum(dim=-1).mean()
+            sums.chosen[:experts] += _loads(top_k, experts, rows)
+            sums.probabilities[:experts] += rows.only(probabilities).sum(dim=0, dtype=sums.probabilities.dtype)
+            sums.rows += len(logits) if rows.is_token is None else rows.is_token.sum()
+        if rows.shares is not None:
+            of_sequences = experts * rows.shares.to(sums.sequence_loss).prod(dim=1).sum()
+            sums.sequence_loss += of_sequences / rows.sequences / active_group("cp").size
         if self.config.z_loss_coef:
-            sums.z_loss += _wide(logits).logsumexp(dim=-1).square().mean()
+            squares = _wide(logits).logsumexp(dim=-1).square()
+            sums.z_loss += rows.only(squares).sum() / rows.tokens
 
-    def gradient(self, logits: Tensor, of_sequences: Tensor | None) -> Tensor:
+    def gradient(self, logits: Tensor, rows: "_Rows") -> Tensor:
         """Of the losses of all ranks, by this rank's logits, times the replicas, over which gradients are averaged.
 
         Args:
             logits: `[tokens, experts]` of a microbatch in a layer.
-            of_sequences: `[sequences, 2, experts]`, see `_shares_in_sequences`.
+            rows: of them.
         """
-        tokens, experts = logits.shape
-        config, share = self.config, len(self.layers) * self._microbatches
+        experts = logits.shape[1]
+        config, replicas = self.config, active_group("dp", "cp").size
         probabilities = _probabilities(logits)
         gradient = torch.zeros_like(probabilities)
-        if config.aux_loss_coef and tokens:
-            if of_sequences is None:
+        if config.aux_loss_coef and len(logits):
+            if rows.shares is None:
                 assert self._totals is not None  # they are complete before backward begins
-                rows = self._totals.rows.clamp(min=1)
-                by_probability = self._totals.chosen[:experts] / rows / rows * active_group("dp", "cp").size
+                of_layers = self._totals.rows.clamp(min=1)
+                by_probability = self._totals.chosen[:experts] / of_layers / of_layers * replicas
             else:
-                by_probability = of_sequences[:, 0].repeat_interleave(tokens // self._sequences, dim=0) / tokens / share
+                of_sequences = rows.shares[:, 0] / rows.lengths.view(-1, 1) * replicas / rows.sequences
+                by_probability = of_sequences.repeat_interleave(len(logits) // self._sequences, dim=0)
+                by_probability = by_probability / len(self.layers)
             scaled = probabilities * (config.aux_loss_coef * experts * by_probability).to(probabilities)
             gradient += scaled - probabilities * scaled.sum(dim=-1, keepdim=True)
-        if config.z_loss_coef and tokens:
-            factor = 2 * config.z_loss_coef / (tokens * share)
-            gradient += factor * _wide(logits).logsumexp(dim=-1, keepdim=True) * probabilities
-        return gradient
+        if config.z_loss_coef and len(logits):
+            scaled = _wide(logits).logsumexp(dim=-1, keepdim=True) * probabilities
+            gradient += scaled * (2 * config.z_loss_coef * replicas / len(self.layers) / rows.tokens)
+        return rows.only(gradient)
+
+
+@dataclass
+class _Rows:
+    """The tokens that a router is given in a microbatch.
+
+    Attributes:
+        is_token: bool `[tokens]`, false for padding and filling; None if all are tokens.
+        tokens: of the global batch, without padding.
+        sequences: of the global batch, those with tokens.
+        shares: `[sequences, 2, experts]`, the share of tokens and the mean probability in each sequence of a layer;
+            None unless there is a loss of them.
+        lengths: `[sequences, 1, 1]`, tokens of each sequence, at least 1; with `shares`.
+    """
+
+    is_token: Tensor | None
+    tokens: Tensor | int
+    sequences: Tensor | int
+    shares: Tensor | None = None
+    lengths: Tensor = field(default_factory=lambda: torch.ones(()))
+
+    def only(self, values: Tensor) -> Tensor:
+        """`[tokens, ...]` with zeros for what is no token, also where that is not a number."""
+        if self.is_token is None:
+            return values
+        return values.masked_fill(~self.is_token.view(-1, *[1] * (values.dim() - 1)), 0.0)
 
 
 @dataclass
@@ -294,8 +394,8 @@ class _Sums:
         chosen: `[experts]`, of the largest probabilities, over all layers.
         probabilities: `[experts]`, over all layers.
         rows: 0-d, tokens times layers.
-        sequence_loss: 0-d, means over the sequences of a microbatch.
-        z_loss: 0-d, means over the tokens of a microbatch.
+        sequence_loss: 0-d, over layers, each the mean over the sequences of the global batch.
+        z_loss: 0-d, over layers, each the mean over the tokens of the global batch.
     """
 
     tokens: Tensor
@@ -325,16 +425,16 @@ class _AddGradients(Function):
     """Hands on what a model uses of a router, and in backward adds the losses' gradient to that of the logits."""
 
     @staticmethod
-    def forward(ctx: Any, used: Tensor, logits: Tensor, balance: RouterBalance, of_sequences: Tensor | None) -> Tensor:
+    def forward(ctx: Any, used: Tensor, logits: Tensor, balance: RouterBalance, rows: _Rows) -> Tensor:
         ctx.save_for_backward(logits)
-        ctx.balance, ctx.of_sequences = balance, of_sequences
+        ctx.balance, ctx.rows = balance, rows
         return used.view_as(used)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         (logits,) = ctx.saved_tensors
-        return grad, ctx.balance.gradient(logits, ctx.of_sequences).to(logits.dtype), None, None
+        return grad, ctx.balance.gradient(logits, ctx.rows).to(logits.dtype), None, None
 
 
 def _wide(logits: Tensor) -> Tensor:
@@ -343,6 +443,15 @@ def _wide(logits: Tensor) -> Tensor:
 
 def _probabilities(logits: Tensor) -> Tensor:
     return F.softmax(_wide(logits), dim=-1)
+
+
+def _loads(used: Tensor, experts: int, rows: _Rows) -> Tensor:
+    """`[experts]`, how many tokens chose each; `used` is `[tokens, k]`, with other numbers for no expert."""
+    counts = (used >= 0) & (used < experts)
+    if rows.is_token is not None:
+        counts &= rows.is_token.view(-1, 1)
+    loads = torch.zeros(experts, dtype=torch.int64, device=used.device)
+    return loads.scatter_add_(0, used.clamp(0, experts - 1).flatten().long(), counts.flatten().long())
 
 
 def _one_hot(probabilities: Tensor, top_k: int) -> Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nxd_layers.context import MaskRule, SequenceCut, Transport, balanced_cut
+from nxd_layers.context.cut import cut_under_way
 from nxd_layers.hf.context_attention import ATTENTION, attend, is_asked, make_mask
 from nxd_layers.hf.context_forward import ContextForward, forward_under_way
 from nxd_layers.hf.context_loss import IGNORED_LABEL, ContextLoss
@@ -59,7 +60,7 @@ class ContextDoor:
         self._multiple = multiple
         self._signature = inspect.signature(model.forward)
         self._cache_name = "cache" if "cache" in self._signature.parameters else "past_key_values"
-        self._entered: list[Token[ContextForward | None]] = []
+        self._entered: list[tuple[Token[ContextForward | None], Token[SequenceCut | None]]] = []
         self._prefill: Prefill | None = None
         self._is_active = True
         _give_own_config(model)
@@ -110,7 +111,7 @@ class ContextDoor:
             changed["labels"] = forward.shift_labels
         if "use_cache" in self._signature.parameters:
             changed["use_cache"] = False
-        self._entered = [forward_under_way.set(forward)]  # without what a forward that was interrupted has left
+        self._begin(forward)
         rest = {name: it for name, it in given.items() if name not in changed and name != "shift_labels"}
         return (), {**rest, **changed}
 
@@ -128,7 +129,7 @@ class ContextDoor:
             return args, kwargs
         self._prefill = Prefill.of(forward.cut, given[self._cache_name])
         self._use(ATTENTION)
-        self._entered = [forward_under_way.set(forward)]
+        self._begin(forward)
         of_prompt = self._prefill.arguments(tokens.device, self._cache_name)
         return (), {**given, **self._cut_inputs(given, forward), **of_prompt}
 
@@ -145,9 +146,15 @@ class ContextDoor:
         changed["attention_mask"] = torch.ones(tokens.shape[:2], dtype=torch.int64, device=tokens.device)
         return changed
 
+    def _begin(self, forward: ContextForward) -> None:
+        # Without what a forward that was interrupted has left.
+        self._entered = [(forward_under_way.set(forward), cut_under_way.set(forward.cut))]
+
     def _leave(self, model: nn.Module, args: Any, output: Any) -> None:
         if self._entered:
-            forward_under_way.reset(self._entered.pop())
+            of_forward, of_cut = self._entered.pop()
+            forward_under_way.reset(of_forward)
+            cut_under_way.reset(of_cut)
         if self._prefill is not None and output is not None:
             self._prefill.finish(output, self._cache_name)
         self._end_prefill()

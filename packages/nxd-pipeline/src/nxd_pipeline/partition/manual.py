@@ -23,7 +23,8 @@ def manual_partition(
         model: the unpartitioned model; where a stage holds modules of it, parameters keep their names there.
 
     Raises:
-        ValueError: modules and `Stage` are mixed, or a module takes an argument that is no input of the model.
+        ValueError: modules and `Stage` are mixed, a module takes an argument that is no input of the model, or stages
+            have some parameters of the model and not all.
     """
     wired = [stage for stage in stages if isinstance(stage, Stage)]
     if wired and len(wired) < len(stages):
@@ -40,7 +41,20 @@ def manual_partition(
             outputs = (boundary(index),) if index < len(stages) - 1 else ()
         names = {path: paths[submodule] for path, submodule in module.named_modules() if submodule in paths}
         result.append(Stage(module, inputs, outputs, names))
+    if model is not None:
+        _check_complete(model, result)
     return tuple(result)
+
+
+def _check_complete(model: nn.Module, stages: Sequence[Stage]) -> None:
+    """What no stage has would be missing in a checkpoint. Stages may also have none of the model's own modules."""
+    held = {parameter for stage in stages for parameter in stage.module.parameters()}
+    missing = [name for name, parameter in model.named_parameters() if parameter not in held]
+    if missing and len(missing) < len(list(model.parameters())):
+        raise ValueError(
+            f"no stage has the parameters {missing} of the model, which checkpoints would lack; make them attributes "
+            "of a stage's module, also if it does not use them"
+        )
 
 
 def _chain_inputs(module: nn.Module, index: int, input_names: Sequence[str]) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ _PURE_MODULES = ("_operator", "builtins", "math")  # the module of the functions
 
 
 def traced_partition(module: nn.Module, graph: fx.Graph, cuts: Sequence[str]) -> tuple[Stage, ...]:
-    """Cut `graph` behind the layers named `cuts`.
+    """Cut `graph` behind the layers named `cuts`. The last stage also has parameters and buffers that no stage uses.
 
     Args:
         module: the model that `graph` was traced from.
@@ -30,7 +30,9 @@ def traced_partition(module: nn.Module, graph: fx.Graph, cuts: Sequence[str]) ->
     _use_changed_values(module, graph)
     parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     stage_of = _assign_stages(graph, cuts, parameters)
-    return tuple(_make_stage(module, graph, stage_of, stage, len(cuts) + 1) for stage in range(len(cuts) + 1))
+    stages = tuple(_make_stage(module, graph, stage_of, stage, len(cuts) + 1) for stage in range(len(cuts) + 1))
+    _keep_unused(module, stages)
+    return stages
 
 
 def traced_costs(
@@ -161,6 +163,47 @@ def _keep_out_of_state(stage_module: fx.GraphModule, saved: Set[str]) -> None:
         buffers = stage_module.get_submodule(owner)
         if isinstance(value := getattr(buffers, name), Tensor):  # a module may be an argument of a function
             buffers.register_buffer(name, value, persistent=False)
+
+
+def _keep_unused(module: nn.Module, stages: Sequence[Stage]) -> None:
+    """Put what no stage uses on the last one, so that the stages together have the state of the model.
+
+    Another name of a tensor that a stage uses goes to that stage.
+    """
+    held = {name for stage in stages for name in stage.module.state_dict()}
+    stage_of = {tensor: it for it in reversed(stages) for tensor in (*it.module.parameters(), *it.module.buffers())}
+    saved = module.state_dict().keys()
+    named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    unused = {name: tensor for name, tensor in named if name in saved - held}
+    whole: set[str] = set()  # modules that no stage uses anything of
+    for name, tensor in unused.items():
+        stage = stage_of.get(tensor, stages[-1])
+        path, _, key = name.rpartition(".")
+        if path and tensor not in stage_of and not _names_below(path, saved) & held:
+            while (outer := path.rpartition(".")[0]) and not _names_below(outer, saved) & held:
+                path = outer
+            if path not in whole:
+                whole.add(path)
+                _container(stage.module, path.rpartition(".")[0]).add_module(
+                    path.rpartition(".")[2], module.get_submodule(path)
+                )
+        elif isinstance(tensor, nn.Parameter):
+            _container(stage.module, path).register_parameter(key, tensor)
+        else:
+            _container(stage.module, path).register_buffer(key, tensor)
+
+
+def _names_below(path: str, names: Iterable[str]) -> set[str]:
+    return {name for name in names if name.startswith(f"{path}.")}
+
+
+def _container(module: nn.Module, path: str) -> nn.Module:
+    """The submodule of that path, with modules that only hold others where there are none yet."""
+    for name in path.split(".") if path else ():
+        if name not in module._modules:
+            module.add_module(name, nn.Module())
+        module = module.get_submodule(name)
+    return module
 
 
 def _needed_by(own: Iterable[fx.Node], stage_of: dict[fx.Node, int], stage: int) -> set[fx.Node]:

@@ -14,6 +14,7 @@ from torch.utils._pytree import TreeSpec
 
 from nxd_pipeline.partition.stage import Wiring
 from nxd_pipeline.runtime.layout import TensorLayout, ValueLayout, behind, describe_value, leaves_of_a_graph
+from nxd_pipeline.runtime.microbatches import forward_of
 from nxd_pipeline.runtime.p2p import P2PCommunicator
 from nxd_pipeline.runtime.split_backward import SplitBackward
 from nxd_pipeline.schedules import Action, ActionKind, Schedule, verify_schedule
@@ -160,7 +161,8 @@ class Executor:
             passage.inputs[producer] = [leaf for leaf in leaves if leaf.requires_grad]
             entries = layout.fill(map(behind, leaves))
             values.update(zip(self._wiring.carried(producer, stage), entries, strict=True))
-        output = self._modules[stage](*(values[name] for name in self._wiring.inputs[stage]))
+        with forward_of(microbatch):
+            output = self._modules[stage](*(values[name] for name in self._wiring.inputs[stage]))
         for consumer, value in self._outgoing(stage, output).items():
             self._values[stage, consumer, microbatch] = value
         if stage == self._wiring.num_stages - 1:

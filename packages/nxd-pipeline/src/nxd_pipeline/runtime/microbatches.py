@@ -1,10 +1,29 @@
-"""Splitting a batch into microbatches along dim 0."""
+"""Splitting a batch into microbatches along dim 0, and which of them a forward is of."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
+
+_under_way: ContextVar[int] = ContextVar("microbatch_under_way", default=0)
+
+
+def current_microbatch() -> int:
+    """The number of the microbatch whose forward is under way, for hooks on modules; 0 outside `NxDPPModel`."""
+    return _under_way.get()
+
+
+@contextmanager
+def forward_of(microbatch: int) -> Iterator[None]:
+    """Inside, `current_microbatch` is this one."""
+    token = _under_way.set(microbatch)
+    try:
+        yield
+    finally:
+        _under_way.reset(token)
 
 
 def split_batch(batch: Mapping[str, Any], num_microbatches: int) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from weakref import WeakSet
 import torch
 from nxd_layers.experts import BalanceConfig, RouterBalance, RouterLayer
 from nxd_layers.lora import LoraConfig, LoraModel, TargetLayers
-from nxd_pipeline import GradientSync, NxDPPModel
+from nxd_pipeline import GradientSync, NxDPPModel, current_microbatch
 from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
@@ -90,6 +90,7 @@ class NxDModel(nn.Module):
 
         They are those of the global batch of a call, as one process has them. With a load-balancing loss over it, and
         microbatches or a pipeline, the forwards are computed twice: the first backward needs the last one's counts.
+        Padding, by `attention_mask` or `router_balance.padding_mask`, counts nowhere.
 
         Args:
             config: which losses.
@@ -146,13 +147,20 @@ class NxDModel(nn.Module):
 
     def _run_balanced(self, balance: RouterBalance, inputs: Mapping[str, Any]) -> Tensor | list[Tensor] | None:
         num_microbatches = (self.nxd_config["pipeline_config"] or {}).get("num_microbatches", 1)
-        batch_size = next((len(it) for it in inputs.values() if isinstance(it, Tensor) and it.dim()), 0)
+        sizes = [it.shape for it in inputs.values() if isinstance(it, Tensor) and it.dim()]
+        batch_size = max((size[0] for size in sizes), default=0)
+        length = next((size[1] for size in sizes if len(size) > 1), 1)
+        given = inputs.get("attention_mask")
+        mask, balance.padding_mask = balance.padding_mask if given is None else given, None
         count = partial(self.pipeline.run_eval, **inputs)
         loss = balance.train(
             partial(self.pipeline.run_train, **inputs),
             count=count if self._is_cut or num_microbatches > 1 else None,
             num_microbatches=num_microbatches,
             num_sequences=batch_size // num_microbatches,
+            num_tokens=batch_size * length,
+            tokens=self._tokens_of(mask, batch_size, num_microbatches),
+            microbatch=current_microbatch,
         )
         assert balance.statistics is not None  # of this step
         of_routers = balance.statistics.loss
@@ -161,6 +169,14 @@ class NxDModel(nn.Module):
         losses = loss if isinstance(loss, list) else [loss]
         sums = [(it + of_routers.to(it.device)).to(it.dtype) for it in losses]
         return sums if isinstance(loss, list) else sums[0]
+
+    def _tokens_of(self, mask: Any, batch_size: int, num_microbatches: int) -> Sequence[Tensor] | None:
+        if mask is None:
+            return None
+        if not isinstance(mask, Tensor) or mask.dim() != 2:
+            given = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+            raise ValueError(f"attention_mask is {given}; give [batch, length], 0 for padding, to balance experts")
+        return mask.bool().expand(batch_size, -1).chunk(num_microbatches)
 
     def run_eval(self, *args: Any, **kwargs: Any) -> Any:
         """Forward of a batch, without gradients.

@@ -39,6 +39,14 @@ class Batch(NamedTuple):
     position_ids: torch.Tensor  # [microbatch/dp, seq], int64; from 0 in each document that attends to itself alone
     normalizer: torch.Tensor  # [2], int64: tokens that are learned of a step, and its microbatches over all ranks
 
+    @property
+    def is_token(self) -> torch.Tensor:
+        """`[microbatch/dp, seq]`, bool: false for what fills up a row behind its documents; it has no labels."""
+        document = (self.position_ids == 0).cumsum(1)
+        is_last = document == document[:, -1:]
+        has_learned = (is_last & (self.labels != -100)).any(dim=1, keepdim=True)
+        return ~is_last | has_learned | (document <= 1)
+
 
 class Sequences(Protocol):
     """What samples of one length are taken from."""

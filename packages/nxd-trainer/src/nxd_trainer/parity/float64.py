@@ -9,7 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 from torch.overrides import TorchFunctionMode
+
+_Root = Tensor | GradientEdge
+_Roots = _Root | Sequence[_Root]
 
 
 class InFloat64(TorchFunctionMode):
@@ -24,6 +28,8 @@ class InFloat64(TorchFunctionMode):
             return self._backward(args[0], given.pop("gradient", None), **given)
         if func is torch.autograd.backward:
             return self._backward(*args, **(kwargs or {}))
+        if func is torch.autograd.grad and not (kwargs or {}).get("is_grads_batched"):
+            return self._grad(*args, **(kwargs or {}))
         return func(*map(_widened, args), **{name: _widened(value) for name, value in (kwargs or {}).items()})
 
     def __enter__(self) -> "InFloat64":
@@ -38,31 +44,88 @@ class InFloat64(TorchFunctionMode):
 
     def _backward(
         self,
-        tensors: Tensor | Sequence[Tensor],
+        tensors: _Roots,
         grad_tensors: Any = None,
         retain_graph: bool | None = None,
         create_graph: bool = False,
         *,
         inputs: Any = None,
     ) -> None:
-        """`torch.autograd.backward` in the mode, which torch leaves for a function: it computes activations again."""
-        roots = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
-        given = grad_tensors if isinstance(grad_tensors, Sequence) else (grad_tensors,) * len(roots)
-        for root, grad in zip(roots, given, strict=True):
-            if grad is None and root.numel() > 1:
-                raise RuntimeError(f"a gradient is needed for a tensor of shape {tuple(root.shape)}; give one")
-            if grad is not None and grad.shape != root.shape:
-                raise RuntimeError(f"a gradient has shape {tuple(grad.shape)}, its tensor {tuple(root.shape)}")
-        grads = tuple(torch.ones_like(root) if it is None else it for root, it in zip(roots, given, strict=True))
-        leaves = () if inputs is None else (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+        leaves = () if inputs is None else _several(inputs)
+        self._run(_several(tensors), grad_tensors, retain_graph, create_graph, leaves, accumulate=True)
+
+    def _grad(
+        self,
+        outputs: _Roots,
+        inputs: _Roots,
+        grad_outputs: Any = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        allow_unused: bool | None = None,
+        materialize_grads: bool = False,
+        **_: Any,
+    ) -> tuple[Tensor | None, ...]:
+        leaves = _several(inputs)
+        found = self._run(
+            _several(outputs),
+            grad_outputs,
+            retain_graph,
+            create_graph,
+            leaves,
+            accumulate=False,
+            allow_unused=bool(allow_unused) or materialize_grads,
+        )
+        if not materialize_grads:
+            return found
+        return tuple(_filled(leaf, 0) if it is None else it for leaf, it in zip(leaves, found, strict=True))
+
+    def _run(
+        self,
+        roots: Sequence[_Root],
+        given: Any,
+        retain_graph: bool | None,
+        create_graph: bool,
+        leaves: Sequence[_Root],
+        *,
+        accumulate: bool,
+        allow_unused: bool = True,
+    ) -> tuple[Tensor | None, ...]:
+        """Backward in the mode, which torch leaves for a function: it computes activations again."""
+        gradients = given if isinstance(given, Sequence) else (given,) * len(roots)
+        for root, grad in zip(roots, gradients, strict=True):
+            shape = _like(root).shape
+            if grad is None and shape.numel() > 1:
+                raise RuntimeError(f"a gradient is needed for a tensor of shape {tuple(shape)}; give one")
+            if grad is not None and grad.shape != shape:
+                raise RuntimeError(f"a gradient has shape {tuple(grad.shape)}, its tensor {tuple(shape)}")
+        grads = tuple(_filled(root, 1) if it is None else it for root, it in zip(roots, gradients, strict=True))
         keeps = create_graph if retain_graph is None else retain_graph
         super().__enter__()
         try:
-            torch.autograd.Variable._execution_engine.run_backward(
-                roots, grads, keeps, create_graph, leaves, allow_unreachable=True, accumulate_grad=True
+            found: tuple[Tensor | None, ...] = torch.autograd.Variable._execution_engine.run_backward(
+                tuple(roots), grads, keeps, create_graph, tuple(leaves), allow_unused, accumulate_grad=accumulate
             )
+            return found
         finally:
             super().__exit__(None, None, None)
+
+
+def _several(given: _Roots) -> tuple[_Root, ...]:
+    """A `GradientEdge` is a tuple of its own."""
+    return (given,) if isinstance(given, Tensor | GradientEdge) else tuple(given)
+
+
+def _like(root: _Root) -> Tensor:
+    """A tensor with the shape and dtype of what enters there; without memory where it is an edge of a graph."""
+    if isinstance(root, Tensor):
+        return root
+    entry = root.node._input_metadata[root.output_nr]
+    return torch.empty(torch.Size(entry.shape), dtype=entry.dtype, device="meta")
+
+
+def _filled(root: _Root, value: float) -> Tensor:
+    device = root.device if isinstance(root, Tensor) else root.node._input_metadata[root.output_nr].device
+    return torch.full_like(_like(root), value, device=device)
 
 
 def _widened(value: Any) -> Any:

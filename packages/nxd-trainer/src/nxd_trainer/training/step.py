@@ -61,6 +61,8 @@ def compute_gradients(state: RunState) -> Tensor | None:
         The mean loss of this rank's microbatches, 0-d; None on a rank without the last stage.
     """
     batch = state.train_batches.next_step()
+    if state.model.router_balance is not None:
+        state.model.router_balance.padding_mask = batch.is_token
     with autocast(state.recipe):
         loss = state.model.run_train(**_inputs(state, batch))
     assert not isinstance(loss, list)  # that is what return_mb_loss asks for
