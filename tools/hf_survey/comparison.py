@@ -75,7 +75,7 @@ class Step:
     """The loss (where this rank has it) and gradients of a step; `refusal` is set instead where there was none.
 
     Attributes:
-        tokens_per_expert: `[layers, experts]`, of all ranks; None where sequences are filled up, and that is counted.
+        tokens_per_expert: `[layers, experts]`, of all ranks; None where the step was refused.
     """
 
     loss: Tensor | None = None
@@ -131,7 +131,7 @@ def one_rank(model_type: str, layout: Layout) -> Step:
     pieces = [replace(it, name=logical_name(*it.name.partition(":")[::2])) for it in logical_pieces(named)]
     assert not isinstance(loss, list)
     whole_loss = None if loss is None else all_reduce(loss.detach(), replicas, op="avg")
-    return Step(whole_loss, pieces, _tokens(balance) if layout.cp == 1 else None)
+    return Step(whole_loss, pieces, _tokens(balance))
 
 
 def compare(expected: Step, ranks: Sequence[Step]) -> str:

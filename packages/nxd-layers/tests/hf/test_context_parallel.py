@@ -1,5 +1,7 @@
 """What `parallelize` does with sequences where the mesh has context-parallel ranks."""
 
+import copy
+
 import pytest
 import torch
 from nxd_layers.context import SequenceCut, balanced_cut
@@ -24,7 +26,8 @@ CLOSE = {"rtol": 1e-5, "atol": 1e-7}  # transformers computes norms and losses i
 
 def model_of(config_class=transformers.LlamaConfig, **more):
     torch.manual_seed(0)
-    config = config_class(**SIZES | more, use_cache=False)  # with a cache, transformers does not look for documents
+    # With a cache, transformers does not look for documents.
+    config = config_class(**SIZES | {"use_cache": False} | more)
     return transformers.AutoModelForCausalLM.from_config(config).double().eval()
 
 
@@ -59,7 +62,8 @@ def compare(case, **model):
     expected = loss_and_gradients(model_of(**model), batch_of(case))
     found = loss_and_gradients(parallelize(model_of(**model)), batch_of(case))
     torch.testing.assert_close(found[0], expected[0], **CLOSE)
-    cut = balanced_cut(DOCUMENTS, 2) if case == "packed" else SequenceCut(LENGTH, 2)
+    is_balanced = case == "packed" and not model.get("use_cache")
+    cut = balanced_cut(DOCUMENTS, 2) if is_balanced else SequenceCut(LENGTH, 2)
     whole = cut.whole_of(all_gather(found[1], group, dim=1))
     learned = batch_of(case).get("attention_mask", torch.ones(2, LENGTH)).bool()
     torch.testing.assert_close(whole[learned], expected[1][learned], **CLOSE)
@@ -77,6 +81,9 @@ def compare_all():
         compare(case)
     # Packed documents under a window; frequencies that depend on the longest position of the whole sequence.
     compare("packed", config_class=transformers.MistralConfig, sliding_window=3)
+    # Models that do not keep documents apart: one with a cache, and one that gives its masks no positions.
+    compare("packed", use_cache=True)
+    compare("packed", config_class=transformers.OPTConfig, ffn_dim=48, word_embed_proj_dim=32)
     for kind in ({"rope_type": "dynamic", "factor": 4.0}, {"rope_type": "longrope", "factor": 4.0, **LONG}):
         compare("plain", max_position_embeddings=8, rope_parameters={"rope_theta": 10000.0, **kind})
 
@@ -139,6 +146,25 @@ def long_model(**more):
 
 def test_prompt_is_read_over_the_ranks_and_decoding_has_all_of_its_cache(run_ranks):
     run_ranks(read_prompts, 2)
+
+
+def learn_at_padding():
+    """What eager attention makes of queries without keys, and where it does not matter."""
+    initialize_model_parallel(context_parallel_size=2)
+    model = model_of(attn_implementation="eager").float()
+    assert model.config._attn_implementation == "eager"
+    expected, cut, batch = copy.deepcopy(model), parallelize(model), batch_of("padded left")
+    batch["labels"][0, 4] = 5  # of the first token
+    torch.testing.assert_close(parallelize(model_of())(**batch).loss, model_of()(**batch).loss)  # with sdpa
+    with pytest.raises(ValueError, match=r"the label of row 0, position 4, is predicted at padding that attends to no"):
+        cut(**batch)
+    batch["labels"][0, 4] = -100
+    torch.testing.assert_close(cut(**batch).loss, expected(**batch).loss)
+    torch.testing.assert_close(cut(**batch_of("padded right")).loss, expected(**batch_of("padded right")).loss)
+
+
+def test_label_that_eager_attention_predicts_at_padding_is_refused(run_ranks):
+    run_ranks(learn_at_padding, 2)
 
 
 def refuse():

@@ -26,6 +26,15 @@ def make_mask(*args: Any, mask_function: Callable[..., Any], device: torch.devic
     return forward.mask_of(_rule_of(mask_function), device)
 
 
+def is_search_taken_over() -> bool:
+    """In place of transformers' search for documents in the positions, which are those of this rank."""
+    forward = forward_under_way.get()
+    if forward is None:
+        return False
+    forward.keeps_apart = True
+    return True
+
+
 def attend(
     module: nn.Module,
     query: Tensor,

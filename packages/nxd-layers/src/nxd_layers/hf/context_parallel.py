@@ -20,11 +20,11 @@ from torch.nn import functional as F
 
 from nxd_layers.context import MaskRule, SequenceCut, Transport, balanced_cut
 from nxd_layers.context.cut import cut_under_way
-from nxd_layers.hf.context_attention import ATTENTION, attend, is_asked, make_mask
+from nxd_layers.hf.context_attention import ATTENTION, attend, is_asked, is_search_taken_over, make_mask
 from nxd_layers.hf.context_forward import ContextForward, forward_under_way
 from nxd_layers.hf.context_loss import IGNORED_LABEL, ContextLoss
 from nxd_layers.hf.context_prefill import Prefill, is_prompt
-from nxd_layers.hf.transformers_models import register_attention
+from nxd_layers.hf.transformers_models import intercept_document_search, register_attention, text_config
 from nxd_layers.hf.whole_sequences import WholeSequences, give_whole_positions
 
 _CUT = {"input_ids": 0, "inputs_embeds": 0, "token_type_ids": 0}  # and the value at positions that are filled up
@@ -65,9 +65,13 @@ class ContextDoor:
         self._is_active = True
         _give_own_config(model)
         self._previous = model.config._attn_implementation
+        # A query without keys gets zeros from other attentions, and where sinks are.
+        has_sinks = any(name.endswith("sinks") for name, _ in model.named_parameters())
+        self._averages_without_keys = self._previous == "eager" and not has_sinks
         self._with_state = WholeSequences(model)
         give_whole_positions(model)
         register_attention(ATTENTION, attend, make_mask)
+        intercept_document_search(is_search_taken_over)
         self._use(ATTENTION)
         self._has_loss = has_known_loss
         if has_known_loss:
@@ -142,8 +146,9 @@ class ContextDoor:
         tokens = next(iter(changed.values()))
         if "position_ids" in self._signature.parameters:
             changed["position_ids"] = forward.cut.part_of(forward.position_ids, _rank(forward.position_ids))
-        # Of ones, so that the model does not look for documents in the positions.
-        changed["attention_mask"] = torch.ones(tokens.shape[:2], dtype=torch.int64, device=tokens.device)
+        # None, so that the model looks for documents in the positions if it does so for whole sequences.
+        ones = torch.ones(tokens.shape[:2], dtype=torch.int64, device=tokens.device)
+        changed["attention_mask"] = ones if forward.document_ids is None else None
         return changed
 
     def _begin(self, forward: ContextForward) -> None:
@@ -178,7 +183,8 @@ class ContextDoor:
         tokens = next(it for name in _CUT if (it := given.get(name)) is not None)
         padding, positions = given.get("attention_mask"), given.get("position_ids")
         document_ids = None
-        if padding is None and positions is not None:  # as transformers finds packed documents
+        # As transformers finds packed documents, for models that ask for it, unless they make a cache.
+        if padding is None and positions is not None and not self._has_cache(given):
             starts = positions.diff(dim=1) != 1
             if bool(starts.any()):
                 document_ids = F.pad(starts.cumsum(dim=1), (1, 0))
@@ -198,9 +204,20 @@ class ContextDoor:
         labels = given.get("shift_labels")
         if labels is None and given.get("labels") is not None:
             labels = F.pad(given["labels"][:, 1:], (0, 1), value=IGNORED_LABEL)
+        learned = None
         if labels is not None:
+            if padding is not None and self._averages_without_keys:
+                learned = labels != IGNORED_LABEL
             labels = cut.part_of(labels, _rank(labels), fill=IGNORED_LABEL)
-        return ContextForward(cut, positions, document_ids, padding, labels, self._transport)
+        return ContextForward(cut, positions, document_ids, padding, labels, self._transport, learned)
+
+    def _has_cache(self, given: Mapping[str, Any]) -> bool:
+        """Whether the model, called alike in one process, would have a cache, given or made by itself."""
+        if given.get(self._cache_name) is not None:
+            return True
+        uses = given.get("use_cache")
+        uses = getattr(text_config(self._model), "use_cache", False) if uses is None else uses
+        return "use_cache" in self._signature.parameters and bool(uses)
 
     def _cut_of(self, tokens: Tensor, document_ids: Tensor | None) -> SequenceCut:
         size = active_group("cp").size

@@ -37,8 +37,35 @@ def look_for_documents_by(look: Callable[[torch.Tensor], torch.Tensor]) -> None:
     def find_documents(position_ids: torch.Tensor) -> torch.Tensor | None:
         return theirs(position_ids) if has_dynamic_shapes(position_ids) else look(position_ids)
 
-    if theirs.__module__ != __name__:  # it has not been replaced yet
-        masking_utils.find_packed_sequence_indices = find_documents
+    _replace_search(find_documents, theirs)
+
+
+def intercept_document_search(is_taken_over: Callable[[], bool]) -> None:
+    """Have models that look for documents in the positions of their tokens, to keep them apart, ask this before.
+
+    Args:
+        is_taken_over: called when a model looks; if it says true, the model finds none.
+    """
+    from transformers import masking_utils  # noqa: PLC0415 - optional
+
+    theirs: Callable[[torch.Tensor], torch.Tensor | None] = masking_utils.find_packed_sequence_indices
+
+    def ask_before(position_ids: torch.Tensor) -> torch.Tensor | None:
+        return None if is_taken_over() else theirs(position_ids)
+
+    _replace_search(ask_before, theirs)
+
+
+def _replace_search(ours: Any, theirs: Any) -> None:
+    """Each function once, in front of those that are there."""
+    from transformers import masking_utils  # noqa: PLC0415 - optional
+
+    ours.replaced, there = theirs, theirs
+    while there is not None:
+        if there.__qualname__ == ours.__qualname__:
+            return
+        there = getattr(there, "replaced", None)
+    masking_utils.find_packed_sequence_indices = ours
 
 
 def register_experts(name: str, forward: Callable[..., torch.Tensor]) -> None:
