@@ -3,7 +3,8 @@
 import json
 
 import pytest
-from nxd_trainer.data import ByteTokenizer, build_corpus, open_corpus
+from nxd_trainer.data import ByteTokenizer, build_corpus, open_corpus, read_conversation
+from nxd_trainer.data.tables import read_rows
 
 ROWS = [
     {"text": 'one, "quoted"\r\ntwo', "source": "a"},
@@ -135,3 +136,91 @@ def test_missing_pyarrow_says_what_to_install(tmp_path, monkeypatch):
 
     with pytest.raises(ValueError, match=r"pip install 'nxd-trainer\[data\]'"):
         corpus_of(tmp_path / "a.parquet", tmp_path)
+
+
+CHATS = [
+    {
+        "messages": [
+            {"role": "user", "content": "42"},  # a text that is JSON is saved as it is
+            {"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": {"city": "Paris"}}}]},
+        ],
+        "tools": [{"name": "a", "parameters": {"properties": {"city": {"type": "string"}}}}],
+    },
+    {
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "where?"}]},
+            {"role": "assistant", "tool_calls": [{"function": {"name": "b", "arguments": {"n": 3, "x": None}}}]},
+        ],
+        "tools": [{"name": "b", "parameters": {"properties": {"n": {"type": "integer", "default": None}}}}],
+    },
+]
+JSON, TEXT = {"_type": "Json"}, {"dtype": "string", "_type": "Value"}
+LIST = {"_type": "List"}
+# As the package datasets describes them, with the fields that are saved as JSON text.
+FEATURES = {
+    "messages": {"feature": {"role": TEXT, "content": JSON, "tool_calls": LIST | {"feature": JSON}}, **LIST},
+    "tools": {"feature": {"name": TEXT, "parameters": {"properties": JSON}}, **LIST},
+}
+
+
+def chat_table(stored):
+    """The chats as datasets saves them: filled up with nulls, or with mixed values as JSON text."""
+    pa = pytest.importorskip("pyarrow")
+    if stored == "filled up":
+        plain = [{"role": "user", "content": "where?"}, CHATS[1]["messages"][1]]
+        return pa.Table.from_pylist([CHATS[0], {**CHATS[1], "messages": plain}])
+    if stored == "of type JSON":
+        columns = {name: pa.array([json.dumps(row[name]) for row in CHATS]) for name in CHATS[0]}
+        return pa.table({name: pa.ExtensionArray.from_storage(pa.json_(), it) for name, it in columns.items()})
+    message = pa.struct({"role": pa.string(), "content": pa.string(), "tool_calls": pa.list_(pa.string())})
+    tool = pa.struct({"name": pa.string(), "parameters": pa.struct({"properties": pa.string()})})
+
+    def saved(it):
+        return it if isinstance(it, str) or it is None else json.dumps(it)
+
+    rows = [
+        {
+            "messages": [
+                {**it, "content": saved(it.get("content")), "tool_calls": [saved(c) for c in it.get("tool_calls", [])]}
+                for it in row["messages"]
+            ],
+            "tools": [
+                {**it, "parameters": {"properties": saved(it["parameters"]["properties"])}} for it in row["tools"]
+            ],
+        }
+        for row in CHATS
+    ]
+    described = {"huggingface": json.dumps({"info": {"features": FEATURES}})}
+    schema = pa.schema({"messages": pa.list_(message), "tools": pa.list_(tool)}, metadata=described)
+    return pa.Table.from_pylist(rows, schema=schema)
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+@pytest.mark.parametrize("stored", ["filled up", "of type JSON", "described"])
+def test_conversations_of_mixed_structures_are_those_of_jsonl(tmp_path, stored, suffix):
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    if stored == "of type JSON" and not hasattr(pa, "json_"):
+        pytest.skip("this pyarrow has no type for JSON")
+    (tmp_path / "chat.jsonl").write_text("\n".join(map(json.dumps, CHATS)))
+    table, file = chat_table(stored), tmp_path / f"chat.{suffix}"
+    if suffix == "parquet":
+        pq.write_table(table, file)
+    else:
+        with pa.OSFile(str(file), "wb") as stream, pa.ipc.new_stream(stream, table.schema) as writer:
+            writer.write_table(table)
+
+    read = [[read_conversation("here", row) for _, row in read_rows(it)] for it in (tmp_path / "chat.jsonl", file)]
+
+    assert read[0] == read[1]
+
+
+def test_column_of_type_json_that_holds_none_is_refused_with_its_row(tmp_path):
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    described = {"huggingface": json.dumps({"info": {"features": {"tools": JSON}}})}
+    table = pa.Table.from_pylist(
+        [{"tools": "[]"}, {"tools": "[{"}], schema=pa.schema({"tools": pa.string()}, described)
+    )
+    pq.write_table(table, tmp_path / "chat.parquet")
+
+    with pytest.raises(ValueError, match=r"chat\.parquet, row 2 holds JSON that cannot be read"):
+        list(read_rows(tmp_path / "chat.parquet"))

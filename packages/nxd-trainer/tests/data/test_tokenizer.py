@@ -191,3 +191,15 @@ def test_missing_package_says_what_to_install(tmp_path, monkeypatch, name, packa
 
     with pytest.raises(ValueError, match=f"pip install {package}, or leave data.tokenizer unset"):
         load_tokenizer(tmp_path)
+
+
+def test_truncation_and_padding_of_a_tokenizer_that_was_saved_after_use_are_switched_off(tokenizer_folder):
+    text = "the cat sat on the mat" * 5
+    whole = load_tokenizer(tokenizer_folder).encode(text).tolist()
+    tokenizers = pytest.importorskip("tokenizers")
+    used = tokenizers.Tokenizer.from_file(str(tokenizer_folder / "tokenizer.json"))
+    used.enable_truncation(8)
+    used.enable_padding(length=512)
+    used.save(str(tokenizer_folder / "tokenizer.json"))
+
+    assert load_tokenizer(tokenizer_folder).encode(text).tolist() == whole

@@ -388,7 +388,8 @@ def _conversation(body: Mapping[str, Any], model: ServedModel) -> list[int]:
         raise RequestError(400, "tools must be a list of objects", "tools")
     told = None if body.get("tool_choice") == "none" else tools or None
     plain = [_message(index, message) for index, message in enumerate(messages)]
-    _check_characters(sum(len(message["content"] or "") for message in plain), "messages have", "messages", model)
+    num_characters = sum(map(_num_characters, [*plain, *(told or ())]))
+    _check_characters(num_characters, "messages and tools have", "messages", model)
     try:
         prompt = [int(token) for token in model.chat.encode_prompt(plain, told)]
     except ValueError as error:
@@ -415,9 +416,21 @@ def _message(index: int, message: Any) -> dict[str, Any]:
         if len(texts) < len(content):
             raise RequestError(400, f"{place} has content that is not text, which the model does not read", "messages")
         content = "".join(texts)
-    if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+    if not isinstance(content, str) and not (content is None and message.get("tool_calls") is not None):
         raise RequestError(400, f"{place} has {short_repr(content)} as its content; expected text", "messages")
-    return {**message, "content": content}
+    calls = {"tool_calls": message["tool_calls"]} if message.get("tool_calls") else {}
+    rest = {key: value for key, value in message.items() if value is not None and key != "tool_calls"}
+    return {**rest, **calls, "content": content if calls else content or ""}
+
+
+def _num_characters(value: Any) -> int:
+    """Of all texts in a value, however deep."""
+    count, left = 0, [value]
+    while left:
+        value = left.pop()
+        count += len(value) if isinstance(value, str) else 0
+        left += [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else []
+    return count
 
 
 def _is_text_part(part: Any) -> bool:

@@ -4,7 +4,7 @@ Every order is a function of seeds and counts, never of the number of ranks, and
 ranks are given their positions as plain numbers.
 """
 
-from nxd_trainer.data.chat import ChatTemplate, Conversation, read_conversation
+from nxd_trainer.data.chat import ChatTemplate
 from nxd_trainer.data.conversations import (
     Conversations,
     ConversationSequences,
@@ -17,6 +17,7 @@ from nxd_trainer.data.conversations import (
 from nxd_trainer.data.corpus import Corpus, CorpusIndex, PackedSequences, build_corpus, open_corpus, pack_corpus
 from nxd_trainer.data.hub import hub_files, stream_hub
 from nxd_trainer.data.loader import Batch, HeldOutLoader, Sequences, TrainLoader, read_ahead
+from nxd_trainer.data.messages import Conversation, read_conversation
 from nxd_trainer.data.mixture import MixedSequences, mix, read_weights
 from nxd_trainer.data.preferences import PairSequences, PreferenceEncoder, cut_preferences
 from nxd_trainer.data.sources import files_left_out, find_tables, find_text_files, find_tokens

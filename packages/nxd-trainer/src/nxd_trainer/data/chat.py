@@ -1,114 +1,35 @@
-"""Conversations: their forms in rows, and their tokens by a tokenizer's chat template.
+"""Tokens of conversations by a tokenizer's chat template, and which of them are learned.
 
-A template may mark what the assistant says (`{% generation %}`). Where it does not, an answer's tokens are found by the
-prefix before it and the prefix that ends with it, each rendered alone; both must be prefixes of the whole.
+A conversation is rendered once, as a whole, and its answers are found in the text: by `{% generation %}` where the
+template marks them, else by what each pass of its loop over messages has written. Where there is no such loop, the text
+before an answer and the text up to its end are rendered alone, and both must be what the whole begins with.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from nxd_trainer.data.messages import MARKS, Conversation, is_learned, plain_messages, read_conversation
+from nxd_trainer.data.rendering import Job, Rendered, TemplateRenderer
 from nxd_trainer.data.tokenizer import digest_files, load_tokenizer_of_transformers
 
-ROLES_OF_SHAREGPT = {
-    "system": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "tool": "tool",
-    "observation": "tool",
-}
 VOCABULARY_FILES = ("vocab.txt", "merges.txt")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_DEVELOPER = re.compile(r"""["']developer["']""")
 
-
-@dataclass(frozen=True)
-class Conversation:
-    """What was said.
-
-    Attributes:
-        messages: in the form of chat templates, with `role` and `content`.
-        tools: JSON schemas of the tools that the template tells of; None without.
-        first_answer: messages before this one are not learned.
-    """
-
-    messages: Sequence[Mapping[str, Any]]
-    tools: Sequence[Mapping[str, Any]] | None = None
-    first_answer: int = 0
-
-
-def read_conversation(place: str, row: Mapping[str, Any]) -> Conversation:
-    """The conversation in a row: `messages`, ShareGPT's `conversations`, or `prompt` and `completion`.
-
-    A prompt and a completion are texts of the user and the assistant, or lists of messages; of these only the
-    completion is learned. A column `tools` goes with any form.
-
-    Args:
-        place: where the row stands, for messages.
-        row: its values by column.
-
-    Raises:
-        ValueError: the row has none of the forms.
-    """
-    tools = row.get("tools") or None
-    if tools is not None and not isinstance(tools, list):
-        raise ValueError(f"{place}: tools is a {type(tools).__name__}; expected a list of JSON schemas")
-    if row.get("messages") is not None:
-        return Conversation(messages_of(place, "messages", row["messages"]), tools)
-    if row.get("conversations") is not None:
-        return Conversation(messages_of(place, "conversations", row["conversations"]), tools)
-    if row.get("prompt") is not None and row.get("completion") is not None:
-        prompt, completion = _said(place, row, "prompt", "user"), _said(place, row, "completion", "assistant")
-        return Conversation([*prompt, *completion], tools, first_answer=len(prompt))
-    raise ValueError(
-        f"{place} is no conversation; expected messages, conversations, or prompt and completion, "
-        f"and it has {', '.join(map(str, row)) or 'no column'}; for plain text set data.column instead of data.chat"
-    )
-
-
-def _said(place: str, row: Mapping[str, Any], column: str, role: str) -> Sequence[Mapping[str, Any]]:
-    value = row[column]
-    return [{"role": role, "content": value}] if isinstance(value, str) else messages_of(place, column, value)
-
-
-def messages_of(place: str, column: str, value: object) -> list[Mapping[str, Any]]:
-    """The messages in a column of a row, in the form of chat templates.
-
-    Raises:
-        ValueError: it holds something else.
-    """
-    if not isinstance(value, list) or not value:
-        raise ValueError(f"{place}: {column} is {_shown(value)}; expected a list of messages")
-    return [_message(f"{place}: {column}[{index}]", message) for index, message in enumerate(value)]
-
-
-def _message(place: str, message: object) -> Mapping[str, Any]:
-    if not isinstance(message, dict):
-        raise ValueError(f"{place} is {_shown(message)}; expected an object with role and content")
-    if message.get("role") is None and message.get("from") is not None:
-        speaker = message["from"]
-        role = ROLES_OF_SHAREGPT.get(speaker) if isinstance(speaker, str) else None
-        if role is None:
-            raise ValueError(f"{place} is from {speaker!r}; expected one of {', '.join(ROLES_OF_SHAREGPT)}")
-        message = {"role": role, "content": message.get("value")}
-    if not isinstance(message.get("role"), str):
-        raise ValueError(f"{place} has no role; expected role and content, or from and value")
-    content = message.get("content")
-    if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
-        raise ValueError(f"{place} has {_shown(content)} as its content; expected text")
-    return message
-
-
-def _shown(value: object) -> str:
-    return "empty" if value in ([], {}) else "nothing" if value is None else f"a {type(value).__name__}"
+Message = Mapping[str, Any]
+Tools = Sequence[Mapping[str, Any]] | None
+Spans = list[tuple[int, int]]  # beginnings and ends in a text
 
 
 class EncodedRow(NamedTuple):
@@ -162,7 +83,11 @@ class ChatTemplate:
                 f"data.chat=true needs a chat template, and {folder} has none; set data.tokenizer to the tokenizer of "
                 "a chat model"
             )
-        self.marks_answers = self._marks_answers(None)
+        self._renderer = TemplateRenderer()
+        self._closing: dict[str, list[int]] = {}
+        self._stand_in = f"nxd{secrets.token_hex(6)}"
+        self._special_ids = {number for number, it in self._tokenizer.added_tokens_decoder.items() if it.special}
+        self.marks_answers = _GENERATION.search(self._tokenizer.get_chat_template(None, None)) is not None
         self._special = re.compile("|".join(map(re.escape, self._tokenizer.all_special_tokens)) or "(?!)")
         files = [*folder.iterdir(), *folder.glob("additional_chat_templates/*")]
         known = [it for it in files if it.suffix in (".json", ".model", ".jinja") or it.name in VOCABULARY_FILES]
@@ -190,84 +115,294 @@ class ChatTemplate:
             Ids `[tokens]`, and `[tokens]` true where a token is learned.
 
         Raises:
-            ValueError: the template refuses the conversation, or renders a turn in another way when more follows.
+            ValueError: the template refuses the conversation, leaves a message out, or hides the answers.
         """
+        messages, tools = conversation.messages, conversation.tools
+        answers = [it for it in range(conversation.first_answer, len(messages)) if is_learned(messages[it])]
+        before: dict[str, int] = {}  # of each role that precedes an answer, such an answer
+        for answer in answers:
+            before[messages[answer - 1]["role"] if answer else ""] = answer
+        count = len(messages)
+        jobs = [Job(count=count, marked=True), *(Job(count=it, asks=True, marked=True) for it in before.values())]
         try:
-            return self._encode(place, conversation)
-        except _TurnsNotFoundError:
-            raise
-        except Exception as error:  # whatever templates raise, and tokenizers for half a character
-            reason = next(iter(str(error).splitlines()), type(error).__name__)
-            raise ValueError(f"{place}: the chat template of {self._folder} refuses it: {reason}") from error
+            text, (marked, *prompts) = self._render(messages, tools, jobs)
+            headers = {role: it.text[it.end :] for role, it in zip(before, prompts, strict=True) if it.end}
+            spans = self._spans(text, marked, conversation, answers, headers)
+            if spans is None:
+                spans = self._spans_by_prefixes(text, conversation, answers)
+            ids, learned = self._tokens(text, spans)
+            if answers and answers[-1] == count - 1 and len(ids) and learned[-1]:
+                closing = self._closing_tokens(messages, tools, ids)
+                ids = np.append(ids, np.asarray(closing, dtype=np.int64))
+                learned = np.append(learned, np.ones(len(closing), dtype=np.bool_))
+            return ids, learned
+        except Exception as error:  # whatever tokenizers raise for half a character
+            raise ValueError(f"{place}: {self._refusal(error)}") from error
 
-    def encode_prompt(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
-    ) -> list[int]:
+    def encode_prompt(self, messages: Sequence[Message], tools: Tools = None) -> list[int]:
         """The tokens of a conversation that the assistant is to answer.
 
         Args:
-            messages: in the form of chat templates, with `role` and `content`.
+            messages: in OpenAI's form.
             tools: JSON schemas of the tools that the template tells of.
 
         Raises:
-            ValueError: the template refuses the conversation.
+            ValueError: the template refuses the conversation, or leaves a message out.
         """
+        plain = plain_messages("messages", messages)
         try:
-            rendered = self._tokenizer.apply_chat_template(
-                list(messages), tools=tools, return_dict=True, add_generation_prompt=True
-            )
-        except Exception as error:  # whatever templates raise, and tokenizers for half a character
-            reason = next(iter(str(error).splitlines()), type(error).__name__)
-            raise ValueError(f"the chat template refuses the messages: {reason}") from error
-        return [int(token) for token in rendered["input_ids"]]
+            text, _ = self._render(plain, tools or None, [], asks=True)
+            return [int(token) for token in self._tokenize(text)["input_ids"]]
+        except Exception as error:  # as in `encode`
+            raise ValueError(self._refusal(error)) from error
 
-    def _encode(self, place: str, conversation: Conversation) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        marked = self._tokenizer.is_fast and self._marks_answers(conversation.tools)
-        rendered = self._tokenizer.apply_chat_template(
-            list(conversation.messages), tools=conversation.tools, return_dict=True, return_assistant_tokens_mask=marked
-        )
-        ids = rendered["input_ids"]
+    def _refusal(self, error: Exception) -> str:
+        if isinstance(error, _MessageLostError):
+            return str(error)
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        return f"the chat template of {self._folder} refuses it: {reason}"
+
+    def _render(
+        self, messages: Sequence[Message], tools: Tools, jobs: Sequence[Job], *, asks: bool = False
+    ) -> tuple[str, list[Rendered]]:
+        """The text of all messages, in which each has been found, and what jobs render.
+
+        Raises:
+            ValueError: the template fails, or leaves a message out.
+        """
+        template = self._tokenizer.get_chat_template(None, tools)
+        messages = [{key: value for key, value in message.items() if key not in MARKS} for message in messages]
+        if not _DEVELOPER.search(template):
+            messages = [{**it, "role": "system"} if it["role"] == "developer" else it for it in messages]
+        found: list[Rendered] = []
+        for variant in _forms_of_calls(messages):
+            stand_ins = [
+                {**it, "content": f"{self._stand_in}x{number}x"} if it.get("content") else it
+                for number, it in enumerate(variant)
+            ]
+            whole = [Job(count=len(variant), asks=asks), Job(messages=stand_ins, asks=asks)]
+            rendered = self._renderer.render(
+                template, self._tokenizer.special_tokens_map, variant, tools, [*whole, *jobs]
+            )
+            if not found or rendered[0].error is None:
+                found = rendered
+            if rendered[0].error is None and not _spells_objects(variant, rendered[0].text):
+                break
+        text, probe, *others = found
+        if text.error is not None:
+            raise ValueError(text.error)
+        self._check_rendered(messages, tools, text.text, probe)
+        return text.text, others
+
+    def _check_rendered(self, messages: Sequence[Message], tools: Tools, text: str, probe: Rendered) -> None:
+        """Raise ValueError unless all calls and tools are in a text, and all contents: `probe` has stand-ins of them.
+
+        A template may leave out the content beside a call of a tool, as gpt-oss leaves out earlier thoughts.
+        """
+        for number, message in enumerate(messages):
+            calls = [_function(call).get("name", "") for call in message.get("tool_calls", ())]
+            content = (message.get("content") or "").strip()
+            if probe.error is None:
+                is_there = not content or f"{self._stand_in}x{number}x" in probe.text
+            else:
+                is_there = content in text
+            if not all(_is_in(text, name) for name in calls):
+                raise _MessageLostError(
+                    f"the chat template of {self._folder} leaves out the tool_calls of message {number}; write them as "
+                    "text, or give the tokenizer a template that renders them"
+                )
+            if not is_there and not calls:
+                raise _MessageLostError(
+                    f"the chat template of {self._folder} leaves out message {number}, of the role "
+                    f"{message['role']!r}; use a role that it renders"
+                )
+        lost = [name for tool in tools or () if not _is_in(text, name := str(_function(tool).get("name", "")))]
+        if lost:
+            raise _MessageLostError(
+                f"the chat template of {self._folder} leaves out tools, such as {lost[0]!r}; leave tools out, or give "
+                "the tokenizer a template that renders them"
+            )
+
+    def _spans(
+        self,
+        text: str,
+        marked: Rendered,
+        conversation: Conversation,
+        answers: Sequence[int],
+        headers: Mapping[str, str],
+    ) -> Spans | None:
+        """Where answers are in a text, by its marks; None where these do not tell.
+
+        `headers`: what asks for an answer, by the role before it.
+        """
+        if marked.error is not None or marked.text != text:
+            return None
+        messages = conversation.messages
+        passes: dict[int, Spans] = {}
+        for number, start, end in marked.passes:
+            if text[start:end].strip():
+                passes.setdefault(number, []).append((start, end))
+        last = len(messages) - 1
+        if last in passes and passes[last][-1][1] == marked.end:
+            passes[last][-1] = (passes[last][-1][0], len(text))  # what ends the conversation, ends its last turn
+        if _GENERATION.search(self._tokenizer.get_chat_template(None, conversation.tools)):
+            generated = [(start, end) for start, end in marked.generated]
+            if len(answers) == sum(message["role"] == "assistant" for message in messages):
+                return generated
+            if not passes:
+                return None
+            of_answers = [span for answer in answers for span in passes.get(answer, ())]
+            return [it for it in generated if any(start <= it[0] and it[1] <= end for start, end in of_answers)]
+        spans: Spans = []
+        for answer in answers:
+            message, written = messages[answer], passes.get(answer, [])
+            if not written and (message.get("content") or message.get("tool_calls")):
+                return None
+            for index, (start, end) in enumerate(written):
+                header = headers.get(messages[answer - 1]["role"] if answer else "", next(iter(headers.values()), ""))
+                spans.append((start + (0 if index else _length_of_header(text[start:end], header, message)), end))
+        return spans
+
+    def _spans_by_prefixes(self, text: str, conversation: Conversation, answers: Sequence[int]) -> Spans:
+        """Where answers are in a text: between what comes before them and what ends with them, rendered alone."""
+        messages, tools = conversation.messages, conversation.tools
+        spans = []
+        for answer in answers:
+            bounds = []
+            for count, asks in ((answer, True), (answer + 1, False)):
+                prefix = self._render(messages[:count], tools, [], asks=asks)[0] if count else ""
+                if not prefix or not text.startswith(prefix):
+                    raise _MessageLostError(
+                        f"the chat template of {self._folder} renders what comes "
+                        f"{'before' if asks else 'up to'} message {answer} in another way than in the whole "
+                        "conversation, and has no loop over messages by which its tokens can be told; mark answers by "
+                        "{% generation %} in the template, or end the conversation there"
+                    )
+                bounds.append(len(prefix))
+            spans.append((bounds[0], bounds[1]))
+        return spans
+
+    def _tokens(self, text: str, spans: Spans) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """The tokens of a text, and which of them have a part in spans.
+
+        Where nothing special ends a span, the special token that follows is what the assistant stops with, as in the
+        templates of GLM the next role.
+        """
+        is_fast = self._tokenizer.is_fast
+        encoded = self._tokenize(text, with_offsets=is_fast)
+        ids = np.asarray(encoded["input_ids"], dtype=np.int64)
+        if is_fast:
+            offsets = np.asarray(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2)
+        else:
+            offsets = self._offsets(text, ids, spans)
         learned = np.zeros(len(ids), dtype=np.bool_)
-        if marked:
-            learned[:] = np.asarray(rendered["assistant_masks"], dtype=np.bool_)
-            if conversation.first_answer:
-                learned[: len(self._prefix(place, conversation, ids, conversation.first_answer, prompts=True))] = False
-            return np.asarray(ids, dtype=np.int64), learned
-        for turn, message in enumerate(conversation.messages):
-            if message["role"] == "assistant" and turn >= conversation.first_answer:
-                start = len(self._prefix(place, conversation, ids, turn, prompts=True))
-                end = len(self._prefix(place, conversation, ids, turn + 1, prompts=False))
-                learned[start:end] = True
-        return np.asarray(ids, dtype=np.int64), learned
+        for start, end in spans:
+            inside = (offsets[:, 0] < end) & (offsets[:, 1] > start)
+            learned |= inside
+            said = [it for it in np.flatnonzero(inside) if text[offsets[it, 0] : offsets[it, 1]].strip()]
+            following = int(np.flatnonzero(inside)[-1]) + 1 if said else len(ids)
+            if following < len(ids) and ids[said[-1]] not in self._special_ids and ids[following] in self._special_ids:
+                learned[following] = True
+        return ids, learned
 
-    def _prefix(
-        self, place: str, conversation: Conversation, ids: list[int], num_turns: int, *, prompts: bool
-    ) -> list[int]:
-        """The first turns rendered alone, which the whole must begin with; `prompts`: and asked for an answer."""
-        prefix: list[int] = []
-        if num_turns:
-            prefix = self._tokenizer.apply_chat_template(
-                list(conversation.messages[:num_turns]),
-                tools=conversation.tools,
-                return_dict=True,
-                add_generation_prompt=prompts,
-            )["input_ids"]
-        if not num_turns or ids[: len(prefix)] != prefix:
-            turn = num_turns if prompts else num_turns - 1
-            raise _TurnsNotFoundError(
-                f"{place}: the chat template renders what comes {'before' if prompts else 'up to'} message {turn} in "
-                "another way than in the whole conversation, so that the answer's tokens cannot be told; mark answers "
-                "by {% generation %} in the template, or end the conversation there"
-            )
-        return prefix
+    def _closing_tokens(self, messages: Sequence[Message], tools: Tools, ids: NDArray[np.int64]) -> list[int]:
+        """What the assistant stops with after the last answer, where a template leaves that to the next message."""
+        special = [it in self._special_ids for it in ids.tolist()]
+        last = len(ids) - 1
+        while last > 0 and not special[last] and not self._tokenizer.decode([ids[last]]).strip():
+            last -= 1
+        if special[last]:
+            return []
+        role = "tool" if messages[-1].get("tool_calls") else "user"
+        if role not in self._closing:
+            following = [*messages, {"role": role, "content": self._stand_in}]
+            count = len(following)
+            self._closing[role] = []
+            with suppress(ValueError):
+                text, (marked,) = self._render(following, tools, [Job(count=count, marked=True)])
+                turns = [
+                    text[start:]
+                    for number, start, end in marked.passes
+                    if number == count - 1 and text[start:end].strip()
+                ]
+                first = self._tokenize(turns[0])["input_ids"][:1] if turns and marked.text == text else []
+                self._closing[role] = [it for it in first if it in self._special_ids]
+        return self._closing[role]
 
-    def _marks_answers(self, tools: Sequence[Mapping[str, Any]] | None) -> bool:
-        return _GENERATION.search(self._tokenizer.get_chat_template(None, tools)) is not None
+    def _offsets(self, text: str, ids: NDArray[np.int64], spans: Spans) -> NDArray[np.int64]:
+        """Between which bounds of spans tokens lie, for a tokenizer that does not tell where they are."""
+        bounds = sorted({0, len(text), *(bound for span in spans for bound in span)})
+        offsets = np.zeros((len(ids), 2), dtype=np.int64)
+        first = 0
+        for start, end in pairwise(bounds):
+            prefix = self._tokenize(text[:end])["input_ids"]
+            if ids[: len(prefix)].tolist() != list(prefix):
+                raise ValueError("its tokenizer does not tell where tokens are, and has one across the end of a turn")
+            offsets[first : len(prefix)] = start, end
+            first = len(prefix)
+        return offsets
+
+    def _tokenize(self, text: str, *, with_offsets: bool = False) -> Mapping[str, Any]:
+        encoded: Mapping[str, Any] = self._tokenizer(
+            text,
+            add_special_tokens=False,
+            padding=False,
+            truncation=False,
+            return_offsets_mapping=with_offsets,
+            verbose=False,
+        )
+        return encoded
+
+
+def _forms_of_calls(messages: Sequence[Message]) -> Iterator[list[Message]]:
+    """Messages with the arguments of calls as objects, which most templates expect, and then as JSON texts."""
+    yield list(messages)
+    if any("tool_calls" in message for message in messages):
+        with_text = [
+            {**it, "tool_calls": [_with_text(call) for call in it["tool_calls"]]} if "tool_calls" in it else it
+            for it in messages
+        ]
+        yield with_text
+        yield [{"content": None, **it} for it in with_text]
+
+
+def _with_text(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    function = _function(call)
+    written = {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}
+    return {**call, "function": written} if "function" in call else written
+
+
+def _function(it: Mapping[str, Any]) -> Mapping[str, Any]:
+    """That of a call or of a tool."""
+    function = it.get("function", it)
+    return function if isinstance(function, Mapping) else it
+
+
+def _spells_objects(messages: Sequence[Message], text: str) -> bool:
+    """Whether a template writes arguments as Python does, and so expects a text."""
+    arguments = [_function(call)["arguments"] for it in messages for call in it.get("tool_calls", ())]
+    return any(isinstance(it, dict) and str(it) != json.dumps(it) and str(it) in text for it in arguments)
+
+
+def _is_in(text: str, name: str) -> bool:
+    return name in text or json.dumps(name)[1:-1] in text
+
+
+def _length_of_header(turn: str, header: str, message: Message) -> int:
+    """How much of an answer's turn is what asks for it.
+
+    A template may ask for a thought, and leave it out of earlier answers: then as much as both have in common.
+    """
+    if turn.startswith(header):
+        return len(header)
+    said = [text.strip() for text in (message.get("content"), message.get("reasoning_content")) if text]
+    shared = next((it for it, pair in enumerate(zip(turn, header, strict=False)) if pair[0] != pair[1]), len(turn))
+    return min([shared, *(turn.find(text) for text in said if text and text in turn)])
 
 
 class NoChatTemplateError(ValueError):
     """A tokenizer has no chat template."""
 
 
-class _TurnsNotFoundError(ValueError):
-    """The tokens of an answer cannot be told from the others."""
+class _MessageLostError(ValueError):
+    """A template leaves out what was said, or where answers are."""

@@ -22,7 +22,7 @@ from nxd_trainer.data.sources import TABLE_SUFFIXES, SourceFile, find_tables, sc
 from nxd_trainer.data.tables import read_rows
 from nxd_trainer.data.tokenizer import Tokenizer
 
-FORMAT = 2
+FORMAT = 3
 NOT_LEARNED = -100  # label of a token without loss
 INDEX_FILE = "index.json"
 TOKENS_FILE = "tokens.bin"
@@ -315,7 +315,7 @@ def describe_conversations(train: ConversationSequences, cuts: Cuts) -> Descript
     )
     warnings = []
     if not index.marks_answers:
-        warnings.append("the chat template has no {% generation %}: each answer was found by the prefix before it")
+        warnings.append("the chat template has no {% generation %}: each answer was found by the turns that it renders")
     if index.num_with_special_token:
         warnings.append(
             f"{index.num_with_special_token:,} conversations spell a special token in what is said, such as "

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nxd_trainer.data.chat import ChatTemplate, Conversation, EncodedRow, messages_of
+from nxd_trainer.data.chat import ChatTemplate, EncodedRow
 from nxd_trainer.data.conversations import Conversations, ConversationSequences, cut_lengths, spread_held_out
+from nxd_trainer.data.messages import Conversation, messages_of, tools_in
 from nxd_trainer.data.tokenizer import digest_files, load_tokenizer_of_transformers
 
 
@@ -75,7 +76,8 @@ class PreferenceEncoder:
                 f"{place} has messages, and {self._folder} has no chat template; set data.tokenizer to the tokenizer "
                 "of a chat model, or give texts"
             )
-        said = [Conversation([*prompt, *answer], row.get("tools") or None, len(prompt)) for answer in answers]
+        tools = tools_in(place, row)
+        said = [Conversation([*prompt, *answer], tools, len(prompt)) for answer in answers]
         return EncodedRow([self._template.encode(place, conversation) for conversation in said])
 
     def _encode_text(self, prompt: str, answer: str) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:

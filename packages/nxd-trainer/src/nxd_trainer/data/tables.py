@@ -12,6 +12,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+# Columns and fields of messages whose values are texts, or lists of objects.
+TEXTS_OR_LISTS = ("content", "value", "prompt", "completion", "chosen", "rejected")
+
+Decode = Callable[[Any], Any]
 Row = tuple[str, Mapping[str, Any]]  # where it stands, such as "a.jsonl, line 3", and its values by column
 
 
@@ -140,12 +144,75 @@ def _rows_of_batches(path: Path, batches: Callable[[], Iterator[Any]]) -> Iterat
     number = 0
     try:
         for batch in batches():
+            decoders = _decoders(batch.schema)
             for row in batch.to_pylist():
                 number += 1
-                yield f"{path}, row {number}", row
+                place = f"{path}, row {number}"
+                yield place, {name: _decoded(place, value, decoders.get(name)) for name, value in row.items()}
     except arrow.ArrowException as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise ValueError(f"{path} is not {path.suffix[1:]}: {reason}; mend it, or take it out of data.path") from error
+
+
+def _decoders(schema: Any) -> dict[str, Decode | None]:
+    """Of each column what makes its values those that were saved; None where they are already.
+
+    The package datasets saves values of mixed types as JSON text, and says so in the schema, as its features or by the
+    type of a column.
+    """
+    try:
+        features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
+    except (KeyError, TypeError, ValueError, RecursionError):
+        features = {}
+    features = features if isinstance(features, dict) else {}
+    return {field.name: _decoder(field.name, field.type, features.get(field.name)) for field in schema}
+
+
+def _decoder(name: str, kind: Any, feature: Any) -> Decode | None:
+    import pyarrow  # noqa: PLC0415 - optional
+
+    if getattr(kind, "extension_name", None) == "arrow.json" or _type_of(feature) == "Json":
+        return lambda value: _from_json(name, value) if isinstance(value, str) else value
+    if pyarrow.types.is_map(kind):
+        of_items = _decoder("", kind.item_type, None)
+        return lambda pairs: pairs and {key: of_items(item) if of_items else item for key, item in pairs}
+    if hasattr(kind, "value_type") and not pyarrow.types.is_dictionary(kind):
+        inner = feature[0] if isinstance(feature, list) and feature else feature
+        inner = inner.get("feature") if _type_of(inner) in ("List", "LargeList", "Sequence") else inner
+        of_values = _decoder(name, kind.value_type, inner)
+        return of_values and (lambda values: values and [of_values(value) for value in values])
+    if pyarrow.types.is_struct(kind):
+        known = feature if isinstance(feature, dict) else {}
+        found = {field.name: _decoder(field.name, field.type, known.get(field.name)) for field in kind}
+        fields = {field: decode for field, decode in found.items() if decode is not None}
+        return (lambda value: value and _with_fields(value, fields)) if fields else None
+    return None
+
+
+def _type_of(feature: Any) -> Any:
+    return feature.get("_type") if isinstance(feature, dict) else None
+
+
+def _with_fields(value: dict[str, Any], fields: Mapping[str, Decode]) -> dict[str, Any]:
+    return {name: fields[name](item) if name in fields else item for name, item in value.items()}
+
+
+def _from_json(name: str, text: str) -> Any:
+    value = json.loads(text)
+    if name in TEXTS_OR_LISTS and not isinstance(value, str):
+        # A text that happens to be JSON, such as "42", is saved as it is.
+        is_list = isinstance(value, list) and all(isinstance(item, dict) for item in value)
+        return value if is_list else text
+    return value
+
+
+def _decoded(place: str, value: Any, decode: Decode | None) -> Any:
+    if decode is None:
+        return value
+    try:
+        return decode(value)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{place} holds JSON that cannot be read: {error}; mend it, or leave it out") from error
 
 
 def _import_pyarrow(path: Path) -> Any:

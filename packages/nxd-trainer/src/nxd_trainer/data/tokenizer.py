@@ -130,6 +130,7 @@ class HuggingFaceTokenizer:
             is_pointer = file.read_bytes()[: len(_LFS_POINTER)] == _LFS_POINTER
             reason = "it is a pointer of Git LFS; fetch the file itself by `git lfs pull`" if is_pointer else str(error)
             raise ValueError(f"data.tokenizer: {file} is not a Hugging Face tokenizer: {reason}") from error
+        _take_whole_texts(tokenizer)
         self.vocabulary: Mapping[str, int] = tokenizer.get_vocab(with_added_tokens=True)
         if not self.vocabulary:
             raise ValueError(f"data.tokenizer: {file} has an empty vocabulary; give a tokenizer that knows tokens")
@@ -213,10 +214,21 @@ def load_tokenizer_of_transformers(folder: Path) -> Any:
     transformers = _import_reader("transformers", folder)
     try:
         # With trust_remote_code unset, transformers would ask at the terminal.
-        return transformers.AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=False
+        )
     except Exception as error:  # whatever the readers of many formats raise
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise ValueError(f"data.tokenizer={folder} holds no Hugging Face tokenizer: {reason}") from error
+    if tokenizer.is_fast:
+        _take_whole_texts(tokenizer.backend_tokenizer)
+    return tokenizer
+
+
+def _take_whole_texts(tokenizer: Any) -> None:
+    """Switch off what a tokenizer.json that was saved after use may carry: it would cut texts, or pad them."""
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
 
 
 def _import_reader(package: str, path: Path) -> Any:

@@ -1,0 +1,243 @@
+"""Conversations: their forms in rows and requests, and the one form that chat templates are given.
+
+A message is an object with `role` and `content`, which is one text. Calls of tools have their arguments as an object,
+not as the text that OpenAI's clients send.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from reprlib import repr as short_repr
+from typing import Any
+
+ROLES_OF_SHAREGPT = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "tool": "tool",
+    "observation": "tool",
+}
+ROLES = ("system", "developer", "user", "assistant", "tool")
+# Marks of a message that say whether it is learned: OpenAI's, and those of axolotl.
+MARKS = ("weight", "train", "training")
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """What was said.
+
+    Attributes:
+        messages: in the form of chat templates, with `role` and `content`; `MARKS` may stand beside them.
+        tools: JSON schemas of the tools that the template tells of; None without.
+        first_answer: messages before this one are not learned.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] | None = None
+    first_answer: int = 0
+
+
+def read_conversation(place: str, row: Mapping[str, Any]) -> Conversation:
+    """The conversation in a row: `messages`, ShareGPT's `conversations`, or `prompt` and `completion`.
+
+    A prompt and a completion are texts of the user and the assistant, or lists of messages; of these only the
+    completion is learned. A column `tools` goes with any form.
+
+    Args:
+        place: where the row stands, for messages.
+        row: its values by column.
+
+    Raises:
+        ValueError: the row has none of the forms.
+    """
+    tools = tools_in(place, row)
+    for column in ("messages", "conversations"):
+        if row.get(column) is not None:
+            return Conversation(messages_of(place, column, row[column]), tools)
+    if row.get("prompt") is not None and row.get("completion") is not None:
+        prompt, completion = _said(place, row, "prompt", "user"), _said(place, row, "completion", "assistant")
+        return Conversation([*prompt, *completion], tools, first_answer=len(prompt))
+    raise ValueError(
+        f"{place} is no conversation; expected messages, conversations, or prompt and completion, "
+        f"and it has {', '.join(map(str, row)) or 'no column'}; for plain text set data.column instead of data.chat"
+    )
+
+
+def _said(place: str, row: Mapping[str, Any], column: str, role: str) -> Sequence[Mapping[str, Any]]:
+    value = row[column]
+    return [{"role": role, "content": value}] if isinstance(value, str) else messages_of(place, column, value)
+
+
+def messages_of(place: str, column: str, value: object) -> list[Mapping[str, Any]]:
+    """The messages in a column of a row, in the form of chat templates.
+
+    Keys that hold nothing are left out, also those of calls: tables have them where other rows have something.
+
+    Raises:
+        ValueError: it holds something else.
+    """
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        value = _parsed(f"{place}: {column}", value)
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"{place}: {column} is {_shown(value)}; expected a list of messages")
+    messages = [_message(f"{place}: {column}[{index}]", message) for index, message in enumerate(value)]
+    found: list[Mapping[str, Any]] = _without_nulls(place, messages)
+    return found
+
+
+def tools_in(place: str, row: Mapping[str, Any]) -> list[Mapping[str, Any]] | None:
+    """The column `tools` of a row, a list of JSON schemas or its JSON text; None without any.
+
+    Raises:
+        ValueError: it holds something else.
+    """
+    tools = row.get("tools")
+    if isinstance(tools, str) and tools.lstrip().startswith("["):
+        tools = _parsed(f"{place}: tools", tools)
+    if isinstance(tools, list):
+        tools = [_parsed(f"{place}: tools", tool) if isinstance(tool, str) else tool for tool in tools]
+    if not tools:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        kind = type(tools[0] if isinstance(tools, list) else tools).__name__
+        raise ValueError(f"{place}: tools is a {kind}; expected a list of JSON schemas")
+    found: list[Mapping[str, Any]] = _without_nulls(place, tools)
+    return found
+
+
+def is_learned(message: Mapping[str, Any]) -> bool:
+    """Whether a message is the assistant's, and its marks do not switch it off."""
+    return message["role"] == "assistant" and all(message.get(mark, 1) for mark in MARKS)
+
+
+def plain_messages(place: str, messages: Sequence[object]) -> list[dict[str, Any]]:
+    """Messages in the form of chat templates, of those that a client sends or a program makes.
+
+    Args:
+        place: the name of the list, for messages.
+        messages: in OpenAI's form.
+
+    Raises:
+        ValueError: one is something else.
+    """
+    return [_message(f"{place}[{index}]", message) for index, message in enumerate(messages)]
+
+
+def _message(place: str, given: object) -> dict[str, Any]:
+    if not isinstance(given, Mapping):
+        raise ValueError(f"{place} is {_shown(given)}; expected an object with role and content")
+    message = dict(given)
+    if message.get("role") is None and message.get("from") is not None:
+        speaker = message.pop("from")
+        role = ROLES_OF_SHAREGPT.get(speaker) if isinstance(speaker, str) else None
+        if role is None:
+            raise ValueError(f"{place} is from {speaker!r}; expected one of {', '.join(ROLES_OF_SHAREGPT)}")
+        message |= {"role": role, "content": message.pop("value", None)}
+    _check_role(place, message.get("role"))
+    calls = message.get("tool_calls")
+    message["content"] = _text(place, message.get("content"), required=calls is None)
+    if calls is not None:
+        if not isinstance(calls, list):
+            raise ValueError(f"{place} has {_shown(calls)} as its tool_calls; expected a list")
+        message["tool_calls"] = [_call(f"{place}: tool_calls[{index}]", call) for index, call in enumerate(calls)]
+        if not calls:
+            del message["tool_calls"]
+            message["content"] = message["content"] or ""
+    if message.get("function_call") is not None:
+        raise ValueError(f"{place} has a function_call, which tool_calls have replaced; write it as one of those")
+    for mark in MARKS:
+        _check_mark(place, mark, message)
+    return {key: value for key, value in message.items() if value is not None}
+
+
+def _check_role(place: str, role: object) -> None:
+    if not isinstance(role, str):
+        raise ValueError(f"{place} has no role; expected role and content, or from and value")
+    if not role.startswith(ROLES):
+        meant = get_close_matches(role.strip().lower(), ROLES, 1, cutoff=0.8)
+        if meant:
+            raise ValueError(f"{place} has the role {role!r}; did you mean {meant[0]!r}?")
+
+
+def _text(place: str, content: object, *, required: bool) -> str | None:
+    """One text, of a text or of parts."""
+    if isinstance(content, list):
+        parts = [part["text"] for part in content if _is_text_part(part)]
+        if len(parts) == len(content):
+            return "".join(parts)
+        raise ValueError(f"{place} has a list as its content; expected text, or a list of parts of the type text")
+    if not isinstance(content, str) and (content is not None or required):
+        raise ValueError(f"{place} has {_shown(content)} as its content; expected text")
+    return content
+
+
+def _is_text_part(part: object) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+
+
+def _call(place: str, call: object) -> dict[str, Any]:
+    """A call whose arguments are an object."""
+    if isinstance(call, str):
+        call = _parsed(place, call)
+    if not isinstance(call, dict):
+        raise ValueError(f"{place} is {_shown(call)}; expected an object with function")
+    function = call.get("function")
+    if function is None:  # TRL's shorter form
+        function = call
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ValueError(f"{place} has no function with a name; expected name and arguments")
+    function = {**function, "arguments": _arguments(place, function.get("arguments"))}
+    return function if call.get("function") is None else {**call, "function": function}
+
+
+def _arguments(place: str, given: object) -> dict[str, Any]:
+    arguments = given
+    if isinstance(given, str):
+        arguments = _parsed(f"{place}: arguments", given) if given.strip() else {}
+    if arguments is None:
+        return {}
+    if not isinstance(arguments, dict):
+        raise ValueError(f"{place} has {short_repr(given)} as its arguments; expected an object, or its JSON text")
+    return arguments
+
+
+def _check_mark(place: str, mark: str, message: Mapping[str, Any]) -> None:
+    value = message.get(mark)
+    if value is None:
+        return
+    if not isinstance(value, int | float) or value not in (0, 1):
+        raise ValueError(f"{place} has {mark}={short_repr(value)}; expected 1 or true, or 0 or false to switch it off")
+    if value and message["role"] != "assistant":
+        raise ValueError(
+            f"{place} has {mark}={short_repr(value)} and the role {message['role']!r}; only what the assistant says is "
+            f"learned, so leave {mark} out"
+        )
+
+
+def _parsed(place: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{place} is no JSON: {short_repr(text)} ({error}); mend it") from error
+
+
+def _without_nulls(place: str, value: Any) -> Any:
+    try:
+        return _stripped(value)
+    except RecursionError as error:
+        raise ValueError(f"{place} has values in one another too deeply; mend it, or leave it out") from error
+
+
+def _stripped(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _stripped(item) for key, item in value.items() if item is not None}
+    return [_stripped(item) for item in value] if isinstance(value, list) else value
+
+
+def _shown(value: object) -> str:
+    return "empty" if value in ([], {}) else "nothing" if value is None else f"a {type(value).__name__}"
