@@ -34,7 +34,10 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 
 # Files that users reach only through an extra may import that extra's dependencies at module level.
-EXTRAS_AT_MODULE_LEVEL = {"nxd_state/testing": {"cloudpickle", "pytest"}}
+EXTRAS_AT_MODULE_LEVEL = {
+    "nxd_state/testing": {"cloudpickle", "pytest"},
+    "nxd_trainer/data/template_process.py": {"jinja2"},  # a program, which nothing imports
+}
 
 IMPORT_NAMES = {"pyyaml": "yaml"}  # where it is not the distribution's name with underscores
 

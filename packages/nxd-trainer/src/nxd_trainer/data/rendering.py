@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,8 @@ class TemplateRenderer:
         try:
             process = self._idle.pop()
         except IndexError:
+            if find_spec("jinja2") is None:
+                raise ValueError("it needs the package jinja2: pip install 'nxd-trainer[data]'") from None
             process = _TemplateProcess()
             self._processes.append(process)
         try:
