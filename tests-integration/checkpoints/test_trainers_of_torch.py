@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from torch.distributed.tensor import Shard as ShardPlacement
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -248,6 +249,46 @@ def test_sum_over_ranks_is_refused_by_its_path_on_every_rank(run_ranks, tmp_path
         assert "redistribute it to Replicate()" in told
 
     assert nxd_ckpt.list_checkpoints(tmp_path) == []
+
+
+def zero_of(model):
+    return ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.05)
+
+
+def write_with_zero(folder):
+    dist.init_process_group("gloo") if not dist.is_initialized() else None
+    model = ddp(2)
+    optimizer = zero_of(model)
+    train_steps("DDP", model, optimizer, range(STEPS))
+    nxd_ckpt.save(folder, "step-3", {"model": model, "optimizer": optimizer, "step": STEPS})
+
+
+def resume_with_zero(folder):
+    dist.init_process_group("gloo") if not dist.is_initialized() else None
+    model = ddp(4)
+    optimizer = zero_of(model)
+    nxd_ckpt.load(folder, into={"model": model, "optimizer": optimizer, "step": 0})
+    train_steps("DDP", model, optimizer, range(STEPS, 2 * STEPS))
+    return [whole(parameter) for parameter in model.parameters()]
+
+
+def test_states_of_zero_redundancy_optimizer_load_at_any_number_of_ranks(run_ranks, tmp_path, undisturbed):
+    run_ranks(write_with_zero, 2, tmp_path)
+
+    for parameters in [*run_ranks(resume_with_zero, 4, tmp_path), *run_ranks(resume, 1, "plain", tmp_path)]:
+        for found, expected in zip(parameters, undisturbed, strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+
+
+def refusal_of_flat_parameters(folder):
+    dist.init_process_group("gloo") if not dist.is_initialized() else None
+    model = FullyShardedDataParallel(plain(2), use_orig_params=True, device_id=torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"'model': .* is FullyShardedDataParallel, .* use fully_shard \(FSDP2\)"):
+        nxd_ckpt.save(folder, "t", {"model": model, "optimizer": torch.optim.AdamW(model.parameters())})
+
+
+def test_flat_parameters_are_refused_by_path(run_ranks, tmp_path):
+    run_ranks(refusal_of_flat_parameters, 2, tmp_path)
 
 
 def wide_state(model):

@@ -135,7 +135,7 @@ def _load(
                 )
         if options.share_reads and coordinator.world_size > 1 and isinstance(process_group, Coordinator):
             raise ValueError("share_reads=True sends tensors, so process_group must be a torch process group")
-        _destinations(take_apart(into))
+        _destinations(take_apart(into, several_ranks=coordinator.world_size > 1))
         return asdict(options), process
 
     doing = "checking the arguments of load"
@@ -181,10 +181,12 @@ def _load_tag(
     doing = f"loading checkpoint {tag!r} from {open_store(path).location}"
     checkpoint = on_every_rank(coordinator, doing, lambda: open_checkpoint(path, tag, verify=options.verify))
     read = cache(lambda: _values_of(checkpoint))
-    state = on_every_rank(coordinator, doing, lambda: take_apart(into, Stored(checkpoint.tensors, read)))
+    stored, several_ranks = Stored(checkpoint.tensors, read), coordinator.world_size > 1
+    state = on_every_rank(coordinator, doing, lambda: take_apart(into, stored, several_ranks=several_ranks))
     wanted = _destinations(state)
-    _check_fit(coordinator, doing, checkpoint, wanted, options)
     values = on_every_rank(coordinator, doing, lambda: _checked(read, state))
+    left_out = _left_out(into, values, state) if options.strict else []
+    _check_fit(coordinator, doing, checkpoint, wanted, options, left_out)
     share = options.share_reads and group is not None and coordinator.world_size > 1
     shared: list[SharedBox] = []
     if share:
@@ -218,10 +220,16 @@ def _values_of(checkpoint: Checkpoint) -> dict[str, Any]:
 
 def _checked(read: Callable[[], dict[str, Any]], state: TrainingState) -> dict[str, Any]:
     """The values, of which there must be all that are asked for."""
-    values = read() if state.values else {}
+    values = read()
     if missing := [path for path in state.values if path not in values]:
         raise CheckpointError(f"{missing[0]!r} is asked for, and is no tensor, but it is not among its values")
     return values
+
+
+def _left_out(into: Mapping[str, Any], values: Mapping[str, Any], state: TrainingState) -> list[str]:
+    """The values that lie below what is asked for, but are not asked for."""
+    asked = tuple(f"{key}." for key in into)
+    return [path for path in values if path.startswith(asked) and path not in state.values]
 
 
 def _put_back(state: TrainingState, values: Mapping[str, Any], rank_objects: Any) -> None:
@@ -266,8 +274,12 @@ def _check_fit(
     checkpoint: Checkpoint,
     wanted: Mapping[str, ShardedTensor],
     options: _LoadOptions,
+    left_out: list[str],
 ) -> None:
-    """Compares names, shapes and dtypes over all ranks; a name is unexpected only if no rank at all wants it."""
+    """Compares names, shapes and dtypes over all ranks; a name is unexpected only if no rank at all wants it.
+
+    `left_out` are the values that this rank leaves out of what it asks for.
+    """
     sent = gather_from_every_rank(
         coordinator,
         doing,
@@ -275,13 +287,14 @@ def _check_fit(
             checkpoint.save_id,
             list(wanted) if options.strict else [],
             _differences(checkpoint, wanted, convert_dtype=options.convert_dtype),
+            left_out,
         ),
     )
     views = parsed(sent, _view_from, doing)
-    if len({save_id for save_id, _, _ in views}) > 1:
+    if len({save_id for save_id, _, _, _ in views}) > 1:
         raise CheckpointError(f"{doing} failed: ranks found different saves under this tag; was it just overwritten?")
     ranks_of: dict[str, list[int]] = {}
-    for rank, (_, _, differences) in enumerate(views):
+    for rank, (_, _, differences, _) in enumerate(views):
         for difference in differences:
             ranks_of.setdefault(difference, []).append(rank)
     problems = [
@@ -289,21 +302,23 @@ def _check_fit(
         for difference, ranks in ranks_of.items()
     ]
     if options.strict:
-        known = {name for _, names, _ in views for name in names}
+        known = {name for _, names, _, _ in views for name in names}
         unexpected = [name for name in checkpoint.tensors if name not in known]
         problems.extend(
             f"{name!r} {_layout(checkpoint, name)} is in the checkpoint but not asked for" for name in unexpected
         )
-        if unexpected:
+        of_no_rank = [path for path in views[0][3] if all(path in left for _, _, _, left in views)]
+        problems.extend(f"the value {path!r} is in the checkpoint but not asked for" for path in of_no_rank)
+        if unexpected or of_no_rank:
             problems.append("(pass strict=False to leave out what is not asked for)")
     if problems:
         raise _DoesNotFit(f"{doing} failed: it does not fit what is asked for\n  " + "\n  ".join(problems))
 
 
-def _view_from(message: Any) -> tuple[str, list[str], list[str]]:
-    save_id, names, differences = message
-    expect(all_are(str, (save_id, *names, *differences)), "names that are no texts")
-    return save_id, list(names), list(differences)
+def _view_from(message: Any) -> tuple[str, list[str], list[str], list[str]]:
+    save_id, names, differences, left_out = message
+    expect(all_are(str, (save_id, *names, *differences, *left_out)), "names that are no texts")
+    return save_id, list(names), list(differences), list(left_out)
 
 
 def _differences(checkpoint: Checkpoint, wanted: Mapping[str, ShardedTensor], *, convert_dtype: bool) -> list[str]:

@@ -1,6 +1,18 @@
-"""Small values saved besides tensors: only JSON values, so that nothing ever has to be unpickled."""
+"""Small values saved besides tensors: only JSON values, so that nothing ever has to be unpickled.
+
+`encode` makes JSON of nested values with what JSON lacks: tensors are replaced by references, tuples and keys that are
+not strings keep their types. `decode` reverses it.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from nxd_ckpt.errors import CheckpointError
 
 MAX_NESTING = 64
+# A dict with one key of these stands for what JSON lacks.
+_TENSOR, _DICT, _TUPLE = "$tensor", "$dict", "$tuple"
 _MAX_INT_BITS = 8192  # Python itself does not read numbers of more than 4300 digits
 
 
@@ -43,3 +55,105 @@ def is_unicode(text: str) -> bool:
         return text.isascii() or bool(text.encode())
     except UnicodeEncodeError:
         return False
+
+
+def encode(
+    value: Any,
+    where: str,
+    is_tensor: Callable[[Any], bool],
+    tensors: dict[str, Any],
+    name: str = "",
+    *,
+    nesting: int = 0,
+) -> Any:
+    """A nested value as JSON.
+
+    Args:
+        value: None, bool, int, float, str, tensors, and lists, tuples and mappings of them.
+        where: its path, for messages.
+        is_tensor: whether a value is to be replaced by a reference.
+        tensors: gets the tensors by name: their path in the value, joined by dots, made unique.
+        name: the path of this part.
+        nesting: how many containers are around it.
+
+    Raises:
+        ValueError: names the first part that is none of these.
+    """
+    if nesting > MAX_NESTING:
+        raise ValueError(f"{where[:100]}... is nested more than {MAX_NESTING} deep")
+    if is_tensor(value):
+        while name in tensors:
+            name += "'"
+        tensors[name] = value
+        return {_TENSOR: name}
+
+    def inside(key: Any, item: Any) -> Any:
+        inner = f"{name}.{key}" if name else str(key)
+        return encode(item, f"{where}[{key!r}]", is_tensor, tensors, inner, nesting=nesting + 1)
+
+    if isinstance(value, Mapping):
+        if unusable := [key for key in value if not isinstance(key, str | int)]:
+            raise ValueError(f"{where} has the key {unusable[0]!r}; keys are strings or whole numbers")
+        pairs = [[key, inside(key, item)] for key, item in value.items()]
+        if all(isinstance(key, str) for key, _ in pairs) and not (len(pairs) == 1 and pairs[0][0].startswith("$")):
+            return dict(pairs)
+        return {_DICT: pairs}
+    if isinstance(value, list | tuple):
+        items = [inside(index, item) for index, item in enumerate(value)]
+        return {_TUPLE: items} if isinstance(value, tuple) else items
+    check_json(value, where)
+    return value
+
+
+def references(encoded: Any) -> Iterator[str]:
+    """The names of the tensors in what `encode` made."""
+    if isinstance(encoded, list):
+        for item in encoded:
+            yield from references(item)
+    elif isinstance(encoded, dict) and isinstance(encoded.get(_TENSOR), str) and len(encoded) == 1:
+        yield encoded[_TENSOR]
+    elif isinstance(encoded, dict):
+        yield from references(list(encoded.values()))
+
+
+def decode(encoded: Any, tensors: Mapping[str, Any], present: Any = None) -> Any:
+    """The value that `encode` was given.
+
+    Args:
+        encoded: what it returned.
+        tensors: by name.
+        present: the value that this one replaces: mappings take over its classes, such as `Counter`.
+
+    Raises:
+        CheckpointError: `encode` did not make it.
+    """
+    match encoded:
+        case {"$tensor": str(name)} if len(encoded) == 1:
+            return tensors[name]
+        case {"$tuple": list(items)} if len(encoded) == 1:
+            return tuple(_decoded_items(items, tensors, present))
+        case {"$dict": list(pairs)} if len(encoded) == 1:
+            if not all(isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str | int) for pair in pairs):
+                raise CheckpointError(f"{str(pairs)[:100]} are no keys and values")
+            return _decoded_mapping(pairs, tensors, present)
+        case dict():
+            return _decoded_mapping(encoded.items(), tensors, present)
+        case list():
+            return _decoded_items(encoded, tensors, present)
+    return encoded
+
+
+def _decoded_items(items: list[Any], tensors: Mapping[str, Any], present: Any) -> list[Any]:
+    before = list(present) if isinstance(present, list | tuple) else []
+    return [decode(item, tensors, before[index] if index < len(before) else None) for index, item in enumerate(items)]
+
+
+def _decoded_mapping(pairs: Any, tensors: Mapping[str, Any], present: Any) -> Any:
+    before = present if isinstance(present, Mapping) else {}
+    content = {key: decode(item, tensors, before.get(key)) for key, item in pairs}
+    if type(present) is dict or not isinstance(present, dict):
+        return content
+    made = copy.copy(present)
+    made.clear()
+    made.update(content)
+    return made

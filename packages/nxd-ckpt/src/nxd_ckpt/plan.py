@@ -16,11 +16,20 @@ from nxd_ckpt.manifest import Chunk
 
 
 class TensorDescription(NamedTuple):
-    """One rank's description of one tensor: its safetensors dtype name, global shape, and the boxes held here."""
+    """One rank's description of one tensor.
+
+    Attributes:
+        dtype: its name in safetensors.
+        global_shape: the shape of all of it.
+        boxes: what this rank holds.
+        of_first_holder: replicas may differ, such as statistics of batches: the first rank that holds a box writes it,
+            so that what the same ranks hold comes from one of them.
+    """
 
     dtype: str
     global_shape: tuple[int, ...]
     boxes: tuple[Box, ...]
+    of_first_holder: bool = False
 
 
 class PlannedWrite(NamedTuple):
@@ -92,6 +101,7 @@ class _HeldTensor(NamedTuple):
     global_shape: tuple[int, ...]
     first_rank: int
     holders: dict[Box, list[int]]
+    of_first_holder: bool
 
 
 def _gather_holders(
@@ -101,10 +111,10 @@ def _gather_holders(
     held: dict[str, _HeldTensor] = {}
     problems: dict[str, str] = {}
     for rank, description in enumerate(descriptions):
-        for name, (dtype, global_shape, boxes) in description.items():
+        for name, (dtype, global_shape, boxes, of_first_holder) in description.items():
             tensor = held.get(name)
             if tensor is None:
-                tensor = held[name] = _HeldTensor(dtype, global_shape, rank, {})
+                tensor = held[name] = _HeldTensor(dtype, global_shape, rank, {}, of_first_holder)
             elif (dtype, global_shape) != (tensor.dtype, tensor.global_shape):
                 problems.setdefault(
                     name,
@@ -121,7 +131,10 @@ def _gather_holders(
 
 
 def _share_out(tensors: Mapping[str, _HeldTensor], world_size: int) -> SavePlan:
-    """Boxes with one holder leave no choice; of the others each goes, largest first, to the holder with least to do."""
+    """Boxes with one holder, or of the first one, leave no choice.
+
+    Of the others each goes, largest first, to the holder with least to do.
+    """
     shared: list[tuple[PlannedWrite, list[int]]] = []
     writes: list[list[PlannedWrite]] = [[] for _ in range(world_size)]
     load = [0] * world_size
@@ -129,7 +142,7 @@ def _share_out(tensors: Mapping[str, _HeldTensor], world_size: int) -> SavePlan:
         itemsize = DTYPE_OF_CODE[tensor.dtype].itemsize
         for box, holders in tensor.holders.items():
             num_bytes = box.num_elements * itemsize
-            if len(holders) == 1:
+            if len(holders) == 1 or tensor.of_first_holder:
                 writes[holders[0]].append(PlannedWrite(name, box, num_bytes))
                 load[holders[0]] += num_bytes
             else:
@@ -141,7 +154,7 @@ def _share_out(tensors: Mapping[str, _HeldTensor], world_size: int) -> SavePlan:
         writes[writer].append(write)
         load[writer] += write.num_bytes
     planned = {
-        name: TensorDescription(tensor.dtype, tensor.global_shape, tuple(tensor.holders))
+        name: TensorDescription(tensor.dtype, tensor.global_shape, tuple(tensor.holders), tensor.of_first_holder)
         for name, tensor in tensors.items()
     }
     return SavePlan(planned, writes)

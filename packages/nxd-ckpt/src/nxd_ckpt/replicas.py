@@ -1,6 +1,7 @@
 """Replicas: several ranks hold the same box and one of them writes it, so nobody reads what the others hold.
 
-Each of the others hashes its copy. When the writers have sent the hashes of what they wrote, each compares its own.
+Each of the others hashes its copy, unless copies may differ (`TensorDescription.of_first_holder`). When the writers
+have sent the hashes of what they wrote, each compares its own.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,7 @@ ReplicaHashes = Mapping[tuple[str, Box], tuple[str, ...]]
 
 
 def hash_replicas(plan: SavePlan, state: Mapping[str, ShardedTensor], rank: int) -> ReplicaHashes:
-    """Hashes what this rank holds of the boxes that other ranks write.
+    """Hashes what this rank holds of the boxes that other ranks write, where copies must be equal.
 
     Args:
         plan: what all ranks write.
@@ -28,6 +29,8 @@ def hash_replicas(plan: SavePlan, state: Mapping[str, ShardedTensor], rank: int)
     found: dict[tuple[str, Box], tuple[str, ...]] = {}
     for writer, writes in enumerate(plan.writes):
         for write in writes if writer != rank else ():
+            if plan.tensors[write.name].of_first_holder:
+                continue
             shards = state[write.name].shards if write.name in state else ()
             shard = next((shard for shard in shards if shard.box.contains(write.box)), None)
             if shard is not None:

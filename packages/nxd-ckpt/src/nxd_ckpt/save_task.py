@@ -4,11 +4,12 @@ A `SaveTask` is plain data and can be pickled: a task prepared in one process ca
 the tensors of `task.layout` and a way to reach the other ranks.
 """
 
+import json
 import os
 import pickle
 import re
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from nxd_ckpt.incremental import CHUNK_BYTES, Base, Increment, find_increment
 from nxd_ckpt.manifest import extra_file_name
 from nxd_ckpt.messages import all_are, expect, parsed
 from nxd_ckpt.objects import check_json, is_unicode
+from nxd_ckpt.optimizer_states import merged_groups
 from nxd_ckpt.plan import SavePlan, TensorDescription, plan_save
 from nxd_ckpt.replicas import ReplicaHashes, check_replicas, hash_replicas
 from nxd_ckpt.safetensors_file import FileLayout, lay_out
@@ -89,27 +91,30 @@ class _Request(NamedTuple):
     cached_plan: str
     failed_saves: dict[str, str]
     process: str
+    values_digest: str
 
 
 def _request_from(message: Any) -> _Request:
-    save_id, common, rank_objects, layout_digest, cached_plan, failed_saves, process = message
+    save_id, common, rank_objects, layout_digest, cached_plan, failed_saves, process, values_digest = message
     tag, step, overwrite, compared, incremental = common
     expect(
-        all_are(str, (save_id, tag, layout_digest, cached_plan, process)), f"a text that is none in {message!r:.200}"
+        all_are(str, (save_id, tag, layout_digest, cached_plan, process, values_digest)),
+        f"a text that is none in {message!r:.200}",
     )
     expect(all_are(str, (*failed_saves, *failed_saves.values())), "failed saves that are no texts")
     common = (tag, step, overwrite, compared, incremental)
-    return _Request(save_id, common, rank_objects, layout_digest, cached_plan, failed_saves, process)
+    return _Request(save_id, common, rank_objects, layout_digest, cached_plan, failed_saves, process, values_digest)
 
 
 def _descriptions_from(message: Any) -> dict[str, TensorDescription]:
     found = {}
-    for name, (dtype, shape, boxes) in message.items():
+    for name, (dtype, shape, boxes, of_first_holder) in message.items():
         box_list = [Box(tuple(offsets), tuple(sizes)) for offsets, sizes in boxes]
         numbers = (*shape, *(number for box in box_list for side in box for number in side))
         expect(dtype in DTYPE_OF_CODE and all_are(int, numbers), f"the tensor {name!r:.200} of {dtype!r:.200}")
         expect(all(box.fits_in(tuple(shape)) for box in box_list), f"a box of {name!r:.200} outside of {shape}")
-        found[name] = TensorDescription(dtype, tuple(shape), tuple(box_list))
+        expect(isinstance(of_first_holder, bool), f"the tensor {name!r:.200} with {of_first_holder!r:.200}")
+        found[name] = TensorDescription(dtype, tuple(shape), tuple(box_list), of_first_holder)
     return found
 
 
@@ -144,6 +149,8 @@ def prepare_save(
     """
     sharded: dict[str, ShardedTensor] = {}
     descriptions: dict[str, TensorDescription] = {}
+    values: dict[str, Any] = {}
+    groups: set[str] = set()
     cache_key = (coordinator.rank, coordinator.world_size)
     cached = _cache.get(cache_key, _NO_PLAN)
 
@@ -151,11 +158,16 @@ def prepare_save(
         nonlocal options
         check()
         process = process_of(path)
-        apart = take_apart(state)
+        apart = take_apart(state, several_ranks=coordinator.world_size > 1)
         sharded.update(as_sharded_state(apart.tensors))
-        descriptions.update((_check_name(name), _describe(tensor)) for name, tensor in sharded.items())
+        descriptions.update(
+            (_check_name(name), _describe(tensor, of_first_holder=name in apart.of_first_holder))
+            for name, tensor in sharded.items()
+        )
         _check_options(options)
-        options = _with_values(options, apart)
+        options = _with_rank_values(options, apart)
+        values.update(apart.values)
+        groups.update(apart.groups)
         return _Request(
             save_id=uuid.uuid4().hex,
             common=(options.tag, options.step, options.overwrite, options.check_replicas, options.incremental),
@@ -164,6 +176,7 @@ def prepare_save(
             cached_plan=cached.digest,
             failed_saves=failures(RankKey(coordinator.rank, coordinator.world_size)),
             process=process,
+            values_digest=xxhash.xxh3_128_hexdigest(json.dumps([list(values), [values[it] for it in groups]]).encode()),
         )
 
     doing = "checking the arguments of save"
@@ -172,6 +185,11 @@ def prepare_save(
     _check_earlier_saves(requests, coordinator)
     _check_same_save(requests)
     check_processes(path, [request.process for request in requests])
+    if any(request.values_digest != requests[0].values_digest for request in requests):
+        of_ranks = parsed(coordinator.all_gather_object([values, sorted(groups)]), _values_from, doing)
+        values = _merged(of_ranks)
+    if values and coordinator.rank == 0:
+        options = replace(options, extra={**(options.extra or {}), **values_file(values)})
     max_write_bytes = CHUNK_BYTES if options.incremental else None
     digest = "".join([str(max_write_bytes), *(request.layout_digest for request in requests)])
     if any(request.cached_plan != digest for request in requests):
@@ -210,13 +228,33 @@ def prepare_save(
     return task, sharded
 
 
-def _with_values(options: SaveOptions, state: TrainingState) -> SaveOptions:
-    """With what the state holds besides tensors."""
-    extra, rank_objects = options.extra, options.rank_objects
-    if state.values:
-        if VALUES_FILE in (extra or {}):
-            raise ValueError(f"extra has a file {VALUES_FILE!r}, which is to hold the numbers of the state; rename it")
-        extra = {**(extra or {}), **values_file(state.values)}
+def _values_from(message: Any) -> tuple[dict[str, Any], list[str]]:
+    values, groups = message
+    expect(isinstance(values, dict) and all_are(str, groups), "values that are none")
+    of_groups = [values.get(path) for path in groups]
+    expect(
+        all(isinstance(it, list) and all(isinstance(group, dict) for group in it) for it in of_groups)
+        and all_are(list, (group.get("params") for it in of_groups for group in it or ())),
+        "groups of an optimizer that are none",
+    )
+    return values, list(groups)
+
+
+def _merged(of_ranks: Sequence[tuple[dict[str, Any], list[str]]]) -> dict[str, Any]:
+    """The values of all ranks, which have different parts of a model: each is that of the first rank that has it."""
+    merged: dict[str, Any] = {}
+    for values, _ in of_ranks:
+        merged = {**values, **merged}
+    for path in {path for _, groups in of_ranks for path in groups}:
+        merged[path] = merged_groups([values[path] for values, groups in of_ranks if path in groups])
+    return merged
+
+
+def _with_rank_values(options: SaveOptions, state: TrainingState) -> SaveOptions:
+    """With what this rank alone has."""
+    rank_objects = options.rank_objects
+    if state.values and VALUES_FILE in (options.extra or {}):
+        raise ValueError(f"extra has a file {VALUES_FILE!r}, which is to hold the numbers of the state; rename it")
     if state.rank_values:
         if not isinstance(rank_objects, dict | None) or PER_RANK in (rank_objects or {}):
             raise ValueError(
@@ -224,7 +262,7 @@ def _with_values(options: SaveOptions, state: TrainingState) -> SaveOptions:
                 f"{PER_RANK!r}, or None"
             )
         rank_objects = {**(rank_objects or {}), PER_RANK: state.rank_values}
-    return replace(options, extra=extra, rank_objects=rank_objects)
+    return replace(options, rank_objects=rank_objects)
 
 
 def _check_options(options: SaveOptions) -> None:
@@ -252,9 +290,9 @@ def _check_name(name: str) -> str:
     return name
 
 
-def _describe(tensor: ShardedTensor) -> TensorDescription:
+def _describe(tensor: ShardedTensor, *, of_first_holder: bool) -> TensorDescription:
     boxes = tuple(shard.box for shard in tensor.shards)
-    return TensorDescription(CODE_OF_DTYPE[tensor.dtype], tensor.global_shape, boxes)
+    return TensorDescription(CODE_OF_DTYPE[tensor.dtype], tensor.global_shape, boxes, of_first_holder)
 
 
 def _check_earlier_saves(requests: list[_Request], coordinator: Coordinator) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from nxd_ckpt.distributed_tensors import (
@@ -23,22 +22,30 @@ from nxd_ckpt.distributed_tensors import (
     is_sharded_tensor_of_torch,
 )
 from nxd_ckpt.errors import CheckpointError
-from nxd_ckpt.objects import check_json
+from nxd_ckpt.module_states import give_back, is_extra_state, module_state, named_parameters, plain_name, with_parts
+from nxd_ckpt.objects import check_json, decode, encode, references
 from nxd_ckpt.optimizer_states import (
     as_parameter_is_cut,
     by_owner,
     destination_of,
     fresh_states,
+    is_sharded_optimizer,
+    is_sharded_state,
     options_of,
     set_groups,
+    state_holder,
+    states_of,
+    stored_options,
 )
 from nxd_ckpt.reader import TensorInfo
-from nxd_ckpt.sharded_tensor import ShardedTensor
+from nxd_ckpt.shard_marks import check_known, is_cut, logical_names, logical_parts, relative_name
+from nxd_ckpt.sharded_tensor import Shard, ShardedTensor
 from nxd_ckpt.tensor_subclasses import is_subclass, parts_of
 
 VALUES_FILE = "values.json"  # among the extra files
 PER_RANK = "state"  # key of rank_objects
-_WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")  # in names that torch makes
+_ONE_TENSOR = {"$tensor": ""}  # a value that is nothing but a tensor
+_MASTER = "master_weight"  # the key of a state that is the parameter's value in another dtype
 _LARGEST_PER_RANK = 2**20  # bytes
 
 
@@ -61,20 +68,25 @@ class TrainingState:
 
     Attributes:
         tensors: by name; on the memory of the state.
-        values: by path; of rank 0.
+        of_first_holder: names of tensors that replicas may have differently, such as buffers: those of one rank are
+            saved together.
+        values: by path; those of the first rank that has them count.
+        groups: the paths of values that are groups of an optimizer, whose parameters may be on several ranks.
         rank_values: by path; of this rank.
         setters: by path, puts a loaded value where it belongs.
-        finish: to be called when tensors and values are loaded.
+        finish: to be called in this order when tensors are filled and values are set.
     """
 
     tensors: dict[str, Any] = field(default_factory=dict)
+    of_first_holder: set[str] = field(default_factory=set)
+    groups: set[str] = field(default_factory=set)
     values: dict[str, Any] = field(default_factory=dict)
     rank_values: dict[str, Any] = field(default_factory=dict)
     setters: dict[str, Callable[[Any], None]] = field(default_factory=dict)
     finish: list[Callable[[], None]] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
+@dataclass  # not frozen, for what it caches
 class Stored:
     """What a checkpoint has that is to be loaded.
 
@@ -86,13 +98,32 @@ class Stored:
     tensors: Mapping[str, TensorInfo]
     values: Callable[[], Mapping[str, Any]]
 
+    @cached_property
+    def tensors_by_owner(self) -> dict[str, dict[str, TensorInfo]]:
+        """The tensors below each path."""
+        return by_owner(self.tensors)
 
-def take_apart(state: Any, stored: Stored | None = None) -> TrainingState:
+    @cached_property
+    def values_by_owner(self) -> dict[str, dict[str, Any]]:
+        """The values below each path."""
+        return by_owner(self.values())
+
+    def holds(self, path: str) -> bool:
+        """Whether there is a value at that path."""
+        return path in self.values()
+
+    def holds_below(self, path: str) -> bool:
+        """Whether there is anything below that path."""
+        return any(name.startswith(f"{path}.") for name in (*self.tensors, *self.values()))
+
+
+def take_apart(state: Any, stored: Stored | None = None, *, several_ranks: bool = False) -> TrainingState:
     """The tensors and values of a nested state.
 
     Args:
         state: what was given to `save` or to `load`.
         stored: what is to be loaded: where an optimizer lacks a state, one is made for it. None to save.
+        several_ranks: whether other ranks may have other parts: tensors that may be parts are refused then.
 
     Raises:
         ValueError: a part cannot be saved, or two have one name; names it.
@@ -100,7 +131,7 @@ def take_apart(state: Any, stored: Stored | None = None) -> TrainingState:
     if not isinstance(state, Mapping):
         raise ValueError(f"a {type(state).__name__} is no state; pass {{name: tensor, module, optimizer or number}}")
     found = TrainingState()
-    _Walk(found, state, stored).container("", state)
+    _Walk(found, state, stored, several_ranks=several_ranks).container("", state)
     return found
 
 
@@ -125,65 +156,146 @@ def read_values(content: bytes) -> dict[str, Any]:
 
 
 class _Walk:
-    """Through a state, adding to `found` what is there."""
+    """Through a state, adding to `found` what is there.
 
-    def __init__(self, found: TrainingState, state: Mapping[Any, Any], stored: Stored | None) -> None:
+    A part has the path `root` and then `name`: relative names of logical tensors begin at `root`.
+    """
+
+    def __init__(
+        self, found: TrainingState, state: Mapping[Any, Any], stored: Stored | None, *, several_ranks: bool
+    ) -> None:
         self._found = found
         self._state = state
         self._stored = stored
+        self._several_ranks = several_ranks
+        self._of_parts: set[str] = set()  # names of tensors whose boxes may come from several parameters
 
     @cached_property
-    def _names(self) -> dict[int, str]:
+    def _names(self) -> dict[int, tuple[str, str]]:
         """Of parameters; looked up where there is an optimizer."""
         return _parameter_names(self._state)
 
     def container(self, path: str, parts: Any) -> None:
-        for key, part in _items(path, parts):
+        for key, part in _items(path, with_parts(parts)):
             if isinstance(parts, tuple) and self._stored is not None and not _holds_objects(part):
                 raise ValueError(f"{_joined(path, key)!r} is {part!r} in a tuple, which cannot be replaced; use a list")
-            self.part(_joined(path, key), part, partial(_set, parts, key))
+            self.part(path, str(key), part, partial(_set, parts, key))
 
-    def part(self, path: str, part: Any, set_part: Callable[[Any], None]) -> None:
-        if isinstance(part, torch.Tensor | ShardedTensor) or is_sharded_tensor_of_torch(part):
-            self._tensor(path, part)
+    def part(self, root: str, name: str, part: Any, set_part: Callable[[Any], None]) -> None:
+        path = _joined(root, name)
+        if _is_tensor(part):
+            self._tensor(root, name, part)
         elif isinstance(part, PerRank):
             self._per_rank(path, part)
         elif isinstance(part, nn.Module):
             self._module(path, part)
+        elif is_sharded_optimizer(part):
+            self._sharded_optimizer(path, part)
         elif isinstance(part, Optimizer):
             self._optimizer(path, part)
+        elif is_sharded_state(part):
+            self._sharded_entries(path, part)
         elif isinstance(part, Mapping | list | tuple) and _holds_objects(part):
             self.container(path, part)
         elif hasattr(part, "state_dict") and hasattr(part, "load_state_dict"):
-            own = {"": part.state_dict()}
-            self.part(path, own[""], partial(_set, own, ""))
-            self._found.finish.append(lambda: part.load_state_dict(own[""]))
+            self._stateful(path, part)
         else:
-            check_json(part, path)
-            self._value(path, part, set_part)
+            self._nested(path, part, set_part)
 
-    def _tensor(self, path: str, tensor: Any) -> None:
-        if path in self._found.tensors:
-            raise ValueError(f"two tensors of the state are named {path!r}; rename a key")
+    def _stateful(self, path: str, part: Any) -> None:
+        own = {"": part.state_dict()}
+        if _holds_more_than_tensors(own[""]):
+            self.container(path, own[""])
+        else:
+            self._nested(path, own[""], partial(_set, own, ""))
+        self._found.finish.append(lambda: part.load_state_dict(own[""]))
+
+    def _tensor(self, root: str, name: str, tensor: Any, *, first_holder: bool = False) -> None:
+        path = _joined(root, name)
         try:
-            if is_subclass(tensor):
-                parts = parts_of(tensor)
-            else:
-                self._found.tensors[path] = as_boxes(tensor)
-                return
+            if self._several_ranks and isinstance(tensor, torch.Tensor):
+                check_known(tensor)
+            parts = parts_of(tensor) if is_subclass(tensor) else None
+            cut = logical_parts(tensor, name) if isinstance(tensor, torch.Tensor) and parts is None else None
+            boxes = as_boxes(tensor) if parts is None and cut is None else None
         except ValueError as error:
             raise ValueError(f"{path!r}: {error}") from None
-        for name, part in parts.items():
-            self._tensor(_joined(path, name), part)
+        if parts is not None:
+            for inner, part in parts.items():
+                self._tensor(root, _joined(name, inner), part, first_holder=first_holder)
+        elif cut is not None:
+            for logical, found in cut.items():
+                self._boxes(_joined(root, logical), found, first_holder=first_holder)
+        else:
+            self._add(path, boxes, first_holder=first_holder)
 
-    def _value(self, path: str, value: Any, set_value: Callable[[Any], None]) -> None:
+    def _add(self, path: str, tensor: Any, *, first_holder: bool = False) -> None:
+        if path in self._found.tensors:
+            raise ValueError(f"two tensors of the state are named {path!r}; rename a key")
+        self._found.tensors[path] = tensor.detach() if isinstance(tensor, torch.Tensor) else tensor
+        if first_holder:
+            self._found.of_first_holder.add(path)
+
+    def _boxes(self, path: str, boxes: ShardedTensor, *, first_holder: bool = False) -> None:
+        """Boxes of a logical tensor, to which other parameters may add theirs."""
+        present = self._found.tensors.get(path)
+        if path not in self._of_parts or not isinstance(present, ShardedTensor):
+            self._add(path, boxes, first_holder=first_holder)
+        elif present.global_shape != boxes.global_shape:
+            raise ValueError(
+                f"{path!r} is of the shapes {list(present.global_shape)} and {list(boxes.global_shape)} by the specs "
+                "of several parameters"
+            )
+        else:
+            self._found.tensors[path] = ShardedTensor(boxes.global_shape, [*present.shards, *boxes.shards])
+        self._of_parts.add(path)
+
+    def _value(self, path: str, value: Any, set_value: Callable[[Any], None] | None = None) -> None:
+        if path in self._found.values or path in self._found.rank_values:
+            raise ValueError(f"two values of the state are named {path!r}; rename a key")
         self._found.values[path] = value
-        self._found.setters[path] = set_value
+        if set_value is not None:
+            self._found.setters[path] = set_value
+
+    def _nested(self, path: str, value: Any, set_value: Callable[[Any], None]) -> None:
+        """A value that is replaced as a whole; tensors in it are named by their paths, and one alone by its own."""
+        tensors: dict[str, Any] = {}
+        skeleton = encode(value, path, _is_tensor, tensors)
+        check_json(skeleton, path)
+        if self._stored is None:
+            if skeleton != _ONE_TENSOR:
+                self._value(path, skeleton)
+        elif self._stored.holds(path) or path in self._stored.tensors:
+            stored = self._stored.values().get(path, _ONE_TENSOR)
+            tensors = {name: self._room(_joined(path, name), tensors.get(name)) for name in references(stored)}
+            if self._stored.holds(path):
+                self._value(path, skeleton)
+            self._found.finish.append(lambda: set_value(decode(stored, tensors, value)))
+        elif isinstance(value, Mapping | list) and self._stored.holds_below(path):  # as earlier versions wrote it
+            self.container(path, value)
+        else:
+            self._value(path, skeleton)  # which the checkpoint lacks
+        for name, tensor in tensors.items():
+            self._tensor(path, name, tensor, first_holder=True)
+
+    def _room(self, path: str, present: Any) -> Any:
+        """A tensor to load a stored one into: the one that is there, if it fits."""
+        info = self._stored.tensors.get(path) if self._stored is not None else None
+        if info is None:
+            raise ValueError(f"{path!r} is referred to by its values, but the checkpoint has no such tensor")
+        shape = getattr(present, "global_shape", None) if isinstance(present, ShardedTensor) else None
+        shape = tuple(present.shape) if isinstance(present, torch.Tensor) else shape
+        if present is not None and (shape is None or (shape == info.global_shape and present.dtype == info.dtype)):
+            return present
+        device = present.device if isinstance(present, torch.Tensor) else torch.device("cpu")
+        return torch.empty(info.global_shape, dtype=info.dtype, device=device)
 
     def _per_rank(self, path: str, part: PerRank) -> None:
         stateful = hasattr(part.value, "state_dict")
         value = _encoded(path, part.value.state_dict() if stateful else part.value)
         check_json(value, path)
+        if path in self._found.values or path in self._found.rank_values:
+            raise ValueError(f"two values of the state are named {path!r}; rename a key")
         self._found.rank_values[path] = value
 
         def set_value(loaded: Any) -> None:
@@ -195,50 +307,163 @@ class _Walk:
         self._found.setters[path] = set_value
 
     def _module(self, path: str, module: nn.Module) -> None:
-        for name, part in _unwrapped(module).state_dict().items():
-            if isinstance(part, torch.Tensor):
-                self._tensor(_joined(path, _plain_name(name)), part)
-                continue
-            owner = _unwrapped(module).get_submodule(name.rpartition(".")[0])
-            full_name = _joined(path, _plain_name(name))
-            check_json(part, full_name)
-            self._value(full_name, part, owner.set_extra_state)
+        try:
+            state = module_state(module, several_ranks=self._several_ranks)
+        except ValueError as error:
+            raise ValueError(f"{path!r}: {error}") from None
+        before: dict[str, torch.Tensor] = {}
+        for name, part in state.content.items():
+            if name in state.own:
+                self._tensor(path, plain_name(name), part, first_holder=name in state.buffers)
+            elif isinstance(part, torch.Tensor) and not is_extra_state(name):
+                self._tensor(path, plain_name(name), part, first_holder=True)
+                if self._stored is not None and not is_dtensor(part) and not is_subclass(part):
+                    before[name] = part.detach().clone()
+            else:
+                self._nested(_joined(path, plain_name(name)), part, partial(_set, state.content, name))
+        if self._stored is not None and not state.is_filled_in_place:
+            self._found.finish.append(partial(give_back, path, state, before))
 
     def _optimizer(self, path: str, optimizer: Optimizer) -> None:
-        parameters = self._named(path, optimizer)
-        stored = self._stored or Stored({}, dict)
-        tensors_of, values_of = by_owner(stored.tensors), by_owner(stored.values())
-        prefixes = {name: _joined(path, f"state.{name}") for name in parameters}
-        states = {parameter: dict(optimizer.state.get(parameter, {})) for parameter in parameters.values()}
-        in_parts = {owner.rpartition(".")[0] for owner in tensors_of}  # owners of states that are several tensors
-        if any(prefixes[name] in in_parts and not states[parameter] for name, parameter in parameters.items()):
-            states |= fresh_states(path, optimizer)
-        for name, parameter in parameters.items():
-            prefix, state = prefixes[name], states[parameter]
-            for key, info in tensors_of.get(prefix, {}).items():
-                state[key] = destination_of(state.get(key), info, parameter, optimizer)
-            for key in values_of.get(prefix, {}):
-                state.setdefault(key, None)
-            for key, part in state.items():
-                part_path = _joined(prefix, key)
-                self.part(part_path, as_parameter_is_cut(part_path, part, parameter), partial(_set, state, key))
-        groups = [
-            {**options_of(group), "params": [self._names[id(it)] for it in group["params"]]}
-            for group in optimizer.param_groups
-        ]
-        check_json(groups, _joined(path, "param_groups"))
-        self._value(_joined(path, "param_groups"), groups, lambda it: set_groups(optimizer, groups, it))
+        holder = state_holder(path, optimizer)
+        found = states_of(path, holder)
+        states, names = found.states, self._named(path, holder)
         if self._stored is not None:
-            self._found.finish.append(lambda: optimizer.state.update({p: it for p, it in states.items() if it}))
+            states = self._with_stored(path, holder, states, names)
+        for parameter, (root, name) in names.items():
+            for key in states[parameter]:
+                self._parameter_state(path, (root, name), key, parameter, states[parameter])
+        of_none = {"of_none": found.of_none, "attributes": found.attributes or {}}
+        for kind, takes in (("of_none", True), ("attributes", found.attributes is not None)):
+            kind_path = _joined(path, kind)
+            if of_none[kind] if self._stored is None else takes and self._stored.holds(kind_path):
+                self._nested(kind_path, of_none[kind], partial(_set, of_none, kind))
+        self._groups(path, optimizer)
+        if self._stored is not None:
+            self._found.finish.append(lambda: found.put(states, of_none["of_none"], of_none["attributes"]))
 
-    def _named(self, path: str, optimizer: Optimizer) -> dict[str, torch.Tensor]:
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if unknown := [it for it in parameters if id(it) not in self._names]:
+    def _with_stored(
+        self,
+        path: str,
+        optimizer: Optimizer,
+        states: dict[torch.Tensor, dict[str, Any]],
+        names: Mapping[torch.Tensor, tuple[str, str]],
+    ) -> dict[torch.Tensor, dict[str, Any]]:
+        """States to be filled: what there is, and room for what is stored."""
+        assert self._stored is not None
+        tensors_of, values_of = self._stored.tensors_by_owner, self._stored.values_by_owner
+        in_parts = {owner.rpartition(".")[0] for owner in tensors_of if owner not in self._stored.values()}
+        prefixes = {
+            parameter: [(logical, _state_path(path, root, logical)) for logical in logical_names(parameter, name)]
+            for parameter, (root, name) in names.items()
+        }
+        if any(prefix in in_parts and not states[p] for p, found in prefixes.items() for _, prefix in found):
+            states = states | fresh_states(path, optimizer)
+        for parameter, (_, name) in names.items():
+            state = states[parameter]
+            for logical, prefix in prefixes[parameter]:
+                for key, info in tensors_of.get(prefix, {}).items():
+                    if key != _MASTER or key in state:  # of an optimizer that keeps master weights, as this does not
+                        state[key] = destination_of(state.get(key), info, parameter, optimizer, name, logical)
+                for key in values_of.get(prefix, {}):
+                    if _is_tensor(state.get(key)) or key not in state:
+                        state[key] = None  # a value takes its place
+        return states
+
+    def _parameter_state(
+        self, path: str, named: tuple[str, str], key: str, parameter: torch.Tensor, state: dict[str, Any]
+    ) -> None:
+        """One state of a parameter, which each logical tensor in it has."""
+        (root, name), part = named, state[key]
+        own_path = _joined(_state_path(path, root, name), key)
+        for logical in logical_names(parameter, name):
+            state_path = _joined(_state_path(path, root, logical), key)
+            cut = as_parameter_is_cut(own_path, name, part, parameter)
+            if isinstance(cut, dict) and isinstance(part, torch.Tensor):
+                self._boxes(state_path, cut[logical])
+            elif _is_tensor(cut):
+                self._tensor("", state_path, cut)
+            else:
+                if cut is not None and is_cut(parameter) and _holds_tensors(cut):
+                    raise ValueError(
+                        f"{own_path!r} is a {type(cut).__name__} of tensors, of a parameter that is a part of another: "
+                        "what other ranks have of it is not known; use an optimizer whose states are tensors"
+                    )
+                self._nested(state_path, cut, partial(_set, state, key))
+
+    def _sharded_optimizer(self, path: str, optimizer: Any) -> None:
+        """An optimizer whose states are spread over replicas, and which says itself what this rank has."""
+        others = {"": dict(optimizer.other_state())}
+        others_path = _joined(path, "attributes")
+        if self._stored is not None:
+            optimizer.allocate_state(partial(self._stored_keys, path))
+        self._sharded_entries(path, optimizer.sharded_state())
+        if any(others[""].values()) if self._stored is None else self._stored.holds(others_path):
+            self._nested(others_path, others[""], partial(_set, others, ""))
+        self._groups(path, optimizer)
+        if self._stored is not None:
+            self._found.finish.append(lambda: optimizer.settle_state(others[""]))
+
+    def _stored_keys(self, path: str, parameter: torch.Tensor) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """The states of a parameter in the checkpoint, for its optimizer to make room."""
+        assert self._stored is not None
+        root, name = self._name_of(path, parameter)
+        found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+        for logical in logical_names(parameter, name):
+            prefix = _state_path(path, root, logical)
+            infos = self._stored.tensors_by_owner.get(prefix, {})
+            found.update({key: (info.dtype, info.global_shape) for key, info in infos.items()})
+            for key, value in self._stored.values_by_owner.get(prefix, {}).items():
+                found[key] = (torch.int64 if isinstance(value, int) else torch.float64, ())
+        return found
+
+    def _sharded_entries(self, path: str, entries: Any) -> None:
+        """What `sharded_state` of an optimizer returns."""
+        for entry in entries:
+            root, name = self._name_of(path, entry.parameter)
+            shards: dict[tuple[str, tuple[int, ...]], list[Shard]] = {}
+            for shard in entry.shards:
+                full_name = relative_name(name, shard.name)
+                found = shards.setdefault((full_name, tuple(shard.logical_shape)), [])
+                found.append(Shard(shard.tensor.detach(), tuple(shard.box.offset)))
+            for (logical, shape), found in shards.items():
+                self._boxes(_joined(_state_path(path, root, logical), entry.key), ShardedTensor(shape, found))
+            if entry.scalar is None:
+                continue
+            for logical in logical_names(entry.parameter, name):
+                scalar_path = _joined(_state_path(path, root, logical), entry.key)
+                if self._stored is not None and scalar_path in self._stored.values():
+                    self._value(scalar_path, None, entry.scalar.fill_)
+                else:
+                    self._add(scalar_path, entry.scalar)
+
+    def _groups(self, path: str, optimizer: Optimizer) -> None:
+        """The options of an optimizer's groups, with the names of their parameters."""
+        names: list[list[str]] = []
+        for group in optimizer.param_groups:
+            places = [(it, *self._name_of(path, it)) for it in group["params"]]
+            names.append([_joined(root, it) for p, root, name in places for it in logical_names(p, name) or [name]])
+        groups_path = _joined(path, "param_groups")
+        groups = [
+            {**options_of(group), "params": own} for group, own in zip(optimizer.param_groups, names, strict=True)
+        ]
+        check_json(groups, groups_path)
+        self._value(groups_path, groups)
+        self._found.groups.add(groups_path)
+        if self._stored is not None and self._stored.holds(groups_path):
+            options = stored_options(path, names, self._stored.values()[groups_path])
+            self._found.finish.append(lambda: set_groups(optimizer, options))
+
+    def _named(self, path: str, optimizer: Optimizer) -> dict[torch.Tensor, tuple[str, str]]:
+        return {p: self._name_of(path, p) for group in optimizer.param_groups for p in group["params"]}
+
+    def _name_of(self, path: str, parameter: torch.Tensor) -> tuple[str, str]:
+        if id(parameter) not in self._names:
             raise ValueError(
-                f"{path!r} has a parameter {list(unknown[0].shape)} that belongs to no module of the state; put its "
+                f"{path!r} has a parameter {list(parameter.shape)} that belongs to no module of the state; put its "
                 "model into the state, too"
             )
-        return {self._names[id(it)]: it for it in parameters}
+        return self._names[id(parameter)]
 
 
 def _items(path: str, parts: Any) -> Iterator[tuple[Any, Any]]:
@@ -256,33 +481,47 @@ def _set(parts: Any, key: Any, value: Any) -> None:
 
 
 def _joined(path: str, key: Any) -> str:
-    return f"{path}.{key}" if path else str(key)
+    return f"{path}.{key}" if path and key != "" else path or str(key)
 
 
 def _holds_objects(part: Any) -> bool:
-    """Whether there is anything in it that JSON does not know."""
+    """Whether there is anything in it besides keys, numbers and text."""
     if isinstance(part, Mapping):
-        return any(not isinstance(key, str) or _holds_objects(it) for key, it in part.items())
+        return any(map(_holds_objects, part.values()))
     if isinstance(part, list | tuple):
         return any(map(_holds_objects, part))
     return not (part is None or isinstance(part, bool | int | float | str))
 
 
-def _unwrapped(module: nn.Module) -> nn.Module:
-    return module.module if isinstance(module, DistributedDataParallel) else module
+def _state_path(path: str, root: str, logical: str) -> str:
+    """Where the states of a logical tensor are."""
+    return _joined(path, f"state.{_joined(root, logical)}")
 
 
-def _plain_name(name: str) -> str:
-    """Without what torch.compile, FSDP and activation checkpointing put into it."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+def _is_tensor(part: Any) -> bool:
+    return isinstance(part, torch.Tensor | ShardedTensor) or is_sharded_tensor_of_torch(part)
 
 
-def _parameter_names(state: Any, path: str = "") -> dict[int, str]:
-    """The path of each parameter of the modules in a state, by the parameter's id."""
-    names: dict[int, str] = {}
+def _holds_tensors(part: Any) -> bool:
+    if isinstance(part, Mapping):
+        return any(map(_holds_tensors, part.values()))
+    return any(map(_holds_tensors, part)) if isinstance(part, list | tuple) else _is_tensor(part)
+
+
+def _holds_more_than_tensors(part: Any) -> bool:
+    """Whether there are modules, optimizers and their like in it."""
+    if isinstance(part, Mapping):
+        return any(map(_holds_more_than_tensors, part.values()))
+    if isinstance(part, list | tuple):
+        return any(map(_holds_more_than_tensors, part))
+    return not _is_tensor(part) and (isinstance(part, PerRank) or hasattr(part, "state_dict"))
+
+
+def _parameter_names(state: Any, path: str = "") -> dict[int, tuple[str, str]]:
+    """The path of the module and the name in it of each parameter in a state, by the parameter's id."""
+    names: dict[int, tuple[str, str]] = {}
     if isinstance(state, nn.Module):
-        for name, parameter in _unwrapped(state).named_parameters():
-            names[id(parameter)] = _joined(path, _plain_name(name))
+        names.update((id(parameter), (path, name)) for name, parameter in named_parameters(state))
     elif isinstance(state, Mapping | list | tuple):
         for key, part in _items(path, state):
             names.update(_parameter_names(part, _joined(path, key)))

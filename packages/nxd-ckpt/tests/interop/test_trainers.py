@@ -280,6 +280,7 @@ def test_lightning_checkpoint_keeps_kinds_and_refuses_what_would_have_to_run(tmp
 
     checkpoint = {
         "state_dict": {"w": torch.arange(3), "a.b": torch.zeros(2), "a": {"b": torch.ones(2)}},
+        "of_steps": {1: torch.tensor(3), "1": torch.tensor(4)},
         "optimizer_states": [{"state": {0: {"step": torch.tensor(2.0)}}, "param_groups": [{"betas": (0.9, 0.5)}]}],
         "global_step": 5,
         "hyper_parameters": {"make": print},
@@ -291,6 +292,7 @@ def test_lightning_checkpoint_keeps_kinds_and_refuses_what_would_have_to_run(tmp
     assert torch.equal(found["state_dict"]["w"], torch.arange(3))
     assert found["state_dict"]["a.b"].tolist() == [0.0, 0.0]
     assert found["state_dict"]["a"]["b"].tolist() == [1.0, 1.0]
+    assert found["of_steps"] == {1: 3, "1": 4}
     assert found["optimizer_states"][0]["param_groups"] == [{"betas": (0.9, 0.5)}]
     assert found["optimizer_states"][0]["state"].keys() == {0}
     assert "hyper_parameters" not in found

@@ -60,7 +60,7 @@ def give_states(optimizer: Optimizer, states: Mapping[Tensor, Mapping[str, Tenso
         if states.get(parameter)
     }
     try:
-        optimizer.load_state_dict({"state": by_index, "param_groups": own["param_groups"]})
+        optimizer.load_state_dict({**own, "state": by_index})  # a state_dict of its own may hold more
     except KeyError as error:
         keys = sorted({key for state in by_index.values() for key in state})
         raise ValueError(

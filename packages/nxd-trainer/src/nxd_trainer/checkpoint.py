@@ -7,16 +7,18 @@ tensors are stored under a prefix, see `kind_of`. nxd_ckpt handles files and the
 import ctypes
 import mmap
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from nxd_ckpt import CheckpointError, Coordinator, Shard, ShardedTensor
 from nxd_ckpt.boxes import Box, uncovered
 from nxd_ckpt.interop import TensorSource
+from nxd_ckpt.optimizer_states import states_of
+from nxd_ckpt.shard_marks import is_cut
 from nxd_ckpt.sharded_tensor import as_sharded
 from nxd_optim import MASTER_KEY, NeuronZero1Optimizer, give_states, restore_numbers, state_tensor
 from nxd_pipeline import NxDPPModel
-from nxd_state import ShardPiece, get_shard_spec
+from nxd_state import ShardPiece, active_group, get_shard_spec
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -28,6 +30,8 @@ RNG_PREFIX = "rng/"  # random streams of a rank
 _NOT_OF_THE_MODEL = (OPTIMIZER_PREFIX, OPTIMIZER_DICT_PREFIX, RNG_PREFIX)
 
 _MASTER = f"/{MASTER_KEY}"
+_ONLY_ZERO1 = {"skipped_steps"}  # means nothing to other optimizers
+_EXTRA_STATE = "_extra_state"  # as torch names it
 _SHOWN_NAMES = 8
 _BLOCK_BYTES = 16 * 2**20
 
@@ -78,6 +82,12 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> CheckpointState:
             if value.shape == parameter.shape:
                 for logical, tensor in _logical_tensors(name, parameter, value).items():
                     state[f"{OPTIMIZER_PREFIX}{logical}/{key}"] = tensor
+            elif value.numel() > 1 and is_cut(parameter):
+                raise ValueError(
+                    f"optimizer state {key!r} of {name} is {list(value.shape)}, and the part of the parameter here is "
+                    f"{list(parameter.shape)}: what other ranks have of it is not known; use an elementwise optimizer "
+                    "with tensor parallelism"
+                )
             else:  # such as a count of steps, which each logical tensor of a fused parameter has
                 names = _logical_names(name, parameter)
                 state.update({f"{OPTIMIZER_PREFIX}{logical}/{key}": value for logical in names})
@@ -301,13 +311,74 @@ def allocate_optimizer_state(
     give_states(optimizer, {parameter: room(parameter) for parameter in names})
 
 
-def settle_optimizer_state(optimizer: Optimizer) -> None:
-    """To be called when the states for which `allocate_optimizer_state` made room have been filled."""
+def settle_optimizer_state(optimizer: Optimizer, others: Mapping[str, Any]) -> None:
+    """To be called when the states for which `allocate_optimizer_state` made room have been filled.
+
+    Args:
+        optimizer: whose states they are.
+        others: what `other_optimizer_state` gave; empty if nothing.
+
+    Raises:
+        ValueError: it has no way to take them.
+    """
+    attributes = others.get("attributes", {})
+    is_zero1 = isinstance(optimizer, NeuronZero1Optimizer)
+    found = states_of("the optimizer", optimizer) if others and not is_zero1 else None
+    takes = optimizer.other_state() if isinstance(optimizer, NeuronZero1Optimizer) else found and found.attributes
+    lacking = attributes.keys() - _ONLY_ZERO1 - (takes or {}).keys()
+    if lacking:
+        raise ValueError(
+            f"the optimizer was saved with {sorted(lacking)} by its own state_dict, which {type(optimizer).__name__} "
+            "does not have; load into the class that was saved"
+        )
     if isinstance(optimizer, NeuronZero1Optimizer):
-        for _, base in optimizer.parts():
-            restore_numbers(base)
+        optimizer.settle_state(attributes)
+        return
+    restore_numbers(optimizer)
+    if found is not None:
+        found.put(found.states, others.get("of_none", {}), attributes)
+
+
+def other_optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
+    """What an optimizer keeps outside of its parameters' states and its groups; empty if nothing.
+
+    Raises:
+        ValueError: its `state_dict` is of no known form, or it keeps tensors while ranks have parts of the model.
+    """
+    if isinstance(optimizer, NeuronZero1Optimizer):
+        numbers = {key: value for key, value in optimizer.other_state().items() if value}
+        return {"attributes": numbers} if numbers else {}
+    found = states_of("the optimizer", optimizer)
+    others = {key: value for key, value in (("of_none", found.of_none), ("attributes", found.attributes)) if value}
+    if active_group("tp").size * active_group("pp").size > 1 and any(isinstance(it, Tensor) for it in _leaves(others)):
+        raise ValueError(
+            f"the {type(optimizer).__name__} keeps tensors that belong to no parameter ({', '.join(_names(others))}); "
+            "which part of the model they belong to is not known, so they cannot be saved with tensor or pipeline "
+            "parallelism"
+        )
+    return others
+
+
+def _names(others: Mapping[str, Any]) -> list[str]:
+    return sorted(str(key) for kind in others.values() for key in kind)
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, Mapping | list | tuple):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _leaves(item)
     else:
-        restore_numbers(optimizer)
+        yield value
+
+
+def modules_with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
+    """This rank's modules that have a `get_extra_state` of their own, by the names of their states."""
+    named = model.local_named_modules() if isinstance(model, NxDPPModel) else model.named_modules()
+    return {
+        f"{name}.{_EXTRA_STATE}".lstrip("."): module
+        for name, module in named
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    }
 
 
 def _check_shard_metadata(model: nn.Module) -> None:
@@ -334,7 +405,8 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 def _persistent_buffers(model: nn.Module) -> CheckpointState:
     if isinstance(model, NxDPPModel):
         parameters = {name for name, _ in model.local_named_parameters()} | model.tied_names().keys()
-        return {name: tensor for name, tensor in model.local_state_dict().items() if name not in parameters}
+        kept = parameters | modules_with_extra_state(model).keys()
+        return {name: tensor for name, tensor in model.local_state_dict().items() if name not in kept}
     persistent = model.state_dict(keep_vars=True)
     return {name: buffer for name, buffer in model.named_buffers() if name in persistent}
 

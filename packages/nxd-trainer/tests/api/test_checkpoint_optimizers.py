@@ -181,3 +181,83 @@ def test_zero1_dcp_is_taken_and_said_to_change_nothing(tmp_path, caplog):
     assert [message.partition(":")[0] for message in caplog.messages if "dcp" in message] == [
         "use_zero1_dcp changes nothing"
     ] * 2
+
+
+class Global(torch.optim.SGD):
+    """Has an entry of its state that belongs to no parameter."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        mine = self.state.setdefault("mine", {"steps": 0, "sum": torch.zeros(2)})
+        mine["steps"] += 1
+        mine["sum"] += 1
+
+
+class OwnAttributes(torch.optim.Adam):
+    """Saves and loads an attribute of its own, as wrappers of optimizers do."""
+
+    average = 0.0
+
+    def step(self, closure=None):
+        self.average = self.average / 2 + 1
+        return super().step(closure)
+
+    def state_dict(self):
+        return {**super().state_dict(), "average": self.average}
+
+    def load_state_dict(self, state):
+        self.average = state["average"]
+        super().load_state_dict({key: state[key] for key in ("state", "param_groups")})
+
+
+@pytest.mark.parametrize("optimizer_class", [Global, OwnAttributes])
+def test_state_outside_of_parameters_is_there_after_a_load(tmp_path, optimizer_class):
+    model, optimizer = build(optimizer_class, lr=0.1)
+    step(model, optimizer)
+    step(model, optimizer)
+    save_checkpoint(tmp_path, "a", model, optimizer)
+    other, its_optimizer = build(optimizer_class, lr=0.2)
+
+    load_checkpoint(tmp_path, model=other, optimizer=its_optimizer)
+
+    torch.testing.assert_close(its_optimizer.state_dict(), optimizer.state_dict(), rtol=0, atol=0)
+    plain, its_optimizer = build(torch.optim.SGD, lr=0.2)
+    if optimizer_class is OwnAttributes:
+        with pytest.raises(CheckpointError, match=r"was saved with \['average'\] by its own state_dict, which SGD"):
+            load_checkpoint(tmp_path, model=plain, optimizer=its_optimizer)
+
+
+def test_skipped_steps_of_zero1_are_counted_on(tmp_path):
+    model, optimizer = build(torch.optim.AdamW, zero1=True)
+    step(model, optimizer)
+    optimizer.optimizer.skipped_steps = 3
+    save_checkpoint(tmp_path, "a", model, optimizer)
+    for zero1, expected in ((True, 3), (False, None)):
+        other, its_optimizer = build(torch.optim.AdamW, zero1=zero1)
+        load_checkpoint(tmp_path, model=other, optimizer=its_optimizer)
+        assert getattr(its_optimizer, "skipped_steps", None) == expected
+
+
+class HasExtra(Scaled):
+    extra = None
+
+    def get_extra_state(self):
+        return self.extra
+
+    def set_extra_state(self, state):
+        self.extra = state
+
+
+@pytest.mark.parametrize("extra", [{"steps": 2, "by": {7: (1, 2)}}, torch.arange(5), [torch.ones(2), "text"]])
+def test_extra_state_of_modules_reaches_set_extra_state(tmp_path, extra):
+    def made(value):
+        model = initialize_parallel_model(neuronx_distributed_config(), HasExtra)
+        next(it for it in model.modules() if isinstance(it, HasExtra)).extra = value
+        return model
+
+    save_checkpoint(tmp_path, "a", made(extra))
+    model = made(None)
+    load_checkpoint(tmp_path, model=model)
+
+    found = next(it for it in model.modules() if isinstance(it, HasExtra)).extra
+    assert repr(found) == repr(extra)

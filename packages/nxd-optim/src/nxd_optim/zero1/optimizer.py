@@ -5,7 +5,7 @@ a user calls and the order of a step; who keeps which weights is in `sharded_wei
 `gradient_exchange`, memory and messages in `flat_bucket`, saving in `sharded_state` and `rank_state`.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from os import PathLike
 from typing import Any
@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from nxd_optim.clip import CLIP_EPSILON
 from nxd_optim.elementwise import check_elementwise, for_the_cpu
+from nxd_optim.load_states import restore_numbers
 from nxd_optim.reducer import DEFAULT_BUCKET_BYTES
 from nxd_optim.zero1.buckets import Bucket, choose_dtypes, scale_gradients, update_and_gather
 from nxd_optim.zero1.flat_bucket import Dtypes
@@ -352,6 +353,20 @@ class NeuronZero1Optimizer(Optimizer):
         """
         self._check_inited()
         allocate_state(self.parts(), stored, with_masters=self.save_master_weights)
+
+    def other_state(self) -> dict[str, Any]:
+        """What is to be saved besides `sharded_state` and the groups: numbers, the same on every rank."""
+        return {"skipped_steps": self.skipped_steps}
+
+    def settle_state(self, others: Mapping[str, Any]) -> None:
+        """To be called when the tensors that `allocate_state` made have been filled.
+
+        Args:
+            others: what `other_state` gave; what is missing begins anew.
+        """
+        for _, base in self.parts():
+            restore_numbers(base)
+        self.skipped_steps = int(others.get("skipped_steps", 0))
 
     def save_sharded_state_dict(self, output_dir: str | PathLike[str], save_serially: bool = True) -> None:
         """Write each rank's `state_dict` to `optim/dp_rank_DD_tp_rank_TT_pp_rank_PP.pt`. Called by all ranks.

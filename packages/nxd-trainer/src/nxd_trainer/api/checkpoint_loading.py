@@ -22,6 +22,8 @@ from nxd_trainer.api.checkpoint_tags import Found, NothingSavedError, find_check
 from nxd_trainer.api.legacy_checkpoint import load_legacy_checkpoint
 from nxd_trainer.api.rank_sync import agree
 from nxd_trainer.api.stored_values import (
+    EXTRA_STATES,
+    OTHER_STATE,
     SCHEDULER,
     SETTINGS,
     USER_CONTENT,
@@ -31,6 +33,7 @@ from nxd_trainer.api.stored_values import (
     holds_value,
     match_settings,
     read_dict_state,
+    set_extra_states,
     unpack_value,
 )
 from nxd_trainer.api.unwrap import Subjects, describe_subjects, further_names, subjects_of
@@ -53,6 +56,8 @@ class _Values:
 
     settings: Sequence[Settings] | None
     optimizer_dict: dict[str, Any] | None
+    other_optimizer_state: dict[str, Any]
+    extra_states: dict[str, Any] | None
     scheduler: Any
     user_content: Any
 
@@ -136,7 +141,7 @@ def load_checkpoint(
     if as_masters:  # a second reading, as the optimizer wants the same tensors for itself
         nxd_ckpt.load(found.root, found.tag, into=from_masters, strict=False, convert_dtype=True)
     settle_adapters(subjects.lora, objects)
-    on_every_rank(coordinator, doing, lambda: _hand_over(values, subjects, scheduler))
+    on_every_rank(coordinator, doing, lambda: _hand_over(values, subjects, scheduler, strict=strict))
     return values.user_content
 
 
@@ -185,6 +190,8 @@ def _read_values(checkpoint: Checkpoint, subjects: Subjects, *, scheduler: bool)
     return _Values(
         settings,
         optimizer_dict,
+        unpack_value(checkpoint, OTHER_STATE) or {},
+        None if subjects.model is None else unpack_value(checkpoint, EXTRA_STATES),
         unpack_value(checkpoint, SCHEDULER) if scheduler else None,
         unpack_value(checkpoint, USER_CONTENT),
     )
@@ -199,13 +206,15 @@ def _make_room(checkpoint: Checkpoint, subjects: Subjects, values: _Values) -> C
     return optimizer_state(subjects.model, subjects.optimizer)
 
 
-def _hand_over(values: _Values, subjects: Subjects, scheduler: Any) -> None:
+def _hand_over(values: _Values, subjects: Subjects, scheduler: Any, *, strict: bool) -> None:
     """Give the optimizer and the scheduler everything except tensors of parameters."""
     if subjects.optimizer is not None and values.optimizer_dict is not None:
         subjects.optimizer.load_state_dict(values.optimizer_dict)
-    elif subjects.optimizer is not None:
-        settle_optimizer_state(subjects.optimizer)
     if subjects.optimizer is not None and values.settings is not None:
         apply_settings(values.settings, subjects.optimizer)
+    if subjects.optimizer is not None and values.optimizer_dict is None:
+        settle_optimizer_state(subjects.optimizer, values.other_optimizer_state)
+    if subjects.model is not None:
+        set_extra_states(subjects.model, values.extra_states, strict=strict)
     if scheduler is not None:
         scheduler.load_state_dict(values.scheduler)

@@ -27,16 +27,25 @@ from nxd_trainer.api.adapters import describe_adapter, saved_tensors, weights_to
 from nxd_trainer.api.checkpoint_tags import check_kept, choose_tag, is_untagged, keep_newest
 from nxd_trainer.api.rank_sync import agree, is_first_replica
 from nxd_trainer.api.stored_values import (
+    EXTRA_STATES,
     METRICS,
+    OTHER_STATE,
     SCHEDULER,
     SETTINGS,
     USER_CONTENT,
     dict_state,
+    gather_extra_states,
     gather_settings,
     pack_values,
 )
 from nxd_trainer.api.unwrap import Subjects, buffer_names, describe_subjects, plain_model, subjects_of
-from nxd_trainer.checkpoint import CheckpointState, optimizer_state, saved_here, weights_of_wider_masters
+from nxd_trainer.checkpoint import (
+    CheckpointState,
+    optimizer_state,
+    other_optimizer_state,
+    saved_here,
+    weights_of_wider_masters,
+)
 from nxd_trainer.companion_files import as_extra
 from nxd_trainer.model_description import ADAPTER_KEY, ModelDescription, describe_model, with_companions
 
@@ -197,10 +206,13 @@ def write_checkpoint(
     if subjects.optimizer is not None and names and contents.with_settings:
         settings = gather_settings(names, subjects.optimizer)
     adapter = describe_adapter(subjects.lora)
+    extra_states = gather_extra_states(subjects.model, coordinator, doing)
 
     def pack() -> tuple[dict[str, Any], dict[str, bytes]]:
         values = {
             SETTINGS: settings,
+            EXTRA_STATES: extra_states,
+            OTHER_STATE: (subjects.model and subjects.optimizer and other_optimizer_state(subjects.optimizer)) or None,
             SCHEDULER: None if contents.scheduler is None else contents.scheduler.state_dict(),
             USER_CONTENT: contents.user_content,
             METRICS: dict(contents.metrics) or None,

@@ -137,7 +137,7 @@ def load_legacy_checkpoint(
     on_every_rank(coordinator, doing, lambda: fill_state(source, into))
     settle_adapters(adapters, {})
     if optimizer is not None:
-        settle_optimizer_state(optimizer)
+        settle_optimizer_state(optimizer, {})
         apply_settings(objects["optimizer"]["param_groups"], optimizer)
     if scheduler is not None:
         scheduler.load_state_dict(objects["scheduler"])

@@ -6,26 +6,30 @@ parameters, so they fit any layout. A `state_dict` without a model knows paramet
 the degrees at which it was saved.
 """
 
+import hashlib
 import io
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from nxd_ckpt import Checkpoint, CheckpointError
+from nxd_ckpt import Checkpoint, CheckpointError, Coordinator
+from nxd_ckpt.coordinator import gather_from_every_rank, on_every_rank
 from nxd_ckpt.interop.safe_pickle import load_torch_stream
 from nxd_state import active_group, all_gather_object, splits_experts
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nxd_trainer.api.rank_sync import is_first_replica
-from nxd_trainer.checkpoint import OPTIMIZER_DICT_PREFIX, named_parameters
+from nxd_trainer.checkpoint import OPTIMIZER_DICT_PREFIX, modules_with_extra_state, named_parameters
 
 # Names of a checkpoint's values, besides the description of its model.
 SETTINGS = "optimizer_settings"
 SCHEDULER = "scheduler"
 USER_CONTENT = "user_content"
 METRICS = "metrics"
+EXTRA_STATES = "extra_states"  # of modules
+OTHER_STATE = "other_optimizer_state"
 
 Settings = Mapping[str, Any]
 
@@ -123,6 +127,51 @@ def gather_settings(names: Sequence[Sequence[str]], optimizer: Optimizer) -> lis
         for index, group in enumerate(names)
     ]
     return [entry for stage in all_gather_object(own, active_group("pp")) for entry in stage]
+
+
+def gather_extra_states(model: nn.Module | None, coordinator: Coordinator, doing: str) -> dict[str, Any] | None:
+    """The extra states of the modules of all stages; None if there are none. Called by all ranks.
+
+    Raises:
+        ValueError: one holds what could only be read by running code, or tensor-parallel ranks have different ones.
+    """
+
+    def own() -> dict[str, Any]:
+        found = {} if model is None else modules_with_extra_state(model)
+        return {name: module.get_extra_state() for name, module in found.items()}
+
+    of_rank = on_every_rank(coordinator, doing, own, error_type=ValueError)
+    stages = all_gather_object(of_rank, active_group("pp"))
+    states = {name: value for stage in stages for name, value in stage.items()}
+
+    def digests() -> tuple[bool, dict[str, str]]:
+        return is_first_replica(), {
+            name: hashlib.sha256(_torch_bytes(name, value)).hexdigest() for name, value in states.items()
+        }
+
+    of_ranks = gather_from_every_rank(coordinator, doing, digests, error_type=ValueError)
+    for rank, (speaks, found) in enumerate(of_ranks):
+        if speaks and found != of_ranks[0][1]:
+            name = next((it for it in found if found[it] != of_ranks[0][1].get(it)), "a module")
+            raise ValueError(
+                f"{doing} failed: {name} is another value on rank {rank} than on rank 0, and one is saved for all "
+                "tensor-parallel ranks; keep it the same on all of them, or make it a buffer with a shard_spec"
+            )
+    return states or None
+
+
+def set_extra_states(model: nn.Module, states: Any, *, strict: bool) -> None:
+    """Give modules their extra states.
+
+    Raises:
+        CheckpointError: with `strict`, none of this model's modules has one that is there.
+    """
+    modules = modules_with_extra_state(model)
+    for name, value in (states or {}).items():
+        if name in modules:
+            modules[name].set_extra_state(value)
+        elif strict and active_group("pp").size == 1:
+            raise CheckpointError(f"it holds {name}, which no module of the model takes; pass strict=False to leave it")
 
 
 def settings_of(group: Settings) -> dict[str, Any]:

@@ -1,0 +1,192 @@
+"""What a module saves: the tensors of its `state_dict`, whose memory is its own or not, and the way back.
+
+A tensor that is the module's own memory is filled in place. Anything else that `state_dict` gives (made by hooks, by an
+overridden `state_dict`, or an extra state) is a copy, and reaches the module by `load_state_dict`.
+"""
+
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from nxd_ckpt.distributed_tensors import is_dtensor, local_tensor
+from nxd_ckpt.errors import CheckpointError
+from nxd_ckpt.shard_marks import check_layers, is_part
+
+_WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")  # in names that torch makes
+_EXTRA_STATE = "_extra_state"
+
+
+@dataclass(frozen=True)
+class ModuleState:
+    """The state of a module, taken apart.
+
+    Attributes:
+        module: without DDP around it.
+        content: its state dict, with the module's own parameters and buffers in place of what shares their memory.
+        own: the names whose tensors are the module's memory.
+        buffers: those of them that are buffers.
+    """
+
+    module: nn.Module
+    content: dict[str, Any]
+    own: set[str]
+    buffers: set[str]
+
+    @property
+    def is_filled_in_place(self) -> bool:
+        """Whether nothing has to be done when the tensors are filled."""
+        return self.own >= self.content.keys() and not _loads_itself(self.module)
+
+
+def plain_name(name: str) -> str:
+    """Without what torch.compile, FSDP and activation checkpointing put into it."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def is_extra_state(name: str) -> bool:
+    """Whether an entry of a state dict is what `get_extra_state` has returned."""
+    return name.rpartition(".")[2] == _EXTRA_STATE
+
+
+def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """A module's parameters, each once, under the first of its names; a pipeline's are those of this rank."""
+    module = _unwrapped(module)
+    if not hasattr(module, "local_named_parameters"):
+        return ((plain_name(name), parameter) for name, parameter in module.named_parameters())
+    first_names: Mapping[str, str] = module.tied_names()  # type: ignore[operator]
+    named = module.local_named_parameters()  # type: ignore[operator]
+    return ((plain_name(first_names.get(name, name)), parameter) for name, parameter in named)
+
+
+def module_state(module: nn.Module, *, several_ranks: bool) -> ModuleState:
+    """What is to be saved of a module, or filled.
+
+    A pipeline has `local_state_dict`, `local_named_parameters`, `local_named_buffers`, `local_named_modules` and
+    `tied_names`, which give what this rank has under the names of the whole model.
+
+    Raises:
+        ValueError: parameters are parts of wholes, and do not say which, or were put together by hooks.
+    """
+    module = _unwrapped(module)
+    is_pipeline = hasattr(module, "local_state_dict")
+    named_modules: Callable[[], Any] = module.local_named_modules if is_pipeline else module.named_modules  # type: ignore[assignment]
+    if several_ranks:
+        check_layers(named_modules)
+    with torch.no_grad():
+        content: dict[str, Any] = module.local_state_dict() if is_pipeline else module.state_dict()  # type: ignore[operator]
+    if is_pipeline:
+        parameters: dict[str, Any] = dict(module.local_named_parameters())  # type: ignore[operator]
+        buffers: dict[str, Any] = dict(module.local_named_buffers())  # type: ignore[operator]
+    else:
+        parameters = dict(module.named_parameters(remove_duplicate=False))
+        buffers = dict(module.named_buffers(remove_duplicate=False))
+    there = {**buffers, **parameters}
+    by_place = {_place(tensor): tensor for tensor in there.values()}
+    own: dict[str, Any] = {}
+    for name, value in content.items():
+        if isinstance(value, torch.Tensor) and not is_extra_state(name) and (place := _place(value)) is not None:
+            named = there.get(name)
+            found = named if named is not None and _place(named) == place else by_place.get(place)
+            if found is not None:
+                own[name] = found
+    if several_ranks:
+        _check_made(content, own, parameters)
+    buffer_ids = set(map(id, buffers.values()))
+    content.update(own)
+    return ModuleState(module, content, set(own), {name for name, tensor in own.items() if id(tensor) in buffer_ids})
+
+
+def with_parts(content: Any) -> Any:
+    """A module's `state_dict` with the parameters that are parts in place of its bare tensors, which do not say so.
+
+    Anything else is returned as it is. The parameters are looked for among all that live in the process, as nothing
+    else leads from such a dict to its module.
+    """
+    if not hasattr(content, "_metadata") or not isinstance(content, Mapping):
+        return content
+    living = (it for it in gc.get_objects() if issubclass(type(it), nn.Parameter))
+    parts = {_place(parameter): parameter for parameter in living if is_part(parameter) and parameter.numel()}
+    return {
+        name: parts.get(_place(value), value) if isinstance(value, torch.Tensor) and value.numel() else value
+        for name, value in content.items()
+    }
+
+
+def give_back(path: str, state: ModuleState, before: Mapping[str, torch.Tensor]) -> None:
+    """Hand a filled state to its module, by `load_state_dict`.
+
+    Args:
+        path: the module's, for messages.
+        state: from `module_state`; `content` is filled.
+        before: copies of tensors of `content` that are not the module's memory, from before they were filled.
+
+    Raises:
+        CheckpointError: the module does not take what its own `state_dict` gives.
+    """
+    with torch.no_grad():
+        result = state.module.load_state_dict(state.content, strict=False)
+    refused = [name for name in getattr(result, "unexpected_keys", None) or () if name not in state.own]
+    after = state.module.state_dict() if before else {}
+    refused += [
+        name
+        for name, value in before.items()
+        if isinstance(after.get(name), torch.Tensor)
+        and after[name].shape == value.shape
+        and torch.equal(after[name], value)
+        and not torch.equal(value, state.content[name])
+    ]
+    if refused:
+        raise CheckpointError(
+            f"{path}.{plain_name(refused[0])} is in the state_dict of a {type(state.module).__name__}, but its "
+            "load_state_dict does not take it, so it is not loaded; give the module a load_state_dict (or hook) that "
+            "does, or leave the name out of its state_dict"
+        )
+
+
+def _unwrapped(module: nn.Module) -> nn.Module:
+    return module.module if isinstance(module, DistributedDataParallel) else module
+
+
+def _loads_itself(module: nn.Module) -> bool:
+    """Whether loading does more than copying: hooks, or methods of its own."""
+    if type(module).load_state_dict is not nn.Module.load_state_dict and not hasattr(module, "local_state_dict"):
+        return True
+    for part in module.modules():
+        if part._load_state_dict_pre_hooks or part._load_state_dict_post_hooks:
+            return True
+        load = type(part)._load_from_state_dict
+        if load is not nn.Module._load_from_state_dict and not load.__module__.startswith("torch.nn."):
+            return True
+    return False
+
+
+def _place(tensor: Any) -> Any:
+    """What two tensors have in common that are the same memory; None where that is not known."""
+    if is_dtensor(tensor):
+        inner = _place(local_tensor(tensor))
+        return None if inner is None else ("DTensor", tuple(tensor.shape), inner)
+    if hasattr(type(tensor), "__tensor_flatten__"):
+        places = tuple(_place(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
+        return None if None in places else places
+    try:
+        return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
+    except (RuntimeError, ValueError, NotImplementedError):  # no memory of its own
+        return None
+
+
+def _check_made(content: Mapping[str, Any], own: Mapping[str, Any], parameters: Mapping[str, Any]) -> None:
+    """Refuse tensors that hooks have made of parts, since their spec is unknown."""
+    made = [name for name, value in content.items() if isinstance(value, torch.Tensor) and name not in own]
+    made = [name for name in made if not is_extra_state(name) and not is_dtensor(content[name])]
+    saved = set(map(id, own.values()))
+    parts = [name for name, parameter in parameters.items() if id(parameter) not in saved and is_part(parameter)]
+    if made and parts:
+        raise ValueError(
+            f"{made[0]!r} is made by the module's state_dict, which leaves out {parts[0]!r}, a part of a tensor: which "
+            "part it has is not known; save the parameters themselves"
+        )

@@ -1,0 +1,176 @@
+"""The protocol by which tensors say which part of a whole they are, and marks of others that do not say it.
+
+A tensor that is a part has an attribute `shard_spec` with `pieces`. Each piece has boxes `local` (of the tensor) and
+`logical` (of the whole), both with `offset` and `shape`, the `logical_shape` of the whole, and its `name`: "" for the
+tensor's own, otherwise relative to the parent of the module that owns the tensor. Elements in no piece are padding.
+A tensor with other marks of a part is refused where there are several ranks, as is a subclass that nobody here knows:
+which part it is, only its maker knows.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from nxd_ckpt.boxes import Box
+from nxd_ckpt.distributed_tensors import is_dtensor
+from nxd_ckpt.sharded_tensor import Shard, ShardedTensor
+from nxd_ckpt.tensor_subclasses import is_subclass
+
+# True on tensors that are parts: Megatron and its kin, fairscale, ColossalAI, DeepSpeed, FSDP1.
+_MARKS = (
+    "tensor_model_parallel",
+    "expert_model_parallel",
+    "model_parallel",
+    "_is_sharded",
+    "dist_layout",
+    "ds_tensor",
+    "_is_flat_param",
+)
+# Classes that hold all of their elements, and add nothing that a tensor of them needs.
+_PLAIN_CLASSES = (torch.Tensor, nn.Parameter)
+_PLAIN_PACKAGES = ("bitsandbytes",)  # weights quantized on each rank alike; what belongs to them is in its state_dict
+
+
+def is_part(tensor: Any) -> bool:
+    """Whether a tensor says, or is marked, that it is a part; DTensors do so otherwise."""
+    return _spec_of(tensor) is not None or (isinstance(tensor, torch.Tensor) and _foreign_mark(tensor) is not None)
+
+
+def logical_parts(tensor: torch.Tensor, name: str, like: Any = None) -> dict[str, ShardedTensor] | None:
+    """The boxes of logical tensors in a tensor, by their names; None if it is a whole one.
+
+    Args:
+        tensor: a parameter, or a state of one.
+        name: of the parameter in its module.
+        like: the parameter that `tensor` is split as; default: the tensor itself.
+
+    Raises:
+        ValueError: the spec belongs to another shape.
+    """
+    spec = _spec_of(tensor if like is None else like)
+    if spec is None:
+        return None
+    if tuple(spec.local_shape) != tuple(tensor.shape):
+        raise ValueError(
+            f"its shard_spec is of a tensor {list(spec.local_shape)}, but it is {list(tensor.shape)}; set the "
+            "shard_spec of what it is now"
+        )
+    shards: dict[str, list[Shard]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for piece in spec.pieces:
+        full_name = relative_name(name, piece.name)
+        shapes[full_name] = tuple(piece.logical_shape)
+        part = tensor.detach()[Box(tuple(piece.local.offset), tuple(piece.local.shape)).slices()]
+        shards.setdefault(full_name, []).append(Shard(part, tuple(piece.logical.offset)))
+    return {full_name: ShardedTensor(shapes[full_name], of_name) for full_name, of_name in shards.items()}
+
+
+def logical_names(tensor: Any, name: str) -> list[str]:
+    """The names of the logical tensors in a parameter: its own where it is whole; none where it is all padding."""
+    spec = _spec_of(tensor)
+    return [name] if spec is None else list(dict.fromkeys(relative_name(name, it.name) for it in spec.pieces))
+
+
+def logical_shape(tensor: Any, name: str, logical: str) -> tuple[int, ...]:
+    """The shape of one of the logical tensors in a parameter."""
+    spec = _spec_of(tensor)
+    if spec is None:
+        return tuple(tensor.shape)
+    return next(tuple(it.logical_shape) for it in spec.pieces if relative_name(name, it.name) == logical)
+
+
+def is_cut(tensor: Any) -> bool:
+    """Whether a parameter with a spec is anything but one whole logical tensor."""
+    spec = _spec_of(tensor)
+    return spec is not None and not (
+        len(spec.pieces) == 1 and tuple(spec.local_shape) == tuple(spec.pieces[0].logical_shape)
+    )
+
+
+def check_known(tensor: torch.Tensor) -> None:
+    """Refuse a tensor without a spec that may be a part. For several ranks; one rank has all of everything.
+
+    Raises:
+        ValueError: says what marks it.
+    """
+    if is_dtensor(tensor):
+        return
+    if is_subclass(tensor):
+        if is_part(tensor):
+            raise ValueError(
+                f"a {type(tensor).__name__} {list(tensor.shape)} is marked as a part of another, and how that cuts "
+                "what it is made of is not known; make it a DTensor"
+            )
+        return
+    if _spec_of(tensor) is not None:
+        return
+    advice = "pass a nxd_ckpt.ShardedTensor that says which boxes this rank holds, or set its shard_spec"
+    if (mark := _foreign_mark(tensor)) is not None:
+        raise ValueError(
+            f"a tensor {list(tensor.shape)} with {mark} is marked as a part of another, and nothing says which part; "
+            f"{advice} (num_partitions = 1 marks one that is whole)"
+        )
+    kind = type(tensor)
+    if kind not in _PLAIN_CLASSES and kind.__module__.split(".")[0] not in _PLAIN_PACKAGES:
+        raise ValueError(
+            f"a {kind.__name__} {list(tensor.shape)} may be a part of another tensor; {advice}, or pass its "
+            "as_subclass(torch.Tensor) if each rank has all of it"
+        )
+
+
+def check_layers(named_modules: Callable[[], Iterator[tuple[str, nn.Module]]]) -> None:
+    """Refuse modules whose parameters are parts that do not say so. For several ranks.
+
+    Raises:
+        ValueError: a layer's weight has lost its spec, or the module is one of FSDP1's.
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    for name, module in named_modules():
+        if fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel):
+            raise ValueError(
+                f"{name or 'it'} is FullyShardedDataParallel, whose flat parameters do not say what they hold; use "
+                "fully_shard (FSDP2), or pass what FSDP.state_dict() and FSDP.optim_state_dict() return"
+            )
+        degree = getattr(module, "tensor_parallel_size", 1)
+        if not isinstance(degree, int) or degree == 1:
+            continue
+        for own_name, parameter in module.named_parameters(recurse=False):
+            if own_name.startswith("weight") and not is_part(parameter) and not is_dtensor(parameter):
+                raise ValueError(
+                    f"{name}.{own_name} is split over {degree} ranks but has lost its shard_spec, as copies have "
+                    "(deepcopy, to_empty, load_state_dict(assign=True)); copy it from the parameter it was made of"
+                )
+
+
+def _spec_of(tensor: Any) -> Any:
+    spec = getattr(tensor, "shard_spec", None)
+    return spec if hasattr(spec, "pieces") else None
+
+
+def _foreign_mark(tensor: torch.Tensor) -> str | None:
+    """The first mark of a part that is not `shard_spec`."""
+    if getattr(tensor, "num_partitions", None) == 1:
+        return None
+    for mark in _MARKS:
+        value = getattr(tensor, mark, None)
+        if value is not None and value is not False:
+            dim = getattr(tensor, "partition_dim", None)
+            return f"{mark}={value if value is True else type(value).__name__}" + (
+                "" if dim is None else f", partition_dim={dim}"
+            )
+    if getattr(tensor, "allreduce", True) is False:  # experts of Megatron and DeepSpeed
+        return "allreduce=False"
+    dim = getattr(tensor, "partition_dim", -1)
+    if not hasattr(tensor, "tensor_model_parallel") and isinstance(dim, int) and dim >= 0:
+        return f"partition_dim={dim}"
+    return None
+
+
+def relative_name(name: str, relative: str) -> str:
+    """The name of a logical tensor: the parameter's own, or one beside the module that owns it."""
+    if not relative:
+        return name
+    return ".".join([*name.split(".")[:-2], relative])
