@@ -372,13 +372,13 @@ def test_meta_layer_draws_its_weights_later(on_tp, assert_same):
     [
         (
             {"output_sizes": [8, 4], "num_key_value_heads": 2},
-            "key/value heads 2 over tp 4 need kv_size_multiplier=2, not 1",
+            "=1 does not fit 2 key/value heads over tp 4; use kv_size_multiplier=2",
         ),
         (
             {"output_sizes": [24, 6], "num_key_value_heads": 3, "kv_size_multiplier": 2},
-            "need kv_size_multiplier=4, not 2",
+            "=2 does not fit 3 key/value heads over tp 4; use kv_size_multiplier=4",
         ),
-        ({"output_sizes": [8, 2]}, "k and v of length 2 over tp 4 need kv_size_multiplier=2, not 1"),
+        ({"output_sizes": [8, 2]}, "=1 does not fit k and v of length 2 over tp 4; give num_key_value_heads"),
         (
             {"output_sizes": [8, 4], "num_key_value_heads": 2, "kv_size_multiplier": 3},
             "kv_size_multiplier=3 does not divide tensor_model_parallel_size=4; use kv_size_multiplier=2",

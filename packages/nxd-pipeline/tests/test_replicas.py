@@ -110,3 +110,20 @@ def test_a_gradient_that_some_replicas_have_is_averaged_with_zeros_of_the_others
     assert none is None
     torch.testing.assert_close(first, alone / 2)
     torch.testing.assert_close(second, alone / 2)
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_replicas_that_start_differently_are_refused_on_every_rank(run_ranks, pp):
+    def outcome():
+        initialize_model_parallel(1, pp)
+        torch.manual_seed(get_group("dp").rank)
+        model = NxDPPModel(Model(), transformer_layer_cls=Layer, num_microbatches=2, auto_partition=True)
+        x = {name: it.float() for name, it in batch().items()}
+        with pytest.raises(ValueError, match="start from different weights") as raised:
+            model.run_train(**x)
+        for parameter in model.local_parameters():
+            parameter.data.fill_(0.1)
+        model.run_train(**x)
+        return str(raised.value)
+
+    assert len(set(run_ranks(outcome, 2 * pp))) == 1

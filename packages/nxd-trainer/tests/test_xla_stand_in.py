@@ -196,3 +196,18 @@ def test_library_that_looks_for_a_tpu_learns_that_there_is_none(tmp_path, run_sc
     result = run_script(script="other.py")
 
     assert result.stdout == "there is no TPU: torch-xla is not installed\n", result.stderr
+
+
+@pytest.mark.parametrize("backend", ["xla", "gloo"])
+def test_script_of_one_rank_starts_torch_distributed_and_hears_of_variables_without_effect(
+    tmp_path, run_script, monkeypatch, backend
+):
+    monkeypatch.setenv("XLA_USE_BF16", "1")
+    (tmp_path / "other.py").write_text(
+        f"import torch.distributed as dist\ndist.init_process_group({backend!r})\nprint(dist.get_world_size())\n"
+    )
+
+    result = run_script(script="other.py")
+
+    assert result.stdout == "1\n", result.stderr
+    assert "XLA_USE_BF16=1: no effect without torch-xla" in result.stderr

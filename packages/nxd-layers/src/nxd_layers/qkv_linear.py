@@ -382,14 +382,15 @@ def _layout(q_size: int, kv_size: int, num_heads: int | None, copies: int, tp_si
     if num_heads is not None and (num_heads < 1 or kv_size % num_heads):
         raise ValueError(f"num_key_value_heads={num_heads} does not divide the length of k and v, {kv_size}")
     fewest = kv_size_multiplier_for(kv_size if num_heads is None else num_heads, tp_size)
+    # Without the number of heads a multiplier that divides the rows may split a head.
+    advice = (
+        f"use kv_size_multiplier={fewest}" if num_heads is not None else "give num_key_value_heads to learn which does"
+    )
     if copies < 1 or tp_size % copies:
-        raise ValueError(
-            f"kv_size_multiplier={copies} does not divide tensor_model_parallel_size={tp_size}; "
-            f"use kv_size_multiplier={fewest}"
-        )
+        raise ValueError(f"kv_size_multiplier={copies} does not divide tensor_model_parallel_size={tp_size}; {advice}")
     if copies % fewest:
-        what = f"k and v of length {kv_size}" if num_heads is None else f"key/value heads {num_heads}"
-        raise ValueError(f"{what} over tp {tp_size} need kv_size_multiplier={fewest}, not {copies}")
+        what = f"k and v of length {kv_size}" if num_heads is None else f"{num_heads} key/value heads"
+        raise ValueError(f"kv_size_multiplier={copies} does not fit {what} over tp {tp_size}; {advice}")
     if num_heads is None:
         parts = tp_size // copies
         return KeyValueLayout(parts, kv_size // parts, copies, tp_size)

@@ -324,3 +324,17 @@ def test_reset_lets_adapters_add_nothing_and_train_again():
     model(ids).backward()
     trained = {name.rpartition(".")[2] for name, factor in model.factors().items() if factor.grad.count_nonzero()}
     assert trained == {"lora_embedding_A", "lora_B"}
+
+
+def test_factors_of_ranks_that_were_not_seeded_alike_are_those_of_one_model(run_ranks):
+    def factors():
+        nxd_state.initialize_model_parallel(2)
+        model = Model()
+        torch.manual_seed(10 * get_group("dp").rank + get_group("tp").rank)
+        return gather_adapter(LoraModel(model, config()))
+
+    model = Model()
+    torch.manual_seed(0)  # as rank 0
+    of_one_process = gather_adapter(LoraModel(model, config()))
+    for found in run_ranks(factors, 4):
+        torch.testing.assert_close(found, of_one_process, rtol=0, atol=0)

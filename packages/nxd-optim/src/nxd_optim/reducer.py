@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from nxd_state import Group, active_group, all_gather_object, records_graphs
+from nxd_state import Group, active_group, all_gather_object, check_same_start, records_graphs
 from torch import Tensor
 
 from nxd_optim.bucket import GradientBucket, GraphBucket, batch_parameters, make_buckets
@@ -34,9 +34,10 @@ class GradientReducer:
         optimizer.step()
         reducer.zero_grad()
 
-    The replicas must start from equal weights. A parameter without a gradient on some rank counts as zero there.
-    `optimizer.zero_grad()` does as well as `reducer.zero_grad()`, at the price of one more copy of each gradient.
-    A change of `requires_grad` needs a new reducer.
+    The ranks must start from equal weights; the first `finish` compares them, except on XLA. A parameter without a
+    gradient on some rank counts as zero there. `optimizer.zero_grad()` does as well as
+    `reducer.zero_grad()`, at the price of one more copy of each gradient. A change of `requires_grad` needs a new
+    reducer.
 
     A script made for DistributedDataParallel keeps its structure with `every_backward=True`: gradients are sent with
     each `backward()` that is not inside `no_sync()`, and `finish()` is called before the optimizer's step.
@@ -78,7 +79,9 @@ class GradientReducer:
         self._dense = dense_placement(group)
         self._experts = (expert_placement() if group is None else None) or self._dense
         self.group = self._dense.replicas
-        self.parameters = [p for p in dict.fromkeys(parameters) if p.requires_grad]
+        self._given, self._group_given = list(dict.fromkeys(parameters)), group
+        self._has_compared = False
+        self.parameters = [p for p in self._given if p.requires_grad]
         check_same_parameters(self.parameters, self.group)
         sent = [p for p in self.parameters if self._is_sent(p)]
         self._kept = [p for p in self.parameters if not self._is_sent(p)]
@@ -150,9 +153,13 @@ class GradientReducer:
 
         Raises:
             RuntimeError: inside `overlap_backward`, or after a backward failed whose gradients were leaving.
+            ValueError: at the first time: ranks that hold the same weights have different ones.
         """
         self._sender.refuse("finish()", "overlapping", "failed")
         self._sender.complete()
+        if not self._has_compared:
+            check_same_start(self._given, self._group_given)
+            self._has_compared = True
         if self._usage is not None:
             if not self._buckets:
                 self._note_used(self._kept)

@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any, Self
 
 import torch
-from nxd_state import Group, get_group, model_parallel_is_initialized, records_graphs
+from nxd_state import Group, check_same_start, get_group, model_parallel_is_initialized, records_graphs
 from torch import Tensor, nn
 
 from nxd_pipeline.partition import (
@@ -204,6 +204,7 @@ class NxDPPModel(nn.Module):
             failures=self._failures,
         )
         self._gradient_syncs = GradientSyncs()
+        self._has_compared = False
         self._averages = not (use_zero1_optimizer or use_optimizer_wrapper)
         self._splits_experts = has_split_experts([module] if isinstance(module, nn.Module) else module)
         self._tied_names = LocalParts([whole]).tied_names()
@@ -280,7 +281,8 @@ class NxDPPModel(nn.Module):
 
         Raises:
             ValueError: inputs are missing, unknown or cannot be cut into microbatches, the model returned no loss, the
-                schedule is one for evaluation, or nobody is known to average the gradients of split experts.
+                schedule is one for evaluation, nobody is known to average the gradients of split experts, or, at the
+                first call without such an optimizer, ranks that hold the same weights have different ones.
         """
         if self._training_schedule.is_forward_only:
             raise ValueError(
@@ -304,6 +306,9 @@ class NxDPPModel(nn.Module):
                 with self._failures.end_all_ranks():
                     losses = self._train_stages(microbatches, record, syncs)
         if averages:
+            if not self._has_compared:
+                check_same_start(self.local_parameters())
+                self._has_compared = True
             average_over_replicas(self.local_parameters())
         return self._report.of_losses(losses)
 

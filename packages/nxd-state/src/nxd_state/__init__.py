@@ -83,13 +83,15 @@ from nxd_state.parallel_state import (
     initialize_model_parallel,
     model_parallel_is_initialized,
     planned_world,
+    ranks_run,
     splits_experts,
     subgroup,
 )
 from nxd_state.private_folder import keep_compiled_code_private, private_folder
 from nxd_state.process_groups import serve_store, transport_device
 from nxd_state.rank_failure import EXIT_PEER_FAILED, FAILURE_SHOWN, PeerError, report_failure
-from nxd_state.rng import get_rng_state, rng_stream, seed_model_parallel, set_rng_state
+from nxd_state.rng import get_rng_state, one_random_state, rng_stream, seed_model_parallel, set_rng_state
+from nxd_state.same_start import check_same_start
 from nxd_state.shard_spec import (
     Box,
     ShardPiece,
@@ -117,6 +119,7 @@ __all__ = [
     "destroy_model_parallel",
     "abort_model_parallel",
     "planned_world",
+    "ranks_run",
     "get_mesh",
     "splits_experts",
     "get_group",
@@ -191,6 +194,7 @@ __all__ = [
     "set_partition_attributes",
     "copy_parameter_attributes",
     "check_shard_specs",
+    "check_same_start",
     # devices and random numbers
     "device_type",
     "get_device",
@@ -220,6 +224,7 @@ __all__ = [
     "seed_of_module",
     "seed_model_parallel",
     "rng_stream",
+    "one_random_state",
     "get_rng_state",
     "set_rng_state",
 ]

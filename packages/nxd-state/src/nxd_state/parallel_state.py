@@ -152,6 +152,11 @@ def model_parallel_is_initialized() -> bool:
     return _state is not None
 
 
+def ranks_run() -> bool:
+    """Whether the ranks of a mesh could be sent anything: not inside `planned_world`."""
+    return _planned is None
+
+
 def destroy_model_parallel() -> None:
     """Undo `initialize_model_parallel`; it can be called again afterwards. Does nothing if not initialised.
 

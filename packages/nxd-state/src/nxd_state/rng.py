@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from nxd_state.collectives import all_gather_object
 from nxd_state.device import device_rng_state, seed_device, set_device_rng_state
 from nxd_state.mesh import Mesh
-from nxd_state.parallel_state import get_group, get_mesh, model_parallel_is_initialized
+from nxd_state.parallel_state import get_group, get_mesh, get_world_group, model_parallel_is_initialized
 
 SHARED_STREAM = "default"
 
@@ -71,6 +72,35 @@ def rng_stream(name: str) -> Iterator[None]:
         _set_generator_states(shared)
 
 
+@contextmanager
+def one_random_state() -> Iterator[None]:
+    """Inside, all ranks draw the same numbers, however they were seeded, so that models start alike. On all ranks.
+
+    Ranks that were seeded alike go on as they are. Otherwise all draw as rank 0 would have, and afterwards replicas
+    have their own streams again; the ranks of a replica, which need one stream, are given one if they had several.
+    """
+    world = get_world_group() if model_parallel_is_initialized() else None
+    if world is None or world.size == 1:
+        yield
+        return
+    before = _generator_states()
+    digests = all_gather_object(_digest(before), world)
+    if len(set(digests)) == 1:
+        yield
+        return
+    states = all_gather_object(before if world.rank == 0 else None, world)
+    _set_generator_states(states[0])
+    try:
+        yield
+    finally:
+        mesh = get_mesh()
+        replica = mesh.coordinates(world.ranks[world.rank])["dp"]
+        mine = [it for rank, it in zip(world.ranks, digests, strict=True) if mesh.coordinates(rank)["dp"] == replica]
+        _set_generator_states(before)
+        if len(set(mine)) > 1 and not _current_streams():  # those of seed_model_parallel differ as they should
+            _seed_generators(_mix(0, "replica", mine[0]))
+
+
 def get_rng_state() -> dict[str, dict[str, Tensor]]:
     """State of every stream of this rank as `{stream: {device type: uint8 tensor}}`, to save with a checkpoint."""
     return {SHARED_STREAM: _generator_states(), **{name: dict(states) for name, states in _current_streams().items()}}
@@ -110,6 +140,10 @@ def _generator_states() -> dict[str, Tensor]:
 def _set_generator_states(states: dict[str, Tensor]) -> None:
     torch.set_rng_state(states["cpu"])
     set_device_rng_state(states)
+
+
+def _digest(states: dict[str, Tensor]) -> str:
+    return hashlib.sha256(b"".join(bytes(state.tolist()) for _, state in sorted(states.items()))).hexdigest()
 
 
 def _mix(seed: int, *coordinates: object) -> int:

@@ -36,6 +36,13 @@ _OPERATIONS = {
     "min": dist.ReduceOp.MIN,
     "max": dist.ReduceOp.MAX,
 }
+_CHANGE_NUMBERS = (
+    "XLA_USE_BF16",
+    "XLA_DOWNCAST_BF16",
+    "XLA_USE_FP16",
+    "XLA_DOWNCAST_FP16",
+    "NEURON_RT_STOCHASTIC_ROUNDING_EN",
+)
 _closures: list[tuple[Callable[..., object], tuple[Any, ...]]] = []
 _made_groups: dict[tuple[dist.ProcessGroup, Groups], dist.ProcessGroup] = {}
 
@@ -47,6 +54,7 @@ def install() -> None:
     library that is installed as it is.
     """
     prepare_workers(install)
+    _tell_of_variables()
     if importlib.util.find_spec("torch_neuronx") is None:
         _put_in_place(NEURON_MODULES)
         torch.jit.load = load_compiled
@@ -54,6 +62,18 @@ def install() -> None:
         _put_in_place(_MODULES)
         dist.init_process_group = _init_process_group
         _DeviceNamedXla().__enter__()
+
+
+def _tell_of_variables() -> None:
+    """Say which variables that change a run's numbers on torch-xla and Neuron do nothing here; on one rank."""
+    without = [name for name in _CHANGE_NUMBERS if os.environ.get(name, "0").lower() not in ("", "0", "false")]
+    if without and importlib.util.find_spec("torch_xla") is None and _rank() == 0:
+        named = ", ".join(f"{name}={os.environ[name]}" for name in without)
+        print(
+            f"nxd run: {named}: no effect without torch-xla, tensors keep their dtypes; for bfloat16 use "
+            "mixed_precision_config of neuronx_distributed_config, or a model in bfloat16",
+            file=sys.stderr,
+        )
 
 
 def _put_in_place(modules: Mapping[str, Mapping[str, Any]]) -> None:
@@ -113,6 +133,9 @@ _torch_init_process_group = dist.init_process_group
 def _init_process_group(backend: str | None = None, init_method: str | None = None, *args: Any, **kwargs: Any) -> None:
     if backend == "xla":
         backend, init_method = backend_of_device(), None  # theirs, "pjrt://" or "xla://", is for torch-xla alone
+    says_rank = args or {"store", "rank", "world_size"} & kwargs.keys() or "RANK" in os.environ
+    if init_method in (None, "env://") and not says_rank:  # one process by itself, as torch-xla takes it
+        init_method, kwargs = None, kwargs | {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     _torch_init_process_group(backend, init_method, *args, **kwargs)
 
 

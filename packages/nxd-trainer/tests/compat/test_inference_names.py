@@ -29,6 +29,7 @@ from neuronx_distributed.utils.tensor_capture.model_modification import find_ava
 from neuronx_distributed.utils.tensor_replacement import modify_model_for_tensor_replacement
 from neuronx_distributed.utils.tensor_replacement.registry import RuntimeRegister
 from nxd_state import get_tensor_model_parallel_size, initialize_model_parallel
+from nxd_trainer.compat.traced_model import arguments_of_compiler
 from torch import nn
 
 
@@ -430,3 +431,11 @@ def test_a_trace_with_states_or_two_sources_of_weights_is_refused():
         nxd.trace.parallel_model_trace(
             feed_forward, torch.ones(1, 4), weights={}, checkpoint_loader_callable=whole_weights
         )
+
+
+@pytest.mark.parametrize("given", ["--model-type=transformer -O1", ["--optlevel", "2"], "-O1"])
+def test_options_of_neuronx_cc_do_not_reach_the_compilers_of_torch(given):
+    for compiler in ("inductor", "export"):
+        assert arguments_of_compiler(given, compiler) is None
+    assert arguments_of_compiler(given, "neuronx") == given
+    assert arguments_of_compiler("max_autotune=True", "inductor") == "max_autotune=True"

@@ -45,6 +45,7 @@ class ContextLoss:
         assert forward.shift_labels is not None  # a loss is asked for with labels
         if num_items_in_batch is None:
             num_items_in_batch = all_reduce((forward.shift_labels != ignore_index).sum(), active_group("cp"))
+        num_items_in_batch = num_items_in_batch + (num_items_in_batch == 0)
         loss = self._of_positions_here(
             logits,
             None,

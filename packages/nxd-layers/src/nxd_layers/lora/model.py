@@ -10,7 +10,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from nxd_state import active_group, model_parallel_is_initialized, seed_of_module
+from nxd_state import (
+    active_group,
+    all_gather_object,
+    get_shard_spec,
+    model_parallel_is_initialized,
+    ranks_run,
+    seed_of_module,
+)
 from torch import Tensor, nn
 
 from nxd_layers.lora.adapter import adapted_layers, attach, detach, require_adapter, reset_branch, widened
@@ -38,7 +45,7 @@ class LoraModel(nn.Module):
     With `use_dora` a layer also has magnitudes, and modules of `modules_to_save` train as they are.
 
     Factors are drawn from torch's seed and the names of their layers in the unsharded model, so that they do not
-    depend on the layout.
+    depend on the layout. Where ranks hold parts of the model, all of them wrap it, and the first one's seed is taken.
 
     Build the model, load or pad its weights and move it first, then wrap it. Attributes that this class does not have
     are the wrapped model's (`config`, `dtype`, `generate`).
@@ -67,7 +74,7 @@ class LoraModel(nn.Module):
             print(self.summary())
 
     def _add_adapters(self, targets: TargetLayers) -> None:
-        seed = int(torch.randint(2**62, (), device="cpu"))
+        seed = self._seed_of_stage()
         self.module.requires_grad_(False)
         for name, layer in list(self.module.named_modules()):
             kind = kind_of_target(layer)
@@ -80,6 +87,14 @@ class LoraModel(nn.Module):
                     adapter.further_names, adapter.output_of = (MAGNITUDE,), with_magnitudes
         for parameter in (self._trained_biases() | self._saved_modules()).values():
             parameter.requires_grad_(True)
+
+    def _seed_of_stage(self) -> int:
+        """From torch's random numbers: those of the first rank that holds a part of the model, if several do."""
+        seed = int(torch.randint(2**62, (), device="cpu"))
+        if ranks_run() and any(get_shard_spec(parameter) is not None for parameter in self.module.parameters()):
+            for axes in (("tp",), ("dp", "cp")):
+                seed = all_gather_object(seed, active_group(*axes))[0]
+        return seed
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The wrapped model's forward."""

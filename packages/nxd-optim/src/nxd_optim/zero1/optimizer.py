@@ -11,7 +11,7 @@ from os import PathLike
 from typing import Any
 
 import torch
-from nxd_state import Group, get_device, widest_float
+from nxd_state import Group, check_same_start, get_device, widest_float
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -54,8 +54,9 @@ class NeuronZero1Optimizer(Optimizer):
     any rank is left alone; one that has a gradient on some rank counts as zero on the others.
 
     It is an ordinary torch optimizer: schedulers change `param_groups`, and `state_dict` gives this rank's part. The
-    replicas must start from equal weights. Parameters move into flat buffers when the optimizer is made: assign, move
-    and convert them before. A frozen parameter that is to be trained later is added by `add_param_group`.
+    ranks must start from equal weights; the first step compares them, except on XLA. Parameters move into flat buffers
+    when the optimizer is made: assign, move and convert them before. A frozen parameter that is to be trained later is
+    added by `add_param_group`.
 
     Args:
         params: parameters or groups of them, in the same order on every rank.
@@ -106,7 +107,7 @@ class NeuronZero1Optimizer(Optimizer):
         higher_cc_precision: bool = False,
         **defaults: Any,
     ) -> None:
-        self.inited = False
+        self.inited = self._has_compared = False
         self.optimizer_class = optimizer_class
         self._arguments = defaults
         self.optimizer_dtype = optimizer_dtype
@@ -243,6 +244,7 @@ class NeuronZero1Optimizer(Optimizer):
 
         Raises:
             RuntimeError: inside `overlap_backward` or after it failed, or a parameter has moved or was frozen.
+            ValueError: at the first step: ranks that hold the same weights have different ones.
         """
         self._check_inited()
         loss = None
@@ -253,6 +255,9 @@ class NeuronZero1Optimizer(Optimizer):
         self._weights.wait()
         self._weights.check_places()
         self._gradients.check_frozen()
+        if not self._has_compared:
+            check_same_start(p for group in self.param_groups for p in group["params"])
+            self._has_compared = True
         self._weights.refresh_masters(only_stale=True)
         used = self._gradients.complete()
         for hook in self._gradient_hooks:

@@ -113,6 +113,8 @@ def _check_types(options: PartitionOptions) -> None:
         value = getattr(options, name)
         if isinstance(value, str):
             raise ValueError(f"{name}={value!r} is one name; give a list of names, [{value!r}]")
+        if not all(isinstance(it, str) for it in value or ()):
+            raise ValueError(f"{name}={list(value)} must be names, as the model has them, such as ['layers.1']")
     layers = options.transformer_layer_cls
     classes = (layers,) if isinstance(layers, type) else tuple(layers or ())
     if not all(isinstance(it, type) and issubclass(it, nn.Module) for it in classes):

@@ -18,7 +18,14 @@ from nxd_layers.activation_checkpoint.find import named_modules_of, named_transf
 from nxd_layers.padding import pad_model
 from nxd_pipeline import NxDPPModel
 from nxd_pipeline.partition import materialize
-from nxd_state import get_device, get_mesh, get_shard_spec, get_tensor_model_parallel_size, move_model_to_device
+from nxd_state import (
+    get_device,
+    get_mesh,
+    get_shard_spec,
+    get_tensor_model_parallel_size,
+    move_model_to_device,
+    one_random_state,
+)
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -40,7 +47,8 @@ def initialize_parallel_model(
 ) -> NxDModel:
     """Make a model and wrap it: cut into stages, padded, with adapters and checkpointed, as the config says.
 
-    Called by all ranks. To have weights that do not depend on the layout, seed torch alike on all ranks before.
+    Called by all ranks. Random weights are those that rank 0 would draw, even where the ranks are not seeded alike.
+    They do not depend on the layout.
 
     Args:
         nxd_config: of `neuronx_distributed_config`. It may have been changed since; it is checked again.
@@ -58,8 +66,20 @@ def initialize_parallel_model(
     """
     config = complete_config(nxd_config)
     ensure_model_parallel(config)
+    with one_random_state():
+        return _build(config, model_fn, model_args, model_kwargs, include_buffers=include_buffers)
+
+
+def _build(
+    config: Mapping[str, Any],
+    model_fn: Callable[..., nn.Module],
+    model_args: Sequence[Any],
+    model_kwargs: Mapping[str, Any],
+    *,
+    include_buffers: bool,
+) -> NxDModel:
     if _begin_with_include_buffers(model_fn, model_args, model_kwargs):
-        include_buffers, *model_args = model_args  # type: ignore[assignment]
+        include_buffers, *model_args = model_args
 
     def make() -> nn.Module:
         with _init_context(config, include_buffers):
@@ -208,6 +228,8 @@ def _checkpoint_activations(
 def _split_if_plain(module: nn.Module, config: Mapping[str, Any]) -> nn.Module:
     """Split a model of transformers over the ranks of a stage, unless its maker has done so; leave others alone.
 
+    At every layout a batch without labels has a loss of 0.
+
     Raises:
         ValueError: the model cannot be split; `model_fn` may do it by `nxd_layers.hf.parallelize(model, plan=...)`.
     """
@@ -217,6 +239,8 @@ def _split_if_plain(module: nn.Module, config: Mapping[str, Any]) -> nn.Module:
     is_done = _is_split(module) or hf.cuts_sequences(module)
     if splits and not is_done and hf.is_transformers_model(module):
         hf.parallelize(module, expert_parallel=splits_experts, sequence_parallel=config["sequence_parallel"])
+    if hf.is_transformers_model(module):
+        hf.use_loss_over_labels(module)
     return module
 
 

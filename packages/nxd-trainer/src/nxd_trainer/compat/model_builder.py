@@ -2,7 +2,6 @@
 
 import copy
 import inspect
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -15,16 +14,13 @@ from nxd_state import (
     model_parallel_is_initialized,
 )
 from nxd_trace import BucketModelConfig, Program
-from nxd_trace.compilers import choose_compiler
 from torch import Tensor, nn
 
 from nxd_trainer.compat.layers import SPMDRank
 from nxd_trainer.compat.models import init_on_device
 from nxd_trainer.compat.planned_ranks import NxDParallelState
 from nxd_trainer.compat.tensors import invoke_preshard_hooks
-from nxd_trainer.compat.traced_model import NxDModel, NxDModelExecutor
-
-_logger = logging.getLogger(__name__)
+from nxd_trainer.compat.traced_model import NxDModel, NxDModelExecutor, arguments_of_compiler
 
 
 class ModelBuilder:
@@ -125,11 +121,7 @@ def _one_for_all(compiler_args: Mapping[str, str | None]) -> str | None:
     Raises:
         ValueError: they differ.
     """
-    given = sorted({it for it in compiler_args.values() if it})
-    compiler = choose_compiler(None).name
-    if given and compiler in ("export", "inductor"):
-        _logger.info("compiler_args=%s are options of neuronx-cc; %r compiles without them", given, compiler)
-        return None
+    given = sorted({it for it in compiler_args.values() if it and arguments_of_compiler(it, None)})
     if len(given) > 1:
         raise ValueError(f"compiler_args differ between programs: {given}; give all the same")
     return given[0] if given else None

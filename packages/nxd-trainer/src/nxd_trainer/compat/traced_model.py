@@ -4,6 +4,7 @@ Compiled programs lie in a folder, which `NxDModel.save` and `load` name; they a
 """
 
 import logging
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -11,6 +12,7 @@ from typing import Any, Self
 import nxd_trace
 from nxd_layers.upstream_arguments import takes_names_too
 from nxd_trace import BucketModelConfig, TensorParallelModel
+from nxd_trace.compilers import choose_compiler
 from torch import Tensor, nn
 
 _logger = logging.getLogger(__name__)
@@ -20,6 +22,23 @@ _logger = logging.getLogger(__name__)
 def parallel_model_load(load_dir: str | Path, **settings: Any) -> TensorParallelModel:
     """Load a traced model; see `nxd_trace.parallel_model_load`. `model_dir` is another name of the folder."""
     return nxd_trace.parallel_model_load(load_dir, **settings)
+
+
+def arguments_of_compiler(given: Sequence[str] | str | None, compiler: str | None) -> Sequence[str] | str | None:
+    """`compiler_args` without options of neuronx-cc, such as "-O1", where torch's own compilers build.
+
+    Settings of inductor are "name=value", so that all is neuronx-cc's where something begins with "-".
+
+    Args:
+        given: by a script.
+        compiler: the name that it asks for, if any.
+    """
+    arguments = shlex.split(given) if isinstance(given, str) else list(given or ())
+    name = choose_compiler(compiler).name
+    if name in ("export", "inductor") and any(it.startswith("-") for it in arguments):
+        _logger.info("compiler_args=%s are options of neuronx-cc; %r compiles without them", arguments, name)
+        return None
+    return given
 
 
 def parallel_model_trace(
@@ -42,6 +61,7 @@ def parallel_model_trace(
     """Trace a tensor-parallel model; see `nxd_trace.parallel_model_trace`, which knows the other arguments.
 
     Args:
+        compiler_args: for the compiler; options of neuronx-cc have no effect where torch's own compilers build.
         states: must be None: state is what `func` returns as its aliases, or what the model assigns.
         spmd_mode: taken for scripts that give it; equal programs of ranks are compiled once anyway.
         checkpoint_loader_callable: gives the whole model's weights by name.
@@ -62,7 +82,7 @@ def parallel_model_trace(
         func,
         example_inputs,
         compiler_workdir,
-        compiler_args,
+        arguments_of_compiler(compiler_args, settings.get("compiler")),
         inline_weights_to_neff,
         bucket_config,
         tp_degree,

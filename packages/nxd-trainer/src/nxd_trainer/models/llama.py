@@ -184,7 +184,7 @@ def _scaled_frequencies(config: LlamaConfig, length: int) -> tuple[tuple[float, 
 
 def _number_of_labels(labels: Tensor) -> Tensor:
     """Of all context-parallel ranks, 0-d."""
-    return all_reduce((labels != IGNORED_LABEL).sum(), active_group("cp")).clamp(min=1)
+    return all_reduce((labels != IGNORED_LABEL).sum(), active_group("cp"))
 
 
 def _plan_of_prompt(
@@ -520,11 +520,12 @@ class LlamaForCausalLM(nn.Module):
             if cache is None:
                 loss = sum_over_contexts(losses_sb.sum() / self._divisor(labels, num_items_in_batch))
             else:  # every context-parallel rank has all positions
-                count = (labels != IGNORED_LABEL).sum().clamp(min=1)
-                loss = losses_sb.sum() / (count if num_items_in_batch is None else num_items_in_batch)
+                count = (labels != IGNORED_LABEL).sum() if num_items_in_batch is None else num_items_in_batch
+                loss = losses_sb.sum() / (count + (count == 0))
         if self.return_dict:
             return CausalLMOutput(loss, logits_sbv.transpose(0, 1))
         return logits_sbv.transpose(0, 1) if loss is None else loss
 
     def _divisor(self, labels: Tensor, num_items_in_batch: Tensor | None) -> Tensor:
-        return _number_of_labels(labels) if num_items_in_batch is None else num_items_in_batch
+        count = _number_of_labels(labels) if num_items_in_batch is None else num_items_in_batch
+        return count + (count == 0)

@@ -1,0 +1,127 @@
+"""Whether ranks that hold the same weights start with the same values: without a common seed they do not.
+
+Replicas hold all parameters of one another, tensor-parallel ranks those that are whole, and copies of shards such as
+those of key and value heads. Weights that start differently stay so: averaged gradients change them by the same amount.
+"""
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from nxd_state.collectives import all_gather_object
+from nxd_state.device import has_float64, records_graphs
+from nxd_state.group import Group
+from nxd_state.parallel_state import active_group, get_world_group, model_parallel_is_initialized, splits_experts
+from nxd_state.shard_spec import Box, get_shard_spec
+
+_WORDS = 1024  # added up side by side, so that a fingerprint also tells an order of values
+_CHUNK_BYTES = 2**24
+
+
+@dataclass(frozen=True)
+class _Claim:
+    """Some ranks hold the same values.
+
+    Attributes:
+        held_by: the axis, and the first rank of those ranks.
+        what: the index of the parameter, and what names the part if it is one.
+        box: the part of this rank's tensor; None for all of it.
+    """
+
+    held_by: tuple[str, int]
+    what: tuple[Any, ...]
+    box: Box | None
+
+
+def check_same_start(parameters: Iterable[Tensor], group: Group | None = None) -> None:
+    """Raise on every rank unless all ranks that hold the same weights have the same values. Called by all ranks.
+
+    Compares bits, by one small message. On devices that record graphs nothing is compared: reading would cut the graph.
+
+    Args:
+        parameters: the same on every rank of a stage and in the same order.
+        group: the replicas, where only their ranks call this; the whole mesh's if None.
+
+    Raises:
+        ValueError: values differ; it names the first such parameter and the ranks.
+    """
+    ranks = group or (get_world_group() if model_parallel_is_initialized() else Group.solo("world"))
+    tensors = list(parameters)
+    if ranks.size == 1 or any(map(records_graphs, tensors)) or torch.compiler.is_compiling():
+        return
+    claims = [(claim, _fingerprint(tensors[claim.what[0]], claim.box)) for claim in _claims(tensors, group)]
+    if _agree(claims, ranks):
+        return
+    # Nobody can train, so that the message may be longer now.
+    described = [(claim.held_by, claim.what, tuple(tensors[claim.what[0]].shape), value) for claim, value in claims]
+    held: dict[tuple[object, ...], tuple[int, int]] = {}
+    for rank, values in zip(ranks.ranks, all_gather_object(described, ranks), strict=True):
+        for held_by, what, shape, value in values:
+            first_rank, first = held.setdefault((held_by, what), (rank, value))
+            if value != first:
+                raise ValueError(_message(held_by[0], what[0], shape, first_rank, rank))
+
+
+def _claims(tensors: Sequence[Tensor], group: Group | None) -> Iterator[_Claim]:
+    replicas = group or active_group("dp", "cp")
+    for index, tensor in enumerate(tensors):
+        if tensor.is_meta or is_traceable_wrapper_subclass(tensor):
+            continue
+        of_split_experts = splits_experts() and bool(getattr(tensor, "expert_model_parallel", False))
+        same = active_group("dp_exp") if of_split_experts and group is None else replicas
+        if same.size > 1 and not (of_split_experts and group is not None):
+            yield _Claim((same.axis, same.ranks[0]), (index,), None)
+        split = active_group("ep") if of_split_experts else active_group("tp")
+        if group is not None or of_split_experts or split.size == 1:
+            continue
+        held_by, spec = (split.axis, split.ranks[0]), get_shard_spec(tensor)
+        if spec is None:
+            if not getattr(tensor, "tensor_model_parallel", False):
+                yield _Claim(held_by, (index,), None)
+            continue
+        for piece in spec.pieces:
+            if piece.copies > 1 and spec.axis == split.axis:
+                yield _Claim(held_by, (index, piece.name, piece.logical.offset), piece.local)
+
+
+def _agree(claims: Sequence[tuple[_Claim, int]], ranks: Group) -> bool:
+    """Whether they agree, by one number for whole parameters and one for each copied part."""
+    whole: dict[tuple[str, int], Any] = {}  # hashes
+    mine: dict[object, int] = {}
+    for claim, value in claims:
+        if claim.box is None:
+            whole.setdefault(claim.held_by, hashlib.sha256()).update(f"{claim.what}{value}".encode())
+        else:
+            mine[claim.held_by, claim.what] = value
+    mine |= {held_by: int.from_bytes(digest.digest()[:8], "little") for held_by, digest in whole.items()}
+    first: dict[object, int] = {}
+    return all(
+        first.setdefault(key, value) == value for of in all_gather_object(mine, ranks) for key, value in of.items()
+    )
+
+
+@torch.no_grad()
+def _fingerprint(tensor: Tensor, box: Box | None) -> int:
+    """A number of 64 bits that depends on each bit of the values; the same on every device."""
+    values = tensor.detach() if box is None else tensor.detach()[box.slices]
+    data = values.contiguous().view(-1).view(torch.uint8)
+    total = torch.zeros(_WORDS, dtype=torch.int64)
+    for chunk in data.split(_CHUNK_BYTES):
+        part = chunk if has_float64(chunk.device) else chunk.cpu()  # devices without it lack int64 as well
+        words = torch.nn.functional.pad(part, (0, -len(part) % (8 * _WORDS))).view(torch.int64)
+        total = total * 3 + words.view(-1, _WORDS).sum(0).cpu()
+    return int((total * (2 * torch.arange(_WORDS) + 1)).sum())
+
+
+def _message(axis: str, index: int, shape: tuple[int, ...], first: int, other: int) -> str:
+    own_parts = ", or, if each is to have a part of its own, say so by set_shard_spec" if axis in ("tp", "ep") else ""
+    return (
+        f"ranks {first} and {other} start from different weights: parameter {index} of shape {shape} must be the same "
+        f"on all ranks of a {axis!r} group; call torch.manual_seed(seed) with one seed on every rank before the model "
+        f"is made, or load one checkpoint on all ranks before the first step{own_parts}"
+    )
