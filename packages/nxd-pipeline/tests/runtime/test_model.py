@@ -236,6 +236,7 @@ def test_stages_by_hand_equal_one_process(run_ranks, by_hand, virtual_pipeline_s
         ({"auto_partition": True}, "needs transformer_layer_cls"),
         ({"auto_partition": True, "pipeline_cuts": ["layers.0"]}, "exclude each other"),
         ({"pipeline_cuts": ["layers.0", "layers.1"]}, "names 2 layers"),
+        ({"pipeline_cuts": [1]}, r"pipeline_cuts=\[1\] must be names"),
         ({"pipeline_cuts": "layers.0"}, r"is one name; give a list of names, \['layers\.0'\]"),
         ({"auto_partition": True, "transformer_layer_cls": "Layer"}, "transformer_layer_cls='Layer' is no class"),
         ({"pipeline_cuts": ["model.layers.0"]}, r"did you mean 'layers\.0'"),
