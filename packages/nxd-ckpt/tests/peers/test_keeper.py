@@ -8,7 +8,7 @@ import signal
 import socket
 import threading
 import time
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
 import torch
@@ -199,6 +199,19 @@ def test_who_proves_nothing_is_refused_before_more_is_read(keeper, greeting):
             pass
 
     write(keeper, "y", b"still here")
+
+
+def test_strangers_who_only_connect_take_few_threads_and_keep_nobody_out(keeper):
+    host, _, port = keeper.address.rpartition(":")
+    with ExitStack() as strangers:
+        for _ in range(600):
+            strangers.enter_context(socket.create_connection((host, int(port)), 30))
+
+        write(keeper, "y", b"still here")
+        threads = len(os.listdir(f"/proc/{keeper.pid}/task"))
+
+    assert KeeperClient(keeper.address).content("y", 100) == b"still here"
+    assert threads < 530
 
 
 @pytest.mark.parametrize("proof_of_it", ['{"proof": "00"}', "{}", "no JSON"])

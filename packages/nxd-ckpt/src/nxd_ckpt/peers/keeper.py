@@ -24,6 +24,7 @@ import sys
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -40,6 +41,7 @@ _PARTIAL = ".partial"  # where files lie until they are whole
 _MOST_LINE_BYTES = 1 << 24
 _SECONDS_TO_LEAVE = 10.0
 _SECONDS_TO_GREET = 10.0
+_MOST_GREETING = 512  # connections that have not proved anything yet, a thread each
 _SECONDS_OF_SILENCE = 300.0  # then the other side is gone, such as a host without power
 
 
@@ -73,6 +75,8 @@ class Keeper(socketserver.ThreadingTCPServer):
         self.folder = folder
         self.secret = secret
         self.silence = silence
+        self._greeting: dict[Any, str] = {}  # connections that have not proved anything, and whose they are
+        self._greeting_lock = threading.Lock()
         self._lock = _locked(folder / ".lock")
         shutil.rmtree(folder / _PARTIAL, ignore_errors=True)
         (folder / _PARTIAL).mkdir()
@@ -99,6 +103,28 @@ class Keeper(socketserver.ThreadingTCPServer):
         """See `socketserver`; the folder is free for another keeper."""
         super().server_close()
         os.close(self._lock)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """See `socketserver`. Of too many connections without a handshake, the oldest of the busiest address ends."""
+        with self._greeting_lock:
+            self._greeting[request] = client_address[0]
+            if len(self._greeting) > _MOST_GREETING:
+                busiest, _ = Counter(self._greeting.values()).most_common(1)[0]
+                oldest = next(it for it, address in self._greeting.items() if address == busiest)
+                del self._greeting[oldest]
+                with contextlib.suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)  # its thread ends
+        super().process_request(request, client_address)
+
+    def greeted(self, request: Any) -> None:
+        """Its handshake is over, well or not."""
+        with self._greeting_lock:
+            self._greeting.pop(request, None)
+
+    def close_request(self, request: Any) -> None:
+        """See `socketserver`."""
+        self.greeted(request)
+        super().close_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A connection that ends early is how ranks die: nothing to say."""
@@ -154,6 +180,7 @@ class _Conversation(socketserver.StreamRequestHandler):
         if not self._is_of_this_job():
             self._answer({"refused": "the secret is not that of this job"})
             return
+        self.server.greeted(self.connection)
         self.connection.settimeout(self.server.silence)
         actions: Mapping[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
             "put": self._put,
