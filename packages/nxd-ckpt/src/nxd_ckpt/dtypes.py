@@ -1,4 +1,8 @@
-"""The tensor types that a checkpoint can hold, under the names that the safetensors format gives them."""
+"""The tensor types that a checkpoint can hold, under the names that the safetensors format gives them.
+
+Of scales and of pairs of four bits no conversion makes sense, so they are passed on bit by bit. An element of "F4" is
+such a pair, as in torch; "C128" is a name of ours.
+"""
 
 import torch
 
@@ -21,5 +25,19 @@ CODE_OF_DTYPE: dict[torch.dtype, str] = {
     torch.float32: "F32",
     torch.float64: "F64",
     torch.complex64: "C64",
+    torch.complex128: "C128",
 }
+# Types of today's quantised models, which only newer versions of torch have.
+_NEWER = {"float8_e8m0fnu": "F8_E8M0", "float4_e2m1fn_x2": "F4"}
+CODE_OF_DTYPE |= {getattr(torch, name): code for name, code in _NEWER.items() if hasattr(torch, name)}
 DTYPE_OF_CODE: dict[str, torch.dtype] = {code: dtype for dtype, code in CODE_OF_DTYPE.items()}
+OPAQUE = frozenset({"F8_E8M0", "F4"})
+
+
+def in_safetensors(code: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
+    """Type and shape under which the header of a safetensors file has a tensor: of pairs it counts the halves."""
+    if code == "C128":
+        return "F64", (*shape, 2)
+    if code == "F4":
+        return (code, (*shape[:-1], 2 * shape[-1])) if shape else ("U8", shape)
+    return code, shape

@@ -48,6 +48,9 @@ ITEM_SIZES: dict[str, int] = {
     "F32": 4,
     "F64": 8,
     "C64": 8,
+    "C128": 16,
+    "F8_E8M0": 1,
+    "F4": 1,
 }
 
 _SAVE_ID = re.compile(r"[0-9a-f]{32}")

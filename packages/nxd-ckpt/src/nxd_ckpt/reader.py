@@ -72,6 +72,12 @@ class Checkpoint:
         self.mesh = manifest.mesh
         self.objects = manifest.objects
         self.rank_objects: Mapping[int, Any] = manifest.rank_objects
+        for name, entry in manifest.tensors.items():
+            if entry.dtype not in DTYPE_OF_CODE:
+                raise CheckpointError(
+                    f"{name!r} of checkpoint {tag!r} is {entry.dtype}, which torch {torch.__version__} lacks; "
+                    "use a newer one"
+                )
         self.tensors: Mapping[str, TensorInfo] = {
             name: TensorInfo(DTYPE_OF_CODE[entry.dtype], entry.global_shape) for name, entry in manifest.tensors.items()
         }

@@ -12,7 +12,7 @@ import torch
 
 from nxd_ckpt.boxes import Box
 from nxd_ckpt.checksums import BlockHasher
-from nxd_ckpt.dtypes import DTYPE_OF_CODE
+from nxd_ckpt.dtypes import DTYPE_OF_CODE, in_safetensors
 from nxd_ckpt.plan import PlannedWrite, TensorDescription
 from nxd_ckpt.tensor_bytes import tensor_parts
 
@@ -55,9 +55,10 @@ def lay_out(writes: Iterable[PlannedWrite], tensors: Mapping[str, TensorDescript
     begin = 0
     for write in ordered:
         tensor = tensors[write.name]
+        dtype, shape = in_safetensors(tensor.dtype, write.box.shape)
         entries[stored_name(write.name, write.box, tensor.global_shape)] = {
-            "dtype": tensor.dtype,
-            "shape": write.box.shape,
+            "dtype": dtype,
+            "shape": shape,
             "data_offsets": [begin, begin + write.num_bytes],
         }
         begin += write.num_bytes

@@ -19,10 +19,10 @@ M_MMAP_THRESHOLD = -3  # of malloc.h
 
 @pytest.fixture(scope="session")
 def every_dtype() -> dict[str, torch.Tensor]:
-    """A tensor of every type that can be stored, of random bits, and shapes from 0-d to empty."""
+    """A tensor of every type that safetensors files have, of random bits, and shapes from 0-d to empty."""
     generator = torch.Generator().manual_seed(0)
     tensors = {}
-    for dtype in CODE_OF_DTYPE:
+    for dtype in CODE_OF_DTYPE.keys() - {torch.complex128}:
         content = torch.randint(0, 2 if dtype is torch.bool else 256, (3, 5 * dtype.itemsize), generator=generator)
         tensors[str(dtype)] = content.to(torch.uint8).view(dtype)
     return tensors | {

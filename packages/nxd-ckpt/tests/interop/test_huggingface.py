@@ -64,6 +64,34 @@ def test_several_files_obey_max_shard_size_and_the_index(tmp_path, every_dtype):
     assert all(torch.equal(read_whole(source, name), tensor) for name, tensor in tensors.items())
 
 
+def test_scales_and_pairs_of_four_bits_pass_through_byte_by_byte(tmp_path, bits):
+    raw = torch.arange(12, dtype=torch.uint8).reshape(3, 4)
+    tensors = {
+        "scales": raw.clone().view(torch.float8_e8m0fnu),
+        "blocks": raw.view(torch.float4_e2m1fn_x2),
+        "w": torch.ones(2),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+
+    save_source(open_hugging_face(tmp_path), tmp_path / "ours", "a", dtype=torch.bfloat16)
+    write_hugging_face(from_checkpoint(open_checkpoint(tmp_path / "ours", "a")), tmp_path / "hf", dtype=torch.float16)
+
+    read = load_file(tmp_path / "hf" / "model.safetensors")
+    assert all(bits(read[name]) == bits(tensors[name]) for name in ("scales", "blocks"))
+    assert read["blocks"].dtype == torch.float4_e2m1fn_x2
+    assert read["w"].dtype == torch.float16
+
+
+def test_types_that_safetensors_or_torch_does_not_have_are_refused_by_name(tmp_path):
+    entry = {"dtype": "F6_E2M3", "shape": [4], "data_offsets": [0, 3]}
+    write_raw(tmp_path / "model.safetensors", {"w": entry}, bytes(3))
+
+    with pytest.raises(CheckpointError, match=r"cannot be read: 'w' has the type 'F6_E2M3', for which torch"):
+        open_hugging_face(tmp_path)
+    with pytest.raises(ValueError, match="'z' is complex128, which safetensors files do not have; leave it out"):
+        write_model(tmp_path, {"z": torch.ones(2, dtype=torch.complex128)})
+
+
 def test_conversion_leaves_counts_and_masks_alone(tmp_path):
     tensors = {"w": torch.randn(4, 4), "count": torch.tensor(7), "mask": torch.tensor([True, False])}
 

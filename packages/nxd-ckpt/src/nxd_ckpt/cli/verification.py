@@ -3,10 +3,13 @@
 import dataclasses
 import os
 
+import torch
+
 from nxd_ckpt.boxes import Box
 from nxd_ckpt.cli.formats import root_and_tag
 from nxd_ckpt.cli.progress import progress_bar
 from nxd_ckpt.cli.report import EXIT_DIFFERENT, EXIT_GOOD, Report, human_size
+from nxd_ckpt.dtypes import DTYPE_OF_CODE, in_safetensors
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.interop.huggingface.header import read_header
 from nxd_ckpt.manifest import Chunk, Manifest
@@ -96,7 +99,7 @@ def _header_problems(file: str, part: Checkpoint) -> list[str]:
     if not file.startswith(f"data/{part.save_id}") or not path.endswith(".safetensors") or not os.path.isfile(path):
         return []
     expected = {
-        stored_name(name, chunk.box, entry.global_shape): (part.tensors[name].dtype, chunk.box.shape, chunk.offset)
+        stored_name(name, chunk.box, entry.global_shape): (*_as_read(entry.dtype, chunk.box.shape), chunk.offset)
         for name, entry in part.manifest.tensors.items()
         for chunk in entry.chunks
     }
@@ -106,3 +109,11 @@ def _header_problems(file: str, part: Checkpoint) -> list[str]:
         return [str(error)]
     found = {key: (stored.info.dtype, stored.info.global_shape, stored.begin) for key, stored in header.items()}
     return [] if found == expected else [f"the header of {path} does not say what the manifest does"]
+
+
+def _as_read(code: str, shape: tuple[int, ...]) -> tuple[torch.dtype, tuple[int, ...]]:
+    """Type and shape that `read_header` gives for what a data file's header has of a tensor."""
+    if code == "F4" and shape:
+        return DTYPE_OF_CODE[code], shape
+    stored, stored_shape = in_safetensors(code, shape)
+    return DTYPE_OF_CODE[stored], stored_shape

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from nxd_ckpt.boxes import Box, uncovered
+from nxd_ckpt.dtypes import CODE_OF_DTYPE, OPAQUE
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.reader import Checkpoint, TensorInfo
 from nxd_ckpt.sharded_tensor import Shard
@@ -87,8 +88,12 @@ def read_whole(source: TensorSource, name: str, dtype: torch.dtype | None = None
 
 
 def converted(stored: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    """The type in which a tensor is written: only floating-point ones are converted, so counts and masks stay."""
-    return wanted if wanted is not None and stored.is_floating_point else stored
+    """The type in which a tensor is written: only floating-point ones are converted, so counts and masks stay.
+
+    So do scales and numbers of four bits, which mean nothing alone.
+    """
+    is_number = stored.is_floating_point and CODE_OF_DTYPE.get(stored) not in OPAQUE
+    return wanted if wanted is not None and is_number else stored
 
 
 def num_bytes(info: TensorInfo) -> int:

@@ -10,8 +10,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from nxd_ckpt.boxes import Box
-from nxd_ckpt.dtypes import CODE_OF_DTYPE, DTYPE_OF_CODE
+from nxd_ckpt.dtypes import CODE_OF_DTYPE, DTYPE_OF_CODE, in_safetensors
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.files import regular_file
 from nxd_ckpt.objects import is_unicode
@@ -30,6 +32,10 @@ _OTHER_KINDS = {  # by their first bytes
         "a pointer of Git LFS, without the weights; fetch them by `git lfs pull`"
     ),
 }
+
+
+class _UnknownType(Exception):
+    """A tensor of a sound file that torch cannot hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +68,8 @@ def read_header(path: str) -> dict[str, StoredTensor]:
         return _parse(content, payload_begin=8 + length, file_size=file_size)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    except _UnknownType as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is not a whole safetensors file: {error}") from error
 
@@ -78,7 +86,10 @@ def make_header(tensors: Mapping[str, TensorInfo], metadata: Mapping[str, str]) 
     begin = 0
     for name, info in tensors.items():
         end = begin + Box.whole(info.global_shape).num_elements * info.dtype.itemsize
-        content[name] = {"dtype": CODE_OF_DTYPE[info.dtype], "shape": info.global_shape, "data_offsets": [begin, end]}
+        if info.dtype == torch.complex128:
+            raise ValueError(f"{name!r} is complex128, which safetensors files do not have; leave it out")
+        code, shape = in_safetensors(CODE_OF_DTYPE[info.dtype], info.global_shape)
+        content[name] = {"dtype": code, "shape": shape, "data_offsets": [begin, end]}
         begin = end
     text = json.dumps(content, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)
@@ -95,11 +106,18 @@ def _parse(content: dict[str, Any], *, payload_begin: int, file_size: int) -> di
         if name == _METADATA:
             continue
         code, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-        if code not in DTYPE_OF_CODE:
-            raise ValueError(f"{name!r} has the type {code!r}; known are {', '.join(DTYPE_OF_CODE)}")
+        if code not in DTYPE_OF_CODE or code == "C128":
+            raise _UnknownType(
+                f"{name!r} has the type {code!r}, for which torch {torch.__version__} has none; known are "
+                f"{', '.join(it for it in DTYPE_OF_CODE if it != 'C128')}"
+            )
         if not _are_sizes((*shape, begin, end)) or math.prod(size or 1 for size in shape) >= _SIZE_LIMIT:
             raise ValueError(f"{name!r} has the shape {list(shape)} and the bytes {begin} to {end}")
         dtype = DTYPE_OF_CODE[code]
+        if code == "F4":  # of which torch counts pairs
+            if not shape or shape[-1] % 2:
+                raise _UnknownType(f"{name!r} has the type 'F4' and the shape {list(shape)}, no pairs as torch needs")
+            shape = (*shape[:-1], shape[-1] // 2)
         if end - begin != Box.whole(shape).num_elements * dtype.itemsize:
             raise ValueError(f"{name!r} {code} {list(shape)} cannot be the bytes {begin} to {end}")
         tensors[name] = StoredTensor(TensorInfo(dtype, shape), payload_begin + begin, end - begin)
