@@ -5,6 +5,7 @@ tensors are stored under a prefix, see `kind_of`. nxd_ckpt handles files and the
 """
 
 import ctypes
+import math
 import mmap
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
@@ -13,6 +14,7 @@ import torch
 from nxd_ckpt import CheckpointError, Coordinator, Shard, ShardedTensor
 from nxd_ckpt.boxes import Box, uncovered
 from nxd_ckpt.interop import TensorSource
+from nxd_ckpt.interop.source import fill
 from nxd_ckpt.optimizer_states import states_of
 from nxd_ckpt.shard_marks import is_cut
 from nxd_ckpt.sharded_tensor import as_sharded
@@ -198,6 +200,42 @@ def check_shapes(source: TensorSource, into: CheckpointState) -> None:
     if problems:
         more = f" and {len(problems) - _SHOWN_NAMES} more" if len(problems) > _SHOWN_NAMES else ""
         raise CheckpointError(f"it does not fit the model: {'; '.join(problems[:_SHOWN_NAMES])}{more}")
+
+
+def check_ties(source: TensorSource, tied: Mapping[str, str], what: str) -> None:
+    """Compare tensors that are one weight of a model where a source holds each of them. Called by one rank.
+
+    Args:
+        source: of the model's tensors.
+        tied: by each further name of a tied weight, the name under which checkpoints know it.
+        what: the source, for the message.
+
+    Raises:
+        CheckpointError: they differ, so that filling the model with one would lose the other.
+    """
+    for name, known in tied.items():
+        if name in source.tensors and known in source.tensors and not same_values(source, name, known):
+            raise CheckpointError(
+                f"{what} does not fit the model: {name} and {known} are one tied weight there, and differ here; make "
+                "the model without the tie (tie_word_embeddings=false)"
+            )
+
+
+def same_values(source: TensorSource, name: str, other: str) -> bool:
+    """Whether two tensors of a source are equal, a block of rows after the other."""
+    info, its = source.tensors[name], source.tensors[other]
+    if info.global_shape != its.global_shape or info.dtype != its.dtype:
+        return False
+    rows, *inner = info.global_shape
+    at_a_time = max(1, _BLOCK_BYTES // max(1, info.dtype.itemsize * math.prod(inner)))
+    for first in range(0, rows, at_a_time):
+        box = Box((first, *(0 for _ in inner)), (min(at_a_time, rows - first), *inner))
+        values = [torch.empty(box.shape, dtype=info.dtype) for _ in range(2)]
+        fill(source, name, box, values[0])
+        fill(source, other, box, values[1])
+        if not torch.equal(*values):
+            return False
+    return True
 
 
 @torch.no_grad()

@@ -11,8 +11,7 @@ import torch
 
 from nxd_trainer.api.checkpoint_tags import open_own
 from nxd_trainer.companion_files import is_of_tokenizer, read_companions
-from nxd_trainer.hugging_face.folder import read_config
-from nxd_trainer.hugging_face.loading import stored_shapes
+from nxd_trainer.hugging_face.loading import read_model_config, stored_shapes
 from nxd_trainer.hugging_face.saving import as_stored, write_folder
 from nxd_trainer.model_description import ModelDescription
 from nxd_trainer.opened_model import open_checkpointed_model
@@ -54,7 +53,7 @@ def export_hugging_face(
     checkpoint = open_own(folder, tag)
     given = None
     if like is not None:
-        given = ModelDescription(read_config(like), folder=str(like), stored_shapes=stored_shapes(like))
+        given = ModelDescription(read_model_config(like), folder=str(like), stored_shapes=stored_shapes(like))
     opened = open_checkpointed_model(checkpoint, given)
     description = opened.description
     write_folder(

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from nxd_trainer.api import NxDModel, initialize_parallel_model
 from nxd_trainer.data import Batch, Tokenizer, load_tokenizer
 from nxd_trainer.dpo import REFERENCE, with_dpo_loss
-from nxd_trainer.hugging_face import check_keys, config_of_type, read_config, stored_shapes
+from nxd_trainer.hugging_face import check_keys, config_of_type, read_model_config, stored_shapes
 from nxd_trainer.model_description import BYTES, ModelDescription, describe_llama, describe_model, tokenizer_in
 from nxd_trainer.model_weights import model_on_meta_of
 from nxd_trainer.models import LlamaConfig, LlamaDecoderLayer, LlamaForCausalLM
@@ -437,7 +437,7 @@ def _of_config(recipe: Recipe, tokenizer: Tokenizer) -> RecipeModel:
     """A model of transformers, by the `config.json` of a folder or by its type."""
     model, further = recipe.model, dict(recipe.model.config or {})
     if model.path is not None:
-        config = {**read_config(model.path), **further}
+        config = {**read_model_config(model.path), **further}
         check_keys(config, further)
         description = ModelDescription(
             config, folder=str(model.path.resolve()), stored_shapes=stored_shapes(model.path)

@@ -20,8 +20,8 @@ from nxd_layers.lora import check_tensors, config_from_adapter_config
 from nxd_state import active_group, get_device, move_model_to_device, splits_experts
 from torch import Tensor, nn
 
-from nxd_trainer.api.unwrap import further_names
-from nxd_trainer.checkpoint import check_names, fill_state, kind_of, model_state, weights_kept_as_masters
+from nxd_trainer.api.unwrap import tied_names
+from nxd_trainer.checkpoint import check_names, check_ties, fill_state, kind_of, model_state, weights_kept_as_masters
 from nxd_trainer.hugging_face.conversion import model_on_meta, reference_model
 from nxd_trainer.hugging_face.loading import make_room
 from nxd_trainer.model_description import ModelDescription, adapter_in, holds_adapter_alone
@@ -173,7 +173,9 @@ def load_model(weights: ModelWeights, description: ModelDescription, dtype: torc
     model = _model_without_weights(description, dtype)
     state = model_state(model)
     coordinator = coordinator_for(None)
-    check_names(weights.tensors, state, further_names(model), where, coordinator, can_be_lax=False)
+    tied = tied_names(model)
+    check_names(weights.tensors, state, tied, where, coordinator, can_be_lax=False)
+    on_every_rank(coordinator, f"reading {where}", lambda: check_ties(weights, tied, where))
     on_every_rank(coordinator, f"reading {where}", lambda: fill_state(weights, state))
     return model
 

@@ -25,11 +25,15 @@ from nxd_trainer.data.chat import ChatTemplate, NoChatTemplateError
 from nxd_trainer.hugging_face.folder import (
     CONFIG_FILE,
     parse_json_object,
-    read_config,
     read_json_object,
     write_config,
 )
-from nxd_trainer.hugging_face.loading import stored_shapes, weights_fingerprint, whole_model_tensors
+from nxd_trainer.hugging_face.loading import (
+    read_model_config,
+    stored_shapes,
+    weights_fingerprint,
+    whole_model_tensors,
+)
 from nxd_trainer.hugging_face.rearrangement import Rearranged, RearrangedSource
 from nxd_trainer.logs import get_logger
 from nxd_trainer.model_description import (
@@ -176,7 +180,7 @@ def _open_model(
 
 
 def _open_folder(folder: Path) -> OpenedModel:
-    config = read_config(folder)
+    config = read_model_config(folder)
     source = whole_model_tensors(folder)
     file = folder / GENERATION_CONFIG_FILE
     files = {file.name: file.read_bytes()} if file.is_file() else {}

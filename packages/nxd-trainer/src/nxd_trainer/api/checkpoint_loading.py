@@ -12,6 +12,7 @@ from typing import Any
 import nxd_ckpt
 from nxd_ckpt import Checkpoint, CheckpointError
 from nxd_ckpt.coordinator import coordinator_for, on_every_rank, on_rank_zero
+from nxd_ckpt.interop import from_checkpoint
 from nxd_layers.upstream_arguments import takes_names_too
 from torch import nn
 from torch.optim import Optimizer
@@ -36,11 +37,12 @@ from nxd_trainer.api.stored_values import (
     set_extra_states,
     unpack_value,
 )
-from nxd_trainer.api.unwrap import Subjects, describe_subjects, further_names, subjects_of
+from nxd_trainer.api.unwrap import Subjects, describe_subjects, subjects_of, tied_names
 from nxd_trainer.checkpoint import (
     CheckpointState,
     allocate_optimizer_state,
     check_names,
+    check_ties,
     kind_of,
     optimizer_state,
     settle_optimizer_state,
@@ -133,7 +135,10 @@ def load_checkpoint(
     as_masters = weights_kept_as_masters(checkpoint.tensors)
     if strict and subjects.model is not None:
         stored = [*checkpoint.tensors, *as_masters]
-        check_names(stored, into, further_names(subjects.model), where, coordinator)
+        tied = tied_names(subjects.model)
+        check_names(stored, into, tied, where, coordinator)
+        source = from_checkpoint(checkpoint)
+        on_rank_zero(coordinator, doing, lambda: check_ties(source, tied, where))
     from_masters = {as_masters[name]: tensor for name, tensor in into.items() if name in as_masters}
     into = {name: tensor for name, tensor in into.items() if name in checkpoint.tensors}
     into |= on_every_rank(coordinator, doing, lambda: _make_room(checkpoint, subjects, values))

@@ -13,7 +13,7 @@ from nxd_trainer.hugging_face.conversion import (
     with_architecture,
 )
 from nxd_trainer.hugging_face.folder import CONFIG_FILE, read_config
-from nxd_trainer.hugging_face.loading import import_hugging_face, load_pretrained, stored_shapes
+from nxd_trainer.hugging_face.loading import import_hugging_face, load_pretrained, read_model_config, stored_shapes
 from nxd_trainer.hugging_face.saving import save_pretrained
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     # configs
     "CONFIG_FILE",
     "read_config",
+    "read_model_config",
     "config_of_type",
     "complete_config",
     "check_keys",

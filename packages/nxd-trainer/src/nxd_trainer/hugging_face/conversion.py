@@ -29,10 +29,12 @@ class Arrangement:
     Attributes:
         tensors: by the model's names.
         unexpected: of the folder, which the model does not have.
+        doubled: tied tensors that are stored under their own names as well, by these, beside those of `tensors`.
     """
 
     tensors: Mapping[str, Rearranged]
     unexpected: Sequence[str]
+    doubled: Mapping[str, Rearranged]
 
 
 class ReferenceModel:
@@ -94,7 +96,9 @@ class ReferenceModel:
                 found.setdefault(pattern, []).append(Rearranged.whole(name, stored[name]))
         for target, (converter, found) in fused.items():
             made |= self._converted(target, converter, found)
-        return Arrangement(self._untied(made), [name for name in unexpected if not self._is_ignored(name)])
+        doubled = {name: made[name] for name, first in self.tied.items() if name in made and first in made}
+        unexpected = [name for name in unexpected if not self._is_ignored(name)]
+        return Arrangement(self._untied(made), unexpected, doubled)
 
     def stored_shapes(self) -> Shapes:
         """The names and shapes under which transformers itself would store the model."""

@@ -4,7 +4,7 @@
 """
 
 import hashlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,11 +25,12 @@ from torch import nn
 
 from nxd_trainer.api.rank_sync import on_all_ranks
 from nxd_trainer.api.unwrap import plain_model
-from nxd_trainer.checkpoint import CheckpointState, fill_state, model_state
+from nxd_trainer.checkpoint import CheckpointState, fill_state, model_state, same_values
 from nxd_trainer.companion_files import as_extra, read_companions
 from nxd_trainer.hugging_face.conversion import Shapes, reference_model
 from nxd_trainer.hugging_face.folder import PathLike, read_config
 from nxd_trainer.hugging_face.rearrangement import Rearranged, RearrangedSource
+from nxd_trainer.logs import get_logger
 from nxd_trainer.model_description import ModelDescription, tokenizer_in
 
 _NUM_SAMPLES, _SAMPLE_BYTES = 33, 4096  # of a file, from its first to its last bytes
@@ -102,7 +103,7 @@ def import_hugging_face(
         CheckpointError: the folder holds no safetensors, they are damaged, or the tag is taken.
     """
     check_dtype(dtype)
-    config = read_config(folder)
+    config = read_model_config(folder)
     source = whole_model_tensors(folder)
     origin = str(Path(folder).resolve())
     description = ModelDescription(config, tokenizer_in(origin), origin, stored_shapes(folder))
@@ -127,6 +128,58 @@ class ModelTensors:
     misshapen: Sequence[str]
 
 
+def read_model_config(folder: PathLike) -> dict[str, Any]:
+    """A folder's config, without a tie that its weights do not have: as transformers does, the weights are believed.
+
+    Raises:
+        ValueError: there is no config, or one that ties what differs and cannot be told not to.
+        CheckpointError: the folder holds no safetensors, or they are damaged.
+    """
+    config, told = _believed_config(folder)
+    if told:
+        get_logger("nxd_trainer").warning(f"{told}: they are not tied here (tie_word_embeddings=false)")
+    return config
+
+
+def _believed_config(folder: PathLike) -> tuple[dict[str, Any], str]:
+    """The config, and what was not believed of it."""
+    config = read_config(folder)
+    if config.get("tie_word_embeddings") is False:
+        return config, ""
+    stored = open_hugging_face(folder)
+    shapes = {name: info.global_shape for name, info in stored.tensors.items()}
+    differing = _differing_ties(config, stored, shapes)
+    if not differing:
+        return config, ""
+    untied = _without_ties(config)
+    told = f"{folder}: the config ties {' and '.join(differing)} to another weight, and the files have another for it"
+    if _differing_ties(untied, stored, shapes):
+        raise ValueError(f"{told}; correct the config, or leave the second one out of the files")
+    return untied, told
+
+
+def _differing_ties(config: Mapping[str, Any], stored: TensorSource, shapes: Shapes) -> list[str]:
+    """The names of tensors that a config ties to others, and that are stored with other values than these."""
+    reference = reference_model(config)
+    if reference is None:  # then names are those of the files
+        tied = {"lm_head.weight": "model.embed_tokens.weight"} if config.get("tie_word_embeddings") else {}
+        doubled = {name for name, first in tied.items() if name in shapes and first in shapes}
+        return [name for name in doubled if not same_values(stored, name, tied[name])]
+    arrangement = reference.arrange(shapes)
+    both = RearrangedSource(stored, {**arrangement.tensors, **arrangement.doubled})
+    return [name for name in arrangement.doubled if not same_values(both, name, reference.tied[name])]
+
+
+def _without_ties(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config, and those in it that have the key, with `tie_word_embeddings=False`."""
+    inner = {
+        key: _without_ties(value)
+        for key, value in config.items()
+        if isinstance(value, Mapping) and (key == "text_config" or "tie_word_embeddings" in value)
+    }
+    return {**config, **inner, "tie_word_embeddings": False}
+
+
 def model_tensors(folder: PathLike) -> ModelTensors:
     """Open a folder. Where transformers is missing, or does not know the architecture, names are taken as they are
     stored.
@@ -136,7 +189,7 @@ def model_tensors(folder: PathLike) -> ModelTensors:
         CheckpointError: the folder holds no safetensors, or they are damaged.
     """
     stored = open_hugging_face(folder)
-    reference = reference_model(read_config(folder))
+    reference = reference_model(_believed_config(folder)[0])
     shapes = {name: info.global_shape for name, info in stored.tensors.items()}
     if reference is None:
         as_they_are = {name: Rearranged.whole(name, shape) for name, shape in shapes.items()}

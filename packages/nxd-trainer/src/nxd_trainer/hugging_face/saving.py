@@ -19,9 +19,9 @@ from nxd_trainer.api.unwrap import plain_model
 from nxd_trainer.checkpoint import model_state, saved_here
 from nxd_trainer.companion_files import read_companions, write_companions
 from nxd_trainer.hugging_face.conversion import Shapes, reference_model
-from nxd_trainer.hugging_face.folder import PathLike, read_config, write_config
+from nxd_trainer.hugging_face.folder import PathLike, write_config
 from nxd_trainer.hugging_face.gathering import gathered
-from nxd_trainer.hugging_face.loading import check_dtype, stored_shapes
+from nxd_trainer.hugging_face.loading import check_dtype, read_model_config, stored_shapes
 from nxd_trainer.hugging_face.rearrangement import RearrangedSource, inverse
 
 # A folder with one of them holds a model, whose config must not be replaced.
@@ -114,7 +114,7 @@ def config_content(config: Any, like: PathLike | None, model: nn.Module) -> dict
         ValueError: no config is given, or it does not name the architecture.
     """
     if config is None and like is not None:
-        return read_config(like)
+        return read_model_config(like)
     found = getattr(model, "config", None) if config is None else config
     to_json: Any = getattr(found, "to_json_string", None)  # of transformers' configs
     if isinstance(found, Mapping):

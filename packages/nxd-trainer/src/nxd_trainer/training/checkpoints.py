@@ -31,8 +31,10 @@ from nxd_trainer.api.checkpoint_saving import Contents, finalize_checkpoint, is_
 from nxd_trainer.api.rank_sync import together
 from nxd_trainer.api.stored_values import USER_CONTENT, unpack_value
 from nxd_trainer.checkpoint import RNG_PREFIX
+from nxd_trainer.logs import get_logger
 from nxd_trainer.model_description import InitialWeights, ModelDescription, find_description, holds_adapter_alone
 from nxd_trainer.recipe import Recipe, recipe_to_dict
+from nxd_trainer.recipe.resuming import changes_to_tell
 from nxd_trainer.training.initial_weights import load_base, load_first_weights, model_differences
 from nxd_trainer.training.run_state import EarlyStopping, RunState, on_first_rank_of_each_host
 
@@ -199,6 +201,10 @@ def resume_from(state: RunState, root: Path | str, tag: str) -> None:
         state.description = replace(state.description, initial=initial)
     if needs_base:
         load_base(state)
+    changes = changes_to_tell(state.recipe, content["recipe"])
+    if changes:
+        told = f"resumes with other keys than {where} was written with: {'; '.join(changes)}"
+        get_logger("nxd_trainer").warning(told)
     load_checkpoint(root, tag, model=state.model, optimizer=state.optimizer)
     state.train_loader.load_state_dict(content["train_loader"])
     state.early_stopping.load_state_dict(content.get("early_stopping", EarlyStopping(0, 0.0).state_dict()))

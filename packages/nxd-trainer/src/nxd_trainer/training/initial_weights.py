@@ -11,7 +11,7 @@ from nxd_optim import NeuronZero1Optimizer
 
 from nxd_trainer.api import NxDModel, NxDOptimizer, load_checkpoint
 from nxd_trainer.api.checkpoint_tags import Found, find_checkpoint
-from nxd_trainer.hugging_face import CONFIG_FILE, complete_config, load_pretrained, read_config
+from nxd_trainer.hugging_face import CONFIG_FILE, complete_config, load_pretrained, read_model_config
 from nxd_trainer.hugging_face.loading import weights_fingerprint
 from nxd_trainer.model_description import (
     InitialWeights,
@@ -111,7 +111,7 @@ def load_initial_weights(
     def look() -> tuple[Found | None, ModelDescription | None, bool]:
         if (folder / CONFIG_FILE).is_file():
             _check_known(known, weights_fingerprint(folder) if known is not None else "")
-            return None, ModelDescription(read_config(folder)), False
+            return None, ModelDescription(read_model_config(folder)), False
         found = find_checkpoint(folder, None if known is None else known.tag)
         if found.layout != "nxd":
             return found, None, False
