@@ -365,16 +365,6 @@ def test_adapters_of_layers_that_are_gathered_have_the_gradients_of_one_process(
         torch.testing.assert_close(found[name], gradient, msg=name, **EXACT)
 
 
-def test_adapter_of_a_layer_whose_gradient_is_summed_in_part_is_refused(run_ranks):
-    def job():
-        initialize_model_parallel(tensor_model_parallel_size=2)
-        split = parallelize(make_model(Model("deepseek_v2", EXPERTS | LATENT)))
-        with pytest.raises(ValueError, match="'kv_a_proj_with_mqa' names only Linear, which LoRA cannot adapt"):
-            LoraModel(split, LoraConfig(target_modules=["kv_a_proj_with_mqa"]))
-
-    run_ranks(job, 2)
-
-
 def test_layers_computed_again_change_no_gradient(run_ranks):
     def gradients(model):
         model.zero_grad()

@@ -90,7 +90,14 @@ from nxd_state.parallel_state import (
 from nxd_state.private_folder import keep_compiled_code_private, private_folder
 from nxd_state.process_groups import serve_store, transport_device
 from nxd_state.rank_failure import EXIT_PEER_FAILED, FAILURE_SHOWN, PeerError, report_failure
-from nxd_state.rng import get_rng_state, one_random_state, rng_stream, seed_model_parallel, set_rng_state
+from nxd_state.rng import (
+    get_rng_state,
+    one_random_state,
+    rng_of_own_rank,
+    rng_stream,
+    seed_model_parallel,
+    set_rng_state,
+)
 from nxd_state.same_start import check_same_start
 from nxd_state.shard_spec import (
     Box,
@@ -225,6 +232,7 @@ __all__ = [
     "seed_model_parallel",
     "rng_stream",
     "one_random_state",
+    "rng_of_own_rank",
     "get_rng_state",
     "set_rng_state",
 ]

@@ -101,6 +101,22 @@ def one_random_state() -> Iterator[None]:
             _seed_generators(_mix(0, "replica", mine[0]))
 
 
+@contextmanager
+def rng_of_own_rank() -> Iterator[None]:
+    """Draw numbers of this tensor-parallel rank's own inside the `with` block, from a seed of the shared stream.
+
+    All tensor-parallel ranks enter alike. Unlike `rng_stream`, it needs no seeding before, and draws the same again
+    wherever torch's random state is restored, as torch's own activation checkpointing does.
+    """
+    seed = int(torch.randint(2**62, (), device="cpu"))
+    shared = _generator_states()
+    _seed_generators(_mix(seed, "own", get_group("tp").rank))
+    try:
+        yield
+    finally:
+        _set_generator_states(shared)
+
+
 def get_rng_state() -> dict[str, dict[str, Tensor]]:
     """State of every stream of this rank as `{stream: {device type: uint8 tensor}}`, to save with a checkpoint."""
     return {SHARED_STREAM: _generator_states(), **{name: dict(states) for name, states in _current_streams().items()}}

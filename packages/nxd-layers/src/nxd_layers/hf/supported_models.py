@@ -282,6 +282,13 @@ def check_plan(model: nn.Module, styles: Mapping[str, str], attentions: Mapping[
                     "say how; give it a style, such as replicated_with_grad_allreduce for a norm of single heads"
                 )
     _check_shared(model, styles)
+    config: Any = getattr(model, "config", None)
+    if getattr(config, "slow_but_exact", False) and getattr(config, "pretraining_tp", 1) > 1:
+        raise ValueError(
+            f"slow_but_exact=True with pretraining_tp={config.pretraining_tp} multiplies slices of weights instead of "
+            "calling the layers that are split; set config.slow_but_exact=False before the model is made, or use "
+            "tensor_model_parallel_size=1"
+        )
 
 
 def _is_planned(path: str, styles: Mapping[str, str]) -> bool:
