@@ -65,9 +65,10 @@ class ContextDoor:
         self._is_active = True
         _give_own_config(model)
         self._previous = model.config._attn_implementation
-        # A query without keys gets zeros from other attentions, and where sinks are.
-        has_sinks = any(name.endswith("sinks") for name, _ in model.named_parameters())
-        self._averages_without_keys = self._previous == "eager" and not has_sinks
+        # A query without keys gets zeros from other attentions, and where sinks are, which may be in some layers only.
+        num_sinks = sum(name.endswith("sinks") for name, _ in model.named_parameters())
+        num_layers = getattr(text_config(model), "num_hidden_layers", num_sinks + 1)
+        self._averages_without_keys = self._previous == "eager" and num_sinks < num_layers
         self._with_state = WholeSequences(model)
         give_whole_positions(model)
         register_attention(ATTENTION, attend, make_mask)
