@@ -70,7 +70,8 @@ def check_same_start(parameters: Iterable[Tensor], group: Group | None = None) -
 def _claims(tensors: Sequence[Tensor], group: Group | None) -> Iterator[_Claim]:
     replicas = group or active_group("dp", "cp")
     for index, tensor in enumerate(tensors):
-        if tensor.is_meta or is_traceable_wrapper_subclass(tensor):
+        is_wrapper = bool(is_traceable_wrapper_subclass(tensor))
+        if tensor.is_meta or is_wrapper:
             continue
         of_split_experts = splits_experts() and bool(getattr(tensor, "expert_model_parallel", False))
         same = active_group("dp_exp") if of_split_experts and group is None else replicas

@@ -145,5 +145,5 @@ def test_picture_is_written_on_request(shown, tmp_path):
 def test_data_that_cannot_be_read_are_one_line(capsys, tmp_path):
     assert main(["data", f"data.path={tmp_path / 'absent'}"]) == 2
     assert capsys.readouterr().err == (
-        f"nxd data: data.path={tmp_path / 'absent'} does not exist; give a text file or a folder of them\n"
+        f"nxd data: recipe: data.path={tmp_path / 'absent'} does not exist; give a file or folder that does\n"
     )
