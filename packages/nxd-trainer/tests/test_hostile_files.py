@@ -1,11 +1,13 @@
 """Recipes, texts and tokenizers from a stranger: none runs code or hangs, and each is one line of error."""
 
+import base64
 import io
 import json
 import os
 import pickle
 import re
 import struct
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -156,6 +158,47 @@ def arrow_with_a_pickle():
     return stream.getvalue()
 
 
+def arrow_of(column):
+    """A column `text` of few bytes that claims any number of values."""
+    pyarrow = pytest.importorskip("pyarrow")
+    stream = io.BytesIO()
+    batch = pyarrow.record_batch([column(pyarrow)], names=["text"])
+    with pyarrow.ipc.new_stream(stream, batch.schema) as writer:
+        writer.write_batch(batch)
+    return {"a.arrow": stream.getvalue()}
+
+
+def parquet_of_nulls():
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    stream = io.BytesIO()
+    parquet.write_table(pyarrow.table({"text": pyarrow.nulls(3_000_000)}), stream, row_group_size=3_000_000)
+    return {"a.parquet": stream.getvalue()}
+
+
+MANY = 2_000_000_000
+
+CLAIMS = {
+    "empty structs": lambda arrow: arrow.Array.from_buffers(arrow.struct([]), MANY, [None]),
+    "texts of no bytes": lambda arrow: arrow.Array.from_buffers(arrow.binary(0), MANY, [None, arrow.py_buffer(b"")]),
+    "run-ends": lambda arrow: arrow.RunEndEncodedArray.from_arrays(
+        arrow.array([MANY], arrow.int32()), arrow.array(["x"])
+    ),
+    "run-ends of few rows": lambda arrow: arrow.RunEndEncodedArray.from_arrays(
+        arrow.array([9], arrow.int32()), arrow.array(["x"])
+    ),
+    "a list of nulls": lambda arrow: arrow.ListArray.from_arrays(
+        arrow.array([0, MANY], arrow.int32()), arrow.Array.from_buffers(arrow.struct([]), MANY, [None])
+    ),
+    "a dictionary": lambda arrow: arrow.DictionaryArray.from_arrays(
+        arrow.array(bytearray(300_000), arrow.int8()), arrow.array(["x" * 400_000])
+    ),
+    "views of lists": lambda arrow: arrow.ListViewArray.from_arrays(
+        arrow.array([0] * 9, arrow.int32()), arrow.array([9] * 9, arrow.int32()), arrow.array(range(9))
+    ),
+}
+
+
 def saved_dataset(*names):
     return {
         "state.json": json.dumps({"_data_files": [{"filename": name} for name in names]}),
@@ -203,6 +246,11 @@ DATA = {
     "index with a negative length": ({"a.bin": bytes(2), "a.idx": index(lengths=[-1])}, TOKENS),
     "index with documents out of order": ({"a.bin": bytes(2), "a.idx": index(bounds=[1, 0])}, TOKENS),
     "index without documents": ({"a.bin": bytes(2), "a.idx": index(bounds=[])}, TOKENS),
+    "index of documents without tokens": ({"a.bin": b"", "a.idx": index([0], [0])}, TOKENS),
+    "index of the same tokens again and again": (
+        {"a.bin": bytes(64), "a.idx": index([32] * 9, [0] * 9, range(10))},
+        TOKENS,
+    ),
     "index whose tokens lie elsewhere": ({"a.bin": "/etc/passwd", "a.idx": index()}, TOKENS),
     "text that lies elsewhere": ({"a.txt": "/etc/passwd"},),
     "rows that lie elsewhere": ({"a.jsonl": "/etc/passwd"}, COLUMN),
@@ -217,6 +265,8 @@ DATA = {
     "parquet cut off": ({"a.parquet": b"PAR1" + bytes(20)}, COLUMN),
     "arrow that is a pickle": ({"a.arrow": pickle.dumps(RunsCode())}, COLUMN),
     "arrow with a type that is code": (lambda: {"a.arrow": arrow_with_a_pickle()}, COLUMN),
+    **{name: (partial(arrow_of, column), COLUMN) for name, column in CLAIMS.items()},
+    "parquet of nulls": (parquet_of_nulls, COLUMN),
     "JSON too deep": ({"a.jsonl": b"[" * 200_000}, COLUMN),
     "JSON with digits": ({"a.json": ('[{"text": ' + DIGITS + "}]").encode()}, COLUMN),
     "JSON of no object": ({"a.jsonl": b"1"}, COLUMN),
@@ -247,6 +297,8 @@ def test_data_of_a_stranger_are_refused_in_one_line(folder, case):
 
     assert "\n" not in str(raised.value)
     assert len(str(raised.value)) < 1000
+    assert all(file.stat().st_size for file in (folder / "run").rglob("tokens.bin"))  # what is kept can be opened
+    assert list((folder / "run").glob("tokens/.*")) == []
 
 
 def test_links_that_leave_a_folder_are_left_out_and_told(folder):
@@ -307,6 +359,47 @@ def test_lock_of_an_output_folder_that_is_a_link_or_a_pipe_empties_nothing_and_d
 
 
 VOCABULARY = {"version": "1.0", "model": {"type": "WordLevel", "vocab": {"</s>": 0}, "unk_token": "</s>"}}
+
+TENFOLD = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 10}
+REGEX = {"type": "Replace", "pattern": {"Regex": "."}, "content": "aaa"}
+BETWEEN = {"type": "Replace", "pattern": {"Regex": "x*"}, "content": "a"}
+TWICE = {"id": "A", "type_id": 0}
+CHARSMAP = base64.b64encode(bytes(4) + b"a" * 1000 + b"\0").decode()
+
+GROWING = [
+    {"normalizer": {"type": "Sequence", "normalizers": [TENFOLD] * 12}},
+    {"normalizer": {"type": "Sequence", "normalizers": [{"type": "Sequence", "normalizers": [TENFOLD] * 3}] * 3}},
+    {"normalizer": {**TENFOLD, "content": "b" * 1000}},
+    {"normalizer": {"type": "Sequence", "normalizers": [REGEX] * 9}},
+    {"normalizer": {"type": "Sequence", "normalizers": [BETWEEN] * 9}},
+    {"normalizer": {"type": "Sequence", "normalizers": [{**TENFOLD, "content": "A" * 10}, {"type": "Lowercase"}] * 3}},
+    {"normalizer": {"type": "Sequence", "normalizers": [{"type": "NFC"}] * 100}},
+    {"normalizer": {"type": "Precompiled", "precompiled_charsmap": CHARSMAP}},
+    {"decoder": {"type": "Sequence", "decoders": [TENFOLD] * 12}},
+    {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [{"type": "ByteLevel"}] * 20}},
+    {"post_processor": {"type": "TemplateProcessing", "single": [{"Sequence": TWICE}] * 100, "pair": []}},
+]
+
+
+@pytest.mark.parametrize("part", GROWING, ids=lambda part: str(part)[:80])
+def test_tokenizer_that_makes_ever_more_of_a_text_is_refused(folder, part):
+    pytest.importorskip("tokenizers")
+    (folder / "tokenizer.json").write_text(json.dumps({**VOCABULARY, **part}))
+
+    with pytest.raises(ValueError, match=r"data\.tokenizer: the \w+ of .* has \d+ steps?, which make up to"):
+        load_tokenizer(folder)
+
+
+def test_tokenizer_with_many_replacements_that_do_not_meet_is_read(folder):
+    pytest.importorskip("tokenizers")
+    pairs = [("…", "..."), ("½", "1/2"), ("æ", "ae"), (" ", "▁"), ("™", "(tm)"), ("ß", "ss")]
+    steps = [{"type": "Replace", "pattern": {"String": one}, "content": other} for one, other in pairs]
+    spaces = {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": "▁"}
+    normalizer = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"}, *steps, spaces]}
+    (folder / "tokenizer.json").write_text(json.dumps({**VOCABULARY, "normalizer": normalizer}))
+
+    assert load_tokenizer(folder).encode("½").tolist() == [0]
+
 
 TOKENIZERS = [
     {"tokenizer.json": ""},
@@ -410,6 +503,9 @@ CONFIGS = [
     {"_attn_implementation": "stranger/kernel:run"},
     {"attn_implementation": {"": "stranger/kernel"}},
     {"experts_implementation": "stranger/kernel"},
+    {"_attn_implementation_internal": "stranger/kernel"},
+    {"attribute_map": {"renamed": "_attn_implementation"}, "renamed": "stranger/kernel"},
+    {"layers": [{"attn_implementation": "stranger/kernel"}]},
     {"text_config": {"model_type": "llama", "attn_implementation": "stranger/kernel"}},
     {"architectures": ["os.system"]},
     {"architectures": ["pipeline"]},
@@ -460,9 +556,30 @@ def test_config_of_a_stranger_gives_a_model_of_transformers_or_one_line(folder, 
     assert model is None or type(model).__module__.startswith("transformers.models.")
 
 
-@pytest.mark.parametrize("changes", CONFIGS[3:8], ids=map(str, CONFIGS[3:8]))
+@pytest.mark.parametrize("changes", CONFIGS[3:11], ids=map(str, CONFIGS[3:11]))
 def test_config_that_names_a_kernel_of_a_hub_is_refused(changes):
     pytest.importorskip("transformers")
 
-    with pytest.raises(ValueError, match="code from a hub, which is not run"):
+    with pytest.raises(
+        ValueError, match=r"code from a hub, which is not run|has attribute_map, which gives other keys"
+    ):
         model_on_meta({**LLAMA, **changes})
+
+
+MUSIC = {"architectures": ["MusicgenForCausalLM"], "model_type": "musicgen_decoder", "hidden_size": 16}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {**LLAMA, "attribute_map": {"renamed": "num_hidden_layers"}, "renamed": 900_000},
+        {**LLAMA, "towers": [{"num_layers": 900_000}, [{"depths": [[900_000]]}]]},
+        {**MUSIC, "num_codebooks": 900_000, "ffn_dim": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
+    ],
+)
+def test_config_with_counts_under_other_names_is_refused(monkeypatch, config):
+    pytest.importorskip("transformers")
+    monkeypatch.setattr("nxd_trainer.hugging_face.conversion._MOST_PARTS", 1000)  # for a fast test
+
+    with pytest.raises(ValueError, match=r"has attribute_map|are believed; correct it|more than the 1,000 modules"):
+        model_on_meta(config)

@@ -521,6 +521,63 @@ def test_containers_without_end_are_refused(tmp_path, pickled):
         open_neuronx(tmp_path, sharding={})
 
 
+def deflated(path: Path) -> None:
+    with zipfile.ZipFile(path) as archive:
+        entries = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in entries.items():
+            archive.writestr(name, content)
+
+
+def laughs() -> list:
+    value: list = ["ha"]
+    for _ in range(40):
+        value = [value] * 10
+    return value
+
+
+@pytest.mark.parametrize("legacy", [True, False])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (lambda: torch.zeros(1).expand(1 << 40), r"tensor \[1099511627776\] of 4398046511104 bytes in memory of 4"),
+        (lambda: torch.zeros(1).as_strided((1 << 20, 1 << 20), (0, 0)), "save a contiguous one"),
+        (lambda: torch.zeros(1 << 20).as_strided((1 << 20, 1 << 20), (0, 1)), "save a contiguous one"),
+        (lambda: [torch.zeros(1).expand(1 << 22)] * 50, "the same memory again and again"),
+        (lambda: dict(enumerate([torch.zeros(1 << 20)] * 2000)), "the same memory again and again"),
+        (laughs, "the same ones again and again"),
+    ],
+)
+def test_a_file_that_claims_more_than_its_bytes_is_refused(tmp_path, content, message, legacy):
+    path = write_v2(tmp_path) / "model" / "dp_rank_00_tp_rank_00_pp_rank_00.pt"
+    torch.save({"w": content()}, path, _use_new_zipfile_serialization=not legacy)
+
+    with pytest.raises(CheckpointError, match=message):
+        open_neuronx(tmp_path, sharding=SHARDING)
+
+
+def test_a_compressed_archive_is_refused_before_it_is_unpacked(tmp_path):
+    path = write_v2(tmp_path) / "model" / "dp_rank_00_tp_rank_00_pp_rank_00.pt"
+    torch.save({"w": torch.zeros(1 << 20)}, path)
+    deflated(path)
+
+    with pytest.raises(CheckpointError, match=r"would unpack to \d+: torch.save compresses nothing"):
+        open_neuronx(tmp_path, sharding=SHARDING)
+
+
+def test_tied_tensors_and_small_repeated_ones_are_read(tmp_path):
+    tied = torch.randn(4, 4)
+    save_rank(
+        tmp_path / "tp_rank_00_pp_rank_00" / "checkpoint.pt",
+        {"head": tied, "embedding": tied, "row": torch.ones(1).expand(1000)},
+    )
+
+    source = open_neuronx(tmp_path, sharding={})
+    found = {name: read_whole(source, name) for name in source.tensors}
+
+    torch.testing.assert_close(found, {"head": tied, "embedding": tied, "row": torch.ones(1000)})
+
+
 def test_absent_user_content_is_none(tmp_path):
     (write_v2(tmp_path) / "user_content.pt").unlink()
 

@@ -1,23 +1,29 @@
 """Reading files that torch pickled, without running code from them unless they are trusted.
 
 torch's restricted unpickler knows tensors, numbers, strings and containers; a format may add a few plain classes of
-its own. Anything else that a file asks for is refused before it is called.
+its own. Anything else that a file asks for is refused before it is called. What a file claims is compared with the
+bytes that it has: whoever reads it later goes through all values and all elements.
 """
 
 import os
 import pickle
 import re
-from collections.abc import Callable, Sequence
-from typing import IO, Any
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from typing import IO, Any, NamedTuple
 
 import torch
 
 from nxd_ckpt.errors import CheckpointError
+from nxd_ckpt.objects import MAX_NESTING
 
 Extra = tuple[Callable[..., Any] | type, str]
 """A class and the full name under which a file may ask for it."""
 
 _REFUSED = re.compile(r"GLOBAL ([\w.]+)")
+_MOST_REPEATED_BYTES = 1 << 24  # of elements that lie in the same memory, as after `expand`
+_MOST_TIMES_SHARED = 64  # that tensors may share the bytes of the file, as tied ones do
+_MOST_VALUES_PER_BYTE, _LEAST_MOST_VALUES = 4, 1 << 20
 
 
 def load_torch_file(path: str, extra: Sequence[Extra] = ()) -> Any:
@@ -54,13 +60,101 @@ def _is_zip(path: str) -> bool:
 
 
 def _load(file: "str | IO[bytes]", what: str, extra: Sequence[Extra], *, mmap: bool) -> Any:
+    num_bytes = _checked_size(file, what)
     try:
         with torch.serialization.safe_globals(list(extra)):
-            return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
+            content = torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
     except pickle.UnpicklingError as error:
         raise CheckpointError(f"{what} {_reason(str(error))}") from error
     except Exception as error:  # a damaged file makes torch's reader fail in any way
         raise CheckpointError(f"{what} cannot be read: {_first_line(error)}") from error
+    _Claims(what, num_bytes).check(content)
+    return content
+
+
+def _checked_size(file: "str | IO[bytes]", what: str) -> int:
+    """How many bytes a file has; raises CheckpointError where it is an archive that would unpack to more.
+
+    torch compresses nothing, and gives each entry bytes of its own.
+    """
+    if isinstance(file, str):
+        num_bytes = os.path.getsize(file)
+    else:
+        num_bytes = file.seek(0, os.SEEK_END)
+        file.seek(0)
+    try:
+        with zipfile.ZipFile(file) as archive:
+            entries = archive.infolist()
+    except Exception:  # no archive, as of torch before 1.6, or a damaged one, of which torch says more
+        entries = []
+    finally:
+        if not isinstance(file, str):
+            file.seek(0)
+    unpacked = sum(entry.file_size for entry in entries)
+    if unpacked > num_bytes or any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+        raise CheckpointError(
+            f"{what} has {num_bytes} bytes and would unpack to {unpacked}: torch.save compresses nothing, so it is not "
+            "what torch.save wrote; save it again"
+        )
+    return num_bytes
+
+
+class _Size(NamedTuple):
+    """What somebody goes through who reads a value: the values in it, and the bytes of its tensors."""
+
+    values: int = 0
+    tensor_bytes: int = 0
+
+
+class _Claims:
+    """Compares the values that a file was read into with its bytes.
+
+    Args:
+        what: names the file.
+        num_bytes: that it has.
+    """
+
+    def __init__(self, what: str, num_bytes: int) -> None:
+        self._what, self._num_bytes = what, num_bytes
+        self._sizes: dict[int, _Size] = {}  # of containers, by their identity: the same one can be in many places
+
+    def check(self, content: Any) -> None:
+        """Raise CheckpointError where the values, or the elements of tensors, are many times more than the bytes."""
+        size = self._size(content, 0)
+        if size.values > max(_LEAST_MOST_VALUES, _MOST_VALUES_PER_BYTE * self._num_bytes):
+            raise CheckpointError(
+                f"{self._what} has {self._num_bytes} bytes and holds {size.values} values, the same ones again and "
+                "again; no checkpoint is like that"
+            )
+        if size.tensor_bytes > _MOST_REPEATED_BYTES + _MOST_TIMES_SHARED * self._num_bytes:
+            raise CheckpointError(
+                f"{self._what} has {self._num_bytes} bytes and holds tensors of {size.tensor_bytes}, the same memory "
+                "again and again; save contiguous tensors"
+            )
+
+    def _size(self, value: Any, nesting: int) -> _Size:
+        if isinstance(value, torch.Tensor):
+            return _Size(1, self._tensor_bytes(value))
+        if not isinstance(value, Mapping | list | tuple | set | frozenset):
+            return _Size(1)
+        if nesting > MAX_NESTING:  # or it holds itself
+            raise CheckpointError(f"{self._what} holds containers that are nested more than {MAX_NESTING} deep")
+        if id(value) not in self._sizes:
+            held = [*value.keys(), *value.values()] if isinstance(value, Mapping) else value
+            sizes = [_Size(1), *(self._size(one, nesting + 1) for one in held)]
+            self._sizes[id(value)] = _Size(*map(sum, zip(*sizes, strict=True)))
+        return self._sizes[id(value)]
+
+    def _tensor_bytes(self, tensor: torch.Tensor) -> int:
+        if tensor.layout is not torch.strided or tensor.is_meta:  # has no such memory; its readers refuse it
+            return 0
+        claimed, stored = tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes()
+        if claimed > stored + _MOST_REPEATED_BYTES:
+            raise CheckpointError(
+                f"{self._what} holds a tensor {list(tensor.shape)} of {claimed} bytes in memory of {stored}; save a "
+                "contiguous one"
+            )
+        return claimed
 
 
 def _reason(message: str) -> str:

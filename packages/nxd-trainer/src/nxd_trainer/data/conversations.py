@@ -103,7 +103,7 @@ def _write(folder: Path, files: Sequence[SourceFile], tokenizer: Tokenizer, enco
                         stream.write(part.tobytes())
                         digest.update(part.tobytes())
                     ends.append(ends[-1] + len(tokens))
-    if len(ends) == 1:
+    if not ends[-1]:
         raise ValueError(f"{files[0].path} holds no conversation; set data.path to files that have some")
     np.asarray(ends[1:], dtype=np.int64).tofile(folder / ENDS_FILE)
     index = ConversationsIndex(

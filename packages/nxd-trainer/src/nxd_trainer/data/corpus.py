@@ -11,13 +11,16 @@ of the next piece. `loader.py` decides the order of pieces.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 import shutil
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
@@ -46,6 +49,7 @@ FORMAT = 2
 TOKENS_FILE = "tokens.bin"
 INDEX_FILE = "index.json"
 NUM_ZONES = 64
+_SECONDS_TO_LOCK = 60.0  # a folder that is younger may be about to be locked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +128,7 @@ def build_corpus(
             documents = _tokenized(_documents(files, column, skipped), tokenizer)
         dtype = "uint16" if vocab_size <= 1 << 16 else "uint32"
         num_documents, num_tokens = _write_tokens(folder / TOKENS_FILE, documents, dtype)
-        if not num_documents:
+        if not num_tokens:
             raise _no_text(path, skipped)
         index = CorpusIndex(
             digest=digest,
@@ -147,14 +151,32 @@ def make_entry(cache_folder: Path, name: str, write: Callable[[Path], None]) -> 
     if entry.is_dir():
         return entry
     entry.parent.mkdir(parents=True, exist_ok=True)
+    _remove_left_over(entry)
     unfinished = Path(tempfile.mkdtemp(prefix=f".{name}.", dir=entry.parent))
+    lock = os.open(unfinished, os.O_RDONLY | os.O_DIRECTORY)
     try:
+        with suppress(OSError):  # a file system without locks: then nobody else can take it either
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         write(unfinished)
         unfinished.chmod(0o755)  # mkdtemp's folders are private, but a cache is shared
         _publish(unfinished, entry)
     finally:
+        os.close(lock)
         shutil.rmtree(unfinished, ignore_errors=True)
     return entry
+
+
+def _remove_left_over(entry: Path) -> None:
+    """Remove what processes that were killed have left of an entry: the folders that nobody has locked."""
+    for folder in entry.parent.glob(f".{entry.name}.*"):
+        with suppress(OSError):  # locked, or gone by now
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if time.time() - os.fstat(lock).st_mtime > _SECONDS_TO_LOCK:
+                    shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(lock)
 
 
 def open_corpus(entry: str | Path) -> Corpus:
@@ -173,7 +195,7 @@ def open_corpus(entry: str | Path) -> Corpus:
     except (TypeError, json.JSONDecodeError) as error:
         raise ValueError(f"token cache entry {entry} has a damaged {INDEX_FILE}; {advice}") from error
     expected = index.num_tokens * np.dtype(index.dtype).itemsize
-    if num_bytes != expected:
+    if num_bytes != expected or not expected:
         raise ValueError(f"{entry / TOKENS_FILE} has {num_bytes} bytes, not {expected}; {advice}")
     tokens = np.memmap(entry / TOKENS_FILE, dtype=index.dtype, mode="r", shape=(index.num_tokens,))
     return Corpus(tokens, index)

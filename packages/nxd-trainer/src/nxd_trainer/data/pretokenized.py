@@ -87,6 +87,11 @@ def _megatron_documents(index_file: Path) -> Iterator[Document]:
     num_bytes = tokens_file.stat().st_size
     if len(lengths) and int((offsets + lengths * dtype.itemsize).max()) > num_bytes:
         raise ValueError(f"{index_file} names tokens past the end of {tokens_file.name}, which has {num_bytes} bytes")
+    claimed = int(lengths.sum()) * dtype.itemsize
+    if claimed > num_bytes:  # the same bytes again and again: a small pair would become any number of tokens
+        raise ValueError(
+            f"{index_file} names {claimed} bytes of tokens, and {tokens_file.name} has {num_bytes}; make the pair anew"
+        )
     tokens = np.memmap(tokens_file, dtype=np.uint8, mode="r") if num_bytes else np.empty(0, dtype=np.uint8)
 
     def document(first: int, last: int) -> Document:

@@ -1,6 +1,7 @@
 """Reads rows from files of JSONL, JSON, CSV, parquet and arrow, each with the place where it stands, for messages.
 
-The only module that imports pyarrow, and only for parquet and arrow. Nothing here knows what the columns mean.
+The only module that imports pyarrow, and only for parquet and arrow. Nothing here knows what the columns mean. These
+two formats can claim any number of rows and values in a few bytes; more than a file's bytes allow for are not read.
 """
 
 from __future__ import annotations
@@ -9,13 +10,20 @@ import csv
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 # Columns and fields of messages whose values are texts, or lists of objects.
 TEXTS_OR_LISTS = ("content", "value", "prompt", "completion", "chosen", "rejected")
 
 Decode = Callable[[Any], Any]
+
+_LEAST_ALLOWANCE, _ALLOWANCE_PER_BYTE = 1 << 26, 1024  # values, and bytes of texts; no compression does better
+_LEAST_ROWS, _ROWS_PER_BYTE = 1 << 20, 16
+_ROWS_AT_ONCE = 1024
 Row = tuple[str, Mapping[str, Any]]  # where it stands, such as "a.jsonl, line 3", and its values by column
 
 
@@ -117,7 +125,8 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
 
     def batches() -> Iterator[Any]:
         with pyarrow.parquet.ParquetFile(path) as file:
-            yield from file.iter_batches()
+            _check_rows(path, file.metadata.num_rows)
+            yield from file.iter_batches(batch_size=_ROWS_AT_ONCE)
 
     yield from _rows_of_batches(path, batches)
 
@@ -141,14 +150,21 @@ def _arrow_rows(path: Path) -> Iterator[Row]:
 
 def _rows_of_batches(path: Path, batches: Callable[[], Iterator[Any]]) -> Iterator[Row]:
     arrow = _import_pyarrow(path)
-    number = 0
+    number, left = 0, _LEAST_ALLOWANCE + _ALLOWANCE_PER_BYTE * path.stat().st_size
+    num_rows = 0
     try:
         for batch in batches():
+            num_rows += batch.num_rows
+            _check_rows(path, num_rows)
             decoders = _decoders(batch.schema)
-            for row in batch.to_pylist():
-                number += 1
-                place = f"{path}, row {number}"
-                yield place, {name: _decoded(place, value, decoders.get(name)) for name, value in row.items()}
+            for start in range(0, batch.num_rows, _ROWS_AT_ONCE):
+                part = batch.slice(start, _ROWS_AT_ONCE)
+                for name, column in zip(part.schema.names, part.columns, strict=True):
+                    left -= _cost(f"{path}: column {name!r}", column, left)
+                for row in part.to_pylist():
+                    number += 1
+                    place = f"{path}, row {number}"
+                    yield place, {name: _decoded(place, value, decoders.get(name)) for name, value in row.items()}
     except arrow.ArrowException as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise ValueError(f"{path} is not {path.suffix[1:]}: {reason}; mend it, or take it out of data.path") from error
@@ -213,6 +229,68 @@ def _decoded(place: str, value: Any, decode: Decode | None) -> Any:
         return decode(value)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{place} holds JSON that cannot be read: {error}; mend it, or leave it out") from error
+
+
+def _check_rows(path: Path, num_rows: int) -> None:
+    """Raise ValueError where a file claims more rows than there can be something in."""
+    num_bytes = path.stat().st_size
+    if num_rows > _LEAST_ROWS + _ROWS_PER_BYTE * num_bytes:
+        raise ValueError(f"{path} claims {num_rows} rows in {num_bytes} bytes; take it out of data.path")
+
+
+def _cost(what: str, array: Any, most: int) -> int:
+    """How many values, and bytes of texts, an array is in Python; arrow may have them all from the same few bytes.
+
+    Args:
+        what: names the column.
+        array: of rows, or of what they hold.
+        most: that may be read.
+
+    Raises:
+        ValueError: they are more, or of a type that hides how many they are.
+    """
+    pyarrow, compute, types = (import_module(name) for name in ("pyarrow", "pyarrow.compute", "pyarrow.types"))
+    if isinstance(array.type, pyarrow.BaseExtensionType):
+        array = array.storage
+    kind, cost, held = array.type, len(array), []
+    is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+    if types.is_dictionary(kind) and _is_text(kind.value_type):
+        cost += _total(compute.take(_text_lengths(array.dictionary), array.indices))
+    elif _is_text(kind):
+        cost += _total(_text_lengths(array))
+    elif types.is_struct(kind):
+        held = array.flatten()
+    elif is_list or types.is_map(kind):
+        lists = array if is_list else array.cast(pyarrow.list_(pyarrow.struct([kind.key_field, kind.item_field])))
+        cost += _total(compute.list_value_length(lists))
+        held = [lists.flatten()] if cost <= most else []
+    elif types.is_nested(kind) or (types.is_dictionary(kind) and not types.is_primitive(kind.value_type)):
+        raise ValueError(f"{what} is {kind}, which is not read; write it as plain values or lists")
+    for one in held:
+        cost += _cost(what, one, most - cost)
+    if cost > most:
+        raise ValueError(f"{what} claims more values than the file has bytes for; take it out of data.path")
+    return cost
+
+
+def _total(numbers: Any) -> int:
+    compute = import_module("pyarrow.compute")
+    return compute.sum(numbers.cast("int64")).as_py() or 0
+
+
+def _is_text(kind: Any) -> bool:
+    types = import_module("pyarrow.types")
+    kinds = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")
+    return any(getattr(types, f"is_{name}")(kind) for name in kinds)
+
+
+def _text_lengths(array: Any) -> Any:
+    """The bytes of each text; those of views are not counted by pyarrow itself."""
+    pyarrow, compute, types = (import_module(name) for name in ("pyarrow", "pyarrow.compute", "pyarrow.types"))
+    if not (types.is_string_view(array.type) or types.is_binary_view(array.type)):
+        return compute.binary_length(array)
+    views = np.frombuffer(array.buffers()[1], dtype="<i4").reshape(-1, 4)  # each begins with the length
+    return pyarrow.array(views[array.offset : array.offset + len(array), 0])
 
 
 def _import_pyarrow(path: Path) -> Any:

@@ -5,10 +5,11 @@ Training a tokenizer is not done here, and nothing is downloaded.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from importlib import import_module
 from itertools import chain, islice
@@ -124,6 +125,7 @@ class HuggingFaceTokenizer:
 
     def _load_file(self, file: Path) -> None:
         tokenizers = _import_reader("tokenizers", file)
+        _check_growth(file)
         try:
             tokenizer: Any = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the package raises plain Exception for whatever it cannot read
@@ -239,6 +241,97 @@ def _import_reader(package: str, path: Path) -> Any:
             f"data.tokenizer={path} needs the package {package}: pip install {package}, "
             "or leave data.tokenizer unset for one token per byte"
         ) from error
+
+
+_MOST_GROWTH = 32  # of a text in a pipeline of steps; the largest that Unicode's own rules have is 18
+_MOST_STEPS = 64
+_GROWTH = {"ByteLevel": 4, "BertNormalizer": 3}  # by type of step: the characters that it makes of one
+
+
+def _check_growth(file: Path) -> None:
+    """Raise ValueError where steps of a tokenizer.json make ever more of a text, so that no memory would suffice."""
+    try:
+        content = json.loads(file.read_bytes())
+    except (ValueError, RecursionError):  # which the package says
+        return
+    if not isinstance(content, dict):
+        return
+    for part in ("normalizer", "pre_tokenizer", "decoder", "post_processor"):
+        steps = list(_steps(content.get(part), 0))
+        growth = _growth(steps)
+        if growth > _MOST_GROWTH or len(steps) > _MOST_STEPS:
+            raise ValueError(
+                f"data.tokenizer: the {part} of {file} has {len(steps)} steps, which make up to {growth:.3g} of one "
+                f"character or token; more than {_MOST_STEPS} steps or {_MOST_GROWTH} times are not run"
+            )
+
+
+def _steps(part: Any, nesting: int) -> Iterator[Mapping[str, Any]]:
+    """The steps of a part of a tokenizer.json, in their order."""
+    if not isinstance(part, dict):
+        return
+    lists = [part[key] for key in ("normalizers", "pretokenizers", "decoders", "processors") if key in part]
+    if part.get("type") != "Sequence" or not lists or nesting > _MOST_STEPS:
+        yield part
+    for steps in lists:
+        for step in steps if isinstance(steps, list) else ():
+            yield from _steps(step, nesting + 1)
+
+
+def _growth(steps: Sequence[Mapping[str, Any]]) -> float:
+    """How many times longer a text can become.
+
+    A replacement makes more of what an earlier step made only if it can find that: of plain texts, if they share a
+    character. Where other steps change characters in between, anything may be found.
+    """
+    known = all(step.get("type") in ("Replace", "Prepend", "Strip", "ByteFallback", "Fuse") for step in steps)
+    made: list[tuple[float, str]] = []  # by step: the growth up to there, and the characters that it writes
+    for step in steps:
+        finds, writes, own = _replacement(step)
+        can_find = [growth for growth, text in made if finds is None or not known or set(finds) & set(text)]
+        made.append((own * max([1.0, *can_find]), writes))
+    return max((growth for growth, _ in made), default=1.0)
+
+
+def _replacement(step: Mapping[str, Any]) -> tuple[str | None, str, float]:
+    """What a step looks for (None: anything), what it writes instead, and how many times longer that is."""
+    if step.get("type") == "Replace":
+        pattern, writes = step.get("pattern"), str(step.get("content", ""))
+        plain = pattern.get("String") if isinstance(pattern, dict) else None
+        if plain:
+            return str(plain), writes, max(1.0, len(writes) / len(str(plain)))
+        return None, writes, max(1.0, len(writes) + (1 if _may_be_empty(pattern) else 0))
+    if step.get("type") == "TemplateProcessing":
+        return None, "", float(_template_length(step))
+    if step.get("type") == "Precompiled":
+        return None, "", float(_longest_of_charsmap(step.get("precompiled_charsmap")))
+    return None, "", float(_GROWTH.get(str(step.get("type")), 1))
+
+
+def _may_be_empty(pattern: Any) -> bool:
+    """Whether a regular expression finds something between any two characters, as far as Python's can tell."""
+    try:
+        return re.fullmatch(str(pattern["Regex"]), "") is not None
+    except (re.error, KeyError, TypeError, RecursionError, OverflowError):
+        return True
+
+
+def _template_length(step: Mapping[str, Any]) -> int:
+    """How often a template repeats the text, and marks beyond a handful as if they were it."""
+    single = step.get("single")
+    pieces = [piece for piece in single if isinstance(piece, dict)] if isinstance(single, list) else []
+    marks = sum("SpecialToken" in piece for piece in pieces)
+    return max(1, sum("Sequence" in piece for piece in pieces), marks - _MOST_STEPS)
+
+
+def _longest_of_charsmap(charsmap: Any) -> int:
+    """The most characters that SentencePiece's table writes for one: its texts follow the table, with zeros between."""
+    try:
+        table = base64.b64decode(str(charsmap))
+        texts = table[4 + int.from_bytes(table[:4], "little") :]
+    except ValueError:  # no base64, which the package says
+        return 1
+    return max(len(text.decode(errors="replace")) for text in texts.split(b"\0"))
 
 
 def _find_end_of_document(file: Path, vocabulary: Mapping[str, int]) -> int:

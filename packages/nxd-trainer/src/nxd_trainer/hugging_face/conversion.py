@@ -7,18 +7,25 @@ The only file of this package that imports transformers. The rules of transforme
 import difflib
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
-from nxd_trainer.hugging_face.folder import refuse_endless_counts, refuse_hub_code, with_plain_floats
+from nxd_trainer.hugging_face.folder import check_config, with_plain_floats
 from nxd_trainer.hugging_face.rearrangement import Rearranged, concatenate, stack
 
 Shapes = Mapping[str, tuple[int, ...]]
 
 _ROTARY_FREQUENCIES = r"rotary_emb\.inv_freq$"
+_MOST_PARTS = 200_000  # modules and parameters of a model, whose experts are tensors of all of them
 _SDPA_WITHOUT_MASK = "sdpa_without_mask"  # transformers makes no masks for an attention that it does not know
 
 
@@ -180,13 +187,12 @@ def model_on_meta(config: Mapping[str, Any], dtype: torch.dtype | None = None) -
     config_class: Any = getattr(model_class, "config_class", None)
     if config_class is None:
         return None
-    refuse_hub_code(config)
-    refuse_endless_counts(config)
+    check_config(config, config_class.attribute_map)
     content = {name: value for name, value in config.items() if name != "quantization_config"}
     default_dtype = torch.get_default_dtype()
     try:
         torch.set_default_dtype(dtype or default_dtype)
-        with torch.device("meta"):
+        with torch.device("meta"), _of_bounded_size():
             return model_class(config_class.from_dict(with_plain_floats(content)))
     except Exception as error:  # whatever transformers stumbles over: its checks are of many kinds
         raise ValueError(
@@ -195,6 +201,25 @@ def model_on_meta(config: Mapping[str, Any], dtype: torch.dtype | None = None) -
         ) from error
     finally:
         torch.set_default_dtype(default_dtype)
+
+
+@contextmanager
+def _of_bounded_size() -> Iterator[None]:
+    """Raise ValueError where a model gets more parts than any has: configs have counts under many names."""
+    num_parts = 0
+
+    def count(parent: nn.Module, name: str, part: Any) -> None:
+        nonlocal num_parts
+        num_parts += 1
+        if num_parts > _MOST_PARTS:
+            raise ValueError(f"it has more than the {_MOST_PARTS:,} modules and parameters that any model has")
+
+    hooks = [register_module_module_registration_hook(count), register_module_parameter_registration_hook(count)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def leave_out_masks(model: Any) -> None:
@@ -232,7 +257,7 @@ def complete_config(config: Mapping[str, Any]) -> dict[str, Any]:
     config_class = _config_class(str(config.get("model_type")))
     if config_class is None:
         return dict(config)
-    refuse_endless_counts(config)
+    check_config(config, config_class.attribute_map)
     try:
         made = config_class.from_dict(with_plain_floats(config))
     except Exception as error:  # its checks are of many kinds

@@ -1,9 +1,10 @@
 """The config of a Hugging Face folder: reading and writing it, and what in it is not believed."""
 
 import json
+import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,33 +56,47 @@ def with_plain_floats(value: Any) -> Any:
     return [with_plain_floats(held) for held in value] if isinstance(value, list) else value
 
 
-def refuse_hub_code(config: Mapping[str, Any]) -> None:
-    """Raise ValueError where a config, or one in it, names a kernel of a hub: transformers would load and run it."""
+def check_config(config: Mapping[str, Any], other_names: Mapping[str, str] | None = None) -> None:
+    """Raise ValueError where a config, or one in it, has transformers run code from a hub, or work without end.
+
+    transformers makes modules for each layer and a text for each label, so that a large enough count never ends.
+
+    Args:
+        config: content of a `config.json`.
+        other_names: `attribute_map` of the config's class: by names of transformers, those that the class has instead.
+    """
     for key, value in config.items():
-        if isinstance(value, Mapping) and not key.endswith("_implementation"):
-            refuse_hub_code(value)
-        elif key.endswith("_implementation") and "/" in str(value):
+        if key == "attribute_map":
+            raise ValueError("the config has attribute_map, which gives other keys new meanings; leave it out")
+        if "_implementation" in key and "/" in str(value):
             raise ValueError(
                 f"the config has {key}={value!r}, code from a hub, which is not run; leave it out, or give one of "
                 "transformers' own, such as 'sdpa'"
             )
+        names = {key}
+        for common, own in (other_names or {}).items():
+            names |= {common, own} if key in (common, own) else set()
+        most = min(map(_most, names))
+        for one in _flat(value):
+            if isinstance(one, Mapping):
+                check_config(one, other_names)
+            elif isinstance(one, int | float) and one > most:
+                raise ValueError(
+                    f"the config has {key}={value!r:.100}, more than the {most:,} that are believed; correct it"
+                )
 
 
-def refuse_endless_counts(config: Mapping[str, Any]) -> None:
-    """Raise ValueError where a config, or one in it, counts more of something than any model has.
+def _most(key: str) -> float:
+    """The largest number that is believed under a key of a config."""
+    return 10_000 if _COUNTS_MODULES.search(key) else 1_000_000 if key.startswith("num_") else math.inf
 
-    transformers makes a module for each layer and a text for each label, so that a large enough count never ends.
-    """
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            refuse_endless_counts(value)
-            continue
-        most = 10_000 if _COUNTS_MODULES.search(key) else 1_000_000 if key.startswith("num_") else None
-        values = value if isinstance(value, list) else [value]
-        if most is not None and any(isinstance(one, int | float) and one > most for one in values):
-            raise ValueError(
-                f"the config has {key}={value!r:.100}, more than the {most:,} that are believed; correct it"
-            )
+
+def _flat(value: Any) -> Iterator[Any]:
+    if isinstance(value, list):
+        for one in value:
+            yield from _flat(one)
+    else:
+        yield value
 
 
 def write_config(folder: PathLike, config: Mapping[str, Any]) -> None:
