@@ -66,6 +66,15 @@ def test_exception_that_is_its_own_cause_is_shown(capsys):
     assert "metrics cannot be written" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("kind", [ValueError, nxd_state.PeerError])
+def test_failure_whose_message_would_steer_a_terminal_is_shown_escaped(capsys, kind):
+    nxd_state.report_failure(kind("a name \x1b]0;title\x07 of a file\x9b2J"))
+
+    told = capsys.readouterr().err
+    assert "\\x1b]0;title" in told
+    assert all(it.isprintable() or it == "\n" for it in told)
+
+
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO])
 def test_storage_that_fails_is_one_line(capsys, number):
     with pytest.raises(OSError, match="run/metrics") as raised:

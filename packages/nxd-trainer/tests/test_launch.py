@@ -110,6 +110,52 @@ while True: time.sleep(0.05)
     assert signal.getsignal(signal.SIGTERM) is handled_before
 
 
+def test_rank_that_waits_for_one_that_a_signal_has_killed_is_killed(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr("nxd_trainer.launch.SECONDS_TO_STOP", 0.2)
+    program = f"""
+import os, pathlib, signal, time
+signal.signal(signal.SIGINT, signal.SIG_DFL if os.environ["RANK"] == "0" else signal.SIG_IGN)
+pathlib.Path({str(tmp_path)!r}, os.environ["RANK"]).touch()
+time.sleep(3600)
+"""
+
+    def interrupt() -> None:
+        while len(list(tmp_path.iterdir())) < 2:
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    code = run(program)
+    thread.join()
+
+    assert code == 143
+    assert "nxd: rank 1 did not end 0.2 s after the signal and was killed" in capfd.readouterr().err
+
+
+def test_rank_that_loads_its_modules_is_ended_by_an_interrupt_at_once(fresh_python):
+    program = """
+import importlib.abc, os, signal, sys, threading
+
+class Swallows(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name == "nxd_trainer.cli":  # whose import swallows a KeyboardInterrupt, as torch's does
+            try:
+                signal.raise_signal(signal.SIGINT)
+            except KeyboardInterrupt:
+                pass
+
+sys.meta_path.insert(0, Swallows())
+import runpy
+runpy.run_module("nxd_trainer", run_name="__main__")
+"""
+    ended = subprocess.run(
+        [fresh_python, "-c", program, "--help"], env=os.environ | {"RANK": "0"}, capture_output=True, check=False
+    )
+
+    assert ended.returncode == -signal.SIGINT
+
+
 def test_command_that_cannot_be_started_is_an_error_and_leaves_no_process():
     with pytest.raises(FileNotFoundError):
         launch_ranks(2, ["/no/such/program"])

@@ -67,15 +67,24 @@ def report_failure(error: BaseException) -> int:
         else:
             text = "".join(traceback.format_exception(error))
             text = f"rank {rank} failed:\n{text}" if "RANK" in os.environ else text
-        print(text, file=sys.stderr, flush=True)  # one write: lines of several ranks do not mix
+        _show(text)
         _tell(FAILURE_SHOWN, str(rank))
         return EXIT_FAILED
     _tell(f"{FAILURE_SHOWN}/line_of_{rank}", "1")
     _await(FAILURE_SHOWN)
-    print(f"rank {rank} ended: {describe_failure(error)}", file=sys.stderr, flush=True)
+    _show(f"rank {rank} ended: {describe_failure(error)}")
     if dist.is_initialized() and any(map(_timed_out, _chain(error))):
         _name_silent_ranks(rank)
     return EXIT_PEER_FAILED
+
+
+def _show(text: str) -> None:
+    """Print to standard error in one write, so that lines of several ranks do not mix.
+
+    Messages hold texts of files and of other processes: what would steer the terminal is escaped.
+    """
+    shown = "".join(it if it.isprintable() or it in "\n\t" else repr(it)[1:-1] for it in text)
+    print(shown, file=sys.stderr, flush=True)
 
 
 def describe_failure(error: BaseException) -> str:
@@ -148,7 +157,7 @@ def _name_silent_ranks(rank: int) -> None:
         silent = [other for other, line in lines.items() if not store.check([line])]
         if silent and rank == min(set(lines) - set(silent)):
             found = [_describe_silent_rank(other, store) for other in silent]
-            print("\n".join(found), file=sys.stderr, flush=True)
+            _show("\n".join(found))
 
 
 def _describe_silent_rank(rank: int, store: dist.Store) -> str:

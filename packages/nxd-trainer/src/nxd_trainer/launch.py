@@ -34,6 +34,7 @@ PEERS_SECRET = "NXD_PEERS_SECRET"  # as nxd_ckpt.peers.keeper has it, whose impo
 _LOOPBACK = "127.0.0.1"
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
 SECONDS_TO_END = 20.0  # for the other ranks once one has failed: they hear of it at once, and say what they did
+SECONDS_TO_STOP = 60.0  # for the other ranks once a signal has killed one that did not handle it yet
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -190,19 +191,26 @@ def _wait(ranks: _Ranks, store: "TCPStore") -> int:
     codes: dict[int, int] = {}
     first: int | None = None  # the rank that failed by itself
     give_up: float | None = None
+    failed = False
     while len(codes) < len(ranks.processes):
         try:
             rank = ranks.ended.get(timeout=None if give_up is None else max(0.0, give_up - time.monotonic()))
         except queue.Empty:
             killed = ranks.kill()
             names = ", ".join(f"rank {rank}" for rank in killed)
-            print(f"nxd: {names} did not end {SECONDS_TO_END:g} s after the failure and was killed", file=sys.stderr)
+            when = f"{SECONDS_TO_END:g} s after the failure" if failed else f"{SECONDS_TO_STOP:g} s after the signal"
+            print(f"nxd: {names} did not end {when} and was killed", file=sys.stderr)
             codes |= dict.fromkeys(killed, EXIT_PEER_FAILED)
             break
         code = codes[rank] = ranks.processes[rank].returncode
-        if code == 0 or (ranks.signals and code in (EXIT_STOPPED, *(-number for number in ranks.signals))):
+        if code == 0 or (ranks.signals and code == EXIT_STOPPED):
             continue
-        give_up = give_up or time.monotonic() + SECONDS_TO_END
+        if ranks.signals and -code in (*ranks.signals, signal.SIGTERM):
+            # It had no handler yet. A rank that had one, or that was in code that swallows a Ctrl-C, waits for it.
+            give_up = give_up or time.monotonic() + SECONDS_TO_STOP
+            continue
+        if not failed:
+            give_up, failed = min(give_up or math.inf, time.monotonic() + SECONDS_TO_END), True
         if first is None and code != EXIT_PEER_FAILED:
             first = rank
             if code < 0:

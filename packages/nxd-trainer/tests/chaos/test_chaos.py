@@ -122,11 +122,12 @@ def write(step, **more):
     with open("metrics.jsonl", "a") as file:
         file.write(json.dumps(fields | dict(peak_memory_bytes=1) | more) + "\\n")
 
-ranks = [
-    subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], env=os.environ | {"RANK": str(rank)},
-                     stdin=subprocess.PIPE)
-    for rank in range(3)
-]
+def start(**variables):
+    return subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], env=os.environ | variables,
+                            stdin=subprocess.PIPE)
+
+ranks = [start(RANK=str(rank), NXD_LAUNCHER_PID=str(os.getpid())) for rank in range(3)]
+others = [start(RANK="7"), start(RANK="8", NXD_LAUNCHER_PID="1")]  # of other programs
 write(1, layout="TP 1")
 lost = 0
 while lost < 2:
@@ -136,9 +137,9 @@ while lost < 2:
             lost += 1
             write(lost + 1, layout="TP 1", resumed_from=lost)
     time.sleep(0.01)
-for rank in ranks:
-    rank.stdin.close()
-    rank.wait()
+for one in ranks + others:
+    one.stdin.close()
+    one.wait()
 """
 
 
@@ -167,7 +168,8 @@ def test_ranks_of_a_seed_are_killed_one_after_the_other(process, tmp_path):
 def test_supervisor_whose_trainer_has_ended_is_no_rank(fresh_interpreter):
     named = "import ctypes, sys; ctypes.CDLL(None).prctl(15, b'nxd-supervisor'); print(flush=True); sys.stdin.read()"
     command, pipe = [sys.executable, "-c", named], subprocess.PIPE
-    with subprocess.Popen(command, env=os.environ | {"RANK": "0"}, stdin=pipe, stdout=pipe) as supervisor:
+    environment = os.environ | {"RANK": "0", "NXD_LAUNCHER_PID": str(os.getpid())}
+    with subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe) as supervisor:
         supervisor.stdout.readline()
         found = ranks_below(os.getpid())
         supervisor.stdin.close()
@@ -184,9 +186,28 @@ def test_paused_rank_runs_again_and_a_run_that_stands_still_is_noticed(process, 
     with pytest.raises(TimeoutError, match=r"no step for 0\.01 s after step 1"):
         disturb(impatient, Plan(seed=0, count=1, kinds=("pause",), seconds=(0, 0)))
 
-    states = [Path(f"/proc/{rank.pid}/stat").read_text().rpartition(")")[2].split()[0] for rank in ranks]
-    assert len(ranks) == 3
-    assert "T" not in states
+    assert [rank.number for rank in ranks] == [0, 1, 2]
+    assert "T" not in states(ranks)
+
+
+def states(ranks) -> list[str]:
+    return [Path(f"/proc/{rank.pid}/stat").read_text().rpartition(")")[2].split()[0] for rank in ranks]
+
+
+def test_paused_rank_runs_again_where_the_command_is_ended(process, tmp_path):
+    run = FollowedRun(process, tmp_path, patience=60)
+    assert run.wait_for_step(1)
+    ranks = run.ranks()
+    options = ["--output", str(tmp_path), "--pid", str(process.pid), "--kinds", "pause", "--every-seconds", "0"]
+
+    with subprocess.Popen([sys.executable, "-m", "nxd_trainer", "chaos", *options], stderr=subprocess.PIPE) as command:
+        while "T" not in states(ranks):
+            assert run.wait(0.01)
+        command.terminate()
+        command.communicate()
+
+    assert command.returncode == 143
+    assert "T" not in states(ranks)
 
 
 def test_command_without_a_run_says_what_to_give(capsys):

@@ -46,6 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _print(text: str) -> None:
+    if sys.stdout is None:  # closed by the caller, who wants the exit code alone
+        return
     encoding = sys.stdout.encoding or "utf-8"
     try:
         print(text.encode(encoding, "backslashreplace").decode(encoding))

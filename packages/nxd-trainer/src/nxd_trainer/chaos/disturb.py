@@ -185,8 +185,9 @@ _HOW: Mapping[Kind, Callable[[FollowedRun, Rank, float], None]] = {
 
 @contextmanager
 def _stopped(pid: int) -> Iterator[None]:
-    os.kill(pid, signal.SIGSTOP)
     try:
+        os.kill(pid, signal.SIGSTOP)
         yield
     finally:
-        os.kill(pid, signal.SIGCONT)
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)

@@ -8,6 +8,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from nxd_trainer.elastic.supervisor import SUPERVISOR_NAME, TRAINER_NAME
+from nxd_trainer.launch import LAUNCHER_PID
+
+_OF_TORCHRUN = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"}
+_OF_SLURM = {"SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST"}
 
 
 class Rank(NamedTuple):
@@ -29,8 +33,8 @@ class Rank(NamedTuple):
 def ranks_below(root: int) -> list[Rank]:
     """The ranks of the run that a process has started, by number.
 
-    Those of an elastic run are the trainers. Of any other run they are the processes that have the variable `RANK`,
-    and whose parents have it not.
+    Those of an elastic run are the trainers. Of any other run they are the processes to which their parent has given
+    all that a launcher gives to a rank: other programs may have a variable `RANK` as well.
     """
     below = list(_below(root))
     trainers = [(supervisor, pid) for supervisor, pid in below if _name(pid) == TRAINER_NAME]
@@ -41,7 +45,7 @@ def ranks_below(root: int) -> list[Rank]:
         found = [
             (_rank(pid), pid, parent, parent)
             for parent, pid in below
-            if _rank(parent) is None and _name(pid) != SUPERVISOR_NAME  # whose trainer has ended, or is to come
+            if _is_launched(pid, parent) and _name(pid) != SUPERVISOR_NAME  # whose trainer has ended, or is to come
         ]
     return sorted(Rank(number, *processes) for number, *processes in found if number is not None)
 
@@ -76,10 +80,26 @@ def _name(pid: int) -> str:
         return ""
 
 
+def _is_launched(pid: int, parent: int) -> bool:
+    """Whether the parent is a launcher that has started a process as a rank: ours, torchrun's agent, or Slurm's."""
+    own, inherited = _variables(pid), _variables(parent)
+    if LAUNCHER_PID in own:
+        return own[LAUNCHER_PID] == str(parent)
+    is_rank = own.keys() >= _OF_TORCHRUN or own.keys() >= _OF_SLURM
+    return is_rank and "RANK" not in inherited and "SLURM_PROCID" not in inherited
+
+
 def _rank(pid: int) -> int | None:
-    """`RANK` as the process was started with; a fork shows that of its parent."""
+    """The rank that the process was started as; a fork shows that of its parent."""
+    variables = _variables(pid)
+    number = variables.get("RANK", variables.get("SLURM_PROCID", ""))
+    return int(number) if number.isdigit() else None
+
+
+def _variables(pid: int) -> dict[str, str]:
+    """With which a process was started; none of one that has ended, or is another user's."""
     try:
-        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        content = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
     except OSError:
-        return None
-    return next((int(it[5:]) for it in variables if it.startswith(b"RANK=") and it[5:].isdigit()), None)
+        return {}
+    return dict(it.split("=", 1) for it in content.split("\0") if "=" in it)

@@ -2,11 +2,13 @@
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from types import FrameType
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from nxd_trainer.cli.command import Commands, UserError, reports_user_errors
 
@@ -69,10 +71,16 @@ def run(options: argparse.Namespace) -> int:
     plan = reports_user_errors(lambda: _plan(options))
     process = reports_user_errors(lambda: _process(options))
     followed = FollowedRun(process, options.output)
+    for number in (signal.SIGTERM, signal.SIGHUP):  # what is paused goes on as well where this process is ended
+        signal.signal(number, _end)
     disturbances = disturb(followed, plan, _say)
     for line in render(measure(followed, disturbances), disturbances):
         _say(line)
     return process.poll() or 0
+
+
+def _end(number: int, frame: FrameType | None) -> NoReturn:
+    raise SystemExit(128 + number)
 
 
 class _OtherProcess:

@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from nxd_trainer.cli.command import Commands, UserError, reports_user_errors
+from nxd_trainer.cli.output import printable
 from nxd_trainer.launch import is_launched
 from nxd_trainer.recipe import check_paths, load_recipe
 
@@ -57,7 +58,7 @@ def run(options: argparse.Namespace) -> int:
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True, record=options.svg is not None)
     warnings = list(data.warnings)
     for name, source in data.sources.items():
-        console.rule(Text(name, "bold"), align="left")
+        console.rule(Text(printable(name), "bold"), align="left")
         show_lengths(console, source, sequence_length=length)
         if isinstance(source, Conversations) and not recipe.dpo.beta:
             console.print(packing_line(source, sequence_length=length))
@@ -74,9 +75,9 @@ def run(options: argparse.Namespace) -> int:
         f"{epochs:.2f} epochs of {len(data.train):,} sequences; {len(data.held_out):,} to evaluate on"
     )
     for note in data.notes:
-        console.print(note)
+        console.print(printable(note))
     for warning in warnings:
-        console.print(Text("warning: ", WARNING) + Text(warning))
+        console.print(Text("warning: ", WARNING) + Text(printable(warning)))
     if options.svg is not None:
         reports_user_errors(lambda: console.save_svg(str(options.svg), title="nxd data"))
     return 0

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nxd_trainer.cli.command import Commands, UserError, reports_user_errors
+from nxd_trainer.cli.output import printable
 
 if TYPE_CHECKING:
     from nxd_trainer.doctor.graph_report import GraphReport
@@ -62,9 +63,9 @@ def run(options: argparse.Namespace) -> int:
     )
     for finding in findings:
         counts[finding.status] += 1
-        print(f"{finding.status:7}  {finding.check}: {finding.found}")
+        print(printable(f"{finding.status:7}  {finding.check}: {finding.found}"))
         if finding.mend:
-            print(f"{'':7}  -> {finding.mend}", flush=True)
+            print(printable(f"{'':7}  -> {finding.mend}"), flush=True)
     warnings = f"{counts['warning']} warning{'' if counts['warning'] == 1 else 's'}"
     print(f"{'all is well' if not counts['wrong'] else str(counts['wrong']) + ' wrong'}, {warnings}")
     return EXIT_WRONG if counts["wrong"] else 0

@@ -27,6 +27,7 @@ from nxd_trainer.cli import (
     upcycle,
 )
 from nxd_trainer.cli.command import UserError, leave_mesh, reports_user_errors
+from nxd_trainer.cli.output import usable_streams
 from nxd_trainer.launch import end_with_launcher, is_launched, remove_torchrun_folders, slurm_environment
 from nxd_trainer.logs import log_level
 from nxd_trainer.recipe import recipe_keys
@@ -57,7 +58,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Where the reader of its output has gone, such as `head`, the process ends at once, with 141.
     """
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    with usable_streams():
+        return _run(list(sys.argv[1:] if arguments is None else arguments))
+
+
+def _run(arguments: list[str]) -> int:
     remaining, settings = _take_apart(arguments)
     options = _parse(remaining, argparse.Namespace(arguments=arguments, settings=settings))
     try:
@@ -75,6 +80,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"nxd {options.command}: {mistake}", file=sys.stderr)
         leave_mesh()
         return EXIT_MISTAKE
+    except SystemExit as end:
+        if isinstance(end.__context__, BrokenPipeError):  # rich ends so, with 1, where its reader has gone
+            os._exit(EXIT_NO_READER)
+        raise
     except Exception as error:
         if isinstance(error, BrokenPipeError) and _reader_is_gone():
             os._exit(EXIT_NO_READER)

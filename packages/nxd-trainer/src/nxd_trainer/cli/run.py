@@ -2,6 +2,7 @@
 
 import argparse
 import runpy
+import signal
 import sys
 from pathlib import Path
 
@@ -36,6 +37,8 @@ def run(options: argparse.Namespace) -> int:
     from nxd_trainer.xla_stand_in import install  # noqa: PLC0415 - it loads torch
 
     install()
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # as it is while a rank loads its modules
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.argv = [options.script, *options.script_arguments]
     sys.path.insert(0, str(script.parent.resolve()))
     runpy.run_path(options.script, run_name="__main__")

@@ -1,0 +1,71 @@
+"""Standard streams of commands: closed ones, readers that have gone, and texts that would steer a terminal."""
+
+import contextlib
+import io
+import signal
+import subprocess
+import warnings
+from pathlib import Path
+
+import pytest
+from nxd_trainer.cli import main
+
+ESCAPES = "\x1b]0;title\x07\x1b[2J\r\x9b31m\u202e"
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize(("arguments", "code"), [(["train", "--help"], 0), (["data", "missing.toml"], 2)])
+def test_command_whose_streams_are_closed_ends_as_usual(fresh_python, closed, arguments, code):
+    command = ["bash", "-c", f'exec "$@" {closed}', "bash", fresh_python, "-m", "nxd_trainer", *arguments]
+
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+
+    assert ended.returncode == code
+    assert "Error" not in ended.stderr
+
+
+def test_preview_whose_reader_has_gone_ends_with_141(fresh_python, tmp_path):
+    (tmp_path / "a.txt").write_text("text " * 1000)
+    settings = [f"data.path={tmp_path}", f"output={tmp_path / 'run'}", "data.sequence_length=16"]
+    command = [fresh_python, "-m", "nxd_trainer", "data", *settings]
+
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        told = process.stderr.read()
+
+    assert (process.returncode, told) == (128 + signal.SIGPIPE, b"")
+
+
+def on_stderr(act) -> str:
+    stream = io.StringIO()
+    with contextlib.redirect_stderr(stream), warnings.catch_warnings():
+        warnings.simplefilter("default")
+        act()
+    return stream.getvalue()
+
+
+def file_named(folder: Path) -> str:
+    return f"data.path={folder / ESCAPES.replace('/', '')}"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        lambda folder: ["data", file_named(folder)],
+        lambda folder: ["data", str(folder / f"{ESCAPES}.toml")],
+        lambda folder: ["data", f"data.suffixes={ESCAPES}", f"data.path={folder}"],
+        lambda folder: ["data", f"--data.{ESCAPES}=1"],
+        lambda folder: ["train", "--nproc", ESCAPES],
+        lambda folder: ["generate", str(folder / ESCAPES)],
+        lambda folder: ["ckpt", "inspect", str(folder / ESCAPES)],
+    ],
+)
+def test_message_about_names_with_control_characters_has_none(tmp_path, arguments):
+    def act() -> None:
+        with contextlib.suppress(SystemExit):
+            main([*arguments(tmp_path)])
+
+    told = on_stderr(act)
+
+    assert "x1b" in told
+    assert all(it.isprintable() or it in "\n\t" for it in told)
