@@ -39,7 +39,8 @@ def test_next_request_to_an_object_store_is_under_way_while_one_is_verified(monk
     asked, verified = iter(requests), iter([*requests[1:], requests[-1]])
 
     def asking(*args, **options):
-        next(asked).set()
+        if ".safetensors" in str(args):  # not the manifests
+            next(asked).set()
         return cat_ranges(*args, **options)
 
     def verifying(check, part):

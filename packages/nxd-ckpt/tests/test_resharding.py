@@ -33,10 +33,15 @@ def memory_at_random(rng, shape, dtype):
     """A zeroed tensor of this shape with contiguous, padded or reversed-dims memory."""
     kind = rng.choice(["contiguous", "padded", "reversed"])
     if kind == "padded":
-        return torch.zeros([size + 2 for size in shape], dtype=dtype)[tuple(slice(1, 1 + size) for size in shape)]
+        return zeros([size + 2 for size in shape], dtype)[tuple(slice(1, 1 + size) for size in shape)]
     if kind == "reversed":
-        return torch.zeros(shape[::-1], dtype=dtype).permute(tuple(reversed(range(len(shape)))))
-    return torch.zeros(shape, dtype=dtype)
+        return zeros(shape[::-1], dtype).permute(tuple(reversed(range(len(shape)))))
+    return zeros(shape, dtype)
+
+
+def zeros(shape, dtype):
+    """Also of types that torch fills with nothing."""
+    return torch.zeros([*shape, dtype.itemsize], dtype=torch.uint8).view(dtype).squeeze(-1)
 
 
 def some_boxes(rng, shape, world_size):

@@ -59,7 +59,9 @@ def test_prompt_begins_as_the_tokenizer_begins_a_text(tiny_generator):
     class WithPrefix(serve_tiny.Letters):
         prefix = (3,)
 
-    with TestClient(make_app(CompletionService(tiny_generator.engine, WithPrefix(), model="tiny"))) as client:
+    with TestClient(
+        make_app(CompletionService(tiny_generator.engine, WithPrefix(), model="tiny")), base_url="http://localhost"
+    ) as client:
         bodies = [complete(client, prompt=prompt).json() for prompt in ("once upon", "donce upon", [14])]
 
     assert [body["usage"]["prompt_tokens"] for body in bodies] == [10, 10, 1]
@@ -78,7 +80,9 @@ def test_stop_text_that_spells_an_unseen_token_stops_there(tiny_generator):
         def decode(self, ids):
             return super().decode([token for token in ids if token != tokens[4]])
 
-    with TestClient(make_app(CompletionService(tiny_generator.engine, Hides(), model="tiny"))) as client:
+    with TestClient(
+        make_app(CompletionService(tiny_generator.engine, Hides(), model="tiny")), base_url="http://localhost"
+    ) as client:
         body = complete(client, stop=["<|mark|>", "#"]).json()
 
     end = tokens.index(tokens[4])

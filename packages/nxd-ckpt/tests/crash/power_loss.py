@@ -50,6 +50,9 @@ class Disk:
             self._sync(self._find(call.path))
         elif call.name == "write":
             self._find(call.path).content += call.data
+        elif call.name == "ftruncate":  # to nothing, from when the old bytes may be gone
+            file = self._find(call.path)
+            file.content = file.durable = b""
         elif call.name in ("mkdir", "open"):
             folder, name = self._place(call.path)
             if name not in folder.entries:

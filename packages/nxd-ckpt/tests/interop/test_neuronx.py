@@ -344,7 +344,7 @@ def test_wrong_parameter_names_are_refused(tmp_path, names, message):
     ("state", "message"),
     [
         ({"base_state": {0: {"exp_avg": torch.eye(2).to_sparse()}}}, "'exp_avg' of 'w' .* torch.sparse_coo"),
-        ({"state": {0: {"exp_avg": torch.ones(2, 2, dtype=torch.complex128)}}}, "'exp_avg' of 'w' .*complex128"),
+        ({"state": {0: {"exp_avg": torch.ones(2, 2, dtype=torch.complex32)}}}, "'exp_avg' of 'w' .*complex32"),
         ({"state": {}, "param_groups": 3}, "param_groups in the optimizer of .* is a int, expected a list"),
         ({"base_state": [1]}, "not a dict of dicts"),
         ([1], "is a list, expected a dict"),
