@@ -138,9 +138,9 @@ class HuggingFaceTokenizer:
             raise ValueError(f"data.tokenizer: {file} has an empty vocabulary; give a tokenizer that knows tokens")
         self._encode = lambda text: tokenizer.encode(text, add_special_tokens=False).ids
         self._decode = tokenizer.decode
-        self.prefix = self._find_prefix(lambda text: tokenizer.encode(text, add_special_tokens=True).ids)
         added = tokenizer.get_added_tokens_decoder().items()
         self.special_ids = frozenset(number for number, token in added if token.special)
+        self.prefix = self._find_prefix(lambda text: tokenizer.encode(text, add_special_tokens=True).ids)
         self.end_of_document = _find_end_of_document(file, self.vocabulary)
         self.fingerprint = f"tokenizers {self.end_of_document} {digest_files([file])}"
 
@@ -151,16 +151,18 @@ class HuggingFaceTokenizer:
         self.vocabulary = tokenizer.get_vocab()
         self._encode = lambda text: tokenizer.encode(text, add_special_tokens=False)
         self._decode = tokenizer.decode
-        self.prefix = self._find_prefix(lambda text: tokenizer.encode(text, add_special_tokens=True))
         self.special_ids = frozenset(tokenizer.all_special_ids)
+        self.prefix = self._find_prefix(lambda text: tokenizer.encode(text, add_special_tokens=True))
         self.end_of_document = int(tokenizer.eos_token_id)
         files = sorted(file for file in folder.iterdir() if file.suffix in (".json", ".txt", ".model"))
         self.fingerprint = f"transformers {self.end_of_document} {digest_files(files)}"
 
     def _find_prefix(self, encode_marked: Callable[[str], list[int]]) -> tuple[int, ...]:
         """The ids before those of a text, where its marks are added; what comes after it ends whole texts."""
-        probe = next((text for text in chain("a", islice(self.vocabulary, 1000)) if self._encode(text)), "")
-        plain, marked = self._encode(probe), encode_marked(probe)
+        probes = ((text, self._encode(text)) for text in chain("a", islice(self.vocabulary, 1000)))
+        # Not a mark itself, which would hide where the text begins; the vocabulary comes in an order of chance.
+        probe, plain = next(((text, ids) for text, ids in probes if ids and self.special_ids.isdisjoint(ids)), ("", []))
+        marked = encode_marked(probe)
         starts = range(len(marked) - len(plain) + 1)
         start = next((start for start in starts if marked[start : start + len(plain)] == plain), 0)
         return tuple(marked[:start])
