@@ -136,6 +136,7 @@ time.sleep(3600)
 def test_rank_that_loads_its_modules_is_ended_by_an_interrupt_at_once(fresh_python):
     program = """
 import importlib.abc, os, signal, sys, threading
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which it is not in the background
 
 class Swallows(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):

@@ -297,6 +297,9 @@ class NxDPPModel(nn.Module):
                 "an optimizer or GradientReducer of nxd_optim"
             )
         microbatches = self._microbatches(kwargs)
+        if averages and not self._has_compared:  # before a stage can fail, of which only the pipeline's group hears
+            check_same_start(self.local_parameters())
+            self._has_compared = True
         syncs = self._gradient_syncs.active()
         with nullcontext() if self._trace_file is None else self._trace_file.step() as record:
             if self._whole_model is not None:
@@ -306,9 +309,6 @@ class NxDPPModel(nn.Module):
                 with self._failures.end_all_ranks():
                     losses = self._train_stages(microbatches, record, syncs)
         if averages:
-            if not self._has_compared:
-                check_same_start(self.local_parameters())
-                self._has_compared = True
             average_over_replicas(self.local_parameters())
         return self._report.of_losses(losses)
 
