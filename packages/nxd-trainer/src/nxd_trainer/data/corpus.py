@@ -45,7 +45,7 @@ from nxd_trainer.data.sources import (
 from nxd_trainer.data.tables import read_texts
 from nxd_trainer.data.tokenizer import Tokenizer
 
-FORMAT = 2
+FORMAT = 1
 TOKENS_FILE = "tokens.bin"
 INDEX_FILE = "index.json"
 NUM_ZONES = 64

@@ -132,6 +132,7 @@ class HuggingFaceTokenizer:
             is_pointer = file.read_bytes()[: len(_LFS_POINTER)] == _LFS_POINTER
             reason = "it is a pointer of Git LFS; fetch the file itself by `git lfs pull`" if is_pointer else str(error)
             raise ValueError(f"data.tokenizer: {file} is not a Hugging Face tokenizer: {reason}") from error
+        cut_texts = tokenizer.truncation is not None or tokenizer.padding is not None
         _take_whole_texts(tokenizer)
         self.vocabulary: Mapping[str, int] = tokenizer.get_vocab(with_added_tokens=True)
         if not self.vocabulary:
@@ -143,6 +144,8 @@ class HuggingFaceTokenizer:
         self.prefix = self._find_prefix(lambda text: tokenizer.encode(text, add_special_tokens=True).ids)
         self.end_of_document = _find_end_of_document(file, self.vocabulary)
         self.fingerprint = f"tokenizers {self.end_of_document} {digest_files([file])}"
+        if cut_texts:  # formerly obeyed, so that the same text gave other ids
+            self.fingerprint += " whole"
 
     def _load_folder(self, folder: Path) -> None:
         tokenizer = load_tokenizer_of_transformers(folder)
