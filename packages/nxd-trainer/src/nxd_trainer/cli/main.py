@@ -2,12 +2,13 @@
 
 import argparse
 import os
+import re
 import select
 import sys
 import traceback
 from collections.abc import Collection, Sequence
 from difflib import get_close_matches
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NoReturn
 
@@ -96,18 +97,25 @@ def _parse(arguments: list[str], options: argparse.Namespace) -> argparse.Namesp
     parser = argparse.ArgumentParser(
         prog="nxd", description="Train and serve large models with tensor, pipeline and data parallelism."
     )
-    parser.add_argument("--version", action="version", version=f"nxd {version('nxd-trainer')}")
+    parser.add_argument("--version", action="version", version=f"nxd {_version()}")
     commands = parser.add_subparsers(dest="command", required=True)
     for command in COMMANDS:
         command.add_parser(commands)
     options, unknown = parser.parse_known_args(arguments, options)
     if unknown:
         command_parser = commands.choices[options.command]
-        flags = [flag for action in command_parser._actions for flag in action.option_strings]
+        flags = re.findall(r"--[a-z][a-z-]+", command_parser.format_help())
         near = get_close_matches(unknown[0].partition("=")[0], flags, 1)
         hint = f"did you mean {near[0]}?" if near else f"`nxd {options.command} --help` lists what there is"
         command_parser.error(f"unrecognized arguments: {' '.join(unknown)}; {hint}")
     return options
+
+
+def _version() -> str:
+    try:
+        return version("nxd-trainer")
+    except PackageNotFoundError:
+        return "of a source tree that is not installed"
 
 
 def _take_apart(arguments: list[str]) -> tuple[list[str], list[str]]:

@@ -24,7 +24,8 @@ def printable(text: str) -> str:
 def usable_streams() -> Iterator[None]:
     """Open what the caller has closed of the standard streams, and have all that goes to standard error be printable.
 
-    A closed one reads and writes nothing. Without it, the next file or socket would get its number.
+    A closed one reads and writes nothing. Without it, the next file or socket would get its number. As
+    `hold_standard_streams` of nxd-state, whose import takes as long as that of torch.
     """
     for descriptor in range(3):
         try:
