@@ -1,7 +1,7 @@
 """Loading a run's initial weights, where its recipe names some, and comparing two models."""
 
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,20 +33,22 @@ def load_first_weights(state: RunState) -> None:
         ValueError: as for `load_initial_weights`.
         CheckpointError: as for `load_initial_weights`.
     """
-    load_base(state)
+    adapter = load_base(state)
     initial = state.recipe.checkpoint.initial_weights
-    if initial is not None and _adapter_alone_in(initial):
+    if initial is not None and state.description.initial is not None:  # of which the base has been loaded
+        adapter = _choose(initial).adapter_alone
+    if adapter is not None:
         if state.description.initial is None or not state.recipe.lora.rank:
             raise ValueError(
                 f"checkpoint.initial_weights={initial} holds a LoRA adapter without its base model; set model.path to "
                 "that and lora.rank to the adapter's, or take what nxd export makes of it, which has it in its weights"
             )
-        load_checkpoint(initial, model=state.model)
+        load_checkpoint(adapter.root, adapter.tag or None, model=state.model)
 
 
-def load_base(state: RunState) -> None:
-    """As `load_first_weights`, without an adapter that the recipe begins with. By all ranks."""
-    _fill(state, state.model, state.optimizer)
+def load_base(state: RunState) -> Found | None:
+    """As `load_first_weights`, without an adapter alone that the recipe begins with: it is returned. By all ranks."""
+    return _fill(state, state.model, state.optimizer)
 
 
 def load_reference(state: RunState) -> None:
@@ -60,7 +62,7 @@ def load_reference(state: RunState) -> None:
         _fill(state, state.reference, None)
 
 
-def _fill(state: RunState, model: NxDModel, optimizer: NxDOptimizer | None) -> None:
+def _fill(state: RunState, model: NxDModel, optimizer: NxDOptimizer | None) -> Found | None:
     initial, origin = state.recipe.checkpoint.initial_weights, state.recipe.model.path
     known = state.description.initial
     if known is not None and known.tag is None and initial is None:
@@ -68,20 +70,53 @@ def _fill(state: RunState, model: NxDModel, optimizer: NxDOptimizer | None) -> N
         _load_folder(model, optimizer, Path(known.folder))
     elif known is not None:  # by its tag: where it lies others may be newer by now
         load_initial_weights(model, optimizer, state.description, Path(known.folder), known)
-    elif initial is not None and not _adapter_alone_in(initial):
-        load_initial_weights(model, optimizer, state.description, initial)
-    elif origin is not None:
-        _load_folder(model, optimizer, origin)
+    else:
+        chosen = None if initial is None else _choose(initial)
+        adapter = None if chosen is None else chosen.adapter_alone
+        if initial is not None and chosen is not None and adapter is None:
+            _load_chosen(model, optimizer, state.description, initial, chosen)
+        elif origin is not None:
+            _load_folder(model, optimizer, origin)
+        return adapter
+    return None
 
 
-def _adapter_alone_in(folder: Path) -> bool:
-    """Whether the newest checkpoint of a folder is an adapter without its base model. By all ranks."""
+@dataclass(frozen=True)
+class _Chosen:
+    """What a folder of initial weights holds.
 
-    def look() -> bool:
+    Attributes:
+        found: the checkpoint; None of a Hugging Face folder.
+        description: of its model, if it says.
+        has_adapter: whether it holds an adapter.
+        is_alone: whether it holds nothing else.
+    """
+
+    found: Found | None
+    description: ModelDescription | None = None
+    has_adapter: bool = False
+    is_alone: bool = False
+
+    @property
+    def adapter_alone(self) -> Found | None:
+        """The checkpoint, if it is of an adapter without its base model."""
+        return self.found if self.is_alone else None
+
+
+def _choose(folder: Path, known: InitialWeights | None = None) -> _Chosen:
+    """Choose a checkpoint once for all ranks, as others may be saved there meanwhile. By all ranks."""
+
+    def look() -> _Chosen:
         if (folder / CONFIG_FILE).is_file():
-            return False
-        found = find_checkpoint(folder, None)
-        return found.layout == "nxd" and holds_adapter_alone(nxd_ckpt.open_checkpoint(found.root, found.tag))
+            _check_known(known, weights_fingerprint(folder) if known is not None else "")
+            return _Chosen(None, ModelDescription(read_model_config(folder)))
+        found = find_checkpoint(folder, None if known is None else known.tag)
+        if found.layout != "nxd":
+            return _Chosen(found)
+        checkpoint = nxd_ckpt.open_checkpoint(found.root, found.tag)
+        _check_known(known, checkpoint.save_id)
+        adapter = adapter_in(checkpoint)
+        return _Chosen(found, find_description(checkpoint), adapter is not None, holds_adapter_alone(checkpoint))
 
     return on_first_rank_of_each_host(look)
 
@@ -107,19 +142,13 @@ def load_initial_weights(
         ValueError: they are weights of another model; it says which sizes differ. Or they are not those known.
         CheckpointError: there is no such checkpoint, files are damaged, or its tensors are not the model's.
     """
+    _load_chosen(model, optimizer, description, folder, _choose(folder, known))
 
-    def look() -> tuple[Found | None, ModelDescription | None, bool]:
-        if (folder / CONFIG_FILE).is_file():
-            _check_known(known, weights_fingerprint(folder) if known is not None else "")
-            return None, ModelDescription(read_model_config(folder)), False
-        found = find_checkpoint(folder, None if known is None else known.tag)
-        if found.layout != "nxd":
-            return found, None, False
-        checkpoint = nxd_ckpt.open_checkpoint(found.root, found.tag)
-        _check_known(known, checkpoint.save_id)
-        return found, find_description(checkpoint), adapter_in(checkpoint) is not None
 
-    found, theirs, has_adapter = on_first_rank_of_each_host(look)  # once for all ranks
+def _load_chosen(
+    model: NxDModel, optimizer: NxDOptimizer | None, description: ModelDescription, folder: Path, chosen: _Chosen
+) -> None:
+    found, theirs = chosen.found, chosen.description
     differences = [] if theirs is None else model_differences(description, theirs, "there", among=_matters_to_weights)
     if differences:  # of a model that is not described, names and shapes must do
         raise ValueError(
@@ -130,7 +159,7 @@ def load_initial_weights(
         _load_folder(model, optimizer, folder)
     else:
         load_checkpoint(found.root, found.tag or None, model=model)
-        _tell_weights(model, optimizer, has_adapter=has_adapter)
+        _tell_weights(model, optimizer, has_adapter=chosen.has_adapter)
 
 
 def _check_known(known: InitialWeights | None, fingerprint: str) -> None:
