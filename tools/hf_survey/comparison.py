@@ -19,7 +19,7 @@ from nxd_trainer.checkpoint import logical_name
 from nxd_trainer.parity import InFloat64
 from torch import Tensor
 
-from hf_survey.architectures import tiny_batch, tiny_model
+from hf_survey.architectures import SAMPLES, tiny_batch, tiny_model
 
 RTOL = 1e-10
 MICROBATCHES = 2
@@ -93,7 +93,7 @@ def one_process(model_type: str) -> Step:
             lambda: [model(**part).loss for part in _microbatches(model_type)],
             count=None,
             num_microbatches=MICROBATCHES,
-            num_sequences=1,
+            num_sequences=SAMPLES // MICROBATCHES,
         )
         loss = torch.stack(losses).mean()
         loss.backward()
@@ -122,7 +122,10 @@ def one_rank(model_type: str, layout: Layout) -> Step:
         own = {name: it.chunk(replicas.size)[replicas.rank] for name, it in tiny_batch(model_type).items()}
         balance = RouterBalance(dict(pipeline.local_named_modules()), routers, BalanceConfig())
         loss = balance.train(
-            lambda: pipeline.run_train(**own), count=None, num_microbatches=MICROBATCHES, num_sequences=1
+            lambda: pipeline.run_train(**own),
+            count=None,
+            num_microbatches=MICROBATCHES,
+            num_sequences=SAMPLES // replicas.size // MICROBATCHES,
         )
         GradientReducer(pipeline.local_parameters(), find_unused_parameters=True).finish()
         reduce_sequence_parallel_gradients(pipeline.local_parameters())
