@@ -37,7 +37,9 @@ def main() -> int:
     nxd("train", str(RECIPE), "--nproc", "2", *size)
 
     say("3. Write text, at TP 2")
-    nxd("generate", str(CHECKPOINTS), "--nproc", "2", "--prompt", "def read(self", "--max-new-tokens", "240")
+    # Drawn, since so small a model's likeliest text repeats itself.
+    drawn = ("--temperature", "0.8", "--max-new-tokens", "240")
+    nxd("generate", str(CHECKPOINTS), "--nproc", "2", "--prompt", "def read(self", *drawn)
 
     say("4. Export to Hugging Face")
     nxd("export", str(CHECKPOINTS), str(EXPORTED))
