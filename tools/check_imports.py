@@ -23,6 +23,7 @@ from packaging.requirements import Requirement
 STACK = {"nxd_state", "nxd_ckpt", "nxd_layers", "nxd_pipeline", "nxd_optim", "nxd_trace"}
 MAY_IMPORT: dict[str, set[str]] = {
     "nxd_state": set(),
+    "nxd_testing": {"nxd_state"},
     "nxd_ckpt": set(),  # it must be usable alone
     "nxd_layers": {"nxd_state"},
     "nxd_pipeline": {"nxd_state"},
@@ -35,7 +36,6 @@ MAY_IMPORT: dict[str, set[str]] = {
 
 # Files that users reach only through an extra may import that extra's dependencies at module level.
 EXTRAS_AT_MODULE_LEVEL = {
-    "nxd_state/testing": {"cloudpickle", "pytest"},
     "nxd_trainer/data/template_process.py": {"jinja2"},  # a program, which nothing imports
 }
 

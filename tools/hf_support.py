@@ -23,7 +23,7 @@ from hf_survey.architectures import surveyed, with_experts
 from hf_survey.comparison import CONTEXT_LAYOUTS, EXPERT_LAYOUTS, LAYOUTS, Layout
 from hf_survey.survey import survey
 from hf_survey.table import make_table, put_between_markers
-from nxd_state.testing import RankPool
+from nxd_testing import RankPool
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "hf-support.md"
 

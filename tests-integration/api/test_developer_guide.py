@@ -11,7 +11,7 @@ import pytest
 import torch
 from neuronx_distributed.parallel_layers import mappings
 from nxd_layers import CoreAttention, RMSNorm
-from nxd_state.testing import run_torchrun
+from nxd_testing import run_torchrun
 from nxd_trainer.models import LlamaDecoderLayer, LlamaForCausalLM
 from sample_sizes import SIZES, tokens
 

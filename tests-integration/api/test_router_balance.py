@@ -10,7 +10,7 @@ from nxd_state import (
     get_data_parallel_size,
     get_world_group,
 )
-from nxd_state.testing import assemble_logical, logical_pieces
+from nxd_testing import assemble_logical, logical_pieces
 from nxd_trainer.api import initialize_parallel_model, initialize_parallel_optimizer, neuronx_distributed_config
 from nxd_trainer.parity import InFloat64
 

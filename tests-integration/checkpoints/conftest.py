@@ -23,7 +23,7 @@ def written(text, tmp_path_factory):
 
     `written("Lightning", "qwen3")`: the same of a model of transformers.
     """
-    from nxd_state.testing import run_on_ranks
+    from nxd_testing import run_on_ranks
     from writers_and_readers import WRITERS, WRITERS_OF_TRANSFORMERS, of_transformers
 
     folders: dict[tuple[str, str | None], Path] = {}

@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 import torch.distributed as dist
-from nxd_state.testing import RankFailure
+from nxd_testing import RankFailure
 from nxd_trainer.api.checkpoint_tags import open_own
 from nxd_trainer.checkpoint import kind_of, model_state
 from nxd_trainer.compiled_generation import open_for_compilation

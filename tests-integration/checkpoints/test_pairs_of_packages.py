@@ -165,7 +165,7 @@ def load_and_train(pair, layout, folder):
 @pytest.fixture(scope="module")
 def undisturbed():
     """The losses of one process, by what is trained."""
-    from nxd_state.testing import run_on_ranks
+    from nxd_testing import run_on_ranks
 
     def losses(name):
         pair = PAIRS[name]

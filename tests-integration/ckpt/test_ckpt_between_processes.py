@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from nxd_ckpt import CheckpointError, Shard, ShardedTensor, list_checkpoints, load, open_checkpoint, save
-from nxd_state.testing import RankFailure, run_on_ranks
+from nxd_testing import RankFailure, run_on_ranks
 
 
 def logical_tensors():

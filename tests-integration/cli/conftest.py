@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from nxd_state.testing import deadline
+from nxd_testing import deadline
 
 TIMEOUT_SECONDS = 180
 

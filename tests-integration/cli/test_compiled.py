@@ -11,7 +11,7 @@ from urllib.request import Request, urlopen
 
 import pytest
 import torch
-from nxd_state.testing import deadline
+from nxd_testing import deadline
 from nxd_trace.compilers.inductor import has_cpp_compiler
 
 GREEDY = ["--prompt", "the quick", "--max-new-tokens", "24", "--temperature", "0"]

@@ -11,7 +11,7 @@ from pathlib import Path
 import nxd_ckpt
 import pytest
 import torch
-from nxd_state.testing import deadline
+from nxd_testing import deadline
 
 KILLS = int(os.environ.get("NXD_TEST_KILLS", "10"))
 SETTINGS = [

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from nxd_state.testing import deadline
+from nxd_testing import deadline
 from nxd_trainer.recipe import load_recipe
 
 SIZES = {

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import nxd_ckpt
 import pytest
-from nxd_state.testing import deadline
+from nxd_testing import deadline
 
 PROGRAMS = Path(__file__).parent / "programs"
 PLACES = {

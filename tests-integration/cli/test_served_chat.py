@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from nxd_state.testing import deadline
+from nxd_testing import deadline
 
 openai = pytest.importorskip("openai")
 pytest.importorskip("uvicorn", reason="nxd serve needs it: pip install 'nxd-trace[serve]'")

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from nxd_state.testing import deadline
+from nxd_testing import deadline
 from nxd_trainer.report.metrics import METRICS_FILE, read_records
 
 SLOW = """

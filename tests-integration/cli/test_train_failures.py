@@ -10,7 +10,7 @@ from pathlib import Path
 
 import nxd_ckpt
 import pytest
-from nxd_state.testing import deadline, run_torchrun
+from nxd_testing import deadline, run_torchrun
 
 PROGRAMS = Path(__file__).parent / "programs"
 

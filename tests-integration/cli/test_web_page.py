@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from nxd_state.testing import deadline
+from nxd_testing import deadline
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = [

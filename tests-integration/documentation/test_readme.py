@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from nxd_state.testing import deadline
+from nxd_testing import deadline
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "README.md").read_text()

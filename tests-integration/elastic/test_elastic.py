@@ -13,7 +13,7 @@ import nxd_ckpt
 import pytest
 import torch
 import torch.distributed as dist
-from nxd_state.testing import deadline
+from nxd_testing import deadline
 from nxd_trainer.chaos import Disturbance, FollowedRun, Measures, Plan, disturb, measure
 from nxd_trainer.chaos.ranks import Rank
 from nxd_trainer.elastic.members import Board

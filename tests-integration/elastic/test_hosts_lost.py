@@ -14,7 +14,7 @@ import nxd_ckpt
 import pytest
 import torch
 from nxd_ckpt.cli import main as nxd_ckpt_main
-from nxd_state.testing import deadline
+from nxd_testing import deadline
 from nxd_trainer.chaos import FollowedRun
 from nxd_trainer.chaos.ranks import kill_host, ranks_below
 from nxd_trainer.elastic.processes import Process

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from nxd_state.testing import deadline
+from nxd_testing import deadline
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 

@@ -8,7 +8,7 @@ import nxd_ckpt
 import pytest
 import torch
 import transformers
-from nxd_state.testing import deadline
+from nxd_testing import deadline
 from nxd_trainer.api import initialize_parallel_model, initialize_parallel_optimizer, neuronx_distributed_config
 from nxd_trainer.model_description import describe_llama
 from nxd_trainer.models import LlamaConfig, LlamaForCausalLM

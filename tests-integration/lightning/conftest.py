@@ -173,7 +173,7 @@ def text(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def reference(text, tmp_path_factory) -> list[float]:
     """The losses of `nxd train`, once for all tests."""
-    from nxd_state.testing import run_on_ranks
+    from nxd_testing import run_on_ranks
 
     [losses] = run_on_ranks(train_by_recipe, 1, text, tmp_path_factory.mktemp("reference"))
     return losses

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from nxd_state.testing import deadline, run_torchrun
+from nxd_testing import deadline, run_torchrun
 
 SCRIPT = Path(__file__).parent / "programs/train.py"
 TIMEOUT_SECONDS = 300

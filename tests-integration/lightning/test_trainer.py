@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from nxd_state.testing import RankFailure
+from nxd_testing import RankFailure
 
 
 @pytest.mark.parametrize(

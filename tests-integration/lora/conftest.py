@@ -3,7 +3,7 @@
 import nxd_state
 import pytest
 import torch
-from nxd_state.testing import run_on_ranks
+from nxd_testing import run_on_ranks
 from nxd_trainer.checkpoint import logical_name
 from nxd_trainer.models import LlamaConfig, LlamaForCausalLM
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from nxd_optim import grad_norm
 from nxd_state import get_group, initialize_model_parallel
-from nxd_state.testing import assemble_logical, logical_pieces
+from nxd_testing import assemble_logical, logical_pieces
 from nxd_trainer.checkpoint import allocate_optimizer_state, model_state, optimizer_state
 from nxd_trainer.models import LlamaConfig, LlamaForCausalLM
 

@@ -8,7 +8,7 @@ import torch
 from nxd_pipeline import NxDPPModel
 from nxd_pipeline.partition import PartitionOptions, partition_model
 from nxd_state import initialize_model_parallel
-from nxd_state.testing import run_torchrun
+from nxd_testing import run_torchrun
 
 transformers = pytest.importorskip("transformers", reason="models of transformers need it: pip install transformers")
 

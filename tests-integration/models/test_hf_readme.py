@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from nxd_state.testing import run_torchrun
+from nxd_testing import run_torchrun
 
 pytest.importorskip("transformers", reason="models of transformers need it: pip install transformers")
 ROOT = Path(__file__).parents[2]

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from nxd_state import active_group, all_gather, get_shard_spec, initialize_model_parallel
-from nxd_state.testing import LogicalPiece, assemble_logical, logical_pieces
+from nxd_testing import LogicalPiece, assemble_logical, logical_pieces
 from nxd_trainer.checkpoint import logical_name
 from nxd_trainer.generate import generate
 from nxd_trainer.model_description import own_llama_config

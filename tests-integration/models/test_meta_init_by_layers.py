@@ -13,7 +13,7 @@ from neuronx_distributed.modules.moe.moe_parallel_layers import ExpertFusedColum
 from neuronx_distributed.modules.qkv_linear import GQAQKVColumnParallelLinear
 from neuronx_distributed.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
 from nxd_state import destroy_model_parallel, get_group
-from nxd_state.testing import assemble_logical, logical_pieces
+from nxd_testing import assemble_logical, logical_pieces
 from torch import nn
 
 # So that what a layer's own method draws differs from what the plain layer of its kind would.

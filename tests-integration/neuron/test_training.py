@@ -1,6 +1,6 @@
 """Runs of `nxd train` on the stand-in for the native `neuron` device equal those on the CPU, whatever the layout.
 
-The stand-in (`nxd_state.testing.run_on_neuron`) refuses what the real device does not have, so a run that passes uses
+The stand-in (`nxd_testing.run_on_neuron`) refuses what the real device does not have, so a run that passes uses
 no float64, no shapes that depend on data, and no tensors of the CPU in process groups. Nothing here needs torch-xla.
 """
 
@@ -11,8 +11,8 @@ import pytest
 import torch
 from nxd_layers.experts import ExpertMLPs, MoE, RouterTopK, load_balancing_loss
 from nxd_state import get_device, get_group, initialize_model_parallel
-from nxd_state.testing import LogicalPiece, assemble_logical, logical_pieces, run_on_neuron, run_torchrun
-from nxd_state.testing.neuron_device import register_neuron_compiler
+from nxd_testing import LogicalPiece, assemble_logical, logical_pieces, run_on_neuron, run_torchrun
+from nxd_testing.neuron_device import register_neuron_compiler
 from nxd_trainer.generate import generate
 from nxd_trainer.models import LlamaConfig, LlamaForCausalLM
 from nxd_trainer.recipe import load_recipe
@@ -37,7 +37,7 @@ LAYOUTS = {
     "cp2": (2, [CP2]),
     "cp2-tp2-sp-zero1": (4, [CP2, TP2, SP, ZERO1]),
 }
-STAND_IN = "from nxd_state.testing import register_neuron_ranks\n\nregister_neuron_ranks()\n"
+STAND_IN = "from nxd_testing import register_neuron_ranks\n\nregister_neuron_ranks()\n"
 
 
 @pytest.fixture(scope="session")

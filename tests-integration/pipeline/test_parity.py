@@ -18,7 +18,7 @@ from nxd_state import (
     get_pipeline_model_parallel_group,
     initialize_model_parallel,
 )
-from nxd_state.testing import LogicalPiece, assemble_logical, logical_pieces
+from nxd_testing import LogicalPiece, assemble_logical, logical_pieces
 from nxd_trainer.models import LlamaDecoderLayer, LlamaForCausalLM
 
 STEPS, GLOBAL_BATCH, SEQUENCE = 2, 16, 8

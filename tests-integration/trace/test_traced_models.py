@@ -10,7 +10,7 @@ import nxd_ckpt
 import pytest
 import torch
 import traced_llama
-from nxd_state.testing import deadline
+from nxd_testing import deadline
 
 IDS = torch.arange(2 * 8).view(2, 8) * 7 % 32
 EXACT, BFLOAT16 = {"rtol": 1e-10, "atol": 1e-12}, {"rtol": 5e-2, "atol": 5e-2}

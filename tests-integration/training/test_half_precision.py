@@ -3,7 +3,7 @@
 import pytest
 import torch
 from nxd_state import initialize_model_parallel
-from nxd_state.testing import assemble_logical, logical_pieces
+from nxd_testing import assemble_logical, logical_pieces
 from nxd_trainer.models import LlamaConfig, LlamaForCausalLM
 
 CONFIG = LlamaConfig(

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from nxd_state.testing import assemble_logical
-from nxd_state.testing.replicas import executed_graphs
+from nxd_testing import assemble_logical
+from nxd_testing.replicas import executed_graphs
 from torch import nn
 from training_steps import Layout, Outcome, make_llama, train
 

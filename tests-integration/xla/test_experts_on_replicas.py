@@ -9,7 +9,7 @@ from nxd_layers import ColumnParallelLinear, ParallelEmbedding, parallel_cross_e
 from nxd_layers.experts import ExpertMLPs, MoE, RouterTopK
 from nxd_layers.hf import parallelize
 from nxd_state import splits_experts
-from nxd_state.testing import run_on_ranks, run_on_replicas
+from nxd_testing import run_on_ranks, run_on_replicas
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent))

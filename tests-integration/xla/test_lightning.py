@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from nxd_state.testing import deadline
+from nxd_testing import deadline
 
 pytestmark = [pytest.mark.xla, pytest.mark.neuron]
 

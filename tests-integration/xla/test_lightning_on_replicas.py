@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from nxd_state.testing import run_on_ranks, run_on_replicas
-from nxd_state.testing.replicas import executed_graphs
+from nxd_testing import run_on_ranks, run_on_replicas
+from nxd_testing.replicas import executed_graphs
 
 pytestmark = [pytest.mark.xla, pytest.mark.slow]
 

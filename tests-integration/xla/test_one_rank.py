@@ -10,7 +10,7 @@ import nxd_ckpt
 import pytest
 import torch
 from nxd_state import destroy_model_parallel, initialize_model_parallel
-from nxd_state.testing import deadline
+from nxd_testing import deadline
 from nxd_trainer.recipe import load_recipe
 from nxd_trainer.report import read_records
 from nxd_trainer.training import prepare_run

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from nxd_state.testing import run_on_ranks, run_on_replicas
+from nxd_testing import run_on_ranks, run_on_replicas
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -4,8 +4,8 @@ import nxd_ckpt
 import pytest
 import torch
 from nxd_state import initialize_model_parallel
-from nxd_state.testing import run_on_ranks, run_on_replicas
-from nxd_state.testing.replicas import executed_graphs
+from nxd_testing import run_on_ranks, run_on_replicas
+from nxd_testing.replicas import executed_graphs
 from nxd_trainer.recipe import load_recipe
 from nxd_trainer.training import train
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from nxd_layers.hf import parallelize
-from nxd_state.testing import run_on_ranks, run_on_replicas
+from nxd_testing import run_on_ranks, run_on_replicas
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -30,7 +30,7 @@ from nxd_layers.context import (
     interval_mask,
 )
 from nxd_state import destroy_model_parallel, get_group, initialize_model_parallel
-from nxd_state.testing import RankPool
+from nxd_testing import RankPool
 from processes.surroundings import print_surroundings
 from torch import Tensor
 from torch.nn import functional as F

@@ -38,7 +38,7 @@ from nxd_layers.experts import routes
 from nxd_layers.hf import parallelize
 from nxd_optim import GradientReducer
 from nxd_state import all_reduce, destroy_model_parallel, get_group, get_world_group, initialize_model_parallel
-from nxd_state.testing import RankPool
+from nxd_testing import RankPool
 from processes.surroundings import print_surroundings
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh

@@ -14,7 +14,7 @@ from nxd_layers.hf import find_routers, parallelize
 from nxd_optim import GradientReducer, reduce_sequence_parallel_gradients
 from nxd_pipeline import NxDPPModel
 from nxd_state import all_reduce, get_group, initialize_model_parallel
-from nxd_state.testing import LogicalPiece, assemble_logical, logical_pieces
+from nxd_testing import LogicalPiece, assemble_logical, logical_pieces
 from nxd_trainer.checkpoint import logical_name
 from nxd_trainer.parity import InFloat64
 from torch import Tensor

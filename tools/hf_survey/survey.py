@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from nxd_state.testing import RankFailure, RankPool
+from nxd_testing import RankFailure, RankPool
 
 from hf_survey.comparison import Layout, Step, compare, one_process, one_rank
 

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-_OF_THE_SESSION = (b"nxd_state.testing.worker", b"nxd_trace.workers.fork_server", b"multiprocessing.resource_tracker")
+_OF_THE_SESSION = (b"nxd_testing.worker", b"nxd_trace.workers.fork_server", b"multiprocessing.resource_tracker")
 _LISTENS = "0A"  # in the table of TCP connections
 # Variables that libraries set when they are loaded: Lightning the one of NVML, torch_xla the last five.
 _OF_LIBRARIES = (

@@ -3,7 +3,7 @@
 Named is an accelerator where its name stands in the code by itself ("cuda", "xla:0", `torch.cuda`, `.is_xla`), where
 the library of one is imported, and the CPU where a device's type is compared with it. Not counted: docstrings and
 messages, host memory asked for (`device="cpu"`, `.cpu()`, `.is_cpu`), names of distributions, and what gives a name to
-another device: the stand-ins that `nxd_state.testing` makes for tests, and those for scripts of torch-xla.
+another device: the stand-ins that `nxd_testing` makes for tests, and those for scripts of torch-xla.
 """
 
 import ast
@@ -16,7 +16,7 @@ import pytest
 PACKAGES = Path(__file__).parents[2] / "packages"
 ACCELERATORS = "cuda|xla|neuron|mps|xpu|hpu|privateuseone"
 LIBRARIES = re.compile(r"torch_(xla|neuronx)(\.|$)")
-STAND_INS = ("nxd_state/testing/", "nxd_trainer/xla_stand_in.py", "nxd_trainer/neuron_stand_in.py")
+STAND_INS = ("nxd_testing/", "nxd_trainer/xla_stand_in.py", "nxd_trainer/neuron_stand_in.py")
 KNOWN = {
     "nxd_state/device.py": "the one that knows devices",
     "nxd_state/neuron.py": "the environment of torch-xla's processes on Neuron devices",

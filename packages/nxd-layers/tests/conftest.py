@@ -5,7 +5,7 @@ and a record of the operations that a function runs.
 import nxd_state
 import pytest
 import torch
-from nxd_state.testing import run_on_ranks
+from nxd_testing import run_on_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 

@@ -16,7 +16,7 @@ from nxd_layers.activation_checkpoint import (
     matmul_outputs,
     remove_activation_checkpointing,
 )
-from nxd_state.testing import run_on_neuron
+from nxd_testing import run_on_neuron
 from torch import nn
 from torch.nn import functional as F
 

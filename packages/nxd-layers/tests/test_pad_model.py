@@ -13,7 +13,7 @@ from nxd_state import (
     initialize_model_parallel,
     move_model_to_device,
 )
-from nxd_state.testing import assemble_logical, logical_pieces, run_on_ranks
+from nxd_testing import assemble_logical, logical_pieces, run_on_ranks
 from torch import nn
 from torch.nn import functional as F
 

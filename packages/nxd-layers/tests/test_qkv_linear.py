@@ -16,7 +16,7 @@ from nxd_state import (
     get_shard_spec,
     initialize_model_parallel,
 )
-from nxd_state.testing import assemble_logical, logical_pieces, run_on_ranks
+from nxd_testing import assemble_logical, logical_pieces, run_on_ranks
 from torch import nn
 from torch.nn import functional as F
 

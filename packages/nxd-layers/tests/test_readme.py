@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from nxd_state.testing import run_torchrun
+from nxd_testing import run_torchrun
 
 pytestmark = pytest.mark.smoke
 

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from nxd_state.testing import deadline
+from nxd_testing import deadline
 
 pytestmark = pytest.mark.smoke
 

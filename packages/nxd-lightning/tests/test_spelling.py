@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 import pytest
-from nxd_state.testing import deadline
+from nxd_testing import deadline
 
 MAKE = "import nxd_lightning as nl; strategy = nl.NeuronXLAStrategy()"
 

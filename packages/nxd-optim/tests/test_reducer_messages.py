@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from nxd_optim import GradientReducer
 from nxd_optim.bucket import make_buckets
 from nxd_state import initialize_model_parallel
-from nxd_state.testing import RankFailure
+from nxd_testing import RankFailure
 from torch import nn
 
 FLOAT_BYTES = 4

@@ -26,4 +26,4 @@ def test_import_adds_nothing_but_itself_and_the_standard_library(fresh_python):
     ]
     assert "nxd_state.collectives.c10d" in added
     assert strangers == []
-    assert not any(name.startswith("nxd_state.testing") for name in added)
+    assert not any(name.startswith("nxd_testing") for name in added)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from nxd_state import rank_order
-from nxd_state.testing import run_on_ranks
+from nxd_testing import run_on_ranks
 
 pytestmark = pytest.mark.smoke
 

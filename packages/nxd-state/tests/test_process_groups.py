@@ -1,6 +1,6 @@
 """Ending torch.distributed with the program that has it, which runs in processes of its own here."""
 
-from nxd_state.testing import run_torchrun
+from nxd_testing import run_torchrun
 
 ENDS_WITHOUT_DESTROY = """
 import atexit, sys

@@ -10,7 +10,7 @@ import pytest
 import torch
 from nxd_state.heartbeat import last_heartbeat
 from nxd_state.process_groups import job_store
-from nxd_state.testing import deadline, run_torchrun
+from nxd_testing import deadline, run_torchrun
 
 PROGRAM = """
 import sys

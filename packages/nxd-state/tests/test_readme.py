@@ -9,8 +9,7 @@ from pathlib import Path
 
 import nxd_state
 import pytest
-import torch
-from nxd_state.testing import RankFailure, run_on_ranks, run_torchrun
+from nxd_testing import RankFailure, run_on_ranks, run_torchrun
 
 pytestmark = pytest.mark.smoke
 
@@ -48,22 +47,6 @@ def test_program_of_one_process_prints_what_the_readme_says():
     assert lines(result.stdout) == lines(*OUTPUTS), result.stderr
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(torch.__version__ < "2.13", reason="the stand-in needs torch 2.13")
-def test_program_on_the_stand_in_for_neuron_prints_what_the_readme_says(folder):
-    output = CONSOLES["python on_neuron.py"]
-
-    result = subprocess.run(
-        [sys.executable, str(folder / "on_neuron.py")],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-
-    assert result.stdout == output, result.stderr
-
-
 def test_program_of_several_ranks_prints_what_the_readme_says(folder):
     output = CONSOLES["torchrun --standalone --nproc-per-node 4 ranks.py"]
 
@@ -83,12 +66,6 @@ def test_program_of_ranks_that_disagree_raises_what_the_readme_says(folder):
 
     printed = str(raised.value).replace(str(folder), "/home/me")
     assert [line for line in output.splitlines() if line not in printed] == [], printed
-
-
-def test_test_of_the_readme_passes(folder):
-    readme_test = runpy.run_path(str(folder / "test_sum.py"))
-
-    readme_test["test_sum_on_two_ranks"](run_on_ranks)
 
 
 def test_getters_of_the_readme_are_all_there_are():

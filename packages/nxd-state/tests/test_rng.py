@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from nxd_state import rng
-from nxd_state.testing import run_on_ranks
+from nxd_testing import run_on_ranks
 from torch.nn import functional as F
 
 

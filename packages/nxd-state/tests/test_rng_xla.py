@@ -3,8 +3,8 @@
 import nxd_state
 import pytest
 import torch
-from nxd_state.testing import run_on_replicas
-from nxd_state.testing.replicas import executed_graphs
+from nxd_testing import run_on_replicas
+from nxd_testing.replicas import executed_graphs
 
 pytestmark = pytest.mark.xla
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from nxd_state import subgroup
-from nxd_state.testing import run_on_ranks
+from nxd_testing import run_on_ranks
 from torch.distributed import distributed_c10d
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 import traced_models as models
 from nxd_state import get_device
-from nxd_state.testing import run_on_neuron
-from nxd_state.testing.neuron_device import register_neuron_compiler
+from nxd_testing import run_on_neuron
+from nxd_testing.neuron_device import register_neuron_compiler
 from nxd_trace.aliases import read_aliases
 from nxd_trace.compilers import COMPILERS, CompileJob, choose_compiler
 from nxd_trace.exporting import export_model

@@ -13,7 +13,7 @@ import nxd_trace
 import pytest
 import torch
 import traced_models as models
-from nxd_state.testing import deadline
+from nxd_testing import deadline
 
 PROGRAMS = Path(__file__).parent / "programs"
 X = torch.randn(2, models.IN, dtype=torch.float64)

@@ -8,7 +8,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from nxd_state.testing import deadline
+from nxd_testing import deadline
 from nxd_trainer.recipe import recipe_from_dict
 
 pytestmark = pytest.mark.smoke

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from nxd_state.testing import deadline
+from nxd_testing import deadline
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("torch_xla") is not None, reason="torch-xla is installed")
 

@@ -9,7 +9,7 @@ from nxd_layers.lora import LoraConfig, LoraModel, adapter_config, gather_adapte
 from nxd_layers.padding import pad_model
 from nxd_layers.qkv_linear import GQAQKVColumnParallelLinear
 from nxd_state import active_group, all_gather, all_gather_object, all_reduce, check_shard_specs, get_shard_spec
-from nxd_state.testing import assemble_logical, logical_pieces
+from nxd_testing import assemble_logical, logical_pieces
 from torch import nn
 
 INPUT, HEAD, RANK = 6, 2, 3

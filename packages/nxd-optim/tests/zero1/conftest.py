@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from nxd_state import active_group, set_shard_spec, shard_along
-from nxd_state.testing import assemble_logical, logical_pieces
+from nxd_testing import assemble_logical, logical_pieces
 from torch import nn
 
 SHAPES = {

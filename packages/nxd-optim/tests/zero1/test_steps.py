@@ -4,7 +4,7 @@ import pytest
 import torch
 from nxd_optim.zero1 import NeuronZero1Optimizer, ZeroRedundancyOptimizer, flat_bucket
 from nxd_state import active_group, initialize_model_parallel
-from nxd_state.testing import RankFailure
+from nxd_testing import RankFailure
 from torch import nn
 
 

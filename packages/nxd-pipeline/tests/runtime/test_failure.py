@@ -5,7 +5,7 @@ import os
 import pytest
 from nxd_pipeline.model import NxDPPModel
 from nxd_state import get_group, initialize_model_parallel
-from nxd_state.testing import RankFailure
+from nxd_testing import RankFailure
 
 
 class Overflow(FloatingPointError):

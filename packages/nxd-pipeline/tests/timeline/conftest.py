@@ -6,7 +6,7 @@ import pytest
 import torch
 from nxd_pipeline import NxDPPModel
 from nxd_state import initialize_model_parallel
-from nxd_state.testing import run_on_ranks
+from nxd_testing import run_on_ranks
 from torch import nn
 
 STEPS, MICROBATCHES = 2, 4

@@ -355,7 +355,7 @@ def _launched_rank_and_world_size() -> tuple[int, int]:
     if world_size > 1 and records_graphs() and os.environ.get("PJRT_DEVICE") == "CPU":
         raise RuntimeError(
             f"WORLD_SIZE={world_size} with PJRT_DEVICE=CPU: torch-xla's CPU client has no collectives between "
-            "processes; use one rank, or NXD_DEVICE=cpu, or, in a test, nxd_state.testing.run_on_replicas"
+            "processes; use one rank, or NXD_DEVICE=cpu, or, in a test, nxd_testing.run_on_replicas"
         )
     return int(os.environ.get("RANK", "0")), world_size
 

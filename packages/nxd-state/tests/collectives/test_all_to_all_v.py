@@ -4,7 +4,7 @@ import nxd_state
 import pytest
 import torch
 import torch.distributed as dist
-from nxd_state.testing import run_on_ranks
+from nxd_testing import run_on_ranks
 
 PAIR = nxd_state.Group("tp", ranks=(0, 1), rank=0, replica_groups=((0, 1),))
 # Rows from each rank to each.

@@ -3,7 +3,7 @@
 import nxd_state
 import pytest
 import torch
-from nxd_state.testing import run_on_ranks
+from nxd_testing import run_on_ranks
 
 TENSOR = torch.ones(4, 5)
 PAIR = nxd_state.Group("tp", ranks=(0, 1), rank=0, replica_groups=((0, 1),))

@@ -3,7 +3,7 @@
 import nxd_state
 import torch
 import torch.distributed as dist
-from nxd_state.testing import run_on_ranks
+from nxd_testing import run_on_ranks
 
 
 class Program(torch.nn.Module):

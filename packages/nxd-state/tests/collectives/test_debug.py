@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from nxd_state import CollectiveMismatch
-from nxd_state.testing import RankFailure, run_on_ranks
+from nxd_testing import RankFailure, run_on_ranks
 
 DEBUG = {"NXD_DEBUG_COLLECTIVES": "1"}
 

@@ -6,7 +6,7 @@ import nxd_state
 import pytest
 import torch
 import torch.distributed as dist
-from nxd_state.testing import run_on_ranks
+from nxd_testing import run_on_ranks
 
 WORLD_SIZES = [2, 3, 4]
 ADDED = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8]

@@ -4,7 +4,7 @@ import nxd_state
 import pytest
 import torch
 from nxd_state import Pending
-from nxd_state.testing import run_on_ranks
+from nxd_testing import run_on_ranks
 
 
 class Work:

@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from nxd_state import CollectiveMismatch, Receive, Send
-from nxd_state.testing import run_on_ranks
+from nxd_testing import run_on_ranks
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn)
 DEBUG = {"NXD_DEBUG_COLLECTIVES": "1"}

@@ -3,9 +3,9 @@
 import nxd_state
 import pytest
 import torch
-from nxd_state.testing import RankFailure, run_on_replicas
-from nxd_state.testing.replicas import executed_graphs
 from nxd_state.xla_inspect import find_collectives, parse_hlo
+from nxd_testing import RankFailure, run_on_replicas
+from nxd_testing.replicas import executed_graphs
 
 pytestmark = pytest.mark.xla
 

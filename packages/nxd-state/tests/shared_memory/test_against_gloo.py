@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from nxd_state import Receive, Send
-from nxd_state.testing import run_on_ranks
+from nxd_testing import run_on_ranks
 
 SHARED = {"NXD_SHM": "1"}
 REDUCED = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8]

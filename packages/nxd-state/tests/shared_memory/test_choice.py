@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from nxd_state.collectives.choice import eager_transport_of, host_transport_of, transport_of
 from nxd_state.shared_memory import connection, host, layout
-from nxd_state.testing import run_on_ranks
+from nxd_testing import run_on_ranks
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 

@@ -8,7 +8,7 @@ import nxd_state
 import pytest
 import torch
 import torch.distributed as dist
-from nxd_state.testing import RankFailure, run_on_ranks
+from nxd_testing import RankFailure, run_on_ranks
 
 SHARED = {"NXD_SHM": "1"}
 WORLD_SIZE = 3

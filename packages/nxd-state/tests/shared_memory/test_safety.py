@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from nxd_state import shared_memory_bytes
-from nxd_state.testing import run_on_ranks
+from nxd_testing import run_on_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 SHARED = {"NXD_SHM": "1"}

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from nxd_state import Receive, Send
-from nxd_state.testing import run_on_ranks
+from nxd_testing import run_on_ranks
 
 KINDS = ("all_reduce", "all_reduce_", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "barrier", "messages")
 DTYPES = (torch.float32, torch.float32, torch.bfloat16, torch.int64, torch.float64)

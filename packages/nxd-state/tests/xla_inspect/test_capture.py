@@ -6,8 +6,8 @@ import subprocess
 import sys
 
 import pytest
-from nxd_state.testing import deadline
 from nxd_state.xla_inspect import capture_steps, module_scopes, read_counters
+from nxd_testing import deadline
 
 xla = pytest.mark.xla
 neuron = pytest.mark.neuron

@@ -2,7 +2,7 @@ import threading
 import traceback
 
 import pytest
-from nxd_state.testing import deadline
+from nxd_testing import deadline
 from nxd_trainer.data import read_ahead
 
 

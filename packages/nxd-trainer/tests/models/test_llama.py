@@ -7,7 +7,7 @@ import pytest
 import torch
 from nxd_layers.context import SequenceCut, balanced_cut
 from nxd_state import all_reduce, destroy_model_parallel, get_group, initialize_model_parallel
-from nxd_state.testing import assemble_logical, logical_pieces
+from nxd_testing import assemble_logical, logical_pieces
 from nxd_trainer.models import KeyValueCache, LlamaConfig, LlamaDecoderLayer, LlamaForCausalLM
 from torch import nn
 from torch.nn import functional as F

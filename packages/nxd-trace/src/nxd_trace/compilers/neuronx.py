@@ -3,7 +3,7 @@
 "neuronx" calls `torch_neuronx.trace`, which runs neuronx-cc. "neuron" keeps the graph as "export" does and compiles it
 by `torch.compile(backend="neuron", dynamic=False)` where it is loaded: what that compiled is kept by torch-neuronx's
 own cache. torch-neuronx comes from AWS's package index and is imported only here. Without its hardware, the call of
-"neuronx" has been checked against the documented signature, and "neuron" on the stand-in of `nxd_state.testing`.
+"neuronx" has been checked against the documented signature, and "neuron" on the stand-in of `nxd_testing`.
 """
 
 import importlib

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from nxd_state.testing import RankFailure, RankPool, run_on_ranks
+from nxd_testing import RankFailure, RankPool, run_on_ranks
 
 
 @pytest.fixture(autouse=True)

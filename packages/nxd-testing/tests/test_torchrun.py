@@ -3,7 +3,7 @@
 import subprocess
 
 import pytest
-from nxd_state.testing import run_torchrun
+from nxd_testing import run_torchrun
 
 GREET = """
 import os, sys

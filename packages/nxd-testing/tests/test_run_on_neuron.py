@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from nxd_state import Receive, Send, get_device, get_group, initialize_model_parallel
-from nxd_state.testing import RankFailure, run_on_neuron
+from nxd_testing import RankFailure, run_on_neuron
 from torch import nn
 from torch.nn import functional as F
 

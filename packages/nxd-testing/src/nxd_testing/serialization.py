@@ -16,14 +16,8 @@ from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
+import cloudpickle
 import torch
-
-try:
-    import cloudpickle
-except ImportError as error:
-    raise ImportError(
-        "nxd_state.testing needs cloudpickle, which is not installed; run: pip install 'nxd-state[testing]'"
-    ) from error
 
 _LEFT_OUT = "<dynamic-code>"
 

@@ -10,10 +10,10 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from multiprocessing.connection import wait
 
-from nxd_state.testing.deadlines import deadline
-from nxd_state.testing.failure import FailedRank
-from nxd_state.testing.messages import RELEASE, Raised, Success, TornDown, receive, send
-from nxd_state.testing.worker_process import WorkerProcess
+from nxd_testing.deadlines import deadline
+from nxd_testing.failure import FailedRank
+from nxd_testing.messages import RELEASE, Raised, Success, TornDown, receive, send
+from nxd_testing.worker_process import WorkerProcess
 
 # How long ranks may take to end by themselves once another one has failed.
 _GRACE_SECONDS = 10.0

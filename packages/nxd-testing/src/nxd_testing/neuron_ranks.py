@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._pytree import tree_map
 
-from nxd_state.testing.neuron_device import NAME, REFUSED, on_host, register_neuron_device
-from nxd_state.testing.pool import RankPool
+from nxd_testing.neuron_device import NAME, REFUSED, on_host, register_neuron_device
+from nxd_testing.pool import RankPool
 
 T = TypeVar("T")
 

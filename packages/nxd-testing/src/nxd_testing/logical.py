@@ -4,9 +4,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
-
 from nxd_state.shard_spec import Box, get_shard_spec
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True)

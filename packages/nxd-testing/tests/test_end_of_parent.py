@@ -8,12 +8,12 @@ import sys
 import textwrap
 
 import pytest
-from nxd_state.testing import deadline
+from nxd_testing import deadline
 
 # Each rank holds the writing end of a pipe: its reader sees the end of file when the last of them is gone.
 PARENT = """
     import os, signal, sys, time
-    from nxd_state.testing import run_on_ranks
+    from nxd_testing import run_on_ranks
 
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background inherits "ignored"
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
-
 from nxd_state.xla_inspect import find_collectives, parse_hlo
 
 

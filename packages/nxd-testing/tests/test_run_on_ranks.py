@@ -2,7 +2,6 @@
 
 import os
 import random
-import subprocess
 import tempfile
 from dataclasses import dataclass
 from datetime import timedelta
@@ -12,7 +11,7 @@ import nxd_state
 import pytest
 import torch
 import torch.distributed as dist
-from nxd_state.testing import RankFailure, RankPool, deadline, run_on_ranks
+from nxd_testing import RankFailure, RankPool, deadline, run_on_ranks
 from torch import nn
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.overrides import _get_current_function_mode_stack
@@ -252,20 +251,6 @@ def test_rank_pool_after_exit_has_no_processes_left():
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
-
-
-def test_run_on_ranks_without_cloudpickle_says_what_to_install(fresh_python):
-    program = """
-import sys
-sys.modules["cloudpickle"] = None  # as if it were not installed
-from nxd_state.testing import run_on_ranks
-run_on_ranks(print, 1)
-"""
-
-    result = subprocess.run([fresh_python, "-c", program], capture_output=True, text=True, check=False)
-
-    assert "ImportError: nxd_state.testing needs cloudpickle" in result.stderr
-    assert "pip install 'nxd-state[testing]'" in result.stderr
 
 
 def test_deadlines_are_scaled_by_the_slowness_of_the_machine(monkeypatch):

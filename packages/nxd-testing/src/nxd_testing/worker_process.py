@@ -1,6 +1,6 @@
 """The pool's handle of one worker process: start it, check whether it is alive, read what it printed, end it.
 
-`nxd_state.testing.worker` runs inside it; `pool` assigns its jobs.
+`nxd_testing.worker` runs inside it; `pool` assigns its jobs.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import tempfile
 from multiprocessing.connection import Connection
 
 from nxd_state.standard_streams import hold_standard_streams
-from nxd_state.testing.deadlines import deadline
-from nxd_state.testing.failure import describe_exit
-from nxd_state.testing.messages import READY, receive
+
+from nxd_testing.deadlines import deadline
+from nxd_testing.failure import describe_exit
+from nxd_testing.messages import READY, receive
 
 _SECONDS_TO_START = 120.0
 _SECONDS_TO_DIE = 2.0
@@ -37,7 +38,7 @@ class WorkerProcess:
         fds = (theirs.fileno(), self._stacks.fileno())
         program = (
             f"import sys; sys.path[:] = {import_path()!r}; "
-            f"from nxd_state.testing.worker import serve; serve({fds[0]}, {fds[1]}, {store_port})"
+            f"from nxd_testing.worker import serve; serve({fds[0]}, {fds[1]}, {store_port})"
         )
         self._process = subprocess.Popen(
             [sys.executable, "-u", "-c", program],

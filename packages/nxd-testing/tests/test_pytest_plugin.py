@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-PLUGIN = "nxd_state.testing.pytest_plugin"
+PLUGIN = "nxd_testing.pytest_plugin"
 
 TESTS = """
 import os

@@ -19,11 +19,11 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from nxd_state.testing.deadlines import deadline
-from nxd_state.testing.failure import RankFailure, prefix_output
-from nxd_state.testing.job_run import JobRun
-from nxd_state.testing.messages import Job, send
-from nxd_state.testing.worker_process import WorkerProcess, import_path
+from nxd_testing.deadlines import deadline
+from nxd_testing.failure import RankFailure, prefix_output
+from nxd_testing.job_run import JobRun
+from nxd_testing.messages import Job, send
+from nxd_testing.worker_process import WorkerProcess, import_path
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -92,7 +92,7 @@ class RankPool:
     ) -> list[T]:
         """Runs one job; see `run_on_ranks`."""
         # Imported late because it needs the extra, and torch, which the pytest plugin must not import.
-        from nxd_state.testing.serialization import dumps_call  # noqa: PLC0415
+        from nxd_testing.serialization import dumps_call  # noqa: PLC0415
 
         if world_size < 1:
             raise ValueError(f"world_size={world_size} ranks cannot run anything; use 1 or more")

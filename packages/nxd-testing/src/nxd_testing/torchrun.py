@@ -1,6 +1,6 @@
 """Runs a command line under torchrun as a subprocess, to test programs as their users start them.
 
-Functions of a test are quicker on the warm pool of `nxd_state.testing.pool`.
+Functions of a test are quicker on the warm pool of `nxd_testing.pool`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import IO, NamedTuple
 
-from nxd_state.testing.deadlines import deadline
+from nxd_testing.deadlines import deadline
 
 _SECONDS_TO_WRITE_STACKS = 2.0
 

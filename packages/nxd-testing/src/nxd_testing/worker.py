@@ -1,6 +1,6 @@
 """The program of one worker process: take a job, run one rank of it, return the result, and reset.
 
-Started by `nxd_state.testing.worker_process`; what the two say to each other is in `messages`.
+Started by `nxd_testing.worker_process`; what the two say to each other is in `messages`.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import traceback
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 
+import nxd_state
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 from torch.distributed.rendezvous import _rendezvous_handlers
 
-import nxd_state
-from nxd_state.testing.messages import READY, Job, Raised, Success, TornDown, receive, send
-from nxd_state.testing.serialization import dumps_result
+from nxd_testing.messages import READY, Job, Raised, Success, TornDown, receive, send
+from nxd_testing.serialization import dumps_result
 
 
 def serve(connection_fd: int, stacks_fd: int, store_port: int) -> None:

@@ -18,16 +18,16 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from nxd_state.device import is_host, records_graphs, torch_xla_module
+from nxd_state.xla_inspect.pending_graph import PendingGraph, is_pending, pending_graph, put_results
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.overrides import TorchFunctionMode
 
-from nxd_state.device import is_host, records_graphs, torch_xla_module
-from nxd_state.testing.pool import RankPool
-from nxd_state.testing.replica_executable import ReplicaExecutable
-from nxd_state.testing.replica_meeting import Meetings, connected_ranks
-from nxd_state.xla_inspect.pending_graph import PendingGraph, is_pending, pending_graph, put_results
+from nxd_testing.pool import RankPool
+from nxd_testing.replica_executable import ReplicaExecutable
+from nxd_testing.replica_meeting import Meetings, connected_ranks
 
 T = TypeVar("T")
 
