@@ -20,18 +20,19 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-STACK = {"nxd_state", "nxd_ckpt", "nxd_layers", "nxd_pipeline", "nxd_optim", "nxd_trace"}
+PIECES = {"nxd_state", "nxd_ckpt", "nxd_layers", "nxd_pipeline", "nxd_optim"}
 MAY_IMPORT: dict[str, set[str]] = {
     "nxd_state": set(),
+    "nxd_engine": PIECES,
     "nxd_testing": {"nxd_state"},
     "nxd_ckpt": set(),  # it must be usable alone
     "nxd_layers": {"nxd_state"},
     "nxd_pipeline": {"nxd_state"},
     "nxd_optim": {"nxd_state"},
     "nxd_trace": {"nxd_state"},
-    "nxd_trainer": STACK,
-    "nxd_lightning": {"nxd_trainer"},
-    "neuronx_distributed": STACK | {"nxd_trainer"},
+    "nxd_trainer": PIECES | {"nxd_trace", "nxd_engine"},
+    "nxd_lightning": {"nxd_state", "nxd_engine", "nxd_trainer"},
+    "neuronx_distributed": PIECES | {"nxd_trace", "nxd_engine", "nxd_trainer"},
 }
 
 # Files that users reach only through an extra may import that extra's dependencies at module level.

@@ -41,11 +41,11 @@ from nxd_ckpt.interop import (
     write_torch_dcp,
 )
 from nxd_ckpt.interop.neuronx import Split
+from nxd_engine.hugging_face import model_on_meta, read_config
 from nxd_layers.lora import read_peft_config
 from nxd_trace.manifest import Manifest
 from nxd_trainer.data.sources import find_text_files, scan_text_files
 from nxd_trainer.data.tokenizer import load_tokenizer
-from nxd_trainer.hugging_face import model_on_meta, read_config
 from nxd_trainer.recipe import RecipeError, load_recipe
 
 TENSORS = {"a.weight": torch.arange(48.0).reshape(8, 6), "b.weight": torch.arange(15.0).reshape(5, 3)}

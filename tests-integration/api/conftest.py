@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from nxd_engine.models import LlamaConfig
 from nxd_layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear, parallel_cross_entropy
-from nxd_trainer.models import LlamaConfig
 from torch import nn
 from torch.nn import functional as F
 

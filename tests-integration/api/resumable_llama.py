@@ -2,8 +2,8 @@
 
 import torch
 from neuronx_distributed.trainer import neuronx_distributed_config
+from nxd_engine.models import LlamaDecoderLayer
 from nxd_state import active_group, all_reduce, destroy_model_parallel
-from nxd_trainer.models import LlamaDecoderLayer
 
 VOCABULARY = 24
 

@@ -1,7 +1,7 @@
 """The model and the data that the documents' samples are filled in with."""
 
 import torch
-from nxd_trainer.models import LlamaConfig
+from nxd_engine.models import LlamaConfig
 
 SIZES = LlamaConfig(
     vocab_size=64,

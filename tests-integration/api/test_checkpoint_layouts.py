@@ -13,7 +13,7 @@ from neuronx_distributed.trainer import (
     save_checkpoint,
 )
 from nxd_ckpt import list_checkpoints, open_checkpoint
-from nxd_trainer.models import LlamaConfig, LlamaForCausalLM
+from nxd_engine.models import LlamaConfig, LlamaForCausalLM
 from resumable_llama import VOCABULARY, config_of, train
 
 CONFIG = LlamaConfig(

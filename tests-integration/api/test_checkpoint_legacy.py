@@ -6,12 +6,12 @@ import pickle
 import pytest
 import torch
 from nxd_ckpt import CheckpointError
+from nxd_engine.checkpoints.loading import load_checkpoint
+from nxd_engine.checkpoints.state import optimizer_state
+from nxd_engine.checkpoints.tags import has_checkpoint
 from nxd_layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
 from nxd_optim import NeuronZero1Optimizer
 from nxd_state import destroy_model_parallel, initialize_model_parallel
-from nxd_trainer.api.checkpoint_loading import load_checkpoint
-from nxd_trainer.api.checkpoint_tags import has_checkpoint
-from nxd_trainer.checkpoint import optimizer_state
 from torch import nn
 
 SHAPES = {

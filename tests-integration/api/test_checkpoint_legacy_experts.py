@@ -5,11 +5,11 @@ import os
 import pytest
 import torch
 from nxd_ckpt import CheckpointError
+from nxd_engine.checkpoints.loading import load_checkpoint
+from nxd_engine.checkpoints.state import optimizer_state
 from nxd_layers import ColumnParallelLinear
 from nxd_layers.experts import ExpertMLPs
 from nxd_state import active_group, destroy_model_parallel, initialize_model_parallel
-from nxd_trainer.api.checkpoint_loading import load_checkpoint
-from nxd_trainer.checkpoint import optimizer_state
 from torch import nn
 
 EXPERTS, HIDDEN, INNER = 4, 6, 8

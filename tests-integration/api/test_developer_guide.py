@@ -10,9 +10,9 @@ import neuronx_distributed as nxd
 import pytest
 import torch
 from neuronx_distributed.parallel_layers import mappings
+from nxd_engine.models import LlamaDecoderLayer, LlamaForCausalLM
 from nxd_layers import CoreAttention, RMSNorm
 from nxd_testing import run_torchrun
-from nxd_trainer.models import LlamaDecoderLayer, LlamaForCausalLM
 from sample_sizes import SIZES, tokens
 
 CONFIG_OF_EVERYTHING = """
@@ -95,7 +95,7 @@ import torch
 from neuronx_distributed.parallel_layers import mappings
 from nxd_layers import CoreAttention
 from nxd_layers import RMSNorm as LlamaRMSNorm
-from nxd_trainer.models import LlamaConfig, LlamaDecoderLayer, LlamaForCausalLM
+from nxd_engine.models import LlamaConfig, LlamaDecoderLayer, LlamaForCausalLM
 
 
 class Model(LlamaForCausalLM):

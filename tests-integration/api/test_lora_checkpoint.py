@@ -11,8 +11,8 @@ from neuronx_distributed.trainer import (
     load_checkpoint,
     save_checkpoint,
 )
+from nxd_engine.models import LlamaForCausalLM
 from nxd_layers.lora import LoraConfig, gather_adapter
-from nxd_trainer.models import LlamaForCausalLM
 from resumable_llama import config_of, train
 
 MODES = {

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import neuronx_distributed as nxd
 import pytest
 import torch
+from nxd_engine.checkpoints.state import logical_name
+from nxd_engine.models import LlamaDecoderLayer, LlamaForCausalLM
 from nxd_layers import CoreAttention
 from nxd_layers.lora import LoraConfig, LoraModel
 from nxd_state import destroy_model_parallel, get_group, get_shard_spec
 from nxd_testing import LogicalPiece, assemble_logical, logical_pieces
-from nxd_trainer.checkpoint import logical_name
-from nxd_trainer.models import LlamaDecoderLayer, LlamaForCausalLM
 
 STEPS, GLOBAL_BATCH, SEQUENCE = 2, 16, 8
 MAX_NORM = 0.5

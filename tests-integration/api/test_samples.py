@@ -12,7 +12,7 @@ from neuronx_distributed import parallel_state
 from neuronx_distributed.modules.lora import LoraConfig
 from neuronx_distributed.optimizer import NeuronZero1Optimizer
 from neuronx_distributed.pipeline import NxDPPModel
-from nxd_trainer.models import LlamaDecoderLayer, LlamaForCausalLM
+from nxd_engine.models import LlamaDecoderLayer, LlamaForCausalLM
 from sample_sizes import SIZES, tokens
 from torch.optim import AdamW
 

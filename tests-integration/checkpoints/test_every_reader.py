@@ -5,13 +5,13 @@ import shutil
 import pytest
 import torch
 import torch.distributed as dist
+from nxd_engine.checkpoints.state import kind_of, model_state
+from nxd_engine.checkpoints.tags import open_own
+from nxd_engine.models import LlamaForCausalLM
 from nxd_testing import RankFailure
-from nxd_trainer.api.checkpoint_tags import open_own
-from nxd_trainer.checkpoint import kind_of, model_state
 from nxd_trainer.compiled_generation import open_for_compilation
 from nxd_trainer.export import export_hugging_face
 from nxd_trainer.generate import load_for_generation
-from nxd_trainer.models import LlamaForCausalLM
 from nxd_trainer.training import prepare_run
 from safetensors.torch import load_file
 from writers_and_readers import (

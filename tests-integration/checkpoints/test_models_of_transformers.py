@@ -4,13 +4,13 @@ from functools import partial
 
 import pytest
 import torch
+from nxd_engine import save_checkpoint
+from nxd_engine.checkpoints.tags import open_own
+from nxd_engine.model_description import description_of
 from nxd_state import destroy_model_parallel
-from nxd_trainer.api import save_checkpoint
-from nxd_trainer.api.checkpoint_tags import open_own
 from nxd_trainer.compiled_generation import open_for_compilation
 from nxd_trainer.export import export_hugging_face
 from nxd_trainer.generate import generate, load_for_generation
-from nxd_trainer.model_description import description_of
 from writers_and_readers import (
     LORA,
     OF_TRANSFORMERS,

@@ -6,11 +6,11 @@ from pathlib import Path
 import nxd_ckpt
 import pytest
 import torch
-from nxd_trainer.api.checkpoint_tags import open_own
-from nxd_trainer.checkpoint import kind_of, model_state
+from nxd_engine.checkpoints.state import kind_of, model_state
+from nxd_engine.checkpoints.tags import open_own
+from nxd_engine.models import LlamaConfig, LlamaForCausalLM
 from nxd_trainer.export import export_hugging_face
 from nxd_trainer.generate import load_for_generation
-from nxd_trainer.models import LlamaConfig, LlamaForCausalLM
 from nxd_trainer.recipe import load_recipe
 from nxd_trainer.training import prepare_run
 from safetensors.torch import load_file

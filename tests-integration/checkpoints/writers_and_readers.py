@@ -12,14 +12,14 @@ from neuronx_distributed.trainer import (
     save_checkpoint,
 )
 from nxd_ckpt.sharded_tensor import as_sharded
+from nxd_engine.checkpoints.state import model_state, optimizer_state
+from nxd_engine.checkpoints.tags import open_own
+from nxd_engine.hugging_face import import_hugging_face
+from nxd_engine.models import LlamaConfig, LlamaDecoderLayer, LlamaForCausalLM
+from nxd_engine.unwrap import plain_model, plain_optimizer
 from nxd_layers.lora import LoraConfig
 from nxd_state import barrier, get_world_group, initialize_model_parallel
-from nxd_trainer.api.checkpoint_tags import open_own
-from nxd_trainer.api.unwrap import plain_model, plain_optimizer
-from nxd_trainer.checkpoint import model_state, optimizer_state
 from nxd_trainer.generate import generate, load_for_generation
-from nxd_trainer.hugging_face import import_hugging_face
-from nxd_trainer.models import LlamaConfig, LlamaDecoderLayer, LlamaForCausalLM
 from nxd_trainer.recipe import load_recipe
 from nxd_trainer.training import prepare_run, train
 

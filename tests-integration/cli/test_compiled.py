@@ -168,7 +168,7 @@ def test_serve_names_a_limit_that_cannot_be(checkpoints, nxd, option, value, tex
 @pytest.mark.slow
 def test_model_of_transformers_is_served_as_it_is_generated_with(tmp_path, nxd):
     transformers = pytest.importorskip("transformers", reason="needs it: pip install transformers")
-    from nxd_trainer.api import save_checkpoint
+    from nxd_engine import save_checkpoint
 
     sizes = {"vocab_size": 257, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
     config = transformers.Qwen3Config(**sizes, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.3)

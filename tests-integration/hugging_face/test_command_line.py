@@ -8,10 +8,10 @@ import nxd_ckpt
 import pytest
 import torch
 import transformers
+from nxd_engine import initialize_parallel_model, initialize_parallel_optimizer, neuronx_distributed_config
+from nxd_engine.model_description import describe_llama
+from nxd_engine.models import LlamaConfig, LlamaForCausalLM
 from nxd_testing import deadline
-from nxd_trainer.api import initialize_parallel_model, initialize_parallel_optimizer, neuronx_distributed_config
-from nxd_trainer.model_description import describe_llama
-from nxd_trainer.models import LlamaConfig, LlamaForCausalLM
 from nxd_trainer.training.initial_weights import load_initial_weights
 from safetensors.torch import load_file
 

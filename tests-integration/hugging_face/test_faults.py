@@ -7,9 +7,9 @@ import pytest
 import torch
 import transformers
 from nxd_ckpt import CheckpointError
+from nxd_engine.hugging_face import import_hugging_face, load_pretrained, save_pretrained
 from nxd_layers.hf import parallelize
 from nxd_state import PeerError, get_tensor_model_parallel_rank, initialize_model_parallel
-from nxd_trainer.hugging_face import import_hugging_face, load_pretrained, save_pretrained
 
 
 def empty_model(folder):

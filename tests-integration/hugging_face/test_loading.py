@@ -6,9 +6,9 @@ import shutil
 import pytest
 import torch
 import transformers
+from nxd_engine.hugging_face import import_hugging_face, load_pretrained
 from nxd_layers.hf import parallelize
 from nxd_state import get_shard_spec, initialize_model_parallel
-from nxd_trainer.hugging_face import import_hugging_face, load_pretrained
 from safetensors.torch import load_file, save_file
 
 IDS = torch.arange(3, 17).view(2, 7)

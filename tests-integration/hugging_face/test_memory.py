@@ -6,9 +6,9 @@ import pytest
 import torch
 import transformers
 from nxd_ckpt.interop import open_hugging_face
+from nxd_engine.hugging_face import load_pretrained
 from nxd_layers.hf import parallelize
 from nxd_state import initialize_model_parallel
-from nxd_trainer.hugging_face import load_pretrained
 from safetensors.torch import save_file
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak is Linux's to tell")

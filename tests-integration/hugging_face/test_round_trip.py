@@ -5,12 +5,12 @@ import pytest
 import torch
 import transformers
 from nxd_ckpt.interop import open_hugging_face, read_whole
+from nxd_engine.checkpoints.state import model_state, saved_here
+from nxd_engine.hugging_face import import_hugging_face, load_pretrained, save_pretrained
 from nxd_layers.hf import parallelize, param_init_fn_of
 from nxd_pipeline import NxDPPModel
 from nxd_state import initialize_model_parallel
-from nxd_trainer.checkpoint import model_state, saved_here
 from nxd_trainer.export import export_hugging_face
-from nxd_trainer.hugging_face import import_hugging_face, load_pretrained, save_pretrained
 
 IDS = torch.arange(3, 17).view(2, 7)
 

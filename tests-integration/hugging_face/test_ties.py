@@ -6,11 +6,11 @@ import nxd_ckpt
 import pytest
 import torch
 from nxd_ckpt import CheckpointError
-from nxd_trainer.api import load_checkpoint
-from nxd_trainer.checkpoint import model_state
+from nxd_engine import load_checkpoint
+from nxd_engine.checkpoints.state import model_state
+from nxd_engine.hugging_face import load_pretrained, read_model_config
+from nxd_engine.models import LlamaConfig, LlamaForCausalLM
 from nxd_trainer.generate import load_for_generation
-from nxd_trainer.hugging_face import load_pretrained, read_model_config
-from nxd_trainer.models import LlamaConfig, LlamaForCausalLM
 from safetensors.torch import load_file, save_file
 
 transformers = pytest.importorskip("transformers", reason="its models are compared: pip install transformers")

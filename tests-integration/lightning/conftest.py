@@ -35,7 +35,7 @@ class Layout:
     manual_opt: bool = True
 
     def nxd_config(self) -> dict[str, Any]:
-        from nxd_trainer.models import LlamaDecoderLayer
+        from nxd_engine.models import LlamaDecoderLayer
 
         pipeline = {
             "num_microbatches": self.microbatches,
@@ -66,9 +66,9 @@ def fit_llama(text: Path, folder: Path, layout: Layout, options: dict[str, Any])
     """Train on this rank. `options` are the Trainer's, besides `ckpt_path` and `checkpoint` (of ModelCheckpoint)."""
     import lightning
     from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+    from nxd_engine.models import LlamaConfig, LlamaForCausalLM
     from nxd_lightning import NeuronLTModule, NeuronXLAPrecisionPlugin, NeuronXLAStrategy, TextDataModule
     from nxd_trainer.lr_schedule import lr_multiplier
-    from nxd_trainer.models import LlamaConfig, LlamaForCausalLM
 
     class Losses(Callback):
         def __init__(self) -> None:

@@ -126,7 +126,7 @@ def test_checkpoint_of_a_trainer_and_of_nxd_read_each_other(run_ranks, fit, layo
 
     def copy_by_nxd(folder: Path) -> int:
         import neuronx_distributed as nxd
-        from nxd_trainer.models import LlamaConfig, LlamaForCausalLM
+        from nxd_engine.models import LlamaConfig, LlamaForCausalLM
 
         config = nxd.neuronx_distributed_config()
         model = nxd.initialize_parallel_model(config, LlamaForCausalLM, LlamaConfig(**sizes), dtype=torch.float64)
@@ -153,6 +153,7 @@ def test_logs_are_written_by_the_last_stage_or_by_rank_zero_if_asked(run_ranks, 
     def fit_with_loggers(text: Path, folder: Path, log_rank0: bool) -> tuple[list[str], bool, float]:
         import lightning
         from lightning.pytorch.callbacks import LearningRateMonitor
+        from nxd_engine.models import LlamaConfig, LlamaDecoderLayer, LlamaForCausalLM
         from nxd_lightning import (
             NeuronLTModule,
             NeuronTensorBoardLogger,
@@ -160,7 +161,6 @@ def test_logs_are_written_by_the_last_stage_or_by_rank_zero_if_asked(run_ranks, 
             NeuronXLAStrategy,
             TextDataModule,
         )
-        from nxd_trainer.models import LlamaConfig, LlamaDecoderLayer, LlamaForCausalLM
 
         pipeline = {
             "num_microbatches": 2,

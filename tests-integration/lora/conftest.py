@@ -3,9 +3,9 @@
 import nxd_state
 import pytest
 import torch
+from nxd_engine.checkpoints.state import logical_name
+from nxd_engine.models import LlamaConfig, LlamaForCausalLM
 from nxd_testing import run_on_ranks
-from nxd_trainer.checkpoint import logical_name
-from nxd_trainer.models import LlamaConfig, LlamaForCausalLM
 
 SIZES = {
     "vocab_size": 24,

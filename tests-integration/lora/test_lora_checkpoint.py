@@ -6,14 +6,14 @@ import nxd_ckpt
 import pytest
 import torch
 from nxd_ckpt import CheckpointError
-from nxd_layers.lora import LoraConfig, LoraModel, config_from_adapter_config, gather_adapter
-from nxd_trainer.api.adapters import (
+from nxd_engine.adapters import (
     initialize_lora_model,
     load_lora_checkpoint,
     read_lora_config,
     save_lora_checkpoint,
 )
-from nxd_trainer.checkpoint import model_state
+from nxd_engine.checkpoints.state import model_state
+from nxd_layers.lora import LoraConfig, LoraModel, config_from_adapter_config, gather_adapter
 
 SETTINGS = {
     "lora_rank": 4,

@@ -6,11 +6,11 @@ import dataclasses
 import nxd_ckpt
 import pytest
 import torch
+from nxd_engine.checkpoints.state import allocate_optimizer_state, model_state, optimizer_state
+from nxd_engine.models import LlamaConfig, LlamaForCausalLM
 from nxd_optim import grad_norm
 from nxd_state import get_group, initialize_model_parallel
 from nxd_testing import assemble_logical, logical_pieces
-from nxd_trainer.checkpoint import allocate_optimizer_state, model_state, optimizer_state
-from nxd_trainer.models import LlamaConfig, LlamaForCausalLM
 
 CONFIG = LlamaConfig(
     vocab_size=24,

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from nxd_engine.checkpoints.state import logical_name
+from nxd_engine.model_description import own_llama_config
+from nxd_engine.models import LlamaConfig, LlamaForCausalLM
 from nxd_state import active_group, all_gather, get_shard_spec, initialize_model_parallel
 from nxd_testing import LogicalPiece, assemble_logical, logical_pieces
-from nxd_trainer.checkpoint import logical_name
 from nxd_trainer.generate import generate
-from nxd_trainer.model_description import own_llama_config
-from nxd_trainer.models import LlamaConfig, LlamaForCausalLM
 from torch import nn
 from torch.nn import functional as F
 

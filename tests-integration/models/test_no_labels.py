@@ -3,9 +3,9 @@
 import pytest
 import torch
 import transformers
+from nxd_engine import initialize_parallel_model, neuronx_distributed_config
+from nxd_engine.models import LlamaConfig, LlamaDecoderLayer, LlamaForCausalLM
 from nxd_state import initialize_model_parallel
-from nxd_trainer.api import initialize_parallel_model, neuronx_distributed_config
-from nxd_trainer.models import LlamaConfig, LlamaDecoderLayer, LlamaForCausalLM
 
 SIZES = {
     "vocab_size": 16,

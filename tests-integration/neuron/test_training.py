@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from nxd_engine.models import LlamaConfig, LlamaForCausalLM
 from nxd_layers.experts import ExpertMLPs, MoE, RouterTopK, load_balancing_loss
 from nxd_state import get_device, get_group, initialize_model_parallel
 from nxd_testing import LogicalPiece, assemble_logical, logical_pieces, run_on_neuron, run_torchrun
 from nxd_testing.neuron_device import register_neuron_compiler
 from nxd_trainer.generate import generate
-from nxd_trainer.models import LlamaConfig, LlamaForCausalLM
 from nxd_trainer.recipe import load_recipe
 from nxd_trainer.training import StopRequest, prepare_run, run_training
 

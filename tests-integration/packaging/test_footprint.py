@@ -16,7 +16,7 @@ PACKAGES = [
     "nxd_ckpt",
     "nxd_trace",
     "nxd_trainer",
-    "nxd_trainer.api",
+    "nxd_engine",
     "neuronx_distributed",
 ]
 MODULES_OF_TORCH = "import torch, torch.distributed"

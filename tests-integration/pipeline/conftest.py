@@ -1,7 +1,7 @@
 """A Llama small enough to be trained in one process and in every layout of a test, in float64."""
 
 import pytest
-from nxd_trainer.models import LlamaConfig
+from nxd_engine.models import LlamaConfig
 
 
 @pytest.fixture

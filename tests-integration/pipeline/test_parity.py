@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from nxd_engine.models import LlamaDecoderLayer, LlamaForCausalLM
 from nxd_layers.activation_checkpoint import apply_activation_checkpointing
 from nxd_optim import GradientReducer, NeuronZero1Optimizer, clip_grad_norm, reduce_sequence_parallel_gradients
 from nxd_pipeline import NxDPPModel
@@ -19,7 +20,6 @@ from nxd_state import (
     initialize_model_parallel,
 )
 from nxd_testing import LogicalPiece, assemble_logical, logical_pieces
-from nxd_trainer.models import LlamaDecoderLayer, LlamaForCausalLM
 
 STEPS, GLOBAL_BATCH, SEQUENCE = 2, 16, 8
 MAX_NORM = 0.5

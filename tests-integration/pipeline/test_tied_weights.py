@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import nxd_ckpt
 import pytest
 import torch
+from nxd_engine.checkpoints.state import allocate_optimizer_state, model_state, optimizer_state, saved_here
+from nxd_engine.models import LlamaDecoderLayer, LlamaForCausalLM
 from nxd_optim import GradientReducer, NeuronZero1Optimizer, clip_grad_norm
 from nxd_pipeline import NxDPPModel
 from nxd_state import get_data_parallel_group, get_group, get_pipeline_model_parallel_group, initialize_model_parallel
-from nxd_trainer.checkpoint import allocate_optimizer_state, model_state, optimizer_state, saved_here
-from nxd_trainer.models import LlamaDecoderLayer, LlamaForCausalLM
 
 STEPS, MICROBATCHES, SEQUENCE = 3, 2, 16
 

@@ -1,7 +1,7 @@
 """A small Llama of ours, for the tests of generation."""
 
 import torch
-from nxd_trainer.models import LlamaConfig, LlamaForCausalLM
+from nxd_engine.models import LlamaConfig, LlamaForCausalLM
 
 CONFIG = LlamaConfig(
     vocab_size=64,

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from nxd_engine.models import LlamaConfig, LlamaForCausalLM
 from nxd_state import initialize_model_parallel
-from nxd_trainer.models import LlamaConfig, LlamaForCausalLM
 from torch._dynamo.backends.common import aot_autograd
 
 CONFIG = LlamaConfig(

@@ -1,9 +1,9 @@
 """Causal language models for tracing, in a module that worker processes can import."""
 
 import torch
+from nxd_engine.models import LlamaConfig, LlamaForCausalLM
 from nxd_layers import gather_from_tensor_model_parallel_region
 from nxd_layers.hf import parallelize
-from nxd_trainer.models import LlamaConfig, LlamaForCausalLM
 from torch import Tensor, nn
 
 SIZES = {

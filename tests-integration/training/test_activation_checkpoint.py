@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from nxd_engine.models import LlamaConfig, LlamaForCausalLM
 from nxd_layers.activation_checkpoint import apply_activation_checkpointing, matmul_outputs
 from nxd_state import initialize_model_parallel
-from nxd_trainer.models import LlamaConfig, LlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools" / "bench"))
 

@@ -3,8 +3,8 @@
 from collections import Counter
 
 import torch
+from nxd_engine.models import LlamaConfig, LlamaForCausalLM
 from nxd_state import initialize_model_parallel
-from nxd_trainer.models import LlamaConfig, LlamaForCausalLM
 
 LAYERS = 4
 OVER_GLOO = {"NXD_SHM": "0"}  # collectives through shared memory are no operations of torch that could be counted

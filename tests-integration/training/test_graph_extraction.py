@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from nxd_engine import save_checkpoint
 from nxd_state import initialize_model_parallel
-from nxd_trainer.api import save_checkpoint
 from nxd_trainer.recipe import load_recipe
 from nxd_trainer.training import StopRequest, prepare_run, run_training
 

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from nxd_engine.models import LlamaConfig, LlamaForCausalLM
 from nxd_state import initialize_model_parallel
 from nxd_testing import assemble_logical, logical_pieces
-from nxd_trainer.models import LlamaConfig, LlamaForCausalLM
 
 CONFIG = LlamaConfig(
     vocab_size=128,

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from nxd_engine.models import LlamaConfig, LlamaForCausalLM
 from nxd_optim import GradientReducer, clip_grad_norm, reduce_sequence_parallel_gradients
 from nxd_state import get_group, initialize_model_parallel
 from nxd_testing import LogicalPiece, assemble_logical, logical_pieces
-from nxd_trainer.models import LlamaConfig, LlamaForCausalLM
 
 STEPS, GLOBAL_BATCH, SEQUENCE = 5, 12, 16
 RTOL = 1e-10

@@ -9,11 +9,11 @@ from unittest.mock import patch
 import nxd_ckpt
 import pytest
 import torch
+from nxd_engine.model_description import description_of
 from nxd_layers.hf import is_transformers_model
 from nxd_state import get_world_group, initialize_model_parallel
 from nxd_trainer.from_recipe import build_model, recipe_model
 from nxd_trainer.generate import load_for_generation
-from nxd_trainer.model_description import description_of
 from nxd_trainer.parity import compare
 from nxd_trainer.parity.case import case_of_recipe
 from nxd_trainer.recipe import load_recipe

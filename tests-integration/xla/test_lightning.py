@@ -14,7 +14,7 @@ import lightning
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from nxd_lightning import NeuronLTModule, NeuronXLAPrecisionPlugin, NeuronXLAStrategy, TextDataModule
-from nxd_trainer.models import LlamaConfig, LlamaForCausalLM
+from nxd_engine.models import LlamaConfig, LlamaForCausalLM
 
 lightning.seed_everything(0)
 data = TextDataModule("text", sequence_length=16, global_batch_size=4, eval_batches=1, cache_folder="tokens")

@@ -31,8 +31,8 @@ def fit(folder: Path, world_size: int, zero1: bool) -> list[float]:
     """The losses that are logged."""
     import lightning
     import torch
+    from nxd_engine.models import LlamaConfig, LlamaForCausalLM
     from nxd_lightning import NeuronLTModule, NeuronXLAPrecisionPlugin, NeuronXLAStrategy, TextDataModule
-    from nxd_trainer.models import LlamaConfig, LlamaForCausalLM
 
     class Losses(lightning.Callback):
         def on_train_batch_end(self, trainer, pl_module, *batch) -> None:

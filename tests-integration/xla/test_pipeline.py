@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from nxd_engine.models import LlamaForCausalLM
+from nxd_engine.models.llama import LlamaDecoderLayer
 from nxd_optim import GradientReducer, NeuronZero1Optimizer, reduce_sequence_parallel_gradients
 from nxd_pipeline import NxDPPModel
 from nxd_state import get_device, initialize_model_parallel, move_model_to_device, step_boundary
 from nxd_state.xla_inspect import find_collectives, parse_hlo
 from nxd_testing import LogicalPiece, logical_pieces, run_on_ranks, run_on_replicas
 from nxd_testing.replicas import ExecutedGraph, executed_graphs
-from nxd_trainer.models import LlamaForCausalLM
-from nxd_trainer.models.llama import LlamaDecoderLayer
 from torch.optim import AdamW
 
 sys.path.insert(0, str(Path(__file__).parent))

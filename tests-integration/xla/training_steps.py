@@ -5,10 +5,10 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
+from nxd_engine.models import LlamaConfig, LlamaForCausalLM
 from nxd_optim import GradientReducer, NeuronZero1Optimizer, clip_grad_norm, reduce_sequence_parallel_gradients
 from nxd_state import get_device, get_group, initialize_model_parallel, move_model_to_device, step_boundary
 from nxd_testing import LogicalPiece, logical_pieces
-from nxd_trainer.models import LlamaConfig, LlamaForCausalLM
 from torch import Tensor, nn
 from torch.optim import AdamW
 

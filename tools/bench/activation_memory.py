@@ -15,9 +15,9 @@ import torch
 from layer_bench.collective_traffic import CollectiveTraffic
 from layer_bench.ranks import on_ranks
 from layer_bench.tensor_bytes import TensorBytes
+from nxd_engine.models import LlamaForCausalLM
 from nxd_layers.activation_checkpoint import CheckpointConfig, Keep, apply_activation_checkpointing, matmul_outputs
 from nxd_state import active_group
-from nxd_trainer.models import LlamaForCausalLM
 from processes.over_gloo import over_gloo
 from torch import nn
 from training_step.report import print_row

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 import torch
 from layer_bench.ranks import on_ranks
 from layer_bench.tensor_bytes import TensorBytes
+from nxd_engine.models import LlamaConfig, LlamaForCausalLM
 from nxd_layers import linear_cross_entropy
 from nxd_layers.activation_checkpoint import apply_activation_checkpointing, tile_modules
 from nxd_state import get_group
-from nxd_trainer.models import LlamaConfig, LlamaForCausalLM
 from torch import Tensor
 from training_step.report import print_row
 

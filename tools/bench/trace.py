@@ -22,12 +22,12 @@ from pathlib import Path
 from statistics import median
 
 import torch
+from nxd_engine.models import LlamaConfig, LlamaForCausalLM
 from nxd_layers import gather_from_tensor_model_parallel_region
 from nxd_trace import TensorParallelModel, parallel_model_load, parallel_model_save, parallel_model_trace
 from nxd_trace.generation import Generator, compile_generator
 from nxd_trainer.compiled_generation import LlamaDecoder
 from nxd_trainer.generate import generate
-from nxd_trainer.models import LlamaConfig, LlamaForCausalLM
 from torch import Tensor, nn
 
 SIZES = LlamaConfig(

@@ -32,9 +32,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from nxd_engine.models import LlamaConfig
 from nxd_optim.zero1 import NeuronZero1Optimizer
 from nxd_state import destroy_model_parallel, initialize_model_parallel
-from nxd_trainer.models import LlamaConfig
 from processes.rank_processes import RankProcesses
 from processes.surroundings import print_surroundings
 from torch import Tensor, nn

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from nxd_engine.checkpoints.state import logical_name
 from nxd_layers.context import Transport
 from nxd_layers.experts import BalanceConfig, RouterBalance
 from nxd_layers.hf import find_routers, parallelize
@@ -15,7 +16,6 @@ from nxd_optim import GradientReducer, reduce_sequence_parallel_gradients
 from nxd_pipeline import NxDPPModel
 from nxd_state import all_reduce, get_group, initialize_model_parallel
 from nxd_testing import LogicalPiece, assemble_logical, logical_pieces
-from nxd_trainer.checkpoint import logical_name
 from nxd_trainer.parity import InFloat64
 from torch import Tensor
 

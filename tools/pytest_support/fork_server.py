@@ -33,7 +33,7 @@ from typing import Any, NoReturn
 import forked_python
 
 # Before the first program, and then whenever there is nothing else to do.
-LOADED_FIRST = ("nxd_ckpt", "nxd_testing.worker", "nxd_layers", "nxd_optim", "nxd_pipeline", "nxd_trainer.api")
+LOADED_FIRST = ("nxd_ckpt", "nxd_testing.worker", "nxd_layers", "nxd_optim", "nxd_pipeline", "nxd_engine")
 LOADED_LATER = (
     "torch.distributed.run",
     "transformers.models.auto.modeling_auto",

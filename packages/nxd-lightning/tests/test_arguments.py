@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch.callbacks import LearningRateMonitor, OnExceptionCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision, TorchCheckpointIO
+from nxd_engine import initialize_parallel_model
 from nxd_lightning import (
     NeuronCheckpointIO,
     NeuronLTModule,
@@ -19,7 +20,6 @@ from nxd_lightning import (
     NeuronXLAStrategy,
 )
 from nxd_state import destroy_model_parallel
-from nxd_trainer.api import initialize_parallel_model
 from torch.utils.data import DataLoader
 
 pytestmark = pytest.mark.smoke

@@ -6,10 +6,10 @@ import os
 import nxd_ckpt
 import pytest
 import torch
-from nxd_trainer.companion_files import as_extra, companions_in, read_companions, write_companions
+from nxd_engine.companion_files import as_extra, companions_in, read_companions, write_companions
+from nxd_engine.model_description import describe_llama
+from nxd_engine.models import LlamaConfig, LlamaForCausalLM
 from nxd_trainer.export import export_hugging_face
-from nxd_trainer.model_description import describe_llama
-from nxd_trainer.models import LlamaConfig, LlamaForCausalLM
 from nxd_trainer.opened_model import open_model, open_words
 
 CONFIG = LlamaConfig(

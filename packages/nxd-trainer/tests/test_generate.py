@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from nxd_engine.models import LlamaConfig, LlamaForCausalLM
 from nxd_trainer.generate import generate
-from nxd_trainer.models import LlamaConfig, LlamaForCausalLM
 
 
 @pytest.fixture

@@ -12,10 +12,10 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from nxd_engine.hugging_face import model_on_meta, read_config
 from nxd_state import initialize_model_parallel
 from nxd_trainer.data.sources import find_text_files, scan_text_files
 from nxd_trainer.data.tokenizer import load_tokenizer
-from nxd_trainer.hugging_face import model_on_meta, read_config
 from nxd_trainer.recipe import RecipeError, load_recipe
 from nxd_trainer.training.run_data import open_data, prepare_data
 from nxd_trainer.training.run_state import lock_output
@@ -579,7 +579,7 @@ MUSIC = {"architectures": ["MusicgenForCausalLM"], "model_type": "musicgen_decod
 )
 def test_config_with_counts_under_other_names_is_refused(monkeypatch, config):
     pytest.importorskip("transformers")
-    monkeypatch.setattr("nxd_trainer.hugging_face.conversion._MOST_PARTS", 1000)  # for a fast test
+    monkeypatch.setattr("nxd_engine.hugging_face.conversion._MOST_PARTS", 1000)  # for a fast test
 
     with pytest.raises(ValueError, match=r"has attribute_map|are believed; correct it|more than the 1,000 modules"):
         model_on_meta(config)

@@ -6,13 +6,13 @@ import nxd_ckpt
 import pytest
 import torch
 from nxd_ckpt import open_checkpoint
+from nxd_engine import save_checkpoint
+from nxd_engine.checkpoints.state import model_state
+from nxd_engine.model_description import description_of
+from nxd_engine.model_weights import model_weights
+from nxd_engine.models import LlamaConfig, LlamaForCausalLM
 from nxd_layers import LoraConfig, LoraModel
-from nxd_trainer.api import save_checkpoint
-from nxd_trainer.checkpoint import model_state
 from nxd_trainer.generate import load_for_generation
-from nxd_trainer.model_description import description_of
-from nxd_trainer.model_weights import model_weights
-from nxd_trainer.models import LlamaConfig, LlamaForCausalLM
 
 CONFIG = LlamaConfig(
     vocab_size=16,

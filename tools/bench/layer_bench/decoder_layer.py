@@ -1,9 +1,9 @@
 """What a decoder layer of Llama sends between its ranks, and the least that tensor parallelism needs."""
 
 import torch
+from nxd_engine.models import LlamaConfig, LlamaForCausalLM
+from nxd_engine.models.llama import rotary_tables
 from nxd_state import active_group
-from nxd_trainer.models import LlamaConfig, LlamaForCausalLM
-from nxd_trainer.models.llama import rotary_tables
 from processes.over_gloo import over_gloo
 
 from layer_bench.collective_traffic import CollectiveTraffic

@@ -5,7 +5,7 @@ knows of ranks: the number of heads follows from the projections' width, so a pa
 """
 
 import torch
-from nxd_trainer.models import LlamaConfig
+from nxd_engine.models import LlamaConfig
 from torch import Tensor, nn
 from torch.nn import functional as F
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import torch
-from nxd_trainer.models import LlamaConfig
+from nxd_engine.models import LlamaConfig
 from torch import Tensor
 
 

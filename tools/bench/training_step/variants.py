@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from nxd_engine.models import LlamaForCausalLM
 from nxd_state import active_group
-from nxd_trainer.models import LlamaForCausalLM
 from processes.over_gloo import over_gloo
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh

@@ -6,7 +6,7 @@ Lightning refuses to make its XLA classes without torch-xla, so the choice is ma
 from typing import Any
 
 import torch
-from nxd_trainer.mesh import get_device, records_graphs
+from nxd_state import get_device, records_graphs
 
 from nxd_lightning.lightning_package import lightning
 

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from nxd_trainer.api import checkpoint_parts, delete_checkpoint, has_checkpoint, load_checkpoint, save_checkpoint
+from nxd_engine import checkpoint_parts, delete_checkpoint, has_checkpoint, load_checkpoint, save_checkpoint
 from torch import Tensor, nn
 
 from nxd_lightning.bases import CheckpointIOBase

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from nxd_trainer.api import NxDOptimizer
+from nxd_engine import NxDOptimizer
 
 from nxd_lightning.lightning_package import check_spelling
 from nxd_lightning.module import NeuronLTModule

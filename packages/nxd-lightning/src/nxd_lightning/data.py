@@ -5,19 +5,25 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nxd_trainer.data import (
-    Batch,
-    HeldOutLoader,
-    PackedSequences,
-    TrainLoader,
-    build_corpus,
-    load_tokenizer,
-    open_corpus,
-    pack_corpus,
-)
 from torch import Tensor
 
 from nxd_lightning.lightning_package import lightning
+
+try:
+    from nxd_trainer.data import (
+        Batch,
+        HeldOutLoader,
+        PackedSequences,
+        TrainLoader,
+        build_corpus,
+        load_tokenizer,
+        open_corpus,
+        pack_corpus,
+    )
+except ModuleNotFoundError as error:
+    raise ImportError(
+        "TextDataModule reads text with nxd-trainer, which is not installed; pip install 'nxd-lightning[text]'"
+    ) from error
 
 _LightningDataModule: Any = lightning().LightningDataModule
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from nxd_trainer.mesh import get_group
+from nxd_state import get_group
 from torch import Tensor, nn
 
 from nxd_lightning.lightning_package import check_spelling, lightning

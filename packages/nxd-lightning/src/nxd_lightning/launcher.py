@@ -4,7 +4,7 @@ import os
 import subprocess
 from typing import Any
 
-from nxd_trainer.mesh import destroy_model_parallel
+from nxd_state import destroy_model_parallel
 
 from nxd_lightning.lightning_package import fabric, lightning
 

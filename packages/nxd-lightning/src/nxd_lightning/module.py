@@ -11,8 +11,8 @@ from functools import wraps
 from typing import Any, Self
 
 import torch
-from nxd_trainer.api import NxDModel, complete_config, initialize_parallel_model, initialize_parallel_optimizer
-from nxd_trainer.mesh import broadcast, get_device, get_group, seed_model_parallel, widest_float
+from nxd_engine import NxDModel, complete_config, initialize_parallel_model, initialize_parallel_optimizer
+from nxd_state import broadcast, get_device, get_group, seed_model_parallel, widest_float
 from torch import Tensor
 
 from nxd_lightning.checkpoint_io import NeuronCheckpointIO

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from nxd_trainer.mesh import step_boundary
+from nxd_state import step_boundary
 
 from nxd_lightning.bases import PrecisionBase
 from nxd_lightning.lightning_package import lightning

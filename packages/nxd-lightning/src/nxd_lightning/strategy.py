@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from nxd_trainer.api import complete_config, ensure_model_parallel
-from nxd_trainer.mesh import (
+from nxd_engine import complete_config, ensure_model_parallel
+from nxd_state import (
     all_gather,
     all_gather_object,
     all_reduce,

@@ -9,6 +9,10 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
+from nxd_engine.model_description import ModelDescription
+from nxd_engine.model_weights import ModelWeights, model_on_meta_of, transformers_model
+from nxd_engine.models import KeyValueCache, LlamaConfig, LlamaForCausalLM
+from nxd_engine.models.llama import long_rope_from, rotary_tables
 from nxd_layers import gather_from_tensor_model_parallel_region
 from nxd_layers.hf import number_of_experts, parallelize
 from nxd_layers.key_value_heads import kv_size_multiplier_for
@@ -18,10 +22,6 @@ from nxd_trace.generation import CacheLayer, CacheView, Generator, HuggingFaceDe
 from torch import Tensor, nn
 from torch.nn import functional
 
-from nxd_trainer.model_description import ModelDescription
-from nxd_trainer.model_weights import ModelWeights, model_on_meta_of, transformers_model
-from nxd_trainer.models import KeyValueCache, LlamaConfig, LlamaForCausalLM
-from nxd_trainer.models.llama import long_rope_from, rotary_tables
 from nxd_trainer.opened_model import Words, open_model, open_words
 
 

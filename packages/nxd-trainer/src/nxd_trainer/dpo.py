@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from typing import Any, assert_never
 
 import torch
+from nxd_engine import NxDModel
+from nxd_engine.models.llama import IGNORED_LABEL
 from nxd_layers import token_log_probs
 from nxd_layers.hf import is_transformers_model, parallelize
 from nxd_layers.lora import adapters_off
@@ -16,8 +18,6 @@ from nxd_state import all_reduce, get_group, get_mesh
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nxd_trainer.api import NxDModel
-from nxd_trainer.models.llama import IGNORED_LABEL
 from nxd_trainer.recipe import Recipe
 from nxd_trainer.recipe.sections import DpoLossName, DpoSection
 

@@ -1,19 +1,19 @@
 """Writing a checkpoint as a Hugging Face folder, which transformers loads.
 
 A checkpoint's tensors already have the names and shapes of the Hugging Face model in memory; where its files differ,
-`nxd_trainer.hugging_face` converts them.
+`nxd_engine.hugging_face` converts them.
 """
 
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from nxd_engine.checkpoints.tags import open_own
+from nxd_engine.companion_files import is_of_tokenizer, read_companions
+from nxd_engine.hugging_face.loading import read_model_config, stored_shapes
+from nxd_engine.hugging_face.saving import as_stored, write_folder
+from nxd_engine.model_description import ModelDescription
 
-from nxd_trainer.api.checkpoint_tags import open_own
-from nxd_trainer.companion_files import is_of_tokenizer, read_companions
-from nxd_trainer.hugging_face.loading import read_model_config, stored_shapes
-from nxd_trainer.hugging_face.saving import as_stored, write_folder
-from nxd_trainer.model_description import ModelDescription
 from nxd_trainer.opened_model import open_checkpointed_model
 
 

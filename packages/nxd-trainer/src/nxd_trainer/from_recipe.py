@@ -15,6 +15,11 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from nxd_engine import NxDModel, initialize_parallel_model
+from nxd_engine.hugging_face import check_keys, config_of_type, read_model_config, stored_shapes
+from nxd_engine.model_description import BYTES, ModelDescription, describe_llama, describe_model, tokenizer_in
+from nxd_engine.model_weights import model_on_meta_of
+from nxd_engine.models import LlamaConfig, LlamaDecoderLayer, LlamaForCausalLM
 from nxd_layers.activation_checkpoint.find import named_transformer_layers
 from nxd_layers.experts import BalanceConfig, RouterLayer
 from nxd_layers.hf import find_routers, is_transformers_model
@@ -32,13 +37,8 @@ from nxd_state import (
 )
 from torch import Tensor, nn
 
-from nxd_trainer.api import NxDModel, initialize_parallel_model
 from nxd_trainer.data import Batch, Tokenizer, load_tokenizer
 from nxd_trainer.dpo import REFERENCE, with_dpo_loss
-from nxd_trainer.hugging_face import check_keys, config_of_type, read_model_config, stored_shapes
-from nxd_trainer.model_description import BYTES, ModelDescription, describe_llama, describe_model, tokenizer_in
-from nxd_trainer.model_weights import model_on_meta_of
-from nxd_trainer.models import LlamaConfig, LlamaDecoderLayer, LlamaForCausalLM
 from nxd_trainer.recipe import Recipe, padded_vocab_size
 from nxd_trainer.recipe.checks import SIZES
 from nxd_trainer.recipe.sections import DTYPE_NAMES

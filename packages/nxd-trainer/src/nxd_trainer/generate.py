@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from nxd_engine.model_weights import load_model
+from nxd_engine.models import KeyValueCache
 from nxd_layers.hf import is_transformers_model
 from nxd_state import active_group, all_gather, get_device
 from nxd_trace.generation import SamplingSettings, choose_token
 from torch import Tensor, nn
 
 from nxd_trainer.data import Tokenizer
-from nxd_trainer.model_weights import load_model
-from nxd_trainer.models import KeyValueCache
 from nxd_trainer.opened_model import Words, open_model_together, open_words
 
 

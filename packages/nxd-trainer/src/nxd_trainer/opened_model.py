@@ -14,29 +14,23 @@ import nxd_ckpt
 import torch
 from nxd_ckpt import Checkpoint, CheckpointError
 from nxd_ckpt.interop import TensorSource, from_checkpoint, open_hugging_face
-from nxd_layers.lora import name_from_peft
-from nxd_trace.serving.text import unseen_token
-
-from nxd_trainer.api.checkpoint_tags import open_own, open_own_together
-from nxd_trainer.api.rank_sync import on_all_ranks
-from nxd_trainer.companion_files import GENERATION_CONFIG_FILE, companions_in, is_of_tokenizer, write_companions
-from nxd_trainer.data import Tokenizer, load_tokenizer
-from nxd_trainer.data.chat import ChatTemplate, NoChatTemplateError
-from nxd_trainer.hugging_face.folder import (
+from nxd_engine.checkpoints.tags import open_own, open_own_together
+from nxd_engine.companion_files import GENERATION_CONFIG_FILE, companions_in, is_of_tokenizer, write_companions
+from nxd_engine.hugging_face.folder import (
     CONFIG_FILE,
     parse_json_object,
     read_json_object,
     write_config,
 )
-from nxd_trainer.hugging_face.loading import (
+from nxd_engine.hugging_face.loading import (
     read_model_config,
     stored_shapes,
     weights_fingerprint,
     whole_model_tensors,
 )
-from nxd_trainer.hugging_face.rearrangement import Rearranged, RearrangedSource
-from nxd_trainer.logs import get_logger
-from nxd_trainer.model_description import (
+from nxd_engine.hugging_face.rearrangement import Rearranged, RearrangedSource
+from nxd_engine.logs import get_logger
+from nxd_engine.model_description import (
     BYTES,
     InitialWeights,
     ModelDescription,
@@ -47,7 +41,13 @@ from nxd_trainer.model_description import (
     model_dtype,
     tokenizer_in,
 )
-from nxd_trainer.model_weights import ModelTensors, ModelWeights, merged_weights, model_weights
+from nxd_engine.model_weights import ModelTensors, ModelWeights, merged_weights, model_weights
+from nxd_engine.rank_sync import on_all_ranks
+from nxd_layers.lora import name_from_peft
+from nxd_trace.serving.text import unseen_token
+
+from nxd_trainer.data import Tokenizer, load_tokenizer
+from nxd_trainer.data.chat import ChatTemplate, NoChatTemplateError
 
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 ADAPTER_FILE = "adapter_model.safetensors"

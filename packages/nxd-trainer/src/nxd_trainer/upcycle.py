@@ -15,12 +15,11 @@ import torch
 from nxd_ckpt import Shard, TensorInfo
 from nxd_ckpt.boxes import Box
 from nxd_ckpt.interop import TensorSource
-
-from nxd_trainer.companion_files import read_companions
-from nxd_trainer.hugging_face.conversion import complete_config
-from nxd_trainer.hugging_face.folder import read_config
-from nxd_trainer.hugging_face.loading import whole_model_tensors
-from nxd_trainer.hugging_face.saving import write_folder
+from nxd_engine.companion_files import read_companions
+from nxd_engine.hugging_face.conversion import complete_config
+from nxd_engine.hugging_face.folder import read_config
+from nxd_engine.hugging_face.loading import whole_model_tensors
+from nxd_engine.hugging_face.saving import write_folder
 
 _MLP = re.compile(r"(.*\.layers\.(\d+))\.mlp\.(gate_proj|up_proj|down_proj)\.weight")
 _NOT_COPIED = ("architectures", "model_type", "transformers_version", "_name_or_path", "attribute_map")

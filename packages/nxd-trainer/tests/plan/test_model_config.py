@@ -5,8 +5,8 @@ import json
 import nxd_ckpt
 import pytest
 import torch
-from nxd_trainer.api import save_checkpoint
-from nxd_trainer.models import LlamaConfig, LlamaForCausalLM
+from nxd_engine import save_checkpoint
+from nxd_engine.models import LlamaConfig, LlamaForCausalLM
 from nxd_trainer.plan import OwnLlama, TransformersModel, planned_model
 
 transformers = pytest.importorskip("transformers")

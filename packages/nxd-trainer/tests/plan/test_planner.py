@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from nxd_engine.models import LlamaConfig, LlamaForCausalLM
 from nxd_pipeline import Costs, StageCost, make_schedule, simulate
-from nxd_trainer.models import LlamaConfig, LlamaForCausalLM
 from nxd_trainer.plan import Degrees, Job, OwnLlama, find_device, make_plan, step_time
 from nxd_trainer.plan.layout import Layout
 from nxd_trainer.plan.render import describe_misfit, plan_as_json

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from nxd_engine.hugging_face import complete_config
 from nxd_trainer.from_recipe import recipe_model
-from nxd_trainer.hugging_face import complete_config
 from nxd_trainer.plan import Degrees, Job, config_call, find_device, make_plan, planned_model, recipe
 from nxd_trainer.recipe import load_recipe, save_recipe
 

@@ -1,6 +1,6 @@
 """`neuronx_distributed.parallel_layers.checkpointing`: files of each model-parallel rank, from nxd_trainer."""
 
-from nxd_trainer.api.shard_files import (
+from nxd_engine.checkpoints.shard_files import (
     NXD_SKIP_RENDEZVOUS,
     ensure_directory_exists,
     load,

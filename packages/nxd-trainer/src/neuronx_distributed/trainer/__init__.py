@@ -1,6 +1,6 @@
 """`neuronx_distributed.trainer`: the documented training API, from nxd_trainer."""
 
-from nxd_trainer.api import initialize_parallel_model, initialize_parallel_optimizer, neuronx_distributed_config
+from nxd_engine import initialize_parallel_model, initialize_parallel_optimizer, neuronx_distributed_config
 
 from neuronx_distributed.trainer import checkpoint, checkpoint_storage, model, optimizer, post_partition_hooks, trainer
 from neuronx_distributed.trainer.checkpoint import (

@@ -1,8 +1,8 @@
 """`neuronx_distributed.trainer.checkpoint`: saving and loading, from nxd_trainer."""
 
-from nxd_trainer.api.checkpoint_loading import load_checkpoint
-from nxd_trainer.api.checkpoint_saving import finalize_checkpoint, save_checkpoint
-from nxd_trainer.api.checkpoint_tags import has_checkpoint
+from nxd_engine.checkpoints.loading import load_checkpoint
+from nxd_engine.checkpoints.saving import finalize_checkpoint, save_checkpoint
+from nxd_engine.checkpoints.tags import has_checkpoint
 from nxd_trainer.compat.checkpoint_storage import CheckpointIOState
 
 g_iostate = None  # nothing is shared between saves: finalize_checkpoint waits for the one under way

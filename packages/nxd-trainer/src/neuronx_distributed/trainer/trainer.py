@@ -1,6 +1,6 @@
 """`neuronx_distributed.trainer.trainer`: the documented calls and their parts, from nxd_trainer."""
 
-from nxd_trainer.api import initialize_parallel_model, initialize_parallel_optimizer, neuronx_distributed_config
+from nxd_engine import initialize_parallel_model, initialize_parallel_optimizer, neuronx_distributed_config
 from nxd_trainer.compat.optimizers import filter_to_local_parameter_group, initialize_optimizer_from_class
 
 __all__ = [

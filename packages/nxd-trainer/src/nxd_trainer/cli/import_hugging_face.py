@@ -19,8 +19,9 @@ def add_parser(commands: Commands) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Write the checkpoint and say where."""
+    from nxd_engine.hugging_face import import_hugging_face  # noqa: PLC0415
+
     from nxd_trainer.from_recipe import DTYPES  # noqa: PLC0415
-    from nxd_trainer.hugging_face import import_hugging_face  # noqa: PLC0415
 
     dtype = None if options.dtype is None else DTYPES[options.dtype]
     reports_user_errors(lambda: import_hugging_face(options.folder, options.checkpoints, options.tag, dtype=dtype))

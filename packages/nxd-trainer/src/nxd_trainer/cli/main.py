@@ -12,6 +12,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NoReturn
 
+from nxd_engine.logs import log_level
+
 from nxd_trainer.cli import (
     chaos,
     ckpt,
@@ -30,7 +32,6 @@ from nxd_trainer.cli import (
 from nxd_trainer.cli.command import UserError, leave_mesh, reports_user_errors
 from nxd_trainer.cli.output import usable_streams
 from nxd_trainer.launch import end_with_launcher, is_launched, remove_torchrun_folders, slurm_environment
-from nxd_trainer.logs import log_level
 from nxd_trainer.recipe import recipe_keys
 
 EXIT_MISTAKE = 2

@@ -5,9 +5,10 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nxd_engine.options import literal
+
 from nxd_trainer.cli.command import Commands, add_nproc, leave_mesh, reports_user_errors, started_ranks
 from nxd_trainer.launch import own_threads
-from nxd_trainer.options import literal
 from nxd_trainer.recipe import load_recipe
 
 if TYPE_CHECKING:

@@ -8,12 +8,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import nxd_layers
+from nxd_engine.model import NxDModel
 from nxd_layers.activation_checkpoint.find import named_transformer_layers
 from nxd_pipeline import NxDPPModel
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, CheckpointWrapper
-
-from nxd_trainer.api.model import NxDModel
 
 _PREFIX = "_checkpoint_wrapped_module"  # of the module inside torch's wrapper
 

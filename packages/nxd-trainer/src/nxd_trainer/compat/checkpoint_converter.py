@@ -22,12 +22,12 @@ from nxd_ckpt.interop.neuronx.rank_files import BEGUN_MARKER, DONE_MARKER, v1_fi
 from nxd_ckpt.interop.neuronx.xser import load_rank_file
 from nxd_ckpt.reader import TensorInfo
 from nxd_ckpt.sharded_tensor import Shard
+from nxd_engine.checkpoints.shard_files import write_file, write_xser
+from nxd_engine.checkpoints.tags import find_checkpoint
+from nxd_engine.model_weights import ModelTensors
 from torch import Tensor
 
-from nxd_trainer.api.checkpoint_tags import find_checkpoint
-from nxd_trainer.api.shard_files import write_file, write_xser
 from nxd_trainer.compat.pipeline_parts import create_partitions, stage_to_pipeline_parallel_rank
-from nxd_trainer.model_weights import ModelTensors
 
 _COMMANDS = ("convert_from_full_state", "convert_to_full_state", "convert_from_xser", "convert_to_xser")
 _FULL_FILE = "checkpoint.pt"

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from nxd_ckpt.coordinator import coordinator_for, on_every_rank
-
-from nxd_trainer.api.checkpoint_tags import open_folder
+from nxd_engine.checkpoints.tags import open_folder
 
 MB = 1024**2
 SHM_PATH = "/dev/shm"  # where the old uploader kept its buffers

@@ -3,6 +3,8 @@
 import logging
 
 import nxd_layers.lora
+from nxd_engine.adapters import adapt_model, choose_adapters
+from nxd_engine.model import NxDModel
 from nxd_layers import GQAQKVColumnParallelLinear
 from nxd_layers.linear import ColumnParallelLinear
 from nxd_layers.lora import LoraConfig
@@ -10,9 +12,6 @@ from nxd_layers.lora.adapter import adapter_of
 from nxd_layers.lora.targets import kind_of
 from nxd_layers.row_linear import RowParallelLinear
 from torch import nn
-
-from nxd_trainer.api.adapters import adapt_model, choose_adapters
-from nxd_trainer.api.model import NxDModel
 
 _logger = logging.getLogger(__name__)
 

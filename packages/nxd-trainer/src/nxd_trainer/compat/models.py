@@ -6,14 +6,13 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+from nxd_engine.build import parameters_on_meta
+from nxd_engine.rank_sync import in_turns
 from nxd_layers import hf
 from nxd_pipeline import NxDPPModel
 from nxd_pipeline.partition import materialize
 from nxd_state import copy_parameter_attributes, model_parallel_is_initialized, move_model_to_device
 from torch import Tensor, nn
-
-from nxd_trainer.api.build import parameters_on_meta
-from nxd_trainer.api.rank_sync import in_turns
 
 _ATTRIBUTES = ("tensor_model_parallel", "expert_model_parallel", "sequence_parallel_enabled", "shared")
 

@@ -4,11 +4,10 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
+from nxd_engine import initialize_parallel_optimizer
 from nxd_optim import NeuronZero1Optimizer
 from torch import nn
 from torch.optim import Optimizer
-
-from nxd_trainer.api import initialize_parallel_optimizer
 
 
 class PostPartitionHooks:

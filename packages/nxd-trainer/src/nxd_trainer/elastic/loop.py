@@ -16,6 +16,7 @@ from typing import TypeVar
 import nxd_ckpt
 import torch.distributed as dist
 from nxd_ckpt.errors import RanksLostError
+from nxd_engine.checkpoints.saving import abandon_checkpoint
 from nxd_state import (
     PeerError,
     abort_model_parallel,
@@ -25,7 +26,6 @@ from nxd_state import (
 )
 from nxd_state.rank_failure import describe_failure, is_peer_failure
 
-from nxd_trainer.api.checkpoint_saving import abandon_checkpoint
 from nxd_trainer.elastic.generation_store import GenerationStore
 from nxd_trainer.elastic.layouts import Fit, Layout, choose
 from nxd_trainer.elastic.members import Board, Generation, Member, Over

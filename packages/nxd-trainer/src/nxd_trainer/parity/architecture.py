@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from nxd_engine.hugging_face import check_keys, complete_config, model_on_meta, read_config, with_architecture
 from nxd_layers import hf
 from torch import nn
 
-from nxd_trainer.hugging_face import check_keys, complete_config, model_on_meta, read_config, with_architecture
 from nxd_trainer.parity.case import ParityCase
 
 VOCABULARY = 64

@@ -5,10 +5,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from nxd_engine.config import complete_config
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from nxd_trainer.api.config import complete_config
 from nxd_trainer.data import Batch
 from nxd_trainer.from_recipe import (
     model_inputs,

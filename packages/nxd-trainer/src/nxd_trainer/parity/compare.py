@@ -5,6 +5,7 @@ from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import torch
+from nxd_engine.config import ensure_model_parallel
 from nxd_state import (
     all_gather_object,
     destroy_model_parallel,
@@ -15,7 +16,6 @@ from nxd_state import (
 )
 from torch import Tensor
 
-from nxd_trainer.api.config import ensure_model_parallel
 from nxd_trainer.parity.case import ParityCase, check_batches, checked_config
 from nxd_trainer.parity.float64 import InFloat64
 from nxd_trainer.parity.layout import LayoutRun, LayoutStep, Piece

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from nxd_engine import NxDModel, NxDOptimizer, initialize_parallel_model, initialize_parallel_optimizer
+from nxd_engine.checkpoints.state import logical_name
 from nxd_pipeline.partition.stand_ins import AbsentLayer, AbsentModule
 from nxd_state import Box, get_group, get_mesh
 from torch import Tensor, nn
 
-from nxd_trainer.api import NxDModel, NxDOptimizer, initialize_parallel_model, initialize_parallel_optimizer
-from nxd_trainer.checkpoint import logical_name
 from nxd_trainer.parity.case import ParityCase, has_batch, inputs_in, make_model
 from nxd_trainer.parity.recording import ActivationRecord, pieces_of
 

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from nxd_engine.adapters import initialize_lora_model
+from nxd_engine.checkpoints.state import logical_name
 from nxd_pipeline.runtime.loss import check_loss, pick_loss
 from nxd_state import get_device, move_model_to_device
 from torch import Tensor, nn
 
-from nxd_trainer.api.adapters import initialize_lora_model
-from nxd_trainer.checkpoint import logical_name
 from nxd_trainer.parity.case import ParityCase, inputs_in, make_model
 from nxd_trainer.parity.recording import ActivationRecord, gradient_order, pieces_of
 

@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 import torch
+from nxd_engine.models import LlamaConfig, LlamaDecoderLayer, LlamaForCausalLM
 from torch import nn
 
 from nxd_trainer.from_recipe import RecipeModel, llama_model
-from nxd_trainer.models import LlamaConfig, LlamaDecoderLayer, LlamaForCausalLM
 from nxd_trainer.recipe import Recipe
 
 

@@ -6,10 +6,11 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from nxd_trainer.api.checkpoint_tags import has_checkpoint, open_own
-from nxd_trainer.hugging_face import CONFIG_FILE, check_keys, with_architecture
-from nxd_trainer.model_description import description_of, rope_of
-from nxd_trainer.models import LlamaConfig
+from nxd_engine.checkpoints.tags import has_checkpoint, open_own
+from nxd_engine.hugging_face import CONFIG_FILE, check_keys, with_architecture
+from nxd_engine.model_description import description_of, rope_of
+from nxd_engine.models import LlamaConfig
+
 from nxd_trainer.plan.model import OwnLlama, PlannedModel
 from nxd_trainer.plan.transformers_model import TransformersModel
 

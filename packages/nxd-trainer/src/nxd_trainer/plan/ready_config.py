@@ -4,9 +4,9 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+from nxd_engine.config import complete_config
 from nxd_pipeline import NxDPPModel
 
-from nxd_trainer.api.config import complete_config
 from nxd_trainer.from_recipe import nxd_config
 from nxd_trainer.plan.layout import Job, Layout
 from nxd_trainer.recipe import Recipe, recipe_from_dict

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from nxd_engine.hugging_face import complete_config, leave_out_masks, model_on_meta
+from nxd_engine.model_description import ModelDescription
 from nxd_layers.hf import number_of_experts, parallelize, use_static_shapes
 from nxd_layers.hf.supported_models import check_context
 from nxd_pipeline.partition import hugging_face_structure
@@ -17,8 +19,6 @@ from nxd_state import get_tensor_model_parallel_size, splits_experts
 from torch import nn
 
 from nxd_trainer.from_recipe import DTYPES, RecipeModel, transformers_model
-from nxd_trainer.hugging_face import complete_config, leave_out_masks, model_on_meta
-from nxd_trainer.model_description import ModelDescription
 from nxd_trainer.plan.model import first_of_kinds, keyword_lines, numbered
 from nxd_trainer.recipe import Recipe
 from nxd_trainer.recipe.checks import SIZES

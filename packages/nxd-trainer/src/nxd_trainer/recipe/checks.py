@@ -13,7 +13,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args
 
-from nxd_trainer.options import OptionError
+from nxd_engine.options import OptionError
+
 from nxd_trainer.recipe.sections import DataSection, ModelSection, Recipe, ScheduleName
 
 VOCAB_SIZE_MULTIPLE = 64

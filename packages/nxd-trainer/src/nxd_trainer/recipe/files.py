@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 import yaml
+from nxd_engine.options import Key, Schema, keys_of
 
-from nxd_trainer.options import Key, Schema, keys_of
 from nxd_trainer.recipe.checks import RecipeError, consistency_mistakes
 from nxd_trainer.recipe.sections import Recipe
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from nxd_trainer.options import option
+from nxd_engine.options import option
 
 # Written out, since nxd-pipeline, whose names these are, brings torch in, and `nxd train --help` does without.
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"]

@@ -13,6 +13,13 @@ from typing import Any
 import nxd_ckpt
 import torch
 from nxd_ckpt import Checkpoint, CheckpointError, CheckpointInfo
+from nxd_engine.checkpoints.loading import load_checkpoint
+from nxd_engine.checkpoints.saving import Contents, finalize_checkpoint, is_saving, write_checkpoint
+from nxd_engine.checkpoints.state import RNG_PREFIX
+from nxd_engine.checkpoints.stored_values import USER_CONTENT, unpack_value
+from nxd_engine.logs import get_logger
+from nxd_engine.model_description import InitialWeights, ModelDescription, find_description, holds_adapter_alone
+from nxd_engine.rank_sync import together
 from nxd_state import (
     all_reduce,
     barrier,
@@ -26,13 +33,6 @@ from nxd_state import (
 )
 from torch import Tensor
 
-from nxd_trainer.api.checkpoint_loading import load_checkpoint
-from nxd_trainer.api.checkpoint_saving import Contents, finalize_checkpoint, is_saving, write_checkpoint
-from nxd_trainer.api.rank_sync import together
-from nxd_trainer.api.stored_values import USER_CONTENT, unpack_value
-from nxd_trainer.checkpoint import RNG_PREFIX
-from nxd_trainer.logs import get_logger
-from nxd_trainer.model_description import InitialWeights, ModelDescription, find_description, holds_adapter_alone
 from nxd_trainer.recipe import Recipe, recipe_to_dict
 from nxd_trainer.recipe.resuming import changes_to_tell
 from nxd_trainer.training.initial_weights import load_base, load_first_weights, model_differences

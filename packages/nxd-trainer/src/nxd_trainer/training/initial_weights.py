@@ -6,20 +6,20 @@ from pathlib import Path
 from typing import Any
 
 import nxd_ckpt
-from nxd_layers.lora import adapter_names
-from nxd_optim import NeuronZero1Optimizer
-
-from nxd_trainer.api import NxDModel, NxDOptimizer, load_checkpoint
-from nxd_trainer.api.checkpoint_tags import Found, find_checkpoint
-from nxd_trainer.hugging_face import CONFIG_FILE, complete_config, load_pretrained, read_model_config
-from nxd_trainer.hugging_face.loading import weights_fingerprint
-from nxd_trainer.model_description import (
+from nxd_engine import NxDModel, NxDOptimizer, load_checkpoint
+from nxd_engine.checkpoints.tags import Found, find_checkpoint
+from nxd_engine.hugging_face import CONFIG_FILE, complete_config, load_pretrained, read_model_config
+from nxd_engine.hugging_face.loading import weights_fingerprint
+from nxd_engine.model_description import (
     InitialWeights,
     ModelDescription,
     adapter_in,
     find_description,
     holds_adapter_alone,
 )
+from nxd_layers.lora import adapter_names
+from nxd_optim import NeuronZero1Optimizer
+
 from nxd_trainer.training.run_state import RunState, on_first_rank_of_each_host
 
 # Keys about how a config was written, or how a model is run.

@@ -9,10 +9,10 @@ import nxd_ckpt
 from nxd_ckpt import CheckpointError, CheckpointInfo
 from nxd_ckpt.errors import RanksLostError
 from nxd_ckpt.peers.store import job_url
+from nxd_engine.checkpoints.saving import finalize_checkpoint, write_checkpoint
+from nxd_engine.logs import get_logger
 from nxd_state import all_gather_object, get_world_group
 
-from nxd_trainer.api.checkpoint_saving import finalize_checkpoint, write_checkpoint
-from nxd_trainer.logs import get_logger
 from nxd_trainer.recipe import Recipe
 from nxd_trainer.training.checkpoints import check_weights, newest_on_disk, resume_from, run_contents, run_tag
 from nxd_trainer.training.run_state import RunState

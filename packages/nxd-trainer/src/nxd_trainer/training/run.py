@@ -12,15 +12,15 @@ from typing import Any, Protocol, Self
 
 import torch
 from nxd_ckpt.coordinator import announced_to_waiting_ranks
+from nxd_engine.logs import get_logger
+from nxd_engine.rank_sync import together
 from nxd_layers.experts import RouterStatistics
 from nxd_optim import NeuronZero1Optimizer
 from nxd_state import get_device, is_host, records_graphs, step_boundary
 from nxd_state.neuron import extracting_graphs
 from torch import Tensor
 
-from nxd_trainer.api.rank_sync import together
 from nxd_trainer.from_recipe import describe_pipeline
-from nxd_trainer.logs import get_logger
 from nxd_trainer.recipe import Recipe, recipe_to_dict, save_recipe
 from nxd_trainer.report import (
     MetricsLog,

@@ -9,15 +9,15 @@ from typing import IO, Any, TypeVar
 
 import torch
 from nxd_ckpt import files
+from nxd_engine import NxDModel, NxDOptimizer
+from nxd_engine.adapters import check_can_be_merged
+from nxd_engine.model_description import ModelDescription
+from nxd_engine.rank_sync import together
 from nxd_state import Group, all_gather_object, get_device, get_group, get_mesh, get_world_group, send_to_device
 
-from nxd_trainer.api import NxDModel, NxDOptimizer
-from nxd_trainer.api.adapters import check_can_be_merged
-from nxd_trainer.api.rank_sync import together
 from nxd_trainer.data import Batch, HeldOutLoader, StreamLoader, TrainLoader, read_ahead
 from nxd_trainer.dpo import REFERENCE
 from nxd_trainer.from_recipe import build_model, recipe_model
-from nxd_trainer.model_description import ModelDescription
 from nxd_trainer.optimizers import build_optimizer
 from nxd_trainer.recipe import Recipe, check_layout
 from nxd_trainer.recipe.sections import LoraSection

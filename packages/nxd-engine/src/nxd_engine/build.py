@@ -1,0 +1,329 @@
+"""`initialize_parallel_model`: makes a model by a function and builds this rank's part of it, according to a config.
+
+The model may be made without memory (`parameters_on_meta`). Unmodified models of transformers are first split by their
+own plan; attention heads are padded before the model is cut into stages, or on each stage.
+"""
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from nxd_ckpt.coordinator import coordinator_for, on_every_rank
+from nxd_layers import RowParallelLinear, hf
+from nxd_layers.activation_checkpoint import apply_activation_checkpointing, matmul_outputs
+from nxd_layers.activation_checkpoint.find import named_modules_of, named_transformer_layers
+from nxd_layers.padding import pad_model
+from nxd_pipeline import NxDPPModel
+from nxd_pipeline.partition import materialize
+from nxd_state import (
+    get_device,
+    get_mesh,
+    get_shard_spec,
+    get_tensor_model_parallel_size,
+    move_model_to_device,
+    one_random_state,
+)
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from nxd_engine.adapters import adapt_model, choose_adapters
+from nxd_engine.config import complete_config, ensure_model_parallel, param_init_fn_of
+from nxd_engine.model import NxDModel
+from nxd_engine.rank_sync import in_turns, together
+
+_NUMBERS_OF_HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+def initialize_parallel_model(
+    nxd_config: Mapping[str, Any],
+    model_fn: Callable[..., nn.Module],
+    *model_args: Any,
+    include_buffers: bool = False,
+    **model_kwargs: Any,
+) -> NxDModel:
+    """Make a model and wrap it: cut into stages, padded, with adapters and checkpointed, as the config says.
+
+    Called by all ranks. Random weights are those that rank 0 would draw, even where the ranks are not seeded alike.
+    They do not depend on the layout.
+
+    Args:
+        nxd_config: of `neuronx_distributed_config`. It may have been changed since; it is checked again.
+        model_fn: returns the model, from parallel layers where there is tensor parallelism; or a model of
+            transformers, which is split by its own plan (`nxd_layers.hf.parallelize`). Ranks of a host take turns by
+            `sequential_move_factor`, so it must not communicate where they are more than that.
+        *model_args: for `model_fn`. If it does not take them, and the first is a bool, that one is `include_buffers`.
+        include_buffers: with `meta_device_init`, leave buffers to `param_init_fn` as well.
+        **model_kwargs: for `model_fn`.
+
+    Raises:
+        ValueError: the config has mistakes or does not fit the mesh, or the model does not fit the config.
+        RuntimeError: `model_fn` or `param_init_fn` raised on another rank.
+        CheckpointError: there is no such checkpoint to take adapters from, or it does not fit.
+    """
+    config = complete_config(nxd_config)
+    ensure_model_parallel(config)
+    with one_random_state():
+        return _build(config, model_fn, model_args, model_kwargs, include_buffers=include_buffers)
+
+
+def _build(
+    config: Mapping[str, Any],
+    model_fn: Callable[..., nn.Module],
+    model_args: Sequence[Any],
+    model_kwargs: Mapping[str, Any],
+    *,
+    include_buffers: bool,
+) -> NxDModel:
+    if _begin_with_include_buffers(model_fn, model_args, model_kwargs):
+        include_buffers, *model_args = model_args
+
+    def make() -> nn.Module:
+        with _init_context(config, include_buffers):
+            module = model_fn(*model_args, **model_kwargs)
+        if not isinstance(module, nn.Module):
+            raise ValueError(f"model_fn returned a {type(module).__name__}; it must return the model, a torch module")
+        module = _split_if_plain(module, config)
+        _leave_out_cache(module, config)
+        if config["pipeline_parallel_size"] == 1:
+            materialize(module, _param_init_fn_for(module, config))
+            move_model_to_device(module, get_device())
+        return module
+
+    module = in_turns("make its model", make, config["model_init_config"]["sequential_move_factor"])
+    _check_sequence_parallel(module, config)
+    # Choices by names and classes are made in the whole model, whose outline every rank has. Changes of tensors are
+    # made once they have values; if made on the meta device, they have them on their stages only.
+    # A model of transformers has been padded where it was split.
+    padding = _plan_padding(module) if config["pad_model"] and not hf.is_transformers_model(module) else None
+    adapters = choose_adapters(module, config["lora_config"]) if config["lora_config"] is not None else None
+    to_recompute = _checkpointed_classes(module, config)
+    kept_whole = {*to_recompute, *(type(module.get_submodule(name)) for name in (adapters.layers if adapters else ()))}
+
+    def cut() -> NxDModel:
+        pipeline = NxDPPModel(module, **_pipeline_arguments(module, config, kept_whole))
+        move_model_to_device(pipeline, get_device())
+        return NxDModel(module, pipeline, config)
+
+    model = together("make its stages of the model", cut)
+    if padding is not None:
+        _pad_heads(model, padding)
+    if adapters is not None:
+        adapt_model(model, adapters)
+    _checkpoint_activations(
+        model,
+        to_recompute,
+        keeps_products=config["activation_checkpoint_config"] == "selective",
+        offload=config["activation_offload"],
+    )
+    return model
+
+
+def _begin_with_include_buffers(
+    model_fn: Callable[..., nn.Module], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> bool:
+    if not args or not isinstance(args[0], bool):
+        return False
+    try:
+        signature = inspect.signature(model_fn)
+    except ValueError:  # of a function that is not written in Python
+        return False
+    return not _takes(signature, args, kwargs) and _takes(signature, args[1:], kwargs)
+
+
+def _takes(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
+
+
+@contextmanager
+def parameters_on_meta(*, include_buffers: bool) -> Iterator[None]:
+    """Modules made inside have their parameters on the "meta" device, with ties and attributes.
+
+    Args:
+        include_buffers: put buffers there as well, and every other tensor that is made. Otherwise buffers have their
+            values, and each parameter takes memory only until its module has it.
+    """
+    if include_buffers:
+        with torch.device("meta"):
+            yield
+        return
+    register = nn.Module.register_parameter
+    on_meta = WeakIdKeyDictionary()  # a parameter that two modules are given stays one
+
+    def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        register(module, name, param)
+        if param is None or param.is_meta:
+            return
+        if param not in on_meta:
+            made = nn.Parameter(param.detach().to("meta"), param.requires_grad)
+            made.__dict__.update(param.__dict__)
+            on_meta[param] = made
+        module._parameters[name] = on_meta[param]
+
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def _init_context(config: Mapping[str, Any], include_buffers: bool) -> Any:
+    if not config["model_init_config"]["meta_device_init"]:
+        return nullcontext()
+    return parameters_on_meta(include_buffers=include_buffers)
+
+
+def _pipeline_arguments(
+    module: nn.Module, config: Mapping[str, Any], kept_whole: Iterable[type[nn.Module]]
+) -> dict[str, Any]:
+    # Without a pipeline the loss stays on the model's device, as from an ordinary forward.
+    given: dict[str, Any] = (
+        config["pipeline_config"] if config["pipeline_config"] is not None else {"return_loss_on_cpu": False}
+    )
+    leaves = [*(given.get("leaf_module_cls") or ()), *kept_whole]  # a trace into them would lose the modules
+    ours = {"param_init_fn": _param_init_fn_for(module, config), "use_optimizer_wrapper": True}
+    return {**given, **ours, "leaf_module_cls": leaves}
+
+
+def _check_sequence_parallel(module: nn.Module, config: Mapping[str, Any]) -> None:
+    if not config["sequence_parallel"] or config["tensor_parallel_size"] == 1:
+        return
+    parts = (*module.modules(), *module.parameters())
+    if not any(getattr(part, "sequence_parallel_enabled", False) for part in parts):
+        raise ValueError(
+            f"sequence_parallel=True, but no layer of {type(module).__name__} is sequence parallel; build its layers "
+            "with sequence_parallel_enabled=True (LlamaForCausalLM: sequence_parallel=True), or set it to False"
+        )
+
+
+def _checkpointed_classes(module: nn.Module, config: Mapping[str, Any]) -> tuple[type[nn.Module], ...]:
+    """Classes of the modules to recompute, found in the whole model: a stage may lack some, and says less of itself."""
+    chosen = config["activation_checkpoint_config"]
+    if chosen is None:
+        return ()
+    if chosen in ("full", "selective"):
+        layer_cls = (config["pipeline_config"] or {}).get("transformer_layer_cls")
+        found = named_transformer_layers(module, layer_cls)
+    else:
+        found = named_modules_of(module, chosen)
+    return tuple({type(part): None for part in found.values()})
+
+
+def _checkpoint_activations(
+    model: NxDModel, classes: tuple[type[nn.Module], ...], *, keeps_products: bool, offload: bool
+) -> None:
+    here = {type(module) for module in model.modules()}
+    present = [cls for cls in classes if cls in here]
+    if present:
+        apply_activation_checkpointing(model, present, keep=matmul_outputs if keeps_products else None, offload=offload)
+
+
+def _split_if_plain(module: nn.Module, config: Mapping[str, Any]) -> nn.Module:
+    """Split a model of transformers over the ranks of a stage, unless its maker has done so; leave others alone.
+
+    At every layout a batch without labels has a loss of 0.
+
+    Raises:
+        ValueError: the model cannot be split; `model_fn` may do it by `nxd_layers.hf.parallelize(model, plan=...)`.
+    """
+    hf.use_static_shapes(module)
+    splits_experts = get_mesh().splits_experts
+    splits = splits_experts or config["tensor_parallel_size"] > 1 or config["context_parallel_size"] > 1
+    is_done = _is_split(module) or hf.cuts_sequences(module)
+    if splits and not is_done and hf.is_transformers_model(module):
+        hf.parallelize(module, expert_parallel=splits_experts, sequence_parallel=config["sequence_parallel"])
+    if hf.is_transformers_model(module):
+        hf.use_loss_over_labels(module)
+    return module
+
+
+def _leave_out_cache(module: nn.Module, config: Mapping[str, Any]) -> None:
+    """With activation checkpointing, have a model of transformers keep no cache of keys and values while it trains.
+
+    It does so by default, and a layer that is computed again would add to it once more. `generate()` has one still.
+    """
+    if config["activation_checkpoint_config"] is not None and hf.is_transformers_model(module):
+        text_config: Any = module.config.get_text_config()  # type: ignore[operator, union-attr]
+        text_config.use_cache = False
+
+
+def _param_init_fn_for(module: nn.Module, config: Mapping[str, Any]) -> Callable[..., Any] | None:
+    """The config's `param_init_fn`; made for plain layers, it fills parallel ones of a model of transformers.
+
+    The model's own `_init_weights` also fills what a model sets in its layers.
+    """
+    fill = param_init_fn_of(config)
+    if fill is None or not hf.is_transformers_model(module):
+        return fill
+    parameters = inspect.signature(fill).parameters.values()
+    takes_device = sum(it.kind in _POSITIONAL and it.default is it.empty for it in parameters) > 1
+    fill_plain = (lambda plain: fill(plain, torch.device("cpu"))) if takes_device else fill
+    return hf.param_init_fn_of(module, fill_plain)
+
+
+def _is_split(module: nn.Module) -> bool:
+    return any(get_shard_spec(parameter) for parameter in module.parameters())
+
+
+@dataclass(frozen=True)
+class _HeadPadding:
+    """The heads and modules to pad.
+
+    Attributes:
+        num_heads: of the whole model, before padding.
+        classes: of the modules whose layers are; all layers if empty.
+    """
+
+    num_heads: int
+    classes: tuple[type[nn.Module], ...]
+
+
+def _plan_padding(module: nn.Module) -> _HeadPadding:
+    """Padding of a whole model, which may be on the meta device.
+
+    Padded are the layers of modules with a row-parallel layer of their own that takes whole heads in: it takes the
+    padding away again. So an output head, and what does not come in heads, stays as it is.
+
+    Raises:
+        ValueError: the model does not say how many heads it has.
+    """
+    num_heads = _number_of_heads(module)
+    classes = {
+        type(part): None
+        for part in module.modules()
+        if any(isinstance(it, RowParallelLinear) and it.input_size % num_heads == 0 for it in part.children())
+    }
+    return _HeadPadding(num_heads, tuple(classes))
+
+
+def _pad_heads(model: nn.Module, padding: _HeadPadding) -> None:
+    """Pad a model, or a rank's stages of it. Called by all ranks, which fail together.
+
+    Raises:
+        ValueError: a layer cannot be padded.
+    """
+
+    def pad() -> None:
+        present = tuple(cls for cls in padding.classes if any(type(module) is cls for module in model.modules()))
+        if present or not padding.classes:  # a stage may have none
+            pad_model(model, get_tensor_model_parallel_size(), padding.num_heads, present)
+
+    on_every_rank(coordinator_for(None), "padding the model", pad, error_type=ValueError)
+
+
+def _number_of_heads(module: nn.Module) -> int:
+    config = getattr(module, "config", None)
+    for name in _NUMBERS_OF_HEADS:
+        if isinstance(heads := getattr(config, name, None), int):
+            return heads
+    raise ValueError(
+        f"pad_model=True needs the number of attention heads, but {type(module).__name__} has no "
+        f"config.{_NUMBERS_OF_HEADS[0]}; give it one, or call pad_model in model_fn"
+    )

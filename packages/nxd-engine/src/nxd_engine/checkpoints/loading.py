@@ -1,0 +1,225 @@
+"""The documented `load_checkpoint`: loads checkpoints of `save_checkpoint`, Lightning or `nxd train`, at any degrees.
+
+`legacy_checkpoint` loads checkpoints of the existing library.
+"""
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import nxd_ckpt
+from nxd_ckpt import Checkpoint, CheckpointError
+from nxd_ckpt.coordinator import coordinator_for, on_every_rank, on_rank_zero
+from nxd_ckpt.interop import from_checkpoint
+from nxd_layers.upstream_arguments import takes_names_too
+from torch import nn
+from torch.optim import Optimizer
+
+from nxd_engine.adapters import settle_adapters, wanted_tensors
+from nxd_engine.checkpoints.legacy import load_legacy_checkpoint
+from nxd_engine.checkpoints.saving import finalize_checkpoint
+from nxd_engine.checkpoints.state import (
+    CheckpointState,
+    allocate_optimizer_state,
+    check_names,
+    check_ties,
+    kind_of,
+    optimizer_state,
+    settle_optimizer_state,
+    weights_kept_as_masters,
+)
+from nxd_engine.checkpoints.stored_values import (
+    EXTRA_STATES,
+    OTHER_STATE,
+    SCHEDULER,
+    SETTINGS,
+    USER_CONTENT,
+    Settings,
+    apply_settings,
+    holds_dict_state,
+    holds_value,
+    match_settings,
+    read_dict_state,
+    set_extra_states,
+    unpack_value,
+)
+from nxd_engine.checkpoints.tags import Found, NothingSavedError, find_checkpoint, on_every_host
+from nxd_engine.rank_sync import agree
+from nxd_engine.unwrap import Subjects, describe_subjects, subjects_of, tied_names
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Values:
+    """The requested contents of a checkpoint besides named tensors."""
+
+    settings: Sequence[Settings] | None
+    optimizer_dict: dict[str, Any] | None
+    other_optimizer_state: dict[str, Any]
+    extra_states: dict[str, Any] | None
+    scheduler: Any
+    user_content: Any
+
+
+@takes_names_too(checkpoint_dir_str="path")
+def load_checkpoint(
+    path: str | os.PathLike[str],
+    tag: str | None = None,
+    model: nn.Module | None = None,
+    optimizer: Optimizer | None = None,
+    scheduler: Any = None,
+    num_workers: int = 8,
+    strict: bool = True,
+    use_zero1_dcp: bool = False,
+) -> Any:
+    """Fill the given objects from a checkpoint, at any degrees. Called by all ranks.
+
+    Also reads checkpoints of the existing library, see `load_legacy_checkpoint`. An adapter goes into the adapter of a
+    model, and may lie there without its base; a model without one goes into the base, and adapters begin anew. Tensors
+    of another dtype are converted. An optimizer that is not loaded along with its model may hold master weights of its
+    own: call `refresh_master_weights()` of a ZeRO-1 optimizer then.
+
+    Args:
+        path: the folder, or URL, that was given to `save_checkpoint`; `checkpoint_dir_str` is another name.
+        tag: which checkpoint; None: the newest complete one. Where none is saved yet, a warning is logged and nothing
+            is filled, so that a script that resumes by itself begins: `has_checkpoint` tells beforehand.
+        model: the model to fill.
+        optimizer: the optimizer to fill, together with `model`.
+        scheduler: its `load_state_dict` is called.
+        num_workers: 1 to 32; each rank reads what it needs in any case.
+        strict: the checkpoint's model must have the same names as this one. Otherwise what both have is loaded.
+        use_zero1_dcp: as the existing library's; without effect here, as the checkpoint says how it was saved.
+
+    Returns:
+        The user content, None if there is none.
+
+    Raises:
+        ValueError: an argument is wrong, or not the same on all ranks.
+        CheckpointError: there is no such checkpoint, it does not fit, is damaged, or asks to run code; on all ranks.
+    """
+    coordinator = coordinator_for(None)
+    finalize_checkpoint()
+
+    def describe_call() -> dict[str, object]:
+        if isinstance(optimizer, Mapping):
+            raise ValueError("optimizer is a dict; give the optimizer itself, which is filled")
+        if scheduler is not None and not hasattr(scheduler, "load_state_dict"):
+            raise ValueError(f"scheduler is a {type(scheduler).__name__} without load_state_dict; leave it out")
+        return {**describe_subjects(model, optimizer, scheduler, num_workers), "strict": bool(strict)}
+
+    agree(coordinator, "checking the arguments of load_checkpoint", describe_call)
+    if use_zero1_dcp:
+        _logger.info("use_zero1_dcp changes nothing: a checkpoint says itself how its states of ZeRO-1 were saved")
+    place = on_rank_zero(coordinator, f"loading from {path}", lambda: _place(path, tag))
+    if place is None:
+        _logger.warning("nothing is loaded: there is no complete checkpoint in %s yet; training starts anew", path)
+        return None
+    found = Found(*place)
+    subjects = subjects_of(model, optimizer)
+    if found.layout != "nxd":
+        with on_every_host(found.folder, coordinator) as folder:
+            return load_legacy_checkpoint(
+                found, folder, subjects.model, subjects.optimizer, scheduler, adapters=subjects.lora, strict=strict
+            )
+    where, doing = f"checkpoint {found.tag!r} in {found.root}", f"loading checkpoint {found.tag!r} from {found.root}"
+    checkpoint = on_every_rank(coordinator, doing, lambda: nxd_ckpt.open_checkpoint(found.root, found.tag))
+    wants_scheduler = scheduler is not None
+    values = on_every_rank(coordinator, doing, lambda: _read_values(checkpoint, subjects, scheduler=wants_scheduler))
+    objects = checkpoint.objects
+    into = on_every_rank(
+        coordinator, doing, lambda: wanted_tensors(subjects.lora, objects, subjects.model_tensors(), where)
+    )
+    as_masters = weights_kept_as_masters(checkpoint.tensors)
+    if strict and subjects.model is not None:
+        stored = [*checkpoint.tensors, *as_masters]
+        tied = tied_names(subjects.model)
+        check_names(stored, into, tied, where, coordinator)
+        source = from_checkpoint(checkpoint)
+        on_rank_zero(coordinator, doing, lambda: check_ties(source, tied, where))
+    from_masters = {as_masters[name]: tensor for name, tensor in into.items() if name in as_masters}
+    into = {name: tensor for name, tensor in into.items() if name in checkpoint.tensors}
+    into |= on_every_rank(coordinator, doing, lambda: _make_room(checkpoint, subjects, values))
+    nxd_ckpt.load(found.root, found.tag, into=into, strict=False, convert_dtype=True)
+    if as_masters:  # a second reading, as the optimizer wants the same tensors for itself
+        nxd_ckpt.load(found.root, found.tag, into=from_masters, strict=False, convert_dtype=True)
+    settle_adapters(subjects.lora, objects)
+    on_every_rank(coordinator, doing, lambda: _hand_over(values, subjects, scheduler, strict=strict))
+    return values.user_content
+
+
+def _place(path: str | os.PathLike[str], tag: str | None) -> tuple[Any, ...] | None:
+    """Where the checkpoint is; None if there is no tag and nothing is saved yet."""
+    try:
+        return astuple(find_checkpoint(path, tag))
+    except NothingSavedError:
+        return None
+
+
+def checkpoint_parts(path: str | os.PathLike[str], tag: str | None = None) -> set[str]:
+    """Which of "model", "optimizer" and "scheduler" a checkpoint can fill. Called by all ranks.
+
+    For a checkpoint of the existing library, which is not inspected, all of them.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or it is damaged; on all ranks.
+    """
+    coordinator = coordinator_for(None)
+    finalize_checkpoint()
+    found = Found(*on_rank_zero(coordinator, f"looking into {path}", lambda: astuple(find_checkpoint(path, tag))))
+    if found.layout != "nxd":
+        return {"model", "optimizer", "scheduler"}
+    doing = f"looking into checkpoint {found.tag!r} in {found.root}"
+    checkpoint = on_every_rank(coordinator, doing, lambda: nxd_ckpt.open_checkpoint(found.root, found.tag))
+    kinds = {kind_of(name) for name in checkpoint.tensors} - {"run"}
+    return kinds | ({SCHEDULER} if holds_value(checkpoint, SCHEDULER) else set())
+
+
+def _read_values(checkpoint: Checkpoint, subjects: Subjects, *, scheduler: bool) -> _Values:
+    """Everything except tensors of the model and the optimizer, checked before anything is filled."""
+    if scheduler and not holds_value(checkpoint, SCHEDULER):
+        raise CheckpointError("it holds no scheduler; leave out scheduler=")
+    settings: list[Settings] | None = None
+    optimizer_dict: dict[str, Any] | None = None
+    if subjects.optimizer is not None:
+        if holds_dict_state(checkpoint):
+            optimizer_dict = read_dict_state(checkpoint)
+        elif subjects.model is None:
+            raise CheckpointError("it holds optimizer states by the names of parameters; give model= as well")
+        elif holds_value(checkpoint, SETTINGS):
+            settings = match_settings(unpack_value(checkpoint, SETTINGS), subjects.group_names)
+        elif not any(kind_of(name) == "optimizer" for name in checkpoint.tensors):
+            raise CheckpointError("it holds no optimizer state; leave out optimizer=")
+    return _Values(
+        settings,
+        optimizer_dict,
+        unpack_value(checkpoint, OTHER_STATE) or {},
+        None if subjects.model is None else unpack_value(checkpoint, EXTRA_STATES),
+        unpack_value(checkpoint, SCHEDULER) if scheduler else None,
+        unpack_value(checkpoint, USER_CONTENT),
+    )
+
+
+def _make_room(checkpoint: Checkpoint, subjects: Subjects, values: _Values) -> CheckpointState:
+    """The optimizer's tensors, ready to be filled; drops its previous state."""
+    if subjects.model is None or subjects.optimizer is None or values.optimizer_dict is not None:
+        return {}
+    stored = {name: (info.dtype, info.global_shape) for name, info in checkpoint.tensors.items()}
+    allocate_optimizer_state(subjects.model, subjects.optimizer, stored)
+    return optimizer_state(subjects.model, subjects.optimizer)
+
+
+def _hand_over(values: _Values, subjects: Subjects, scheduler: Any, *, strict: bool) -> None:
+    """Give the optimizer and the scheduler everything except tensors of parameters."""
+    if subjects.optimizer is not None and values.optimizer_dict is not None:
+        subjects.optimizer.load_state_dict(values.optimizer_dict)
+    if subjects.optimizer is not None and values.settings is not None:
+        apply_settings(values.settings, subjects.optimizer)
+    if subjects.optimizer is not None and values.optimizer_dict is None:
+        settle_optimizer_state(subjects.optimizer, values.other_optimizer_state)
+    if subjects.model is not None:
+        set_extra_states(subjects.model, values.extra_states, strict=strict)
+    if scheduler is not None:
+        scheduler.load_state_dict(values.scheduler)

@@ -1,0 +1,274 @@
+"""Values in a checkpoint besides named tensors; reading them can never run code.
+
+These are scheduler, user content and the settings of the optimizer's groups. Values that JSON restores exactly are in
+the manifest, the rest in a file that torch's restricted unpickler reads. Settings are stored by the names of
+parameters, so they fit any layout. A `state_dict` without a model knows parameters by numbers only, so it loads only at
+the degrees at which it was saved.
+"""
+
+import hashlib
+import io
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from nxd_ckpt import Checkpoint, CheckpointError, Coordinator
+from nxd_ckpt.coordinator import gather_from_every_rank, on_every_rank
+from nxd_ckpt.interop.safe_pickle import load_torch_stream
+from nxd_state import active_group, all_gather_object, splits_experts
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from nxd_engine.checkpoints.state import OPTIMIZER_DICT_PREFIX, modules_with_extra_state, named_parameters
+from nxd_engine.rank_sync import is_first_replica
+
+# Names of a checkpoint's values, besides the description of its model.
+SETTINGS = "optimizer_settings"
+SCHEDULER = "scheduler"
+USER_CONTENT = "user_content"
+METRICS = "metrics"
+EXTRA_STATES = "extra_states"  # of modules
+OTHER_STATE = "other_optimizer_state"
+
+Settings = Mapping[str, Any]
+
+_SUFFIX = ".pt"
+
+
+def pack_values(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """The arguments `objects` and `extra` of `nxd_ckpt.save` that keep these values; None is left out.
+
+    Raises:
+        ValueError: a value holds what could only be read by running code.
+    """
+    objects: dict[str, Any] = {}
+    extra: dict[str, bytes] = {}
+    for name, value in values.items():
+        if is_exact_in_json(value):
+            if value is not None:
+                objects[name] = value
+        else:
+            extra[name + _SUFFIX] = _torch_bytes(name, value)
+    return objects, extra
+
+
+def holds_value(checkpoint: Checkpoint, name: str) -> bool:
+    """Whether a value of this name was saved."""
+    return name in _objects(checkpoint) or name + _SUFFIX in checkpoint.extra
+
+
+def unpack_value(checkpoint: Checkpoint, name: str) -> Any:
+    """A value as it was saved, None if there is none.
+
+    Raises:
+        CheckpointError: it is damaged, or asks for something that could run code.
+    """
+    if name + _SUFFIX not in checkpoint.extra:
+        return _objects(checkpoint).get(name)
+    content = io.BytesIO(checkpoint.read_extra(name + _SUFFIX))
+    return load_torch_stream(content, f"{name + _SUFFIX} of checkpoint {checkpoint.tag!r}")
+
+
+def is_exact_in_json(value: object) -> bool:
+    """Whether JSON gives this back with the same types; a tuple would come back as a list."""
+    if type(value) is dict:
+        return all(type(key) is str and is_exact_in_json(item) for key, item in value.items())
+    if type(value) is list:
+        return all(map(is_exact_in_json, value))
+    return value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value))
+
+
+def check_readable(what: str, content: bytes) -> None:
+    """Raise ValueError if the restricted unpickler would refuse what `torch.save` wrote."""
+    try:
+        load_torch_stream(io.BytesIO(content), what)
+    except CheckpointError as error:
+        raise ValueError(
+            f"{error}; keep plain values and tensors only: of an argparse.Namespace vars(it), of an object its numbers "
+            "and strings"
+        ) from error
+
+
+def _torch_bytes(name: str, value: Any) -> bytes:
+    stream = io.BytesIO()
+    try:
+        torch.save(value, stream)
+    except Exception as error:  # pickling asks foreign objects
+        raise ValueError(f"{name} cannot be saved: {type(error).__name__}: {error}; keep plain values") from error
+    check_readable(name, stream.getvalue())
+    return stream.getvalue()
+
+
+def _objects(checkpoint: Checkpoint) -> Mapping[str, Any]:
+    return checkpoint.objects if isinstance(checkpoint.objects, dict) else {}
+
+
+def group_names(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
+    """The names of the parameters in each group, on this rank.
+
+    Raises:
+        ValueError: the optimizer holds a parameter that is not the model's.
+    """
+    names: dict[Tensor, str] = {parameter: name for name, parameter in named_parameters(model)}
+    strangers = [tuple(p.shape) for group in optimizer.param_groups for p in group["params"] if p not in names]
+    if strangers:
+        raise ValueError(
+            f"the optimizer holds parameters of shape {strangers[:3]} that are not the model's; give the model that "
+            "it was made for"
+        )
+    return [[names[p] for p in group["params"]] for group in optimizer.param_groups]
+
+
+def gather_settings(names: Sequence[Sequence[str]], optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Index, names and settings of the groups of all stages. Called by all ranks of a pipeline."""
+    own = [
+        {"index": index, "names": list(group), "settings": settings_of(optimizer.param_groups[index])}
+        for index, group in enumerate(names)
+    ]
+    return [entry for stage in all_gather_object(own, active_group("pp")) for entry in stage]
+
+
+def gather_extra_states(model: nn.Module | None, coordinator: Coordinator, doing: str) -> dict[str, Any] | None:
+    """The extra states of the modules of all stages; None if there are none. Called by all ranks.
+
+    Raises:
+        ValueError: one holds what could only be read by running code, or tensor-parallel ranks have different ones.
+    """
+
+    def own() -> dict[str, Any]:
+        found = {} if model is None else modules_with_extra_state(model)
+        return {name: module.get_extra_state() for name, module in found.items()}
+
+    of_rank = on_every_rank(coordinator, doing, own, error_type=ValueError)
+    stages = all_gather_object(of_rank, active_group("pp"))
+    states = {name: value for stage in stages for name, value in stage.items()}
+
+    def digests() -> tuple[bool, dict[str, str]]:
+        return is_first_replica(), {
+            name: hashlib.sha256(_torch_bytes(name, value)).hexdigest() for name, value in states.items()
+        }
+
+    of_ranks = gather_from_every_rank(coordinator, doing, digests, error_type=ValueError)
+    for rank, (speaks, found) in enumerate(of_ranks):
+        if speaks and found != of_ranks[0][1]:
+            name = next((it for it in found if found[it] != of_ranks[0][1].get(it)), "a module")
+            raise ValueError(
+                f"{doing} failed: {name} is another value on rank {rank} than on rank 0, and one is saved for all "
+                "tensor-parallel ranks; keep it the same on all of them, or make it a buffer with a shard_spec"
+            )
+    return states or None
+
+
+def set_extra_states(model: nn.Module, states: Any, *, strict: bool) -> None:
+    """Give modules their extra states.
+
+    Raises:
+        CheckpointError: with `strict`, none of this model's modules has one that is there.
+    """
+    modules = modules_with_extra_state(model)
+    for name, value in (states or {}).items():
+        if name in modules:
+            modules[name].set_extra_state(value)
+        elif strict and active_group("pp").size == 1:
+            raise CheckpointError(f"it holds {name}, which no module of the model takes; pass strict=False to leave it")
+
+
+def settings_of(group: Settings) -> dict[str, Any]:
+    """A parameter group without its parameters."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def match_settings(stored: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]) -> list[Settings]:
+    """The stored settings for each group of these names; a group that is empty here gets those of its index.
+
+    Raises:
+        ValueError: nothing was stored for a group, or parameters of one group had several settings.
+    """
+    return [_match_group(stored, index, set(group)) for index, group in enumerate(names)]
+
+
+def _match_group(stored: Sequence[Mapping[str, Any]], index: int, names: set[str]) -> Settings:
+    found = [entry for entry in stored if names.intersection(entry["names"])]
+    found = found or [entry for entry in stored if not names and entry["index"] == index]
+    if not found:
+        raise ValueError(
+            f"the checkpoint has no settings for parameter group {index} with {sorted(names)[:3]}; "
+            "give the optimizer that was saved, or leave it out"
+        )
+    settings: Settings = found[0]["settings"]
+    if any(repr(entry["settings"]) != repr(settings) for entry in found):
+        raise ValueError(
+            f"parameters of group {index} ({sorted(names)[:3]}, ...) were in groups of different settings when saved; "
+            "make the optimizer with the groups that it had then"
+        )
+    return settings
+
+
+def apply_settings(settings: Sequence[Settings], optimizer: Optimizer) -> None:
+    """Give each group its settings; what is a tensor, such as a learning rate on a device, stays one."""
+    for group, values in zip(optimizer.param_groups, settings, strict=True):
+        for key, value in values.items():
+            if isinstance(group.get(key), Tensor):
+                group[key] = torch.full_like(group[key], float(value))  # groups may share the one that is there
+            else:
+                group[key] = value
+
+
+def dict_state(state: Mapping[str, Any], *, zero1: bool) -> dict[str, Tensor]:
+    """The one tensor, uint8 `[bytes]`, that this rank has to save; none where another replica saves the same.
+
+    Args:
+        state: an optimizer's `state_dict()`.
+        zero1: each replica has a state of its own. So it has where experts are split over replicas.
+
+    Raises:
+        ValueError: it holds what could only be read by running code.
+    """
+    if not _is_of_each_rank(zero1) and not is_first_replica():
+        return {}
+    stream = io.BytesIO()
+    torch.save(state, stream)
+    check_readable("the optimizer's state", stream.getvalue())
+    return {_own_name(zero1=zero1): torch.frombuffer(bytearray(stream.getvalue()), dtype=torch.uint8)}
+
+
+def holds_dict_state(checkpoint: Checkpoint) -> bool:
+    """Whether an optimizer's state was saved as ranks gave it."""
+    return any(name.startswith(OPTIMIZER_DICT_PREFIX) for name in checkpoint.tensors)
+
+
+def read_dict_state(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What this rank, or the first replica of it, gave.
+
+    Raises:
+        CheckpointError: it was saved at other degrees, or is damaged.
+    """
+    for zero1 in (True, False):
+        name = _own_name(zero1=zero1)
+        if name in checkpoint.tensors:
+            content = io.BytesIO(checkpoint.read(name).numpy().tobytes())
+            state: dict[str, Any] = load_torch_stream(content, f"{name} of checkpoint {checkpoint.tag!r}")
+            return state
+    found = sorted(
+        name.removeprefix(OPTIMIZER_DICT_PREFIX)
+        for name in checkpoint.tensors
+        if name.startswith(OPTIMIZER_DICT_PREFIX)
+    )
+    raise CheckpointError(
+        f"checkpoint {checkpoint.tag!r} has the optimizer's state as a dict of {', '.join(found[-4:])}, and none of "
+        "this rank; use the degrees of that run, or save the optimizer itself and the model, which load at any degrees"
+    )
+
+
+def _own_name(*, zero1: bool) -> str:
+    """Says the degrees as well, as the same rank of another layout had other parameters."""
+    axes = ("pp", "tp", "dp", "cp") if _is_of_each_rank(zero1) else ("pp", "tp")
+    groups = [(axis, active_group(axis)) for axis in axes]
+    return OPTIMIZER_DICT_PREFIX + "-".join(
+        f"{axis}_rank_{group.rank:02d}_of_{group.size:02d}" for axis, group in groups
+    )
+
+
+def _is_of_each_rank(zero1: bool) -> bool:
+    return zero1 or splits_experts()

@@ -1,0 +1,297 @@
+"""The documented training config: one dict, checked as a whole and read by the other calls of this API."""
+
+import difflib
+import inspect
+import logging
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict
+from functools import cache
+from typing import Any, ParamSpec, TypeVar
+
+import torch.distributed as dist
+from nxd_layers.activation_checkpoint import ModuleClass
+from nxd_layers.lora import LoraConfig
+from nxd_optim import MixedPrecision, resolve_mixed_precision
+from nxd_pipeline import OLD_RUNTIME_FLAGS, NxDPPModel
+from nxd_state import get_mesh, initialize_model_parallel, model_parallel_is_initialized
+from torch import nn
+
+from nxd_engine.options import Key, OptionError, Schema
+
+_logger = logging.getLogger(__name__)
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+DEGREES = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size", "expert_parallel_size")
+OPTIMIZER_DEFAULTS: dict[str, Any] = {"zero_one_enabled": False, "grad_clipping": True, "max_grad_norm": 1.0}
+MODEL_INIT_DEFAULTS: dict[str, Any] = {"sequential_move_factor": 11, "meta_device_init": False, "param_init_fn": None}
+
+_BOUNDS = {"sequential_move_factor": {"at_least": 1, "at_most": 32}, "_debug_pp_rank": {"at_least": 0}}
+_LISTS_IN_PIPELINE = ("pipeline_cuts", "input_names", "leaf_module_cls", "autowrap_functions", "autowrap_modules")
+
+
+def neuronx_distributed_config(
+    tensor_parallel_size: int = 1,
+    pipeline_parallel_size: int = 1,
+    pipeline_config: Mapping[str, Any] | None = None,
+    optimizer_config: Mapping[str, Any] | None = None,
+    activation_checkpoint_config: ModuleClass | Sequence[ModuleClass] | None = None,
+    pad_model: bool = False,
+    sequence_parallel: bool = False,
+    model_init_config: Mapping[str, Any] | None = None,
+    lora_config: LoraConfig | None = None,
+    mixed_precision_config: Mapping[str, bool] | None = None,
+    *,
+    activation_offload: bool = False,
+    context_parallel_size: int = 1,
+    expert_parallel_size: int = 1,
+    expert_tensor_parallel_size: int | None = None,
+    sequential_move_factor: int | None = None,
+    lnc_size: int = 1,
+    **unknown: Any,
+) -> dict[str, Any]:
+    """The config of a training job, the same on every rank; initialises model parallelism if it is not initialised yet.
+
+    A process that was not launched as a rank cannot initialise it for several ranks. A launcher that starts them
+    later, such as the Trainer of nxd_lightning, does so then; `initialize_parallel_model` raises before that.
+
+    Args:
+        tensor_parallel_size: ranks that split each layer.
+        pipeline_parallel_size: pipeline stages; more than one needs a `pipeline_config`.
+        pipeline_config: arguments of `nxd_pipeline.NxDPPModel`, such as `num_microbatches`, `transformer_layer_cls`,
+            `pipeline_cuts` or `auto_partition`, `output_loss_value_spec` and `input_names`. They hold without a
+            pipeline as well.
+        optimizer_config: `zero_one_enabled` (False) shards optimizer states over the replicas, `grad_clipping`
+            (True) and `max_grad_norm` (1.0) clip gradients.
+        activation_checkpoint_config: what is recomputed in backward: "full" for every transformer layer,
+            "selective" for all of these but their products with weights and their attention kernels, a module class
+            (or its name, or several) for these modules, None for nothing.
+        pad_model: pad attention heads to a multiple of `tensor_parallel_size`; their number is the model's
+            `config.num_attention_heads`.
+        sequence_parallel: the model's layers split activations along the sequence. The model must be built so.
+        model_init_config: `meta_device_init` (False) makes the model without memory, for `param_init_fn` (None) to
+            fill, module by module, what this rank keeps; `sequential_move_factor` (11) is how many ranks of a host
+            make their model at a time, 1 to 32.
+        lora_config: adapters to train instead of the model.
+        mixed_precision_config: `use_master_weights` and `use_fp32_grad_acc` (both as `zero_one_enabled`), and
+            `use_master_weights_in_ckpt` (False).
+        activation_offload: what modules that are recomputed keep, their inputs, lies in the host's memory meanwhile.
+        context_parallel_size: ranks that split each sequence.
+        expert_parallel_size: ranks that split the experts of a layer, of models of transformers with an expert-parallel
+            plan.
+        expert_tensor_parallel_size: ranks that split each expert: as many as `tensor_parallel_size` if None, or 1, with
+            which expert parallelism takes the tensor-parallel ranks, too.
+        sequential_move_factor: that of `model_init_config`, where it has none.
+        lnc_size: as the existing library's: physical cores of a logical one; without effect here.
+        **unknown: none; a name that is no argument is reported with the other mistakes.
+
+    Returns:
+        A new dict with all arguments under their names, sections complete with their defaults.
+
+    Raises:
+        ValueError: every mistake, in one error; or degrees that do not fit the launched ranks, or the mesh there is.
+    """
+    if sequential_move_factor is not None and isinstance(model_init_config, Mapping | None):
+        model_init_config = {"sequential_move_factor": sequential_move_factor, **(model_init_config or {})}
+    if lnc_size != 1:
+        _logger.info("lnc_size=%s changes nothing: ranks are processes, whatever cores they have", lnc_size)
+    config = complete_config(
+        {
+            "tensor_parallel_size": tensor_parallel_size,
+            "pipeline_parallel_size": pipeline_parallel_size,
+            "context_parallel_size": context_parallel_size,
+            "expert_parallel_size": expert_parallel_size,
+            "expert_tensor_parallel_size": expert_tensor_parallel_size,
+            "pipeline_config": pipeline_config,
+            "optimizer_config": optimizer_config,
+            "activation_checkpoint_config": activation_checkpoint_config,
+            "activation_offload": activation_offload,
+            "pad_model": pad_model,
+            "sequence_parallel": sequence_parallel,
+            "model_init_config": model_init_config,
+            "lora_config": lora_config,
+            "mixed_precision_config": mixed_precision_config,
+            "lnc_size": lnc_size,
+            **unknown,
+        }
+    )
+    is_rank = model_parallel_is_initialized() or dist.is_initialized() or "WORLD_SIZE" in os.environ
+    if is_rank or all(config[name] == 1 for name in DEGREES):
+        ensure_model_parallel(config)
+    return config
+
+
+def ensure_model_parallel(config: Mapping[str, Any]) -> None:
+    """Initialise model parallelism as a complete config says, or check that it is so. Called by all ranks.
+
+    Raises:
+        ValueError: the degrees do not fit the launched ranks, or the mesh that there is.
+    """
+    if not model_parallel_is_initialized():
+        initialize_model_parallel(
+            config["tensor_parallel_size"],
+            config["pipeline_parallel_size"],
+            config["expert_parallel_size"],
+            context_parallel_size=config["context_parallel_size"],
+            expert_tensor_parallel_size=config["expert_tensor_parallel_size"],
+        )
+        return
+    mesh = get_mesh()
+    found = {
+        "tensor_parallel_size": mesh.tp,
+        "pipeline_parallel_size": mesh.pp,
+        "context_parallel_size": mesh.cp,
+        "expert_parallel_size": mesh.ep,
+    }
+    if config["expert_tensor_parallel_size"] is not None:
+        found["expert_tensor_parallel_size"] = mesh.etp
+    different = [f"{name}={config[name]}, but {size} there" for name, size in found.items() if config[name] != size]
+    if different:
+        raise ValueError(
+            f"model parallelism is already initialised with other degrees: {'; '.join(different)}. Give the same ones, "
+            "or call destroy_model_parallel() first"
+        )
+
+
+def complete_config(given: Mapping[str, Any]) -> dict[str, Any]:
+    """A new config with all keys, checked; what is complete already comes out equal.
+
+    Args:
+        given: any of the keys; also a config that a script has changed since it was made. It is left as it is. For a
+            bool, 0 and 1 will do, which many scripts have from their command line.
+
+    Raises:
+        ValueError: every mistake, in one error.
+    """
+    if not isinstance(given, Mapping):
+        raise ValueError(f"nxd_config={given!r} is no config; give what neuronx_distributed_config returned")
+    mistakes: list[str] = []
+    read = _schema().nest(_schema().read(_schema().flatten(given, mistakes), mistakes))
+    config = _top_level_defaults() | read
+    config["optimizer_config"] = OPTIMIZER_DEFAULTS | read["optimizer_config"]
+    config["model_init_config"] = MODEL_INIT_DEFAULTS | read["model_init_config"]
+    if given.get("pipeline_config") is None:
+        config["pipeline_config"] = None
+    mistakes += _mistakes_in_values(config) + _mistakes_in_pipeline(config, all_read=not mistakes)
+    try:
+        zero_one_enabled = config["optimizer_config"]["zero_one_enabled"]
+        precision = resolve_mixed_precision(read["mixed_precision_config"], zero_one_enabled=zero_one_enabled)
+        config["mixed_precision_config"] = asdict(precision)
+    except ValueError as error:
+        mistakes.append(str(error))
+    if mistakes:
+        raise OptionError("neuronx_distributed_config", mistakes)
+    return config
+
+
+def param_init_fn_of(config: Mapping[str, Any]) -> Any:
+    """The function that fills parameters, which may stand in either of two sections; None if it is in neither."""
+    return (config["pipeline_config"] or {}).get("param_init_fn") or config["model_init_config"]["param_init_fn"]
+
+
+@cache
+def _schema() -> Schema:
+    """All keys. What one may hold is told by its default: a bool switches, an integer counts from 1."""
+    sections: dict[str, dict[str, Any]] = {
+        "pipeline_config": {**_arguments(NxDPPModel), **OLD_RUNTIME_FLAGS},
+        "optimizer_config": OPTIMIZER_DEFAULTS,
+        "model_init_config": MODEL_INIT_DEFAULTS,
+        "mixed_precision_config": dict.fromkeys(MixedPrecision.__dataclass_fields__, False),
+    }
+    top_level = {name: it for name, it in _top_level_defaults().items() if name not in sections}
+    keys = [
+        Key(
+            section=section,
+            field=name,
+            value_type=type(default) if isinstance(default, int) else Any,
+            bounds=_BOUNDS.get(name, {"at_least": 1}) if type(default) is int else {},
+            default=default,
+        )
+        for section, defaults in {"": top_level, **sections}.items()
+        for name, default in defaults.items()
+    ]
+    return Schema(keys, keys_listed_by="help(neuronx_distributed_config)", section_form="give a dict of its keys")
+
+
+def _top_level_defaults() -> dict[str, Any]:
+    """The keys of a config with their defaults; one argument is only another place for a key of a section."""
+    defaults = _arguments(neuronx_distributed_config)
+    del defaults["sequential_move_factor"]
+    return defaults
+
+
+def _arguments(function: Callable[..., Any]) -> dict[str, Any]:
+    """The arguments that have a default, with it."""
+    parameters = inspect.signature(function).parameters.values()
+    return {it.name: it.default for it in parameters if it.default is not it.empty}
+
+
+def _mistakes_in_values(config: Mapping[str, Any]) -> list[str]:
+    """What is wrong outside of the pipeline's section, beyond the keys and their types."""
+    mistakes = []
+    lora, norm = config["lora_config"], config["optimizer_config"]["max_grad_norm"]
+    if lora is not None and not isinstance(lora, LoraConfig):
+        mistakes.append(f"lora_config={lora!r} must be a LoraConfig of neuronx_distributed.modules.lora, or None")
+    mistakes += _mistakes_in_checkpointing(config["activation_checkpoint_config"])
+    if config["activation_offload"] and config["activation_checkpoint_config"] is None:
+        mistakes.append("activation_offload=True is for what activation_checkpoint_config keeps; set that to 'full'")
+    tp, etp = config["tensor_parallel_size"], config["expert_tensor_parallel_size"]
+    if etp is not None and (type(etp) is not int or etp not in (1, tp)):
+        mistakes.append(
+            f"expert_tensor_parallel_size={etp!r} is not allowed; expected 1, tensor_parallel_size={tp}, or None"
+        )
+    if isinstance(norm, bool) or not isinstance(norm, int | float) or not norm > 0:
+        mistakes.append(
+            f"optimizer_config.max_grad_norm={norm!r} is not allowed; expected a number above 0; "
+            "grad_clipping=False ends clipping"
+        )
+    fill = param_init_fn_of(config)
+    if fill is not None and not callable(fill):
+        mistakes.append(f"param_init_fn={fill!r} must be a function that fills the parameters of a module")
+    if config["model_init_config"]["meta_device_init"] and fill is None:
+        mistakes.append(
+            "model_init_config.meta_device_init=True needs param_init_fn, which fills a module's own parameters"
+        )
+    return mistakes
+
+
+def _mistakes_in_checkpointing(chosen: Any) -> list[str]:
+    mistakes = []
+    for part in chosen if isinstance(chosen, list | tuple) else [chosen]:
+        if isinstance(part, str):
+            near = difflib.get_close_matches(part.lower(), ["full", "selective"], cutoff=0.7)
+            if near and part not in near:
+                mistakes.append(f"activation_checkpoint_config={part!r} is not known; did you mean {near[0]!r}?")
+        elif chosen is not None and not (isinstance(part, type) and issubclass(part, nn.Module)):
+            mistakes.append(
+                f"activation_checkpoint_config={part!r} must be 'full', None, or a module class (no object of it)"
+            )
+    return mistakes
+
+
+def _mistakes_in_pipeline(config: Mapping[str, Any], *, all_read: bool) -> list[str]:
+    section, stages = config["pipeline_config"], config["pipeline_parallel_size"]
+    if section is None:
+        if stages == 1:
+            return []
+        return [
+            f"pipeline_parallel_size={stages} needs pipeline_config, such as {{'num_microbatches': 4, "
+            "'transformer_layer_cls': ..., 'auto_partition': True}"
+        ]
+    mistakes = [
+        f"pipeline_config.{name}={section[name]!r} is not allowed; expected a list"
+        for name in _LISTS_IN_PIPELINE
+        if not isinstance(section.get(name), Collection | None) or isinstance(section.get(name), str)
+    ]
+    for pair in (("pipeline_cuts", "auto_partition"), ("return_mb_loss", "broadcast_and_average_loss")):
+        if all(section.get(name) for name in pair):
+            mistakes.append(f"pipeline_config: {pair[0]} and {pair[1]} exclude each other; choose one")
+    cuts, virtual = section.get("pipeline_cuts"), section.get("virtual_pipeline_size", 1)
+    if all_read and not mistakes and cuts and stages * virtual not in (1, len(cuts) + 1):
+        mistakes.append(
+            f"pipeline_config: {len(cuts)} pipeline_cuts make {len(cuts) + 1} stages; pipeline_parallel_size={stages} "
+            f"times virtual_pipeline_size={virtual} needs {stages * virtual - 1} cuts"
+        )
+    return mistakes

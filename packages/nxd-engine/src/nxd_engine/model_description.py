@@ -1,0 +1,341 @@
+"""The description of the model in a checkpoint: one description under one key, whoever wrote the checkpoint.
+
+It is the content of a Hugging Face `config.json`, since the tensors have the names and shapes of that model in memory.
+This package's own Llama is a `LlamaForCausalLM` by its config as well, and runs any that is no more than it can be.
+Files of the tokenizer, the chat template and the generation config lie in the checkpoint beside it, so that it stands
+alone. It may come from a stranger: what it says of places on this machine is told to people, and not opened.
+"""
+
+import json
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from nxd_ckpt import Checkpoint
+from nxd_layers.hf import is_transformers_model
+from nxd_layers.lora import LoraModel
+from nxd_pipeline import NxDPPModel
+from torch import nn
+
+from nxd_engine.checkpoints.state import kind_of, weights_kept_as_masters
+from nxd_engine.companion_files import read_companions
+from nxd_engine.models import LlamaConfig
+
+_logger = logging.getLogger(__name__)
+
+KEY = "model"
+BYTES = "bytes"  # in place of a tokenizer's file: a token for each byte
+
+ADAPTER_KEY = "lora"
+ROPE_TYPES = ("linear", "dynamic", "yarn", "longrope", "llama3")  # which our Llama has transformers compute
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+
+
+@dataclass(frozen=True)
+class InitialWeights:
+    """The weights that a run began with, which its adapters or its reference model need again.
+
+    Attributes:
+        folder: of a Hugging Face model, or of checkpoints.
+        tag: of the checkpoint; None for a Hugging Face model.
+        fingerprint: another text whenever the weights there are others.
+    """
+
+    folder: str
+    tag: str | None
+    fingerprint: str
+
+    def __str__(self) -> str:
+        return self.folder if self.tag is None else f"{self.folder}/{self.tag}"
+
+
+@dataclass(frozen=True)
+class ModelDescription:
+    """A checkpoint's description of its model.
+
+    Attributes:
+        config: content of its `config.json`.
+        tokenizer: what encodes its text: `BYTES`, or its name for people, which is not opened; None if that is not
+            known.
+        folder: where the model came from, for people; None if it came from nowhere.
+        stored_shapes: names and shapes of the tensors in that folder's files; None: those of transformers itself.
+        factory: of a model that has no such config, what `model.factory` of its recipe was; `config` holds the
+            arguments. It is told to people, and never imported.
+        initial: the weights that an adapter is for, where they do not lie beside it; also those of a reference model.
+        files: of the tokenizer, its chat template and generation, by their names in a model's folder. They lie beside
+            the other values in a checkpoint, see `companion_files`.
+    """
+
+    config: Mapping[str, Any]
+    tokenizer: str | None = None
+    folder: str | None = None
+    stored_shapes: Mapping[str, tuple[int, ...]] | None = None
+    factory: str | None = None
+    initial: InitialWeights | None = None
+    files: Mapping[str, bytes] = field(default_factory=dict)
+
+    @property
+    def architecture(self) -> str:
+        """The class of transformers, such as "LlamaForCausalLM"; the model's type where no class is named."""
+        named = self.config.get("architectures") or self.config.get("model_type")
+        return str(named[0] if isinstance(named, list) else named)
+
+    def as_objects(self) -> dict[str, Any]:
+        """The description as a checkpoint's objects."""
+        values = {
+            "config": dict(self.config),
+            "tokenizer": self.tokenizer,
+            "folder": self.folder,
+            "stored_shapes": None if self.stored_shapes is None else dict(self.stored_shapes),
+            "factory": self.factory,
+            "initial": None if self.initial is None else asdict(self.initial),
+        }
+        return {KEY: {name: value for name, value in values.items() if value is not None}}
+
+    def own_llama(self) -> LlamaConfig:
+        """The sizes of this package's own Llama that the tensors fit.
+
+        Raises:
+            ValueError: the model is another one, or a Llama that ours cannot be.
+        """
+        return own_llama_config(self.config)
+
+    def own_llama_at(self, tensor_parallel_size: int) -> LlamaConfig | None:
+        """As `own_llama`; None where ours cannot be the model, or not at this degree, and transformers' is to be."""
+        try:
+            config = self.own_llama()
+            config.check(tensor_parallel_size)
+        except ValueError:
+            return None
+        return config
+
+    def check_own_llama(self, tensor_parallel_size: int) -> None:
+        """Raise ValueError where ours could be the model, but not at this degree; transformers' cannot be it either."""
+        config = self.own_llama_at(1)
+        if config is not None:
+            config.check(tensor_parallel_size)
+
+
+def describe_model(model: nn.Module, inside: nn.Module) -> ModelDescription | None:
+    """The description of a model for a checkpoint: one of transformers, or our own Llama; None for others.
+
+    Args:
+        model: as it is given to `save_checkpoint`; its `config` counts.
+        inside: what is inside of its wrappers: the model itself, or the pipeline that has its stages.
+    """
+    whole: Any = model.module if isinstance(model, LoraModel) else model
+    of_transformers: Any = next(filter(is_transformers_model, inside.modules()), None)  # the outermost one
+    config = getattr(of_transformers if isinstance(whole, NxDPPModel) else whole, "config", None)
+    if isinstance(config, LlamaConfig):
+        return describe_llama(config)
+    if of_transformers is None or of_transformers.config is not config:
+        return None
+    content = json.loads(config.to_json_string(), parse_constant=str)  # a checkpoint holds finite numbers only
+    content["architectures"] = [type(of_transformers).__name__]
+    origin = str(getattr(whole, "name_or_path", "") or "")
+    return ModelDescription(content, folder=str(Path(origin).resolve()) if origin and Path(origin).is_dir() else None)
+
+
+def with_companions(description: ModelDescription) -> ModelDescription:
+    """The description with the files of the folder that the model was loaded from, if they can be read."""
+    if description.folder is None:
+        return description
+    try:
+        return replace(description, files=read_companions(description.folder))
+    except (ValueError, OSError) as error:  # the weights are worth saving in any case
+        _logger.warning("the checkpoint holds no tokenizer: %s", error)
+        return description
+
+
+def describe_llama(
+    config: LlamaConfig, *, tokenizer: str | None = None, end_token: int | None = None
+) -> ModelDescription:
+    """The description of our own Llama."""
+    return ModelDescription(hugging_face_config(config, end_token=end_token), tokenizer)
+
+
+def find_description(checkpoint: Checkpoint) -> ModelDescription | None:
+    """The description in a checkpoint; None if there is none."""
+    objects = checkpoint.objects if isinstance(checkpoint.objects, dict) else {}
+    found = objects.get(KEY)
+    if isinstance(found, dict) and isinstance(found.get("config"), dict):
+        shapes = found.get("stored_shapes")
+        return ModelDescription(
+            found["config"],
+            found.get("tokenizer"),
+            found.get("folder"),
+            {name: tuple(shape) for name, shape in shapes.items()} if isinstance(shapes, dict) else None,
+            found.get("factory"),
+            _initial_weights(found.get("initial")),
+        )
+    return _described_before(objects)
+
+
+def _initial_weights(found: Any) -> InitialWeights | None:
+    if not isinstance(found, dict) or not isinstance(found.get("folder"), str):
+        return None
+    return InitialWeights(found["folder"], found.get("tag"), str(found.get("fingerprint")))
+
+
+def description_of(checkpoint: Checkpoint) -> ModelDescription:
+    """The description of the model whose weights a checkpoint holds.
+
+    Raises:
+        ValueError: it does not say it, or holds no whole model; it says what to do then.
+    """
+    where = f"checkpoint {checkpoint.tag!r}"
+    adapter_in(checkpoint)
+    has_weights = any(kind_of(name) == "model" for name in checkpoint.tensors)
+    if not has_weights and not weights_kept_as_masters(checkpoint.tensors):
+        raise ValueError(f"{where} holds no model; give one that was saved with model=")
+    description = find_description(checkpoint)
+    if description is None:
+        raise ValueError(
+            f"{where} does not say of which model it is; give a folder of the same model, with its config.json: "
+            "`nxd export --like FOLDER` writes one with these weights, which `nxd import` makes a checkpoint of that "
+            "says it"
+        )
+    if description.factory is not None:
+        raise ValueError(
+            f"{where} is of a model that the function {description.factory} makes, and what a checkpoint names is not "
+            "run; make the model yourself, and fill it with load_checkpoint. nxd train resumes from it by the recipe "
+            "that it was written with"
+        )
+    return description
+
+
+def adapter_in(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
+    """The description of the LoRA adapter in a checkpoint; None if there is none.
+
+    Raises:
+        ValueError: there is one that nothing describes.
+    """
+    if not isinstance(checkpoint.objects, dict) or ADAPTER_KEY not in checkpoint.objects:
+        return None
+    found = checkpoint.objects[ADAPTER_KEY]
+    if not isinstance(found, dict) or not isinstance(found.get("adapter"), dict):
+        raise ValueError(f"checkpoint {checkpoint.tag!r} holds a LoRA adapter that nothing describes; save it anew")
+    adapter: Mapping[str, Any] = found["adapter"]
+    return adapter
+
+
+def holds_adapter_alone(checkpoint: Checkpoint) -> bool:
+    """Whether a checkpoint holds a LoRA adapter without the model that it is for.
+
+    Raises:
+        ValueError: as `adapter_in`.
+    """
+    return adapter_in(checkpoint) is not None and not checkpoint.objects[ADAPTER_KEY].get("has_base")
+
+
+def model_dtype(checkpoint: Checkpoint) -> torch.dtype:
+    """The type of the model's weights in a checkpoint: of several the one that most tensors have."""
+    return common_dtype(info.dtype for name, info in checkpoint.tensors.items() if kind_of(name) == "model")
+
+
+def common_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    """The floating-point type that most have; torch's default one if none has any."""
+    floating = [dtype for dtype in dtypes if dtype.is_floating_point]
+    return max(floating, key=floating.count, default=torch.get_default_dtype())
+
+
+def tokenizer_in(folder: str | Path | None) -> str | None:
+    """The folder, if it is there and holds a tokenizer."""
+    found = folder is not None and any((Path(folder) / name).is_file() for name in _TOKENIZER_FILES)
+    return str(folder) if found else None
+
+
+def own_llama_config(config: Mapping[str, Any]) -> LlamaConfig:
+    """The sizes that a `config.json` says, for this package's own Llama.
+
+    Raises:
+        ValueError: it is of another model, or of a Llama that ours cannot be.
+    """
+    if config.get("model_type") != "llama" or config.get("architectures") not in (None, ["LlamaForCausalLM"]):
+        raise ValueError(f"{config.get('architectures') or config.get('model_type')} is not a LlamaForCausalLM")
+    theta, scaling = rope_of(config)
+    sizes = {field.name: config[field.name] for field in fields(LlamaConfig) if config.get(field.name) is not None}
+    sizes |= {"rope_theta": theta, "rope_scaling": scaling}
+    sizes.setdefault("num_key_value_heads", sizes.get("num_attention_heads", LlamaConfig.num_attention_heads))
+    numbers = {name: value for name, value in sizes.items() if name != "rope_scaling"}
+    strange = [f"{name}={value!r}" for name, value in numbers.items() if not isinstance(value, int | float)]
+    if strange:
+        raise ValueError(f"the sizes of a Llama are numbers, and these are not: {', '.join(strange)}")
+    made = LlamaConfig(**sizes)
+    expected = {
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "head_dim": made.head_size,
+        "partial_rotary_factor": 1.0,
+    }
+    found = {**config, **(scaling or {})}
+    wrong = [f"{name}={found[name]}" for name, value in expected.items() if found.get(name, value) not in (None, value)]
+    if made.rope_type not in ("default", *ROPE_TYPES):
+        wrong.append(f"rope type={made.rope_type}")
+    if wrong:
+        raise ValueError(f"this package's own Llama has no {', '.join(wrong)}")
+    return made
+
+
+def rope_of(config: Mapping[str, Any]) -> tuple[Any, dict[str, Any] | None]:
+    """The base of the rotary frequencies that a `config.json` says, and what scales them, as `LlamaConfig` has it.
+
+    Raises:
+        ValueError: its table is none.
+    """
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(rope, Mapping):
+        raise ValueError(f"rope_parameters={rope!r} is no table of settings")
+    theta = rope.get("rope_theta", config.get("rope_theta", LlamaConfig.rope_theta))
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return theta, None
+    further = {name: value for name, value in rope.items() if name not in ("rope_theta", "rope_type", "type")}
+    return theta, {"rope_type": kind, **further}
+
+
+def hugging_face_config(config: LlamaConfig, *, end_token: int | None) -> dict[str, Any]:
+    """The `config.json` of a LlamaForCausalLM with these sizes, without the type of its weights."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_hidden_layers,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_size,
+        "hidden_act": "silu",
+        "max_position_embeddings": config.max_position_embeddings,
+        "rope_theta": config.rope_theta,
+        **({} if config.rope_scaling is None else {"rope_scaling": dict(config.rope_scaling)}),
+        "rms_norm_eps": config.rms_norm_eps,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "initializer_range": config.initializer_range,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "torch_dtype": None,
+        "bos_token_id": None,
+        "eos_token_id": end_token,
+    }
+
+
+def _described_before(objects: Mapping[str, Any]) -> ModelDescription | None:
+    """What checkpoints say that were written before they had one key: by `nxd train`, and by `nxd import`."""
+    recipe = objects.get("recipe")
+    data = recipe.get("data") if isinstance(recipe, dict) else None
+    tokenizer = str(data.get("tokenizer", BYTES)) if isinstance(data, dict) else None
+    origin = objects.get("hugging_face")
+    if isinstance(origin, dict) and origin.keys() >= {"tensors", "config", "folder"}:
+        shapes = {name: tuple(shape) for name, shape in origin["tensors"].items()}
+        return ModelDescription(origin["config"], tokenizer, origin["folder"], shapes)
+    sizes = objects.get(KEY)
+    names = {field.name for field in fields(LlamaConfig)}
+    if tokenizer is None or not isinstance(sizes, dict) or not sizes or not sizes.keys() <= names:
+        return None
+    return describe_llama(LlamaConfig(**sizes), tokenizer=tokenizer, end_token=objects.get("end_of_document"))

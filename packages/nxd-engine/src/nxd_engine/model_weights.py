@@ -1,0 +1,334 @@
+"""The model of a checkpoint, and its weights with adapters merged, as `generate`, `serve` and `export` read them.
+
+An adapter that lies beside its base model is merged into it box by box as boxes are read, so that each reader takes
+its part at any layout, and nothing whole is ever in memory.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from nxd_ckpt import Checkpoint, Shard, TensorInfo
+from nxd_ckpt.boxes import Box
+from nxd_ckpt.coordinator import coordinator_for, on_every_rank
+from nxd_ckpt.interop import TensorSource, from_checkpoint
+from nxd_ckpt.interop.source import fill
+from nxd_layers.hf import parallelize
+from nxd_layers.lora import check_tensors, config_from_adapter_config
+from nxd_state import active_group, get_device, move_model_to_device, splits_experts
+from torch import Tensor, nn
+
+from nxd_engine.checkpoints.state import (
+    check_names,
+    check_ties,
+    fill_state,
+    kind_of,
+    model_state,
+    weights_kept_as_masters,
+)
+from nxd_engine.hugging_face.conversion import model_on_meta, reference_model
+from nxd_engine.hugging_face.loading import make_room
+from nxd_engine.model_description import ModelDescription, adapter_in, holds_adapter_alone
+from nxd_engine.models import LlamaForCausalLM
+from nxd_engine.unwrap import tied_names
+
+_MAGNITUDE = "lora_magnitude_vector"
+_OF_EXPERTS = "lora_A_"  # and the name of a weight [experts, ., .]
+_FACTORS = {"lora_A": "lora_B", "lora_embedding_A": "lora_embedding_B"}  # as PEFT calls them
+
+
+@dataclass(frozen=True)
+class ModelTensors:
+    """The model's tensors of a checkpoint, as a `TensorSource`; for weights that it leaves out, their master weights.
+
+    Args:
+        source: all tensors of the checkpoint.
+    """
+
+    source: TensorSource
+
+    objects = None
+    is_mapped = False
+
+    @cached_property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Type and shape of every tensor."""
+        return {name: self.source.tensors[stored] for name, stored in self._stored_names.items()}
+
+    def shards(self, name: str, box: Box) -> Sequence[Shard]:
+        """As the source.
+
+        Raises:
+            CheckpointError: it cannot be read.
+        """
+        return self.source.shards(self._stored_names[name], box)
+
+    @cached_property
+    def _stored_names(self) -> Mapping[str, str]:
+        weights = {name: name for name in self.source.tensors if kind_of(name) == "model"}
+        return weights | weights_kept_as_masters(self.source.tensors)
+
+
+@dataclass(frozen=True)
+class ModelWeights:
+    """A `TensorSource`, and a `WeightSource` of nxd_trace, that workers can be sent.
+
+    Args:
+        source: the model's tensors as they are stored, with those of an adapter.
+        branches: of the adapter, by the weight that each is merged into.
+    """
+
+    source: TensorSource
+    branches: Mapping[str, "_Branch"]
+
+    objects = None
+    is_mapped = False
+
+    @cached_property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Type and shape of every tensor."""
+        factors = {name for branch in self.branches.values() for name in (branch.a, branch.b, branch.magnitude)}
+        return {name: info for name, info in self.source.tensors.items() if name not in factors}
+
+    def read_box(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
+        """The box of this shape that begins at `offsets`, on the CPU.
+
+        Raises:
+            CheckpointError: it cannot be read.
+        """
+        box = Box(tuple(offsets), tuple(shape))
+        values = torch.empty(box.shape, dtype=self.source.tensors[name].dtype)
+        fill(self.source, name, box, values)
+        if name in self.branches:
+            values.copy_(self.branches[name].merged(name, box, values, self.source))
+        return values
+
+    def shards(self, name: str, box: Box) -> Sequence[Shard]:
+        """The box itself, see `TensorSource`.
+
+        Raises:
+            CheckpointError: it cannot be read.
+        """
+        return [Shard(self.read_box(name, box.offsets, box.shape), box.offsets)]
+
+
+@dataclass(frozen=True)
+class _Branch:
+    """The adapter of one layer: A `[r, in]` and B `[out, r]` by name, of a weight `[out, in]`, or transposed.
+
+    Of experts all three begin with another dim, that of the experts. With DoRA it has magnitudes `[out]` as well, of a
+    weight that is not transposed.
+    """
+
+    a: str
+    b: str
+    scale: float
+    is_transposed: bool
+    magnitude: str | None = None
+
+    def merged(self, weight: str, box: Box, values: Tensor, source: TensorSource) -> Tensor:
+        """The box of a weight, of which these are the values, with the adapter in it."""
+        merged = _widened(values) + self.delta(box, source)
+        if self.magnitude is None:
+            return merged
+        rows = Box((box.offsets[0], 0), (box.shape[0], source.tensors[weight].global_shape[1]))
+        whole = torch.empty(rows.shape, dtype=source.tensors[weight].dtype)
+        fill(source, weight, rows, whole)
+        norms = (_widened(whole) + self.delta(rows, source)).norm(dim=1)
+        magnitude = torch.empty(box.shape[0], dtype=source.tensors[self.magnitude].dtype)
+        fill(source, self.magnitude, Box(box.offsets[:1], box.shape[:1]), magnitude)
+        return merged * (_widened(magnitude) / norms.where(norms > 0, 1.0)).unsqueeze(1)
+
+    def delta(self, box: Box, source: TensorSource) -> Tensor:
+        """What merging adds to a box of the weight, in float32 or wider: computed as `LoraModel.merge` does."""
+        out_dim, in_dim = (-1, -2) if self.is_transposed else (-2, -1)
+        experts, first = box.shape[:-2], box.offsets[:-2]
+        rank, b_dtype = source.tensors[self.a].global_shape[-2], source.tensors[self.b].dtype
+        a = torch.empty(*experts, rank, box.shape[in_dim], dtype=source.tensors[self.a].dtype)
+        b = torch.empty(*experts, box.shape[out_dim], rank, dtype=b_dtype)
+        fill(source, self.a, Box((*first, 0, box.offsets[in_dim]), tuple(a.shape)), a)
+        fill(source, self.b, Box((*first, box.offsets[out_dim], 0), tuple(b.shape)), b)
+        product = self.scale * (_widened(b) @ _widened(a))
+        return product.transpose(-2, -1) if self.is_transposed else product
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.itemsize < 4 else tensor
+
+
+def _shape(source: TensorSource, name: str) -> tuple[int, ...] | None:
+    return tuple(source.tensors[name].global_shape) if name in source.tensors else None
+
+
+def load_model(weights: ModelWeights, description: ModelDescription, dtype: torch.dtype, where: str) -> nn.Module:
+    """The model on this rank's device, with its part of the weights. Called by all ranks.
+
+    It is our own Llama where that can be the model, else that of transformers.
+
+    Args:
+        weights: of the model.
+        description: of the model.
+        dtype: of its parameters.
+        where: the weights come from, for messages.
+
+    Raises:
+        ValueError: transformers is missing or makes no such model, or it cannot be split over so many ranks.
+        CheckpointError: the weights are damaged, or not those of the model; on all ranks.
+    """
+    model = _model_without_weights(description, dtype)
+    state = model_state(model)
+    coordinator = coordinator_for(None)
+    tied = tied_names(model)
+    check_names(weights.tensors, state, tied, where, coordinator, can_be_lax=False)
+    on_every_rank(coordinator, f"reading {where}", lambda: check_ties(weights, tied, where))
+    on_every_rank(coordinator, f"reading {where}", lambda: fill_state(weights, state))
+    return model
+
+
+def _model_without_weights(description: ModelDescription, dtype: torch.dtype) -> nn.Module:
+    degree = active_group("tp").size
+    config = description.own_llama_at(degree)
+    if config is None:
+        try:
+            return transformers_model(description, dtype)
+        except ValueError:
+            description.check_own_llama(degree)
+            raise
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config, dtype=dtype)
+    move_model_to_device(model, get_device())
+    return model
+
+
+def transformers_model(description: ModelDescription, dtype: torch.dtype) -> nn.Module:
+    """This rank's part of the model as transformers has it, with memory, but without values for its parameters.
+
+    Raises:
+        ValueError: transformers is missing, or makes no such model, or it cannot be split over so many ranks.
+    """
+    model = parallelize(model_on_meta_of(description), expert_parallel=splits_experts())
+    make_room(model, dtype)
+    return model
+
+
+def model_on_meta_of(description: ModelDescription, dtype: torch.dtype | None = None) -> nn.Module:
+    """The whole model as transformers has it, without memory; in the type that its config names if `dtype` is None.
+
+    Raises:
+        ValueError: transformers is missing, or makes no such model.
+    """
+    model: nn.Module | None = model_on_meta(description.config, dtype)
+    if model is None:
+        if "auto_map" in description.config:
+            raise ValueError(
+                f"{description.architecture} is Python code beside the weights (auto_map of its config.json), which "
+                "nothing here runs; give a model that transformers itself knows"
+            )
+        raise ValueError(
+            f"{description.architecture} is made by transformers, which is not installed or does not know it; install "
+            "transformers, or a newer one"
+        )
+    return model
+
+
+def model_weights(checkpoint: Checkpoint, description: ModelDescription) -> ModelWeights:
+    """The weights of the model in a checkpoint, with its adapter, if there is one, merged into them.
+
+    Raises:
+        ValueError: the adapter has no base model there, is none of LoRA, or does not fit the model; or a weight that it
+            is merged into is tied to another.
+    """
+    if holds_adapter_alone(checkpoint):
+        raise ValueError(
+            f"checkpoint {checkpoint.tag!r} holds a LoRA adapter without its base model; load it with load_checkpoint "
+            "into that model, or give the base model and this as --adapter"
+        )
+    return merged_weights(ModelTensors(from_checkpoint(checkpoint)), adapter_in(checkpoint), description)
+
+
+def merged_weights(
+    source: TensorSource, adapter: Mapping[str, Any] | None, description: ModelDescription
+) -> ModelWeights:
+    """Weights with an adapter merged into them.
+
+    Args:
+        source: the tensors of the model, and those of the adapter.
+        adapter: its description, with the keys of PEFT's `adapter_config.json`; None without one.
+        description: of the model.
+
+    Raises:
+        ValueError: as `model_weights`.
+    """
+    return ModelWeights(source, {} if adapter is None else _branches(source, adapter, description))
+
+
+def _branches(source: TensorSource, adapter: Mapping[str, Any], description: ModelDescription) -> Mapping[str, _Branch]:
+    config = config_from_adapter_config(adapter)
+    tied = _tied_weights(description)
+    outline: nn.Module | None = None
+    found = {}
+    for a in source.tensors:
+        layer, _, factor = a.rpartition(".")
+        if factor.startswith(_OF_EXPERTS):
+            outline = model_on_meta_of(description) if outline is None else outline
+            weight, branch = _branch_of_experts(source, a, outline, config.scale)
+            found[weight] = branch
+        if factor not in _FACTORS:
+            continue
+        weight, b = f"{layer}.weight", f"{layer}.{_FACTORS[factor]}"
+        if weight in tied:
+            raise ValueError(
+                f"{weight} is tied to another weight: merging an adapter into it would change that, too. Untie them "
+                "(give each its own copy) before training"
+            )
+        shapes = {name: source.tensors[name].global_shape for name in (weight, a, b) if name in source.tensors}
+        inner, inputs = shapes[a] if len(shapes[a]) == 2 else (None, None)
+        outputs = (*shapes.get(b, ()), None)[0]
+        if shapes.get(b) != (outputs, inner) or shapes.get(weight) not in ((outputs, inputs), (inputs, outputs)):
+            listed = ", ".join(f"{name} is {list(shape)}" for name, shape in shapes.items())
+            raise ValueError(f"the adapter does not fit the model: {listed}; take one of this model")
+        # An embedding lies [vocab, hidden], and so [in, out]; Conv1D, which the adapter's description tells of, too.
+        may_be_transposed = factor == "lora_embedding_A" or bool(adapter.get("fan_in_fan_out"))
+        is_transposed = may_be_transposed and shapes[weight] == (inputs, outputs)
+        if is_transposed and factor != "lora_embedding_A" and inputs == outputs:  # for a square one the class decides
+            outline = model_on_meta_of(description) if outline is None else outline
+            is_transposed = type(outline.get_submodule(layer)).__name__ == "Conv1D"
+        magnitude = f"{layer}.{_MAGNITUDE}" if config.use_dora else None
+        if magnitude is not None and _shape(source, magnitude) != (outputs,):
+            raise ValueError(f"the adapter does not fit the model: {magnitude} is not [{outputs}]; save both anew")
+        found[weight] = _Branch(a, b, config.scale, is_transposed, magnitude)
+    factors = {name: it.global_shape for name, it in source.tensors.items() if ".lora_" in name}
+    check_tensors(config, factors, "of the adapter")
+    return found
+
+
+def _branch_of_experts(source: TensorSource, a: str, outline: nn.Module, scale: float) -> tuple[str, _Branch]:
+    """The weight of experts that a factor A is of, and its branch."""
+    layer, _, factor = a.rpartition(".")
+    part = factor.removeprefix(_OF_EXPERTS)
+    weight, b = f"{layer}.{part}".lstrip("."), f"{a.removesuffix(factor)}lora_B_{part}"
+    shapes = {name: source.tensors[name].global_shape for name in (weight, a, b) if name in source.tensors}
+    experts, rank, inputs = shapes[a] if len(shapes[a]) == 3 else (None, None, None)
+    outputs = shapes[b][1] if len(shapes.get(b, ())) == 3 else None
+    is_transposed = _stores_transposed(outline, layer)
+    expected = (experts, inputs, outputs) if is_transposed else (experts, outputs, inputs)
+    if shapes.get(weight) != expected or shapes.get(b) != (experts, outputs, rank):
+        listed = ", ".join(f"{name} is {list(shape)}" for name, shape in shapes.items())
+        raise ValueError(f"the adapter does not fit the model: {listed}; take one of this model")
+    return weight, _Branch(a, b, scale, is_transposed)
+
+
+def _stores_transposed(outline: nn.Module, layer: str) -> bool:
+    try:
+        return bool(getattr(outline.get_submodule(layer), "is_transposed", False))
+    except AttributeError as error:
+        raise ValueError(f"the adapter does not fit the model, which has no {layer}; take one of this model") from error
+
+
+def _tied_weights(description: ModelDescription) -> set[str]:
+    reference = reference_model(description.config)
+    if reference is not None:
+        return {*reference.tied, *reference.tied.values()}
+    return {"model.embed_tokens.weight"} if description.config.get("tie_word_embeddings") else set()

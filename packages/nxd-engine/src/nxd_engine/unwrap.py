@@ -1,0 +1,105 @@
+"""Unwraps the objects that the checkpoint functions work on: the model and the optimizer inside scripts' wrappers."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from nxd_layers.lora import LoraModel
+from nxd_pipeline import NxDPPModel
+from torch import nn
+from torch.optim import Optimizer
+
+from nxd_engine.checkpoints.state import CheckpointState, model_state
+from nxd_engine.checkpoints.stored_values import group_names
+from nxd_engine.model import NxDModel
+from nxd_engine.optimizer import NxDOptimizer
+
+MAX_WORKERS = 32
+
+
+@dataclass(frozen=True)
+class Subjects:
+    """The objects that are saved or filled, without wrappers."""
+
+    model: nn.Module | None
+    optimizer: Optimizer | None
+    lora: LoraModel | None
+
+    @property
+    def group_names(self) -> list[list[str]]:
+        """Of the parameters in each of the optimizer's groups.
+
+        Raises:
+            ValueError: the optimizer holds a parameter that is not the model's.
+        """
+        return [] if self.model is None or self.optimizer is None else group_names(self.model, self.optimizer)
+
+    def model_tensors(self) -> CheckpointState:
+        """All of the model, see `model_state`."""
+        return {} if self.model is None else model_state(self.model)
+
+
+def subjects_of(model: nn.Module | None, optimizer: object) -> Subjects:
+    """Model and optimizer as they are given to `save_checkpoint` and `load_checkpoint`."""
+    return Subjects(
+        None if model is None else plain_model(model),
+        plain_optimizer(optimizer) if isinstance(optimizer, Optimizer) else None,
+        None if model is None else adapters_of(model),
+    )
+
+
+def describe_subjects(model: object, optimizer: object, scheduler: object, num_workers: object) -> dict[str, object]:
+    """Which there are, once it is sure that they can be saved; no two ranks may differ in it.
+
+    Raises:
+        ValueError: one of them is no such thing.
+    """
+    if type(num_workers) is not int or not 1 <= num_workers <= MAX_WORKERS:
+        raise ValueError(f"num_workers={num_workers!r} is not a number of workers; use 1 to {MAX_WORKERS}")
+    if not isinstance(model, nn.Module | None):
+        raise ValueError(
+            f"model is a {type(model).__name__}; give the module itself, whose tensors say how they are cut"
+        )
+    if not isinstance(optimizer, Optimizer | Mapping | None):
+        raise ValueError(f"optimizer is a {type(optimizer).__name__}; give the optimizer, or its state_dict")
+    if scheduler is not None and not hasattr(scheduler, "state_dict"):
+        raise ValueError(f"scheduler is a {type(scheduler).__name__} without state_dict; give a scheduler or None")
+    kind = None if optimizer is None else "a state_dict" if isinstance(optimizer, Mapping) else "an optimizer"
+    return {"model": None if model is None else "a model", "optimizer": kind}
+
+
+def plain_model(model: nn.Module) -> nn.Module:
+    """The pipeline (of one stage perhaps) in an `NxDModel`, the model in a `LoraModel`; any other module itself."""
+    if isinstance(model, LoraModel):
+        return plain_model(model.module)
+    return model.pipeline if isinstance(model, NxDModel) else model
+
+
+def adapters_of(model: nn.Module) -> LoraModel | None:
+    """What knows the adapters of a model; None if it has none."""
+    lora = model.lora_model if isinstance(model, NxDModel) else model
+    return lora if isinstance(lora, LoraModel) and lora.lora_config.enable_lora else None
+
+
+def plain_optimizer(optimizer: Optimizer) -> Optimizer:
+    """The optimizer that an `NxDOptimizer` wraps; any other optimizer itself."""
+    return optimizer.optimizer if isinstance(optimizer, NxDOptimizer) else optimizer
+
+
+def buffer_names(model: nn.Module) -> set[str]:
+    """Of this rank's buffers."""
+    named = model.local_named_buffers() if isinstance(model, NxDPPModel) else model.named_buffers()
+    return {name for name, _ in named}
+
+
+def further_names(model: nn.Module) -> set[str]:
+    """The names of tied parameters under which checkpoints do not know them."""
+    return set(tied_names(model))
+
+
+def tied_names(model: nn.Module) -> Mapping[str, str]:
+    """The same, each with the name under which checkpoints know it."""
+    if isinstance(model, NxDPPModel):
+        return model.tied_names()
+    first: dict[int, str] = {}
+    names = [(name, first.setdefault(id(it), name)) for name, it in model.named_parameters(remove_duplicate=False)]
+    return {name: known for name, known in names if name != known}
