@@ -23,6 +23,7 @@ from packaging.requirements import Requirement
 PIECES = {"nxd_state", "nxd_ckpt", "nxd_layers", "nxd_pipeline", "nxd_optim"}
 MAY_IMPORT: dict[str, set[str]] = {
     "nxd_state": set(),
+    "nxd_neuronx": PIECES | {"nxd_trace", "nxd_engine"},
     "nxd_engine": PIECES,
     "nxd_testing": {"nxd_state"},
     "nxd_ckpt": set(),  # it must be usable alone
@@ -30,9 +31,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "nxd_pipeline": {"nxd_state"},
     "nxd_optim": {"nxd_state"},
     "nxd_trace": {"nxd_state"},
-    "nxd_trainer": PIECES | {"nxd_trace", "nxd_engine"},
+    "nxd_trainer": PIECES | {"nxd_trace", "nxd_engine", "nxd_neuronx"},
     "nxd_lightning": {"nxd_state", "nxd_engine", "nxd_trainer"},
-    "neuronx_distributed": PIECES | {"nxd_trace", "nxd_engine", "nxd_trainer"},
+    "neuronx_distributed": PIECES | {"nxd_trace", "nxd_engine", "nxd_neuronx"},
 }
 
 # Files that users reach only through an extra may import that extra's dependencies at module level.

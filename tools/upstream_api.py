@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nxd_trainer.compat.not_here import NotHere
+from nxd_neuronx.not_here import NotHere
 
 RELEASE = "2.29"
 FACTS = Path(__file__).with_suffix(".jsonl")

@@ -16,7 +16,7 @@ import pytest
 PACKAGES = Path(__file__).parents[2] / "packages"
 ACCELERATORS = "cuda|xla|neuron|mps|xpu|hpu|privateuseone"
 LIBRARIES = re.compile(r"torch_(xla|neuronx)(\.|$)")
-STAND_INS = ("nxd_testing/", "nxd_trainer/xla_stand_in.py", "nxd_trainer/neuron_stand_in.py")
+STAND_INS = ("nxd_testing/", "nxd_neuronx/xla_stand_in.py", "nxd_neuronx/neuron_stand_in.py")
 KNOWN = {
     "nxd_state/device.py": "the one that knows devices",
     "nxd_state/neuron.py": "the environment of torch-xla's processes on Neuron devices",

@@ -12,7 +12,7 @@ from nxd_engine import (
     save_checkpoint,
 )
 from nxd_engine.model_weights import ModelTensors
-from nxd_trainer.compat.adamw import AdamW_FP32OptimParams
+from nxd_neuronx.adamw import AdamW_FP32OptimParams
 from torch import nn
 
 pytestmark = pytest.mark.usefixtures("one_process")

@@ -34,7 +34,7 @@ def run(options: argparse.Namespace) -> int:
     if code is not None:
         return code
 
-    from nxd_trainer.xla_stand_in import install  # noqa: PLC0415 - it loads torch
+    from nxd_neuronx.xla_stand_in import install  # noqa: PLC0415 - it loads torch
 
     install()
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # as it is while a rank loads its modules

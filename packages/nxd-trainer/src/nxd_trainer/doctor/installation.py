@@ -11,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
-from nxd_trainer.import_name import how_to_part_them
+from nxd_neuronx.import_name import how_to_part_them
 
 Status = Literal["ok", "warning", "wrong"]
 

@@ -16,6 +16,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+from nxd_neuronx.import_name import import_location, other_owner, own_location
+
 from nxd_trainer.doctor.installation import (
     Finding,
     check_devices,
@@ -33,7 +35,6 @@ from nxd_trainer.doctor.installation import (
     warning,
     wrong,
 )
-from nxd_trainer.import_name import import_location, other_owner, own_location
 from nxd_trainer.units import show_memory
 
 

@@ -1,0 +1,24 @@
+"""`neuronx_distributed.lightning`: PyTorch Lightning over a mesh, from nxd_lightning (`pip install nxd-lightning`)."""
+
+from typing import Any
+
+from nxd_neuronx.lightning_names import from_nxd_lightning
+
+__all__ = [
+    "NeuronLTModule",
+    "NeuronXLAStrategy",
+    "NeuronXLAPrecisionPlugin",
+    "NeuronXLAAccelerator",
+    "NeuronTQDMProgressBar",
+    "NeuronTensorBoardLogger",
+    "NeuronCheckpointIO",
+    "NeuronHooksCallback",
+]
+
+
+def __getattr__(name: str) -> Any:
+    return from_nxd_lightning(__name__, name, __all__)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,5 @@
+"""`neuronx_distributed.modules.moe.loss_function`: the loss that balances experts, from nxd_layers."""
+
+from nxd_neuronx.experts import load_balancing_loss_func
+
+__all__ = ["load_balancing_loss_func"]

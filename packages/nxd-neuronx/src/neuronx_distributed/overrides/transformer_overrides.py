@@ -1,0 +1,5 @@
+"""`neuronx_distributed.overrides.transformer_overrides`: rotary positions, from nxd_trainer."""
+
+from nxd_neuronx.attention_kernels import apply_rotary_pos_emb, rotate_half
+
+__all__ = ["apply_rotary_pos_emb", "rotate_half"]

@@ -1,0 +1,35 @@
+"""`neuronx_distributed.pipeline.scheduler`: schedules as tasks, from nxd_trainer."""
+
+from nxd_neuronx.pipeline_tasks import (
+    BackwardPostprocessTask,
+    BackwardPreprocessTask,
+    BackwardStepTask,
+    ForwardPostprocessTask,
+    ForwardPreprocessTask,
+    ForwardStepTask,
+    InferenceSchedule,
+    PipelineTask,
+    PipeSchedule,
+    PostProcessTask,
+    ReduceGradsTask,
+    Train1F1BSchedule,
+    TrainInterleavedSchedule,
+    TrainSchedule,
+)
+
+__all__ = [
+    "BackwardPostprocessTask",
+    "BackwardPreprocessTask",
+    "BackwardStepTask",
+    "ForwardPostprocessTask",
+    "ForwardPreprocessTask",
+    "ForwardStepTask",
+    "InferenceSchedule",
+    "PipeSchedule",
+    "PipelineTask",
+    "PostProcessTask",
+    "ReduceGradsTask",
+    "Train1F1BSchedule",
+    "TrainInterleavedSchedule",
+    "TrainSchedule",
+]

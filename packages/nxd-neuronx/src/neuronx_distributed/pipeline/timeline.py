@@ -1,0 +1,5 @@
+"""`neuronx_distributed.pipeline.timeline`: a pipeline's own events, from nxd_trainer."""
+
+from nxd_neuronx.timeline import PPTimeline
+
+__all__ = ["PPTimeline"]

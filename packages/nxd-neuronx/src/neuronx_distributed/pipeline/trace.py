@@ -1,0 +1,21 @@
+"""`neuronx_distributed.pipeline.trace`: models as graphs, from nxd_trainer."""
+
+from nxd_neuronx.pipeline_parts import (
+    HFTracerWrapper,
+    NxDTracer,
+    TorchTracerWrapper,
+    get_concrete_args,
+    get_tracer_class,
+    patch_obj_method,
+    trace_model,
+)
+
+__all__ = [
+    "HFTracerWrapper",
+    "NxDTracer",
+    "TorchTracerWrapper",
+    "get_concrete_args",
+    "get_tracer_class",
+    "patch_obj_method",
+    "trace_model",
+]

@@ -1,0 +1,12 @@
+"""`neuronx_distributed.trainer.trainer`: the documented calls and their parts, from nxd_trainer."""
+
+from nxd_engine import initialize_parallel_model, initialize_parallel_optimizer, neuronx_distributed_config
+from nxd_neuronx.optimizers import filter_to_local_parameter_group, initialize_optimizer_from_class
+
+__all__ = [
+    "initialize_parallel_model",
+    "initialize_parallel_optimizer",
+    "neuronx_distributed_config",
+    "filter_to_local_parameter_group",
+    "initialize_optimizer_from_class",
+]

@@ -1,0 +1,5 @@
+"""`neuronx_distributed.utils.adamw_fp32_optim_params`: AdamW with float32 moments, from nxd_trainer."""
+
+from nxd_neuronx.adamw import AdamW_FP32OptimParams
+
+__all__ = ["AdamW_FP32OptimParams"]

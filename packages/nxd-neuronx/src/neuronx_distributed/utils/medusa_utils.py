@@ -1,0 +1,19 @@
+"""`neuronx_distributed.utils.medusa_utils`: trees of candidates, from nxd_trainer."""
+
+from nxd_neuronx.sampling import (
+    TOPK,
+    evaluate_posterior,
+    generate_candidates,
+    generate_medusa_buffers,
+    pad_path,
+    update_inference_inputs,
+)
+
+__all__ = [
+    "TOPK",
+    "evaluate_posterior",
+    "generate_candidates",
+    "generate_medusa_buffers",
+    "pad_path",
+    "update_inference_inputs",
+]

@@ -1,0 +1,5 @@
+"""`neuronx_distributed.utils.random`: seeding, from nxd_trainer."""
+
+from nxd_neuronx.batches import set_random_seed
+
+__all__ = ["set_random_seed"]

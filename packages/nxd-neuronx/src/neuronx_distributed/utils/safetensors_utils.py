@@ -1,0 +1,5 @@
+"""`neuronx_distributed.utils.safetensors_utils`: tensors that share memory, from nxd_trainer."""
+
+from nxd_neuronx.serialization import check_for_duplicate_tensors
+
+__all__ = ["check_for_duplicate_tensors"]

@@ -1,0 +1,5 @@
+"""`neuronx_distributed.utils.sampling`: drawing tokens, from nxd_trainer."""
+
+from nxd_neuronx.sampling import Sampler
+
+__all__ = ["Sampler"]

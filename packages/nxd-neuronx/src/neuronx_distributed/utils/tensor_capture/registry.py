@@ -1,0 +1,5 @@
+"""`neuronx_distributed.utils.tensor_capture.registry`: where records are kept, from nxd_trainer."""
+
+from nxd_neuronx.intermediates import CapturedModelInfo, TensorRegistry
+
+__all__ = ["CapturedModelInfo", "TensorRegistry"]

@@ -1,0 +1,5 @@
+"""`neuronx_distributed.utils.tensor_replacement`: forcing intermediate tensors, from nxd_trainer."""
+
+from nxd_neuronx.intermediates import modify_model_for_tensor_replacement, patch_forward_with_additional_args
+
+__all__ = ["modify_model_for_tensor_replacement", "patch_forward_with_additional_args"]

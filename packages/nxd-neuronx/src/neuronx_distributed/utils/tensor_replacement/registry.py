@@ -1,0 +1,5 @@
+"""`neuronx_distributed.utils.tensor_replacement.registry`: what is forced, from nxd_trainer."""
+
+from nxd_neuronx.intermediates import RuntimeRegister
+
+__all__ = ["RuntimeRegister"]

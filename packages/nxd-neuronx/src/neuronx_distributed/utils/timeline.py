@@ -1,0 +1,5 @@
+"""`neuronx_distributed.utils.timeline`: a script's own events, from nxd_trainer."""
+
+from nxd_neuronx.timeline import Event, Timeline
+
+__all__ = ["Event", "Timeline"]

@@ -1,0 +1,5 @@
+"""`neuronx_distributed.utils.utils`: kinds of hardware, from nxd_trainer."""
+
+from nxd_neuronx.platform import HloMetadataLevel, get_dict_from_json, hardware
+
+__all__ = ["HloMetadataLevel", "get_dict_from_json", "hardware"]

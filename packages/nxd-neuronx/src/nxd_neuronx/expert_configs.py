@@ -1,0 +1,226 @@
+"""Configurations of mixture-of-experts layers, as scripts for NeuronX Distributed fill them.
+
+What says how a kernel is fed is kept and changes nothing here.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nxd_neuronx.platform import get_platform_lnc
+
+_logger = logging.getLogger(__name__)
+
+DEFAULT_SELECTIVE_LOADING_THRESHOLD = 1.0
+DEFAULT_BLOCK_SIZE = 512
+DEFAULT_SKIP_MODE = (False, False)
+DEFAULT_LNC_SIZE = get_platform_lnc()
+DEFAULT_PADDING_VALUE = -1
+DEFAULT_HIDDEN_ACT_SCALING_FACTOR = 1.702
+
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+class GLUType(Enum):
+    """How a gate meets the other half of an expert's first product: `act(gate) * up`, or `gate * act(gate) * up`."""
+
+    GLU = "glu"
+    SWIGLU = "swiglu"
+
+    @classmethod
+    def validate(cls, glu_type: "GLUType | str | None") -> "GLUType":
+        """The type that a name means; GLU for None.
+
+        Raises:
+            ValueError: there is no such type.
+        """
+        if glu_type is None:
+            _logger.warning("glu_type is None; GLU is taken")
+            return cls.GLU
+        if glu_type not in [*cls, *(it.value for it in cls)]:
+            raise ValueError(f"glu_type={glu_type!r} is not known; use one of {[it.value for it in cls]}")
+        return cls(glu_type)
+
+
+class ACTFunc(Enum):
+    """Activations by the numbers that kernels knew them by."""
+
+    SILU = 0
+    GELU = 1
+    GELU_TANH_APPROX = 2
+    SIGMOID = 3
+    RELU = 4
+    TANH = 5
+    LEAKY_RELU = 6
+
+    @property
+    def id(self) -> int:
+        """The number."""
+        return int(self.value)
+
+    @property
+    def name_str(self) -> str:
+        """The name in a configuration."""
+        return self.name.lower()
+
+    @classmethod
+    def validate(cls, act_func: "ACTFunc | str | None") -> "ACTFunc":
+        """The activation that a name means; SIGMOID for None.
+
+        Raises:
+            ValueError: there is no such activation.
+        """
+        if act_func is None:
+            _logger.warning("act_func is None; SIGMOID is taken")
+            return cls.SIGMOID
+        found = {it.name_str: it for it in cls} | {it: it for it in cls}
+        if act_func not in found:
+            raise ValueError(f"act_func={act_func!r} is not known; use one of {[it.name_str for it in cls]}")
+        return found[act_func]
+
+
+class BlockShardStrategy(Enum):
+    """How the cores of a device shared blocks of tokens."""
+
+    HI_LO = 0
+    PING_PONG = 1
+
+
+def to_torch_dtype(dtype_str: str) -> torch.dtype:
+    """The dtype of a name.
+
+    Raises:
+        ValueError: it is none of float32, float16 and bfloat16.
+    """
+    if dtype_str not in _DTYPES:
+        raise ValueError(f"dtype {dtype_str!r} is not known; use one of {', '.join(_DTYPES)}")
+    return _DTYPES[dtype_str]
+
+
+@dataclass
+class BlockwiseMatmulConfig:
+    """How tokens were fed to the kernel that multiplies them in blocks."""
+
+    block_size: int
+    use_block_parallel: bool
+    block_sharding_strategy: BlockShardStrategy
+    skip_dma_token: bool
+    skip_dma_weight: bool
+    logical_nc_config: int
+    blockwise_nki_autograd_cls: Any
+    use_torch_block_wise: bool
+    parallelize_token_to_block_mapping: bool
+    optimized_block_to_token_mapping: bool
+    always_augment_inputs_for_blockwise_matmul: bool
+    use_shard_on_intermediate_dynamic_while: bool
+    use_shard_on_block_dynamic_while: bool
+    num_static_blocks: int | None
+    pad_num_blocks_to_even: bool = False
+
+    @staticmethod
+    def from_kwargs(**kwargs: Any) -> "BlockwiseMatmulConfig":
+        """With defaults for what is not given; other keys are passed over.
+
+        Raises:
+            KeyError: there is no such sharding strategy.
+        """
+        values: dict[str, Any] = {
+            "block_size": DEFAULT_BLOCK_SIZE,
+            "use_block_parallel": False,
+            "block_sharding_strategy": BlockShardStrategy.HI_LO,
+            "skip_dma_token": DEFAULT_SKIP_MODE[0],
+            "skip_dma_weight": DEFAULT_SKIP_MODE[1],
+            "logical_nc_config": DEFAULT_LNC_SIZE,
+            "blockwise_nki_autograd_cls": None,
+            "use_torch_block_wise": False,
+            "parallelize_token_to_block_mapping": True,
+            "optimized_block_to_token_mapping": True,
+            "always_augment_inputs_for_blockwise_matmul": False,
+            "use_shard_on_intermediate_dynamic_while": False,
+            "use_shard_on_block_dynamic_while": False,
+            "num_static_blocks": None,
+            "pad_num_blocks_to_even": False,
+        }
+        values |= {name: value for name, value in kwargs.items() if name in values}
+        strategy = values["block_sharding_strategy"]
+        if isinstance(strategy, str):
+            values["block_sharding_strategy"] = BlockShardStrategy[strategy]
+        return BlockwiseMatmulConfig(**values)
+
+    @staticmethod
+    def default() -> "BlockwiseMatmulConfig":
+        """With defaults alone."""
+        return BlockwiseMatmulConfig.from_kwargs()
+
+
+@dataclass
+class RoutedExpertsMLPOpsConfig:
+    """The experts of a layer, and what they compute."""
+
+    num_experts: int
+    hidden_size: int
+    intermediate_size: int
+    top_k: int
+    hidden_act: str
+    glu_mlp: bool
+    bias: bool = False
+    glu_type: GLUType | str | None = GLUType.GLU
+    hidden_act_scaling_factor: float = 1.0
+    hidden_act_bias: float = 0.0
+    hidden_size_actual: int | None = None
+    intermediate_size_actual: int | None = None
+    is_hidden_dim_shuffled: bool | None = None
+    is_intermediate_dim_shuffled: bool | None = None
+    use_index_calc_kernel: bool = True
+    gate_clamp_upper_limit: float | None = None
+    gate_clamp_lower_limit: float | None = None
+    up_clamp_upper_limit: float | None = None
+    up_clamp_lower_limit: float | None = None
+    normalize_top_k_affinities: bool = False
+    early_expert_affinity_modulation: bool = False
+    input_layer_init_method: Callable[[Tensor], Any] | None = None
+    output_layer_init_method: Callable[[Tensor], Any] | None = None
+    capacity_factor: float | None = None
+    enable_spmd_rank: bool = False
+    is_prefill: bool | None = None
+    expert_distribution: Sequence[Sequence[int]] | None = None
+
+    def __post_init__(self) -> None:
+        if self.glu_mlp:
+            self.glu_type = GLUType.validate(self.glu_type)
+
+
+@dataclass
+class RouterConfig:
+    """What makes affinities of a router's logits, and in which dtype it computes."""
+
+    act_fn: str = "softmax"
+    dtype: torch.dtype | str = torch.float32
+
+    def __post_init__(self) -> None:
+        if isinstance(self.dtype, str):
+            self.dtype = to_torch_dtype(self.dtype)
+
+    @staticmethod
+    def from_kwargs(**kwargs: Any) -> "RouterConfig":
+        """From `router_act_fn` and `router_dtype`; other keys are passed over."""
+        return RouterConfig(kwargs.get("router_act_fn", "softmax"), kwargs.get("router_dtype", torch.float32))
+
+
+@dataclass
+class MoEFusedTKGConfig:
+    """Which parts of a layer one kernel computed for single tokens."""
+
+    quantized: bool
+    moe_fused_kernel_enabled: bool | None = None
+    router_topk_kernel_enabled: bool | None = None
+    expert_mlp_kernel_enabled: bool | None = None
+    shared_mlp_kernel_enabled: bool | None = None
+    norm_topk_prob: bool = False
+    is_mxfp4_compute: bool | None = None
+    router_mm_dtype: torch.dtype = torch.float32

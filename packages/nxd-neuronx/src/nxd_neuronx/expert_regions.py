@@ -1,0 +1,87 @@
+"""Tokens on their way between replicas: the borders of expert-parallel regions, and shuffling.
+
+Scripts for NeuronX Distributed call these by themselves; layers of nxd_layers send tokens in their own way.
+"""
+
+import torch
+from nxd_layers import gather_from_sequence_parallel_region, scatter_to_sequence_parallel_region
+from nxd_layers.mappings import all_to_all_region
+from nxd_state import active_group, group_of
+from torch import Tensor
+
+from nxd_neuronx.mesh import get_token_shuffle_group, get_token_shuffle_group_size
+
+
+def enter_expert_parallel_region(x: Tensor, scatter_gather: bool) -> Tensor:
+    """Tokens of all experts to the ranks that have these.
+
+    Args:
+        x: `[experts, capacity, hidden]`, the tokens of this rank for each expert.
+        scatter_gather: each tensor-parallel rank sends a part of the capacity, which they divide.
+
+    Returns:
+        `[experts/ep, ep, capacity, hidden]`, the tokens of all ranks for the experts of this one.
+    """
+    return _across_experts(x.unsqueeze(1), 0, 1, scatter_gather)
+
+
+def exit_expert_parallel_region(x: Tensor, scatter_gather: bool) -> Tensor:
+    """The reverse: `[experts/ep, ep, capacity, hidden]` to `[experts, capacity, hidden]`."""
+    return _across_experts(x, 1, 0, scatter_gather).squeeze(1)
+
+
+def _across_experts(x: Tensor, split_dim: int, concat_dim: int, scatter_gather: bool) -> Tensor:
+    if scatter_gather:
+        x = scatter_to_sequence_parallel_region(x, 2)
+    x = all_to_all_region(x, active_group("ep"), split_dim, concat_dim)
+    return gather_from_sequence_parallel_region(x, 2, to_model_parallel=False) if scatter_gather else x
+
+
+def token_shuffle(hidden_states: Tensor, seed: int | None = None) -> tuple[Tensor, Tensor]:
+    """Deal tokens at random to the replicas of the token-shuffle group (Lewis et al. 2021, "BASE Layers").
+
+    Args:
+        hidden_states: `[seq, batch, hidden]`, or with the first two the other way round.
+        seed: of the permutation; None takes torch's random numbers.
+
+    Returns:
+        The same shape, tokens of all replicas; and the permutation of this rank's, `[tokens]`, for `token_unshuffle`.
+
+    Raises:
+        ValueError: the replicas do not divide the tokens.
+    """
+    tokens = hidden_states.flatten(0, 1)
+    size = get_token_shuffle_group_size()
+    if len(tokens) % size:
+        raise ValueError(f"{size} replicas do not divide {len(tokens)} tokens; use token_shuffle_group_size=1")
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
+    permutation = torch.randperm(len(tokens), generator=generator).to(tokens.device)
+    return all_to_all_for_shuffle(tokens[permutation]).view_as(hidden_states), permutation
+
+
+def token_unshuffle(permuted_states: Tensor, permutation: Tensor) -> Tensor:
+    """Tokens back to their replicas and places.
+
+    Args:
+        permuted_states: what became of the tokens that `token_shuffle` gave, `[seq, batch, hidden]`.
+        permutation: as it gave it.
+    """
+    tokens = all_to_all_for_shuffle(permuted_states.flatten(0, 1))
+    return tokens[permutation.argsort()].view_as(permuted_states)
+
+
+def all_to_all_for_shuffle(hidden_states: Tensor, input_is_sequence_parallel: bool = True) -> Tensor:
+    """The i-th part of this replica's tokens to the i-th replica of the token-shuffle group.
+
+    Args:
+        hidden_states: `[tokens, hidden]`.
+        input_is_sequence_parallel: False if all tensor-parallel ranks have the same tokens: each sends a part of them.
+    """
+    if get_token_shuffle_group_size() == 1:
+        return hidden_states
+    part = hidden_states if input_is_sequence_parallel else scatter_to_sequence_parallel_region(hidden_states)
+    group = group_of(get_token_shuffle_group())  # type: ignore[arg-type]  # a list only if asked
+    part = all_to_all_region(part, group, 0, 0)
+    if input_is_sequence_parallel:
+        return part
+    return gather_from_sequence_parallel_region(part, to_model_parallel=False)

@@ -1,0 +1,84 @@
+"""The names of torch-neuronx and of its compiler that inference scripts import, for machines that do not have them.
+
+`nxd_neuronx.xla_stand_in` puts them in place, next to those of torch-xla. Scripts import kernels at their top and
+launch them for long prompts only. So a kernel can be imported here, and says at the launch that only the old compiler
+builds it.
+"""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from nxd_trace import BucketModelConfig
+from torch import Tensor
+
+from nxd_neuronx.not_here import not_here
+from nxd_neuronx.platform import get_platform_target
+from nxd_neuronx.traced_model import NxDModel, NxDModelExecutor
+
+
+class RmsNorm:
+    """The norm that the old runtime has as one operation."""
+
+    @staticmethod
+    def apply(hidden: Tensor, weight: Tensor, eps: float, dim: int) -> Tensor:
+        """Root-mean-square norm.
+
+        Args:
+            hidden: any shape; computed in float32 at least.
+            weight: scale of the elements along `dim`.
+            eps: added to the mean of squares.
+            dim: of the mean.
+
+        Returns:
+            As `hidden`, in its dtype.
+        """
+        wide = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
+        normed = wide * torch.rsqrt(wide.square().mean(dim, keepdim=True) + eps)
+        return (normed * weight.view(-1, *[1] * (hidden.dim() - 1 - dim % hidden.dim()))).to(hidden.dtype)
+
+
+def nki_jit(**options: Any) -> Callable[[Any], Any]:
+    """A decorator that leaves a kernel as it is."""
+    return lambda kernel: kernel
+
+
+class _LoadedModel(NxDModelExecutor):
+    @property  # type: ignore[misc]  # object's can be set
+    def __class__(self) -> type:
+        """Scripts tell a compiled model by `isinstance(model, torch.jit.ScriptModule)`."""
+        return torch.jit.ScriptModule
+
+
+_torch_jit_load = torch.jit.load
+
+
+def load_compiled(f: Any, *args: Any, **kwargs: Any) -> Any:
+    """`torch.jit.load` that also takes the folder that `torch.jit.save` made of a compiled model.
+
+    Raises:
+        ModelFolderError: the folder holds no such model, or a damaged one.
+    """
+    if isinstance(f, str | os.PathLike) and Path(f).is_dir():
+        return _LoadedModel(NxDModel.load(Path(f)))
+    return _torch_jit_load(f, *args, **kwargs)
+
+
+_ATTENTION, _VALIDATION = "neuronxcc.nki.kernels.attention", "torch_neuronx.testing.validation"
+(attention_isa_kernel,) = not_here(_ATTENTION, "nki", "attention_isa_kernel")
+(logit_validation,) = not_here(_VALIDATION, "validation", "logit_validation")
+
+NEURON_MODULES: dict[str, dict[str, Any]] = {
+    "torch_neuronx": {"__version__": "0", "BucketModelConfig": BucketModelConfig},
+    "torch_neuronx.testing": {"assert_close": torch.testing.assert_close},
+    _VALIDATION: {"logit_validation": logit_validation},
+    "torch_neuronx.utils": {"get_platform_target": get_platform_target},
+    "torch_neuronx.xla_impl": {},
+    "torch_neuronx.xla_impl.ops": {"RmsNorm": RmsNorm, "nki_jit": nki_jit},
+    "neuronxcc": {},
+    "neuronxcc.nki": {},
+    "neuronxcc.nki.kernels": {},
+    _ATTENTION: {"attention_isa_kernel": attention_isa_kernel},
+}

@@ -1,0 +1,324 @@
+"""Parts of a pipeline that scripts make or name themselves: stages of a list of layers, cuts, traces.
+
+`NxDPPModel` does all of this by itself; nothing of it is needed before.
+"""
+
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from inspect import signature
+from types import ModuleType
+from typing import Any, Self
+
+from nxd_pipeline.partition import even_cuts, is_hugging_face, methods_kept_whole
+from nxd_pipeline.partition import trace_model as graph_of
+from nxd_state import get_pipeline_model_parallel_size
+from torch import Tensor, fx, nn
+
+from nxd_neuronx.serialization import TensorMeta
+from nxd_neuronx.timeline import Timeline
+
+INPUTS_ARG_NAME = "inputs"
+LABLES_ARG_NAME = "labels"  # the documented spelling of the constant
+WEIGHT_SHARING_ATTR_NAME = "weight_sharing"
+
+StageOfLayers = Callable[[Sequence[nn.Module], int], Mapping[nn.Module, int]]
+
+
+@contextmanager
+def mark_timeline(timeline: Timeline, msg: str) -> Iterator[None]:
+    """An event of a timeline that lasts as long as the block."""
+    timeline.mark_event_start(msg)
+    try:
+        yield
+    finally:
+        timeline.mark_event_end(msg)
+
+
+def create_partitions(pipeline_parallel_size: int, model_layer_names: Sequence[str]) -> list[str]:
+    """The last layer of each stage but the last: equally many for each, the remainder to later stages.
+
+    Raises:
+        ValueError: there are fewer layers than stages.
+    """
+    return even_cuts(model_layer_names, pipeline_parallel_size)
+
+
+def stage_to_pipeline_parallel_rank(stage: int, pp_size: int | None = None) -> int:
+    """The pipeline rank of a stage: stages go round the ranks.
+
+    Args:
+        stage: from 0 on.
+        pp_size: ranks of the pipeline; the mesh's if None.
+    """
+    return stage % (get_pipeline_model_parallel_size() if pp_size is None else pp_size)
+
+
+@dataclass
+class PipelineIO:
+    """A value that stages send to each other.
+
+    Attributes:
+        name: of the value.
+        input_idx: its place among a stage's inputs; None if it is none.
+        output_idx: its place among a stage's outputs; None if it is none.
+        metadata: of its tensors.
+        obj: the containers that they are in; None for a plain tensor.
+    """
+
+    name: str
+    input_idx: int | None = None
+    output_idx: int | None = None
+    metadata: list[TensorMeta] | None = None
+    obj: Any = None
+
+
+class PipelineStageModule(nn.Module):
+    """One stage of a model that is a list of layers, each of which takes the output of the one before.
+
+    `NxDPPModel(layers, manual_pp_partition=True)` makes and runs all stages.
+
+    Args:
+        layers: of the whole model.
+        num_stages: how many stages it is cut into.
+        stage_index: which of them this is.
+        partition_fn: gives the stage of each layer; equally many for each if None, the remainder to the last.
+
+    Attributes:
+        stage_modules: this stage's layers.
+        shared_weights_on_pp_stages: by group of `mark_weight_sharing` with a layer here: the stages that share it,
+            and this stage's layer with the weight's name.
+
+    Raises:
+        ValueError: fewer layers than stages, or a layer without a stage.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        num_stages: int,
+        stage_index: int,
+        partition_fn: StageOfLayers | None = None,
+    ) -> None:
+        super().__init__()
+        self.layers = layers
+        self.num_stages = num_stages
+        self.stage_index = stage_index
+        self.partition_fn = partition_fn
+        stage_of = (partition_fn or _evenly)(layers, num_stages)
+        if len(stage_of) != len(layers):
+            raise ValueError(f"partition_fn gives {len(stage_of)} of {len(layers)} layers a stage; give each layer one")
+        self.stage_modules = [layer for layer in layers if stage_of[layer] == stage_index]
+        self.shared_weights_on_pp_stages = _shared_weights(stage_of, stage_index)
+
+    def forward(self, x: Any) -> Any:
+        """What this stage's layers make of their input, one after the other."""
+        for layer in self.stage_modules:
+            x = layer(x)
+        return x
+
+    @staticmethod
+    def mark_weight_sharing(
+        layer_and_weight_path: Sequence[tuple[nn.Module, str]], sharing_group_name: str = "default"
+    ) -> None:
+        """Say that some layers' weights are one.
+
+        Args:
+            layer_and_weight_path: layers, with the weight's name in each.
+            sharing_group_name: of these.
+
+        Raises:
+            RuntimeError: a layer is in a group of that name already.
+            ValueError: a name leads to no tensor, or shapes differ.
+        """
+        weights = [operator.attrgetter(path)(layer) for layer, path in layer_and_weight_path]
+        shapes = {tuple(it.shape) if isinstance(it, Tensor) else type(it).__name__ for it in weights}
+        if len(shapes) != 1 or not isinstance(weights[0], Tensor):
+            raise ValueError(f"the weights of group {sharing_group_name!r} are {shapes}; give tensors of one shape")
+        for layer, path in layer_and_weight_path:
+            groups = layer.__dict__.setdefault(WEIGHT_SHARING_ATTR_NAME, {})
+            if sharing_group_name in groups:
+                raise RuntimeError(f"a layer is in group {sharing_group_name!r} already; choose another name")
+            groups[sharing_group_name] = path
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """Move this stage's layers."""
+        for layer in self.stage_modules:
+            layer.to(*args, **kwargs)
+        return self
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """This stage's layers by name."""
+        for index, layer in enumerate(self.stage_modules):
+            name = f"pipeline_stage_modules.{index}.{type(layer).__name__}"
+            yield f"{prefix}.{name}" if prefix else name, layer
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """This stage's parameters by name."""
+        for name, layer in self.named_modules(prefix=prefix):
+            yield from layer.named_parameters(name, recurse, remove_duplicate)
+
+
+def _evenly(layers: Sequence[nn.Module], num_stages: int) -> dict[nn.Module, int]:
+    per_stage = len(layers) // num_stages
+    if not per_stage:
+        raise ValueError(f"{len(layers)} layers cannot fill {num_stages} stages; use at most {len(layers)} stages")
+    return {layer: min(place // per_stage, num_stages - 1) for place, layer in enumerate(layers)}
+
+
+def _shared_weights(stage_of: Mapping[nn.Module, int], stage_index: int) -> dict[str, list[Any]]:
+    stages: dict[str, set[int]] = {}
+    here: dict[str, list[Any]] = {}
+    for layer, stage in stage_of.items():
+        for group, path in layer.__dict__.get(WEIGHT_SHARING_ATTR_NAME, {}).items():
+            stages.setdefault(group, set()).add(stage)
+            if stage == stage_index:
+                here[group] = [layer, path]
+    return {group: [sorted(stages[group]), weight] for group, weight in here.items()}
+
+
+class NxDTracer(fx.Tracer):
+    """A tracer of torch.fx that keeps modules whole whose class's name, or own name, is among `leaf_modules`.
+
+    Args:
+        **config: `autowrap_functions` and `autowrap_modules` as for torch's, and `leaf_modules`.
+    """
+
+    name = "pytorch"
+
+    def __init__(self, **config: Any) -> None:
+        super().__init__(
+            autowrap_modules=tuple(config.get("autowrap_modules") or ()),
+            autowrap_functions=tuple(config.get("autowrap_functions") or ()),
+        )
+        self.leaf_modules = tuple(config.get("leaf_modules") or ())
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        """Whether a trace stops at this module."""
+        is_named = any(leaf in type(m).__name__ or leaf == module_qualified_name for leaf in self.leaf_modules)
+        return is_named or super().is_leaf_module(m, module_qualified_name)
+
+
+class TorchTracerWrapper(NxDTracer):
+    """The tracer of models that are not transformers'."""
+
+
+class HFTracerWrapper(NxDTracer):
+    """The tracer of models of transformers, which end with transformers 4; `NxDPPModel` cuts these by structure."""
+
+    name = "HF"
+
+
+def get_tracer_class(model: nn.Module, tracer_cls: str | type[fx.Tracer] | None = None) -> type[fx.Tracer]:
+    """The tracer for a model.
+
+    Args:
+        model: decides if `tracer_cls` is None.
+        tracer_cls: "hf", "torch" or a class of one's own.
+
+    Raises:
+        ValueError: another name.
+    """
+    if isinstance(tracer_cls, type):
+        return tracer_cls
+    name = tracer_cls or ("hf" if is_hugging_face(model) else "torch")
+    if name not in ("hf", "torch"):
+        raise ValueError(f"Unsupported tracer_cls {name!r}; use 'hf', 'torch' or a subclass of torch.fx.Tracer")
+    return HFTracerWrapper if name == "hf" else TorchTracerWrapper
+
+
+def get_concrete_args(
+    model: nn.Module,
+    input_names: Sequence[str] | None = None,
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The arguments of a model's forward that are not given, with their defaults.
+
+    Args:
+        model: whose forward is meant.
+        input_names: the arguments that are given; those of `args` and `kwargs` if None.
+        args: positional ones.
+        kwargs: those by name.
+
+    Raises:
+        ValueError: nothing is given, or a name that forward lacks.
+    """
+    parameters = signature(model.forward).parameters
+    if input_names is None:
+        if args is None and kwargs is None:
+            raise ValueError("nothing says which inputs are given; pass input_names, args or kwargs")
+        input_names = [*list(parameters)[: len(args or ())], *(kwargs or ())]
+    unknown = [name for name in input_names if name not in parameters]
+    if unknown:
+        raise ValueError(
+            f"The model does not have input(s) named: {', '.join(unknown)}, expected a subset of the following: "
+            f"{', '.join(parameters)}"
+        )
+    return {name: it.default for name, it in parameters.items() if name not in input_names}
+
+
+def patch_obj_method(autowrap_obj_methods: Mapping[Any, Sequence[str]] | None) -> AbstractContextManager[None]:
+    """A block in which a trace does not look into methods of objects; see `nxd_pipeline`'s `autowrap_obj_methods`."""
+    return methods_kept_whole(autowrap_obj_methods or {})
+
+
+def trace_model(
+    model: nn.Module,
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    input_names: Sequence[str] | None = None,
+    tracer_cls: str | type[fx.Tracer] | None = None,
+    leaf_modules: Sequence[str] | None = None,
+    autowrap_functions: Sequence[Callable[..., Any]] | None = None,
+    autowrap_modules: Sequence[ModuleType] | None = None,
+    autowrap_obj_methods: Mapping[Any, Sequence[str]] | None = None,
+) -> fx.GraphModule:
+    """A model as a graph of its operations; parallel layers stay whole.
+
+    Args:
+        model: to trace.
+        args: inputs by position; only their number counts.
+        kwargs: inputs by name; only the names count.
+        input_names: the inputs that are given, instead of these.
+        tracer_cls: a tracer of one's own to build on; "hf" and "torch" are torch's.
+        leaf_modules: names of classes whose modules stay whole.
+        autowrap_functions: functions that stay whole.
+        autowrap_modules: Python modules whose functions stay whole.
+        autowrap_obj_methods: methods, by name, of objects, that stay whole.
+
+    Raises:
+        ValueError: the model cannot be traced so.
+    """
+    left_out = get_concrete_args(model, input_names, args, kwargs)
+    graph = graph_of(
+        model,
+        input_names=[name for name in signature(model.forward).parameters if name not in left_out],
+        leaf_classes=tuple(leaf_modules or ()),
+        autowrap_functions=tuple(autowrap_functions or ()),
+        autowrap_modules=tuple(autowrap_modules or ()),
+        autowrap_obj_methods=autowrap_obj_methods,
+        tracer_cls=tracer_cls if isinstance(tracer_cls, type) else fx.Tracer,
+    )
+    traced = fx.GraphModule(model, graph)
+    traced.graph.eliminate_dead_code()
+    traced.delete_all_unused_submodules()
+    traced.recompile()
+    return traced
+
+
+def iterate_graph_model_outputs(output_node_args: tuple[Any, ...]) -> Iterator[Any]:
+    """The values that a graph returns, from the arguments of its output node: one, or those of a tuple.
+
+    Raises:
+        ValueError: they are no tuple of one.
+    """
+    if not isinstance(output_node_args, tuple) or len(output_node_args) != 1:
+        raise ValueError(f"Unsupported output args found {output_node_args}; give the args of a graph's output node")
+    (output,) = output_node_args
+    yield from output if isinstance(output, tuple) else (output,)

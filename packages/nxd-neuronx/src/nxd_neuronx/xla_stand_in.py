@@ -1,0 +1,382 @@
+"""The functions of torch-xla that training scripts call, over torch.distributed: for machines that do not have it.
+
+Scripts of NeuronX Distributed import torch_xla for the device, for ranks, and for a few collectives. `install` puts
+modules of these names in place, on which such a script runs on the CPU, on CUDA and on the native Neuron device. What
+torch-xla does with graphs has no counterpart there, and needs none: `mark_step` runs the closures that wait for it.
+
+The interface is that of https://docs.pytorch.org/xla/, as of 2.9.
+"""
+
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from nxd_state import get_device
+from nxd_state.device import backend_of_device, device_type
+from nxd_trace import prepare_workers
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+
+from nxd_neuronx.neuron_stand_in import NEURON_MODULES, load_compiled
+
+T = TypeVar("T")
+Groups = Sequence[Sequence[int]]
+
+_OPERATIONS = {
+    "sum": dist.ReduceOp.SUM,
+    "mul": dist.ReduceOp.PRODUCT,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+}
+_CHANGE_NUMBERS = (
+    "XLA_USE_BF16",
+    "XLA_DOWNCAST_BF16",
+    "XLA_USE_FP16",
+    "XLA_DOWNCAST_FP16",
+    "NEURON_RT_STOCHASTIC_ROUNDING_EN",
+)
+_closures: list[tuple[Callable[..., object], tuple[Any, ...]]] = []
+_made_groups: dict[tuple[dist.ProcessGroup, Groups], dist.ProcessGroup] = {}
+
+
+def install() -> None:
+    """Make `import torch_xla` work in this process, and "xla" mean its device and the backend of that.
+
+    Does so in the workers of traced models, too, and for what inference scripts import of torch-neuronx. Leaves a
+    library that is installed as it is.
+    """
+    prepare_workers(install)
+    _tell_of_variables()
+    if importlib.util.find_spec("torch_neuronx") is None:
+        _put_in_place(NEURON_MODULES)
+        torch.jit.load = load_compiled
+    if importlib.util.find_spec("torch_xla") is None:
+        _put_in_place(_MODULES)
+        dist.init_process_group = _init_process_group
+        _DeviceNamedXla().__enter__()
+
+
+def _tell_of_variables() -> None:
+    """Say which variables that change a run's numbers on torch-xla and Neuron do nothing here; on one rank."""
+    without = [name for name in _CHANGE_NUMBERS if os.environ.get(name, "0").lower() not in ("", "0", "false")]
+    if without and importlib.util.find_spec("torch_xla") is None and _rank() == 0:
+        named = ", ".join(f"{name}={os.environ[name]}" for name in without)
+        print(
+            f"nxd run: {named}: no effect without torch-xla, tensors keep their dtypes; for bfloat16 use "
+            "mixed_precision_config of neuronx_distributed_config, or a model in bfloat16",
+            file=sys.stderr,
+        )
+
+
+def _put_in_place(modules: Mapping[str, Mapping[str, Any]]) -> None:
+    for name, content in modules.items():
+        module = ModuleType(name, f"Stands in for `{name}`, see nxd_neuronx.xla_stand_in.")
+        module.__path__ = []  # so that modules below it are looked for, and found here
+        module.__spec__ = ModuleSpec(name, None)  # no origin: it is not the library
+        module.__dict__.update(content)
+        module.__dict__["__getattr__"] = _Missing(name, content)
+        sys.modules[name] = module
+        parent, _, last = name.rpartition(".")
+        if parent:
+            setattr(sys.modules[parent], last, module)
+
+
+class _Missing:
+    """What a module of the stand-in says of a name that it does not have."""
+
+    def __init__(self, module: str, content: Mapping[str, Any]) -> None:
+        self._module = module
+        self._has = ", ".join(sorted(content))
+
+    def __call__(self, name: str) -> Any:
+        library = self._module.partition(".")[0].replace("_", "-")
+        raise AttributeError(
+            f"{library} is not installed, and what stands in for {self._module} has no {name!r}; it has {self._has}"
+        )
+
+
+class _DeviceNamedXla(TorchFunctionMode):
+    """Takes this process's device where a call of torch names "xla".
+
+    torch takes a mode away while a call runs that the mode has seen. `loss.backward()` goes on with the mode, for
+    recomputations of checkpointed modules run code of the script there.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        args = [get_device() if _is_xla(value) else value for value in args]
+        kwargs = {key: get_device() if _is_xla(value) else value for key, value in (kwargs or {}).items()}
+        if func is Tensor.backward and args[0].requires_grad and kwargs.get("inputs") is None:
+            edge = get_gradient_edge(args[0])  # which, unlike a tensor, does not bring the call back here
+            gradient = kwargs.pop("gradient", None)
+            with self:
+                return torch.autograd.backward(edge, gradient, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _is_xla(value: object) -> bool:
+    return (isinstance(value, torch.device) and value.type == "xla") or (isinstance(value, str) and value == "xla")
+
+
+_torch_init_process_group = dist.init_process_group
+
+
+def _init_process_group(backend: str | None = None, init_method: str | None = None, *args: Any, **kwargs: Any) -> None:
+    if backend == "xla":
+        backend, init_method = backend_of_device(), None  # theirs, "pjrt://" or "xla://", is for torch-xla alone
+    says_rank = args or {"store", "rank", "world_size"} & kwargs.keys() or "RANK" in os.environ
+    if init_method in (None, "env://") and not says_rank:  # one process by itself, as torch-xla takes it
+        init_method, kwargs = None, kwargs | {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    _torch_init_process_group(backend, init_method, *args, **kwargs)
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def xla_device(n: int | None = None, devkind: str | None = None) -> torch.device:
+    """This process's device; the arguments, which choose among several, are not looked at."""
+    return get_device()
+
+
+def is_master_ordinal(local: bool = True) -> bool:
+    """Whether this is the first rank, of its host or of all."""
+    return (_local_rank() if local else _rank()) == 0
+
+
+def master_print(*args: Any, fd: Any = None, local: bool = False, flush: bool = False) -> None:
+    """Print, on the first rank."""
+    if is_master_ordinal(local):
+        print(*args, file=sys.stdout if fd is None else fd, flush=flush)
+
+
+def add_step_closure(closure: Callable[..., object], args: tuple[Any, ...] = (), run_async: bool = False) -> None:
+    """Have `closure(*args)` called at the end of the step."""
+    _closures.append((closure, args))
+
+
+def mark_step(wait: bool = False, reset_scope: bool = True) -> None:
+    """End of a step: calls the closures that were added to it, in their order."""
+    while _closures:
+        closure, args = _closures.pop(0)
+        closure(*args)
+
+
+def wait_device_ops(devices: Sequence[Any] = ()) -> None:
+    """Does nothing: who reads a value waits for it."""
+
+
+def set_rng_state(seed: int, device: Any = None) -> None:
+    """Seed the random numbers of this process and its device."""
+    torch.manual_seed(seed)
+
+
+def rendezvous(tag: str, payload: bytes = b"", replicas: Sequence[int] = ()) -> list[bytes]:
+    """Wait for all ranks; returns what each of them gave."""
+    return _gather_objects(payload)
+
+
+def mesh_reduce(tag: str, data: T, reduce_fn: Callable[[list[T]], Any]) -> Any:
+    """`reduce_fn` of the list of every rank's data, in the order of ranks."""
+    return reduce_fn(_gather_objects(data))
+
+
+def _gather_objects(value: T) -> list[T]:
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _process_group(groups: Groups | None) -> dist.ProcessGroup | None:
+    """That of these groups in which this rank is; all ranks ask for the same groups in the same order."""
+    if not dist.is_initialized():
+        return None
+    world = dist.group.WORLD
+    assert world is not None
+    if not groups:
+        return world
+    key = (world, tuple(tuple(group) for group in groups))
+    if key not in _made_groups:
+        made = [(group, dist.new_group(list(group))) for group in groups]
+        _made_groups[key] = next(process_group for group, process_group in made if dist.get_rank() in group)
+    return _made_groups[key]
+
+
+def all_reduce(
+    reduce_type: str,
+    inputs: Tensor | Sequence[Tensor],
+    scale: float = 1.0,
+    groups: Groups | None = None,
+    pin_layout: bool = True,
+) -> Tensor | None:
+    """Reduce a tensor, which is returned, or a list of tensors in place; each is multiplied by `scale` afterwards."""
+    group = _process_group(groups)
+    results = [inputs.detach().clone()] if isinstance(inputs, Tensor) else inputs
+    for result in results:
+        if group is not None:
+            dist.all_reduce(result, _OPERATIONS[reduce_type], group=group)
+        if scale != 1.0:
+            result.mul_(scale)
+    return results[0] if isinstance(inputs, Tensor) else None
+
+
+def all_gather(
+    value: Tensor, dim: int = 0, groups: Groups | None = None, output: Any = None, pin_layout: bool = True
+) -> Tensor:
+    """The tensors of all ranks of the group, one after the other along `dim`."""
+    group = _process_group(groups)
+    if group is None:
+        return value.clone()
+    parts = [torch.empty_like(value) for _ in range(group.size())]
+    dist.all_gather(parts, value.contiguous(), group=group)
+    return torch.cat(parts, dim)
+
+
+def reduce_scatter(
+    reduce_type: str,
+    input: Tensor,
+    scale: float,
+    scatter_dim: int,
+    shard_count: int,
+    groups: Groups | None = None,
+    output: Any = None,
+    pin_layout: bool = True,
+) -> Tensor:
+    """This rank's part, along `scatter_dim`, of the reduced tensor."""
+    reduced = all_reduce(reduce_type, input, scale, groups)
+    assert reduced is not None
+    group = _process_group(groups)
+    return reduced.chunk(shard_count, scatter_dim)[0 if group is None else group.rank()].contiguous()
+
+
+def reduce_gradients(optimizer: torch.optim.Optimizer, groups: Groups | None = None, pin_layout: bool = True) -> None:
+    """Average the gradients of the optimizer's parameters over the group."""
+    group = _process_group(groups)
+    parameters = [parameter for group_ in optimizer.param_groups for parameter in group_["params"]]
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    all_reduce("sum", gradients, 1.0 if group is None else 1.0 / group.size(), groups)
+
+
+def optimizer_step(
+    optimizer: torch.optim.Optimizer,
+    barrier: bool = False,
+    optimizer_args: Mapping[str, Any] | None = None,
+    groups: Groups | None = None,
+    pin_layout: bool = True,
+) -> Any:
+    """Average the gradients over the group, and update."""
+    reduce_gradients(optimizer, groups)
+    loss = optimizer.step(**(optimizer_args or {}))
+    if barrier:
+        mark_step()
+    return loss
+
+
+def save(data: Any, file_or_path: Any, master_only: bool = True, global_master: bool = False) -> None:
+    """`torch.save`, on the first rank of each host, of all, or on every rank; returns once all have saved."""
+    if not master_only or is_master_ordinal(local=not global_master):
+        torch.save(data, file_or_path)
+    rendezvous("torch_xla.core.xla_model.save")
+
+
+class MpDeviceLoader:
+    """Batches of a loader, with their tensors on the device; each ends the step before it.
+
+    Args:
+        loader: any iterable of batches, which are tensors, or dicts, lists and tuples of them.
+        device: where to.
+        kwargs: torch-xla's, for reading ahead, which have no effect.
+    """
+
+    def __init__(self, loader: Iterable[Any], device: torch.device, **kwargs: Any) -> None:
+        self._loader = loader
+        self._device = device
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._loader:
+            mark_step()
+            yield _move(batch, self._device)
+        mark_step()
+
+    def __len__(self) -> int:
+        return len(self._loader)  # type: ignore[arg-type]  # it is for whoever asks to know
+
+
+def _move(batch: Any, device: torch.device) -> Any:
+    if isinstance(batch, Tensor):
+        return batch.to(device)
+    if isinstance(batch, Mapping):
+        return {key: _move(value, device) for key, value in batch.items()}
+    if isinstance(batch, list | tuple):
+        moved = [_move(value, device) for value in batch]
+        return type(batch)(*moved) if hasattr(batch, "_fields") else type(batch)(moved)
+    return batch
+
+
+def spawn(fn: Callable[..., object], args: tuple[Any, ...] = (), nprocs: int | None = None, **kwargs: Any) -> None:
+    """Call `fn(rank, *args)` in this process, which is one of those that a launcher started."""
+    if nprocs not in (None, 1, _world_size()):
+        raise RuntimeError(
+            f"xmp.spawn(nprocs={nprocs}) without torch-xla: start the ranks with `nxd run --nproc {nprocs} SCRIPT`"
+        )
+    fn(_local_rank(), *args)
+
+
+def _no_tpu() -> int:
+    raise OSError("there is no TPU: torch-xla is not installed")  # which Lightning, who looks for one, expects
+
+
+_XLA_MODEL = {
+    **{f"REDUCE_{name.upper()}": name for name in _OPERATIONS},
+    **{
+        function.__name__: function
+        for function in (
+            *(xla_device, is_master_ordinal, master_print, add_step_closure, mark_step, wait_device_ops, set_rng_state),
+            *(rendezvous, mesh_reduce, all_reduce, all_gather, reduce_scatter, reduce_gradients, optimizer_step, save),
+        )
+    },
+    "get_ordinal": _rank,
+    "get_local_ordinal": _local_rank,
+    "xrt_world_size": _world_size,
+}
+_MODULES: dict[str, dict[str, Any]] = {
+    "torch_xla": {"__version__": "0", "device": xla_device, "sync": mark_step},
+    "torch_xla.core": {},
+    "torch_xla.core.xla_model": _XLA_MODEL,
+    "torch_xla.runtime": {
+        "world_size": _world_size,
+        "global_ordinal": _rank,
+        "local_ordinal": _local_rank,
+        "device_type": lambda: device_type().upper(),
+    },
+    "torch_xla.distributed": {},
+    "torch_xla.distributed.parallel_loader": {"MpDeviceLoader": MpDeviceLoader},
+    "torch_xla.distributed.xla_backend": {},
+    "torch_xla.distributed.xla_multiprocessing": {"spawn": spawn},
+    "torch_xla.experimental": {},
+    "torch_xla.experimental.tpu": {"version": _no_tpu},
+    "torch_xla.experimental.pjrt_backend": {},
+    "torch_xla.utils": {},
+    "torch_xla.utils.checkpoint": {"checkpoint": checkpoint},
+    "torch_xla.debug": {},
+    "torch_xla.debug.metrics": {"metrics_report": str, "counter_names": list, "metric_names": list},
+}

@@ -1,0 +1,71 @@
+"""Every public name of NeuronX Distributed (release 2.29).
+
+`upstream_names.txt` lists them: `module: name name ...`, continued on indented lines; `(top)` is the package itself.
+"""
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from nxd_neuronx.not_here import NotHere
+
+LIST = Path(__file__).parent / "upstream_names.txt"
+
+
+def listed():
+    module, names = "", {}
+    for line in LIST.read_text(encoding="utf-8").splitlines():
+        head, _, rest = line.partition(":") if not line.startswith(" ") else (module, ":", line)
+        module = head
+        names.setdefault(module, []).extend(rest.split())
+    return names
+
+
+NAMES = listed()
+
+
+def module_of(name):
+    return importlib.import_module("neuronx_distributed" if name == "(top)" else f"neuronx_distributed.{name}")
+
+
+@pytest.mark.parametrize("module", NAMES)
+def test_each_name_of_a_module_resolves_and_is_public(module):
+    found = module_of(module)
+
+    assert [name for name in NAMES[module] if not hasattr(found, name)] == []
+    assert set(NAMES[module]) <= set(found.__all__)
+
+
+@pytest.mark.parametrize("module", NAMES)
+def test_a_name_of_the_old_runtime_explains_itself_in_one_line_when_it_is_called(module):
+    stand_ins = [it for it in map(vars(module_of(module)).get, NAMES[module]) if isinstance(it, NotHere)]
+
+    for stand_in in stand_ins:
+        with pytest.raises(NotImplementedError, match=r"; use ") as raised:
+            stand_in.apply(1, size=2)
+        assert stand_in.name in str(raised.value)
+        assert "\n" not in str(raised.value)
+
+
+def test_an_unknown_name_says_which_there_are():
+    import neuronx_distributed
+
+    with pytest.raises(AttributeError, match=r"no attribute 'TensorBuilder'; there are .*ModelBuilder"):
+        _ = neuronx_distributed.TensorBuilder
+
+
+@pytest.mark.usefixtures("fresh_interpreter")
+def test_importing_every_module_brings_in_neither_transformers_nor_lightning_nor_torch_xla():
+    modules = [f"neuronx_distributed.{name}" for name in NAMES if name != "(top)"]
+    program = f"""
+import importlib, sys
+for name in {modules!r}:
+    importlib.import_module(name)
+print(sorted({{'transformers', 'lightning', 'pytorch_lightning', 'torch_xla'}} & sys.modules.keys()))
+"""
+
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+
+    assert (done.stdout.strip(), done.stderr) == ("[]", "")

@@ -1,0 +1,371 @@
+"""What names of `parallel_layers` do that scripts for NeuronX Distributed import beside the documented ones."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from neuronx_distributed import parallel_state
+from neuronx_distributed.modules.qkv_linear import gqa_qkv_linear_with_async_allreduce
+from neuronx_distributed.modules.rms_norm import manual_rms_norm
+from neuronx_distributed.parallel_layers import comm, grads, layers, loss_functions, mappings, pad, utils
+from neuronx_distributed.parallel_layers.checkpointing import _invoke_preshard_hook, get_sharded_model_dict, load, save
+from nxd_neuronx.rank_groups import groups_of
+from nxd_state import Mesh, active_group, all_gather, all_reduce, get_group, get_shard_spec
+from torch import nn
+from torch.nn import functional as F
+
+
+@pytest.fixture
+def on_mesh(run_ranks):
+    """`on_mesh(job, world, **degrees)`: what `job()` returns on each rank of a mesh."""
+
+    def run(job, world=2, **degrees):
+        def meshed():
+            parallel_state.initialize_model_parallel(**degrees)
+            return job()
+
+        return run_ranks(meshed, world)
+
+    return run
+
+
+def test_mesh_takes_context_before_experts_and_says_its_groups_without_making_them(run_ranks):
+    def job():
+        groups = parallel_state.initialize_model_parallel(2, 1, 2, mesh_only=True)
+        assert not parallel_state.model_parallel_is_initialized()
+        parallel_state.initialize_model_parallel(2, 1, 2, 1, True, 1)
+        return groups, parallel_state.get_context_model_parallel_size(), parallel_state.get_world_group(as_list=True)
+
+    groups, context, world = run_ranks(job, 4)[0]
+
+    assert (groups.tp_groups, groups.cp_groups, groups.dp_groups) == (
+        [[0, 1], [2, 3]],
+        [[0, 2], [1, 3]],
+        [[0], [1], [2], [3]],
+    )
+    assert (context, world) == (2, [[0, 1, 2, 3]])
+
+
+def test_degrees_can_be_said_again_and_not_changed(on_mesh):
+    def job():
+        parallel_state.set_tensor_model_parallel_size(2)
+        parallel_state.set_tensor_model_parallel_rank(get_group("tp").rank)
+        with pytest.raises(ValueError, match=r"tensor_model_parallel_size=4 cannot be set: it is 2; call destroy"):
+            parallel_state.set_tensor_model_parallel_size(4)
+        with pytest.raises(ValueError, match="context_parallel_size=2 cannot be set"):
+            parallel_state.set_context_model_parallel_size(2)
+
+    on_mesh(job, tensor_model_parallel_size=2)
+
+
+def test_groups_of_parts_of_an_axis_are_runs_of_neighbours(on_mesh):
+    def job():
+        with pytest.raises(RuntimeError, match=r"no kv_shared groups; call initialize_kv_group\(\) first"):
+            parallel_state.get_kv_shared_group()
+        parallel_state.initialize_kv_group(2)
+        parallel_state.initialize_speculative_draft_group(2)
+        with pytest.raises(ValueError, match="the kv_shared groups have 2 ranks, not 4"):
+            parallel_state.initialize_kv_group(4)
+        summed = torch.tensor(float(dist.get_rank()))
+        dist.all_reduce(summed, group=parallel_state.get_kv_shared_group())
+        parallel_state.destroy_kv_group()
+        parallel_state.initialize_kv_group(4)
+        return (
+            summed.item(),
+            parallel_state.get_kv_shared_group_size(),
+            parallel_state.get_speculative_draft_replica_groups(),
+        )
+
+    assert on_mesh(job, 4, tensor_model_parallel_size=4) == [(it, 4, [[0, 1], [2, 3]]) for it in (1.0, 1.0, 5.0, 5.0)]
+
+
+def test_replicas_that_shuffle_tokens_are_neighbours_along_the_replicas(on_mesh):
+    def job():
+        parallel_state.initialize_token_shuffle_group(2)
+        return parallel_state.get_token_shuffle_replica_groups(), parallel_state.get_token_shuffle_group_size()
+
+    assert on_mesh(job, 4)[0] == ([[0, 1], [2, 3]], 2)
+
+
+def test_arithmetic_of_copies_and_experts():
+    arrange, experts = parallel_state.arrange_kv_groups, parallel_state.get_experts_for_expert_parallel_rank
+
+    assert arrange(2, 4, 2) == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert arrange(2, 4, 2, True) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert experts(1, 4, 2) == [2, 3]
+    assert experts(1, 4, 2, [[0, 3], [1, 2]]) == [1, 2]
+    with pytest.raises(ValueError, match="name each expert"):
+        experts(0, 4, 2, [[0, 1], [1, 2]])
+
+
+def test_objects_are_gathered_on_the_first_rank_and_ranks_meet_at_a_store(on_mesh):
+    def job():
+        objects = parallel_state.gather_python_object(dist.get_rank(), parallel_state.get_tensor_model_parallel_group())
+        parallel_state.initialize_pp_gloo_groups()
+        store = parallel_state.get_tcp_store()
+        store.set(f"seen_{dist.get_rank()}", "yes")
+        store.wait(["seen_0", "seen_1"])
+        return objects, parallel_state.is_global_rank_zero(), parallel_state.is_tcp_store_available()
+
+    assert on_mesh(job, tensor_model_parallel_size=2) == [([0, 1], True, True), ([], False, True)]
+
+
+@pytest.mark.parametrize("by_list", [False, True])
+def test_collectives_take_a_process_group_or_the_ranks_of_all(on_mesh, by_list):
+    def job():
+        groups = parallel_state.get_tensor_model_parallel_group(as_list=by_list)
+        rank = get_group("tp").rank
+        own = torch.tensor([[1.0, 2.0]]) + rank
+        (summed,) = comm.all_reduce("sum", own.clone(), groups)
+        largest = comm.all_reduce(dist.ReduceOp.MAX, [own.clone()], groups)[0]
+        whole = comm.all_gather(own, 1, groups, torch.empty(1, 4))
+        part = comm.reduce_scatter("sum", own, 0.5, 1, 2, groups, torch.empty(1, 1))
+        output = comm.gloo_reduce_scatter(torch.empty(1, 2), own.repeat(2, 1), dist.ReduceOp.SUM)
+        with pytest.raises(ValueError, match="'avg' is not a reduction; use one of 'sum', 'max', 'min'"):
+            comm.all_reduce("avg", own, groups)
+        with pytest.raises(ValueError, match="shard_count=3 is not the number of ranks, 2"):
+            comm.reduce_scatter("sum", own, 1, 1, 3, groups)
+        return [it.tolist() for it in (summed, largest, whole, part, output)]
+
+    expected = [[[3.0, 5.0]], [[2.0, 3.0]], [[1.0, 2.0, 2.0, 3.0]]]
+    assert on_mesh(job, tensor_model_parallel_size=2) == [[*expected, [[part]], [[3.0, 5.0]]] for part in (1.5, 2.5)]
+
+
+@pytest.mark.parametrize("norm_type", [2, 3.0, float("inf")])
+def test_norm_of_gradients_spread_over_replicas_is_that_of_the_whole(on_mesh, norm_type):
+    gradient = torch.linspace(-1, 2, 8, dtype=torch.float64)
+
+    def job():
+        parameter = nn.Parameter(torch.zeros(4, dtype=torch.float64))
+        parameter.grad = gradient.chunk(2)[get_group("dp").rank].clone()
+        groups = parallel_state.get_data_parallel_group(as_list=True)
+        norms = [grads.get_grad_norm([parameter], norm_type, True, given, False) for given in (None, groups)]
+        clipped = grads.clip_grad_norm([parameter], 0.5, norm_type, True)
+        with pytest.raises(ValueError, match="zero1_optimizer_groups need zero1_optimizer=True"):
+            grads.get_grad_norm([parameter], zero1_optimizer_groups=groups)
+        return torch.stack([*norms, clipped]), parameter.grad
+
+    results = on_mesh(job)
+
+    expected = torch.linalg.vector_norm(gradient, norm_type)
+    for norms, _ in results:
+        torch.testing.assert_close(norms, expected.expand(3))
+    after = torch.cat([it for _, it in results])
+    torch.testing.assert_close(after, gradient * 0.5 / (expected + 1e-6))
+
+
+def test_gradients_of_replicas_of_experts_are_averaged_in_two_steps(on_mesh):
+    def job():
+        gradient = torch.tensor([float(dist.get_rank())])
+        grads.bucket_allreduce_gradients([gradient])
+        of_expert = gradient.item()
+        grads.bucket_allreduce_gradients([gradient], reduce_over_ep_group=True)
+        return of_expert, gradient.item()
+
+    assert on_mesh(job, 4, expert_model_parallel_size=2) == [(0.5, 1.5), (1.0, 1.5), (0.5, 1.5), (1.0, 1.5)]
+
+
+def test_gradients_of_context_parallel_ranks_are_averaged(on_mesh):
+    def job():
+        parameter = nn.Parameter(torch.zeros(1))
+        parameter.grad = torch.tensor([float(dist.get_rank())])
+        grads.allreduce_context_parallel_gradients(torch.optim.SGD([parameter], 0.1))
+        return parameter.grad.item()
+
+    assert on_mesh(job, context_parallel_size=2) == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_linear_functions_are_the_layers_products(on_mesh, sequence_parallel):
+    def job():
+        torch.manual_seed(0)
+        x, q, kv = (torch.randn(shape, dtype=torch.float64) for shape in ((4, 6), (8, 6), (4, 6)))
+        rank = active_group("tp").rank
+        own = (x.chunk(2)[rank] if sequence_parallel else x).clone().requires_grad_()
+        parts = [weight.chunk(2)[rank].clone().requires_grad_() for weight in (q, kv, kv)]
+        output = layers.linear_with_async_allreduce(own, parts[0], None, not sequence_parallel, sequence_parallel)
+        torch.testing.assert_close(output, x @ q.chunk(2)[rank].t())
+        output.sum().backward()
+        whole_grad = q.sum(dim=0).expand(4, -1)
+        torch.testing.assert_close(
+            own.grad, whole_grad.chunk(2)[rank] if sequence_parallel else whole_grad, rtol=1e-6, atol=1e-6
+        )
+        flags = (not sequence_parallel, sequence_parallel)
+        plain = gqa_qkv_linear_with_async_allreduce(own, *parts, None, None, None, *flags)
+        fused = gqa_qkv_linear_with_async_allreduce(own, *[None] * 6, *flags, 1, torch.cat(parts), None, True, 4, 2)
+        for one, other in zip(plain, fused, strict=True):
+            torch.testing.assert_close(one, other)
+        with pytest.raises(ValueError, match="kv_size_multiplier=2: this function"):
+            gqa_qkv_linear_with_async_allreduce(own, *parts, None, None, None, *flags, 2)
+
+    on_mesh(job, tensor_model_parallel_size=2)
+
+
+def test_layers_are_instances_of_their_bases():
+    assert isinstance(layers.RowParallelLinear(2, 2), layers.BaseParallelLinear)
+    assert isinstance(layers.ParallelEmbedding(2, 2), layers.BaseParallelLayer)
+    assert not isinstance(nn.Linear(2, 2), layers.BaseParallelLayer)
+    assert isinstance(layers.OutputChannelParallelConv2d(1, 1, 1), layers.BaseParallelConv)
+
+
+def test_log_probabilities_of_the_next_tokens(on_mesh):
+    def job():
+        torch.manual_seed(0)
+        logits, tokens = torch.randn(2, 4, 6, dtype=torch.float64), torch.randint(6, (2, 4))
+        own = logits.chunk(2, dim=-1)[active_group("tp").rank]
+        expected = F.log_softmax(logits, -1)[:, :-1].gather(-1, tokens[:, 1:, None]).squeeze(-1)
+        torch.testing.assert_close(loss_functions.from_parallel_logits_to_logprobs(own, tokens), expected)
+        losses = loss_functions.parallel_cross_entropy(vocab_parallel_logits=own, target=tokens)
+        torch.testing.assert_close(-loss_functions.DistributedLogprob.apply(own, tokens), losses)
+
+    on_mesh(job, tensor_model_parallel_size=2)
+
+
+def test_part_of_a_rank_that_is_data_is_taken_in_runs_or_in_turns(on_mesh):
+    def job():
+        whole = torch.arange(8).view(1, 8)
+        taken = [
+            function(whole, 1, torch.tensor([1])).tolist()
+            for function in (mappings.scatter_to_process_group_spmd, mappings.round_robin_scatter_to_process_group_spmd)
+        ]
+        with pytest.raises(ValueError, match="2 ranks do not divide dim 1"):
+            mappings.scatter_to_process_group_spmd(whole[:, :7], 1, torch.tensor([0]))
+        swapped = mappings.nonzero_partition_dim_swap(lambda x, dim: x.flip(dim))
+        assert torch.equal(swapped(whole, 1), whole.flip(1))
+        return taken
+
+    assert on_mesh(job, tensor_model_parallel_size=2)[0] == [[[4, 5, 6, 7]], [[1, 3, 5, 7]]]
+
+
+def test_whole_tensors_are_cut_as_parameters_say(on_mesh):
+    def job():
+        layer = layers.ColumnParallelLinear(4, 8, stride=2)
+        whole = {"weight": torch.arange(32.0).view(8, 4), "bias": torch.arange(8.0)}
+        cut = get_sharded_model_dict(layer, whole)
+        layer.load_state_dict(cut)
+        return cut["bias"].tolist(), layers.create_local_weight(whole["bias"], 0, 4, 1).tolist()
+
+    assert on_mesh(job, tensor_model_parallel_size=2) == [
+        ([0.0, 1.0, 4.0, 5.0], [0.0, 1.0, 2.0, 3.0]),
+        ([2.0, 3.0, 6.0, 7.0], [4.0, 5.0, 6.0, 7.0]),
+    ]
+
+
+def test_every_replica_saves_and_loads_its_own_file_where_asked_to(on_mesh, tmp_path):
+    def job():
+        model = nn.Linear(1, 1)
+        nn.init.constant_(model.weight, get_group("dp").rank)
+        save({"model": model.state_dict()}, tmp_path, master_dp_only=False)
+        nn.init.zeros_(model.weight)
+        load(tmp_path, model, master_dp_only=False, weights_only=True)
+        lax = nn.Linear(1, 1, bias=False)
+        load(tmp_path, lax, master_dp_only=False, strict=False)
+        assert torch.equal(lax.weight, model.weight)
+        return model.weight.item()
+
+    assert on_mesh(job) == [0.0, 1.0]
+
+
+def test_spmd_rank_holds_the_rank_until_a_checkpoint_says_otherwise(on_mesh):
+    def job():
+        rank = layers.SPMDRank(2)
+        rank.initialize_expert_indices(3)
+        assert (rank.rank.num_partitions, rank.get_local_expert_indices().shape) == (2, (1, 3))
+        assert get_shard_spec(rank.rank).pieces[0].logical_shape == (2,)
+        return rank.get_rank().tolist()
+
+    assert on_mesh(job, tensor_model_parallel_size=2) == [[0], [1]]
+
+
+def test_preshard_hooks_change_whole_weights_by_the_names_of_their_modules():
+    class Doubled(nn.Linear):
+        add_bias = True
+
+        def preshard_hook(self, state, name):
+            state[name] = state[name] * 2
+
+    model = nn.ModuleDict({"plain": nn.Linear(1, 1), "inner": nn.ModuleDict({"doubled": Doubled(1, 1)})})
+    state = {name: torch.ones(1) for name in model.state_dict()}
+
+    _invoke_preshard_hook(model, state)
+
+    assert {name: value.item() for name, value in state.items()} == {
+        "plain.weight": 1,
+        "plain.bias": 1,
+        "inner.doubled.weight": 2,
+        "inner.doubled.bias": 2,
+    }
+
+
+def test_padding_heads_are_those_behind_each_key_and_value_heads():
+    masks = [pad.generate_padding_mask(6, 8, 2, 4, rank).tolist() for rank in range(4)]
+
+    assert masks == [[True, True], [True, False]] * 2
+    assert pad.get_number_of_extra_heads(n_head=6, tp_degree=4) == 2
+    with pytest.raises(RuntimeError, match=r"Unexpected hardware_type='trn1'; give hardware\.TRN1"):
+        pad.generate_padding_mask(6, 8, 2, 4, 0, hardware_type="trn1")
+
+
+def test_tensors_are_cast_and_cut_as_scripts_ask():
+    assert utils.cast_all({"a": [torch.ones(1), 3]})["a"][0].dtype == torch.bfloat16
+    assert utils.get_padding_length(10, 4) == 2
+    assert utils.EmbeddingUtility.range_from_global_vocab_size(12, 1, 3) == (4, 8)
+    assert utils.indices_split_along_dim(torch.ones(2, 6), 1, 1, 3).tolist() == [2, 3]
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = utils.cast_if_autocast_enabled(torch.ones(1), torch.ones(1).double(), 3)
+        with pytest.raises(ValueError, match=r"is torch\.float32 under autocast; cast it to torch\.bfloat16"):
+            utils.verify_casted_dtype([torch.ones(1)])
+        utils.verify_casted_dtype(cast)
+    assert [getattr(it, "dtype", it) for it in cast] == [torch.bfloat16, torch.float64, 3]
+    tensor = torch.ones(1)
+    utils.set_defaults_if_not_set_tensor_model_parallel_attributes(tensor)
+    assert (tensor.tensor_model_parallel, tensor.partition_dim) == (False, -1)
+    assert utils.move_all_tensor_to_cpu([tensor], convert=False)[0] is tensor
+
+
+def test_norm_function_is_torchs():
+    torch.manual_seed(0)
+    x, weight = torch.randn(2, 3, 4), torch.randn(4)
+
+    torch.testing.assert_close(manual_rms_norm(x, (4,), weight, 1e-5), F.rms_norm(x, (4,), weight, 1e-5))
+    assert manual_rms_norm(x.bfloat16(), (3, 4), None, 1e-5).dtype == torch.bfloat16
+
+
+def test_gathered_dim_and_reduced_dim_may_be_any(on_mesh):
+    def job():
+        part = torch.full((2, 1), float(active_group("tp").rank))
+        gathered = mappings.gather_from_tensor_model_parallel_region_with_dim(part, 1)
+        assert torch.equal(gathered, all_gather(part, get_group("tp"), dim=1))
+        reduced = mappings.reduce_scatter_to_tensor_model_parallel_region_with_dim(gathered, 0)
+        assert torch.equal(reduced, all_reduce(gathered, get_group("tp"))[:1])
+        assert mappings.scatter_input_channels_to_tensor_model_parallel_region(gathered).shape == (2, 1)
+        # The names that scripts use in autograd functions of their own.
+        assert torch.equal(mappings._gather_along_last_dim(part), gathered)
+        assert torch.equal(mappings._split_along_last_dim(gathered), part)
+        assert torch.equal(mappings._gather_along_first_dim(part), gathered.T.reshape(4, 1))
+        assert torch.equal(mappings._split_along_first_dim(gathered.T), part.T)
+
+    on_mesh(job, tensor_model_parallel_size=2)
+
+
+def test_groups_of_ranks_in_a_grid_follow_its_dims():
+    ranks = torch.arange(16)
+    grid = {"cluster_ranks_nonexp": ranks.view(2, 2, 2, 2), "cluster_ranks_exp": ranks.view(2, 1, 4, 2)}
+    degrees = {"tp": 2, "dp": 2, "pp": 2, "ep_model_degree": 4, "ep_data_degree": 1, "cp": 2}
+
+    groups = parallel_state.PG_Group_Logic.LOGIC1(lnc_size=1, **grid, **degrees)
+
+    assert groups == groups_of(Mesh(16, pp=2, cp=2, tp=2, ep=4))
+
+
+def test_paired_rows_are_grouped_as_their_rank_order_says():
+    ranks = torch.arange(128)
+    grid = {"cluster_ranks_nonexp": ranks.view(1, 4, 1, 32), "cluster_ranks_exp": ranks.view(1, 4, 1, 32)}
+
+    groups = parallel_state.ascending_descending_ring_PG_group(
+        2, **grid, tp=32, dp=4, pp=1, ep_model_degree=1, ep_data_degree=4
+    )
+
+    assert groups.tp_groups[0] == [*range(16), *range(48, 64)]
+    assert groups.dp_groups[0] == [0, 16, 64, 80]
+    assert groups.pp_groups == [[rank] for rank in range(128)]
+    assert groups.ep_data_groups[0] == [0, 32, 64, 96]

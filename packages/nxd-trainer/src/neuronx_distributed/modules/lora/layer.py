@@ -1,5 +1,0 @@
-"""`neuronx_distributed.modules.lora.layer`: single layers with adapters, over nxd_layers."""
-
-from nxd_trainer.compat.lora import LoraConv2d, LoraEmbedding, LoraLayer, LoraLinear
-
-__all__ = ["LoraConv2d", "LoraEmbedding", "LoraLayer", "LoraLinear"]

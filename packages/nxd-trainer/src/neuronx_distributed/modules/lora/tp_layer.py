@@ -1,5 +1,0 @@
-"""`neuronx_distributed.modules.lora.tp_layer`: parallel layers with adapters, over nxd_layers."""
-
-from nxd_trainer.compat.lora import LoraGQAQKVParallelLinear, LoraParallelLinear
-
-__all__ = ["LoraGQAQKVParallelLinear", "LoraParallelLinear"]

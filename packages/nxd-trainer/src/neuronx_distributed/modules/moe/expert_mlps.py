@@ -1,5 +1,0 @@
-"""`neuronx_distributed.modules.moe.expert_mlps`: the feed-forward networks of experts, from nxd_layers."""
-
-from nxd_trainer.compat.experts import ExpertMLPs
-
-__all__ = ["ExpertMLPs"]

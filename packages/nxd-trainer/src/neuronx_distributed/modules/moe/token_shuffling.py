@@ -1,9 +1,0 @@
-"""`neuronx_distributed.modules.moe.token_shuffling`: tokens dealt at random to replicas."""
-
-from nxd_trainer.compat.expert_regions import all_to_all_for_shuffle, token_shuffle, token_unshuffle
-
-__all__ = [
-    "all_to_all_for_shuffle",
-    "token_shuffle",
-    "token_unshuffle",
-]

@@ -1,5 +1,0 @@
-"""`neuronx_distributed.operators.argmax`: over ranks, by nxd_layers."""
-
-from nxd_trainer.compat.operators import argmax
-
-__all__ = ["argmax"]

@@ -1,5 +1,0 @@
-"""`neuronx_distributed.pipeline.manual_pipe_stage`: stages of a list of layers, from nxd_trainer."""
-
-from nxd_trainer.compat.pipeline_parts import WEIGHT_SHARING_ATTR_NAME, PipelineStageModule
-
-__all__ = ["WEIGHT_SHARING_ATTR_NAME", "PipelineStageModule"]

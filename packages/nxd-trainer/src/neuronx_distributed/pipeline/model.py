@@ -1,6 +1,0 @@
-"""`neuronx_distributed.pipeline.model`: the pipeline model of nxd_pipeline."""
-
-from nxd_pipeline import NxDPPModel
-from nxd_trainer.compat.pipeline_parts import INPUTS_ARG_NAME, LABLES_ARG_NAME, mark_timeline
-
-__all__ = ["NxDPPModel", "INPUTS_ARG_NAME", "LABLES_ARG_NAME", "mark_timeline"]

@@ -1,5 +1,0 @@
-"""`neuronx_distributed.scripts.yaml_converter`: training configs for the converter, from nxd_trainer."""
-
-from nxd_trainer.compat.nxdt_config import convert_yaml_to_json, load_yaml_file
-
-__all__ = ["convert_yaml_to_json", "load_yaml_file"]

@@ -1,5 +1,0 @@
-"""`neuronx_distributed.trace.model_builder_v2`: the builder of models that are there, over nxd_trace."""
-
-from nxd_trainer.compat.model_builder import ModelBuilder
-
-__all__ = ["ModelBuilder"]

@@ -1,8 +1,0 @@
-"""`neuronx_distributed.trace.nxd_model.base_nxd_model`: the base of compiled models."""
-
-from nxd_trainer.compat.not_here import not_here
-from nxd_trainer.compat.traced_model import BaseNxDModel
-
-(StateInitializer,) = not_here(__name__, "hlo", "StateInitializer")
-
-__all__ = ["BaseNxDModel", "StateInitializer"]

@@ -1,5 +1,0 @@
-"""`neuronx_distributed.trace.parallel_context`: a block with a mesh, by nxd_state."""
-
-from nxd_trainer.compat.planned_ranks import NxDParallelState
-
-__all__ = ["NxDParallelState"]

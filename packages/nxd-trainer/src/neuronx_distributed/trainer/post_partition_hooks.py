@@ -1,5 +1,0 @@
-"""`neuronx_distributed.trainer.post_partition_hooks`: hooks for later, from nxd_trainer."""
-
-from nxd_trainer.compat.optimizers import PostPartitionHooks
-
-__all__ = ["PostPartitionHooks"]

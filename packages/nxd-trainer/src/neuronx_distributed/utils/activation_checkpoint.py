@@ -1,9 +1,0 @@
-"""`neuronx_distributed.utils.activation_checkpoint`: recomputation in backward, from nxd_trainer."""
-
-from nxd_trainer.compat.activation_checkpoint import (
-    NxDCheckpointWrapper,
-    apply_activation_checkpointing,
-    checkpoint_wrapper,
-)
-
-__all__ = ["NxDCheckpointWrapper", "apply_activation_checkpointing", "checkpoint_wrapper"]

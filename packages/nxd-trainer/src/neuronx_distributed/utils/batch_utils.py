@@ -1,5 +1,0 @@
-"""`neuronx_distributed.utils.batch_utils`: batches before the model, from nxd_trainer."""
-
-from nxd_trainer.compat.batches import get_batch_on_this_context_parallel_rank, shift_labels
-
-__all__ = ["get_batch_on_this_context_parallel_rank", "shift_labels"]

@@ -1,5 +1,0 @@
-"""`neuronx_distributed.utils.random`: seeding, from nxd_trainer."""
-
-from nxd_trainer.compat.batches import set_random_seed
-
-__all__ = ["set_random_seed"]

@@ -1,5 +1,0 @@
-"""`neuronx_distributed.utils.safetensors_utils`: tensors that share memory, from nxd_trainer."""
-
-from nxd_trainer.compat.serialization import check_for_duplicate_tensors
-
-__all__ = ["check_for_duplicate_tensors"]

@@ -1,7 +1,0 @@
-"""`neuronx_distributed.utils.tensor_capture.model_modification`: the hooks, from nxd_trainer."""
-
-from nxd_trainer.compat.intermediates import enable_tensor_capture as modify_model_for_tensor_capture
-from nxd_trainer.compat.intermediates import get_available_modules as find_available_modules
-from nxd_trainer.compat.intermediates import restore_model
-
-__all__ = ["restore_model", "modify_model_for_tensor_capture", "find_available_modules"]

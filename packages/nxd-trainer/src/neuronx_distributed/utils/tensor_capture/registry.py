@@ -1,5 +1,0 @@
-"""`neuronx_distributed.utils.tensor_capture.registry`: where records are kept, from nxd_trainer."""
-
-from nxd_trainer.compat.intermediates import CapturedModelInfo, TensorRegistry
-
-__all__ = ["CapturedModelInfo", "TensorRegistry"]

@@ -1,5 +1,0 @@
-"""`neuronx_distributed.utils.tensor_replacement.registry`: what is forced, from nxd_trainer."""
-
-from nxd_trainer.compat.intermediates import RuntimeRegister
-
-__all__ = ["RuntimeRegister"]

@@ -1,5 +1,0 @@
-"""`neuronx_distributed.utils.tensor_utils`: running sums, from nxd_trainer."""
-
-from nxd_trainer.compat.batches import cumsum
-
-__all__ = ["cumsum"]

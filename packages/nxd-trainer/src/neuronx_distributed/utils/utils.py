@@ -1,5 +1,0 @@
-"""`neuronx_distributed.utils.utils`: kinds of hardware, from nxd_trainer."""
-
-from nxd_trainer.compat.platform import HloMetadataLevel, get_dict_from_json, hardware
-
-__all__ = ["HloMetadataLevel", "get_dict_from_json", "hardware"]
