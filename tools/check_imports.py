@@ -23,7 +23,8 @@ from packaging.requirements import Requirement
 PIECES = {"nxd_state", "nxd_ckpt", "nxd_layers", "nxd_pipeline", "nxd_optim"}
 MAY_IMPORT: dict[str, set[str]] = {
     "nxd_state": set(),
-    "nxd_neuronx": PIECES | {"nxd_trace", "nxd_engine"},
+    "nxd_cli": {"nxd_state"},
+    "nxd_neuronx": PIECES | {"nxd_cli", "nxd_trace", "nxd_engine"},
     "nxd_engine": PIECES,
     "nxd_testing": {"nxd_state"},
     "nxd_ckpt": set(),  # it must be usable alone
@@ -31,7 +32,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "nxd_pipeline": {"nxd_state"},
     "nxd_optim": {"nxd_state"},
     "nxd_trace": {"nxd_state"},
-    "nxd_trainer": PIECES | {"nxd_trace", "nxd_engine", "nxd_neuronx"},
+    "nxd_trainer": PIECES | {"nxd_trace", "nxd_engine", "nxd_neuronx", "nxd_cli"},
     "nxd_lightning": {"nxd_state", "nxd_engine", "nxd_trainer"},
     "neuronx_distributed": PIECES | {"nxd_trace", "nxd_engine", "nxd_neuronx"},
 }

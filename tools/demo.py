@@ -73,7 +73,7 @@ def say(text: str) -> None:
 def nxd(*arguments: str) -> None:
     """Run `nxd` with these arguments; ends the demo if it fails."""
     print(f"$ nxd {shlex.join(arguments)}", flush=True)
-    result = subprocess.run([sys.executable, "-m", "nxd_trainer", *arguments], cwd=ROOT, check=False)
+    result = subprocess.run([sys.executable, "-m", "nxd_cli", *arguments], cwd=ROOT, check=False)
     if result.returncode:
         sys.exit(f"demo: the command above failed with exit code {result.returncode}")
 

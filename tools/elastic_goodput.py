@@ -42,7 +42,7 @@ SMALL = {
     "train.eval_every": 0,
 }
 RANKS = "2"
-OWN = ["-m", "nxd_trainer", "train", "--nproc", RANKS]
+OWN = ["-m", "nxd_cli", "train", "--nproc", RANKS]
 ELASTIC = ["--elastic", f"{RANKS}:{RANKS}"]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", RANKS, "--max-restarts", "1000"]
 NOT_TO_DISK, TO_DISK = "checkpoint.save_every=0", "checkpoint.save_every=10"
@@ -50,7 +50,7 @@ ALONE = "alone"
 WAYS: Mapping[str, tuple[Sequence[str], Sequence[str]]] = {
     "elastic, in memory each step": (OWN, [*ELASTIC, NOT_TO_DISK, "checkpoint.memory_every=1"]),
     "elastic, on disk every 10 steps": (OWN, [*ELASTIC, TO_DISK]),
-    "torchrun, on disk every 10 steps": ([*TORCHRUN, "-m", "nxd_trainer", "train"], [TO_DISK]),
+    "torchrun, on disk every 10 steps": ([*TORCHRUN, "-m", "nxd_cli", "train"], [TO_DISK]),
 }
 
 

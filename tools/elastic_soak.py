@@ -197,7 +197,7 @@ class Soak:
 
     def _command(self, case: Case, output: Path, further: Sequence[str]) -> list[str]:
         settings = [f"{name}={value}" for name, value in {**TINY, **case.settings, "output": output}.items()]
-        return [sys.executable, "-m", "nxd_trainer", "train", "--nproc", str(case.ranks), *settings, *further]
+        return [sys.executable, "-m", "nxd_cli", "train", "--nproc", str(case.ranks), *settings, *further]
 
 
 def differences(expected: Path, found: Path, bound: float) -> list[str]:

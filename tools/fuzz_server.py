@@ -98,7 +98,7 @@ class Server:
         make_model(folder / "model")
         self._log = folder / "log.txt"
         self._read = 0
-        command = [sys.executable, "-m", "nxd_trainer", "serve", "model", "--port", "0", "--compiler", "export"]
+        command = [sys.executable, "-m", "nxd_cli", "serve", "model", "--port", "0", "--compiler", "export"]
         limits = ["--max-length", "64", "--batch-size", "4", "--client-timeout", str(CLIENT_TIMEOUT)]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder / "cache")}
         with self._log.open("wb") as log:

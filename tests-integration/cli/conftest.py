@@ -16,7 +16,7 @@ TIMEOUT_SECONDS = 180
 
 def _run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     with subprocess.Popen(
-        [sys.executable, "-m", "nxd_trainer", *arguments],
+        [sys.executable, "-m", "nxd_cli", *arguments],
         cwd=folder,
         text=True,
         stdout=subprocess.PIPE,

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from nxd_trainer.cli import main
+from nxd_cli import main
 
 MISTAKES = {
     "heads": (

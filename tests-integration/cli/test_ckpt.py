@@ -4,7 +4,7 @@ import nxd_ckpt
 import pytest
 import torch
 from nxd_ckpt.cli import main as nxd_ckpt_main
-from nxd_trainer.cli import main
+from nxd_cli import main
 
 
 @pytest.fixture

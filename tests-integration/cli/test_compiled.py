@@ -28,7 +28,7 @@ def checkpoints(nxd_in, tiny_in, tmp_path_factory):
 def served_text(checkpoints, *options):
     """What a server of the checkpoint writes after the prompt."""
     pytest.importorskip("uvicorn", reason="nxd serve needs it: pip install 'nxd-trace[serve]'")
-    command = [sys.executable, "-m", "nxd_trainer", "serve", str(checkpoints), "--port", "0", *options]
+    command = [sys.executable, "-m", "nxd_cli", "serve", str(checkpoints), "--port", "0", *options]
     server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=dict(os.environ))
     try:
         log = []
@@ -134,7 +134,7 @@ def children_of(pid):
 @pytest.mark.usefixtures("fresh_interpreter")  # whose children are those of the server
 def test_serve_ends_with_its_own_exit_code_when_workers_died_too_often(checkpoints):
     pytest.importorskip("uvicorn", reason="nxd serve needs it: pip install 'nxd-trace[serve]'")
-    command = [sys.executable, "-m", "nxd_trainer", "serve", str(checkpoints), "--port", "0", "--compiler", "export"]
+    command = [sys.executable, "-m", "nxd_cli", "serve", str(checkpoints), "--port", "0", "--compiler", "export"]
     with subprocess.Popen([*command, "--max-restarts", "0"], stderr=subprocess.PIPE, text=True) as server:
         log = []
         for line in server.stderr:

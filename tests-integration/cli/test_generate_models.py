@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 import torch
-from nxd_trainer.cli import main
+from nxd_cli import main
 
 GREEDY = ["--temperature", "0", "--max-new-tokens", "12"]
 TURN = {"role": "user", "content": "the cat sat"}

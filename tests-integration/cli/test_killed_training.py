@@ -26,7 +26,7 @@ SETTINGS = [
 def start(folder: Path, output: str, log: str) -> "subprocess.Popen[bytes]":
     with (folder / log).open("wb") as errors:
         return subprocess.Popen(
-            [sys.executable, "-m", "nxd_trainer", *SETTINGS, f"output={output}"],
+            [sys.executable, "-m", "nxd_cli", *SETTINGS, f"output={output}"],
             cwd=folder,
             stdout=subprocess.DEVNULL,
             stderr=errors,

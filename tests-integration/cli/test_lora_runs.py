@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from nxd_trainer.cli import main
+from nxd_cli import main
 
 CHAT_ML = (
     "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + '<|tool|>' }}{% endfor %}"

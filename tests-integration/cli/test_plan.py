@@ -131,7 +131,7 @@ def test_a_reader_that_has_seen_enough_ends_it_without_a_traceback():
     reading, writing = os.pipe()
     os.close(reading)
     done = subprocess.run(
-        [sys.executable, "-m", "nxd_trainer", "plan", *sizes, *JOB, "--devices", "1"],
+        [sys.executable, "-m", "nxd_cli", "plan", *sizes, *JOB, "--devices", "1"],
         stdout=writing,
         stderr=subprocess.PIPE,
         text=True,

@@ -32,7 +32,7 @@ class Server:
         with self._log.open("wb") as errors:
             self.process = subprocess.Popen(
                 [
-                    *(sys.executable, "-m", "nxd_trainer", "serve", str(model), "--nproc", "2", "--port", "0"),
+                    *(sys.executable, "-m", "nxd_cli", "serve", str(model), "--nproc", "2", "--port", "0"),
                     *("--compiler", "export", "--batch-size", "2", "--max-length", "32"),
                 ],
                 cwd=folder,

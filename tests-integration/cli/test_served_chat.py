@@ -125,7 +125,7 @@ def test_draft_model_answers_many_chats_at_once_with_the_texts_of_transformers(m
 @pytest.mark.slow
 def test_nxd_serve_takes_the_folder_of_a_model_and_says_what_it_does(make_chat_model):
     folder = make_chat_model("Qwen3")
-    command = [sys.executable, "-m", "nxd_trainer", "serve", str(folder), "--port", "0", "--compiler", "export"]
+    command = [sys.executable, "-m", "nxd_cli", "serve", str(folder), "--port", "0", "--compiler", "export"]
     server = subprocess.Popen([*command, "--batch-size", "2", "--name", "small"], stderr=subprocess.PIPE, text=True)
     try:
         log = []

@@ -61,7 +61,7 @@ def test_train_signal_saves_and_leaves_no_process(tiny, tmp_path, signal_number,
     name, value = marker.split("=")
     long_run = [*tiny, "train.steps=100000", "train.eval_every=0", "checkpoint.save_every=0"]
     with subprocess.Popen(
-        [sys.executable, "-m", "nxd_trainer", "train", *ranks, *long_run],
+        [sys.executable, "-m", "nxd_cli", "train", *ranks, *long_run],
         cwd=tmp_path,
         text=True,
         stderr=subprocess.PIPE,
@@ -97,7 +97,7 @@ def test_train_with_a_killed_launcher_leaves_no_process_and_can_go_on(tiny, tmp_
     with (
         said.open("w") as errors,
         subprocess.Popen(
-            [fresh_python, "-m", "nxd_trainer", *long_run],
+            [fresh_python, "-m", "nxd_cli", *long_run],
             cwd=tmp_path,
             stderr=errors,
             stdout=subprocess.DEVNULL,

@@ -128,7 +128,7 @@ def folder(make_chat_model):
 @pytest.fixture
 def address(folder):
     """Of a server of the model."""
-    command = [sys.executable, "-m", "nxd_trainer", "serve", str(folder), "--port", "0", "--compiler", "export"]
+    command = [sys.executable, "-m", "nxd_cli", "serve", str(folder), "--port", "0", "--compiler", "export"]
     server = subprocess.Popen([*command, "--batch-size", "2", "--name", "small"], stderr=subprocess.PIPE, text=True)
     try:
         log = []

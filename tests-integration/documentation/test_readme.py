@@ -41,7 +41,7 @@ def test_console_commands_run_as_written(tmp_path):
     for line in lines:
         prompt, program, *arguments = shlex.split(line)
         assert (prompt, program) == ("$", "nxd")
-        run([sys.executable, "-m", "nxd_trainer", *arguments], tmp_path)
+        run([sys.executable, "-m", "nxd_cli", *arguments], tmp_path)
 
 
 def test_shell_commands_name_sessions_and_packages_that_exist():

@@ -37,7 +37,7 @@ class Run:
         self._log = folder / f"{name}.log"
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "nxd_trainer", "train", "--nproc", "4", *settings, f"output={name}"],
+                [sys.executable, "-m", "nxd_cli", "train", "--nproc", "4", *settings, f"output={name}"],
                 cwd=folder,
                 stdout=log,
                 stderr=subprocess.STDOUT,

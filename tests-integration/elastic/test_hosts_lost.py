@@ -41,7 +41,7 @@ class Agents:
         rendezvous = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{self._endpoint[1]}", "--rdzv-id=hosts"]
         launch = [f"--nnodes=1:{number}", f"--nproc-per-node={nproc}", *rendezvous, "--local-addr=127.0.0.1"]
         self._command = [sys.executable, "-m", "torch.distributed.run", *launch, "--max-restarts=100"]
-        self._command += ["-m", "nxd_trainer", "train", *settings, "output=run"]
+        self._command += ["-m", "nxd_cli", "train", *settings, "output=run"]
         self.processes = [self._start(folder)]
         self.run = FollowedRun(self.processes[0], self.output, patience=deadline(120))
         while not self._store_is_there():
@@ -114,7 +114,7 @@ def start(tiny, tmp_path):
 @pytest.fixture
 def alone(tiny, tmp_path):
     """The losses and weights of a run of one process that is left alone."""
-    command = [sys.executable, "-m", "nxd_trainer", "train", *tiny, *FLOAT64, f"train.steps={STEPS}", "output=alone"]
+    command = [sys.executable, "-m", "nxd_cli", "train", *tiny, *FLOAT64, f"train.steps={STEPS}", "output=alone"]
     subprocess.run(
         [*command, "parallel.tensor_parallel_size=1"],
         cwd=tmp_path,

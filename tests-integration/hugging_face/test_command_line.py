@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 
 def nxd(*arguments):
-    command = [sys.executable, "-m", "nxd_trainer", *map(str, arguments)]
+    command = [sys.executable, "-m", "nxd_cli", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=deadline(180), check=False)
 
 

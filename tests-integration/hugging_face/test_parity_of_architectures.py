@@ -46,7 +46,7 @@ def remembered(tmp_path, monkeypatch):
 
 def nxd_parity(*arguments):
     return subprocess.run(
-        [sys.executable, "-m", "nxd_trainer", "parity", *map(str, arguments)],
+        [sys.executable, "-m", "nxd_cli", "parity", *map(str, arguments)],
         capture_output=True,
         text=True,
         timeout=600,

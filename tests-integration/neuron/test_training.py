@@ -215,7 +215,7 @@ def test_nxd_train_under_torchrun_takes_the_device_that_torch_neuronx_registers(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("NXD_DEVICE", "neuron")
 
-    result = run_torchrun(["-m", "nxd_trainer", "train", *settings, TP2, ZERO1], 2, timeout=240)
+    result = run_torchrun(["-m", "nxd_cli", "train", *settings, TP2, ZERO1], 2, timeout=240)
 
     assert result.returncode == 0, result.stderr
     assert "TP 2 x DP 1, ZeRO-1 on neuron," in result.stderr

@@ -51,7 +51,7 @@ def train_on(start_on):
     return run
 
 
-NXD_TRAIN = ["-m", "nxd_trainer", "train"]
+NXD_TRAIN = ["-m", "nxd_cli", "train"]
 
 
 def weights(folder) -> dict[str, torch.Tensor]:

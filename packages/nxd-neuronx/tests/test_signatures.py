@@ -13,8 +13,8 @@ from nxd_ckpt import CheckpointError
 from torch.nn import init
 
 REQUIRED = inspect.Parameter.empty
-ROOT = Path(__file__).parents[4]
-README = Path(__file__).parents[2] / "README.md"
+ROOT = Path(__file__).parents[3]
+README = Path(__file__).parents[1] / "README.md"
 TABLE_BEGINS = "| Documented | Arguments and defaults | Its behaviour is tested in |"
 
 STATE, LAYERS, OPTIM = "packages/nxd-state/tests", "packages/nxd-layers/tests", "packages/nxd-optim/tests"

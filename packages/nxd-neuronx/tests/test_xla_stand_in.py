@@ -117,7 +117,7 @@ def run_script(tmp_path):
 
     def run(*arguments, script="script.py"):
         return subprocess.run(
-            [sys.executable, "-m", "nxd_trainer", "run", *arguments, str(tmp_path / script), "--output", "out.pt"],
+            [sys.executable, "-m", "nxd_cli", "run", *arguments, str(tmp_path / script), "--output", "out.pt"],
             cwd=tmp_path,
             env={**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"},
             capture_output=True,

@@ -34,7 +34,7 @@ def test_readme_commands_run_as_written(tmp_path):
     for line in COMMANDS:
         prompt, program, *arguments = shlex.split(line)
         assert (prompt, program) == ("$", "nxd")
-        run([sys.executable, "-m", "nxd_trainer", *arguments], tmp_path)
+        run([sys.executable, "-m", "nxd_cli", *arguments], tmp_path)
 
 
 @pytest.mark.parametrize("source", RECIPES)

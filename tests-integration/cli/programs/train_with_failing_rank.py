@@ -3,7 +3,7 @@
 import os
 import sys
 
-from nxd_trainer.cli import main
+from nxd_cli import main
 from nxd_trainer.training import step
 
 compute_gradients = step.compute_gradients

@@ -4,6 +4,8 @@
 class CheckpointError(RuntimeError):
     """A checkpoint could not be written, found, understood or read; nothing complete was harmed."""
 
+    user_can_mend = True  # command lines show its message without a traceback
+
 
 def one_line(error: BaseException) -> str:
     """Type and first line of an error, as other ranks are told it. Names of files in it may be no Unicode."""

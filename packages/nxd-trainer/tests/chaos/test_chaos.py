@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from nxd_cli.main import main
 from nxd_trainer.chaos import Disturbance, FollowedRun, Plan, disturb, measure, render
 from nxd_trainer.chaos.follow import Seen
 from nxd_trainer.chaos.ranks import Rank, kill_host, ranks_below
-from nxd_trainer.cli.main import main
 from nxd_trainer.report.metrics import MetricsLog, StepRecord
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -200,7 +200,7 @@ def test_paused_rank_runs_again_where_the_command_is_ended(process, tmp_path):
     ranks = run.ranks()
     options = ["--output", str(tmp_path), "--pid", str(process.pid), "--kinds", "pause", "--every-seconds", "0"]
 
-    with subprocess.Popen([sys.executable, "-m", "nxd_trainer", "chaos", *options], stderr=subprocess.PIPE) as command:
+    with subprocess.Popen([sys.executable, "-m", "nxd_cli", "chaos", *options], stderr=subprocess.PIPE) as command:
         while "T" not in states(ranks):
             assert run.wait(0.01)
         command.terminate()

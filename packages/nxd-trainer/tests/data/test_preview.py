@@ -5,7 +5,7 @@ import json
 
 import numpy as np
 import pytest
-from nxd_trainer.cli import main
+from nxd_cli import main
 from nxd_trainer.data import ByteTokenizer, build_corpus, load_tokenizer, open_corpus
 from nxd_trainer.recipe import load_recipe
 from nxd_trainer.report.data_preview import document_lengths, show_samples, special_tokens_line

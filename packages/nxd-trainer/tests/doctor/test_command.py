@@ -6,8 +6,8 @@ import subprocess
 import sys
 
 import pytest
+from nxd_cli import main
 from nxd_trainer import doctor
-from nxd_trainer.cli import main
 from nxd_trainer.doctor.installation import ok, warning, wrong
 from nxd_trainer.doctor.machine import check_collective, run_two_ranks
 
@@ -64,7 +64,7 @@ def test_torch_that_cannot_be_imported_is_a_finding(tmp_path, fresh_python):
     (tmp_path / "torch.py").write_text('raise OSError("libcudart.so.12: cannot open shared object file")')
 
     result = subprocess.run(
-        [fresh_python, "-m", "nxd_trainer", "doctor"],
+        [fresh_python, "-m", "nxd_cli", "doctor"],
         env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
         capture_output=True,
         text=True,

@@ -6,8 +6,8 @@ from dataclasses import replace
 from io import StringIO
 
 import pytest
+from nxd_cli import main
 from nxd_state.xla_inspect import CapturedGraph
-from nxd_trainer.cli import main
 from nxd_trainer.doctor.graph_report import analyse, render_report
 from nxd_trainer.doctor.recording import RecordedRank
 from rich.console import Console

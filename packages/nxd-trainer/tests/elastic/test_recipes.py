@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from nxd_ckpt.peers.client import KeeperClient
 from nxd_ckpt.peers.keeper import SECRET
+from nxd_cli.launch import PEERS_SECRET
 from nxd_trainer.elastic.loop import Options
 from nxd_trainer.elastic.memory import HostMemory
 from nxd_trainer.elastic.processes import Process
 from nxd_trainer.elastic.recipes import ElasticRecipe
-from nxd_trainer.launch import PEERS_SECRET
 from nxd_trainer.recipe import load_recipe
 
 

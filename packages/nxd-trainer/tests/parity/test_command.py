@@ -1,8 +1,8 @@
 """`nxd parity`, in one process: where its case comes from, what it prints and its exit codes."""
 
 import pytest
+from nxd_cli import main
 from nxd_state import destroy_model_parallel
-from nxd_trainer.cli import main
 
 CASES = """
 import torch

@@ -2,8 +2,8 @@ import os
 
 import pytest
 import torch
+from nxd_cli.units import show_count, show_duration, show_memory
 from nxd_trainer.report import Throughput, peak_memory_bytes, progress
-from nxd_trainer.units import show_count, show_duration, show_memory
 
 
 @pytest.fixture

@@ -7,8 +7,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from nxd_cli.launch import LAUNCHER_PID
+
 from nxd_trainer.elastic.supervisor import SUPERVISOR_NAME, TRAINER_NAME
-from nxd_trainer.launch import LAUNCHER_PID
 
 _OF_TORCHRUN = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"}
 _OF_SLURM = {"SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST"}

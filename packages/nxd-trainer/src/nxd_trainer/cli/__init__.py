@@ -1,9 +1,4 @@
-"""The console script `nxd`: one file per command, each with `add_parser(commands)` and `run(options)`.
+"""The commands of nxd-trainer, one file each: `main(arguments)` reads the command line and prints.
 
-Commands only read the command line and print; the work is done elsewhere and imported when it is needed, so that
-`nxd --help` answers at once.
+The work is done elsewhere, and imported when it is needed.
 """
-
-from nxd_trainer.cli.main import main
-
-__all__ = ["main"]

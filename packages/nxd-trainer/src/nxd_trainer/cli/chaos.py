@@ -6,11 +6,12 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
-from nxd_trainer.cli.command import Commands, UserError, reports_user_errors
+from nxd_cli.command import UserError, parse, reports_user_errors
 
 if TYPE_CHECKING:
     from nxd_trainer.chaos import Plan
@@ -25,11 +26,9 @@ example:
 """
 
 
-def add_parser(commands: Commands) -> None:
-    """Add `chaos` to the commands."""
-    parser = commands.add_parser(
-        "chaos",
-        help="kill, stop and slow ranks of a run, and say what that costs",
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="nxd chaos",
         usage="nxd chaos --output FOLDER [options] (--pid PID | -- COMMAND ...)",
         description="Disturb ranks of a run by a seed, and measure by its metrics: seconds from each loss of a rank to "
         "the next step, steps lost, goodput. The run should log every step (train.log_every=1). Linux only.",
@@ -57,11 +56,12 @@ def add_parser(commands: Commands) -> None:
         "--every-seconds", metavar="MIN:MAX", help="seconds between disturbances instead, also during recoveries"
     )
     parser.add_argument("command_of_run", nargs="*", metavar="COMMAND", help="that starts a run, after --")
-    parser.set_defaults(run=run)
+    return parser
 
 
-def run(options: argparse.Namespace) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Disturb a run; the exit code is that of the command, if it is started here."""
+    options = parse(_parser(), arguments)
     from nxd_trainer.chaos import FollowedRun, disturb, measure, render  # noqa: PLC0415
 
     if sys.platform != "linux":

@@ -1,21 +1,22 @@
 """`nxd data`: shows what a run will train on, before it does."""
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
-from nxd_trainer.cli.command import Commands, UserError, reports_user_errors
-from nxd_trainer.cli.output import printable
-from nxd_trainer.launch import is_launched
+from nxd_cli.command import UserError, parse, reports_user_errors
+from nxd_cli.launch import is_launched
+from nxd_cli.output import printable
+
+from nxd_trainer.cli.settings import take_settings
 from nxd_trainer.recipe import check_paths, load_recipe
 
 FLAGS = ("svg", "help")
 
 
-def add_parser(commands: Commands) -> None:
-    """Add `data` to the commands."""
-    parser = commands.add_parser(
-        "data",
-        help="show what a recipe will train on",
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="nxd data",
         usage="nxd data [RECIPE] [--svg FILE] [--KEY VALUE | KEY=VALUE ...]",
         description="Tokenise a recipe's data as nxd train does, and show the first samples with the tokens that the "
         "loss counts, the lengths of documents, what packing saves, and what is hardly meant so. The keys are those of "
@@ -23,12 +24,14 @@ def add_parser(commands: Commands) -> None:
     )
     parser.add_argument("recipe", nargs="?", metavar="RECIPE", help="a .toml, .yaml or .json file; defaults if unset")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="also write what is shown as a picture")
-    parser.set_defaults(run=run)
+    return parser
 
 
-def run(options: argparse.Namespace) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Prepare the data and show them; the tokens stay in the cache of the run."""
-    recipe = reports_user_errors(lambda: load_recipe(options.recipe, options.settings))
+    remaining, settings = take_settings(arguments, FLAGS)
+    options = parse(_parser(), remaining)
+    recipe = reports_user_errors(lambda: load_recipe(options.recipe, settings))
     reports_user_errors(lambda: check_paths(recipe))
     if recipe.data.streaming:
         raise UserError("nxd data counts and shows all data, and data.streaming=true reads them later; leave that out")

@@ -3,12 +3,13 @@
 import argparse
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nxd_trainer.cli.command import Commands, UserError, reports_user_errors
-from nxd_trainer.cli.output import printable
+from nxd_cli.command import UserError, parse, reports_user_errors
+from nxd_cli.output import printable
 
 if TYPE_CHECKING:
     from nxd_trainer.doctor.graph_report import GraphReport
@@ -16,11 +17,9 @@ if TYPE_CHECKING:
 EXIT_WRONG = 1
 
 
-def add_parser(commands: Commands) -> None:
-    """Add `doctor` to the commands."""
-    parser = commands.add_parser(
-        "doctor",
-        help="say what is wrong with this machine, or with a training step's graph, and how to mend it",
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="nxd doctor",
         usage="nxd doctor [--folder FOLDER] [--no-ranks] [--show-output]\n"
         "       nxd doctor --graph [RECIPE] [KEY=VALUE ...] [--ranks N] [--steps N] [--json]\n"
         "       nxd doctor --graph SCRIPT.py [--json] [-- ARGUMENT ...]",
@@ -46,11 +45,12 @@ def add_parser(commands: Commands) -> None:
     )
     graph.add_argument("--steps", type=int, default=3, metavar="N", help="how many steps of a recipe to record; 3")
     graph.add_argument("--json", action="store_true", help="print everything that was counted as JSON")
-    parser.set_defaults(run=run)
+    return parser
 
 
-def run(options: argparse.Namespace) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Print a line for each finding, and below it what to do; or the tables of a graph."""
+    options = parse(_parser(), arguments)
     if options.graph is not None:
         return _run_graph(options)
     if options.arguments_of_graph:

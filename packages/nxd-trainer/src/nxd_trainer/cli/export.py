@@ -1,15 +1,17 @@
 """`nxd export`: write a Hugging Face folder from a checkpoint."""
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
-from nxd_trainer.cli.command import Commands, add_checkpoint, reports_user_errors
+from nxd_cli.command import parse, reports_user_errors
+
+from nxd_trainer.cli.arguments import add_checkpoint
 from nxd_trainer.recipe.sections import DTYPE_NAMES
 
 
-def add_parser(commands: Commands) -> None:
-    """Add `export` to the commands."""
-    parser = commands.add_parser("export", help="write a Hugging Face folder from a checkpoint")
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="nxd export")
     add_checkpoint(parser)
     parser.add_argument("target", type=Path, help="folder to write")
     parser.add_argument("--dtype", choices=DTYPE_NAMES, help="of the weights; as stored if unset")
@@ -23,11 +25,12 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument(
         "--max-shard-size", default="5GB", metavar="SIZE", help="of the files, such as 500MiB (default: %(default)s)"
     )
-    parser.set_defaults(run=run)
+    return parser
 
 
-def run(options: argparse.Namespace) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Write the folder and say where."""
+    options = parse(_parser(), arguments)
     from nxd_trainer.export import export_hugging_face  # noqa: PLC0415
     from nxd_trainer.from_recipe import DTYPES  # noqa: PLC0415
 

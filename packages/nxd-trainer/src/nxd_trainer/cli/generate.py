@@ -3,22 +3,21 @@
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from nxd_trainer.cli.command import (
-    Commands,
+from nxd_cli.command import (
     UserError,
-    add_compiled_degrees,
-    add_draft,
-    add_model,
     add_nproc,
     check_own_process,
     leave_mesh,
+    parse,
     reports_user_errors,
     started_ranks,
 )
-from nxd_trainer.launch import own_threads
+from nxd_cli.launch import own_threads
+
+from nxd_trainer.cli.arguments import add_compiled_degrees, add_draft, add_model
 
 if TYPE_CHECKING:
     from nxd_trainer.opened_model import Words
@@ -42,9 +41,8 @@ OnToken = Callable[[int], None]
 Write = Callable[[list[int], OnToken], object]
 
 
-def add_parser(commands: Commands) -> None:
-    """Add `generate` to the commands."""
-    parser = commands.add_parser("generate", help="write text with a model")
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="nxd generate")
     add_model(parser)
     add_draft(parser)
     parser.add_argument("--prompt", help=f"text to continue (default: {_PROMPT!r}); with --chat, to answer")
@@ -72,11 +70,12 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument("--compiler", help="with --compiled: inductor or export; unset: what this machine has")
     add_nproc(parser, "--tensor-parallel-size")
     add_compiled_degrees(parser)
-    parser.set_defaults(run=run)
+    return parser
 
 
-def run(options: argparse.Namespace) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Print the prompt and what the model writes after it, or the answers of a conversation."""
+    options = parse(_parser(), arguments)
     if "" in options.stop:
         raise UserError("--stop is empty; give the text to end before")
     if not options.chat and options.system is not None:
@@ -88,7 +87,7 @@ def run(options: argparse.Namespace) -> int:
     for name in ("context_parallel_size", "expert_parallel_size"):
         if getattr(options, name) != 1:
             raise UserError(f"--{name.replace('_', '-')} is for compiled models; add --compiled")
-    code = started_ranks(options)
+    code = started_ranks(options.nproc, "generate", arguments)
     if code is not None:
         return code
 

@@ -1,24 +1,26 @@
 """`nxd import`: make a checkpoint of a Hugging Face folder."""
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
-from nxd_trainer.cli.command import Commands, reports_user_errors
+from nxd_cli.command import parse, reports_user_errors
+
 from nxd_trainer.recipe.sections import DTYPE_NAMES
 
 
-def add_parser(commands: Commands) -> None:
-    """Add `import` to the commands."""
-    parser = commands.add_parser("import", help="make a checkpoint of a Hugging Face folder")
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="nxd import")
     parser.add_argument("folder", type=Path, help="with safetensors and config.json")
     parser.add_argument("checkpoints", type=Path, help="folder of checkpoints to write to")
     parser.add_argument("--tag", default="imported", help="name of the checkpoint (default: %(default)s)")
     parser.add_argument("--dtype", choices=DTYPE_NAMES, help="of the weights; as stored if unset")
-    parser.set_defaults(run=run)
+    return parser
 
 
-def run(options: argparse.Namespace) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Write the checkpoint and say where."""
+    options = parse(_parser(), arguments)
     from nxd_engine.hugging_face import import_hugging_face  # noqa: PLC0415
 
     from nxd_trainer.from_recipe import DTYPES  # noqa: PLC0415

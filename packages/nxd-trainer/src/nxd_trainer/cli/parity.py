@@ -2,13 +2,15 @@
 
 import argparse
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nxd_cli.command import add_nproc, leave_mesh, parse, reports_user_errors, started_ranks
+from nxd_cli.launch import own_threads
 from nxd_engine.options import literal
 
-from nxd_trainer.cli.command import Commands, add_nproc, leave_mesh, reports_user_errors, started_ranks
-from nxd_trainer.launch import own_threads
+from nxd_trainer.cli.settings import take_settings
 from nxd_trainer.recipe import load_recipe
 
 if TYPE_CHECKING:
@@ -18,11 +20,9 @@ EXIT_DIFFERENT = 3  # 1 is what a rank that fails ends with
 FLAGS = ("nproc", "help", "dtype", "rtol", "compare-steps", "hf")
 
 
-def add_parser(commands: Commands) -> None:
-    """Add `parity` to the commands."""
-    parser = commands.add_parser(
-        "parity",
-        help="compare a layout with one process, tensor by tensor",
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="nxd parity",
         usage="nxd parity [RECIPE | MODULE:FUNCTION | --hf FOLDER] [--nproc N] [--dtype D] [--KEY VALUE ...]",
         description="Train a few steps in a layout and in one process, without dropout, and name the first tensor that "
         "differs: outputs of modules as they are executed, loss, gradients, weights. The keys are those of nxd train; "
@@ -48,14 +48,16 @@ def add_parser(commands: Commands) -> None:
         "--rtol", type=float, metavar="R", help="relative to the largest value of a tensor; unset: 1e-10, or 1e-5"
     )
     add_nproc(parser)
-    parser.set_defaults(run=run)
+    return parser
 
 
-def run(options: argparse.Namespace) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Compare, in the ranks that the command line asks for, and print what was found."""
+    remaining, settings = take_settings(arguments, FLAGS)
+    options = parse(_parser(), remaining)
     if options.hf is not None and options.nproc is None:
         options.nproc = 2
-    code = started_ranks(options)
+    code = started_ranks(options.nproc, "parity", arguments)
     if code is not None:
         return code
 
@@ -63,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
 
     from nxd_trainer.parity import compare  # noqa: PLC0415
 
-    case = reports_user_errors(lambda: _case(options))
+    case = reports_user_errors(lambda: _case(options, settings))
     with own_threads():
         report = reports_user_errors(lambda: compare(case, dtype=getattr(torch, options.dtype), rtol=options.rtol))
     if os.environ.get("RANK", "0") == "0":
@@ -74,7 +76,7 @@ def run(options: argparse.Namespace) -> int:
     return 0 if report.agrees else EXIT_DIFFERENT
 
 
-def _case(options: argparse.Namespace) -> "ParityCase":
+def _case(options: argparse.Namespace, settings: list[str]) -> "ParityCase":
     from nxd_trainer.from_recipe import import_named  # noqa: PLC0415
     from nxd_trainer.parity import ParityCase  # noqa: PLC0415
     from nxd_trainer.parity.case import case_of_recipe  # noqa: PLC0415
@@ -85,11 +87,11 @@ def _case(options: argparse.Namespace) -> "ParityCase":
 
         if name is not None:
             raise ValueError(f"{name} and --hf {options.hf} are two things to compare; give one")
-        return case_of_architecture(options.hf, _config_changes(options.settings), int(os.environ["WORLD_SIZE"]))
+        return case_of_architecture(options.hf, _config_changes(settings), int(os.environ["WORLD_SIZE"]))
     if name is None or ":" not in name or Path(name).exists():
-        return case_of_recipe(load_recipe(name, options.settings), options.compare_steps)
-    if options.settings:
-        raise ValueError(f"{options.settings[0]} is a key of a recipe, and {name} is none; leave it out")
+        return case_of_recipe(load_recipe(name, settings), options.compare_steps)
+    if settings:
+        raise ValueError(f"{settings[0]} is a key of a recipe, and {name} is none; leave it out")
     function = import_named(name)
     if not callable(function):
         raise ValueError(f"{name} is a {type(function).__name__}; give a function that returns a ParityCase")

@@ -2,11 +2,12 @@
 
 import argparse
 import sys
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from nxd_trainer.cli.command import Commands, UserError, reports_user_errors
+from nxd_cli.command import UserError, parse, reports_user_errors
 
 MODEL_FLAGS = {
     "vocab_size": "rows of the embedding",
@@ -28,11 +29,9 @@ YES_NO = {"yes": True, "no": False}
 DTYPES = ("bfloat16", "float32")  # those of the recipes' dtypes for which devices have a speed
 
 
-def add_parser(commands: Commands) -> None:
-    """Add `plan` to the commands."""
-    parser = commands.add_parser(
-        "plan",
-        help="find the layouts of a training job that fit on a cluster",
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="nxd plan",
         description="Try every layout of a model over a number of devices, without any of them: of a Llama, or of any "
         "causal language model of transformers that `nxd train` trains. Sizes, memory and messages come from the real "
         "layers; times are estimates to compare layouts by.",
@@ -62,7 +61,7 @@ def add_parser(commands: Commands) -> None:
     output.add_argument("--rejected", action="store_true", help="also the layouts that do not fit, and why")
     output.add_argument("--json", action="store_true", help="all of the plan as JSON (bytes, seconds), not the table")
     output.add_argument("--recipe", type=Path, metavar="FILE", help="write the quickest as a recipe (.toml or .json)")
-    parser.set_defaults(run=run)
+    return parser
 
 
 def _add_degrees(parser: argparse.ArgumentParser) -> None:
@@ -91,8 +90,9 @@ def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def run(options: argparse.Namespace) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Plan, and show the quickest layouts with the config of the first."""
+    options = parse(_parser(), arguments)
     from nxd_trainer.plan import config_call, make_plan, recipe  # noqa: PLC0415
     from nxd_trainer.plan.planner import activation_modes  # noqa: PLC0415
     from nxd_trainer.plan.render import (  # noqa: PLC0415

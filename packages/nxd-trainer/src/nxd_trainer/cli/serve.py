@@ -3,23 +3,18 @@
 import argparse
 import sys
 import time
+from collections.abc import Sequence
 
-from nxd_trainer.cli.command import (
-    Commands,
-    add_compiled_degrees,
-    add_draft,
-    add_model,
-    check_own_process,
-    reports_user_errors,
-)
+from nxd_cli.command import check_own_process, parse, reports_user_errors
+
+from nxd_trainer.cli.arguments import add_compiled_degrees, add_draft, add_model
 
 _LONGEST = 4096  # tokens, unless a length is given: the cache has room for so many of each prompt in the batch
 EXIT_WORKERS_FAILED = 4  # 3 is uvicorn's, for an address that it cannot listen at
 
 
-def add_parser(commands: Commands) -> None:
-    """Add `serve` to the commands."""
-    parser = commands.add_parser("serve", help="answer completion requests with a trained model")
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="nxd serve")
     add_model(parser)
     add_draft(parser)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default: %(default)s)")
@@ -90,11 +85,12 @@ def add_parser(commands: Commands) -> None:
         help="of workers that died, in ten minutes; after one death more the server ends with exit code "
         f"{EXIT_WORKERS_FAILED} (default: %(default)s)",
     )
-    parser.set_defaults(run=run)
+    return parser
 
 
-def run(options: argparse.Namespace) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Compile the model, and serve it until a signal comes."""
+    options = parse(_parser(), arguments)
     reports_user_errors(lambda: check_own_process(options.nproc, "nxd serve"))
 
     begun = time.monotonic()

@@ -3,18 +3,13 @@
 import argparse
 import os
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from nxd_trainer.cli.command import (
-    Commands,
-    UserError,
-    add_nproc,
-    check_nproc,
-    leave_mesh,
-    reports_user_errors,
-    started_ranks,
-)
-from nxd_trainer.launch import EXIT_STOPPED, LAUNCHER_PID, is_launched, own_threads
+from nxd_cli.command import UserError, add_nproc, check_nproc, leave_mesh, parse, reports_user_errors, started_ranks
+from nxd_cli.launch import EXIT_STOPPED, LAUNCHER_PID, is_launched, own_threads
+
+from nxd_trainer.cli.settings import take_settings
 from nxd_trainer.recipe import Recipe, check_layout, check_paths, load_recipe, render_recipe_help
 
 if TYPE_CHECKING:
@@ -24,11 +19,9 @@ if TYPE_CHECKING:
 FLAGS = ("nproc", "elastic", "elastic-layouts", "elastic-grace", "elastic-silence", "help")  # not a key of the recipe
 
 
-def add_parser(commands: Commands) -> None:
-    """Add `train` to the commands."""
-    parser = commands.add_parser(
-        "train",
-        help="train a model from a recipe",
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="nxd train",
         usage="nxd train [RECIPE] [--nproc N] [--elastic MIN:MAX] [--KEY VALUE | KEY=VALUE ...]",
         description="Train a language model on text. Every key of the recipe is a flag, as in --train.steps 100.",
         epilog=render_recipe_help(),
@@ -59,17 +52,19 @@ def add_parser(commands: Commands) -> None:
         default=10.0,
         help="how long a rank may give no sign of life before it is lost (default: %(default)g)",
     )
-    parser.set_defaults(run=run)
+    return parser
 
 
-def run(options: argparse.Namespace) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Train, in the ranks that the command line asks for."""
-    recipe = reports_user_errors(lambda: load_recipe(options.recipe, options.settings))
+    remaining, settings = take_settings(arguments, FLAGS)
+    options = parse(_parser(), remaining)
+    recipe = reports_user_errors(lambda: load_recipe(options.recipe, settings))
     if not is_launched():
         reports_user_errors(lambda: check_paths(recipe))
     if not is_launched() and not options.elastic:
         reports_user_errors(lambda: _check_ranks(recipe, 1 if options.nproc is None else options.nproc))
-    code = started_ranks(options)
+    code = started_ranks(options.nproc, "train", arguments)
     if code is not None:
         return code
 

@@ -1,14 +1,14 @@
 """`nxd upcycle`: make a mixture of experts of a dense Hugging Face folder."""
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
-from nxd_trainer.cli.command import Commands, reports_user_errors
+from nxd_cli.command import parse, reports_user_errors
 
 
-def add_parser(commands: Commands) -> None:
-    """Add `upcycle` to the commands."""
-    parser = commands.add_parser("upcycle", help="make a mixture of experts of a dense Hugging Face folder")
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="nxd upcycle")
     parser.add_argument("dense", type=Path, help="of a Llama, Mistral, Qwen2 or Qwen3, with safetensors")
     parser.add_argument("target", type=Path, help="folder to write")
     parser.add_argument("--experts", type=int, required=True, help="of each layer, copies of its MLP")
@@ -16,11 +16,12 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument(
         "--max-shard-size", default="5GB", metavar="SIZE", help="of the files, such as 500MiB (default: %(default)s)"
     )
-    parser.set_defaults(run=run)
+    return parser
 
 
-def run(options: argparse.Namespace) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Write the folder and say where."""
+    options = parse(_parser(), arguments)
     from nxd_trainer.upcycle import upcycle  # noqa: PLC0415 - it loads torch
 
     target = reports_user_errors(

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+from nxd_cli.units import show_memory
 from nxd_neuronx.import_name import import_location, other_owner, own_location
 
 from nxd_trainer.doctor.installation import (
@@ -35,7 +36,6 @@ from nxd_trainer.doctor.installation import (
     warning,
     wrong,
 )
-from nxd_trainer.units import show_memory
 
 
 def examine(
@@ -277,7 +277,7 @@ def check_folder(folder: str | Path, free: int | None = None) -> Finding:
 
 TIMEOUT_SECONDS = 120.0
 PROGRAM = """
-from nxd_trainer.launch import end_with_launcher
+from nxd_cli.launch import end_with_launcher
 end_with_launcher()
 import torch
 from nxd_state import all_reduce, destroy_model_parallel, get_device, get_world_group, initialize_model_parallel
@@ -287,7 +287,7 @@ total = all_reduce(torch.full((4,), group.rank + 1.0, device=get_device()), grou
 assert total.tolist() == [3.0] * 4, total
 destroy_model_parallel()
 """
-LAUNCHER = "import sys; from nxd_trainer.launch import launch_ranks; sys.exit(launch_ranks(2, sys.argv[1:]))"
+LAUNCHER = "import sys; from nxd_cli.launch import launch_ranks; sys.exit(launch_ranks(2, sys.argv[1:]))"
 LEFT_TO_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from nxd_cli.units import show_memory, show_seconds
+
 from nxd_trainer.plan.layout import Degrees
 from nxd_trainer.plan.memory import RankMemory
 from nxd_trainer.plan.planner import Misfit, Plan, PlannedLayout
-from nxd_trainer.units import show_memory, show_seconds
 
 HEADINGS = (
     *("TP", "SP", "PP", "CP", "EP", "DP", "ZeRO-1", "microbatches", "checkpointing"),

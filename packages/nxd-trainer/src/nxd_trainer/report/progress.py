@@ -17,10 +17,10 @@ from typing import Any, Self, TextIO
 
 import nxd_state
 import torch
+from nxd_cli.units import show_count, show_duration, show_memory
 from tqdm import tqdm
 
 from nxd_trainer.report.metrics import StepRecord
-from nxd_trainer.units import show_count, show_duration, show_memory
 
 # The most important first: a narrow terminal cuts off the end.
 BAR_FORMAT = "{n_fmt}/{total_fmt} {bar:10} ETA {remaining} | {desc}"

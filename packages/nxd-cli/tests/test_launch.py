@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from nxd_trainer.launch import launch_ranks, threads_per_rank
+from nxd_cli.launch import launch_ranks, threads_per_rank
 
 
 def run(program: str, nproc: int = 2) -> int:
@@ -50,7 +50,7 @@ store.wait(["0", "1"])
 def test_ranks_divide_the_cores_that_the_load_leaves(monkeypatch, load, nproc, threads):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8), raising=False)
     monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
-    monkeypatch.setattr("nxd_trainer.launch._cores_of_container", lambda: math.inf)
+    monkeypatch.setattr("nxd_cli.launch._cores_of_container", lambda: math.inf)
 
     assert threads_per_rank(nproc) == threads
 
@@ -74,7 +74,7 @@ def test_exit_code_is_that_of_the_rank_that_failed_by_itself(capfd, program, cod
 
 
 def test_rank_that_does_not_end_after_a_failure_is_killed(capfd, monkeypatch):
-    monkeypatch.setattr("nxd_trainer.launch.SECONDS_TO_END", 0.2)
+    monkeypatch.setattr("nxd_cli.launch.SECONDS_TO_END", 0.2)
 
     assert run("import os, time; time.sleep(3600 * int(os.environ['RANK'])); raise SystemExit(1)") == 1
 
@@ -111,7 +111,7 @@ while True: time.sleep(0.05)
 
 
 def test_rank_that_waits_for_one_that_a_signal_has_killed_is_killed(tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr("nxd_trainer.launch.SECONDS_TO_STOP", 0.2)
+    monkeypatch.setattr("nxd_cli.launch.SECONDS_TO_STOP", 0.2)
     program = f"""
 import os, pathlib, signal, time
 signal.signal(signal.SIGINT, signal.SIG_DFL if os.environ["RANK"] == "0" else signal.SIG_IGN)
@@ -163,7 +163,7 @@ def test_command_that_cannot_be_started_is_an_error_and_leaves_no_process():
 
 
 def test_rank_ends_at_once_where_its_launcher_has_ended():
-    program = "from nxd_trainer.launch import end_with_launcher; end_with_launcher(); print('lives on')"
+    program = "from nxd_cli.launch import end_with_launcher; end_with_launcher(); print('lives on')"
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
 
@@ -195,7 +195,7 @@ def test_folders_of_torchrun_are_removed_if_they_are_this_ranks_or_empty_and_of_
     alive = make_folder_of_torchrun(tmp_path, "of_the_living", seconds_old=3600)
     with_log = make_folder_of_torchrun(tmp_path, "with_a_log", seconds_old=3600)
     with_log.write_text("a log")
-    program = "from nxd_trainer.launch import remove_torchrun_folders; remove_torchrun_folders()"
+    program = "from nxd_cli.launch import remove_torchrun_folders; remove_torchrun_folders()"
     waits = [fresh_python, "-c", "input()"]
 
     with subprocess.Popen(waits, stdin=subprocess.PIPE, env={"TORCHELASTIC_ERROR_FILE": str(alive)}) as living:

@@ -8,7 +8,7 @@ import warnings
 from pathlib import Path
 
 import pytest
-from nxd_trainer.cli import main
+from nxd_cli import main
 
 ESCAPES = "\x1b]0;title\x07\x1b[2J\r\x9b31m\u202e"
 
@@ -16,7 +16,7 @@ ESCAPES = "\x1b]0;title\x07\x1b[2J\r\x9b31m\u202e"
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
 @pytest.mark.parametrize(("arguments", "code"), [(["train", "--help"], 0), (["data", "missing.toml"], 2)])
 def test_command_whose_streams_are_closed_ends_as_usual(fresh_python, closed, arguments, code):
-    command = ["bash", "-c", f'exec "$@" {closed}', "bash", fresh_python, "-m", "nxd_trainer", *arguments]
+    command = ["bash", "-c", f'exec "$@" {closed}', "bash", fresh_python, "-m", "nxd_cli", *arguments]
 
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
 
@@ -27,7 +27,7 @@ def test_command_whose_streams_are_closed_ends_as_usual(fresh_python, closed, ar
 def test_preview_whose_reader_has_gone_ends_with_141(fresh_python, tmp_path):
     (tmp_path / "a.txt").write_text("text " * 1000)
     settings = [f"data.path={tmp_path}", f"output={tmp_path / 'run'}", "data.sequence_length=16"]
-    command = [fresh_python, "-m", "nxd_trainer", "data", *settings]
+    command = [fresh_python, "-m", "nxd_cli", "data", *settings]
 
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         process.stdout.close()

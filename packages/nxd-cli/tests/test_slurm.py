@@ -1,7 +1,7 @@
 """What torchrun would have said, from what Slurm says."""
 
 import pytest
-from nxd_trainer.launch import first_host, slurm_environment
+from nxd_cli.launch import first_host, slurm_environment
 
 TASK = {
     "SLURM_JOB_ID": "123456",

@@ -4,16 +4,15 @@ import argparse
 import runpy
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from nxd_trainer.cli.command import Commands, UserError, add_nproc, started_ranks
+from nxd_cli.command import UserError, add_nproc, parse, started_ranks
 
 
-def add_parser(commands: Commands) -> None:
-    """Add `run` to the commands."""
-    parser = commands.add_parser(
-        "run",
-        help="run a training script, also one written for torch-xla",
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="nxd run",
         usage="nxd run [--nproc N] SCRIPT [ARGUMENT ...]",
         description="Run a Python script as `python SCRIPT` would, on several ranks of this machine if asked for. "
         "Where torch-xla is not installed, the script can import it all the same: its calls are carried out by "
@@ -22,15 +21,16 @@ def add_parser(commands: Commands) -> None:
     add_nproc(parser)
     parser.add_argument("script", metavar="SCRIPT", help="a Python file")
     parser.add_argument("script_arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="of the script")
-    parser.set_defaults(run=run)
+    return parser
 
 
-def run(options: argparse.Namespace) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Run the script, in the ranks that the command line asks for."""
+    options = parse(_parser(), arguments)
     script = Path(options.script)
     if not script.is_file():
         raise UserError(f"{script} is no file; give the Python script to run")
-    code = started_ranks(options)
+    code = started_ranks(options.nproc, "run", arguments)
     if code is not None:
         return code
 

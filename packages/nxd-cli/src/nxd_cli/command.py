@@ -1,0 +1,86 @@
+"""What commands share: errors of the user, arguments that are unknown, and the number of ranks."""
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
+from typing import TypeVar
+
+from nxd_cli.launch import is_launched, launch_ranks
+
+T = TypeVar("T")
+
+
+class UserError(Exception):
+    """An error that the user can correct: shown as one line, without a traceback."""
+
+
+def reports_user_errors(call: Callable[[], T]) -> T:
+    """Call something whose errors are for the user to correct, and the same on every rank.
+
+    These are ValueError, OSError, FloatingPointError, and classes that say so of themselves by `user_can_mend`.
+    """
+    try:
+        return call()
+    except Exception as error:
+        if isinstance(error, (ValueError, OSError, FloatingPointError)) or getattr(error, "user_can_mend", False):
+            raise UserError(str(error)) from error
+        raise
+
+
+def parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
+    """The options of a command; ends the process at a mistake, with the nearest flag for an unknown one."""
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        flags = re.findall(r"--[a-z][a-z-]+", parser.format_help())
+        near = get_close_matches(unknown[0].partition("=")[0], flags, 1)
+        hint = f"did you mean {near[0]}?" if near else f"`{parser.prog} --help` lists what there is"
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}; {hint}")
+    return options
+
+
+def started_ranks(nproc: int | None, command: str, arguments: Sequence[str]) -> int | None:
+    """Start the ranks that `--nproc` asks for, each with the same command line, and give their exit code.
+
+    None in a rank, or where none were asked for.
+    """
+    if nproc is None or is_launched():
+        return None
+    reports_user_errors(lambda: check_nproc(nproc))
+    return launch_ranks(nproc, [sys.executable, "-m", "nxd_cli", command, *arguments])
+
+
+def check_nproc(nproc: int) -> None:
+    """Raise ValueError for a number of ranks that cannot be started."""
+    if nproc < 1:
+        raise ValueError(f"--nproc {nproc} must be 1 or more")
+
+
+def check_own_process(nproc: int | None, command: str) -> None:
+    """Raise ValueError where a command that starts its own workers runs in several ranks, or with none."""
+    if is_launched():
+        raise ValueError(
+            f"{command} starts its own worker processes; give --nproc instead of starting it with torchrun"
+        )
+    if nproc is not None:
+        check_nproc(nproc)
+
+
+def leave_mesh() -> None:
+    """End the process groups, if there are any: their threads must not be alive when the interpreter ends."""
+    if "nxd_state" in sys.modules:
+        from nxd_state import destroy_model_parallel  # noqa: PLC0415
+
+        destroy_model_parallel()
+
+
+def add_nproc(parser: argparse.ArgumentParser, *more_names: str) -> None:
+    """Add `--nproc`, which `started_ranks` obeys."""
+    parser.add_argument(
+        "--nproc",
+        *more_names,
+        type=int,
+        metavar="N",
+        help="start N ranks on this machine; unset: this process, or torchrun's ranks",
+    )

@@ -1,0 +1,103 @@
+"""Runs the command that the first word names, and ends the process with its exit code."""
+
+import argparse
+import os
+import select
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import NoReturn
+
+from nxd_cli.catalog import COMMANDS, installed_commands, summaries
+from nxd_cli.command import UserError, leave_mesh, reports_user_errors
+from nxd_cli.launch import end_with_launcher, is_launched, remove_torchrun_folders, slurm_environment
+from nxd_cli.output import usable_streams
+
+EXIT_MISTAKE = 2
+EXIT_NO_READER = 128 + 13  # as of a process that SIGPIPE ends
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the process's exit code: 0, 2 for a user's mistake, 143 after a signal.
+
+    Where the reader of its output has gone, such as `head`, the process ends at once, with 141.
+    """
+    with usable_streams():
+        return _run(list(sys.argv[1:] if arguments is None else arguments))
+
+
+def _run(arguments: list[str]) -> int:
+    name, *rest = arguments or [""]
+    command = _find(name)
+    try:
+        os.environ.update(reports_user_errors(lambda: slurm_environment(os.environ)))
+        if is_launched():
+            end_with_launcher()
+            if name != "run":  # whose script may write its errors there
+                remove_torchrun_folders()
+        code = command(rest)
+        sys.stdout.flush()
+    except UserError as mistake:
+        # Every rank makes the same mistake; one rank of each host says so.
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"nxd {name}: {mistake}", file=sys.stderr)
+        leave_mesh()
+        return EXIT_MISTAKE
+    except SystemExit as end:
+        if isinstance(end.__context__, BrokenPipeError):  # rich ends so, with 1, where its reader has gone
+            os._exit(EXIT_NO_READER)
+        raise
+    except Exception as error:
+        if isinstance(error, BrokenPipeError) and _reader_is_gone():
+            os._exit(EXIT_NO_READER)
+        _fail_at_once(error)
+    return code
+
+
+def _find(name: str) -> Callable[[Sequence[str]], int]:
+    """The command of a name; ends the process, with 2, where there is none, and after `--help`."""
+    installed = installed_commands()
+    if name not in installed:
+        parser = argparse.ArgumentParser(
+            prog="nxd", description="Train and serve large models with tensor, pipeline and data parallelism."
+        )
+        parser.add_argument("--version", action="version", version=f"nxd {_version()}")
+        commands = parser.add_subparsers(dest="command", required=True)
+        for known, summary in summaries(installed).items():
+            commands.add_parser(known, help=summary, add_help=False)
+        parser.parse_args([name] if name else [])
+        package = COMMANDS[name].package
+        parser.exit(EXIT_MISTAKE, f"nxd {name}: it is in {package}, which is not installed; pip install {package}\n")
+    command: Callable[[Sequence[str]], int] = installed[name].load()
+    return command
+
+
+def _version() -> str:
+    try:
+        return version("nxd-cli")
+    except PackageNotFoundError:
+        return "of a source tree that is not installed"
+
+
+def _reader_is_gone() -> bool:
+    """Whether it was this process's output that could not be written; sockets have readers as well."""
+    output = select.poll()
+    output.register(sys.stdout.fileno(), 0)
+    return any(event & select.POLLERR for _, event in output.poll(0))
+
+
+def _fail_at_once(error: Exception) -> NoReturn:
+    """Show the failure, then end without tearing anything down.
+
+    Peers learn of the failure only when this process is gone, so the cause is printed before what follows from it.
+    """
+    code = 1
+    if is_launched():
+        from nxd_state import report_failure  # noqa: PLC0415 - it loads torch
+
+        code = report_failure(error)
+    else:
+        traceback.print_exception(error)
+    sys.stdout.flush()
+    os._exit(code)

@@ -1,0 +1,36 @@
+"""The keys of a recipe on a command line: `--train.steps 100`, `--train.steps=100` or `train.steps=100`."""
+
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from nxd_trainer.recipe import recipe_keys
+
+_TRUE_OR_FALSE = ("true", "false", "0", "1")
+
+
+def take_settings(arguments: Sequence[str], flags: Collection[str]) -> tuple[list[str], list[str]]:
+    """The arguments without the recipe's keys, and those keys as `key=value`.
+
+    A key may come as `--train.steps 100`, `--train.steps=100` or `train.steps=100`, and one that is true or false also
+    as `--data.chat`. What is no key is taken along: the recipe knows best which one was meant.
+    """
+    switches = {name for name, key in recipe_keys().items() if key.value_type is bool}
+    remaining: list[str] = []
+    settings: list[str] = []
+    waiting = list(reversed(arguments))
+    while waiting:
+        argument = waiting.pop()
+        name, equals, value = argument.removeprefix("--").partition("=")
+        if argument.startswith("--") and name in flags and not equals and name != "help" and waiting:
+            remaining += [argument, waiting.pop()]  # its value may look like a setting, as a layout does
+        elif argument.startswith("--") and name not in flags:
+            if name in switches and not equals and (not waiting or waiting[-1].lower() not in _TRUE_OR_FALSE):
+                value = "true"
+            elif not equals and waiting and not waiting[-1].startswith("--"):
+                value = waiting.pop()
+            settings.append(f"{name}={value}")
+        elif equals and not argument.startswith("-") and not Path(argument).exists():
+            settings.append(argument)
+        else:
+            remaining.append(argument)
+    return remaining, settings
