@@ -23,16 +23,17 @@ from packaging.requirements import Requirement
 PIECES = {"nxd_state", "nxd_ckpt", "nxd_layers", "nxd_pipeline", "nxd_optim"}
 MAY_IMPORT: dict[str, set[str]] = {
     "nxd_state": set(),
+    "nxd_doctor": {"nxd_state", "nxd_cli"},
     "nxd_cli": {"nxd_state"},
     "nxd_neuronx": PIECES | {"nxd_cli", "nxd_trace", "nxd_engine"},
     "nxd_engine": PIECES,
-    "nxd_testing": {"nxd_state"},
+    "nxd_testing": {"nxd_state", "nxd_doctor"},
     "nxd_ckpt": set(),  # it must be usable alone
     "nxd_layers": {"nxd_state"},
     "nxd_pipeline": {"nxd_state"},
     "nxd_optim": {"nxd_state"},
     "nxd_trace": {"nxd_state"},
-    "nxd_trainer": PIECES | {"nxd_trace", "nxd_engine", "nxd_neuronx", "nxd_cli"},
+    "nxd_trainer": PIECES | {"nxd_trace", "nxd_engine", "nxd_neuronx", "nxd_cli", "nxd_doctor"},
     "nxd_lightning": {"nxd_state", "nxd_engine", "nxd_trainer"},
     "neuronx_distributed": PIECES | {"nxd_trace", "nxd_engine", "nxd_neuronx"},
 }

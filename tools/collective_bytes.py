@@ -20,8 +20,8 @@ def recorded_step(name: str) -> str:
     os.environ |= {"NXD_DEVICE": "xla", "PJRT_DEVICE": "CPU"}
     import torch.distributed as dist  # noqa: PLC0415  (torch-xla reads the environment)
     import torch.testing._internal.distributed.fake_pg  # noqa: F401, PLC0415  (registers the transport "fake")
+    from nxd_doctor.graphs.recording import record_steps  # noqa: PLC0415
     from nxd_state import step_boundary  # noqa: PLC0415
-    from nxd_state.xla_inspect.recording import record_steps  # noqa: PLC0415
     from training_steps import LAYOUTS, make_llama, make_trainee, take_step  # noqa: PLC0415
 
     world_size, layout = LAYOUTS[name]
@@ -38,7 +38,7 @@ def recorded_step(name: str) -> str:
 
 def main() -> None:
     """Print the table, as Markdown."""
-    from nxd_state.xla_inspect import find_collectives, parse_hlo  # noqa: PLC0415
+    from nxd_doctor.graphs import find_collectives, parse_hlo  # noqa: PLC0415
     from step_bytes import least_bytes, sent_bytes  # noqa: PLC0415
     from training_steps import LAYOUTS  # noqa: PLC0415
 

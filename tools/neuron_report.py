@@ -150,8 +150,8 @@ def run_worker(file: Path) -> None:
         from nxd_state.neuron import prepare_neuron  # noqa: PLC0415
 
         prepare_neuron()
+    from nxd_doctor.graphs import start_capture  # noqa: PLC0415
     from nxd_state import destroy_model_parallel, device_type, get_world_group, initialize_model_parallel  # noqa: PLC0415
-    from nxd_state.xla_inspect import start_capture  # noqa: PLC0415
 
     if on_device:
         start_capture()
@@ -252,7 +252,7 @@ def train(on_device: bool) -> list[Step]:
 
 def measure_step(state: Any, on_device: bool) -> Step:
     """Take one step and wait for its loss."""
-    from nxd_state.xla_inspect import graphs_of, read_counters  # noqa: PLC0415
+    from nxd_doctor.graphs import graphs_of, read_counters  # noqa: PLC0415
     from nxd_trainer.training.step import take_step  # noqa: PLC0415
 
     sums: list[Any] = []
@@ -285,7 +285,7 @@ def device_memory() -> dict[str, int]:
 
 def describe_host() -> dict[str, str]:
     """Versions, devices and settings that the results depend on."""
-    from nxd_trainer.doctor.installation import installed_versions  # noqa: PLC0415
+    from nxd_doctor.installation import installed_versions  # noqa: PLC0415
 
     devices = sorted(Path("/dev").glob("neuron[0-9]*"))
     settings = {name: os.environ[name] for name in CACHE_AND_FLAGS if name in os.environ}

@@ -3,7 +3,7 @@
 import math
 from fractions import Fraction
 
-from nxd_state.xla_inspect import find_collectives, parse_hlo
+from nxd_doctor.graphs import find_collectives, parse_hlo
 from training_steps import CONFIG, GLOBAL_BATCH, SEQUENCE, Layout
 
 # torch-xla chains a graph's collectives by a number that each all-reduce takes along, of its own type. Its bytes:
@@ -22,7 +22,7 @@ def sent_bytes(text: str, world_size: int) -> int:
 
 
 def least_bytes(layout: Layout, world_size: int) -> int:
-    """What a rank must send for one step, by the rings' count: see `nxd_state.xla_inspect.collectives`.
+    """What a rank must send for one step, by the rings' count: see `nxd_doctor.graphs.collectives`.
 
     Without sequence parallelism an all-reduce of the activations after attention, MLP and embedding forward, and before
     attention, MLP and head backward; with it as many bytes in pairs of all-gather and reduce-scatter, and the norms'

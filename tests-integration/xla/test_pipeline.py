@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from nxd_doctor.graphs import find_collectives, parse_hlo
 from nxd_engine.models import LlamaForCausalLM
 from nxd_engine.models.llama import LlamaDecoderLayer
 from nxd_optim import GradientReducer, NeuronZero1Optimizer, reduce_sequence_parallel_gradients
 from nxd_pipeline import NxDPPModel
 from nxd_state import get_device, initialize_model_parallel, move_model_to_device, step_boundary
-from nxd_state.xla_inspect import find_collectives, parse_hlo
 from nxd_testing import LogicalPiece, logical_pieces, run_on_ranks, run_on_replicas
 from nxd_testing.replicas import ExecutedGraph, executed_graphs
 from torch.optim import AdamW

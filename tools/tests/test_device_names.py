@@ -21,8 +21,8 @@ KNOWN = {
     "nxd_state/device.py": "the one that knows devices",
     "nxd_state/neuron.py": "the environment of torch-xla's processes on Neuron devices",
     "nxd_trace/compilers/neuronx.py": "runs torch-neuronx's tracer, which comes with torch-xla",
-    "nxd_trainer/doctor/installation.py": "tells a user which devices a host has",
-    "nxd_trainer/doctor/recording.py": "runs programs on torch-xla to record their graphs",
+    "nxd_doctor/installation.py": "tells a user which devices a host has",
+    "nxd_doctor/recording.py": "runs programs on torch-xla to record their graphs",
 }
 
 

@@ -133,25 +133,28 @@ time.sleep(3600)
     assert "nxd: rank 1 did not end 0.2 s after the signal and was killed" in capfd.readouterr().err
 
 
-def test_rank_that_loads_its_modules_is_ended_by_an_interrupt_at_once(fresh_python):
+def test_rank_that_loads_its_modules_is_ended_by_an_interrupt_at_once(fresh_python, tmp_path):
+    (tmp_path / "hello-1.0.dist-info").mkdir()
+    (tmp_path / "hello-1.0.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: hello\nVersion: 1.0\n")
+    (tmp_path / "hello-1.0.dist-info/entry_points.txt").write_text("[nxd.commands]\nhello = hello:main\n")
+    (tmp_path / "hello.py").write_text("""
+import signal
+try:
+    signal.raise_signal(signal.SIGINT)  # which an import may swallow, as torch's does
+except KeyboardInterrupt:
+    pass
+main = len
+""")
     program = """
-import importlib.abc, os, signal, sys, threading
+import runpy, signal
 signal.signal(signal.SIGINT, signal.default_int_handler)  # which it is not in the background
-
-class Swallows(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
-        if name == "nxd_trainer.cli":  # whose import swallows a KeyboardInterrupt, as torch's does
-            try:
-                signal.raise_signal(signal.SIGINT)
-            except KeyboardInterrupt:
-                pass
-
-sys.meta_path.insert(0, Swallows())
-import runpy
-runpy.run_module("nxd_trainer", run_name="__main__")
+runpy.run_module("nxd_cli", run_name="__main__")
 """
     ended = subprocess.run(
-        [fresh_python, "-c", program, "--help"], env=os.environ | {"RANK": "0"}, capture_output=True, check=False
+        [fresh_python, "-c", program, "hello"],
+        env=os.environ | {"RANK": "0", "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        check=False,
     )
 
     assert ended.returncode == -signal.SIGINT

@@ -26,7 +26,7 @@ def test_values_asked_for_are_those_of_the_tensor_without_its_history():
 @pytest.mark.xla
 @pytest.mark.neuron
 def test_what_another_thread_sends_to_xla_is_no_part_of_the_graph_under_way(monkeypatch):
-    from nxd_state.xla_inspect.pending_graph import is_pending, pending_graph
+    from nxd_doctor.graphs.pending_graph import is_pending, pending_graph
 
     monkeypatch.setenv("NXD_DEVICE", "xla")
     device, sent = nxd_state.get_device(), []

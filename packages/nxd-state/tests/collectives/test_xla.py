@@ -3,7 +3,7 @@
 import nxd_state
 import pytest
 import torch
-from nxd_state.xla_inspect import find_collectives, parse_hlo
+from nxd_doctor.graphs import find_collectives, parse_hlo
 from nxd_testing import RankFailure, run_on_replicas
 from nxd_testing.replicas import executed_graphs
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
-from nxd_state.xla_inspect import find_collectives, parse_hlo
+from nxd_doctor.graphs import find_collectives, parse_hlo
 
 
 def connected_ranks(text: str, rank: int, world_size: int) -> tuple[int, ...]:

@@ -18,8 +18,8 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from nxd_doctor.graphs.pending_graph import PendingGraph, is_pending, pending_graph, put_results
 from nxd_state.device import is_host, records_graphs, torch_xla_module
-from nxd_state.xla_inspect.pending_graph import PendingGraph, is_pending, pending_graph, put_results
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.distributed_c10d import _get_default_store

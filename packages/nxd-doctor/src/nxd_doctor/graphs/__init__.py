@@ -1,0 +1,50 @@
+"""Inspects the graphs that a training step hands to an XLA compiler, without a device.
+
+The counting works on HLO text, whatever made it. Only recording the graphs of a step needs torch-xla.
+"""
+
+from nxd_doctor.graphs.capture import capture_steps, graphs_of, recent_graphs, start_capture
+from nxd_doctor.graphs.casts import Cast, find_casts
+from nxd_doctor.graphs.collectives import Collective, find_collectives, total_bytes
+from nxd_doctor.graphs.compare import Difference, first_difference
+from nxd_doctor.graphs.counters import Counters, read_counters
+from nxd_doctor.graphs.flops import Product, count_flops, find_products
+from nxd_doctor.graphs.graph_dump import CapturedGraph, read_graphs
+from nxd_doctor.graphs.hlo import Array, Computation, HloModule, Instruction, Shape
+from nxd_doctor.graphs.liveness import LiveBuffer, Memory, peak_memory
+from nxd_doctor.graphs.parse import parse_hlo
+from nxd_doctor.graphs.repeats import loops_counted_once
+from nxd_doctor.graphs.scopes import module_scopes
+
+__all__ = [
+    "parse_hlo",
+    "HloModule",
+    "Computation",
+    "Instruction",
+    "Shape",
+    "Array",
+    "find_collectives",
+    "Collective",
+    "total_bytes",
+    "find_products",
+    "Product",
+    "count_flops",
+    "peak_memory",
+    "Memory",
+    "LiveBuffer",
+    "find_casts",
+    "Cast",
+    "loops_counted_once",
+    "first_difference",
+    "Difference",
+    # recording; these need torch-xla
+    "start_capture",
+    "capture_steps",
+    "graphs_of",
+    "recent_graphs",
+    "CapturedGraph",
+    "read_graphs",
+    "module_scopes",
+    "Counters",
+    "read_counters",
+]

@@ -1,0 +1,339 @@
+"""Checks that this machine is ready to train: all checks, in the order in which they explain each other.
+
+`installation` checks installed packages; this module checks the host: environment variables, limits of open files and
+shared memory, the clock, ports, a folder for checkpoints, and two ranks that add up a number.
+"""
+
+import os
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from nxd_cli.units import show_memory
+
+from nxd_doctor.installation import (
+    OTHERS,
+    Finding,
+    check_devices,
+    check_import_name,
+    check_neuron,
+    check_own_packages,
+    check_torch,
+    check_torch_import,
+    check_transformers,
+    check_xla,
+    find_devices,
+    import_location,
+    installed_versions,
+    ok,
+    other_owner,
+    own_location,
+    own_packages,
+    torch_import_failure,
+    warning,
+    wrong,
+)
+
+
+def examine(
+    folder: str | Path | None = None, *, try_ranks: bool = True, show_output: Callable[[str], None] | None = None
+) -> Iterator[Finding]:
+    """Check this machine; yields findings as they are made.
+
+    Args:
+        folder: for checkpoints, also as a URL; left out if None.
+        try_ranks: start two ranks, which takes some seconds; left out in any case where torch does not work.
+        show_output: is given what the two ranks wrote.
+    """
+    versions = installed_versions((*own_packages(), *OTHERS))
+    torch = check_torch(versions)
+    yield torch
+    yield check_own_packages(versions)
+    yield check_import_name(other_owner(), import_location(), own_location())
+    yield check_xla(versions)
+    import_of_torch = check_torch_import(torch_import_failure())
+    if torch.status == "ok":
+        yield import_of_torch
+    if torch.status == import_of_torch.status == "ok":
+        devices = find_devices()
+        yield check_devices(devices)
+        yield check_neuron(versions, has_device=devices.neuron > 0)
+    yield check_transformers(versions)
+    yield from check_environment(os.environ)
+    yield check_open_files(*open_files_limits())
+    yield check_shared_memory(free_shared_memory())
+    yield check_clock(*read_clock())
+    yield check_rendezvous(os.environ)
+    yield check_loopback()
+    if folder is not None:
+        yield check_folder(folder)
+    if try_ranks and torch.status == import_of_torch.status == "ok":
+        code, output = run_two_ranks()
+        if show_output is not None:
+            show_output(output)
+        yield check_collective(code, output)
+
+
+# Effects of each on a job that are easily forgotten.
+SURPRISES = {
+    "XLA_USE_BF16": "all float32 tensors are bfloat16 on the device; use a bfloat16 model instead",
+    "XLA_DOWNCAST_BF16": "float32 becomes bfloat16 and float64 float32 on the device; use a bfloat16 model instead",
+    "NEURON_EXTRACT_GRAPHS_ONLY": "graphs are only compiled, and all results are zeros; unset it to train",
+    "NEURON_CC_FLAGS": "flags change what is compiled and which cached graphs are found",
+    "CUDA_LAUNCH_BLOCKING": "every kernel is waited for; unset it to train",
+}
+READ_HERE = ("NXD_DEVICE", "NXD_CPU_MODE", "NXD_LOG_LEVEL", "NXD_SHM", "NXD_TIMEOUT", "PJRT_DEVICE")
+
+
+def check_environment(environment: Mapping[str, str]) -> list[Finding]:
+    """Findings on environment variables: those that are set, and each that is likely to surprise."""
+    name = "environment"
+    findings = []
+    devices = environment.get("NXD_DEVICE", "")
+    if environment.get("NXD_CPU_MODE") == "1" and devices not in ("", "cpu"):
+        found = f"NXD_CPU_MODE=1 and NXD_DEVICE={devices}"
+        findings.append(wrong(name, found, "they contradict each other, and NXD_CPU_MODE wins; unset one"))
+    if "NEURON_RT_NUM_CORES" in environment and "NEURON_RT_VISIBLE_CORES" in environment:
+        found = "NEURON_RT_NUM_CORES and NEURON_RT_VISIBLE_CORES are both set"
+        findings.append(warning(name, found, "the runtime takes NEURON_RT_VISIBLE_CORES; unset the other"))
+    for variable, effect in SURPRISES.items():
+        value = environment.get(variable, "")
+        if value not in ("", "0"):
+            findings.append(warning(name, f"{variable}={value}", effect))
+    listed = ", ".join(f"{variable}={environment[variable]}" for variable in READ_HERE if variable in environment)
+    return findings or [ok(name, listed or "nothing is set that these packages read")]
+
+
+FEWEST_FILES, ENOUGH_FILES = 1024, 4096
+SHARED_MEMORY = Path("/dev/shm")
+LEAST_SHARED_MEMORY, ENOUGH_SHARED_MEMORY = 64 << 20, 1 << 30
+
+
+def open_files_limits() -> tuple[int, int]:
+    """How many files this process may have open: now, and at most if it asks."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)
+
+
+def check_open_files(soft: int, hard: int) -> Finding:
+    """Whether ranks, data loaders and checkpoints can open their files; connections between ranks count as well."""
+    name = "open files"
+    found = f"{_count(soft)} (hard limit {_count(hard)})"
+    if soft == resource.RLIM_INFINITY or soft >= ENOUGH_FILES:
+        return ok(name, found)
+    mend = f"ulimit -n {ENOUGH_FILES if hard == resource.RLIM_INFINITY else min(hard, 1 << 16)}, before the job starts"
+    if soft < FEWEST_FILES:
+        return wrong(name, found, mend)
+    return warning(name, f"{found}; jobs of hundreds of ranks want {ENOUGH_FILES}", mend)
+
+
+def free_shared_memory() -> int | None:
+    """Bytes free in the host's shared memory; None where there is no such place."""
+    return shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else None
+
+
+def check_shared_memory(free: int | None) -> Finding:
+    """Whether data loaders and ranks of one host can hand tensors over; containers get 64 MiB unless told otherwise."""
+    name = "shared memory"
+    if free is None:
+        return warning(name, f"there is no {SHARED_MEMORY}", "mount it (tmpfs), or use num_workers=0 in data loaders")
+    found = f"{show_memory(free)} free in {SHARED_MEMORY}"
+    mend = "start the container with --shm-size=8g (Kubernetes: an emptyDir of medium Memory), or empty it"
+    if free < LEAST_SHARED_MEMORY:
+        return wrong(name, found, mend)
+    if free < ENOUGH_SHARED_MEMORY:
+        return warning(name, found, mend)
+    return ok(name, found)
+
+
+def _count(limit: int) -> str:
+    return "unlimited" if limit == resource.RLIM_INFINITY else str(limit)
+
+
+EARLIEST = 1_735_689_600  # 2025-01-01: before any of these packages
+
+
+def check_clock(now: float, monotonic: tuple[float, float]) -> Finding:
+    """Whether the time is possible, and time passes.
+
+    Args:
+        now: seconds since 1970.
+        monotonic: two readings of the monotonic clock, one after the other.
+    """
+    name = "clock"
+    shown = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now))
+    if now < EARLIEST:
+        return wrong(name, f"{shown}, which is in the past", "set the clock, and keep it so: timedatectl set-ntp true")
+    if monotonic[1] < monotonic[0]:
+        return wrong(name, "the monotonic clock runs backwards", "restart the host; its time source is broken")
+    return ok(name, shown)
+
+
+def read_clock() -> tuple[float, tuple[float, float]]:
+    """What `check_clock` takes."""
+    return time.time(), (time.monotonic(), time.monotonic())
+
+
+HIGHEST_PORT = 65_535
+
+
+def check_rendezvous(environment: Mapping[str, str]) -> Finding:
+    """Whether MASTER_ADDR and MASTER_PORT, where set, can be used.
+
+    The host must have an address; if it is this one, the port must be free.
+    """
+    name = "rendezvous"
+    host, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT")
+    if host is None and port is None:
+        return ok(name, "MASTER_ADDR and MASTER_PORT are unset: torchrun chooses them")
+    if host is None or port is None:
+        missing = "MASTER_ADDR" if host is None else "MASTER_PORT"
+        return wrong(name, f"{missing} is unset, the other is set", f"set {missing}, or leave both to torchrun")
+    if not port.isdecimal() or not 0 < int(port) <= HIGHEST_PORT:
+        return wrong(name, f"MASTER_PORT={port}", f"use a free port from 1024 to {HIGHEST_PORT}")
+    try:
+        socket.getaddrinfo(host, int(port))
+    except OSError as error:
+        return wrong(
+            name, f"MASTER_ADDR={host} has no address: {error}", "use a name or address that every host can reach"
+        )
+    if _is_here(host) and not _is_free(port):
+        return wrong(name, f"port {port} is in use", "end what listens there (ss -ltnp), or set another MASTER_PORT")
+    return ok(name, f"{host}:{port}")
+
+
+def check_loopback() -> Finding:
+    """Whether a process can listen on this host, and another connect to it."""
+    name = "ports"
+    mend = "let processes of this host connect to 127.0.0.1 (firewall, sandbox, network namespace)"
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+            with socket.create_connection(("127.0.0.1", port), timeout=5):
+                pass
+    except OSError as error:
+        return wrong(name, f"a connection to 127.0.0.1 failed: {error}", mend)
+    try:
+        socket.getaddrinfo(socket.gethostname(), None)
+    except OSError as error:
+        found = f"the host's own name {socket.gethostname()} has no address: {error}"
+        return wrong(name, found, f"add it to /etc/hosts: 127.0.0.1 {socket.gethostname()}")
+    return ok(name, "processes of this host can connect")
+
+
+def _is_here(host: str) -> bool:
+    return host in ("localhost", "127.0.0.1", "::1", socket.gethostname())
+
+
+def _is_free(port: str) -> bool:
+    try:
+        with socket.create_server(("", int(port))):
+            return True
+    except OSError:
+        return False
+
+
+ENOUGH_BYTES = 10 << 30
+MOST_SKEW_SECONDS = 5.0
+
+
+def check_folder(folder: str | Path, free: int | None = None) -> Finding:
+    """Write, flush, rename and remove a file there.
+
+    Args:
+        folder: need not exist yet, if it can be made; of an object store, by its URL, it is not looked at.
+        free: bytes on its disk; asked for if None.
+    """
+    name = f"folder {folder}"
+    if "://" in str(folder):
+        return warning(name, "is in an object store, which is not looked at", f"try it: nxd-ckpt list {folder}")
+    path = Path(folder).absolute()
+    place = next(it for it in (path, *path.parents) if os.path.lexists(it))
+    if not place.is_dir():
+        return wrong(name, f"{place} is no folder", "choose a folder")
+    try:
+        with tempfile.TemporaryDirectory(prefix=".nxd-doctor-", dir=place) as trial:
+            Path(trial, path.relative_to(place)).mkdir(parents=True, exist_ok=True)
+            first, second = Path(trial, "first"), Path(trial, "second")
+            with first.open("wb") as file:
+                file.write(b"written by nxd doctor")
+                os.fsync(file.fileno())
+            os.replace(first, second)
+            skew = second.stat().st_mtime - time.time()
+    except OSError as error:
+        return wrong(name, f"cannot be written: {error}", "give this user the right to write, or choose another folder")
+    free = shutil.disk_usage(place).free if free is None else free
+    if abs(skew) > MOST_SKEW_SECONDS:
+        found = f"its file server's clock is {abs(skew):.0f} s {'ahead of' if skew > 0 else 'behind'} this host's"
+        return warning(name, found, "keep both in step with a time server: timedatectl set-ntp true")
+    found = f"writable, {show_memory(free)} free"
+    if free < ENOUGH_BYTES:
+        mend = "make room: a checkpoint needs up to 16 bytes for each parameter, and the one before stays until then"
+        return warning(name, found, mend)
+    return ok(name, found)
+
+
+TIMEOUT_SECONDS = 120.0
+PROGRAM = """
+from nxd_cli.launch import end_with_launcher
+end_with_launcher()
+import torch
+from nxd_state import all_reduce, destroy_model_parallel, get_device, get_world_group, initialize_model_parallel
+initialize_model_parallel(2)
+group = get_world_group()
+total = all_reduce(torch.full((4,), group.rank + 1.0, device=get_device()), group)
+assert total.tolist() == [3.0] * 4, total
+destroy_model_parallel()
+"""
+LAUNCHER = "import sys; from nxd_cli.launch import launch_ranks; sys.exit(launch_ranks(2, sys.argv[1:]))"
+LEFT_TO_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+def run_two_ranks(timeout: float = TIMEOUT_SECONDS) -> tuple[int | None, str]:
+    """Start two ranks on this machine and let them add.
+
+    Returns:
+        Their exit code, None if they were not done in time, and what they wrote.
+    """
+    environment = {name: value for name, value in os.environ.items() if name not in LEFT_TO_TORCHRUN}
+    command = [sys.executable, "-c", LAUNCHER, sys.executable, "-c", PROGRAM]
+    with subprocess.Popen(
+        command,
+        env=environment | {"OMP_NUM_THREADS": "1"},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # the ranks end with it
+            output, _ = process.communicate()
+            return None, output
+        except BaseException:  # as Ctrl-C, which does not reach them in a session of their own
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    return process.returncode, output
+
+
+def check_collective(code: int | None, output: str) -> Finding:
+    """Whether the two ranks came to the sum, and in time."""
+    name = "two ranks"
+    if code == 0:
+        return ok(name, "added their numbers")
+    if code is None:
+        mend = "ranks wait for each other: look at the findings above, then try NXD_DEVICE=cpu nxd doctor"
+        return wrong(name, f"were not done in {TIMEOUT_SECONDS:.0f} seconds", mend)
+    errors = [line.strip() for line in output.splitlines() if "Error" in line and "ChildFailed" not in line]
+    return wrong(
+        name,
+        f"failed: {errors[0] if errors else f'exit code {code}'}",
+        "nxd doctor --show-output shows all that they wrote",
+    )

@@ -1,0 +1,100 @@
+"""Records the graphs that a script hands to a device's compiler, in a process on torch-xla's CPU client.
+
+torch-xla decides at its first graph whether it dumps graphs, so every program gets a process of its own.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from nxd_state.device import has_torch_xla
+
+from nxd_doctor.graphs import CapturedGraph, read_graphs
+
+_SHOWN_OUTPUT = 2000  # characters, from the end of what a process said before it failed
+_LAUNCHERS_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class RecordedRank:
+    """The graphs of one process.
+
+    Attributes:
+        rank: that it played.
+        steps: the graphs of each step; of a script, where steps are not known, a list for each graph.
+        has_steps: whether they are.
+    """
+
+    rank: int
+    steps: list[list[CapturedGraph]]
+    has_steps: bool = True
+
+
+@dataclass(frozen=True)
+class RecordedSteps:
+    """The steps of a training run, as some of its ranks take them.
+
+    Attributes:
+        title: what was recorded, in what layout.
+        ranks: the first and the last, or one that is alone.
+        world_size: ranks of the job.
+    """
+
+    title: str
+    ranks: list[RecordedRank]
+    world_size: int
+
+
+def record_script(command: Sequence[str]) -> RecordedRank:
+    """All graphs that a script runs, as one process.
+
+    Args:
+        command: the script and its arguments.
+
+    Raises:
+        ValueError: torch-xla is not installed, the script fails, or it runs no graph; with what it said.
+    """
+    check_torch_xla()
+    with tempfile.TemporaryDirectory(prefix="nxd-doctor-") as name:
+        dump = Path(name) / "graphs.hlo"
+        debug = dict.fromkeys(("XLA_IR_DEBUG", "XLA_HLO_DEBUG"), "1")
+        writing = {"XLA_SAVE_TENSORS_FILE": str(dump), "XLA_SAVE_TENSORS_FMT": "hlo"}
+        output = run_on_cpu([sys.executable, *command], debug | writing, command[0])
+        graphs = [graph for file in sorted(dump.parent.iterdir()) for graph in read_graphs(file.read_text())]
+    if not graphs:
+        raise ValueError(f"{command[0]} ran no graph on XLA: is its model on nxd_state.get_device()?\n{output}")
+    return RecordedRank(0, [[graph] for graph in graphs], has_steps=False)
+
+
+def check_torch_xla() -> None:
+    """Raise ValueError where graphs cannot be made."""
+    if not has_torch_xla():
+        raise ValueError(
+            "graphs are made by torch-xla, which is not installed: install torch and torch_xla of the same version, as "
+            "pip install torch==2.9.1 torch_xla==2.9.0; a device is not needed"
+        )
+
+
+def run_on_cpu(command: list[str], environment: dict[str, str], what: str) -> str:
+    """Run a program on torch-xla's CPU client and return what it said.
+
+    Raises:
+        ValueError: it failed; with `what` it was and the end of what it said.
+    """
+    inherited = {name: value for name, value in os.environ.items() if name not in _LAUNCHERS_VARIABLES}
+    on_the_cpu = {"NXD_DEVICE": "xla", "PJRT_DEVICE": "CPU"}
+    result = subprocess.run(
+        command,
+        env=inherited | on_the_cpu | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    if result.returncode:
+        raise ValueError(f"{what} ended with exit code {result.returncode}:\n{result.stdout.strip()[-_SHOWN_OUTPUT:]}")
+    return result.stdout

@@ -1,0 +1,129 @@
+"""Records the graphs of a recipe's first steps, for `nxd doctor --graph`.
+
+torch-xla decides at its first graph whether it dumps graphs, and a process plays one rank: so every rank gets a process
+of its own. Run as a module, this file is such a process: `python -m nxd_trainer.training.graph_recording RECIPE ...`.
+"""
+
+import json
+import math
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch.distributed as dist
+from nxd_doctor.graphs import CapturedGraph, capture_steps, module_scopes, start_capture
+from nxd_doctor.graphs.recording import record_steps
+from nxd_doctor.recording import RecordedRank, RecordedSteps, check_torch_xla, run_on_cpu
+from nxd_state import initialize_model_parallel, step_boundary
+
+from nxd_trainer.recipe import Recipe, check_layout, load_recipe, recipe_from_dict, save_recipe
+from nxd_trainer.training.run_state import build_run_state
+from nxd_trainer.training.step import take_step
+
+
+def record_recipe(file: str, settings: Sequence[str], *, ranks: int | None, steps: int) -> RecordedSteps:
+    """The graphs of the first steps of a recipe's run, on its first and last rank.
+
+    Args:
+        file: of the recipe; empty for the defaults.
+        settings: `key=value`, over what the file says.
+        ranks: of the job; None for as few as the layout takes.
+        steps: to record.
+
+    Raises:
+        ValueError: the recipe has mistakes, or torch-xla is not installed, or the steps cannot be recorded.
+    """
+    recipe = load_recipe(file or None, settings)
+    tensor_parallel = recipe.parallel.tensor_parallel_size
+    pipeline_parallel = recipe.parallel.pipeline_parallel_size
+    if pipeline_parallel > 1:
+        raise ValueError(
+            f"the graphs of pipelines are not looked at; parallel.pipeline_parallel_size={pipeline_parallel}"
+        )
+    context_parallel = recipe.parallel.context_parallel_size
+    of_a_replica = tensor_parallel * context_parallel
+    of_experts = recipe.parallel.expert_parallel_size * (recipe.parallel.expert_tensor_parallel_size or tensor_parallel)
+    least = math.lcm(of_a_replica, of_experts)
+    world_size = least if ranks is None else ranks
+    if world_size < 1 or world_size % least:
+        degrees = f"parallel.tensor_parallel_size={tensor_parallel}"
+        if context_parallel > 1:
+            degrees += f" times parallel.context_parallel_size={context_parallel}"
+        if recipe.parallel.splits_experts:
+            degrees += f", and of {of_experts} ranks with the experts of a layer"
+        raise ValueError(f"--ranks {world_size} must be a multiple of {degrees}")
+    if steps < 1:
+        raise ValueError(f"--steps {steps} must be 1 or more; 3 show whether a graph comes again")
+    replicas = world_size // of_a_replica
+    check_layout(recipe, replicas)
+    first_and_last = sorted({0, world_size - 1})
+    recorded = _record_ranks(recipe, ranks=first_and_last, world_size=world_size, num_steps=steps)
+    which = "one rank, as it ran" if world_size == 1 else f"ranks 0 and {world_size - 1}, recorded without running"
+    context = f" x CP {context_parallel}" if context_parallel > 1 else ""
+    experts = f", EP {recipe.parallel.expert_parallel_size}" if recipe.parallel.splits_experts else ""
+    layout = f"TP {tensor_parallel}{context} x DP {replicas}{experts}"
+    title = f"{file or 'the default recipe'}: {layout}; {which}"
+    return RecordedSteps(title, recorded, world_size)
+
+
+def _record_ranks(recipe: Recipe, *, ranks: Sequence[int], world_size: int, num_steps: int) -> list[RecordedRank]:
+    """The graphs of the first steps of a recipe's run, on some ranks of `world_size`.
+
+    One rank really runs, and so shows what cuts a step in two. Of several each is recorded without its peers, and
+    nothing is run. Tokens are cached where the recipe says; nothing else is left behind.
+
+    Raises:
+        ValueError: torch-xla is not installed, or the steps cannot be recorded; with what the process said.
+    """
+    check_torch_xla()
+    with tempfile.TemporaryDirectory(prefix="nxd-doctor-") as name:
+        folder = Path(name)
+        data = replace(recipe.data, cache_folder=recipe.token_cache_folder)
+        checkpoint = replace(recipe.checkpoint, resume="never", folder=None)
+        file = save_recipe(replace(recipe, output=folder / "run", data=data, checkpoint=checkpoint), folder / "r.json")
+        recorded = []
+        for rank in ranks:  # one after another: each takes as much memory as the rank would
+            result = folder / f"rank-{rank}.json"
+            settings = [file, result, rank, world_size, num_steps]
+            run_on_cpu(
+                [sys.executable, "-m", "nxd_trainer.training.graph_recording", *map(str, settings)],
+                {},
+                f"rank {rank} of {world_size}",
+            )
+            steps = [[CapturedGraph(**graph) for graph in graphs] for graphs in json.loads(result.read_text())]
+            recorded.append(RecordedRank(rank, steps))
+        return recorded
+
+
+def record_rank(recipe_file: str, result: str, rank: int, world_size: int, num_steps: int) -> None:
+    """Record `num_steps` steps of `rank` and write them to the file `result`; what a process of its own runs.
+
+    With several ranks, torch's own "fake" transport stands for the peers; messages between hosts' processes come back
+    as this rank sent them, and those on the device are in the graphs, which are not run.
+    """
+    start_capture()
+    if world_size > 1:
+        import torch.testing._internal.distributed.fake_pg  # noqa: F401, PLC0415  (registers the transport "fake")
+
+        dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=world_size)
+    recipe = recipe_from_dict(json.loads(Path(recipe_file).read_text()))  # our own, which may name a factory
+    degrees = recipe.parallel
+    initialize_model_parallel(
+        degrees.tensor_parallel_size,
+        expert_model_parallel_size=degrees.expert_parallel_size,
+        expert_tensor_parallel_size=degrees.expert_tensor_parallel_size,
+        context_parallel_size=degrees.context_parallel_size,
+    )
+    state = build_run_state(recipe)
+    record = capture_steps if world_size == 1 else record_steps
+    if world_size == 1:
+        step_boundary()  # as `nxd train`: the filling of tensors is no part of the first step
+    with module_scopes(state.model):
+        steps = record(lambda: take_step(state), num_steps)
+    Path(result).write_text(json.dumps([[asdict(graph) for graph in graphs] for graphs in steps]))
+
+
+if __name__ == "__main__":
+    record_rank(sys.argv[1], sys.argv[2], *map(int, sys.argv[3:]))
