@@ -41,7 +41,7 @@ def test_command_of_another_package_is_listed_unloaded_and_run(other_package, ca
 
 @pytest.mark.usefixtures("other_package")
 def test_known_command_whose_package_is_missing_says_what_to_install(monkeypatch, capsys):
-    monkeypatch.setattr("nxd_cli.main.installed_commands", dict)
+    monkeypatch.setattr("nxd_cli.dispatch.installed_commands", dict)
 
     with pytest.raises(SystemExit) as end:
         main(["plan", "--top", "3"])

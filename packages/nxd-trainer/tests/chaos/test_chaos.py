@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from nxd_cli.main import main
+from nxd_cli.dispatch import main
 from nxd_trainer.chaos import Disturbance, FollowedRun, Plan, disturb, measure, render
 from nxd_trainer.chaos.follow import Seen
 from nxd_trainer.chaos.ranks import Rank, kill_host, ranks_below
