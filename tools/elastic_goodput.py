@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nxd_trainer.chaos import FollowedRun, Plan, disturb
+from nxd_elastic.chaos import FollowedRun, Plan, disturb
 from nxd_trainer.report.loss_curve import save_picture
 
 DISTANCES = (30.0, 12.0, 6.0, 3.0)  # mean seconds between kills

@@ -28,7 +28,7 @@ from typing import Any
 
 import nxd_ckpt
 import torch
-from nxd_trainer.chaos import FollowedRun, Kind, Plan, disturb, measure
+from nxd_elastic.chaos import FollowedRun, Kind, Plan, disturb, measure
 
 STEPS = 150
 SILENCE = 4  # seconds after which a stopped rank is lost; a short one, so that more ranks can be lost in an hour

@@ -13,10 +13,10 @@ import nxd_ckpt
 import pytest
 import torch
 import torch.distributed as dist
+from nxd_elastic.chaos import Disturbance, FollowedRun, Measures, Plan, disturb, measure
+from nxd_elastic.chaos.ranks import Rank
+from nxd_elastic.members import Board
 from nxd_testing import deadline
-from nxd_trainer.chaos import Disturbance, FollowedRun, Measures, Plan, disturb, measure
-from nxd_trainer.chaos.ranks import Rank
-from nxd_trainer.elastic.members import Board
 from nxd_trainer.report.metrics import METRICS_FILE, StepRecord, read_records
 
 pytestmark = [

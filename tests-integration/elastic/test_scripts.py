@@ -1,4 +1,4 @@
-"""`nxd_trainer.elastic.run` in a script that torchrun starts: ranks that are lost, and signals to end."""
+"""`nxd_elastic.run` in a script that torchrun starts: ranks that are lost, and signals to end."""
 
 import json
 import os
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from nxd_ckpt import latest, load, save
 from nxd_state import all_gather_object, get_world_group
-from nxd_trainer import elastic
+import nxd_elastic as elastic
 
 steps, victim = int(sys.argv[1]), sys.argv[2]
 

@@ -13,8 +13,8 @@ from nxd_trainer.cli.settings import take_settings
 from nxd_trainer.recipe import Recipe, check_layout, check_paths, load_recipe, render_recipe_help
 
 if TYPE_CHECKING:
-    from nxd_trainer.elastic.recipes import ElasticRecipe
     from nxd_trainer.training import StopRequest, TrainResult
+    from nxd_trainer.training.elastic import ElasticRecipe
 
 FLAGS = ("nproc", "elastic", "elastic-layouts", "elastic-grace", "elastic-silence", "help")  # not a key of the recipe
 
@@ -114,12 +114,12 @@ def _train(recipe: Recipe, stop: "StopRequest") -> "TrainResult":
 
 def _run_elastic(recipe: Recipe, options: argparse.Namespace) -> int:
     """In the supervisor that the launcher has started: the exit code of its trainer; in a trainer: of the training."""
+    from nxd_elastic.loop import check_launch  # noqa: PLC0415
+    from nxd_elastic.supervisor import supervise  # noqa: PLC0415
     from nxd_state import records_graphs  # noqa: PLC0415
 
-    from nxd_trainer.elastic.loop import check_launch  # noqa: PLC0415
-    from nxd_trainer.elastic.recipes import train_elastically  # noqa: PLC0415
-    from nxd_trainer.elastic.supervisor import supervise  # noqa: PLC0415
     from nxd_trainer.training import StopRequest  # noqa: PLC0415
+    from nxd_trainer.training.elastic import train_elastically  # noqa: PLC0415
 
     elastic = reports_user_errors(lambda: _elastic_recipe(recipe, options))
     try:
@@ -141,8 +141,9 @@ def _run_elastic(recipe: Recipe, options: argparse.Namespace) -> int:
 
 
 def _elastic_recipe(recipe: Recipe, options: argparse.Namespace) -> "ElasticRecipe":
-    from nxd_trainer.elastic.layouts import parse_layouts, parse_range  # noqa: PLC0415
-    from nxd_trainer.elastic.recipes import ElasticRecipe, options_of  # noqa: PLC0415
+    from nxd_elastic.layouts import parse_layouts, parse_range  # noqa: PLC0415
+
+    from nxd_trainer.training.elastic import ElasticRecipe, options_of  # noqa: PLC0415
 
     limits = options_of(parse_range(options.elastic), options.elastic_grace, options.elastic_silence)
     return ElasticRecipe(recipe, parse_layouts(options.elastic_layouts), limits)

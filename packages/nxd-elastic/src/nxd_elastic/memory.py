@@ -21,7 +21,7 @@ from nxd_ckpt.peers.keeper import SECRET
 from nxd_ckpt.peers.starting import KeeperProcess
 from nxd_ckpt.peers.store import KEEPERS, OWN_KEEPER
 
-from nxd_trainer.elastic.processes import Process
+from nxd_elastic.processes import Process
 
 _MEMORY = Path("/dev/shm")
 _PREFIX = "nxd-memory"

@@ -4,8 +4,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from nxd_trainer.chaos.disturb import Disturbance
-from nxd_trainer.chaos.follow import FollowedRun
+from nxd_elastic.chaos.disturb import Disturbance
+from nxd_elastic.chaos.follow import FollowedRun
 
 
 @dataclass(frozen=True)

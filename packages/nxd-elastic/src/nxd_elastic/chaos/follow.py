@@ -1,21 +1,42 @@
 """A run that is looked at from outside: its processes, and when each step came into its metrics."""
 
+import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, Self
 
-from nxd_trainer.chaos.ranks import Rank, ranks_below
-from nxd_trainer.report.metrics import METRICS_FILE, StepRecord, line_to_record
+from nxd_elastic.chaos.ranks import Rank, ranks_below
 
+METRICS_FILE = "metrics.jsonl"  # in a run's folder, with a line of JSON for each step that it has logged
 POLL_SECONDS = 0.01
+
+
+class LoggedStep(NamedTuple):
+    """What is looked at of a line of a run's metrics.
+
+    Attributes:
+        step: optimizer steps taken, from 1.
+        layout: in the first line of each invocation, such as "TP 2 x DP 2".
+        resumed_from: step of the checkpoint; in the first line after a resume.
+    """
+
+    step: int
+    layout: str | None = None
+    resumed_from: int | None = None
+
+    @classmethod
+    def of_line(cls, line: str) -> Self:
+        """The step of a line."""
+        content = json.loads(line)
+        return cls(content["step"], content.get("layout"), content.get("resumed_from"))
 
 
 class Seen(NamedTuple):
     """A record and when it was seen, on the monotonic clock."""
 
     at: float
-    record: StepRecord
+    record: LoggedStep
 
 
 class HasEnded(Protocol):
@@ -77,7 +98,7 @@ class FollowedRun:
             self._lines = []
         self._lines += lines
         now = time.monotonic()
-        new = [Seen(now, line_to_record(line)) for line in fresh]
+        new = [Seen(now, LoggedStep.of_line(line)) for line in fresh]
         self.seen += new
         return new
 

@@ -8,28 +8,13 @@ from pathlib import Path
 
 import pytest
 from nxd_cli.dispatch import main
-from nxd_trainer.chaos import Disturbance, FollowedRun, Plan, disturb, measure, render
-from nxd_trainer.chaos.follow import Seen
-from nxd_trainer.chaos.ranks import Rank, kill_host, ranks_below
-from nxd_trainer.report.metrics import MetricsLog, StepRecord
+from nxd_elastic.chaos import Disturbance, FollowedRun, Plan, disturb, measure, render
+from nxd_elastic.chaos.follow import LoggedStep, Seen
+from nxd_elastic.chaos.ranks import Rank, kill_host, ranks_below
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 RANK = Rank(1, pid=1, parent=1, host=1)
-
-
-def record(step, layout=None, resumed_from=None):
-    return StepRecord(
-        step=step,
-        loss=1.0,
-        learning_rate=1e-3,
-        tokens=step,
-        tokens_per_second=1.0,
-        seconds=1.0,
-        peak_memory_bytes=1,
-        layout=layout,
-        resumed_from=resumed_from,
-    )
 
 
 class Ended:
@@ -45,42 +30,14 @@ def followed(tmp_path, *seen):
     return run
 
 
-def test_records_of_a_resumed_run_are_seen_again_only_where_steps_were_lost(tmp_path):
-    run = FollowedRun(Ended(), tmp_path)
-    with MetricsLog(tmp_path, layout="TP 2") as log:
-        for step in (1, 2, 3):
-            log.log(record(step))
-    first = run.poll()
-    with MetricsLog(tmp_path, first_step=2, layout="TP 2") as log:
-        log.log(record(3))
-        second = run.poll()
-        log.log(record(4))
-
-    assert [it.record.step for it in first] == [1, 2, 3]
-    assert [(it.record.step, it.record.resumed_from) for it in second] == [(3, 2)]
-    assert [it.record.step for it in run.poll()] == [4]
-    assert run.generations == 2
-
-
-def test_what_was_in_the_metrics_before_counts_as_no_new_step(tmp_path):
-    with MetricsLog(tmp_path, layout="TP 2") as log:
-        for step in (1, 2, 3):
-            log.log(record(step))
-
-    run = FollowedRun(Ended(), tmp_path)
-
-    assert [it.record.step for it in run.seen] == [3]
-    assert not run.poll()
-
-
 def test_measures_of_a_loss_are_the_seconds_to_the_next_step_and_the_steps_taken_again(tmp_path):
     run = followed(
         tmp_path,
-        (0.0, record(1, layout="TP 2")),
-        (1.0, record(2)),
-        (2.0, record(3)),
-        (6.5, record(3, layout="TP 2", resumed_from=2)),
-        (7.5, record(4)),
+        (0.0, LoggedStep(1, layout="TP 2")),
+        (1.0, LoggedStep(2)),
+        (2.0, LoggedStep(3)),
+        (6.5, LoggedStep(3, layout="TP 2", resumed_from=2)),
+        (7.5, LoggedStep(4)),
     )
     loss = Disturbance("kill", RANK, step=3, generation=1, at=2.5)
     pause = Disturbance("pause", RANK, step=1, generation=1, at=0.5, seconds=0.4)

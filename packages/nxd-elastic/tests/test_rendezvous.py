@@ -7,11 +7,11 @@ from threading import Thread
 
 import pytest
 import torch.distributed as dist
+from nxd_elastic import Fit, Layout
+from nxd_elastic.members import Board, Generation, Member, Over
+from nxd_elastic.processes import Process
+from nxd_elastic.rendezvous import Terms, join
 from nxd_state import PeerError
-from nxd_trainer.elastic import Fit, Layout
-from nxd_trainer.elastic.members import Board, Generation, Member, Over
-from nxd_trainer.elastic.processes import Process
-from nxd_trainer.elastic.rendezvous import Terms, join
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 

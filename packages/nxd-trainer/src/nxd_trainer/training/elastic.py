@@ -4,11 +4,11 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from nxd_elastic.layouts import Fit, Layout
+from nxd_elastic.loop import ChangeMembers, Membership, Options, run_as_trainer
+from nxd_elastic.supervisor import Lifeline
 from nxd_state import all_gather_object, get_world_group
 
-from nxd_trainer.elastic.layouts import Fit, Layout
-from nxd_trainer.elastic.loop import ChangeMembers, Membership, Options, run_as_trainer
-from nxd_trainer.elastic.supervisor import Lifeline
 from nxd_trainer.recipe import Recipe, check_layout
 from nxd_trainer.recipe.checks import consistency_mistakes
 from nxd_trainer.training import StopRequest, TrainResult, prepare_run, run_training

@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from nxd_trainer.elastic.layouts import Fit, Layout
-from nxd_trainer.elastic.processes import Process
+from nxd_elastic.layouts import Fit, Layout
+from nxd_elastic.processes import Process
 
 PREFIX = "nxd_elastic"
 

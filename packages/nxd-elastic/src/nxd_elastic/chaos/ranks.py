@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from nxd_cli.launch import LAUNCHER_PID
 
-from nxd_trainer.elastic.supervisor import SUPERVISOR_NAME, TRAINER_NAME
+from nxd_elastic.supervisor import SUPERVISOR_NAME, TRAINER_NAME
 
 _OF_TORCHRUN = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"}
 _OF_SLURM = {"SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST"}

@@ -9,8 +9,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from nxd_trainer.chaos.follow import FollowedRun
-from nxd_trainer.chaos.ranks import Rank, kill_host
+from nxd_elastic.chaos.follow import FollowedRun
+from nxd_elastic.chaos.ranks import Rank, kill_host
 
 # kill: SIGKILL. stop: SIGSTOP, for good. pause: SIGSTOP, and SIGCONT some seconds later. slow: both in short turns.
 # absent: SIGKILL, and no other process takes its place for some seconds. host: a launcher is killed with all its ranks.

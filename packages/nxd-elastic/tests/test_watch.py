@@ -5,10 +5,10 @@ import sys
 import threading
 
 import pytest
-from nxd_trainer.elastic import Fit, Layout
-from nxd_trainer.elastic.members import Generation, Member, Over
-from nxd_trainer.elastic.processes import Process
-from nxd_trainer.elastic.watch import Watch
+from nxd_elastic import Fit, Layout
+from nxd_elastic.members import Generation, Member, Over
+from nxd_elastic.processes import Process
+from nxd_elastic.watch import Watch
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 

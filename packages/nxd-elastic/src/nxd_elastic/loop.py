@@ -26,14 +26,14 @@ from nxd_state import (
 )
 from nxd_state.rank_failure import describe_failure, is_peer_failure
 
-from nxd_trainer.elastic.generation_store import GenerationStore
-from nxd_trainer.elastic.layouts import Fit, Layout, choose
-from nxd_trainer.elastic.members import Board, Generation, Member, Over
-from nxd_trainer.elastic.memory import use_keepers
-from nxd_trainer.elastic.processes import Process
-from nxd_trainer.elastic.rendezvous import Terms, join
-from nxd_trainer.elastic.supervisor import STEP_TAKEN, Lifeline, supervise
-from nxd_trainer.elastic.watch import Watch
+from nxd_elastic.generation_store import GenerationStore
+from nxd_elastic.layouts import Fit, Layout, choose
+from nxd_elastic.members import Board, Generation, Member, Over
+from nxd_elastic.memory import use_keepers
+from nxd_elastic.processes import Process
+from nxd_elastic.rendezvous import Terms, join
+from nxd_elastic.supervisor import STEP_TAKEN, Lifeline, supervise
+from nxd_elastic.watch import Watch
 
 T = TypeVar("T")
 

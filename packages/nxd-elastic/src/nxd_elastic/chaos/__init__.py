@@ -3,8 +3,8 @@
 `nxd chaos` is its first user. It acts from outside: nothing of the run knows of it.
 """
 
-from nxd_trainer.chaos.disturb import Disturbance, Kind, Plan, disturb
-from nxd_trainer.chaos.follow import FollowedRun
-from nxd_trainer.chaos.measures import Measures, measure, render
+from nxd_elastic.chaos.disturb import Disturbance, Kind, Plan, disturb
+from nxd_elastic.chaos.follow import FollowedRun
+from nxd_elastic.chaos.measures import Measures, measure, render
 
 __all__ = ["FollowedRun", "Plan", "Kind", "Disturbance", "disturb", "Measures", "measure", "render"]

@@ -23,8 +23,8 @@ from types import FrameType
 from nxd_cli.launch import EXIT_STOPPED, LAUNCHER_PID
 from nxd_state.standard_streams import hold_standard_streams
 
-from nxd_trainer.elastic.memory import HostMemory
-from nxd_trainer.elastic.processes import Process, end_with, name_this_process
+from nxd_elastic.memory import HostMemory
+from nxd_elastic.processes import Process, end_with, name_this_process
 
 TRAINER_NAME, SUPERVISOR_NAME = "nxd-trainer", "nxd-supervisor"  # as `ps` shows them
 DEATHS_WITHOUT_A_STEP = 10  # in a row, of one rank; then the run cannot go on

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 from nxd_state import PeerError
 
-from nxd_trainer.elastic.layouts import Fit
-from nxd_trainer.elastic.members import Board, Generation, Member, Over
-from nxd_trainer.elastic.watch import Pulse
+from nxd_elastic.layouts import Fit
+from nxd_elastic.members import Board, Generation, Member, Over
+from nxd_elastic.watch import Pulse
 
 _PAUSE, _PAUSE_PER_SLOT = 0.02, 0.002  # seconds; the more trainers ask the store, the less often each does
 _PATIENCE = 10  # times the grace: for the first generation, and for enough ranks

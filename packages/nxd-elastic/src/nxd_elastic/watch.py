@@ -13,8 +13,8 @@ from collections.abc import Iterable
 import torch.distributed as dist
 from nxd_state import abort_model_parallel
 
-from nxd_trainer.elastic.members import Board, Generation, Member, Over
-from nxd_trainer.elastic.supervisor import ALIVE, ENDING, Lifeline
+from nxd_elastic.members import Board, Generation, Member, Over
+from nxd_elastic.supervisor import ALIVE, ENDING, Lifeline
 
 _INTERVAL = 0.25  # seconds
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 from nxd_cli.command import UserError, parse, reports_user_errors
 
 if TYPE_CHECKING:
-    from nxd_trainer.chaos import Plan
-    from nxd_trainer.chaos.follow import HasEnded
+    from nxd_elastic.chaos import Plan
+    from nxd_elastic.chaos.follow import HasEnded
 
 N = TypeVar("N", int, float)
 
@@ -62,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str]) -> int:
     """Disturb a run; the exit code is that of the command, if it is started here."""
     options = parse(_parser(), arguments)
-    from nxd_trainer.chaos import FollowedRun, disturb, measure, render  # noqa: PLC0415
+    from nxd_elastic.chaos import FollowedRun, disturb, measure, render  # noqa: PLC0415
 
     if sys.platform != "linux":
         raise UserError("it finds ranks by /proc, which only Linux has")
@@ -87,7 +87,7 @@ class _OtherProcess:
     """A process that was not started here."""
 
     def __init__(self, pid: int) -> None:
-        from nxd_trainer.elastic.processes import Process  # noqa: PLC0415
+        from nxd_elastic.processes import Process  # noqa: PLC0415
 
         self.pid = pid
         self._process, self._own = Process.of(pid), Process.of(os.getpid())
@@ -102,7 +102,7 @@ def _process(options: argparse.Namespace) -> "HasEnded":
 
 
 def _plan(options: argparse.Namespace) -> "Plan":
-    from nxd_trainer.chaos import Plan  # noqa: PLC0415
+    from nxd_elastic.chaos import Plan  # noqa: PLC0415
 
     seconds = options.every_seconds
     return Plan(

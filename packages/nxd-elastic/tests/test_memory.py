@@ -1,4 +1,4 @@
-"""Recipes that an elastic training refuses, and where the memory of a host lies and who keeps it."""
+"""Where the memory of a host lies and who keeps it."""
 
 import os
 import signal
@@ -10,16 +10,8 @@ import pytest
 from nxd_ckpt.peers.client import KeeperClient
 from nxd_ckpt.peers.keeper import SECRET
 from nxd_cli.launch import PEERS_SECRET
-from nxd_trainer.elastic.loop import Options
-from nxd_trainer.elastic.memory import HostMemory
-from nxd_trainer.elastic.processes import Process
-from nxd_trainer.elastic.recipes import ElasticRecipe
-from nxd_trainer.recipe import load_recipe
-
-
-def test_recipe_that_never_resumes_is_refused():
-    with pytest.raises(ValueError, match="would begin the run anew whenever a rank is lost"):
-        ElasticRecipe(load_recipe(None, ["checkpoint.resume=never"]), [], Options(1, 2))
+from nxd_elastic.memory import HostMemory
+from nxd_elastic.processes import Process
 
 
 def test_launcher_gives_the_secret_by_the_name_that_keepers_read():
@@ -29,8 +21,8 @@ def test_launcher_gives_the_secret_by_the_name_that_keepers_read():
 @pytest.fixture
 def memory_folder(monkeypatch, tmp_path):
     """The folder that is this host's memory, for a supervisor of the first rank."""
-    monkeypatch.setattr("nxd_trainer.elastic.memory._MEMORY", tmp_path)
-    monkeypatch.setattr("nxd_trainer.elastic.memory._own_address", lambda: "127.0.0.1")
+    monkeypatch.setattr("nxd_elastic.memory._MEMORY", tmp_path)
+    monkeypatch.setattr("nxd_elastic.memory._own_address", lambda: "127.0.0.1")
     monkeypatch.setenv(SECRET, "of the test")
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     return tmp_path
