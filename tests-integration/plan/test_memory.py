@@ -13,8 +13,8 @@ import torch
 from nxd_engine.models import LlamaConfig, LlamaDecoderLayer, LlamaForCausalLM
 from nxd_optim import NeuronZero1Optimizer
 from nxd_pipeline.runtime.memory import StepMemory
+from nxd_plan import Degrees, Job, OwnLlama, TransformersModel, config_call, find_device, make_plan
 from nxd_state import destroy_model_parallel, get_group
-from nxd_trainer.plan import Degrees, Job, OwnLlama, TransformersModel, config_call, find_device, make_plan
 
 transformers = pytest.importorskip("transformers")
 

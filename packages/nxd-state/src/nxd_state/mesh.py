@@ -190,7 +190,12 @@ def _offsets(mesh: Mesh, view: tuple[str, ...], axes: tuple[str, ...]) -> list[i
     return offsets
 
 
-def _list_divisors(number: int) -> str:
+def divisors(number: int) -> list[int]:
+    """The degrees that divide a number, in order."""
     small = [value for value in range(1, math.isqrt(number) + 1) if number % value == 0]
-    divisors = [str(value) for value in sorted({*small, *(number // value for value in small)})]
-    return divisors[0] if len(divisors) == 1 else f"{', '.join(divisors[:-1])} or {divisors[-1]}"
+    return sorted({*small, *(number // value for value in small)})
+
+
+def _list_divisors(number: int) -> str:
+    listed = list(map(str, divisors(number)))
+    return listed[0] if len(listed) == 1 else f"{', '.join(listed[:-1])} or {listed[-1]}"

@@ -279,8 +279,8 @@ class CompilableCheckpoint:
         """Raise ValueError if the model cannot be compiled, or not over so many ranks; better than in the workers."""
         if self.description.own_llama_at(tp_degree) is not None:
             return
-        from nxd_trainer.plan.layout import ExpertDegrees  # noqa: PLC0415 - they load slowly, and are seldom needed
-        from nxd_trainer.plan.profile import planned_ranks  # noqa: PLC0415
+        from nxd_plan.layout import ExpertDegrees  # noqa: PLC0415 - they load slowly, and are seldom needed
+        from nxd_plan.profile import planned_ranks  # noqa: PLC0415
 
         splits_each = replicas % expert_parallel_size == 0  # as the workers lay them out
         experts = ExpertDegrees(expert_parallel_size, None if splits_each else 1)

@@ -9,8 +9,8 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,15 +18,16 @@ import torch
 from nxd_engine import NxDModel, initialize_parallel_model
 from nxd_engine.hugging_face import check_keys, config_of_type, read_model_config, stored_shapes
 from nxd_engine.model_description import BYTES, ModelDescription, describe_llama, describe_model, tokenizer_in
+from nxd_engine.model_spec import ModelSpec, llama_spec, transformers_spec
 from nxd_engine.model_weights import model_on_meta_of
-from nxd_engine.models import LlamaConfig, LlamaDecoderLayer, LlamaForCausalLM
+from nxd_engine.models import LlamaConfig
+from nxd_engine.training_config import training_config
 from nxd_layers.activation_checkpoint.find import named_transformer_layers
 from nxd_layers.experts import BalanceConfig, RouterLayer
 from nxd_layers.hf import find_routers, is_transformers_model
-from nxd_layers.hf.transformers_models import takes_causal_lm_loss
 from nxd_layers.lora import ALL_LINEAR, LoraConfig
 from nxd_pipeline import Schedule, insert_communication, make_schedule, simulate
-from nxd_pipeline.partition import ParamInit, materialize
+from nxd_pipeline.partition import materialize
 from nxd_state import (
     compile_backend,
     get_device,
@@ -53,35 +54,11 @@ _LLAMA_DEFAULTS: dict[str, Any] = {
     "initializer_range": 0.02,
 }
 
-# Their configs have `is_decoder`, which they do not read.
-_ALWAYS_DECODERS = ("gpt_neox", "gpt_neox_japanese")
-
 # Types of transformers that attend within a document only, by where positions begin anew; a test compares each.
 PACKED_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "gemma3_text", "phi3", "glm4")
 
 # What models of transformers divide their sum of losses by; without it, by the labels in the microbatch.
 NUM_ITEMS = "num_items_in_batch"
-
-
-@dataclass(frozen=True)
-class RecipeModel:
-    """The model that a recipe names, not spread over ranks yet.
-
-    Attributes:
-        make: makes it: our Llama with its first weights, one of transformers without memory, or what a factory made.
-        description: what checkpoints are to say of it.
-        input_names: what its forward takes of a batch.
-        layer_class: of the layers between which a pipeline is cut; None where the model tells.
-        param_init_fn: gives a model without memory its first weights, module by module.
-        aux_loss_coef: of its config, for the load-balancing loss that its own forward no longer adds.
-    """
-
-    make: Callable[[], nn.Module]
-    description: ModelDescription
-    input_names: Sequence[str] = ("input_ids", "labels")
-    layer_class: type[nn.Module] | None = None
-    param_init_fn: ParamInit | None = None
-    aux_loss_coef: float = 0.0
 
 
 def tokenizer_of(recipe: Recipe) -> tuple[Tokenizer, str]:
@@ -94,7 +71,7 @@ def tokenizer_of(recipe: Recipe) -> tuple[Tokenizer, str]:
     return load_tokenizer(None if str(named) == BYTES else named), str(named)
 
 
-def recipe_model(recipe: Recipe) -> RecipeModel:
+def recipe_model(recipe: Recipe) -> ModelSpec:
     """Determine the model that a recipe names. Communicates nothing, and allocates nothing but a factory's model.
 
     Raises:
@@ -110,7 +87,7 @@ def recipe_model(recipe: Recipe) -> RecipeModel:
     return replace(model, input_names=(*names, _packing_input(recipe, model)) if recipe.data.packing else names)
 
 
-def _packing_input(recipe: Recipe, model: RecipeModel) -> str:
+def _packing_input(recipe: Recipe, model: ModelSpec) -> str:
     """The input by which a model keeps documents apart.
 
     Raises:
@@ -133,14 +110,16 @@ def _packing_input(recipe: Recipe, model: RecipeModel) -> str:
     )
 
 
-def _recipe_model(recipe: Recipe) -> RecipeModel:
+def _recipe_model(recipe: Recipe) -> ModelSpec:
     tokenizer, tokenizer_name = tokenizer_of(recipe)
     if recipe.model.is_own_llama:
         sizes = {name: size for name, size in _sizes(recipe).items() if size is not None}
         config = LlamaConfig(
             **_LLAMA_DEFAULTS | sizes | {"vocab_size": padded_vocab_size(recipe, tokenizer.vocab_size)}
         )
-        model = llama_model(recipe, config)
+        model = llama_spec(
+            config, sequence_parallel=recipe.parallel.sequence_parallel, dtype=DTYPES[recipe.train.dtype]
+        )
         if recipe.parallel.pipeline_parallel_size > 1:
             model = _without_memory(recipe, config, model)
         described = describe_llama(config, tokenizer=tokenizer_name, end_token=tokenizer.end_of_document)
@@ -153,50 +132,7 @@ def _recipe_model(recipe: Recipe) -> RecipeModel:
     return replace(model, description=replace(model.description, tokenizer=tokenizer_name))
 
 
-def llama_model(recipe: Recipe, config: LlamaConfig) -> RecipeModel:
-    """A Llama of this package, in the precision and layout of a recipe; its description knows no tokenizer."""
-    sequence_parallel, dtype = recipe.parallel.sequence_parallel, DTYPES[recipe.train.dtype]
-    return RecipeModel(
-        lambda: LlamaForCausalLM(config, sequence_parallel=sequence_parallel, dtype=dtype),
-        describe_llama(config),
-        layer_class=LlamaDecoderLayer,
-    )
-
-
-def transformers_model(module: Any, description: ModelDescription, dtype: torch.dtype) -> RecipeModel:
-    """A model of transformers, which may be without memory, as it is trained: it is told the next tokens.
-
-    Raises:
-        ValueError: it cannot be told them, or sees them.
-    """
-    if not takes_causal_lm_loss(module):
-        raise ValueError(
-            f"{type(module).__name__} computes its loss in its own way, so that it cannot be told the next tokens; "
-            "give a model.factory, whose model takes input_ids and labels and returns the loss"
-        )
-    is_decoder = getattr(module.config, "is_decoder", True) or module.config.model_type in _ALWAYS_DECODERS
-    if not is_decoder:
-        raise ValueError(
-            f"{type(module).__name__} with is_decoder=False sees the tokens that it is to predict; set "
-            "model.config.is_decoder=true"
-        )
-    config = module.config.get_text_config()
-    config.use_cache = False  # of what was said long ago, nothing is asked in training
-    aux_loss_coef = 0.0
-    if getattr(config, "output_router_logits", False):  # its forward knows this rank's microbatch alone
-        config.output_router_logits, aux_loss_coef = False, getattr(config, "router_aux_loss_coef", 0.0)
-    if dtype == torch.float64:
-        module.config._experts_implementation = "eager"  # the grouped products of experts know no float64
-    return RecipeModel(
-        lambda: module,
-        description,
-        input_names=("input_ids", "labels", "shift_labels"),
-        param_init_fn=module._init_weights,
-        aux_loss_coef=aux_loss_coef,
-    )
-
-
-def _without_memory(recipe: Recipe, config: LlamaConfig, model: RecipeModel) -> RecipeModel:
+def _without_memory(recipe: Recipe, config: LlamaConfig, model: ModelSpec) -> ModelSpec:
     """The same Llama for a pipeline, of which each rank then makes its stages only."""
     first_weights = _FirstWeights()
 
@@ -253,52 +189,34 @@ def whole_model(recipe: Recipe) -> nn.Module:
     return whole
 
 
-def nxd_config(recipe: Recipe, model: RecipeModel) -> dict[str, Any]:
-    """The arguments of `neuronx_distributed_config`.
-
-    With ZeRO-1, weights narrower than float32 learn by float32 masters, which checkpoints hold, and gradients are
-    accumulated in float32.
+def nxd_config(recipe: Recipe, model: ModelSpec) -> dict[str, Any]:
+    """The arguments of `neuronx_distributed_config`; see `training_config`.
 
     Raises:
         ValueError: the recipe's schedule cannot be played.
     """
-    parallel, checkpointing = recipe.parallel, recipe.parallel.activation_checkpointing
-    pipeline: dict[str, Any] = {
-        "num_microbatches": recipe.train.gradient_accumulation_steps,
-        "input_names": list(model.input_names),
-        "return_loss_on_cpu": False,
-    }
-    if model.layer_class is not None:
-        pipeline["transformer_layer_cls"] = model.layer_class
+    parallel = recipe.parallel
+    config = training_config(
+        model,
+        num_microbatches=recipe.train.gradient_accumulation_steps,
+        schedule=recipe.pipeline.schedule,
+        virtual_pipeline_size=recipe.pipeline.virtual_pipeline_size,
+        activation_checkpointing=parallel.activation_checkpointing,
+        zero1=parallel.zero1,
+        max_grad_norm=recipe.train.max_grad_norm,
+        tensor_parallel_size=parallel.tensor_parallel_size,
+        pipeline_parallel_size=parallel.pipeline_parallel_size,
+        context_parallel_size=parallel.context_parallel_size,
+        expert_parallel_size=parallel.expert_parallel_size,
+        expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
+        sequence_parallel=parallel.sequence_parallel,
+    )
     if parallel.pipeline_parallel_size > 1:
-        schedule = recipe_schedule(recipe)
-        pipeline |= {
-            "auto_partition": True,
-            "schedule": recipe.pipeline.schedule,
-            "virtual_pipeline_size": schedule.num_stages // schedule.num_ranks,
-            "trace_file_path": recipe.pipeline.trace_file,
-        }
-    return {
-        "tensor_parallel_size": parallel.tensor_parallel_size,
-        "pipeline_parallel_size": parallel.pipeline_parallel_size,
-        "context_parallel_size": parallel.context_parallel_size,
-        "expert_parallel_size": parallel.expert_parallel_size,
-        "expert_tensor_parallel_size": parallel.expert_tensor_parallel_size,
-        "sequence_parallel": parallel.sequence_parallel,
-        "pipeline_config": pipeline,
-        "activation_checkpoint_config": {"none": None, "full": "full", "selective": "selective"}.get(
-            checkpointing, checkpointing.split(",")
-        ),
+        config["pipeline_config"]["trace_file_path"] = recipe.pipeline.trace_file
+    return config | {
         "activation_offload": parallel.activation_offload,
         "pad_model": parallel.pad_heads,
         "lora_config": _lora_config(recipe),
-        "model_init_config": {"param_init_fn": model.param_init_fn},
-        "optimizer_config": {
-            "zero_one_enabled": parallel.zero1,
-            "grad_clipping": recipe.train.max_grad_norm > 0,
-            "max_grad_norm": recipe.train.max_grad_norm or 1.0,
-        },
-        "mixed_precision_config": {"use_master_weights_in_ckpt": parallel.zero1},
     }
 
 
@@ -326,7 +244,7 @@ def describe_pipeline(recipe: Recipe) -> str:
     )
 
 
-def build_model(recipe: Recipe, model: RecipeModel) -> NxDModel:
+def build_model(recipe: Recipe, model: ModelSpec) -> NxDModel:
     """The model on this rank, with its first weights; they depend on the seed, not on the layout."""
     torch.manual_seed(recipe.train.seed)
     routers: dict[str, RouterLayer] = {}
@@ -433,7 +351,7 @@ def import_named(name: str, key: str = "") -> Any:
         raise ValueError(f"{told} cannot be imported from here: {type(error).__name__}: {error}") from error
 
 
-def _of_config(recipe: Recipe, tokenizer: Tokenizer) -> RecipeModel:
+def _of_config(recipe: Recipe, tokenizer: Tokenizer) -> ModelSpec:
     """A model of transformers, by the `config.json` of a folder or by its type."""
     model, further = recipe.model, dict(recipe.model.config or {})
     if model.path is not None:
@@ -456,14 +374,14 @@ def _of_config(recipe: Recipe, tokenizer: Tokenizer) -> RecipeModel:
             )
         )
     dtype = DTYPES[recipe.train.dtype]
-    return transformers_model(model_on_meta_of(description, dtype), description, dtype)
+    return transformers_spec(model_on_meta_of(description, dtype), description, dtype)
 
 
 def _sizes(recipe: Recipe) -> dict[str, Any]:
     return {size.name: getattr(recipe.model, size.name) for size in SIZES}
 
 
-def _made_by_factory(recipe: Recipe, factory: str) -> RecipeModel:
+def _made_by_factory(recipe: Recipe, factory: str) -> ModelSpec:
     arguments = dict(recipe.model.config or {})
     make = import_named(factory, "model.factory")
     if not callable(make):
@@ -482,7 +400,7 @@ def _made_by_factory(recipe: Recipe, factory: str) -> RecipeModel:
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(DTYPES[recipe.train.dtype])
     if is_transformers_model(made):
-        return transformers_model(made, description, DTYPES[recipe.train.dtype])
+        return transformers_spec(made, description, DTYPES[recipe.train.dtype])
     if recipe.data.chat and NUM_ITEMS not in inspect.signature(made.forward).parameters:
         raise ValueError(
             f"model.factory={factory} makes a {type(made).__name__} whose forward does not take {NUM_ITEMS}; with "
@@ -490,7 +408,7 @@ def _made_by_factory(recipe: Recipe, factory: str) -> RecipeModel:
         )
     layers = recipe.pipeline.layer_class
     layer_class = None if layers is None else import_named(layers, "pipeline.layer_class")
-    return RecipeModel(lambda: made, description, layer_class=layer_class)
+    return ModelSpec(lambda: made, description, layer_class=layer_class)
 
 
 def _check_fits(recipe: Recipe, config: Mapping[str, Any], tokenizer: Tokenizer) -> None:

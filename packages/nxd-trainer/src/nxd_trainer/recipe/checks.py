@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from nxd_engine.options import OptionError
+from nxd_state.mesh import divisors
 
 from nxd_trainer.recipe.sections import DataSection, ModelSection, Recipe, ScheduleName
 
@@ -444,12 +445,6 @@ def _number(recipe: Recipe, name: str) -> int:
 def _value(recipe: Recipe, name: str) -> Any:
     section, _, field = name.partition(".")
     return getattr(getattr(recipe, section), field)
-
-
-def divisors(number: int) -> list[int]:
-    """All numbers that divide `number`, the smallest first."""
-    small = [candidate for candidate in range(1, math.isqrt(number) + 1) if number % candidate == 0]
-    return sorted({*small, *(number // divisor for divisor in small)})
 
 
 def _listed(words: Iterable[str], conjunction: str = "or") -> str:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from nxd_engine import save_checkpoint
 from nxd_engine.models import LlamaConfig, LlamaForCausalLM
-from nxd_trainer.plan import OwnLlama, TransformersModel, planned_model
+from nxd_plan import OwnLlama, TransformersModel, planned_model
 
 transformers = pytest.importorskip("transformers")
 

@@ -93,16 +93,15 @@ def _flag(name: str) -> str:
 def main(arguments: Sequence[str]) -> int:
     """Plan, and show the quickest layouts with the config of the first."""
     options = parse(_parser(), arguments)
-    from nxd_trainer.plan import config_call, make_plan, recipe  # noqa: PLC0415
-    from nxd_trainer.plan.planner import activation_modes  # noqa: PLC0415
-    from nxd_trainer.plan.render import (  # noqa: PLC0415
+    from nxd_plan import config_call, make_plan, recipe, save_recipe  # noqa: PLC0415
+    from nxd_plan.planner import activation_modes  # noqa: PLC0415
+    from nxd_plan.render import (  # noqa: PLC0415
         describe_misfit,
         plan_as_json,
         render_detail,
         render_rejected,
         render_table,
     )
-    from nxd_trainer.recipe import save_recipe  # noqa: PLC0415
 
     job, fixed = reports_user_errors(lambda: _job(options)), reports_user_errors(lambda: _degrees(options))
     plan = reports_user_errors(lambda: make_plan(job, fixed, top=options.top))
@@ -127,7 +126,7 @@ def main(arguments: Sequence[str]) -> int:
 def _job(options: argparse.Namespace) -> Any:
     import torch  # noqa: PLC0415
 
-    from nxd_trainer.plan import Job, find_device, planned_model  # noqa: PLC0415
+    from nxd_plan import Job, find_device, planned_model  # noqa: PLC0415
 
     numbers = {
         field: None if (given := getattr(options, name)) is None else given * unit
@@ -149,7 +148,7 @@ def _job(options: argparse.Namespace) -> Any:
 
 
 def _degrees(options: argparse.Namespace) -> Any:
-    from nxd_trainer.plan import Degrees  # noqa: PLC0415
+    from nxd_plan import Degrees  # noqa: PLC0415
 
     given = {field.name: getattr(options, field.name) for field in fields(Degrees)}
     return Degrees(**{name: YES_NO.get(value, value) for name, value in given.items()})

@@ -28,9 +28,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
-from nxd_trainer.plan.layout import ExpertDegrees
-from nxd_trainer.plan.model import PlannedModel
-from nxd_trainer.plan.operations import Operation, OperationLog, Outcomes, Segment
+from nxd_plan.layout import ExpertDegrees
+from nxd_plan.model import PlannedModel
+from nxd_plan.operations import Operation, OperationLog, Outcomes, Segment
 
 CHECKPOINTING = {"none": None, "CoreAttention": CoreAttention, "full": "full"}
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from nxd_pipeline import Schedule
 from nxd_state import Mesh
 
-from nxd_trainer.plan.expert_degrees import expert_degrees
-from nxd_trainer.plan.layout import (
+from nxd_plan.expert_degrees import expert_degrees
+from nxd_plan.layout import (
     ON_XLA,
     Degrees,
     ExpertDegrees,
@@ -25,10 +25,10 @@ from nxd_trainer.plan.layout import (
     sequence_parallel_choices,
     tensor_parallel_sizes,
 )
-from nxd_trainer.plan.memory import RankMemory, rank_memories
-from nxd_trainer.plan.profile import Profile, Profiler, planned_ranks
-from nxd_trainer.plan.stages import StageParts, StagePlanner
-from nxd_trainer.plan.step_time import (
+from nxd_plan.memory import RankMemory, rank_memories
+from nxd_plan.profile import Profile, Profiler, planned_ranks
+from nxd_plan.stages import StageParts, StagePlanner
+from nxd_plan.step_time import (
     Communication,
     StepTime,
     check_heads,

@@ -7,9 +7,9 @@ from itertools import accumulate
 from nxd_pipeline import Schedule
 from nxd_pipeline.schedules.memory import ActivationSize, peak_in_flight
 
-from nxd_trainer.plan.layout import Layout
-from nxd_trainer.plan.profile import Profile
-from nxd_trainer.plan.stages import StageParts
+from nxd_plan.layout import Layout
+from nxd_plan.profile import Profile
+from nxd_plan.stages import StageParts
 
 FLOAT32_BYTES = 4
 MOMENTS = 2  # of AdamW

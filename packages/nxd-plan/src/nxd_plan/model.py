@@ -9,11 +9,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 import torch
+from nxd_engine.model_spec import ModelSpec, llama_spec
 from nxd_engine.models import LlamaConfig, LlamaDecoderLayer, LlamaForCausalLM
 from torch import nn
-
-from nxd_trainer.from_recipe import RecipeModel, llama_model
-from nxd_trainer.recipe import Recipe
 
 
 class PlannedModel(Protocol):
@@ -71,13 +69,13 @@ class PlannedModel(Protocol):
             ValueError: a recipe cannot say it.
         """
 
-    def recipe_model(self, recipe: Recipe) -> RecipeModel:
-        """As `from_recipe.recipe_model`, without a tokenizer."""
+    def spec(self, dtype: torch.dtype, *, sequence_parallel: bool) -> ModelSpec:
+        """The model as it is trained."""
 
-    def config_lines(self, recipe: Recipe) -> list[str]:
+    def config_lines(self, dtype_name: str) -> list[str]:
         """Python that makes its config, and what else the other lines of Python name."""
 
-    def model_arguments(self, recipe: Recipe) -> list[str]:
+    def model_arguments(self, dtype_name: str, *, sequence_parallel: bool) -> list[str]:
         """In Python, what follows the first argument of `initialize_parallel_model(nxd_config, ...)`."""
 
 
@@ -149,17 +147,17 @@ class OwnLlama:
         """Its sizes."""
         return asdict(self.config)
 
-    def recipe_model(self, recipe: Recipe) -> RecipeModel:
+    def spec(self, dtype: torch.dtype, *, sequence_parallel: bool) -> ModelSpec:
         """See `PlannedModel`."""
-        return llama_model(recipe, self.config)
+        return llama_spec(self.config, sequence_parallel=sequence_parallel, dtype=dtype)
 
-    def config_lines(self, recipe: Recipe) -> list[str]:
+    def config_lines(self, dtype_name: str) -> list[str]:
         """Sizes that are not as by default."""
         default = asdict(LlamaConfig())
         sizes = {name: value for name, value in asdict(self.config).items() if value != default[name]}
         return [f"config = LlamaConfig({keyword_lines(sizes)})"]
 
-    def model_arguments(self, recipe: Recipe) -> list[str]:
+    def model_arguments(self, dtype_name: str, *, sequence_parallel: bool) -> list[str]:
         """See `PlannedModel`."""
-        options = [f"sequence_parallel={recipe.parallel.sequence_parallel}", f"dtype=torch.{recipe.train.dtype}"]
+        options = [f"sequence_parallel={sequence_parallel}", f"dtype=torch.{dtype_name}"]
         return ["LlamaForCausalLM", "config", *options]

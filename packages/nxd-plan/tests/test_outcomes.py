@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from nxd_trainer.plan.operations import Outcomes
+from nxd_plan.operations import Outcomes
 
 aten = torch.ops.aten
 

@@ -7,10 +7,10 @@ import torch
 from nxd_layers.context import SequenceCut
 from nxd_pipeline import SCHEDULE_NAMES
 from nxd_state import Mesh
+from nxd_state.mesh import divisors
 
-from nxd_trainer.plan.devices import Device
-from nxd_trainer.plan.model import PlannedModel
-from nxd_trainer.recipe.checks import divisors
+from nxd_plan.devices import Device
+from nxd_plan.model import PlannedModel
 
 MICROBATCH_SIZES = (1, 2, 4, 8)
 CHECKPOINTING = ("none", "full")

@@ -3,15 +3,15 @@
 The real mesh, layers, partition and schedules run in one process, on tensors without memory. Nothing is trained here.
 """
 
-from nxd_trainer.plan.devices import DEVICES, Device, find_device
-from nxd_trainer.plan.layout import Degrees, Job, Layout, Rejected
-from nxd_trainer.plan.memory import RankMemory
-from nxd_trainer.plan.model import OwnLlama, PlannedModel
-from nxd_trainer.plan.model_file import planned_model
-from nxd_trainer.plan.planner import Misfit, Plan, PlannedLayout, make_plan
-from nxd_trainer.plan.ready_config import config_call, recipe
-from nxd_trainer.plan.step_time import Communication, StepTime
-from nxd_trainer.plan.transformers_model import TransformersModel
+from nxd_plan.devices import DEVICES, Device, find_device
+from nxd_plan.layout import Degrees, Job, Layout, Rejected
+from nxd_plan.memory import RankMemory
+from nxd_plan.model import OwnLlama, PlannedModel
+from nxd_plan.model_file import planned_model
+from nxd_plan.planner import Misfit, Plan, PlannedLayout, make_plan
+from nxd_plan.ready_config import config_call, recipe, save_recipe
+from nxd_plan.step_time import Communication, StepTime
+from nxd_plan.transformers_model import TransformersModel
 
 __all__ = [
     # what is planned
@@ -37,4 +37,5 @@ __all__ = [
     # running it
     "config_call",
     "recipe",
+    "save_recipe",
 ]

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from nxd_engine.models import LlamaConfig, LlamaForCausalLM
 from nxd_pipeline import Costs, StageCost, make_schedule, simulate
-from nxd_trainer.plan import Degrees, Job, OwnLlama, find_device, make_plan, step_time
-from nxd_trainer.plan.layout import Layout
-from nxd_trainer.plan.render import describe_misfit, plan_as_json
+from nxd_plan import Degrees, Job, OwnLlama, find_device, make_plan, step_time
+from nxd_plan.layout import Layout
+from nxd_plan.render import describe_misfit, plan_as_json
 
 CONFIG = LlamaConfig(
     vocab_size=64,

@@ -2,8 +2,9 @@
 
 import math
 
-from nxd_trainer.plan.layout import Degrees, ExpertDegrees, Job
-from nxd_trainer.recipe.checks import divisors
+from nxd_state.mesh import divisors
+
+from nxd_plan.layout import Degrees, ExpertDegrees, Job
 
 
 def expert_degrees(job: Job, fixed: Degrees, tensor_parallel_size: int) -> list[ExpertDegrees]:

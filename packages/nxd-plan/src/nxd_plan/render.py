@@ -8,9 +8,9 @@ from typing import Any
 
 from nxd_cli.units import show_memory, show_seconds
 
-from nxd_trainer.plan.layout import Degrees
-from nxd_trainer.plan.memory import RankMemory
-from nxd_trainer.plan.planner import Misfit, Plan, PlannedLayout
+from nxd_plan.layout import Degrees
+from nxd_plan.memory import RankMemory
+from nxd_plan.planner import Misfit, Plan, PlannedLayout
 
 HEADINGS = (
     *("TP", "SP", "PP", "CP", "EP", "DP", "ZeRO-1", "microbatches", "checkpointing"),

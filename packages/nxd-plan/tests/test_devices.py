@@ -1,7 +1,7 @@
 """Devices are found by name, with numbers of one's own where wanted."""
 
 import pytest
-from nxd_trainer.plan import DEVICES, find_device
+from nxd_plan import DEVICES, find_device
 
 
 @pytest.mark.parametrize("name", DEVICES)

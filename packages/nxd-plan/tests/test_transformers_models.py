@@ -6,9 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from nxd_engine.hugging_face import complete_config
-from nxd_trainer.from_recipe import recipe_model
-from nxd_trainer.plan import Degrees, Job, config_call, find_device, make_plan, planned_model, recipe
-from nxd_trainer.recipe import load_recipe, save_recipe
+from nxd_plan import Degrees, Job, config_call, find_device, make_plan, planned_model, recipe
 
 transformers = pytest.importorskip("transformers")
 
@@ -166,29 +164,14 @@ def test_attention_of_heads_with_smaller_values_is_one_operation_that_keeps_no_s
     assert long.activations <= 2 * short.activations
 
 
-@pytest.mark.parametrize("suffix", ["toml", "json"])
-@pytest.mark.parametrize("model_type", CONFIGS)
-def test_the_recipe_of_a_plan_makes_the_model_that_was_planned(model_of, tmp_path, model_type, suffix):
-    model = model_of(model_type)
-    planned = only(make_plan(job(model), Degrees(1, 2, False, True, 2, "full"), top=1))
-    recipe_of_it = load_recipe(save_recipe(recipe(job(model), planned.layout), tmp_path / f"it.{suffix}"))
-    made = recipe_model(recipe_of_it)
-    asked_for = complete_config(json.loads((tmp_path / "config.json").read_text()))
-    ignored = ("eos_token_id", "architectures", "dtype")  # the first is the tokenizer's
-    assert {name: it for name, it in made.description.config.items() if name not in ignored} == {
-        name: it for name, it in asked_for.items() if name not in ignored
-    }
-
-
 def test_the_recipe_of_a_folder_with_weights_begins_with_them(tmp_path):
     config = transformers.Qwen3Config(**SIZES, head_dim=32)
     transformers.Qwen3ForCausalLM(config).save_pretrained(tmp_path / "model")
     model = planned_model(tmp_path / "model", {"max_position_embeddings": 64})
     planned = only(make_plan(job(model, 1), Degrees(1, 1, False, False, 1, "none"), top=1))
 
-    section = recipe(job(model, 1), planned.layout).model
-    assert (section.path, section.type) == (tmp_path / "model", None)
-    assert section.config == {"max_position_embeddings": 64}
+    section = recipe(job(model, 1), planned.layout)["model"]
+    assert section == {"path": str(tmp_path / "model"), "config": {"max_position_embeddings": 64}}
 
 
 def test_a_null_that_a_recipe_cannot_say_is_named_and_the_lines_of_python_say_it(model_of):
@@ -276,7 +259,7 @@ def test_models_with_experts_are_planned_with_them_shared_out(model_of):
 
     assert {it.layout.expert_parallel_size for it in plan.best} == {4}
     assert "expert_parallel_size=4" in config_call(crowded, plan.best[0].layout)
-    assert recipe(crowded, plan.best[0].layout).parallel.expert_parallel_size == 4
+    assert recipe(crowded, plan.best[0].layout)["parallel"]["expert_parallel_size"] == 4
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from nxd_engine.hugging_face import CONFIG_FILE, check_keys, with_architecture
 from nxd_engine.model_description import description_of, rope_of
 from nxd_engine.models import LlamaConfig
 
-from nxd_trainer.plan.model import OwnLlama, PlannedModel
-from nxd_trainer.plan.transformers_model import TransformersModel
+from nxd_plan.model import OwnLlama, PlannedModel
+from nxd_plan.transformers_model import TransformersModel
 
 LLAMA_TYPES = ("llama", "mistral")  # with the same tensors
 REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")

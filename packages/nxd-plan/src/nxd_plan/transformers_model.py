@@ -5,6 +5,7 @@ one layer of each kind.
 """
 
 from collections.abc import Mapping
+from dataclasses import fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,16 +13,15 @@ from typing import Any
 import torch
 from nxd_engine.hugging_face import complete_config, leave_out_masks, model_on_meta
 from nxd_engine.model_description import ModelDescription
+from nxd_engine.model_spec import ModelSpec, transformers_spec
+from nxd_engine.models import LlamaConfig
 from nxd_layers.hf import number_of_experts, parallelize, use_static_shapes
 from nxd_layers.hf.supported_models import check_context
 from nxd_pipeline.partition import hugging_face_structure
 from nxd_state import get_tensor_model_parallel_size, splits_experts
 from torch import nn
 
-from nxd_trainer.from_recipe import DTYPES, RecipeModel, transformers_model
-from nxd_trainer.plan.model import first_of_kinds, keyword_lines, numbered
-from nxd_trainer.recipe import Recipe
-from nxd_trainer.recipe.checks import SIZES
+from nxd_plan.model import first_of_kinds, keyword_lines, numbered
 
 # Keys of a config that say nothing of the model's tensors, or that are said elsewhere.
 _NOT_SAID = ("model_type", "architectures", "transformers_version", "dtype", "torch_dtype", "quantization_config")
@@ -101,7 +101,7 @@ class TransformersModel:
             )
         sizes = {
             size.name: value
-            for size in SIZES
+            for size in fields(LlamaConfig)
             if size.name not in ("rope_theta", "rope_scaling")
             and (value := getattr(self._config, size.name, None)) is not None
         }
@@ -117,20 +117,20 @@ class TransformersModel:
         section = {"type": self._config.model_type, **sizes}
         return {**section, "config": further} if further else section
 
-    def recipe_model(self, recipe: Recipe) -> RecipeModel:
+    def spec(self, dtype: torch.dtype, *, sequence_parallel: bool) -> ModelSpec:
         """See `PlannedModel`."""
-        return self._described(DTYPES[recipe.train.dtype])
+        return self._described(dtype)
 
-    def config_lines(self, recipe: Recipe) -> list[str]:
+    def config_lines(self, dtype_name: str) -> list[str]:
         """The config as it is not by default, and the model without memory."""
         values = keyword_lines({**self._not_by_default, "use_cache": False})
         return [
             f"config = {type(self._config).__name__}({values})",
             'with torch.device("meta"):',
-            f"    outline = AutoModelForCausalLM.from_config(config, dtype=torch.{recipe.train.dtype})",
+            f"    outline = AutoModelForCausalLM.from_config(config, dtype=torch.{dtype_name})",
         ]
 
-    def model_arguments(self, recipe: Recipe) -> list[str]:
+    def model_arguments(self, dtype_name: str, *, sequence_parallel: bool) -> list[str]:
         """See `PlannedModel`."""
         return ["lambda: outline"]
 
@@ -150,14 +150,14 @@ class TransformersModel:
                 needed = rest
         return needed
 
-    def _described(self, dtype: torch.dtype) -> RecipeModel:
+    def _described(self, dtype: torch.dtype) -> ModelSpec:
         made = model_on_meta(self._content, dtype)
         if made is None:
             raise ValueError(
                 f"model_type={self._content.get('model_type')!r} is made by transformers: it is not installed, or does "
                 f"not know {self._content.get('architectures')} (pip install transformers)"
             )
-        return transformers_model(made, ModelDescription(self._content), dtype)
+        return transformers_spec(made, ModelDescription(self._content), dtype)
 
 
 def _kind_of(layer: nn.Module) -> tuple[Any, ...]:

@@ -12,12 +12,12 @@ from nxd_layers.context.heads import splits_heads
 from nxd_pipeline import Costs, Schedule, StageCost, make_schedule, simulate
 from nxd_state import Mesh
 
-from nxd_trainer.plan.devices import Device
-from nxd_trainer.plan.layout import ON_XLA, Job, Layout
-from nxd_trainer.plan.memory import FLOAT32_BYTES, MOMENTS, RankMemory
-from nxd_trainer.plan.operations import Operation
-from nxd_trainer.plan.profile import Part, Pass, Profile
-from nxd_trainer.plan.stages import StageParts
+from nxd_plan.devices import Device
+from nxd_plan.layout import ON_XLA, Job, Layout
+from nxd_plan.memory import FLOAT32_BYTES, MOMENTS, RankMemory
+from nxd_plan.operations import Operation
+from nxd_plan.profile import Part, Pass, Profile
+from nxd_plan.stages import StageParts
 
 SUSTAINED_FLOPS = 0.7  # of the peak, by large matrix products
 SUSTAINED_BANDWIDTH = 0.8  # of the maker's number, of memory and of links

@@ -8,7 +8,7 @@ from nxd_pipeline.partition import PartitionOptions, partition_model
 from nxd_state import get_shard_spec
 from torch import nn
 
-from nxd_trainer.plan.model import PlannedModel, first_of_kinds
+from nxd_plan.model import PlannedModel, first_of_kinds
 
 
 @dataclass(frozen=True)

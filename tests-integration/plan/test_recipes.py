@@ -1,0 +1,52 @@
+"""The recipe that a plan writes trains the model that was planned."""
+
+import json
+
+import pytest
+import torch
+from nxd_engine.hugging_face import complete_config
+from nxd_plan import Degrees, Job, find_device, make_plan, planned_model, recipe, save_recipe
+from nxd_trainer.from_recipe import recipe_model
+from nxd_trainer.recipe import load_recipe
+
+pytest.importorskip("transformers")
+
+SIZES = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+CONFIGS = {
+    "qwen3": {"head_dim": 32},
+    "gemma3_text": {"head_dim": 32, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    "mistral": {"head_dim": 32, "sliding_window": 16},
+    "qwen3_moe": {**EXPERTS, "moe_intermediate_size": 32, "mlp_only_layers": [1]},
+    "gpt_oss": {**EXPERTS, "head_dim": 32},
+}
+
+
+@pytest.mark.parametrize(("model_type", "suffix"), [*((name, "toml") for name in CONFIGS), ("qwen3", "json")])
+def test_recipe_of_a_plan_makes_the_model_that_was_planned(tmp_path, model_type, suffix):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, **SIZES, **CONFIGS[model_type]}))
+    job = Job(planned_model(tmp_path), find_device("cpu"), 2, 32, 8, torch.float32)
+    [planned] = make_plan(job, Degrees(1, 2, False, True, 2, "full"), top=1).best
+
+    of_the_plan = load_recipe(save_recipe(recipe(job, planned.layout), tmp_path / f"it.{suffix}"))
+
+    made = recipe_model(of_the_plan).description.config
+    asked_for = complete_config(json.loads((tmp_path / "config.json").read_text()))
+    ignored = ("eos_token_id", "architectures", "dtype")  # the first is the tokenizer's
+    assert {name: it for name, it in made.items() if name not in ignored} == {
+        name: it for name, it in asked_for.items() if name not in ignored
+    }
+    assert of_the_plan.parallel.pipeline_parallel_size == 2
+    assert (of_the_plan.parallel.zero1, of_the_plan.parallel.activation_checkpointing) == (True, "full")
