@@ -23,6 +23,7 @@ from packaging.requirements import Requirement
 PIECES = {"nxd_state", "nxd_ckpt", "nxd_layers", "nxd_pipeline", "nxd_optim"}
 MAY_IMPORT: dict[str, set[str]] = {
     "nxd_state": set(),
+    "nxd_parity": PIECES | {"nxd_cli", "nxd_engine"},
     "nxd_plan": PIECES | {"nxd_cli", "nxd_engine"},
     "nxd_elastic": PIECES | {"nxd_cli", "nxd_engine"},
     "nxd_doctor": {"nxd_state", "nxd_cli"},
@@ -36,7 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "nxd_optim": {"nxd_state"},
     "nxd_trace": {"nxd_state"},
     "nxd_trainer": PIECES
-    | {"nxd_trace", "nxd_engine", "nxd_neuronx", "nxd_cli", "nxd_doctor", "nxd_elastic", "nxd_plan"},
+    | {"nxd_trace", "nxd_engine", "nxd_neuronx", "nxd_cli", "nxd_doctor", "nxd_elastic", "nxd_plan", "nxd_parity"},
     "nxd_lightning": {"nxd_state", "nxd_engine", "nxd_trainer"},
     "neuronx_distributed": PIECES | {"nxd_trace", "nxd_engine", "nxd_neuronx"},
 }

@@ -5,6 +5,7 @@ import torch
 from nxd_engine import initialize_parallel_model, initialize_parallel_optimizer, neuronx_distributed_config
 from nxd_layers.experts import BalanceConfig, RouterBalance
 from nxd_layers.hf import find_routers
+from nxd_parity import InFloat64
 from nxd_state import (
     all_gather_object,
     get_data_parallel_rank,
@@ -12,7 +13,6 @@ from nxd_state import (
     get_world_group,
 )
 from nxd_testing import assemble_logical, logical_pieces
-from nxd_trainer.parity import InFloat64
 
 transformers = pytest.importorskip("transformers", reason="models of transformers need it: pip install transformers")
 

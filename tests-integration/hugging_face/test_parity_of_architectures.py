@@ -81,8 +81,8 @@ def test_plan_that_forgets_a_gradient_differs(run_ranks, folder_with):
 
     def job():
         from nxd_layers import hf
-        from nxd_trainer.parity import compare
-        from nxd_trainer.parity.architecture import case_of_architecture
+        from nxd_parity import compare
+        from nxd_parity.architecture import case_of_architecture
 
         case = case_of_architecture(folder, {}, 2)
         model = case.reference_fn()
@@ -140,7 +140,7 @@ def test_type_that_nobody_has_compared_is_let_through_once_remembered(run_ranks,
 
 
 def test_small_config_keeps_every_kind_of_layer_and_what_is_no_size():
-    from nxd_trainer.parity.architecture import small_config
+    from nxd_parity.architecture import small_config
 
     small = small_config({**LARGE, "tie_word_embeddings": True})
 
@@ -169,7 +169,7 @@ def test_small_config_keeps_every_kind_of_layer_and_what_is_no_size():
     ],
 )
 def test_architecture_that_cannot_be_compared_is_refused(folder_with, config, changes, ranks, message):
-    from nxd_trainer.parity.architecture import case_of_architecture
+    from nxd_parity.architecture import case_of_architecture
 
     with pytest.raises(ValueError, match=message):
         case_of_architecture(folder_with(**config), changes, ranks)

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from nxd_cli.dispatch import main
-from nxd_trainer.parity import InFloat64
+from nxd_parity import InFloat64
 
 transformers = pytest.importorskip("transformers", reason="models of transformers need it: pip install transformers")
 

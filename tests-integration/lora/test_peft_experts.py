@@ -4,8 +4,8 @@ import pytest
 import torch
 from nxd_layers.hf import parallelize
 from nxd_layers.lora import LoraConfig, LoraModel, load_peft_adapter, read_peft_config, save_peft_adapter
+from nxd_parity import InFloat64
 from nxd_state import initialize_model_parallel
-from nxd_trainer.parity import InFloat64
 
 peft = pytest.importorskip("peft", reason="comparing with PEFT needs it: pip install peft")
 transformers = pytest.importorskip("transformers")

@@ -14,10 +14,10 @@ import pytest
 import torch
 from nxd_layers import LoraConfig, LoraModel, apply_activation_checkpointing
 from nxd_layers.hf import parallelize
+from nxd_parity import InFloat64
 from nxd_pipeline import NxDPPModel
 from nxd_state import all_reduce, destroy_model_parallel, get_group, get_shard_spec, initialize_model_parallel
 from nxd_testing import assemble_logical, logical_pieces
-from nxd_trainer.parity import InFloat64
 from packaging.version import Version
 from torch.nn import functional as F
 

@@ -10,9 +10,9 @@ from unittest.mock import patch
 
 import torch
 from nxd_engine import NxDModel
+from nxd_parity import InFloat64
 from nxd_state import initialize_model_parallel
 from nxd_trainer.lr_schedule import lr_multiplier
-from nxd_trainer.parity import InFloat64
 from nxd_trainer.recipe import Recipe, load_recipe
 from nxd_trainer.training import train
 

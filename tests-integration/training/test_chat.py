@@ -12,8 +12,8 @@ import re
 import pytest
 import torch
 from nxd_engine.logs import get_logger
+from nxd_parity import InFloat64
 from nxd_trainer.from_recipe import PACKED_TYPES
-from nxd_trainer.parity import InFloat64
 from nxd_trainer.report import read_records
 from runs_by_hand import SIZES, byte_tokenizer, settings_of_own_llama, train_by_hand, train_in_float64
 from torch.nn import functional as F

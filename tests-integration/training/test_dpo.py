@@ -10,9 +10,9 @@ import random
 import pytest
 import torch
 from nxd_layers.lora import save_peft_adapter
+from nxd_parity import InFloat64
 from nxd_state import initialize_model_parallel
 from nxd_trainer.lr_schedule import lr_multiplier
-from nxd_trainer.parity import InFloat64
 from nxd_trainer.recipe import load_recipe
 from nxd_trainer.report import read_records
 from nxd_trainer.training import prepare_run, train

@@ -13,10 +13,10 @@ from nxd_layers.context import Transport
 from nxd_layers.experts import BalanceConfig, RouterBalance
 from nxd_layers.hf import find_routers, parallelize
 from nxd_optim import GradientReducer, reduce_sequence_parallel_gradients
+from nxd_parity import InFloat64
 from nxd_pipeline import NxDPPModel
 from nxd_state import all_reduce, get_group, initialize_model_parallel
 from nxd_testing import LogicalPiece, assemble_logical, logical_pieces
-from nxd_trainer.parity import InFloat64
 from torch import Tensor
 
 from hf_survey.architectures import SAMPLES, tiny_batch, tiny_model

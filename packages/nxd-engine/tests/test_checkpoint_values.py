@@ -289,8 +289,8 @@ def test_settings_of_an_optimizer_go_by_the_names_of_its_parameters(tmp_path):
 
 
 def test_documented_paths_lead_here():
-    import neuronx_distributed as nxd
     import nxd_engine as api
+    import nxd_engine as nxd
     from nxd_engine.checkpoints import shard_files
 
     for name in ("save_checkpoint", "load_checkpoint", "has_checkpoint", "finalize_checkpoint"):

@@ -76,7 +76,7 @@ def test_move_factor_may_stand_beside_its_section_which_goes_before_it(section, 
 
 
 def test_size_of_a_logical_core_is_taken_and_said_to_change_nothing(caplog):
-    with caplog.at_level("INFO", logger="nxd_trainer"):
+    with caplog.at_level("INFO", logger="nxd_engine"):
         config = neuronx_distributed_config(lnc_size=2)
 
     assert config["lnc_size"] == 2

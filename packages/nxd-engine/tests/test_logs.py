@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from neuronx_distributed.utils.logger import get_logger
+from nxd_engine.logs import get_logger
 
 
 def lines(capsys) -> list[str]:

@@ -1,4 +1,4 @@
-"""`python -m nxd_trainer` is `nxd`: how the ranks of a launch are started."""
+"""`python -m nxd_cli` is `nxd`: how the ranks of a launch are started."""
 
 import os
 import signal

@@ -30,7 +30,7 @@ COMMANDS = {
     "ckpt": Command("nxd-ckpt", "look at, check, compare and convert checkpoints (as nxd-ckpt)"),
     "plan": Command("nxd-plan", "find the layouts of a training job that fit on a cluster"),
     "doctor": Command("nxd-doctor", "say what is wrong with this machine, or with a step's graph, and how to mend it"),
-    "parity": Command("nxd-trainer", "check that a layout computes the same as one process"),
+    "parity": Command("nxd-parity", "check that a layout computes the same as one process"),
     "chaos": Command("nxd-elastic", "kill, stop and slow ranks of a run, and say what that costs"),
 }
 

@@ -1,11 +1,13 @@
 """What commands share: errors of the user, arguments that are unknown, and the number of ranks."""
 
 import argparse
+import importlib
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from nxd_cli.launch import is_launched, launch_ranks
 
@@ -84,3 +86,26 @@ def add_nproc(parser: argparse.ArgumentParser, *more_names: str) -> None:
         metavar="N",
         help="start N ranks on this machine; unset: this process, or torchrun's ranks",
     )
+
+
+def import_named(name: str, key: str = "") -> Any:
+    """The object that "module:name" stands for; modules are also looked up in the working directory.
+
+    It runs the module. So the name must come from the person at the command line, never from a checkpoint or any
+    other untrusted source.
+
+    Args:
+        name: such as "my_models:make".
+        key: that it was given under, for messages, such as "model.factory".
+
+    Raises:
+        ValueError: it cannot be imported.
+    """
+    module_name, _, attribute = name.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as python does for a script
+    try:
+        return getattr(importlib.import_module(module_name), attribute)
+    except Exception as error:  # whatever the module raises
+        told = f"{key}={name}" if key else name
+        raise ValueError(f"{told} cannot be imported from here: {type(error).__name__}: {error}") from error

@@ -2,7 +2,7 @@
 
 from functools import partial
 
-import neuronx_distributed as nxd
+import nxd_engine as nxd
 import pytest
 import torch
 from nxd_engine.models import KeyValueCache, LlamaConfig, LlamaDecoderLayer, LlamaForCausalLM

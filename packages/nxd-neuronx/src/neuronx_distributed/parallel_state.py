@@ -1,4 +1,4 @@
-"""`neuronx_distributed.parallel_state`: the mesh and its getters, from nxd_state and nxd_trainer."""
+"""`neuronx_distributed.parallel_state`: the mesh and its getters, from nxd_state and nxd_neuronx."""
 
 from nxd_neuronx.mesh import (
     arrange_kv_groups,

@@ -5,16 +5,14 @@ make. `optimizers` makes the optimizer, and `training.run_state` turns text into
 """
 
 import copy
-import importlib
 import inspect
-import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from nxd_cli.command import import_named
 from nxd_engine import NxDModel, initialize_parallel_model
 from nxd_engine.hugging_face import check_keys, config_of_type, read_model_config, stored_shapes
 from nxd_engine.model_description import BYTES, ModelDescription, describe_llama, describe_model, tokenizer_in
@@ -326,29 +324,6 @@ def autocast(recipe: Recipe) -> torch.autocast:
     # A cache would keep a bfloat16 copy of every weight from the first microbatch to the end of the step.
     enabled = recipe.train.autocast == "bfloat16"
     return torch.autocast(get_device().type, dtype=torch.bfloat16, enabled=enabled, cache_enabled=False)
-
-
-def import_named(name: str, key: str = "") -> Any:
-    """The object that "module:name" stands for; modules are also looked up in the working directory.
-
-    It runs the module. So the name must come from the person at the command line, never from a checkpoint or any
-    other untrusted source.
-
-    Args:
-        name: such as "my_models:make".
-        key: that it was given under, for messages, such as "model.factory".
-
-    Raises:
-        ValueError: it cannot be imported.
-    """
-    module_name, _, attribute = name.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # as python does for a script
-    try:
-        return getattr(importlib.import_module(module_name), attribute)
-    except Exception as error:  # whatever the module raises
-        told = f"{key}={name}" if key else name
-        raise ValueError(f"{told} cannot be imported from here: {type(error).__name__}: {error}") from error
 
 
 def _of_config(recipe: Recipe, tokenizer: Tokenizer) -> ModelSpec:

@@ -9,13 +9,13 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from nxd_cli.command import import_named
 from nxd_engine import NxDModel, NxDOptimizer, initialize_parallel_optimizer
 from nxd_optim import check_elementwise, check_parameterwise
 from nxd_state import get_device, has_fused_optimizers, records_graphs
 from torch import Tensor
 from torch.optim import SGD, Adafactor, AdamW, Optimizer
 
-from nxd_trainer.from_recipe import import_named
 from nxd_trainer.recipe import Recipe
 
 _TYPES: dict[str, type[Optimizer]] = {"adamw": AdamW, "sgd": SGD, "adafactor": Adafactor}

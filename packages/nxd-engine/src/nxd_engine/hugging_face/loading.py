@@ -137,7 +137,7 @@ def read_model_config(folder: PathLike) -> dict[str, Any]:
     """
     config, told = _believed_config(folder)
     if told:
-        get_logger("nxd_trainer").warning(f"{told}: they are not tied here (tie_word_embeddings=false)")
+        get_logger("nxd_engine").warning(f"{told}: they are not tied here (tie_word_embeddings=false)")
     return config
 
 

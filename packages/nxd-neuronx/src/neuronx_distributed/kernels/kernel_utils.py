@@ -1,4 +1,4 @@
-"""`neuronx_distributed.kernels.kernel_utils`: what scripts do around kernels, from nxd_trainer."""
+"""`neuronx_distributed.kernels.kernel_utils`: what scripts do around kernels, from nxd_neuronx."""
 
 from nxd_neuronx.attention_kernels import cast, check_xla_bf16_flags, permute
 from nxd_neuronx.not_here import not_here

@@ -1,4 +1,4 @@
-"""`neuronx_distributed.optimizer.convert_zero_checkpoints`: the command, from nxd_trainer."""
+"""`neuronx_distributed.optimizer.convert_zero_checkpoints`: the command, from nxd_neuronx."""
 
 from nxd_neuronx.zero_conversion import (
     get_parallel_info,

@@ -1,4 +1,4 @@
-"""`neuronx_distributed.overrides.transformer_overrides`: rotary positions, from nxd_trainer."""
+"""`neuronx_distributed.overrides.transformer_overrides`: rotary positions, from nxd_neuronx."""
 
 from nxd_neuronx.attention_kernels import apply_rotary_pos_emb, rotate_half
 

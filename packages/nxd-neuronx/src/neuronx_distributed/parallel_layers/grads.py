@@ -1,4 +1,4 @@
-"""`neuronx_distributed.parallel_layers.grads`: norms, clipping and reduction of gradients, from nxd_trainer."""
+"""`neuronx_distributed.parallel_layers.grads`: norms, clipping and reduction of gradients, from nxd_neuronx."""
 
 from nxd_neuronx.gradients import (
     allreduce_context_parallel_gradients,

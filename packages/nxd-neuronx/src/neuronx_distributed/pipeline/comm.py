@@ -1,4 +1,4 @@
-"""`neuronx_distributed.pipeline.comm`: messages between stages, from nxd_trainer."""
+"""`neuronx_distributed.pipeline.comm`: messages between stages, from nxd_neuronx."""
 
 from nxd_neuronx.stage_messages import (
     MAX_LENGTH,

@@ -1,4 +1,4 @@
-"""`neuronx_distributed.pipeline.manual_pipe_stage`: stages of a list of layers, from nxd_trainer."""
+"""`neuronx_distributed.pipeline.manual_pipe_stage`: stages of a list of layers, from nxd_neuronx."""
 
 from nxd_neuronx.pipeline_parts import WEIGHT_SHARING_ATTR_NAME, PipelineStageModule
 

@@ -1,4 +1,4 @@
-"""`neuronx_distributed.pipeline.partition`: where a model is cut, from nxd_trainer."""
+"""`neuronx_distributed.pipeline.partition`: where a model is cut, from nxd_neuronx."""
 
 from nxd_neuronx.not_here import not_here
 from nxd_neuronx.pipeline_parts import (

@@ -1,4 +1,4 @@
-"""`neuronx_distributed.pipeline.scheduler`: schedules as tasks, from nxd_trainer."""
+"""`neuronx_distributed.pipeline.scheduler`: schedules as tasks, from nxd_neuronx."""
 
 from nxd_neuronx.pipeline_tasks import (
     BackwardPostprocessTask,

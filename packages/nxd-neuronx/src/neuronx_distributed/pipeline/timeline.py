@@ -1,4 +1,4 @@
-"""`neuronx_distributed.pipeline.timeline`: a pipeline's own events, from nxd_trainer."""
+"""`neuronx_distributed.pipeline.timeline`: a pipeline's own events, from nxd_neuronx."""
 
 from nxd_neuronx.timeline import PPTimeline
 

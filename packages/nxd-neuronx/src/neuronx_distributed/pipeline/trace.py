@@ -1,4 +1,4 @@
-"""`neuronx_distributed.pipeline.trace`: models as graphs, from nxd_trainer."""
+"""`neuronx_distributed.pipeline.trace`: models as graphs, from nxd_neuronx."""
 
 from nxd_neuronx.pipeline_parts import (
     HFTracerWrapper,

@@ -1,4 +1,4 @@
-"""`neuronx_distributed.quantization.observer`: from nxd_trainer."""
+"""`neuronx_distributed.quantization.observer`: from nxd_neuronx."""
 
 from nxd_neuronx.quantization import PerChannelAbsMaxObserver
 

@@ -1,4 +1,4 @@
-"""`neuronx_distributed.trainer`: the documented training API, from nxd_trainer."""
+"""`neuronx_distributed.trainer`: the documented training API, from nxd_engine."""
 
 from nxd_engine import initialize_parallel_model, initialize_parallel_optimizer, neuronx_distributed_config
 

@@ -1,4 +1,4 @@
-"""`neuronx_distributed.trainer.checkpoint`: saving and loading, from nxd_trainer."""
+"""`neuronx_distributed.trainer.checkpoint`: saving and loading, from nxd_engine and nxd_neuronx."""
 
 from nxd_engine.checkpoints.loading import load_checkpoint
 from nxd_engine.checkpoints.saving import finalize_checkpoint, save_checkpoint

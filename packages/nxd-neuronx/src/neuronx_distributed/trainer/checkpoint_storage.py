@@ -1,4 +1,4 @@
-"""`neuronx_distributed.trainer.checkpoint_storage`: a script's own files, from nxd_trainer."""
+"""`neuronx_distributed.trainer.checkpoint_storage`: a script's own files, from nxd_neuronx."""
 
 from nxd_neuronx.checkpoint_storage import (
     MB,

@@ -1,4 +1,4 @@
-"""`neuronx_distributed.trainer.model`: the model wrapper, from nxd_trainer."""
+"""`neuronx_distributed.trainer.model`: the model wrapper, from nxd_engine."""
 
 from nxd_engine.model import NxDModel
 

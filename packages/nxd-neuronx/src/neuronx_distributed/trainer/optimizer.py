@@ -1,4 +1,4 @@
-"""`neuronx_distributed.trainer.optimizer`: the optimizer wrapper, from nxd_trainer."""
+"""`neuronx_distributed.trainer.optimizer`: the optimizer wrapper, from nxd_engine."""
 
 from nxd_engine.optimizer import NxDOptimizer
 

@@ -1,4 +1,4 @@
-"""`neuronx_distributed.trainer.post_partition_hooks`: hooks for later, from nxd_trainer."""
+"""`neuronx_distributed.trainer.post_partition_hooks`: hooks for later, from nxd_neuronx."""
 
 from nxd_neuronx.optimizers import PostPartitionHooks
 

@@ -1,4 +1,4 @@
-"""`neuronx_distributed.utils`: what scripts import beside the documented API, from nxd_trainer.
+"""`neuronx_distributed.utils`: what scripts import beside the documented API, from nxd_neuronx.
 
 Submodules, of which some bring in all of the trainer, are imported when they are first used.
 """

@@ -1,4 +1,4 @@
-"""`neuronx_distributed.utils.activation_checkpoint`: recomputation in backward, from nxd_trainer."""
+"""`neuronx_distributed.utils.activation_checkpoint`: recomputation in backward, from nxd_neuronx."""
 
 from nxd_neuronx.activation_checkpoint import (
     NxDCheckpointWrapper,

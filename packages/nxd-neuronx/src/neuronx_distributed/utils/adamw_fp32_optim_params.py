@@ -1,4 +1,4 @@
-"""`neuronx_distributed.utils.adamw_fp32_optim_params`: AdamW with float32 moments, from nxd_trainer."""
+"""`neuronx_distributed.utils.adamw_fp32_optim_params`: AdamW with float32 moments, from nxd_neuronx."""
 
 from nxd_neuronx.adamw import AdamW_FP32OptimParams
 

@@ -1,4 +1,4 @@
-"""`neuronx_distributed.utils.batch_utils`: batches before the model, from nxd_trainer."""
+"""`neuronx_distributed.utils.batch_utils`: batches before the model, from nxd_neuronx."""
 
 from nxd_neuronx.batches import get_batch_on_this_context_parallel_rank, shift_labels
 

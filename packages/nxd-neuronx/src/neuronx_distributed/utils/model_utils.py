@@ -1,4 +1,4 @@
-"""`neuronx_distributed.utils.model_utils`: making and moving models, from nxd_state and nxd_trainer."""
+"""`neuronx_distributed.utils.model_utils`: making and moving models, from nxd_state and nxd_neuronx."""
 
 from nxd_neuronx.models import (
     analyze_shared_parameters,

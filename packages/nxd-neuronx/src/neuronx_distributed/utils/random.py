@@ -1,4 +1,4 @@
-"""`neuronx_distributed.utils.random`: seeding, from nxd_trainer."""
+"""`neuronx_distributed.utils.random`: seeding, from nxd_neuronx."""
 
 from nxd_neuronx.batches import set_random_seed
 

@@ -1,4 +1,4 @@
-"""`neuronx_distributed.utils.serialization`: nested values and their tensors, from nxd_trainer."""
+"""`neuronx_distributed.utils.serialization`: nested values and their tensors, from nxd_neuronx."""
 
 from nxd_neuronx.serialization import (
     SerializationManager,

@@ -1,4 +1,4 @@
-"""`neuronx_distributed.utils.tensor_utils`: running sums, from nxd_trainer."""
+"""`neuronx_distributed.utils.tensor_utils`: running sums, from nxd_neuronx."""
 
 from nxd_neuronx.batches import cumsum
 

@@ -1,4 +1,4 @@
-"""`neuronx_distributed.utils.timeline`: a script's own events, from nxd_trainer."""
+"""`neuronx_distributed.utils.timeline`: a script's own events, from nxd_neuronx."""
 
 from nxd_neuronx.timeline import Event, Timeline
 

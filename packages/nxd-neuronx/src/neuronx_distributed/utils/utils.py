@@ -1,4 +1,4 @@
-"""`neuronx_distributed.utils.utils`: kinds of hardware, from nxd_trainer."""
+"""`neuronx_distributed.utils.utils`: kinds of hardware, from nxd_neuronx."""
 
 from nxd_neuronx.platform import HloMetadataLevel, get_dict_from_json, hardware
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from nxd_cli.command import UserError, parse, reports_user_errors
 from nxd_cli.launch import is_launched
 from nxd_cli.output import printable
+from nxd_cli.settings import take_settings
 
-from nxd_trainer.cli.settings import take_settings
-from nxd_trainer.recipe import check_paths, load_recipe
+from nxd_trainer.recipe import check_paths, load_recipe, recipe_switches
 
 FLAGS = ("svg", "help")
 
@@ -29,7 +29,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str]) -> int:
     """Prepare the data and show them; the tokens stay in the cache of the run."""
-    remaining, settings = take_settings(arguments, FLAGS)
+    remaining, settings = take_settings(arguments, FLAGS, recipe_switches())
     options = parse(_parser(), remaining)
     recipe = reports_user_errors(lambda: load_recipe(options.recipe, settings))
     reports_user_errors(lambda: check_paths(recipe))

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from nxd_cli.command import UserError, add_nproc, check_nproc, leave_mesh, parse, reports_user_errors, started_ranks
 from nxd_cli.launch import EXIT_STOPPED, LAUNCHER_PID, is_launched, own_threads
+from nxd_cli.settings import take_settings
 
-from nxd_trainer.cli.settings import take_settings
-from nxd_trainer.recipe import Recipe, check_layout, check_paths, load_recipe, render_recipe_help
+from nxd_trainer.recipe import Recipe, check_layout, check_paths, load_recipe, recipe_switches, render_recipe_help
 
 if TYPE_CHECKING:
     from nxd_trainer.training import StopRequest, TrainResult
@@ -57,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str]) -> int:
     """Train, in the ranks that the command line asks for."""
-    remaining, settings = take_settings(arguments, FLAGS)
+    remaining, settings = take_settings(arguments, FLAGS, recipe_switches())
     options = parse(_parser(), remaining)
     recipe = reports_user_errors(lambda: load_recipe(options.recipe, settings))
     if not is_launched():

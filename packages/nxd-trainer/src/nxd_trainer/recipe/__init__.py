@@ -9,6 +9,7 @@ from nxd_trainer.recipe.files import (
     load_recipe,
     recipe_from_dict,
     recipe_keys,
+    recipe_switches,
     recipe_to_dict,
     render_recipe_help,
     save_recipe,
@@ -48,5 +49,6 @@ __all__ = [
     "padded_vocab_size",
     # describing
     "recipe_keys",
+    "recipe_switches",
     "render_recipe_help",
 ]

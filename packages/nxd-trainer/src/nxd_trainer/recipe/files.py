@@ -114,6 +114,11 @@ def recipe_keys() -> dict[str, Key]:
     return _schema().keys
 
 
+def recipe_switches() -> list[str]:
+    """Those that are true or false."""
+    return [name for name, key in recipe_keys().items() if key.value_type is bool]
+
+
 def render_recipe_help() -> str:
     """All keys with type, default and meaning, one section after another.
 

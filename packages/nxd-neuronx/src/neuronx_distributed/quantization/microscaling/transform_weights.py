@@ -1,4 +1,4 @@
-"""`neuronx_distributed.quantization.microscaling.transform_weights`: 4- and 8-bit floats, from nxd_trainer."""
+"""`neuronx_distributed.quantization.microscaling.transform_weights`: 4- and 8-bit floats, from nxd_neuronx."""
 
 from nxd_neuronx.microscaling import (
     FP4_VALUES,

@@ -1,4 +1,4 @@
-"""`neuronx_distributed.utils.tensor_capture`: recording intermediate tensors, from nxd_trainer."""
+"""`neuronx_distributed.utils.tensor_capture`: recording intermediate tensors, from nxd_neuronx."""
 
 from nxd_neuronx.intermediates import (
     disable_tensor_capture,

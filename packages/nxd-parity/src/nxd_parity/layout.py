@@ -11,8 +11,8 @@ from nxd_pipeline.partition.stand_ins import AbsentLayer, AbsentModule
 from nxd_state import Box, get_group, get_mesh
 from torch import Tensor, nn
 
-from nxd_trainer.parity.case import ParityCase, has_batch, inputs_in, make_model
-from nxd_trainer.parity.recording import ActivationRecord, pieces_of
+from nxd_parity.case import ParityCase, has_batch, inputs_in, make_model
+from nxd_parity.recording import ActivationRecord, pieces_of
 
 
 @dataclass(frozen=True)

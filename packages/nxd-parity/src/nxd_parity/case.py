@@ -1,4 +1,4 @@
-"""The input of a comparison: a model, its layout, and the batches of a few steps; also made from a recipe."""
+"""The input of a comparison: a model, its layout, and the batches of a few steps."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -8,18 +8,6 @@ import torch
 from nxd_engine.config import complete_config
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
-
-from nxd_trainer.data import Batch
-from nxd_trainer.from_recipe import (
-    model_inputs,
-    nxd_config,
-    recipe_model,
-    tokenizer_of,
-    whole_model,
-)
-from nxd_trainer.optimizers import check_is_exact, optimizer_arguments, optimizer_class, parameter_groups
-from nxd_trainer.recipe import Recipe
-from nxd_trainer.recipe.sections import DpoSection
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
@@ -101,43 +89,3 @@ def inputs_in(dtype: torch.dtype, batch: Mapping[str, Any]) -> dict[str, Any]:
         return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
     return {name: tree_map(convert, value) for name, value in batch.items()}
-
-
-def case_of_recipe(recipe: Recipe, steps: int) -> ParityCase:
-    """The case of a recipe for `compare`: of its batches only the sizes, and neither text nor learning-rate schedule.
-
-    Args:
-        recipe: one that `load_recipe` accepted.
-        steps: to train.
-
-    Raises:
-        ValueError: there are no steps, or the recipe's model or tokenizer cannot be had.
-    """
-    if steps < 1:
-        raise ValueError(f"{steps} steps compare nothing; use 1 or more (--compare-steps)")
-    recipe = replace(
-        recipe, data=replace(recipe.data, chat=False, packing=False), dpo=DpoSection()
-    )  # all tokens of these batches are learned
-    tokenizer, _ = tokenizer_of(recipe)
-    model = recipe_model(recipe)
-    config = nxd_config(recipe, model)
-    optimizer, arguments = optimizer_class(recipe), optimizer_arguments(recipe)
-    check_is_exact(recipe, optimizer, arguments)
-    shape = (steps, recipe.train.global_batch_size, recipe.data.sequence_length + 1)
-    generator = torch.Generator().manual_seed(recipe.train.seed)
-    tokens = torch.randint(0, tokenizer.vocab_size, shape, generator=generator)
-    return ParityCase(
-        model_fn=lambda: whole_model(recipe),
-        batches=[model_inputs(model.input_names, _batch_of(step)) for step in tokens],
-        nxd_config=config | {"pipeline_config": config["pipeline_config"] | {"trace_file_path": None}},
-        optimizer_class=optimizer,
-        optimizer_arguments=arguments,
-        parameter_groups=lambda parameters: parameter_groups(recipe, parameters),
-        seed=recipe.train.seed,
-    )
-
-
-def _batch_of(tokens: Tensor) -> Batch:
-    """Tokens `[global batch, seq + 1]`, all of them learned."""
-    inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    return Batch(inputs, labels, torch.arange(inputs.shape[1]).expand_as(inputs), torch.tensor([labels.numel(), 1]))

@@ -16,12 +16,12 @@ from nxd_state import (
 )
 from torch import Tensor
 
-from nxd_trainer.parity.case import ParityCase, check_batches, checked_config
-from nxd_trainer.parity.float64 import InFloat64
-from nxd_trainer.parity.layout import LayoutRun, LayoutStep, Piece
-from nxd_trainer.parity.placement import Distance, Part, distance, is_close, readings
-from nxd_trainer.parity.reference import Reference, ReferenceStep, run_reference
-from nxd_trainer.parity.report import Difference, ParityReport
+from nxd_parity.case import ParityCase, check_batches, checked_config
+from nxd_parity.float64 import InFloat64
+from nxd_parity.layout import LayoutRun, LayoutStep, Piece
+from nxd_parity.placement import Distance, Part, distance, is_close, readings
+from nxd_parity.reference import Reference, ReferenceStep, run_reference
+from nxd_parity.report import Difference, ParityReport
 
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}
 

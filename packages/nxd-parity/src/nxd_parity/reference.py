@@ -11,8 +11,8 @@ from nxd_pipeline.runtime.loss import check_loss, pick_loss
 from nxd_state import get_device, move_model_to_device
 from torch import Tensor, nn
 
-from nxd_trainer.parity.case import ParityCase, inputs_in, make_model
-from nxd_trainer.parity.recording import ActivationRecord, gradient_order, pieces_of
+from nxd_parity.case import ParityCase, inputs_in, make_model
+from nxd_parity.recording import ActivationRecord, gradient_order, pieces_of
 
 
 @dataclass

@@ -7,7 +7,7 @@ from nxd_state import destroy_model_parallel
 CASES = """
 import torch
 from torch import nn
-from nxd_trainer.parity import ParityCase
+from nxd_parity import ParityCase
 
 def model(bias=0.0):
     made = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
@@ -34,16 +34,6 @@ def wrong():
 def nothing():
     return None
 """
-TINY = [
-    "data.sequence_length=8",
-    "model.hidden_size=16",
-    "model.intermediate_size=24",
-    "model.num_hidden_layers=1",
-    "model.num_attention_heads=2",
-    "model.num_key_value_heads=1",
-    "train.global_batch_size=4",
-    "train.gradient_accumulation_steps=2",
-]
 
 
 @pytest.fixture(autouse=True)
@@ -55,14 +45,6 @@ def cases(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.path", ["", *__import__("sys").path])
     yield
     destroy_model_parallel()
-
-
-def test_recipe_that_agrees_ends_with_0(capsys):
-    assert main(["parity", *TINY, "--compare-steps", "1"]) == 0
-
-    first, second = capsys.readouterr().out.splitlines()
-    assert first == "TP 1 x PP 1 x DP 1 against one process, float64, 1 steps, tolerance 1e-10"
-    assert second.endswith("agree")
 
 
 def test_function_that_agrees_ends_with_0_and_one_that_does_not_with_3(capsys):
@@ -82,14 +64,20 @@ def test_function_that_agrees_ends_with_0_and_one_that_does_not_with_3(capsys):
         (["parity_cases:missing"], "parity_cases:missing cannot be imported from here"),
         (["no_such_module:right"], "no_such_module:right cannot be imported from here"),
         (["parity_cases:right", "train.steps=3"], "train.steps=3 is a key of a recipe, and parity_cases:right is none"),
-        (["nowhere.toml"], "nowhere.toml"),
         (["parity_cases:BATCHES"], "parity_cases:BATCHES is a list; give a function"),
         (["parity_broken:right"], "parity_broken:right cannot be imported from here: SyntaxError: invalid syntax"),
         (["parity_cases:right", "--rtol", "nan"], "rtol=nan is no share of a value"),
-        ([*TINY, "--compare-steps", "-1"], "-1 steps compare nothing; use 1 or more"),
     ],
 )
 def test_case_that_is_none_is_a_mistake(capsys, arguments, message):
     assert main(["parity", *arguments]) == 2
 
     assert message in capsys.readouterr().err
+
+
+def test_recipe_without_what_makes_its_case_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.setattr("nxd_parity.command.CASES", "nxd.nothing")
+
+    assert main(["parity", "recipe.toml"]) == 2
+
+    assert "pip install nxd-trainer, or give MODULE:FUNCTION" in capsys.readouterr().err

@@ -3,18 +3,17 @@
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from nxd_trainer.recipe import recipe_keys
-
 _TRUE_OR_FALSE = ("true", "false", "0", "1")
 
 
-def take_settings(arguments: Sequence[str], flags: Collection[str]) -> tuple[list[str], list[str]]:
+def take_settings(
+    arguments: Sequence[str], flags: Collection[str], switches: Collection[str] = ()
+) -> tuple[list[str], list[str]]:
     """The arguments without the recipe's keys, and those keys as `key=value`.
 
     A key may come as `--train.steps 100`, `--train.steps=100` or `train.steps=100`, and one that is true or false also
     as `--data.chat`. What is no key is taken along: the recipe knows best which one was meant.
     """
-    switches = {name for name, key in recipe_keys().items() if key.value_type is bool}
     remaining: list[str] = []
     settings: list[str] = []
     waiting = list(reversed(arguments))

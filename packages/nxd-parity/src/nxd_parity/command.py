@@ -3,19 +3,19 @@
 import argparse
 import os
 from collections.abc import Sequence
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nxd_cli.command import add_nproc, leave_mesh, parse, reports_user_errors, started_ranks
+from nxd_cli.command import add_nproc, import_named, leave_mesh, parse, reports_user_errors, started_ranks
 from nxd_cli.launch import own_threads
+from nxd_cli.settings import take_settings
 from nxd_engine.options import literal
 
-from nxd_trainer.cli.settings import take_settings
-from nxd_trainer.recipe import load_recipe
-
 if TYPE_CHECKING:
-    from nxd_trainer.parity import ParityCase, ParityReport
+    from nxd_parity import ParityCase, ParityReport
 
+CASES = "nxd.parity_cases"  # entry points that make a case of a recipe
 EXIT_DIFFERENT = 3  # 1 is what a rank that fails ends with
 FLAGS = ("nproc", "help", "dtype", "rtol", "compare-steps", "hf")
 
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str]) -> int:
 
     import torch  # noqa: PLC0415
 
-    from nxd_trainer.parity import compare  # noqa: PLC0415
+    from nxd_parity import compare  # noqa: PLC0415
 
     case = reports_user_errors(lambda: _case(options, settings))
     with own_threads():
@@ -77,19 +77,24 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _case(options: argparse.Namespace, settings: list[str]) -> "ParityCase":
-    from nxd_trainer.from_recipe import import_named  # noqa: PLC0415
-    from nxd_trainer.parity import ParityCase  # noqa: PLC0415
-    from nxd_trainer.parity.case import case_of_recipe  # noqa: PLC0415
+    from nxd_parity import ParityCase  # noqa: PLC0415
 
     name = options.case
     if options.hf is not None:
-        from nxd_trainer.parity.architecture import case_of_architecture  # noqa: PLC0415
+        from nxd_parity.architecture import case_of_architecture  # noqa: PLC0415
 
         if name is not None:
             raise ValueError(f"{name} and --hf {options.hf} are two things to compare; give one")
         return case_of_architecture(options.hf, _config_changes(settings), int(os.environ["WORLD_SIZE"]))
     if name is None or ":" not in name or Path(name).exists():
-        return case_of_recipe(load_recipe(name, settings), options.compare_steps)
+        [*makers] = entry_points(group=CASES)
+        if not makers:
+            raise ValueError(
+                f"{name or 'a recipe'}: cases of recipes are made by nxd-trainer, which is not installed; pip install "
+                "nxd-trainer, or give MODULE:FUNCTION or --hf FOLDER"
+            )
+        made: ParityCase = makers[0].load()(name, settings, options.compare_steps)
+        return made
     if settings:
         raise ValueError(f"{settings[0]} is a key of a recipe, and {name} is none; leave it out")
     function = import_named(name)
@@ -97,15 +102,15 @@ def _case(options: argparse.Namespace, settings: list[str]) -> "ParityCase":
         raise ValueError(f"{name} is a {type(function).__name__}; give a function that returns a ParityCase")
     case = function()
     if not isinstance(case, ParityCase):
-        raise ValueError(f"{name}() returned a {type(case).__name__}; it must return a nxd_trainer.parity.ParityCase")
+        raise ValueError(f"{name}() returned a {type(case).__name__}; it must return a nxd_parity.ParityCase")
     return case
 
 
 def _remember(folder: Path, report: "ParityReport") -> str:
     import torch  # noqa: PLC0415
 
-    from nxd_trainer.parity.architecture import remember_equal  # noqa: PLC0415
-    from nxd_trainer.parity.compare import TOLERANCES  # noqa: PLC0415
+    from nxd_parity.architecture import remember_equal  # noqa: PLC0415
+    from nxd_parity.compare import TOLERANCES  # noqa: PLC0415
 
     tolerance = TOLERANCES[torch.float64]
     if report.dtype != "float64" or report.rtol > tolerance:

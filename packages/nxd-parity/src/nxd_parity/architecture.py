@@ -14,7 +14,7 @@ from nxd_engine.hugging_face import check_keys, complete_config, model_on_meta, 
 from nxd_layers import hf
 from torch import nn
 
-from nxd_trainer.parity.case import ParityCase
+from nxd_parity.case import ParityCase
 
 VOCABULARY = 64
 LENGTH = 7  # of a sequence, in tokens

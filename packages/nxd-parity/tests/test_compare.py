@@ -7,8 +7,8 @@ import torch
 from nxd_engine.models import LlamaConfig, LlamaDecoderLayer, LlamaForCausalLM
 from nxd_layers import ColumnParallelLinear, RowParallelLinear
 from nxd_layers.lora import LoraConfig
+from nxd_parity import InFloat64, ParityCase, compare
 from nxd_state import get_tensor_model_parallel_rank, get_tensor_model_parallel_size
-from nxd_trainer.parity import InFloat64, ParityCase, compare
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

@@ -3,9 +3,9 @@
 This package has the comparison and its report; `nxd parity` is the command that runs it.
 """
 
-from nxd_trainer.parity.case import ParityCase
-from nxd_trainer.parity.compare import compare
-from nxd_trainer.parity.float64 import InFloat64
-from nxd_trainer.parity.report import Difference, ParityReport
+from nxd_parity.case import ParityCase
+from nxd_parity.compare import compare
+from nxd_parity.float64 import InFloat64
+from nxd_parity.report import Difference, ParityReport
 
 __all__ = ["ParityCase", "compare", "InFloat64", "ParityReport", "Difference"]
