@@ -16,7 +16,7 @@ def _parser() -> argparse.ArgumentParser:
         usage="nxd run [--nproc N] SCRIPT [ARGUMENT ...]",
         description="Run a Python script as `python SCRIPT` would, on several ranks of this machine if asked for. "
         "Where torch-xla is not installed, the script can import it all the same: its calls are carried out by "
-        "torch.distributed. Under torchrun: torchrun ... -m nxd_trainer run SCRIPT.",
+        "torch.distributed. Under torchrun: torchrun ... -m nxd_cli run SCRIPT.",
     )
     add_nproc(parser)
     parser.add_argument("script", metavar="SCRIPT", help="a Python file")

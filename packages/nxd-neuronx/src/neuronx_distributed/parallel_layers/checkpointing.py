@@ -1,4 +1,4 @@
-"""`neuronx_distributed.parallel_layers.checkpointing`: files of each model-parallel rank, from nxd_engine and nxd_neuronx."""
+"""`neuronx_distributed.parallel_layers.checkpointing`: files of each model-parallel rank."""
 
 from nxd_engine.checkpoints.shard_files import (
     NXD_SKIP_RENDEZVOUS,
