@@ -285,12 +285,12 @@ def device_memory() -> dict[str, int]:
 
 def describe_host() -> dict[str, str]:
     """Versions, devices and settings that the results depend on."""
-    from nxd_doctor.installation import installed_versions  # noqa: PLC0415
+    from nxd_doctor.installation import OTHERS, installed_versions, own_packages  # noqa: PLC0415
 
     devices = sorted(Path("/dev").glob("neuron[0-9]*"))
     settings = {name: os.environ[name] for name in CACHE_AND_FLAGS if name in os.environ}
     system = {"python": platform.python_version(), "system": platform.platform(), "neuron devices": str(len(devices))}
-    return system | installed_versions() | settings
+    return system | installed_versions((*own_packages(), *OTHERS)) | settings
 
 
 def render(report: Report) -> str:
