@@ -20,9 +20,10 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-PIECES = {"nxd_state", "nxd_ckpt", "nxd_layers", "nxd_pipeline", "nxd_optim"}
+PIECES = {"nxd_state", "nxd_ckpt", "nxd_layers", "nxd_lora", "nxd_pipeline", "nxd_optim"}
 MAY_IMPORT: dict[str, set[str]] = {
     "nxd_state": set(),
+    "nxd_lora": {"nxd_state", "nxd_layers"},
     "nxd_parity": PIECES | {"nxd_cli", "nxd_engine"},
     "nxd_plan": PIECES | {"nxd_cli", "nxd_engine"},
     "nxd_elastic": PIECES | {"nxd_cli", "nxd_engine"},

@@ -42,7 +42,7 @@ from nxd_ckpt.interop import (
 )
 from nxd_ckpt.interop.neuronx import Split
 from nxd_engine.hugging_face import model_on_meta, read_config
-from nxd_layers.lora import read_peft_config
+from nxd_lora import read_peft_config
 from nxd_trace.manifest import Manifest
 from nxd_trainer.data.sources import find_text_files, scan_text_files
 from nxd_trainer.data.tokenizer import load_tokenizer

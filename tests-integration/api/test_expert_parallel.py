@@ -11,7 +11,7 @@ from neuronx_distributed.trainer import (
 )
 from nxd_ckpt import open_checkpoint
 from nxd_layers.hf import parallelize
-from nxd_layers.lora import LoraConfig
+from nxd_lora import LoraConfig
 from nxd_parity import InFloat64, ParityCase, compare
 from nxd_state import (
     destroy_model_parallel,

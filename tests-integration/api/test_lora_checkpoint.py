@@ -12,7 +12,7 @@ from neuronx_distributed.trainer import (
     save_checkpoint,
 )
 from nxd_engine.models import LlamaForCausalLM
-from nxd_layers.lora import LoraConfig, gather_adapter
+from nxd_lora import LoraConfig, gather_adapter
 from resumable_llama import config_of, train
 
 MODES = {

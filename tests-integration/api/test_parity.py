@@ -13,7 +13,7 @@ import torch
 from nxd_engine.checkpoints.state import logical_name
 from nxd_engine.models import LlamaDecoderLayer, LlamaForCausalLM
 from nxd_layers import CoreAttention
-from nxd_layers.lora import LoraConfig, LoraModel
+from nxd_lora import LoraConfig, LoraModel
 from nxd_state import destroy_model_parallel, get_group, get_shard_spec
 from nxd_testing import LogicalPiece, assemble_logical, logical_pieces
 

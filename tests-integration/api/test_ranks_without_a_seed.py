@@ -4,7 +4,7 @@ import pytest
 import torch
 from nxd_engine import initialize_parallel_model, initialize_parallel_optimizer, neuronx_distributed_config
 from nxd_layers import ColumnParallelLinear, RowParallelLinear
-from nxd_layers.lora import LoraConfig
+from nxd_lora import LoraConfig
 from nxd_state import active_group, initialize_model_parallel
 from nxd_testing import assemble_logical, logical_pieces
 from torch import nn

@@ -10,8 +10,8 @@ import nxd_ckpt
 import pytest
 import torch
 from nxd_layers import ColumnParallelLinear, ParallelEmbedding, RMSNorm, RowParallelLinear
-from nxd_layers.lora import LoraConfig, LoraModel
 from nxd_layers.qkv_linear import GQAQKVColumnParallelLinear
+from nxd_lora import LoraConfig, LoraModel
 from nxd_optim import GradientReducer, NeuronZero1Optimizer
 from nxd_pipeline import NxDPPModel
 from nxd_state import active_group, initialize_model_parallel

@@ -17,7 +17,7 @@ from nxd_engine.checkpoints.tags import open_own
 from nxd_engine.hugging_face import import_hugging_face
 from nxd_engine.models import LlamaConfig, LlamaDecoderLayer, LlamaForCausalLM
 from nxd_engine.unwrap import plain_model, plain_optimizer
-from nxd_layers.lora import LoraConfig
+from nxd_lora import LoraConfig
 from nxd_state import barrier, get_world_group, initialize_model_parallel
 from nxd_trainer.generate import generate, load_for_generation
 from nxd_trainer.recipe import load_recipe

@@ -140,7 +140,7 @@ def test_adapter_beside_a_checkpoint_writes_what_it_does_beside_the_folder(folde
 @pytest.mark.slow
 def test_adapter_in_a_checkpoint_of_its_own_is_merged(folder, written, tmp_path):
     from nxd_engine import save_checkpoint
-    from nxd_layers import LoraConfig, LoraModel
+    from nxd_lora import LoraConfig, LoraModel
 
     model, tokenizer = loaded(folder)
     adapted = LoraModel(model, LoraConfig(lora_rank=4, target_modules=["q_proj", "down_proj"]))

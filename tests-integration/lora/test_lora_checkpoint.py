@@ -13,7 +13,7 @@ from nxd_engine.adapters import (
     save_lora_checkpoint,
 )
 from nxd_engine.checkpoints.state import model_state
-from nxd_layers.lora import LoraConfig, LoraModel, config_from_adapter_config, gather_adapter
+from nxd_lora import LoraConfig, LoraModel, config_from_adapter_config, gather_adapter
 
 SETTINGS = {
     "lora_rank": 4,
@@ -31,7 +31,7 @@ MODES = {
 @pytest.fixture
 def trained(our_llama):
     """A model of ours with an adapter whose values do not depend on the layout, ready to be saved."""
-    from nxd_layers.lora import load_adapter
+    from nxd_lora import load_adapter
 
     def make(weights, **settings):
         model = LoraModel(our_llama(weights), LoraConfig(**{**SETTINGS, **settings})).eval()

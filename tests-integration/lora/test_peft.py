@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from nxd_layers.lora import LoraConfig, LoraModel, load_peft_adapter, read_peft_config, save_peft_adapter
+from nxd_lora import LoraConfig, LoraModel, load_peft_adapter, read_peft_config, save_peft_adapter
 
 peft = pytest.importorskip("peft", reason="comparing with PEFT needs it: pip install peft")
 

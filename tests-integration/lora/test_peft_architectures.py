@@ -4,7 +4,7 @@ import nxd_state
 import pytest
 import torch
 from nxd_layers.hf import parallelize
-from nxd_layers.lora import LoraModel, gather_adapter, load_peft_adapter, read_peft_config, save_peft_adapter
+from nxd_lora import LoraModel, gather_adapter, load_peft_adapter, read_peft_config, save_peft_adapter
 from safetensors.torch import load_file
 
 peft = pytest.importorskip("peft", reason="comparing with PEFT needs it: pip install peft")

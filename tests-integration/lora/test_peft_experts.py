@@ -3,7 +3,7 @@
 import pytest
 import torch
 from nxd_layers.hf import parallelize
-from nxd_layers.lora import LoraConfig, LoraModel, load_peft_adapter, read_peft_config, save_peft_adapter
+from nxd_lora import LoraConfig, LoraModel, load_peft_adapter, read_peft_config, save_peft_adapter
 from nxd_parity import InFloat64
 from nxd_state import initialize_model_parallel
 

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 import neuronx_distributed as nxd
 import pytest
 import torch
-from nxd_layers import LoraConfig, LoraModel, apply_activation_checkpointing
+from nxd_layers import apply_activation_checkpointing
 from nxd_layers.hf import parallelize
+from nxd_lora import LoraConfig, LoraModel
 from nxd_parity import InFloat64
 from nxd_pipeline import NxDPPModel
 from nxd_state import all_reduce, destroy_model_parallel, get_group, get_shard_spec, initialize_model_parallel

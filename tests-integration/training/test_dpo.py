@@ -9,7 +9,7 @@ import random
 
 import pytest
 import torch
-from nxd_layers.lora import save_peft_adapter
+from nxd_lora import save_peft_adapter
 from nxd_parity import InFloat64
 from nxd_state import initialize_model_parallel
 from nxd_trainer.lr_schedule import lr_multiplier

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from nxd_layers.lora import save_peft_adapter
+from nxd_lora import save_peft_adapter
 from nxd_parity import InFloat64
 from nxd_trainer.data import ByteTokenizer, TrainLoader, build_corpus, open_corpus, pack_corpus
 from nxd_trainer.report import read_records

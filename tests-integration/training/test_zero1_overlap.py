@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from nxd_engine.models import LlamaConfig, LlamaForCausalLM
-from nxd_layers import LoraConfig, LoraModel, linear_cross_entropy
+from nxd_layers import linear_cross_entropy
+from nxd_lora import LoraConfig, LoraModel
 from nxd_optim import NeuronZero1Optimizer
 from nxd_optim.zero1 import flat_bucket
 from nxd_state import Pending, active_group, initialize_model_parallel

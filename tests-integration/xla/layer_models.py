@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from nxd_layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear, pad_model, parallel_cross_entropy
 from nxd_layers.key_value_heads import kv_size_multiplier_for
-from nxd_layers.lora import LoraConfig, LoraModel
 from nxd_layers.qkv_linear import GQAQKVColumnParallelLinear
+from nxd_lora import LoraConfig, LoraModel
 from nxd_state import get_group
 from torch import Tensor, nn
 from torch.nn import functional as F

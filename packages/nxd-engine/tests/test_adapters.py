@@ -5,7 +5,7 @@ import torch
 from nxd_ckpt import CheckpointError, list_checkpoints
 from nxd_engine import initialize_parallel_model, load_checkpoint, neuronx_distributed_config, save_checkpoint
 from nxd_engine.models import LlamaForCausalLM
-from nxd_layers.lora import LoraConfig, LoraModel
+from nxd_lora import LoraConfig, LoraModel
 
 pytestmark = pytest.mark.usefixtures("one_process")
 

@@ -7,7 +7,7 @@ import torch
 from nxd_engine import initialize_parallel_model, neuronx_distributed_config
 from nxd_engine.models import LlamaDecoderLayer, LlamaForCausalLM
 from nxd_layers import ColumnParallelLinear, CoreAttention, RowParallelLinear
-from nxd_layers.lora import LoraConfig
+from nxd_lora import LoraConfig
 from nxd_state import PeerError, get_group
 from torch import nn
 

@@ -5,9 +5,7 @@ and a record of the operations that a function runs.
 import nxd_state
 import pytest
 import torch
-from nxd_testing import run_on_ranks
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from nxd_testing import collectives_of, operations_of, run_on_ranks, sent_dtypes_of
 
 OVER_GLOO = {"NXD_SHM": "0"}  # collectives through shared memory are no operations of torch that could be counted
 
@@ -86,59 +84,19 @@ def assert_same():
     return _assert_same
 
 
-class _Recorder(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.names, self.sent_dtypes = [], set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(func._schema.name)
-        if func._schema.name.startswith("c10d::"):
-            self.sent_dtypes |= {it.dtype for it in tree_leaves(args) if isinstance(it, torch.Tensor)}
-        return func(*args, **(kwargs or {}))
-
-
-def _operations(fn):
-    original = nxd_state.Pending.wait
-
-    def wait(pending):
-        recorder.names.append("wait")
-        return original(pending)
-
-    nxd_state.Pending.wait = wait
-    try:
-        with _Recorder() as recorder:
-            fn()
-    finally:
-        nxd_state.Pending.wait = original
-    return recorder.names
-
-
 @pytest.fixture
 def operations():
-    """`operations(fn)`: names of the operations that `fn()` runs, in order, such as "aten::mm", "c10d::allreduce_",
-    and "wait" where it waits for a collective.
-    """
-    return _operations
+    """`operations(fn)`: see `nxd_testing.operations_of`."""
+    return operations_of
 
 
 @pytest.fixture
 def sent_dtypes():
     """`sent_dtypes(fn)`: the dtypes of all that `fn()` sends."""
-
-    def dtypes(fn):
-        with _Recorder() as recorder:
-            fn()
-        return recorder.sent_dtypes
-
-    return dtypes
+    return sent_dtypes_of
 
 
 @pytest.fixture
 def collectives():
     """`collectives(fn)`: the collectives among `operations(fn)`."""
-
-    def names(fn):
-        return [name for name in _operations(fn) if name.startswith("c10d::")]
-
-    return names
+    return collectives_of

@@ -11,7 +11,7 @@ from nxd_testing import run_torchrun
 pytestmark = pytest.mark.smoke
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
-EXAMPLE, CONTEXT_EXAMPLE, LORA_EXAMPLE, QUANTIZED_EXAMPLE = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+EXAMPLE, CONTEXT_EXAMPLE, QUANTIZED_EXAMPLE = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
 (CONSOLE,) = re.findall(r"```console\n(.*?)```", README, flags=re.DOTALL)
 PRINTED = re.findall(r"^\$ .*\n(.*)\n", CONSOLE, flags=re.MULTILINE)
 
@@ -33,12 +33,6 @@ def test_context_example_prints_the_shape_in_its_comment(capsys):
     exec(CONTEXT_EXAMPLE, {})
 
     assert f"# {capsys.readouterr().out.strip()}" in CONTEXT_EXAMPLE.splitlines()
-
-
-def test_lora_example_prints_the_names_in_its_comment(capsys):
-    exec(LORA_EXAMPLE, {})
-
-    assert f"# {capsys.readouterr().out.strip()}" in LORA_EXAMPLE.splitlines()
 
 
 def test_quantized_example_runs_as_written():

@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[3]
 README = Path(__file__).parents[1] / "README.md"
 TABLE_BEGINS = "| Documented | Arguments and defaults | Its behaviour is tested in |"
 
+LORA = "packages/nxd-lora/tests"
 STATE, LAYERS, OPTIM = "packages/nxd-state/tests", "packages/nxd-layers/tests", "packages/nxd-optim/tests"
 API, TRACE = "packages/nxd-engine/tests", "packages/nxd-trace/tests"
 STAGES, LIGHTNING = "tests-integration/pipeline/test_parity.py", "packages/nxd-lightning/tests"
@@ -251,7 +252,7 @@ DOCUMENTED = {
         f"{LAYERS}/test_qkv_linear.py",
         ours={"output_sizes": None},
     ),
-    "modules.lora.LoRAModel": Documented({"module": REQUIRED, "config": REQUIRED}, f"{LAYERS}/lora"),
+    "modules.lora.LoRAModel": Documented({"module": REQUIRED, "config": REQUIRED}, LORA),
     "modules.lora.LoraConfig": Documented(
         {
             "enable_lora": True,
@@ -269,7 +270,7 @@ DOCUMENTED = {
             "lora_save_dir": None,
             "lora_load_tag": None,
         },
-        f"{LAYERS}/lora",
+        LORA,
         by_name=True,
     ),
     "trace.parallel_model_trace": Documented(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from nxd_engine.models import LlamaConfig, LlamaDecoderLayer, LlamaForCausalLM
 from nxd_layers import ColumnParallelLinear, RowParallelLinear
-from nxd_layers.lora import LoraConfig
+from nxd_lora import LoraConfig
 from nxd_parity import InFloat64, ParityCase, compare
 from nxd_state import get_tensor_model_parallel_rank, get_tensor_model_parallel_size
 from torch import nn

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from nxd_engine.models import LlamaConfig, LlamaDecoderLayer
-from nxd_layers import LoraConfig
+from nxd_lora import LoraConfig
 from nxd_state import initialize_model_parallel
 from nxd_trainer.from_recipe import build_model, nxd_config, recipe_model
 from nxd_trainer.optimizers import build_optimizer

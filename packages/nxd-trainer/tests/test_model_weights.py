@@ -11,7 +11,7 @@ from nxd_engine.checkpoints.state import model_state
 from nxd_engine.model_description import description_of
 from nxd_engine.model_weights import model_weights
 from nxd_engine.models import LlamaConfig, LlamaForCausalLM
-from nxd_layers import LoraConfig, LoraModel
+from nxd_lora import LoraConfig, LoraModel
 from nxd_trainer.generate import load_for_generation
 
 CONFIG = LlamaConfig(

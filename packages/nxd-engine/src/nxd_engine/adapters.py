@@ -21,7 +21,7 @@ from typing import Any
 import nxd_ckpt
 from nxd_ckpt import CheckpointError, Coordinator
 from nxd_ckpt.coordinator import coordinator_for, on_every_rank
-from nxd_layers.lora import (
+from nxd_lora import (
     LoraConfig,
     LoraModel,
     TargetLayers,

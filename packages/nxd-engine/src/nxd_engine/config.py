@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch.distributed as dist
 from nxd_layers.activation_checkpoint import ModuleClass
-from nxd_layers.lora import LoraConfig
+from nxd_lora import LoraConfig
 from nxd_optim import MixedPrecision, resolve_mixed_precision
 from nxd_pipeline import OLD_RUNTIME_FLAGS, NxDPPModel
 from nxd_state import get_mesh, initialize_model_parallel, model_parallel_is_initialized

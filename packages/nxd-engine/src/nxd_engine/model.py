@@ -9,7 +9,7 @@ from weakref import WeakSet
 
 import torch
 from nxd_layers.experts import BalanceConfig, RouterBalance, RouterLayer
-from nxd_layers.lora import LoraConfig, LoraModel, TargetLayers
+from nxd_lora import LoraConfig, LoraModel, TargetLayers
 from nxd_pipeline import GradientSync, NxDPPModel, current_microbatch
 from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from nxd_ckpt import Checkpoint
 from nxd_layers.hf import is_transformers_model
-from nxd_layers.lora import LoraModel
+from nxd_lora import LoraModel
 from nxd_pipeline import NxDPPModel
 from torch import nn
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from nxd_layers.lora import LoraModel
+from nxd_lora import LoraModel
 from nxd_pipeline import NxDPPModel
 from torch import nn
 from torch.optim import Optimizer

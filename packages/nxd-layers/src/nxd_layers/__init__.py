@@ -1,4 +1,4 @@
-"""Tensor- and sequence-parallel layers, attention, losses and LoRA for PyTorch."""
+"""Tensor- and sequence-parallel layers, attention and losses for PyTorch."""
 
 from nxd_layers.activation_checkpoint import (
     apply_activation_checkpointing,
@@ -13,7 +13,6 @@ from nxd_layers.embedding import ParallelEmbedding
 from nxd_layers.key_value_heads import kv_size_multiplier_for
 from nxd_layers.linear import ColumnParallelLinear
 from nxd_layers.log_probs import entropy, token_log_probs
-from nxd_layers.lora import LoraConfig, LoRAModel, LoraModel
 from nxd_layers.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -58,9 +57,6 @@ __all__ = [
     "apply_activation_checkpointing",
     "remove_activation_checkpointing",
     "matmul_outputs",
-    "LoraConfig",
-    "LoraModel",
-    "LoRAModel",
     "copy_to_tensor_model_parallel_region",
     "reduce_from_tensor_model_parallel_region",
     "scatter_to_tensor_model_parallel_region",

@@ -55,7 +55,7 @@ def column_parallel_linears(input_: Tensor, layers: Sequence[nn.Module]) -> tupl
     Args:
         input_: as for `ColumnParallelLinear.forward`.
         layers: query, key and value, or gate and up; alike in their sequence-parallel arguments. Adapters that
-            `nxd_layers.lora` gave them communicate together, too. Another module or forward works by itself.
+            `nxd_lora` gave them communicate together, too. Another module or forward works by itself.
 
     Returns:
         One output per layer.

@@ -2,15 +2,15 @@
 
 import logging
 
-import nxd_layers.lora
+import nxd_lora
 from nxd_engine.adapters import adapt_model, choose_adapters
 from nxd_engine.model import NxDModel
 from nxd_layers import GQAQKVColumnParallelLinear
 from nxd_layers.linear import ColumnParallelLinear
-from nxd_layers.lora import LoraConfig
-from nxd_layers.lora.adapter import adapter_of
-from nxd_layers.lora.targets import kind_of
 from nxd_layers.row_linear import RowParallelLinear
+from nxd_lora import LoraConfig
+from nxd_lora.adapter import adapter_of
+from nxd_lora.targets import kind_of
 from torch import nn
 
 _logger = logging.getLogger(__name__)
@@ -38,8 +38,8 @@ MODELS_TO_LORA_TARGET_MODULES_MAPPING = {
 }
 
 
-class LoraModel(nxd_layers.lora.LoraModel):
-    """`nxd_layers.lora.LoraModel`, with the names of its methods in scripts."""
+class LoraModel(nxd_lora.LoraModel):
+    """`nxd_lora.LoraModel`, with the names of its methods in scripts."""
 
     def get_base_model(self) -> nn.Module:
         """The model, with its adapters."""

@@ -8,6 +8,7 @@ from nxd_testing.deadlines import deadline
 from nxd_testing.failure import FailedRank, RankFailure
 from nxd_testing.logical import LogicalPiece, assemble_logical, logical_pieces
 from nxd_testing.neuron_ranks import register_neuron_ranks, run_on_neuron
+from nxd_testing.operations import collectives_of, operations_of, sent_dtypes_of
 from nxd_testing.pool import RankPool, run_on_ranks
 from nxd_testing.replicas import run_on_replicas
 from nxd_testing.torchrun import TorchrunResult, run_torchrun
@@ -26,4 +27,7 @@ __all__ = [
     "run_torchrun",
     "TorchrunResult",
     "deadline",
+    "operations_of",
+    "collectives_of",
+    "sent_dtypes_of",
 ]

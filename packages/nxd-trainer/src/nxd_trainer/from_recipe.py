@@ -23,7 +23,7 @@ from nxd_engine.training_config import training_config
 from nxd_layers.activation_checkpoint.find import named_transformer_layers
 from nxd_layers.experts import BalanceConfig, RouterLayer
 from nxd_layers.hf import find_routers, is_transformers_model
-from nxd_layers.lora import ALL_LINEAR, LoraConfig
+from nxd_lora import ALL_LINEAR, LoraConfig
 from nxd_pipeline import Schedule, insert_communication, make_schedule, simulate
 from nxd_pipeline.partition import materialize
 from nxd_state import (

@@ -43,7 +43,7 @@ from nxd_engine.model_description import (
 )
 from nxd_engine.model_weights import ModelTensors, ModelWeights, merged_weights, model_weights
 from nxd_engine.rank_sync import on_all_ranks
-from nxd_layers.lora import name_from_peft
+from nxd_lora import name_from_peft
 from nxd_trace.serving.text import unseen_token
 
 from nxd_trainer.data import Tokenizer, load_tokenizer

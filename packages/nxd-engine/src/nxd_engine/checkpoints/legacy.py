@@ -21,7 +21,7 @@ from nxd_ckpt.interop.neuronx.xser import load_rank_file
 from nxd_ckpt.interop.safe_pickle import load_torch_file
 from nxd_ckpt.interop.source import TensorSource
 from nxd_layers.experts import ExpertLinear
-from nxd_layers.lora import LoraModel
+from nxd_lora import LoraModel
 from nxd_pipeline import NxDPPModel
 from nxd_state import ShardSpec, active_group, all_gather_object, get_shard_spec
 from torch import nn

@@ -17,7 +17,7 @@ from nxd_engine.model_description import (
     find_description,
     holds_adapter_alone,
 )
-from nxd_layers.lora import adapter_names
+from nxd_lora import adapter_names
 from nxd_optim import NeuronZero1Optimizer
 
 from nxd_trainer.training.run_state import RunState, on_first_rank_of_each_host

@@ -1,5 +1,5 @@
 """`neuronx_distributed.modules.lora.config`: from nxd_layers."""
 
-from nxd_layers.lora import LoraConfig
+from nxd_lora import LoraConfig
 
 __all__ = ["LoraConfig"]

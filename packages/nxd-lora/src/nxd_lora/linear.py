@@ -1,0 +1,233 @@
+"""The branch beside linear layers: plain ones, and those whose weight is split along outputs or inputs.
+
+Only products with A, `[..., r]`, cross the ranks, never a second copy of what the layer itself communicates. In a
+sequence-parallel region they cross as the layer's own input or output does; then a factor that is whole on every
+rank has seen a part of the sequence, and its gradient is partial (see `factors`). All other gradients are complete.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from nxd_layers.initialization import InitMethod, default_linear_init
+from nxd_layers.linear import ColumnParallelLinear, gathered_output
+from nxd_layers.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    gather_from_tensor_model_parallel_region,
+    own_part,
+    reduce_from_tensor_model_parallel_region_,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from nxd_layers.qkv_linear import GQAQKVColumnParallelLinear
+from nxd_layers.row_linear import RowParallelLinear
+from nxd_layers.shared_input import JointCall
+from nxd_state import active_group, get_shard_spec
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from nxd_lora.adapter import (
+    LayerKind,
+    LoraAdapter,
+    adapter_of,
+    complete_factor,
+    factor,
+    require_adapter,
+    scale_of,
+    widened,
+)
+from nxd_lora.config import LoraConfig
+from nxd_lora.factors import fill_factor, make_factor
+
+FACTOR_NAMES = ("lora_A", "lora_B")
+
+
+def branch_dropout(input_: Tensor, probability: float, *, training: bool, split_dim: int | None = None) -> Tensor:
+    """Drop elements of a branch's input.
+
+    Every tensor-parallel rank draws the mask of the whole input from the stream that these ranks share and takes its
+    part. So ranks that hold the same elements drop the same ones, and the masks do not depend on the layout.
+
+    Args:
+        input_: any shape.
+        probability: of an element to be dropped, below 1.
+        training: False keeps everything.
+        split_dim: the dim along which the input is split over the tensor-parallel ranks, if it is.
+    """
+    if probability == 0.0 or not training:
+        return input_
+    group = active_group("tp")
+    shape = list(input_.shape)
+    if split_dim is not None:
+        shape[split_dim] *= group.size
+    kept = torch.empty(shape, dtype=torch.bool, device=input_.device).bernoulli_(1.0 - probability)
+    if split_dim is not None and group.size > 1:
+        kept = own_part(kept, group, split_dim)
+    return input_ * kept * (1.0 / (1.0 - probability))
+
+
+def init_of_a(config: LoraConfig) -> InitMethod:
+    """Fills A as nn.Linear fills its weight, or with N(0, 1/r^2)."""
+    if config.init_lora_weights == "default":
+        return default_linear_init
+    return lambda values: nn.init.normal_(values, std=1.0 / config.lora_rank)
+
+
+def add_linear_factors(layer: Any, config: LoraConfig, *, sizes: tuple[int, int], out_dim: int = 0) -> None:
+    """Register A and B with `layer`.
+
+    Args:
+        layer: the layer.
+        config: rank and initialisation.
+        sizes: in and out of the whole layer.
+        out_dim: the dim of the layer's weight along which its outputs lie.
+    """
+    rank = config.lora_rank
+    parallel = getattr(layer, "sequence_parallel_enabled", None)
+    partial = getattr(layer.weight, "sequence_parallel_enabled", False) if parallel is None else parallel
+    layer.lora_A = make_factor(layer.weight, 1 - out_dim, lora_rank=rank, rank_dim=0, sequence_parallel=partial)
+    layer.lora_B = make_factor(layer.weight, out_dim, lora_rank=rank, rank_dim=1, sequence_parallel=partial)
+    fill_factor(layer.lora_A, sizes[0], rank_dim=0, init_method=init_of_a(config))
+    fill_factor(layer.lora_B, sizes[1], rank_dim=1, init_method=nn.init.zeros_)
+
+
+def scaled_down(layer: nn.Module, input_: Tensor, weight: Tensor, *, split_dim: int | None = None) -> Tensor:
+    """`scale * dropout(input) A^T`, `[..., r]`."""
+    adapter = require_adapter(layer)
+    dropped = branch_dropout(input_, adapter.dropout, training=layer.training, split_dim=split_dim)
+    return F.linear(dropped, weight) * adapter.scale
+
+
+def _product(layer: Any) -> Tensor:
+    """`scale * B A`, `[out, in]` on this rank."""
+    return scale_of(layer) * (widened(layer.lora_B) @ widened(layer.lora_A))
+
+
+# Plain layers: whole on every rank, or with a part of the weight where hooks communicate, as around Conv1D.
+
+
+def _linear_delta(layer: nn.Module, input_: Tensor) -> Tensor:
+    a, b = complete_factor(layer, 0), complete_factor(layer, 1)
+    split_dim = None if get_shard_spec(layer.get_parameter(FACTOR_NAMES[0])) is None else -1
+    return F.linear(scaled_down(layer, input_, a, split_dim=split_dim), b)
+
+
+def _add_plain_factors(layer: Any, config: LoraConfig, part: str) -> None:
+    add_linear_factors(layer, config, sizes=(layer.in_features, layer.out_features))
+
+
+def _add_transposed_factors(layer: Any, config: LoraConfig, part: str) -> None:
+    spec = get_shard_spec(layer.weight)
+    sizes = layer.weight.shape if spec is None else spec.pieces[0].logical_shape
+    add_linear_factors(layer, config, sizes=(sizes[0], sizes[1]), out_dim=1)
+
+
+def weight_delta(layer: Any) -> dict[str, Tensor]:
+    """What merging adds to `weight`."""
+    return {"weight": _product(layer)}
+
+
+def _transposed_weight_delta(layer: Any) -> dict[str, Tensor]:
+    return {"weight": _product(layer).t()}
+
+
+def every_row(layer: nn.Module, part: str) -> tuple[str, slice]:
+    """All rows of `weight`."""
+    return "weight", slice(None)
+
+
+PLAIN_LINEAR = LayerKind(FACTOR_NAMES, _add_plain_factors, _linear_delta, weight_delta, rows=every_row, is_linear=True)
+# Hugging Face's Conv1D (GPT-2) is a linear layer with its weight transposed, [in, out].
+TRANSPOSED_LINEAR = LayerKind(
+    FACTOR_NAMES, _add_transposed_factors, _linear_delta, _transposed_weight_delta, is_linear=True
+)
+
+
+def _add_parallel_factors(layer: Any, config: LoraConfig, part: str) -> None:
+    unusual = {
+        "skip_bias_add": layer.skip_bias_add,
+        "rank_ordering": layer.rank_ordering is not None,
+        "tensor_model_parallel_group": layer.given_group is not None,
+        "stride of a row-parallel layer": isinstance(layer, RowParallelLinear) and layer.stride > 1,
+        "reduce_output=False": not getattr(layer, "reduce_output", True),
+    }
+    if any(unusual.values()):
+        names = ", ".join(name for name, is_set in unusual.items() if is_set)
+        raise ValueError(f"{layer} was built with {names}, which adapters do not know; leave it out of target_modules")
+    add_linear_factors(layer, config, sizes=(layer.input_size, layer.output_size))
+
+
+# Column-parallel: A whole, B split along outputs.
+
+
+def column_deltas(input_: Tensor, layers: Sequence[ColumnParallelLinear]) -> list[Tensor]:
+    """The branches of several column-parallel layers of one input, with one collective per direction for all.
+
+    Args:
+        input_: `[..., in]`, or this rank's part of the sequence.
+        layers: adapted, and alike in their sequence-parallel arguments.
+
+    Returns:
+        What to add to each layer's output.
+    """
+    if len({layer.gather_output for layer in layers}) > 1:
+        return [column_deltas(input_, [layer])[0] for layer in layers]
+    first = layers[0]
+    split_dim = first.sequence_dimension if first.sequence_parallel_enabled else None
+    downs = [scaled_down(layer, input_, factor(layer, 0), split_dim=split_dim) for layer in layers]
+    crossed = to_columns(torch.cat(downs, dim=-1) if len(downs) > 1 else downs[0], first)
+    parts = torch.split(crossed, [down.shape[-1] for down in downs], dim=-1)
+    return [F.linear(part, _rows_for_output(layer)) for part, layer in zip(parts, layers, strict=True)]
+
+
+def to_columns(down: Tensor, layer: ColumnParallelLinear | GQAQKVColumnParallelLinear) -> Tensor:
+    """Whole, with a gradient that becomes complete: of split outputs each rank knows a part of it."""
+    if layer.sequence_parallel_enabled:
+        return gather_from_sequence_parallel_region(
+            down, layer.sequence_dimension, to_model_parallel=not layer.gather_output
+        )
+    return down if layer.gather_output else copy_to_tensor_model_parallel_region(down)
+
+
+def _rows_for_output(layer: ColumnParallelLinear) -> Tensor:
+    """B for the outputs that the layer returns. Gathering B is cheaper than gathering its product."""
+    rows = factor(layer, 1)
+    return gathered_output(rows.t(), layer).t() if layer.gather_output and layer.tensor_parallel_size > 1 else rows
+
+
+def _column_delta(layer: ColumnParallelLinear, input_: Tensor, call: JointCall | None = None) -> Tensor:
+    if call is None or input_ is not call.input_:
+        return column_deltas(input_, [layer])[0]
+    if not call.branches:
+        adapted = [other for other in call.layers if _is_added(adapter_of(other))]
+        call.branches.update(zip(adapted, column_deltas(input_, adapted), strict=True))
+    return call.branches[layer]
+
+
+def _is_added(adapter: LoraAdapter | None) -> bool:
+    return adapter is not None and adapter.is_added
+
+
+COLUMN_PARALLEL_LINEAR = LayerKind(
+    FACTOR_NAMES, _add_parallel_factors, _column_delta, weight_delta, rows=every_row, is_linear=True
+)
+
+
+# Row-parallel: A split along inputs, B whole.
+
+
+def _row_delta(layer: RowParallelLinear, input_: Tensor) -> Tensor:
+    rows, columns = factor(layer, 1), factor(layer, 0)
+    if not layer.input_is_parallel:
+        # The input is whole on every rank: gathering A is cheaper than splitting the input a second time.
+        whole = gather_from_tensor_model_parallel_region(columns)[:, : layer.input_size]
+        return F.linear(scaled_down(layer, input_, whole), rows)
+    down = scaled_down(layer, input_, columns, split_dim=-1)
+    if layer.sequence_parallel_enabled:
+        return F.linear(reduce_scatter_to_sequence_parallel_region(down, layer.sequence_dimension), rows)
+    return F.linear(reduce_from_tensor_model_parallel_region_(down), rows)
+
+
+ROW_PARALLEL_LINEAR = LayerKind(
+    FACTOR_NAMES, _add_parallel_factors, _row_delta, weight_delta, rows=every_row, is_linear=True
+)

@@ -1,0 +1,206 @@
+"""Adapters in Hugging Face PEFT's files: `adapter_config.json` and `adapter_model.safetensors` in one folder.
+
+PEFT's names are ours with a prefix (and `.weight` behind A and B), and its tensors are whole: files do not know the
+layout they came from. Needs safetensors: `pip install nxd-layers[peft]`.
+"""
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from nxd_state import Group, active_group, on_every_rank
+from torch import Tensor
+
+from nxd_lora.adapter import factor_name
+from nxd_lora.adapter_config import (
+    adapted_logical_layers,
+    adapted_weights,
+    adapter_config,
+    check_same_scale,
+    check_tensors,
+    config_from_adapter_config,
+)
+from nxd_lora.config import LoraConfig
+from nxd_lora.linear import FACTOR_NAMES
+from nxd_lora.model import LoraModel
+from nxd_lora.state import gather_adapter, load_adapter
+
+CONFIG_FILE = "adapter_config.json"
+TENSOR_FILE = "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+
+
+def save_peft_adapter(
+    model: LoraModel, folder: str | os.PathLike[str], *, base_model_name_or_path: str | None = None
+) -> None:
+    """Write the adapter so that PEFT loads it on the unsharded model. Called by all ranks; rank 0 writes.
+
+    Args:
+        model: the model; its names must be the unsharded model's.
+        folder: made if need be; all ranks may see it or only rank 0.
+        base_model_name_or_path: noted in the config, for PEFT's `AutoPeftModel`.
+
+    Raises:
+        RuntimeError: rank 0 cannot write, or the folder holds an adapter already; on all ranks.
+    """
+    content = adapter_config(model, base_model_name_or_path=base_model_name_or_path)
+    adapted = adapted_logical_layers(model)
+    of_experts = peft_names_of_weights(adapted_weights(model))
+    tensors = {
+        of_experts.get(name) or _peft_name(name, adapted): (
+            _flat_factor(name, tensor) if name in of_experts else tensor
+        ).contiguous()
+        for name, tensor in gather_adapter(model).items()
+    }
+    _on_rank_zero(f"writing {folder}", lambda: _write(Path(folder), content, tensors))
+
+
+def write_adapter_config(model: LoraModel, folder: str | os.PathLike[str]) -> None:
+    """Write `adapter_config.json` alone. Called by all ranks; rank 0 writes.
+
+    Raises:
+        RuntimeError: rank 0 cannot write; on all ranks.
+    """
+    content = adapter_config(model)
+    _on_rank_zero(f"writing {folder}", lambda: _write_config(Path(folder), content))
+
+
+def load_peft_adapter(model: LoraModel, folder: str | os.PathLike[str]) -> None:
+    """Fill the adapter from PEFT's files. Called by all ranks; every rank reads.
+
+    Args:
+        model: wrapped with `read_peft_config(folder)`, or a config that adapts the same layers.
+        folder: as PEFT's `save_pretrained` wrote it.
+
+    Raises:
+        RuntimeError: a rank cannot read the files; on all ranks.
+        ValueError: the adapter does not fit the model, or its rank, alpha or use_rslora are not the model's.
+    """
+    file = Path(folder) / TENSOR_FILE
+    tensors = on_every_rank(f"reading {file}", lambda: _safetensors().load_file(file), _world())
+    config_file = Path(folder) / CONFIG_FILE
+    content = on_every_rank(f"reading {config_file}", lambda: json.loads(config_file.read_text()), _world())
+    config = config_from_adapter_config(content)
+    check_same_scale(model, config, str(folder))
+    own_names = {peft: own for own, peft in peft_names_of_weights(adapted_weights(model)).items()}
+    whole = {}
+    for name, tensor in tensors.items():
+        own = own_names.get(name)
+        whole[own or name_from_peft(name)] = tensor if own is None else _own_factor(own, tensor, config.lora_rank)
+    load_adapter(model, whole)
+
+
+def read_peft_config(folder: str | os.PathLike[str]) -> LoraConfig:
+    """The config of an adapter that PEFT, or `save_peft_adapter`, wrote.
+
+    Raises:
+        ValueError: it is not of a LoRA adapter, asks for something that is not supported, or does not describe the
+            tensors beside it.
+    """
+    file = Path(folder) / CONFIG_FILE
+    try:
+        content = json.loads(file.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is no JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} holds a {type(content).__name__}; expected an object")
+    config = config_from_adapter_config(content)
+    if not config.target_parameters and (shapes := _stored_shapes(Path(folder) / TENSOR_FILE)):
+        check_tensors(config, shapes, str(folder))  # before anything is made as the config says
+    return config
+
+
+def _stored_shapes(file: Path) -> dict[str, tuple[int, ...]]:
+    """Of the tensors in a file, by our names; empty if it cannot be read: loading it says why."""
+    try:
+        with _safetensors().safe_open(file, framework="pt") as stored:
+            names = list(stored.keys())
+            return {name_from_peft(name): tuple(stored.get_slice(name).get_shape()) for name in names}
+    except Exception:  # safetensors, which may be missing, has its own
+        return {}
+
+
+def name_from_peft(name: str) -> str:
+    """The name that a tensor of PEFT's files has in the unsharded model."""
+    own = name.removeprefix(_PREFIX).replace(".base_layer.", ".")
+    return own.removesuffix(".weight") if own.endswith((".lora_A.weight", ".lora_B.weight")) else own
+
+
+def peft_names_of_weights(weights: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """PEFT's names of the factors of experts, by ours.
+
+    PEFT wraps a module once for each of its parameters, the first of which is in the innermost wrapper.
+
+    Args:
+        weights: by the name of a module, those of its weights that are adapted, in their order.
+    """
+    names = {}
+    for layer, parts in weights.items():
+        for place, part in enumerate(parts):
+            inside = "base_layer." * (len(parts) - 1 - place)
+            for factor in FACTOR_NAMES:
+                names[f"{layer}.{factor_name(factor, part)}"] = f"{_PREFIX}{layer}.{inside}{factor}.weight"
+    return names
+
+
+def _flat_factor(name: str, factor: Tensor) -> Tensor:
+    """As PEFT stores those of experts: A `[experts, r, in]` as `[experts * r, in]`, B `[experts, out, r]` as
+    `[out, r * experts]`.
+    """
+    return factor.flatten(0, 1) if _is_a(name) else factor.permute(1, 2, 0).flatten(1)
+
+
+def _own_factor(name: str, flat: Tensor, lora_rank: int) -> Tensor:
+    """The reverse; a tensor that is none of `lora_rank` stays as it is."""
+    if flat.dim() != 2 or flat.shape[0 if _is_a(name) else 1] % lora_rank:
+        return flat
+    return flat.unflatten(0, (-1, lora_rank)) if _is_a(name) else flat.unflatten(1, (lora_rank, -1)).permute(2, 0, 1)
+
+
+def _is_a(name: str) -> bool:
+    return name.rpartition(".")[2].startswith(f"{FACTOR_NAMES[0]}_")
+
+
+def _peft_name(name: str, adapted: set[str]) -> str:
+    layer, _, last = name.rpartition(".")
+    if last in ("lora_A", "lora_B"):
+        return f"{_PREFIX}{name}.weight"
+    if last == "bias" and layer in adapted:
+        return f"{_PREFIX}{layer}.base_layer.bias"  # PEFT keeps an adapted layer inside of another
+    return _PREFIX + name
+
+
+def _write(folder: Path, content: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    target = folder / TENSOR_FILE
+    if target.exists():
+        raise FileExistsError(f"{target} exists; remove it or choose another folder")
+    config_file = _write_config(folder, content)
+    unfinished = folder / f".{TENSOR_FILE}.unfinished"
+    _safetensors().save_file(tensors, unfinished, metadata={"format": "pt"})
+    unfinished.chmod(config_file.stat().st_mode)  # safetensors makes files that only their owner may read
+    unfinished.rename(target)
+
+
+def _write_config(folder: Path, content: dict[str, Any]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / CONFIG_FILE
+    file.write_text(json.dumps(content, indent=2) + "\n")
+    return file
+
+
+def _on_rank_zero(doing: str, act: Callable[[], object]) -> None:
+    on_every_rank(doing, act if _world().rank == 0 else lambda: None, _world())
+
+
+def _world() -> Group:
+    return active_group("pp", "dp", "cp", "tp")
+
+
+def _safetensors() -> Any:
+    try:
+        import safetensors.torch  # noqa: PLC0415 - optional
+    except ImportError as error:
+        raise ImportError("adapter files need safetensors; pip install 'nxd-layers[peft]'") from error
+    return safetensors.torch

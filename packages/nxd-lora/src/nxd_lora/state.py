@@ -1,0 +1,135 @@
+"""An adapter as whole, logical tensors: gathered from the ranks' parts, and put back at any layout.
+
+Names are those of the unsharded model, `layers.0.q_proj.lora_A`, also where one layer holds several of its matrices.
+This module does not know the file format.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from nxd_state import Group, ShardPiece, ShardSpec, active_group, all_gather, all_gather_object, get_shard_spec
+from torch import Tensor, nn
+
+from nxd_lora.model import LoraModel
+
+
+def gather_adapter(model: LoraModel) -> dict[str, Tensor]:
+    """The whole adapter, with biases that train, on the CPU of every rank. Called by all ranks.
+
+    Returns:
+        Whole tensors by logical name, of all pipeline stages.
+    """
+    whole: dict[str, Tensor] = {}
+    by_axis: dict[str, dict[str, nn.Parameter]] = {}
+    for name, parameter in model.adapter_parameters().items():
+        spec = get_shard_spec(parameter)
+        by_axis.setdefault("tp" if spec is None else spec.axis, {})[name] = parameter
+    for axis, parameters in sorted(by_axis.items()):
+        # Experts lie on the ranks of "ep", and each of them on those of "etp".
+        groups = [active_group(it) for it in (("etp", "ep") if axis == "ep" else (axis,))]
+        specs_by_rank = [{name: get_shard_spec(p) for name, p in parameters.items()}]
+        for group in groups:
+            specs_by_rank = [specs for of_rank in all_gather_object(specs_by_rank, group) for specs in of_rank]
+        for name, parameter in parameters.items():
+            whole.update(_gathered(name, parameter.detach(), [specs[name] for specs in specs_by_rank], groups))
+    stages: list[dict[str, Tensor]] = all_gather_object(whole, active_group("pp"))
+    return {name: tensor for stage in stages for name, tensor in stage.items()}
+
+
+@torch.no_grad()
+def load_adapter(model: LoraModel, tensors: Mapping[str, Tensor]) -> None:
+    """Fill the adapter from whole tensors, each rank taking its part. Called by all ranks.
+
+    Args:
+        model: its adapter is overwritten, in its own dtype and place.
+        tensors: by logical name, as `gather_adapter` gives them; the same on every rank. Other parameters of the
+            model may be among them, and are filled as well.
+
+    Raises:
+        ValueError: lists every tensor that is missing, that the model does not have, or of another shape; and those of
+            one tied parameter that differ.
+        RuntimeError: the adapter is merged into the weights.
+    """
+    if model.is_merged:
+        raise RuntimeError("the adapter is merged into the weights; unmerge() before loading another one")
+    parameters = dict(model.module.named_parameters(remove_duplicate=False))  # files have tied ones by both names
+    known = {name: shape for name, p in parameters.items() for name, shape, _, _ in _boxes(name, p)}
+    needed = {name for parameter in model.adapter_parameters().items() for name, _, _, _ in _boxes(*parameter)}
+    _check_fit(tensors, known, needed, _differing(tensors, parameters))
+    for parameter_name, parameter in parameters.items():
+        for name, _, local, logical in _boxes(parameter_name, parameter):
+            if name in tensors:
+                parameter[local].copy_(tensors[name][logical])
+
+
+def adapter_names(model: LoraModel, *, with_biases: bool = True) -> list[str]:
+    """Logical names of what the adapter on this stage consists of: its factors, and biases that train."""
+    parameters = model.adapter_parameters() if with_biases else model.factors()
+    return list(dict.fromkeys(box[0] for named in parameters.items() for box in _boxes(*named)))
+
+
+_Index = tuple[slice, ...]
+
+
+def _boxes(name: str, parameter: nn.Parameter) -> Iterator[tuple[str, tuple[int, ...], _Index, _Index]]:
+    """Logical name and shape, and where each box lies here and there."""
+    spec = get_shard_spec(parameter)
+    if spec is None:
+        everything = (slice(None),) * parameter.dim()
+        yield name, tuple(parameter.shape), everything, everything
+        return
+    for piece in spec.pieces:
+        yield _logical_name(name, piece), piece.logical_shape, piece.local.slices, piece.logical.slices
+
+
+def _gathered(
+    name: str, local: Tensor, specs: Sequence[ShardSpec | None], groups: Sequence[Group]
+) -> dict[str, Tensor]:
+    if specs[0] is None:
+        return {name: local.cpu()}
+    whole: dict[str, Tensor] = {}
+    parts = local.unsqueeze(0)
+    for group in groups:
+        parts = all_gather(parts, group)
+    for part, spec in zip(parts.cpu(), specs, strict=True):
+        for piece in () if spec is None else spec.pieces:
+            logical = _logical_name(name, piece)
+            tensor = whole.setdefault(logical, torch.zeros(piece.logical_shape, dtype=part.dtype))
+            tensor[piece.logical.slices] = part[piece.local.slices]
+    return whole
+
+
+def _logical_name(name: str, piece: ShardPiece) -> str:
+    """See `ShardPiece.name`: relative to the parent of the layer that owns the parameter."""
+    return ".".join([*name.split(".")[:-2], piece.name]) if piece.name else name
+
+
+def _differing(tensors: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> list[str]:
+    """Tied parameters of which there are tensors with other values; one would overwrite the other."""
+    names: dict[nn.Parameter, str] = {}
+    problems = []
+    for name, parameter in parameters.items():
+        if name in tensors:
+            first = names.setdefault(parameter, name)
+            if tensors[first].shape == tensors[name].shape and not torch.equal(tensors[first], tensors[name]):
+                problems.append(f"{first} and {name} are one tied parameter, and differ; untie them before wrapping")
+    return problems
+
+
+def _check_fit(
+    tensors: Mapping[str, Tensor], known: Mapping[str, tuple[int, ...]], needed: set[str], differing: list[str]
+) -> None:
+    """All ranks raise alike: what one stage does not know may be another's, and what one rank has only padding of."""
+    group = active_group("pp", "tp")
+    missing = [f"{name} is missing" for name in sorted(needed - set(tensors))]
+    shapes = [
+        f"{name} has shape {tuple(tensor.shape)}, expected {known[name]}"
+        for name, tensor in tensors.items()
+        if name in known and tuple(tensor.shape) != known[name]
+    ]
+    views = all_gather_object((missing + shapes + differing, set(known)), group)
+    anywhere = set().union(*(names for _, names in views))
+    problems = list(dict.fromkeys(problem for found, _ in views for problem in found))
+    problems += [f"the model has no {name}" for name in tensors if name not in anywhere]
+    if problems:
+        raise ValueError("the adapter does not fit this model:\n  " + "\n  ".join(problems))

@@ -1,0 +1,66 @@
+"""What would pass an adapter by, or break it, is refused."""
+
+import json
+
+import pytest
+import torch
+from nxd_layers import ColumnParallelLinear, linear_cross_entropy, pad_model
+from nxd_lora import LoraConfig, LoraModel, read_peft_config, save_peft_adapter
+from nxd_state import initialize_model_parallel
+from torch import nn
+
+
+def adapted():
+    model = nn.Sequential(ColumnParallelLinear(4, 6, bias=False))
+    return LoraModel(model, LoraConfig(lora_rank=2, target_modules=["0"]))
+
+
+def test_chunked_loss_of_a_head_with_adapter_raises_until_it_is_merged(fill_adapter):
+    model = adapted()
+    fill_adapter(model)
+    head, hidden, labels = model.module[0], torch.randn(3, 4), torch.tensor([0, 5, 2])
+
+    with pytest.raises(ValueError, match="merge it"):
+        linear_cross_entropy(hidden, head, labels)
+    unmerged = nn.functional.cross_entropy(head(hidden), labels)
+    model.merge()
+    merged = linear_cross_entropy(hidden, head, labels)
+
+    torch.testing.assert_close(merged, unmerged)
+
+
+def test_pad_model_of_a_layer_with_adapter_raises(run_ranks):
+    def pad():
+        initialize_model_parallel(tensor_model_parallel_size=2)
+        with pytest.raises(ValueError, match="pad the model before wrapping it"):
+            pad_model(adapted().module, 2, 3)
+
+    run_ranks(pad, 2)
+
+
+@pytest.mark.parametrize("text", ["", "0", "[]", '"a"', "[" * 100_000, "\0", '{"peft_type": "LORA"}', '{"r": 8}'])
+def test_adapter_config_of_a_stranger_is_refused_in_one_line(tmp_path, text):
+    (tmp_path / "adapter_config.json").write_text(text)
+
+    with pytest.raises(ValueError, match=r"adapter_config\.json|not the config of a LoRA adapter") as raised:
+        read_peft_config(tmp_path)
+
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"r": 10**12}, r"0\.lora_A is \[2, 4\], which is not of r=1000000000000; .*take the config that was saved"),
+        ({"r": 1}, "which is not of r=1"),
+        ({"use_dora": True}, "it has no lora_magnitude_vector, with use_dora=True"),
+        ({"target_modules": ["1"]}, "it has factors of 0, which target_modules does not name"),
+    ],
+)
+def test_adapter_config_that_contradicts_its_tensors_is_refused(tmp_path, change, message):
+    save_peft_adapter(adapted(), tmp_path)
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+
+    with pytest.raises(ValueError, match=message):
+        read_peft_config(tmp_path)

@@ -1,0 +1,54 @@
+"""The operations of torch that a function runs on this rank, and what it sends."""
+
+from collections.abc import Callable
+from typing import Any
+
+import nxd_state
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.sent_dtypes: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func._schema.name)
+        if func._schema.name.startswith("c10d::"):
+            self.sent_dtypes |= {it.dtype for it in tree_leaves(args) if isinstance(it, torch.Tensor)}
+        return func(*args, **(kwargs or {}))
+
+
+def operations_of(fn: Callable[[], object]) -> list[str]:
+    """Names of the operations that `fn()` runs, in order: "aten::mm", "c10d::allreduce_", "wait" for a collective.
+
+    Only over torch.distributed (`NXD_SHM=0`): collectives through shared memory are no operations of torch.
+    """
+    original = nxd_state.Pending.wait
+
+    def wait(pending: Any) -> Any:
+        recorder.names.append("wait")
+        return original(pending)
+
+    nxd_state.Pending.wait = wait  # type: ignore[method-assign]
+    try:
+        with _Recorder() as recorder:
+            fn()
+    finally:
+        nxd_state.Pending.wait = original  # type: ignore[method-assign]
+    return recorder.names
+
+
+def collectives_of(fn: Callable[[], object]) -> list[str]:
+    """The collectives among `operations_of(fn)`."""
+    return [name for name in operations_of(fn) if name.startswith("c10d::")]
+
+
+def sent_dtypes_of(fn: Callable[[], object]) -> set[torch.dtype]:
+    """The dtypes of all that `fn()` sends."""
+    with _Recorder() as recorder:
+        fn()
+    return recorder.sent_dtypes
