@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim.lr_scheduler import MultiStepLR
 
 
-@pytest.mark.parametrize("form", ["module", "check_replicas", "in background"])
+@pytest.mark.parametrize("form", ["module", "check_replicas", "in background", "state_dict", "other object"])
 def test_buffers_that_replicas_have_differently_come_from_the_first_one_together(tmp_path, form):
     def write(ranks):
         model = nn.Sequential(nn.Linear(64, 64, bias=False), *(nn.BatchNorm1d(size) for size in (3, 5, 7)))
@@ -18,10 +18,12 @@ def test_buffers_that_replicas_have_differently_come_from_the_first_one_together
             module.running_mean.fill_(ranks.rank)
             module.running_var.fill_(ranks.rank)
             module.num_batches_tracked.fill_(ranks.rank)
+        state = {"state_dict": model.state_dict(), "other object": [dict(model.named_buffers()), model[0].weight]}
         if form == "in background":
             async_save(tmp_path, "a", {"model": model}, process_group=ranks).wait()
         else:
-            save(tmp_path, "a", {"model": model}, process_group=ranks, check_replicas=form == "check_replicas")
+            checked = form == "check_replicas"
+            save(tmp_path, "a", {"model": state.get(form, model)}, process_group=ranks, check_replicas=checked)
 
     run_on_threads(write, world_size=3)
     end_async_saves()
@@ -30,6 +32,14 @@ def test_buffers_that_replicas_have_differently_come_from_the_first_one_together
     buffers = [name for name in checkpoint.tensors if "running" in name or "tracked" in name]
     assert len(buffers) == 9
     assert all(not checkpoint.read(name).any() for name in buffers)
+
+
+def test_large_bare_tensors_are_written_by_several_replicas(tmp_path):
+    large = {f"weight{i}": torch.zeros(2**18 + 1) for i in range(3)}
+    run_on_threads(lambda ranks: save(tmp_path, "a", large, process_group=ranks), world_size=3)
+
+    written = {chunk.file for it in open_checkpoint(tmp_path).manifest.tensors.values() for chunk in it.chunks}
+    assert len(written) == 3
 
 
 class Fused(nn.Module):

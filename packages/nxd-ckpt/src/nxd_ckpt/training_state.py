@@ -47,6 +47,7 @@ PER_RANK = "state"  # key of rank_objects
 _ONE_TENSOR = {"$tensor": ""}  # a value that is nothing but a tensor
 _MASTER = "master_weight"  # the key of a state that is the parameter's value in another dtype
 _LARGEST_PER_RANK = 2**20  # bytes
+_LARGEST_BUFFER = 2**20  # bytes; of the tensors in a state_dict, nothing says which are parameters
 
 
 @dataclass
@@ -68,8 +69,9 @@ class TrainingState:
 
     Attributes:
         tensors: by name; on the memory of the state.
-        of_first_holder: names of tensors that replicas may have differently, such as buffers: those of one rank are
-            saved together.
+        may_differ: names of tensors that replicas may have differently, such as buffers.
+        of_first_holder: to be saved from one rank together: those that may differ, and small bare tensors, some
+            of which may be buffers.
         values: by path; those of the first rank that has them count.
         groups: the paths of values that are groups of an optimizer, whose parameters may be on several ranks.
         rank_values: by path; of this rank.
@@ -78,6 +80,7 @@ class TrainingState:
     """
 
     tensors: dict[str, Any] = field(default_factory=dict)
+    may_differ: set[str] = field(default_factory=set)
     of_first_holder: set[str] = field(default_factory=set)
     groups: set[str] = field(default_factory=set)
     values: dict[str, Any] = field(default_factory=dict)
@@ -185,6 +188,8 @@ class _Walk:
         path = _joined(root, name)
         if _is_tensor(part):
             self._tensor(root, name, part)
+            if type(part) is torch.Tensor and part.nbytes <= _LARGEST_BUFFER:
+                self._found.of_first_holder.add(path)
         elif isinstance(part, PerRank):
             self._per_rank(path, part)
         elif isinstance(part, nn.Module):
@@ -234,6 +239,7 @@ class _Walk:
             raise ValueError(f"two tensors of the state are named {path!r}; rename a key")
         self._found.tensors[path] = tensor.detach() if isinstance(tensor, torch.Tensor) else tensor
         if first_holder:
+            self._found.may_differ.add(path)
             self._found.of_first_holder.add(path)
 
     def _boxes(self, path: str, boxes: ShardedTensor, *, first_holder: bool = False) -> None:
