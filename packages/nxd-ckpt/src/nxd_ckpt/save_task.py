@@ -188,8 +188,6 @@ def prepare_save(
     if any(request.values_digest != requests[0].values_digest for request in requests):
         of_ranks = parsed(coordinator.all_gather_object([values, sorted(apart.groups)]), _values_from, doing)
         values = _merged(of_ranks)
-    if values and coordinator.rank == 0:
-        options = replace(options, extra={**(options.extra or {}), **values_file(values)})
     max_write_bytes = CHUNK_BYTES if options.incremental else None
     digest = "".join([str(max_write_bytes), *(request.layout_digest for request in requests)])
     if any(request.cached_plan != digest for request in requests):
@@ -197,6 +195,9 @@ def prepare_save(
         plan = plan_save(gathered, max_write_bytes=max_write_bytes)
         cached = _CachedPlan(digest, plan, lay_out(plan.writes[coordinator.rank], plan.tensors))
         _cache[cache_key] = cached
+    values = _without_empty_parts(values, cached.plan.tensors)
+    if values and coordinator.rank == 0:
+        options = replace(options, extra={**(options.extra or {}), **values_file(values)})
     replica_hashes: ReplicaHashes = {}
     if options.check_replicas:
         doing = f"comparing replicas to save checkpoint {options.tag!r}"
@@ -248,6 +249,13 @@ def _merged(of_ranks: Sequence[tuple[dict[str, Any], list[str]]]) -> dict[str, A
     for path in {path for _, groups in of_ranks for path in groups}:
         merged[path] = merged_groups([values[path] for values, groups in of_ranks if path in groups])
     return merged
+
+
+def _without_empty_parts(values: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Without empty lists and dicts of ranks that have nothing where others have tensors."""
+    empty = [path for path, value in values.items() if value in ([], {})]
+    filled = {path for path in empty if any(name.startswith(f"{path}.") for name in tensors)}
+    return {path: value for path, value in values.items() if path not in filled}
 
 
 def _with_rank_values(options: SaveOptions, state: TrainingState) -> SaveOptions:
