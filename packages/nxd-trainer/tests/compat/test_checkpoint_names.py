@@ -11,7 +11,7 @@ from neuronx_distributed.scripts.checkpoint_converter import CheckpointConverter
 from neuronx_distributed.scripts.yaml_converter import convert_yaml_to_json
 from neuronx_distributed.trainer.checkpoint import CheckpointIOState, save_checkpoint
 from neuronx_distributed.trainer.checkpoint_storage import create_checkpoint_storage, is_slow_down_error
-from nxd_trainer.compat.checkpoint_converter import HeadOrder
+from nxd_trainer.api.legacy_heads import HeadOrder
 
 HIDDEN, HEADS, KV_HEADS, INNER, LAYERS = 16, 8, 2, 12, 4
 HEAD = HIDDEN // HEADS
@@ -139,8 +139,19 @@ def test_heads_are_ordered_as_the_hardware_has_them():
     assert [interleaved.heads_of(rank) for rank in range(4)] == [[0, 1], [4, 5], [2, 3], [6, 7]]
     assert [blocked.kv_heads_of(rank) for rank in range(4)] == [[0], [0], [1], [1]]
     assert [blocked.heads_of(rank) for rank in range(4)] == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    with pytest.raises(ValueError, match="use --kv_size_multiplier 2"):
-        HeadOrder(8, 2, 1, 4, blocked=False)
+
+
+@pytest.mark.parametrize(
+    ("heads", "advice"),
+    [
+        ((8, 2, 1, 4), "use --qkv_linear True --kv_size_multiplier 2"),
+        ((12, 6, 1, 4), "use --qkv_linear True --kv_size_multiplier 2"),
+        ((6, 2, 1, 4), "use another --tp_size, no multiplier fits"),
+    ],
+)
+def test_heads_that_do_not_divide_are_told_the_multiplier_that_fits(heads, advice):
+    with pytest.raises(ValueError, match=advice):
+        HeadOrder(*heads, blocked=False)
 
 
 def test_files_of_ranks_are_rewritten_with_a_file_for_each_tensor(converted):
