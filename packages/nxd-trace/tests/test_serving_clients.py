@@ -4,6 +4,7 @@ import json
 import random
 import threading
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 
 import pytest
@@ -120,6 +121,33 @@ def test_a_prompt_is_tokenized_while_the_server_answers_others(tiny_generator):
         asking.join()
 
     assert answered == [True]
+
+
+def test_a_client_is_answered_while_the_chat_template_of_another_loops(tiny_generator, deadline):
+    begun, go_on, answered_meanwhile = threading.Event(), threading.Event(), []
+
+    class LoopingTemplate:
+        def encode_prompt(self, messages, tools=None, variables=None):
+            if messages[0]["content"] == "loop":
+                begun.set()
+                answered_meanwhile.append(go_on.wait(deadline(10)))
+                raise ValueError("it takes too long")
+            return LETTERS.encode(messages[0]["content"])
+
+    def ask(user, content):
+        body = {"messages": [{"role": "user", "content": content}], "max_tokens": 2}
+        return client.post("/v1/chat/completions", json=body, headers={"Authorization": user}).status_code
+
+    service = CompletionService(tiny_generator.engine, LETTERS, model="tiny", chat=LoopingTemplate())
+    with TestClient(make_app(service), base_url="http://localhost") as client, ThreadPoolExecutor() as clients:
+        hostile = [clients.submit(ask, "hostile", "loop") for _ in range(5)]
+        begun.wait()
+        patient = ask("patient", "once upon")
+        go_on.set()
+        refused = [it.result() for it in hostile]
+
+    assert (patient, refused) == (200, [400] * 5)
+    assert answered_meanwhile[0]
 
 
 PARTS = [

@@ -221,6 +221,51 @@ def test_calls_of_tools_are_rendered_as_the_template_expects(make_chat_tokenizer
         assert expected in load_tokenizer(folder).decode(prompt)
 
 
+# May not think, and how hard to think, as Qwen3 and gpt-oss have it.
+THINKS_IF_ASKED = (
+    "{%- for m in messages %}{{- '<|' + m.role + '|>' + m.content + '<end>' }}{%- endfor %}"
+    "{%- if reasoning_effort is defined %}{{- 'effort ' + reasoning_effort }}{%- endif %}"
+    "{%- if add_generation_prompt %}{{- '<|assistant|>' }}"
+    "{%- if enable_thinking is defined and enable_thinking is false %}{{- 'no thoughts' }}{%- endif %}{%- endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("variables", "end"),
+    [
+        ({}, "<|assistant|>"),
+        ({"enable_thinking": True}, "<|assistant|>"),
+        ({"enable_thinking": False, "reasoning_effort": "low"}, "effort low<|assistant|>no thoughts"),
+    ],
+)
+def test_template_is_told_the_variables_of_a_prompt(make_chat_tokenizer, variables, end):
+    folder = make_chat_tokenizer(THINKS_IF_ASKED)
+
+    prompt = ChatTemplate(folder).encode_prompt(TURNS[:2], None, variables)
+
+    written = load_tokenizer(folder).decode(prompt, skip_special_tokens=False)
+    assert written == f"<|system|>be the cat<end><|user|>who sat?<end>{end}"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("enable_thinkin", r"does not read 'enable_thinkin'; did you mean 'enable_thinking'\?"),
+        ("documents", r"'documents' is given to the chat template already; leave it out"),
+        ("messages", r"'messages' is given"),
+        ("tools", r"'tools' is given"),
+        ("add_generation_prompt", r"'add_generation_prompt' is given"),
+        ("eos_token", r"'eos_token' is given"),
+        ("_nxd_start", r"does not read '_nxd_start'; leave it out"),
+    ],
+)
+def test_variable_that_a_template_does_not_read_or_a_prompt_may_not_set_is_refused(make_chat_tokenizer, name, message):
+    chat = ChatTemplate(make_chat_tokenizer(THINKS_IF_ASKED))
+
+    with pytest.raises(LookupError, match=message):
+        chat.encode_prompt(TURNS[:2], None, {name: "x"})
+
+
 @pytest.mark.parametrize("role", ["developer", "system"])
 @pytest.mark.parametrize("template", [CHATML, TRIMS_AND_ENDS])
 def test_developer_is_the_system_where_a_template_has_none(make_chat_tokenizer, template, role):

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from nxd_trace.serving import protocol
 from nxd_trace.serving.browsers import AllowedSites, BrowserGuard, Message, Receive, Send
 from nxd_trace.serving.errors import RequestError, headline
-from nxd_trace.serving.service import Client, Completions, CompletionService, ReadRequest
+from nxd_trace.serving.readers import Client
+from nxd_trace.serving.service import Completions, CompletionService, ReadRequest
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette

@@ -12,19 +12,24 @@ import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from difflib import get_close_matches
 from itertools import pairwise
 from pathlib import Path
+from reprlib import repr as short_repr
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nxd_trainer.data.messages import MARKS, Conversation, is_learned, plain_messages, read_conversation
-from nxd_trainer.data.rendering import Job, Rendered, TemplateRenderer
+from nxd_trainer.data.rendering import OWN_VARIABLES, Job, Rendered, TemplateRenderer
 from nxd_trainer.data.tokenizer import digest_files, load_tokenizer_of_transformers
 
 VOCABULARY_FILES = ("vocab.txt", "merges.txt")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_NAME = re.compile(r"[A-Za-z_]\w*")
+_LONGEST_NAME = 64
 _DEVELOPER = re.compile(r"""["']developer["']""")
 
 Message = Mapping[str, Any]
@@ -139,22 +144,38 @@ class ChatTemplate:
         except Exception as error:  # whatever tokenizers raise for half a character
             raise ValueError(f"{place}: {self._refusal(error)}") from error
 
-    def encode_prompt(self, messages: Sequence[Message], tools: Tools = None) -> list[int]:
+    def encode_prompt(
+        self, messages: Sequence[Message], tools: Tools = None, variables: Mapping[str, Any] | None = None
+    ) -> list[int]:
         """The tokens of a conversation that the assistant is to answer.
 
         Args:
             messages: in OpenAI's form.
             tools: JSON schemas of the tools that the template tells of.
+            variables: what the template is told besides, such as `enable_thinking`: plain JSON.
 
         Raises:
             ValueError: the template refuses the conversation, or leaves a message out.
+            LookupError: it does not read a variable, or that is given to it by us.
         """
         plain = plain_messages("messages", messages)
+        self._check_variables(variables or {}, tools or None)
         try:
-            text, _ = self._render(plain, tools or None, [], asks=True)
+            text, _ = self._render(plain, tools or None, [], asks=True, variables=variables or {})
             return [int(token) for token in self._tokenize(text)["input_ids"]]
         except Exception as error:  # as in `encode`
             raise ValueError(self._refusal(error)) from error
+
+    def _check_variables(self, variables: Mapping[str, Any], tools: Tools) -> None:
+        ours = {*OWN_VARIABLES, *self._tokenizer.special_tokens_map}
+        written = set(_NAME.findall(self._tokenizer.get_chat_template(None, tools)))
+        for name in variables:
+            if name in ours:
+                raise LookupError(f"{name!r} is given to the chat template already; leave it out")
+            if name.startswith("_") or name not in written:
+                near = get_close_matches(name[:_LONGEST_NAME], written - ours, 1, cutoff=0.8)
+                advice = f"did you mean {near[0]!r}?" if near else "leave it out"
+                raise LookupError(f"the chat template of {self._folder} does not read {short_repr(name)}; {advice}")
 
     def _refusal(self, error: Exception) -> str:
         if isinstance(error, _MessageLostError):
@@ -163,7 +184,13 @@ class ChatTemplate:
         return f"the chat template of {self._folder} refuses it: {reason}"
 
     def _render(
-        self, messages: Sequence[Message], tools: Tools, jobs: Sequence[Job], *, asks: bool = False
+        self,
+        messages: Sequence[Message],
+        tools: Tools,
+        jobs: Sequence[Job],
+        *,
+        asks: bool = False,
+        variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> tuple[str, list[Rendered]]:
         """The text of all messages, in which each has been found, and what jobs render.
 
@@ -181,9 +208,8 @@ class ChatTemplate:
                 for number, it in enumerate(variant)
             ]
             whole = [Job(count=len(variant), asks=asks), Job(messages=stand_ins, asks=asks)]
-            rendered = self._renderer.render(
-                template, self._tokenizer.special_tokens_map, variant, tools, [*whole, *jobs]
-            )
+            told = {**variables, **self._tokenizer.special_tokens_map}
+            rendered = self._renderer.render(template, told, variant, tools, [*whole, *jobs])
             if not found or rendered[0].error is None:
                 found = rendered
             if rendered[0].error is None and not _spells_objects(variant, rendered[0].text):
