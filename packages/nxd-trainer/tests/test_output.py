@@ -13,14 +13,21 @@ from nxd_trainer.cli import main
 ESCAPES = "\x1b]0;title\x07\x1b[2J\r\x9b31m\u202e"
 
 
-@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
-@pytest.mark.parametrize(("arguments", "code"), [(["train", "--help"], 0), (["data", "missing.toml"], 2)])
-def test_command_whose_streams_are_closed_ends_as_usual(fresh_python, closed, arguments, code):
+@pytest.mark.parametrize(
+    ("closed", "arguments", "code"),
+    [
+        (">&-", ["ckpt", "gc", "."], 0),  # says something, and returns
+        ("<&- >&- 2>&-", ["ckpt", "gc", "."], 0),
+        ("<&-", ["data", "missing.toml"], 2),
+        ("2>&-", ["data", "missing.toml"], 2),
+    ],
+)
+def test_command_whose_streams_are_closed_ends_as_usual(fresh_python, tmp_path, closed, arguments, code):
     command = ["bash", "-c", f'exec "$@" {closed}', "bash", fresh_python, "-m", "nxd_trainer", *arguments]
 
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
 
-    assert ended.returncode == code
+    assert (ended.returncode, ended.stdout) == (code, "")
     assert "Error" not in ended.stderr
 
 
