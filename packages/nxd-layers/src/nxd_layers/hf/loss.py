@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nxd_layers.cross_entropy import parallel_cross_entropy
-from nxd_layers.hf.transformers_models import output_embeddings, takes_causal_lm_loss
+from nxd_layers.hf.transformers_models import adds_z_loss, output_embeddings, takes_causal_lm_loss
 from nxd_layers.linear import ColumnParallelLinear
 
 
@@ -19,6 +19,8 @@ def split_loss(model: Any) -> None:
     """Have the model compute its loss without whole logits, if it computes one the ordinary way."""
     head = output_embeddings(model)
     if not isinstance(head, ColumnParallelLinear) or not takes_causal_lm_loss(model):
+        return
+    if adds_z_loss(model):  # of whole logits, which its forward takes from the head
         return
     loss = SplitLoss(head, model.loss_function)
     model.loss_function = loss

@@ -183,6 +183,11 @@ def takes_causal_lm_loss(model: Any) -> bool:
     return calls_it and getattr(model.loss_function, "__name__", "") == "ForCausalLMLoss"
 
 
+def adds_z_loss(model: Any) -> bool:
+    """Whether the model's forward adds a loss of the logits of all its positions to that of `loss_function` (Bamba)."""
+    return bool(getattr(model.config, "z_loss_coefficient", 0))
+
+
 def _asked(model: Any, getter: str) -> nn.Module | None:
     try:
         found: nn.Module | None = getattr(model, getter)()
