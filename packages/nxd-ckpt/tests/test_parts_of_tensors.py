@@ -1,5 +1,6 @@
 """Tensors that say which part of a whole they are, and tensors that are marked as parts and do not say which."""
 
+import gc
 from types import SimpleNamespace
 
 import nxd_ckpt
@@ -81,6 +82,16 @@ def test_state_dict_of_a_module_with_parts_is_saved_and_loaded_as_parts(tmp_path
     run_on_threads(write, world_size=2)
 
     assert torch.equal(open_checkpoint(tmp_path).read("model.q.weight"), torch.arange(12.0).reshape(4, 3))
+
+
+def test_parts_are_looked_for_once_in_a_save_and_only_for_state_dicts(tmp_path, monkeypatch):
+    walks, get_objects = [], gc.get_objects
+    monkeypatch.setattr(gc, "get_objects", lambda: walks.append(1) or get_objects())
+
+    save(tmp_path, "modules", {"a": nn.Linear(2, 2), "b": {"c": torch.ones(2)}})
+    assert walks == []
+    save(tmp_path, "state_dicts", {name: nn.Linear(2, 2).state_dict() for name in "abc"})
+    assert len(walks) == 1
 
 
 class OfTheirOwn(torch.Tensor):

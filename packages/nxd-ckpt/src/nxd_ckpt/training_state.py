@@ -22,7 +22,16 @@ from nxd_ckpt.distributed_tensors import (
     is_sharded_tensor_of_torch,
 )
 from nxd_ckpt.errors import CheckpointError
-from nxd_ckpt.module_states import give_back, is_extra_state, module_state, named_parameters, plain_name, with_parts
+from nxd_ckpt.module_states import (
+    give_back,
+    is_extra_state,
+    is_state_dict,
+    module_state,
+    named_parameters,
+    parts_by_place,
+    plain_name,
+    with_parts,
+)
 from nxd_ckpt.objects import check_json, decode, encode, references
 from nxd_ckpt.optimizer_states import (
     as_parameter_is_cut,
@@ -178,8 +187,14 @@ class _Walk:
         """Of parameters; looked up where there is an optimizer."""
         return _parameter_names(self._state)
 
+    @cached_property
+    def _parts_by_place(self) -> dict[Any, nn.Parameter]:
+        """Looked for once, where there is the `state_dict` of a module."""
+        return parts_by_place()
+
     def container(self, path: str, parts: Any) -> None:
-        for key, part in _items(path, with_parts(parts)):
+        content = with_parts(parts, self._parts_by_place) if is_state_dict(parts) else parts
+        for key, part in _items(path, content):
             if isinstance(parts, tuple) and self._stored is not None and not _holds_objects(part):
                 raise ValueError(f"{_joined(path, key)!r} is {part!r} in a tuple, which cannot be replaced; use a list")
             self.part(path, str(key), part, partial(_set, parts, key))
