@@ -299,6 +299,7 @@ def _environments() -> Iterator[bytes]:
 
 
 FIRST_PORT, NUM_PORTS = 20000, 10000
+_OF_A_TASK = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NODELIST", "SLURM_JOB_ID")
 
 
 def slurm_environment(environ: Mapping[str, str]) -> dict[str, str]:
@@ -307,10 +308,17 @@ def slurm_environment(environ: Mapping[str, str]) -> dict[str, str]:
     Variables that are set already are left out, so that a job script can overrule any of them.
 
     Raises:
-        ValueError: the step's list of nodes cannot be read.
+        ValueError: variables of the step are missing, or cannot be read.
     """
-    if "RANK" in environ or int(environ.get("SLURM_STEP_NUM_TASKS", "1")) < 2:
+    remedy = "start it by srun, or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT"
+    num_tasks = environ.get("SLURM_STEP_NUM_TASKS", "1")
+    if not num_tasks.isdecimal():
+        raise ValueError(f"SLURM_STEP_NUM_TASKS={num_tasks!r} is no number of tasks; {remedy}")
+    if "RANK" in environ or int(num_tasks) < 2:
         return {}
+    missing = [name for name in _OF_A_TASK if name not in environ]
+    if missing:
+        raise ValueError(f"SLURM_STEP_NUM_TASKS={num_tasks} without {', '.join(missing)}; {remedy}")
     told = {
         "RANK": environ["SLURM_PROCID"],
         "WORLD_SIZE": environ["SLURM_STEP_NUM_TASKS"],
@@ -320,6 +328,17 @@ def slurm_environment(environ: Mapping[str, str]) -> dict[str, str]:
         "MASTER_PORT": str(FIRST_PORT + int(environ["SLURM_JOB_ID"]) % NUM_PORTS),
     }
     return {name: value for name, value in told.items() if name not in environ}
+
+
+def advice_on_ranks(nproc: int, environ: Mapping[str, str]) -> str:
+    """How to start so many ranks, for messages: by srun within a job of Slurm that has several tasks."""
+    num_tasks = environ.get("SLURM_NTASKS", "1")
+    if num_tasks == "1" or "SLURM_STEP_NUM_TASKS" in environ:
+        return f"use --nproc {nproc}"
+    return (
+        f"start it by srun, whose tasks are the ranks (SLURM_NTASKS={num_tasks}, but this process is no task of srun: "
+        f"it has no SLURM_STEP_NUM_TASKS), or use --nproc {nproc} on one host"
+    )
 
 
 def first_host(nodelist: str) -> str:

@@ -14,7 +14,7 @@ from nxd_trainer.cli.command import (
     reports_user_errors,
     started_ranks,
 )
-from nxd_trainer.launch import EXIT_STOPPED, LAUNCHER_PID, is_launched, own_threads
+from nxd_trainer.launch import EXIT_STOPPED, LAUNCHER_PID, advice_on_ranks, is_launched, own_threads
 from nxd_trainer.recipe import Recipe, check_layout, check_paths, load_recipe, render_recipe_help
 
 if TYPE_CHECKING:
@@ -176,13 +176,13 @@ def _check_ranks(recipe: Recipe, nproc: int) -> None:
         context = f" x parallel.context_parallel_size={cp}" if cp > 1 else ""
         raise ValueError(
             f"parallel.tensor_parallel_size={tp}{pipeline}{context} needs a multiple of {model_ranks} ranks, not "
-            f"{nproc}; use --nproc {max(1, nproc // model_ranks) * model_ranks}"
+            f"{nproc}; {advice_on_ranks(max(1, nproc // model_ranks) * model_ranks, os.environ)}"
         )
     ep = recipe.parallel.expert_parallel_size
     expert_ranks = ep * (recipe.parallel.expert_tensor_parallel_size or tp)
     if nproc // pp % expert_ranks:
         raise ValueError(
             f"parallel.expert_parallel_size={ep} needs a multiple of {expert_ranks} ranks for each pipeline stage, not "
-            f"{nproc // pp}; use --nproc {expert_ranks * pp}"
+            f"{nproc // pp}; {advice_on_ranks(expert_ranks * pp, os.environ)}"
         )
     check_layout(recipe, nproc // model_ranks)
