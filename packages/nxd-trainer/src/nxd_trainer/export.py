@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from nxd_ckpt.interop import is_of_tokenizer, read_companions
 
 from nxd_trainer.api.checkpoint_tags import open_own
-from nxd_trainer.companion_files import is_of_tokenizer, read_companions
 from nxd_trainer.hugging_face.loading import read_model_config, stored_shapes
 from nxd_trainer.hugging_face.saving import as_stored, write_folder
 from nxd_trainer.model_description import ModelDescription

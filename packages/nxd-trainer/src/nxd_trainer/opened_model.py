@@ -13,13 +13,20 @@ from typing import Any
 import nxd_ckpt
 import torch
 from nxd_ckpt import Checkpoint, CheckpointError
-from nxd_ckpt.interop import TensorSource, from_checkpoint, open_hugging_face
+from nxd_ckpt.interop import (
+    GENERATION_CONFIG_FILE,
+    TensorSource,
+    companions_in,
+    from_checkpoint,
+    is_of_tokenizer,
+    open_hugging_face,
+    write_companions,
+)
 from nxd_layers.lora import name_from_peft
 from nxd_trace.serving.text import unseen_token
 
 from nxd_trainer.api.checkpoint_tags import open_own, open_own_together
 from nxd_trainer.api.rank_sync import on_all_ranks
-from nxd_trainer.companion_files import GENERATION_CONFIG_FILE, companions_in, is_of_tokenizer, write_companions
 from nxd_trainer.data import Tokenizer, load_tokenizer
 from nxd_trainer.data.chat import ChatTemplate, NoChatTemplateError
 from nxd_trainer.hugging_face.folder import (

@@ -21,6 +21,7 @@ from typing import Any
 import nxd_ckpt
 from nxd_ckpt import CheckpointError, Coordinator
 from nxd_ckpt.coordinator import coordinator_for, on_every_rank
+from nxd_ckpt.interop import as_extra
 from nxd_layers.lora import (
     LoraConfig,
     LoraModel,
@@ -38,7 +39,6 @@ from nxd_trainer.api.checkpoint_tags import write_text
 from nxd_trainer.api.model import NxDModel
 from nxd_trainer.api.unwrap import further_names, plain_model, tied_names
 from nxd_trainer.checkpoint import CheckpointState, check_names, kind_of, model_state, owner_of
-from nxd_trainer.companion_files import as_extra
 from nxd_trainer.model_description import ADAPTER_KEY, describe_model, with_companions
 
 ADAPTER_FOLDER = "lora_adapter"

@@ -15,6 +15,7 @@ from typing import Any
 import nxd_ckpt
 from nxd_ckpt import AsyncSave, CheckpointError
 from nxd_ckpt.coordinator import coordinator_for, on_every_rank, on_rank_zero
+from nxd_ckpt.interop import as_extra
 from nxd_ckpt.peers.store import lies_in_memory
 from nxd_layers.upstream_arguments import takes_names_too
 from nxd_optim import NeuronZero1Optimizer
@@ -46,7 +47,6 @@ from nxd_trainer.checkpoint import (
     saved_here,
     weights_of_wider_masters,
 )
-from nxd_trainer.companion_files import as_extra
 from nxd_trainer.model_description import ADAPTER_KEY, ModelDescription, describe_model, with_companions
 
 _logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from nxd_ckpt.interop import TensorSource, open_hugging_face, save_source
+from nxd_ckpt.interop import TensorSource, as_extra, open_hugging_face, read_companions, save_source
 from nxd_ckpt.sharded_tensor import as_sharded
 from nxd_layers.hf import is_transformers_model, param_init_fn_of
 from nxd_pipeline import NxDPPModel
@@ -26,7 +26,6 @@ from torch import nn
 from nxd_trainer.api.rank_sync import on_all_ranks
 from nxd_trainer.api.unwrap import plain_model
 from nxd_trainer.checkpoint import CheckpointState, fill_state, model_state, same_values
-from nxd_trainer.companion_files import as_extra, read_companions
 from nxd_trainer.hugging_face.conversion import Shapes, reference_model
 from nxd_trainer.hugging_face.folder import PathLike, read_config
 from nxd_trainer.hugging_face.rearrangement import Rearranged, RearrangedSource

@@ -12,9 +12,9 @@ from typing import Any
 
 import nxd_ckpt
 from nxd_ckpt import CheckpointError
+from nxd_ckpt.interop import GENERATION_CONFIG_FILE, is_of_tokenizer, read_companions
 
 from nxd_trainer.api.checkpoint_tags import find_checkpoint
-from nxd_trainer.companion_files import GENERATION_CONFIG_FILE, is_of_tokenizer, read_companions
 from nxd_trainer.data import ChatTemplate, Conversation, Tokenizer
 from nxd_trainer.from_recipe import tokenizer_of
 from nxd_trainer.hugging_face import CONFIG_FILE
