@@ -1,5 +1,6 @@
 """What modules, optimizers and others give and take only by their own methods; and what replicas have differently."""
 
+import numpy as np
 import nxd_ckpt
 import pytest
 import torch
@@ -40,6 +41,19 @@ def test_large_bare_tensors_are_written_by_several_replicas(tmp_path):
 
     written = {chunk.file for it in open_checkpoint(tmp_path).manifest.tensors.values() for chunk in it.chunks}
     assert len(written) == 3
+
+
+def test_number_of_numpy_is_saved_as_a_number(tmp_path):
+    save(tmp_path, "a", {"w": torch.ones(1), "loss": np.float64(0.5)})
+    into = {"w": torch.zeros(1), "loss": 0.0}
+    load(tmp_path, into=into)
+
+    assert into["loss"] == 0.5
+
+
+def test_sparse_tensor_is_refused_by_path(tmp_path):
+    with pytest.raises(ValueError, match=r"'table': .*must be a dense tensor"):
+        save(tmp_path, "a", {"table": torch.eye(2).to_sparse()})
 
 
 class Fused(nn.Module):

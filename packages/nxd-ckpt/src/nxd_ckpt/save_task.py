@@ -253,7 +253,7 @@ def _merged(of_ranks: Sequence[tuple[dict[str, Any], list[str]]]) -> dict[str, A
 
 def _without_empty_parts(values: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
     """Without empty lists and dicts of ranks that have nothing where others have tensors."""
-    empty = [path for path, value in values.items() if value in ([], {})]
+    empty = [path for path, value in values.items() if isinstance(value, list | dict) and not value]
     filled = {path for path in empty if any(name.startswith(f"{path}.") for name in tensors)}
     return {path: value for path, value in values.items() if path not in filled}
 

@@ -203,7 +203,7 @@ class _Walk:
         path = _joined(root, name)
         if _is_tensor(part):
             self._tensor(root, name, part)
-            if type(part) is torch.Tensor and part.nbytes <= _LARGEST_BUFFER:
+            if type(part) is torch.Tensor and part.numel() * part.itemsize <= _LARGEST_BUFFER:
                 self._found.of_first_holder.add(path)
         elif isinstance(part, PerRank):
             self._per_rank(path, part)
