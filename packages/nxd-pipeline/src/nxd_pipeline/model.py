@@ -10,7 +10,14 @@ from types import ModuleType
 from typing import Any, Self
 
 import torch
-from nxd_state import Group, check_same_start, get_group, model_parallel_is_initialized, records_graphs
+from nxd_state import (
+    Group,
+    check_same_start,
+    get_group,
+    model_parallel_is_initialized,
+    records_graphs,
+    use_loss_over_labels,
+)
 from torch import Tensor, nn
 
 from nxd_pipeline.partition import (
@@ -192,6 +199,8 @@ class NxDPPModel(nn.Module):
         )
         whole = whole_model(module, options)
         module = whole if module is None else module
+        if is_hugging_face(whole):
+            use_loss_over_labels(whole)
         self._num_microbatches = num_microbatches
         self._group = get_group("pp") if model_parallel_is_initialized() else Group.solo("pp")
         self._failures = Failures(self._group)

@@ -1,5 +1,6 @@
 """The mesh of ranks, groups, collectives, devices, random numbers and shard metadata of the nxd packages."""
 
+from nxd_state.causal_lm_loss import num_labels, takes_causal_lm_loss, use_loss_over_labels
 from nxd_state.collectives import (
     Pending,
     Receive,
@@ -202,6 +203,10 @@ __all__ = [
     "copy_parameter_attributes",
     "check_shard_specs",
     "check_same_start",
+    # losses of transformers
+    "takes_causal_lm_loss",
+    "use_loss_over_labels",
+    "num_labels",
     # devices and random numbers
     "device_type",
     "get_device",

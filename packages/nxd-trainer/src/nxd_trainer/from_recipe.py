@@ -18,7 +18,6 @@ import torch
 from nxd_layers.activation_checkpoint.find import named_transformer_layers
 from nxd_layers.experts import BalanceConfig, RouterLayer
 from nxd_layers.hf import find_routers, is_transformers_model
-from nxd_layers.hf.transformers_models import takes_causal_lm_loss
 from nxd_layers.lora import ALL_LINEAR, LoraConfig
 from nxd_pipeline import Schedule, insert_communication, make_schedule, simulate
 from nxd_pipeline.partition import ParamInit, materialize
@@ -28,6 +27,7 @@ from nxd_state import (
     keep_compiled_code_private,
     records_graphs,
     seed_model_parallel,
+    takes_causal_lm_loss,
     widest_float,
 )
 from torch import Tensor, nn
