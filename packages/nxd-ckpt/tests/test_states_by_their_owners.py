@@ -232,6 +232,44 @@ def test_state_outside_of_parameters_is_there_after_a_load(tmp_path, optimizer_c
     assert torch.equal(model.weight, other.weight)
 
 
+@pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, OwnAttributes])
+def test_state_of_a_parameter_that_had_no_gradient_when_saved_is_dropped_as_torch_does(tmp_path, optimizer_class):
+    def made():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)).double()
+        return model, optimizer_class(model.parameters(), lr=0.1)
+
+    def step(model, optimizer):
+        optimizer.zero_grad()
+        model(torch.eye(3, dtype=torch.float64)).square().sum().backward()
+        optimizer.step()
+
+    model, optimizer = made()
+    step(model[:1], optimizer)
+    save(tmp_path, "a", {"model": model, "optimizer": optimizer})
+    other, other_optimizer = made()
+    for _ in range(3):  # as a run that goes back to an earlier checkpoint has
+        step(other, other_optimizer)
+    load(tmp_path, into={"model": other, "optimizer": other_optimizer})
+
+    torch.testing.assert_close(other_optimizer.state_dict(), optimizer.state_dict(), rtol=0, atol=0)
+    for _ in range(2):
+        step(model, optimizer)
+        step(other, other_optimizer)
+    torch.testing.assert_close(other.state_dict(), model.state_dict(), rtol=0, atol=0)
+
+
+def test_states_that_the_checkpoint_has_otherwise_are_refused_by_path(tmp_path):
+    model, optimizer = trained(torch.optim.AdamW, 1)
+    save(tmp_path, "a", {"model": model, "optimizer": optimizer})
+    other, other_optimizer = trained(torch.optim.SGD, 1, momentum=0.9)
+
+    with pytest.raises(
+        CheckpointError, match=r"'optimizer.state.model.weight.momentum_buffer' .* not in the checkpoint"
+    ):
+        load(tmp_path, into={"model": other, "optimizer": other_optimizer})
+
+
 class Flat(torch.optim.SGD):
     def state_dict(self):
         return {"flat": torch.zeros(4)}

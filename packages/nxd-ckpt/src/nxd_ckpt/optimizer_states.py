@@ -75,7 +75,11 @@ def states_of(path: str, optimizer: Optimizer) -> OptimizerStates:
     def put(
         states: Mapping[torch.Tensor, Mapping[str, Any]], of_none: Mapping[Any, Any], attributes: Mapping[str, Any]
     ) -> None:
-        optimizer.state.update({parameter: dict(state) for parameter, state in states.items() if state})
+        for parameter, state in states.items():
+            if state:
+                optimizer.state[parameter] = dict(state)
+            else:
+                optimizer.state.pop(parameter, None)
         optimizer.state.update(of_none)
 
     states = {parameter: dict(optimizer.state.get(parameter, {})) for parameter in parameters}

@@ -370,7 +370,7 @@ class _Walk:
         states: dict[torch.Tensor, dict[str, Any]],
         names: Mapping[torch.Tensor, tuple[str, str]],
     ) -> dict[torch.Tensor, dict[str, Any]]:
-        """States to be filled: what there is, and room for what is stored."""
+        """States to be filled: what there is, and room for what is stored; empty where nothing is, as torch has it."""
         assert self._stored is not None
         tensors_of, values_of = self._stored.tensors_by_owner, self._stored.values_by_owner
         in_parts = {owner.rpartition(".")[0] for owner in tensors_of if owner not in self._stored.values()}
@@ -378,6 +378,10 @@ class _Walk:
             parameter: [(logical, _state_path(path, root, logical)) for logical in logical_names(parameter, name)]
             for parameter, (root, name) in names.items()
         }
+        stored = {*tensors_of, *values_of, *in_parts}
+        for parameter, found in prefixes.items():
+            if found and not any(prefix in stored for _, prefix in found):  # it had no gradient yet
+                states[parameter] = {}
         if any(prefix in in_parts and not states[p] for p, found in prefixes.items() for _, prefix in found):
             states = states | fresh_states(path, optimizer)
         for parameter, (_, name) in names.items():
