@@ -293,6 +293,25 @@ def test_the_body_of_a_refused_request_is_not_read_for_ever(impatient, deadline,
     assert sent < 1 << 28
 
 
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        (b"Content-Length: 3\r\nTransfer-Encoding: chunked\r\n", b"400"),  # a proxy may believe either of them
+        (b"X-Long: %s\r\n" % (b"a" * 17_000), b"431"),
+    ],
+    ids=["two lengths", "long headers"],
+)
+def test_request_with_headers_that_nobody_needs_is_refused_and_its_connection_closed(
+    impatient, deadline, headers, status
+):
+    with impatient.connect(deadline(20)) as client:
+        client.sendall(HEAD + headers + b"\r\n0\r\n\r\n")
+        answer = b"".join(iter(lambda: client.recv(1 << 16), b""))
+
+    assert answer.split()[1] == status
+    assert b"connection: close" in answer.lower()
+
+
 def test_a_client_that_does_not_wait_for_answers_gets_one(impatient, deadline):
     with impatient.connect(deadline(20)) as client:
         client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" * 3)

@@ -31,6 +31,12 @@ def test_command_whose_streams_are_closed_ends_as_usual(fresh_python, tmp_path, 
     assert "Error" not in ended.stderr
 
 
+def test_setting_that_is_longer_than_a_file_name_is_a_setting(tmp_path, capsys):
+    assert main(["data", f"data.path={'x' * 5000}", f"output={tmp_path}"]) == 2
+
+    assert "nxd data: [Errno 36] File name too long" in capsys.readouterr().err
+
+
 def test_preview_whose_reader_has_gone_ends_with_141(fresh_python, tmp_path):
     (tmp_path / "a.txt").write_text("text " * 1000)
     settings = [f"data.path={tmp_path}", f"output={tmp_path / 'run'}", "data.sequence_length=16"]

@@ -9,7 +9,6 @@ import traceback
 from collections.abc import Collection, Sequence
 from difflib import get_close_matches
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import NoReturn
 
 from nxd_trainer.cli import (
@@ -147,7 +146,7 @@ def _take_settings(arguments: list[str], flags: Collection[str]) -> tuple[list[s
             elif not equals and waiting and not waiting[-1].startswith("--"):
                 value = waiting.pop()
             settings.append(f"{name}={value}")
-        elif equals and not argument.startswith("-") and not Path(argument).exists():
+        elif equals and not argument.startswith("-") and not os.path.exists(argument):
             settings.append(argument)
         else:
             remaining.append(argument)
