@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from hf_survey.architectures import tiny_config
+from hf_survey.architectures import tiny_config, tiny_model
 
 _OF_NO_LAYER = re.compile(
     r"use_cache|return_dict|is_encoder_decoder|output_.*|.*token_id|problem_type|dtype|.*dropout.*|.*pdrop|layerdrop"
@@ -25,12 +25,12 @@ def changes_of(model_type: str) -> Iterator[dict[str, Any]]:
     Many cannot be made: the config or the model refuses them. Many change nothing.
     """
     config_class: Any = CONFIG_MAPPING[model_type]
-    config = tiny_config(model_type)
-    code = inspect.getsource(sys.modules[config_class.__module__.replace("configuration_", "modeling_")])
+    values = tiny_config(model_type).to_dict()
+    code = inspect.getsource(sys.modules[type(tiny_model(model_type)).__module__])
     for field in dataclasses.fields(config_class):
         named = re.search(rf"\b{field.name}\b", code) or field.name in _READ_ELSEWHERE
         if named and not _OF_NO_LAYER.fullmatch(field.name):
-            for value in _others(field, getattr(config, field.name, None)):
+            for value in _others(field, values.get(field.name)):
                 yield {field.name: value}
 
 
