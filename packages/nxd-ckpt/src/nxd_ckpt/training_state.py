@@ -36,10 +36,12 @@ from nxd_ckpt.objects import check_json, decode, encode, references
 from nxd_ckpt.optimizer_states import (
     as_parameter_is_cut,
     by_owner,
+    check_state_dict,
     destination_of,
     fresh_states,
     is_sharded_optimizer,
     is_sharded_state,
+    is_state_dict_of_optimizer,
     options_of,
     set_groups,
     state_holder,
@@ -47,7 +49,7 @@ from nxd_ckpt.optimizer_states import (
     stored_options,
 )
 from nxd_ckpt.reader import TensorInfo
-from nxd_ckpt.shard_marks import check_known, is_cut, logical_names, logical_parts, relative_name
+from nxd_ckpt.shard_marks import check_known, check_no_copy, is_cut, logical_names, logical_parts, relative_name
 from nxd_ckpt.sharded_tensor import Shard, ShardedTensor
 from nxd_ckpt.tensor_subclasses import is_subclass, parts_of
 
@@ -194,6 +196,9 @@ class _Walk:
 
     def container(self, path: str, parts: Any) -> None:
         content = with_parts(parts, self._parts_by_place) if is_state_dict(parts) else parts
+        if self._several_ranks and is_state_dict_of_optimizer(content):
+            shapes = {tuple(it.shape) for it in self._parts_by_place.values() if not is_dtensor(it)}
+            check_state_dict(path, content, shapes)
         for key, part in _items(path, content):
             if isinstance(parts, tuple) and self._stored is not None and not _holds_objects(part):
                 raise ValueError(f"{_joined(path, key)!r} is {part!r} in a tuple, which cannot be replaced; use a list")
@@ -202,6 +207,8 @@ class _Walk:
     def part(self, root: str, name: str, part: Any, set_part: Callable[[Any], None]) -> None:
         path = _joined(root, name)
         if _is_tensor(part):
+            if self._several_ranks and isinstance(part, torch.Tensor):
+                self._check_no_copy(path, name, part)
             self._tensor(root, name, part)
             if type(part) is torch.Tensor and part.numel() * part.itemsize <= _LARGEST_BUFFER:
                 self._found.of_first_holder.add(path)
@@ -221,6 +228,18 @@ class _Walk:
             self._stateful(path, part)
         else:
             self._nested(path, part, set_part)
+
+    @cached_property
+    def _parts_by_name(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of parameters of the state's modules that are parts."""
+        named = [it for module in _modules(self._state) for it in named_parameters(module)]
+        return {name: tuple(parameter.shape) for name, parameter in named if is_cut(parameter)}
+
+    def _check_no_copy(self, path: str, name: str, tensor: torch.Tensor) -> None:
+        try:
+            check_no_copy(tensor, name, self._parts_by_name)
+        except ValueError as error:
+            raise ValueError(f"{path!r}: {error}") from None
 
     def _stateful(self, path: str, part: Any) -> None:
         own = {"": part.state_dict()}
@@ -551,6 +570,15 @@ def _parameter_names(state: Any, path: str = "") -> dict[int, tuple[str, str]]:
         for key, part in _items(path, state):
             names.update(_parameter_names(part, _joined(path, key)))
     return names
+
+
+def _modules(state: Any) -> Iterator[nn.Module]:
+    """The modules in a state."""
+    if isinstance(state, nn.Module):
+        yield state
+    elif isinstance(state, Mapping | list | tuple):
+        for _, part in _items("", state):
+            yield from _modules(part)
 
 
 def _encoded(path: str, value: Any) -> Any:
