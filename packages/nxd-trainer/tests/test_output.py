@@ -31,10 +31,11 @@ def test_command_whose_streams_are_closed_ends_as_usual(fresh_python, tmp_path, 
     assert "Error" not in ended.stderr
 
 
-def test_setting_that_is_longer_than_a_file_name_is_a_setting(tmp_path, capsys):
-    assert main(["data", f"data.path={'x' * 5000}", f"output={tmp_path}"]) == 2
+@pytest.mark.parametrize("arguments", [["data", f"data.path={'x' * 5000}"], ["generate", "x" * 5000, "--prompt", "a"]])
+def test_argument_that_is_longer_than_a_file_name_is_a_message(capsys, arguments):
+    assert main(arguments) == 2
 
-    assert "nxd data: [Errno 36] File name too long" in capsys.readouterr().err
+    assert f"nxd {arguments[0]}: [Errno 36] File name too long" in capsys.readouterr().err
 
 
 def test_preview_whose_reader_has_gone_ends_with_141(fresh_python, tmp_path):

@@ -192,6 +192,9 @@ def test_a_training_config_becomes_a_models_config(tmp_path):
     assert found == {"num_hidden_layers": 4, "num_attention_heads": 8, "hidden_size": 16, "num_key_value_heads": 2}
     with pytest.raises(ValueError, match=r"lacks model.num_layers"):
         convert_yaml_to_json(str(tmp_path / "other.yaml"))
+    (tmp_path / "nested.yaml").write_text(text.replace("num_layers: 4", "num_layers: [4]"))
+    with pytest.raises(ValueError, match=r"has a list as the model's num_hidden_layers; expected a number"):
+        convert_yaml_to_json(str(tmp_path / "nested.yaml"))
 
 
 # States of ZeRO-1.

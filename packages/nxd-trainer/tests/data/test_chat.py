@@ -58,6 +58,10 @@ def test_row_of_any_form_is_the_same_conversation(row, expected):
         ({"messages": ["a"]}, r"messages\[0\] is a str; expected an object with role and content"),
         ({"messages": [{"content": "a"}]}, r"messages\[0\] has no role"),
         ({"messages": [{"role": "user"}]}, r"messages\[0\] has nothing as its content; expected text"),
+        (
+            {"messages": [{"role": "user", "content": "a\ud83d"}]},
+            r"messages\[0\] has '\\ud83d' in its content, half",
+        ),
         ({"messages": [{"role": "user", "content": [{}]}]}, r"has a list as its content; expected text"),
         ({"conversations": [{"from": "narrator", "value": "a"}]}, r"is from 'narrator'; expected one of system, human"),
         ({"messages": TURNS, "tools": "look"}, r"tools is a str; expected a list of JSON schemas"),

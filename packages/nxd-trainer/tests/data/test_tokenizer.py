@@ -196,6 +196,11 @@ def test_missing_package_says_what_to_install(tmp_path, monkeypatch, name, packa
         load_tokenizer(tmp_path)
 
 
+def test_text_with_half_a_character_is_an_error_of_the_tokenizer(tokenizer_folder):
+    with pytest.raises(ValueError, match="the tokenizer cannot encode a text"):
+        HuggingFaceTokenizer(tokenizer_folder).encode("\udcff")
+
+
 def test_regular_expression_that_takes_too_long_is_an_error_of_its_tokenizer(tokenizer_folder):
     file = tokenizer_folder / "tokenizer.json"
     split = {"type": "Split", "pattern": {"Regex": "(a+)+b"}, "behavior": "Isolated", "invert": False}

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from nxd_trainer.data.messages import MARKS, Conversation, is_learned, plain_messages, read_conversation
 from nxd_trainer.data.rendering import OWN_VARIABLES, Job, Rendered, TemplateRenderer
-from nxd_trainer.data.tokenizer import digest_files, load_tokenizer_of_transformers, panics_as_errors
+from nxd_trainer.data.tokenizer import digest_files, encoding_errors, load_tokenizer_of_transformers
 
 VOCABULARY_FILES = ("vocab.txt", "merges.txt")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -397,7 +397,7 @@ class ChatTemplate:
         return offsets
 
     def _tokenize(self, text: str, *, with_offsets: bool = False) -> Mapping[str, Any]:
-        with panics_as_errors():
+        with encoding_errors():
             encoded: Mapping[str, Any] = self._tokenizer(
                 text,
                 add_special_tokens=False,

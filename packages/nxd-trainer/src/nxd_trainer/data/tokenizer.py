@@ -177,7 +177,7 @@ class HuggingFaceTokenizer:
         Raises:
             ValueError: the tokenizer cannot do it.
         """
-        with panics_as_errors():
+        with encoding_errors():
             return np.asarray(self._encode(text), dtype=np.int64)
 
     def decode(self, tokens: Iterable[int], *, skip_special_tokens: bool = True) -> str:
@@ -239,15 +239,16 @@ def load_tokenizer_of_transformers(folder: Path) -> Any:
 
 
 @contextmanager
-def panics_as_errors() -> Iterator[None]:
-    """Raise ValueError where the package tokenizers panics, as of a regular expression that takes too long.
+def encoding_errors() -> Iterator[None]:
+    """Raise ValueError for a text that the package tokenizers cannot encode.
 
-    Its PanicException is no Exception, and would pass all that handles errors.
+    It raises TypeError for half a character, and of a regular expression that takes too long PanicException, which is
+    no Exception and would pass all that handles errors.
     """
     try:
         yield
     except BaseException as error:
-        if type(error).__name__ != "PanicException":
+        if not isinstance(error, TypeError) and type(error).__name__ != "PanicException":
             raise
         raise ValueError(f"the tokenizer cannot encode a text: {error}") from error
 
