@@ -23,6 +23,7 @@ from torch import nn
 from nxd_state.group import Group
 from nxd_state.heartbeat import call_site, is_collective, last_heartbeat
 from nxd_state.process_groups import job_store
+from nxd_state.store_messages import PeerError, printable
 
 EXIT_FAILED, EXIT_PEER_FAILED = 1, 3
 FAILURE_SHOWN = "nxd_state/failure_shown"  # key of the launcher's store: the rank whose failure can be read already
@@ -39,10 +40,6 @@ _BACKEND_FAILURE = re.compile(
 )
 _FAILURES_OF_STORAGE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE}
 _ADVICE_OF_GLOO = " This is typically caused by"
-
-
-class PeerError(RuntimeError):
-    """This rank cannot continue because another one failed, ended or did not answer in time."""
 
 
 def is_peer_failure(error: BaseException) -> bool:
@@ -83,8 +80,7 @@ def _show(text: str) -> None:
 
     Messages hold texts of files and of other processes: what would steer the terminal is escaped.
     """
-    shown = "".join(it if it.isprintable() or it in "\n\t" else repr(it)[1:-1] for it in text)
-    print(shown, file=sys.stderr, flush=True)
+    print(printable(text), file=sys.stderr, flush=True)
 
 
 def describe_failure(error: BaseException) -> str:

@@ -25,7 +25,7 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
-    from torch.distributed import TCPStore
+    from nxd_state import StoreServer
 
 EXIT_STOPPED = 143  # 128 + SIGTERM
 LAUNCHER_PID = "NXD_LAUNCHER_PID"  # variable of the ranks that are started here
@@ -46,8 +46,9 @@ def is_launched() -> bool:
 def launch_ranks(nproc: int, command: Sequence[str]) -> int:
     """Run a command on `nproc` ranks of this machine and wait for them.
 
-    The ranks meet through a key-value store that this process serves, on the loopback interface only. SIGTERM and
-    Ctrl-C are handed on to them. When a rank fails, the others have some seconds to end as well, and are then killed.
+    The ranks meet through a key-value store that this process serves on the loopback interface, and to processes of
+    this user only. SIGTERM and Ctrl-C are handed on to them. When a rank fails, the others have some seconds to end as
+    well, and are then killed.
 
     Returns:
         Exit code: 0, 143 after a signal, a rank's own exit code if it is more than 1, else 1.
@@ -63,10 +64,10 @@ def launch_ranks(nproc: int, command: Sequence[str]) -> int:
                 environment | {"RANK": str(rank), "LOCAL_RANK": str(rank), "ROLE_RANK": str(rank)},
             )
         # Imported now: it takes seconds, in which the ranks do the same. Until then they wait for the connection.
-        from nxd_state import serve_store  # noqa: PLC0415
+        from nxd_state import StoreServer  # noqa: PLC0415
 
-        store = serve_store(listener)
-        return _wait(ranks, store)
+        with StoreServer(listener) as store:
+            return _wait(ranks, store)
 
 
 def _environment(nproc: int, port: int) -> dict[str, str]:
@@ -184,7 +185,7 @@ class _Ranks:
             process.send_signal(handed_on if len(self.signals) <= 2 else signal.SIGKILL)
 
 
-def _wait(ranks: _Ranks, store: "TCPStore") -> int:
+def _wait(ranks: _Ranks, store: "StoreServer") -> int:
     """Wait for all ranks, and say which one failed first; returns the exit code."""
     from nxd_state import EXIT_PEER_FAILED, FAILURE_SHOWN  # noqa: PLC0415 - it loads torch
 
