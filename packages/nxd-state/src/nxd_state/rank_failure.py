@@ -30,6 +30,8 @@ FAILURE_SHOWN = "nxd_state/failure_shown"  # key of the launcher's store: the ra
 
 _PATIENCE = 5.0  # seconds, for the failure to be shown, and for the lines of other ranks
 _PAUSE = 0.02
+# Whoever serves the store is gone; or it is that of an elastic run's ranks, which have parted.
+_STORE_HAS_ENDED = (dist.DistError, PeerError)
 _LONGEST_MESSAGE = 600  # characters
 # torch has no classes for these errors of gloo and nccl; and what another rank gave as its reason comes as text.
 _TIMEOUT = re.compile(
@@ -148,7 +150,7 @@ def _name_silent_ranks(rank: int) -> None:
     """After a timeout: the first rank that hears of it names those that do not, and what these said last."""
     lines = {other: f"{FAILURE_SHOWN}/line_of_{other}" for other in range(dist.get_world_size())}
     _await(*lines.values())
-    with suppress(dist.DistError):
+    with suppress(*_STORE_HAS_ENDED):
         store = job_store()
         silent = [other for other, line in lines.items() if not store.check([line])]
         if silent and rank == min(set(lines) - set(silent)):
@@ -164,7 +166,7 @@ def _describe_silent_rank(rank: int, store: dist.Store) -> str:
 
 def _tell(key: str, value: str) -> None:
     if dist.is_initialized():
-        with suppress(dist.DistError):  # whoever serves the store has ended
+        with suppress(*_STORE_HAS_ENDED):
             job_store().set(key, value)
 
 
@@ -172,7 +174,7 @@ def _await(*keys: str) -> None:
     if not dist.is_initialized():
         return
     give_up = time.monotonic() + _PATIENCE
-    with suppress(dist.DistError):
+    with suppress(*_STORE_HAS_ENDED):
         # Asked again and again: when `Store.wait` times out, torch writes warnings to standard error.
         while not job_store().check(list(keys)) and time.monotonic() < give_up:
             time.sleep(_PAUSE)
